@@ -1,0 +1,1 @@
+"""Graph passes: one plain function `verb_noun(gm, plan)` per file; `rewriter.pipeline` holds their order."""

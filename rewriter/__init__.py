@@ -1,0 +1,1 @@
+"""Capture, plan, verify and assemble: everything that decides what a model's graph becomes."""

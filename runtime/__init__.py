@@ -1,0 +1,1 @@
+"""Execute a `Program`: devices, disk readers, the executor loop and its trace."""

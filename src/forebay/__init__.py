@@ -1,0 +1,1 @@
+"""Forebay: run PyTorch language models larger than the fast memory you have."""
