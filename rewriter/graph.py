@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-META = "forebay"  # the one key of ours in node.meta
+from .plan import BufferPlacement
+
+META = "forebay"  # the one key of ours in node.meta, and in the meta of a whole graph
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,40 @@ class CacheInput:
 
     layer: int
     side: str
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """On a `fetch` node: it is copy number `index` of the step, of rows [lower, upper) of `weight`, into `slot`."""
+
+    index: int
+    weight: str
+    lower: int
+    upper: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """On a matrix product: the implementation that the plan chose."""
+
+    impl: str
+
+
+@dataclass
+class Layout:
+    """On a whole graph: where `allocate_buffers` put its values.
+
+    `home` maps a storage (node, element of its result) to a buffer name; `ends` lists the buffers whose contents die
+    with a node. `height` and `lower_bound` are bytes: what the allocation takes, and the peak of live bytes.
+    """
+
+    buffers: dict[str, BufferPlacement]
+    home: dict[tuple[fx.Node, int], str]
+    ends: dict[fx.Node, list[str]]
+    height: int
+    lower_bound: int
+    method: str
 
 
 @dataclass(frozen=True)
@@ -87,3 +123,23 @@ def weight_name(node: fx.Node) -> str | None:
     """The weight a placeholder stands for, or None."""
     mark = node.meta.get(META)
     return mark.name if isinstance(mark, WeightInput) else None
+
+
+def storage_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """The node (and element of its result) whose memory `node` shows: itself, or what it is a view of."""
+    base = node.meta.get("alias_of") or node
+    made = values_of(base)
+    if len(made) > 1 and base is not node:
+        shown = values_of(node)[0].untyped_storage()._cdata
+        return base, next(i for i, value in enumerate(made) if value.untyped_storage()._cdata == shown)
+    return base, 0
+
+
+def values_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """The tensors a node gives, one for most, several for operators with several results, none for the rest."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if isinstance(value, tuple | list) and any(isinstance(v, torch.Tensor) for v in value):
+        return tuple(value)
+    return ()

@@ -1,0 +1,133 @@
+"""Give every activation an address: exact lifetimes, views understood, storage reused in place where that is safe."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from forebay.passes.allocators import Buffer, allocate
+from forebay.rewriter import ops
+from forebay.rewriter.graph import META, Layout, storage_of, values_of
+from forebay.rewriter.plan import BufferPlacement, Plan, PlanError
+
+aten = torch.ops.aten
+ALIGNMENT = 64  # one cache line, and the widest vector load
+TIME_LIMIT_S = 1.0
+
+# element i of the result depends on element i of the operands alone, and torch accepts out = operand
+IN_PLACE = frozenset((
+    aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.mul.Tensor, aten.mul.Scalar,
+    aten.div.Tensor, aten.div.Scalar, aten.neg.default, aten.silu.default, aten.gelu.default, aten.relu.default,
+    aten.tanh.default, aten.sigmoid.default, aten.exp.default, aten.rsqrt.default, aten.sqrt.default, aten.cos.default,
+    aten.sin.default, aten.pow.Tensor_Scalar, aten.hardtanh.default, aten.clamp.default, aten.rsub.Scalar,
+))
+
+
+def allocate_buffers(gm: fx.GraphModule, plan: Plan) -> None:
+    """Place the activations of a flat graph at the top end of the device arena, growing downwards; leaves a `Layout`
+    in `gm.meta`. PlanError when they would meet what the plan keeps at the lower end (weights, slots, cache)."""
+    layout = plan_activations(gm, plan.schedule.reuse)
+    top = plan.arenas["device"]
+    floor = max((b.offset + b.nbytes for b in plan.buffers if b.arena == "device" and b.phase == "all"), default=0)
+    if layout.height > top - floor:
+        raise PlanError(f"allocate_buffers: activations need {layout.height} bytes, but the arena of {top} bytes has "
+                        f"{top - floor} left above weights, slots and cache; a smaller prefill chunk or batch needs less")
+    base = (top - layout.height) // ALIGNMENT * ALIGNMENT
+    for name, b in layout.buffers.items():
+        layout.buffers[name] = BufferPlacement(b.name, b.kind, b.arena, base + b.offset, b.nbytes, "step", b.first, b.last)
+    gm.meta[META] = layout
+
+
+def plan_activations(gm: fx.GraphModule, reuse: bool = True) -> Layout:
+    """Lifetimes and relative addresses (from 0) of all values of a flat graph that are neither weights nor cache.
+
+    Without `reuse` every value keeps an address of its own for the whole step.
+    """
+    nodes = list(gm.graph.nodes)
+    end = len(nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    first: dict[tuple[fx.Node, int], int] = {}
+    last: dict[tuple[fx.Node, int], int] = {}
+    for i, node in enumerate(nodes):
+        if _owns_memory(node):
+            for element in range(len(values_of(node))):
+                first[node, element] = last[node, element] = i
+        elif node.op == "placeholder" and node.meta.get(META) is None and values_of(node):
+            first[node, 0], last[node, 0] = 0, end  # the caller writes it between steps
+        for operand in node.all_input_nodes:
+            for key in _storages(operand):
+                if key in last:
+                    last[key] = end if node.op == "output" else max(last[key], i)
+    home = {key: _name(key) for key in first}
+    if reuse:
+        _reuse_in_place(nodes, position, first, last, home)
+
+    groups: dict[str, list[tuple[fx.Node, int]]] = {}
+    for key, name in home.items():
+        groups.setdefault(name, []).append(key)
+    requests, kinds = [], {}
+    for name, keys in groups.items():
+        nbytes = max(values_of(n)[e].untyped_storage().nbytes() for n, e in keys)
+        live = (min(first[k] for k in keys), max(last[k] for k in keys)) if reuse else (0, end)
+        requests.append(Buffer(name, live[0], live[1] + 1, -(-nbytes // ALIGNMENT) * ALIGNMENT))
+        boundary = any(n.op == "placeholder" for n, _ in keys) or live[1] == end
+        kinds[name] = "io" if boundary else "activation"
+    result = allocate(requests, time_limit_s=TIME_LIMIT_S, alignment=ALIGNMENT)
+    buffers, ends = {}, {}
+    for request, offset in zip(requests, result.offsets, strict=True):
+        stop = request.upper - 1
+        buffers[request.id] = BufferPlacement(
+            request.id, kinds[request.id], "device", offset, request.size, "step", request.lower, stop)  # type: ignore[arg-type]
+        if stop < end:
+            ends.setdefault(nodes[stop], []).append(request.id)
+    return Layout(buffers, home, ends, result.height, result.lower_bound, result.method)
+
+
+def _owns_memory(node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target in (ops.fetch, ops.release, operator.getitem):
+        return False
+    return node.meta.get("alias_of") is None and bool(values_of(node))
+
+
+def _storages(node: fx.Node) -> list[tuple[fx.Node, int]]:
+    """All storages that reading `node` may touch: several where it is a tuple of results."""
+    base, element = storage_of(node)
+    if base is node:
+        return [(node, i) for i in range(max(1, len(values_of(node))))]
+    return [(base, element)]
+
+
+def _name(key: tuple[fx.Node, int]) -> str:
+    node, element = key
+    return node.name if len(values_of(node)) == 1 else f"{node.name}.{element}"
+
+
+def _reuse_in_place(
+    nodes: list[fx.Node], position: dict[fx.Node, int], first: dict, last: dict, home: dict[tuple[fx.Node, int], str]
+) -> None:
+    """Merge a pointwise result into an operand that dies there and has the very same layout."""
+    group_last = {name: last[key] for key, name in home.items()}
+    for node in nodes:
+        if node.target not in IN_PLACE or (node, 0) not in home:
+            continue
+        value = values_of(node)[0]
+        for operand in node.all_input_nodes:
+            key = storage_of(operand)
+            shown = operand.meta.get("val")
+            if key not in home or key[0].op == "placeholder" or not isinstance(shown, torch.Tensor):
+                continue
+            name = home[key]
+            same = (shown.shape == value.shape and shown.stride() == value.stride() and shown.dtype == value.dtype
+                    and shown.storage_offset() == 0
+                    and shown.untyped_storage().nbytes() == value.untyped_storage().nbytes())
+            if same and group_last[name] == position[node] and not _read_otherwise(node, key, operand):
+                home[node, 0] = name
+                group_last[name] = last[node, 0]
+                break
+
+
+def _read_otherwise(node: fx.Node, key: tuple[fx.Node, int], operand: fx.Node) -> bool:
+    """Whether `node` also reads the storage through a different view (a broadcast, a slice), which would be torn."""
+    return any(storage_of(other) == key and other is not operand for other in node.all_input_nodes)

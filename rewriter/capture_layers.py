@@ -1,0 +1,159 @@
+"""Find a model's repeated layers before tracing, and tell which of them are the same kind."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.library import custom_op
+from torch.utils import _pytree as pytree
+
+_SCALARS = (int, float, str, bool, type(None), torch.dtype)
+
+
+class CaptureError(Exception):
+    """The model cannot be captured; the message names what stands in the way."""
+
+
+def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """The path and value of the `ModuleList` holding the most parameters, the outermost one where lists nest."""
+    best: tuple[str, nn.ModuleList] | None = None
+    most = 0
+    for name, module in model.named_modules():
+        if best is not None and name.startswith(best[0] + "."):
+            continue
+        if isinstance(module, nn.ModuleList) and len(module):
+            numel = sum(p.numel() for p in module.parameters())
+            if numel > most:
+                best, most = (name, module), numel
+    return best
+
+
+def layer_signature(layer: nn.Module, ignore: tuple[str, ...] = ("layer_idx",)) -> Hashable:
+    """Equal for two layers that compute the same function of their weights and inputs.
+
+    Compares the class tree, parameter and buffer shapes and dtypes, and every plain value among the modules' own
+    attributes, save those named in `ignore`.
+    """
+    parts: list[Hashable] = []
+    for name, module in layer.named_modules():
+        parts.append((name, type(module)))
+        for key, value in vars(module).items():
+            if key == "_parameters" or key == "_buffers":
+                parts.extend((k, tuple(t.shape), t.dtype) for k, t in value.items() if t is not None)
+            elif key in ignore or key == "training":
+                continue
+            elif isinstance(value, _SCALARS):
+                parts.append((key, value))
+            elif isinstance(value, (tuple, list)) and all(isinstance(v, _SCALARS) for v in value):
+                parts.append((key, tuple(value)))
+    return tuple(parts)
+
+
+class LayerIndexUsed(Exception):
+    """A layer computed with its own index, so layers that differ only in it are not one kind."""
+
+
+def _refuse(self: object, *args: object) -> Any:
+    raise LayerIndexUsed
+
+
+class LayerIndex:
+    """Stands in for `layer_idx` while a layer is traced, so that no index can end up in a graph unnoticed."""
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __truediv__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __index__ = __int__ = __float__ = __bool__ = _refuse
+    __eq__ = __ne__ = __contains__ = _refuse  # type: ignore[assignment]
+    __hash__ = _refuse  # type: ignore[assignment]
+
+
+@custom_op("forebay::layer_run", mutates_args=())
+def layer_run(hidden: torch.Tensor, others: list[torch.Tensor], first: int) -> torch.Tensor:
+    """Marks, in the outer graph, a run of consecutive layers beginning with layer `first`; it is never executed."""
+    raise RuntimeError("forebay::layer_run is a marker for capture and cannot be executed")
+
+
+@layer_run.register_fake
+def _(hidden: torch.Tensor, others: list[torch.Tensor], first: int) -> torch.Tensor:
+    return torch.empty_like(hidden)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """In a layer's recorded arguments: other input number `index`, or the hidden state for -1."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """How the model calls one layer; `leaves` are `Slot`s, caches and plain values, in the order of `spec`."""
+
+    layer: int
+    run: int  # which marker covers this layer
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    others: tuple[torch.Tensor, ...]
+    sources: tuple[tuple[int, int], ...]  # of each of `others`: marker, position among that marker's others
+
+    def key(self) -> Hashable:
+        """Equal for two calls that hand a layer inputs of the same shapes in the same places, and equal values."""
+        plain = tuple(v if isinstance(v, (*_SCALARS, Slot)) else type(v) for v in self.leaves)
+        return plain, str(self.spec), tuple((str(t.shape), t.dtype) for t in self.others)
+
+
+class LayerCalls:
+    """What the layers were called with in one forward pass of the outer model."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, before the model is run again."""
+        self.calls: list[LayerCall] = []
+        self.hidden: list[torch.Tensor] = []  # one per run
+        self._last: torch.Tensor | None = None
+        self._seen: dict[int, tuple[torch.Tensor, tuple[int, int]]] = {}  # holds the tensor, so ids stay unique
+
+    def record(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """Note the call of `layer` and return the tensor that stands for its output.
+
+        Layers that follow one another directly share one marker, so that the cost of tracing the outer graph does
+        not grow with depth.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            raise CaptureError(f"layer {layer} is called without a hidden state")
+        hidden = kwargs.get("hidden_states", tensors[0])
+        others = list({id(t): t for t in tensors if t is not hidden}.values())
+        fresh = [t for t in others if id(t) not in self._seen]
+        if hidden is not self._last or fresh:
+            for i, tensor in enumerate(fresh):
+                self._seen[id(tensor)] = (tensor, (len(self.hidden), i))
+            self.hidden.append(hidden)
+            self._last = torch.ops.forebay.layer_run(hidden, fresh, layer)
+        slots = {id(hidden): Slot(-1)} | {id(t): Slot(i) for i, t in enumerate(others)}
+        marked = tuple(slots[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        sources = tuple(self._seen[id(t)][1] for t in others)
+        self.calls.append(LayerCall(layer, len(self.hidden) - 1, marked, spec, tuple(others), sources))
+        assert self._last is not None
+        return self._last
+
+
+class LayerStub(nn.Module):
+    """Takes a layer's place while the outer model is traced; attributes are still those of the layer."""
+
+    def __init__(self, index: int, layer: nn.Module, handle: Any) -> None:
+        super().__init__()
+        object.__setattr__(self, "_stub", (index, layer, handle))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        index, _, handle = self._stub
+        return handle(index, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_stub"][1], name)

@@ -1,0 +1,212 @@
+"""Fix a captured graph's sizes, and lay its blocks out flat.
+
+After either function every node's `meta["val"]` is a meta tensor with its exact shape, strides and storage offset, and
+`meta["alias_of"]` is the node of the same graph whose storage it views, or None for storage of its own. A node that
+returns its input unchanged aliases it. Where one operation makes several fresh tensors, they alias that operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+ALIAS = "alias_of"
+LAYER = "layer"
+
+_META = torch.device("meta")
+
+
+def concretise(gm: fx.GraphModule, inputs: Mapping[str, torch.Tensor]) -> fx.GraphModule:
+    """A copy of `gm` for inputs of these sizes: size arithmetic folded to numbers, dead nodes gone.
+
+    `inputs` maps placeholder names to meta tensors, of which only shape, strides and dtype are read; placeholders of
+    known size, such as weights, may be left out. Each block is fixed once per distinct set of input shapes, however
+    many layers call it. Raises ValueError for an unknown, missing or unfitting input.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    unknown = inputs.keys() - {node.name for node in placeholders}
+    if unknown:
+        raise ValueError(f"the graph has no input {sorted(unknown)[0]!r}")
+    values = [_fresh(_input_value(node, inputs.get(node.name))) for node in placeholders]
+    with torch.no_grad():
+        return _Concretiser(gm, values).module
+
+
+def _input_value(node: fx.Node, given: torch.Tensor | None) -> torch.Tensor:
+    traced = node.meta.get("val")
+    if given is None:
+        if isinstance(traced, torch.Tensor) and all(isinstance(s, int) for s in (*traced.shape, *traced.stride())):
+            return traced
+        raise ValueError(f"input {node.name!r} has no fixed size; give a meta tensor for it")
+    if isinstance(traced, torch.Tensor):
+        fits = given.ndim == traced.ndim and all(
+            s == t for s, t in zip(given.shape, traced.shape, strict=True) if isinstance(t, int)
+        )
+        if not fits or given.dtype != traced.dtype:
+            raise ValueError(
+                f"input {node.name!r} must be {tuple(traced.shape)} {traced.dtype}, "
+                f"not {tuple(given.shape)} {given.dtype}"
+            )
+    return given
+
+
+def _fresh(like: torch.Tensor) -> torch.Tensor:
+    """A meta tensor of the same layout with storage of its own."""
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=_META)
+
+
+class _Concretiser:
+    """One walk over a graph; `module` is the result, `result` the value of its output."""
+
+    def __init__(self, gm: fx.GraphModule, values: list[torch.Tensor]) -> None:
+        self.gm = gm
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, Any] = {}  # of the old nodes
+        self.env: dict[fx.Node, Any] = {}  # old node -> new node, or the number it became
+        self.owners: dict[int, fx.Node] = {}  # storage -> the new node that made it
+        self.blocks: dict[object, tuple[str, _Concretiser]] = {}
+        remaining = iter(values)
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                self._emit(node, next(remaining))
+            elif node.op == "call_function":
+                self._emit(node, self._run(node))
+            elif node.op == "call_module":
+                self._call_block(node)
+            elif node.op == "output":
+                self.result = _mapped(node.args[0], self.values)
+                self.graph.output(_mapped(node.args[0], self.env))
+                self.graph.output_node().meta = dict(node.meta)
+            else:
+                raise ValueError(f"{node.op} node {node.name!r}: make every input a placeholder first")
+        _erase_dead(self.graph)
+        self.module = _LazyGraphModule({name: block.module for name, block in self.blocks.values()}, self.graph)
+
+    def _run(self, node: fx.Node) -> Any:
+        args, kwargs = _mapped((node.args, node.kwargs), self.values, onto_meta=True)
+        try:
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception as error:
+            error.add_note(f"at node {node.name!r}, {node.target}, with sizes fixed")
+            raise
+
+    def _emit(self, node: fx.Node, value: Any) -> None:
+        self.values[node] = value
+        if isinstance(value, (int, float, bool)):
+            self.env[node] = value
+            return
+        new = self.graph.create_node(
+            node.op, node.target, _mapped(node.args, self.env), _mapped(node.kwargs, self.env), name=node.name
+        )
+        bases = {self.owners.setdefault(_storage(t), new) for t in pytree.tree_leaves(value) if _is_tensor(t)}
+        base = bases.pop() if len(bases) == 1 else new
+        new.meta = node.meta | {"val": value, ALIAS: None if base is new else base}
+        self.env[node] = new
+
+    def _call_block(self, node: fx.Node) -> None:
+        values = [_mapped(arg, self.values) for arg in node.args]
+        key = (node.target, tuple((tuple(v.shape), v.stride(), v.dtype) for v in values))
+        if key not in self.blocks:
+            same = sum(known[0] == node.target for known in self.blocks)  # type: ignore[index]
+            name = f"{node.target}_{same}" if same else str(node.target)
+            block = self.gm.get_submodule(str(node.target))
+            assert isinstance(block, fx.GraphModule)
+            self.blocks[key] = (name, _Concretiser(block, [_fresh(v) for v in values]))
+        name, inner = self.blocks[key]
+        node_as_called = self._emit_block(node, name, inner, values)
+        self.env[node] = node_as_called
+
+    def _emit_block(self, node: fx.Node, name: str, inner: _Concretiser, values: list[torch.Tensor]) -> fx.Node:
+        """Call the block; its output gets storage of its own per call, or that of the input it views."""
+        inputs = dict(zip(inner.graph.find_nodes(op="placeholder"), values, strict=True))
+
+        def outside(tensor: torch.Tensor) -> torch.Tensor:
+            base = inputs.get(inner.owners[_storage(tensor)])
+            if base is None:
+                return _fresh(tensor)
+            return base.as_strided(tensor.shape, tensor.stride(), base.storage_offset() + tensor.storage_offset())
+
+        value = pytree.tree_map_only(torch.Tensor, outside, inner.result)
+        self._emit(node, value)
+        new = self.env[node]
+        new.target = name
+        return new
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _mapped(args: Any, env: Mapping[fx.Node, Any], onto_meta: bool = False) -> Any:
+    def one(arg: Any) -> Any:
+        if isinstance(arg, fx.Node):
+            return env[arg]
+        return _META if onto_meta and isinstance(arg, torch.device) else arg
+
+    return map_aggregate(args, one)
+
+
+def _erase_dead(graph: fx.Graph) -> None:
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users and not _mutates(node):
+            graph.erase_node(node)
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def inline_blocks(step: fx.GraphModule) -> fx.GraphModule:
+    """One flat graph with every block call replaced by the block's nodes.
+
+    A node of layer 3 is named layer3_… and has `meta["layer"] == 3`. Where sizes are fixed, `meta["alias_of"]` is
+    restated for the flat graph; there it alone tells which nodes share storage, since the layers share their values.
+    """
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    for node in step.graph.nodes:
+        if node.op == "call_module":
+            block = step.get_submodule(node.target)
+            assert isinstance(block, fx.GraphModule)
+            env[node] = _inline(graph, block.graph, [env[arg] for arg in node.args], node.meta[LAYER])
+        else:
+            env[node] = _copy(graph, node, env, node.name)
+    return _LazyGraphModule({}, graph)
+
+
+def _inline(graph: fx.Graph, block: fx.Graph, inputs: list[fx.Node], layer: int) -> Any:
+    env: dict[fx.Node, Any] = {}
+    remaining = iter(inputs)
+    prefix = f"layer{layer}_"  # stamped by capture on every block call
+    for node in block.nodes:
+        if node.op == "placeholder":
+            env[node] = next(remaining)
+        elif node.op == "output":
+            return _mapped(node.args[0], env)
+        else:
+            new = _copy(graph, node, env, prefix + node.name)
+            new.meta[LAYER] = layer
+            env[node] = new
+    raise ValueError("a block graph has no output")
+
+
+def _copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, Any], name: str) -> fx.Node:
+    new = graph.create_node(
+        node.op, node.target, _mapped(node.args, env), _mapped(node.kwargs, env), name=name, type_expr=node.type
+    )
+    new.meta = dict(node.meta)
+    base = node.meta.get(ALIAS)
+    if base is not None:
+        flat = env[base]
+        new.meta[ALIAS] = flat.meta.get(ALIAS) or flat
+    return new

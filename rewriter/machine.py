@@ -1,0 +1,270 @@
+"""What a machine can do, as measured: tiers, links and kernels; JSON both ways, validated on load."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FORMAT = 1  # of the JSON file
+TIERS = ("device", "host", "disk")
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A place for bytes: how many it offers, and how fast what computes on it reads it (0: nothing computes there)."""
+
+    capacity_nbytes: int
+    bandwidth_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """A path between two tiers: moving n bytes takes latency_s + n / bandwidth_bytes_per_s; r2 says how well that fits.
+
+    `method` is the engine or copy that was measured ("direct", "buffered", "uring", "pinned", "memcpy", …), with
+    `depth` requests of `chunk_nbytes` in flight (0 where that has no meaning).
+    """
+
+    src: str
+    dst: str
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    method: str
+    depth: int = 0
+    chunk_nbytes: int = 0
+    r2: float = 1.0
+
+    def time_s(self, nbytes: int) -> float:
+        """Seconds to move `nbytes` in one transfer."""
+        return self.latency_s + nbytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True)
+class GemmPoint:
+    """[m, k] times [n, k] transposed took time_s with `impl`; dtype is torch's name without the prefix ("bfloat16")."""
+
+    impl: str
+    dtype: str
+    m: int
+    n: int
+    k: int
+    time_s: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine profile.
+
+    memory_bytes_per_s: plain copy, bytes copied per second. dispatch_s: seconds of overhead per launched operator.
+    attention_bytes_per_s: bytes of K and V read per second by decode attention. `folder` is where the disk tier was
+    measured, empty for a profile that stands for no disk in particular.
+    """
+
+    name: str
+    date: str
+    versions: Mapping[str, str]
+    cores: int
+    threads: int
+    device_kind: str
+    tiers: Mapping[str, Tier]
+    links: tuple[Link, ...]
+    gemm: tuple[GemmPoint, ...]
+    memory_bytes_per_s: float
+    dispatch_s: float
+    attention_bytes_per_s: float
+    folder: str = ""
+    format: int = field(default=FORMAT)
+
+    def validate(self) -> None:
+        """Raise ValueError naming the first field that cannot be true."""
+        _require(self.format == FORMAT, "format", f"must be {FORMAT} (measure the machine again)", self.format)
+        _require(bool(self.name), "name", "must not be empty", self.name)
+        for name in ("cores", "threads"):
+            _positive(name, getattr(self, name))
+        for name in ("memory_bytes_per_s", "attention_bytes_per_s"):
+            _positive(name, getattr(self, name))
+        _not_negative("dispatch_s", self.dispatch_s)
+        for tier in ("device", "disk"):
+            _require(tier in self.tiers, f"tiers.{tier}", "is missing", sorted(self.tiers))
+        for tier, facts in self.tiers.items():
+            _require(tier in TIERS, f"tiers.{tier}", f"is no tier; tiers are {', '.join(TIERS)}", tier)
+            _not_negative(f"tiers.{tier}.capacity_nbytes", facts.capacity_nbytes)
+            _not_negative(f"tiers.{tier}.bandwidth_bytes_per_s", facts.bandwidth_bytes_per_s)
+        for i, link in enumerate(self.links):
+            for end in ("src", "dst"):
+                _require(getattr(link, end) in TIERS, f"links[{i}].{end}", "must be a tier", getattr(link, end))
+            _require(link.src != link.dst, f"links[{i}].dst", "must differ from src", link.dst)
+            _positive(f"links[{i}].bandwidth_bytes_per_s", link.bandwidth_bytes_per_s)
+            _not_negative(f"links[{i}].latency_s", link.latency_s)
+            _not_negative(f"links[{i}].depth", link.depth)
+            _not_negative(f"links[{i}].chunk_nbytes", link.chunk_nbytes)
+            _require(math.isfinite(link.r2) and link.r2 <= 1, f"links[{i}].r2", "must be at most 1", link.r2)
+        for i, point in enumerate(self.gemm):
+            for name in ("m", "n", "k", "time_s"):
+                _positive(f"gemm[{i}].{name}", getattr(point, name))
+
+    def link(self, src: str, dst: str, method: str | None = None) -> Link:
+        """The fastest link from `src` to `dst` (by `method` if given); raises KeyError naming the links there are."""
+        found = [x for x in self.links if (x.src, x.dst) == (src, dst) and method in (None, x.method)]
+        if not found:
+            known = ", ".join(f"{x.src}->{x.dst} ({x.method})" for x in self.links) or "none"
+            by = f" by {method}" if method else ""
+            raise KeyError(f"machine {self.name!r} has no link {src}->{dst}{by}; it has: {known}")
+        return max(found, key=lambda x: x.bandwidth_bytes_per_s)
+
+    def gemm_time_s(self, impl: str, dtype: str, m: int, n: int, k: int) -> float:
+        """Seconds of an [m, k] x [k, n] product, from the measured (n, k) nearest in logarithm, scaled by n * k.
+
+        Between measured m, log time is linear in log m; above the largest it grows in proportion to m, below the
+        smallest it stays. Raises KeyError when `impl` was not measured for `dtype`.
+        """
+        points = [p for p in self.gemm if (p.impl, p.dtype) == (impl, dtype)]
+        if not points:
+            known = ", ".join(sorted({f"{p.impl}/{p.dtype}" for p in self.gemm})) or "none"
+            raise KeyError(f"machine {self.name!r} has no GEMM measured for {impl}/{dtype}; it has: {known}")
+        shapes = {(p.n, p.k) for p in points}
+        near = min(sorted(shapes), key=lambda s: abs(math.log(s[0] / n)) + abs(math.log(s[1] / k)))
+        curve = sorted((p.m, p.time_s) for p in points if (p.n, p.k) == near)
+        return _on_curve(curve, m) * (n * k) / (near[0] * near[1])
+
+    def best_gemm(self, dtype: str, m: int, n: int, k: int) -> str:
+        """The implementation with the smallest predicted time; raises KeyError when none was measured for `dtype`."""
+        impls = sorted({p.impl for p in self.gemm if p.dtype == dtype})
+        if not impls:
+            raise KeyError(f"machine {self.name!r} has no GEMM measured for {dtype}")
+        return min(impls, key=lambda impl: self.gemm_time_s(impl, dtype, m, n, k))
+
+    @staticmethod
+    def default() -> Machine:
+        """A guess at a small machine (2 cores, 8 GiB, an SSD), on the slow side, so that planning works unmeasured.
+
+        GEMM times are a roofline: the larger of weight bytes at 8 GB/s and 30 (float32) or 8 (bfloat16) GFLOP/s.
+        """
+        memory, sizes = 8e9, {"float32": (4, 30e9), "bfloat16": (2, 8e9)}
+        gemm = tuple(
+            GemmPoint("aten", dtype, m, n, k, max(itemsize * n * k / memory, 2 * m * n * k / flops))
+            for dtype, (itemsize, flops) in sizes.items()
+            for n, k in ((2048, 2048), (5632, 2048))
+            for m in (1, 2, 4, 8, 16, 32, 64, 256)
+        )
+        links = (
+            Link("disk", "device", 1.5e9, 2e-4, "direct", 2, 4 << 20),
+            Link("device", "disk", 0.5e9, 1e-3, "write"),
+            Link("disk", "host", 1.5e9, 2e-4, "direct", 2, 4 << 20),
+            Link("host", "disk", 0.5e9, 1e-3, "write"),
+            Link("host", "device", 4e9, 1e-6, "memcpy"),
+            Link("device", "host", 4e9, 1e-6, "memcpy"),
+        )
+        tiers = {"device": Tier(4 << 30, memory), "host": Tier(4 << 30, memory), "disk": Tier(32 << 30, 0.0)}
+        return Machine("default-guess", "", {}, 2, 2, "cpu", tiers, links, gemm, 4e9, 5e-6, 4e9)
+
+    def to_json(self) -> str:
+        """The profile as JSON text that `machine_from_json` reads back to an equal one."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+
+def _on_curve(curve: Sequence[tuple[int, float]], m: int) -> float:
+    if m <= curve[0][0]:
+        return curve[0][1]
+    for (m0, t0), (m1, t1) in zip(curve, curve[1:], strict=False):
+        if m <= m1:
+            share = math.log(m / m0) / math.log(m1 / m0)
+            return math.exp(math.log(t0) + share * math.log(t1 / t0))
+    return curve[-1][1] * m / curve[-1][0]
+
+
+def fit_link(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
+    """(bandwidth in bytes/s, latency in s, R²) of time = latency + nbytes / bandwidth, by least squares.
+
+    A latency that would come out negative is 0, and the line is fitted through the origin. `points` are (nbytes,
+    time_s) of at least two sizes; raises ValueError otherwise, or when time does not grow with size.
+    """
+    if len({nbytes for nbytes, _ in points}) < 2:
+        raise ValueError("fit_link needs transfers of at least two sizes")
+    mean_n = math.fsum(n for n, _ in points) / len(points)
+    mean_t = math.fsum(t for _, t in points) / len(points)
+    slope = math.fsum((n - mean_n) * (t - mean_t) for n, t in points) / math.fsum((n - mean_n) ** 2 for n, _ in points)
+    latency = mean_t - slope * mean_n
+    if latency < 0:
+        latency, slope = 0.0, math.fsum(n * t for n, t in points) / math.fsum(n * n for n, _ in points)
+    if slope <= 0:
+        raise ValueError("fit_link: time does not grow with size; measure larger transfers")
+    total = math.fsum((t - mean_t) ** 2 for _, t in points)
+    residual = math.fsum((t - latency - slope * n) ** 2 for n, t in points)
+    return 1 / slope, latency, 1 - residual / total if total > 0 else 1.0
+
+
+def machine_from_json(text: str) -> Machine:
+    """Read and validate a profile; raises ValueError naming the field that is missing, unknown, ill-typed or untrue."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"machine profile is not JSON: {error}") from error
+    machine = _decode(Machine, value, "")
+    machine.validate()
+    return machine
+
+
+def load_machine(path: str | os.PathLike[str]) -> Machine:
+    """Read and validate the profile in a file; errors name the file and the field."""
+    try:
+        return machine_from_json(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+
+def save_machine(machine: Machine, path: str | os.PathLike[str]) -> None:
+    """Validate and write a profile whole or not at all, making its folder."""
+    machine.validate()
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        draft.write_text(machine.to_json())
+        draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _decode(kind: typing.Any, value: typing.Any, at: str) -> typing.Any:
+    """`value` from JSON as the type `kind`; `at` is the path of the field for errors."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        _require(isinstance(value, dict), at or "machine profile", "must be an object", value)
+        prefix = f"{at}." if at else ""
+        hints = typing.get_type_hints(kind)
+        fields = {f.name: f for f in dataclasses.fields(kind)}
+        for name in value:
+            _require(name in fields, prefix + name, "is not a known field", value[name])
+        for name, f in fields.items():
+            _require(name in value or f.default is not dataclasses.MISSING, prefix + name, "is missing", None)
+        return kind(**{name: _decode(hints[name], value[name], prefix + name) for name in value})
+    if origin is tuple:
+        _require(isinstance(value, list), at, "must be a list", value)
+        return tuple(_decode(arguments[0], item, f"{at}[{i}]") for i, item in enumerate(value))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        _require(isinstance(value, dict), at, "must be an object", value)
+        return {key: _decode(arguments[1], item, f"{at}.{key}") for key, item in value.items()}
+    if kind is float and type(value) is int:
+        return float(value)
+    _require(type(value) is kind, at, f"must be of type {kind.__name__}", value)
+    return value
+
+
+def _require(holds: bool, at: str, what: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"machine profile: {at} {what}, is {value!r}")
+
+
+def _positive(at: str, value: float) -> None:
+    _require(math.isfinite(value) and value > 0, at, "must be finite and above 0", value)
+
+
+def _not_negative(at: str, value: float) -> None:
+    _require(math.isfinite(value) and value >= 0, at, "must be finite and not below 0", value)

@@ -1,0 +1,48 @@
+"""The data-movement operations that passes put into graphs, as plain functions that also run eagerly.
+
+Run as Python, a rewritten graph computes what the original computes: `fetch` is a copy of rows, `release` does nothing.
+Lowered, they become Copy, Wait and Release items.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def fetch(weight: torch.Tensor, lower: int, upper: int) -> torch.Tensor:
+    """Rows [lower, upper) of a streamed weight, in a staging slot."""
+    return weight[lower:upper].clone()
+
+
+def release(tile: torch.Tensor) -> None:
+    """The slot that holds `tile` may be used again."""
+
+
+def gather_rows(weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows of a weight that stays on a slower tier: index [...] int64 -> [..., K]. Only the named rows move."""
+    return torch.nn.functional.embedding(index, weight)
+
+
+def new_output(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """Uninitialised output [..., columns] for a matrix product of x [..., K] that is computed tile by tile."""
+    return x.new_empty((*x.shape[:-1], columns))
+
+
+def linear_tile(
+    out: torch.Tensor, x: torch.Tensor, tile: torch.Tensor, bias: torch.Tensor | None, lower: int
+) -> None:
+    """Columns [lower, lower + R) of out [..., N]: x [..., K] times tile [R, K] transposed, plus bias [N] there."""
+    rows = tile.shape[0]
+    part = None if bias is None else bias[lower : lower + rows]
+    out[..., lower : lower + rows] = torch.nn.functional.linear(x, tile, part)
+
+
+def matmul_tile(
+    out: torch.Tensor, x: torch.Tensor, tile: torch.Tensor, bias: torch.Tensor | None, lower: int
+) -> None:
+    """Add x[..., lower : lower + R] times tile [R, N] to out [..., N]; the tile at 0 starts it from bias [N] or 0."""
+    product = x[..., lower : lower + tile.shape[0]] @ tile
+    if lower == 0:
+        out.copy_(product if bias is None else product + bias)
+    else:
+        out.add_(product)

@@ -1,0 +1,269 @@
+"""The `Plan`: every decision about one model, workload and machine, in one frozen, printable, validated object.
+
+The planner writes it, passes apply it, the runtime obeys it. JSON both ways; a file edited by hand is validated on
+load, and refused by the path of the first bad field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+VERSION = 1
+TIERS = ("device", "host", "disk")
+WEIGHT_FORMATS = ("native", "w4g32", "w4g64", "w4g128", "w8")
+CACHE_FORMATS = ("native", "kv8", "kv4", "act8")
+ORDERS = ("row", "zigzag", "diagonal")
+
+
+class PlanError(ValueError):
+    """A plan, budget or plan file that cannot be used; the message says which field and what would work."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes per tier that a run may use for everything together; None is no limit, `disk` is a folder."""
+
+    device: int
+    host: int | None = 0
+    disk: str | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is asked of the model: sequences at once, and tokens of the longest prompt and answer."""
+
+    batch: int = 1
+    prompt: int = 64
+    new_tokens: int = 64
+
+    @property
+    def context(self) -> int:
+        """Cache positions each sequence needs: every token but the last answer token is appended."""
+        return self.prompt + self.new_tokens
+
+
+@dataclass(frozen=True)
+class WeightPlacement:
+    """Where one weight lives and how it is consumed.
+
+    `tier` device: resident at arena `offset`. Otherwise it streams: in tiles of `tile_rows` rows (0: whole), or, with
+    `gather`, only the rows that a lookup names. `nbytes` counts the stored format.
+    """
+
+    name: str
+    tier: Literal["device", "host", "disk"]
+    nbytes: int
+    format: str = "native"
+    offset: int = -1
+    tile_rows: int = 0
+    gather: bool = False
+
+
+@dataclass(frozen=True)
+class CacheShare:
+    """A share of every layer's cache blocks: what is stored, in which format, on which tier."""
+
+    share: float = 1.0
+    representation: Literal["kv", "checkpoint"] = "kv"
+    format: str = "native"
+    tier: Literal["device", "host", "disk"] = "device"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a step runs: FlexGen's micro-batches and order, the staging slots, and how far ahead copies are issued."""
+
+    micro_batch: int
+    micro_batches: int = 1
+    order: Literal["row", "zigzag", "diagonal"] = "row"
+    slots: int = 2
+    slot_nbytes: int = 0
+    lead: int = 2
+    prefill_chunk: int = 64
+    cpu_attention: bool = False
+    reuse: bool = True  # activation memory is used again once its contents are dead
+    host_hop: bool = False  # disk reads land in pinned host slots first (a GPU cannot read the disk)
+
+
+@dataclass(frozen=True)
+class BufferPlacement:
+    """One planned buffer: bytes [offset, offset + nbytes) of `arena`, live over steps [first, last] of `phase`."""
+
+    name: str
+    kind: Literal["weight", "constant", "slot", "cache", "activation", "io", "workspace"]
+    arena: str
+    offset: int
+    nbytes: int
+    phase: str = "all"
+    first: int = 0
+    last: int = 0
+
+
+@dataclass(frozen=True)
+class GemmChoice:
+    """Which implementation runs a matrix product of this shape: y[m, n] = x[m, k] @ w."""
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    impl: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the cost model expects: seconds per step and per busy lane, bytes per tier at the peak."""
+
+    prefill_time_s: float = 0.0
+    decode_time_s: float = 0.0
+    busy_time_s: dict[str, float] = field(default_factory=dict)  # per stream, one decode step
+    streamed_nbytes: int = 0  # crossing into device memory, per decode step
+    peak_nbytes: dict[str, int] = field(default_factory=dict)
+    bottleneck: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every decision for one model (`fingerprint`), workload, budget and machine."""
+
+    fingerprint: str
+    machine: str
+    budget: Budget
+    workload: Workload
+    schedule: Schedule
+    weights: tuple[WeightPlacement, ...]
+    arenas: dict[str, int] = field(default_factory=dict)  # nbytes of each tier's one arena
+    cache: tuple[CacheShare, ...] = (CacheShare(),)
+    buffers: tuple[BufferPlacement, ...] = ()
+    gemm: tuple[GemmChoice, ...] = ()
+    prediction: Prediction = field(default_factory=Prediction)
+    version: int = VERSION
+
+    def weight(self, name: str) -> WeightPlacement:
+        """The placement of the weight `name`; KeyError if the plan has none."""
+        return self._by_name[name]
+
+    @property
+    def _by_name(self) -> Mapping[str, WeightPlacement]:
+        cached = self.__dict__.get("_index")
+        if cached is None:
+            cached = {w.name: w for w in self.weights}
+            object.__setattr__(self, "_index", cached)
+        return cached
+
+    def nbytes_on(self, tier: str) -> int:
+        """Stored bytes of the weights that live on `tier`."""
+        return sum(w.nbytes for w in self.weights if w.tier == tier)
+
+    def to_json(self, indent: int | None = 1) -> str:
+        return json.dumps(asdict(self), indent=indent)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read and validate a plan file; PlanError names the first bad field."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise PlanError(f"{path} is not JSON: {error}") from error
+    return plan_from_dict(data)
+
+
+def plan_from_dict(data: object) -> Plan:
+    """Build a plan from parsed JSON; PlanError names the first bad field by its path."""
+    if isinstance(data, dict) and data.get("version") != VERSION:
+        raise PlanError(f"version: this plan says {data.get('version')!r}, this release reads {VERSION}; plan again")
+    plan = from_json(Plan, data, "plan")
+    validate(plan)
+    return plan
+
+
+def from_json(kind: Any, data: object, path: str) -> Any:
+    """Convert parsed JSON to the annotated type `kind`, refusing unknown, missing and mistyped fields by path."""
+    if is_dataclass(kind):
+        if not isinstance(data, dict):
+            raise PlanError(f"{path}: expected an object, found {type(data).__name__}")
+        hints = get_type_hints(kind)
+        unknown = set(data) - set(hints)
+        if unknown:
+            raise PlanError(f"{path}.{sorted(unknown)[0]}: unknown field")
+        values = {}
+        for f in fields(kind):
+            if f.name in data:
+                values[f.name] = from_json(hints[f.name], data[f.name], f"{path}.{f.name}")
+        try:
+            return kind(**values)  # type: ignore[operator]
+        except TypeError as error:
+            raise PlanError(f"{path}: {error}") from error
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        if data not in args:
+            raise PlanError(f"{path}: {data!r} is not one of {', '.join(map(str, args))}")
+        return data
+    if origin is tuple:
+        if not isinstance(data, list):
+            raise PlanError(f"{path}: expected a list, found {type(data).__name__}")
+        return tuple(from_json(args[0], item, f"{path}[{i}]") for i, item in enumerate(data))
+    if origin is dict:
+        if not isinstance(data, dict):
+            raise PlanError(f"{path}: expected an object, found {type(data).__name__}")
+        return {key: from_json(args[1], item, f"{path}.{key}") for key, item in data.items()}
+    if origin is UnionType:
+        if data is None and type(None) in args:
+            return None
+        return from_json(next(a for a in args if a is not type(None)), data, path)
+    if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
+        raise PlanError(f"{path}: expected {kind.__name__}, found {data!r}")
+    return data
+
+
+def validate(plan: Plan) -> None:
+    """Refuse a plan that contradicts itself, naming the field; whether its Program is safe is the verifier's task."""
+    s = plan.schedule
+    for name, value, low in (
+        ("budget.device", plan.budget.device, 1),
+        ("workload.batch", plan.workload.batch, 1),
+        ("workload.prompt", plan.workload.prompt, 1),
+        ("workload.new_tokens", plan.workload.new_tokens, 1),
+        ("schedule.micro_batch", s.micro_batch, 1),
+        ("schedule.micro_batches", s.micro_batches, 1),
+        ("schedule.slots", s.slots, 1),
+        ("schedule.slot_nbytes", s.slot_nbytes, 0),
+        ("schedule.lead", s.lead, 1),
+        ("schedule.prefill_chunk", s.prefill_chunk, 1),
+    ):
+        if value < low:
+            raise PlanError(f"plan.{name}: {value} is below {low}")
+    if s.lead > s.slots:
+        raise PlanError(f"plan.schedule.lead: {s.lead} copies ahead need {s.lead} slots, the plan has {s.slots}")
+    seen: set[str] = set()
+    for i, w in enumerate(plan.weights):
+        at = f"plan.weights[{i}]"
+        if w.name in seen:
+            raise PlanError(f"{at}.name: {w.name} is placed twice")
+        seen.add(w.name)
+        if w.format not in WEIGHT_FORMATS:
+            raise PlanError(f"{at}.format: {w.format!r} is not one of {', '.join(WEIGHT_FORMATS)}")
+        if w.nbytes < 0 or w.tile_rows < 0:
+            raise PlanError(f"{at}: negative size")
+        if w.tier == "device" and w.offset < 0:
+            raise PlanError(f"{at}.offset: a resident weight needs its arena offset")
+    for i, share in enumerate(plan.cache):
+        if share.format not in CACHE_FORMATS:
+            raise PlanError(f"plan.cache[{i}].format: {share.format!r} is not one of {', '.join(CACHE_FORMATS)}")
+    if abs(sum(c.share for c in plan.cache) - 1.0) > 1e-9:
+        raise PlanError("plan.cache: the shares do not add up to 1")
+    for i, b in enumerate(plan.buffers):
+        if b.offset < 0 or b.nbytes < 0:
+            raise PlanError(f"plan.buffers[{i}]: negative offset or size")

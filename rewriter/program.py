@@ -1,0 +1,161 @@
+"""The `Program`: the lowered form of a graph, one flat list that runtime, verifier and simulator all read.
+
+Order of the list is the order of issue. Items on one stream run in that order; across streams only `Record` and `Wait`
+order them, as CUDA events do: a Wait refers to the latest Record of its event that stands before it in the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+COMPUTE, DISK, UPLOAD = "compute", "disk", "upload"  # streams: kernels; file reads; host -> device copies
+DEVICE, HOST = "device", "host"  # arenas, named after their tier
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes [offset, offset + nbytes) of an arena, holding (part of) the buffer `buffer`."""
+
+    arena: str
+    offset: int
+    nbytes: int
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A strided view of arena memory: `offset` in bytes of the first element, `stride` in elements."""
+
+    arena: str
+    offset: int
+    dtype: str  # torch dtype without the prefix: "float32"
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    buffer: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileSlice:
+    """Bytes of a file, on the disk tier."""
+
+    path: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileRows:
+    """Rows of a matrix in a file, named by the int64 `index` in device memory; row i is at offset + i * row_nbytes."""
+
+    path: str
+    offset: int
+    row_nbytes: int
+    rows: int
+    index: TensorRef
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Run `op` on `stream`. `args` are TensorRefs and constants; everything it touches stands in reads and writes."""
+
+    stream: str
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: tuple[TensorRef, ...]
+    reads: tuple[Span, ...]
+    writes: tuple[Span, ...]
+    label: str
+    layer: int = -1
+    flops: int = 0
+    workspace_nbytes: int = 0  # transient memory the op takes outside the arenas
+    impl: str = ""  # matrix products: the implementation the plan chose
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Move bytes into `dst`. `room` bytes before and after dst (within its slot) may be overwritten (direct I/O)."""
+
+    stream: str
+    src: FileSlice | FileRows | Span
+    dst: Span
+    label: str
+    layer: int = -1
+    room: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Event `event` is complete when everything issued to `stream` before this point is."""
+
+    stream: str
+    event: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing issued to `stream` after this point starts before the latest Record of `event` is complete."""
+
+    stream: str
+    event: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The contents of `span` end here on `stream`: whatever reads them later is an error."""
+
+    stream: str
+    span: Span
+
+
+Item = Launch | Copy | Record | Wait | Release
+
+
+@dataclass(frozen=True)
+class Program:
+    """One lowered step. `prologue` issues the copies that a step expects in flight; each step issues them anew at its
+    end for the next step, so that prologue, step, step, … is the sequence that runs."""
+
+    name: str
+    step: tuple[Item, ...]
+    prologue: tuple[Item, ...]
+    arenas: dict[str, int]  # nbytes of each arena
+    resident: dict[str, Span]  # buffers that hold valid contents before the first step: weights, constants, cache
+    inputs: dict[str, TensorRef] = field(default_factory=dict)
+    outputs: dict[str, TensorRef] = field(default_factory=dict)
+
+    def items(self, steps: int = 1) -> Iterator[Item]:
+        """Prologue and `steps` steps, as they are issued."""
+        yield from self.prologue
+        for _ in range(steps):
+            yield from self.step
+
+    def streams(self) -> tuple[str, ...]:
+        """Names of the streams used, in order of first use."""
+        return tuple(dict.fromkeys(item.stream for item in self.items()))
+
+    def streamed_nbytes(self) -> int:
+        """Bytes that one step copies out of files by fixed slices (row lookups not counted)."""
+        return sum(i.src.nbytes for i in self.step if isinstance(i, Copy) and isinstance(i.src, FileSlice))
+
+    def workspace_nbytes(self) -> int:
+        """Largest transient memory any launch takes outside the arenas."""
+        return max((i.workspace_nbytes for i in self.step if isinstance(i, Launch)), default=0)
+
+
+def dtype_itemsize(dtype: str) -> int:
+    """Bytes per element of a torch dtype name."""
+    import torch
+
+    return getattr(torch, dtype).itemsize
+
+
+def span_of(ref: TensorRef) -> Span:
+    """The smallest byte range that holds every element of `ref`."""
+    itemsize = dtype_itemsize(ref.dtype)
+    if 0 in ref.shape:
+        return Span(ref.arena, ref.offset, 0, ref.buffer)
+    last = sum((size - 1) * stride for size, stride in zip(ref.shape, ref.stride, strict=True))
+    return Span(ref.arena, ref.offset, (last + 1) * itemsize, ref.buffer)

@@ -1,0 +1,36 @@
+"""Predict a step by running its Program on the virtual device with a machine's costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forebay.runtime.virtual import run_virtually
+
+from .costs import item_time_s
+from .machine import Machine
+from .program import COMPUTE, Program
+
+STEPS = 3  # the third step starts as every later one does
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One predicted steady step: `time_s`, busy seconds per stream, and its spans (stream, label, start, end)."""
+
+    time_s: float
+    busy_time_s: dict[str, float]
+    bottleneck: str
+    spans: tuple[tuple[str, str, float, float], ...]
+
+
+def simulate(program: Program, machine: Machine) -> Timeline:
+    """The steady-state step of `program` on `machine`, in seconds."""
+    ends, device = run_virtually(program, lambda item: item_time_s(item, machine), STEPS,
+                                 inline_compute=machine.device_kind == "cpu")
+    start, end = ends[-2], ends[-1]
+    spans = tuple((s, label, a - start, b - start) for s, label, a, b in device.spans if start <= a < end)
+    busy: dict[str, float] = {}
+    for stream, _, a, b in spans:
+        busy[stream] = busy.get(stream, 0.0) + b - a
+    bottleneck = max(busy, key=lambda s: busy[s]) if busy else COMPUTE
+    return Timeline(end - start, busy, bottleneck, spans)

@@ -1,0 +1,48 @@
+"""The debugging switches, read from the environment once per compilation. docs/debugging.md has the table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Switches:
+    """FOREBAY_* as values; the defaults are what an unset environment gives."""
+
+    dump: str = ""  # folder for graphs before and after each pass, and plan.json
+    verify: bool = True
+    skip: tuple[str, ...] = ()
+    stop_after: str = ""
+    bisect: bool = False
+    sync: bool = False
+    poison: bool = False
+    no_reuse: bool = False
+
+
+class SwitchError(ValueError):
+    """A FOREBAY_ variable that cannot be understood."""
+
+
+def read_switches(environment: Mapping[str, str] = os.environ) -> Switches:
+    """The switches that `environment` sets; SwitchError names a value that is neither on nor off."""
+
+    def flag(name: str, default: bool) -> bool:
+        value = environment.get(name, "").strip().lower()
+        if value in ("", "1", "true", "on", "yes"):
+            return default if value == "" else True
+        if value in ("0", "false", "off", "no"):
+            return False
+        raise SwitchError(f"{name}={environment[name]!r}: write 1 or 0")
+
+    return Switches(
+        dump=environment.get("FOREBAY_DUMP", ""),
+        verify=flag("FOREBAY_VERIFY", True),
+        skip=tuple(s.strip() for s in environment.get("FOREBAY_SKIP", "").split(",") if s.strip()),
+        stop_after=environment.get("FOREBAY_STOP_AFTER", "").strip(),
+        bisect=flag("FOREBAY_BISECT", False),
+        sync=flag("FOREBAY_SYNC", False),
+        poison=flag("FOREBAY_POISON", False),
+        no_reuse=flag("FOREBAY_NO_REUSE", False),
+    )

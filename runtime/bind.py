@@ -1,0 +1,80 @@
+"""A Launch as a Python call without arguments: operators looked up and tensors made once, not every step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from forebay.kernels import attention, kv_append, linear
+from forebay.rewriter.program import Launch, TensorRef
+from forebay.runtime.device import Call, RuntimeFault
+
+Tensors = Callable[[TensorRef], torch.Tensor]
+
+
+def bind_launch(launch: Launch, tensor: Tensors) -> Call:
+    """The call that runs `launch` on memory given by `tensor`; RuntimeFault if its operator is not known here."""
+    args = _tensors(launch.args, tensor)
+    kwargs = {k: _tensors(v, tensor) for k, v in launch.kwargs.items()}
+    out = [tensor(ref) for ref in launch.out]
+    if launch.op == "forebay.linear":
+        return _bind_linear(launch, args, kwargs, out[0])
+    if launch.op == "forebay.attention":
+        return attention.bind_attention(*args, out=out[0])
+    if launch.op == "forebay.kv_append":
+        return kv_append.bind_kv_append(*args)
+    if launch.op == "copy":
+        return functools.partial(out[0].copy_, args[0])
+    if launch.op.startswith("call:"):
+        return _bind_functional(_operator(launch.op[5:], launch), args, kwargs, out)
+    op = _operator(launch.op, launch)
+    names = [a.name for a in op._schema.arguments if a.is_out]
+    return functools.partial(op, *args, **kwargs, **dict(zip(names, out, strict=True)))
+
+
+def _bind_linear(launch: Launch, args: Any, kwargs: dict[str, Any], out: torch.Tensor) -> Call:
+    x, weight, bias = args
+    x2, out2 = x.flatten(0, -2) if x.dim() != 2 else x, _rows(out)
+    m, k, n = x2.shape[0], x2.shape[1], out2.shape[1]
+    impl = launch.impl or linear.default_choice(weight.dtype, m, n, k)
+    return linear.bind_linear(impl, x2, weight, bias, out2, form=kwargs["form"], accumulate=kwargs["accumulate"])
+
+
+def _rows(out: torch.Tensor) -> torch.Tensor:
+    """[..., N] (perhaps a column slice of a wider tensor) as [M, N] over the same memory."""
+    if out.dim() == 2:
+        return out
+    rows = out.numel() // max(1, out.shape[-1])
+    row_stride = out.stride(-2) if out.dim() > 1 else out.shape[-1]
+    return out.as_strided((rows, out.shape[-1]), (row_stride, 1))
+
+
+def _bind_functional(op: Any, args: Any, kwargs: dict[str, Any], out: list[torch.Tensor]) -> Call:
+    if not out:
+        return functools.partial(op, *args, **kwargs)
+
+    def call() -> None:
+        result = op(*args, **kwargs)
+        for target, value in zip(out, result if isinstance(result, tuple | list) else (result,), strict=True):
+            target.copy_(value)
+
+    return call
+
+
+def _operator(name: str, launch: Launch) -> Any:
+    try:
+        namespace, packet, overload = name.split(".")
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    except (ValueError, AttributeError) as error:
+        raise RuntimeFault(f"{launch.label}: the operator {name} is not known to torch {torch.__version__}") from error
+
+
+def _tensors(value: Any, tensor: Tensors) -> Any:
+    if isinstance(value, TensorRef):
+        return tensor(value)
+    if isinstance(value, tuple | list):
+        return type(value)(_tensors(v, tensor) for v in value)
+    return value

@@ -1,0 +1,88 @@
+"""Prefill in chunks, then decode token by token, on a Session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from forebay.runtime.sampling import Sampling, choose
+from forebay.runtime.session import Session
+
+CHUNK_STEP = 16  # short prompts run in the next multiple of this, so that few programs serve all lengths
+
+
+@dataclass(frozen=True)
+class Stop:
+    """When to end: after `max_new_tokens`, or for a sequence at any of `eos`; ended sequences are filled with `pad`."""
+
+    max_new_tokens: int
+    eos: frozenset[int] = frozenset()
+    pad: int = 0
+
+
+def generate_tokens(
+    session: Session,
+    prompts: Sequence[torch.Tensor],
+    sampling: Sampling,
+    stop: Stop,
+    generator: torch.Generator | None = None,
+    on_token: Callable[[torch.Tensor], None] | None = None,
+) -> torch.Tensor:
+    """New tokens [len(prompts), N] int64 for prompts of unequal length (each int64 [P], P >= 1), N <= max_new_tokens.
+
+    Fewer prompts than the plan's batch leave rows idle. `on_token` sees each column [len(prompts)] as it is chosen.
+    """
+    rows = session.plan.workload.batch
+    count = len(prompts)
+    lengths = torch.ones(rows, dtype=torch.int64)
+    lengths[:count] = torch.tensor([p.numel() for p in prompts])
+    logits = prefill(session, prompts, lengths)
+    ended = torch.zeros(count, dtype=torch.bool)
+    eos = torch.tensor(sorted(stop.eos), dtype=torch.int64)
+    columns: list[torch.Tensor] = []
+    position = lengths.clone()
+    last = torch.zeros(rows, dtype=torch.int64)
+    while True:
+        token = choose(logits[:count], sampling, generator).to("cpu")
+        token = torch.where(ended, torch.full_like(token, stop.pad), token)
+        columns.append(token)
+        if on_token is not None:
+            on_token(token)
+        ended |= torch.isin(token, eos)
+        if len(columns) == stop.max_new_tokens or bool(ended.all()):
+            return torch.stack(columns, 1)
+        ids = torch.zeros(rows, 1, dtype=torch.int64)
+        ids[:count, 0] = token
+        logits = session.step({"input_ids": ids, "start": position, "last": last})
+        position = position + 1
+
+
+def prefill(session: Session, prompts: Sequence[torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
+    """Run the prompts through the model; returns the logits [B, V] of each one's last token.
+
+    Sequences stand left-aligned; what a shorter one computes past its end is never seen and is overwritten later. The
+    last chunk is moved back to end with the longest prompt, so that no position beyond it is touched.
+    """
+    rows = session.plan.workload.batch
+    longest = int(lengths.max())
+    planned = session.plan.workload.prompt
+    chunk = min(session.plan.schedule.prefill_chunk, planned, -(-longest // CHUNK_STEP) * CHUNK_STEP)
+    span = max(longest, chunk)
+    ids = torch.zeros(rows, span, dtype=torch.int64)
+    for i, prompt in enumerate(prompts):
+        ids[i, : prompt.numel()] = prompt
+    starts = list(range(0, span - chunk, chunk)) + [span - chunk]
+    result: torch.Tensor | None = None
+    for start in starts:
+        last = (lengths - 1 - start).clamp(0, chunk - 1)
+        logits = session.step({
+            "input_ids": ids[:, start : start + chunk], "start": torch.full((rows,), start), "last": last})
+        if result is None:
+            result = logits.clone()
+        else:
+            here = (lengths - 1 >= start) & (lengths - 1 < start + chunk)
+            result[here] = logits[here]
+    assert result is not None
+    return result

@@ -1,0 +1,35 @@
+"""Choose and open the device that a machine has."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+
+from forebay.rewriter.machine import Machine
+from forebay.rewriter.switches import Switches
+from forebay.runtime.device import Device
+from forebay.runtime.disk import open_reader
+from forebay.runtime.threads import ThreadDevice
+from forebay.runtime.trace import Trace
+
+
+def open_device(machine: Machine, switches: Switches, trace: Trace | None = None) -> Device:
+    """CUDA when the plan's machine is a GPU, else threads; reads by the path that the machine profile found fastest."""
+    link = machine.link("disk", "device" if machine.device_kind == "cpu" else "host")
+    reader = open_reader(link.method or "auto", depth=link.depth, chunk_nbytes=link.chunk_nbytes)
+    if machine.device_kind != "cpu":
+        from forebay.runtime.cuda import CudaDevice
+
+        return CudaDevice(reader, poison=switches.poison, sync=switches.sync, trace=trace)
+    _warn_of_spinning()
+    return ThreadDevice(reader, poison=switches.poison, sync=switches.sync, trace=trace)
+
+
+def _warn_of_spinning() -> None:
+    """On few cores OpenMP threads that spin while they wait take the core the reader needs (seen: 4 times slower)."""
+    calm = os.environ.get("GOMP_SPINCOUNT") == "0" or os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
+    if (os.cpu_count() or 1) <= 4 and not calm and torch.get_num_threads() > 1:
+        warnings.warn("OpenMP threads spin while they wait, which slows streaming on few cores: set GOMP_SPINCOUNT=0 "
+                      "before Python starts (the forebay command does)", RuntimeWarning, stacklevel=3)

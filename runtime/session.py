@@ -1,0 +1,74 @@
+"""One plan on one device: memory taken, resident weights loaded, steps run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from forebay.rewriter.plan import Plan
+from forebay.rewriter.program import Copy, Program, TensorRef
+from forebay.runtime.device import Device
+from forebay.runtime.executor import BoundProgram, load_resident
+from forebay.runtime.trace import Trace
+
+
+class Session:
+    """Holds the arenas of `plan` until `close`. `program` gives the Program for a number of tokens per sequence."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: Callable[[int], Program],
+        load: Iterable[Copy],
+        constants: Mapping[str, torch.Tensor],
+        device: Device,
+        trace: Trace | None = None,
+    ) -> None:
+        self.plan, self.device, self.trace = plan, device, trace
+        self._program = program
+        self._bound: dict[int, BoundProgram] = {}
+        self._started = False
+        device.allocate(plan.arenas)
+        try:
+            self._write_constants(constants)
+            load_resident(load, device)
+        except BaseException:
+            device.close()
+            raise
+
+    def _write_constants(self, constants: Mapping[str, torch.Tensor]) -> None:
+        placed = {b.name: b for b in self.plan.buffers if b.kind == "constant"}
+        for name, value in constants.items():
+            b = placed[name]
+            blank = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            ref = TensorRef(b.arena, b.offset, str(value.dtype)[6:], tuple(value.shape), tuple(blank.stride()), name)
+            self.device.tensor(ref).copy_(value)
+
+    def bound(self, tokens: int) -> BoundProgram:
+        """The step over `tokens` tokens per sequence, ready to run."""
+        found = self._bound.get(tokens)
+        if found is None:
+            found = self._bound[tokens] = BoundProgram(self._program(tokens), self.device, self.trace)
+        return found
+
+    def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Run one step over input_ids [B, S], start [B], last [B] (int64); returns logits [B, V], valid until the
+        next step."""
+        bound = self.bound(inputs["input_ids"].shape[1])
+        for name, value in inputs.items():
+            if name in bound.inputs:
+                bound.inputs[name].copy_(value)
+        if not self._started:
+            bound.start()
+            self._started = True
+        bound.run()
+        return bound.outputs["out0"]
+
+    def close(self) -> None:
+        """Wait for copies under way and give the memory back."""
+        self._bound.clear()
+        try:
+            self.device.finish()
+        finally:
+            self.device.close()

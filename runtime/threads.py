@@ -1,0 +1,169 @@
+"""The device of a machine without a GPU: the caller's thread computes, a reader streams the disk, a worker copies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from forebay.rewriter.program import (
+    COMPUTE,
+    DISK,
+    Copy,
+    FileRows,
+    FileSlice,
+    Item,
+    Launch,
+    Record,
+    Release,
+    Span,
+    TensorRef,
+    Wait,
+)
+from forebay.runtime.arena import Arena
+from forebay.runtime.device import Call, RuntimeFault
+from forebay.runtime.disk import DiskReader, Read
+from forebay.runtime.streams import CopyLedger, Ticket, Worker
+from forebay.runtime.trace import Trace
+
+
+class ThreadDevice:
+    """`device` is a budgeted slice of RAM. Launches run inline, so work issued to the compute stream is complete when
+    its call returns; disk reads are asynchronous with several in flight; other copies run on a FIFO worker."""
+
+    def __init__(
+        self, reader: DiskReader, *, poison: bool = False, sync: bool = False, trace: Trace | None = None
+    ) -> None:
+        self.reader = reader
+        self.poison, self.sync, self.trace = poison, sync, trace
+        self.arenas: dict[str, Arena] = {}
+        self.ledger = CopyLedger()
+        self.events: dict[int, Ticket] = {}
+        self.worker: Worker | None = None
+
+    def allocate(self, arenas: Mapping[str, int]) -> None:
+        self.arenas = {name: Arena(nbytes) for name, nbytes in arenas.items()}
+
+    def tensor(self, ref: TensorRef) -> torch.Tensor:
+        return self.arenas[ref.arena].tensor(ref)
+
+    def bind(self, item: Item, launch: Call | None) -> Call | None:
+        if isinstance(item, Launch):
+            return launch
+        if isinstance(item, Copy):
+            call = self._bind_copy(item)
+            return self._in_order(call) if self.sync else call
+        if isinstance(item, Release):
+            return self._bind_poison(item.span) if self.poison else None
+        if isinstance(item, Record):
+            return self._bind_record(item)
+        assert isinstance(item, Wait)
+        return self._bind_wait(item)
+
+    def _in_order(self, call: Call) -> Call:
+        def run() -> None:
+            call()
+            self.finish()
+
+        return run
+
+    def _begin(self, label: str) -> Callable[[BaseException | None], None]:
+        """Note an asynchronous read; with a trace, also when it began and ended."""
+        done, trace = self.ledger.begin(), self.trace
+        if trace is None:
+            return done
+        start = time.perf_counter()
+
+        def traced(error: BaseException | None) -> None:
+            trace.add(DISK, label, start, time.perf_counter())
+            done(error)
+
+        return traced
+
+    def _bind_copy(self, item: Copy) -> Call:
+        arena = self.arenas[item.dst.arena]
+        address = arena.address + item.dst.offset
+        begin, reader, src, label = self._begin, self.reader, item.src, item.label
+        if isinstance(src, FileSlice):
+            before, after = item.room
+            path, offset, nbytes = src.path, src.offset, src.nbytes
+            return lambda: reader.submit(Read(path, offset, nbytes, address, before, after, begin(label)))
+        if isinstance(src, FileRows):
+            index = self.tensor(src.index)
+
+            def gather(src: FileRows = src) -> None:
+                rows = index.flatten().tolist()
+                if rows and not 0 <= min(rows) <= max(rows) < src.rows:
+                    raise RuntimeFault(f"{label}: row {max(rows)} (lowest {min(rows)}) of a table of {src.rows}")
+                reader.read_rows(src.path, src.offset, src.row_nbytes, rows, address, begin(label))
+
+            return gather
+        source = self.arenas[src.arena].bytes[src.offset : src.offset + src.nbytes]
+        target = arena.bytes[item.dst.offset : item.dst.offset + item.dst.nbytes]
+        worker = self._worker()
+        return lambda: worker.submit(lambda: target.copy_(source))
+
+    def _worker(self) -> Worker:
+        if self.worker is None:
+            self.worker = Worker("upload")
+        return self.worker
+
+    def _bind_poison(self, span: Span) -> Call:
+        memory = self.arenas[span.arena].bytes[span.offset : span.offset + span.nbytes]
+        return lambda: memory.fill_(0xFF)  # a NaN in every float format, an index out of range in every integer one
+
+    def _bind_record(self, item: Record) -> Call | None:
+        events, number = self.events, item.event
+        if item.stream == COMPUTE:  # complete by now: a wait for it has nothing to do
+            return lambda: events.pop(number, None)
+        if item.stream == DISK:
+            record = self.ledger.record
+
+            def record_disk() -> None:
+                events[number] = record()
+
+            return record_disk
+        worker = self._worker()
+
+        def record_upload() -> None:
+            ticket = events[number] = Ticket()
+            worker.submit(lambda: ticket.done(worker.error))
+
+        return record_upload
+
+    def _bind_wait(self, item: Wait) -> Call | None:
+        events, number = self.events, item.event
+        if item.stream in (COMPUTE, DISK):  # the caller's thread issues both
+
+            def wait() -> None:
+                ticket = events.get(number)
+                if ticket is not None:
+                    ticket.wait()
+
+            return wait
+        worker = self._worker()
+
+        def wait_upload() -> None:
+            ticket = events.get(number)
+            if ticket is not None:
+                worker.submit(ticket.wait)
+
+        return wait_upload
+
+    def finish(self) -> None:
+        """Wait for all copies under way; raise the first error any of them met."""
+        self.ledger.record().wait()
+        if self.worker is not None:
+            idle = threading.Event()
+            self.worker.submit(idle.set)
+            idle.wait()
+            if self.worker.error is not None:
+                raise self.worker.error
+
+    def close(self) -> None:
+        self.reader.close()
+        if self.worker is not None:
+            self.worker.close()
+        self.arenas = {}

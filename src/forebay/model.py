@@ -1,0 +1,243 @@
+"""`wrap`: a language model larger than its budget, with Hugging Face's `generate`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forebay.rewriter.capture import capture_model
+from forebay.rewriter.checkpoint import Checkpoint, open_checkpoint
+from forebay.rewriter.demo import resolve_model
+from forebay.rewriter.explain import explain_plan
+from forebay.rewriter.graph import CapturedModel
+from forebay.rewriter.machine import Machine
+from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.plan import Budget, Plan, PlanError, Workload
+from forebay.rewriter.planner import Wishes
+from forebay.rewriter.program import DISK, Copy, FileSlice, Span
+from forebay.rewriter.sizes import parse_budget
+from forebay.rewriter.source import model_source, weight_files
+from forebay.rewriter.spill import spill_module
+from forebay.rewriter.switches import read_switches
+from forebay.runtime.generation import Stop, generate_tokens
+from forebay.runtime.open_device import open_device
+from forebay.runtime.sampling import Sampling
+from forebay.runtime.session import Session
+from forebay.runtime.trace import Trace, write_trace
+
+OnToken = Callable[[torch.Tensor], None]
+
+
+def wrap(
+    model: str | os.PathLike[str] | torch.nn.Module,
+    budget: Budget | int | str | dict[str, Any],
+    *,
+    batch: int = 1,
+    prompt: int = 128,
+    new_tokens: int = 128,
+    machine: Machine | None = None,
+    plan: Plan | None = None,
+    slots: int | None = None,
+    slot_nbytes: int | None = None,
+    lead: int | None = None,
+    prefill_chunk: int | None = None,
+) -> LanguageModel:
+    """Make `model` run within `budget`.
+
+    `model`: a folder with a safetensors checkpoint, a .gguf file, "demo", or a transformers causal LM in memory, whose
+    weights then move to a spill file in `budget["disk"]` (the module is empty afterwards). `budget`: bytes per tier,
+    as ints or strings: {"device": "120MiB", "disk": "/path"}. `batch`, `prompt` and `new_tokens` are what the first
+    plan is made for; `generate` plans anew for calls that need more. `slots`, `slot_nbytes`, `lead` and
+    `prefill_chunk` force choices that are otherwise the planner's. `plan` replays a saved plan.
+
+    Raises PlanError for a budget that cannot work, CheckpointError for files that cannot be used, CaptureError for an
+    architecture that is not supported.
+    """
+    sizes = parse_budget(budget)
+    workload = Workload(batch, prompt, new_tokens)
+    wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk)
+    if isinstance(model, torch.nn.Module):
+        captured = capture_model(model)
+        checkpoint = spill_module(model, sizes.disk)
+        prefix = getattr(model, "base_model_prefix", "")
+    else:
+        captured, checkpoint, prefix = open_model(model)
+    return LanguageModel(captured, checkpoint, prefix, sizes, workload, wishes, machine, plan)
+
+
+def open_model(model: str | os.PathLike[str]) -> tuple[CapturedModel, Checkpoint, str]:
+    """Capture a model from its folder (or "demo", or a GGUF file) without reading a weight; with the prefix that
+    checkpoint names may lack."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = resolve_model(model)
+    checkpoint = open_checkpoint(folder)
+    config = AutoConfig.from_pretrained(folder)
+    dtype = _checkpoint_dtype(checkpoint)
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    captured = capture_model(config, dtype=dtype)
+    return captured, checkpoint, getattr(kind, "base_model_prefix", "")
+
+
+def _checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The floating dtype that most of the checkpoint's bytes have."""
+    sizes: dict[torch.dtype, int] = {}
+    for record in checkpoint.tensors.values():
+        if record.dtype.is_floating_point:
+            sizes[record.dtype] = sizes.get(record.dtype, 0) + record.nbytes
+    return max(sizes, key=lambda d: sizes[d])
+
+
+class LanguageModel:
+    """A captured model, its plan, and the session that runs it. Close it (or use `with`) to give memory back."""
+
+    def __init__(
+        self, captured: CapturedModel, checkpoint: Checkpoint, prefix: str, budget: Budget, workload: Workload,
+        wishes: Wishes, machine: Machine | None = None, plan: Plan | None = None,
+    ) -> None:
+        self.captured, self.checkpoint, self.budget, self.wishes = captured, checkpoint, budget, wishes
+        self.machine = machine or Machine.default()
+        self.switches = read_switches()
+        self.files: dict[str, FileSlice] = weight_files(captured, checkpoint, prefix)
+        self.trace: Trace | None = None
+        self._session: Session | None = None
+        if plan is not None and plan.fingerprint != checkpoint.fingerprint:
+            raise PlanError(f"this plan was made for another model (fingerprint {plan.fingerprint}, this one is "
+                            f"{checkpoint.fingerprint}); plan again")
+        self._prepare(plan.workload if plan else workload, plan)
+
+    def _prepare(self, workload: Workload, plan: Plan | None = None) -> None:
+        limit = self.captured.max_positions
+        if limit and workload.context > limit:
+            if workload.prompt + 1 > limit:
+                raise PlanError(f"a prompt of {workload.prompt} tokens does not fit the model's {limit} positions")
+            workload = replace(workload, new_tokens=limit - workload.prompt)
+        source = model_source(self.captured, self.files, workload, self.checkpoint.fingerprint,
+                              host_hop=self.machine.device_kind != "cpu")
+        self._pipeline = Pipeline(source, workload, self.machine, self.switches)
+        self.plan: Plan = plan if plan is not None else self._pipeline.plan(self.budget, self.wishes)
+
+    def explain(self) -> str:
+        """The plan as text: what lives where, per layer, bytes per tier, predicted times."""
+        return explain_plan(self.plan, self.captured)
+
+    @property
+    def session(self) -> Session:
+        """The running session; made, and its resident weights loaded, when first asked for."""
+        if self._session is None:
+            device = open_device(self.machine, self.switches, self.trace)
+            self._session = Session(
+                self.plan, lambda tokens: self._pipeline.program(self.plan, tokens), self._load_items(),
+                self.captured.constants, device, self.trace)
+        return self._session
+
+    def _load_items(self) -> list[Copy]:
+        placed = {b.name: b for b in self.plan.buffers if b.kind == "weight"}
+        return [Copy(DISK, self.files[w.name], Span(placed[w.name].arena, placed[w.name].offset, w.nbytes, w.name),
+                     f"load {w.name}") for w in self.plan.weights if w.tier != "disk"]
+
+    def reserve(self, batch: int, prompt: int, new_tokens: int) -> None:
+        """Plan for (at least) this many sequences, prompt tokens and new tokens; nothing happens if the present plan
+        serves them."""
+        have = self.plan.workload
+        fits = (batch <= have.batch and prompt <= have.prompt and prompt + new_tokens <= have.context)
+        if not fits:
+            self.close()
+            self._prepare(Workload(max(1, batch), prompt, new_tokens))
+
+    def generate(
+        self,
+        input_ids: torch.Tensor | None = None,
+        *,
+        inputs: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        max_new_tokens: int | None = None,
+        max_length: int | None = None,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int = 50,
+        top_p: float = 1.0,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        generator: torch.Generator | None = None,
+        on_token: OnToken | None = None,
+    ) -> torch.Tensor:
+        """Continue the prompts, as transformers' `generate` does; returns [B, T + N] int64, prompts included.
+
+        `input_ids` [B, T] with left padding where `attention_mask` [B, T] is 0. Greedy unless `do_sample`. Ends at
+        `max_new_tokens` (default 20) or where every sequence has met one of `eos_token_id` (None: run on); ended
+        sequences are filled with `pad_token_id` (default: the first eos). Raises ValueError for arguments that do not
+        fit together.
+        """
+        input_ids = inputs if input_ids is None else input_ids
+        if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
+            raise ValueError("generate: input_ids must be a tensor [B, T] with at least one token")
+        if input_ids.min() < 0 or input_ids.max() >= self.captured.vocab_size:
+            raise ValueError(f"generate: input_ids must lie in [0, {self.captured.vocab_size})")
+        prompts = _unpad(input_ids, attention_mask)
+        longest = max(p.numel() for p in prompts)
+        if max_new_tokens is None:
+            max_new_tokens = 20 if max_length is None else max_length - input_ids.shape[1]
+        if max_new_tokens < 1:
+            raise ValueError(f"generate: max_new_tokens must be at least 1, found {max_new_tokens}")
+        limit = self.captured.max_positions
+        if limit and longest + max_new_tokens > limit:
+            raise ValueError(f"generate: {longest} prompt tokens and {max_new_tokens} new ones exceed the model's "
+                             f"{limit} positions")
+        self.reserve(len(prompts), longest, max_new_tokens)
+        eos = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+        pad = pad_token_id if pad_token_id is not None else eos[0] if eos else 0
+        sampling = Sampling(do_sample, temperature, top_k or 0, top_p)
+        new = generate_tokens(self.session, prompts, sampling, Stop(max_new_tokens, frozenset(eos), pad), generator,
+                              on_token)
+        return torch.cat((input_ids.to(torch.int64).cpu(), new), 1)
+
+    def start_trace(self) -> None:
+        """Record every launch, wait and copy from here on (slower by a few microseconds each)."""
+        self.close()
+        self.trace = Trace()
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write what was recorded, beside the predicted decode step, for ui.perfetto.dev."""
+        if self.trace is None:
+            raise RuntimeError("save_trace: call start_trace before generate")
+        from forebay.rewriter.simulate import simulate
+
+        planned = simulate(self._pipeline.program(self.plan, 1), self.machine)
+        write_trace(path, self.trace.spans, planned.spans)
+
+    def close(self) -> None:
+        """Give back memory; the next `generate` takes it again."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def __enter__(self) -> LanguageModel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _unpad(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[torch.Tensor]:
+    """Each row's real tokens; only left padding is accepted."""
+    ids = input_ids.to(torch.int64).cpu()
+    if attention_mask is None:
+        return list(ids)
+    mask = attention_mask.cpu().bool()
+    if mask.shape != ids.shape:
+        raise ValueError(f"generate: attention_mask has shape {list(mask.shape)}, input_ids {list(ids.shape)}")
+    prompts = []
+    for i, (row, keep) in enumerate(zip(ids, mask, strict=True)):
+        count = int(keep.sum())
+        if count == 0:
+            raise ValueError(f"generate: row {i} has no token; attention_mask is all 0")
+        if not bool(keep[-count:].all()):
+            raise ValueError(f"generate: row {i} is not left-padded; pad on the left (padding_side='left')")
+        prompts.append(row[-count:])
+    return prompts
