@@ -67,9 +67,9 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True) -> Layout:
     groups: dict[str, list[tuple[fx.Node, int]]] = {}
     for key, name in home.items():
         groups.setdefault(name, []).append(key)
-    requests, kinds = [], {}
+    requests, kinds, exact = [], {}, {}
     for name, keys in groups.items():
-        nbytes = max(values_of(n)[e].untyped_storage().nbytes() for n, e in keys)
+        nbytes = exact[name] = max(values_of(n)[e].untyped_storage().nbytes() for n, e in keys)
         live = (min(first[k] for k in keys), max(last[k] for k in keys)) if reuse else (0, end)
         requests.append(Buffer(name, live[0], live[1] + 1, -(-nbytes // ALIGNMENT) * ALIGNMENT))
         boundary = any(n.op == "placeholder" for n, _ in keys) or live[1] == end
@@ -79,7 +79,7 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True) -> Layout:
     for request, offset in zip(requests, result.offsets, strict=True):
         stop = request.upper - 1
         buffers[request.id] = BufferPlacement(
-            request.id, kinds[request.id], "device", offset, request.size, "step", request.lower, stop)  # type: ignore[arg-type]
+            request.id, kinds[request.id], "device", offset, exact[request.id], "step", request.lower, stop)  # type: ignore[arg-type]
         if stop < end:
             ends.setdefault(nodes[stop], []).append(request.id)
     return Layout(buffers, home, ends, result.height, result.lower_bound, result.method)

@@ -26,11 +26,9 @@ def insert_transfers(gm: fx.GraphModule, plan: Plan) -> None:
     replaced: dict[fx.Node, fx.Node] = {}
     for node in [n for n in graph.nodes if n.op == "placeholder"]:
         name = weight_name(node)
-        if name is None:
+        if name is None or not plan.streams(name):
             continue
         placement = plan.weight(name)
-        if placement.tier == "device":
-            continue
         whole: list[fx.Node] = []
         for user in list(node.users):
             if placement.gather and _is_lookup(user, node):

@@ -86,7 +86,6 @@ class _Lowering:
                 for i, value in enumerate(_flatten(node.args[0])):
                     if isinstance(value, fx.Node) and values_of(value):
                         outputs[f"out{i}"] = self.ref(value)
-                        resident[self.ref(value).buffer] = self._buffer_span(self.ref(value).buffer)
             elif node.target is ops.fetch:
                 in_flight = node.meta[META].index < self.plan.schedule.lead
                 self._fetch(node.meta[META], self.prologue if in_flight else self.items, node)

@@ -32,12 +32,27 @@ def capture_model(
     """
     from forebay.rewriter.capture_trace import trace_model
 
+    cls, config = _model_class(config_or_model)
+    title = f"{cls.__name__} (model type {config.model_type!r}) cannot be captured"
+    if not cls._supports_attention_backend:
+        raise CaptureError(
+            f"{title}: its attention does not go through transformers' attention interface, "
+            "so it cannot be replaced by one that reads a streamed KV cache"
+        )
+    given = config_or_model if isinstance(config_or_model, nn.Module) else None
+    if dtype is None:
+        own = config.dtype if given is None else given.dtype
+        dtype = own if isinstance(own, torch.dtype) else torch.float32
     with _no_collection(), torch.no_grad():
-        model = _build(config_or_model, dtype)
         try:
+            model = _build(cls, config, dtype)
+            if given is not None:
+                _check_same_parameters(given, model)
             return trace_model(model, all_positions)
         except CaptureError as error:
-            raise CaptureError(f"{_title(type(model), model.config)} cannot be captured: {error}") from error
+            raise CaptureError(f"{title}: {error}") from error
+        except Exception as error:  # whatever the model's own code or the tracer objects to
+            raise CaptureError(f"{title}: {type(error).__name__}: {error}") from error
 
 
 @contextmanager
@@ -52,17 +67,14 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _title(cls: type, config: PreTrainedConfig) -> str:
-    return f"{cls.__name__} (model type {config.model_type!r})"
-
-
 def _model_class(config_or_model: Any) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
     if isinstance(config_or_model, PreTrainedConfig):
         if type(config_or_model) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise CaptureError(f"{config_or_model.model_type!r} is not a causal language model that transformers knows")
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config_or_model)], config_or_model
+        cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config_or_model)]
+        return cls, config_or_model
     if isinstance(config_or_model, PreTrainedModel):
         return type(config_or_model), config_or_model.config
     raise CaptureError(
@@ -71,28 +83,17 @@ def _model_class(config_or_model: Any) -> tuple[type[PreTrainedModel], PreTraine
     )
 
 
-def _build(config_or_model: Any, dtype: torch.dtype | None) -> PreTrainedModel:
+def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model on the meta device with our attention; only its non-persistent buffers hold values."""
     from transformers import initialization
 
     from forebay.rewriter.capture_attention import NAME, register_attention
 
-    cls, config = _model_class(config_or_model)
-    if not cls._supports_attention_backend:
-        raise CaptureError(
-            f"{_title(cls, config)} cannot be captured: its attention does not go through transformers' attention "
-            "interface, so it cannot be replaced by one that reads a streamed KV cache"
-        )
-    if dtype is None:
-        given = config_or_model.dtype if isinstance(config_or_model, nn.Module) else config.dtype
-        dtype = given if isinstance(given, torch.dtype) else torch.float32
     register_attention()
     with torch.device("meta"), initialization.no_init_weights():
         model = cls._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=NAME)
         model.tie_weights()
     model.eval()
-    if isinstance(config_or_model, nn.Module):
-        _check_same_parameters(config_or_model, model)
     _fill_constants(model)
     return model
 
@@ -102,10 +103,7 @@ def _check_same_parameters(given: nn.Module, built: PreTrainedModel) -> None:
     have = {name: tuple(p.shape) for name, p in built.named_parameters()}
     if want != have:
         odd = sorted(name for name in want.keys() | have.keys() if want.get(name) != have.get(name))
-        raise CaptureError(
-            f"{_title(type(built), built.config)} cannot be captured: its parameters are not those its config "
-            f"describes, first difference at {odd[0]!r}"
-        )
+        raise CaptureError(f"its parameters are not those its config describes, first difference at {odd[0]!r}")
 
 
 def _fill_constants(model: PreTrainedModel) -> None:
@@ -114,7 +112,9 @@ def _fill_constants(model: PreTrainedModel) -> None:
     Filling twice over different contents shows whether every element was written.
     """
     for name, module in model.named_modules():
-        buffers = {k: b for k, b in module._buffers.items() if b is not None and k in module._non_persistent_buffers_set}
+        buffers = {
+            k: b for k, b in module._buffers.items() if b is not None and k in module._non_persistent_buffers_set
+        }
         if not buffers:
             continue
         filled: list[dict[str, torch.Tensor]] = []
@@ -124,4 +124,4 @@ def _fill_constants(model: PreTrainedModel) -> None:
             filled.append({k: module._buffers[k] for k in buffers})  # type: ignore[misc]
         for k in buffers:
             if not torch.equal(filled[0][k], filled[1][k]):
-                raise CaptureError(f"{_title(type(model), model.config)} cannot be captured: {name}.{k} has no value")
+                raise CaptureError(f"its buffer {name}.{k} is not set by transformers' initialisation")

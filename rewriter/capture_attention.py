@@ -106,6 +106,7 @@ class TracedCache(Cache):
     ) -> None:
         super().__init__(layers=[_CacheLayer(length)])
         self.store = store
+        self.length = length
 
     def update(  # type: ignore[override]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: object, *args: Any, **kwargs: Any
@@ -116,7 +117,7 @@ class TracedCache(Cache):
         return 0
 
     def get_mask_sizes(self, query_length: Any, layer_idx: object = 0) -> tuple[int, int]:
-        return self.layers[0].get_mask_sizes(query_length)
+        return self.length, 0  # type: ignore[return-value]
 
 
 def append_into(cache_k: torch.Tensor, cache_v: torch.Tensor, start: torch.Tensor) -> TracedCache:

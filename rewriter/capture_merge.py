@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -50,16 +50,17 @@ class _Traced:
     inputs: list[fx.Node]
     weights: dict[fx.Node, str]
     constants: dict[fx.Node, tuple[str, torch.Tensor, bool]]  # name, value, lifted from code rather than a buffer
-    output: fx.Node
+    result: fx.Node
 
 
 @dataclass(frozen=True)
 class _Block:
     module: fx.GraphModule
     others: tuple[int, ...]  # which of the layer's other inputs it reads
-    weights: tuple[str, ...]
+    weights: dict[str, torch.Tensor]  # relative name -> traced value
     constants: tuple[tuple[str, torch.Tensor, bool], ...]
     cache: CacheSpec
+    cache_val: torch.Tensor  # traced value of either cache input
 
 
 def _read(program: ExportedProgram, prefix: str) -> _Traced:
@@ -81,6 +82,7 @@ def _read(program: ExportedProgram, prefix: str) -> _Traced:
         else:
             raise CaptureError(f"its graph has an input of kind {spec.kind.name}")
     _clean(graph)
+    (traced.result,) = cast("tuple[fx.Node]", graph.output_node().args[0])
     _size_from_first_input(traced)
     return traced
 
@@ -110,16 +112,17 @@ def _clean(graph: fx.Graph) -> None:
 
 
 def _is_identity(node: fx.Node) -> bool:
+    args: Any = node.args
     if node.target in _IDENTITIES:
         return True
     if node.target is _aten.dropout.default:
-        return node.args[2] is False
+        return args[2] is False
     if node.target is _aten.slice.Tensor:
-        _, _, start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
+        _, _, start, end, step = args + (None, 0, None, None, 1)[len(args) :]
         return start in (0, None) and end in (None, 2**63 - 1) and step == 1
     if node.target in _CONVERSIONS:
-        source = node.args[0].meta["val"]
-        return source.dtype == node.meta["val"].dtype and not node.kwargs.get("copy") and True not in node.args[2:]
+        copies = node.kwargs.get("copy") or any(arg is True for arg in args[2:])
+        return not copies and args[0].meta["val"].dtype == node.meta["val"].dtype
     return False
 
 
@@ -157,11 +160,11 @@ def _make_block(kind: Kind) -> _Block:
     for node in traced.graph.nodes:
         if node.op not in ("placeholder", "output"):
             env[node] = _copy_node(graph, node, env)
-    (result,) = traced.output.args[0]  # type: ignore[misc]
-    graph.output(env[result])  # type: ignore[index]
+    graph.output(env[traced.result])
     (attention,) = graph.find_nodes(op="call_function", target=torch.ops.forebay.attention.default)
     cache = CacheSpec(kind.cache.kv_heads, kind.cache.head_dim, kind.cache.dtype, int(attention.args[5]))
-    return _Block(_LazyGraphModule({}, graph), used, tuple(weights.values()), tuple(constants.values()), cache)
+    vals = {name: node.meta["val"] for node, name in weights.items()}
+    return _Block(_LazyGraphModule({}, graph), used, vals, tuple(constants.values()), cache, cache_k.meta["val"])
 
 
 def _check_ops(graph: fx.Graph) -> None:
@@ -201,80 +204,86 @@ def join(
     `path` is the name of the list of layers; `names` gives the canonical name of every weight.
     """
     outer = _read(program, "model.")
-    blocks = {name: _make_block(kind) for name, kind in kinds.items()}
-    layer_blocks = [blocks[name] for name in kind_of_layer]
-    layer_weights = tuple(
-        {rel: names[f"{path}.{i}.{rel}"] for rel in block.weights} for i, block in enumerate(layer_blocks)
-    )
-    vals = {name: {n.name: n.meta["val"] for n in b.module.graph.find_nodes(op="placeholder")} for name, b in blocks.items()}
+    by_name = {name: _make_block(kind) for name, kind in kinds.items()}
+    blocks = [by_name[name] for name in kind_of_layer]
+
+    # What every input stands for, by canonical name; equal layers share the traced values of their first member.
+    layer_weights = tuple({rel: names[f"{path}.{i}.{rel}"] for rel in b.weights} for i, b in enumerate(blocks))
     weights = {names[name]: node.meta["val"] for node, name in outer.weights.items() if node.users}
-    for block_name, mapping in zip(kind_of_layer, layer_weights, strict=True):
-        weights |= {name: vals[block_name][rel.replace(".", "_")] for rel, name in mapping.items()}
+    for block, mapping in zip(blocks, layer_weights, strict=True):
+        weights |= {name: block.weights[rel] for rel, name in mapping.items()}
     constants = {name: value for node, (name, value, _) in outer.constants.items() if node.users}
-    layer_constants = []
-    for i, (block_name, block) in enumerate(zip(kind_of_layer, layer_blocks, strict=True)):
-        layer_constants.append([f"{block_name}.{c}" if lifted else f"{path}.{i}.{c}" for c, _, lifted in block.constants])
-        for name, (rel, value, lifted) in zip(layer_constants[i], block.constants, strict=True):
-            constants[name] = value if lifted else layers[i].get_buffer(rel)
+    layer_constants: list[list[str]] = []
+    for i, (block_name, block) in enumerate(zip(kind_of_layer, blocks, strict=True)):
+        values = {
+            f"{block_name}.{name}" if lifted else f"{path}.{i}.{name}": value if lifted else layers[i].get_buffer(name)
+            for name, value, lifted in block.constants
+        }
+        constants |= values
+        layer_constants.append(list(values))
 
     graph = fx.Graph()
     env = {node: _placeholder(graph, node.name, node.meta["val"]) for node in outer.inputs}
     start = env[outer.inputs[1]]
     caches = [
-        [_placeholder(graph, f"cache_{s}_{i}", vals[name][f"cache_{s}"], CacheInput(i, s)) for s in "kv"]
-        for i, name in enumerate(kind_of_layer)
+        [_placeholder(graph, f"cache_{side}_{i}", block.cache_val, CacheInput(i, side)) for side in "kv"]
+        for i, block in enumerate(blocks)
     ]
     inputs = {
         name: _placeholder(graph, name.replace(".", "_"), weights[name], WeightInput(name))
         for name in dict.fromkeys(names.values())
         if name in weights
     }
+    weights = {name: weights[name] for name in inputs}
     for name, value in constants.items():
         inputs[name] = _placeholder(graph, name.replace(".", "_"), _like(value, outer.inputs[0]), WeightInput(name))
     env |= {node: inputs[names[name]] for node, name in outer.weights.items() if node.users}
     env |= {node: inputs[name] for node, (name, _, _) in outer.constants.items() if node.users}
 
+    def call_block(call: LayerCall, hidden: fx.Node, val: object) -> fx.Node:
+        i = call.layer
+        others = [env[markers[run].args[1][position]] for run, position in call.sources]  # type: ignore[union-attr,index]
+        given = [hidden, *(others[j] for j in blocks[i].others), start, *caches[i]]
+        given += [inputs[name] for name in (*layer_weights[i].values(), *layer_constants[i])]
+        node = graph.create_node("call_module", kind_of_layer[i], tuple(given), name=f"layer_{i}")
+        node.meta = {"val": val, "layer": i}
+        return node
+
     markers: list[fx.Node] = []
     for node in outer.graph.nodes:
-        if node.target is not torch.ops.forebay.layer_run.default:
-            if node.op not in ("placeholder", "output"):
-                env[node] = _copy_node(graph, node, env)
-            continue
-        markers.append(node)
-        hidden = env[node.args[0]]
-        for call in calls.calls:
-            if call.run != len(markers) - 1:
-                continue
-            i = call.layer
-            others = [env[markers[run].args[1][position]] for run, position in call.sources]  # type: ignore[union-attr,index]
-            arguments = [hidden, *(others[j] for j in layer_blocks[i].others), start, *caches[i]]
-            arguments += [inputs[name] for name in (*layer_weights[i].values(), *layer_constants[i])]
-            hidden = graph.create_node("call_module", kind_of_layer[i], tuple(arguments), name=f"layer_{i}")
-            hidden.meta.update(val=node.meta["val"], layer=i)
-        env[node] = hidden
-    (result,) = outer.output.args[0]  # type: ignore[misc]
-    graph.output(env[result])  # type: ignore[index]
+        if node.target is torch.ops.forebay.layer_run.default:
+            markers.append(node)
+            hidden = env[node.args[0]]
+            for call in calls.calls:
+                if call.run == len(markers) - 1:
+                    hidden = call_block(call, hidden, node.meta["val"])
+            env[node] = hidden
+        elif node.op not in ("placeholder", "output"):
+            env[node] = _copy_node(graph, node, env)
+    graph.output(env[outer.result])
 
-    ties: dict[str, list[str]] = {}
-    for name, canonical in names.items():
-        if name != canonical:
-            ties.setdefault(canonical, []).append(name)
     return CapturedModel(
-        step=_LazyGraphModule({name: block.module for name, block in blocks.items()}, graph),
-        weights={
-            name: WeightSpec(name, tuple(weights[name].shape), weights[name].dtype, tuple(ties.get(name, ())))
-            for name in inputs
-            if name in weights
-        },
+        step=_LazyGraphModule({name: block.module for name, block in by_name.items()}, graph),
+        weights=_weight_specs(weights, names),
         constants=constants,
         layers=tuple(kind_of_layer),
         layer_weights=layer_weights,
-        cache=tuple(block.cache for block in layer_blocks),
-        vocab_size=int(result.meta["val"].shape[-1]),  # type: ignore[union-attr]
+        cache=tuple(block.cache for block in blocks),
+        vocab_size=int(outer.result.meta["val"].shape[-1]),
         max_positions=int(getattr(model.config, "max_position_embeddings", None) or 0),
         dtype=model.dtype,
         model_type=model.config.model_type,
     )
+
+
+def _weight_specs(weights: dict[str, torch.Tensor], names: dict[str, str]) -> dict[str, WeightSpec]:
+    ties: dict[str, list[str]] = {}
+    for name, canonical in names.items():
+        if name != canonical:
+            ties.setdefault(canonical, []).append(name)
+    return {
+        name: WeightSpec(name, tuple(val.shape), val.dtype, tuple(ties.get(name, ()))) for name, val in weights.items()
+    }
 
 
 def _like(value: torch.Tensor, traced: fx.Node) -> torch.Tensor:

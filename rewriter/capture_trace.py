@@ -72,7 +72,11 @@ class _Step(nn.Module):
         positions = start[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
         with starting_at(start):
             out = self.model(
-                input_ids=input_ids, position_ids=positions, past_key_values=self.cache, use_cache=True, return_dict=True
+                input_ids=input_ids,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
             )
         return out.logits if self.all_positions else out.logits[:, 0]
 
@@ -240,7 +244,8 @@ class _Tracer:
         """Replace meta parameters by fake ones that claim to be on the CPU, so that no graph mentions `meta`."""
         with self.mode:
             for sub in module.modules():
-                for tensors in (sub._parameters, sub._buffers):
+                held: tuple[dict[str, Any], ...] = (sub._parameters, sub._buffers)
+                for tensors in held:
                     for name, tensor in tensors.items():
                         if tensor is not None and tensor.is_meta and not isinstance(tensor, FakeTensor):
                             tensors[name] = self._fake(tensor)

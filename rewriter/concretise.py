@@ -64,6 +64,9 @@ def _fresh(like: torch.Tensor) -> torch.Tensor:
 class _Concretiser:
     """One walk over a graph; `module` is the result, `result` the value of its output."""
 
+    module: fx.GraphModule
+    result: Any
+
     def __init__(self, gm: fx.GraphModule, values: list[torch.Tensor]) -> None:
         self.gm = gm
         self.graph = fx.Graph()
@@ -119,10 +122,9 @@ class _Concretiser:
             assert isinstance(block, fx.GraphModule)
             self.blocks[key] = (name, _Concretiser(block, [_fresh(v) for v in values]))
         name, inner = self.blocks[key]
-        node_as_called = self._emit_block(node, name, inner, values)
-        self.env[node] = node_as_called
+        self._emit_block(node, name, inner, values)
 
-    def _emit_block(self, node: fx.Node, name: str, inner: _Concretiser, values: list[torch.Tensor]) -> fx.Node:
+    def _emit_block(self, node: fx.Node, name: str, inner: _Concretiser, values: list[torch.Tensor]) -> None:
         """Call the block; its output gets storage of its own per call, or that of the input it views."""
         inputs = dict(zip(inner.graph.find_nodes(op="placeholder"), values, strict=True))
 
@@ -132,11 +134,8 @@ class _Concretiser:
                 return _fresh(tensor)
             return base.as_strided(tensor.shape, tensor.stride(), base.storage_offset() + tensor.storage_offset())
 
-        value = pytree.tree_map_only(torch.Tensor, outside, inner.result)
-        self._emit(node, value)
-        new = self.env[node]
-        new.target = name
-        return new
+        self._emit(node, pytree.tree_map_only(torch.Tensor, outside, inner.result))
+        self.env[node].target = name
 
 
 def _is_tensor(value: object) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 from .machine import Machine
-from .program import Copy, FileRows, FileSlice, Item, Launch, dtype_itemsize
+from .program import Copy, FileRows, FileSlice, Item, Launch
+
+PAGE = 4096  # a row lookup reads whole pages
 
 
 def item_time_s(item: Item, machine: Machine) -> float:
-    """Time of `item` with nothing beside it: latency + bytes / bandwidth for copies; for matrix products the measured
-    time of the chosen implementation; for other launches dispatch + bytes touched / memory bandwidth."""
+    """Time of `item` with nothing beside it, in seconds; 0 for items that only order others."""
     if isinstance(item, Copy):
         return copy_time_s(item, machine)
     if isinstance(item, Launch):
@@ -19,29 +20,34 @@ def item_time_s(item: Item, machine: Machine) -> float:
 
 
 def copy_time_s(item: Copy, machine: Machine) -> float:
-    """Seconds for one copy on its link. Rows are read page by page, a chunk of them in flight together."""
+    """bytes / bandwidth of the link; its latency counts once for a lookup, which the step waits for, and is hidden
+    behind other reads in flight for the rest."""
     src = item.src
     tier = "disk" if isinstance(src, FileSlice | FileRows) else src.arena
     link = machine.link(tier, item.dst.arena)
     if isinstance(src, FileRows):
         rows = math.prod(src.index.shape)
-        return link.latency_s + rows * max(src.row_nbytes, 4096) / link.bandwidth
-    return link.latency_s + item.dst.nbytes / link.bandwidth
+        return link.latency_s + rows * max(src.row_nbytes, PAGE) / link.bandwidth_bytes_per_s
+    return item.dst.nbytes / link.bandwidth_bytes_per_s
 
 
 def launch_time_s(item: Launch, machine: Machine) -> float:
-    """Seconds for one launch, dispatch included."""
-    if item.op == "forebay.linear":
-        x, weight, _ = item.args
-        k = x.shape[-1]
-        n = weight.shape[0] if item.kwargs["form"] == "nk" else weight.shape[1]
-        m = math.prod(x.shape[:-1])
-        impl = item.impl or machine.best_gemm(weight.dtype, m, n, k)
-        return machine.dispatch_s + machine.gemm_time_s(impl, weight.dtype, m, n, k)
+    """Dispatch, plus: for matrix products the measured time of the implementation; for attention the cache bytes at
+    the measured attention rate; for the rest bytes touched / memory bandwidth."""
     nbytes = sum(s.nbytes for s in (*item.reads, *item.writes))
-    return machine.dispatch_s + nbytes / machine.memory_bandwidth
+    if item.op == "forebay.linear":
+        return machine.dispatch_s + _product_time_s(item, machine, nbytes)
+    if item.op == "forebay.attention":
+        return machine.dispatch_s + nbytes / machine.attention_bytes_per_s
+    return machine.dispatch_s + nbytes / (2 * machine.memory_bytes_per_s)  # a copy moves each byte twice
 
 
-def launch_nbytes(item: Launch) -> int:
-    """Bytes of operands and results."""
-    return sum(math.prod(r.shape) * dtype_itemsize(r.dtype) for r in item.out) + sum(s.nbytes for s in item.reads)
+def _product_time_s(item: Launch, machine: Machine, nbytes: int) -> float:
+    x, weight, _ = item.args
+    k = x.shape[-1]
+    n = weight.shape[0] if item.kwargs["form"] == "nk" else weight.shape[1]
+    try:
+        impl = item.impl or machine.best_gemm(weight.dtype, math.prod(x.shape[:-1]), n, k)
+        return machine.gemm_time_s(impl, weight.dtype, math.prod(x.shape[:-1]), n, k)
+    except KeyError:  # a dtype this machine was not measured for: at least its bytes must move
+        return nbytes / (2 * machine.memory_bytes_per_s)

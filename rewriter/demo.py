@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import importlib.metadata
 import os
@@ -75,7 +76,9 @@ def _convert_once(path: Path, identity: str, progress: Progress | None) -> Path:
     models = cache_folder() / "models"
     folder = models / f"{path.stem}-{key}"
     with _lock(models / f".{folder.name}.lock"):
-        for leftover in models.glob(f".{folder.name}.*.partial"):  # of a killed conversion: we hold the lock
+        for leftover in models.glob(
+            f".{glob.escape(folder.name)}.*.partial"
+        ):  # of a killed conversion: we hold the lock
             shutil.rmtree(leftover, ignore_errors=True)
         if folder.exists():
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -172,7 +173,7 @@ class Machine:
 def _on_curve(curve: Sequence[tuple[int, float]], m: int) -> float:
     if m <= curve[0][0]:
         return curve[0][1]
-    for (m0, t0), (m1, t1) in zip(curve, curve[1:], strict=False):
+    for (m0, t0), (m1, t1) in itertools.pairwise(curve):
         if m <= m1:
             share = math.log(m / m0) / math.log(m1 / m0)
             return math.exp(math.log(t0) + share * math.log(t1 / t0))
@@ -182,8 +183,9 @@ def _on_curve(curve: Sequence[tuple[int, float]], m: int) -> float:
 def fit_link(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
     """(bandwidth in bytes/s, latency in s, R²) of time = latency + nbytes / bandwidth, by least squares.
 
-    A latency that would come out negative is 0, and the line is fitted through the origin. `points` are (nbytes,
-    time_s) of at least two sizes; raises ValueError otherwise, or when time does not grow with size.
+    Where noise would make the latency or the slope negative, latency is 0 and the line goes through the origin (R²
+    then tells how bad that is, below 0 for worse than a constant). `points` are (nbytes, time_s) with times above 0;
+    raises ValueError with fewer than two sizes.
     """
     if len({nbytes for nbytes, _ in points}) < 2:
         raise ValueError("fit_link needs transfers of at least two sizes")
@@ -191,10 +193,8 @@ def fit_link(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
     mean_t = math.fsum(t for _, t in points) / len(points)
     slope = math.fsum((n - mean_n) * (t - mean_t) for n, t in points) / math.fsum((n - mean_n) ** 2 for n, _ in points)
     latency = mean_t - slope * mean_n
-    if latency < 0:
+    if latency < 0 or slope <= 0:
         latency, slope = 0.0, math.fsum(n * t for n, t in points) / math.fsum(n * n for n, _ in points)
-    if slope <= 0:
-        raise ValueError("fit_link: time does not grow with size; measure larger transfers")
     total = math.fsum((t - mean_t) ** 2 for _, t in points)
     residual = math.fsum((t - latency - slope * n) ** 2 for n, t in points)
     return 1 / slope, latency, 1 - residual / total if total > 0 else 1.0
@@ -235,7 +235,7 @@ def save_machine(machine: Machine, path: str | os.PathLike[str]) -> None:
 def _decode(kind: typing.Any, value: typing.Any, at: str) -> typing.Any:
     """`value` from JSON as the type `kind`; `at` is the path of the field for errors."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         _require(isinstance(value, dict), at or "machine profile", "must be an object", value)
         prefix = f"{at}." if at else ""
         hints = typing.get_type_hints(kind)

@@ -184,7 +184,8 @@ def _workspace_nbytes(flat: fx.GraphModule) -> int:
 def _choose_gemms(gm: fx.GraphModule, known: tuple[GemmChoice, ...], machine: Machine) -> list[GemmChoice]:
     shapes = {shape for node in gm.graph.nodes if (shape := product_shape(node))}
     shapes -= {(c.dtype, c.m, c.n, c.k) for c in known}
-    return [GemmChoice(*shape, impl=machine.best_gemm(*shape)) for shape in sorted(shapes)]
+    measured = {point.dtype for point in machine.gemm}
+    return [GemmChoice(*shape, impl=machine.best_gemm(*shape)) for shape in sorted(shapes) if shape[0] in measured]
 
 
 def _prediction(plan: Plan, programs: Mapping[int, Program], lines: Mapping[int, Timeline]) -> Prediction:

@@ -148,6 +148,11 @@ class Plan:
         """The placement of the weight `name`; KeyError if the plan has none."""
         return self._by_name[name]
 
+    def streams(self, name: str) -> bool:
+        """Whether `name` is a weight that does not live on the device (constants always do)."""
+        placement = self._by_name.get(name)
+        return placement is not None and placement.tier != "device"
+
     @property
     def _by_name(self) -> Mapping[str, WeightPlacement]:
         cached = self.__dict__.get("_index")

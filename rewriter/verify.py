@@ -41,6 +41,7 @@ def verify_program(program: Program, budget: Mapping[str, int | None] | None = N
     for _ in range(2):
         for item in program.step:
             state.visit(item)
+        state.hand_over(program)
         if state.owners() != before:
             raise ProgramError(f"{program.name}: a step does not leave the memory as the next step expects it: "
                                f"{_difference(before, state.owners())}")
@@ -60,7 +61,8 @@ class _State:
         self.name = program.name
         cuts: dict[str, set[int]] = {arena: {0, nbytes} for arena, nbytes in program.arenas.items()}
         spans: Iterable[Span] = list(program.resident.values())
-        for group in (spans, *(_touched(item) for item in (*program.prologue, *program.step))):
+        results = [span_of(ref) for ref in program.outputs.values()]
+        for group in (spans, results, *(_touched(item) for item in (*program.prologue, *program.step))):
             for span in group:
                 if span.arena not in cuts:
                     raise ProgramError(f"{self.name}: {span.buffer} lies in the unknown arena {span.arena!r}")
@@ -93,6 +95,18 @@ class _State:
     def owners(self) -> dict[str, list[str | None]]:
         return {arena: [s.owner for s in segments] for arena, segments in self.segments.items()}
 
+    def hand_over(self, program: Program) -> None:
+        """Between steps the caller takes the outputs; their memory is free in the next step."""
+        for ref in program.outputs.values():
+            for segment in self.covered(span_of(ref)):
+                if segment.owner != ref.buffer:
+                    raise ProgramError(f"{self.name}: the output {ref.buffer} is overwritten by {segment.owner}")
+        taken = {ref.buffer for ref in program.outputs.values()} - set(program.resident)
+        for segments in self.segments.values():
+            for segment in segments:
+                if segment.owner in taken:
+                    segment.owner = None
+
     def visit(self, item: Item) -> None:
         stream = item.stream
         clock = self.clocks.setdefault(stream, {})
@@ -114,7 +128,7 @@ class _State:
         for span in _reads(item):
             self.read(span, stream, sequence, clock, item.label)
         for span in _writes(item):
-            self.write(span, stream, sequence, clock, item.label, isinstance(item, Copy))
+            self.write(span, stream, sequence, clock, item.label, isinstance(item, Copy) and span is item.dst)
         if stream != DISK:
             clock[stream] = sequence
 
@@ -173,8 +187,9 @@ def _writes(item: Launch | Copy) -> tuple[Span, ...]:
         return item.writes
     before, after = item.room
     dst = item.dst
-    return (dst,) if before == after == 0 else (
-        Span(dst.arena, dst.offset - before, dst.nbytes + before + after, dst.buffer),)
+    margins = (Span(dst.arena, dst.offset - before, before, dst.buffer),
+               Span(dst.arena, dst.offset + dst.nbytes, after, dst.buffer))
+    return (dst, *(span for span in margins if span.nbytes))
 
 
 def _touched(item: Item) -> tuple[Span, ...]:

@@ -125,25 +125,24 @@ def split_read(read: Read, direct: bool, chunk_nbytes: int, bounce_nbytes: int) 
         tail = 0 if stop - high <= read.room_after else PAGE_NBYTES
         if not congruent or 0 < head + tail >= stop - pos:
             head, tail = stop - pos, 0
-        copies = []
+        copies: tuple[tuple[int, int, int], ...] = ()
         if head:
-            copies.append((low - pos, low + to_memory, min(high, pos + head) - low))
+            copies += ((low - pos, low + to_memory, min(high, pos + head) - low),)
         if tail:
-            copies.append((head, stop - tail + to_memory, high - (stop - tail)))
-        chunks.append(Chunk(pos, stop - pos, high - pos, head, tail, pos + head + to_memory, tuple(copies)))
+            copies += ((head, stop - tail + to_memory, high - (stop - tail)),)
+        chunks.append(Chunk(pos, stop - pos, high - pos, head, tail, pos + head + to_memory, copies))
     return chunks
 
 
-def split_rows(
-    offset: int, row_nbytes: int, rows: Sequence[int], address: int, bounce_nbytes: int
-) -> list[Chunk]:
+def split_rows(offset: int, row_nbytes: int, rows: Sequence[int], address: int, bounce_nbytes: int) -> list[Chunk]:
     """Cut a gather into page-aligned chunks in file order: rows on touching pages share one, repeats are copied."""
     places: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         places.setdefault(row, []).append(address + index * row_nbytes)
     chunks: list[Chunk] = []
     limit = page_floor(bounce_nbytes)
-    pos, stop, need, copies = 0, 0, 0, []
+    pos, stop, need = 0, 0, 0
+    copies: list[tuple[int, int, int]] = []
     for row in sorted(places):
         low, row_end = offset + row * row_nbytes, offset + (row + 1) * row_nbytes
         while low < row_end:

@@ -1,0 +1,100 @@
+"""Greedy allocators: quick, never worse than one buffer after another, usually at or near the lower bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from forebay.passes.allocators.problem import Buffer
+
+Greedy = Callable[[Sequence[Buffer]], list[int]]
+
+
+def by_size(buffers: Sequence[Buffer]) -> list[int]:
+    """Offsets from first fit, largest buffer first (Pisarchyk and Lee 2020, "greedy by size")."""
+    return _first_fit(buffers, sorted(range(len(buffers)), key=lambda i: (-buffers[i].size, buffers[i].lower, i)))
+
+
+def by_area(buffers: Sequence[Buffer]) -> list[int]:
+    """Offsets from first fit, largest lifetime × size first."""
+    return _first_fit(buffers, sorted(range(len(buffers)), key=lambda i: (-_lifetime(buffers[i]) * buffers[i].size, i)))
+
+
+def by_lifetime(buffers: Sequence[Buffer]) -> list[int]:
+    """Offsets from first fit, longest lifetime first: with equal sizes this is optimal on nested lifetimes."""
+    return _first_fit(buffers, sorted(range(len(buffers)), key=lambda i: (-_lifetime(buffers[i]), -buffers[i].size, i)))
+
+
+def best_fit(buffers: Sequence[Buffer]) -> list[int]:
+    """Offsets from the tightest free gap at the time each buffer starts, larger buffers first among equal starts."""
+    n = len(buffers)
+    order = sorted(range(n), key=lambda i: (buffers[i].lower, -buffers[i].size, i))
+    live = _Placed(n)
+    offsets = [0] * n
+    for i in order:
+        buffer = buffers[i]
+        live.drop_ended(buffer.lower)
+        offsets[i] = live.tightest_gap(buffer.size)
+        live.insert(buffer, offsets[i])
+    return offsets
+
+
+def _lifetime(buffer: Buffer) -> int:
+    return buffer.upper - buffer.lower
+
+
+def _first_fit(buffers: Sequence[Buffer], order: Sequence[int]) -> list[int]:
+    """Place buffers in `order`, each in the lowest gap among those already placed that meet it in time."""
+    placed = _Placed(len(buffers))
+    offsets = [0] * len(buffers)
+    for i in order:
+        buffer = buffers[i]
+        offsets[i] = placed.lowest_gap(buffer)
+        placed.insert(buffer, offsets[i])
+    return offsets
+
+
+class _Placed:
+    """Placed buffers as four int64 rows (offset, top, lower, upper), kept sorted by offset."""
+
+    def __init__(self, capacity: int) -> None:
+        self.rows = np.zeros((4, capacity), dtype=np.int64)
+        self.count = 0
+
+    def insert(self, buffer: Buffer, offset: int) -> None:
+        at = int(np.searchsorted(self.rows[0, : self.count], offset))
+        self.rows[:, at + 1 : self.count + 1] = self.rows[:, at : self.count]
+        self.rows[:, at] = offset, offset + buffer.size, buffer.lower, buffer.upper
+        self.count += 1
+
+    def drop_ended(self, time: int) -> None:
+        """Forget buffers that are no longer live at `time`."""
+        kept = self.rows[3, : self.count] > time
+        live = int(np.count_nonzero(kept))
+        if live < self.count:
+            self.rows[:, :live] = self.rows[:, : self.count][:, kept]
+            self.count = live
+
+    def lowest_gap(self, buffer: Buffer) -> int:
+        """Lowest offset at which `buffer` meets nothing placed."""
+        _, _, lower, upper = self.rows[:, : self.count]
+        meets = np.flatnonzero((lower < buffer.upper) & (upper > buffer.lower))
+        if not meets.size:
+            return 0
+        starts, tops = self.rows[0, meets], np.maximum.accumulate(self.rows[1, meets])
+        if starts[0] >= buffer.size:
+            return 0
+        wide = starts[1:] - tops[:-1] >= buffer.size
+        at = int(wide.argmax()) if wide.size else 0
+        return int(tops[at]) if wide.size and wide[at] else int(tops[-1])
+
+    def tightest_gap(self, size: int) -> int:
+        """Offset of the smallest gap between the placed, all of them live, that holds `size`; else above all."""
+        starts = self.rows[0, : self.count]
+        floors = np.concatenate(([0], self.rows[1, : self.count]))
+        gaps = starts - floors[:-1]
+        gaps[gaps < size] = np.iinfo(np.int64).max
+        if gaps.size and gaps.min() < np.iinfo(np.int64).max:
+            return int(floors[int(gaps.argmin())])
+        return int(floors[-1])

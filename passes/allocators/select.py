@@ -1,0 +1,107 @@
+"""Every allocator in turn, the best result kept, stopping as soon as nothing better can be asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from forebay.passes.allocators import greedy
+from forebay.passes.allocators.bounds import lower_bound
+from forebay.passes.allocators.problem import Allocation, Buffer, occupied, padded
+from forebay.passes.allocators.search import Verdict, search
+
+GREEDY: dict[str, greedy.Greedy] = {
+    "greedy by size": greedy.by_size,
+    "greedy by lifetime × size": greedy.by_area,
+    "greedy by lifetime": greedy.by_lifetime,
+    "best fit over time": greedy.best_fit,
+}
+FIT_TIME_S = 9.0  # to meet a capacity
+MINIMIZE_TIME_S = 3.0  # to lower the height
+GOOD_ENOUGH = 0.0005  # of the lower bound: gaps below it are not searched further
+MIN_SEARCH_S = 0.05
+
+
+def allocate(
+    buffers: Sequence[Buffer],
+    *,
+    capacity: int | None = None,
+    time_limit_s: float | None = None,
+    alignment: int = 1,
+) -> Allocation:
+    """Give every buffer an offset such that buffers live at the same time share no byte.
+
+    Without `capacity` the height is made as small as the time allows, stopping at the lower bound. With `capacity`
+    (bytes) the first allocation that fits is returned; when none was found the best one is, with `height > capacity`,
+    and `lower_bound > capacity` says that none exists. Offsets and height are multiples of `alignment` bytes. Buffers
+    of no bytes or of empty lifetime get offset 0 and do not count. `time_limit_s` defaults to 9 with a capacity and
+    to 3 without; the first greedy pass is never cut short. Raises ValueError for an alignment below 1.
+    """
+    if alignment < 1:
+        raise ValueError(f"alignment must be at least 1 byte, not {alignment}")
+    started = time.perf_counter()
+    if time_limit_s is None:
+        time_limit_s = MINIMIZE_TIME_S if capacity is None else FIT_TIME_S
+    end = started + time_limit_s
+    kept = [i for i, buffer in enumerate(buffers) if occupied(buffer)]
+    units = [_in_units(buffers[i], alignment) for i in kept]
+    bound = lower_bound(units)
+    target = bound if capacity is None else max(bound, capacity // alignment)
+
+    best, height, method = _best_greedy(units, target, end)
+    if height > target:
+        best, height, method, bound = _improve(units, best, height, method, bound, target, end)
+    offsets = [0] * len(buffers)
+    for i, offset in zip(kept, best, strict=True):
+        offsets[i] = offset * alignment
+    time_s = time.perf_counter() - started
+    return Allocation(tuple(offsets), height * alignment, bound * alignment, method, time_s)
+
+
+def _in_units(buffer: Buffer, alignment: int) -> Buffer:
+    return Buffer(buffer.id, buffer.lower, buffer.upper, padded(buffer.size, alignment) // alignment)
+
+
+def _height(buffers: Sequence[Buffer], offsets: Sequence[int]) -> int:
+    return max((offset + buffer.size for buffer, offset in zip(buffers, offsets, strict=True)), default=0)
+
+
+def _best_greedy(buffers: Sequence[Buffer], target: int, end: float) -> tuple[list[int], int, str]:
+    """Offsets, height and name of the lowest greedy result; the first that reaches the target ends the row."""
+    best: tuple[list[int], int, str] | None = None
+    slowest_s = 0.0
+    for name, allocator in GREEDY.items():
+        began = time.perf_counter()
+        if best and (best[1] <= target or began + slowest_s > end):
+            break
+        offsets = allocator(buffers)
+        height = _height(buffers, offsets)
+        if best is None or height < best[1]:
+            best = offsets, height, name
+        slowest_s = max(slowest_s, time.perf_counter() - began)
+    assert best is not None
+    return best
+
+
+def _improve(
+    buffers: Sequence[Buffer], best: list[int], height: int, method: str, bound: int, target: int, end: float
+) -> tuple[list[int], int, str, int]:
+    """Search at the target, then halve the gap between what is proved or given up and what is found.
+
+    Returns offsets, height, method and the lower bound, raised where the search proved that nothing fits.
+    """
+    given_up = target - 1  # searches at or below this height have failed or run out of time
+    goal = target
+    share = 1.0 if target > bound else 0.5  # a capacity is all that is asked; a minimum leaves time to bisect
+    while height > target and (left_s := end - time.perf_counter()) > MIN_SEARCH_S:
+        found = search(buffers, goal, left_s * share)
+        if isinstance(found, list):
+            best, height, method = found, _height(buffers, found), "exact search"
+        else:
+            if found is Verdict.IMPOSSIBLE:
+                bound = max(bound, goal + 1)
+            given_up = goal
+        if height - given_up <= 1 + GOOD_ENOUGH * bound:
+            break
+        goal, share = (given_up + height) // 2, 0.34
+    return best, height, method, bound

@@ -1,0 +1,396 @@
+"""Measure this machine: tiers, links and kernels, in about 10 s (quick) or 40 s, and keep the profile."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import errno
+import functools
+import importlib
+import importlib.metadata
+import mmap
+import os
+import platform
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from forebay.rewriter.machine import GemmPoint, Link, Machine, Tier, fit_link, load_machine, save_machine
+from forebay.runtime.disk import PAGE_NBYTES, DiskReader, Read, available_kinds, open_reader
+
+MIB = 1 << 20
+READ_NBYTES = 8 * MIB  # about one layer's largest weight, the unit in which weights stream
+BUFFER_NBYTES = 64 * MIB
+# (engine, depth, chunk nbytes) worth trying; deeper or larger was never seen to gain.
+CANDIDATES = (
+    ("direct", 2, 4 * MIB),
+    ("direct", 4, 1 * MIB),
+    ("uring", 4, 2 * MIB),
+    ("buffered", 1, 4 * MIB),
+    ("uring", 8, 1 * MIB),
+    ("direct", 1, 4 * MIB),
+    ("direct", 2, 2 * MIB),
+    ("uring", 2, 4 * MIB),
+)
+QUICK_CANDIDATES = 4
+TIE = 0.95  # engines this close to the fastest are told apart by CPU time, which the computation wants
+GEMM_M = (1, 2, 4, 8, 16, 32, 64, 256)
+GEMM_SHAPES = ((2048, 2048), (5632, 2048))  # (n, k)
+COLD_NBYTES = 64 * MIB  # GEMMs rotate over weights of this total, more than the caches, as streamed weights would
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class DiskTrial:
+    """What one engine configuration did on cold reads: bytes per second, and the cores it kept busy meanwhile."""
+
+    kind: str
+    depth: int
+    chunk_nbytes: int
+    bytes_per_s: float
+    cores: float
+
+
+def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: Progress | None = None) -> Machine:
+    """Measure everything a plan needs; the disk tier is the file system of `folder`.
+
+    Writes 512 MiB (quick: 128 MiB) to a file in `folder` that has no name and so vanishes with the process, however
+    that ends. `progress` is called with a stage's name and the fraction done. Raises OSError when there is no room.
+    """
+    say = progress or (lambda stage, done: None)
+    cuda = torch.cuda.is_available()
+    near = "host" if cuda else "device"  # where disk reads land
+    say("disk", 0.0)
+    read, write = _disk_links(folder, near, quick)
+    say("memory", 0.4)
+    links = [read, write, *(_cuda_links(quick) if cuda else _cpu_links(read, write, quick))]
+    memory = _copy_bytes_per_s(quick)
+    say("kernels", 0.5)
+    gemm = _gemm_points(quick, say)
+    say("attention", 0.9)
+    machine = Machine(
+        name=platform.node() or "this machine",
+        date=datetime.date.today().isoformat(),
+        versions=_versions(),
+        cores=_cores(),
+        threads=torch.get_num_threads(),
+        device_kind=torch.cuda.get_device_name() if cuda else "cpu",
+        tiers=_tiers(folder, cuda, quick),
+        links=tuple(links),
+        gemm=gemm,
+        memory_bytes_per_s=memory,
+        dispatch_s=_dispatch_s(),
+        attention_bytes_per_s=_attention_bytes_per_s(quick),
+        folder=os.path.abspath(folder),
+    )
+    machine.validate()
+    say("done", 1.0)
+    return machine
+
+
+def machine_cache_path() -> Path:
+    """Where the measured profile is kept: $FOREBAY_CACHE, or ~/.cache/forebay, / machine.json."""
+    folder = os.environ.get("FOREBAY_CACHE")
+    return (Path(folder) if folder else Path.home() / ".cache" / "forebay") / "machine.json"
+
+
+def cached_machine(folder: str | os.PathLike[str]) -> Machine:
+    """The kept profile if versions, cores, threads, device and disk are still the same; else measure quickly, keep."""
+    path = machine_cache_path()
+    if path.exists():
+        with contextlib.suppress(ValueError):  # an unreadable profile is measured anew
+            machine = load_machine(path)
+            if _still_true(machine, folder):
+                return machine
+    machine = measure_machine(folder, quick=True)
+    save_machine(machine, path)
+    return machine
+
+
+def _still_true(machine: Machine, folder: str | os.PathLike[str]) -> bool:
+    kind = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return (
+        dict(machine.versions) == _versions()
+        and (machine.cores, machine.threads, machine.device_kind) == (_cores(), torch.get_num_threads(), kind)
+        and os.path.isdir(machine.folder)
+        and os.stat(machine.folder).st_dev == os.stat(folder).st_dev
+    )
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = importlib.metadata.version("forebay")
+    except importlib.metadata.PackageNotFoundError:
+        own = "source"
+    return {
+        "forebay": own,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+    }
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+# Disk
+
+
+def disk_trials(path: str, nbytes: int, quick: bool) -> list[DiskTrial]:
+    """Cold reads of a file by every candidate engine, interleaved, the median of each.
+
+    No candidate leaves the file in the page cache, so every read is cold as far as this machine's memory goes.
+    """
+    kinds = available_kinds()
+    candidates = [c for c in CANDIDATES[: QUICK_CANDIDATES if quick else None] if c[0] in kinds]
+    repeats, span = (3, 64 * MIB) if quick else (5, 128 * MIB)
+    span = min(span, nbytes // READ_NBYTES * READ_NBYTES)
+    times: dict[tuple[str, int, int], list[tuple[float, float]]] = {c: [] for c in candidates}
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(_aligned_buffer(BUFFER_NBYTES))
+        readers = {c: stack.enter_context(contextlib.closing(open_reader(*c))) for c in candidates}
+        for reader in readers.values():
+            _read_time_s(reader, path, 0, PAGE_NBYTES, address)  # opens the file
+        for repeat in range(repeats):
+            for i, candidate in enumerate(candidates):
+                offset = (repeat * len(candidates) + i) * span % (nbytes - span + 1) // READ_NBYTES * READ_NBYTES
+                cpu_s = time.process_time()
+                time_s = _read_time_s(readers[candidate], path, offset, span, address)
+                times[candidate].append((time_s, time.process_time() - cpu_s))
+    return [
+        DiskTrial(*c, span / median(t for t, _ in pairs), median(cpu / t for t, cpu in pairs))
+        for c, pairs in times.items()
+    ]
+
+
+def choose_trial(trials: list[DiskTrial]) -> DiskTrial:
+    """The engine to use: of those within 5 % of the fastest, the one that leaves the cores most alone."""
+    fastest = max(trial.bytes_per_s for trial in trials)
+    return min((t for t in trials if t.bytes_per_s >= TIE * fastest), key=lambda t: t.cores)
+
+
+def _disk_links(folder: str | os.PathLike[str], near: str, quick: bool) -> tuple[Link, Link]:
+    nbytes = (128 if quick else 512) * MIB
+    free = shutil.disk_usage(folder).free
+    if free < 2 * nbytes:
+        raise OSError(
+            errno.ENOSPC, f"measuring the disk needs {2 * nbytes} free bytes, there are {free}", os.fspath(folder)
+        )
+    with tempfile.TemporaryFile(dir=folder, prefix="forebay-measure-") as file:
+        written = _write_points(file.fileno(), nbytes)
+        path = f"/proc/self/fd/{file.fileno()}"
+        best = choose_trial(disk_trials(path, nbytes, quick))
+        points: list[tuple[int, float]] = []
+        with (
+            contextlib.closing(open_reader(best.kind, best.depth, best.chunk_nbytes)) as reader,
+            _aligned_buffer(BUFFER_NBYTES) as address,
+        ):
+            _read_time_s(reader, path, 0, PAGE_NBYTES, address)
+            for size in (MIB, 4 * MIB, 16 * MIB, 64 * MIB):
+                times = [_read_time_s(reader, path, i * size % (nbytes - size + 1), size, address) for i in range(5)]
+                points.append((size, median(times)))
+    bandwidth, latency, r2 = fit_link(points)
+    read = Link("disk", near, bandwidth, latency, best.kind, best.depth, best.chunk_nbytes, r2)
+    bandwidth, latency, r2 = fit_link(written)
+    return read, Link(near, "disk", bandwidth, latency, "write", 1, 0, r2)
+
+
+def _write_points(fd: int, nbytes: int) -> list[tuple[int, float]]:
+    """Fill a file up to `nbytes`, each write followed by fdatasync: (nbytes, seconds) of each."""
+    block = os.urandom(16 * MIB)  # nothing a disk could compress
+    points: list[tuple[int, float]] = []
+    done = 0
+    sizes = (4 * MIB, 16 * MIB, 32 * MIB)
+    while done < nbytes:
+        size = min(sizes[len(points) % len(sizes)], nbytes - done)
+        start = time.perf_counter()
+        for at in range(0, size, len(block)):
+            part = memoryview(block)[: min(len(block), size - at)]
+            while part:
+                part = part[os.write(fd, part) :]
+        os.fdatasync(fd)
+        points.append((size, time.perf_counter() - start))
+        done += size
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    return points
+
+
+def _read_time_s(reader: DiskReader, path: str, offset: int, nbytes: int, address: int) -> float:
+    """Seconds from the submission of consecutive reads to the end of the last; raises the first error."""
+    starts = range(0, nbytes, READ_NBYTES)
+    left, errors, ended = len(starts), list[BaseException](), threading.Event()
+    lock = threading.Lock()
+
+    def on_done(error: BaseException | None) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if error is not None:
+                errors.append(error)
+            if left == 0:
+                ended.set()
+
+    start = time.perf_counter()
+    for at in starts:
+        size = min(READ_NBYTES, nbytes - at)
+        # The buffer is reused in turn: what lands does not matter here.
+        reader.submit(Read(path, offset + at, size, address + at % BUFFER_NBYTES, 0, 0, on_done))
+    ended.wait()
+    time_s = time.perf_counter() - start
+    if errors:
+        raise errors[0]
+    return time_s
+
+
+@contextlib.contextmanager
+def _aligned_buffer(nbytes: int) -> Iterator[int]:
+    """The address of page-aligned memory, touched so that no page fault is measured."""
+    memory = mmap.mmap(-1, nbytes)
+    for page in range(0, nbytes, PAGE_NBYTES):
+        memory[page] = 1
+    yield ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    memory.close()
+
+
+# Memory
+
+
+def _time_s(call: Callable[[], object], repeats: int) -> float:
+    """Median seconds of a call after one warm-up; waits for the GPU if there is one."""
+    sync = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
+    call()
+    times = []
+    for _ in range(repeats):
+        sync()
+        start = time.perf_counter()
+        call()
+        sync()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def _copy_link(src: str, dst: str, method: str, source: torch.Tensor, target: torch.Tensor, quick: bool) -> Link:
+    """Fit a link over copies of growing prefixes of two byte tensors."""
+    points = []
+    for nbytes in (MIB, 4 * MIB, 16 * MIB, BUFFER_NBYTES):
+        copy = functools.partial(target[:nbytes].copy_, source[:nbytes], non_blocking=True)
+        points.append((nbytes, _time_s(copy, 3 if quick else 9)))
+    bandwidth, latency, r2 = fit_link(points)
+    return Link(src, dst, bandwidth, latency, method, 1, 0, r2)
+
+
+def _cpu_links(read: Link, write: Link, quick: bool) -> list[Link]:
+    """Without a GPU `host` is the same RAM: the same disk links, and a memory copy to and from `device`."""
+    source = torch.ones(BUFFER_NBYTES, dtype=torch.uint8)
+    target = torch.ones(BUFFER_NBYTES, dtype=torch.uint8)
+    return [
+        Link("disk", "host", *_link_facts(read)),
+        Link("host", "disk", *_link_facts(write)),
+        _copy_link("host", "device", "memcpy", source, target, quick),
+        _copy_link("device", "host", "memcpy", target, source, quick),
+    ]
+
+
+def _link_facts(x: Link) -> tuple[float, float, str, int, int, float]:
+    return x.bandwidth_bytes_per_s, x.latency_s, x.method, x.depth, x.chunk_nbytes, x.r2
+
+
+def _cuda_links(quick: bool) -> list[Link]:
+    """PCIe both ways, from pinned and from pageable memory."""
+    device = torch.ones(BUFFER_NBYTES, dtype=torch.uint8, device="cuda")
+    links = []
+    for method in ("pinned", "pageable"):
+        host = torch.ones(BUFFER_NBYTES, dtype=torch.uint8, pin_memory=method == "pinned")
+        links.append(_copy_link("host", "device", method, host, device, quick))
+        links.append(_copy_link("device", "host", method, device, host, quick))
+    return links
+
+
+def _copy_bytes_per_s(quick: bool) -> float:
+    source = torch.ones(BUFFER_NBYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return BUFFER_NBYTES / _time_s(lambda: target.copy_(source), 5 if quick else 15)
+
+
+def _read_bytes_per_s(device: str, quick: bool) -> float:
+    """How fast computation reads a tier: a sum over 256 MiB, well past every cache."""
+    values = torch.ones(64 * MIB, dtype=torch.float32, device=device)
+    return values.nbytes / _time_s(values.sum, 3 if quick else 9)
+
+
+def _tiers(folder: str | os.PathLike[str], cuda: bool, quick: bool) -> dict[str, Tier]:
+    ram = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    host = Tier(ram, _read_bytes_per_s("cpu", quick))
+    device = Tier(torch.cuda.mem_get_info()[0], _read_bytes_per_s("cuda", quick)) if cuda else host
+    return {"device": device, "host": host, "disk": Tier(shutil.disk_usage(folder).free, 0.0)}
+
+
+# Kernels
+
+
+def _gemm_points(quick: bool, say: Progress) -> tuple[GemmPoint, ...]:
+    """Time [m, k] x [n, k]^T for every implementation there is, in float32 and bfloat16."""
+    points = []
+    shapes = GEMM_SHAPES[:1] if quick else GEMM_SHAPES
+    dtypes = (torch.float32, torch.bfloat16)
+    for i, dtype in enumerate(dtypes):
+        impls, timer = _gemm_implementations(dtype)
+        for j, (n, k) in enumerate(shapes):
+            say("kernels", 0.5 + 0.4 * (i + j / len(shapes)) / len(dtypes))
+            for m in GEMM_M:
+                for impl in impls:
+                    time_s = timer(impl, dtype, m, n, k, 1)
+                    if time_s < 0.05:  # slower ones are dear to repeat, and steadier
+                        time_s = timer(impl, dtype, m, n, k, 3 if quick else 9)
+                    points.append(GemmPoint(impl, str(dtype).removeprefix("torch."), m, n, k, time_s))
+    return tuple(points)
+
+
+def _gemm_implementations(dtype: torch.dtype) -> tuple[tuple[str, ...], Callable[..., float]]:
+    try:
+        linear = importlib.import_module("forebay.kernels.linear")
+    except ModuleNotFoundError as error:
+        if error.name != "forebay.kernels.linear":
+            raise
+        return ("aten",), _aten_time_s
+    return linear.implementations(dtype), linear.measure
+
+
+def _aten_time_s(impl: str, dtype: torch.dtype, m: int, n: int, k: int, repeats: int) -> float:
+    """Median seconds of torch's linear on weights that are not in a cache."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.ones(m, k, dtype=dtype, device=device)
+    copies = max(2, COLD_NBYTES // (n * k * dtype.itemsize))
+    weights = [torch.ones(n, k, dtype=dtype, device=device) for _ in range(copies)]
+    turn = iter(range(1 << 30))
+    return _time_s(lambda: torch.nn.functional.linear(x, weights[next(turn) % copies]), repeats)
+
+
+def _dispatch_s() -> float:
+    """Seconds from one launch of a tiny operator to the next."""
+    x = torch.ones(8, device="cuda" if torch.cuda.is_available() else "cpu")
+
+    def launch_many() -> None:
+        for _ in range(1000):
+            torch.add(x, x, out=x)
+
+    return _time_s(launch_many, 5) / 1000
+
+
+def _attention_bytes_per_s(quick: bool) -> float:
+    """Bytes of K and V per second of decode attention: one query of 16 heads over 8 KV heads of 64, 8192 tokens."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q = torch.ones(1, 16, 1, 64, device=device)  # [B, H, S, D]
+    k, v = torch.ones(1, 8, 8192, 64, device=device), torch.ones(1, 8, 8192, 64, device=device)  # [B, Hkv, L, D]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return (k.nbytes + v.nbytes) / _time_s(lambda: attend(q, k, v, enable_gqa=True), 5 if quick else 15)
