@@ -76,9 +76,8 @@ def _convert_once(path: Path, identity: str, progress: Progress | None) -> Path:
     models = cache_folder() / "models"
     folder = models / f"{path.stem}-{key}"
     with _lock(models / f".{folder.name}.lock"):
-        for leftover in models.glob(
-            f".{glob.escape(folder.name)}.*.partial"
-        ):  # of a killed conversion: we hold the lock
+        # Left by a killed conversion: a running one would hold the lock.
+        for leftover in models.glob(f".{glob.escape(folder.name)}.*.partial"):
             shutil.rmtree(leftover, ignore_errors=True)
         if folder.exists():
             try:

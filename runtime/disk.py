@@ -111,10 +111,10 @@ def split_read(read: Read, direct: bool, chunk_nbytes: int, bounce_nbytes: int) 
     start, end = read.offset, wanted_end
     congruent = not direct or (read.address - read.offset) % PAGE_NBYTES == 0
     step = max(page_floor(chunk_nbytes if congruent else min(chunk_nbytes, bounce_nbytes)), PAGE_NBYTES)
-    if read.nbytes == 0:
-        return []
     if direct:
         start, end = page_floor(start), page_ceil(end)
+    if read.nbytes == 0:
+        return []
     step = min(page_ceil(-(-(end - start) // -(-(end - start) // step))), step)
     to_memory = read.address - read.offset
     chunks = []
@@ -217,21 +217,18 @@ class OpenFile:
 
 def _open_direct(path: str) -> int:
     """A descriptor that is seen to read with O_DIRECT, or -1 where the file system refuses it."""
+    fd = -1
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            return -1
-        raise
-    try:
         with mmap.mmap(-1, PAGE_NBYTES) as page:
             os.preadv(fd, [page], 0)  # some file systems accept the flag and refuse the read
+        return fd
     except OSError as error:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return -1
         raise
-    return fd
 
 
 class Job:
@@ -261,12 +258,11 @@ class ChunkQueue:
         self._files: dict[str, OpenFile] = {}
 
     def put_read(self, read: Read) -> None:
-        if read.offset < 0 or read.nbytes < 0 or read.room_before < 0 or read.room_after < 0:
+        if min(read.offset, read.nbytes, read.room_before, read.room_after) < 0:
             raise ValueError(f"{read.path}: offset, nbytes and room of a read must be >= 0: {read}")
-        chunk_nbytes, bounce_nbytes = self.chunk_nbytes, self.bounce_nbytes
 
         def split(direct: bool) -> list[Chunk]:
-            return split_read(read, direct, chunk_nbytes, bounce_nbytes)
+            return split_read(read, direct, self.chunk_nbytes, self.bounce_nbytes)
 
         self._put(Job(read.path, read.offset, read.nbytes, split, read.on_done))
 
@@ -275,11 +271,12 @@ class ChunkQueue:
     ) -> None:
         if row_nbytes <= 0 or offset < 0 or (len(rows) and min(rows) < 0):
             raise ValueError(f"{path}: read_rows needs offset and rows >= 0 and row_nbytes > 0")
-        bounce_nbytes = self.bounce_nbytes
         nbytes = (max(rows) + 1) * row_nbytes if len(rows) else 0
-        self._put(
-            Job(path, offset, nbytes, lambda _: split_rows(offset, row_nbytes, rows, address, bounce_nbytes), on_done)
-        )
+
+        def split(_: bool) -> list[Chunk]:
+            return split_rows(offset, row_nbytes, rows, address, self.bounce_nbytes)
+
+        self._put(Job(path, offset, nbytes, split, on_done))
 
     def _put(self, job: Job) -> None:
         with self.changed:
@@ -400,6 +397,4 @@ def open_reader(path_kind: str = "auto", depth: int | None = None, chunk_nbytes:
         raise ValueError(f"depth must be within 1..{MAX_DEPTH}, is {depth}")
     if chunk_nbytes < PAGE_NBYTES:
         raise ValueError(f"chunk_nbytes must be at least {PAGE_NBYTES}, is {chunk_nbytes}")
-    if kind == "uring":
-        return UringReader(depth, chunk_nbytes)
-    return ThreadReader(kind == "direct", depth, chunk_nbytes)
+    return UringReader(depth, chunk_nbytes) if kind == "uring" else ThreadReader(kind == "direct", depth, chunk_nbytes)

@@ -34,10 +34,8 @@ def generate_tokens(
 
     Fewer prompts than the plan's batch leave rows idle. `on_token` sees each column [len(prompts)] as it is chosen.
     """
-    rows = session.plan.workload.batch
-    count = len(prompts)
-    lengths = torch.ones(rows, dtype=torch.int64)
-    lengths[:count] = torch.tensor([p.numel() for p in prompts])
+    rows, count = session.plan.workload.batch, len(prompts)
+    lengths = _lengths(session, prompts)
     logits = prefill(session, prompts, lengths)
     ended = torch.zeros(count, dtype=torch.bool)
     eos = torch.tensor(sorted(stop.eos), dtype=torch.int64)
@@ -57,6 +55,18 @@ def generate_tokens(
         ids[:count, 0] = token
         logits = session.step({"input_ids": ids, "start": position, "last": last})
         position = position + 1
+
+
+def next_logits(session: Session, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Logits [len(prompts), V] of the token after each prompt."""
+    return prefill(session, prompts, _lengths(session, prompts))[: len(prompts)].clone()
+
+
+def _lengths(session: Session, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tokens in each row of the plan's batch; idle rows count one."""
+    lengths = torch.ones(session.plan.workload.batch, dtype=torch.int64)
+    lengths[: len(prompts)] = torch.tensor([p.numel() for p in prompts])
+    return lengths
 
 
 def prefill(session: Session, prompts: Sequence[torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,6 @@ class Ticket:
         self._event = threading.Event()
         self.parts = parts
         self.error: BaseException | None = None
-        if parts == 0:
-            self._event.set()
 
     def done(self, error: BaseException | None = None) -> None:
         """Tell that one part is done; the caller serialises calls for one ticket."""
@@ -83,12 +81,14 @@ class CopyLedger:
 
         return done
 
-    def record(self) -> Ticket:
-        """A ticket for all copies begun so far."""
+    def record(self, ticket: Ticket | None = None) -> Ticket:
+        """A ticket (the one given, or a new one) that is done when all copies begun so far are."""
+        ticket = ticket or Ticket()
         with self._lock:
-            ticket = Ticket(len(self._tickets))
             if not self._tickets:
-                ticket.error = self.error
+                ticket.done(self.error)
+                return ticket
+            ticket.parts = len(self._tickets)
             for waiting in self._tickets.values():
                 waiting.append(ticket)
-            return ticket
+        return ticket

@@ -24,7 +24,7 @@ from forebay.rewriter.sizes import parse_budget
 from forebay.rewriter.source import model_source, weight_files
 from forebay.rewriter.spill import spill_module
 from forebay.rewriter.switches import read_switches
-from forebay.runtime.generation import Stop, generate_tokens
+from forebay.runtime.generation import Stop, generate_tokens, next_logits
 from forebay.runtime.open_device import open_device
 from forebay.runtime.sampling import Sampling
 from forebay.runtime.session import Session
@@ -175,11 +175,8 @@ class LanguageModel:
         fit together.
         """
         input_ids = inputs if input_ids is None else input_ids
-        if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
-            raise ValueError("generate: input_ids must be a tensor [B, T] with at least one token")
-        if input_ids.min() < 0 or input_ids.max() >= self.captured.vocab_size:
-            raise ValueError(f"generate: input_ids must lie in [0, {self.captured.vocab_size})")
-        prompts = _unpad(input_ids, attention_mask)
+        prompts = self._prompts(input_ids, attention_mask)
+        assert input_ids is not None
         longest = max(p.numel() for p in prompts)
         if max_new_tokens is None:
             max_new_tokens = 20 if max_length is None else max_length - input_ids.shape[1]
@@ -196,6 +193,19 @@ class LanguageModel:
         new = generate_tokens(self.session, prompts, sampling, Stop(max_new_tokens, frozenset(eos), pad), generator,
                               on_token)
         return torch.cat((input_ids.to(torch.int64).cpu(), new), 1)
+
+    def next_logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [B, V] of the token after each prompt; prompts as for `generate`."""
+        prompts = self._prompts(input_ids, attention_mask)
+        self.reserve(len(prompts), max(p.numel() for p in prompts), 1)
+        return next_logits(self.session, prompts)
+
+    def _prompts(self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None) -> list[torch.Tensor]:
+        if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
+            raise ValueError("input_ids must be a tensor [B, T] with at least one token")
+        if input_ids.min() < 0 or input_ids.max() >= self.captured.vocab_size:
+            raise ValueError(f"input_ids must lie in [0, {self.captured.vocab_size})")
+        return _unpad(input_ids, attention_mask)
 
     def start_trace(self) -> None:
         """Record every launch, wait and copy from here on (slower by a few microseconds each)."""
@@ -231,13 +241,13 @@ def _unpad(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list
         return list(ids)
     mask = attention_mask.cpu().bool()
     if mask.shape != ids.shape:
-        raise ValueError(f"generate: attention_mask has shape {list(mask.shape)}, input_ids {list(ids.shape)}")
+        raise ValueError(f"attention_mask has shape {list(mask.shape)}, input_ids {list(ids.shape)}")
     prompts = []
     for i, (row, keep) in enumerate(zip(ids, mask, strict=True)):
         count = int(keep.sum())
         if count == 0:
-            raise ValueError(f"generate: row {i} has no token; attention_mask is all 0")
+            raise ValueError(f"row {i} has no token; attention_mask is all 0")
         if not bool(keep[-count:].all()):
-            raise ValueError(f"generate: row {i} is not left-padded; pad on the left (padding_side='left')")
+            raise ValueError(f"row {i} is not left-padded; pad on the left (padding_side='left')")
         prompts.append(row[-count:])
     return prompts

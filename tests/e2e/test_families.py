@@ -1,0 +1,61 @@
+"""Greedy output equals transformers' on nine families, at three budgets and three slot counts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from e2e.agreement import assert_same_tokens
+from families import FAMILIES
+
+from forebay.model import wrap
+from forebay.rewriter.program import Copy, FileSlice
+
+WIDE = dict(hidden_size=192, intermediate_size=512, vocab_size=2048, head_dim=48)
+RENAMED = {
+    "opt": dict(hidden_size=192, ffn_dim=512, vocab_size=2048, word_embed_proj_dim=192),
+    "gpt2": dict(n_embd=192, vocab_size=2048),
+    "gpt_neox": dict(hidden_size=192, intermediate_size=512, vocab_size=2048),
+}
+PROMPT, NEW = 11, 12
+BUDGETS = ((1.0, None), (0.5, 1), (0.5, 2), (0.5, 3), (0.15, 1), (0.15, 2), (0.15, 3))
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    name = request.param
+    torch.manual_seed(len(name))
+    config = FAMILIES[name](4, **RENAMED.get(name, WIDE))
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    folder = tmp_path_factory.mktemp(name)
+    model.save_pretrained(folder)
+    ids = torch.randint(3, 2048, (3, PROMPT), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[2, :8] = 0, 0
+    with torch.no_grad():
+        expected = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0,
+                                  eos_token_id=None)
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    return model, folder, ids, mask, expected, nbytes
+
+
+@pytest.mark.parametrize(("share", "slots"), BUDGETS)
+def test_tokens_equal_transformers(family, share: float, slots: int | None) -> None:
+    model, folder, ids, mask, expected, nbytes = family
+    budget = int(nbytes * share)
+    with wrap(folder, {"device": budget}, batch=3, prompt=PROMPT, new_tokens=NEW, slots=slots) as lm:
+        ours = lm.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0)
+        streamed = lm.plan.prediction.streamed_nbytes
+        if share < 1:
+            assert streamed > (1 - share) * nbytes * 0.6, "nothing to speak of was streamed"
+            assert lm.plan.schedule.slots == slots
+            program = lm._pipeline.program(lm.plan, 1)
+            assert streamed == sum(i.src.nbytes for i in program.step
+                                   if isinstance(i, Copy) and isinstance(i.src, FileSlice))
+        assert sum(lm.plan.arenas.values()) <= budget
+        assert_same_tokens(ours, expected, mask, model, lm.next_logits)

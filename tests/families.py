@@ -1,0 +1,83 @@
+"""Tiny configurations of the model families that capture supports, and of two that it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers as T
+
+VOCAB = 199
+_BASE = dict(vocab_size=VOCAB, hidden_size=64, num_attention_heads=4, max_position_embeddings=128)
+_TOKENS = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+
+
+def llama(layers: int = 3, **overrides: Any) -> T.LlamaConfig:
+    return T.LlamaConfig(
+        **_BASE | dict(num_hidden_layers=layers, intermediate_size=96, num_key_value_heads=2) | _TOKENS | overrides
+    )
+
+
+def opt(layers: int = 2, **overrides: Any) -> T.OPTConfig:
+    return T.OPTConfig(
+        **_BASE | dict(num_hidden_layers=layers, ffn_dim=96, word_embed_proj_dim=64) | _TOKENS | overrides
+    )
+
+
+def gpt2(layers: int = 2, **overrides: Any) -> T.GPT2Config:
+    base = dict(vocab_size=VOCAB, n_embd=64, n_layer=layers, n_head=4, n_positions=128)
+    return T.GPT2Config(**base | _TOKENS | overrides)
+
+
+def qwen2(layers: int = 2, **overrides: Any) -> T.Qwen2Config:
+    base = _BASE | dict(num_hidden_layers=layers, intermediate_size=96, num_key_value_heads=2)
+    return T.Qwen2Config(**base | _TOKENS | overrides)
+
+
+def qwen3(layers: int = 2, **overrides: Any) -> T.Qwen3Config:
+    base = _BASE | dict(num_hidden_layers=layers, intermediate_size=96, num_key_value_heads=2, head_dim=24)
+    return T.Qwen3Config(**base | _TOKENS | overrides)
+
+
+def gemma2(layers: int = 4, **overrides: Any) -> T.Gemma2Config:
+    """Alternates sliding and full attention; the scores and the logits are soft-capped."""
+    base = _BASE | dict(num_hidden_layers=layers, intermediate_size=96, num_key_value_heads=2, head_dim=16)
+    special = dict(sliding_window=6, query_pre_attn_scalar=16, attn_logit_softcapping=0.5, final_logit_softcapping=0.5)
+    return T.Gemma2Config(**base | special | _TOKENS | overrides)
+
+
+def mistral(layers: int = 2, **overrides: Any) -> T.MistralConfig:
+    base = _BASE | dict(num_hidden_layers=layers, intermediate_size=96, num_key_value_heads=2, sliding_window=6)
+    return T.MistralConfig(**base | _TOKENS | overrides)
+
+
+def phi3(layers: int = 2, **overrides: Any) -> T.Phi3Config:
+    base = _BASE | dict(num_hidden_layers=layers, intermediate_size=96, num_key_value_heads=2)
+    return T.Phi3Config(**base | dict(original_max_position_embeddings=128) | _TOKENS | overrides)
+
+
+def gpt_neox(layers: int = 2, **overrides: Any) -> T.GPTNeoXConfig:
+    return T.GPTNeoXConfig(**_BASE | dict(num_hidden_layers=layers, intermediate_size=96) | _TOKENS | overrides)
+
+
+FAMILIES = {
+    "llama": llama,
+    "opt": opt,
+    "gpt2": gpt2,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gemma2": gemma2,
+    "mistral": mistral,
+    "phi3": phi3,
+    "gpt_neox": gpt_neox,
+}
+
+
+def falcon() -> T.FalconConfig:
+    return T.FalconConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, **_TOKENS)
+
+
+def bloom() -> T.BloomConfig:
+    return T.BloomConfig(vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4, **_TOKENS)
+
+
+REFUSED = {"falcon": falcon, "bloom": bloom}
