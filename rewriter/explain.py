@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .plan import BufferPlacement, Plan, WeightPlacement
-from .sizes import format_nbytes
+from forebay.rewriter.plan import BufferPlacement, Plan, WeightPlacement
+from forebay.rewriter.sizes import format_nbytes
 
 if TYPE_CHECKING:
-    from .graph import CapturedModel
+    from forebay.rewriter.graph import CapturedModel
 
 KIND_LETTERS = {"weight": "W", "constant": "C", "slot": "S", "cache": "K", "activation": "a", "io": "i",
                 "workspace": "x"}
@@ -24,7 +24,8 @@ TIMELINE_COLUMNS, TIMELINE_ROWS = 72, 16
 @dataclass(frozen=True)
 class LayerRow:
     """Bytes of one layer's weights: kept in device memory, streamed every step (from host, from disk), and read row by
-    row. `copies` stream it (0: unknown, a plan alone does not tell); `title` is the layer number or the weight's name."""
+    row. `copies` stream it (0: unknown, a plan alone does not tell). `title` is the layer's number or weight's name.
+    """
 
     title: str
     weights: int
@@ -40,9 +41,13 @@ class LayerRow:
 def explain_plan(plan: Plan, captured: CapturedModel | None = None) -> str:
     """The whole plan as plain text of at most 110 columns; `captured` gives the exact layers instead of their numbers
     in the weights' names, and the rows of each matrix."""
-    rows = layer_rows(plan, captured)
-    parts = [_head(plan), _table(rows), _arenas(plan), _prediction(plan)]
+    parts = [_head(plan), _table(layer_rows(plan, captured)), _arenas(plan), _prediction(plan)]
     return "\n\n".join(part for part in parts if part)
+
+
+def summarise_plan(plan: Plan) -> str:
+    """The plan as text without the row per layer."""
+    return "\n".join(part for part in (_head(plan), _arenas(plan), _prediction(plan)) if part)
 
 
 def layer_rows(plan: Plan, captured: CapturedModel | None = None) -> list[LayerRow]:
@@ -97,7 +102,7 @@ def _head(plan: Plan) -> str:
                     + (f" ({100 * on_device / total:.0f} %)" if total else "")
                     + f", {format_nbytes(p.streamed_nbytes)} stream per decode step"),
         ("schedule", _schedule(plan)),
-        ("prefill", f"in chunks of {s.prefill_chunk} tokens: {-(-w.prompt // s.prefill_chunk)} passes over the weights"),
+        ("prefill", f"chunks of {s.prefill_chunk} tokens, {-(-w.prompt // s.prefill_chunk)} passes over the weights"),
         ("cache", "; ".join(f"{100 * c.share:.0f} % {c.representation}, {c.format}, on {c.tier}" for c in plan.cache)),
     ]
     return "\n".join(f"{name:<10}{text}" for name, text in lines)
@@ -189,8 +194,8 @@ def memory_timeline(plan: Plan, arena: str = "device") -> str:
     fixed = sorted((b for b in plan.buffers if b.arena == arena and b.phase == "all" and b.nbytes),
                    key=lambda b: b.offset)
     for start, end, kind, count in _runs(fixed):
-        names = f"{count} buffers" if count > 1 else "1 buffer"
-        lines.append(f"  {start:>14,} .. {end:>14,}  {KIND_LETTERS[kind]} {kind}, {names}, {format_nbytes(end - start)}")
+        lines.append(f"  {start:>14,} .. {end:>14,}  {KIND_LETTERS[kind]} {kind}: {count}, "
+                     f"{format_nbytes(end - start)}")
     for phase, buffers in phases(plan, arena).items():
         lines += ["", *_picture(phase, buffers)]
     used = dict.fromkeys(b.kind for b in plan.buffers if b.arena == arena)

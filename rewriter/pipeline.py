@@ -44,7 +44,8 @@ FlatGraph = Callable[[int], fx.GraphModule]  # tokens per sequence in one step -
 class Source:
     """What a model is to the pipeline, whatever captured it.
 
-    `flat(tokens)` builds a new flat concrete graph for steps of that many tokens per sequence; `files` tells where the
+    `flat(tokens)` builds a new flat concrete graph for steps of that many tokens per sequence, `sample(tokens)` (if it
+    is given) one with fewer layers and the same peak of activations; `files` tells where the
     weights lie on disk; `constants` are small tensors that always stay in memory.
     """
 
@@ -54,6 +55,7 @@ class Source:
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     host_hop: bool = False
     weight_tier: str = "disk"
+    sample: FlatGraph | None = None
 
 
 class Pipeline:
@@ -81,7 +83,7 @@ class Pipeline:
         """Activation and workspace bytes of a step over `tokens` tokens per sequence."""
         found = self._needs.get(tokens)
         if found is None:
-            flat = self._flats.get(tokens) or self._flats.setdefault(tokens, self.source.flat(tokens))
+            flat = (self.source.sample or self.source.flat)(tokens)
             layout = plan_activations(flat, not self.switches.no_reuse)
             found = self._needs[tokens] = PhaseNeed(layout.height, _workspace_nbytes(flat))
         return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
 
-from .checkpoint import Checkpoint, CheckpointError, TensorRecord
+from .checkpoint import Checkpoint, CheckpointError
 from .concretise import concretise, inline_blocks
 from .graph import META, CacheInput, CapturedModel, WeightInput
 from .pipeline import Source
@@ -24,7 +26,32 @@ def model_source(
     def flat(tokens: int) -> fx.GraphModule:
         return inline_blocks(concretise(captured.step, step_inputs(captured, workload, tokens)))
 
-    return Source(fingerprint, flat, files, captured.constants, host_hop)
+    short = replace(captured, step=_few_layers(captured))
+
+    def sample(tokens: int) -> fx.GraphModule:
+        return inline_blocks(concretise(short.step, step_inputs(short, workload, tokens)))
+
+    return Source(fingerprint, flat, files, captured.constants, host_hop, sample=sample)
+
+
+def _few_layers(captured: CapturedModel) -> fx.GraphModule:
+    """The step graph with two layers of each kind, and those between: it has the peak activations of the whole, since
+    equal layers hand each other nothing but the hidden state."""
+    kept = 1 + max([i for name in dict.fromkeys(captured.layers)
+                    for i in [j for j, other in enumerate(captured.layers) if other == name][:2]], default=0)
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    dropped = 0
+    for node in captured.step.graph.nodes:
+        if node.op == "call_module" and (dropped := dropped + 1) > kept:
+            env[node] = env[node.args[0]]
+        else:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    step = fx.GraphModule(captured.step, graph)
+    unused = [n for n in step.graph.nodes if n.op == "placeholder" and not n.users]
+    for node in unused:
+        step.graph.erase_node(node)
+    return step
 
 
 def step_inputs(captured: CapturedModel, workload: Workload, tokens: int) -> dict[str, torch.Tensor]:
@@ -52,13 +79,18 @@ def step_inputs(captured: CapturedModel, workload: Workload, tokens: int) -> dic
     return inputs
 
 
-def weight_files(captured: CapturedModel, checkpoint: Checkpoint, prefix: str = "") -> dict[str, FileSlice]:
+def weight_files(
+    captured: CapturedModel, checkpoint: Checkpoint, prefix: str = "", rename: Callable[[str], str] = str
+) -> dict[str, FileSlice]:
     """Where each weight of the model lies in the checkpoint; CheckpointError names the first that is missing or has
-    another shape or dtype. A name may lack, or have on top, the base model's `prefix`; a tied weight any of its names.
+    another shape or dtype. `rename` gives today's name of a checkpoint's name, which may also lack, or have on top,
+    the base model's `prefix`; a tied weight goes by any of its names.
     """
+    records = {rename(name): record for name, record in checkpoint.tensors.items()}
     found = {}
     for spec in captured.weights.values():
-        record = next((r for name in (spec.name, *spec.ties) if (r := _record(checkpoint, name, prefix))), None)
+        names = [n for tied in (spec.name, *spec.ties) for n in (tied, f"{prefix}.{tied}", tied.removeprefix(f"{prefix}."))]
+        record = next((records[n] for n in names if n in records), None)
         if record is None:
             raise CheckpointError(f"{checkpoint.folder} holds no tensor for {spec.name} "
                                   f"(it has {len(checkpoint.tensors)} tensors): it is a checkpoint of another model")
@@ -72,8 +104,17 @@ def weight_files(captured: CapturedModel, checkpoint: Checkpoint, prefix: str = 
     return found
 
 
-def _record(checkpoint: Checkpoint, name: str, prefix: str) -> TensorRecord | None:
-    for candidate in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
-        if candidate in checkpoint.tensors:
-            return checkpoint.tensors[candidate]
-    return None
+def checkpoint_names(config: Any) -> tuple[str, Callable[[str], str]]:
+    """For a transformers config: the prefix that checkpoint names may lack, and the renaming of old checkpoint names
+    that transformers itself applies when it loads them."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+    except ImportError:  # older releases rename nothing in these families
+        return kind.base_model_prefix, str
+    found = get_checkpoint_conversion_mapping(kind.__name__) or get_checkpoint_conversion_mapping(config.model_type)
+    renames = [step for step in found or () if isinstance(step, WeightRenaming)]
+    return kind.base_model_prefix, (lambda name: rename_source_key(name, renames, [])[0]) if renames else str

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import transformers as T
+
+from forebay.rewriter.capture import capture_model
+from forebay.rewriter.graph import CapturedModel
 
 VOCAB = 199
 _BASE = dict(vocab_size=VOCAB, hidden_size=64, num_attention_heads=4, max_position_embeddings=128)
@@ -81,3 +85,9 @@ def bloom() -> T.BloomConfig:
 
 
 REFUSED = {"falcon": falcon, "bloom": bloom}
+
+
+@functools.cache
+def captured(family: str) -> CapturedModel:
+    """The captured graphs of a supported family, traced once per process; do not edit them."""
+    return capture_model(FAMILIES[family]())

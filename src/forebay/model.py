@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from forebay.rewriter.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.planner import Wishes
 from forebay.rewriter.program import DISK, Copy, FileSlice, Span
 from forebay.rewriter.sizes import parse_budget
-from forebay.rewriter.source import model_source, weight_files
+from forebay.rewriter.source import checkpoint_names, model_source, weight_files
 from forebay.rewriter.spill import spill_module
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.generation import Stop, generate_tokens, next_logits
@@ -63,25 +64,29 @@ def wrap(
     wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk)
     if isinstance(model, torch.nn.Module):
         captured = capture_model(model)
-        checkpoint = spill_module(model, sizes.disk)
-        prefix = getattr(model, "base_model_prefix", "")
+        checkpoint = spill_module(model, sizes.disk or tempfile.gettempdir())
+        _empty(model)
+        files = weight_files(captured, checkpoint)
     else:
-        captured, checkpoint, prefix = open_model(model)
-    return LanguageModel(captured, checkpoint, prefix, sizes, workload, wishes, machine, plan)
+        captured, checkpoint, files = open_model(model)
+    return LanguageModel(captured, checkpoint, files, sizes, workload, wishes, machine, plan)
 
 
-def open_model(model: str | os.PathLike[str]) -> tuple[CapturedModel, Checkpoint, str]:
-    """Capture a model from its folder (or "demo", or a GGUF file) without reading a weight; with the prefix that
-    checkpoint names may lack."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def open_model(model: str | os.PathLike[str]) -> tuple[CapturedModel, Checkpoint, dict[str, FileSlice]]:
+    """Capture a model from its folder (or "demo", or a GGUF file) and find its weights, without reading any."""
+    from transformers import AutoConfig
 
     folder = resolve_model(model)
     checkpoint = open_checkpoint(folder)
     config = AutoConfig.from_pretrained(folder)
-    dtype = _checkpoint_dtype(checkpoint)
-    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    captured = capture_model(config, dtype=dtype)
-    return captured, checkpoint, getattr(kind, "base_model_prefix", "")
+    captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint))
+    return captured, checkpoint, weight_files(captured, checkpoint, *checkpoint_names(config))
+
+
+def _empty(module: torch.nn.Module) -> None:
+    """Give back the memory of a module's parameters and persistent buffers, whose values now lie on disk."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.untyped_storage().resize_(0)
 
 
 def _checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -97,13 +102,13 @@ class LanguageModel:
     """A captured model, its plan, and the session that runs it. Close it (or use `with`) to give memory back."""
 
     def __init__(
-        self, captured: CapturedModel, checkpoint: Checkpoint, prefix: str, budget: Budget, workload: Workload,
-        wishes: Wishes, machine: Machine | None = None, plan: Plan | None = None,
+        self, captured: CapturedModel, checkpoint: Checkpoint, files: dict[str, FileSlice], budget: Budget,
+        workload: Workload, wishes: Wishes, machine: Machine | None = None, plan: Plan | None = None,
     ) -> None:
         self.captured, self.checkpoint, self.budget, self.wishes = captured, checkpoint, budget, wishes
         self.machine = machine or Machine.default()
         self.switches = read_switches()
-        self.files: dict[str, FileSlice] = weight_files(captured, checkpoint, prefix)
+        self.files = files
         self.trace: Trace | None = None
         self._session: Session | None = None
         if plan is not None and plan.fingerprint != checkpoint.fingerprint:

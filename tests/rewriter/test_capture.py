@@ -11,15 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from forebay.rewriter.capture import CaptureError, capture_model
 from forebay.rewriter.concretise import concretise, inline_blocks
 from forebay.rewriter.graph import META, CacheInput, CapturedModel, weight_name
-from tests.families import FAMILIES, REFUSED, VOCAB
+from tests.families import FAMILIES, REFUSED, VOCAB, captured
 
 _NEW = 3  # decode steps
 _CACHE_LENGTH = 24
-
-
-@functools.cache
-def captured(family: str) -> CapturedModel:
-    return capture_model(FAMILIES[family]())
 
 
 @functools.cache

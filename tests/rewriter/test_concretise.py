@@ -5,17 +5,11 @@ import pytest
 import torch
 from torch import fx
 
-from forebay.rewriter.capture import capture_model
 from forebay.rewriter.concretise import concretise, inline_blocks
 from forebay.rewriter.graph import CacheInput, CapturedModel, weight_name
-from tests.families import FAMILIES
+from tests.families import FAMILIES, captured
 
 aten = torch.ops.aten
-
-
-@functools.cache
-def captured(family: str) -> CapturedModel:
-    return capture_model(FAMILIES[family]())
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -94,7 +88,7 @@ def test_unknown_missing_and_unfitting_inputs_are_named():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("batch", "seq"), [(1, 1), (3, 1), (1, 5), (2, 7)])
+@pytest.mark.parametrize(("batch", "seq"), [(1, 1), (3, 1), (2, 7)])
 def test_no_symbolic_size_is_left(family, batch, seq):
     lm = captured(family)
     fixed = concretise(lm.step, inputs(lm, batch, seq))

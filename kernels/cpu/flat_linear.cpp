@@ -1,0 +1,129 @@
+// y = x W^T + b for few rows of x: each weight is loaded from memory once per 64 rows of x, and upcast in registers.
+#include <algorithm>
+
+#include "micro.h"
+
+using namespace forebay;
+
+namespace {
+
+#ifndef FB_MB
+#define FB_MB 64
+#endif
+#ifndef FB_NC
+#define FB_NC 48
+#endif
+#ifndef FB_KB
+#define FB_KB 1024
+#endif
+constexpr int64_t M_BLOCK = FB_MB;
+constexpr int64_t N_CHUNK = FB_NC;     // weight rows per task: 48 x 1024 bf16 is 96 KiB, resident in a 512 KiB L2
+constexpr int64_t K_BLOCK = FB_KB;
+#ifndef FB_CC
+#define FB_CC 24
+#endif
+#ifndef FB_OK
+#define FB_OK 64
+#endif
+constexpr int64_t COLUMN_CHUNK = FB_CC * VL;
+constexpr int64_t OUTER_K_BLOCK = FB_OK;
+constexpr int64_t SERIAL_FLOPS = 1 << 17;
+
+}  // namespace
+
+extern "C" struct LinearArgs {
+  const void* x;
+  const void* w;
+  const void* bias;  // may be null
+  void* out;
+  int64_t m, n, k, x_stride, w_stride, out_stride;
+  int32_t x_dtype, w_dtype, bias_dtype, out_dtype;
+  int32_t conv1d;      // 1: w is [k, n]
+  int32_t accumulate;  // 1: out += result
+};
+
+namespace {
+
+template <class O>
+void write_typed(const LinearArgs& a, const float* c, int64_t cs, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+  for (int64_t m = m0; m < m1; ++m) {
+    O* out = static_cast<O*>(a.out) + m * a.out_stride;
+    const float* row = c + (m - m0) * cs - n0;
+    if (a.accumulate)
+      for (int64_t n = n0; n < n1; ++n) store_one(out + n, load_one(out + n) + row[n]);
+    else
+      for (int64_t n = n0; n < n1; ++n) store_one(out + n, row[n]);
+  }
+}
+
+void write_out(const LinearArgs& a, const float* c, int64_t cs, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+  if (a.out_dtype == F32) write_typed<float>(a, c, cs, m0, m1, n0, n1);
+  else if (a.out_dtype == BF16) write_typed<bf16>(a, c, cs, m0, m1, n0, n1);
+  else write_typed<f16>(a, c, cs, m0, m1, n0, n1);
+}
+
+float bias_at(const LinearArgs& a, int64_t n) {
+  if (!a.bias) return 0.0f;
+  if (a.bias_dtype == F32) return load_one(static_cast<const float*>(a.bias) + n);
+  if (a.bias_dtype == BF16) return load_one(static_cast<const bf16*>(a.bias) + n);
+  return load_one(static_cast<const f16*>(a.bias) + n);
+}
+
+void upcast_row(const LinearArgs& a, int64_t m, float* to) {
+  if (a.x_dtype == BF16) upcast(static_cast<const bf16*>(a.x) + m * a.x_stride, to, a.k);
+  else if (a.x_dtype == F16) upcast(static_cast<const f16*>(a.x) + m * a.x_stride, to, a.k);
+}
+
+// One task: rows [m0, m1) of x against weight rows (columns, for conv1d) [n0, n1).
+template <class W>
+void run_chunk(const LinearArgs& a, const float* x, int64_t xs, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+  alignas(64) float c[M_BLOCK * std::max(N_CHUNK, COLUMN_CHUNK)];
+  const int64_t m = m1 - m0, n = n1 - n0, cs = (n + VL - 1) / VL * VL;
+  for (int64_t j = 0; j < n; ++j) c[j] = bias_at(a, n0 + j);
+  for (int64_t j = n; j < cs; ++j) c[j] = 0.0f;
+  for (int64_t i = 1; i < m; ++i) std::memcpy(c + i * cs, c, size_t(cs) * 4);
+  const W* w = static_cast<const W*>(a.w);
+  if (a.conv1d)
+    for (int64_t k0 = 0; k0 < a.k; k0 += OUTER_K_BLOCK)
+      multiply_outer(x + k0, xs, w + k0 * a.w_stride + n0, a.w_stride, m, n, std::min(OUTER_K_BLOCK, a.k - k0), c, cs);
+  else
+    for (int64_t k0 = 0; k0 < a.k; k0 += K_BLOCK)
+      multiply_dot(x + k0, xs, w + n0 * a.w_stride + k0, a.w_stride, m, n, std::min(K_BLOCK, a.k - k0), c, cs);
+  write_out(a, c, cs, m0, m1, n0, n1);
+}
+
+template <class W> void run(const LinearArgs& a, float* scratch, int64_t scratch_floats, int threads) {
+  const bool direct = a.x_dtype == F32;
+  const int64_t m_block = direct ? M_BLOCK : std::min(M_BLOCK, std::max<int64_t>(1, scratch_floats / std::max<int64_t>(1, a.k)));
+  const int64_t unit = a.conv1d ? 8 * VL : 12, most = a.conv1d ? COLUMN_CHUNK : N_CHUNK;
+  // Four tasks a thread even out a busy core; a task is never smaller than one register block.
+  const int64_t share = (a.n + 4 * threads - 1) / (4 * threads);
+  const int64_t chunk = std::min(most, (share + unit - 1) / unit * unit);
+  const int64_t chunks = (a.n + chunk - 1) / chunk;
+  const bool serial = threads < 2 || 2 * a.m * a.n * a.k < SERIAL_FLOPS;
+#pragma omp parallel num_threads(threads) if (!serial)
+  for (int64_t m0 = 0; m0 < a.m; m0 += m_block) {
+    const int64_t m1 = std::min(a.m, m0 + m_block);
+    const float* x = scratch;
+    int64_t xs = a.k;
+    if (direct) {
+      x = static_cast<const float*>(a.x) + m0 * a.x_stride;
+      xs = a.x_stride;
+    } else {
+#pragma omp for schedule(static)
+      for (int64_t m = m0; m < m1; ++m) upcast_row(a, m, scratch + (m - m0) * a.k);
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < chunks; ++i)
+      run_chunk<W>(a, x, xs, m0, m1, i * chunk, std::min(a.n, (i + 1) * chunk));
+  }
+}
+
+}  // namespace
+
+// `scratch` holds scratch_floats >= k floats unless x is fp32. Writes out[m, n] only.
+extern "C" void forebay_linear(const LinearArgs* a, float* scratch, int64_t scratch_floats, int threads) {
+  if (a->w_dtype == F32) run<float>(*a, scratch, scratch_floats, threads);
+  else if (a->w_dtype == BF16) run<bf16>(*a, scratch, scratch_floats, threads);
+  else run<f16>(*a, scratch, scratch_floats, threads);
+}

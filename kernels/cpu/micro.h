@@ -1,0 +1,223 @@
+// Register-blocked inner kernels over one portable vector type; fp32 accumulation, weights upcast in registers.
+// Every load is unaligned (memcpy): streamed weights start at any even file offset.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
+namespace forebay {
+
+#if defined(__AVX512F__)
+constexpr int VL = 16;
+#elif defined(__AVX__)
+constexpr int VL = 8;
+#else
+constexpr int VL = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef uint16_t vh __attribute__((vector_size(VL * 2)));
+
+#define FB_INLINE static inline __attribute__((always_inline))
+#define FB_UNROLL _Pragma("GCC unroll 16")
+
+enum Dtype : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+FB_INLINE float bits_to_float(uint32_t u) { float f; std::memcpy(&f, &u, 4); return f; }
+FB_INLINE uint32_t float_to_bits(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u; }
+
+FB_INLINE float to_float(float v) { return v; }
+FB_INLINE float to_float(bf16 v) { return bits_to_float(uint32_t(v.bits) << 16); }
+FB_INLINE float to_float(f16 v) {
+#if defined(__F16C__)
+  return _cvtsh_ss(v.bits);
+#else
+  const uint32_t sign = uint32_t(v.bits & 0x8000) << 16, exponent = (v.bits >> 10) & 31, mantissa = v.bits & 1023;
+  if (exponent == 31) return bits_to_float(sign | 0x7f800000u | (mantissa << 13));
+  if (exponent) return bits_to_float(sign | ((exponent + 112) << 23) | (mantissa << 13));
+  const float subnormal = float(mantissa) * 5.9604644775390625e-8f;  // 2^-24
+  return sign ? -subnormal : subnormal;
+#endif
+}
+
+FB_INLINE void from_float(float v, float* to) { *to = v; }
+FB_INLINE void from_float(float v, bf16* to) {
+  const uint32_t u = float_to_bits(v);
+  to->bits = v != v ? 0x7fc0 : uint16_t((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+}
+FB_INLINE void from_float(float v, f16* to) {
+#if defined(__F16C__)
+  to->bits = uint16_t(_cvtss_sh(v, 0));
+#else
+  const uint32_t u = float_to_bits(v), sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) { to->bits = uint16_t(sign | 0x7e00); return; }
+  if (magnitude >= 0x477ff000u) { to->bits = uint16_t(sign | 0x7c00); return; }  // rounds to 65536 or more
+  if (magnitude < 0x38800000u) {  // subnormal: adding 0.5 leaves units of 2^-24 in the mantissa, rounded to even
+    to->bits = uint16_t(sign | (float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000u));
+    return;
+  }
+  to->bits = uint16_t(sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1)) >> 13));
+#endif
+}
+
+FB_INLINE vf load(const float* p) { vf v; std::memcpy(&v, p, sizeof v); return v; }
+FB_INLINE vf load(const bf16* p) {
+#if defined(__AVX512F__)
+  __m256i h;
+  std::memcpy(&h, p, sizeof h);
+  const vu u = (vu)_mm512_cvtepu16_epi32(h);
+#elif defined(__AVX2__)  // gcc 12 makes four instructions of __builtin_convertvector here
+  __m128i h;
+  std::memcpy(&h, p, sizeof h);
+  const vu u = (vu)_mm256_cvtepu16_epi32(h);
+#else
+  vh h;
+  std::memcpy(&h, p, sizeof h);
+  const vu u = __builtin_convertvector(h, vu);
+#endif
+  return (vf)(u << 16);
+}
+FB_INLINE vf load(const f16* p) {
+#if defined(__AVX512F__)
+  __m256i h;
+  std::memcpy(&h, p, sizeof h);
+  return (vf)_mm512_cvtph_ps(h);
+#elif defined(__F16C__)
+  __m128i h;
+  std::memcpy(&h, p, sizeof h);
+  return (vf)_mm256_cvtph_ps(h);
+#else
+  vf v;
+  for (int i = 0; i < VL; ++i) { f16 h; std::memcpy(&h, p + i, 2); v[i] = to_float(h); }
+  return v;
+#endif
+}
+FB_INLINE void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+
+// Keeps v in a register: gcc otherwise loads it again for every use, and two loads a cycle become the limit.
+FB_INLINE void keep(vf& v) {
+#if defined(__AVX__)
+  asm("" : "+x"(v));
+#else
+  (void)v;
+#endif
+}
+
+template <class T> FB_INLINE float load_one(const T* p) { T v; std::memcpy(&v, p, sizeof v); return to_float(v); }
+template <class T> FB_INLINE void store_one(T* p, float v) { T t; from_float(v, &t); std::memcpy(p, &t, sizeof t); }
+
+// Only the first n lanes are read; the others are zero.
+template <class T> FB_INLINE vf load_partial(const T* p, int n) {
+  vf v = {};
+  for (int i = 0; i < n; ++i) v[i] = load_one(p + i);
+  return v;
+}
+
+FB_INLINE float lane_sum(vf v) {
+  float part[VL];
+  std::memcpy(part, &v, sizeof v);
+  for (int width = VL / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) part[i] += part[i + width];
+  return part[0];
+}
+
+// Converts n elements to fp32.
+template <class T> FB_INLINE void upcast(const T* from, float* to, int64_t n) {
+  int64_t i = 0;
+  for (; i + VL <= n; i += VL) store(to + i, load(from + i));
+  for (; i < n; ++i) to[i] = load_one(from + i);
+}
+
+// c[m, n] += sum_k x[m, k] * w[n, k]: both operands run along k. MB * NB accumulators stay in registers.
+template <class W, int MB, int NB>
+FB_INLINE void dot_block(const float* x, int64_t xs, const W* w, int64_t ws, int64_t k, float* c, int64_t cs) {
+  vf acc[MB][NB] = {};
+  int64_t i = 0;
+  for (; i + VL <= k; i += VL) {
+    vf wv[NB];
+    FB_UNROLL for (int n = 0; n < NB; ++n) wv[n] = load(w + n * ws + i);
+    FB_UNROLL for (int m = 0; m < MB; ++m) {
+      vf xv = load(x + m * xs + i);
+      keep(xv);
+      FB_UNROLL for (int n = 0; n < NB; ++n) acc[m][n] += xv * wv[n];
+    }
+  }
+  FB_UNROLL for (int m = 0; m < MB; ++m)
+    FB_UNROLL for (int n = 0; n < NB; ++n) {
+      float sum = lane_sum(acc[m][n]);
+      for (int64_t j = i; j < k; ++j) sum += x[m * xs + j] * load_one(w + n * ws + j);
+      c[m * cs + n] += sum;
+    }
+}
+
+// c[m, n] += sum_k x[m, k] * w[k, n] for NV vectors of columns. c holds whole vectors; w is read for `columns` only.
+template <class W, int MB, int NV, bool PARTIAL>
+FB_INLINE void outer_block(const float* x, int64_t xs, const W* w, int64_t ws, int64_t k, float* c, int64_t cs,
+                           int columns) {
+  vf acc[MB][NV];
+  FB_UNROLL for (int m = 0; m < MB; ++m)
+    FB_UNROLL for (int n = 0; n < NV; ++n) acc[m][n] = load(c + m * cs + n * VL);
+  for (int64_t i = 0; i < k; ++i) {
+    vf wv[NV];
+    FB_UNROLL for (int n = 0; n < NV; ++n)
+      wv[n] = PARTIAL ? load_partial(w + i * ws + n * VL, columns) : load(w + i * ws + n * VL);
+    FB_UNROLL for (int m = 0; m < MB; ++m) {
+      vf xv = x[m * xs + i] - vf{};
+      keep(xv);
+      FB_UNROLL for (int n = 0; n < NV; ++n) acc[m][n] += xv * wv[n];
+    }
+  }
+  FB_UNROLL for (int m = 0; m < MB; ++m)
+    FB_UNROLL for (int n = 0; n < NV; ++n) store(c + m * cs + n * VL, acc[m][n]);
+}
+
+template <class W, int MB, int NB>
+static void dot_rows(const float* x, int64_t xs, const W* w, int64_t ws, int64_t n, int64_t k, float* c, int64_t cs) {
+  int64_t j = 0;
+  for (; j + NB <= n; j += NB) dot_block<W, MB, NB>(x, xs, w + j * ws, ws, k, c + j, cs);
+  for (; j < n; ++j) dot_block<W, MB, 1>(x, xs, w + j * ws, ws, k, c + j, cs);
+}
+
+// c[m, n] += x[m, k] w[n, k]^T, with 8 to 12 accumulators whatever m is (FMA latency 4, two per cycle: 8 hide it).
+template <class W>
+static void multiply_dot(const float* x, int64_t xs, const W* w, int64_t ws, int64_t m, int64_t n, int64_t k, float* c,
+                         int64_t cs) {
+  int64_t i = 0;
+  for (; i + 4 <= m; i += 4) dot_rows<W, 4, 3>(x + i * xs, xs, w, ws, n, k, c + i * cs, cs);
+  switch (m - i) {
+    case 3: dot_rows<W, 3, 4>(x + i * xs, xs, w, ws, n, k, c + i * cs, cs); break;
+    case 2: dot_rows<W, 2, 6>(x + i * xs, xs, w, ws, n, k, c + i * cs, cs); break;
+    case 1: dot_rows<W, 1, 8>(x + i * xs, xs, w, ws, n, k, c + i * cs, cs); break;
+  }
+}
+
+template <class W, int MB, int NV>
+static void outer_columns(const float* x, int64_t xs, const W* w, int64_t ws, int64_t n, int64_t k, float* c,
+                          int64_t cs) {
+  int64_t j = 0;
+  for (; j + NV * VL <= n; j += NV * VL) outer_block<W, MB, NV, false>(x, xs, w + j, ws, k, c + j, cs, 0);
+  for (; j + VL <= n; j += VL) outer_block<W, MB, 1, false>(x, xs, w + j, ws, k, c + j, cs, 0);
+  if (j < n) outer_block<W, MB, 1, true>(x, xs, w + j, ws, k, c + j, cs, int(n - j));
+}
+
+// c[m, n] += x[m, k] w[k, n]; rows of c hold n rounded up to whole vectors.
+template <class W>
+static void multiply_outer(const float* x, int64_t xs, const W* w, int64_t ws, int64_t m, int64_t n, int64_t k,
+                           float* c, int64_t cs) {
+  int64_t i = 0;
+  for (; i + 4 <= m; i += 4) outer_columns<W, 4, 3>(x + i * xs, xs, w, ws, n, k, c + i * cs, cs);
+  switch (m - i) {
+    case 3: outer_columns<W, 3, 4>(x + i * xs, xs, w, ws, n, k, c + i * cs, cs); break;
+    case 2: outer_columns<W, 2, 6>(x + i * xs, xs, w, ws, n, k, c + i * cs, cs); break;
+    case 1: outer_columns<W, 1, 8>(x + i * xs, xs, w, ws, n, k, c + i * cs, cs); break;
+  }
+}
+
+}  // namespace forebay

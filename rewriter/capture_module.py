@@ -1,0 +1,268 @@
+"""A graph of `torch.compile` as the pipeline takes it: flat, functional ATen operators, weights as named inputs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch.aot_autograd import aot_export_module
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .concretise import concretise
+from .graph import META, WeightInput, storage_of, values_of, weight_name
+
+aten = torch.ops.aten
+TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
+
+
+class OffloadError(RuntimeError):
+    """A graph that cannot be offloaded; the message names the reason."""
+
+
+@dataclass(frozen=True)
+class ModuleGraph:
+    """A captured call for inputs of one size.
+
+    `graph` has fixed sizes. `inputs` maps placeholder names to positions among the call's arguments. The graph
+    returns the new values of the arguments `mutated`, then the tensors of `results`; an element of `results` is None
+    for such a tensor, or a tuple holding the constant that is returned in that place.
+    """
+
+    graph: fx.GraphModule
+    constants: Mapping[str, torch.Tensor]
+    inputs: Mapping[str, int]
+    mutated: tuple[int, ...]
+    results: tuple[tuple[object] | None, ...]
+
+    def flat(self) -> fx.GraphModule:
+        """A fresh copy of the graph, which passes may change."""
+        return concretise(self.graph, {})
+
+
+def capture_module(gm: fx.GraphModule, args: Sequence[Any], weights: Mapping[int, str]) -> ModuleGraph:
+    """Capture `gm` for arguments of the sizes of `args`, of which those at the positions `weights` are weights.
+
+    No argument is read. Weights that are one view of one storage become one weight, under the first name; they and
+    the inputs appear in row-major layout, except inputs that are dense in another order, which keep it. Matrix
+    products stay whole (`aten.linear`), and so does attention. Raises OffloadError for what cannot be offloaded:
+    operators with sizes that depend on data, control flow, complex or sparse tensors, a weight that is changed.
+    """
+    for position, arg in enumerate(args):
+        _refuse_tensor(arg, weights.get(position, f"input {position}"))
+    first = _first_uses(args)
+    positions = sorted(set(first.values()))
+    mode = FakeTensorMode()
+    layouts = [_layout(args[p], p in weights) for p in positions]
+    with mode:
+        fakes = [torch.empty_strided(shape, stride, dtype=dtype, device=device)
+                 for shape, stride, dtype, device in layouts]
+    call = _Call(gm, args, [positions.index(first[i]) if i in first else -1 for i in range(len(args))])
+    traced, signature = _export(call, fakes)
+    placeholders = traced.graph.find_nodes(op="placeholder")
+    by_name = dict(zip((n.name for n in placeholders), positions, strict=True))
+    mutated = tuple(by_name[name] for name in signature.user_inputs_to_mutate.values())
+    _refuse_mutation(args, mutated, weights)
+    _refuse_nodes(traced)
+    for node in placeholders:
+        if by_name[node.name] in weights:
+            node.meta[META] = WeightInput(weights[by_name[node.name]])
+    constants = _lift_constants(traced)
+    results = _keep_tensors(traced, len(mutated))
+    fixed = concretise(traced, {})
+    recover_linear(fixed)
+    _copy_boundary_results(fixed)
+    for node in fixed.graph.nodes:
+        node.meta["layer"] = -1
+    inputs = {name: p for name, p in by_name.items() if p not in weights}
+    return ModuleGraph(concretise(fixed, {}), constants, inputs, mutated, results)
+
+
+class _Call(nn.Module):
+    """`gm` over its distinct tensors alone; everything else it is given is a constant of the trace."""
+
+    def __init__(self, gm: fx.GraphModule, args: Sequence[Any], sources: Sequence[int]) -> None:
+        super().__init__()
+        self.graph_module, self.others, self.sources = gm, [None if s >= 0 else a for s, a in zip(sources, args)], sources
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        full = [tensors[s] if s >= 0 else other for s, other in zip(self.sources, self.others, strict=True)]
+        return tuple(self.graph_module(*full))
+
+
+def _first_uses(args: Sequence[Any]) -> dict[int, int]:
+    """For each tensor argument, the position of the first that is the same view of the same storage."""
+    seen: dict[tuple[object, ...], int] = {}
+    first = {}
+    for i, arg in enumerate(args):
+        if isinstance(arg, torch.Tensor):
+            same = (arg.data_ptr() or id(arg), arg.dtype, arg.shape, arg.stride())
+            first[i] = seen.setdefault(same, i)
+    return first
+
+
+def _layout(arg: torch.Tensor, weight: bool) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:
+    like = torch.empty(arg.shape, device="meta") if weight else torch.empty_like(arg, device="meta")
+    return tuple(arg.shape), like.stride(), arg.dtype, arg.device
+
+
+def _export(call: _Call, fakes: list[torch.Tensor]) -> tuple[fx.GraphModule, Any]:
+    """Functional ATen in training IR. Traced before dispatch, so that linear and attention stay one node each."""
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            return aot_export_module(call, fakes, trace_joint=False, pre_dispatch=True, decompositions=DECOMPOSITIONS)
+    except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError) as error:
+        text = str(error).strip().split("\n")[0]
+        raise OffloadError(f"it cannot be traced with fixed sizes ({type(error).__name__}: {text})") from error
+
+
+def _refuse_tensor(arg: object, name: str) -> None:
+    if not isinstance(arg, torch.Tensor):
+        return
+    if arg.layout != torch.strided or is_traceable_wrapper_subclass(arg) or arg.is_quantized or arg.is_nested:
+        raise OffloadError(f"{name} is a {type(arg).__name__} of layout {arg.layout}, without plain strided data")
+    if arg.dtype.is_complex:
+        raise OffloadError(f"{name} is complex ({arg.dtype})")
+
+
+def _refuse_mutation(args: Sequence[Any], mutated: Sequence[int], weights: Mapping[int, str]) -> None:
+    for position in mutated:
+        if position in weights:
+            raise OffloadError(f"it changes {weights[position]} (is the module in training mode? call .eval())")
+        storage = args[position].untyped_storage().data_ptr()
+        if any(isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() == storage
+               for i, a in enumerate(args) if i != position):
+            raise OffloadError(f"it changes input {position}, whose memory another input shares")
+
+
+def _refuse_nodes(gm: fx.GraphModule) -> None:
+    for node in list(gm.graph.nodes):
+        if node.op not in ("call_function", "get_attr"):
+            continue
+        if node.target is torch._C._set_grad_enabled:  # nothing here records gradients
+            gm.graph.erase_node(node)
+            continue
+        if any(v.dtype.is_complex or v.layout != torch.strided for v in values_of(node)):
+            raise OffloadError(f"{node.target} makes a complex or sparse tensor")
+        if node.op == "get_attr" or node.target is operator.getitem:
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise OffloadError(f"{node.target} is control flow or a call that is no operator")
+        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(node.target.tags):
+            raise OffloadError(f"the result of {node.target} depends on data, so its memory cannot be planned")
+        if node.target._schema.is_mutable:
+            raise OffloadError(f"{node.target} changes its operands")
+
+
+def _lift_constants(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
+    """Make placeholders of the tensors that tracing found as attributes; returns them by name."""
+    constants: dict[str, torch.Tensor] = {}
+    lifted: dict[str, fx.Node] = {}
+    for node in gm.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        value = operator.attrgetter(name)(gm)
+        if not isinstance(value, torch.Tensor):
+            raise OffloadError(f"it contains control flow ({name})")
+        if name not in lifted:
+            constants[f"constant.{name}"] = value.detach()
+            with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+                lifted[name] = gm.graph.placeholder(f"constant_{len(lifted)}")
+            blank = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            lifted[name].meta = {"val": blank, META: WeightInput(f"constant.{name}")}
+        node.replace_all_uses_with(lifted[name])
+        gm.graph.erase_node(node)
+    return constants
+
+
+def _keep_tensors(gm: fx.GraphModule, mutated: int) -> tuple[tuple[object] | None, ...]:
+    """Leave only tensors in the output; returns what the caller gets in each place, None standing for a tensor."""
+    output = gm.graph.output_node()
+    values = list(output.args[0])  # type: ignore[arg-type]
+    results = tuple(None if isinstance(v, fx.Node) else (v,) for v in values[mutated:])
+    output.args = (tuple(v for v in values if isinstance(v, fx.Node)),)
+    return results
+
+
+def recover_linear(gm: fx.GraphModule) -> None:
+    """Write products with a transposed weight as `aten.linear`, whose weight can stream in row tiles."""
+    for node in list(gm.graph.nodes):
+        if node.target in (aten.mm.default, aten.matmul.default):
+            bias, x, turned = None, node.args[0], node.args[1]
+        elif node.target is aten.addmm.default and not node.kwargs and node.args[0].meta["val"].dim() == 1:
+            bias, x, turned = node.args
+        else:
+            continue
+        weight = _transposed_weight(turned)
+        if weight is None or (bias is not None and bias.meta["val"].shape[0] != node.meta["val"].shape[-1]):
+            continue
+        node.target, node.args = aten.linear.default, (x, weight) if bias is None else (x, weight, bias)
+    gm.graph.eliminate_dead_code()
+
+
+def _transposed_weight(node: fx.Node) -> fx.Node | None:
+    """The matrix weight that `node` is the transpose of, if it is."""
+    if node.target not in TRANSPOSES:
+        return None
+    weight = node.args[0]
+    assert isinstance(weight, fx.Node)
+    whole = weight.meta["val"]
+    turned = node.meta["val"]
+    if weight_name(weight) is None or whole.dim() != 2 or turned.stride() != whole.stride()[::-1]:
+        return None
+    return weight
+
+
+def _copy_boundary_results(gm: fx.GraphModule) -> None:
+    """Copy results that are (views of) inputs or weights, so that each result has memory of its own."""
+    output = gm.graph.output_node()
+    values = list(output.args[0])  # type: ignore[arg-type]
+    for i, value in enumerate(values):
+        if storage_of(value)[0].op == "placeholder":
+            with gm.graph.inserting_before(output):
+                values[i] = gm.graph.call_function(aten.clone.default, (value,))
+                values[i].meta = {"val": value.meta["val"].clone(), "alias_of": None}
+    output.args = (tuple(values),)
+
+
+def _encoder_layer(
+    src: torch.Tensor, embed_dim: int, num_heads: int,
+    qkv_weight: torch.Tensor, qkv_bias: torch.Tensor, proj_weight: torch.Tensor, proj_bias: torch.Tensor,
+    use_gelu: bool, norm_first: bool, eps: float,
+    norm_weight_1: torch.Tensor, norm_bias_1: torch.Tensor, norm_weight_2: torch.Tensor, norm_bias_2: torch.Tensor,
+    ffn_weight_1: torch.Tensor, ffn_bias_1: torch.Tensor, ffn_weight_2: torch.Tensor, ffn_bias_2: torch.Tensor,
+    mask: torch.Tensor | None = None, mask_type: int | None = None,
+) -> torch.Tensor:
+    """`nn.TransformerEncoderLayer` on src [B, T, E], as separate operators: the fused one needs all its weights at
+    once. `mask` is true (or not 0) where attention is not allowed: [T, T], [B, T] if `mask_type` is 1, else [B, H, T, T].
+    """
+    functional = nn.functional
+    allowed = None
+    if mask is not None:
+        allowed = ~mask.to(torch.bool)
+        allowed = allowed[:, None, None, :] if mask_type == 1 else allowed
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = functional.linear(x, qkv_weight, qkv_bias).unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        return functional.linear(y.transpose(1, 2).flatten(2), proj_weight, proj_bias)
+
+    def feed(x: torch.Tensor) -> torch.Tensor:
+        hidden = functional.linear(x, ffn_weight_1, ffn_bias_1)
+        hidden = functional.gelu(hidden) if use_gelu else functional.relu(hidden)
+        return functional.linear(hidden, ffn_weight_2, ffn_bias_2)
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, (embed_dim,), weight, bias, eps)
+
+    if norm_first:
+        src = src + attend(norm(src, norm_weight_1, norm_bias_1))
+        return src + feed(norm(src, norm_weight_2, norm_bias_2))
+    src = norm(src + attend(src), norm_weight_1, norm_bias_1)
+    return norm(src + feed(src), norm_weight_2, norm_bias_2)
+
+
+DECOMPOSITIONS = {aten._transformer_encoder_layer_fwd.default: _encoder_layer}
