@@ -50,6 +50,10 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True) -> Layout:
     position = {node: i for i, node in enumerate(nodes)}
     first: dict[tuple[fx.Node, int], int] = {}
     last: dict[tuple[fx.Node, int], int] = {}
+    storages: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
+    # a lookup on the disk stream still reads its index until somebody waits for its rows
+    until = {n: min((position[u] for u in n.users), default=end) if n.target is ops.gather_rows else i
+             for n, i in position.items()}
     for i, node in enumerate(nodes):
         if _owns_memory(node):
             for element in range(len(values_of(node))):
@@ -57,9 +61,12 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True) -> Layout:
         elif node.op == "placeholder" and node.meta.get(META) is None and values_of(node):
             first[node, 0], last[node, 0] = 0, end  # the caller writes it between steps
         for operand in node.all_input_nodes:
-            for key in _storages(operand):
+            touched = storages.get(operand)
+            if touched is None:
+                touched = storages[operand] = _storages(operand)
+            for key in touched:
                 if key in last:
-                    last[key] = end if node.op == "output" else max(last[key], i)
+                    last[key] = end if node.op == "output" else max(last[key], until[node])
     home = {key: _name(key) for key in first}
     if reuse:
         _reuse_in_place(nodes, position, first, last, home)

@@ -17,6 +17,7 @@ from .concretise import concretise
 from .graph import META, WeightInput, storage_of, values_of, weight_name
 
 aten = torch.ops.aten
+STRIDED = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
 TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 
@@ -73,8 +74,9 @@ def capture_module(gm: fx.GraphModule, args: Sequence[Any], weights: Mapping[int
             node.meta[META] = WeightInput(weights[by_name[node.name]])
     constants = _lift_constants(traced)
     results = _keep_tensors(traced, len(mutated))
-    fixed = concretise(traced, {})
+    fixed = _fix_layouts(traced)
     recover_linear(fixed)
+    _recover_batch_norm(fixed)
     _copy_boundary_results(fixed)
     for node in fixed.graph.nodes:
         node.meta["layer"] = -1
@@ -187,6 +189,19 @@ def _keep_tensors(gm: fx.GraphModule, mutated: int) -> tuple[tuple[object] | Non
     return results
 
 
+def _fix_layouts(gm: fx.GraphModule) -> fx.GraphModule:
+    """`concretise`, where some operators lay out their result otherwise than the trace did (attention does)."""
+    bases = {n.name: n.args[0].meta["val"].stride() for n in gm.graph.nodes if n.target in STRIDED}
+    for node in gm.graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+    fixed = concretise(gm, {})
+    for node in fixed.graph.nodes:
+        if node.target in STRIDED and node.args[0].meta["val"].stride() != bases[node.name]:
+            raise OffloadError(f"{node.target} depends on the memory layout of an operator's result")
+    return fixed
+
+
 def recover_linear(gm: fx.GraphModule) -> None:
     """Write products with a transposed weight as `aten.linear`, whose weight can stream in row tiles."""
     for node in list(gm.graph.nodes):
@@ -201,6 +216,22 @@ def recover_linear(gm: fx.GraphModule) -> None:
             continue
         node.target, node.args = aten.linear.default, (x, weight) if bias is None else (x, weight, bias)
     gm.graph.eliminate_dead_code()
+
+
+def _recover_batch_norm(gm: fx.GraphModule) -> None:
+    """Drop the empty statistics that batch norm returns beside its result: their shape differs between devices."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
+        if any(user.args[1] != 0 for user in node.users):
+            continue
+        x, weight, bias, mean, variance, momentum, eps = node.args
+        with gm.graph.inserting_before(node):
+            args = (x, weight, bias, mean, variance, False, momentum, eps, False)
+            whole = gm.graph.call_function(aten.batch_norm.default, args)
+        whole.meta = {**node.meta, "val": node.meta["val"][0]}
+        for user in list(node.users):
+            user.replace_all_uses_with(whole)
+            gm.graph.erase_node(user)
+        gm.graph.erase_node(node)
 
 
 def _transposed_weight(node: fx.Node) -> fx.Node | None:

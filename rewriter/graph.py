@@ -127,9 +127,11 @@ def weight_name(node: fx.Node) -> str | None:
 
 def storage_of(node: fx.Node) -> tuple[fx.Node, int]:
     """The node (and element of its result) whose memory `node` shows: itself, or what it is a view of."""
-    base = node.meta.get("alias_of") or node
+    base = node.meta.get("alias_of")
+    if base is None or isinstance(base.meta.get("val"), torch.Tensor):
+        return base or node, 0
     made = values_of(base)
-    if len(made) > 1 and base is not node:
+    if len(made) > 1:
         shown = values_of(node)[0].untyped_storage()._cdata
         return base, next(i for i, value in enumerate(made) if value.untyped_storage()._cdata == shown)
     return base, 0

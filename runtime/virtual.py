@@ -64,7 +64,15 @@ class VirtualDevice:
 def run_virtually(program: Program, cost: Callable[[Item], float], steps: int, inline_compute: bool = True
                   ) -> tuple[list[float], VirtualDevice]:
     """End time of each step on the compute stream, and the device with its timeline."""
-    device = VirtualDevice(cost, inline_compute)
+    known: dict[int, float] = {}
+
+    def cost_once(item: Item) -> float:
+        found = known.get(id(item))
+        if found is None:
+            found = known[id(item)] = cost(item)
+        return found
+
+    device = VirtualDevice(cost_once, inline_compute)
     prologue = [c for i in program.prologue if (c := device.bind(i, None)) is not None]
     step = [c for i in program.step if (c := device.bind(i, None)) is not None]
     for call in prologue:

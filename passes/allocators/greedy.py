@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from forebay.passes.allocators.bounds import compress
 from forebay.passes.allocators.problem import Buffer
 
 Greedy = Callable[[Sequence[Buffer]], list[int]]
@@ -21,9 +23,25 @@ def by_area(buffers: Sequence[Buffer]) -> list[int]:
     return _first_fit(buffers, sorted(range(len(buffers)), key=lambda i: (-_lifetime(buffers[i]) * buffers[i].size, i)))
 
 
-def by_lifetime(buffers: Sequence[Buffer]) -> list[int]:
-    """Offsets from first fit, longest lifetime first: with equal sizes this is optimal on nested lifetimes."""
-    return _first_fit(buffers, sorted(range(len(buffers)), key=lambda i: (-_lifetime(buffers[i]), -buffers[i].size, i)))
+def by_tall_area(buffers: Sequence[Buffer]) -> list[int]:
+    """Offsets from first fit, largest √lifetime × size first: between the two above."""
+    key = [math.sqrt(_lifetime(buffer)) * buffer.size for buffer in buffers]
+    return _first_fit(buffers, sorted(range(len(buffers)), key=lambda i: (-key[i], i)))
+
+
+def by_breadth(buffers: Sequence[Buffer]) -> list[int]:
+    """Offsets from first fit, those live at the fullest moment first (breadth), of these the longest-lived."""
+    if not buffers:
+        return []
+    sections = compress(buffers)
+    change = np.zeros(sections.count + 1, dtype=np.int64)
+    sizes = np.array([buffer.size for buffer in buffers], dtype=np.int64)
+    np.add.at(change, np.array(sections.lower), sizes)
+    np.subtract.at(change, np.array(sections.upper), sizes)
+    live = np.cumsum(change)
+    spans = zip(sections.lower, sections.upper, strict=True)
+    fullest = [int(live[lower:upper].max()) for lower, upper in spans]
+    return _first_fit(buffers, sorted(range(len(buffers)), key=lambda i: (-fullest[i], -_lifetime(buffers[i]), i)))
 
 
 def best_fit(buffers: Sequence[Buffer]) -> list[int]:

@@ -17,7 +17,6 @@
 #include <vector>
 
 namespace {
-
 using i32 = std::int32_t;
 using i64 = std::int64_t;
 using u64 = std::uint64_t;
@@ -101,7 +100,6 @@ class Search {
   }
   const vector<i64>& offsets() const { return offset_; }
   i64 nodes() const { return nodes_; }
-
  private:
   enum class Kind : i32 { kFloor, kEarliest, kPlaced };
   struct Change {
@@ -347,7 +345,6 @@ class Search {
   }
 
   bool twin(int a, int b) const { return lo_[a] == lo_[b] && hi_[a] == hi_[b] && size_[a] == size_[b]; }
-
   bool solve(int l, int r, int depth) {
     if (stop_) return false;
     if ((++nodes_ & 63) == 0 && Clock::now() > end_) stop_ = timeout_ = true;

@@ -12,8 +12,9 @@ from forebay.passes.allocators.search import Verdict, search
 
 GREEDY: dict[str, greedy.Greedy] = {
     "greedy by size": greedy.by_size,
+    "greedy by breadth": greedy.by_breadth,
+    "greedy by √lifetime × size": greedy.by_tall_area,
     "greedy by lifetime × size": greedy.by_area,
-    "greedy by lifetime": greedy.by_lifetime,
     "best fit over time": greedy.best_fit,
 }
 FIT_TIME_S = 9.0  # to meet a capacity
