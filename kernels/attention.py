@@ -1,135 +1,218 @@
-"""Causal attention of a chunk of queries over a cache that already holds the chunk's own keys and values."""
+"""`forebay::attention`: causal attention of new queries over the whole cache, with a length for each sequence.
+
+Query s of sequence b stands at position p = start[b] + s and sees the cache positions t <= p, with a window also
+t > p - window. Head h reads KV head h // (H / Hkv). With softcap c > 0 a score x becomes c tanh(x / c). K and V of the
+new positions are in the cache already. The C++ kernel (`cpu/flat_attention.cpp`) reads every visible K and V once per
+32 query rows and nothing beyond; without a compiler torch's scaled dot product attention does the work.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Callable
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-CHUNK_NBYTES = 4 << 20  # scores (float32) that the soft-capped path computes at once
+from forebay.kernels import native
+
+# Queries per piece without the C++ kernel: bounds mask and scores.
+QUERY_STEP = 128
+# Stack per thread of the C++ kernel: 32 query rows and their results of at most 512 floats, and 32 x 64 scores.
+NATIVE_NBYTES = 4 * (2 * 32 * 512 + 32 * 64)
 
 
 def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: torch.Tensor, scale: float, window: int, softcap: float
-) -> torch.Tensor:
-    """q [B, H, S, D], k and v [B, Hkv, L, D], start [B] -> [B, S, H, D], in the precision of q.
-
-    Query s of sequence b stands at start[b] + s and sees cache positions up to its own, the last `window` of them if
-    window > 0; scores are softcap * tanh(score / softcap) if softcap > 0; head h reads key-value head h // (H / Hkv).
-    """
-    groups = q.shape[1] // k.shape[1]
-    keys, values = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = q @ keys.transpose(-1, -2) * scale
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    seen = _mask(q.shape[2], k.shape[2], start, window, q.device)
-    weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
-    return (weights @ values).transpose(1, 2)
-
-
-def _mask(queries: int, keys: int, start: torch.Tensor, window: int, device: torch.device) -> torch.Tensor:
-    """Which positions each query sees: bool [B, S, L]."""
-    at = start.to(device)[:, None, None] + torch.arange(queries, device=device)[None, :, None]
-    position = torch.arange(keys, device=device)[None, None, :]
-    seen = position <= at
-    return seen & (position > at - window) if window else seen
-
-
-def attention_out(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: torch.Tensor, scale: float, window: int, softcap: float,
-    out: torch.Tensor,
-) -> None:
-    """`reference` into `out` [B, S, H, D], by the fastest way torch has for the case."""
-    batch, heads, queries, width = q.shape
-    groups = heads // k.shape[1]
-    starts = start.tolist()
-    lowest, highest = min(starts), max(starts)
-    length = highest + queries
-    k, v = k[:, :, :length], v[:, :, :length]
-    same = lowest == highest
-    if softcap:
-        _softcapped(q, k, v, start, scale, window, softcap, out)
-    elif queries == 1:
-        # one query per head: the heads of a group become the query rows of their shared key-value head
-        mask = None if same and not window else _mask(1, length, start, window, q.device)[:, None]
-        rows = q.reshape(batch, k.shape[1], groups, width)
-        out.copy_(sdpa(rows, k, v, attn_mask=mask, scale=scale).reshape(batch, 1, heads, -1))
-    else:
-        causal = same and lowest == 0 and not window
-        mask = None if causal else _mask(queries, length, start[:1] if same else start, window, q.device)[:, None]
-        for g in range(groups):
-            part = sdpa(q[:, g::groups], k, v, attn_mask=mask, is_causal=causal, scale=scale)
-            out[:, :, g::groups] = part.transpose(1, 2)
-
-
-def _softcapped(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: torch.Tensor, scale: float, window: int, softcap: float,
-    out: torch.Tensor,
-) -> None:
-    """Explicit scores, a few sequences and queries at a time so that they take a bounded number of bytes."""
-    batch, heads, queries, width = q.shape
-    kv_heads, length = k.shape[1], k.shape[2]
-    step = max(1, CHUNK_NBYTES // (4 * heads * length))
-    for b in range(batch):
-        for lower in range(0, queries, step):
-            upper = min(queries, lower + step)
-            rows = q[b, :, lower:upper].reshape(kv_heads, -1, width)  # [Hkv, G * S, D]
-            scores = torch.baddbmm(rows.new_empty(()), rows, k[b].transpose(-1, -2), beta=0, alpha=scale).float()
-            scores.div_(softcap).tanh_().mul_(softcap)
-            seen = _mask(upper - lower, length, start[b : b + 1] + lower, window, q.device)
-            scores.view(kv_heads, -1, upper - lower, length).masked_fill_(~seen[None], float("-inf"))
-            weights = scores.softmax(-1).to(q.dtype)
-            part = (weights @ v[b]).view(heads, upper - lower, width)
-            out[b, lower:upper] = part.transpose(0, 1)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Attention in dtype by the definition, on any device: q [B, H, S, D], k and v [B, Hkv, L, D] -> [B, S, H, D]."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(group, 1), v.to(dtype).repeat_interleave(group, 1)
+    scores = q @ k.mT * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    position = start[:, None, None, None] + torch.arange(q.shape[2], device=q.device)[:, None]
+    t = torch.arange(k.shape[2], device=q.device)
+    hidden = t > position
+    if window > 0:
+        hidden = hidden | (t <= position - window)
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    # What is beyond a sequence's end may be anything, NaN too: it must not be multiplied, not even by zero.
+    unwritten = (t >= start[:, None] + q.shape[2])[:, None, :, None]
+    return (weights @ v.masked_fill(unwritten, 0.0)).transpose(1, 2)
 
 
 def workspace_nbytes(
-    batch: int, heads: int, kv_heads: int, queries: int, length: int, width: int, dtype: torch.dtype, softcap: float
+    batch: int, heads: int, kv_heads: int, queries: int, length: int, head_dim: int, dtype: torch.dtype, softcap: float
 ) -> int:
-    """An upper bound of what `attention_out` allocates beside its operands, in bytes."""
-    result = batch * queries * heads * width * dtype.itemsize
-    mask = batch * queries * length * (1 + 8 + dtype.itemsize)
-    scores = 0
-    if softcap:
-        rows = min(queries, max(1, CHUNK_NBYTES // (4 * heads * length)))
-        scores = 5 * 4 * heads * rows * length
-    threads = 2 * torch.get_num_threads() * 4 * (32 * 512 + 32 * width)  # tiles of torch's CPU kernel
-    return 2 * result + mask + scores + threads
+    """Upper bound, in bytes, of what attention_out takes beside its arguments, for the kernel present here."""
+    if head_dim <= 512 and native.load() is not None:
+        return NATIVE_NBYTES * torch.get_num_threads()
+    rows = min(queries, QUERY_STEP)
+    itemsize = max(4, dtype.itemsize)
+    # Explicit scores, probabilities and mask of a piece, K and V in fp32 and expanded for groups, and the result. The
+    # count is for every sequence of equal length at once; torch's fused kernel takes less.
+    scores = 6 * batch * heads * rows * length * itemsize
+    expanded = 4 * batch * heads * length * head_dim * itemsize
+    del kv_heads, softcap
+    return scores + expanded + 6 * batch * heads * rows * head_dim * itemsize + (1 << 20)
 
 
-@torch.library.custom_op("forebay::attention", mutates_args=())
+def _fail(argument: str, problem: str) -> None:
+    raise ValueError(f"attention: {argument} {problem}")
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
+    """ValueError names the argument whose shape or dtype is wrong."""
+    for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
+        if tensor.dim() != 4:
+            _fail(name, f"must have four dimensions, got shape {tuple(tensor.shape)}")
+        if tensor.dtype not in native.DTYPES or tensor.dtype != q.dtype:
+            _fail(name, f"must be fp32, bf16 or fp16 and of q's dtype {q.dtype}, got {tensor.dtype}")
+    batch, heads, _, dim = q.shape
+    if k.shape[0] != batch or k.shape[3] != dim:
+        _fail("k", f"must be [{batch}, Hkv, L, {dim}] as q asks, got shape {tuple(k.shape)}")
+    if k.shape[1] == 0 or heads % k.shape[1]:
+        _fail("k", f"must have a number of heads that divides q's {heads}, got {k.shape[1]}")
+    if v.shape != k.shape:
+        _fail("v", f"must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
+    if start.dtype != torch.int64 or start.shape != (batch,):
+        _fail("start", f"must be int64 of shape {(batch,)}, got {start.dtype} {tuple(start.shape)}")
+
+
+def _check_out(q: Tensor, out: Tensor) -> None:
+    batch, heads, queries, dim = q.shape
+    if out.shape != (batch, queries, heads, dim) or out.dtype != q.dtype:
+        wanted = (batch, queries, heads, dim)
+        _fail("out", f"must be {wanted} of {q.dtype}, got {tuple(out.shape)} of {out.dtype}")
+
+
+def _begins(q: Tensor, k: Tensor, start: Tensor) -> list[int]:
+    """start as numbers; ValueError where the queries would stand outside the cache."""
+    begins: list[int] = start.tolist()
+    if begins and (min(begins) < 0 or max(begins) + q.shape[2] > k.shape[2]):
+        _fail("start", f"must leave positions within 0 .. {k.shape[2]}, got {begins} and {q.shape[2]} queries")
+    return begins
+
+
+def _torch_piece(
+    q: Tensor, k: Tensor, v: Tensor, begin: int, scale: float, window: int, softcap: float, out: Tensor
+) -> None:
+    """Queries q [B, H, S, D] at positions begin .. begin + S - 1 of every sequence, into out [B, S, H, D]."""
+    queries = q.shape[2]
+    low = max(0, begin - window + 1) if window > 0 else 0
+    k, v = k[:, :, low : begin + queries], v[:, :, low : begin + queries]
+    position = torch.arange(begin, begin + queries)[:, None]
+    t = torch.arange(low, begin + queries)
+    seen = t <= position
+    if window > 0:
+        seen &= t > position - window
+    if softcap > 0:
+        batch, heads, _, dim = q.shape
+        grouped = q.float().reshape(batch, k.shape[1], -1, dim)
+        scores = torch.matmul(grouped, k.float().mT).mul_(scale / softcap).tanh_().mul_(softcap)
+        scores = scores.view(batch, heads, queries, -1).masked_fill_(~seen, -math.inf).softmax(-1)
+        y = torch.matmul(scores.view(batch, k.shape[1], -1, t.numel()), v.float()).view(q.shape)
+    else:
+        mask = None if queries == 1 else seen
+        y = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    out.copy_(y.transpose(1, 2))
+
+
+def _torch_attention(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float, out: Tensor
+) -> None:
+    """By torch, sequences of equal start together: nothing beyond a sequence's end is read, be it NaN or not."""
+    begins = _begins(q, k, start)
+    for begin in dict.fromkeys(begins):
+        rows = [b for b, other in enumerate(begins) if other == begin]
+        spans = [slice(None)] if len(rows) == len(begins) else [slice(b, b + 1) for b in rows]
+        for span in spans:
+            for s0 in range(0, q.shape[2], QUERY_STEP):
+                s1 = min(q.shape[2], s0 + QUERY_STEP)
+                piece = q[span, :, s0:s1], k[span], v[span], begin + s0
+                _torch_piece(*piece, scale, window, softcap, out[span, s0:s1])
+
+
+def bind_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    out: Tensor,
+) -> Callable[[], None]:
+    """A closure over CPU tensors that fills out [B, S, H, D] from their present contents, start's too.
+
+    Strides and pointers are settled here, the closure keeps the tensors alive. ValueError for a wrong shape or dtype
+    here, and for a start outside the cache at the call, before anything is written.
+    """
+    check(q, k, v, start)
+    _check_out(q, out)
+    if start.device.type != "cpu" or q.device.type != "cpu":
+        _fail("q" if q.device.type != "cpu" else "start", "must be on the CPU")
+    library = native.load()
+    plain = all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in (q, k, v, out))
+    if library is None or not plain or q.shape[3] > library.forebay_attention_max_head_dim():
+        return lambda: _torch_attention(q, k, v, start, scale, window, softcap, out)
+    if not start.is_contiguous():
+        _fail("start", "must be contiguous")
+    args = native.AttentionArgs(
+        *(t.data_ptr() for t in (q, k, v, start, out)),
+        q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3],
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        window, scale, softcap, native.DTYPES[q.dtype],
+    )  # fmt: skip
+    address, launch, threads = ctypes.addressof(args), library.forebay_attention, torch.get_num_threads
+
+    def call(_keep: tuple[object, ...] = (args, v, out)) -> None:
+        _begins(q, k, start)
+        launch(address, threads())
+
+    return call
+
+
+def attention_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    out: Tensor,
+) -> None:
+    """Fill out [B, S, H, D]; see the module's docstring and bind_attention."""
+    bind_attention(q, k, v, start, scale, window, softcap, out)()
+
+
+@torch.library.custom_op("forebay::attention", mutates_args=(), device_types="cpu")
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: torch.Tensor, scale: float, window: int, softcap: float
-) -> torch.Tensor:
-    """Attention over a cache, [B, S, H, D]; see `reference` for the meaning of the arguments."""
-    _check(q, k, v, start)
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
-    attention_out(q, k, v, start, scale, window, softcap, out)
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float
+) -> Tensor:
+    """q [B, H, S, D], caches k and v [B, Hkv, L, D], start int64 [B] -> [B, S, H, D]; window 0 and softcap 0: none.
+
+    q and caches may be strided. ValueError names the argument that is wrong.
+    """
+    check(q, k, v, start)
+    batch, heads, queries, dim = q.shape
+    out = q.new_empty(batch, queries, heads, dim)
+    attention_out(q, k, v, start.contiguous(), scale, window, softcap, out)
     return out
 
 
 @attention.register_fake
-def _(q, k, v, start, scale, window, softcap):  # type: ignore[no-untyped-def]
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
-
-
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: torch.Tensor) -> None:
-    for name, value, dims in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("start", start, 1)):
-        if value.dim() != dims:
-            raise ValueError(f"forebay::attention: {name} must have {dims} dimensions, has shape {list(value.shape)}")
-    if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"forebay::attention: k {list(k.shape)} and v {list(v.shape)} do not fit q {list(q.shape)}")
-    if start.dtype != torch.int64 or start.shape[0] != q.shape[0]:
-        raise ValueError(f"forebay::attention: start must be int64 [{q.shape[0]}], is {start.dtype} {list(start.shape)}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"forebay::attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}; they must be one dtype")
-
-
-def bind_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: torch.Tensor, scale: float, window: int, softcap: float,
-    *, out: torch.Tensor,
-) -> Callable[[], None]:
-    """A call without arguments that computes into `out`; `start` is read each time."""
-    _check(q, k, v, start)
-    return lambda: attention_out(q, k, v, start, scale, window, softcap, out)
+def _(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int = 0, softcap: float = 0.0) -> Tensor:
+    batch, heads, queries, dim = q.shape
+    return q.new_empty(batch, queries, heads, dim)

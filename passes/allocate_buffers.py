@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from forebay.passes.allocators import Buffer, allocate
+from forebay.passes.repeat_layout import repeat_layout
 from forebay.rewriter import ops
 from forebay.rewriter.graph import META, Layout, storage_of, values_of
 from forebay.rewriter.plan import BufferPlacement, Plan, PlanError
@@ -27,8 +28,11 @@ IN_PLACE = frozenset((
 
 def allocate_buffers(gm: fx.GraphModule, plan: Plan) -> None:
     """Place the activations of a flat graph at the top end of the device arena, growing downwards; leaves a `Layout`
-    in `gm.meta`. PlanError when they would meet what the plan keeps at the lower end (weights, slots, cache)."""
-    layout = plan_activations(gm, plan.schedule.reuse)
+    in `gm.meta`. With a shallow `sample` in `gm.meta` equal layers get equal addresses. PlanError when they would meet what the plan keeps at the lower end (weights, slots, cache)."""
+    sample = gm.meta.pop("sample", None)
+    layout = repeat_layout(gm, sample) if sample is not None else None
+    if layout is None:
+        layout = plan_activations(gm, plan.schedule.reuse)
     top = plan.arenas["device"]
     floor = max((b.offset + b.nbytes for b in plan.buffers if b.arena == "device" and b.phase == "all"), default=0)
     if layout.height > top - floor:
@@ -52,7 +56,7 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True) -> Layout:
     last: dict[tuple[fx.Node, int], int] = {}
     storages: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
     # a lookup on the disk stream still reads its index until somebody waits for its rows
-    until = {n: min((position[u] for u in n.users), default=end) if n.target is ops.gather_rows else i
+    until = {n: min((position[u] for u in n.users), default=end) if n.target in (ops.gather_rows, aten.embedding.default) else i
              for n, i in position.items()}
     for i, node in enumerate(nodes):
         if _owns_memory(node):
@@ -74,19 +78,20 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True) -> Layout:
     groups: dict[str, list[tuple[fx.Node, int]]] = {}
     for key, name in home.items():
         groups.setdefault(name, []).append(key)
-    requests, kinds, exact = [], {}, {}
+    requests, kinds, exact, live = [], {}, {}, {}
     for name, keys in groups.items():
         nbytes = exact[name] = max(values_of(n)[e].untyped_storage().nbytes() for n, e in keys)
-        live = (min(first[k] for k in keys), max(last[k] for k in keys)) if reuse else (0, end)
-        requests.append(Buffer(name, live[0], live[1] + 1, -(-nbytes // ALIGNMENT) * ALIGNMENT))
-        boundary = any(n.op == "placeholder" for n, _ in keys) or live[1] == end
+        live[name] = min(first[k] for k in keys), max(last[k] for k in keys)
+        lower, upper = live[name] if reuse else (0, end)
+        requests.append(Buffer(name, lower, upper + 1, -(-nbytes // ALIGNMENT) * ALIGNMENT))
+        boundary = any(n.op == "placeholder" for n, _ in keys) or live[name][1] == end
         kinds[name] = "io" if boundary else "activation"
     result = allocate(requests, time_limit_s=TIME_LIMIT_S, alignment=ALIGNMENT)
     buffers, ends = {}, {}
     for request, offset in zip(requests, result.offsets, strict=True):
-        stop = request.upper - 1
+        start, stop = live[request.id]
         buffers[request.id] = BufferPlacement(
-            request.id, kinds[request.id], "device", offset, exact[request.id], "step", request.lower, stop)  # type: ignore[arg-type]
+            request.id, kinds[request.id], "device", offset, exact[request.id], "step", start, stop)  # type: ignore[arg-type]
         if stop < end:
             ends.setdefault(nodes[stop], []).append(request.id)
     return Layout(buffers, home, ends, result.height, result.lower_bound, result.method)
@@ -120,7 +125,7 @@ def _reuse_in_place(
         if node.target not in IN_PLACE or (node, 0) not in home:
             continue
         value = values_of(node)[0]
-        for operand in node.all_input_nodes:
+        for operand in sorted(node.all_input_nodes, key=lambda n: first.get(storage_of(n), -1)):  # the residual first
             key = storage_of(operand)
             shown = operand.meta.get("val")
             if key not in home or key[0].op == "placeholder" or not isinstance(shown, torch.Tensor):

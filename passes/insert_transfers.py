@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from forebay.rewriter import ops
-from forebay.rewriter.graph import META, Transfer, weight_name
+from forebay.rewriter.graph import META, STREAMED, Transfer, weight_name
 from forebay.rewriter.plan import Plan, WeightPlacement
 
 aten = torch.ops.aten
@@ -60,29 +60,44 @@ def number_transfers(gm: fx.GraphModule, plan: Plan) -> None:
 def tileable(user: fx.Node, weight: fx.Node) -> bool:
     """Whether `user` is a matrix product that can be computed from row tiles of `weight`."""
     if user.target is aten.linear.default:
-        return user.args[1] is weight and weight not in (user.args[0], *user.args[2:])
+        return user.args[1] is weight and weight not in (user.args[0], *user.args[2:]) and _is_rows(user.args[0])
     if user.target is aten.addmm.default:
         bias = user.args[0]
-        return user.args[2] is weight and user.args[1] is not weight and not user.kwargs and (
+        return user.args[2] is weight and user.args[1] is not weight and not user.kwargs and _is_rows(user.args[1]) and (
             isinstance(bias, fx.Node) and bias is not weight and bias.meta["val"].dim() == 1)
     if user.target in (aten.mm.default, aten.matmul.default):
-        return user.args[1] is weight and user.args[0] is not weight and weight.meta["val"].dim() == 2
+        return user.args[1] is weight and user.args[0] is not weight and weight.meta["val"].dim() == 2 and (
+            _is_rows(user.args[0]))
     return False
+
+
+def _is_rows(x: object) -> bool:
+    """Whether x [..., K] is rows [M, K] of one stride as it lies in memory: tiles are computed without a copy of it."""
+    value = x.meta["val"]  # type: ignore[attr-defined]
+    if value.dim() < 2 or value.stride(-1) != 1:
+        return False
+    try:
+        value.view(-1, value.shape[-1])
+    except RuntimeError:
+        return False
+    return True
 
 
 def _is_lookup(user: fx.Node, weight: fx.Node) -> bool:
     return user.target is aten.embedding.default and user.args[0] is weight
 
 
-def _call(graph: fx.Graph, like: fx.Node, target: object, args: tuple, val: torch.Tensor | None) -> fx.Node:
-    node = graph.call_function(target, args)  # type: ignore[arg-type]
+def _call(
+    graph: fx.Graph, like: fx.Node, target: object, args: tuple, val: torch.Tensor | None, name: str | None = None
+) -> fx.Node:
+    node = graph.create_node("call_function", target, args, name=name)  # type: ignore[arg-type]
     node.meta = {"val": val, "alias_of": None, "layer": like.meta.get("layer", -1), "made_by": "insert_transfers"}
     return node
 
 
 def _replace_lookup(graph: fx.Graph, user: fx.Node, weight: fx.Node) -> fx.Node:
     with graph.inserting_before(user):
-        rows = _call(graph, user, ops.gather_rows, (weight, user.args[1]), user.meta["val"])
+        rows = _call(graph, user, ops.gather_rows, (weight, user.args[1]), user.meta["val"], user.name + STREAMED)
     user.replace_all_uses_with(rows)
     graph.erase_node(user)
     return rows
@@ -103,7 +118,7 @@ def _tile_product(graph: fx.Graph, user: fx.Node, weight: fx.Node, placement: We
         bias, x = user.args[:2] if user.target is aten.addmm.default else (None, user.args[0])
     columns = user.meta["val"].shape[-1]
     with graph.inserting_before(user):
-        out = _call(graph, user, ops.new_output, (x, columns), user.meta["val"])
+        out = _call(graph, user, ops.new_output, (x, columns), user.meta["val"], user.name + STREAMED)
         for lower, upper in _tiles(value.shape[0], placement.tile_rows):
             tile = _call(graph, user, ops.fetch, (weight, lower, upper),
                          value.new_empty((upper - lower, *value.shape[1:])))

@@ -84,7 +84,7 @@ class Launches:
         reads = tuple(span_of(a) for a in args if a is not None) + ((span_of(out),) if accumulate else ())
         flops = 2 * math.prod(x.shape) * (weight.shape[0] if form == "nk" else weight.shape[1])
         return Launch(COMPUTE, "forebay.linear", args, {"form": form, "accumulate": accumulate}, (out,), reads,
-                      (span_of(out),), node.name, node.meta.get("layer", -1), flops, impl=self._impl(node))
+                      (span_of(out),), node.name, node.meta.get("layer", -1), flops, self.workspace(node), self._impl(node))
 
     def _linear_tile(self, node: fx.Node) -> Launch:
         out, x, tile, bias, lower = node.args

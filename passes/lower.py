@@ -20,6 +20,7 @@ from forebay.rewriter.program import (
     FileRows,
     FileSlice,
     Item,
+    Launch,
     Program,
     Record,
     Release,
@@ -68,6 +69,8 @@ class _Lowering:
         self.refs: dict[tuple[fx.Node, int], TensorRef] = {}
         self.homes: dict[tuple[fx.Node, int], tuple[str, int, str]] = {}
         self.launches = Launches(self.ref, workspace)
+        self.repeated: dict[tuple[str, object], list[Launch]] = {}
+        self.own: dict[fx.Node, bool] = {}
 
     def run(self) -> Program:
         nodes = list(self.gm.graph.nodes)
@@ -285,8 +288,27 @@ class _Lowering:
                 self.items.append(Wait(COMPUTE, event))
 
     def _launch(self, node: fx.Node) -> None:
-        self._wait_for(*node.all_input_nodes)
-        self.items += self.launches.of(node)
+        operands = node.all_input_nodes
+        self._wait_for(*operands)
+        twin = self.layout.twins.get(node)
+        if twin is None or any(self._of_layer(n) for n in operands):
+            self.items += self.launches.of(node)
+            return
+        known = self.repeated.get((twin, node.target))
+        if known is None:
+            known = self.repeated[twin, node.target] = self.launches.of(node)
+        layer = node.meta.get("layer", -1)
+        self.items += [Launch(k.stream, k.op, k.args, k.kwargs, k.out, k.reads, k.writes, node.name, layer, k.flops,
+                              k.workspace_nbytes, k.impl) for k in known]
+
+    def _of_layer(self, node: fx.Node) -> bool:
+        """Whether a node shows memory that every layer has of its own: a weight or cache."""
+        found = self.own.get(node)
+        if found is None:
+            base, _ = storage_of(node)
+            found = self.own[node] = base.target is ops.fetch or isinstance(
+                base.meta.get(META), WeightInput | CacheInput)
+        return found
 
     def _end_of_life(self, node: fx.Node) -> None:
         for name in self.layout.ends.get(node, ()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import fx
@@ -18,7 +18,7 @@ COPIES = frozenset((
 ))
 
 
-@lru_cache(maxsize=None)
+@cache
 def out_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """The overload of the same operator that takes the same arguments and writes into `out`, or None."""
     given = [(a.name, str(a.type)) for a in op._schema.arguments]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .graph import values_of
+from forebay.rewriter.graph import values_of
 
 
 class PassChangedResult(RuntimeError):

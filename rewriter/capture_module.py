@@ -13,8 +13,8 @@ from torch._functorch.aot_autograd import aot_export_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .concretise import concretise
-from .graph import META, WeightInput, storage_of, values_of, weight_name
+from forebay.rewriter.concretise import concretise
+from forebay.rewriter.graph import META, WeightInput, storage_of, values_of, weight_name
 
 aten = torch.ops.aten
 STRIDED = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
@@ -23,6 +23,16 @@ TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 class OffloadError(RuntimeError):
     """A graph that cannot be offloaded; the message names the reason."""
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number that the graph reads from a tensor by `item()`, as Dynamo passes floats that may change."""
+
+    value: float
+
+    def item(self) -> float:
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,8 @@ class ModuleGraph:
 
 
 def capture_module(gm: fx.GraphModule, args: Sequence[Any], weights: Mapping[int, str]) -> ModuleGraph:
-    """Capture `gm` for arguments of the sizes of `args`, of which those at the positions `weights` are weights.
+    """Capture `gm` for arguments of the sizes of `args`, of which those at the positions `weights` are weights. Numbers
+    and `Scalar`s among them become constants of the graph.
 
     No argument is read. Weights that are one view of one storage become one weight, under the first name; they and
     the inputs appear in row-major layout, except inputs that are dense in another order, which keep it. Matrix
@@ -89,7 +100,8 @@ class _Call(nn.Module):
 
     def __init__(self, gm: fx.GraphModule, args: Sequence[Any], sources: Sequence[int]) -> None:
         super().__init__()
-        self.graph_module, self.others, self.sources = gm, [None if s >= 0 else a for s, a in zip(sources, args)], sources
+        self.graph_module, self.sources = gm, sources
+        self.others = [None if s >= 0 else arg for s, arg in zip(sources, args, strict=True)]
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         full = [tensors[s] if s >= 0 else other for s, other in zip(self.sources, self.others, strict=True)]
@@ -116,10 +128,13 @@ def _export(call: _Call, fakes: list[torch.Tensor]) -> tuple[fx.GraphModule, Any
     """Functional ATen in training IR. Traced before dispatch, so that linear and attention stay one node each."""
     try:
         with torch.inference_mode(False), torch.no_grad():
-            return aot_export_module(call, fakes, trace_joint=False, pre_dispatch=True, decompositions=DECOMPOSITIONS)
+            traced, signature = aot_export_module(
+                call, fakes, trace_joint=False, pre_dispatch=True, decompositions=DECOMPOSITIONS)
     except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError) as error:
         text = str(error).strip().split("\n")[0]
         raise OffloadError(f"it cannot be traced with fixed sizes ({type(error).__name__}: {text})") from error
+    assert isinstance(traced, fx.GraphModule)
+    return traced, signature
 
 
 def _refuse_tensor(arg: object, name: str) -> None:
@@ -268,7 +283,8 @@ def _encoder_layer(
     mask: torch.Tensor | None = None, mask_type: int | None = None,
 ) -> torch.Tensor:
     """`nn.TransformerEncoderLayer` on src [B, T, E], as separate operators: the fused one needs all its weights at
-    once. `mask` is true (or not 0) where attention is not allowed: [T, T], [B, T] if `mask_type` is 1, else [B, H, T, T].
+    once. `mask` is true (or not 0) where attention is not allowed: [B, T] if `mask_type` is 1, else [T, T] or
+    [B, H, T, T].
     """
     functional = nn.functional
     allowed = None

@@ -168,7 +168,7 @@ def _mutates(node: fx.Node) -> bool:
 def inline_blocks(step: fx.GraphModule) -> fx.GraphModule:
     """One flat graph with every block call replaced by the block's nodes.
 
-    A node of layer 3 is named layer3_… and has `meta["layer"] == 3`. Where sizes are fixed, `meta["alias_of"]` is
+    A node of layer 3 is named layer3_…, has `meta["layer"] == 3` and in `meta["block"]` the name of its block graph. Where sizes are fixed, `meta["alias_of"]` is
     restated for the flat graph; there it alone tells which nodes share storage, since the layers share their values.
     """
     graph = fx.Graph()
@@ -177,13 +177,13 @@ def inline_blocks(step: fx.GraphModule) -> fx.GraphModule:
         if node.op == "call_module":
             block = step.get_submodule(node.target)
             assert isinstance(block, fx.GraphModule)
-            env[node] = _inline(graph, block.graph, [env[arg] for arg in node.args], node.meta[LAYER])
+            env[node] = _inline(graph, block.graph, [env[arg] for arg in node.args], node.meta[LAYER], node.target)
         else:
             env[node] = _copy(graph, node, env, node.name)
     return _LazyGraphModule({}, graph)
 
 
-def _inline(graph: fx.Graph, block: fx.Graph, inputs: list[fx.Node], layer: int) -> Any:
+def _inline(graph: fx.Graph, block: fx.Graph, inputs: list[fx.Node], layer: int, name: object) -> Any:
     env: dict[fx.Node, Any] = {}
     remaining = iter(inputs)
     prefix = f"layer{layer}_"  # stamped by capture on every block call
@@ -195,6 +195,7 @@ def _inline(graph: fx.Graph, block: fx.Graph, inputs: list[fx.Node], layer: int)
         else:
             new = _copy(graph, node, env, prefix + node.name)
             new.meta[LAYER] = layer
+            new.meta["block"] = name
             env[node] = new
     raise ValueError("a block graph has no output")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from .machine import Machine
-from .program import Copy, FileRows, FileSlice, Item, Launch
+from forebay.rewriter.machine import Machine
+from forebay.rewriter.program import Copy, FileRows, FileSlice, Item, Launch
 
 PAGE = 4096  # a row lookup reads whole pages
 
@@ -46,8 +46,8 @@ def _product_time_s(item: Launch, machine: Machine, nbytes: int) -> float:
     x, weight, _ = item.args
     k = x.shape[-1]
     n = weight.shape[0] if item.kwargs["form"] == "nk" else weight.shape[1]
-    try:
-        impl = item.impl or machine.best_gemm(weight.dtype, math.prod(x.shape[:-1]), n, k)
-        return machine.gemm_time_s(impl, weight.dtype, math.prod(x.shape[:-1]), n, k)
-    except KeyError:  # a dtype this machine was not measured for: at least its bytes must move
+    m, dtype = math.prod(x.shape[:-1]), weight.dtype
+    measured = {point.impl for point in machine.gemm if point.dtype == dtype}
+    if not measured:  # at least its bytes must move
         return nbytes / (2 * machine.memory_bytes_per_s)
+    return machine.gemm_time_s(item.impl if item.impl in measured else machine.best_gemm(dtype, m, n, k), dtype, m, n, k)

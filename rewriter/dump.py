@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import fx
 
-from .plan import Plan
-from .program import Copy, FileRows, FileSlice, Item, Launch, Program, Record, Release, Span, Wait
+from forebay.rewriter.plan import Plan
+from forebay.rewriter.program import Copy, FileRows, FileSlice, Item, Launch, Program, Record, Release, Span, Wait
 
 
 class Dump:

@@ -88,6 +88,7 @@ def _row(title: str, weights: Sequence[WeightPlacement], captured: CapturedModel
 
 def _head(plan: Plan) -> str:
     b, w, s, p = plan.budget, plan.workload, plan.schedule, plan.prediction
+    passes = -(-w.prompt // s.prefill_chunk)
     total = sum(x.nbytes for x in plan.weights)
     on_device = plan.nbytes_on("device")
     host = "no limit" if b.host is None else format_nbytes(b.host) if b.host else "none"
@@ -102,7 +103,7 @@ def _head(plan: Plan) -> str:
                     + (f" ({100 * on_device / total:.0f} %)" if total else "")
                     + f", {format_nbytes(p.streamed_nbytes)} stream per decode step"),
         ("schedule", _schedule(plan)),
-        ("prefill", f"chunks of {s.prefill_chunk} tokens, {-(-w.prompt // s.prefill_chunk)} passes over the weights"),
+        ("prefill", f"chunks of {s.prefill_chunk} tokens, {passes} pass{'es' if passes > 1 else ''} over the weights"),
         ("cache", "; ".join(f"{100 * c.share:.0f} % {c.representation}, {c.format}, on {c.tier}" for c in plan.cache)),
     ]
     return "\n".join(f"{name:<10}{text}" for name, text in lines)
@@ -113,7 +114,8 @@ def _schedule(plan: Plan) -> str:
     if not s.slot_nbytes:
         text = "all weights resident, no staging slots"
     else:
-        text = f"{s.slots} staging slots of {format_nbytes(s.slot_nbytes)}, copies issued {s.lead} ahead"
+        slots = "1 staging slot" if s.slots == 1 else f"{s.slots} staging slots"
+        text = f"{slots} of {format_nbytes(s.slot_nbytes)}, copies issued {s.lead} ahead"
         if s.host_hop:
             text += ", disk reads by way of host memory"
     if s.micro_batches > 1:

@@ -8,9 +8,8 @@ import torch
 from torch import fx
 
 from forebay.passes.insert_transfers import tileable
-
-from .graph import META, CacheInput, weight_name
-from .planner import WeightUse
+from forebay.rewriter.graph import META, CacheInput, weight_name
+from forebay.rewriter.planner import WeightUse
 
 aten = torch.ops.aten
 

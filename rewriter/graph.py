@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from .plan import BufferPlacement
+from forebay.rewriter.plan import BufferPlacement
 
+STREAMED = "_streamed"  # ends the name of a node that takes over from one that read a weight in device memory
 META = "forebay"  # the one key of ours in node.meta, and in the meta of a whole graph
 
 
@@ -50,7 +51,8 @@ class Layout:
     """On a whole graph: where `allocate_buffers` put its values.
 
     `home` maps a storage (node, element of its result) to a buffer name; `ends` lists the buffers whose contents die
-    with a node. `height` and `lower_bound` are bytes: what the allocation takes, and the peak of live bytes.
+    with a node. `height` and `lower_bound` are bytes: what the allocation takes, and the peak of live bytes. Nodes of
+    equal `twins` do the same with the same addresses, weights and cache aside.
     """
 
     buffers: dict[str, BufferPlacement]
@@ -59,6 +61,7 @@ class Layout:
     height: int
     lower_bound: int
     method: str
+    twins: dict[fx.Node, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -8,25 +8,24 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from forebay.kernels import attention
+from forebay.kernels import attention, linear
 from forebay.passes.allocate_buffers import allocate_buffers, plan_activations
 from forebay.passes.hoist_prefetch import hoist_prefetch
 from forebay.passes.insert_transfers import insert_transfers
 from forebay.passes.launches import Launches
 from forebay.passes.lower import lower
 from forebay.passes.select_gemm import product_shape, select_gemm
-
-from .bisect import Bisection
-from .dump import Dump
-from .facts import cache_buffers, weight_uses
-from .graph import Layout
-from .machine import Machine
-from .plan import Budget, GemmChoice, Plan, Prediction, Workload
-from .planner import Facts, PhaseNeed, Wishes, make_plan, smallest_budget
-from .program import FileSlice, Program
-from .simulate import Timeline, simulate
-from .switches import Switches, SwitchError
-from .verify import verify_program
+from forebay.rewriter.bisect import Bisection
+from forebay.rewriter.dump import Dump
+from forebay.rewriter.facts import cache_buffers, weight_uses
+from forebay.rewriter.graph import META, Gemm, Layout, values_of
+from forebay.rewriter.machine import Machine
+from forebay.rewriter.plan import Budget, GemmChoice, Plan, Prediction, Workload
+from forebay.rewriter.planner import Facts, PhaseNeed, Wishes, make_plan, smallest_budget
+from forebay.rewriter.program import FileSlice, Program, TensorRef
+from forebay.rewriter.simulate import Timeline, simulate
+from forebay.rewriter.switches import SwitchError, Switches
+from forebay.rewriter.verify import verify_program
 
 # Each pass with the reason why it stands where it does.
 PASSES: tuple[tuple[Callable[[fx.GraphModule, Plan], None], str], ...] = (
@@ -70,6 +69,7 @@ class Pipeline:
             raise SwitchError(f"FOREBAY_STOP_AFTER: no pass {switches.stop_after!r}; they are {', '.join(known)}")
         self.source, self.workload, self.machine, self.switches = source, workload, machine, switches
         self._needs: dict[int, PhaseNeed] = {}
+        self._samples: dict[int, fx.GraphModule] = {}
         self._programs: dict[tuple[int, int], Program] = {}
         self._planned: Plan | None = None
         decode = source.flat(1)
@@ -84,9 +84,34 @@ class Pipeline:
         found = self._needs.get(tokens)
         if found is None:
             flat = (self.source.sample or self.source.flat)(tokens)
-            layout = plan_activations(flat, not self.switches.no_reuse)
-            found = self._needs[tokens] = PhaseNeed(layout.height, _workspace_nbytes(flat))
+            layout = flat.meta["forebay"] = plan_activations(flat, not self.switches.no_reuse)
+            self._samples[tokens] = flat
+            found = self._needs[tokens] = PhaseNeed(layout.height, self._most_workspace(flat))
         return found
+
+    def _workspace(self, node: fx.Node) -> int:
+        """Transient bytes that one of our own operators takes beside its operands."""
+        shape = product_shape(node)
+        if shape is not None:
+            mark = node.meta.get(META)
+            impl = mark.impl if isinstance(mark, Gemm) else self._best_gemm(shape)
+            dtype, m, n, k = shape
+            return linear.scratch_nbytes(impl, getattr(torch, dtype), m, n, k)
+        return _attention_nbytes(node) if str(node.target) == "forebay.attention.default" else 0
+
+    def _best_gemm(self, shape: tuple[str, int, int, int]) -> str:
+        """The fastest implementation measured on this machine; where not all were measured, the kernels' own choice."""
+        dtype, m, n, k = shape
+        measured = {point.impl for point in self.machine.gemm if point.dtype == dtype}
+        if measured >= set(linear.implementations(getattr(torch, dtype))):
+            return self.machine.best_gemm(dtype, m, n, k)
+        return linear.default_choice(getattr(torch, dtype), m, n, k)
+
+    def _most_workspace(self, flat: fx.GraphModule) -> int:
+        """The largest transient memory of any node of a flat graph."""
+        launches = Launches(_nowhere, self._workspace)
+        nodes = [n for n in flat.graph.nodes if n.op == "call_function" and n.meta.get("alias_of") is None]
+        return max((launch.workspace_nbytes for n in nodes for launch in launches.of(n)), default=0)
 
     def plan(self, budget: Budget, wishes: Wishes | None = None) -> Plan:
         """The plan for `budget`, with its table of matrix products and its prediction filled in."""
@@ -123,10 +148,18 @@ class Pipeline:
                 self._programs[id(plan), tokens] = found
         return found
 
+    def _choose_gemms(self, gm: fx.GraphModule, known: tuple[GemmChoice, ...]) -> list[GemmChoice]:
+        shapes = {shape for node in gm.graph.nodes if (shape := product_shape(node))}
+        shapes -= {(c.dtype, c.m, c.n, c.k) for c in known}
+        return [GemmChoice(*shape, impl=self._best_gemm(shape)) for shape in sorted(shapes)]
+
     def _lowered(self, plan: Plan, tokens: int) -> tuple[Program, Layout, tuple[GemmChoice, ...]]:
         """Run all passes on a fresh graph, lower it and prove the Program. Shapes the plan's table of matrix products
         does not hold yet are chosen from the machine's measurements."""
         gm = self._flats.pop(tokens, None) or self.source.flat(tokens)
+        if self.source.sample is not None:
+            self.need(tokens)
+            gm.meta["sample"] = self._samples[tokens]
         dump = Dump(self.switches.dump, f"{tokens}_tokens")
         bisection = Bisection(gm) if self.switches.bisect else None
         for run_pass, _ in PASSES:
@@ -134,7 +167,7 @@ class Pipeline:
             if name in self.switches.skip:
                 continue
             if run_pass is select_gemm:
-                plan = replace(plan, gemm=(*plan.gemm, *_choose_gemms(gm, plan.gemm, self.machine)))
+                plan = replace(plan, gemm=(*plan.gemm, *self._choose_gemms(gm, plan.gemm)))
             dump.before(gm, name)
             run_pass(gm, plan)
             dump.after(gm, name)
@@ -142,7 +175,7 @@ class Pipeline:
                 bisection.compare(gm, name)
             if name == self.switches.stop_after:
                 raise StoppedAfter(f"FOREBAY_STOP_AFTER={name}: stopped there as asked, nothing was lowered")
-        program = lower(gm, plan, self.source.files, workspace_nbytes, f"step of {tokens} tokens")
+        program = lower(gm, plan, self.source.files, self._workspace, f"step of {tokens} tokens")
         dump.program(program)
         if self.switches.verify:
             verify_program(program, {"device": plan.budget.device, "host": plan.budget.host or None})
@@ -153,41 +186,17 @@ class StoppedAfter(RuntimeError):
     """FOREBAY_STOP_AFTER stopped the pipeline on purpose."""
 
 
-def workspace_nbytes(node: fx.Node) -> int:
-    """Transient bytes that one of our own operators takes beside its operands."""
-    if str(node.target) != "forebay.attention.default":
-        return 0
+def _attention_nbytes(node: fx.Node) -> int:
     q, k = node.args[0].meta["val"], node.args[1].meta["val"]  # type: ignore[union-attr]
     batch, heads, tokens, width = q.shape
     softcap = float(node.args[6]) if len(node.args) > 6 else 0.0  # type: ignore[arg-type]
     return attention.workspace_nbytes(batch, heads, k.shape[1], tokens, k.shape[2], width, q.dtype, softcap)
 
 
-def _workspace_nbytes(flat: fx.GraphModule) -> int:
-    """The largest transient memory of any node of a flat graph."""
-    from .program import TensorRef
-
-    blank = TensorRef("device", 0, "uint8", (), (), "")
-
-    def ref(node: fx.Node, result: int = 0) -> TensorRef:
-        from .graph import values_of
-
-        value = values_of(node)[result]
-        return replace(blank, dtype=str(value.dtype)[6:], shape=tuple(value.shape), stride=tuple(value.stride()))
-
-    launches = Launches(ref, workspace_nbytes)
-    most = 0
-    for node in flat.graph.nodes:
-        if node.op == "call_function" and node.meta.get("alias_of") is None:
-            most = max([most, *(launch.workspace_nbytes for launch in launches.of(node))])
-    return most
-
-
-def _choose_gemms(gm: fx.GraphModule, known: tuple[GemmChoice, ...], machine: Machine) -> list[GemmChoice]:
-    shapes = {shape for node in gm.graph.nodes if (shape := product_shape(node))}
-    shapes -= {(c.dtype, c.m, c.n, c.k) for c in known}
-    measured = {point.dtype for point in machine.gemm}
-    return [GemmChoice(*shape, impl=machine.best_gemm(*shape)) for shape in sorted(shapes) if shape[0] in measured]
+def _nowhere(node: fx.Node, result: int = 0) -> TensorRef:
+    """A reference with a value's layout, before it has an address."""
+    value = values_of(node)[result]
+    return TensorRef("device", 0, str(value.dtype)[6:], tuple(value.shape), tuple(value.stride()), "")
 
 
 def _prediction(plan: Plan, programs: Mapping[int, Program], lines: Mapping[int, Timeline]) -> Prediction:

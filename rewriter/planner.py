@@ -6,8 +6,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .plan import Budget, BufferPlacement, CacheShare, GemmChoice, Plan, PlanError, Schedule, WeightPlacement, Workload
-from .sizes import format_nbytes
+from forebay.rewriter.plan import (
+    Budget,
+    BufferPlacement,
+    CacheShare,
+    GemmChoice,
+    Plan,
+    PlanError,
+    Schedule,
+    WeightPlacement,
+    Workload,
+)
+from forebay.rewriter.sizes import format_nbytes
 
 PAGE = 4096
 ALIGNMENT = 64

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from forebay.rewriter.costs import item_time_s
+from forebay.rewriter.machine import Machine
+from forebay.rewriter.program import COMPUTE, Program
 from forebay.runtime.virtual import run_virtually
-
-from .costs import item_time_s
-from .machine import Machine
-from .program import COMPUTE, Program
 
 STEPS = 3  # the third step starts as every later one does
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .plan import TIERS, Budget, PlanError
+from forebay.rewriter.plan import TIERS, Budget, PlanError
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40,

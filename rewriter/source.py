@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from .checkpoint import Checkpoint, CheckpointError
-from .concretise import concretise, inline_blocks
-from .graph import META, CacheInput, CapturedModel, WeightInput
-from .pipeline import Source
-from .plan import Workload
-from .program import FileSlice
+from forebay.rewriter.checkpoint import Checkpoint, CheckpointError
+from forebay.rewriter.concretise import concretise, inline_blocks
+from forebay.rewriter.graph import META, CacheInput, CapturedModel, WeightInput
+from forebay.rewriter.pipeline import Source
+from forebay.rewriter.plan import Workload
+from forebay.rewriter.program import FileSlice
 
 
 def model_source(
@@ -35,15 +35,17 @@ def model_source(
 
 
 def _few_layers(captured: CapturedModel) -> fx.GraphModule:
-    """The step graph with two layers of each kind, and those between: it has the peak activations of the whole, since
-    equal layers hand each other nothing but the hidden state."""
-    kept = 1 + max([i for name in dict.fromkeys(captured.layers)
-                    for i in [j for j, other in enumerate(captured.layers) if other == name][:2]], default=0)
+    """The step graph with the first layers, up to the second of each kind, and the last one: it has the peak
+    activations of the whole, since equal layers hand each other nothing but the hidden state."""
+    depth = len(captured.layers)
+    seconds = [[i for i, other in enumerate(captured.layers) if other == name][:2][-1]
+               for name in dict.fromkeys(captured.layers)]
+    first = 1 + max(seconds, default=0)
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    dropped = 0
+    layer = -1
     for node in captured.step.graph.nodes:
-        if node.op == "call_module" and (dropped := dropped + 1) > kept:
+        if node.op == "call_module" and first <= (layer := layer + 1) < depth - 1:
             env[node] = env[node.args[0]]
         else:
             env[node] = graph.node_copy(node, env.__getitem__)

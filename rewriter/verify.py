@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from .program import DISK, Copy, FileRows, Item, Launch, Program, Record, Release, Span, Wait, span_of
+from forebay.rewriter.program import DISK, Copy, FileRows, Item, Launch, Program, Record, Release, Span, Wait, span_of
 
 
 class ProgramError(RuntimeError):

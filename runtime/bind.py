@@ -23,7 +23,7 @@ def bind_launch(launch: Launch, tensor: Tensors) -> Call:
     if launch.op == "forebay.linear":
         return _bind_linear(launch, args, kwargs, out[0])
     if launch.op == "forebay.attention":
-        return attention.bind_attention(*args, out=out[0])
+        return attention.bind_attention(*args, out[0])
     if launch.op == "forebay.kv_append":
         return kv_append.bind_kv_append(*args)
     if launch.op == "copy":
@@ -37,19 +37,20 @@ def bind_launch(launch: Launch, tensor: Tensors) -> Call:
 
 def _bind_linear(launch: Launch, args: Any, kwargs: dict[str, Any], out: torch.Tensor) -> Call:
     x, weight, bias = args
-    x2, out2 = x.flatten(0, -2) if x.dim() != 2 else x, _rows(out)
-    m, k, n = x2.shape[0], x2.shape[1], out2.shape[1]
-    impl = launch.impl or linear.default_choice(weight.dtype, m, n, k)
-    return linear.bind_linear(impl, x2, weight, bias, out2, form=kwargs["form"], accumulate=kwargs["accumulate"])
+    conv1d, accumulate = kwargs["form"] == "kn", kwargs["accumulate"]
+    if x.is_cuda:
+        return functools.partial(_library_product, x, weight if conv1d else weight.mT, bias, out, accumulate)
+    k, n = x.shape[-1], out.shape[-1]
+    impl = launch.impl or linear.default_choice(weight.dtype, x.numel() // max(1, k), n, k)
+    return linear.bind_linear(impl, x, weight, bias, out, accumulate=accumulate, conv1d=conv1d)
 
 
-def _rows(out: torch.Tensor) -> torch.Tensor:
-    """[..., N] (perhaps a column slice of a wider tensor) as [M, N] over the same memory."""
-    if out.dim() == 2:
-        return out
-    rows = out.numel() // max(1, out.shape[-1])
-    row_stride = out.stride(-2) if out.dim() > 1 else out.shape[-1]
-    return out.as_strided((rows, out.shape[-1]), (row_stride, 1))
+def _library_product(
+    x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool
+) -> None:
+    """The vendor's matrix product on a GPU."""
+    product = x @ matrix if bias is None else x @ matrix + bias
+    out.add_(product) if accumulate else out.copy_(product)
 
 
 def _bind_functional(op: Any, args: Any, kwargs: dict[str, Any], out: list[torch.Tensor]) -> Call:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
 from forebay.rewriter.program import Item, Launch, Program
 from forebay.runtime.bind import bind_launch
-from forebay.runtime.device import Call, Device, RuntimeFault
+from forebay.runtime.device import Call, Device
 from forebay.runtime.trace import Trace
 
 

@@ -103,16 +103,23 @@ def machine_cache_path() -> Path:
     return (Path(folder) if folder else Path.home() / ".cache" / "forebay") / "machine.json"
 
 
-def cached_machine(folder: str | os.PathLike[str]) -> Machine:
-    """The kept profile if versions, cores, threads, device and disk are still the same; else measure quickly, keep."""
+def kept_machine(folder: str | os.PathLike[str]) -> Machine | None:
+    """The kept profile, if versions, cores, threads, device and the disk of `folder` are still the same."""
     path = machine_cache_path()
     if path.exists():
         with contextlib.suppress(ValueError):  # an unreadable profile is measured anew
             machine = load_machine(path)
             if _still_true(machine, folder):
                 return machine
-    machine = measure_machine(folder, quick=True)
-    save_machine(machine, path)
+    return None
+
+
+def cached_machine(folder: str | os.PathLike[str]) -> Machine:
+    """The kept profile if it still holds; else measure quickly, and keep that."""
+    machine = kept_machine(folder)
+    if machine is None:
+        machine = measure_machine(folder, quick=True)
+        save_machine(machine, machine_cache_path())
     return machine
 
 

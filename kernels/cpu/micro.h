@@ -121,11 +121,15 @@ template <class T> FB_INLINE vf load_partial(const T* p, int n) {
 }
 
 FB_INLINE float lane_sum(vf v) {
-  float part[VL];
-  std::memcpy(part, &v, sizeof v);
-  for (int width = VL / 2; width; width /= 2)
-    for (int i = 0; i < width; ++i) part[i] += part[i + width];
-  return part[0];
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#elif defined(__AVX__)
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+#else
+  return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
 }
 
 // Converts n elements to fp32.

@@ -26,6 +26,7 @@ from forebay.rewriter.source import checkpoint_names, model_source, weight_files
 from forebay.rewriter.spill import spill_module
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.generation import Stop, generate_tokens, next_logits
+from forebay.runtime.measure import kept_machine
 from forebay.runtime.open_device import open_device
 from forebay.runtime.sampling import Sampling
 from forebay.runtime.session import Session
@@ -53,7 +54,8 @@ def wrap(
     `model`: a folder with a safetensors checkpoint, a .gguf file, "demo", or a transformers causal LM in memory, whose
     weights then move to a spill file in `budget["disk"]` (the module is empty afterwards). `budget`: bytes per tier,
     as ints or strings: {"device": "120MiB", "disk": "/path"}. `batch`, `prompt` and `new_tokens` are what the first
-    plan is made for; `generate` plans anew for calls that need more. `slots`, `slot_nbytes`, `lead` and
+    plan is made for; `generate` plans anew for calls that need more. `machine` is what `forebay machine` measured; by
+    default the profile it has kept, or else a cautious guess. `slots`, `slot_nbytes`, `lead` and
     `prefill_chunk` force choices that are otherwise the planner's. `plan` replays a saved plan.
 
     Raises PlanError for a budget that cannot work, CheckpointError for files that cannot be used, CaptureError for an
@@ -106,7 +108,7 @@ class LanguageModel:
         workload: Workload, wishes: Wishes, machine: Machine | None = None, plan: Plan | None = None,
     ) -> None:
         self.captured, self.checkpoint, self.budget, self.wishes = captured, checkpoint, budget, wishes
-        self.machine = machine or Machine.default()
+        self.machine = machine or kept_machine(checkpoint.folder) or Machine.default()
         self.switches = read_switches()
         self.files = files
         self.trace: Trace | None = None

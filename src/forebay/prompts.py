@@ -1,0 +1,146 @@
+"""Prompts of a batch job: lines of a JSONL file, as text, as token ids, and in batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class JobError(ValueError):
+    """A job that cannot start or go on; the message says what to do. Answers already written stay."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One line of the prompts file: `line` counts from 1; either `prompt` or `messages` is given."""
+
+    line: int
+    id: str | int
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """The part of the line that is asked, as it stands in the answer."""
+        return {"prompt": self.prompt} if self.messages is None else {"messages": self.messages}
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line of the prompts file that cannot be answered, and why."""
+
+    line: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request as token ids."""
+
+    request: Request
+    ids: tuple[int, ...]
+
+
+def read_requests(path: str | Path) -> tuple[list[Request], list[BadLine]]:
+    """The readable lines of a prompts file and the others; blank lines are skipped but counted.
+
+    A line is {"prompt": "..."} or {"messages": [...]}, with an optional "id" (a string or integer; by default the line
+    number). A second line with the id of an earlier one is bad. Raises JobError if the file cannot be read.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise JobError(f"cannot read the prompts {path}: {error.strerror}") from error
+    requests: list[Request] = []
+    bad: list[BadLine] = []
+    first: dict[str, int] = {}
+    for number, raw in enumerate(lines, start=1):
+        if not raw.strip():
+            continue
+        try:
+            request = _parse_line(number, raw)
+        except ValueError as error:
+            bad.append(BadLine(number, str(error)))
+            continue
+        if first.setdefault(str(request.id), number) != number:
+            bad.append(BadLine(number, f"id {request.id!r} is already that of line {first[str(request.id)]}"))
+        else:
+            requests.append(request)
+    return requests, bad
+
+
+def _parse_line(number: int, raw: bytes) -> Request:
+    try:
+        entry = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(entry, dict):
+        raise ValueError(f'expected an object such as {{"prompt": "..."}}, found {type(entry).__name__}')
+    name = entry.get("id", number)
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise ValueError(f"id must be a string or an integer, found {name!r}")
+    prompt, messages = entry.get("prompt"), entry.get("messages")
+    if (prompt is None) == (messages is None):
+        raise ValueError('expected either "prompt" or "messages"')
+    if prompt is not None:
+        if not isinstance(prompt, str):
+            raise ValueError(f"prompt must be a string, found {type(prompt).__name__}")
+        if not prompt.strip():
+            raise ValueError("the prompt is empty")
+    elif not isinstance(messages, list) or not messages or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    ):
+        raise ValueError('messages must be a list of {"role": "...", "content": "..."}')
+    try:
+        json.dumps(entry, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError("holds half of a surrogate pair, which is no text") from error
+    return Request(number, name, prompt, messages)
+
+
+def encode(
+    requests: Iterable[Request], tokenizer: Any, *, chat: bool, most_tokens: int
+) -> tuple[list[Prompt], list[BadLine]]:
+    """Token ids of each request, through the tokenizer's chat template for messages (with `chat` for prompts too).
+
+    A prompt longer than `most_tokens` (0: no limit), one without tokens, and one the template refuses are bad lines.
+    """
+    prompts: list[Prompt] = []
+    bad: list[BadLine] = []
+    for request in requests:
+        messages = request.messages
+        if messages is None and chat:
+            messages = [{"role": "user", "content": request.prompt}]
+        if messages is None:
+            ids = tokenizer(request.prompt)["input_ids"]
+        elif not getattr(tokenizer, "chat_template", None):
+            bad.append(BadLine(request.line, "the model's tokenizer has no chat template; use \"prompt\""))
+            continue
+        else:
+            try:
+                text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # templates are programs of their own and raise what they like
+                bad.append(BadLine(request.line, f"the chat template refuses these messages: {error}"))
+                continue
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            bad.append(BadLine(request.line, "the prompt has no token"))
+        elif most_tokens and len(ids) > most_tokens:
+            bad.append(BadLine(request.line, f"the prompt is too long: {len(ids)} tokens, at most {most_tokens} fit"))
+        else:
+            prompts.append(Prompt(request, tuple(ids)))
+    return prompts, bad
+
+
+def make_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
+    """Batches of at most `size` prompts of similar length, the longest first, so that what does not fit shows at once.
+
+    They depend on the whole file and not on what is answered already: a resumed job computes what it would have.
+    """
+    ordered = sorted(prompts, key=lambda p: (-len(p.ids), p.request.line))
+    return [ordered[i : i + size] for i in range(0, len(ordered), size)]

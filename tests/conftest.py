@@ -1,0 +1,111 @@
+"""Shared by all tests: the helper modules beside this file, and two tiny checkpoints with their reference answers."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # families, tiny, e2e.agreement
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """A random-weight model saved in `folder`, and transformers' greedy answer to prompts of unequal length."""
+
+    model: Any
+    folder: Path
+    ids: Any  # [3, 10] int64
+    mask: Any  # [3, 10], left-padded
+    expected: Any  # [3, 18]
+    nbytes: int  # of the weights, a tied one once
+
+    @functools.cached_property
+    def opened(self) -> tuple:
+        """Captured graphs, checkpoint and files: traced once per process."""
+        from forebay.model import open_model
+
+        return open_model(self.folder)
+
+    def language_model(self, device: int | float, host: int = 0, batch: int = 3, prompt: int = 10, new_tokens: int = 8,
+                       **wishes: Any) -> Any:
+        """A LanguageModel on a budget of so many bytes, or such a share of the weights."""
+        from forebay.model import LanguageModel
+        from forebay.rewriter.plan import Budget, Workload
+        from forebay.rewriter.planner import Wishes
+
+        nbytes = device if isinstance(device, int) else int(device * self.nbytes)
+        return LanguageModel(*self.opened, Budget(nbytes, host), Workload(batch, prompt, new_tokens), Wishes(**wishes))
+
+
+def _checkpointed(config: Any, folder: Path) -> Checkpointed:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(folder)
+    ids = torch.randint(3, config.vocab_size, (3, 10), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[1, :7] = 0, 0
+    with torch.no_grad():
+        expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0,
+                                  eos_token_id=None)
+    return Checkpointed(model, folder, ids, mask, expected, sum(p.numel() * 4 for p in model.parameters()))
+
+
+@pytest.fixture(scope="session")
+def llama_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpointed:
+    """Three layers (no multiple of two slots), an untied head."""
+    from families import llama
+
+    config = llama(3, hidden_size=96, intermediate_size=256, vocab_size=997, tie_word_embeddings=False)
+    return _checkpointed(config, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def tied_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpointed:
+    """GPT-2: the head is the embedding, matrices are stored [in, out], positions are a table."""
+    from families import gpt2
+
+    return _checkpointed(gpt2(2, n_embd=96, vocab_size=997), tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture
+def reader_log(monkeypatch: pytest.MonkeyPatch) -> ReaderLog:
+    """What every reader that a device opens from here on is asked for."""
+    import forebay.runtime.open_device as module
+
+    log = ReaderLog()
+    opened = module.open_reader
+    monkeypatch.setattr(module, "open_reader", lambda *a, **k: _LoggedReader(opened(*a, **k), log))
+    return log
+
+
+class ReaderLog:
+    """Bytes of fixed slices and of looked-up rows that were asked for."""
+
+    def __init__(self) -> None:
+        self.slices, self.rows, self.reads = 0, 0, 0
+
+
+class _LoggedReader:
+    def __init__(self, reader: Any, log: ReaderLog) -> None:
+        self.reader, self.log = reader, log
+
+    def submit(self, read: Any) -> None:
+        self.log.slices += read.nbytes
+        self.log.reads += 1
+        self.reader.submit(read)
+
+    def read_rows(self, path: str, offset: int, row_nbytes: int, rows: Any, address: int, on_done: Callable) -> None:
+        self.log.rows += row_nbytes * len(rows)
+        self.reader.read_rows(path, offset, row_nbytes, rows, address, on_done)
+
+    def close(self) -> None:
+        self.reader.close()

@@ -1,0 +1,310 @@
+"""The command line on a small model: jobs killed and resumed, bad input, plans dry, saved, explained and replayed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+from forebay.cli import app
+from forebay.rewriter.machine import Machine, save_machine
+from forebay.rewriter.plan import PlanError, load_plan, plan_from_dict
+
+WORDS = [f"w{i}" for i in range(196)]
+TEMPLATE = ("{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+            "{% if add_generation_prompt %}w9{% endif %}")
+NEW = 16
+BUDGET = "device=1200KiB"  # the weights take 2.4 MiB
+COUNT = 14
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a random Llama, its tokenizer of whole words, a machine profile, and prompts."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=200, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4,
+        intermediate_size=256, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    save_machine(Machine.default(), folder / "machine.json")
+    lines = [{"id": f"p{i}", "prompt": " ".join(WORDS[i : i + 2 + 5 * i % 11])} for i in range(COUNT)]
+    _write_lines(folder / "prompts.jsonl", lines)
+    return folder
+
+
+def _write_lines(path: Path, lines: list[Any]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def _forebay(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def _run_arguments(folder: Path, output: Path, **changes: object) -> list[str]:
+    options = {"prompts": folder / "prompts.jsonl", "output": output, "budget": BUDGET, "max-new-tokens": NEW,
+               "batch": 2, "machine": folder / "machine.json"} | {k.replace("_", "-"): v for k, v in changes.items()}
+    named = [part for name, value in options.items() if value is not None for part in (f"--{name}", str(value))]
+    return ["run", str(folder), *named]
+
+
+def _answers(path: Path) -> dict[Any, dict[str, Any]]:
+    raw = path.read_bytes()
+    assert not raw or raw.endswith(b"\n"), "half a line"
+    entries = [json.loads(line) for line in raw.splitlines()]
+    assert len({e["id"] for e in entries}) == len(entries), "an answer is repeated"
+    return {e["id"]: e for e in entries}
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> dict[Any, dict[str, Any]]:
+    """The answers of a job that nothing interrupts."""
+    result = _forebay(*_run_arguments(folder, folder / "reference.jsonl"))
+    assert result.exit_code == 0, result.output
+    for part in ("budget", "1.2 MiB", "measured peak", "tokens/s", "per decode step as planned", "device arena"):
+        assert part in result.stdout, part
+    return _answers(folder / "reference.jsonl")
+
+
+def test_answers_are_those_of_transformers(folder: Path, reference: dict[Any, dict[str, Any]]) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert len(reference) == COUNT
+    for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        ids = tokenizer(entry["prompt"], return_tensors="pt")
+        whole: Any = model.generate(**ids, max_new_tokens=NEW, do_sample=False)  # type: ignore[misc]
+        new = whole[0, ids["input_ids"].shape[1] :]
+        answer = reference[entry["id"]]
+        assert answer["text"] == tokenizer.decode(new, skip_special_tokens=True)
+        assert answer["prompt"] == entry["prompt"] and answer["tokens"] == len(new)
+        assert answer["prompt_tokens"] == ids["input_ids"].shape[1]
+
+
+def _start_and_signal(arguments: list[str], output: Path, lines: int, number: int) -> subprocess.CompletedProcess[str]:
+    """Start the command and send the signal once the output holds that many whole lines."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "forebay", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            if output.exists() and output.read_bytes().count(b"\n") >= lines:
+                process.send_signal(number)
+                break
+            time.sleep(0.001)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def test_killed_job_resumes_without_loss_or_repetition(
+    folder: Path, reference: dict[Any, dict[str, Any]], tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    arguments = _run_arguments(folder, output)
+
+    stopped = _start_and_signal(arguments, output, 2, signal.SIGINT)
+    assert stopped.returncode == 130, stopped.stderr
+    assert "run the same command again" in stopped.stderr and "Traceback" not in stopped.stderr
+    first = _answers(output)
+    assert 2 <= len(first) < COUNT
+    assert {p.name for p in tmp_path.iterdir()} == {"out.jsonl", "out.jsonl.settings"}  # nothing spilled is left
+
+    killed = _start_and_signal(arguments, output, len(first) + 2, signal.SIGKILL)
+    assert killed.returncode == -signal.SIGKILL
+    second = _answers(output)
+    assert len(first) + 2 <= len(second) < COUNT
+    assert list(second)[: len(first)] == list(first)
+    with output.open("ab") as file:  # what a crash of the whole machine could leave
+        file.write(b'{"id": "p3", "prompt": "w3 w')
+
+    result = _forebay(*arguments)
+    assert result.exit_code == 0, result.output
+    assert f"{len(second)} of {COUNT} prompts are answered already" in result.stderr
+    assert "bytes of an unfinished line" in result.stderr
+    assert _answers(output) == reference
+    before = output.read_bytes()
+    assert _forebay(*arguments).exit_code == 0
+    assert output.read_bytes() == before
+
+
+def test_interrupt_before_the_first_answer_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    stopped = _start_and_signal(_run_arguments(folder, output), output, 0, signal.SIGINT)
+    assert stopped.returncode == 130, stopped.stderr
+    assert "interrupted" in stopped.stderr and "Traceback" not in stopped.stderr
+    assert _answers(output) == {}
+
+
+def test_bad_lines_are_reported_and_the_others_answered(
+    folder: Path, reference: dict[Any, dict[str, Any]], tmp_path: Path
+) -> None:
+    good = json.loads((folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[4])
+    lines = ['{"prompt": ', json.dumps({"id": "long", "prompt": "w1 " * 113}), '{"prompt": " "}', json.dumps(good),
+             json.dumps(good), '{"messages": [{"role": "w1", "content": "w2 w3"}]}']
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text("\n".join(lines), encoding="utf-8")
+    result = _forebay(*_run_arguments(folder, tmp_path / "out.jsonl", prompts=prompts))
+    assert result.exit_code == 3, result.output
+    for part in ("line 1: not JSON", "line 2: the prompt is too long: 113 tokens, at most 112 fit",
+                 "line 3: the prompt", "line 5: id 'p4' is already that of line 4", "4 lines of"):
+        assert part in result.stderr, result.stderr
+    answers = _answers(tmp_path / "out.jsonl")
+    assert set(answers) == {"p4", 6}
+    assert answers["p4"]["text"] == reference["p4"]["text"]
+    assert answers[6]["prompt_tokens"] == 4 and answers[6]["messages"] == [{"role": "w1", "content": "w2 w3"}]
+
+
+def test_other_settings_are_refused(folder: Path, reference: dict[Any, dict[str, Any]], tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    for suffix in ("", ".settings"):
+        shutil.copy(folder / f"reference.jsonl{suffix}", f"{output}{suffix}")
+    before = output.read_bytes()
+    result = _forebay(*_run_arguments(folder, output, max_new_tokens=NEW + 1))
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1 and "max_new_tokens 16, this job has 17" in result.stderr
+    sampled = _forebay(*_run_arguments(folder, output, temperature=0.7))
+    assert sampled.exit_code == 2 and "sampling 'greedy'" in sampled.stderr
+    forced = _forebay(*_run_arguments(folder, output, max_new_tokens=NEW + 1), "--force")
+    assert forced.exit_code == 0, forced.output
+    assert output.read_bytes() == before
+
+
+def test_sampling_depends_on_the_seed_alone(folder: Path, tmp_path: Path) -> None:
+    texts = []
+    _write_lines(tmp_path / "in", [{"prompt": "w3 w4 w5"}, {"prompt": "w8"}, {"prompt": "w1 w2"}])
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        result = _forebay(*_run_arguments(folder, tmp_path / name, prompts=tmp_path / "in", max_new_tokens=6,
+                                          temperature=1.5, seed=seed))
+        assert result.exit_code == 0, result.output
+        texts.append({k: v["text"] for k, v in _answers(tmp_path / name).items()})
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_plan_is_printed_saved_explained_and_replayed(
+    folder: Path, reference: dict[Any, dict[str, Any]], tmp_path: Path
+) -> None:
+    shape = ["--batch", 2, "--prompt", 16, "--new-tokens", NEW, "--machine", folder / "machine.json"]
+    saved = tmp_path / "plan.json"
+    result = _forebay("plan", folder, "--budget", BUDGET, *shape, "--json", "--save", saved)
+    assert result.exit_code == 0, result.output
+    plan = plan_from_dict(json.loads(result.stdout))
+    assert plan == load_plan(saved)
+    assert plan.prediction.decode_time_s > 0 and 0 < plan.prediction.peak_nbytes["device"] <= 1200 << 10
+    assert plan.prediction.streamed_nbytes > 0
+
+    text = _forebay("plan", folder, "--budget", BUDGET, *shape).stdout
+    for part in ("total", "copies", "bottleneck", "smallest", "would still work"):
+        assert part in text, part
+
+    picture = tmp_path / "memory.png"
+    shown = _forebay("explain", saved, "--memory", picture, "--timeline")
+    assert shown.exit_code == 0, shown.output
+    assert "decode: " in shown.stdout and "letters: " in shown.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+
+    replayed = _forebay(*_run_arguments(folder, tmp_path / "out.jsonl", budget=None, batch=None, plan=saved,
+                                        save_plan=tmp_path / "again.json", trace=tmp_path / "trace.json"))
+    assert replayed.exit_code == 0, replayed.output
+    assert _answers(tmp_path / "out.jsonl") == reference
+    assert load_plan(tmp_path / "again.json") == plan
+    lanes = {e["args"]["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+             if e["ph"] == "M"}
+    assert {"actual", "planned", "compute", "disk"} <= lanes
+
+
+def test_impossible_budget_names_the_smallest_which_works(folder: Path) -> None:
+    shape = ["--batch", 2, "--prompt", 16, "--new-tokens", NEW, "--machine", folder / "machine.json"]
+    result = _forebay("plan", folder, "--budget", "device=20KiB", *shape)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert "20.0 KiB cannot work" in result.stderr and "Traceback" not in result.stderr
+    smallest = int(result.stderr.split("(")[1].split(" bytes")[0])
+    assert _forebay("plan", folder, "--budget", f"device={smallest}", *shape).exit_code == 0
+    assert _forebay("plan", folder, "--budget", f"device={smallest - 1}", *shape).exit_code == 2
+
+
+@pytest.mark.parametrize(("arguments", "part"), [
+    (["plan", "MODEL", "--budget", "gpu=1MiB"], "unknown tier 'gpu'"),
+    (["plan", "MODEL", "--budget", "device=lots"], "cannot read 'lots'"),
+    (["plan", "/nowhere", "--budget", "device=1MiB"], "no model at /nowhere"),
+    (["run", "MODEL", "--prompts", "PROMPTS", "--output", "/tmp/never"], "--budget device=120MiB"),
+    (["run", "MODEL", "--prompts", "/none.jsonl", "--output", "/tmp/never", "--budget", "1MiB"], "/none.jsonl"),
+    (["run", "MODEL", "--prompts", "PROMPTS", "--output", "/dev/null/x", "--budget", "1MiB"], "cannot write"),
+    (["run", "MODEL", "--prompts", "PROMPTS", "--output", "/tmp/never", "--budget", "1MiB", "--top-p", "2"], "top_p"),
+    (["run", "MODEL", "--prompts", "PROMPTS", "--output", "/tmp/never", "--budget", "1MiB", "--max-new-tokens", "128"],
+     "leaves no room for a prompt"),
+    (["explain", "/nowhere.json"], "cannot read the plan /nowhere.json"),
+    (["explain", "MODEL/config.json"], "version"),
+    (["machine", "--folder", "/nowhere"], "/nowhere: not a folder"),
+    (["plan", "MODEL", "--budget", "1MiB", "--machine", "MODEL/config.json"], "machine profile"),
+])
+def test_errors_are_one_line_and_exit_code_2(folder: Path, arguments: list[str], part: str) -> None:
+    filled = [a.replace("MODEL", str(folder)).replace("PROMPTS", str(folder / "prompts.jsonl")) for a in arguments]
+    result = _forebay(*filled)
+    assert result.exit_code == 2, result.output
+    assert part in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert not Path("/tmp/never").exists()
+
+
+def test_debug_keeps_the_traceback(folder: Path) -> None:
+    result = _forebay("plan", folder, "--budget", "gpu=1MiB", "--debug")
+    assert isinstance(result.exception, PlanError) and result.exit_code == 1
+
+
+def test_unknown_option_is_refused(folder: Path) -> None:
+    result = _forebay("plan", folder, "--budget", "1MiB", "--bogus")
+    assert result.exit_code == 2 and "--bogus" in result.stderr
+
+
+def test_full_disk_is_one_clear_line(folder: Path) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    result = _forebay(*_run_arguments(folder, Path("/dev/full")))
+    assert result.exit_code == 2
+    assert "error: /dev/full: No space left on device" in result.stderr
+
+
+def test_machine_profile_is_shown(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured when there is none, then kept: what --json prints is what the cache holds."""
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path))
+    measured: list[bool] = []
+
+    def measure(where: Path, *, quick: bool, progress: Any) -> Machine:
+        measured.append(quick)
+        progress("disk", 0.5)
+        return Machine.default()
+
+    monkeypatch.setattr("forebay.runtime.measure.measure_machine", measure)
+    shown = _forebay("machine", "--folder", tmp_path, "--json")
+    assert shown.exit_code == 0, shown.output
+    assert measured == [False] and json.loads(shown.stdout) == json.loads((tmp_path / "machine.json").read_text())
+    text = _forebay("machine", "--folder", tmp_path, "--measure")
+    assert text.exit_code == 0 and "disk to device" in text.stdout and "default-guess" in text.stdout
+
+
+def test_help_and_import_stay_light() -> None:
+    code = ("import sys, forebay, forebay.cli; from forebay import Budget, load_plan; "
+            "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'matplotlib')))")
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert "machine" in _forebay("--help").stdout

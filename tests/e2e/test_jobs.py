@@ -1,0 +1,256 @@
+"""The batch job apart from any real model: prompts in, answers out, whatever interrupts it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forebay.jobs import AnswerFile, Ask, Interrupted, run_job
+from forebay.memory import MemoryWatch, anonymous_nbytes
+from forebay.prompts import BadLine, JobError, Prompt, Request, encode, make_batches, read_requests
+
+EOS = 0
+SETTINGS = {"model": "m", "max_new_tokens": 8}
+
+
+class Counter:
+    """A model whose next token is one less than its last: it stops by itself where the prompt's last token says."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def generate(
+        self, input_ids: torch.Tensor, *, attention_mask: torch.Tensor, max_new_tokens: int, do_sample: bool,
+        temperature: float, top_k: int, top_p: float, eos_token_id: Sequence[int] | None, generator: torch.Generator,
+        on_token: Callable[[torch.Tensor], None],
+    ) -> torch.Tensor:
+        assert eos_token_id == [EOS]
+        self.asked.append(input_ids[:, -1].tolist())
+        last = input_ids[:, -1]
+        columns = []
+        for _ in range(max_new_tokens):
+            last = (last - 1).clamp(min=EOS)
+            columns.append(last)
+            on_token(last)
+            if bool((last == EOS).all()):
+                break
+        return torch.cat((input_ids, torch.stack(columns, 1)), 1)
+
+
+def _prompts(lasts: Sequence[int]) -> list[Prompt]:
+    return [Prompt(Request(i + 1, f"p{i}", f"text {i}"), (5,) * i + (last,)) for i, last in enumerate(lasts)]
+
+
+def _decode(ids: list[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+def _run(path: Path, prompts: Sequence[Prompt], size: int = 3, **options: Any) -> Counter:
+    model = Counter()
+    with AnswerFile(path, SETTINGS) as output:
+        run_job(model, make_batches(prompts, size), output, Ask(8, (EOS,)), _decode, **options)
+    return model
+
+
+def _answers(path: Path) -> dict[str, dict[str, Any]]:
+    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len({e["id"] for e in entries}) == len(entries)
+    return {e["id"]: e for e in entries}
+
+
+def test_answers_stop_where_their_sequence_stops(tmp_path: Path) -> None:
+    _run(tmp_path / "out", _prompts([3, 20, 1, 5]))
+    answers = _answers(tmp_path / "out")
+    assert answers["p0"] == {"id": "p0", "prompt": "text 0", "text": "2 1", "tokens": 3, "prompt_tokens": 1,
+                             "finish": "stop"}
+    assert answers["p1"]["text"] == "19 18 17 16 15 14 13 12" and answers["p1"]["finish"] == "length"
+    assert answers["p2"]["text"] == "" and answers["p2"]["tokens"] == 1
+    assert set(answers) == {"p0", "p1", "p2", "p3"}
+
+
+def test_finished_answer_is_in_the_file_before_its_batch_ends(tmp_path: Path) -> None:
+    path, seen = tmp_path / "out", []
+    _run(path, _prompts([3, 9]), progress=lambda counts, batch, step: seen.append(path.read_bytes().count(b"\n")))
+    assert seen == [0, 0, 1, 1, 1, 1, 1, 2]  # a crash after the third step loses no finished answer
+
+
+@pytest.mark.parametrize("at", range(1, 20))
+def test_stopping_anywhere_and_resuming_gives_the_same_answers(tmp_path: Path, at: int) -> None:
+    prompts = _prompts([3, 9, 2, 7, 4, 1, 8])
+    _run(tmp_path / "whole", prompts)
+    calls = 0
+
+    def stop() -> bool:
+        nonlocal calls
+        calls += 1
+        return calls == at
+
+    with pytest.raises(Interrupted):
+        _run(tmp_path / "out", prompts, stop=stop)
+    half = _answers(tmp_path / "out") if (tmp_path / "out").stat().st_size else {}
+    _run(tmp_path / "out", prompts)
+    assert (tmp_path / "out").read_bytes().startswith(b"".join(
+        json.dumps(a, ensure_ascii=False).encode() + b"\n" for a in half.values()))
+    assert _answers(tmp_path / "out") == _answers(tmp_path / "whole")
+
+
+def test_answered_batches_are_not_run_again(tmp_path: Path) -> None:
+    prompts = _prompts([3, 9, 2, 7])
+    assert len(_run(tmp_path / "out", prompts, 2).asked) == 2
+    before = (tmp_path / "out").read_bytes()
+    assert _run(tmp_path / "out", prompts, 2).asked == []
+    assert (tmp_path / "out").read_bytes() == before
+    lines = before.splitlines(keepends=True)
+    (tmp_path / "out").write_bytes(b"".join(line for line in lines if b'"p1"' not in line))
+    assert _run(tmp_path / "out", prompts, 2).asked == [[9, 3]]  # the batch of p1, as it was
+
+
+@pytest.mark.parametrize("cut", [1, 5, 30])
+def test_torn_last_line_is_cut_off_and_answered_again(tmp_path: Path, cut: int) -> None:
+    prompts, path = _prompts([3, 9, 2]), tmp_path / "out"
+    _run(path, prompts)
+    whole = _answers(path)
+    os.truncate(path, path.stat().st_size - cut)
+    _run(path, prompts)
+    assert _answers(path) == whole
+
+
+def test_line_longer_than_a_read_is_cut_whole(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    with AnswerFile(path, SETTINGS) as output:
+        output.write({"id": 1, "prompt": "a", "text": "b"})
+    size = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(b'{"id": 2, "text": "' + b"x" * 200_000)
+    with AnswerFile(path, SETTINGS) as output:
+        assert output.answered == {1: {"prompt": "a"}} and output.cut_nbytes > 200_000
+    assert path.stat().st_size == size
+
+
+def test_full_disk_takes_the_half_line_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write = tmp_path / "out", os.write
+    with AnswerFile(path, SETTINGS) as output:
+        output.write({"id": 1, "prompt": "a", "text": "b"})
+        size = path.stat().st_size
+        monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
+        with pytest.raises(OSError, match="out") as caught:
+            output.write({"id": 2, "prompt": "c", "text": "d"})
+        assert caught.value.errno == errno.ENOSPC
+        assert path.stat().st_size == size and 2 not in output.answered
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_device_without_room_is_an_error() -> None:
+    with AnswerFile("/dev/full", SETTINGS) as output, pytest.raises(OSError) as caught:
+        output.write({"id": 1, "prompt": "a", "text": "b"})
+    assert caught.value.errno == errno.ENOSPC and not Path("/dev/full.settings").exists()
+
+
+def test_other_settings_are_refused_by_name_unless_forced(tmp_path: Path) -> None:
+    prompts, path = _prompts([3]), tmp_path / "out"
+    _run(path, prompts)
+    with pytest.raises(JobError, match=r"max_new_tokens 8, this job has 9; --force"):
+        AnswerFile(path, SETTINGS | {"max_new_tokens": 9})
+    AnswerFile(path, SETTINGS | {"max_new_tokens": 9}, force=True).close()
+    (tmp_path / "out.settings").unlink()
+    with pytest.raises(JobError, match="does not say how they were made"):
+        AnswerFile(path, SETTINGS)
+
+
+def test_file_of_something_else_is_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_text('{"id": 1, "text": "x"}\nnot an answer\n', encoding="utf-8")
+    with pytest.raises(JobError, match="line 2 is no answer"):
+        AnswerFile(path, SETTINGS)
+    assert path.read_text(encoding="utf-8").endswith("not an answer\n")
+
+
+def test_two_jobs_do_not_write_one_file(tmp_path: Path) -> None:
+    with AnswerFile(tmp_path / "out", SETTINGS), pytest.raises(JobError, match="another job"):
+        AnswerFile(tmp_path / "out", SETTINGS)
+    AnswerFile(tmp_path / "out", SETTINGS).close()
+
+
+def test_changed_question_under_an_old_id_is_refused(tmp_path: Path) -> None:
+    _run(tmp_path / "out", _prompts([3]))
+    with AnswerFile(tmp_path / "out", SETTINGS) as output:
+        output.check_questions([Request(1, "p0", "text 0")])
+        with pytest.raises(JobError, match="line 1: id 'p0'"):
+            output.check_questions([Request(1, "p0", "another text")])
+
+
+def test_bad_lines_are_named_and_the_others_kept(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    lines: list[bytes] = [
+        b'{"prompt": "one"}', b"", b"{not json}", b'{"prompt": ""}', b'{"id": "x", "prompt": "two"}',
+        b'{"id": "x", "prompt": "three"}', b"[1]", b'{"text": "no prompt"}', b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}', b'{"messages": []}', b'{"messages": [{"role": "user"}]}', b'{"id": 1, "prompt": "p"}',
+        b'{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', b'{"id": 1.5, "prompt": "p"}',
+        b'{"messages": [{"role": "user", "content": "four"}]}']
+    path.write_bytes(b"\n".join(lines))  # and no newline at the end
+    requests, bad = read_requests(path)
+    assert [(r.line, r.id) for r in requests] == [(1, 1), (5, "x"), (16, 16)]
+    assert [b.line for b in bad] == [3, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
+    reasons = {b.line: b.reason for b in bad}
+    assert "not JSON" in reasons[3] and "empty" in reasons[4] and "already that of line 5" in reasons[6]
+    assert "not UTF-8" in reasons[9] and "already that of line 1" in reasons[13]
+
+
+def test_missing_prompts_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="No such file"):
+        read_requests(tmp_path / "none")
+
+
+class Letters:
+    """A tokenizer of one token per letter, with a chat template that refuses the role `robot`."""
+
+    chat_template = "x"
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [1] * add_special_tokens * bool(text) + [ord(c) for c in text if c != "?"]}
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+        assert options == {"tokenize": False, "add_generation_prompt": True}
+        if messages[0]["role"] == "robot":
+            raise RuntimeError("no robots")
+        return "".join(f"<{m['content']}>" for m in messages)
+
+
+def test_encode_reports_what_does_not_fit() -> None:
+    asked = [Request(1, "a", "hi"), Request(2, "b", messages=[{"role": "user", "content": "hi"}]),
+             Request(3, "c", "x" * 9), Request(4, "d", messages=[{"role": "robot", "content": "hi"}])]
+    prompts, bad = encode(asked, Letters(), chat=False, most_tokens=8)
+    assert [p.ids for p in prompts] == [(1, 104, 105), (60, 104, 105, 62)]
+    assert bad == [BadLine(3, "the prompt is too long: 10 tokens, at most 8 fit"),
+                   BadLine(4, "the chat template refuses these messages: no robots")]
+    assert encode(asked[:1], Letters(), chat=True, most_tokens=0)[0][0].ids == (60, 104, 105, 62)
+    plain = Letters()
+    plain.chat_template = ""
+    assert "no chat template" in encode(asked[1:2], plain, chat=False, most_tokens=0)[1][0].reason
+
+
+def test_batches_hold_everything_once_longest_first() -> None:
+    prompts = _prompts([3] * 7)
+    batches = make_batches(prompts[::-1], 3)
+    assert [len(b) for b in batches] == [3, 3, 1]
+    assert [len(p.ids) for b in batches for p in b] == [7, 6, 5, 4, 3, 2, 1]
+    assert make_batches(prompts, 3) == batches  # whatever order the lines stood in
+
+
+def test_memory_watch_sees_what_was_taken_in_between(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(b"x" * (1 << 20))
+    with MemoryWatch([str(file)]) as watch:
+        taken = torch.ones(64 << 20, dtype=torch.uint8)
+        held = anonymous_nbytes()
+        watch._sample()
+        del taken
+    assert watch.peak - watch.before >= 60 << 20 and watch.peak >= held - (1 << 20)
+    assert watch.cached_peak >= 1 << 20

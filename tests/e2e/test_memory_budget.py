@@ -1,0 +1,141 @@
+"""A model larger than its budget runs in a process whose anonymous memory the kernel caps, and the page cache stays
+empty; loading it plainly fails under the same cap. FOREBAY_BIG=1 takes the 1.77 GB model under 500 MB."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+from benchmarks.big_model import Shape, big_model, make_model
+
+BIG = os.environ.get("FOREBAY_BIG") == "1"
+SMALL = Shape(hidden=1024, layers=12, heads=8, kv_heads=4, intermediate=2816, vocab=16000)  # 327 MB
+BUDGET_NBYTES = 500_000_000 if BIG else 90_000_000
+# Beside the budget, whatever the model: stacks of the I/O and OpenMP threads, kernel scratch, bound calls, torch's
+# own caches. RLIMIT_DATA counts what is mapped, touched or not, so thread stacks and heaps count in full.
+OVERHEAD_NBYTES = 64 << 20
+BATCH, PROMPT, NEW = 2, 24, 6
+
+
+def anonymous_mapped_nbytes() -> int:
+    """What RLIMIT_DATA counts of this process (VmData), in bytes."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmData:"))
+
+
+def streamed(folder: str) -> dict[str, object]:
+    """Wrap, cap this process, generate; what was seen."""
+    import torch
+
+    import forebay.model
+    from forebay.memory import MemoryWatch, disk_read_nbytes
+    from forebay.runtime.page_cache import drop_file, resident_nbytes
+
+    torch.set_num_threads(2)
+    _warm_up_threads()
+    lm = forebay.model.wrap(folder, {"device": BUDGET_NBYTES}, batch=BATCH, prompt=PROMPT, new_tokens=NEW)
+    files = sorted(str(p) for p in Path(folder).glob("*.safetensors"))
+    for path in files:
+        drop_file(path)
+    before, read_before = anonymous_mapped_nbytes(), disk_read_nbytes()
+    cap = before + BUDGET_NBYTES + OVERHEAD_NBYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
+    ids = torch.randint(5, lm.captured.vocab_size, (BATCH, PROMPT), generator=torch.Generator().manual_seed(2))
+    cached: list[int] = []
+    with MemoryWatch(files) as watch:
+        out = lm.generate(ids, max_new_tokens=NEW, pad_token_id=0,
+                          on_token=lambda token: cached.append(sum(map(resident_nbytes, files))))
+        read = disk_read_nbytes() - read_before
+    prediction = lm.plan.prediction
+    program_steps = NEW - 1 + -(-PROMPT // lm.plan.schedule.prefill_chunk)
+    lm.close()
+    return {
+        "tokens": out[:, PROMPT:].tolist(), "growth": watch.peak - watch.before, "cached": max(cached),
+        "cached_peak": watch.cached_peak, "planned": prediction.peak_nbytes["device"], "read": read,
+        "streamed": prediction.streamed_nbytes * program_steps, "model": sum(os.path.getsize(p) for p in files),
+        "cap": cap,
+    }
+
+
+def plainly(folder: str) -> dict[str, object]:
+    """The control: the same cap above what the imports took, and every weight held."""
+    import torch
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(2)
+    _warm_up_threads()
+    config = AutoConfig.from_pretrained(folder)
+    cap = anonymous_mapped_nbytes() + BUDGET_NBYTES + OVERHEAD_NBYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
+    try:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        for path in sorted(Path(folder).glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a dict)
+                    model.get_parameter(name).data.copy_(file.get_tensor(name))
+    except (MemoryError, RuntimeError) as error:
+        return {"failed": f"{type(error).__name__}: {error}"[:300]}
+    return {"failed": ""}
+
+
+def _warm_up_threads() -> None:
+    """Start OpenMP's threads, so that their stacks belong to the baseline."""
+    import torch
+
+    torch.ones(512, 512) @ torch.ones(512, 512)
+
+
+def in_process(function: str, folder: Path) -> dict[str, object]:
+    environment = os.environ | {"GOMP_SPINCOUNT": "0", "MALLOC_ARENA_MAX": "2"}
+    done = subprocess.run([sys.executable, __file__, function, str(folder)], capture_output=True, text=True,
+                          env=environment, cwd=ROOT, check=False, timeout=600)
+    assert done.returncode == 0, f"exit code {done.returncode}:\n{done.stderr[-3000:]}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return big_model() if BIG else make_model(tmp_path_factory.mktemp("model") / "model", SMALL)
+
+
+def test_generates_within_the_budget(folder: Path) -> None:
+    from forebay.runtime.page_cache import in_page_cache_filesystem
+
+    seen = in_process("streamed", folder)
+    print(f"\nmodel {seen['model'] / 1e6:.0f} MB, budget {BUDGET_NBYTES / 1e6:.0f} MB: planned peak "
+          f"{seen['planned'] / 1e6:.1f} MB, measured growth {seen['growth'] / 1e6:.1f} MB of anonymous memory and "
+          f"{seen['cached_peak'] / 1e6:.1f} MB in the page cache; allowed overhead {OVERHEAD_NBYTES / 1e6:.0f} MB; read "
+          f"{seen['read'] / 1e6:.0f} MB from storage")
+    assert seen["model"] > 3 * BUDGET_NBYTES, "the model must be well above its budget for this to show anything"
+    assert seen["planned"] <= BUDGET_NBYTES
+    tokens = seen["tokens"]
+    assert len(tokens) == BATCH and all(len(row) == NEW for row in tokens)
+    assert len({token for row in tokens for token in row}) > 2, "constant output: the logits hold nothing"
+    if in_page_cache_filesystem(folder):
+        pytest.skip("the model lies on a file system in memory: page-cache bytes mean nothing there")
+    assert seen["growth"] + seen["cached"] <= BUDGET_NBYTES + OVERHEAD_NBYTES
+    assert seen["cached"] <= 1 << 20, "streamed files must not stay in the page cache"
+    assert seen["read"] >= seen["streamed"], "the bytes that the plan streams did not come from storage"
+
+
+def test_loading_plainly_breaks_the_same_cap(folder: Path) -> None:
+    failed = in_process("plainly", folder)["failed"]
+    assert failed, "the cap does not hold: the whole model fits under it"
+    assert "memory" in str(failed).lower() or "allocate" in str(failed).lower(), failed
+
+
+if __name__ == "__main__":
+    began = time.perf_counter()
+    answer = {"streamed": streamed, "plainly": plainly}[sys.argv[1]](sys.argv[2])
+    print(f"{time.perf_counter() - began:.1f} s", file=sys.stderr)
+    print(json.dumps(answer))

@@ -1,0 +1,242 @@
+"""linear: every implementation against float64, at odd shapes and addresses, and what it must refuse."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from forebay.kernels import linear, native
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Relative to the sum of magnitudes: half a unit of the output's last place, and fp32 sums.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+IMPLS = ("aten", pytest.param("flat", marks=needs_compiler), "upcast")
+
+
+def at_offset(tensor: Tensor, offset_nbytes: int) -> Tensor:
+    """A copy whose first element lies offset_nbytes beyond a 64-byte boundary."""
+    raw = bytearray(tensor.numel() * tensor.element_size() + 128)
+    begin = -torch.frombuffer(raw, dtype=torch.uint8).data_ptr() % 64 + offset_nbytes
+    made = torch.frombuffer(raw, dtype=tensor.dtype, count=tensor.numel(), offset=begin).view(tensor.shape)
+    assert made.data_ptr() % 64 == offset_nbytes
+    return made.copy_(tensor)
+
+
+def assert_close(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None, conv1d: bool
+) -> None:
+    """Element by element, the error is small beside the sum of magnitudes that make the element."""
+    want = linear.reference(x, weight, bias, conv1d=conv1d)
+    scale = linear.reference(x.abs(), weight.abs(), None if bias is None else bias.abs(), conv1d=conv1d)
+    if added is not None:
+        want, scale = want + added.double(), scale + added.double().abs()
+    tolerance = TOLERANCE[out.dtype]
+    assert ((out.double() - want).abs() <= tolerance * scale + 1e-7).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("conv1d", (False, True))
+@pytest.mark.parametrize("m", (1, 2, 3, 4, 7, 9, 67))
+def test_matches_float64(impl: str, dtype: torch.dtype, conv1d: bool, m: int) -> None:
+    torch.manual_seed(m)
+    for n, k, accumulate in ((1, 1, False), (29, 83, True), (33, 40, False), (130, 9, True)):
+        x = torch.randn(m, k).to(dtype)
+        weight = at_offset(torch.randn(*((k, n) if conv1d else (n, k))).to(dtype), 2)
+        for bias in (None, torch.randn(n).to(dtype)):
+            wide = torch.full((m, n + 11), 7.0, dtype=dtype)
+            out = wide[:, 5 : 5 + n]
+            out.fill_(torch.nan)  # stale contents must not leak
+            added = None
+            if accumulate:
+                added = torch.randn(m, n).to(dtype)
+                out.copy_(added)
+            linear.run(impl, x, weight, bias, out, accumulate, conv1d)
+            # aten rounds once more when it adds.
+            assert_close(out, x, weight, bias, added, conv1d)
+            assert (wide[:, :5] == 7).all() and (wide[:, 5 + n :] == 7).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS[1:])
+@pytest.mark.parametrize("conv1d", (False, True))
+def test_long_sums_and_many_columns(impl: str, conv1d: bool) -> None:
+    """Longer than every block: the partial sums of the blocks meet."""
+    x = torch.randn(5, 4500).bfloat16()
+    weight = torch.randn(*((4500, 900) if conv1d else (900, 4500))).bfloat16()
+    out = torch.full((5, 900), torch.nan)
+    linear.run(impl, x, weight, None, out, conv1d=conv1d)
+    assert_close(out, x, weight, None, None, conv1d)
+
+
+@pytest.mark.parametrize("impl", IMPLS[1:])
+def test_mixed_dtypes_and_leading_dimensions(impl: str) -> None:
+    x, weight, bias = torch.randn(2, 3, 40), torch.randn(24, 40).half(), torch.randn(24).bfloat16()
+    out = torch.full((2, 3, 24), torch.nan, dtype=torch.bfloat16)
+    linear.run(impl, x, weight, bias, out)
+    assert_close(out, x, weight, bias, None, False)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_row_tiles_make_the_whole(impl: str) -> None:
+    """Tiles of a [N, K] weight are column slices of out; tiles of a [K, N] weight are partial sums."""
+    x, weight = torch.randn(6, 50), torch.randn(70, 50)
+    out = torch.full((6, 70), torch.nan)
+    for n0 in range(0, 70, 32):
+        linear.run(impl, x, weight[n0 : n0 + 32], None, out[:, n0 : n0 + 32])
+    assert_close(out, x, weight, None, None, False)
+    for k0 in range(0, 50, 16):
+        tile = weight.t().contiguous()[k0 : k0 + 16]
+        linear.run(impl, x[:, k0 : k0 + 16], tile, None, out, accumulate=k0 > 0, conv1d=True)
+    assert_close(out, x, weight, None, None, False)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_and_infinity_propagate(impl: str, dtype: torch.dtype) -> None:
+    for conv1d in (False, True):
+        x, weight = torch.randn(5, 37).to(dtype), torch.randn(21, 37).to(dtype)
+        x[1, 3], x[2, 36], weight[4, 7], weight[20, 36] = torch.inf, torch.nan, -torch.inf, torch.nan
+        stored = weight.t().contiguous() if conv1d else weight
+        out = torch.zeros(5, 21, dtype=dtype)
+        linear.run(impl, x, stored, None, out, conv1d=conv1d)
+        want = x.float() @ weight.float().t()
+        assert torch.equal(out.isnan(), want.isnan())
+        assert torch.equal(out.isposinf(), want.isposinf()) and torch.equal(out.isneginf(), want.isneginf())
+
+
+@needs_compiler
+def test_rounding_is_torchs() -> None:
+    """Overflow, subnormals and ties round as torch's own conversion, in and out."""
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.bfloat16, torch.float16):
+        every = bits.view(dtype)
+        every = every[every.isfinite()].reshape(-1, 1)
+        out = torch.full_like(every, torch.nan, dtype=torch.float32)
+        linear.run("flat", every, torch.ones(1, 1, dtype=dtype), None, out)
+        assert torch.equal(out, every.float())
+        ties = torch.cat((every.float() * (1 + 2.0**-9), every.float() * (1 + 2.0**-12), every.float() * 2))
+        rounded = torch.full_like(ties, torch.nan, dtype=dtype)
+        linear.run("flat", ties, torch.ones(1, 1), None, rounded)
+        assert torch.equal(rounded, ties.to(dtype))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_empty_sizes(impl: str) -> None:
+    out = torch.full((3, 4), torch.nan)
+    linear.run(impl, torch.empty(3, 0), torch.empty(4, 0), torch.arange(4.0), out)
+    assert torch.equal(out, torch.arange(4.0).expand(3, 4))
+    linear.run(impl, torch.empty(0, 5), torch.ones(4, 5), None, torch.empty(0, 4))
+    linear.run(impl, torch.ones(2, 5), torch.ones(0, 5), None, torch.empty(2, 0))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_bound_call_reads_present_contents_from_any_thread(impl: str) -> None:
+    x, weight = torch.randn(4, 64).bfloat16(), torch.randn(48, 64).bfloat16()
+    out = torch.empty(4, 48, dtype=torch.bfloat16)
+    call = linear.bind_linear(impl, x, weight, None, out)
+    for _ in range(2):
+        x.normal_()
+        weight.normal_()
+        worker = threading.Thread(target=call)
+        worker.start()
+        worker.join()
+        assert_close(out, x, weight, None, None, False)
+
+
+@pytest.mark.parametrize("impl", IMPLS[1:])
+def test_scratch_stays_within_its_bound(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a small limit rows and tiles are cut, the result stands, and no more is held than stated."""
+    monkeypatch.setattr(linear, "SCRATCH_NBYTES", 1 << 14)
+    monkeypatch.setattr(linear, "_scratch", threading.local())
+    for m, n, k in ((70, 30, 333), (5, 600, 50)):
+        x, weight, out = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16(), torch.empty(m, n)
+        linear.run(impl, x, weight, None, out)
+        assert_close(out, x, weight, None, None, False)
+        held = linear._scratch.floats.nbytes
+        assert 0 < held <= linear.SCRATCH_NBYTES
+        assert linear.scratch_nbytes(impl, torch.bfloat16, m, n, k) <= linear.SCRATCH_NBYTES
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    (
+        ("x", {"x": torch.ones(3, 9)}),
+        ("x", {"x": torch.ones(3, 8, dtype=torch.int32)}),
+        ("x", {"x": torch.ones(8, 3).t()}),
+        ("weight", {"weight": torch.ones(8)}),
+        ("weight", {"weight": torch.ones(4, 8, dtype=torch.float64)}),
+        ("weight", {"weight": torch.ones(8, 4).t()}),
+        ("bias", {"bias": torch.ones(5)}),
+        ("out", {"out": torch.ones(3, 5)}),
+        ("out", {"out": torch.ones(4, 3).t()}),
+        ("out", {"out": torch.ones(1, 3, 4)}),
+    ),
+)
+def test_refuses_by_name(impl: str, argument: str, change: dict[str, Tensor]) -> None:
+    given = {"x": torch.ones(3, 8), "weight": torch.ones(4, 8), "bias": torch.ones(4), "out": torch.ones(3, 4)}
+    given.update(change)
+    before = given["out"].clone()
+    with pytest.raises(ValueError, match=f"linear: {argument} "):
+        linear.run(impl, **given)
+    assert torch.equal(given["out"], before)
+
+
+def test_refuses_unknown_names_and_aten_of_mixed_dtypes() -> None:
+    x, weight, out = torch.ones(3, 8), torch.ones(4, 8), torch.ones(3, 4)
+    with pytest.raises(ValueError, match="impl must be one of"):
+        linear.run("fast", x, weight, None, out)
+    with pytest.raises(ValueError, match="linear: weight must have x's dtype"):
+        linear.run("aten", x, weight.half(), None, out)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(native, "compiler", lambda: None)
+    native.load.cache_clear()
+    yield
+    native.load.cache_clear()
+
+
+def test_missing_compiler_falls_back_with_one_warning(no_compiler: None) -> None:
+    with pytest.warns(RuntimeWarning, match=r"fall back to torch.*no C\+\+ compiler"):
+        assert linear.implementations(torch.bfloat16) == ("aten", "upcast")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert linear.implementations(torch.float32) == ("aten",)
+        for dtype in DTYPES:
+            assert {linear.default_choice(dtype, m, 64, 64) for m in (1, 8, 512)} <= {"aten", "upcast"}
+        with pytest.raises(ValueError, match="needs a C"):
+            linear.run("flat", torch.ones(1, 1), torch.ones(1, 1), None, torch.ones(1, 1))
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+def test_failing_compiler_falls_back(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no such flag >&2\nexit 1\n')
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
+    native.load.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match="no such flag"):
+            assert native.load() is None
+        assert list((tmp_path / "cache").iterdir()) == []
+    finally:
+        monkeypatch.undo()
+        native.load.cache_clear()
+
+
+def test_default_choice_is_available_and_measurable() -> None:
+    for dtype in DTYPES:
+        for m in (1, 8, 512):
+            assert linear.default_choice(dtype, m, 64, 64) in linear.implementations(dtype)
+        for impl in linear.implementations(dtype):
+            assert linear.measure(impl, dtype, 2, 32, 32, repeats=3, cache_nbytes=1 << 14) > 0
+    assert linear.implementations(torch.int8) == ()

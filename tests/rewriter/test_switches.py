@@ -1,0 +1,116 @@
+"""The debugging switches: read from an environment, and doing what they say in the pipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import chain, planned, run_program
+
+from forebay.rewriter.pipeline import OPTIONAL, PASSES, StoppedAfter
+from forebay.rewriter.plan import Budget, load_plan
+from forebay.rewriter.program import Launch
+from forebay.rewriter.switches import Switches, SwitchError, read_switches
+from forebay.rewriter.verify import ProgramError
+
+NAMES = [p.__name__ for p, _ in PASSES]
+SMALL = Budget(30_000)
+
+
+def test_an_empty_environment_gives_the_defaults() -> None:
+    assert read_switches({}) == Switches()
+
+
+def test_every_switch_is_read() -> None:
+    assert read_switches({
+        "FOREBAY_DUMP": "/d", "FOREBAY_VERIFY": "0", "FOREBAY_SKIP": "a, b,", "FOREBAY_STOP_AFTER": " c ",
+        "FOREBAY_BISECT": "1", "FOREBAY_SYNC": "true", "FOREBAY_POISON": "ON", "FOREBAY_NO_REUSE": "yes",
+        "UNRELATED": "x",
+    }) == Switches("/d", False, ("a", "b"), "c", True, True, True, True)
+
+
+@pytest.mark.parametrize("off", ["0", "false", "OFF", "no", " 0 "])
+def test_off_in_every_spelling(off: str) -> None:
+    assert read_switches({"FOREBAY_VERIFY": off, "FOREBAY_POISON": off}) == Switches(verify=False)
+
+
+@pytest.mark.parametrize("name", ["VERIFY", "BISECT", "SYNC", "POISON", "NO_REUSE"])
+def test_anything_else_is_refused_by_name(name: str) -> None:
+    with pytest.raises(SwitchError, match=f"FOREBAY_{name}='maybe'"):
+        read_switches({f"FOREBAY_{name}": "maybe"})
+
+
+@pytest.mark.parametrize("switches", [Switches(skip=("allocate_buffers",)), Switches(skip=("no_such",)),
+                                      Switches(stop_after="no_such")])
+def test_a_pass_that_cannot_be_skipped_or_is_not_there(tmp_path: Path, switches: Switches) -> None:
+    with pytest.raises(SwitchError, match="hoist_prefetch"):
+        chain(tmp_path, width=64).pipeline(switches)
+
+
+@pytest.mark.parametrize("switches", [
+    Switches(skip=("hoist_prefetch",)), Switches(skip=OPTIONAL), Switches(no_reuse=True), Switches(bisect=True),
+    Switches(verify=False), Switches(no_reuse=True, skip=OPTIONAL),
+])
+def test_programs_compute_the_same_under_every_switch(tmp_path: Path, switches: Switches) -> None:
+    model = chain(tmp_path, width=64)
+    plan, program = planned(model, SMALL, switches=switches)
+    assert plan.prediction.streamed_nbytes > 20_000
+    for poison, sync in ((False, False), (True, False), (False, True)):
+        got = run_program(program, plan, model, poison=poison, sync=sync)[0]
+        torch.testing.assert_close(got, model.expected()[0], rtol=1e-5, atol=1e-5)
+
+
+def test_no_reuse_gives_every_activation_its_own_memory(tmp_path: Path) -> None:
+    model = chain(tmp_path, width=64)
+    for no_reuse in (False, True):
+        plan, _ = planned(model, SMALL, switches=Switches(no_reuse=no_reuse))
+        places = [(b.offset, b.nbytes) for b in plan.buffers if b.phase == "decode"]
+        shared = sum(a < d + e and d < a + b for i, (a, b) in enumerate(places) for d, e in places[i + 1 :])
+        assert (shared == 0) is no_reuse
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stop_after_stops_there_and_leaves_the_dump(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "dump"
+    with pytest.raises(StoppedAfter, match=name):
+        planned(chain(tmp_path, width=64), SMALL, switches=Switches(stop_after=name, dump=str(folder)))
+    written = sorted(p.name for p in (folder / "1_tokens").iterdir())
+    done = NAMES[: NAMES.index(name) + 1]
+    assert written == sorted(f"{i:02d}_{n}.{when}.py" for i, n in enumerate(done) for when in ("before", "after"))
+
+
+def test_dump_writes_every_stage_and_a_plan_that_loads(tmp_path: Path) -> None:
+    folder = tmp_path / "dump"
+    plan, program = planned(chain(tmp_path, width=64), SMALL, switches=Switches(dump=str(folder)))
+    assert load_plan(folder / "plan.json") == plan
+    phase = folder / "1_tokens"
+    stages = [f"{i:02d}_{n}.{when}.py" for i, n in enumerate(NAMES) for when in ("before", "after")]
+    assert sorted(p.name for p in phase.iterdir()) == sorted([*stages, "program.txt"])
+    before, after = ((phase / f"00_insert_transfers.{when}.py").read_text() for when in ("before", "after"))
+    assert "fetch" not in before and "by insert_transfers" in after and "Transfer(index=0" in after
+    assert "float32[2, 64]" in before
+    text = (phase / "program.txt").read_text()
+    assert len(text.splitlines()) == 3 + len(program.prologue) + len(program.step)
+    assert all(i.label in text for i in program.step if isinstance(i, Launch)) and "weights.bin[" in text
+
+
+def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = chain(tmp_path, width=64)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    planned(model, SMALL)
+    assert list(empty.iterdir()) == []
+
+
+def test_verify_is_on_unless_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import forebay.rewriter.pipeline as pipeline
+
+    def refuse(*args: object) -> None:
+        raise ProgramError("asked")
+
+    monkeypatch.setattr(pipeline, "verify_program", refuse)
+    planned(chain(tmp_path, width=64), SMALL, switches=Switches(verify=False))
+    with pytest.raises(ProgramError, match="asked"):
+        planned(chain(tmp_path, width=64), SMALL)

@@ -1,0 +1,167 @@
+"""Tiny flat graphs whose weights lie in a file, and Programs run on the thread device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from forebay.rewriter.concretise import concretise
+from forebay.rewriter.graph import META, WeightInput
+from forebay.rewriter.machine import Machine
+from forebay.rewriter.pipeline import Pipeline, Source
+from forebay.rewriter.plan import Budget, BufferPlacement, Plan, Schedule, WeightPlacement, Workload
+from forebay.rewriter.planner import Wishes
+from forebay.rewriter.program import DISK, Copy, FileSlice, Program, Span
+from forebay.rewriter.switches import Switches
+from forebay.runtime.disk import DiskReader, open_reader
+from forebay.runtime.executor import BoundProgram, load_resident
+from forebay.runtime.threads import ThreadDevice
+
+aten = torch.ops.aten
+Build = Callable[[fx.Graph, Mapping[str, fx.Node]], object]  # adds nodes to the graph, returns what it outputs
+
+
+def flat_graph(build: Build, inputs: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> fx.GraphModule:
+    """A flat concrete graph: `build` sees the graph and a placeholder for each input and each weight by name."""
+    graph = fx.Graph()
+    nodes, sizes = {}, {}
+    for name, value in (*inputs.items(), *weights.items()):
+        node = nodes[name] = graph.placeholder(name)
+        sizes[node.name] = torch.empty_like(value, device="meta")
+        if name in weights:
+            node.meta[META] = WeightInput(name)
+    graph.output(build(graph, nodes))
+    return concretise(fx.GraphModule({}, graph), sizes)
+
+
+def run_graph(gm: fx.GraphModule, inputs: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> list:
+    """The outputs of a graph, rewritten or not, run as Python."""
+    values = {**inputs, **weights}
+    names = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
+    with torch.no_grad():
+        found = fx.Interpreter(gm).run(*(values[n].clone() for n in names))
+    return list(found) if isinstance(found, tuple | list) else [found]
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A hand-made model: `build` for flat graphs, its example inputs, its weights, and the file they lie in."""
+
+    build: Build
+    inputs: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor]
+    files: Mapping[str, FileSlice]
+
+    def graph(self) -> fx.GraphModule:
+        return flat_graph(self.build, self.inputs, self.weights)
+
+    def source(self, **options: object) -> Source:
+        return Source("tiny", lambda tokens: self.graph(), self.files, **options)  # type: ignore[arg-type]
+
+    def pipeline(self, switches: Switches | None = None, **options: object) -> Pipeline:
+        return Pipeline(self.source(**options), Workload(1, 1, 1), Machine.default(), switches or Switches())
+
+    def expected(self) -> list[torch.Tensor]:
+        return run_graph(self.graph(), self.inputs, self.weights)
+
+
+def tiny(folder: Path, build: Build, inputs: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> Tiny:
+    """Write the weights one after the other, from an odd offset on, as they stand in real checkpoints."""
+    path = folder / "weights.bin"
+    files, content = {}, bytearray(b"\x7f" * 52)
+    for name, value in weights.items():
+        data = value.contiguous().view(torch.uint8).numpy().tobytes()
+        files[name] = FileSlice(str(path), len(content), len(data))
+        content += data
+    path.write_bytes(content)
+    return Tiny(build, inputs, weights, files)
+
+
+def chain(folder: Path, layers: int = 3, width: int = 32, rows: int = 2) -> Tiny:
+    """x -> relu(x W_i^T + b_i) for `layers` layers; the matrices stream, the biases stay."""
+    generator = torch.Generator().manual_seed(layers * 1000 + width)
+    weights = {}
+    for i in range(layers):
+        weights[f"w{i}"] = torch.randn(width, width, generator=generator) / width**0.5
+        weights[f"b{i}"] = torch.randn(width, generator=generator)
+    inputs = {"x": torch.randn(rows, width, generator=generator)}
+
+    def build(graph: fx.Graph, nodes: Mapping[str, fx.Node]) -> object:
+        x = nodes["x"]
+        for i in range(layers):
+            x = graph.call_function(aten.linear.default, (x, nodes[f"w{i}"], nodes[f"b{i}"]))
+            x = graph.call_function(aten.relu.default, (x,))
+        return (x,)
+
+    return tiny(folder, build, inputs, weights)
+
+
+def plan_for(
+    weights: Mapping[str, WeightPlacement], slots: int = 2, lead: int | None = None, slot_nbytes: int = 8192,
+    arena: int = 1 << 16, reuse: bool = True,
+) -> Plan:
+    """A plan made by hand: slots at the bottom of the arena, then the resident weights, activations on top."""
+    buffers = [BufferPlacement(f"slot{i}", "slot", "device", i * slot_nbytes, slot_nbytes) for i in range(slots)]
+    end, placed = slots * slot_nbytes, []
+    for w in weights.values():
+        if w.tier == "device":
+            w = replace(w, offset=end)
+            buffers.append(BufferPlacement(w.name, "weight", "device", end, w.nbytes))
+            end += -(-w.nbytes // 64) * 64
+        placed.append(w)
+    schedule = Schedule(1, slots=slots, lead=lead or slots, slot_nbytes=slot_nbytes, prefill_chunk=1, reuse=reuse)
+    return Plan("tiny", "", Budget(arena), Workload(1, 1, 1), schedule, tuple(placed), {"device": arena},
+                buffers=tuple(buffers))
+
+
+def placements(model: Tiny, stream: Mapping[str, int | str]) -> dict[str, WeightPlacement]:
+    """Every weight resident but those in `stream`: name -> rows per tile (0: whole), or "gather"."""
+    found = {}
+    for name, value in model.weights.items():
+        nbytes = value.numel() * value.element_size()
+        how = stream.get(name)
+        if how is None:
+            found[name] = WeightPlacement(name, "device", nbytes, offset=0)
+        else:
+            found[name] = WeightPlacement(name, "disk", nbytes, tile_rows=0 if how == "gather" else int(how),
+                                          gather=how == "gather")
+    return found
+
+
+def run_program(
+    program: Program, plan: Plan, model: Tiny, *, steps: int = 2, reader: DiskReader | None = None, poison: bool = False,
+    sync: bool = False,
+) -> list[torch.Tensor]:
+    """Outputs of the last of `steps` steps with the same inputs, which must be those of every step before."""
+    device = ThreadDevice(reader or open_reader("buffered"), poison=poison, sync=sync)
+    device.allocate(program.arenas)
+    try:
+        placed = {b.name: b for b in plan.buffers if b.kind == "weight"}
+        load_resident((Copy(DISK, model.files[w.name], Span(placed[w.name].arena, placed[w.name].offset, w.nbytes, w.name),
+                            f"load {w.name}") for w in plan.weights if w.tier != "disk"), device)
+        bound = BoundProgram(program, device)
+        outputs: list[torch.Tensor] = []
+        for step in range(steps):
+            for name, value in model.inputs.items():
+                bound.inputs[name].copy_(value)
+            if step == 0:
+                bound.start()
+            bound.run()
+            found = [bound.outputs[f"out{i}"].clone() for i in range(len(bound.outputs))]
+            assert not outputs or all(torch.equal(a, b) for a, b in zip(found, outputs, strict=True))
+            outputs = found
+        device.finish()
+        return outputs
+    finally:
+        device.close()
+
+
+def planned(model: Tiny, budget: Budget, wishes: Wishes | None = None, **options: object) -> tuple[Plan, Program]:
+    """The pipeline's plan for `budget` and its verified Program."""
+    pipeline = model.pipeline(**options)  # type: ignore[arg-type]
+    plan = pipeline.plan(budget, wishes)
+    return plan, pipeline.program(plan, 1)
