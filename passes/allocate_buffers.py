@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -28,7 +29,10 @@ IN_PLACE = frozenset((
 
 def allocate_buffers(gm: fx.GraphModule, plan: Plan) -> None:
     """Place the activations of a flat graph at the top end of the device arena, growing downwards; leaves a `Layout`
-    in `gm.meta`. With a shallow `sample` in `gm.meta` equal layers get equal addresses. PlanError when they would meet what the plan keeps at the lower end (weights, slots, cache)."""
+    in `gm.meta`. With a shallow `sample` in `gm.meta` equal layers get equal addresses.
+
+    PlanError when activations would meet what the plan keeps at the lower end (weights, slots, cache).
+    """
     sample = gm.meta.pop("sample", None)
     layout = repeat_layout(gm, sample) if sample is not None else None
     if layout is None:
@@ -37,10 +41,11 @@ def allocate_buffers(gm: fx.GraphModule, plan: Plan) -> None:
     floor = max((b.offset + b.nbytes for b in plan.buffers if b.arena == "device" and b.phase == "all"), default=0)
     if layout.height > top - floor:
         raise PlanError(f"allocate_buffers: activations need {layout.height} bytes, but the arena of {top} bytes has "
-                        f"{top - floor} left above weights, slots and cache; a smaller prefill chunk or batch needs less")
+                        f"{top - floor} left above weights, slots and cache; a smaller prefill chunk or batch needs "
+                        "less")
     base = (top - layout.height) // ALIGNMENT * ALIGNMENT
     for name, b in layout.buffers.items():
-        layout.buffers[name] = BufferPlacement(b.name, b.kind, b.arena, base + b.offset, b.nbytes, "step", b.first, b.last)
+        layout.buffers[name] = replace(b, offset=base + b.offset)
     gm.meta[META] = layout
 
 
@@ -56,7 +61,8 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True) -> Layout:
     last: dict[tuple[fx.Node, int], int] = {}
     storages: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
     # a lookup on the disk stream still reads its index until somebody waits for its rows
-    until = {n: min((position[u] for u in n.users), default=end) if n.target in (ops.gather_rows, aten.embedding.default) else i
+    lookups = (ops.gather_rows, aten.embedding.default)
+    until = {n: min((position[u] for u in n.users), default=end) if n.target in lookups else i
              for n, i in position.items()}
     for i, node in enumerate(nodes):
         if _owns_memory(node):
@@ -87,7 +93,8 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True) -> Layout:
         boundary = any(n.op == "placeholder" for n, _ in keys) or live[name][1] == end
         kinds[name] = "io" if boundary else "activation"
     result = allocate(requests, time_limit_s=TIME_LIMIT_S, alignment=ALIGNMENT)
-    buffers, ends = {}, {}
+    buffers: dict[str, BufferPlacement] = {}
+    ends: dict[fx.Node, list[str]] = {}
     for request, offset in zip(requests, result.offsets, strict=True):
         start, stop = live[request.id]
         buffers[request.id] = BufferPlacement(

@@ -62,8 +62,8 @@ def tileable(user: fx.Node, weight: fx.Node) -> bool:
     if user.target is aten.linear.default:
         return user.args[1] is weight and weight not in (user.args[0], *user.args[2:]) and _is_rows(user.args[0])
     if user.target is aten.addmm.default:
-        bias = user.args[0]
-        return user.args[2] is weight and user.args[1] is not weight and not user.kwargs and _is_rows(user.args[1]) and (
+        bias, x, matrix = user.args
+        return matrix is weight and x is not weight and not user.kwargs and _is_rows(x) and (
             isinstance(bias, fx.Node) and bias is not weight and bias.meta["val"].dim() == 1)
     if user.target in (aten.mm.default, aten.matmul.default):
         return user.args[1] is weight and user.args[0] is not weight and weight.meta["val"].dim() == 2 and (

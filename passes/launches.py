@@ -44,8 +44,7 @@ class Launches:
             raise LoweringError(f"lower: {node.name} calls {target}, which is no operator")
         if target is aten.linear.default and self._flat(node.args[0]):
             return [self._product(node, node.args[0], node.args[1], node.args[2] if len(node.args) > 2 else None, "nk")]
-        if target is aten.addmm.default and not node.kwargs and self._flat(node.args[1]) and self._is_vector(node.args[0]) \
-                and self._row_major(node.args[2]):
+        if target is aten.addmm.default and self._is_product(node):
             return [self._product(node, node.args[1], node.args[2], node.args[0], "kn")]
         if target.namespace == "forebay":
             return [self._own(node, target)]
@@ -65,11 +64,10 @@ class Launches:
             expected = stride * size if size != 1 else expected
         return True
 
-    def _is_vector(self, x: Any) -> bool:
-        return isinstance(x, fx.Node) and x.meta["val"].dim() == 1
-
-    def _row_major(self, x: Any) -> bool:
-        return x.meta["val"].is_contiguous()
+    def _is_product(self, node: fx.Node) -> bool:
+        """Whether an addmm is bias [N] + x [M, K] times a row-major weight [K, N]."""
+        bias, weight = (node.args[i].meta["val"] for i in (0, 2))  # type: ignore[union-attr]
+        return not node.kwargs and bias.dim() == 1 and self._flat(node.args[1]) and weight.is_contiguous()
 
     def _impl(self, node: fx.Node) -> str:
         mark = node.meta.get(META)
@@ -84,7 +82,8 @@ class Launches:
         reads = tuple(span_of(a) for a in args if a is not None) + ((span_of(out),) if accumulate else ())
         flops = 2 * math.prod(x.shape) * (weight.shape[0] if form == "nk" else weight.shape[1])
         return Launch(COMPUTE, "forebay.linear", args, {"form": form, "accumulate": accumulate}, (out,), reads,
-                      (span_of(out),), node.name, node.meta.get("layer", -1), flops, self.workspace(node), self._impl(node))
+                      (span_of(out),), node.name, node.meta.get("layer", -1), flops, self.workspace(node),
+                      self._impl(node))
 
     def _linear_tile(self, node: fx.Node) -> Launch:
         out, x, tile, bias, lower = node.args

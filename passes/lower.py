@@ -137,7 +137,7 @@ class _Lowering:
             else:
                 arena, address, buffer = self._home((base, element))
             known = self.refs[node, result] = TensorRef(
-                arena, address + value.storage_offset() * value.element_size(), str(value.dtype)[6:],
+                arena, address + int(value.storage_offset()) * value.element_size(), str(value.dtype)[6:],
                 tuple(value.shape), tuple(value.stride()), buffer)
         return known
 

@@ -168,8 +168,9 @@ def _mutates(node: fx.Node) -> bool:
 def inline_blocks(step: fx.GraphModule) -> fx.GraphModule:
     """One flat graph with every block call replaced by the block's nodes.
 
-    A node of layer 3 is named layer3_…, has `meta["layer"] == 3` and in `meta["block"]` the name of its block graph. Where sizes are fixed, `meta["alias_of"]` is
-    restated for the flat graph; there it alone tells which nodes share storage, since the layers share their values.
+    A node of layer 3 is named layer3_…, has `meta["layer"] == 3` and the name of its block graph in `meta["block"]`.
+    Where sizes are fixed, `meta["alias_of"]` is restated for the flat graph; there it alone tells which nodes share
+    storage, since the layers share their values.
     """
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}

@@ -50,4 +50,5 @@ def _product_time_s(item: Launch, machine: Machine, nbytes: int) -> float:
     measured = {point.impl for point in machine.gemm if point.dtype == dtype}
     if not measured:  # at least its bytes must move
         return nbytes / (2 * machine.memory_bytes_per_s)
-    return machine.gemm_time_s(item.impl if item.impl in measured else machine.best_gemm(dtype, m, n, k), dtype, m, n, k)
+    impl = item.impl if item.impl in measured else machine.best_gemm(dtype, m, n, k)
+    return machine.gemm_time_s(impl, dtype, m, n, k)

@@ -26,9 +26,9 @@ def weight_uses(flat: fx.GraphModule, constants: set[str]) -> list[WeightUse]:
         lookups = [u for u in node.users if u.target is aten.embedding.default and u.args[0] is node]
         others = [u for u in node.users if u not in lookups]
         rows = value.shape[0] if value.dim() else 1
-        use = WeightUse(
-            name, value.numel() * value.element_size(), rows, value.dim() == 2 and all(tileable(u, node) for u in others),
-            bool(lookups), bool(others))
+        tiles = value.dim() == 2 and all(tileable(u, node) for u in others)
+        nbytes = value.numel() * value.element_size()
+        use = WeightUse(name, nbytes, rows, tiles, bool(lookups), bool(others))
         found.append((min((order[u] for u in others or lookups), default=0), use))
     return [use for _, use in sorted(found, key=lambda pair: pair[0])]
 

@@ -91,6 +91,9 @@ def make_plan(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes, 
             break
     if best is None:
         smallest, parts = smallest_budget(facts, workload, wishes)
+        if budget.host and budget.device >= smallest:
+            raise PlanError(f"budget.host: {format_nbytes(budget.host)} cannot hold the slots that copies from disk pass "
+                            "through on their way to the device; give more, or leave the host budget out")
         raise PlanError(
             f"a device budget of {format_nbytes(budget.device)} cannot work for batch {workload.batch}, prompt "
             f"{workload.prompt}, {workload.new_tokens} new tokens; the smallest that can is {format_nbytes(smallest)} "
@@ -100,7 +103,7 @@ def make_plan(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes, 
 
 
 def smallest_budget(facts: Facts, workload: Workload, wishes: Wishes) -> tuple[int, dict[str, int]]:
-    """The least device budget in bytes that a plan exists for, and what takes it; by bisection on the planner itself."""
+    """The least device budget in bytes that a plan exists for, and what takes it; by bisection."""
     chunks = [wishes.prefill_chunk] if wishes.prefill_chunk else [1]
 
     def fit(nbytes: int) -> Plan | None:
@@ -161,7 +164,12 @@ def _fit(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes, machi
         resident |= _spread(products, room)
     weights = [_place(u, u.name in resident, slot, facts.weight_tier) for u in facts.uses]
     if budget.host and facts.weight_tier == "disk":
-        weights = _fill_host(weights, budget.host, slots, slot, facts.host_hop)
+        staging = 0  # what copies from disk pass through: slots, and the rows of a lookup
+        if facts.host_hop:
+            staging = slots * _slot_stride(slot) + max(need.activations, decode.activations) + 2 * PAGE
+        if staging > budget.host:
+            return None
+        weights = _fill_host(weights, budget.host - staging)
     schedule = Schedule(
         micro_batch=workload.batch, slots=max(1, slots), slot_nbytes=slot, lead=min(wishes.lead or max(1, slots),
         max(1, slots)), prefill_chunk=chunk, reuse=wishes.reuse, host_hop=facts.host_hop)
@@ -247,12 +255,8 @@ def _place(u: WeightUse, resident: bool, slot: int, tier: str) -> WeightPlacemen
     return WeightPlacement(u.name, tier, u.nbytes, tile_rows=tile_rows, gather=u.lookup)  # type: ignore[arg-type]
 
 
-def _fill_host(
-    weights: list[WeightPlacement], room: int, slots: int, slot: int, host_hop: bool
-) -> list[WeightPlacement]:
+def _fill_host(weights: list[WeightPlacement], room: int) -> list[WeightPlacement]:
     """Move streamed weights from disk to host memory while it lasts; what is only looked up stays on disk."""
-    if host_hop:
-        room -= slots * _slot_stride(slot)
     moved = []
     for w in weights:
         if w.tier == "disk" and not w.gather and _aligned(w.nbytes) <= room:

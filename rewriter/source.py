@@ -91,7 +91,8 @@ def weight_files(
     records = {rename(name): record for name, record in checkpoint.tensors.items()}
     found = {}
     for spec in captured.weights.values():
-        names = [n for tied in (spec.name, *spec.ties) for n in (tied, f"{prefix}.{tied}", tied.removeprefix(f"{prefix}."))]
+        names = [n for tied in (spec.name, *spec.ties)
+                 for n in (tied, f"{prefix}.{tied}", tied.removeprefix(f"{prefix}."))]
         record = next((records[n] for n in names if n in records), None)
         if record is None:
             raise CheckpointError(f"{checkpoint.folder} holds no tensor for {spec.name} "
@@ -101,7 +102,7 @@ def weight_files(
                                   f"{spec.name} has {list(spec.shape)}")
         if record.dtype != spec.dtype:
             raise CheckpointError(f"{record.path}: {record.name} is {str(record.dtype)[6:]}, the model computes in "
-                                  f"{str(spec.dtype)[6:]}; save the checkpoint in that dtype, or set the config's dtype")
+                                  f"{str(spec.dtype)[6:]}; save the checkpoint in that dtype")
         found[spec.name] = FileSlice(record.path, record.offset, record.nbytes)
     return found
 
@@ -111,7 +112,7 @@ def checkpoint_names(config: Any) -> tuple[str, Callable[[str], str]]:
     that transformers itself applies when it loads them."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     try:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
         from transformers.core_model_loading import WeightRenaming, rename_source_key

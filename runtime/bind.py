@@ -10,6 +10,7 @@ import torch
 
 from forebay.kernels import attention, kv_append, linear
 from forebay.rewriter.program import Launch, TensorRef
+from forebay.runtime import gpu_library
 from forebay.runtime.device import Call, RuntimeFault
 
 Tensors = Callable[[TensorRef], torch.Tensor]
@@ -23,8 +24,13 @@ def bind_launch(launch: Launch, tensor: Tensors) -> Call:
     if launch.op == "forebay.linear":
         return _bind_linear(launch, args, kwargs, out[0])
     if launch.op == "forebay.attention":
-        return attention.bind_attention(*args, out[0])
+        q, k, v, start, scale, window, softcap = args
+        if q.is_cuda:
+            return functools.partial(gpu_library.attention, q, k, v, start, scale, window, softcap, out[0])
+        return attention.bind_attention(q, k, v, start, scale, window, softcap, out[0])
     if launch.op == "forebay.kv_append":
+        if args[0].is_cuda:
+            return functools.partial(gpu_library.kv_append, *args)
         return kv_append.bind_kv_append(*args)
     if launch.op == "copy":
         return functools.partial(out[0].copy_, args[0])
@@ -39,18 +45,10 @@ def _bind_linear(launch: Launch, args: Any, kwargs: dict[str, Any], out: torch.T
     x, weight, bias = args
     conv1d, accumulate = kwargs["form"] == "kn", kwargs["accumulate"]
     if x.is_cuda:
-        return functools.partial(_library_product, x, weight if conv1d else weight.mT, bias, out, accumulate)
+        return functools.partial(gpu_library.product, x, weight if conv1d else weight.mT, bias, out, accumulate)
     k, n = x.shape[-1], out.shape[-1]
     impl = launch.impl or linear.default_choice(weight.dtype, x.numel() // max(1, k), n, k)
     return linear.bind_linear(impl, x, weight, bias, out, accumulate=accumulate, conv1d=conv1d)
-
-
-def _library_product(
-    x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, accumulate: bool
-) -> None:
-    """The vendor's matrix product on a GPU."""
-    product = x @ matrix if bias is None else x @ matrix + bias
-    out.add_(product) if accumulate else out.copy_(product)
 
 
 def _bind_functional(op: Any, args: Any, kwargs: dict[str, Any], out: list[torch.Tensor]) -> Call:

@@ -83,7 +83,7 @@ def prefill(session: Session, prompts: Sequence[torch.Tensor], lengths: torch.Te
     ids = torch.zeros(rows, span, dtype=torch.int64)
     for i, prompt in enumerate(prompts):
         ids[i, : prompt.numel()] = prompt
-    starts = list(range(0, span - chunk, chunk)) + [span - chunk]
+    starts = [*range(0, span - chunk, chunk), span - chunk]
     result: torch.Tensor | None = None
     for start in starts:
         last = (lengths - 1 - start).clamp(0, chunk - 1)
