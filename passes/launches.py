@@ -10,7 +10,14 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from forebay.passes.out_variants import COPIES, is_view, mutated_arguments, named_arguments, out_variant
+from forebay.passes.out_variants import (
+    COPIES,
+    is_view,
+    mutated_arguments,
+    named_arguments,
+    out_variant,
+    transient_nbytes,
+)
 from forebay.rewriter import ops
 from forebay.rewriter.graph import META, Gemm, values_of
 from forebay.rewriter.program import COMPUTE, Launch, TensorRef, dtype_itemsize, span_of
@@ -130,16 +137,16 @@ class Launches:
             into = out[0] if source.shape == out[0].shape else _reshaped(out[0], source.shape, node)
             return [Launch(COMPUTE, "copy", (source,), {}, (into,), (span_of(source),), (span_of(into),), node.name,
                            layer)]
-        variant = out_variant(target)
+        variant, results = out_variant(target), sum(v.untyped_storage().nbytes() for v in values_of(node))
         if variant is not None:
             names = {a.name for a in variant._schema.arguments if not a.is_out}
             kwargs = self._map({k: v for k, v in arguments.items() if k in names})
-            op, workspace = str(variant), 0
+            op, workspace = str(variant), results if torch.Tag.generated in variant.tags else 0
         elif is_view(target):
             raise LoweringError(f"lower: {node.name} ({target}) returns a view that capture did not resolve")
         else:
             kwargs = self._map(arguments)
-            op, workspace = f"call:{target}", sum(v.untyped_storage().nbytes() for v in values_of(node))
+            op, workspace = f"call:{target}", results + transient_nbytes(node)
         reads = tuple(span_of(r) for r in _refs(tuple(kwargs.values())))
         return [Launch(COMPUTE, op, (), kwargs, out, reads, tuple(span_of(r) for r in out), node.name, layer, flops,
                        workspace)]

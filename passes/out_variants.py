@@ -17,6 +17,11 @@ COPIES = frozenset((
     aten.lift_fresh_copy.default, aten.expand_copy.default,
 ))
 
+CONVOLUTIONS = frozenset((
+    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding,
+    aten.conv3d.padding, aten.convolution.default,
+))
+
 
 @cache
 def out_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
@@ -50,3 +55,29 @@ def named_arguments(node: fx.Node, op: torch._ops.OpOverload) -> dict[str, objec
     """A node's arguments by the names in the schema of its own operator."""
     names = [a.name for a in op._schema.arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def transient_nbytes(node: fx.Node) -> int:
+    """Bytes that torch's own convolution and attention take on a CPU beside operands and result, an upper estimate.
+
+    Measured on torch 2.13: a convolution makes its result twice and the weight once more, in oneDNN's layouts;
+    attention turns a boolean mask into numbers, and each thread holds scores of 256 queries and 512 keys; where the
+    fused kernel does not apply, all scores are held twice, and scaled and contiguous copies of the operands.
+    """
+    target = node.target
+    if target in CONVOLUTIONS:
+        weight, result = node.args[1].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+        return (result.numel() + weight.numel()) * result.element_size()
+    if target is not aten.scaled_dot_product_attention.default:
+        return 0
+    given = named_arguments(node, target)  # type: ignore[arg-type]
+    q, k, v = (given[name].meta["val"] for name in ("query", "key", "value"))  # type: ignore[attr-defined]
+    mask = given.get("attn_mask")
+    fused = q.dim() == 4 and q.shape[-1] == v.shape[-1] and not given.get("dropout_p")
+    held = torch.get_num_threads() * 4 * min(256, q.shape[-2]) * (min(512, k.shape[-2]) + 2 * q.shape[-1])
+    if not fused:
+        scores = q.numel() // q.shape[-1] * k.shape[-2]
+        held = (2 * scores + 3 * (q.numel() + k.numel() + v.numel())) * max(4, q.element_size())
+    if isinstance(mask, fx.Node):
+        held += mask.meta["val"].numel() * q.element_size()
+    return held + q.numel() // q.shape[-1] * 4  # and the logarithm of each row's sum

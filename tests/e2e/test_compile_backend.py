@@ -193,6 +193,36 @@ def test_results_are_those_of_eager_within_the_budget(name, share, tmp_path, no_
     assert all(resident_nbytes(m.path) == 0 for m in found.maps)
 
 
+@pytest.mark.parametrize("kind", ["convolution", "masked attention", "attention without fused kernel"])
+def test_memory_that_torch_takes_inside_an_operator_is_in_the_plan(kind, tmp_path, no_grad):
+    class Single(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line, self.conv = nn.Linear(32, 32), nn.Conv2d(32, 64, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if kind == "convolution":
+                return self.conv(x)
+            y = self.line(x)
+            if kind == "masked attention":
+                return F.scaled_dot_product_attention(y, y, y, attn_mask=torch.ones(700, 700, dtype=torch.bool).tril())
+            return F.scaled_dot_product_attention(y, y, y[..., :16])
+
+    model, x = Single().eval(), torch.randn(1, 32, 40, 40) if kind == "convolution" else torch.randn(2, 3, 700, 32)
+    run = compiled(model, tmp_path, "64MiB")
+    run(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = run(x)
+    held = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    (found,) = prepared_for(model)
+    copy_nbytes = result.numel() * result.element_size()
+    assert copy_nbytes < most <= found.program.workspace_nbytes() + copy_nbytes
+
+
 def test_a_weight_larger_than_a_slot_streams_in_row_tiles(tmp_path, no_grad):
     model, x = build("wide")
     expected = model(x)

@@ -13,7 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from e2e.agreement import assert_same_tokens
 from families import FAMILIES
 
-from forebay.model import wrap
+from forebay.model import LanguageModel, open_model
+from forebay.rewriter.plan import Budget, Workload
+from forebay.rewriter.planner import Wishes
 from forebay.rewriter.program import Copy, FileSlice
 
 WIDE = dict(hidden_size=192, intermediate_size=512, vocab_size=2048, head_dim=48)
@@ -41,14 +43,14 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         expected = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0,
                                   eos_token_id=None)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    return model, folder, ids, mask, expected, nbytes
+    return model, open_model(folder), ids, mask, expected, nbytes
 
 
 @pytest.mark.parametrize(("share", "slots"), BUDGETS)
 def test_tokens_equal_transformers(family, share: float, slots: int | None) -> None:
-    model, folder, ids, mask, expected, nbytes = family
+    model, opened, ids, mask, expected, nbytes = family
     budget = int(nbytes * share)
-    with wrap(folder, {"device": budget}, batch=3, prompt=PROMPT, new_tokens=NEW, slots=slots) as lm:
+    with LanguageModel(*opened, Budget(budget), Workload(3, PROMPT, NEW), Wishes(slots=slots)) as lm:
         ours = lm.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0)
         streamed = lm.plan.prediction.streamed_nbytes
         if share < 1:

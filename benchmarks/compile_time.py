@@ -1,0 +1,75 @@
+"""Seconds to capture, plan, lower and prove Llamas of equal width and other depth: `python -m benchmarks.compile_time`.
+
+No weights are involved: the model is its config, the files are named and never opened. Each round compiles every
+depth from nothing, in turn, in one process whose imports and caches are warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from statistics import median
+
+from forebay.rewriter.capture import capture_model
+from forebay.rewriter.machine import Machine
+from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.plan import Budget, Workload
+from forebay.rewriter.planner import Wishes
+from forebay.rewriter.program import FileSlice
+from forebay.rewriter.source import model_source
+from forebay.rewriter.switches import Switches
+
+STAGES = ("capture", "flatten", "plan, lower, prove")
+
+
+def compile_once(layers: int, hidden: int, workload: Workload) -> tuple[float, ...]:
+    """Seconds per stage; the budget is half of the weights, so that the other half streams."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64,
+                         num_key_value_heads=hidden // 128, intermediate_size=hidden * 11 // 4, vocab_size=32000,
+                         tie_word_embeddings=False)
+    gc.collect()
+    times = [time.perf_counter()]
+    captured = capture_model(config)
+    times.append(time.perf_counter())
+    files, end = {}, 0
+    for spec in captured.weights.values():
+        files[spec.name] = FileSlice("model.safetensors", end, spec.nbytes)
+        end += spec.nbytes
+    pipeline = Pipeline(model_source(captured, files, workload, "compile-time"), workload, Machine.default(), Switches())
+    times.append(time.perf_counter())
+    cache = sum(pipeline.facts.cache.values())
+    plan = pipeline.plan(Budget(end // 2 + cache + (64 << 20)), Wishes())
+    for tokens in {1, plan.schedule.prefill_chunk}:
+        pipeline.program(plan, tokens)
+    times.append(time.perf_counter())
+    assert plan.prediction.streamed_nbytes > 0
+    return tuple(b - a for a, b in zip(times, times[1:], strict=False))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", default="12,96", help="depths to compare; ratios are to the first")
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    depths = [int(n) for n in args.layers.split(",")]
+    workload = Workload(batch=4, prompt=64, new_tokens=64)
+    compile_once(2, args.hidden, workload)  # imports, registrations, torch's own caches
+    seen: dict[int, list[tuple[float, ...]]] = {n: [] for n in depths}
+    for _ in range(args.rounds):
+        for n in depths:
+            seen[n].append(compile_once(n, args.hidden, workload))
+    first = median(map(sum, seen[depths[0]]))
+    for n, rounds in seen.items():
+        totals = [sum(times) for times in rounds]
+        parts = ", ".join(f"{stage} {median(times):.2f}" for stage, times in zip(STAGES, zip(*rounds, strict=True),
+                                                                               strict=True))
+        print(f"{n:4} layers: {median(totals):.2f} s ({min(totals):.2f}..{max(totals):.2f}), {median(totals) / first:.2f} x "
+              f"{depths[0]} layers; {parts}")
+
+
+if __name__ == "__main__":
+    main()
