@@ -28,7 +28,7 @@ def compile_once(layers: int, hidden: int, workload: Workload) -> tuple[float, .
     from transformers import LlamaConfig
 
     config = LlamaConfig(hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=hidden // 64,
-                         num_key_value_heads=hidden // 128, intermediate_size=hidden * 11 // 4, vocab_size=32000,
+                         num_key_value_heads=hidden // 128, intermediate_size=hidden * 11 // 4, vocab_size=4096,
                          tie_word_embeddings=False)
     gc.collect()
     times = [time.perf_counter()]
@@ -41,11 +41,11 @@ def compile_once(layers: int, hidden: int, workload: Workload) -> tuple[float, .
     pipeline = Pipeline(model_source(captured, files, workload, "compile-time"), workload, Machine.default(), Switches())
     times.append(time.perf_counter())
     cache = sum(pipeline.facts.cache.values())
-    plan = pipeline.plan(Budget(end // 2 + cache + (64 << 20)), Wishes())
+    plan = pipeline.plan(Budget(end // 2 + cache + (16 << 20)), Wishes())
     for tokens in {1, plan.schedule.prefill_chunk}:
         pipeline.program(plan, tokens)
     times.append(time.perf_counter())
-    assert plan.prediction.streamed_nbytes > 0
+    assert plan.prediction.streamed_nbytes > 0, "everything fits: transfers were not compiled"
     return tuple(b - a for a, b in zip(times, times[1:], strict=False))
 
 

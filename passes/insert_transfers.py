@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from forebay.rewriter import ops
-from forebay.rewriter.graph import META, STREAMED, Transfer, weight_name
+from forebay.rewriter.graph import META, PRODUCT_DTYPES, STREAMED, Transfer, weight_name
 from forebay.rewriter.plan import Plan, WeightPlacement
 
 aten = torch.ops.aten
@@ -59,6 +59,8 @@ def number_transfers(gm: fx.GraphModule, plan: Plan) -> None:
 
 def tileable(user: fx.Node, weight: fx.Node) -> bool:
     """Whether `user` is a matrix product that can be computed from row tiles of `weight`."""
+    if weight.meta["val"].dtype not in PRODUCT_DTYPES:
+        return False
     if user.target is aten.linear.default:
         return user.args[1] is weight and weight not in (user.args[0], *user.args[2:]) and _is_rows(user.args[0])
     if user.target is aten.addmm.default:

@@ -19,7 +19,7 @@ from forebay.passes.out_variants import (
     transient_nbytes,
 )
 from forebay.rewriter import ops
-from forebay.rewriter.graph import META, Gemm, values_of
+from forebay.rewriter.graph import META, PRODUCT_DTYPES, Gemm, values_of
 from forebay.rewriter.program import COMPUTE, Launch, TensorRef, dtype_itemsize, span_of
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ class Launches:
             if callable(target) and not values_of(node):
                 return []  # arithmetic on sizes, already folded
             raise LoweringError(f"lower: {node.name} calls {target}, which is no operator")
-        if target is aten.linear.default and self._flat(node.args[0]):
+        if target is aten.linear.default and self._flat(node.args[0]) and _of_product_dtype(node.args[1]):
             return [self._product(node, node.args[0], node.args[1], node.args[2] if len(node.args) > 2 else None, "nk")]
         if target is aten.addmm.default and self._is_product(node):
             return [self._product(node, node.args[1], node.args[2], node.args[0], "kn")]
@@ -74,6 +74,8 @@ class Launches:
     def _is_product(self, node: fx.Node) -> bool:
         """Whether an addmm is bias [N] + x [M, K] times a row-major weight [K, N]."""
         bias, weight = (node.args[i].meta["val"] for i in (0, 2))  # type: ignore[union-attr]
+        if not _of_product_dtype(node.args[2]):
+            return False
         return not node.kwargs and bias.dim() == 1 and self._flat(node.args[1]) and weight.is_contiguous()
 
     def _impl(self, node: fx.Node) -> str:
@@ -163,6 +165,10 @@ class Launches:
         if isinstance(value, dict):
             return {k: self._map(v) for k, v in value.items()}
         return value
+
+
+def _of_product_dtype(weight: Any) -> bool:
+    return weight.meta["val"].dtype in PRODUCT_DTYPES
 
 
 def _narrow(ref: TensorRef, dim: int, lower: int, length: int) -> TensorRef:

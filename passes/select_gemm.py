@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from forebay.rewriter import ops
-from forebay.rewriter.graph import META, Gemm
+from forebay.rewriter.graph import META, PRODUCT_DTYPES, Gemm
 from forebay.rewriter.plan import Plan
 
 aten = torch.ops.aten
@@ -35,5 +35,7 @@ def product_shape(node: fx.Node) -> tuple[str, int, int, int] | None:
     else:
         return None
     value, matrix = x.meta["val"], weight.meta["val"]  # type: ignore[union-attr]
+    if matrix.dtype not in PRODUCT_DTYPES:
+        return None
     n, k = (matrix.shape if transposed else reversed(matrix.shape))
     return str(matrix.dtype)[6:], math.prod(value.shape[:-1]), n, k

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from forebay.rewriter.capture_layers import CaptureError
+from forebay.rewriter.collection import no_collection
 from forebay.rewriter.graph import CapturedModel
 
 if TYPE_CHECKING:
@@ -43,7 +41,7 @@ def capture_model(
     if dtype is None:
         own = config.dtype if given is None else given.dtype
         dtype = own if isinstance(own, torch.dtype) else torch.float32
-    with _no_collection(), torch.no_grad():
+    with no_collection(), torch.no_grad():
         try:
             model = _build(cls, config, dtype)
             if given is not None:
@@ -53,18 +51,6 @@ def capture_model(
             raise CaptureError(f"{title}: {error}") from error
         except Exception as error:  # whatever the model's own code or the tracer objects to
             raise CaptureError(f"{title}: {type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Tracing makes many small objects; the collector's passes over them were 15 % of the time at 96 layers."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _model_class(config_or_model: Any) -> tuple[type[PreTrainedModel], PreTrainedConfig]:

@@ -202,9 +202,8 @@ def _inline(graph: fx.Graph, block: fx.Graph, inputs: list[fx.Node], layer: int,
 
 
 def _copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, Any], name: str) -> fx.Node:
-    new = graph.create_node(
-        node.op, node.target, _mapped(node.args, env), _mapped(node.kwargs, env), name=name, type_expr=node.type
-    )
+    new = graph.create_node(node.op, node.target, name=name, type_expr=node.type)
+    new.args, new.kwargs = _mapped(node.args, env), _mapped(node.kwargs, env)  # given above, they would be searched
     new.meta = dict(node.meta)
     base = node.meta.get(ALIAS)
     if base is not None:

@@ -10,6 +10,7 @@ from torch import fx
 from forebay.rewriter.plan import BufferPlacement
 
 STREAMED = "_streamed"  # ends the name of a node that takes over from one that read a weight in device memory
+PRODUCT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the matrices our products take
 META = "forebay"  # the one key of ours in node.meta, and in the meta of a whole graph
 
 

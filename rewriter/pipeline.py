@@ -16,6 +16,7 @@ from forebay.passes.launches import Launches
 from forebay.passes.lower import lower
 from forebay.passes.select_gemm import product_shape, select_gemm
 from forebay.rewriter.bisect import Bisection
+from forebay.rewriter.collection import no_collection
 from forebay.rewriter.dump import Dump
 from forebay.rewriter.facts import cache_buffers, weight_uses
 from forebay.rewriter.graph import META, Gemm, Layout, values_of
@@ -116,7 +117,8 @@ class Pipeline:
     def plan(self, budget: Budget, wishes: Wishes | None = None) -> Plan:
         """The plan for `budget`, with its table of matrix products and its prediction filled in."""
         wishes = replace(wishes or Wishes(), reuse=not self.switches.no_reuse)
-        return self.complete(make_plan(self.facts, budget, self.workload, wishes, self.machine.name))
+        with no_collection():
+            return self.complete(make_plan(self.facts, budget, self.workload, wishes, self.machine.name))
 
     def smallest_budget(self, wishes: Wishes | None = None) -> int:
         """The least device budget in bytes that a plan exists for."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -554,3 +556,19 @@ def test_a_machine_profile_by_path(tmp_path, no_grad):
     close(compiled(model, tmp_path, "700KiB", machine=tmp_path / "machine.json")(x), expected)
     (found,) = prepared_for(model)
     assert found.plan.machine == "default-guess" and COMPUTE in found.plan.prediction.busy_time_s
+
+
+def test_the_file_goes_with_the_last_tensor_and_program_that_use_it(tmp_path, no_grad):
+    model, x = build("wide")
+    run = compiled(model, tmp_path, "700KiB")
+    run(x)
+    file = map_of(model.up.weight).checkpoint.backing
+    kept, alive = model.up.weight.detach(), weakref.ref(file)
+    expected = kept.clone()
+    del file, model, run
+    torch._dynamo.reset()
+    gc.collect()
+    assert alive() is not None and torch.equal(kept, expected)
+    del kept
+    gc.collect()
+    assert alive() is None
