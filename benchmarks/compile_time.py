@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import time
 from statistics import median
 
@@ -38,7 +39,8 @@ def compile_once(layers: int, hidden: int, workload: Workload) -> tuple[float, .
     for spec in captured.weights.values():
         files[spec.name] = FileSlice("model.safetensors", end, spec.nbytes)
         end += spec.nbytes
-    pipeline = Pipeline(model_source(captured, files, workload, "compile-time"), workload, Machine.default(), Switches())
+    source = model_source(captured, files, workload, "compile-time")
+    pipeline = Pipeline(source, workload, Machine.default(), Switches())
     times.append(time.perf_counter())
     cache = sum(pipeline.facts.cache.values())
     plan = pipeline.plan(Budget(end // 2 + cache + (16 << 20)), Wishes())
@@ -46,7 +48,7 @@ def compile_once(layers: int, hidden: int, workload: Workload) -> tuple[float, .
         pipeline.program(plan, tokens)
     times.append(time.perf_counter())
     assert plan.prediction.streamed_nbytes > 0, "everything fits: transfers were not compiled"
-    return tuple(b - a for a, b in zip(times, times[1:], strict=False))
+    return tuple(b - a for a, b in itertools.pairwise(times))
 
 
 def main() -> None:
@@ -65,10 +67,10 @@ def main() -> None:
     first = median(map(sum, seen[depths[0]]))
     for n, rounds in seen.items():
         totals = [sum(times) for times in rounds]
-        parts = ", ".join(f"{stage} {median(times):.2f}" for stage, times in zip(STAGES, zip(*rounds, strict=True),
-                                                                               strict=True))
-        print(f"{n:4} layers: {median(totals):.2f} s ({min(totals):.2f}..{max(totals):.2f}), {median(totals) / first:.2f} x "
-              f"{depths[0]} layers; {parts}")
+        stages = zip(STAGES, zip(*rounds, strict=True), strict=True)
+        parts = ", ".join(f"{stage} {median(times):.2f}" for stage, times in stages)
+        print(f"{n:4} layers: {median(totals):.2f} s ({min(totals):.2f}..{max(totals):.2f}), "
+              f"{median(totals) / first:.2f} x {depths[0]} layers; {parts}")
 
 
 if __name__ == "__main__":

@@ -99,6 +99,8 @@ class Peer:
         make = transformers.AutoModelForCausalLM
         if name == "ram":
             self.model = make.from_pretrained(order["model"], dtype=torch.bfloat16)
+            for value in self.model.parameters():  # else they are a map of the file, whose pages cannot be dropped
+                value.data = value.data.clone()
         else:
             offload = str(Path(order["scratch"]) / name)
             limit = {"cpu": order["peer_budget"]}
@@ -264,7 +266,7 @@ def read_rates(path: str, cache: PageCache) -> dict[str, float]:
     return rates
 
 
-def compute_rates(batches: list[int]) -> dict[str, Any]:
+def compute_rates(batch: int) -> dict[str, Any]:
     """Memory bandwidth by a sum over 256 MiB, and bf16 products [batch, k] x [n, k]^T on weights outside the caches,
     by every implementation there is, in seconds."""
     from forebay.kernels import linear
@@ -276,8 +278,8 @@ def compute_rates(batches: list[int]) -> dict[str, Any]:
         values.sum()
         times.append(time.perf_counter() - start)
     n, k = GEMM_NK
-    gemm = {str(m): {impl: linear.measure(impl, torch.bfloat16, m, n, k, 3)
-                     for impl in linear.implementations(torch.bfloat16)} for m in batches}
+    gemm = {impl: linear.measure(impl, torch.bfloat16, batch, n, k, 3)
+            for impl in linear.implementations(torch.bfloat16)}
     return {"memory_bytes_per_s": values.nbytes / min(times), "gemm_s": gemm}
 
 
@@ -315,7 +317,8 @@ class Worker:
 
     def ceilings(self, order: dict[str, Any]) -> dict[str, Any]:
         cache = PageCache([order["model"]])
-        return {"read": read_rates(str(cache.paths[0]), cache), **compute_rates(order["batches"])}
+        path = max(cache.paths, key=os.path.getsize)
+        return {"read": read_rates(str(path), cache), **compute_rates(order["batch"])}
 
 
 def main() -> None:

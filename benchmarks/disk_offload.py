@@ -1,10 +1,11 @@
-"""A model larger than its budget, from disk, beside its peers, in one interleaved run: `python -m benchmarks.disk_offload`.
+"""A model larger than its budget beside its peers, in one interleaved run: `python -m benchmarks.disk_offload`.
 
 Contestants: `forebay` within the budget; `disk-map`, transformers with device_map="auto", a memory limit and disk
 offload; `accelerate`, load_checkpoint_and_dispatch with the same; `ram`, the model wholly in memory (the ceiling).
-Each lives in a process of its own with equal threads and GOMP_SPINCOUNT=0, and they take turns, so that all meet the same
-state of the machine. Plain reads of the same file are measured between the turns.
+Each lives in a process of its own with equal threads and GOMP_SPINCOUNT=0, and they take turns, so that all meet the
+same state of the machine. Plain reads of the same file are measured between the turns.
 
+The peers map the checkpoint into memory, and mapped pages cannot be dropped, so each peer reads a copy of its own.
 Cold: before every step the pages of the model's files are dropped from the page cache. Warm (--warm adds it): dropped
 before a turn only. Peak memory is anonymous memory above what the process had after its imports; page-cache bytes of
 the model's files are counted after each step, apart.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,7 +38,8 @@ class Process:
 
     def __init__(self, name: str, threads: int) -> None:
         self.name = name
-        environment = os.environ | {"GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": str(threads)}
+        environment = os.environ | {
+            "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": str(threads), "TQDM_DISABLE": "1"}
         self._process = subprocess.Popen([sys.executable, "-m", "benchmarks.contestants", name], env=environment,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -46,7 +49,7 @@ class Process:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise SystemExit(f"{self.name} failed at {do!r}, exit code {self._process.wait()}; its message stands above")
+            raise SystemExit(f"{self.name} failed at {do!r} with exit code {self._process.wait()}; see its message above")
         return json.loads(answer)
 
     def close(self) -> None:
@@ -95,17 +98,20 @@ def measure(args: argparse.Namespace, names: list[str], batches: list[int]) -> d
                 note("measuring the machine")
                 link.ask("machine", **order)
             machine = json.loads(Path(order["machine"]).read_text())
-            loads = {}
+            loads, folders = {}, {}
             for name in names:
                 note(f"loading {name}")
                 processes[name] = Process(name, args.threads)
-                loads[name] = processes[name].ask("load", **order)
+                folders[name] = shutil.copytree(model, Path(scratch) / f"{name}-model") if name in PEERS else model
+                loads[name] = processes[name].ask("load", **order | {"model": str(folders[name])})
             for mode in ("cold", "warm") if args.warm else ("cold",):
                 for r in range(args.rounds):
                     for batch in batches:
-                        ceilings.append(link.ask("ceilings", **order | {"batches": [batch]}) | {"batch": batch})
                         for name in names[r % len(names) :] + names[: r % len(names)]:
-                            row = processes[name].ask("turn", **order | {"batch": batch, "cold": mode == "cold"})
+                            turn = order | {"batch": batch, "cold": mode == "cold"}
+                            if name == "forebay":
+                                ceilings.append(link.ask("ceilings", **turn) | {"batch": batch})
+                            row = processes[name].ask("turn", **turn)
                             turns.append(row | {"name": name, "batch": batch, "mode": mode, "round": r})
                             note(f"{mode}, round {r + 1}, batch {batch}, {name}: prefill {row['prefill_s']:.2f} s, "
                                  f"step {median(row['steps_s']):.3f} s")
@@ -146,8 +152,8 @@ def agreement(ours: Row, reference: Row) -> str:
 def report(result: dict[str, Any]) -> None:
     """Print the table, then streaming beside the link, then the ratios asked for."""
     turns, loads = result["turns"], result["loads"]
-    head = ["batch", "cache", "contestant", "prefill s", "decode tok/s", "with prefill tok/s", "peak MB", "page cache MB",
-            "tokens as ram"]
+    head = ["batch", "cache", "contestant", "prefill s", "decode tok/s", "with prefill tok/s", "peak MB",
+            "page cache MB", "tokens as ram"]
     rows = []
     groups: dict[tuple[str, int, str], list[Row]] = {}
     for turn in turns:
@@ -155,22 +161,23 @@ def report(result: dict[str, Any]) -> None:
     for (mode, batch, name), found in groups.items():
         ram = groups.get((mode, batch, "ram"))
         peak = max(t["peak"] for t in found) - loads[name]["baseline"]
-        rows.append([str(batch), mode, name, spread([t["prefill_s"] for t in found]), spread(list(map(decode_rate, found))),
-                     spread(list(map(whole_rate, found))), f"{peak / 1e6:.0f}",
+        rows.append([str(batch), mode, name, spread([t["prefill_s"] for t in found]),
+                     spread(list(map(decode_rate, found))), spread(list(map(whole_rate, found))), f"{peak / 1e6:.0f}",
                      f"{max(t['cached_peak'] for t in found) / 1e6:.0f}",
                      agreement(found[0], ram[0]) if ram else ""])
     rows.sort(key=lambda row: (row[1], int(row[0])))
     print_table(head, rows)
     arguments = result["arguments"]
-    print(f"Medians (min..max) of {arguments['rounds']} rounds; prompt {arguments['prompt']}, {arguments['new']} new tokens; "
-          f"{arguments['threads']} threads, GOMP_SPINCOUNT=0; budgets: forebay {arguments['budget']}, peers "
+    print(f"Medians (min..max) of {arguments['rounds']} rounds; prompt {arguments['prompt']}, {arguments['new']} new "
+          f"tokens; {arguments['threads']} threads, GOMP_SPINCOUNT=0; budgets: forebay {arguments['budget']}, peers "
           f"{arguments['peer_budget']}.")
     print("Peak: anonymous memory (RssAnon, sampled every 20 ms) above what the process had after its imports; "
           "page cache: the most bytes of the model's files found after a step.")
     dropped = {t["name"]: t["dropped_by"] for t in turns if t["mode"] == "cold"}
     print("Before every cold step: " + ", ".join(f"{name}: {how}" for name, how in dropped.items()) + ".")
-    left = max((t["left_after_drop"] for t in turns), default=0)
-    print(f"At most {left / 1e6:.0f} MB of the files stayed in the page cache after a drop (mapped pages).")
+    left = {name: max(t["left_after_drop"] for t in turns if t["name"] == name) / 1e6 for name in dropped}
+    print("MB of the files that a drop left in the page cache, because they are mapped: " + ", ".join(
+        f"{name} {nbytes:.0f}" for name, nbytes in left.items()) + ".")
     for (mode, batch, name), found in groups.items():
         if name == "forebay":
             report_streaming(result, mode, batch, found)
@@ -188,15 +195,16 @@ def report_streaming(result: dict[str, Any], mode: str, batch: int, found: list[
     best = max(engines, key=lambda e: engines[e])
     rates = [t["streamed_nbytes"] * len(t["steps_s"]) / sum(t["steps_s"]) for t in found]
     streamed, measured = found[0]["streamed_nbytes"], found[0]["disk_read_nbytes"]
-    print(f"\nforebay, batch {batch}, {mode}: {streamed / 1e6:.0f} MB per step at {spread([r / 1e9 for r in rates])} GB/s; "
-          f"link utilisation {median(rates) / engines[best]:.2f} of the best plain read ({best}: {engines[best] / 1e9:.2f})")
+    step_s = median(sum(t["steps_s"]) / len(t["steps_s"]) for t in found)
+    print(f"\nforebay, batch {batch}, {mode}: {streamed / 1e6:.0f} MB per step at {spread([r / 1e9 for r in rates])} "
+          f"GB/s; link utilisation {median(rates) / engines[best]:.2f} of the best plain read ({best}: "
+          f"{engines[best] / 1e9:.2f})")
     print(f"  one answer read {measured / 1e6:.0f} MB from storage; step predicted "
-          f"{found[0]['predicted_step_s']:.3f} s, measured {median(sum(t['steps_s']) / len(t['steps_s']) for t in found):.3f} s; "
-          f"planned peak {found[0]['planned_peak_nbytes']['device'] / 1e6:.0f} MB; {found[0]['slots']} slots of "
+          f"{found[0]['predicted_step_s']:.3f} s, measured {step_s:.3f} s; planned peak {found[0]['planned_peak_nbytes']['device'] / 1e6:.0f} MB; {found[0]['slots']} slots of "
           f"{found[0]['slot_nbytes'] / 1e6:.1f} MB; prefill in chunks of {found[0]['prefill_chunk']}")
     print("  plain cold reads, GB/s: " + ", ".join(f"{e} {r / 1e9:.2f}" for e, r in engines.items()))
     memory = median(c["memory_bytes_per_s"] for c in here)
-    gemm = {impl: median(c["gemm_s"][str(batch)][impl] for c in here) for impl in here[0]["gemm_s"][str(batch)]}
+    gemm = {impl: median(c["gemm_s"][impl] for c in here) for impl in here[0]["gemm_s"]}
     n, k = 5632, 2048
     print(f"  memory {memory / 1e9:.1f} GB/s; bf16 [{batch}, {k}] x [{n}, {k}]^T: " + ", ".join(
         f"{impl} {2 * n * k / s / 1e9:.1f} GB/s of weights, {2 * batch * n * k / s / 1e9:.0f} GFLOP/s"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import subprocess
 import tempfile
 import time
@@ -131,9 +132,9 @@ def main() -> None:
             found = sampler.stop()
             total = found.total()
             python = sum(n for path, n in found.items() if is_python(path))
-            step_s = median(b - a for a, b in zip(times, times[1:], strict=False))
-            print(f"{args.model}, batch {args.batch}, budget {budget}: step {step_s * 1e3:.1f} ms, {launches} launches, "
-                  f"{lm.plan.prediction.streamed_nbytes / 1e6:.0f} MB streamed; Python {100 * python / total:.1f} % of "
+            step_s = median(b - a for a, b in itertools.pairwise(times))
+            print(f"{args.model}, batch {args.batch}, budget {budget}: step {step_s * 1e3:.1f} ms, "
+                  f"{launches} launches, {lm.plan.prediction.streamed_nbytes / 1e6:.0f} MB streamed; Python {100 * python / total:.1f} % of "
                   f"{total} samples ({1e6 * step_s * python / total / launches:.1f} us per launch)")
             for path, n in found.most_common(7):
                 print(f"  {100 * n / total:5.1f} %  {path.rsplit('/', 1)[-1]}{'  (Python)' if is_python(path) else ''}")

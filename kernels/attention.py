@@ -198,9 +198,7 @@ def attention_out(
 
 
 @torch.library.custom_op("forebay::attention", mutates_args=(), device_types="cpu")
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float) -> Tensor:
     """q [B, H, S, D], caches k and v [B, Hkv, L, D], start int64 [B] -> [B, S, H, D]; window 0 and softcap 0: none.
 
     q and caches may be strided. ValueError names the argument that is wrong.
@@ -213,6 +211,6 @@ def attention(
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int = 0, softcap: float = 0.0) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float) -> Tensor:
     batch, heads, queries, dim = q.shape
     return q.new_empty(batch, queries, heads, dim)

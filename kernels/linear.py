@@ -158,9 +158,8 @@ def _upcast(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, accumul
             if bias is not None:
                 y.add_(bias[n0:n1])
             if accumulate:
-                out[m0:m1, n0:n1].add_(y)
-            else:
-                out[m0:m1, n0:n1].copy_(y)
+                y.add_(out[m0:m1, n0:n1])
+            out[m0:m1, n0:n1].copy_(y)
 
 
 def _bind_flat(
@@ -245,8 +244,9 @@ def implementations(dtype: torch.dtype) -> tuple[str, ...]:
 def default_choice(dtype: torch.dtype, m: int, n: int, k: int) -> str:
     """The implementation for x [m, k] and n outputs, all of dtype, where no machine profile says better.
 
-    flat for bf16 and fp16 whatever the rows (60 to 70 GFLOP/s a core on Zen 3 with AVX2, against 35 to 50 for upcast and
-    10 for aten), and for fp32 up to FLAT_MAX_ROWS_FP32. Without flat: upcast for several rows of bf16 or fp16, else aten.
+    flat for bf16 and fp16 whatever the rows (60 to 70 GFLOP/s a core on Zen 3 with AVX2, against 35 to 50 for upcast
+    and 10 for aten), and for fp32 up to FLAT_MAX_ROWS_FP32. Without flat: upcast for several rows of bf16 or fp16, and
+    otherwise aten.
     A CPU with bf16 matrix instructions prefers aten for many rows; only a profile tells.
     """
     del n, k

@@ -92,8 +92,8 @@ def make_plan(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes, 
     if best is None:
         smallest, parts = smallest_budget(facts, workload, wishes)
         if budget.host and budget.device >= smallest:
-            raise PlanError(f"budget.host: {format_nbytes(budget.host)} cannot hold the slots that copies from disk pass "
-                            "through on their way to the device; give more, or leave the host budget out")
+            raise PlanError(f"budget.host: {format_nbytes(budget.host)} cannot hold the slots that copies from disk "
+                            "pass through on their way to the device; give more, or leave the host budget out")
         raise PlanError(
             f"a device budget of {format_nbytes(budget.device)} cannot work for batch {workload.batch}, prompt "
             f"{workload.prompt}, {workload.new_tokens} new tokens; the smallest that can is {format_nbytes(smallest)} "

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from forebay.rewriter.plan import Plan
-from forebay.rewriter.program import Copy, Program, TensorRef
-from forebay.runtime.device import Device
+from forebay.rewriter.program import Copy, Item, Program, TensorRef
+from forebay.runtime.device import Device, RuntimeFault
 from forebay.runtime.executor import BoundProgram, load_resident
 from forebay.runtime.trace import Trace
 
@@ -29,6 +29,7 @@ class Session:
         self._program = program
         self._bound: dict[int, BoundProgram] = {}
         self._started = False
+        self._prologue: tuple[Item, ...] | None = None  # one for all: any step's end serves any start
         device.allocate(plan.arenas)
         try:
             self._write_constants(constants)
@@ -49,7 +50,11 @@ class Session:
         """The step over `tokens` tokens per sequence, ready to run."""
         found = self._bound.get(tokens)
         if found is None:
-            found = self._bound[tokens] = BoundProgram(self._program(tokens), self.device, self.trace)
+            program = self._program(tokens)
+            if self._prologue not in (None, program.prologue):
+                raise RuntimeFault(f"{program.name} expects other copies in flight than the steps before it leave")
+            self._prologue = program.prologue
+            found = self._bound[tokens] = BoundProgram(program, self.device, self.trace)
         return found
 
     def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

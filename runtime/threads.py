@@ -139,7 +139,7 @@ class ThreadDevice:
 
             def wait() -> None:
                 ticket = events.get(number)
-                if ticket is not None:
+                if ticket is not None:  # None: recorded on the compute stream, whose work is done by now
                     ticket.wait()
 
             return wait

@@ -133,16 +133,15 @@ def placements(model: Tiny, stream: Mapping[str, int | str]) -> dict[str, Weight
 
 
 def run_program(
-    program: Program, plan: Plan, model: Tiny, *, steps: int = 2, reader: DiskReader | None = None, poison: bool = False,
-    sync: bool = False,
+    program: Program, plan: Plan, model: Tiny, *, steps: int = 2, reader: DiskReader | None = None,
+    poison: bool = False, sync: bool = False,
 ) -> list[torch.Tensor]:
     """Outputs of the last of `steps` steps with the same inputs, which must be those of every step before."""
     device = ThreadDevice(reader or open_reader("buffered"), poison=poison, sync=sync)
     device.allocate(program.arenas)
     try:
-        placed = {b.name: b for b in plan.buffers if b.kind == "weight"}
-        load_resident((Copy(DISK, model.files[w.name], Span(placed[w.name].arena, placed[w.name].offset, w.nbytes, w.name),
-                            f"load {w.name}") for w in plan.weights if w.tier != "disk"), device)
+        places = {b.name: Span(b.arena, b.offset, b.nbytes, b.name) for b in plan.buffers if b.kind == "weight"}
+        load_resident((Copy(DISK, model.files[name], place, f"load {name}") for name, place in places.items()), device)
         bound = BoundProgram(program, device)
         outputs: list[torch.Tensor] = []
         for step in range(steps):

@@ -110,6 +110,7 @@ template <class W> void run(const LinearArgs& a, float* scratch, int64_t scratch
 
 // `scratch` holds scratch_floats >= k floats unless x is fp32. Writes out[m, n] only.
 extern "C" void forebay_linear(const LinearArgs* a, float* scratch, int64_t scratch_floats, int threads) {
+  if (a->m == 0 || a->n == 0) return;
   if (a->w_dtype == F32) run<float>(*a, scratch, scratch_floats, threads);
   else if (a->w_dtype == BF16) run<bf16>(*a, scratch, scratch_floats, threads);
   else run<f16>(*a, scratch, scratch_floats, threads);

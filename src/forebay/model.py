@@ -197,8 +197,12 @@ class LanguageModel:
         eos = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
         pad = pad_token_id if pad_token_id is not None else eos[0] if eos else 0
         sampling = Sampling(do_sample, temperature, top_k or 0, top_p)
-        new = generate_tokens(self.session, prompts, sampling, Stop(max_new_tokens, frozenset(eos), pad), generator,
-                              on_token)
+        try:
+            new = generate_tokens(self.session, prompts, sampling, Stop(max_new_tokens, frozenset(eos), pad),
+                                  generator, on_token)
+        except BaseException:  # an interrupted step leaves copies that the next one does not expect
+            self.close()
+            raise
         return torch.cat((input_ids.to(torch.int64).cpu(), new), 1)
 
     def next_logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:

@@ -85,15 +85,15 @@ def test_large_scores(path: str) -> None:
 def test_nan_shows_only_where_it_is_read(path: str) -> None:
     q, k, v, begin = make([4, 4], 1)
     k[0, 1, 2] = torch.nan
-    out = attention(q, k, v, begin, 0.3)
+    out = attention(q, k, v, begin, 0.3, 0, 0.0)
     assert out[0, 0, 3:].isnan().all() and not out[0, 0, :3].isnan().any() and not out[1].isnan().any()
-    assert not attention(q, k, v, begin, 0.3, window=2).isnan().any()
+    assert not attention(q, k, v, begin, 0.3, 2, 0.0).isnan().any()
 
 
 def test_last_dimension_with_a_stride() -> None:
     q, k, v, begin = make([4, 9], 2)
     k = k.transpose(2, 3).contiguous().transpose(2, 3)
-    assert (attention(q, k, v, begin, 0.3) - reference(q, k, v, begin, 0.3)).abs().max() < 3e-6
+    assert (attention(q, k, v, begin, 0.3, 0, 0.0) - reference(q, k, v, begin, 0.3)).abs().max() < 3e-6
 
 
 def test_bound_call_reads_present_contents(path: str) -> None:
@@ -143,7 +143,7 @@ def test_stack_of_the_native_kernel_is_what_is_stated() -> None:
     source = (native.SOURCE_FOLDER / "flat_attention.cpp").read_text()
     sizes = {name: int(source.split(f"{name} = ")[1].split(";")[0]) for name in ("ROWS", "KEYS", "MAX_HEAD_DIM")}
     rows, keys, dim = sizes.values()
-    assert module.NATIVE_NBYTES == 4 * (2 * rows * dim + rows * keys)
+    assert 4 * (2 * rows * dim + rows * keys) == module.NATIVE_NBYTES
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from forebay.kernels import linear, native
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Relative to the sum of magnitudes: half a unit of the output's last place, and fp32 sums.
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.05 * 2.0**-8, torch.float16: 1.05 * 2.0**-11}
 needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
 IMPLS = ("aten", pytest.param("flat", marks=needs_compiler), "upcast")
 
@@ -29,14 +29,14 @@ def at_offset(tensor: Tensor, offset_nbytes: int) -> Tensor:
 
 
 def assert_close(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None, conv1d: bool
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None, conv1d: bool, roundings: int = 1
 ) -> None:
     """Element by element, the error is small beside the sum of magnitudes that make the element."""
     want = linear.reference(x, weight, bias, conv1d=conv1d)
     scale = linear.reference(x.abs(), weight.abs(), None if bias is None else bias.abs(), conv1d=conv1d)
     if added is not None:
         want, scale = want + added.double(), scale + added.double().abs()
-    tolerance = TOLERANCE[out.dtype]
+    tolerance = TOLERANCE[out.dtype] * roundings
     assert ((out.double() - want).abs() <= tolerance * scale + 1e-7).all()
 
 
@@ -58,8 +58,8 @@ def test_matches_float64(impl: str, dtype: torch.dtype, conv1d: bool, m: int) ->
                 added = torch.randn(m, n).to(dtype)
                 out.copy_(added)
             linear.run(impl, x, weight, bias, out, accumulate, conv1d)
-            # aten rounds once more when it adds.
-            assert_close(out, x, weight, bias, added, conv1d)
+            # aten may round products, the bias's sum and the accumulated sum apart.
+            assert_close(out, x, weight, bias, added, conv1d, roundings=3 if impl == "aten" else 1)
             assert (wide[:, :5] == 7).all() and (wide[:, 5 + n :] == 7).all()
 
 

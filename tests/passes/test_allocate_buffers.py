@@ -182,7 +182,7 @@ def test_activations_stand_at_the_top_of_the_arena_and_compute_the_same(tmp_path
     assert all(b.offset % ALIGNMENT == 0 for b in layout.buffers.values())
     assert not any("fetch" in name for name in layout.buffers), "a fetched tile lives in its slot"
     program = lower(gm, plan, model.files, lambda node: 0)
-    verify_program(program, {"device": top})
+    verify_program(program)
     got = run_program(program, plan, model, poison=True)[0]
     torch.testing.assert_close(got, model.expected()[0], rtol=1e-5, atol=1e-5)
 

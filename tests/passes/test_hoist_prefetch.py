@@ -34,7 +34,8 @@ def order(gm: fx.GraphModule) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize(("layers", "slots", "lead"), [(3, 2, 2), (3, 2, 1), (4, 3, 2), (5, 3, 3), (1, 2, 2), (2, 4, 4)])
+@pytest.mark.parametrize(
+    ("layers", "slots", "lead"), [(3, 2, 2), (3, 2, 1), (4, 3, 2), (5, 3, 3), (1, 2, 2), (2, 4, 4)])
 def test_fetch_stands_lead_copies_ahead(tmp_path: Path, layers: int, slots: int, lead: int) -> None:
     model = chain(tmp_path, layers)
     gm, plan = streamed(model, slots, lead)

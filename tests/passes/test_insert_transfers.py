@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def test_product_is_split_into_row_tiles(tmp_path: Path, tile_rows: int, tiles: 
     assert len(fetches) == tiles
     rows = [(n.args[1], n.args[2]) for n in fetches]
     assert rows[0][0] == 0 and rows[-1][1] == 32
-    assert all(a[1] == b[0] for a, b in zip(rows, rows[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(rows))
     assert all(tuple(n.meta["val"].shape) == (n.args[2] - n.args[1], 32) for n in fetches)
     assert all(0 < upper - lower <= tile_rows for lower, upper in rows)
     assert_same(model, gm, exact=False)

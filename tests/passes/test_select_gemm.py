@@ -14,7 +14,6 @@ from forebay.passes.insert_transfers import insert_transfers
 from forebay.passes.select_gemm import product_shape, select_gemm
 from forebay.rewriter import ops
 from forebay.rewriter.graph import META, Gemm
-from forebay.rewriter.machine import Machine
 from forebay.rewriter.plan import Budget, GemmChoice, Plan
 from forebay.rewriter.program import Launch
 from forebay.rewriter.switches import Switches
@@ -74,7 +73,6 @@ def launches(plan: Plan, program: object) -> list[Launch]:
 def test_the_planned_implementation_reaches_the_launch_and_computes_the_same(tmp_path: Path) -> None:
     model = chain(tmp_path, width=64)
     plan, program = planned(model, Budget(40_000))
-    assert {c.impl for c in plan.gemm} <= {p.impl for p in Machine.default().gemm}
     chosen = {(c.dtype, c.m, c.n, c.k): c.impl for c in plan.gemm}
     for item in launches(plan, program):
         x, w, _ = item.args

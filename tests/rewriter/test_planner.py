@@ -21,8 +21,9 @@ def weight_uses(draw: st.DrawFn) -> list[WeightUse]:
     for i in range(draw(st.integers(1, 7))):
         rows = draw(st.integers(1, 400))
         kind = draw(st.sampled_from(["matrix", "matrix", "whole", "table", "tied"]))
-        found.append(WeightUse(f"w{i}", rows * draw(st.sampled_from([4, 96, 512, 6000])), rows, kind in ("matrix", "tied"),
-                               kind in ("table", "tied"), kind != "table"))
+        nbytes = rows * draw(st.sampled_from([4, 96, 512, 6000]))
+        tileable, lookup = kind in ("matrix", "tied"), kind in ("table", "tied")
+        found.append(WeightUse(f"w{i}", nbytes, rows, tileable, lookup, kind != "table"))
     return found
 
 
@@ -204,5 +205,6 @@ def test_a_weight_larger_than_the_budget_streams_in_tiles_and_one_that_cannot_is
 
 
 def test_the_refusal_says_what_takes_the_bytes() -> None:
-    with pytest.raises(PlanError, match=r"1\.0 KiB cannot work for batch 1, prompt 4, 4 new tokens.*slot .*cache .*activation"):
+    message = r"1\.0 KiB cannot work for batch 1, prompt 4, 4 new tokens.*slot .*cache .*activation"
+    with pytest.raises(PlanError, match=message):
         make_plan(layers(2), Budget(1024), Workload(1, 4, 4), Wishes(), MACHINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def test_spans_of_a_lane_follow_each_other_and_add_up(tmp_path: Path, slots: int
     line = simulate(streamed(tmp_path, slots, layers=5), machine(1e6))
     for lane, busy in line.busy_time_s.items():
         spans = sorted((start, end) for s, _, start, end in line.spans if s == lane)
-        assert all(a[1] <= b[0] + 1e-12 for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[1] <= b[0] + 1e-12 for a, b in itertools.pairwise(spans))
         assert sum(end - start for start, end in spans) == pytest.approx(busy)
     assert line.time_s >= max(line.busy_time_s.values()) - 1e-9
     assert len([1 for s, *_ in line.spans if s == COMPUTE]) == 10

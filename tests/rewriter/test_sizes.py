@@ -13,14 +13,16 @@ from forebay.rewriter.sizes import UNITS, format_nbytes, parse_budget, parse_nby
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [
-    ("4096", 4096), ("1B", 1), ("1kb", 1000), ("1 KiB", 1024), ("1K", 1024), ("120MiB", 120 << 20), ("500MB", 500_000_000),
-    (" 1.5 GiB ", 3 << 29), ("0.5tb", 500_000_000_000), ("1T", 1 << 40), (7, 7),
+    ("4096", 4096), ("1B", 1), ("1kb", 1000), ("1 KiB", 1024), ("1K", 1024), ("120MiB", 120 << 20),
+    ("500MB", 500_000_000), (" 1.5 GiB ", 3 << 29), ("0.5tb", 500_000_000_000), ("1T", 1 << 40), (7, 7),
 ])
 def test_reads_what_people_write(text: int | str, nbytes: int) -> None:
     assert parse_nbytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "12 parsecs", "-4", "1e9", "1.5.2GB", "0", "0.1B", 0, -3, True, 1.5, None, b"1"])
+@pytest.mark.parametrize("text", [
+    "", "MiB", "12 parsecs", "-4", "1e9", "1.5.2GB", "0", "0.1B", 0, -3, True, 1.5, None, b"1",
+])
 def test_refuses_the_rest_naming_what_it_was_for(text: object) -> None:
     with pytest.raises(PlanError, match=r"budget\.device"):
         parse_nbytes(text, "budget.device")  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from tiny import chain, planned, run_program
 from forebay.rewriter.pipeline import OPTIONAL, PASSES, StoppedAfter
 from forebay.rewriter.plan import Budget, load_plan
 from forebay.rewriter.program import Launch
-from forebay.rewriter.switches import Switches, SwitchError, read_switches
+from forebay.rewriter.switches import SwitchError, Switches, read_switches
 from forebay.rewriter.verify import ProgramError
 
 NAMES = [p.__name__ for p, _ in PASSES]

@@ -45,11 +45,13 @@ def test_the_narrowest_sampling_is_greedy(sampling: Sampling) -> None:
 def test_the_same_generator_gives_the_same_tokens() -> None:
     first, second = (choose(LOGITS, Sampling(True), torch.Generator().manual_seed(7)) for _ in range(2))
     assert torch.equal(first, second)
-    assert any(not torch.equal(first, choose(LOGITS, Sampling(True), torch.Generator().manual_seed(i))) for i in range(9))
+    others = [choose(LOGITS, Sampling(True), torch.Generator().manual_seed(i)) for i in range(9)]
+    assert any(not torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 5, 1.0), (1.0, 0, 0.8), (0.7, 12, 0.9), (2.0, 7, 0.5),
-                                                             (1.0, 500, 1.0), (1.0, 30, 0.999)])
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [
+    (1.0, 5, 1.0), (1.0, 0, 0.8), (0.7, 12, 0.9), (2.0, 7, 0.5), (1.0, 500, 1.0), (1.0, 30, 0.999),
+])
 def test_only_tokens_that_transformers_allows_are_chosen(temperature: float, top_k: int, top_p: float) -> None:
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -80,7 +82,7 @@ def test_every_row_always_has_a_token(top_k: int, top_p: float, temperature: flo
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, 20, generator=generator) * 10
     tokens = choose(logits, Sampling(True, temperature, top_k, top_p), generator)
-    assert ((0 <= tokens) & (tokens < 20)).all()
+    assert ((tokens >= 0) & (tokens < 20)).all()
 
 
 @pytest.mark.parametrize(("bad", "names"), [(dict(temperature=0.0), "temperature: 0.0.*do_sample=False"),

@@ -60,7 +60,9 @@ class SlowReader:
         self.threads.append(threading.Thread(target=run))
         self.threads[-1].start()
 
-    def read_rows(self, path: str, offset: int, row_nbytes: int, rows: Sequence[int], address: int, done: OnDone) -> None:
+    def read_rows(
+        self, path: str, offset: int, row_nbytes: int, rows: Sequence[int], address: int, done: OnDone
+    ) -> None:
         left = len(rows)
         lock = threading.Lock()
 

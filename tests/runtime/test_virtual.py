@@ -99,7 +99,7 @@ class Memory:
         """Memory after the item, and what it read."""
         reads, writes, margins = effects(item)
         seen = tuple(v for s in reads for v in memory[self.slice(s)])
-        if isinstance(item, Release) and not poison or not (writes or margins):
+        if (isinstance(item, Release) and not poison) or not (writes or margins):
             return memory, seen
         after = list(memory)
         for s in margins:
@@ -113,7 +113,9 @@ class Memory:
 
 def label(item: Item) -> str:
     assert isinstance(item, Launch | Copy)
-    return f"{item.label}{item.src.offset}" if isinstance(item, Copy) and isinstance(item.src, FileSlice) else item.label
+    if isinstance(item, Copy) and isinstance(item.src, FileSlice):
+        return f"{item.label}{item.src.offset}"
+    return item.label
 
 
 def effects(item: Item) -> tuple[tuple[Span, ...], tuple[Span, ...], tuple[Span, ...]]:
@@ -127,7 +129,8 @@ def effects(item: Item) -> tuple[tuple[Span, ...], tuple[Span, ...], tuple[Span,
             (item.src,) if isinstance(item.src, Span) else ())
         before, after = item.room
         dst = item.dst
-        margins = (Span(dst.arena, dst.offset - before, before, ""), Span(dst.arena, dst.offset + dst.nbytes, after, ""))
+        end = dst.offset + dst.nbytes
+        margins = (Span(dst.arena, dst.offset - before, before, ""), Span(dst.arena, end, after, ""))
         return reads, (dst,), tuple(m for m in margins if m.nbytes)
     return (), (), ()
 
@@ -276,7 +279,8 @@ def run(*step: Item, inline: bool = True, steps: int = 1) -> tuple[list[float], 
 
 
 def test_streams_run_side_by_side_until_a_wait() -> None:
-    ends, spans = run(copy("a"), Record(DISK, 1), work("x"), Wait(COMPUTE, 1), work("y"), copy("b", UPLOAD), inline=False)
+    step = (copy("a"), Record(DISK, 1), work("x"), Wait(COMPUTE, 1), work("y"), copy("b", UPLOAD))
+    ends, spans = run(*step, inline=False)
     assert spans == {"a": (0, 2), "x": (0, 3), "y": (3, 6), "b": (0, 2)} and ends == [6]
     _, spans = run(copy("a"), copy("b"), Record(DISK, 1), work("x"), Wait(COMPUTE, 1), work("y"))
     assert spans == {"a": (0, 2), "b": (2, 4), "x": (0, 3), "y": (4, 7)}

@@ -1,0 +1,330 @@
+"""`generate` on tiny checkpoints: Hugging Face's meaning, every budget and switch, and clear refusals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from e2e.agreement import assert_same_tokens
+
+import forebay.model as model_module
+from forebay.model import LanguageModel, wrap
+from forebay.rewriter.checkpoint import CheckpointError
+from forebay.rewriter.plan import PlanError, load_plan
+from forebay.rewriter.planner import Wishes
+from forebay.rewriter.program import UPLOAD, Copy, FileRows
+from forebay.rewriter.verify import verify_program
+from forebay.runtime.disk import TruncatedFileError
+
+
+def answer(lm: LanguageModel, checkpoint: Any, **options: Any) -> torch.Tensor:
+    settings = dict(max_new_tokens=8, pad_token_id=0) | options
+    return lm.generate(checkpoint.ids, attention_mask=checkpoint.mask, **settings)
+
+
+def check(lm: LanguageModel, checkpoint: Any) -> None:
+    assert_same_tokens(answer(lm, checkpoint), checkpoint.expected, checkpoint.mask, checkpoint.model, lm.next_logits)
+
+
+# -- offloading is real, and right
+
+
+def test_bytes_read_are_the_bytes_planned(llama_checkpoint: Any, reader_log: Any) -> None:
+    with llama_checkpoint.language_model(0.5, slots=2) as lm:
+        marks: list[tuple[int, int]] = []
+        answer(lm, llama_checkpoint, on_token=lambda column: marks.append((reader_log.slices, reader_log.rows)))
+        per_step = [b[0] - a[0] for a, b in itertools.pairwise(marks)]
+        planned = lm.plan.prediction.streamed_nbytes
+        assert planned > 0.4 * llama_checkpoint.nbytes
+        assert per_step == [planned] * 7
+        gathered = [w for w in lm.plan.weights if w.gather]
+        rows = [b[1] - a[1] for a, b in itertools.pairwise(marks)]
+        assert rows == [3 * sum(96 * 4 for _ in gathered)] * 7, "one row per sequence"
+
+
+def test_a_model_that_fits_reads_each_weight_once(llama_checkpoint: Any, reader_log: Any) -> None:
+    with llama_checkpoint.language_model(1.5) as lm:
+        check(lm, llama_checkpoint)
+        assert reader_log.slices == llama_checkpoint.nbytes and reader_log.rows == 0
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_three_layers_at_every_depth(llama_checkpoint: Any, slots: int) -> None:
+    with llama_checkpoint.language_model(0.35, slots=slots) as lm:
+        assert lm.plan.schedule.slots == slots and lm.plan.prediction.streamed_nbytes > 0
+        check(lm, llama_checkpoint)
+
+
+def test_a_tied_weight_is_one_weight(tied_checkpoint: Any, reader_log: Any) -> None:
+    """Resident it is held once; streamed, its product reads it once and its lookup only the rows it needs."""
+    with tied_checkpoint.language_model(1.5) as lm:
+        assert sum(w.nbytes for w in lm.plan.weights) == tied_checkpoint.nbytes
+        check(lm, tied_checkpoint)
+        assert reader_log.slices == tied_checkpoint.nbytes
+    with tied_checkpoint.language_model(0.4, slots=2) as lm:
+        table = max(lm.plan.weights, key=lambda w: w.nbytes)
+        assert table.tier == "disk" and table.gather and table.tile_rows
+        assert lm.plan.prediction.streamed_nbytes <= tied_checkpoint.nbytes
+        check(lm, tied_checkpoint)
+
+
+def test_prefill_in_chunks_of_three(llama_checkpoint: Any) -> None:
+    with llama_checkpoint.language_model(0.5, prefill_chunk=3) as lm:
+        assert lm.plan.schedule.prefill_chunk == 3
+        check(lm, llama_checkpoint)
+
+
+def test_constants_are_real_and_not_on_meta(llama_checkpoint: Any) -> None:
+    """Rotary frequencies are in no checkpoint: a non-persistent buffer, carried in the arena."""
+    with llama_checkpoint.language_model(0.5) as lm:
+        assert lm.captured.constants and all(t.device.type == "cpu" for t in lm.captured.constants.values())
+        placed = {b.name for b in lm.plan.buffers if b.kind == "constant"}
+        assert placed == set(lm.captured.constants)
+        check(lm, llama_checkpoint)
+
+
+def test_another_budget_captures_nothing_anew(llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama_checkpoint.opened  # noqa: B018
+    monkeypatch.setattr(model_module, "capture_model", lambda *a, **k: pytest.fail("captured again"))
+    for share in (0.4, 0.9):
+        with llama_checkpoint.language_model(share, batch=1, prompt=2, new_tokens=2) as lm:
+            check(lm, llama_checkpoint)  # and a larger workload plans again
+
+
+# -- switches
+
+
+@pytest.mark.parametrize("switch", [
+    {"FOREBAY_POISON": "1"}, {"FOREBAY_SYNC": "1"}, {"FOREBAY_NO_REUSE": "1"}, {"FOREBAY_SKIP": "hoist_prefetch"},
+    {"FOREBAY_SKIP": "hoist_prefetch,select_gemm", "FOREBAY_POISON": "1", "FOREBAY_SYNC": "1"},
+    {"FOREBAY_BISECT": "1"}, {"FOREBAY_VERIFY": "0"},
+])
+def test_same_tokens_under_every_switch(
+    llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, switch: dict[str, str]
+) -> None:
+    for name, value in switch.items():
+        monkeypatch.setenv(name, value)
+    with llama_checkpoint.language_model(0.5, slots=2) as lm:
+        assert lm.plan.prediction.streamed_nbytes > 0
+        check(lm, llama_checkpoint)
+
+
+def test_dump_holds_both_phases(llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FOREBAY_DUMP", str(tmp_path))
+    with llama_checkpoint.language_model(0.5) as lm:
+        assert {p.name for p in tmp_path.iterdir()} == {"1_tokens", "10_tokens", "plan.json"}
+        assert load_plan(tmp_path / "plan.json") == lm.plan
+
+
+def test_trace_holds_planned_and_actual(llama_checkpoint: Any, tmp_path: Path) -> None:
+    with llama_checkpoint.language_model(0.5) as lm:
+        with pytest.raises(RuntimeError, match="start_trace"):
+            lm.save_trace(tmp_path / "trace.json")
+        lm.start_trace()
+        check(lm, llama_checkpoint)
+        lm.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
+    assert {(1, "compute"), (1, "disk"), (2, "compute"), (2, "disk")} <= lanes
+
+
+# -- the host tier
+
+
+def test_host_memory_takes_what_the_device_cannot(llama_checkpoint: Any, reader_log: Any) -> None:
+    with llama_checkpoint.language_model(0.4, host=llama_checkpoint.nbytes // 3, slots=2) as lm:
+        assert 0 < lm.plan.nbytes_on("host") <= llama_checkpoint.nbytes // 3 and lm.plan.nbytes_on("disk") > 0
+        program = lm._pipeline.program(lm.plan, 1)
+        uploaded = sum(i.dst.nbytes for i in program.step if isinstance(i, Copy) and i.stream == UPLOAD)
+        assert uploaded == lm.plan.nbytes_on("host")
+        marks: list[int] = []
+        answer(lm, llama_checkpoint, on_token=lambda column: marks.append(reader_log.slices))
+        assert {b - a for a, b in itertools.pairwise(marks)} == {program.streamed_nbytes()}
+        check(lm, llama_checkpoint)
+
+
+@pytest.mark.parametrize(("slots", "host"), [(1, 0), (2, 600_000), (3, 0), (1, 600_000)])
+def test_the_program_of_a_gpu_computes_the_same_here(
+    llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, slots: int, host: int
+) -> None:
+    """Disk to pinned host slots to the device, rows of lookups too: the Program that a GPU runs, proved and run."""
+    source = model_module.model_source
+    monkeypatch.setattr(model_module, "model_source", lambda *a, **k: source(*a, **k | {"host_hop": True}))
+    with llama_checkpoint.language_model(0.4, host=host, slots=slots) as lm:
+        assert lm.plan.schedule.host_hop and lm.plan.schedule.slots == slots
+        assert (lm.plan.nbytes_on("host") > 0) is (host > 0) and lm.plan.nbytes_on("disk") > 0
+        for tokens in (1, 10):
+            program = lm._pipeline.program(lm.plan, tokens)
+            verify_program(program, {"device": lm.plan.budget.device, "host": host or None})
+            from_disk = [i for i in (*program.prologue, *program.step) if isinstance(i, Copy) and i.stream == "disk"]
+            assert from_disk and all(i.dst.arena == "host" for i in from_disk)
+            assert any(isinstance(i.src, FileRows) for i in from_disk)
+        check(lm, llama_checkpoint)
+
+
+# -- generate's arguments
+
+
+@pytest.fixture(scope="module")
+def resident(llama_checkpoint: Any) -> Any:
+    """A model that fits, for what does not depend on streaming."""
+    with llama_checkpoint.language_model(2.0, batch=4, prompt=10, new_tokens=12) as lm:
+        yield lm
+
+
+def test_batch_smaller_than_the_plan_and_each_row_alone(resident: LanguageModel, llama_checkpoint: Any) -> None:
+    plan = resident.plan
+    for row in range(3):
+        ids, mask = llama_checkpoint.ids[row : row + 1], llama_checkpoint.mask[row : row + 1]
+        got = resident.generate(ids, attention_mask=mask, max_new_tokens=8)
+        assert torch.equal(got, llama_checkpoint.expected[row : row + 1])
+        bare = resident.generate(ids[:, mask[0].bool()], max_new_tokens=8)
+        assert torch.equal(bare[:, -8:], got[:, -8:]), "padding changes nothing"
+    assert resident.plan is plan, "nothing was planned again"
+
+
+def test_larger_requests_plan_again(llama_checkpoint: Any) -> None:
+    with llama_checkpoint.language_model(1.5, batch=1, prompt=4, new_tokens=2) as lm:
+        first = lm.plan
+        lm.generate(llama_checkpoint.ids[2:, :4], max_new_tokens=2)
+        assert lm.plan is first
+        check(lm, llama_checkpoint)
+        assert (lm.plan.workload.batch, lm.plan.workload.prompt) == (3, 10)
+
+
+def test_eos_ends_a_row_and_pads_it(resident: LanguageModel, llama_checkpoint: Any) -> None:
+    expected = llama_checkpoint.expected
+    eos = int(expected[0, 12])
+    end = 10 + expected[0, 10:].tolist().index(eos) + 1
+    with torch.no_grad():
+        reference = llama_checkpoint.model.generate(
+            llama_checkpoint.ids, attention_mask=llama_checkpoint.mask, max_new_tokens=8, do_sample=False,
+            eos_token_id=eos, pad_token_id=7)
+    for given in (eos, [eos], [eos, 10**6]):
+        got = answer(resident, llama_checkpoint, eos_token_id=given, pad_token_id=7)
+        assert torch.equal(got, reference)
+    assert (got[0, end:] == 7).all() and got.shape[1] > end
+    unpadded = answer(resident, llama_checkpoint, eos_token_id=eos, pad_token_id=None)
+    assert (unpadded[0, end:] == eos).all(), "the default pad is the first eos"
+    alone = resident.generate(llama_checkpoint.ids[:1], attention_mask=llama_checkpoint.mask[:1], max_new_tokens=8,
+                              eos_token_id=eos)
+    assert alone.shape[1] == end, "it ends when every row has"
+
+
+def test_lengths(resident: LanguageModel, llama_checkpoint: Any) -> None:
+    assert torch.equal(answer(resident, llama_checkpoint, max_new_tokens=None, max_length=15),
+                       llama_checkpoint.expected[:, :15])
+    one = resident.generate(llama_checkpoint.ids[:1], attention_mask=llama_checkpoint.mask[:1], max_new_tokens=1)
+    assert torch.equal(one, llama_checkpoint.expected[:1, :11])
+    assert resident.generate(inputs=llama_checkpoint.ids[2:], max_new_tokens=3).shape == (1, 13)
+
+
+def test_sampling_is_reproducible_and_its_narrowest_is_greedy(resident: LanguageModel, llama_checkpoint: Any) -> None:
+    def draw(seed: int, **options: Any) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return answer(resident, llama_checkpoint, do_sample=True, generator=generator, **options)
+
+    assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
+    assert torch.equal(draw(3, top_k=1), llama_checkpoint.expected)
+    assert torch.equal(draw(3, top_k=None, temperature=1e-5), llama_checkpoint.expected)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (dict(input_ids=None), "input_ids must be a tensor"),
+    (dict(input_ids=torch.zeros(0, 3, dtype=torch.int64)), "at least one token"),
+    (dict(input_ids=torch.zeros(3, dtype=torch.int64)), r"\[B, T\]"),
+    (dict(input_ids=torch.tensor([[997]])), r"must lie in \[0, 997\)"),
+    (dict(input_ids=torch.tensor([[-1]])), r"must lie in \[0, 997\)"),
+    (dict(input_ids=torch.tensor([[1, 2]]), attention_mask=torch.tensor([[1]])), "attention_mask has shape"),
+    (dict(input_ids=torch.tensor([[1, 2]]), attention_mask=torch.tensor([[1, 0]])), "row 0 is not left-padded"),
+    (dict(input_ids=torch.tensor([[1], [2]]), attention_mask=torch.tensor([[1], [0]])), "row 1 has no token"),
+    (dict(input_ids=torch.tensor([[1]]), max_new_tokens=0), "max_new_tokens must be at least 1"),
+    (dict(input_ids=torch.tensor([[1, 2]]), max_length=2), "max_new_tokens must be at least 1"),
+    (dict(input_ids=torch.tensor([[1]]), max_new_tokens=200), "exceed the model's 128 positions"),
+    (dict(input_ids=torch.tensor([[1]]), do_sample=True, temperature=0.0), "temperature"),
+    (dict(input_ids=torch.tensor([[1]]), do_sample=True, top_p=2.0), "top_p"),
+])
+def test_arguments_that_cannot_be_are_refused(resident: LanguageModel, arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resident.generate(**arguments)
+    with pytest.raises(TypeError, match="num_beams"):
+        resident.generate(torch.tensor([[1]]), num_beams=4)  # type: ignore[call-arg]
+
+
+# -- models in memory, plans, files
+
+
+def in_memory(checkpoint: Any, loaded: bool) -> torch.nn.Module:
+    """The same weights in a module of their own: mapped from the file, as from_pretrained leaves them, or allocated."""
+    if loaded:
+        return transformers.AutoModelForCausalLM.from_pretrained(checkpoint.folder).eval()
+    module = transformers.AutoModelForCausalLM.from_config(checkpoint.model.config).eval()
+    module.load_state_dict(checkpoint.model.state_dict())
+    return module
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_module_in_memory_moves_to_disk_and_computes_the_same(
+    llama_checkpoint: Any, tmp_path: Path, loaded: bool
+) -> None:
+    module = in_memory(llama_checkpoint, loaded)
+    with wrap(module, {"device": llama_checkpoint.nbytes // 2, "disk": str(tmp_path)}, batch=3, prompt=10,
+              new_tokens=8) as lm:
+        assert sum(p.untyped_storage().nbytes() for p in module.parameters()) == 0, "its memory is given back"
+        assert lm.plan.prediction.streamed_nbytes > 0
+        check(lm, llama_checkpoint)
+    assert list(tmp_path.iterdir()) == [], "no spill file is left"
+
+
+def test_a_module_in_memory_is_left_whole_when_its_budget_cannot_work(llama_checkpoint: Any, tmp_path: Path) -> None:
+    module = in_memory(llama_checkpoint, loaded=False)
+    with pytest.raises(PlanError, match="the smallest that can is"):
+        wrap(module, {"device": 10_000, "disk": str(tmp_path)}, batch=3, prompt=10, new_tokens=8)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), llama_checkpoint.model.parameters(), strict=True))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_saved_plan_is_replayed_as_it_is(llama_checkpoint: Any, tmp_path: Path) -> None:
+    with llama_checkpoint.language_model(0.5, slots=3, prefill_chunk=4) as lm:
+        lm.plan.save(tmp_path / "plan.json")
+    plan = load_plan(tmp_path / "plan.json")
+    captured, checkpoint, files = llama_checkpoint.opened
+    with LanguageModel(captured, checkpoint, files, plan.budget, plan.workload, Wishes(), plan=plan) as again:
+        assert again.plan == lm.plan
+        check(again, llama_checkpoint)
+    with pytest.raises(PlanError, match="made for another model"):
+        LanguageModel(captured, checkpoint, files, plan.budget, plan.workload, Wishes(),
+                      plan=replace(plan, fingerprint="else"))
+
+
+def test_a_budget_that_cannot_work_names_the_smallest_that_can(llama_checkpoint: Any) -> None:
+    with pytest.raises(PlanError, match="the smallest that can is") as refusal:
+        llama_checkpoint.language_model(10_000)
+    smallest = int(str(refusal.value).split(" bytes: ")[0].rsplit("(", 1)[1])
+    with pytest.raises(PlanError):
+        llama_checkpoint.language_model(smallest - 1)
+    with llama_checkpoint.language_model(smallest) as lm:
+        check(lm, llama_checkpoint)
+
+
+def test_a_file_cut_short_while_running_is_named(llama_checkpoint: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(llama_checkpoint.folder, folder)
+    lm = wrap(folder, {"device": llama_checkpoint.nbytes // 2}, batch=3, prompt=10, new_tokens=8, slots=2)
+    answer(lm, llama_checkpoint, max_new_tokens=2)
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(TruncatedFileError, match=r"model\.safetensors"):
+        answer(lm, llama_checkpoint)
+    with pytest.raises(TruncatedFileError):
+        lm.close()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        wrap(folder, {"device": llama_checkpoint.nbytes})
