@@ -35,7 +35,8 @@ class Ticket:
 
 
 class Worker:
-    """Runs callables first in, first out, on a thread of its own; after an error the rest is skipped."""
+    """Runs callables first in, first out, on a thread of its own; keeps the first error, and runs the rest all the
+    same, so that whoever waits behind it is woken and told."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()

@@ -99,6 +99,19 @@ def test_another_budget_captures_nothing_anew(llama_checkpoint: Any, monkeypatch
             check(lm, llama_checkpoint)  # and a larger workload plans again
 
 
+@pytest.mark.parametrize("skip", ["", "hoist_prefetch"])
+def test_steps_of_every_size_hand_each_other_the_same_copies(
+    llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, skip: str
+) -> None:
+    """Prefill leaves copies in flight that decoding waits for: same bytes, same slots, same events."""
+    monkeypatch.setenv("FOREBAY_SKIP", skip)
+    with llama_checkpoint.language_model(0.5, slots=3) as lm:
+        programs = [lm._pipeline.program(lm.plan, tokens) for tokens in (1, 7, 10)]
+        assert len(programs[0].prologue) == 6
+        assert all(p.prologue == programs[0].prologue for p in programs[1:])
+        assert len({p.streamed_nbytes() for p in programs}) == 1
+
+
 # -- switches
 
 
