@@ -198,8 +198,8 @@ class PeakWatch:
 
 
 def run_turn(contestant: Peer | Forebay, cache: PageCache, order: dict[str, Any]) -> dict[str, Any]:
-    """One turn: everything dropped, memory taken, an untimed warm-up of two steps (and, warm, of a whole answer's
-    prompt), then the measured answer."""
+    """One turn: the page cache dropped, memory taken, an untimed warm-up of two steps (which, not cold, also leaves in
+    the page cache what a contestant leaves there), then the measured answer."""
     batch, new, cold = order["batch"], order["new"], order["cold"]
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, order["vocab"], (batch, order["prompt"]), generator=generator)

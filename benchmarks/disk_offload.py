@@ -49,7 +49,7 @@ class Process:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise SystemExit(f"{self.name} failed at {do!r} with exit code {self._process.wait()}; see its message above")
+            raise SystemExit(f"{self.name} failed at {do!r}, exit code {self._process.wait()}; see above")
         return json.loads(answer)
 
     def close(self) -> None:
@@ -200,7 +200,8 @@ def report_streaming(result: dict[str, Any], mode: str, batch: int, found: list[
           f"GB/s; link utilisation {median(rates) / engines[best]:.2f} of the best plain read ({best}: "
           f"{engines[best] / 1e9:.2f})")
     print(f"  one answer read {measured / 1e6:.0f} MB from storage; step predicted "
-          f"{found[0]['predicted_step_s']:.3f} s, measured {step_s:.3f} s; planned peak {found[0]['planned_peak_nbytes']['device'] / 1e6:.0f} MB; {found[0]['slots']} slots of "
+          f"{found[0]['predicted_step_s']:.3f} s, measured {step_s:.3f} s; planned peak "
+          f"{found[0]['planned_peak_nbytes']['device'] / 1e6:.0f} MB; {found[0]['slots']} slots of "
           f"{found[0]['slot_nbytes'] / 1e6:.1f} MB; prefill in chunks of {found[0]['prefill_chunk']}")
     print("  plain cold reads, GB/s: " + ", ".join(f"{e} {r / 1e9:.2f}" for e, r in engines.items()))
     memory = median(c["memory_bytes_per_s"] for c in here)

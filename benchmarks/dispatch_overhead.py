@@ -134,8 +134,9 @@ def main() -> None:
             python = sum(n for path, n in found.items() if is_python(path))
             step_s = median(b - a for a, b in itertools.pairwise(times))
             print(f"{args.model}, batch {args.batch}, budget {budget}: step {step_s * 1e3:.1f} ms, "
-                  f"{launches} launches, {lm.plan.prediction.streamed_nbytes / 1e6:.0f} MB streamed; Python {100 * python / total:.1f} % of "
-                  f"{total} samples ({1e6 * step_s * python / total / launches:.1f} us per launch)")
+                  f"{launches} launches, {lm.plan.prediction.streamed_nbytes / 1e6:.0f} MB streamed; "
+                  f"Python {100 * python / total:.1f} % of {total} samples "
+                  f"({1e6 * step_s * python / total / launches:.1f} us per launch)")
             for path, n in found.most_common(7):
                 print(f"  {100 * n / total:5.1f} %  {path.rsplit('/', 1)[-1]}{'  (Python)' if is_python(path) else ''}")
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from forebay.passes.launches import Launches
+from forebay.passes.out_variants import mutated_arguments
 from forebay.rewriter import ops
 from forebay.rewriter.graph import META, CacheInput, Layout, Transfer, WeightInput, storage_of, values_of, weight_name
 from forebay.rewriter.plan import BufferPlacement, Plan
@@ -96,7 +97,7 @@ class _Lowering:
                 self._release(node)
             elif node.target is ops.gather_rows:
                 self._gather(node)
-            elif node.target is not operator.getitem and node.meta.get("alias_of") is None:
+            elif node.target is not operator.getitem and (node.meta.get("alias_of") is None or _writes_argument(node)):
                 self._launch(node)
             self._end_of_life(node)
         return Program(self.name, tuple(self.items), tuple(self.prologue), dict(self.plan.arenas), resident, inputs,
@@ -313,6 +314,11 @@ class _Lowering:
     def _end_of_life(self, node: fx.Node) -> None:
         for name in self.layout.ends.get(node, ()):
             self.items.append(Release(COMPUTE, self._buffer_span(name)))
+
+
+def _writes_argument(node: fx.Node) -> bool:
+    """Whether an operator works in place (and may return, as an alias, what it wrote)."""
+    return isinstance(node.target, torch._ops.OpOverload) and bool(mutated_arguments(node.target))
 
 
 def _widen(span: Span, room: tuple[int, int]) -> Span:

@@ -12,7 +12,20 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from forebay.rewriter.program import DISK, Copy, FileRows, Item, Launch, Program, Record, Release, Span, Wait, span_of
+from forebay.rewriter.program import (
+    COMPUTE,
+    DISK,
+    Copy,
+    FileRows,
+    Item,
+    Launch,
+    Program,
+    Record,
+    Release,
+    Span,
+    Wait,
+    span_of,
+)
 
 
 class ProgramError(RuntimeError):
@@ -39,6 +52,7 @@ def verify_program(program: Program, budget: Mapping[str, int | None] | None = N
         state.visit(item)
     before = state.owners()
     for _ in range(2):
+        state.take_inputs(program)
         for item in program.step:
             state.visit(item)
         state.hand_over(program)
@@ -94,6 +108,14 @@ class _State:
 
     def owners(self) -> dict[str, list[str | None]]:
         return {arena: [s.owner for s in segments] for arena, segments in self.segments.items()}
+
+    def take_inputs(self, program: Program) -> None:
+        """Between steps the caller writes the inputs, on the compute stream."""
+        sequence = self.counts[COMPUTE] = self.counts.get(COMPUTE, 0) + 1
+        clock = self.clocks.setdefault(COMPUTE, {})
+        for name, ref in program.inputs.items():
+            self.write(span_of(ref), COMPUTE, sequence, clock, f"the caller's {name}", False)
+        clock[COMPUTE] = sequence
 
     def hand_over(self, program: Program) -> None:
         """Between steps the caller takes the outputs; their memory is free in the next step."""

@@ -11,6 +11,7 @@ import torch
 from forebay.rewriter.program import (
     COMPUTE,
     DISK,
+    UPLOAD,
     Copy,
     FileRows,
     FileSlice,
@@ -18,7 +19,6 @@ from forebay.rewriter.program import (
     Launch,
     Record,
     Release,
-    Span,
     TensorRef,
     Wait,
 )
@@ -56,7 +56,7 @@ class ThreadDevice:
             call = self._bind_copy(item)
             return self._in_order(call) if self.sync else call
         if isinstance(item, Release):
-            return self._bind_poison(item.span) if self.poison else None
+            return self._bind_poison(item) if self.poison else None
         if isinstance(item, Record):
             return self._bind_record(item)
         assert isinstance(item, Wait)
@@ -110,9 +110,14 @@ class ThreadDevice:
             self.worker = Worker("upload")
         return self.worker
 
-    def _bind_poison(self, span: Span) -> Call:
+    def _bind_poison(self, item: Release) -> Call:
+        """Fill with a NaN in every float format and an index out of range in every integer one, when its turn comes."""
+        span = item.span
         memory = self.arenas[span.arena].bytes[span.offset : span.offset + span.nbytes]
-        return lambda: memory.fill_(0xFF)  # a NaN in every float format, an index out of range in every integer one
+        if item.stream == UPLOAD:
+            worker = self._worker()
+            return lambda: worker.submit(lambda: memory.fill_(0xFF))
+        return lambda: memory.fill_(0xFF)
 
     def _bind_record(self, item: Record) -> Call | None:
         events, number = self.events, item.event

@@ -67,11 +67,13 @@ def wrap(
     if isinstance(model, torch.nn.Module):
         captured = capture_model(model)
         checkpoint = spill_module(model, sizes.disk or tempfile.gettempdir())
-        _empty(model)
         files = weight_files(captured, checkpoint)
     else:
         captured, checkpoint, files = open_model(model)
-    return LanguageModel(captured, checkpoint, files, sizes, workload, wishes, machine, plan)
+    lm = LanguageModel(captured, checkpoint, files, sizes, workload, wishes, machine, plan)
+    if isinstance(model, torch.nn.Module):  # only now: a budget that cannot work leaves the module as it was
+        _empty(model)
+    return lm
 
 
 def open_model(model: str | os.PathLike[str]) -> tuple[CapturedModel, Checkpoint, dict[str, FileSlice]]:
@@ -88,7 +90,7 @@ def open_model(model: str | os.PathLike[str]) -> tuple[CapturedModel, Checkpoint
 def _empty(module: torch.nn.Module) -> None:
     """Give back the memory of a module's parameters and persistent buffers, whose values now lie on disk."""
     for tensor in (*module.parameters(), *module.buffers()):
-        tensor.untyped_storage().resize_(0)
+        tensor.data = tensor.new_empty(0)
 
 
 def _checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
