@@ -46,6 +46,30 @@ class AttentionArgs(ctypes.Structure):
     )
 
 
+class RmsNormArgs(ctypes.Structure):
+    """Mirror of `RmsNormArgs` in rows.cpp; strides are in elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "out")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "x_row", "out_row")),
+        ("eps", ctypes.c_float),
+        ("dtype", ctypes.c_int32),
+    )
+
+
+class RotaryArgs(ctypes.Structure):
+    """Mirror of `RotaryArgs` in rows.cpp; strides are in elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "out")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "queries", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("x_batch", "x_head", "x_row")),
+        *((f"{table}_{d}", ctypes.c_int64) for table in ("cos", "sin") for d in ("batch", "row")),
+        *((name, ctypes.c_int64) for name in ("out_batch", "out_head", "out_row")),
+        ("dtype", ctypes.c_int32),
+    )
+
+
 def compiler() -> str | None:
     """Path of the C++ compiler: `$CXX`, else the first of c++, g++ and clang++; None where there is none."""
     for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
@@ -114,8 +138,9 @@ def load() -> ctypes.CDLL | None:
             pointer = ctypes.c_void_p
             library.forebay_linear.argtypes = (pointer, pointer, ctypes.c_int64, ctypes.c_int)
             library.forebay_linear.restype = None
-            library.forebay_attention.argtypes = (pointer, ctypes.c_int)
-            library.forebay_attention.restype = None
+            for launch in (library.forebay_attention, library.forebay_rms_norm, library.forebay_rotary):
+                launch.argtypes = (pointer, ctypes.c_int)
+                launch.restype = None
             library.forebay_attention_max_head_dim.restype = ctypes.c_int64
             return library
     warnings.warn(f"CPU kernels fall back to torch, which is slower: {reason}", RuntimeWarning, stacklevel=2)

@@ -16,6 +16,7 @@ from forebay.rewriter.plan import BufferPlacement, Plan
 from forebay.rewriter.program import (
     COMPUTE,
     DISK,
+    LOOKUP,
     UPLOAD,
     Copy,
     FileRows,
@@ -264,19 +265,19 @@ class _Lowering:
         out = self.ref(node)
         source = FileRows(spec.path, spec.offset, placement.nbytes // rows, rows, self.ref(index))
         label, layer = f"gather {name}", node.meta.get("layer", -1)
-        self.items += [Record(COMPUTE, ready), Wait(DISK, ready)]
+        self.items += [Record(COMPUTE, ready), Wait(LOOKUP, ready)]
         if self.plan.schedule.host_hop:
             b = self.placed["host_rows"]
             landing = Span(b.arena, b.offset, span_of(out).nbytes, f"host_rows:{node.name}")
             arrived, uploaded = self._event("arrived", node.name), self.freed.get("host_rows")
             if uploaded is not None:
-                self.items.append(Wait(DISK, uploaded))
-            self.items += [Copy(DISK, source, landing, label, layer), Record(DISK, arrived), Wait(UPLOAD, arrived),
+                self.items.append(Wait(LOOKUP, uploaded))
+            self.items += [Copy(LOOKUP, source, landing, label, layer), Record(LOOKUP, arrived), Wait(UPLOAD, arrived),
                            Wait(UPLOAD, ready), Copy(UPLOAD, landing, span_of(out), label, layer),
                            Release(UPLOAD, landing), Record(UPLOAD, landed)]
             self.freed["host_rows"] = landed
         else:
-            self.items += [Copy(DISK, source, span_of(out), label, layer), Record(DISK, landed)]
+            self.items += [Copy(LOOKUP, source, span_of(out), label, layer), Record(LOOKUP, landed)]
         self.landed[node] = landed
 
     # -- launches

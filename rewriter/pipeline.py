@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from forebay.kernels import attention, linear
+from forebay.kernels import attention, linear, rms_norm, rotary
 from forebay.passes.allocate_buffers import allocate_buffers, plan_activations
+from forebay.passes.fuse_rms_norm import fuse_rms_norm
+from forebay.passes.fuse_rotary import fuse_rotary
 from forebay.passes.hoist_prefetch import hoist_prefetch
 from forebay.passes.insert_transfers import insert_transfers
 from forebay.passes.launches import Launches
@@ -35,7 +37,13 @@ PASSES: tuple[tuple[Callable[[fx.GraphModule, Plan], None], str], ...] = (
     (select_gemm, "after tiling, because the choice depends on the tile's shape"),
     (allocate_buffers, "last: lifetimes are exact only when the order of nodes is final"),
 )
-OPTIONAL = ("hoist_prefetch", "select_gemm")  # without these the result is slower, not wrong
+# On captured graphs, once per kind of layer, before there is a plan: what they fold, the planner never sees.
+BLOCK_PASSES: tuple[tuple[Callable[[fx.GraphModule], None], str], ...] = (
+    (fuse_rms_norm, "first: the norms stand between everything else, and no other pattern contains one"),
+    (fuse_rotary, "queries and keys, before attention reads them"),
+)
+OPERATORS = (attention, linear, rms_norm, rotary)  # imported, so that torch knows the operators passes put in
+OPTIONAL = ("hoist_prefetch", "select_gemm", "fuse_rms_norm", "fuse_rotary")  # without: slower, not wrong
 
 FlatGraph = Callable[[int], fx.GraphModule]  # tokens per sequence in one step -> a fresh flat graph
 
@@ -62,7 +70,7 @@ class Pipeline:
     """Plans and lowers one `Source` for one workload; programs are made when first asked for and kept."""
 
     def __init__(self, source: Source, workload: Workload, machine: Machine, switches: Switches) -> None:
-        known = [p.__name__ for p, _ in PASSES]
+        known = [p.__name__ for p, _ in PASSES]  # those that run on flat graphs
         for name in switches.skip:
             if name not in OPTIONAL:
                 raise SwitchError(f"FOREBAY_SKIP: {name!r} cannot be skipped; those that can: {', '.join(OPTIONAL)}")

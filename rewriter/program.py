@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 COMPUTE, DISK, UPLOAD = "compute", "disk", "upload"  # streams: kernels; file reads; host -> device copies
+LOOKUP = "lookup"  # file reads of single rows, which must not queue behind the long reads of weights
+UNORDERED = (DISK, LOOKUP)  # streams on which reads finish in any order
 DEVICE, HOST = "device", "host"  # arenas, named after their tier
 
 

@@ -11,10 +11,37 @@ from torch import fx
 
 from forebay.rewriter.checkpoint import Checkpoint, CheckpointError
 from forebay.rewriter.concretise import concretise, inline_blocks
+from forebay.rewriter.dump import Dump
 from forebay.rewriter.graph import META, CacheInput, CapturedModel, WeightInput
-from forebay.rewriter.pipeline import Source
+from forebay.rewriter.pipeline import BLOCK_PASSES, Source
 from forebay.rewriter.plan import Workload
 from forebay.rewriter.program import FileSlice
+from forebay.rewriter.switches import Switches
+
+
+def fuse_blocks(captured: CapturedModel, switches: Switches) -> CapturedModel:
+    """`captured` with the block passes run on copies of its graphs."""
+    step = _copied(captured.step)
+    for name, block in captured.blocks().items():
+        step.set_submodule(name, _copied(block))
+    dump = Dump(switches.dump, "captured")
+    for run_pass, _ in BLOCK_PASSES:
+        if run_pass.__name__ in switches.skip:
+            continue
+        for gm in (step, *(step.get_submodule(name) for name in dict.fromkeys(captured.layers))):
+            assert isinstance(gm, fx.GraphModule)
+            dump.before(gm, run_pass.__name__)
+            run_pass(gm)
+            dump.after(gm, run_pass.__name__)
+    return replace(captured, step=step)
+
+
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    return fx.GraphModule(gm, graph)
 
 
 def model_source(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from forebay.rewriter.program import (
     COMPUTE,
-    DISK,
+    UNORDERED,
     Copy,
     FileRows,
     Item,
@@ -151,7 +151,7 @@ class _State:
             self.read(span, stream, sequence, clock, item.label)
         for span in _writes(item):
             self.write(span, stream, sequence, clock, item.label, isinstance(item, Copy) and span is item.dst)
-        if stream != DISK:
+        if stream not in UNORDERED:
             clock[stream] = sequence
 
     def read(self, span: Span, stream: str, sequence: int, clock: dict[str, int], label: str) -> None:
@@ -170,11 +170,11 @@ class _State:
             if segment.copied and segment.owner is not None:
                 raise ProgramError(f"{self.name}: {label} overwrites {segment.owner}, loaded and never read")
             for other, (count, reader) in segment.reads.items():
-                if (other != stream or stream == DISK) and clock.get(other, 0) < count:
+                if (other != stream or stream in UNORDERED) and clock.get(other, 0) < count:
                     raise ProgramError(f"{self.name}: {label} on {stream} overwrites {_at(span)} while {reader} on "
                                        f"{other} may still read {segment.owner} there")
             if segment.write is not None and clock.get(segment.write[0], 0) < segment.write[1] and (
-                    segment.write[0] != stream or stream == DISK):
+                    segment.write[0] != stream or stream in UNORDERED):
                 raise ProgramError(f"{self.name}: {label} on {stream} overwrites {_at(span)} while "
                                    f"{segment.write[2]} on {segment.write[0]} may still write there")
             if segment.owner not in (None, span.buffer):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from forebay.kernels import attention, kv_append, linear
+from forebay.kernels import attention, kv_append, linear, rms_norm, rotary
 from forebay.rewriter.program import Launch, TensorRef
 from forebay.runtime import gpu_library
 from forebay.runtime.device import Call, RuntimeFault
@@ -32,6 +32,16 @@ def bind_launch(launch: Launch, tensor: Tensors) -> Call:
         if args[0].is_cuda:
             return functools.partial(gpu_library.kv_append, *args)
         return kv_append.bind_kv_append(*args)
+    if launch.op == "forebay.rms_norm":
+        x, weight, eps = args
+        if x.is_cuda:
+            return functools.partial(gpu_library.rms_norm, x, weight, eps, out[0])
+        return rms_norm.bind_rms_norm(x, weight, eps, out[0])
+    if launch.op == "forebay.rotary":
+        x, cos, sin = args
+        if x.is_cuda:
+            return functools.partial(gpu_library.rotary, x, cos, sin, out[0])
+        return rotary.bind_rotary(x, cos, sin, out[0])
     if launch.op == "copy":
         return functools.partial(out[0].copy_, args[0])
     if launch.op.startswith("call:"):

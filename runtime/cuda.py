@@ -13,6 +13,8 @@ import torch
 from forebay.rewriter.program import (
     COMPUTE,
     DISK,
+    LOOKUP,
+    UNORDERED,
     UPLOAD,
     Copy,
     FileRows,
@@ -49,18 +51,20 @@ class CudaDevice:
     pinned in place (an allocator of pinned memory would round it up to a power of two)."""
 
     def __init__(
-        self, reader: DiskReader, *, poison: bool = False, sync: bool = False, trace: Trace | None = None
+        self, reader: DiskReader, *, lookups: DiskReader | None = None, poison: bool = False, sync: bool = False,
+        trace: Trace | None = None,
     ) -> None:
         if not torch.cuda.is_available():
             raise RuntimeFault("this plan is for a GPU, and torch finds none; plan for this machine instead")
-        self.reader, self.poison, self.sync, self.trace = reader, poison, sync, trace
+        self.readers = {DISK: reader, LOOKUP: lookups or reader}
+        self.poison, self.sync, self.trace = poison, sync, trace
         self.device_memory: torch.Tensor | None = None
         self.host: Arena | None = None
         self.landing: Arena | None = None
         self.compute = torch.cuda.Stream()
         self.uploads = torch.cuda.Stream()
-        self.workers = {UPLOAD: Worker("upload"), DISK: Worker("disk")}
-        self.ledger = CopyLedger()
+        self.workers = {stream: Worker(stream) for stream in (UPLOAD, *UNORDERED)}
+        self.ledgers = {stream: CopyLedger() for stream in UNORDERED}
         self.events: dict[int, _Event] = {}
 
     def allocate(self, arenas: Mapping[str, int]) -> None:
@@ -121,18 +125,20 @@ class CudaDevice:
             return lambda: self._load(src, item.dst)
         assert self.host is not None
         address = self.host.address + item.dst.offset
-        disk = self.workers[DISK]
+        disk = self.workers[item.stream]
         if isinstance(src, FileSlice):
             before, after = item.room
-            return lambda: disk.submit(lambda: self.reader.submit(
-                Read(src.path, src.offset, src.nbytes, address, before, after, self._begin(item.label))))
+            reader = self.readers[item.stream]
+            return lambda: disk.submit(lambda: reader.submit(
+                Read(src.path, src.offset, src.nbytes, address, before, after, self._begin(item.stream, item.label))))
         index = self.tensor(src.index)
 
         def gather() -> None:
             rows = index.flatten().tolist()  # waits for the device; the Wait before it made the index valid
             if rows and not 0 <= min(rows) <= max(rows) < src.rows:
                 raise RuntimeFault(f"{item.label}: row {max(rows)} (lowest {min(rows)}) of a table of {src.rows}")
-            self.reader.read_rows(src.path, src.offset, src.row_nbytes, rows, address, self._begin(item.label))
+            begin = self._begin(item.stream, item.label)
+            self.readers[item.stream].read_rows(src.path, src.offset, src.row_nbytes, rows, address, begin)
 
         return lambda: disk.submit(gather)
 
@@ -146,14 +152,14 @@ class CudaDevice:
             self.uploads.synchronize()
             self.trace.add(UPLOAD, label, start, time.perf_counter())
 
-    def _begin(self, label: str) -> Callable[[BaseException | None], None]:
-        done, trace = self.ledger.begin(), self.trace
+    def _begin(self, stream: str, label: str) -> Callable[[BaseException | None], None]:
+        done, trace = self.ledgers[stream].begin(), self.trace
         if trace is None:
             return done
         start = time.perf_counter()
 
         def traced(error: BaseException | None) -> None:
-            trace.add(DISK, label, start, time.perf_counter())
+            trace.add(stream, label, start, time.perf_counter())
             done(error)
 
         return traced
@@ -163,9 +169,9 @@ class CudaDevice:
         assert self.landing is not None
         for lower in range(0, src.nbytes, LOAD_NBYTES):
             nbytes = min(LOAD_NBYTES, src.nbytes - lower)
-            self.reader.submit(Read(src.path, src.offset + lower, nbytes, self.landing.address, 0, 0,
-                                    self.ledger.begin()))
-            self.ledger.record().wait()
+            self.readers[DISK].submit(Read(src.path, src.offset + lower, nbytes, self.landing.address, 0, 0,
+                                    self.ledgers[DISK].begin()))
+            self.ledgers[DISK].record().wait()
             piece = Span(dst.arena, dst.offset + lower, nbytes, dst.buffer)
             self._bytes(piece).copy_(self.landing.bytes[:nbytes])
         self.compute.synchronize()
@@ -183,9 +189,9 @@ class CudaDevice:
         worker = self.workers[item.stream]
 
         def record() -> None:
-            if item.stream == DISK:
+            if item.stream in UNORDERED:
                 event.issued.error = worker.error
-                self.ledger.record(event.issued)
+                self.ledgers[item.stream].record(event.issued)
                 return
             event.cuda = torch.cuda.Event()
             event.cuda.record(self.uploads)
@@ -216,20 +222,22 @@ class CudaDevice:
 
     def finish(self) -> None:
         """Wait for everything issued; raise the first error any of it met."""
-        for worker in (self.workers[DISK], self.workers[UPLOAD]):
+        for worker in (*(self.workers[s] for s in UNORDERED), self.workers[UPLOAD]):
             idle = threading.Event()
             worker.submit(idle.set)
             idle.wait()
             if worker.error is not None:
                 raise worker.error
-        self.ledger.record().wait()
+        for ledger in self.ledgers.values():
+            ledger.record().wait()
         self.uploads.synchronize()
         self.compute.synchronize()
 
     def close(self) -> None:
         for worker in self.workers.values():
             worker.close()
-        self.reader.close()
+        for reader in set(self.readers.values()):
+            reader.close()
         for arena in (self.host, self.landing):
             if arena is not None:
                 torch.cuda.cudart().cudaHostUnregister(arena.address)

@@ -44,3 +44,15 @@ def kv_append(
     position = start[:, None] + torch.arange(k.shape[2], device=k.device)
     k_cache.transpose(1, 2).index_put_((rows, position), k.transpose(1, 2))
     v_cache.transpose(1, 2).index_put_((rows, position), v.transpose(1, 2))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+    """`forebay::rms_norm` over the last dimension, in float32, rounded before the weight [H] is applied."""
+    wide = x.float()
+    torch.mul(weight, (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype), out=out)
+
+
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
+    """`forebay::rotary`: x [B, H, S, R] * cos [B, S, R] + rotate_half(x) * sin."""
+    lower, upper = x.chunk(2, -1)
+    torch.add(x * cos.unsqueeze(1), torch.cat((-upper, lower), -1) * sin.unsqueeze(1), out=out)

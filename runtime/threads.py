@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +12,8 @@ import torch
 from forebay.rewriter.program import (
     COMPUTE,
     DISK,
+    LOOKUP,
+    UNORDERED,
     UPLOAD,
     Copy,
     FileRows,
@@ -34,12 +37,13 @@ class ThreadDevice:
     its call returns; disk reads are asynchronous with several in flight; other copies run on a FIFO worker."""
 
     def __init__(
-        self, reader: DiskReader, *, poison: bool = False, sync: bool = False, trace: Trace | None = None
+        self, reader: DiskReader, *, lookups: DiskReader | None = None, poison: bool = False, sync: bool = False,
+        trace: Trace | None = None,
     ) -> None:
-        self.reader = reader
+        self.readers = {DISK: reader, LOOKUP: lookups or reader}
         self.poison, self.sync, self.trace = poison, sync, trace
         self.arenas: dict[str, Arena] = {}
-        self.ledger = CopyLedger()
+        self.ledgers = {stream: CopyLedger() for stream in UNORDERED}
         self.events: dict[int, Ticket] = {}
         self.worker: Worker | None = None
 
@@ -69,15 +73,15 @@ class ThreadDevice:
 
         return run
 
-    def _begin(self, label: str) -> Callable[[BaseException | None], None]:
+    def _begin(self, stream: str, label: str) -> Callable[[BaseException | None], None]:
         """Note an asynchronous read; with a trace, also when it began and ended."""
-        done, trace = self.ledger.begin(), self.trace
+        done, trace = self.ledgers[stream].begin(), self.trace
         if trace is None:
             return done
         start = time.perf_counter()
 
         def traced(error: BaseException | None) -> None:
-            trace.add(DISK, label, start, time.perf_counter())
+            trace.add(stream, label, start, time.perf_counter())
             done(error)
 
         return traced
@@ -85,8 +89,10 @@ class ThreadDevice:
     def _bind_copy(self, item: Copy) -> Call:
         arena = self.arenas[item.dst.arena]
         address = arena.address + item.dst.offset
-        begin, reader, src, label = self._begin, self.reader, item.src, item.label
+        src, label = item.src, item.label
+        begin = functools.partial(self._begin, item.stream)
         if isinstance(src, FileSlice):
+            reader = self.readers[item.stream]
             before, after = item.room
             path, offset, nbytes = src.path, src.offset, src.nbytes
             return lambda: reader.submit(Read(path, offset, nbytes, address, before, after, begin(label)))
@@ -97,7 +103,7 @@ class ThreadDevice:
                 rows = index.flatten().tolist()
                 if rows and not 0 <= min(rows) <= max(rows) < src.rows:
                     raise RuntimeFault(f"{label}: row {max(rows)} (lowest {min(rows)}) of a table of {src.rows}")
-                reader.read_rows(src.path, src.offset, src.row_nbytes, rows, address, begin(label))
+                self.readers[item.stream].read_rows(src.path, src.offset, src.row_nbytes, rows, address, begin(label))
 
             return gather
         source = self.arenas[src.arena].bytes[src.offset : src.offset + src.nbytes]
@@ -123,8 +129,8 @@ class ThreadDevice:
         events, number = self.events, item.event
         if item.stream == COMPUTE:  # complete by now: a wait for it has nothing to do
             return lambda: events.pop(number, None)
-        if item.stream == DISK:
-            record = self.ledger.record
+        if item.stream in UNORDERED:
+            record = self.ledgers[item.stream].record
 
             def record_disk() -> None:
                 events[number] = record()
@@ -140,7 +146,7 @@ class ThreadDevice:
 
     def _bind_wait(self, item: Wait) -> Call | None:
         events, number = self.events, item.event
-        if item.stream in (COMPUTE, DISK):  # the caller's thread issues both
+        if item.stream == COMPUTE or item.stream in UNORDERED:  # the caller's thread issues both
 
             def wait() -> None:
                 ticket = events.get(number)
@@ -159,7 +165,8 @@ class ThreadDevice:
 
     def finish(self) -> None:
         """Wait for all copies under way; raise the first error any of them met."""
-        self.ledger.record().wait()
+        for ledger in self.ledgers.values():
+            ledger.record().wait()
         if self.worker is not None:
             idle = threading.Event()
             self.worker.submit(idle.set)
@@ -168,7 +175,8 @@ class ThreadDevice:
                 raise self.worker.error
 
     def close(self) -> None:
-        self.reader.close()
+        for reader in set(self.readers.values()):
+            reader.close()
         if self.worker is not None:
             self.worker.close()
         self.arenas = {}

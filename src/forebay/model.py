@@ -22,7 +22,7 @@ from forebay.rewriter.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.planner import Wishes
 from forebay.rewriter.program import DISK, Copy, FileSlice, Span
 from forebay.rewriter.sizes import parse_budget
-from forebay.rewriter.source import checkpoint_names, model_source, weight_files
+from forebay.rewriter.source import checkpoint_names, fuse_blocks, model_source, weight_files
 from forebay.rewriter.spill import spill_module
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.generation import Stop, generate_tokens, next_logits
@@ -114,6 +114,7 @@ class LanguageModel:
         self.switches = read_switches()
         self.files = files
         self.trace: Trace | None = None
+        self._fused: CapturedModel | None = None  # the captured graphs after the block passes, whatever the workload
         self._session: Session | None = None
         if plan is not None and plan.fingerprint != checkpoint.fingerprint:
             raise PlanError(f"this plan was made for another model (fingerprint {plan.fingerprint}, this one is "
@@ -126,7 +127,8 @@ class LanguageModel:
             if workload.prompt + 1 > limit:
                 raise PlanError(f"a prompt of {workload.prompt} tokens does not fit the model's {limit} positions")
             workload = replace(workload, new_tokens=limit - workload.prompt)
-        source = model_source(self.captured, self.files, workload, self.checkpoint.fingerprint,
+        fused = self._fused = self._fused or fuse_blocks(self.captured, self.switches)
+        source = model_source(fused, self.files, workload, self.checkpoint.fingerprint,
                               host_hop=self.machine.device_kind != "cpu")
         self._pipeline = Pipeline(source, workload, self.machine, self.switches)
         self.plan: Plan = plan if plan is not None else self._pipeline.plan(self.budget, self.wishes)

@@ -1,0 +1,175 @@
+// RMS norm and rotary embedding, a row at a time, with every rounding that the eager operators make.
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#else
+#pragma GCC optimize("fp-contract=off")  // a fused multiply-add would skip the rounding of a product; gcc ignores STDC
+#endif
+#include <algorithm>
+#include <cmath>
+
+#include "micro.h"
+
+using namespace forebay;
+
+extern "C" struct RmsNormArgs {
+  const void* x;       // [rows, columns]
+  const void* weight;  // [columns]
+  void* out;           // [rows, columns], may be x
+  int64_t rows, columns, x_row, out_row;
+  float eps;
+  int32_t dtype;
+};
+
+extern "C" struct RotaryArgs {
+  const void* x;    // [B, H, S, D]
+  const void* cos;  // [B, S, D]
+  const void* sin;  // [B, S, D]
+  void* out;        // [B, H, S, D], apart from x
+  int64_t batch, heads, queries, head_dim;
+  int64_t x_batch, x_head, x_row, cos_batch, cos_row, sin_batch, sin_row, out_batch, out_head, out_row;
+  int32_t dtype;
+};
+
+namespace {
+
+constexpr int64_t SERIAL_ELEMENTS = 1 << 15;  // below it waking threads costs more than it saves
+
+// The bits of v rounded to bf16, one lane each.
+FB_INLINE vu bf16_bits(vf v) {
+  const vu u = (vu)v;
+  const vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return v != v ? vu{} + 0x7fc0u : rounded;
+}
+
+// Every lane as the type pointed to holds it, nearest and ties to even.
+FB_INLINE vf rounded(const float*, vf v) { return v; }
+FB_INLINE vf rounded(const bf16*, vf v) { return (vf)(bf16_bits(v) << 16); }
+FB_INLINE vf rounded(const f16*, vf v) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)v, 0));
+#elif defined(__F16C__)
+  return (vf)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)v, 0));
+#else
+  for (int i = 0; i < VL; ++i) { f16 h; from_float(v[i], &h); v[i] = to_float(h); }
+  return v;
+#endif
+}
+
+FB_INLINE void store_whole(float* p, vf v) { store(p, v); }
+FB_INLINE void store_whole(bf16* p, vf v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i u = (__m256i)bf16_bits(v);
+  const __m128i h = _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(u, u), 0xd8));
+#else
+  const vh h = __builtin_convertvector(bf16_bits(v), vh);
+#endif
+  std::memcpy(p, &h, sizeof h);
+}
+FB_INLINE void store_whole(f16* p, vf v) {
+#if defined(__AVX512F__)
+  const __m256i h = _mm512_cvtps_ph((__m512)v, 0);
+  std::memcpy(p, &h, sizeof h);
+#elif defined(__F16C__)
+  const __m128i h = _mm256_cvtps_ph((__m256)v, 0);
+  std::memcpy(p, &h, sizeof h);
+#else
+  for (int i = 0; i < VL; ++i) store_one(p + i, v[i]);
+#endif
+}
+template <class T> FB_INLINE void store_partial(T* p, vf v, int n) {
+  for (int i = 0; i < n; ++i) store_one(p + i, v[i]);
+}
+
+template <class T> FB_INLINE float sum_of_squares(const T* x, int64_t n) {
+  vf sum[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * VL <= n; i += 4 * VL)
+    FB_UNROLL for (int j = 0; j < 4; ++j) {
+      const vf v = load(x + i + j * VL);
+      sum[j] += v * v;
+    }
+  for (; i + VL <= n; i += VL) {
+    const vf v = load(x + i);
+    sum[0] += v * v;
+  }
+  if (i < n) {
+    const vf v = load_partial(x + i, int(n - i));
+    sum[1] += v * v;
+  }
+  return lane_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
+}
+
+template <class T> void rms_norm_row(const T* x, const T* weight, T* out, int64_t n, float eps) {
+  const vf scale = vf{} + 1.0f / std::sqrt(sum_of_squares(x, n) / float(n) + eps);
+  int64_t i = 0;
+  for (; i + VL <= n; i += VL) store_whole(out + i, load(weight + i) * rounded(x, load(x + i) * scale));
+  if (i < n) {
+    const int left = int(n - i);
+    store_partial(out + i, load_partial(weight + i, left) * rounded(x, load_partial(x + i, left) * scale), left);
+  }
+}
+
+template <class T> void rms_norm(const RmsNormArgs& a, int threads) {
+  const bool parallel = threads > 1 && a.rows > 1 && a.rows * a.columns > SERIAL_ELEMENTS;
+#pragma omp parallel for schedule(static) num_threads(threads) if (parallel)
+  for (int64_t r = 0; r < a.rows; ++r)
+    rms_norm_row(static_cast<const T*>(a.x) + r * a.x_row, static_cast<const T*>(a.weight),
+                 static_cast<T*>(a.out) + r * a.out_row, a.columns, a.eps);
+}
+
+// out[j] = x[j] cos[j] + turned[j] sin[j] for j < n, turned negated or not.
+template <class T, bool NEGATE>
+FB_INLINE void rotate(const T* x, const T* turned, const T* cos, const T* sin, T* out, int64_t n) {
+  const auto turn = [](vf v) { return NEGATE ? -v : v; };
+  int64_t j = 0;
+  for (; j + VL <= n; j += VL)
+    store_whole(out + j, rounded(x, load(x + j) * load(cos + j)) + rounded(x, turn(load(turned + j)) * load(sin + j)));
+  if (j < n) {
+    const int left = int(n - j);
+    const vf one = rounded(x, load_partial(x + j, left) * load_partial(cos + j, left));
+    const vf other = rounded(x, turn(load_partial(turned + j, left)) * load_partial(sin + j, left));
+    store_partial(out + j, one + other, left);
+  }
+}
+
+// Rows [r0, r1) in the order B, S, H: the heads of a position share cos and sin.
+template <class T> void rotary_rows(const RotaryArgs& a, int64_t r0, int64_t r1) {
+  int64_t h = r0 % a.heads, s = r0 / a.heads % a.queries, b = r0 / a.heads / a.queries;
+  const int64_t half = a.head_dim / 2, rest = a.head_dim - half;
+  for (int64_t r = r0; r < r1; ++r) {
+    const T* x = static_cast<const T*>(a.x) + b * a.x_batch + h * a.x_head + s * a.x_row;
+    const T* cos = static_cast<const T*>(a.cos) + b * a.cos_batch + s * a.cos_row;
+    const T* sin = static_cast<const T*>(a.sin) + b * a.sin_batch + s * a.sin_row;
+    T* out = static_cast<T*>(a.out) + b * a.out_batch + h * a.out_head + s * a.out_row;
+    rotate<T, true>(x, x + half, cos, sin, out, rest);
+    rotate<T, false>(x + rest, x, cos + rest, sin + rest, out + rest, half);
+    if (++h == a.heads) {
+      h = 0;
+      if (++s == a.queries) s = 0, ++b;
+    }
+  }
+}
+
+template <class T> void rotary(const RotaryArgs& a, int threads) {
+  const int64_t rows = a.batch * a.heads * a.queries;
+  const int64_t parts = rows * a.head_dim > SERIAL_ELEMENTS ? std::min<int64_t>(threads, rows) : 1;
+#pragma omp parallel for schedule(static) num_threads(threads) if (parts > 1)
+  for (int64_t i = 0; i < parts; ++i) rotary_rows<T>(a, rows * i / parts, rows * (i + 1) / parts);
+}
+
+}  // namespace
+
+// Needs contiguous columns in every tensor.
+extern "C" void forebay_rms_norm(const RmsNormArgs* a, int threads) {
+  if (a->dtype == F32) rms_norm<float>(*a, threads);
+  else if (a->dtype == BF16) rms_norm<bf16>(*a, threads);
+  else rms_norm<f16>(*a, threads);
+}
+
+// Needs D contiguous in every tensor.
+extern "C" void forebay_rotary(const RotaryArgs* a, int threads) {
+  if (a->batch == 0 || a->heads == 0 || a->queries == 0) return;
+  if (a->dtype == F32) rotary<float>(*a, threads);
+  else if (a->dtype == BF16) rotary<bf16>(*a, threads);
+  else rotary<f16>(*a, threads);
+}
