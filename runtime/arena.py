@@ -12,6 +12,13 @@ from forebay.rewriter.program import TensorRef
 HUGE_PAGE = 2 << 20
 
 
+def return_freed_memory() -> None:
+    """Give what the C allocator holds free back to the system; it keeps blocks of up to 32 MiB otherwise (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 class Arena:
     """`nbytes` of page-aligned anonymous memory, taken once; huge pages make direct reads into it cheaper."""
 

@@ -46,9 +46,26 @@ def bind_launch(launch: Launch, tensor: Tensors) -> Call:
         return functools.partial(out[0].copy_, args[0])
     if launch.op.startswith("call:"):
         return _bind_functional(_operator(launch.op[5:], launch), args, kwargs, out)
-    op = _operator(launch.op, launch)
-    names = [a.name for a in op._schema.arguments if a.is_out]
-    return functools.partial(op, *args, **kwargs, **dict(zip(names, out, strict=True)))
+    return _bind_out_variant(_operator(launch.op, launch), kwargs, out)
+
+
+# torch's own entry points take 1 us less per call than the operator objects behind them (1.6 against 2.7 for add)
+ENTRY_POINTS: dict[str, Any] = {
+    "aten.add.out": torch.add, "aten.mul.out": torch.mul, "aten.sub.out": torch.sub, "aten.cat.out": torch.cat,
+    "aten.neg.out": torch.neg, "aten.silu.out": torch._C._nn.silu, "aten.gelu.out": torch._C._nn.gelu,
+    "aten.rsqrt.out": torch.rsqrt, "aten.mean.out": torch.mean, "aten.pow.Tensor_Scalar_out": torch.pow,
+    "aten.cos.out": torch.cos, "aten.sin.out": torch.sin,
+}
+
+
+def _bind_out_variant(op: Any, kwargs: dict[str, Any], out: list[torch.Tensor]) -> Call:
+    arguments = op._schema.arguments
+    names = [a.name for a in arguments if a.is_out]
+    ordered = [kwargs.pop(a.name) for a in arguments if not a.kwarg_only and a.name in kwargs]
+    entry = ENTRY_POINTS.get(str(op))
+    if entry is not None:
+        return functools.partial(entry, *ordered, **kwargs, out=out[0])
+    return functools.partial(op, *ordered, **kwargs, **dict(zip(names, out, strict=True)))
 
 
 def _bind_linear(launch: Launch, args: Any, kwargs: dict[str, Any], out: torch.Tensor) -> Call:

@@ -25,6 +25,7 @@ from forebay.rewriter.sizes import parse_budget
 from forebay.rewriter.source import checkpoint_names, fuse_blocks, model_source, weight_files
 from forebay.rewriter.spill import spill_module
 from forebay.rewriter.switches import read_switches
+from forebay.runtime.arena import return_freed_memory
 from forebay.runtime.generation import Stop, generate_tokens, next_logits
 from forebay.runtime.measure import kept_machine
 from forebay.runtime.open_device import open_device
@@ -91,6 +92,7 @@ def _empty(module: torch.nn.Module) -> None:
     """Give back the memory of a module's parameters and persistent buffers, whose values now lie on disk."""
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.new_empty(0)
+    return_freed_memory()
 
 
 def _checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -19,6 +19,7 @@ import torch
 from forebay.rewriter.checkpoint import Checkpoint, CheckpointError
 from forebay.rewriter.program import FileSlice
 from forebay.rewriter.spill import SpillFile, spill_tensors
+from forebay.runtime.arena import return_freed_memory
 
 Layout = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]  # byte offset in the file, dtype, shape, stride
 
@@ -68,6 +69,7 @@ class Move:
                 if target is not None:
                     tensor.data = _view(mapped, target)
         _maps[mapped.data_ptr()] = self.map
+        return_freed_memory()
 
 
 def move_out(tensors: Sequence[torch.Tensor], folder: str | os.PathLike[str]) -> Move:
