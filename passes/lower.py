@@ -154,9 +154,10 @@ class _Lowering:
         return self.events.setdefault(key, len(self.events) + 1)
 
     def _open_free_slots(self, transfers: list[Transfer]) -> None:
-        """Slots that no copy in flight occupies are free for this step once the step before has computed."""
+        """Slots that no copy in flight occupies are free for this step once the step before has computed. Host slots
+        count one by one: a copy in flight may come from host memory and leave its host slot alone."""
         schedule = self.plan.schedule
-        if schedule.lead < min(schedule.slots, len(transfers)):
+        if schedule.lead < min(schedule.slots, len(transfers)) or (schedule.host_hop and transfers):
             top = self._event("top")
             self.items.append(Record(COMPUTE, top))
             self.freed = {f"{kind}{i}": top for kind in ("slot", "host_slot") for i in range(schedule.slots)}

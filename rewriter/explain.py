@@ -147,22 +147,22 @@ def _arenas(plan: Plan) -> str:
     lines = []
     for arena, nbytes in plan.arenas.items():
         kinds = kind_nbytes(plan, arena)
-        text = ", ".join(f"{kind} {format_nbytes(n)}" for kind, n in kinds.items() if n)
+        text = ", ".join(f"{kind} {format_nbytes(n)}" for kind, n in kinds.items())
         lines.append(f"{arena} arena  {format_nbytes(nbytes)}: {text}")
     return "\n".join(lines)
 
 
 def kind_nbytes(plan: Plan, arena: str) -> dict[str, int]:
-    """Bytes of an arena by kind of buffer. Buffers that live throughout are added up; those of a phase share memory,
-    and count once for the stretch that they span together."""
+    """Bytes of an arena by kind of buffer. Those that live throughout are added up; all that come and go, inputs and
+    outputs among them, share one stretch of addresses, which counts once, as activations."""
     found: dict[str, int] = {}
-    for kind in KIND_LETTERS:
-        mine = [b for b in plan.buffers if b.arena == arena and b.kind == kind]
-        fixed = sum(b.nbytes for b in mine if b.phase == "all")
-        moving = [b for b in mine if b.phase != "all"]
-        shared = max((b.offset + b.nbytes for b in moving), default=0) - min((b.offset for b in moving), default=0)
-        if fixed + shared:
-            found[kind] = fixed + shared
+    for b in plan.buffers:
+        if b.arena == arena and b.phase == "all" and b.nbytes:
+            found[b.kind] = found.get(b.kind, 0) + b.nbytes
+    moving = [b for buffers in phases(plan, arena).values() for b in buffers]
+    if moving:
+        stretch = max(b.offset + b.nbytes for b in moving) - min(b.offset for b in moving)
+        found["activation"] = found.get("activation", 0) + stretch
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import signal
 import time
@@ -82,7 +81,7 @@ def run(
     with clean_errors(debug):
         from forebay import jobs
         from forebay.model import open_model
-        from forebay.prompts import JobError, encode, read_requests
+        from forebay.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids
         from forebay.rewriter.plan import PlanError, load_plan
         from forebay.rewriter.sizes import parse_budget
         from forebay.runtime.sampling import Sampling
@@ -103,7 +102,7 @@ def run(
         folder = _resolve(model)
         with console().status("capturing the model"):
             captured, checkpoint, files = open_model(folder)
-            tokenizer = _tokenizer(folder)
+            tokenizer = load_tokenizer(folder)
         most = _most_prompt_tokens(captured.max_positions, saved, max_new_tokens)
         encoded, more = encode(requests, tokenizer, chat=chat, most_tokens=most)
         bad += more
@@ -122,7 +121,7 @@ def run(
                                 profile)
                 if save_plan:
                     lm.plan.save(save_plan)
-                ask = jobs.Ask(max_new_tokens, _stop_ids(folder, tokenizer), sampling, seed)
+                ask = jobs.Ask(max_new_tokens, stop_ids(folder, tokenizer), sampling, seed)
                 with lm:
                     _answer(lm, encoded, answers, ask, tokenizer, trace)
         for line in sorted(bad, key=lambda b: b.line):
@@ -375,27 +374,6 @@ def _resolve(model: str) -> Path:
         task = bar.add_task("converting, once", total=None, visible=False, note="")
         return resolve_model(model, progress=lambda done, total: bar.update(
             task, completed=done, total=total, visible=True))
-
-
-def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    from forebay.prompts import JobError
-
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise JobError(f"{folder} holds no usable tokenizer (tokenizer.json): {error}") from error
-
-
-def _stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """The token ids that end an answer: of generation_config.json, else config.json, else the tokenizer."""
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).exists():
-            eos = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-            if eos is not None:
-                return tuple(eos) if isinstance(eos, list) else (eos,)
-    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
 
 def _most_prompt_tokens(max_positions: int, saved: Plan | None, new_tokens: int) -> int:

@@ -144,3 +144,23 @@ def make_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
     """
     ordered = sorted(prompts, key=lambda p: (-len(p.ids), p.request.line))
     return [ordered[i : i + size] for i in range(0, len(ordered), size)]
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's own tokenizer; JobError where it has none that works."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise JobError(f"{folder} holds no usable tokenizer (tokenizer.json): {error}") from error
+
+
+def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """The token ids that end an answer: of generation_config.json, else config.json, else the tokenizer."""
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).exists():
+            eos = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            if eos is not None:
+                return tuple(eos) if isinstance(eos, list) else (eos,)
+    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)

@@ -20,7 +20,7 @@ from forebay.model import LanguageModel, wrap
 from forebay.rewriter.checkpoint import CheckpointError
 from forebay.rewriter.plan import PlanError, load_plan
 from forebay.rewriter.planner import Wishes
-from forebay.rewriter.program import UPLOAD, Copy, FileRows
+from forebay.rewriter.program import UNORDERED, UPLOAD, Copy, FileRows
 from forebay.rewriter.verify import verify_program
 from forebay.runtime.disk import TruncatedFileError
 
@@ -133,7 +133,7 @@ def test_same_tokens_under_every_switch(
 def test_dump_holds_both_phases(llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FOREBAY_DUMP", str(tmp_path))
     with llama_checkpoint.language_model(0.5) as lm:
-        assert {p.name for p in tmp_path.iterdir()} == {"1_tokens", "10_tokens", "plan.json"}
+        assert {p.name for p in tmp_path.iterdir()} == {"captured", "1_tokens", "10_tokens", "plan.json"}
         assert load_plan(tmp_path / "plan.json") == lm.plan
 
 
@@ -177,7 +177,7 @@ def test_the_program_of_a_gpu_computes_the_same_here(
         for tokens in (1, 10):
             program = lm._pipeline.program(lm.plan, tokens)
             verify_program(program, {"device": lm.plan.budget.device, "host": host or None})
-            from_disk = [i for i in (*program.prologue, *program.step) if isinstance(i, Copy) and i.stream == "disk"]
+            from_disk = [i for i in (*program.prologue, *program.step) if isinstance(i, Copy) and i.stream in UNORDERED]
             assert from_disk and all(i.dst.arena == "host" for i in from_disk)
             assert any(isinstance(i.src, FileRows) for i in from_disk)
         check(lm, llama_checkpoint)

@@ -102,6 +102,9 @@ def test_copies_appear_only_when_the_rows_are_known() -> None:
 def test_shared_memory_counts_once() -> None:
     plan = _plan()
     assert kind_nbytes(plan, "device")["activation"] == 128 * KIB
+    inputs = BufferPlacement("ids", "io", "device", 5 * MIB + 4 * KIB, 64, "decode", 0, 9)
+    both = kind_nbytes(replace(plan, buffers=(*plan.buffers, inputs)), "device")
+    assert both["activation"] == 128 * KIB and "io" not in both and sum(both.values()) <= plan.arenas["device"]
     decode = [b for b in plan.buffers if b.phase == "decode"]
     assert peak_nbytes(decode) == 128 * KIB  # steps 2 and 3 hold a and b
     assert sum(b.nbytes for b in decode) == 160 * KIB
