@@ -10,7 +10,6 @@ from forebay.rewriter.plan import (
     Budget,
     BufferPlacement,
     CacheShare,
-    GemmChoice,
     Plan,
     PlanError,
     Schedule,
@@ -299,8 +298,3 @@ def _lay_out(plan: Plan, facts: Facts, activations: int, height: int) -> Plan:
     if ends["host"]:
         arenas["host"] = ends["host"]
     return replace(plan, weights=tuple(weights), buffers=tuple(buffers), arenas=arenas)
-
-
-def with_gemm(plan: Plan, choices: Sequence[GemmChoice]) -> Plan:
-    """The plan with a table of matrix-product implementations."""
-    return replace(plan, gemm=tuple(choices))

@@ -153,16 +153,8 @@ class CudaDevice:
             self.trace.add(UPLOAD, label, start, time.perf_counter())
 
     def _begin(self, stream: str, label: str) -> Callable[[BaseException | None], None]:
-        done, trace = self.ledgers[stream].begin(), self.trace
-        if trace is None:
-            return done
-        start = time.perf_counter()
-
-        def traced(error: BaseException | None) -> None:
-            trace.add(stream, label, start, time.perf_counter())
-            done(error)
-
-        return traced
+        done = self.ledgers[stream].begin()
+        return done if self.trace is None else self.trace.until(stream, label, done)
 
     def _load(self, src: FileSlice, dst: Span) -> None:
         """Read a resident weight into device memory, piece by piece through pinned memory."""

@@ -7,10 +7,17 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from forebay.rewriter.plan import Plan
-from forebay.rewriter.program import Copy, Item, Program, TensorRef
+from forebay.rewriter.program import DISK, Copy, FileSlice, Item, Program, Span, TensorRef
 from forebay.runtime.device import Device, RuntimeFault
 from forebay.runtime.executor import BoundProgram, load_resident
 from forebay.runtime.trace import Trace
+
+
+def resident_copies(plan: Plan, files: Mapping[str, FileSlice]) -> list[Copy]:
+    """The copies that fill resident memory, on every tier that is not the disk, from the weights' files."""
+    placed = {b.name: b for b in plan.buffers if b.kind == "weight"}
+    return [Copy(DISK, files[w.name], Span(placed[w.name].arena, placed[w.name].offset, w.nbytes, w.name),
+                 f"load {w.name}") for w in plan.weights if w.tier != "disk" and w.nbytes]
 
 
 class Session:

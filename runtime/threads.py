@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -75,16 +74,8 @@ class ThreadDevice:
 
     def _begin(self, stream: str, label: str) -> Callable[[BaseException | None], None]:
         """Note an asynchronous read; with a trace, also when it began and ended."""
-        done, trace = self.ledgers[stream].begin(), self.trace
-        if trace is None:
-            return done
-        start = time.perf_counter()
-
-        def traced(error: BaseException | None) -> None:
-            trace.add(stream, label, start, time.perf_counter())
-            done(error)
-
-        return traced
+        done = self.ledgers[stream].begin()
+        return done if self.trace is None else self.trace.until(stream, label, done)
 
     def _bind_copy(self, item: Copy) -> Call:
         arena = self.arenas[item.dst.arena]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from forebay.rewriter.program import Copy, Item, Launch, Wait
@@ -25,6 +25,17 @@ class Trace:
     def add(self, lane: str, label: str, start: float, end: float) -> None:
         with self._lock:
             self.spans.append((lane, label, start - self.zero, end - self.zero))
+
+    def until(self, lane: str, label: str, done: Callable[[BaseException | None], None]
+              ) -> Callable[[BaseException | None], None]:
+        """`done` for asynchronous work that begins now; notes its span when it ends."""
+        start = time.perf_counter()
+
+        def traced(error: BaseException | None) -> None:
+            self.add(lane, label, start, time.perf_counter())
+            done(error)
+
+        return traced
 
     def timed(self, item: Item, call: Call) -> Call:
         """`call` with its duration noted, where the item is work or waiting on the issuing thread."""

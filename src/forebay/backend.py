@@ -32,12 +32,12 @@ from forebay.rewriter.machine import Machine, load_machine
 from forebay.rewriter.pipeline import Pipeline, Source, StoppedAfter
 from forebay.rewriter.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.planner import Wishes, make_plan, smallest_budget
-from forebay.rewriter.program import DISK, Copy, FileSlice, Program, Span
+from forebay.rewriter.program import FileSlice, Program
 from forebay.rewriter.sizes import format_nbytes, parse_budget, parse_nbytes
 from forebay.rewriter.switches import SwitchError, Switches, read_switches
 from forebay.runtime.executor import BoundProgram
 from forebay.runtime.open_device import open_device
-from forebay.runtime.session import Session
+from forebay.runtime.session import Session, resident_copies
 
 KEPT = 4  # plans per graph, for as many sets of input sizes
 ONCE = Workload(batch=1, prompt=1, new_tokens=1)  # a module's call is one step
@@ -140,7 +140,7 @@ class Memory:
         if self._bound is None or self.holds is not prepared:
             self.close()
             device = open_device(prepared.machine, prepared.switches)
-            load = _resident_copies(prepared.plan, prepared.files)
+            load = resident_copies(prepared.plan, prepared.files)
             session = Session(prepared.plan, lambda _: prepared.program, load, prepared.captured.constants, device)
             self._open.append(session)
             self._bound = session.bound(1)
@@ -174,12 +174,6 @@ def _memory_of(options: object) -> Memory:
 def _close_all(sessions: list[Session]) -> None:
     while sessions:
         sessions.pop().close()
-
-
-def _resident_copies(plan: Plan, files: Mapping[str, FileSlice]) -> list[Copy]:
-    placed = {b.name: b for b in plan.buffers if b.kind == "weight"}
-    return [Copy(DISK, files[w.name], Span(placed[w.name].arena, placed[w.name].offset, w.nbytes, w.name),
-                 f"load {w.name}") for w in plan.weights if w.tier != "disk" and w.nbytes]
 
 
 class OffloadedGraph:

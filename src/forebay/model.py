@@ -20,7 +20,7 @@ from forebay.rewriter.machine import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.planner import Wishes
-from forebay.rewriter.program import DISK, Copy, FileSlice, Span
+from forebay.rewriter.program import FileSlice
 from forebay.rewriter.sizes import parse_budget
 from forebay.rewriter.source import checkpoint_names, fuse_blocks, model_source, weight_files
 from forebay.rewriter.spill import spill_module
@@ -30,7 +30,7 @@ from forebay.runtime.generation import Stop, generate_tokens, next_logits
 from forebay.runtime.measure import kept_machine
 from forebay.runtime.open_device import open_device
 from forebay.runtime.sampling import Sampling
-from forebay.runtime.session import Session
+from forebay.runtime.session import Session, resident_copies
 from forebay.runtime.trace import Trace, write_trace
 
 OnToken = Callable[[torch.Tensor], None]
@@ -145,14 +145,9 @@ class LanguageModel:
         if self._session is None:
             device = open_device(self.machine, self.switches, self.trace)
             self._session = Session(
-                self.plan, lambda tokens: self._pipeline.program(self.plan, tokens), self._load_items(),
-                self.captured.constants, device, self.trace)
+                self.plan, lambda tokens: self._pipeline.program(self.plan, tokens),
+                resident_copies(self.plan, self.files), self.captured.constants, device, self.trace)
         return self._session
-
-    def _load_items(self) -> list[Copy]:
-        placed = {b.name: b for b in self.plan.buffers if b.kind == "weight"}
-        return [Copy(DISK, self.files[w.name], Span(placed[w.name].arena, placed[w.name].offset, w.nbytes, w.name),
-                     f"load {w.name}") for w in self.plan.weights if w.tier != "disk"]
 
     def reserve(self, batch: int, prompt: int, new_tokens: int) -> None:
         """Plan for (at least) this many sequences, prompt tokens and new tokens; nothing happens if the present plan
