@@ -18,10 +18,10 @@ from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan import Budget, Workload
 from forebay.rewriter.planner import Wishes
 from forebay.rewriter.program import FileSlice
-from forebay.rewriter.source import model_source
+from forebay.rewriter.source import fuse_blocks, model_source
 from forebay.rewriter.switches import Switches
 
-STAGES = ("capture", "flatten", "plan, lower, prove")
+STAGES = ("capture and fuse", "fix sizes", "plan, lower, prove")
 
 
 def compile_once(layers: int, hidden: int, workload: Workload) -> tuple[float, ...]:
@@ -33,7 +33,7 @@ def compile_once(layers: int, hidden: int, workload: Workload) -> tuple[float, .
                          tie_word_embeddings=False)
     gc.collect()
     times = [time.perf_counter()]
-    captured = capture_model(config)
+    captured = fuse_blocks(capture_model(config), Switches())
     times.append(time.perf_counter())
     files, end = {}, 0
     for spec in captured.weights.values():

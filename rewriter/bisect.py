@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -22,7 +24,7 @@ class Bisection:
 
     def _run(self, gm: fx.GraphModule) -> list[torch.Tensor]:
         with torch.no_grad():
-            result = fx.Interpreter(gm).run(*(t.clone() for t in self.inputs), enable_io_processing=False)
+            result = _Interpreter(gm).run(*(t.clone() for t in self.inputs), enable_io_processing=False)
         flat, _ = torch.utils._pytree.tree_flatten(result)
         return [t for t in flat if isinstance(t, torch.Tensor)]
 
@@ -35,6 +37,14 @@ class Bisection:
             if not error <= (1e-4 if a.dtype == torch.float32 else 2e-2):
                 raise PassChangedResult(f"FOREBAY_BISECT: {name} is the first pass that changes the result: output {i} "
                                         f"differs by {error:.2e} of its largest value")
+
+
+class _Interpreter(fx.Interpreter):
+    """Reads block graphs as they are now, not as they were when their Python was written."""
+
+    def call_module(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        block = self.fetch_attr(target)
+        return fx.Interpreter(block).run(*args, enable_io_processing=False)
 
 
 def _random_like(node: fx.Node, generator: torch.Generator) -> torch.Tensor:

@@ -14,6 +14,10 @@ from torch.utils import _pytree as pytree
 _SCALARS = (int, float, str, bool, type(None), torch.dtype)
 
 
+# what every module has, alike in all layers or, as parameters and buffers, looked at apart
+_MODULE_STATE = frozenset(vars(nn.Module()))
+
+
 class CaptureError(Exception):
     """The model cannot be captured; the message names what stands in the way."""
 
@@ -44,7 +48,7 @@ def layer_signature(layer: nn.Module, ignore: tuple[str, ...] = ("layer_idx",)) 
         for key, value in vars(module).items():
             if key == "_parameters" or key == "_buffers":
                 parts.extend((k, tuple(t.shape), t.dtype) for k, t in value.items() if t is not None)
-            elif key in ignore or key == "training":
+            elif key in ignore or key in _MODULE_STATE:
                 continue
             elif isinstance(value, _SCALARS):
                 parts.append((key, value))

@@ -16,6 +16,8 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
+from forebay.rewriter.graph import META
+
 ALIAS = "alias_of"
 LAYER = "layer"
 
@@ -163,6 +165,40 @@ def _erase_dead(graph: fx.Graph) -> None:
 
 def _mutates(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def few_layers(step: fx.GraphModule) -> tuple[fx.GraphModule, dict[int, int]]:
+    """A step graph of concrete sizes with some of its layers, and for every layer the one of these that it is like.
+
+    Kept are the layers up to the second of each kind, and those from the last of some kind on: what is handed on
+    between equal layers is the hidden state alone, so they have the peak of activations of the whole. A layer left out
+    is like the second of its kind, which has neighbours on both sides; its call is replaced by its first argument.
+    """
+    calls = step.graph.find_nodes(op="call_module")
+    kinds = [str(call.target) for call in calls]
+    layers = [call.meta[LAYER] for call in calls]
+    places = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)}
+    first = 1 + max((found[:2][-1] for found in places.values()), default=0)
+    last = min((found[-1] for found in places.values()), default=0)
+    likes = {layer: layer if i < first or i >= last else layers[places[kinds[i]][:2][-1]]
+             for i, layer in enumerate(layers)}
+
+    def left_out(node: fx.Node) -> bool:
+        return node.op == "call_module" and likes[node.meta[LAYER]] != node.meta[LAYER]
+
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in step.graph.nodes:
+        if node.op == "placeholder" and node.meta.get(META) is not None and all(map(left_out, node.users)):
+            continue  # a weight or cache that only layers left out read
+        if left_out(node):
+            env[node] = env[node.args[0]]  # type: ignore[index]
+        else:
+            new = env[node] = graph.node_copy(node, env.__getitem__)
+            base = node.meta.get(ALIAS)
+            if base is not None:
+                new.meta[ALIAS] = env[base].meta.get(ALIAS) or env[base]
+    return _LazyGraphModule(step, graph), likes
 
 
 def inline_blocks(step: fx.GraphModule) -> fx.GraphModule:

@@ -40,7 +40,7 @@ class Dump:
 
 
 def graph_text(gm: fx.GraphModule) -> str:
-    """The graph as Python, with shapes and what made each node."""
+    """The graph as Python, with shapes and what made each node; below it the block graphs that it calls."""
     lines = []
     for node in gm.graph.nodes:
         value = node.meta.get("val")
@@ -48,7 +48,9 @@ def graph_text(gm: fx.GraphModule) -> str:
         made_by = f"  by {node.meta['made_by']}" if "made_by" in node.meta else ""
         mark = node.meta.get("forebay")
         lines.append(f"{node.format_node() or node.name}  # {shape}{made_by}{f'  {mark}' if mark else ''}")
-    return "\n".join(lines) + "\n"
+    blocks = dict.fromkeys(str(call.target) for call in gm.graph.find_nodes(op="call_module"))
+    below = [f"\n# {name}\n{graph_text(gm.get_submodule(name))}" for name in blocks]  # type: ignore[arg-type]
+    return "\n".join(lines) + "\n" + "".join(below)
 
 
 def program_text(program: Program) -> str:

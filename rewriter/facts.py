@@ -1,8 +1,9 @@
-"""What the planner needs to know, read off a flat graph."""
+"""What the planner needs to know, read off a step graph."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -14,29 +15,67 @@ from forebay.rewriter.planner import WeightUse
 aten = torch.ops.aten
 
 
-def weight_uses(flat: fx.GraphModule, constants: set[str]) -> list[WeightUse]:
-    """Every weight of a flat graph and how it is consumed, in the order in which a step first multiplies by it."""
-    order = {node: i for i, node in enumerate(flat.graph.nodes)}
-    found: list[tuple[int, WeightUse]] = []
-    for node in flat.graph.nodes:
-        name = weight_name(node) if node.op == "placeholder" else None
+@dataclass(frozen=True)
+class _Reading:
+    """How one graph consumes one of its placeholders: where in its order first, by lookups, by other operators, and
+    whether all of the others accept row tiles."""
+
+    first: int
+    lookup: bool
+    product: bool
+    tiles: bool
+
+
+def weight_uses(step: fx.GraphModule, constants: set[str]) -> list[WeightUse]:
+    """Every weight of a step graph and how it is consumed, in the order in which a step first multiplies by it."""
+    order = {node: i for i, node in enumerate(step.graph.nodes)}
+    blocks: dict[object, list[_Reading | None]] = {}
+    found: list[tuple[tuple[int, int], WeightUse]] = []
+    for node in step.graph.find_nodes(op="placeholder"):
+        name = weight_name(node)
         if name is None or name in constants:
             continue
+        readings: list[tuple[tuple[int, int], _Reading]] = []
+        own = _reading(node, order)
+        if own is not None:
+            readings.append(((own.first, 0), own))
+        for call in node.users:
+            if call.op == "call_module":
+                if call.target not in blocks:
+                    blocks[call.target] = _readings(step.get_submodule(str(call.target)))  # type: ignore[arg-type]
+                for arg, reading in zip(call.args, blocks[call.target], strict=True):
+                    if arg is node and reading is not None:
+                        readings.append(((order[call], reading.first), reading))
+        products = [at for at, r in readings if r.product]
+        first = min(products or [at for at, _ in readings], default=(0, 0))
         value = node.meta["val"]
-        lookups = [u for u in node.users if u.target is aten.embedding.default and u.args[0] is node]
-        others = [u for u in node.users if u not in lookups]
         rows = value.shape[0] if value.dim() else 1
-        tiles = value.dim() == 2 and all(tileable(u, node) for u in others)
+        tiles = value.dim() == 2 and all(r.tiles for _, r in readings)
         nbytes = value.numel() * value.element_size()
-        use = WeightUse(name, nbytes, rows, tiles, bool(lookups), bool(others))
-        found.append((min((order[u] for u in others or lookups), default=0), use))
+        found.append((first, WeightUse(name, nbytes, rows, tiles, any(r.lookup for _, r in readings), bool(products))))
     return [use for _, use in sorted(found, key=lambda pair: pair[0])]
 
 
-def cache_buffers(flat: fx.GraphModule) -> dict[str, int]:
-    """Name and bytes of every cache buffer of a flat graph."""
+def _readings(block: fx.GraphModule) -> list[_Reading | None]:
+    order = {node: i for i, node in enumerate(block.graph.nodes)}
+    return [_reading(node, order) for node in block.graph.find_nodes(op="placeholder")]
+
+
+def _reading(node: fx.Node, order: dict[fx.Node, int]) -> _Reading | None:
+    """How a graph's own operators, not the blocks it calls, consume a placeholder; None if they do not."""
+    users = [u for u in node.users if u.op != "call_module"]
+    lookups = [u for u in users if u.target is aten.embedding.default and u.args[0] is node]
+    others = [u for u in users if u not in lookups]
+    if not users:
+        return None
+    first = min(order[u] for u in others or lookups)
+    return _Reading(first, bool(lookups), bool(others), all(tileable(u, node) for u in others))
+
+
+def cache_buffers(step: fx.GraphModule) -> dict[str, int]:
+    """Name and bytes of every cache buffer of a step graph."""
     sizes = {}
-    for node in flat.graph.nodes:
+    for node in step.graph.find_nodes(op="placeholder"):
         mark = node.meta.get(META)
         if isinstance(mark, CacheInput):
             value = node.meta["val"]

@@ -49,20 +49,20 @@ class Gemm:
 
 @dataclass
 class Layout:
-    """On a whole graph: where `allocate_buffers` put its values.
+    """On a whole graph: where its activations lie. Nodes go by the names they have in the flat graph.
 
-    `home` maps a storage (node, element of its result) to a buffer name; `ends` lists the buffers whose contents die
-    with a node. `height` and `lower_bound` are bytes: what the allocation takes, and the peak of live bytes. Nodes of
-    equal `twins` do the same with the same addresses, weights and cache aside.
+    `home` maps a storage (node name, element of its result) to a buffer name; `ends` lists the buffers whose contents
+    die with a node. `height` and `lower_bound` are bytes: what the allocation takes, and the peak of live bytes. Where
+    the flat graph left layers out, `likes` tells for every layer whose names (and so, addresses) it shares.
     """
 
     buffers: dict[str, BufferPlacement]
-    home: dict[tuple[fx.Node, int], str]
-    ends: dict[fx.Node, list[str]]
+    home: dict[tuple[str, int], str]
+    ends: dict[str, list[str]]
     height: int
     lower_bound: int
     method: str
-    twins: dict[fx.Node, str] = field(default_factory=dict)
+    likes: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -76,16 +76,17 @@ def make_plan(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes, 
     Candidates are prefill chunks of the prompt halved again and again; each leaves other room for resident weights.
     """
     chunks = [wishes.prefill_chunk] if wishes.prefill_chunk else _halvings(workload.prompt)
-    best: Plan | None = None
+    kinds = _kinds(facts)
+    best: _Fit | None = None
     best_cost = math.inf
     for chunk in chunks:
-        plan = _fit(facts, budget, workload, replace(wishes, prefill_chunk=min(chunk, workload.prompt)), machine)
-        if plan is None:
+        fit = _fit(facts, kinds, budget, workload, replace(wishes, prefill_chunk=min(chunk, workload.prompt)))
+        if fit is None:
             continue
-        passes = -(-workload.prompt // plan.schedule.prefill_chunk) + workload.new_tokens - 1
-        cost = passes * sum(w.nbytes for w in plan.weights if w.tier != "device" and not w.gather)
+        steps = -(-workload.prompt // fit.chunk) + workload.new_tokens - 1
+        cost = steps * (kinds.products_nbytes - fit.room if fit.slots else 0)
         if cost < best_cost:
-            best, best_cost = plan, cost
+            best, best_cost = fit, cost
         if cost == 0:
             break
     if best is None:
@@ -98,18 +99,20 @@ def make_plan(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes, 
             f"{workload.prompt}, {workload.new_tokens} new tokens; the smallest that can is {format_nbytes(smallest)} "
             f"({smallest} bytes: {', '.join(f'{k} {format_nbytes(v)}' for k, v in parts.items())}). "
             f"A smaller batch, shorter prompts or fewer new tokens need less")
-    return best
+    return _planned(facts, kinds, budget, workload, wishes, machine, best)
 
 
 def smallest_budget(facts: Facts, workload: Workload, wishes: Wishes) -> tuple[int, dict[str, int]]:
     """The least device budget in bytes that a plan exists for, and what takes it; by bisection."""
     chunks = [wishes.prefill_chunk] if wishes.prefill_chunk else [1]
+    kinds = _kinds(facts)
 
-    def fit(nbytes: int) -> Plan | None:
+    def fit(nbytes: int) -> _Fit | None:
         for chunk in chunks:
-            plan = _fit(facts, Budget(nbytes), workload, replace(wishes, prefill_chunk=min(chunk, workload.prompt)), "")
-            if plan is not None:
-                return plan
+            found = _fit(facts, kinds, Budget(nbytes), workload,
+                         replace(wishes, prefill_chunk=min(chunk, workload.prompt)))
+            if found is not None:
+                return found
         return None
 
     high = 1 << 20
@@ -119,8 +122,9 @@ def smallest_budget(facts: Facts, workload: Workload, wishes: Wishes) -> tuple[i
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fit(middle) is not None else (middle, high)
-    plan = fit(high)
-    assert plan is not None
+    best = fit(high)
+    assert best is not None
+    plan = _planned(facts, kinds, Budget(high), workload, wishes, "", best)
     parts: dict[str, int] = {}
     for b in plan.buffers:
         if b.arena == "device":
@@ -131,49 +135,94 @@ def smallest_budget(facts: Facts, workload: Workload, wishes: Wishes) -> tuple[i
     return high, parts
 
 
-def _fit(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes, machine: str) -> Plan | None:
-    """The plan for one prefill chunk, or None when it does not fit."""
+@dataclass(frozen=True)
+class _Kinds:
+    """A model's weights by what the planner does with them, and their aligned bytes."""
+
+    pinned: tuple[WeightUse, ...]
+    products: tuple[WeightUse, ...]  # of the rest, those that a step reads whole
+    tables: tuple[WeightUse, ...]  # of the rest, those read by row alone
+    pinned_nbytes: int
+    products_nbytes: int
+
+
+def _kinds(facts: Facts) -> _Kinds:
+    pinned = tuple(u for u in facts.uses if _pinned(u))
+    products = tuple(u for u in facts.uses if not _pinned(u) and u.product)
+    tables = tuple(u for u in facts.uses if not _pinned(u) and not u.product)
+    return _Kinds(pinned, products, tables, sum(_aligned(u.nbytes) for u in pinned),
+                  sum(_aligned(u.nbytes) for u in products))
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """What one prefill chunk leaves: `room` bytes for resident weights beside slots; without slots nothing streams."""
+
+    chunk: int
+    room: int
+    slots: int
+    slot_nbytes: int
+
+
+def _fit(facts: Facts, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes) -> _Fit | None:
+    """How the budget is spent with one prefill chunk, or None when it does not fit."""
     chunk = wishes.prefill_chunk or 1
     need, decode = facts.need(chunk), facts.need(1)
     activations = _aligned(max(need.activations, decode.activations)) + ALIGNMENT
     workspace = max(need.workspace, decode.workspace)
     fixed = activations + workspace + sum(_aligned(n) for n in (*facts.cache.values(), *facts.constants.values()))
-    room = budget.device - fixed
-    pinned = [u for u in facts.uses if _pinned(u)]
-    room -= sum(_aligned(u.nbytes) for u in pinned)
-    rest = [u for u in facts.uses if not _pinned(u)]
+    room = budget.device - fixed - kinds.pinned_nbytes
     if room < 0:
         return None
-    products = [u for u in rest if u.product]
-    resident = {u.name for u in pinned}
     slots = slot = 0
-    if sum(_aligned(u.nbytes) for u in products) <= room:
-        resident |= {u.name for u in products}
-        room -= sum(_aligned(u.nbytes) for u in products)
-        for u in rest:  # tables read by row come last: they cost little on disk
-            if not u.product and _aligned(u.nbytes) <= room:
-                resident.add(u.name)
-                room -= _aligned(u.nbytes)
-    else:
-        chosen = _choose_slots(products, room, budget.device, wishes)
+    if kinds.products_nbytes > room:
+        chosen = _choose_slots(kinds.products, room, budget.device, wishes)
         if chosen is None:
             return None
         slots, slot = chosen
         room -= slots * _slot_stride(slot) + PAGE
-        resident |= _spread(products, room)
-    weights = [_place(u, u.name in resident, slot, facts.weight_tier) for u in facts.uses]
+    if budget.host and facts.weight_tier == "disk" and facts.host_hop and (
+            _staging(facts, chunk, slots, slot) > budget.host):
+        return None
+    return _Fit(chunk, room, slots, slot)
+
+
+def _resident(kinds: _Kinds, fit: _Fit) -> set[str]:
+    """Names of the weights that stay on the device."""
+    chosen = {u.name for u in kinds.pinned}
+    if fit.slots:
+        return chosen | _spread(kinds.products, fit.room)
+    chosen |= {u.name for u in kinds.products}
+    room = fit.room - kinds.products_nbytes
+    for u in kinds.tables:  # these come last: on disk they cost little
+        if _aligned(u.nbytes) <= room:
+            chosen.add(u.name)
+            room -= _aligned(u.nbytes)
+    return chosen
+
+
+def _staging(facts: Facts, chunk: int, slots: int, slot_nbytes: int) -> int:
+    """Host bytes that copies from disk pass through on their way to a GPU: slots, and the rows of a lookup."""
+    rows = max(facts.need(chunk).activations, facts.need(1).activations)
+    return slots * _slot_stride(slot_nbytes) + rows + 2 * PAGE
+
+
+def _planned(
+    facts: Facts, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes, machine: str, fit: _Fit
+) -> Plan:
+    """The plan that spends the budget as `fit` says."""
+    resident = _resident(kinds, fit)
+    weights = [_place(u, u.name in resident, fit.slot_nbytes, facts.weight_tier) for u in facts.uses]
     if budget.host and facts.weight_tier == "disk":
-        staging = 0  # what copies from disk pass through: slots, and the rows of a lookup
-        if facts.host_hop:
-            staging = slots * _slot_stride(slot) + max(need.activations, decode.activations) + 2 * PAGE
-        if staging > budget.host:
-            return None
+        staging = _staging(facts, fit.chunk, fit.slots, fit.slot_nbytes) if facts.host_hop else 0
         weights = _fill_host(weights, budget.host - staging)
+    slots = max(1, fit.slots)
     schedule = Schedule(
-        micro_batch=workload.batch, slots=max(1, slots), slot_nbytes=slot, lead=min(wishes.lead or max(1, slots),
-        max(1, slots)), prefill_chunk=chunk, reuse=wishes.reuse, host_hop=facts.host_hop)
-    return _lay_out(Plan(facts.fingerprint, machine, budget, workload, schedule, tuple(weights), cache=(CacheShare(),)),
-                    facts, activations, max(need.activations, decode.activations))
+        micro_batch=workload.batch, slots=slots, slot_nbytes=fit.slot_nbytes, lead=min(wishes.lead or slots, slots),
+        prefill_chunk=fit.chunk, reuse=wishes.reuse, host_hop=facts.host_hop)
+    rows = max(facts.need(fit.chunk).activations, facts.need(1).activations)
+    plan = Plan(facts.fingerprint, machine, budget, workload, schedule, tuple(weights), cache=(CacheShare(),))
+    return _lay_out(plan, facts, _aligned(rows) + ALIGNMENT, rows)
 
 
 def _halvings(n: int) -> list[int]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from forebay.rewriter.checkpoint import Checkpoint, CheckpointError
-from forebay.rewriter.concretise import concretise, inline_blocks
+from forebay.rewriter.concretise import concretise, few_layers, inline_blocks
 from forebay.rewriter.dump import Dump
 from forebay.rewriter.graph import META, CacheInput, CapturedModel, WeightInput
 from forebay.rewriter.pipeline import BLOCK_PASSES, Source
@@ -41,46 +42,24 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
     env: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         env[node] = graph.node_copy(node, env.__getitem__)
-    return fx.GraphModule(gm, graph)
+    return _LazyGraphModule(gm, graph)  # its Python is written only if somebody calls or prints it
 
 
 def model_source(
     captured: CapturedModel, files: Mapping[str, FileSlice], workload: Workload, fingerprint: str, *,
     host_hop: bool = False
 ) -> Source:
-    """The flat graphs of `captured` for the batch and context of `workload`."""
+    """The step graphs of `captured` for the batch and context of `workload`."""
 
-    def flat(tokens: int) -> fx.GraphModule:
-        return inline_blocks(concretise(captured.step, step_inputs(captured, workload, tokens)))
+    def step(tokens: int) -> fx.GraphModule:
+        return concretise(captured.step, step_inputs(captured, workload, tokens))
 
-    short = replace(captured, step=_few_layers(captured))
+    short, likes = few_layers(captured.step)
 
-    def sample(tokens: int) -> fx.GraphModule:
-        return inline_blocks(concretise(short.step, step_inputs(short, workload, tokens)))
+    def sample(tokens: int) -> tuple[fx.GraphModule, dict[int, int]]:
+        return inline_blocks(concretise(short, step_inputs(replace(captured, step=short), workload, tokens))), likes
 
-    return Source(fingerprint, flat, files, captured.constants, host_hop, sample=sample)
-
-
-def _few_layers(captured: CapturedModel) -> fx.GraphModule:
-    """The step graph with the first layers, up to the second of each kind, and the last one: it has the peak
-    activations of the whole, since equal layers hand each other nothing but the hidden state."""
-    depth = len(captured.layers)
-    seconds = [[i for i, other in enumerate(captured.layers) if other == name][:2][-1]
-               for name in dict.fromkeys(captured.layers)]
-    first = 1 + max(seconds, default=0)
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    layer = -1
-    for node in captured.step.graph.nodes:
-        if node.op == "call_module" and first <= (layer := layer + 1) < depth - 1:
-            env[node] = env[node.args[0]]
-        else:
-            env[node] = graph.node_copy(node, env.__getitem__)
-    step = fx.GraphModule(captured.step, graph)
-    unused = [n for n in step.graph.nodes if n.op == "placeholder" and not n.users]
-    for node in unused:
-        step.graph.erase_node(node)
-    return step
+    return Source(fingerprint, step, files, captured.constants, host_hop, sample=sample)
 
 
 def step_inputs(captured: CapturedModel, workload: Workload, tokens: int) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from forebay.rewriter.program import (
     COMPUTE,
@@ -32,14 +32,30 @@ class ProgramError(RuntimeError):
     """A Program that could go wrong; the message names the item, the buffer and the two conflicting intervals."""
 
 
-@dataclass(slots=True)
 class _Segment:
-    """One indivisible byte range: whose contents it holds, who wrote them, who has read them since."""
+    """One indivisible byte range: whose contents it holds, who wrote them, and the last read on each stream."""
 
-    owner: str | None
-    write: tuple[str, int, str] | None = None  # stream, sequence number, label
-    copied: bool = False  # last written by a Copy and not read since
-    reads: dict[str, tuple[int, str]] = field(default_factory=dict)
+    __slots__ = ("copied", "owner", "reads", "write_at", "write_stream")
+
+    def __init__(self, streams: int) -> None:
+        self.owner: str | None = None
+        self.write_stream = self.write_at = 0  # position 0: never written
+        self.copied = False  # last written by a Copy and not read since
+        self.reads = [0] * streams  # position on each stream of the last read; a write orders what came before it
+
+
+@dataclass(frozen=True, slots=True)
+class _Access:
+    """An item's memory, cut into segments: for each of its spans these, and the buffer whose contents are meant."""
+
+    stream: int
+    reads: list[tuple[list[_Segment], str]]
+    writes: list[tuple[list[_Segment], str]]
+    copied: bool  # by a Copy: what it brings must be read
+    item: Launch | Copy
+
+
+_Prepared = _Access | tuple[Release, list[_Segment]] | Record | Wait
 
 
 def verify_program(program: Program, budget: Mapping[str, int | None] | None = None) -> None:
@@ -48,13 +64,12 @@ def verify_program(program: Program, budget: Mapping[str, int | None] | None = N
     the steady state repeats, and arenas plus workspace fit the budget (bytes per arena; None or absent: no limit)."""
     _check_sizes(program, budget or {})
     state = _State(program)
-    for item in program.prologue:
-        state.visit(item)
+    prologue, step = state.prepared(program.prologue), state.prepared(program.step)
+    state.run(prologue)
     before = state.owners()
     for _ in range(2):
         state.take_inputs(program)
-        for item in program.step:
-            state.visit(item)
+        state.run(step)
         state.hand_over(program)
         if state.owners() != before:
             raise ProgramError(f"{program.name}: a step does not leave the memory as the next step expects it: "
@@ -73,23 +88,13 @@ def _check_sizes(program: Program, budget: Mapping[str, int | None]) -> None:
 class _State:
     def __init__(self, program: Program) -> None:
         self.name = program.name
-        cuts: dict[str, set[int]] = {arena: {0, nbytes} for arena, nbytes in program.arenas.items()}
-        spans: Iterable[Span] = list(program.resident.values())
-        results = [span_of(ref) for ref in program.outputs.values()]
-        for group in (spans, results, *(_touched(item) for item in (*program.prologue, *program.step))):
-            for span in group:
-                if span.arena not in cuts:
-                    raise ProgramError(f"{self.name}: {span.buffer} lies in the unknown arena {span.arena!r}")
-                if span.offset < 0 or span.offset + span.nbytes > program.arenas[span.arena]:
-                    raise ProgramError(f"{self.name}: {span.buffer} [{span.offset}, {span.offset + span.nbytes}) "
-                                       f"leaves the arena {span.arena} of {program.arenas[span.arena]} bytes")
-                cuts[span.arena] |= {span.offset, span.offset + span.nbytes}
-        self.cuts = {arena: sorted(points) for arena, points in cuts.items()}
-        self.segments = {arena: [_Segment(None) for _ in points] for arena, points in self.cuts.items()}
-        self.ranges: dict[Span, list[_Segment]] = {}
-        self.clocks: dict[str, dict[str, int]] = {}
-        self.counts: dict[str, int] = {}
-        self.events: dict[int, dict[str, int]] = {}
+        self.streams = list(dict.fromkeys((COMPUTE, *program.streams())))
+        self.number = {stream: i for i, stream in enumerate(self.streams)}
+        self.ordered = [stream not in UNORDERED for stream in self.streams]
+        self.labels: list[list[str]] = [[""] for _ in self.streams]  # by position on the stream
+        self.clocks = [[0] * len(self.streams) for _ in self.streams]
+        self.events: dict[int, list[int]] = {}
+        self._cut(program)
         for span in program.resident.values():
             for segment in self.covered(span):
                 if segment.owner not in (None, span.buffer):
@@ -97,25 +102,83 @@ class _State:
                                        f"{span.arena} [{span.offset}, {span.offset + span.nbytes})")
                 segment.owner = span.buffer
 
+    def _cut(self, program: Program) -> None:
+        """Cut every arena where any span begins or ends."""
+        cuts: dict[str, set[int]] = {arena: {0, nbytes} for arena, nbytes in program.arenas.items()}
+        groups: dict[int, tuple[Span, ...]] = {}  # items of equal layers share their spans: each is looked at once
+        for item in (*program.prologue, *program.step):
+            for group in _touched(item):
+                groups[id(group)] = group
+        kept, results = program.resident.values(), [span_of(ref) for ref in program.outputs.values()]
+        for spans in (kept, results, *groups.values()):
+            for span in spans:
+                points = cuts.get(span.arena)
+                if points is None:
+                    raise ProgramError(f"{self.name}: {span.buffer} lies in the unknown arena {span.arena!r}")
+                offset, end = span.offset, span.offset + span.nbytes
+                if offset < 0 or end > program.arenas[span.arena]:
+                    raise ProgramError(f"{self.name}: {span.buffer} [{offset}, {end}) "
+                                       f"leaves the arena {span.arena} of {program.arenas[span.arena]} bytes")
+                points.add(offset)
+                points.add(end)
+        self.cuts = {arena: sorted(points) for arena, points in cuts.items()}
+        count = len(self.streams)
+        self.segments = {arena: [_Segment(count) for _ in points] for arena, points in self.cuts.items()}
+        self.index = {arena: {point: i for i, point in enumerate(points)} for arena, points in self.cuts.items()}
+
     def covered(self, span: Span) -> list[_Segment]:
-        found = self.ranges.get(span)
-        if found is None:
+        at = self.index[span.arena]
+        lower, upper = at.get(span.offset), at.get(span.offset + span.nbytes)
+        if lower is None or upper is None:  # an input's or output's span, which cut nothing
             points = self.cuts[span.arena]
-            lower = bisect_left(points, span.offset)
-            upper = bisect_left(points, span.offset + span.nbytes)
-            found = self.ranges[span] = self.segments[span.arena][lower:upper]
+            lower, upper = bisect_left(points, span.offset), bisect_left(points, span.offset + span.nbytes)
+        return self.segments[span.arena][lower:upper]
+
+    def prepared(self, items: Iterable[Item]) -> list[_Prepared]:
+        """The items with their memory looked up; items that share their spans share what was found."""
+        known: dict[int, list[tuple[list[_Segment], str]]] = {}
+        releases: dict[int, tuple[Release, list[_Segment]]] = {}
+        found: list[_Prepared] = []
+        number, touched = self.number, self._touched
+        for item in items:
+            if isinstance(item, Launch):
+                reads, writes = known.get(id(item.reads)), known.get(id(item.writes))
+                if reads is None:
+                    reads = known[id(item.reads)] = touched(item.reads)
+                if writes is None:
+                    writes = known[id(item.writes)] = touched(item.writes)
+                found.append(_Access(number[item.stream], reads, writes, False, item))
+            elif isinstance(item, Copy):
+                found.append(_Access(number[item.stream], touched(_reads(item)), touched(_writes(item)), True, item))
+            elif isinstance(item, Release):
+                freed = releases.get(id(item))
+                if freed is None:
+                    freed = releases[id(item)] = (item, self.covered(item.span))
+                found.append(freed)
+            else:
+                found.append(item)
         return found
+
+    def _touched(self, spans: tuple[Span, ...]) -> list[tuple[list[_Segment], str]]:
+        return [(self.covered(span), span.buffer) for span in spans]
 
     def owners(self) -> dict[str, list[str | None]]:
         return {arena: [s.owner for s in segments] for arena, segments in self.segments.items()}
 
     def take_inputs(self, program: Program) -> None:
         """Between steps the caller writes the inputs, on the compute stream."""
-        sequence = self.counts[COMPUTE] = self.counts.get(COMPUTE, 0) + 1
-        clock = self.clocks.setdefault(COMPUTE, {})
+        stream = self.number[COMPUTE]
         for name, ref in program.inputs.items():
-            self.write(span_of(ref), COMPUTE, sequence, clock, f"the caller's {name}", False)
-        clock[COMPUTE] = sequence
+            span = span_of(ref)
+            label = f"the caller's {name}"
+            at = len(self.labels[stream])
+            self.labels[stream].append(label)
+            for segment in self.covered(span):
+                if segment.owner not in (None, span.buffer) or segment.copied or any(
+                        read > seen for read, seen in zip(segment.reads, self.clocks[stream], strict=True)):
+                    self._refuse_write(segment, _at(span), stream, label)
+                segment.owner, segment.write_stream, segment.write_at, segment.copied = span.buffer, stream, at, False
+            self.clocks[stream][stream] = at
 
     def hand_over(self, program: Program) -> None:
         """Between steps the caller takes the outputs; their memory is free in the next step."""
@@ -129,67 +192,91 @@ class _State:
                 if segment.owner in taken:
                     segment.owner = None
 
-    def visit(self, item: Item) -> None:
-        stream = item.stream
-        clock = self.clocks.setdefault(stream, {})
-        if isinstance(item, Wait):
-            seen = self.events.get(item.event)
-            if seen is None:
-                raise ProgramError(f"{self.name}: {stream} waits for event {item.event}, which nothing recorded before")
-            for other, count in seen.items():
-                if clock.get(other, 0) < count:
-                    clock[other] = count
-            return
-        if isinstance(item, Record):
-            self.events[item.event] = {**clock, stream: self.counts.get(stream, 0)}
-            return
-        if isinstance(item, Release):
-            self.release(item)
-            return
-        sequence = self.counts[stream] = self.counts.get(stream, 0) + 1
-        for span in _reads(item):
-            self.read(span, stream, sequence, clock, item.label)
-        for span in _writes(item):
-            self.write(span, stream, sequence, clock, item.label, isinstance(item, Copy) and span is item.dst)
-        if stream not in UNORDERED:
-            clock[stream] = sequence
+    def run(self, items: list[_Prepared]) -> None:
+        clocks, events, number, labels = self.clocks, self.events, self.number, self.labels
+        for item in items:
+            if isinstance(item, _Access):
+                access, stream = item, item.stream
+                clock, names = clocks[stream], labels[stream]
+                at = len(names)
+                names.append(access.item.label)
+                if self.ordered[stream]:
+                    clock[stream] = at  # nothing on an ordered stream overtakes, so an item may write what it reads
+                for segments, buffer in access.reads:
+                    for segment in segments:
+                        if segment.owner != buffer or segment.write_at > clock[segment.write_stream]:
+                            self._refuse_read(segment, buffer, stream, access)
+                        segment.reads[stream] = at
+                        segment.copied = False
+                copied = access.copied
+                for segments, buffer in access.writes:
+                    for segment in segments:
+                        if ((segment.owner is not None and (segment.copied or segment.owner != buffer))
+                                or segment.write_at > clock[segment.write_stream]):
+                            self._refuse_write(segment, buffer, stream, access.item.label, access)
+                        for read, seen in zip(segment.reads, clock, strict=True):
+                            if read > seen:
+                                self._refuse_write(segment, buffer, stream, access.item.label, access)
+                        segment.owner, segment.write_stream, segment.write_at = buffer, stream, at
+                        segment.copied = copied
+                    copied = False  # the other spans of a Copy are margins
+            elif isinstance(item, tuple):
+                release, segments = item
+                buffer = release.span.buffer
+                for segment in segments:
+                    if segment.owner != buffer or segment.copied:
+                        self._refuse_release(segment, release.span)
+                    segment.owner = None
+            elif isinstance(item, Record):
+                stream = number[item.stream]
+                clock = events[item.event] = clocks[stream].copy()
+                clock[stream] = len(labels[stream]) - 1
+            else:
+                recorded = events.get(item.event)
+                if recorded is None:
+                    raise ProgramError(f"{self.name}: {item.stream} waits for event {item.event}, "
+                                       "which nothing recorded before")
+                clock = clocks[number[item.stream]]
+                for i, count in enumerate(recorded):
+                    if clock[i] < count:
+                        clock[i] = count
 
-    def read(self, span: Span, stream: str, sequence: int, clock: dict[str, int], label: str) -> None:
-        for segment in self.covered(span):
-            if segment.owner != span.buffer:
-                raise ProgramError(f"{self.name}: {label} reads {_at(span)}, which holds "
-                                   f"{segment.owner or 'nothing'} by then")
-            if segment.write is not None and clock.get(segment.write[0], 0) < segment.write[1]:
-                raise ProgramError(f"{self.name}: {label} on {stream} reads {_at(span)} without waiting for "
-                                   f"{segment.write[2]} on {segment.write[0]}")
-            segment.reads[stream] = (sequence, label)
-            segment.copied = False
+    def _refuse_read(self, segment: _Segment, buffer: str, stream: int, access: _Access) -> None:
+        label, span = access.item.label, self._span_at(segment, buffer, _reads(access.item))
+        if segment.owner != buffer:
+            raise ProgramError(f"{self.name}: {label} reads {span}, which holds {segment.owner or 'nothing'} by then")
+        raise ProgramError(f"{self.name}: {label} on {self.streams[stream]} reads {span} without waiting for "
+                           f"{self._writer(segment)}")
 
-    def write(self, span: Span, stream: str, sequence: int, clock: dict[str, int], label: str, copy: bool) -> None:
-        for segment in self.covered(span):
-            if segment.copied and segment.owner is not None:
-                raise ProgramError(f"{self.name}: {label} overwrites {segment.owner}, loaded and never read")
-            for other, (count, reader) in segment.reads.items():
-                if (other != stream or stream in UNORDERED) and clock.get(other, 0) < count:
-                    raise ProgramError(f"{self.name}: {label} on {stream} overwrites {_at(span)} while {reader} on "
-                                       f"{other} may still read {segment.owner} there")
-            if segment.write is not None and clock.get(segment.write[0], 0) < segment.write[1] and (
-                    segment.write[0] != stream or stream in UNORDERED):
-                raise ProgramError(f"{self.name}: {label} on {stream} overwrites {_at(span)} while "
-                                   f"{segment.write[2]} on {segment.write[0]} may still write there")
-            if segment.owner not in (None, span.buffer):
-                raise ProgramError(f"{self.name}: {label} writes {_at(span)}, where {segment.owner} still lives")
-            segment.owner, segment.write, segment.copied = span.buffer, (stream, sequence, label), copy
-            segment.reads = {}
+    def _refuse_write(
+        self, segment: _Segment, buffer: str, stream: int, label: str, access: _Access | None = None
+    ) -> None:
+        clock, here = self.clocks[stream], self.streams[stream]
+        span = buffer if access is None else self._span_at(segment, buffer, _writes(access.item))
+        if segment.copied and segment.owner is not None:
+            raise ProgramError(f"{self.name}: {label} overwrites {segment.owner}, loaded and never read")
+        for other, read in enumerate(segment.reads):
+            if read > clock[other]:
+                raise ProgramError(f"{self.name}: {label} on {here} overwrites {span} while "
+                                   f"{self.labels[other][read]} on {self.streams[other]} may still read "
+                                   f"{segment.owner} there")
+        if segment.write_at > clock[segment.write_stream]:
+            raise ProgramError(f"{self.name}: {label} on {here} overwrites {span} while {self._writer(segment)} may "
+                               "still write there")
+        raise ProgramError(f"{self.name}: {label} writes {span}, where {segment.owner} still lives")
 
-    def release(self, item: Release) -> None:
-        for segment in self.covered(item.span):
-            if segment.owner != item.span.buffer:
-                raise ProgramError(f"{self.name}: {_at(item.span)} is released, but holds "
-                                   f"{segment.owner or 'nothing: it was released before'}")
-            if segment.copied:
-                raise ProgramError(f"{self.name}: {item.span.buffer} is loaded and released without being read")
-            segment.owner = None
+    def _writer(self, segment: _Segment) -> str:
+        return f"{self.labels[segment.write_stream][segment.write_at]} on {self.streams[segment.write_stream]}"
+
+    def _span_at(self, segment: _Segment, buffer: str, spans: tuple[Span, ...]) -> str:
+        """The one of an item's spans that covers the segment, as text."""
+        return next((_at(s) for s in spans if s.buffer == buffer and segment in self.covered(s)), buffer)
+
+    def _refuse_release(self, segment: _Segment, span: Span) -> None:
+        if segment.owner != span.buffer:
+            raise ProgramError(f"{self.name}: {_at(span)} is released, but holds "
+                               f"{segment.owner or 'nothing: it was released before'}")
+        raise ProgramError(f"{self.name}: {span.buffer} is loaded and released without being read")
 
 
 def _at(span: Span) -> str:
@@ -214,12 +301,12 @@ def _writes(item: Launch | Copy) -> tuple[Span, ...]:
     return (dst, *(span for span in margins if span.nbytes))
 
 
-def _touched(item: Item) -> tuple[Span, ...]:
-    if isinstance(item, Release):
-        return (item.span,)
-    if isinstance(item, Launch | Copy):
-        return (*_reads(item), *_writes(item))
-    return ()
+def _touched(item: Item) -> tuple[tuple[Span, ...], ...]:
+    if isinstance(item, Launch):
+        return item.reads, item.writes
+    if isinstance(item, Copy):
+        return _reads(item), _writes(item)
+    return ((item.span,),) if isinstance(item, Release) else ()
 
 
 def _difference(before: dict[str, list[str | None]], after: dict[str, list[str | None]]) -> str:

@@ -33,26 +33,37 @@ class VirtualDevice:
         return torch.empty_strided(ref.shape, ref.stride, dtype=getattr(torch, ref.dtype), device="meta")
 
     def bind(self, item: Item, launch: Call | None) -> Call | None:
+        clocks, events, stream = self.clocks, self.events, item.stream
+        # what is issued to another stream waits for the issuing thread, which computes
+        issuer = COMPUTE if self.inline_compute else stream
         if isinstance(item, Launch | Copy):
-            return lambda: self._advance(item)
+            cost, label, note = self.cost(item), item.label, self.spans.append
+            if isinstance(item, Launch):
+                issuer = stream
+
+            def advance() -> None:
+                start = clocks.get(stream, 0.0)
+                if issuer != stream:
+                    start = max(start, clocks.get(issuer, 0.0))
+                end = clocks[stream] = start + cost
+                note((stream, label, start, end))
+
+            return advance
         if isinstance(item, Record):
-            return lambda: self.events.__setitem__(item.event, self._now(item.stream))
+            event = item.event
+
+            def record() -> None:
+                events[event] = max(clocks.get(stream, 0.0), clocks.get(issuer, 0.0))
+
+            return record
         if isinstance(item, Wait):
-            return lambda: self.clocks.__setitem__(
-                item.stream, max(self._now(item.stream), self.events.get(item.event, 0.0)))
+            event = item.event
+
+            def wait() -> None:
+                clocks[stream] = max(clocks.get(stream, 0.0), clocks.get(issuer, 0.0), events.get(event, 0.0))
+
+            return wait
         return None
-
-    def _now(self, stream: str) -> float:
-        now = self.clocks.get(stream, 0.0)
-        return max(now, self.clocks.get(COMPUTE, 0.0)) if self.inline_compute and stream != COMPUTE else now
-
-    def _advance(self, item: Launch | Copy) -> None:
-        start = self.clocks.get(item.stream, 0.0)
-        if isinstance(item, Copy):
-            start = self._now(item.stream)
-        end = start + self.cost(item)
-        self.clocks[item.stream] = end
-        self.spans.append((item.stream, item.label, start, end))
 
     def finish(self) -> None:
         """Nothing is ever under way."""
@@ -64,15 +75,7 @@ class VirtualDevice:
 def run_virtually(program: Program, cost: Callable[[Item], float], steps: int, inline_compute: bool = True
                   ) -> tuple[list[float], VirtualDevice]:
     """End time of each step on the compute stream, and the device with its timeline."""
-    known: dict[int, float] = {}
-
-    def cost_once(item: Item) -> float:
-        found = known.get(id(item))
-        if found is None:
-            found = known[id(item)] = cost(item)
-        return found
-
-    device = VirtualDevice(cost_once, inline_compute)
+    device = VirtualDevice(cost, inline_compute)
     prologue = [c for i in program.prologue if (c := device.bind(i, None)) is not None]
     step = [c for i in program.step if (c := device.bind(i, None)) is not None]
     for call in prologue:

@@ -9,6 +9,11 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from forebay.passes.allocate_buffers import allocate_buffers
+from forebay.passes.hoist_prefetch import hoist_prefetch
+from forebay.passes.insert_transfers import insert_transfers
+from forebay.passes.lower import lower
+from forebay.passes.place_copies import place_copies
 from forebay.rewriter.concretise import concretise
 from forebay.rewriter.graph import META, WeightInput
 from forebay.rewriter.machine import Machine
@@ -130,6 +135,17 @@ def placements(model: Tiny, stream: Mapping[str, int | str]) -> dict[str, Weight
             found[name] = WeightPlacement(name, "disk", nbytes, tile_rows=0 if how == "gather" else int(how),
                                           gather=how == "gather")
     return found
+
+
+def lowered(model: Tiny, plan: Plan, hoist: bool = True) -> Program:
+    """The Program of the model's graph under a plan made by hand, not verified."""
+    gm = model.graph()
+    insert_transfers(gm, plan)
+    allocate_buffers(gm, plan)
+    draft = lower(gm, plan, model.files, lambda node: 0)
+    if hoist:
+        hoist_prefetch(draft, plan)
+    return place_copies(draft, plan)
 
 
 def run_program(

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import Tiny, aten, chain, placements, plan_for, planned, run_program, tiny
+from tiny import Tiny, aten, chain, lowered, placements, plan_for, planned, run_program, tiny
 from torch import fx
 
 from forebay.passes.allocate_buffers import allocate_buffers
-from forebay.passes.hoist_prefetch import hoist_prefetch
 from forebay.passes.insert_transfers import insert_transfers
 from forebay.passes.launches import LoweringError
 from forebay.passes.lower import lower
@@ -39,15 +38,6 @@ PAGE = 4096
 
 def no_workspace(node: fx.Node) -> int:
     return 0
-
-
-def lowered(model: Tiny, plan: Plan, hoist: bool = True) -> Program:
-    gm = model.graph()
-    insert_transfers(gm, plan)
-    if hoist:
-        hoist_prefetch(gm, plan)
-    allocate_buffers(gm, plan)
-    return lower(gm, plan, model.files, no_workspace)
 
 
 def streaming(model: Tiny, slots: int = 2, lead: int | None = None, tile_rows: int = 0) -> Plan:

@@ -7,12 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny import chain, placements, plan_for, planned
+from tiny import chain, lowered, placements, plan_for, planned
 
-from forebay.passes.allocate_buffers import allocate_buffers
-from forebay.passes.hoist_prefetch import hoist_prefetch
-from forebay.passes.insert_transfers import insert_transfers
-from forebay.passes.lower import lower
 from forebay.rewriter.machine import Link, Machine
 from forebay.rewriter.plan import Budget
 from forebay.rewriter.program import COMPUTE, DISK, Program
@@ -27,12 +23,7 @@ def machine(disk_bytes_per_s: float, dispatch_s: float = 1e-3) -> Machine:
 def streamed(folder: Path, slots: int, layers: int = 6, lead: int | None = None, hoist: bool = True) -> Program:
     model = chain(folder, layers)
     plan = plan_for(placements(model, {n: 0 for n in model.weights if n[0] == "w"}), slots, lead, arena=1 << 17)
-    gm = model.graph()
-    insert_transfers(gm, plan)
-    if hoist:
-        hoist_prefetch(gm, plan)
-    allocate_buffers(gm, plan)
-    return lower(gm, plan, model.files, lambda node: 0)
+    return lowered(model, plan, hoist)
 
 
 COMPUTE_S = 12e-3  # six layers of two launches, 1 ms each

@@ -87,7 +87,7 @@ def test_dump_writes_every_stage_and_a_plan_that_loads(tmp_path: Path) -> None:
     phase = folder / "1_tokens"
     stages = [f"{i:02d}_{n}.{when}.py" for i, n in enumerate(NAMES) for when in ("before", "after")]
     assert sorted(p.name for p in phase.iterdir()) == sorted([*stages, "program.txt"])
-    before, after = ((phase / f"00_insert_transfers.{when}.py").read_text() for when in ("before", "after"))
+    before, after = ((phase / f"01_insert_transfers.{when}.py").read_text() for when in ("before", "after"))
     assert "fetch" not in before and "by insert_transfers" in after and "Transfer(index=0" in after
     assert "float32[2, 64]" in before
     text = (phase / "program.txt").read_text()

@@ -13,13 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import Tiny, aten, chain, placements, plan_for, planned, tiny
+from tiny import Tiny, aten, chain, lowered, placements, plan_for, planned, tiny
 from torch import fx
 
-from forebay.passes.allocate_buffers import allocate_buffers
-from forebay.passes.hoist_prefetch import hoist_prefetch
-from forebay.passes.insert_transfers import insert_transfers
-from forebay.passes.lower import lower
 from forebay.rewriter.plan import Budget
 from forebay.rewriter.planner import Wishes
 from forebay.rewriter.program import (
@@ -178,12 +174,7 @@ def streaming(folder: Path, layers: int, slots: int, lead: int | None = None, ti
 
 
 def by_hand(model: Tiny, stream: Mapping[str, int | str], slots: int, lead: int | None = None) -> Program:
-    plan = plan_for(placements(model, stream), slots, lead)
-    gm = model.graph()
-    insert_transfers(gm, plan)
-    hoist_prefetch(gm, plan)
-    allocate_buffers(gm, plan)
-    return lower(gm, plan, model.files, lambda node: 0)
+    return lowered(model, plan_for(placements(model, stream), slots, lead))
 
 
 def looking_up(folder: Path) -> Program:
