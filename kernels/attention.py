@@ -8,7 +8,6 @@ new positions are in the cache already. The C++ kernel (`cpu/flat_attention.cpp`
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable
 
@@ -96,11 +95,15 @@ def _check_out(q: Tensor, out: Tensor) -> None:
         _fail("out", f"must be {wanted} of {q.dtype}, got {tuple(out.shape)} of {out.dtype}")
 
 
+def _refuse_start(q: Tensor, k: Tensor, start: Tensor) -> None:
+    _fail("start", f"must leave positions within 0 .. {k.shape[2]}, got {start.tolist()} and {q.shape[2]} queries")
+
+
 def _begins(q: Tensor, k: Tensor, start: Tensor) -> list[int]:
     """start as numbers; ValueError where the queries would stand outside the cache."""
     begins: list[int] = start.tolist()
     if begins and (min(begins) < 0 or max(begins) + q.shape[2] > k.shape[2]):
-        _fail("start", f"must leave positions within 0 .. {k.shape[2]}, got {begins} and {q.shape[2]} queries")
+        _refuse_start(q, k, start)
     return begins
 
 
@@ -170,17 +173,11 @@ def bind_attention(
         _fail("start", "must be contiguous")
     args = native.AttentionArgs(
         *(t.data_ptr() for t in (q, k, v, start, out)),
-        q.shape[0], q.shape[1], k.shape[1], q.shape[2], q.shape[3],
+        q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3],
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         window, scale, softcap, native.DTYPES[q.dtype],
     )  # fmt: skip
-    address, launch, threads = ctypes.addressof(args), library.forebay_attention, torch.get_num_threads
-
-    def call(_keep: tuple[object, ...] = (args, v, out)) -> None:
-        _begins(q, k, start)
-        launch(address, threads())
-
-    return call
+    return native.NativeCall("attention", args, (q, k, v, start, out), refuse=lambda: _refuse_start(q, k, start))
 
 
 def attention_out(

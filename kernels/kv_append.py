@@ -1,4 +1,7 @@
-"""`forebay::kv_append`: write the K and V of new positions into the cache, each sequence at its own start."""
+"""`forebay::kv_append`: write the K and V of new positions into the cache, each sequence at its own start.
+
+The C++ kernel (`cpu/kv_append.cpp`) copies rows; without a compiler, or where D is not contiguous, torch does it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from forebay.kernels import native
 
 
 def reference(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,24 +43,18 @@ def check(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor)
         _fail("start", f"must be int64 of shape {tuple(k_cache.shape[:1])}, got {start.dtype} {tuple(start.shape)}")
 
 
+def _refuse_start(k_cache: Tensor, k: Tensor, start: Tensor) -> None:
+    _fail("start", f"must leave positions within 0 .. {k_cache.shape[2]}, got {start.tolist()} and {k.shape[2]} new")
+
+
 def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
-    begins = start.tolist()
-    if not begins:
-        return
-    length, first = k.shape[2], begins[0]
-    if min(begins) < 0 or max(begins) + length > k_cache.shape[2]:
-        _fail("start", f"must leave positions within 0 .. {k_cache.shape[2]}, got {begins} and {length} new")
-    if begins.count(first) == len(begins):
-        k_cache.narrow(2, first, length).copy_(k)
-        v_cache.narrow(2, first, length).copy_(v)
-    elif length == 1:
-        batch = torch.arange(len(begins))
-        k_cache[batch, :, start] = k[:, :, 0]
-        v_cache[batch, :, start] = v[:, :, 0]
-    else:
-        for b, begin in enumerate(begins):
-            k_cache[b].narrow(1, begin, length).copy_(k[b])
-            v_cache[b].narrow(1, begin, length).copy_(v[b])
+    """By torch."""
+    begins, length = start.tolist(), k.shape[2]
+    if begins and (min(begins) < 0 or max(begins) + length > k_cache.shape[2]):
+        _refuse_start(k_cache, k, start)
+    for b, begin in enumerate(begins):
+        k_cache[b].narrow(1, begin, length).copy_(k[b])
+        v_cache[b].narrow(1, begin, length).copy_(v[b])
 
 
 @torch.library.custom_op("forebay::kv_append", mutates_args=("k_cache", "v_cache"), device_types="cpu")
@@ -65,8 +64,14 @@ def kv_append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Ten
     start is int64 [B]. Any strides. ValueError, before anything is written, where a shape, a dtype or a position is
     wrong; on fake tensors only shapes are known.
     """
-    check(k_cache, v_cache, k, v, start)
-    _append(k_cache, v_cache, k, v, start)
+    bind_kv_append(k_cache, v_cache, k, v, start.contiguous())()
+
+
+@kv_append.register_kernel("cuda")
+def _(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
+    from forebay.kernels.gpu.kv_append import kv_append as launch
+
+    launch(k_cache, v_cache, k, v, start)
 
 
 @kv_append.register_fake
@@ -75,23 +80,20 @@ def _(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> 
 
 
 def bind_kv_append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> Callable[[], None]:
-    """A closure over CPU tensors that appends the present contents of k and v at the present contents of start."""
+    """A closure over CPU tensors that appends the present contents of k and v at the present contents of start.
+
+    Strides and pointers are settled here; the closure keeps the tensors alive. ValueError for a wrong shape or dtype
+    here, and for a start outside the cache at the call, before anything is written.
+    """
     check(k_cache, v_cache, k, v, start)
-    batch = torch.arange(k_cache.shape[0])
-    if k.shape[2] != 1 or k_cache.shape[0] == 0:
+    tensors = (k_cache, v_cache, k, v)
+    if native.load() is None or any(t.stride(-1) != 1 and t.shape[-1] != 1 for t in tensors):
         return lambda: _append(k_cache, v_cache, k, v, start)
-    capacity, k_row, v_row = k_cache.shape[2], k[:, :, 0], v[:, :, 0]
-
-    def append_one() -> None:
-        begins = start.tolist()
-        first = begins[0]
-        if min(begins) < 0 or max(begins) >= capacity:
-            _fail("start", f"must leave positions within 0 .. {capacity}, got {begins} and 1 new")
-        if begins.count(first) == len(begins):
-            k_cache.select(2, first).copy_(k_row)
-            v_cache.select(2, first).copy_(v_row)
-        else:
-            k_cache[batch, :, start] = k_row
-            v_cache[batch, :, start] = v_row
-
-    return append_one
+    if not start.is_contiguous():
+        _fail("start", "must be contiguous")
+    args = native.KvAppendArgs(
+        *(t.data_ptr() for t in tensors), start.data_ptr(),
+        *k_cache.shape[:3], k.shape[2], k.shape[3] * k.element_size(), v.shape[3] * v.element_size(),
+        *(stride * t.element_size() for t in tensors for stride in t.stride()[:3]),
+    )  # fmt: skip
+    return native.NativeCall("kv_append", args, (*tensors, start), refuse=lambda: _refuse_start(k_cache, k, start))

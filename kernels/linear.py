@@ -1,26 +1,29 @@
-"""y = x W^T + b (or x W + b, GPT-2's Conv1D) into a given output, by several implementations.
+"""`forebay::linear`: out = act(x W^T + b) * multiplier + residual (or x W, GPT-2's Conv1D), by several implementations.
 
     aten    torch's matmul; x and weight of one dtype
     flat    C++ (`cpu/flat_linear.cpp`): each weight is read from memory once per 64 rows of x, upcast in registers
     upcast  tiles of weight upcast to fp32 in a bounded scratch, then sgemm; for bf16 and fp16 weights and many rows
 
-Shapes: x [..., K]; weight [N, K], or [K, N] with conv1d; bias [N] or None; out [..., N]. Only the last dimension must
-be contiguous: out may be a column slice of a wider tensor. Weights may start at any address. dtypes: fp32, bf16, fp16,
-mixed at will but for aten. With accumulate the result is added to out, as row tiles of a [K, N] weight need.
-Every launcher raises ValueError naming op and argument before it writes anything.
+Shapes: x [..., K]; weight [N, K], or [K, N] with conv1d; bias [N] or None; out, multiplier and residual [..., N]. Only
+the last dimension must be contiguous: out may be a column slice of a wider tensor. Weights may start at any address.
+dtypes: fp32, bf16, fp16, mixed at will but for aten; multiplier and residual have out's. With accumulate the product
+is added to what out holds, as row tiles of a [K, N] weight need. What follows the product rounds as operators apart
+would: product, activation, multiplication and addition each to out's dtype. out may be the memory of multiplier or of
+residual, element on element, unless that is x's memory too. Every launcher raises ValueError naming op and argument
+before it writes anything.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import statistics
-import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from forebay.kernels import native
 
@@ -29,8 +32,26 @@ SCRATCH_NBYTES = 8 << 20
 NAMES = ("aten", "flat", "upcast")
 # Rows of x up to which flat beats torch's sgemm; bf16 and fp16 weights have no fast matmul to compare with.
 FLAT_MAX_ROWS_FP32 = 32
+ACTIVATIONS = ("", "silu", "gelu", "gelu_tanh", "relu")  # in the order of `Activation` in cpu/vector_math.h
 
-_scratch = threading.local()
+
+class After(NamedTuple):
+    """What follows a product: act, then * multiplier, then + residual, where they are given."""
+
+    activation: str = ""
+    multiplier: Tensor | None = None
+    residual: Tensor | None = None
+
+    def anything(self) -> bool:
+        """Whether anything follows at all."""
+        return bool(self.activation) or self.multiplier is not None or self.residual is not None
+
+    def part(self, rows: slice, columns: slice) -> After:
+        """That of a part of the output, for operands that are matrices."""
+        return After(self.activation, *(None if t is None else t[rows, columns] for t in self[1:]))
+
+
+PLAIN = After()
 
 
 def scratch_nbytes(impl: str, dtype: torch.dtype, m: int, n: int, k: int) -> int:
@@ -47,18 +68,25 @@ def _flat_scratch_nbytes(m: int, k: int) -> int:
     return 4 * rows * k
 
 
-def _scratch_floats(count: int) -> Tensor:
-    """This thread's scratch, of at least count floats; it grows and never shrinks."""
-    held: Tensor | None = getattr(_scratch, "floats", None)
-    if held is None or held.numel() < count:
-        held = _scratch.floats = torch.empty(count, dtype=torch.float32)
-    return held
+def finish_(y: Tensor, after: After) -> Tensor:
+    """Apply `after` to a product in place, each operator rounding to y's dtype; any device."""
+    if after.activation == "silu":
+        functional.silu(y, inplace=True)
+    elif after.activation == "relu":
+        y.relu_()
+    elif after.activation:
+        torch.ops.aten.gelu.out(y, approximate="tanh" if after.activation == "gelu_tanh" else "none", out=y)
+    if after.multiplier is not None:
+        y.mul_(after.multiplier)
+    return y if after.residual is None else y.add_(after.residual)
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, conv1d: bool = False) -> Tensor:
-    """x W^T + b in float64, on any device; returns [..., N]."""
+def reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, after: After = PLAIN, *, conv1d: bool = False
+) -> Tensor:
+    """The definition in float64, on any device; returns [..., N]."""
     y = x.double() @ (weight.double() if conv1d else weight.double().mT)
-    return y if bias is None else y + bias.double()
+    return finish_(y if bias is None else y + bias.double(), after)
 
 
 def _fail(argument: str, problem: str) -> None:
@@ -79,10 +107,13 @@ def _rows(tensor: Tensor, argument: str) -> Tensor:
 
 
 def check(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, conv1d: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, conv1d: bool, after: After = PLAIN
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, After]:
     """The arguments as matrices x [M, K], weight, bias, out [M, N] sharing memory; ValueError names what is wrong."""
-    for tensor, argument in ((x, "x"), (weight, "weight"), (bias, "bias"), (out, "out")):
+    _, multiplier, residual = after
+    named = ((x, "x"), (weight, "weight"), (bias, "bias"), (out, "out"), (multiplier, "multiplier"),
+             (residual, "residual"))
+    for tensor, argument in named:
         if tensor is None:
             continue
         if tensor.dtype not in native.DTYPES:
@@ -91,15 +122,23 @@ def check(
             _fail(argument, f"must be on the CPU, got {tensor.device}")
     if weight.dim() != 2:
         _fail("weight", f"must have two dimensions, got shape {tuple(weight.shape)}")
+    if after.activation not in ACTIVATIONS:
+        _fail("activation", f"must be one of {ACTIVATIONS}, got {after.activation!r}")
     n, k = reversed(weight.shape) if conv1d else weight.shape
-    x2, weight2, out2 = _rows(x, "x"), _rows(weight, "weight"), _rows(out, "out")
+    x2, out2 = _rows(x, "x"), _rows(out, "out")
     if x2.shape[1] != k:
         _fail("x", f"must end in {k} columns as weight {tuple(weight.shape)} asks, got shape {tuple(x.shape)}")
     if out.shape != (*x.shape[:-1], n):
         _fail("out", f"must have shape {(*x.shape[:-1], n)}, got {tuple(out.shape)}")
     if bias is not None and (bias.shape != (n,) or (n > 1 and bias.stride(0) != 1)):
         _fail("bias", f"must be contiguous of shape {(n,)}, got {tuple(bias.shape)}")
-    return x2, weight2, bias, out2
+    rows: list[Tensor | None] = [None, None]
+    for i, (tensor, argument) in enumerate(named[4:]):
+        if tensor is not None:
+            if tensor.shape != out.shape or tensor.dtype != out.dtype:
+                _fail(argument, f"must be {tuple(out.shape)} of {out.dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
+            rows[i] = _rows(tensor, argument)
+    return x2, _rows(weight, "weight"), bias, out2, After(after.activation, *rows)
 
 
 def _check_aten(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -109,9 +148,11 @@ def _check_aten(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         _fail("bias", f"must have x's dtype {x.dtype} for aten, got {bias.dtype}")
 
 
-def _aten(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool, conv1d: bool) -> None:
+def _aten(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool, conv1d: bool, after: After = PLAIN
+) -> None:
     matrix = weight if conv1d else weight.t()
-    if out.dtype == x.dtype and not accumulate:
+    if out.dtype == x.dtype and not accumulate and not after.anything():
         if bias is None:
             torch.mm(x, matrix, out=out)
         else:
@@ -119,17 +160,18 @@ def _aten(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, accumulat
         return
     y = torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
     if accumulate:
-        out.add_(y)
-    else:
-        out.copy_(y)
+        y = y.add_(out)
+    out.copy_(finish_(y.to(out.dtype), after))
 
 
-def _upcast(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool, conv1d: bool) -> None:
+def _upcast(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool, conv1d: bool, after: After
+) -> None:
     (m, k), n = x.shape, out.shape[1]
     if k == 0 or m == 0 or n == 0:
-        _aten(x.float(), weight.float(), None if bias is None else bias.float(), out, accumulate, conv1d)
+        _aten(x.float(), weight.float(), None if bias is None else bias.float(), out, accumulate, conv1d, after)
         return
-    buffer = _scratch_floats(SCRATCH_NBYTES // 4)
+    buffer = native.scratch(SCRATCH_NBYTES // 4)
     # Half of the scratch for rows of x, the rest for a tile of weight and its result. 512 weight rows a tile are
     # enough: sgemm is no faster with more. Very long rows are taken in pieces of k, added up in fp32.
     budget = buffer.numel() // 4
@@ -159,36 +201,27 @@ def _upcast(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, accumul
                 y.add_(bias[n0:n1])
             if accumulate:
                 y.add_(out[m0:m1, n0:n1])
+            if after.anything():  # rounded into the place of the weight's tile, whose turn is over
+                rounded = w_tile.view(out.dtype)[: y.numel()].view(y.shape)
+                y = finish_(rounded.copy_(y), after.part(slice(m0, m1), slice(n0, n1)))
             out[m0:m1, n0:n1].copy_(y)
 
 
 def _bind_flat(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool, conv1d: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool, conv1d: bool, after: After
 ) -> Callable[[], None]:
-    library = native.load()
-    if library is None:
+    if native.load() is None:
         raise ValueError("linear: impl 'flat' needs a C++ compiler; use one of implementations()")
+    _, multiplier, residual = after
+    given = (x, weight, bias, multiplier, residual, out)
     args = native.LinearArgs(
-        x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
-        *out.shape, x.shape[1], x.stride(0), weight.stride(0), out.stride(0),
+        *(None if t is None else t.data_ptr() for t in given), *out.shape, x.shape[1], x.stride(0), weight.stride(0),
+        *(0 if t is None else t.stride(0) for t in (multiplier, residual)), out.stride(0),
         native.DTYPES[x.dtype], native.DTYPES[weight.dtype], native.DTYPES[(weight if bias is None else bias).dtype],
-        native.DTYPES[out.dtype], conv1d, accumulate,
+        native.DTYPES[out.dtype], conv1d, accumulate, ACTIVATIONS.index(after.activation),
     )  # fmt: skip
-    address, launch = ctypes.addressof(args), library.forebay_linear
-    threads, floats = torch.get_num_threads, _flat_scratch_nbytes(*x.shape) // 4
-    keep = (args, x, weight, bias, out)
-    if x.dtype == torch.float32:
-
-        def call(_keep: tuple[object, ...] = keep) -> None:
-            launch(address, None, 0, threads())
-
-    else:
-
-        def call(_keep: tuple[object, ...] = keep) -> None:
-            scratch = _scratch_floats(floats)  # of the calling thread, which need not be the one that bound
-            launch(address, scratch.data_ptr(), scratch.numel(), threads())
-
-    return call
+    floats = 0 if x.dtype == torch.float32 else _flat_scratch_nbytes(*x.shape) // 4
+    return native.NativeCall("linear", args, given, floats)
 
 
 def bind_linear(
@@ -199,19 +232,20 @@ def bind_linear(
     out: Tensor,
     accumulate: bool = False,
     conv1d: bool = False,
+    after: After = PLAIN,
 ) -> Callable[[], None]:
     """A closure that computes out from the tensors' contents at each call; shapes and pointers are settled here.
 
     The closure keeps the tensors alive; their storage must not be resized. A call costs about 1 µs over the kernel.
     """
-    x2, weight2, bias, out2 = check(x, weight, bias, out, conv1d)
+    x2, weight2, bias, out2, after = check(x, weight, bias, out, conv1d, after)
     if impl == "flat":
-        return _bind_flat(x2, weight2, bias, out2, accumulate, conv1d)
+        return _bind_flat(x2, weight2, bias, out2, accumulate, conv1d, after)
     if impl == "aten":
         _check_aten(x2, weight2, bias)
-        return functools.partial(_aten, x2, weight2, bias, out2, accumulate, conv1d)
+        return functools.partial(_aten, x2, weight2, bias, out2, accumulate, conv1d, after)
     if impl == "upcast":
-        return functools.partial(_upcast, x2, weight2, bias, out2, accumulate, conv1d)
+        return functools.partial(_upcast, x2, weight2, bias, out2, accumulate, conv1d, after)
     raise ValueError(f"linear: impl must be one of {NAMES}, got {impl!r}")
 
 
@@ -223,9 +257,10 @@ def run(
     out: Tensor,
     accumulate: bool = False,
     conv1d: bool = False,
+    after: After = PLAIN,
 ) -> None:
     """Compute out by the implementation named (see the module's docstring)."""
-    bind_linear(impl, x, weight, bias, out, accumulate, conv1d)()
+    bind_linear(impl, x, weight, bias, out, accumulate, conv1d, after)()
 
 
 linear_aten = functools.partial(run, "aten")
@@ -254,6 +289,39 @@ def default_choice(dtype: torch.dtype, m: int, n: int, k: int) -> str:
     if "flat" in names and (dtype != torch.float32 or m <= FLAT_MAX_ROWS_FP32):
         return "flat"
     return "upcast" if "upcast" in names and m > 4 else "aten"
+
+
+@torch.library.custom_op("forebay::linear", mutates_args=(), device_types="cpu")
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, multiplier: Tensor | None = None,
+    residual: Tensor | None = None, activation: str = "",
+) -> Tensor:
+    """act(x W^T + bias) * multiplier + residual: x [..., K], weight [N, K] -> contiguous [..., N] of x's dtype.
+
+    multiplier and residual are [..., N] of x's dtype. ValueError names the argument that is wrong.
+    """
+    after = After(activation, *(None if t is None else t.contiguous() for t in (multiplier, residual)))
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    x = x.contiguous()
+    impl = default_choice(weight.dtype, x.numel() // max(1, x.shape[-1]), *weight.shape)
+    run(impl, x, weight.contiguous(), bias, out, after=after)
+    return out
+
+
+@linear.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, multiplier: Tensor | None = None,
+    residual: Tensor | None = None, activation: str = "",
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@linear.register_kernel("cuda")
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, multiplier: Tensor | None = None,
+    residual: Tensor | None = None, activation: str = "",
+) -> Tensor:
+    return finish_(functional.linear(x, weight, bias), After(activation, multiplier, residual))
 
 
 def measure(

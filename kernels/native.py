@@ -1,4 +1,9 @@
-"""The C++ kernels of `kernels/cpu`: compiled once per machine with the system's compiler, loaded through ctypes."""
+"""The C++ kernels of `kernels/cpu`: compiled once per machine with the system's compiler, loaded through ctypes.
+
+Every kernel is `int kernel(const Args* args, float* scratch, int64_t scratch_floats, int threads)` and returns 0, or
+another number where it refuses its arguments, having written nothing. `NativeCall` is one kernel with its arguments;
+`chain` makes one call of several, so that Python is not between them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 import warnings
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -20,16 +27,24 @@ SOURCE_FOLDER = Path(__file__).resolve().parent / "cpu"
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 COMPILE_LIMIT_S = 300
+KERNELS = (  # exported as forebay_<name>
+    "linear", "attention", "rms_norm", "rotary", "kv_append",
+    "quantize", "dequantize", "quantized_linear", "kv_append_q", "attention_q",
+)  # fmt: skip
+CHAIN_MOST = 64  # kernels in one call: Ctrl-C is heard between calls only
+
+_held = threading.local()
 
 
 class LinearArgs(ctypes.Structure):
     """Mirror of `LinearArgs` in flat_linear.cpp; strides are in elements."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "w", "bias", "out")),
-        *((name, ctypes.c_int64) for name in ("m", "n", "k", "x_stride", "w_stride", "out_stride")),
+        *((name, ctypes.c_void_p) for name in ("x", "w", "bias", "multiplier", "residual", "out")),
+        *((name, ctypes.c_int64) for name in ("m", "n", "k", "x_stride", "w_stride")),
+        *((name, ctypes.c_int64) for name in ("multiplier_stride", "residual_stride", "out_stride")),
         *((name, ctypes.c_int32) for name in ("x_dtype", "w_dtype", "bias_dtype", "out_dtype")),
-        *((name, ctypes.c_int32) for name in ("conv1d", "accumulate")),
+        *((name, ctypes.c_int32) for name in ("conv1d", "accumulate", "activation")),
     )
 
 
@@ -38,7 +53,7 @@ class AttentionArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "start", "out")),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "queries", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "queries", "length", "head_dim")),
         *((f"{t}_{d}", ctypes.c_int64) for t in "qkv" for d in ("batch", "head", "row")),
         *((name, ctypes.c_int64) for name in ("out_batch", "out_row", "out_head", "window")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
@@ -68,6 +83,104 @@ class RotaryArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("out_batch", "out_head", "out_row")),
         ("dtype", ctypes.c_int32),
     )
+
+
+class KvAppendArgs(ctypes.Structure):
+    """Mirror of `KvAppendArgs` in kv_append.cpp; strides are in bytes."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "k", "v", "start")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "length", "rows", "k_nbytes", "v_nbytes")),
+        *((f"{t}_{d}", ctypes.c_int64) for t in ("k_cache", "v_cache", "k", "v") for d in ("batch", "head", "row")),
+    )
+
+
+class Command(ctypes.Structure):
+    """Mirror of `Command` in chain.cpp."""
+
+    _fields_ = (("kernel", ctypes.c_void_p), ("args", ctypes.c_void_p))
+
+
+def scratch(floats: int) -> torch.Tensor:
+    """This thread's scratch, of at least `floats` fp32 numbers; it grows and never shrinks."""
+    held: torch.Tensor | None = getattr(_held, "floats", None)
+    if held is None or held.numel() < floats:
+        held = _held.floats = torch.empty(floats, dtype=torch.float32)
+    return held
+
+
+class NativeCall:
+    """A kernel with its arguments settled: calling it runs the kernel on the calling thread and torch's.
+
+    `keep` holds what the pointers in `args` point to; `refuse` raises the error for what the kernel refuses. A call
+    costs about 1 µs over the kernel.
+    """
+
+    __slots__ = ("_launch", "address", "keep", "kernel", "refuse", "scratch_floats")
+
+    def __init__(
+        self, kernel: str, args: ctypes.Structure, keep: Sequence[object], scratch_floats: int = 0,
+        refuse: Callable[[], None] | None = None,
+    ) -> None:
+        library = load()
+        assert library is not None, "a NativeCall is made only where the kernels are loaded"
+        self._launch = getattr(library, f"forebay_{kernel}")
+        self.kernel, self.address = kernel, ctypes.addressof(args)
+        self.keep, self.scratch_floats, self.refuse = (args, *keep), scratch_floats, refuse
+
+    def __call__(self) -> None:
+        floats = self.scratch_floats
+        memory = scratch(floats).data_ptr() if floats else None
+        if self._launch(self.address, memory, floats, torch.get_num_threads()):
+            self.refused()
+
+    def refused(self) -> None:
+        """Raise what the kernel's refusal means."""
+        if self.refuse is not None:
+            self.refuse()
+        raise RuntimeError(f"the kernel {self.kernel} refused its arguments")
+
+
+def chain(calls: Sequence[NativeCall]) -> Callable[[], None]:
+    """One call that runs `calls` in order; a refusal raises the error of the call concerned, and none after it runs."""
+    library = load()
+    assert library is not None, "a NativeCall is made only where the kernels are loaded"
+    commands = (Command * len(calls))()
+    for command, call in zip(commands, calls, strict=True):
+        command.kernel = ctypes.cast(getattr(library, f"forebay_{call.kernel}"), ctypes.c_void_p).value
+        command.args = call.address
+    launch, address, count = library.forebay_chain, ctypes.addressof(commands), len(calls)
+    floats, threads = max(call.scratch_floats for call in calls), torch.get_num_threads
+
+    def run(_keep: tuple[object, ...] = (commands, *calls)) -> None:
+        memory = scratch(floats).data_ptr() if floats else None
+        ran = launch(address, count, memory, floats, threads())
+        if ran != count:
+            calls[ran].refused()
+
+    return run
+
+
+def chained(calls: Iterable[Callable[[], object]]) -> list[Callable[[], object]]:
+    """`calls` with each run of up to CHAIN_MOST neighbouring `NativeCall`s made one call."""
+    found: list[Callable[[], object]] = []
+    run: list[NativeCall] = []
+
+    def flush() -> None:
+        if run:
+            found.append(run[0] if len(run) == 1 else chain(tuple(run)))
+            run.clear()
+
+    for call in calls:
+        if isinstance(call, NativeCall):
+            run.append(call)
+            if len(run) == CHAIN_MOST:
+                flush()
+        else:
+            flush()
+            found.append(call)
+    flush()
+    return found
 
 
 def compiler() -> str | None:
@@ -136,11 +249,12 @@ def load() -> ctypes.CDLL | None:
             reason = str(error)
         else:
             pointer = ctypes.c_void_p
-            library.forebay_linear.argtypes = (pointer, pointer, ctypes.c_int64, ctypes.c_int)
-            library.forebay_linear.restype = None
-            for launch in (library.forebay_attention, library.forebay_rms_norm, library.forebay_rotary):
-                launch.argtypes = (pointer, ctypes.c_int)
-                launch.restype = None
+            for name in KERNELS:
+                kernel = getattr(library, f"forebay_{name}")
+                kernel.argtypes = (pointer, pointer, ctypes.c_int64, ctypes.c_int)
+                kernel.restype = ctypes.c_int
+            library.forebay_chain.argtypes = (pointer, ctypes.c_int64, pointer, ctypes.c_int64, ctypes.c_int)
+            library.forebay_chain.restype = ctypes.c_int64
             library.forebay_attention_max_head_dim.restype = ctypes.c_int64
             return library
     warnings.warn(f"CPU kernels fall back to torch, which is slower: {reason}", RuntimeWarning, stacklevel=2)

@@ -7,7 +7,6 @@ and allocates nothing; without a compiler, or for strides that it does not know,
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import torch
@@ -74,12 +73,7 @@ def bind_rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Callabl
         x2.data_ptr(), weight.data_ptr(), out2.data_ptr(),
         *x2.shape, x2.stride(0), out2.stride(0), eps, native.DTYPES[x.dtype],
     )  # fmt: skip
-    address, launch, threads = ctypes.addressof(args), library.forebay_rms_norm, torch.get_num_threads
-
-    def call(_keep: tuple[object, ...] = (args, x2, weight, out2)) -> None:
-        launch(address, threads())
-
-    return call
+    return native.NativeCall("rms_norm", args, (x2, weight, out2))
 
 
 @torch.library.custom_op("forebay::rms_norm", mutates_args=(), device_types="cpu")
@@ -87,6 +81,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., H] of any strides, weight [H] -> contiguous [..., H]; ValueError names the argument that is wrong."""
     out = x.new_empty(x.shape)
     bind_rms_norm(x, weight, eps, out)()
+    return out
+
+
+@rms_norm.register_kernel("cuda")
+def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    from forebay.kernels.gpu.rms_norm import rms_norm as launch
+
+    out = x.new_empty(x.shape)
+    launch(x, weight, eps, out)
     return out
 
 

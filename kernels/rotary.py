@@ -7,7 +7,6 @@ compiler, or where D is not contiguous, torch does the work.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 import torch
@@ -73,12 +72,7 @@ def bind_rotary(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Callable[[]
         *x.shape, *x.stride()[:3], *_table_strides(cos), *_table_strides(sin), *out.stride()[:3],
         native.DTYPES[x.dtype],
     )  # fmt: skip
-    address, launch, threads = ctypes.addressof(args), library.forebay_rotary, torch.get_num_threads
-
-    def call(_keep: tuple[object, ...] = (args, x, cos, sin, out)) -> None:
-        launch(address, threads())
-
-    return call
+    return native.NativeCall("rotary", args, (x, cos, sin, out))
 
 
 @torch.library.custom_op("forebay::rotary", mutates_args=(), device_types="cpu")
@@ -89,6 +83,15 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     out = torch.empty_like(x)
     bind_rotary(x, cos, sin, out)()
+    return out
+
+
+@rotary.register_kernel("cuda")
+def _(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    from forebay.kernels.gpu.rotary import rotary as launch
+
+    out = torch.empty_like(x)
+    launch(x, cos, sin, out)
     return out
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from forebay.passes.products import linear_arguments
 from forebay.rewriter import ops
 from forebay.rewriter.graph import META, PRODUCT_DTYPES, STREAMED, Transfer, weight_name
 from forebay.rewriter.plan import Plan, WeightPlacement
@@ -31,6 +32,8 @@ def insert_transfers(gm: fx.GraphModule, plan: Plan) -> None:
         placement = plan.weight(name)
         whole: list[fx.Node] = []
         for user in list(node.users):
+            if user.op == "call_module":
+                continue  # the block reads it, and has a graph of its own
             if placement.gather and _is_lookup(user, node):
                 replaced[user] = _replace_lookup(graph, user, node)
             elif placement.tile_rows and placement.tile_rows < node.meta["val"].shape[0] and tileable(user, node):
@@ -61,8 +64,10 @@ def tileable(user: fx.Node, weight: fx.Node) -> bool:
     """Whether `user` is a matrix product that can be computed from row tiles of `weight`."""
     if weight.meta["val"].dtype not in PRODUCT_DTYPES:
         return False
-    if user.target is aten.linear.default:
-        return user.args[1] is weight and weight not in (user.args[0], *user.args[2:]) and _is_rows(user.args[0])
+    linear = linear_arguments(user)
+    if linear is not None:
+        read = [value for value in (linear.x, linear.multiplier, linear.residual) if value is not None]
+        return linear.weight is weight and weight not in (*read, linear.bias) and all(_is_rows(r) for r in read)
     if user.target is aten.addmm.default:
         bias, x, matrix = user.args
         return matrix is weight and x is not weight and not user.kwargs and _is_rows(x) and (
@@ -112,9 +117,12 @@ def _tiles(rows: int, tile_rows: int) -> Iterator[tuple[int, int]]:
 
 def _tile_product(graph: fx.Graph, user: fx.Node, weight: fx.Node, placement: WeightPlacement) -> fx.Node:
     value = weight.meta["val"]
-    if user.target is aten.linear.default:
-        target = ops.linear_tile
-        x, bias = user.args[0], user.args[2] if len(user.args) > 2 else None
+    linear = linear_arguments(user)
+    after: tuple = ()
+    target: object
+    if linear is not None:
+        target, x, bias = ops.linear_tile, linear.x, linear.bias
+        after = linear[3:] if any(linear[3:]) else ()
     else:
         target = ops.matmul_tile
         bias, x = user.args[:2] if user.target is aten.addmm.default else (None, user.args[0])
@@ -124,7 +132,7 @@ def _tile_product(graph: fx.Graph, user: fx.Node, weight: fx.Node, placement: We
         for lower, upper in _tiles(value.shape[0], placement.tile_rows):
             tile = _call(graph, user, ops.fetch, (weight, lower, upper),
                          value.new_empty((upper - lower, *value.shape[1:])))
-            _call(graph, user, target, (out, x, tile, bias, lower), None)
+            _call(graph, user, target, (out, x, tile, bias, lower, *after), None)
             _call(graph, user, ops.release, (tile,), None)
     user.replace_all_uses_with(out)
     graph.erase_node(user)

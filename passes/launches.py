@@ -18,11 +18,15 @@ from forebay.passes.out_variants import (
     out_variant,
     transient_nbytes,
 )
+from forebay.passes.products import Linear, linear_arguments
 from forebay.rewriter import ops
 from forebay.rewriter.graph import META, PRODUCT_DTYPES, Gemm, values_of
 from forebay.rewriter.program import COMPUTE, Launch, TensorRef, dtype_itemsize, span_of
 
 aten = torch.ops.aten
+
+
+AFTER = Linear._fields[3:]  # what may follow a product
 
 
 class LoweringError(RuntimeError):
@@ -49,10 +53,15 @@ class Launches:
             if callable(target) and not values_of(node):
                 return []  # arithmetic on sizes, already folded
             raise LoweringError(f"lower: {node.name} calls {target}, which is no operator")
-        if target is aten.linear.default and self._flat(node.args[0]) and _of_product_dtype(node.args[1]):
-            return [self._product(node, node.args[0], node.args[1], node.args[2] if len(node.args) > 2 else None, "nk")]
+        linear = linear_arguments(node)
+        if linear is not None:
+            rows = [value for value in (linear.x, linear.multiplier, linear.residual) if value is not None]
+            if all(self._flat(r) for r in rows) and _of_product_dtype(linear.weight):
+                return [self._product(node, linear, "nk")]
+            return self._aten(node, target)
         if target is aten.addmm.default and self._is_product(node):
-            return [self._product(node, node.args[1], node.args[2], node.args[0], "kn")]
+            bias, x, weight = node.args
+            return [self._product(node, Linear(x, weight, bias), "kn")]
         if target.namespace == "forebay":
             return [self._own(node, target)]
         return self._aten(node, target)
@@ -82,32 +91,37 @@ class Launches:
         mark = node.meta.get(META)
         return mark.impl if isinstance(mark, Gemm) else ""
 
-    def _product(self, node: fx.Node, x: Any, weight: Any, bias: Any, form: str) -> Launch:
-        args = (self.ref(x), self.ref(weight), self.ref(bias) if bias is not None else None)
-        return self._gemm(node, args, self.ref(node), form, False)
+    def _product(self, node: fx.Node, linear: Linear, form: str) -> Launch:
+        args = (self.ref(linear.x), self.ref(linear.weight), self.ref(linear.bias) if linear.bias is not None else None)
+        after = {k: self._map(v) for k, v in linear._asdict().items() if k in AFTER and v}
+        return self._gemm(node, args, self.ref(node), form, False, after)
 
-    def _gemm(self, node: fx.Node, args: tuple, out: TensorRef, form: str, accumulate: bool) -> Launch:
+    def _gemm(
+        self, node: fx.Node, args: tuple, out: TensorRef, form: str, accumulate: bool, after: dict[str, Any]
+    ) -> Launch:
         x, weight, _ = args
-        reads = tuple(span_of(a) for a in args if a is not None) + ((span_of(out),) if accumulate else ())
+        reads = tuple(span_of(r) for r in _refs((*args, *after.values()))) + ((span_of(out),) if accumulate else ())
         flops = 2 * math.prod(x.shape) * (weight.shape[0] if form == "nk" else weight.shape[1])
-        return Launch(COMPUTE, "forebay.linear", args, {"form": form, "accumulate": accumulate}, (out,), reads,
+        return Launch(COMPUTE, "forebay.linear", args, {"form": form, "accumulate": accumulate, **after}, (out,), reads,
                       (span_of(out),), node.name, node.meta.get("layer", -1), flops, self.workspace(node),
                       self._impl(node))
 
     def _linear_tile(self, node: fx.Node) -> Launch:
-        out, x, tile, bias, lower = node.args
+        out, x, tile, bias, lower, *rest = node.args
         target, weight = self.ref(out), self.ref(tile)  # type: ignore[arg-type]
         rows = weight.shape[0]
         part = _narrow(target, -1, lower, rows)  # type: ignore[arg-type]
         vector = None if bias is None else _narrow(self.ref(bias), 0, lower, rows)  # type: ignore[arg-type]
-        return self._gemm(node, (self.ref(x), weight, vector), part, "nk", False)  # type: ignore[arg-type]
+        after = {k: _narrow(self.ref(v), -1, lower, rows) if isinstance(v, fx.Node) else v  # type: ignore[arg-type]
+                 for k, v in zip(AFTER, rest, strict=False) if v}
+        return self._gemm(node, (self.ref(x), weight, vector), part, "nk", False, after)  # type: ignore[arg-type]
 
     def _matmul_tile(self, node: fx.Node) -> Launch:
         out, x, tile, bias, lower = node.args
         weight = self.ref(tile)  # type: ignore[arg-type]
         part = _narrow(self.ref(x), -1, lower, weight.shape[0])  # type: ignore[arg-type]
         vector = self.ref(bias) if bias is not None and lower == 0 else None  # type: ignore[arg-type]
-        return self._gemm(node, (part, weight, vector), self.ref(out), "kn", lower != 0)  # type: ignore[arg-type]
+        return self._gemm(node, (part, weight, vector), self.ref(out), "kn", lower != 0, {})  # type: ignore[arg-type]
 
     # -- everything else
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import fx
 
+from forebay.passes.products import linear_arguments
 from forebay.rewriter import ops
 from forebay.rewriter.graph import META, PRODUCT_DTYPES, Gemm
 from forebay.rewriter.plan import Plan
@@ -26,8 +27,9 @@ def select_gemm(gm: fx.GraphModule, plan: Plan) -> None:
 
 def product_shape(node: fx.Node) -> tuple[str, int, int, int] | None:
     """(weight dtype, M, N, K) of a product with a weight matrix, or None."""
-    if node.target is aten.linear.default:
-        x, weight, transposed = node.args[0], node.args[1], True
+    linear = linear_arguments(node)
+    if linear is not None:
+        x, weight, transposed = linear.x, linear.weight, True
     elif node.target is aten.addmm.default:
         x, weight, transposed = node.args[1], node.args[2], False
     elif node.target in (ops.linear_tile, ops.matmul_tile):

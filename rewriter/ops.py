@@ -29,12 +29,18 @@ def new_output(x: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def linear_tile(
-    out: torch.Tensor, x: torch.Tensor, tile: torch.Tensor, bias: torch.Tensor | None, lower: int
+    out: torch.Tensor, x: torch.Tensor, tile: torch.Tensor, bias: torch.Tensor | None, lower: int,
+    multiplier: torch.Tensor | None = None, residual: torch.Tensor | None = None, activation: str = "",
 ) -> None:
-    """Columns [lower, lower + R) of out [..., N]: x [..., K] times tile [R, K] transposed, plus bias [N] there."""
-    rows = tile.shape[0]
-    part = None if bias is None else bias[lower : lower + rows]
-    out[..., lower : lower + rows] = torch.nn.functional.linear(x, tile, part)
+    """Columns [lower, lower + R) of out [..., N]: x [..., K] times tile [R, K] transposed, plus bias [N] there; then,
+    where they are given, the activation, times multiplier [..., N] and plus residual [..., N] there."""
+    columns = slice(lower, lower + tile.shape[0])
+    part = None if bias is None else bias[columns]
+    if multiplier is None and residual is None and not activation:
+        out[..., columns] = torch.nn.functional.linear(x, tile, part)
+    else:
+        after = (None if t is None else t[..., columns] for t in (multiplier, residual))
+        out[..., columns] = torch.ops.forebay.linear(x, tile, part, *after, activation)
 
 
 def matmul_tile(
@@ -46,3 +52,6 @@ def matmul_tile(
         out.copy_(product if bias is None else product + bias)
     else:
         out.add_(product)
+
+
+TILES = (linear_tile, matmul_tile)  # write part of what new_output makes

@@ -71,11 +71,15 @@ def _bind_out_variant(op: Any, kwargs: dict[str, Any], out: list[torch.Tensor]) 
 def _bind_linear(launch: Launch, args: Any, kwargs: dict[str, Any], out: torch.Tensor) -> Call:
     x, weight, bias = args
     conv1d, accumulate = kwargs["form"] == "kn", kwargs["accumulate"]
+    after = linear.After(kwargs.get("activation", ""), kwargs.get("multiplier"), kwargs.get("residual"))
     if x.is_cuda:
-        return functools.partial(gpu_library.product, x, weight if conv1d else weight.mT, bias, out, accumulate)
+        matrix = weight if conv1d else weight.mT
+        if after.anything():
+            return lambda: out.copy_(linear.finish_(x @ matrix if bias is None else x @ matrix + bias, after))
+        return functools.partial(gpu_library.product, x, matrix, bias, out, accumulate)
     k, n = x.shape[-1], out.shape[-1]
     impl = launch.impl or linear.default_choice(weight.dtype, x.numel() // max(1, k), n, k)
-    return linear.bind_linear(impl, x, weight, bias, out, accumulate=accumulate, conv1d=conv1d)
+    return linear.bind_linear(impl, x, weight, bias, out, accumulate=accumulate, conv1d=conv1d, after=after)
 
 
 def _bind_functional(op: Any, args: Any, kwargs: dict[str, Any], out: list[torch.Tensor]) -> Call:

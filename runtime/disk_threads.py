@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from forebay.runtime.disk import (
-    BOUNCE_NBYTES,
-    PAGE_NBYTES,
-    Chunk,
-    ChunkQueue,
-    Job,
-    OnDone,
-    Read,
-    copy_out,
-    page_floor,
-    pieces,
-)
+from forebay.runtime.disk import BOUNCE_NBYTES, ChunkQueue, Job
+from forebay.runtime.disk_chunks import PAGE_NBYTES, Chunk, OnDone, Read, copy_out, page_floor, pieces
 
 
 class ThreadReader:
@@ -38,15 +29,19 @@ class ThreadReader:
         for thread in self._threads:
             thread.start()
 
+    def prepare(self, read: Read) -> Callable[[], None]:
+        """Make the read ready; see `DiskReader`."""
+        return functools.partial(self._queue.put, self._queue.read_task(read))
+
     def submit(self, read: Read) -> None:
         """Queue the read; see `DiskReader`."""
-        self._queue.put_read(read)
+        self.prepare(read)()
 
     def read_rows(
         self, path: str, offset: int, row_nbytes: int, rows: Sequence[int], address: int, on_done: OnDone
     ) -> None:
         """Queue the gather; see `DiskReader`."""
-        self._queue.put_rows(path, offset, row_nbytes, rows, address, on_done)
+        self._queue.put(self._queue.rows_task(path, offset, row_nbytes, rows, address, on_done))
 
     def close(self) -> None:
         """End all reads and threads; idempotent, and waits for no thread when called from `on_done`."""
@@ -87,5 +82,5 @@ def _read_chunk(job: Job, chunk: Chunk, bounce_address: int) -> None:
         n = os.preadv(file.fd, buffers, chunk.offset + got)
         got += n
         if got < chunk.need and (n == 0 or (file.direct and n % PAGE_NBYTES)):
-            raise file.truncated(job)
+            raise file.truncated(job.task)
     copy_out(chunk, bounce_address)

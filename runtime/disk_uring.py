@@ -10,20 +10,10 @@ import os
 import platform
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from forebay.runtime.disk import (
-    BOUNCE_NBYTES,
-    PAGE_NBYTES,
-    Chunk,
-    ChunkQueue,
-    Job,
-    OnDone,
-    Read,
-    copy_out,
-    page_floor,
-    pieces,
-)
+from forebay.runtime.disk import BOUNCE_NBYTES, ChunkQueue, Job
+from forebay.runtime.disk_chunks import PAGE_NBYTES, Chunk, OnDone, Read, copy_out, page_floor, pieces
 
 SYS_SETUP, SYS_ENTER = 425, 426  # the same on every architecture
 OP_NOP, OP_READV = 0, 1
@@ -174,16 +164,25 @@ class UringReader:
         self._thread = threading.Thread(target=self._run, name="forebay-uring", daemon=True)
         self._thread.start()
 
+    def prepare(self, read: Read) -> Callable[[], None]:
+        """Make the read ready; see `DiskReader`."""
+        task = self._queue.read_task(read)
+
+        def queue() -> None:
+            self._queue.put(task)
+            self._wake()
+
+        return queue
+
     def submit(self, read: Read) -> None:
         """Queue the read; see `DiskReader`."""
-        self._queue.put_read(read)
-        self._wake()
+        self.prepare(read)()
 
     def read_rows(
         self, path: str, offset: int, row_nbytes: int, rows: Sequence[int], address: int, on_done: OnDone
     ) -> None:
         """Queue the gather; see `DiskReader`."""
-        self._queue.put_rows(path, offset, row_nbytes, rows, address, on_done)
+        self._queue.put(self._queue.rows_task(path, offset, row_nbytes, rows, address, on_done))
         self._wake()
 
     def close(self) -> None:
@@ -259,10 +258,10 @@ class UringReader:
         flight.got += max(result, 0)
         error: BaseException | None = None
         if result < 0 and -result not in (errno.EAGAIN, errno.EINTR):
-            error = OSError(-result, os.strerror(-result), job.path)
+            error = OSError(-result, os.strerror(-result), job.task.path)
         elif flight.got < chunk.need:
             if result == 0 or (job.file.direct and result > 0 and result % PAGE_NBYTES):
-                error = job.file.truncated(job)
+                error = job.file.truncated(job.task)
             else:
                 with self._push_lock:
                     self._push(slot)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from forebay.kernels.native import chained
 from forebay.rewriter.program import Item, Launch, Program
 from forebay.runtime.bind import bind_launch
 from forebay.runtime.device import Call, Device
@@ -26,13 +27,13 @@ class BoundProgram:
         self._step = self._bind(program.step)
 
     def _bind(self, items: Iterable[Item]) -> list[Call]:
-        calls = []
+        calls: list[Call] = []
         for item in items:
             launch = bind_launch(item, self.device.tensor) if isinstance(item, Launch) else None
             call = self.device.bind(item, launch)
             if call is not None:
                 calls.append(call if self.trace is None else self.trace.timed(item, call))
-        return calls
+        return chained(calls)
 
     def start(self) -> None:
         """Issue the copies that the first step expects in flight; once, before the first step of any program that

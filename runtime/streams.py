@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 
 
@@ -60,36 +62,66 @@ class Worker:
 
 
 class CopyLedger:
-    """Which asynchronous copies are under way, so that a ticket can stand for 'all issued so far'."""
+    """Which asynchronous copies have ended, so that 'all issued so far' can be waited for: copies are numbered as they
+    begin, and a mark n stands for all with smaller numbers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tickets: dict[int, list[Ticket]] = {}
-        self._next = 0
+        self._changed = threading.Condition(self._lock)
+        self._sleepers = 0
+        self._begun = 0
+        self._low = 0  # all copies below have ended
+        self._beyond: set[int] = set()  # those above that have
+        self._tickets: deque[tuple[int, Ticket]] = deque()
         self.error: BaseException | None = None
 
-    def begin(self) -> Callable[[BaseException | None], None]:
-        """Note a copy; the result is to be called once when it is done."""
+    def number(self) -> int:
+        """Note that a copy begins; its number, for `end`."""
         with self._lock:
-            number, self._next = self._next, self._next + 1
-            self._tickets[number] = []
+            self._begun += 1
+            return self._begun - 1
 
-        def done(error: BaseException | None) -> None:
+    def end(self, number: int, error: BaseException | None) -> None:
+        """Note that a copy has ended; once for each."""
+        with self._lock:
+            self.error = self.error or error
+            if number != self._low:
+                self._beyond.add(number)
+                return
+            self._low += 1
+            while self._low in self._beyond:
+                self._beyond.remove(self._low)
+                self._low += 1
+            while self._tickets and self._tickets[0][0] <= self._low:
+                self._tickets.popleft()[1].done(self.error)
+            if self._sleepers:
+                self._changed.notify_all()
+
+    def begin(self) -> Callable[[BaseException | None], None]:
+        """Note that a copy begins; the result is to be called once when it is done."""
+        return functools.partial(self.end, self.number())
+
+    def mark(self) -> int:
+        """The mark of all copies begun so far."""
+        return self._begun
+
+    def wait(self, mark: int) -> None:
+        """Block until all copies of `mark` have ended; raise the first error that any copy met."""
+        if self._low < mark:
             with self._lock:
-                self.error = self.error or error
-                for ticket in self._tickets.pop(number):
-                    ticket.done(error)
-
-        return done
+                self._sleepers += 1
+                while self._low < mark:
+                    self._changed.wait()
+                self._sleepers -= 1
+        if self.error is not None:
+            raise self.error
 
     def record(self, ticket: Ticket | None = None) -> Ticket:
         """A ticket (the one given, or a new one) that is done when all copies begun so far are."""
         ticket = ticket or Ticket()
         with self._lock:
-            if not self._tickets:
+            if self._low == self._begun:
                 ticket.done(self.error)
-                return ticket
-            ticket.parts = len(self._tickets)
-            for waiting in self._tickets.values():
-                waiting.append(ticket)
+            else:
+                self._tickets.append((self._begun, ticket))
         return ticket

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import torch
@@ -26,7 +27,8 @@ from forebay.rewriter.program import (
 )
 from forebay.runtime.arena import Arena
 from forebay.runtime.device import Call, RuntimeFault
-from forebay.runtime.disk import DiskReader, Read
+from forebay.runtime.disk import DiskReader
+from forebay.runtime.disk_chunks import Read
 from forebay.runtime.streams import CopyLedger, Ticket, Worker
 from forebay.runtime.trace import Trace
 
@@ -43,7 +45,8 @@ class ThreadDevice:
         self.poison, self.sync, self.trace = poison, sync, trace
         self.arenas: dict[str, Arena] = {}
         self.ledgers = {stream: CopyLedger() for stream in UNORDERED}
-        self.events: dict[int, Ticket] = {}
+        self.events: dict[int, Call] = {}  # what blocks until the event's latest record is complete
+        self.inline: set[int] = set()  # events that the compute stream records: complete whenever they are asked for
         self.worker: Worker | None = None
 
     def allocate(self, arenas: Mapping[str, int]) -> None:
@@ -77,16 +80,31 @@ class ThreadDevice:
         done = self.ledgers[stream].begin()
         return done if self.trace is None else self.trace.until(stream, label, done)
 
+    def _bind_read(self, item: Copy, src: FileSlice, address: int) -> Call:
+        reader, ledger, (before, after) = self.readers[item.stream], self.ledgers[item.stream], item.room
+        if self.trace is not None:
+            return lambda: reader.submit(Read(
+                src.path, src.offset, src.nbytes, address, before, after, self._begin(item.stream, item.label)))
+        numbers: deque[int] = deque()  # one at most, but for a program that overwrites what is still landing
+
+        def done(error: BaseException | None) -> None:
+            ledger.end(numbers.popleft(), error)
+
+        queue = reader.prepare(Read(src.path, src.offset, src.nbytes, address, before, after, done))
+
+        def read() -> None:
+            numbers.append(ledger.number())
+            queue()
+
+        return read
+
     def _bind_copy(self, item: Copy) -> Call:
         arena = self.arenas[item.dst.arena]
         address = arena.address + item.dst.offset
         src, label = item.src, item.label
-        begin = functools.partial(self._begin, item.stream)
         if isinstance(src, FileSlice):
-            reader = self.readers[item.stream]
-            before, after = item.room
-            path, offset, nbytes = src.path, src.offset, src.nbytes
-            return lambda: reader.submit(Read(path, offset, nbytes, address, before, after, begin(label)))
+            return self._bind_read(item, src, address)
+        begin = functools.partial(self._begin, item.stream)
         if isinstance(src, FileRows):
             index = self.tensor(src.index)
 
@@ -118,46 +136,51 @@ class ThreadDevice:
 
     def _bind_record(self, item: Record) -> Call | None:
         events, number = self.events, item.event
-        if item.stream == COMPUTE:  # complete by now: a wait for it has nothing to do
-            return lambda: events.pop(number, None)
+        if item.stream == COMPUTE:  # complete by the time anything behind it in the list is issued
+            self.inline.add(number)
+            return None
+        self.inline.discard(number)
         if item.stream in UNORDERED:
-            record = self.ledgers[item.stream].record
+            ledger = self.ledgers[item.stream]
 
             def record_disk() -> None:
-                events[number] = record()
+                events[number] = functools.partial(ledger.wait, ledger.mark())
 
             return record_disk
         worker = self._worker()
 
         def record_upload() -> None:
-            ticket = events[number] = Ticket()
+            ticket = Ticket()
+            events[number] = ticket.wait
             worker.submit(lambda: ticket.done(worker.error))
 
         return record_upload
 
     def _bind_wait(self, item: Wait) -> Call | None:
         events, number = self.events, item.event
+        if number in self.inline:
+            return None
         if item.stream == COMPUTE or item.stream in UNORDERED:  # the caller's thread issues both
 
             def wait() -> None:
-                ticket = events.get(number)
-                if ticket is not None:  # None: recorded on the compute stream, whose work is done by now
-                    ticket.wait()
+                ready = events.get(number)
+                if ready is not None:  # None: not recorded yet
+                    ready()
 
             return wait
         worker = self._worker()
 
         def wait_upload() -> None:
-            ticket = events.get(number)
-            if ticket is not None:
-                worker.submit(ticket.wait)
+            ready = events.get(number)
+            if ready is not None:
+                worker.submit(ready)
 
         return wait_upload
 
     def finish(self) -> None:
         """Wait for all copies under way; raise the first error any of them met."""
         for ledger in self.ledgers.values():
-            ledger.record().wait()
+            ledger.wait(ledger.mark())
         if self.worker is not None:
             idle = threading.Event()
             self.worker.submit(idle.set)

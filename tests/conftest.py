@@ -98,10 +98,18 @@ class _LoggedReader:
     def __init__(self, reader: Any, log: ReaderLog) -> None:
         self.reader, self.log = reader, log
 
+    def prepare(self, read: Any) -> Callable[[], None]:
+        queue = self.reader.prepare(read)
+
+        def logged() -> None:
+            self.log.slices += read.nbytes
+            self.log.reads += 1
+            queue()
+
+        return logged
+
     def submit(self, read: Any) -> None:
-        self.log.slices += read.nbytes
-        self.log.reads += 1
-        self.reader.submit(read)
+        self.prepare(read)()
 
     def read_rows(self, path: str, offset: int, row_nbytes: int, rows: Any, address: int, on_done: Callable) -> None:
         self.log.rows += row_nbytes * len(rows)

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "micro.h"
+#include "softmax_rows.h"
 
 using namespace forebay;
 
@@ -14,7 +14,7 @@ extern "C" struct AttentionArgs {
   const void* v;         // [B, Hkv, L, D]
   const int64_t* start;  // [B], read at every call
   void* out;             // [B, S, H, D]
-  int64_t batch, heads, kv_heads, queries, head_dim;
+  int64_t batch, heads, kv_heads, queries, length, head_dim;
   int64_t q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_row, out_head;
   int64_t window;  // 0: none
   float scale, softcap;
@@ -26,67 +26,6 @@ namespace {
 constexpr int64_t ROWS = 32;          // query rows (positions x group) per task
 constexpr int64_t KEYS = 64;          // cache positions per step
 constexpr int64_t MAX_HEAD_DIM = 512;  // 32 x 512 floats twice: 128 KiB of stack a thread
-
-// exp(x) for x <= 0, relative error 2e-7; below -87 the result is 0. Range reduction by ln 2 and a Taylor polynomial of
-// degree 7: |r| <= 0.347 leaves r^8 / 8! = 5e-9.
-inline vf exp_nonpositive(vf x) {
-  const vf magic = vf{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const vf shifted = x * 1.44269504f + magic;
-  const vf n = shifted - magic;
-  const vf r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  vf p = vf{} + 1.98412698e-4f;
-  p = p * r + 1.38888889e-3f;
-  p = p * r + 8.33333333e-3f;
-  p = p * r + 4.16666667e-2f;
-  p = p * r + 1.66666667e-1f;
-  p = p * r + 0.5f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  const vu power = ((vu)shifted - 0x4b400000u + 127u) << 23;
-  const vf y = p * (vf)power;
-  return x < -87.0f ? vf{} : y;
-}
-
-inline vf tanh_of(vf x) {
-  const vf e = exp_nonpositive(-2.0f * (x < 0.0f ? -x : x));
-  const vf y = (1.0f - e) / (1.0f + e);
-  return x < 0.0f ? -y : y;
-}
-
-struct Row {
-  int64_t low, high;  // visible cache positions [low, high)
-  float largest, sum;
-};
-
-// scores[0, n) become probabilities relative to the running maximum; returns the factor for what was accumulated before.
-float soften(float* scores, int64_t n, Row& row, int64_t t0, float scale, float softcap) {
-  const int64_t low = std::clamp<int64_t>(row.low - t0, 0, n), high = std::clamp<int64_t>(row.high - t0, 0, n);
-  for (int64_t t = 0; t < n; t += VL) {
-    const vf s = load(scores + t) * scale;
-    store(scores + t, softcap > 0 ? tanh_of(s / softcap) * softcap : s);
-  }
-  constexpr float none = -std::numeric_limits<float>::infinity();
-  for (int64_t t = 0; t < low; ++t) scores[t] = none;
-  for (int64_t t = high; t < (n + VL - 1) / VL * VL; ++t) scores[t] = none;
-  vf most = vf{} + row.largest;
-  for (int64_t t = 0; t < n; t += VL) {
-    const vf s = load(scores + t);
-    most = s > most ? s : most;
-  }
-  float largest = row.largest;
-  for (int i = 0; i < VL; ++i) largest = most[i] > largest ? most[i] : largest;
-  const float base = largest == none ? 0.0f : largest;
-  const float factor = row.largest == none ? 0.0f : std::exp(row.largest - base);
-  vf sum = {};
-  for (int64_t t = 0; t < n; t += VL) {
-    const vf p = exp_nonpositive(load(scores + t) - base);
-    store(scores + t, p);
-    sum += p;
-  }
-  row.sum = row.sum * factor + lane_sum(sum);
-  row.largest = largest;
-  return factor;
-}
 
 // One task: query rows [r0, r1) of one sequence and one KV head, row r being position r / group of head r % group.
 template <class T> void run_task(const AttentionArgs& a, int64_t b, int64_t kv, int64_t r0, int64_t r1) {
@@ -136,9 +75,13 @@ template <class T> void run(const AttentionArgs& a, int threads) {
 
 extern "C" int64_t forebay_attention_max_head_dim() { return MAX_HEAD_DIM; }
 
-// Needs head_dim <= MAX_HEAD_DIM, D contiguous everywhere, start + queries <= L; `out` is written once, nothing else.
-extern "C" void forebay_attention(const AttentionArgs* a, int threads) {
+// Needs head_dim <= MAX_HEAD_DIM and D contiguous everywhere. Writes all of `out` and nothing else, or returns 1 and
+// writes nothing where a sequence's queries would stand outside the cache.
+extern "C" int forebay_attention(const AttentionArgs* a, float*, int64_t, int threads) {
+  for (int64_t b = 0; b < a->batch; ++b)
+    if (a->start[b] < 0 || a->start[b] + a->queries > a->length) return 1;
   if (a->dtype == F32) run<float>(*a, threads);
   else if (a->dtype == BF16) run<bf16>(*a, threads);
   else run<f16>(*a, threads);
+  return 0;
 }

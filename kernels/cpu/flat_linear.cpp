@@ -1,7 +1,8 @@
-// y = x W^T + b for few rows of x: each weight is loaded from memory once per 64 rows of x, and upcast in registers.
+// y = act(x W^T + b) * multiplier + residual for few rows of x: each weight is loaded from memory once per 64 rows of x,
+// and upcast in registers.
 #include <algorithm>
 
-#include "micro.h"
+#include "finish.h"
 
 using namespace forebay;
 
@@ -20,39 +21,30 @@ constexpr int64_t SERIAL_FLOPS = 1 << 17;
 extern "C" struct LinearArgs {
   const void* x;
   const void* w;
-  const void* bias;  // may be null
+  const void* bias;        // may be null
+  const void* multiplier;  // [m, n] of out's dtype, may be null or out
+  const void* residual;    // [m, n] of out's dtype, may be null or out
   void* out;
-  int64_t m, n, k, x_stride, w_stride, out_stride;
+  int64_t m, n, k, x_stride, w_stride, multiplier_stride, residual_stride, out_stride;
   int32_t x_dtype, w_dtype, bias_dtype, out_dtype;
   int32_t conv1d;      // 1: w is [k, n]
-  int32_t accumulate;  // 1: out += result
+  int32_t accumulate;  // 1: the product is added to what out holds
+  int32_t activation;
 };
 
 namespace {
-
-template <class O>
-void write_typed(const LinearArgs& a, const float* c, int64_t cs, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
-  for (int64_t m = m0; m < m1; ++m) {
-    O* out = static_cast<O*>(a.out) + m * a.out_stride;
-    const float* row = c + (m - m0) * cs - n0;
-    if (a.accumulate)
-      for (int64_t n = n0; n < n1; ++n) store_one(out + n, load_one(out + n) + row[n]);
-    else
-      for (int64_t n = n0; n < n1; ++n) store_one(out + n, row[n]);
-  }
-}
-
-void write_out(const LinearArgs& a, const float* c, int64_t cs, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
-  if (a.out_dtype == F32) write_typed<float>(a, c, cs, m0, m1, n0, n1);
-  else if (a.out_dtype == BF16) write_typed<bf16>(a, c, cs, m0, m1, n0, n1);
-  else write_typed<f16>(a, c, cs, m0, m1, n0, n1);
-}
 
 float bias_at(const LinearArgs& a, int64_t n) {
   if (!a.bias) return 0.0f;
   if (a.bias_dtype == F32) return load_one(static_cast<const float*>(a.bias) + n);
   if (a.bias_dtype == BF16) return load_one(static_cast<const bf16*>(a.bias) + n);
   return load_one(static_cast<const f16*>(a.bias) + n);
+}
+
+template <class O> void add_out(const LinearArgs& a, float* c, int64_t cs, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+  for (int64_t m = m0; m < m1; ++m)
+    for (int64_t n = n0; n < n1; ++n)
+      c[(m - m0) * cs + n - n0] += load_one(static_cast<const O*>(a.out) + m * a.out_stride + n);
 }
 
 void upcast_row(const LinearArgs& a, int64_t m, float* to) {
@@ -75,7 +67,12 @@ void run_chunk(const LinearArgs& a, const float* x, int64_t xs, int64_t m0, int6
   else
     for (int64_t k0 = 0; k0 < a.k; k0 += K_BLOCK)
       multiply_dot(x + k0, xs, w + n0 * a.w_stride + k0, a.w_stride, m, n, std::min(K_BLOCK, a.k - k0), c, cs);
-  write_out(a, c, cs, m0, m1, n0, n1);
+  if (a.accumulate) {
+    if (a.out_dtype == F32) add_out<float>(a, c, cs, m0, m1, n0, n1);
+    else if (a.out_dtype == BF16) add_out<bf16>(a, c, cs, m0, m1, n0, n1);
+    else add_out<f16>(a, c, cs, m0, m1, n0, n1);
+  }
+  write_product(a, c, cs, m0, m1, n0, n1);
 }
 
 template <class W> void run(const LinearArgs& a, float* scratch, int64_t scratch_floats, int threads) {
@@ -109,9 +106,10 @@ template <class W> void run(const LinearArgs& a, float* scratch, int64_t scratch
 }  // namespace
 
 // `scratch` holds scratch_floats >= k floats unless x is fp32. Writes out[m, n] only.
-extern "C" void forebay_linear(const LinearArgs* a, float* scratch, int64_t scratch_floats, int threads) {
-  if (a->m == 0 || a->n == 0) return;
+extern "C" int forebay_linear(const LinearArgs* a, float* scratch, int64_t scratch_floats, int threads) {
+  if (a->m == 0 || a->n == 0) return 0;
   if (a->w_dtype == F32) run<float>(*a, scratch, scratch_floats, threads);
   else if (a->w_dtype == BF16) run<bf16>(*a, scratch, scratch_floats, threads);
   else run<f16>(*a, scratch, scratch_floats, threads);
+  return 0;
 }

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "micro.h"
+#include "vector_math.h"
 
 using namespace forebay;
 
@@ -33,52 +33,6 @@ extern "C" struct RotaryArgs {
 namespace {
 
 constexpr int64_t SERIAL_ELEMENTS = 1 << 15;  // below it waking threads costs more than it saves
-
-// The bits of v rounded to bf16, one lane each.
-FB_INLINE vu bf16_bits(vf v) {
-  const vu u = (vu)v;
-  const vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  return v != v ? vu{} + 0x7fc0u : rounded;
-}
-
-// Every lane as the type pointed to holds it, nearest and ties to even.
-FB_INLINE vf rounded(const float*, vf v) { return v; }
-FB_INLINE vf rounded(const bf16*, vf v) { return (vf)(bf16_bits(v) << 16); }
-FB_INLINE vf rounded(const f16*, vf v) {
-#if defined(__AVX512F__)
-  return (vf)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)v, 0));
-#elif defined(__F16C__)
-  return (vf)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)v, 0));
-#else
-  for (int i = 0; i < VL; ++i) { f16 h; from_float(v[i], &h); v[i] = to_float(h); }
-  return v;
-#endif
-}
-
-FB_INLINE void store_whole(float* p, vf v) { store(p, v); }
-FB_INLINE void store_whole(bf16* p, vf v) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  const __m256i u = (__m256i)bf16_bits(v);
-  const __m128i h = _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(u, u), 0xd8));
-#else
-  const vh h = __builtin_convertvector(bf16_bits(v), vh);
-#endif
-  std::memcpy(p, &h, sizeof h);
-}
-FB_INLINE void store_whole(f16* p, vf v) {
-#if defined(__AVX512F__)
-  const __m256i h = _mm512_cvtps_ph((__m512)v, 0);
-  std::memcpy(p, &h, sizeof h);
-#elif defined(__F16C__)
-  const __m128i h = _mm256_cvtps_ph((__m256)v, 0);
-  std::memcpy(p, &h, sizeof h);
-#else
-  for (int i = 0; i < VL; ++i) store_one(p + i, v[i]);
-#endif
-}
-template <class T> FB_INLINE void store_partial(T* p, vf v, int n) {
-  for (int i = 0; i < n; ++i) store_one(p + i, v[i]);
-}
 
 template <class T> FB_INLINE float sum_of_squares(const T* x, int64_t n) {
   vf sum[4] = {};
@@ -160,16 +114,18 @@ template <class T> void rotary(const RotaryArgs& a, int threads) {
 }  // namespace
 
 // Needs contiguous columns in every tensor.
-extern "C" void forebay_rms_norm(const RmsNormArgs* a, int threads) {
+extern "C" int forebay_rms_norm(const RmsNormArgs* a, float*, int64_t, int threads) {
   if (a->dtype == F32) rms_norm<float>(*a, threads);
   else if (a->dtype == BF16) rms_norm<bf16>(*a, threads);
   else rms_norm<f16>(*a, threads);
+  return 0;
 }
 
 // Needs D contiguous in every tensor.
-extern "C" void forebay_rotary(const RotaryArgs* a, int threads) {
-  if (a->batch == 0 || a->heads == 0 || a->queries == 0) return;
+extern "C" int forebay_rotary(const RotaryArgs* a, float*, int64_t, int threads) {
+  if (a->batch == 0 || a->heads == 0 || a->queries == 0) return 0;
   if (a->dtype == F32) rotary<float>(*a, threads);
   else if (a->dtype == BF16) rotary<bf16>(*a, threads);
   else rotary<f16>(*a, threads);
+  return 0;
 }

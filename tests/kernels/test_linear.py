@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from forebay.kernels import linear, native
 
@@ -153,12 +154,12 @@ def test_bound_call_reads_present_contents_from_any_thread(impl: str) -> None:
 def test_scratch_stays_within_its_bound(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a small limit rows and tiles are cut, the result stands, and no more is held than stated."""
     monkeypatch.setattr(linear, "SCRATCH_NBYTES", 1 << 14)
-    monkeypatch.setattr(linear, "_scratch", threading.local())
+    monkeypatch.setattr(native, "_held", threading.local())
     for m, n, k in ((70, 30, 333), (5, 600, 50)):
         x, weight, out = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16(), torch.empty(m, n)
         linear.run(impl, x, weight, None, out)
         assert_close(out, x, weight, None, None, False)
-        held = linear._scratch.floats.nbytes
+        held = native._held.floats.nbytes
         assert 0 < held <= linear.SCRATCH_NBYTES
         assert linear.scratch_nbytes(impl, torch.bfloat16, m, n, k) <= linear.SCRATCH_NBYTES
 
@@ -240,3 +241,83 @@ def test_default_choice_is_available_and_measurable() -> None:
         for impl in linear.implementations(dtype):
             assert linear.measure(impl, dtype, 2, 32, 32, repeats=3, cache_nbytes=1 << 14) > 0
     assert linear.implementations(torch.int8) == ()
+
+
+APART = {
+    "": lambda x: x, "silu": functional.silu, "relu": functional.relu, "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+
+
+def followed(dtype: torch.dtype, m: int, n: int, k: int, conv1d: bool = False) -> tuple[Tensor, ...]:
+    """x, weight, bias, multiplier and residual; the last two are column slices of something wider."""
+    torch.manual_seed(m + n)
+    multiplier, residual = torch.randn(2, m, n + 9).to(dtype)[..., 3 : n + 3].unbind()
+    weight = torch.randn(*((k, n) if conv1d else (n, k))).to(dtype)
+    return torch.randn(m, k).to(dtype) / k**0.5, weight, torch.randn(n).to(dtype), multiplier, residual
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", linear.ACTIVATIONS)
+def test_what_follows_the_product_is_what_the_operators_apart_make(
+    impl: str, dtype: torch.dtype, activation: str
+) -> None:
+    cases = (((1, 29, 83), False, False), ((9, 130, 33), True, True), ((70, 17, 8), False, True))
+    for (m, n, k), conv1d, accumulate in cases:
+        x, weight, bias, multiplier, residual = followed(dtype, m, n, k, conv1d)
+        added = torch.randn(m, n).to(dtype)
+        for times, plus in ((None, None), (multiplier, None), (None, residual), (multiplier, residual)):
+            product, out = added.clone(), added.clone()
+            linear.run(impl, x, weight, bias, product, accumulate, conv1d)
+            want = APART[activation](product)
+            want = want if times is None else want * times
+            want = want if plus is None else want + plus
+            linear.run(impl, x, weight, bias, out, accumulate, conv1d, linear.After(activation, times, plus))
+            # Each function may fall on the other side of a rounding; sums of products run in the same order.
+            error = (out.double() - want.double()).abs()
+            limit = 4 * TOLERANCE[dtype] * (want.double().abs() + (0 if times is None else times.double().abs()) + 1)
+            assert (error <= limit).all() and (error == 0).double().mean() > (0.3 if dtype == torch.float32 else 0.9)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("role", (1, 2))
+def test_out_may_be_what_it_is_multiplied_by_or_added_to(impl: str, dtype: torch.dtype, role: int) -> None:
+    for m, n, k in ((8, 70, 90), (67, 33, 40)):
+        x, weight, _, other, _ = followed(dtype, m, n, k)
+        apart, out = torch.empty(m, n, dtype=dtype), other.clone()
+        linear.run(impl, x, weight, None, apart, after=linear.PLAIN._replace(**{linear.After._fields[role]: other}))
+        linear.run(impl, x, weight, None, out, after=linear.PLAIN._replace(**{linear.After._fields[role]: out}))
+        assert torch.equal(out, apart)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_activations_of_extreme_values(impl: str) -> None:
+    x = torch.tensor([-torch.inf, -200.0, -88.0, -5.0, -1e-30, 0.0, 1e-30, 5.0, 200.0, torch.inf, torch.nan])
+    for activation, apart in APART.items():
+        out = torch.empty(11, 1)
+        linear.run(impl, x[:, None], torch.ones(1, 1), None, out, after=linear.After(activation))
+        want = apart(x)[:, None]
+        first = int(activation == "gelu_tanh")  # of minus infinity torch makes 0 there, the formula NaN
+        assert torch.allclose(out[first:], want[first:], rtol=2e-6, atol=2e-6, equal_nan=True), activation
+
+
+@pytest.mark.parametrize(("argument", "after"), (
+    ("activation", linear.After("swish")),
+    ("multiplier", linear.After("", torch.ones(3, 5))),
+    ("multiplier", linear.After("", torch.ones(3, 4).half())),
+    ("residual", linear.After("", None, torch.ones(4))),
+    ("residual", linear.After("", None, torch.ones(4, 3).t())),
+))
+def test_refuses_what_follows_by_name(argument: str, after: linear.After) -> None:
+    with pytest.raises(ValueError, match=f"linear: {argument} "):
+        linear.run("aten", torch.ones(3, 8), torch.ones(4, 8), None, torch.zeros(3, 4), after=after)
+
+
+def test_opcheck() -> None:
+    x, weight, bias, multiplier, residual = followed(torch.bfloat16, 6, 20, 16)
+    torch.library.opcheck(torch.ops.forebay.linear.default, (x, weight, bias, multiplier, residual, "silu"))
+    torch.library.opcheck(torch.ops.forebay.linear.default, (x.view(2, 3, 16), weight))
+    out = torch.ops.forebay.linear(x, weight, bias, multiplier, residual, "relu")
+    assert torch.equal(out, functional.linear(x, weight, bias).relu() * multiplier + residual)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.runtime import disk
+from forebay.runtime import disk, disk_chunks
 from forebay.runtime.disk import PAGE_NBYTES, Read, ReaderClosedError, TruncatedFileError, open_reader
 from forebay.runtime.page_cache import in_page_cache_filesystem, resident_nbytes
 
@@ -105,6 +105,25 @@ def test_unaligned_reads_are_exact_and_leave_their_neighbours_alone(reader, path
     assert all(touchable[i] or memory.map[i] == CANARY for i in range(position + PAGE_NBYTES))
 
 
+def test_a_prepared_read_is_queued_as_often_as_it_is_called(reader, path: str, data: bytes) -> None:
+    memory, waiter = Memory(2 << 20), Waiter()
+    queue = reader.prepare(Read(path, 777, 1_000_001, memory.address + 5, 0, 0, waiter.callback(0)))
+    for times in range(1, 4):
+        memory.map[5 : 5 + 1_000_001] = bytes(1_000_001)
+        queue()
+        assert waiter.wait(times)[-1] == (0, None)
+        assert memory.map[5 : 5 + 1_000_001] == data[777 : 777 + 1_000_001]
+    absent = reader.prepare(Read(path + ".absent", 0, 10, memory.address, 0, 0, waiter.callback(1)))
+    for times in range(4, 6):  # what failed once is tried anew
+        absent()
+        assert isinstance(waiter.wait(times)[-1][1], FileNotFoundError)
+    with pytest.raises(ValueError, match="must be >= 0"):
+        reader.prepare(Read(path, -1, 10, 0, 0, 0, waiter.callback(2)))
+    reader.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        queue()
+
+
 def test_one_engine_ends_small_reads_in_the_order_of_submission(path: str, data: bytes) -> None:
     memory, waiter = Memory(4000 * 512), Waiter()
     reader = open_reader("direct", depth=1)
@@ -119,7 +138,8 @@ def test_chunks_are_issued_in_file_order_across_reads(path: str) -> None:
     queue = disk.ChunkQueue(True, 64 << 10, 64 << 10)
     ended: list[int] = []
     for i in range(3):
-        queue.put_read(Read(path, i * 300_000, 300_000, 300_000 * i, 0, 0, lambda _, i=i: ended.append(i)))
+        read = Read(path, i * 300_000, 300_000, 300_000 * i, 0, 0, lambda _, i=i: ended.append(i))
+        queue.put(queue.read_task(read))
     issued = []
     while (taken := queue.take(wait=False)) is not None:
         issued.append(taken)
@@ -340,5 +360,5 @@ def test_pieces_resume_where_a_partial_read_ended(head: int, tail: int, middle: 
     chunk = disk.Chunk(0, head + middle + tail, 0, head, tail, 1000, ())
     whole = [*range(head), *range(1000, 1000 + middle), *range(head, head + tail)]
     got = draw.draw(st.integers(0, len(whole)))
-    left = [i for start, n in disk.pieces(chunk, 0, got) for i in range(start, start + n)]
+    left = [i for start, n in disk_chunks.pieces(chunk, 0, got) for i in range(start, start + n)]
     assert left == whole[got:]

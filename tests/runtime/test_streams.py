@@ -139,3 +139,26 @@ def test_no_ticket_is_early_or_lost_under_many_threads(seed: int) -> None:
         worker.close()
     watcher.join(20)
     assert not watcher.is_alive() and not early
+
+
+def test_a_mark_stands_for_all_copies_begun_so_far() -> None:
+    ledger = CopyLedger()
+    ledger.wait(ledger.mark())  # nothing is under way
+    first, second = ledger.number(), ledger.number()
+    mark, third = ledger.mark(), ledger.number()
+    passed = threading.Event()
+
+    def watch() -> None:
+        ledger.wait(mark)
+        passed.set()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    ledger.end(second, None)
+    assert not passed.wait(0.02), "the first is still under way"
+    ledger.end(first, None)
+    assert passed.wait(20)
+    watcher.join()
+    ledger.end(third, Trouble("disk"))
+    with pytest.raises(Trouble, match="disk"):
+        ledger.wait(ledger.mark())

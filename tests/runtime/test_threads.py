@@ -10,11 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import Tiny, aten, chain, placements, plan_for, planned, run_program, tiny
+from tiny import Tiny, aten, chain, lowered, placements, plan_for, planned, run_program, tiny
 
-from forebay.passes.allocate_buffers import allocate_buffers
-from forebay.passes.insert_transfers import insert_transfers
-from forebay.passes.lower import lower
 from forebay.rewriter.plan import Budget, Plan
 from forebay.rewriter.planner import Wishes
 from forebay.rewriter.program import (
@@ -43,6 +40,9 @@ class SlowReader:
         self.chance = random.Random(seed)
         self.threads: list[threading.Thread] = []
         self.delays = threading.Event()
+
+    def prepare(self, read: Read) -> Callable[[], None]:
+        return lambda: self.submit(read)
 
     def submit(self, read: Read) -> None:
         delay = self.chance.choice([0.0, 0.002, 0.006])
@@ -169,9 +169,7 @@ def test_what_is_read_after_its_release_is_poison_in_the_result(tmp_path: Path) 
     """A Program that the verifier would refuse: poison makes its fault visible."""
     model = chain(tmp_path, layers=1)
     plan = plan_for(placements(model, {}))
-    gm = model.graph()
-    allocate_buffers(gm, plan)
-    program = lower(gm, plan, model.files, lambda node: 0)
+    program = lowered(model, plan)
     last = next(i for i in reversed(range(len(program.step))) if not isinstance(program.step[i], Release))
     b = next(b for b in plan.buffers if b.name == "w0")
     early = Release(COMPUTE, Span("device", b.offset, b.nbytes, "w0"))
@@ -195,10 +193,7 @@ def test_sync_finishes_every_copy_before_the_next_item(tmp_path: Path) -> None:
 
 def streaming(model: Tiny) -> tuple[Plan, Program]:
     plan = plan_for(placements(model, {n: 0 for n in model.weights if n[0] == "w"}))
-    gm = model.graph()
-    insert_transfers(gm, plan)
-    allocate_buffers(gm, plan)
-    return plan, lower(gm, plan, model.files, lambda node: 0)
+    return plan, lowered(model, plan, hoist=False)
 
 
 def test_a_truncated_file_comes_out_of_the_step_that_needs_it(tmp_path: Path) -> None:
@@ -224,10 +219,7 @@ def test_a_row_that_the_table_lacks_is_refused_before_anything_is_read(tmp_path:
     for bad in (9, -1):
         model = tiny(tmp_path, build, {"ids": torch.tensor([0, bad])}, {"table": torch.randn(9, 8)})
         plan = plan_for(placements(model, {"table": "gather"}))
-        gm = model.graph()
-        insert_transfers(gm, plan)
-        allocate_buffers(gm, plan)
-        program = lower(gm, plan, model.files, lambda node: 0)
+        program = lowered(model, plan)
         with pytest.raises(RuntimeFault, match=r"gather table: row .* of a table of 9"):
             run_program(program, plan, model)
 

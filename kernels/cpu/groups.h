@@ -1,0 +1,139 @@
+// Rows of quantised groups (see packing.py): where codes, scales and lows lie, and how a group is made and read back.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "vector_math.h"
+
+namespace forebay {
+
+// One packed row of `count` groups: codes, then scales, then lows. Scales are of type S, at any even address.
+struct GroupFormat {
+  int64_t group, count;  // elements per group, groups per row
+  int32_t bits, scale_dtype;
+  int64_t codes_nbytes() const { return count * group * bits / 8; }
+  int64_t scales_nbytes() const { return count * 2; }
+};
+
+FB_INLINE float scale_at(const uint8_t* scales, int32_t dtype, int64_t g) {
+  return dtype == F16 ? load_one(reinterpret_cast<const f16*>(scales) + g)
+                      : load_one(reinterpret_cast<const bf16*>(scales) + g);
+}
+
+// Elements [0, n) of the group whose codes begin at `codes`: q * scale + low, one rounding (the product is exact).
+FB_INLINE void dequantize_group(const uint8_t* codes, int32_t bits, float scale, float low, int64_t n, float* to) {
+  int64_t i = 0;
+#if defined(__AVX2__)
+  const __m256 s = _mm256_set1_ps(scale), l = _mm256_set1_ps(low);
+  auto store8 = [&](float* at, __m128i bytes) {
+    const __m256 q = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+    _mm256_storeu_ps(at, _mm256_add_ps(_mm256_mul_ps(q, s), l));
+  };
+  if (bits == 4) {
+    const __m128i nibble = _mm_set1_epi8(15);
+    for (; i + 16 <= n; i += 16) {
+      const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i / 2));
+      const __m128i both = _mm_unpacklo_epi8(_mm_and_si128(packed, nibble),
+                                             _mm_and_si128(_mm_srli_epi16(packed, 4), nibble));
+      store8(to + i, both);
+      store8(to + i + 8, _mm_unpackhi_epi64(both, both));
+    }
+  } else {
+    for (; i + 8 <= n; i += 8) store8(to + i, _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
+  }
+#endif
+  for (; i < n; ++i) {
+    const int q = bits == 8 ? codes[i] : (codes[i / 2] >> (4 * (i & 1))) & 15;
+    to[i] = float(q) * scale + low;
+  }
+}
+
+// Elements [begin, begin + n) of a packed row, begin at a group's start.
+FB_INLINE void dequantize_row(const uint8_t* row, const GroupFormat& f, int64_t begin, int64_t n, float* to) {
+  const uint8_t *scales = row + f.codes_nbytes(), *lows = scales + f.scales_nbytes();
+  for (int64_t g = begin / f.group, i = 0; i < n; ++g, i += f.group)
+    dequantize_group(row + g * f.group * f.bits / 8, f.bits, scale_at(scales, f.scale_dtype, g),
+                     scale_at(lows, f.scale_dtype, g), std::min(f.group, n - i), to + i);
+}
+
+// The number next to a finite v, upward or downward, in the storage type of its bits.
+FB_INLINE uint16_t next_bits(uint16_t bits, bool up) {
+  if ((bits & 0x7fff) == 0) return up ? 0x0001 : 0x8001;
+  const bool negative = bits & 0x8000;
+  return up != negative ? uint16_t(bits + 1) : uint16_t(bits - 1);
+}
+
+template <class S> FB_INLINE void store_bits(S* to, S value) { std::memcpy(to, &value, sizeof value); }
+
+template <class S> struct Range { S scale, low; float step, base; };
+
+// The range of least and most rounded outward to S; its scale is NaN where S cannot hold it.
+template <class S> FB_INLINE Range<S> min_max_range(float least, float most, int32_t bits) {
+  const float top = float((1 << bits) - 1);
+  Range<S> r;
+  from_float(least + 0.0f, &r.low);  // -0 becomes 0
+  if (to_float(r.low) > least) r.low.bits = next_bits(r.low.bits, false);
+  r.base = to_float(r.low);
+  const float span = most - r.base + 0.0f;
+  from_float(span / top, &r.scale);
+  if (to_float(r.scale) * top < span) r.scale.bits = next_bits(r.scale.bits, true);
+  r.step = to_float(r.scale);
+  const float limit = std::numeric_limits<float>::max();
+  if (!(r.step * top <= limit && r.base <= limit && r.base >= -limit && span <= limit)) {
+    r.scale.bits = 0x7fc0;  // NaN in bf16 and in fp16
+    r.step = to_float(r.scale);
+  }
+  return r;
+}
+
+// Codes of x[0, n) into group bytes at `codes`; those from n to `group` are 0. False where the range cannot be held.
+template <class S>
+FB_INLINE bool quantize_group(const float* x, int64_t n, int64_t group, int32_t bits, uint8_t* codes, S* scale,
+                              S* low) {
+  float least = x[0], most = x[0];
+  bool whole = true;
+  int64_t i = 0;
+  if (n >= VL) {
+    vf a = load(x), b = a, bad = a - a;  // NaN stays NaN and infinity becomes NaN
+    for (i = VL; i + VL <= n; i += VL) {
+      const vf v = load(x + i);
+      a = v < a ? v : a;
+      b = v > b ? v : b;
+      bad += v - v;
+    }
+    for (int j = 0; j < VL; ++j) {
+      least = a[j] < least ? a[j] : least;
+      most = b[j] > most ? b[j] : most;
+    }
+    whole = lane_sum(bad) == 0.0f;
+  }
+  for (; i < n; ++i) {
+    least = x[i] < least ? x[i] : least;
+    most = x[i] > most ? x[i] : most;
+    whole = whole && x[i] - x[i] == 0.0f;
+  }
+  whole = whole && least - least == 0.0f;
+  Range<S> r = min_max_range<S>(whole ? least : std::numeric_limits<float>::infinity(), most, bits);
+  store_bits(scale, r.scale);
+  store_bits(low, r.low);
+  std::memset(codes, 0, size_t(group * bits / 8));
+  if (!(r.step > 0)) return r.step == 0;
+  const float top = float((1 << bits) - 1);
+  alignas(64) uint8_t q[VL];
+  for (i = 0; i < n; i += VL) {
+    const int left = int(std::min<int64_t>(VL, n - i));
+    vf t = ((left == VL ? load(x + i) : load_partial(x + i, left)) - r.base) / r.step;
+    t = t < 0.0f ? vf{} : t;
+    t = t > top ? vf{} + top : t;
+    const vf magic = vf{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
+    const vu code = (vu)(t + magic);
+    for (int j = 0; j < VL; ++j) q[j] = uint8_t(code[j]);
+    if (bits == 8) std::memcpy(codes + i, q, size_t(left));
+    else
+      for (int j = 0; j < left; ++j) codes[(i + j) / 2] |= uint8_t(q[j] << (4 * ((i + j) & 1)));
+  }
+  return true;
+}
+
+}  // namespace forebay

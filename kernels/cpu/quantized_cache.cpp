@@ -1,0 +1,148 @@
+// A KV cache of packed groups along the head dimension: appending to it, and causal attention over it. Positions are
+// unpacked to fp32 in tiles on the stack; memory holds the packed rows only. Scales are fp16.
+#include "groups.h"
+#include "softmax_rows.h"
+
+using namespace forebay;
+
+extern "C" struct CacheAppendArgs {
+  uint8_t* k_cache;      // [B, Hkv, L, R] packed rows
+  uint8_t* v_cache;
+  const void* k;         // [B, Hkv, S, D]
+  const void* v;         // [B, Hkv, S, Dv]
+  const int64_t* start;  // [B], read at every call
+  int64_t batch, heads, length, rows, k_dim, v_dim, group;
+  int64_t k_cache_batch, k_cache_head, k_cache_row, v_cache_batch, v_cache_head, v_cache_row;  // bytes
+  int64_t k_batch, k_head, k_row, v_batch, v_head, v_row;                                      // elements
+  int32_t bits, dtype;
+};
+
+extern "C" struct CacheAttentionArgs {
+  const void* q;           // [B, H, S, D]
+  const uint8_t* k_cache;  // [B, Hkv, L, R] packed rows
+  const uint8_t* v_cache;
+  const int64_t* start;    // [B], read at every call
+  void* out;               // [B, S, H, D]
+  int64_t batch, heads, kv_heads, queries, length, head_dim, group;
+  int64_t q_batch, q_head, q_row;                             // elements
+  int64_t k_batch, k_head, k_row, v_batch, v_head, v_row;     // bytes
+  int64_t out_batch, out_row, out_head;                       // elements
+  int64_t window;  // 0: none
+  float scale, softcap;
+  int32_t bits, dtype;
+};
+
+namespace {
+
+constexpr int64_t ROWS = 32;           // query rows (positions x group of heads) per task
+constexpr int64_t KEYS = 64;           // cache positions per step
+constexpr int64_t MAX_HEAD_DIM = 256;  // 64 positions of 256 floats: 64 KiB of stack, beside as much for q and results
+constexpr int64_t SERIAL_ELEMENTS = 1 << 14;
+
+GroupFormat format_of(int64_t dim, int64_t group, int32_t bits) {
+  return {group, (dim + group - 1) / group, bits, F16};
+}
+
+template <class T>
+void append_row(const T* x, int64_t dim, int64_t group, int32_t bits, uint8_t* row) {
+  alignas(64) float held[MAX_HEAD_DIM];
+  const GroupFormat f = format_of(dim, group, bits);
+  f16* scales = reinterpret_cast<f16*>(row + f.codes_nbytes());
+  f16* lows = reinterpret_cast<f16*>(row + f.codes_nbytes() + f.scales_nbytes());
+  upcast(x, held, dim);
+  for (int64_t g = 0; g < f.count; ++g)
+    quantize_group(held + g * group, std::min(group, dim - g * group), group, bits, row + g * group * bits / 8,
+                   scales + g, lows + g);
+  const int64_t used = f.codes_nbytes() + 2 * f.scales_nbytes();
+  std::memset(row + used, 0, size_t(-used & 3));  // rows are padded to 4 bytes
+}
+
+template <class T> void append(const CacheAppendArgs& a, int threads) {
+  const int64_t tasks = a.batch * a.heads;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && tasks * a.rows * (a.k_dim + a.v_dim) > SERIAL_ELEMENTS)
+  for (int64_t i = 0; i < tasks; ++i) {
+    const int64_t b = i / a.heads, h = i % a.heads, at = a.start[b];
+    for (int64_t s = 0; s < a.rows; ++s) {
+      append_row(static_cast<const T*>(a.k) + b * a.k_batch + h * a.k_head + s * a.k_row, a.k_dim, a.group, a.bits,
+                 a.k_cache + b * a.k_cache_batch + h * a.k_cache_head + (at + s) * a.k_cache_row);
+      append_row(static_cast<const T*>(a.v) + b * a.v_batch + h * a.v_head + s * a.v_row, a.v_dim, a.group, a.bits,
+                 a.v_cache + b * a.v_cache_batch + h * a.v_cache_head + (at + s) * a.v_cache_row);
+    }
+  }
+}
+
+// One task: query rows [r0, r1) of one sequence and one KV head, row r being position r / group of head r % group.
+template <class T> void run_task(const CacheAttentionArgs& a, int64_t b, int64_t kv, int64_t r0, int64_t r1) {
+  alignas(64) float q[ROWS * MAX_HEAD_DIM], o[ROWS * MAX_HEAD_DIM], scores[ROWS * KEYS], tile[KEYS * MAX_HEAD_DIM];
+  Row rows[ROWS];
+  const int64_t group = a.heads / a.kv_heads, d = a.head_dim, ds = (d + VL - 1) / VL * VL, m = r1 - r0;
+  const int64_t start = a.start[b];
+  const GroupFormat f = format_of(d, a.group, a.bits);
+  for (int64_t i = 0; i < m; ++i) {
+    const int64_t s = (r0 + i) / group, h = kv * group + (r0 + i) % group, high = start + s + 1;
+    upcast(static_cast<const T*>(a.q) + b * a.q_batch + h * a.q_head + s * a.q_row, q + i * d, d);
+    rows[i] = {a.window > 0 ? std::max<int64_t>(0, high - a.window) : 0, high,
+               -std::numeric_limits<float>::infinity(), 0.0f};
+  }
+  std::memset(o, 0, size_t(m * ds) * 4);
+  const uint8_t* k = a.k_cache + b * a.k_batch + kv * a.k_head;
+  const uint8_t* v = a.v_cache + b * a.v_batch + kv * a.v_head;
+  // Rows are in order of position, so the first sees the lowest key and the last the highest.
+  for (int64_t t0 = rows[0].low; t0 < rows[m - 1].high; t0 += KEYS) {
+    const int64_t n = std::min(KEYS, rows[m - 1].high - t0);
+    for (int64_t i = 0; i < m; ++i) std::memset(scores + i * KEYS, 0, size_t(n) * 4);
+    for (int64_t t = 0; t < n; ++t) dequantize_row(k + (t0 + t) * a.k_row, f, 0, d, tile + t * d);
+    multiply_dot(q, d, tile, d, m, n, d, scores, KEYS);
+    for (int64_t i = 0; i < m; ++i) {
+      const float factor = soften(scores + i * KEYS, n, rows[i], t0, a.scale, a.softcap);
+      if (factor != 1.0f)
+        for (int64_t j = 0; j < ds; j += VL) store(o + i * ds + j, load(o + i * ds + j) * factor);
+    }
+    for (int64_t t = 0; t < n; ++t) dequantize_row(v + (t0 + t) * a.v_row, f, 0, d, tile + t * d);
+    multiply_outer(scores, KEYS, tile, d, m, d, n, o, ds);
+  }
+  for (int64_t i = 0; i < m; ++i) {
+    const int64_t s = (r0 + i) / group, h = kv * group + (r0 + i) % group;
+    T* out = static_cast<T*>(a.out) + b * a.out_batch + s * a.out_row + h * a.out_head;
+    for (int64_t j = 0; j < d; ++j) store_one(out + j, o[i * ds + j] / rows[i].sum);
+  }
+}
+
+template <class T> void attend(const CacheAttentionArgs& a, int threads) {
+  const int64_t rows = a.queries * (a.heads / a.kv_heads), blocks = (rows + ROWS - 1) / ROWS;
+  const int64_t tasks = a.batch * a.kv_heads * blocks;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (tasks > 1 && threads > 1)
+  for (int64_t i = 0; i < tasks; ++i) {
+    const int64_t block = blocks - 1 - i % blocks, head = i / blocks;  // the longest block of a head comes first
+    run_task<T>(a, head / a.kv_heads, head % a.kv_heads, block * ROWS, std::min(rows, (block + 1) * ROWS));
+  }
+}
+
+bool inside(const int64_t* start, int64_t batch, int64_t rows, int64_t length) {
+  for (int64_t b = 0; b < batch; ++b)
+    if (start[b] < 0 || start[b] + rows > length) return false;
+  return true;
+}
+
+}  // namespace
+
+extern "C" int64_t forebay_cache_max_head_dim() { return MAX_HEAD_DIM; }
+
+// Needs D and R contiguous everywhere and D <= MAX_HEAD_DIM. Returns 1, and writes nothing, where a position would lie
+// outside the cache.
+extern "C" int forebay_kv_append_q(const CacheAppendArgs* a, float*, int64_t, int threads) {
+  if (!inside(a->start, a->batch, a->rows, a->length) || a->k_dim > MAX_HEAD_DIM || a->v_dim > MAX_HEAD_DIM) return 1;
+  if (a->dtype == F32) append<float>(*a, threads);
+  else if (a->dtype == BF16) append<bf16>(*a, threads);
+  else append<f16>(*a, threads);
+  return 0;
+}
+
+// The same needs. Writes all of `out` and nothing else.
+extern "C" int forebay_attention_q(const CacheAttentionArgs* a, float*, int64_t, int threads) {
+  if (!inside(a->start, a->batch, a->queries, a->length) || a->head_dim > MAX_HEAD_DIM) return 1;
+  if (a->dtype == F32) attend<float>(*a, threads);
+  else if (a->dtype == BF16) attend<bf16>(*a, threads);
+  else attend<f16>(*a, threads);
+  return 0;
+}

@@ -1,0 +1,47 @@
+// The running softmax of attention over steps of cache positions (Milakov and Gimelshein 2018; Dao et al. 2022).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "vector_math.h"
+
+namespace forebay {
+
+struct Row {
+  int64_t low, high;  // visible cache positions [low, high)
+  float largest, sum;
+};
+
+// scores[0, n) become probabilities relative to the running maximum; returns the factor for what was gathered before.
+static float soften(float* scores, int64_t n, Row& row, int64_t t0, float scale, float softcap) {
+  const int64_t low = std::clamp<int64_t>(row.low - t0, 0, n), high = std::clamp<int64_t>(row.high - t0, 0, n);
+  for (int64_t t = 0; t < n; t += VL) {
+    const vf s = load(scores + t) * scale;
+    store(scores + t, softcap > 0 ? tanh_of(s / softcap) * softcap : s);
+  }
+  constexpr float none = -std::numeric_limits<float>::infinity();
+  for (int64_t t = 0; t < low; ++t) scores[t] = none;
+  for (int64_t t = high; t < (n + VL - 1) / VL * VL; ++t) scores[t] = none;
+  vf most = vf{} + row.largest;
+  for (int64_t t = 0; t < n; t += VL) {
+    const vf s = load(scores + t);
+    most = s > most ? s : most;
+  }
+  float largest = row.largest;
+  for (int i = 0; i < VL; ++i) largest = most[i] > largest ? most[i] : largest;
+  const float base = largest == none ? 0.0f : largest;
+  const float factor = row.largest == none ? 0.0f : std::exp(row.largest - base);
+  vf sum = {};
+  for (int64_t t = 0; t < n; t += VL) {
+    const vf p = exp_nonpositive(load(scores + t) - base);
+    store(scores + t, p);
+    sum += p;
+  }
+  row.sum = row.sum * factor + lane_sum(sum);
+  row.largest = largest;
+  return factor;
+}
+
+}  // namespace forebay

@@ -1,0 +1,110 @@
+// Elementwise functions of vectors: rounding to a storage type, exp, tanh, erf, and the activations of networks.
+#pragma once
+
+#include "micro.h"
+
+namespace forebay {
+
+// The bits of v rounded to bf16, one lane each.
+FB_INLINE vu bf16_bits(vf v) {
+  const vu u = (vu)v;
+  const vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return v != v ? vu{} + 0x7fc0u : rounded;
+}
+
+// Every lane as the type pointed to holds it, nearest and ties to even. fp32 too passes through a register, so that
+// what follows is not contracted with what made v.
+FB_INLINE vf rounded(const float*, vf v) { keep(v); return v; }
+FB_INLINE vf rounded(const bf16*, vf v) { return (vf)(bf16_bits(v) << 16); }
+FB_INLINE vf rounded(const f16*, vf v) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)v, 0));
+#elif defined(__F16C__)
+  return (vf)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)v, 0));
+#else
+  for (int i = 0; i < VL; ++i) { f16 h; from_float(v[i], &h); v[i] = to_float(h); }
+  return v;
+#endif
+}
+
+FB_INLINE void store_whole(float* p, vf v) { store(p, v); }
+FB_INLINE void store_whole(bf16* p, vf v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i u = (__m256i)bf16_bits(v);
+  const __m128i h = _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(u, u), 0xd8));
+#else
+  const vh h = __builtin_convertvector(bf16_bits(v), vh);
+#endif
+  std::memcpy(p, &h, sizeof h);
+}
+FB_INLINE void store_whole(f16* p, vf v) {
+#if defined(__AVX512F__)
+  const __m256i h = _mm512_cvtps_ph((__m512)v, 0);
+  std::memcpy(p, &h, sizeof h);
+#elif defined(__F16C__)
+  const __m128i h = _mm256_cvtps_ph((__m256)v, 0);
+  std::memcpy(p, &h, sizeof h);
+#else
+  for (int i = 0; i < VL; ++i) store_one(p + i, v[i]);
+#endif
+}
+template <class T> FB_INLINE void store_partial(T* p, vf v, int n) {
+  for (int i = 0; i < n; ++i) store_one(p + i, v[i]);
+}
+
+// exp(x) for x <= 0, relative error 2e-7; below -87 the result is 0. Range reduction by ln 2 and a Taylor polynomial of
+// degree 7: |r| <= 0.347 leaves r^8 / 8! = 5e-9.
+FB_INLINE vf exp_nonpositive(vf x) {
+  const vf magic = vf{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const vf shifted = x * 1.44269504f + magic;
+  const vf n = shifted - magic;
+  const vf r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  vf p = vf{} + 1.98412698e-4f;
+  p = p * r + 1.38888889e-3f;
+  p = p * r + 8.33333333e-3f;
+  p = p * r + 4.16666667e-2f;
+  p = p * r + 1.66666667e-1f;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const vu power = ((vu)shifted - 0x4b400000u + 127u) << 23;
+  const vf y = p * (vf)power;
+  return x < -87.0f ? vf{} : y;
+}
+
+FB_INLINE vf absolute(vf x) { return x < 0.0f ? -x : x; }
+
+FB_INLINE vf tanh_of(vf x) {
+  const vf e = exp_nonpositive(-2.0f * absolute(x));
+  const vf y = (1.0f - e) / (1.0f + e);
+  return x < 0.0f ? -y : y;
+}
+
+// Abramowitz and Stegun 7.1.26: absolute error 1.5e-7 and the rounding of fp32.
+FB_INLINE vf erf_of(vf x) {
+  const vf a = absolute(x), t = 1.0f / (1.0f + 0.3275911f * a);
+  vf p = vf{} + 1.061405429f;
+  p = p * t - 1.453152027f;
+  p = p * t + 1.421413741f;
+  p = p * t - 0.284496736f;
+  p = p * t + 0.254829592f;
+  const vf y = 1.0f - p * t * exp_nonpositive(-a * a);
+  return x < 0.0f ? -y : y;
+}
+
+enum Activation : int32_t { NONE = 0, SILU = 1, GELU = 2, GELU_TANH = 3, RELU = 4 };
+
+FB_INLINE vf activate(int32_t kind, vf x) {
+  switch (kind) {
+    case SILU: {
+      const vf e = exp_nonpositive(-absolute(x));
+      return (x < 0.0f ? x * e : x) / (1.0f + e);
+    }
+    case GELU: return 0.5f * x * (1.0f + erf_of(x * 0.707106781f));
+    case GELU_TANH: return 0.5f * x * (1.0f + tanh_of(0.797884561f * (x + 0.044715f * x * x * x)));
+    case RELU: return x < 0.0f ? vf{} : x;
+    default: return x;
+  }
+}
+
+}  // namespace forebay

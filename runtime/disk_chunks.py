@@ -1,0 +1,139 @@
+"""The arithmetic of disk reads: cut into page-aligned chunks, whose edges pass through a bounce buffer."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+PAGE_NBYTES = 4096  # O_DIRECT wants file offset, length and address aligned to the logical block: 512 or 4096
+
+OnDone = Callable[[BaseException | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Bytes [offset, offset + nbytes) of the file `path`, to be placed at the pointer `address`.
+
+    `room_before` and `room_after` are bytes around the destination that may be overwritten with anything; no other
+    read in flight may have them as its destination. A read whose address is congruent to its offset modulo
+    `PAGE_NBYTES` lands without a copy; 4095 bytes of room either side save its edge pages the copy too.
+    `on_done` is called exactly once, from an engine's thread, with None after the last byte has landed or with the
+    error after the last write to memory; it must be quick, because the engine issues nothing meanwhile.
+    """
+
+    path: str
+    offset: int
+    nbytes: int
+    address: int
+    room_before: int
+    room_after: int
+    on_done: OnDone
+
+
+class Chunk(NamedTuple):
+    """One request to the kernel: `nbytes` from `offset`, of which the first `need` must arrive.
+
+    The leading `head` and trailing `tail` bytes land in the bounce buffer (tail after head), those between at
+    `address`; `copies` are then made as (offset in bounce buffer, destination address, nbytes).
+    """
+
+    offset: int
+    nbytes: int
+    need: int
+    head: int
+    tail: int
+    address: int
+    copies: tuple[tuple[int, int, int], ...]
+
+
+def page_floor(n: int) -> int:
+    """The last multiple of the page size that is not above `n`."""
+    return n // PAGE_NBYTES * PAGE_NBYTES
+
+
+def page_ceil(n: int) -> int:
+    """The first multiple of the page size that is not below `n`."""
+    return -(-n // PAGE_NBYTES) * PAGE_NBYTES
+
+
+def split_read(read: Read, direct: bool, chunk_nbytes: int, bounce_nbytes: int) -> list[Chunk]:
+    """Cut a read into chunks of nearly equal size in file order, page-aligned in every way when `direct`."""
+    wanted_end = read.offset + read.nbytes
+    start, end = read.offset, wanted_end
+    congruent = not direct or (read.address - read.offset) % PAGE_NBYTES == 0
+    step = max(page_floor(chunk_nbytes if congruent else min(chunk_nbytes, bounce_nbytes)), PAGE_NBYTES)
+    if direct:
+        start, end = page_floor(start), page_ceil(end)
+    if read.nbytes == 0:
+        return []
+    step = min(page_ceil(-(-(end - start) // -(-(end - start) // step))), step)
+    to_memory = read.address - read.offset
+    chunks = []
+    for pos in range(start, end, step):
+        stop = min(pos + step, end)
+        low, high = max(pos, read.offset), min(stop, wanted_end)
+        head = 0 if low - pos <= read.room_before else PAGE_NBYTES
+        tail = 0 if stop - high <= read.room_after else PAGE_NBYTES
+        if not congruent or 0 < head + tail >= stop - pos:
+            head, tail = stop - pos, 0
+        copies: tuple[tuple[int, int, int], ...] = ()
+        if head:
+            copies += ((low - pos, low + to_memory, min(high, pos + head) - low),)
+        if tail:
+            copies += ((head, stop - tail + to_memory, high - (stop - tail)),)
+        chunks.append(Chunk(pos, stop - pos, high - pos, head, tail, pos + head + to_memory, copies))
+    return chunks
+
+
+def split_rows(offset: int, row_nbytes: int, rows: Sequence[int], address: int, bounce_nbytes: int) -> list[Chunk]:
+    """Cut a gather into page-aligned chunks in file order: rows on touching pages share one, repeats are copied."""
+    places: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        places.setdefault(row, []).append(address + index * row_nbytes)
+    chunks: list[Chunk] = []
+    limit = page_floor(bounce_nbytes)
+    pos, stop, need = 0, 0, 0
+    copies: list[tuple[int, int, int]] = []
+    for row in sorted(places):
+        low, row_end = offset + row * row_nbytes, offset + (row + 1) * row_nbytes
+        while low < row_end:
+            if not copies or page_floor(low) > stop or low >= pos + limit:
+                if copies:
+                    chunks.append(Chunk(pos, stop - pos, need, stop - pos, 0, 0, tuple(copies)))
+                pos, copies = page_floor(low), []
+            high = min(row_end, pos + limit)
+            stop, need = page_ceil(high), high - pos
+            done = low - (offset + row * row_nbytes)
+            copies += [(low - pos, place + done, high - low) for place in places[row]]
+            low = high
+    if copies:
+        chunks.append(Chunk(pos, stop - pos, need, stop - pos, 0, 0, tuple(copies)))
+    return chunks
+
+
+def pieces(chunk: Chunk, bounce_address: int, got: int) -> list[tuple[int, int]]:
+    """The (address, nbytes) list that receives what is left of a chunk after its first `got` bytes."""
+    if chunk.head == chunk.tail == 0:
+        return [(chunk.address + got, chunk.nbytes - got)]
+    left = []
+    middle = (chunk.address, chunk.nbytes - chunk.head - chunk.tail)
+    for start, nbytes in ((bounce_address, chunk.head), middle, (bounce_address + chunk.head, chunk.tail)):
+        skip = min(got, nbytes)
+        got -= skip
+        if nbytes > skip:
+            left.append((start + skip, nbytes - skip))
+    return left
+
+
+_memmove = ctypes.CDLL(None).memmove  # lets other Python threads run meanwhile, unlike ctypes.memmove
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = ctypes.c_void_p
+
+
+def copy_out(chunk: Chunk, bounce_address: int) -> None:
+    """Copy what a chunk left in the bounce buffer to its destinations."""
+    for source, destination, nbytes in chunk.copies:
+        # Below 64 KiB (some 5 us) giving up the interpreter lock costs more than holding it.
+        (_memmove if nbytes > 65536 else ctypes.memmove)(destination, bounce_address + source, nbytes)

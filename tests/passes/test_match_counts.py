@@ -1,0 +1,28 @@
+"""How often each block pass fires in one layer of each family; the table in passes/README.md is this one."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from families import captured
+
+from forebay.rewriter.source import fuse_blocks
+from forebay.rewriter.switches import Switches
+
+PASSES = ("fuse_rms_norm", "fuse_rotary", "fuse_swiglu", "fuse_residual")
+COUNTS = {
+    "llama": (2, 2, 2, 2), "qwen2": (2, 2, 2, 2), "mistral": (2, 2, 2, 2), "qwen3": (4, 2, 2, 2),
+    "gemma2": (0, 2, 2, 0), "phi3": (2, 2, 0, 2), "gpt_neox": (0, 2, 1, 1), "opt": (0, 0, 1, 2), "gpt2": (0, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("family", COUNTS)
+def test_each_pass_fires_as_often_as_its_pattern_occurs(family: str) -> None:
+    for block in fuse_blocks(captured(family), Switches()).blocks().values():
+        made = Counter(n.meta.get("made_by") for n in block.graph.nodes if n.op == "call_function")
+        assert tuple(made[name] for name in PASSES) == COUNTS[family]
