@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from forebay.passes.allocators import Buffer, allocate
-from forebay.passes.repeat_layout import repeat_layout
+from forebay.passes.out_variants import mutated_arguments, named_arguments
 from forebay.rewriter import ops
 from forebay.rewriter.graph import META, Layout, storage_of, values_of
 from forebay.rewriter.plan import BufferPlacement, Plan, PlanError
@@ -18,25 +18,23 @@ aten = torch.ops.aten
 ALIGNMENT = 64  # one cache line, and the widest vector load
 TIME_LIMIT_S = 1.0
 
-# element i of the result depends on element i of the operands alone, and torch accepts out = operand
-IN_PLACE = frozenset((
-    aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.mul.Tensor, aten.mul.Scalar,
-    aten.div.Tensor, aten.div.Scalar, aten.neg.default, aten.silu.default, aten.gelu.default, aten.relu.default,
-    aten.tanh.default, aten.sigmoid.default, aten.exp.default, aten.rsqrt.default, aten.sqrt.default, aten.cos.default,
-    aten.sin.default, aten.pow.Tensor_Scalar, aten.hardtanh.default, aten.clamp.default, aten.rsub.Scalar,
-))
+# of our own operators: the operands whose every element is read just before the element of the result that may replace
+# it; matrix products read all of x for any element
+OVERWRITABLE = {
+    "forebay.linear.default": ("multiplier", "residual"),
+    "forebay.linear_w4.default": ("multiplier", "residual"),
+    "forebay.linear_w8.default": ("multiplier", "residual"),
+}
 
 
 def allocate_buffers(gm: fx.GraphModule, plan: Plan) -> None:
-    """Place the activations of a flat graph at the top end of the device arena, growing downwards; leaves a `Layout`
-    in `gm.meta`. With a shallow `sample` in `gm.meta` equal layers get equal addresses.
+    """Place the activations of a step graph at the top end of the device arena, growing downwards; leaves a `Layout` in
+    `gm.meta`. A `Layout` with addresses from 0 on may stand there before (that of a graph with block calls must);
+    otherwise the graph is flat, and is planned here.
 
     PlanError when activations would meet what the plan keeps at the lower end (weights, slots, cache).
     """
-    sample = gm.meta.pop("sample", None)
-    layout = repeat_layout(gm, sample) if sample is not None else None
-    if layout is None:
-        layout = plan_activations(gm, plan.schedule.reuse)
+    layout = gm.meta.get(META) or plan_activations(gm, plan.schedule.reuse)
     top = plan.arenas["device"]
     floor = max((b.offset + b.nbytes for b in plan.buffers if b.arena == "device" and b.phase == "all"), default=0)
     if layout.height > top - floor:
@@ -44,9 +42,8 @@ def allocate_buffers(gm: fx.GraphModule, plan: Plan) -> None:
                         f"{top - floor} left above weights, slots and cache; a smaller prefill chunk or batch needs "
                         "less")
     base = (top - layout.height) // ALIGNMENT * ALIGNMENT
-    for name, b in layout.buffers.items():
-        layout.buffers[name] = replace(b, offset=base + b.offset)
-    gm.meta[META] = layout
+    placed = {name: replace(b, offset=base + b.offset) for name, b in layout.buffers.items()}
+    gm.meta[META] = replace(layout, buffers=placed)
 
 
 def plan_activations(gm: fx.GraphModule, reuse: bool = True) -> Layout:
@@ -94,14 +91,15 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True) -> Layout:
         kinds[name] = "io" if boundary else "activation"
     result = allocate(requests, time_limit_s=TIME_LIMIT_S, alignment=ALIGNMENT)
     buffers: dict[str, BufferPlacement] = {}
-    ends: dict[fx.Node, list[str]] = {}
+    ends: dict[str, list[str]] = {}
     for request, offset in zip(requests, result.offsets, strict=True):
         start, stop = live[request.id]
         buffers[request.id] = BufferPlacement(
             request.id, kinds[request.id], "device", offset, exact[request.id], "step", start, stop)  # type: ignore[arg-type]
         if stop < end:
-            ends.setdefault(nodes[stop], []).append(request.id)
-    return Layout(buffers, home, ends, result.height, result.lower_bound, result.method)
+            ends.setdefault(nodes[stop].name, []).append(request.id)
+    named = {(node.name, element): buffer for (node, element), buffer in home.items()}
+    return Layout(buffers, named, ends, result.height, result.lower_bound, result.method)
 
 
 def _owns_memory(node: fx.Node) -> bool:
@@ -123,16 +121,30 @@ def _name(key: tuple[fx.Node, int]) -> str:
     return node.name if len(values_of(node)) == 1 else f"{node.name}.{element}"
 
 
+def overwritable(node: fx.Node) -> list[fx.Node]:
+    """The operands whose memory may take the node's result while they are read: element i of the result depends on
+    their element i alone, as torch's tag `pointwise` promises, and the operator writes it after reading that."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or mutated_arguments(target):
+        return []
+    if target.namespace == "aten":
+        return list(node.all_input_nodes) if torch.Tag.pointwise in target.tags else []
+    arguments = named_arguments(node, target)
+    named = [arguments.get(name) for name in OVERWRITABLE.get(str(target), ())]
+    given = [*node.args, *node.kwargs.values()]
+    return [operand for operand in named if isinstance(operand, fx.Node) and given.count(operand) == 1]
+
+
 def _reuse_in_place(
     nodes: list[fx.Node], position: dict[fx.Node, int], first: dict, last: dict, home: dict[tuple[fx.Node, int], str]
 ) -> None:
-    """Merge a pointwise result into an operand that dies there and has the very same layout."""
+    """Merge a result into an operand that it may overwrite, that dies there and has the very same layout."""
     group_last = {name: last[key] for key, name in home.items()}
     for node in nodes:
-        if node.target not in IN_PLACE or (node, 0) not in home:
+        if (node, 0) not in home:
             continue
         value = values_of(node)[0]
-        for operand in sorted(node.all_input_nodes, key=lambda n: first.get(storage_of(n), -1)):  # the residual first
+        for operand in sorted(overwritable(node), key=lambda n: first.get(storage_of(n), -1)):  # the residual first
             key = storage_of(operand)
             shown = operand.meta.get("val")
             if key not in home or key[0].op == "placeholder" or not isinstance(shown, torch.Tensor):

@@ -10,15 +10,23 @@ from torch import fx
 
 from forebay.kernels import attention, linear, rms_norm, rotary
 from forebay.passes.allocate_buffers import allocate_buffers, plan_activations
+from forebay.passes.draft import Draft
+from forebay.passes.fuse_residual import fuse_residual
 from forebay.passes.fuse_rms_norm import fuse_rms_norm
 from forebay.passes.fuse_rotary import fuse_rotary
+from forebay.passes.fuse_swiglu import fuse_swiglu
 from forebay.passes.hoist_prefetch import hoist_prefetch
 from forebay.passes.insert_transfers import insert_transfers
 from forebay.passes.launches import Launches
 from forebay.passes.lower import lower
+from forebay.passes.place_copies import place_copies
+from forebay.passes.repeat_layout import repeats
 from forebay.passes.select_gemm import product_shape, select_gemm
+from forebay.passes.shorten_lifetimes import shorten_lifetimes
+from forebay.passes.specialise_blocks import block_graphs, specialise_blocks
 from forebay.rewriter.bisect import Bisection
 from forebay.rewriter.collection import no_collection
+from forebay.rewriter.concretise import inline_blocks
 from forebay.rewriter.dump import Dump
 from forebay.rewriter.facts import cache_buffers, weight_uses
 from forebay.rewriter.graph import META, Gemm, Layout, values_of
@@ -32,45 +40,55 @@ from forebay.rewriter.verify import verify_program
 
 # Each pass with the reason why it stands where it does.
 PASSES: tuple[tuple[Callable[[fx.GraphModule, Plan], None], str], ...] = (
-    (insert_transfers, "first: it splits matrix products into tiles, and every later pass must see the tiles"),
-    (hoist_prefetch, "after insert_transfers, whose fetches it moves; before addresses, which depend on the order"),
+    (specialise_blocks, "first: the rest see a weight's placement, which layers of one kind need not share"),
+    (insert_transfers, "it splits matrix products into tiles, and every later pass must see the tiles"),
     (select_gemm, "after tiling, because the choice depends on the tile's shape"),
-    (allocate_buffers, "last: lifetimes are exact only when the order of nodes is final"),
+    (allocate_buffers, "last: addresses depend on the plan's arena alone, lifetimes on the order, which is final"),
 )
+# On the step as a list of launches (lowering's draft), where the order of the whole step can be seen.
+DRAFT_PASSES: tuple[tuple[Callable[[Draft, Plan], None], str], ...] = (
+    (hoist_prefetch, "copies cross the borders of layers, so they are ordered where layers are laid end to end"),
+)
+WHOLE_STEP = (specialise_blocks, allocate_buffers)  # run once on the step graph; the others on its blocks too
 # On captured graphs, once per kind of layer, before there is a plan: what they fold, the planner never sees.
 BLOCK_PASSES: tuple[tuple[Callable[[fx.GraphModule], None], str], ...] = (
     (fuse_rms_norm, "first: the norms stand between everything else, and no other pattern contains one"),
     (fuse_rotary, "queries and keys, before attention reads them"),
+    (fuse_swiglu, "before fuse_residual: what it folds comes first in the product that both may end in"),
+    (fuse_residual, "it takes the products that the others leave"),
+    (shorten_lifetimes, "last: it orders what the others left; queries are made after keys and values are stored"),
 )
 OPERATORS = (attention, linear, rms_norm, rotary)  # imported, so that torch knows the operators passes put in
-OPTIONAL = ("hoist_prefetch", "select_gemm", "fuse_rms_norm", "fuse_rotary")  # without: slower, not wrong
+# without: slower, not wrong
+OPTIONAL = ("hoist_prefetch", "select_gemm", "fuse_rms_norm", "fuse_rotary", "fuse_swiglu", "fuse_residual",
+            "shorten_lifetimes")
 
-FlatGraph = Callable[[int], fx.GraphModule]  # tokens per sequence in one step -> a fresh flat graph
+StepGraph = Callable[[int], fx.GraphModule]  # tokens per sequence in one step -> a fresh graph of concrete sizes
 
 
 @dataclass
 class Source:
     """What a model is to the pipeline, whatever captured it.
 
-    `flat(tokens)` builds a new flat concrete graph for steps of that many tokens per sequence, `sample(tokens)` (if it
-    is given) one with fewer layers and the same peak of activations; `files` tells where the
-    weights lie on disk; `constants` are small tensors that always stay in memory.
+    `step(tokens)` builds a new concrete graph, flat or with block calls, for steps of that many tokens per sequence;
+    `sample(tokens)`, if it has block calls, a flat one of a few of its layers, and for each layer the one there that it
+    is like. `files` tells where the weights lie on disk; `constants` are small tensors that always stay in memory.
     """
 
     fingerprint: str
-    flat: FlatGraph
+    step: StepGraph
     files: Mapping[str, FileSlice]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     host_hop: bool = False
     weight_tier: str = "disk"
-    sample: FlatGraph | None = None
+    sample: Callable[[int], tuple[fx.GraphModule, dict[int, int]]] | None = None
 
 
 class Pipeline:
     """Plans and lowers one `Source` for one workload; programs are made when first asked for and kept."""
 
     def __init__(self, source: Source, workload: Workload, machine: Machine, switches: Switches) -> None:
-        known = [p.__name__ for p, _ in PASSES]  # those that run on flat graphs
+        known = [run_pass.__name__ for run_pass, _ in (*PASSES, *DRAFT_PASSES)]
         for name in switches.skip:
             if name not in OPTIONAL:
                 raise SwitchError(f"FOREBAY_SKIP: {name!r} cannot be skipped; those that can: {', '.join(OPTIONAL)}")
@@ -78,11 +96,12 @@ class Pipeline:
             raise SwitchError(f"FOREBAY_STOP_AFTER: no pass {switches.stop_after!r}; they are {', '.join(known)}")
         self.source, self.workload, self.machine, self.switches = source, workload, machine, switches
         self._needs: dict[int, PhaseNeed] = {}
-        self._samples: dict[int, fx.GraphModule] = {}
+        self._layouts: dict[int, Layout] = {}
+        self._each_layer = False  # activations are planned layer by layer: equal ones cannot share addresses
         self._programs: dict[tuple[int, int], Program] = {}
         self._planned: Plan | None = None
-        decode = source.flat(1)
-        self._flats: dict[int, fx.GraphModule] = {1: decode}
+        decode = source.step(1)
+        self._steps: dict[int, fx.GraphModule] = {1: decode}  # made and not yet used up by passes
         self.facts = Facts(
             source.fingerprint, weight_uses(decode, set(source.constants)),
             {name: t.numel() * t.element_size() for name, t in source.constants.items()}, cache_buffers(decode),
@@ -92,9 +111,11 @@ class Pipeline:
         """Activation and workspace bytes of a step over `tokens` tokens per sequence."""
         found = self._needs.get(tokens)
         if found is None:
-            flat = (self.source.sample or self.source.flat)(tokens)
-            layout = flat.meta["forebay"] = plan_activations(flat, not self.switches.no_reuse)
-            self._samples[tokens] = flat
+            if self.source.sample is not None and not self._each_layer:
+                flat, likes = self.source.sample(tokens)
+            else:
+                flat, likes = inline_blocks(self.source.step(tokens)), {}
+            layout = self._layouts[tokens] = replace(plan_activations(flat, not self.switches.no_reuse), likes=likes)
             found = self._needs[tokens] = PhaseNeed(layout.height, self._most_workspace(flat))
         return found
 
@@ -126,7 +147,10 @@ class Pipeline:
         """The plan for `budget`, with its table of matrix products and its prediction filled in."""
         wishes = replace(wishes or Wishes(), reuse=not self.switches.no_reuse)
         with no_collection():
-            return self.complete(make_plan(self.facts, budget, self.workload, wishes, self.machine.name))
+            try:
+                return self.complete(make_plan(self.facts, budget, self.workload, wishes, self.machine.name))
+            except _LayersDiffer:
+                return self.complete(make_plan(self.facts, budget, self.workload, wishes, self.machine.name))
 
     def smallest_budget(self, wishes: Wishes | None = None) -> int:
         """The least device budget in bytes that a plan exists for."""
@@ -153,23 +177,30 @@ class Pipeline:
         found = self._programs.get((id(plan), tokens))
         if found is None:
             bare = replace(plan, buffers=tuple(b for b in plan.buffers if b.phase == "all"))
-            found, _, _ = self._lowered(bare, tokens)
+            try:
+                found, _, _ = self._lowered(bare, tokens)
+            except _LayersDiffer:
+                found, _, _ = self._lowered(bare, tokens)
             if plan is self._planned:
                 self._programs[id(plan), tokens] = found
         return found
 
     def _choose_gemms(self, gm: fx.GraphModule, known: tuple[GemmChoice, ...]) -> list[GemmChoice]:
-        shapes = {shape for node in gm.graph.nodes if (shape := product_shape(node))}
+        shapes = {shape for graph in (gm, *block_graphs(gm)) for node in graph.graph.nodes
+                  if (shape := product_shape(node))}
         shapes -= {(c.dtype, c.m, c.n, c.k) for c in known}
         return [GemmChoice(*shape, impl=self._best_gemm(shape)) for shape in sorted(shapes)]
 
     def _lowered(self, plan: Plan, tokens: int) -> tuple[Program, Layout, tuple[GemmChoice, ...]]:
         """Run all passes on a fresh graph, lower it and prove the Program. Shapes the plan's table of matrix products
         does not hold yet are chosen from the machine's measurements."""
-        gm = self._flats.pop(tokens, None) or self.source.flat(tokens)
-        if self.source.sample is not None:
-            self.need(tokens)
-            gm.meta["sample"] = self._samples[tokens]
+        self.need(tokens)
+        gm = self._steps.pop(tokens, None) or self.source.step(tokens)
+        if not repeats(gm, self._layouts[tokens]):
+            self._each_layer = True
+            self._needs.clear()
+            raise _LayersDiffer
+        gm.meta[META] = self._layouts[tokens]
         dump = Dump(self.switches.dump, f"{tokens}_tokens")
         bisection = Bisection(gm) if self.switches.bisect else None
         for run_pass, _ in PASSES:
@@ -179,17 +210,28 @@ class Pipeline:
             if run_pass is select_gemm:
                 plan = replace(plan, gemm=(*plan.gemm, *self._choose_gemms(gm, plan.gemm)))
             dump.before(gm, name)
-            run_pass(gm, plan)
+            for graph in (gm,) if run_pass in WHOLE_STEP else (gm, *block_graphs(gm)):
+                run_pass(graph, plan)
             dump.after(gm, name)
             if bisection is not None:
                 bisection.compare(gm, name)
             if name == self.switches.stop_after:
                 raise StoppedAfter(f"FOREBAY_STOP_AFTER={name}: stopped there as asked, nothing was lowered")
-        program = lower(gm, plan, self.source.files, self._workspace, f"step of {tokens} tokens")
+        draft = lower(gm, plan, self.source.files, self._workspace, f"step of {tokens} tokens")
+        for order_copies, _ in DRAFT_PASSES:
+            if order_copies.__name__ not in self.switches.skip:
+                order_copies(draft, plan)
+            if order_copies.__name__ == self.switches.stop_after:
+                raise StoppedAfter(f"FOREBAY_STOP_AFTER={self.switches.stop_after}: stopped there as asked")
+        program = place_copies(draft, plan)
         dump.program(program)
         if self.switches.verify:
             verify_program(program, {"device": plan.budget.device, "host": plan.budget.host or None})
         return program, gm.meta["forebay"], plan.gemm
+
+
+class _LayersDiffer(RuntimeError):
+    """Equal layers do not find their inputs in the same places."""
 
 
 class StoppedAfter(RuntimeError):

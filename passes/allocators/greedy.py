@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from forebay.passes.allocators import native
 from forebay.passes.allocators.bounds import compress
 from forebay.passes.allocators.problem import Buffer
 
 Greedy = Callable[[Sequence[Buffer]], list[int]]
+COMPILED_FROM = 2000  # buffers: below, first fit takes less than 50 ms in Python
 
 
 def by_size(buffers: Sequence[Buffer]) -> list[int]:
@@ -58,19 +61,44 @@ def best_fit(buffers: Sequence[Buffer]) -> list[int]:
     return offsets
 
 
+def around(buffers: Sequence[Buffer], fixed: Mapping[int, int]) -> list[int]:
+    """Offsets from first fit, largest first, of the buffers that `fixed` gives no offset yet."""
+    order = sorted(range(len(buffers)), key=lambda i: (-buffers[i].size, buffers[i].lower, i))
+    return _first_fit(buffers, order, fixed)
+
+
 def _lifetime(buffer: Buffer) -> int:
     return buffer.upper - buffer.lower
 
 
-def _first_fit(buffers: Sequence[Buffer], order: Sequence[int]) -> list[int]:
-    """Place buffers in `order`, each in the lowest gap among those already placed that meet it in time."""
+def _first_fit(buffers: Sequence[Buffer], order: Sequence[int], fixed: Mapping[int, int] | None = None) -> list[int]:
+    """Place buffers in `order`, each in the lowest gap among those already placed, or `fixed`, that meet it in time."""
+    offsets = np.full(len(buffers), -1, dtype=np.int64)
+    for i, offset in (fixed or {}).items():
+        offsets[i] = offset
+    library = native.load() if len(buffers) >= COMPILED_FROM else None
+    if library is not None:
+        _first_fit_compiled(library, buffers, order, offsets)
+        return [int(offset) for offset in offsets]
     placed = _Placed(len(buffers))
-    offsets = [0] * len(buffers)
+    for i in fixed or ():
+        placed.insert(buffers[i], int(offsets[i]))
     for i in order:
-        buffer = buffers[i]
-        offsets[i] = placed.lowest_gap(buffer)
-        placed.insert(buffer, offsets[i])
-    return offsets
+        if offsets[i] < 0:
+            offsets[i] = placed.lowest_gap(buffers[i])
+            placed.insert(buffers[i], int(offsets[i]))
+    return [int(offset) for offset in offsets]
+
+
+def _first_fit_compiled(
+    library: ctypes.CDLL, buffers: Sequence[Buffer], order: Sequence[int], offsets: np.ndarray
+) -> None:
+    """Fill in the negative ones of `offsets`."""
+    int32s, int64s = ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_int64)
+    columns = np.array([(b.lower, b.upper, b.size) for b in buffers], dtype=np.int64).reshape(-1, 3).T.copy()
+    places = np.array(order, dtype=np.int32)
+    library.forebay_first_fit(len(buffers), *(c.ctypes.data_as(int64s) for c in columns), places.ctypes.data_as(int32s),
+                              offsets.ctypes.data_as(int64s))
 
 
 class _Placed:

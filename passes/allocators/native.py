@@ -73,4 +73,6 @@ def load() -> ctypes.CDLL | None:
         int64s,
         int64s,
     ]
+    library.forebay_first_fit.restype = None
+    library.forebay_first_fit.argtypes = [ctypes.c_int, int64s, int64s, int64s, int32s, int64s]
     return library

@@ -112,12 +112,19 @@ def read_csv(path: str | Path) -> list[Buffer]:
             if name in seen:
                 raise ValueError(f"{where}: id {name!r} was already given in line {seen[name]}")
             try:
-                lower, upper, size = map(int, numbers)
+                lower, upper, size = map(_whole, numbers, COLUMNS[1:])
                 buffers.append(Buffer(name, lower, upper, size))
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
             seen[name] = rows.line_num
     return buffers
+
+
+def _whole(text: str, column: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{column} must be a whole number, found {text!r}") from None
 
 
 def write_csv(path: str | Path, buffers: Sequence[Buffer], offsets: Sequence[int] | None = None) -> None:

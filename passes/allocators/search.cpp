@@ -1,4 +1,4 @@
-// Exact search for static memory allocation: lifetimes are given, offsets are free, one capacity.
+// Exact search for static memory allocation: lifetimes are given, offsets are free, one capacity. And first fit.
 //
 // Time is a row of sections (the maximal sets of buffers live together). Every section keeps a floor: the top of what
 // is placed there, below everything still to be placed. A buffer's earliest offset is the highest floor over its
@@ -128,11 +128,12 @@ class Search {
   double noise_ = 0, increment_ = 1;
   u64 random_ = 1;
   i64 nodes_ = 0, round_end_ = 0;
-  bool stop_ = false, timeout_ = false;
+  bool stop_ = false, timeout_ = false, backward_ = false;
   Clock::time_point end_;
 
   void begin_round(int round) {
     strategy_ = kStrategies[round % kNumStrategies];
+    backward_ = (round + round / kNumStrategies) % 2;
     noise_ = round < kNumStrategies ? 0 : kNoise;
     round_end_ = nodes_ + kRoundNodes * luby(round / kNumStrategies + 1);
     stop_ = false;
@@ -328,7 +329,8 @@ class Search {
         case Section::kNarrow: score += static_cast<double>(right - left) / (m_ + 1); break;
         case Section::kConflicts: score /= weight_[s]; break;
       }
-      if (best.section < 0 || score < best.score) best = {s, left, right, next, score};
+      if (best.section < 0 || score < best.score || (backward_ && score == best.score))
+        best = {s, left, right, next, score};
     }
   }
 
@@ -361,14 +363,15 @@ class Search {
       double key = key_[b];
       if (strategy_.flush) key *= 1 + (lo_[b] == branch.left) + (hi_[b] == branch.right);
       if (noise_ > 0) key *= 1 + noise_ * (uniform() - 0.5);
-      candidates.push_back({-key, b});
+      candidates.push_back({-key, backward_ ? n_ - 1 - b : b});
     }
     std::sort(candidates.begin(), candidates.end());
     const size_t before = trail_.size();
     for (size_t i = 0; i < candidates.size(); i++) {
-      const int b = candidates[i].second;
+      const int b = backward_ ? n_ - 1 - candidates[i].second : candidates[i].second;
       bool tried = false;
-      for (size_t j = 0; j < i && !tried; j++) tried = twin(b, candidates[j].second);
+      for (size_t j = 0; j < i && !tried; j++)
+        tried = twin(b, backward_ ? n_ - 1 - candidates[j].second : candidates[j].second);
       if (tried) continue;
       place(b);
       if (propagate() && components(l, r, depth + 1)) return true;
@@ -387,7 +390,34 @@ class Search {
   }
 };
 
+struct Placed {
+  i64 offset, top, lo, hi;
+};
+
 }  // namespace
+
+// Places, in this order, each buffer whose offset is negative in the lowest gap among those placed that meet it in time.
+extern "C" void forebay_first_fit(int n, const i64* lo, const i64* hi, const i64* size, const i32* order, i64* offsets) {
+  const auto lower = [](const Placed& a, const Placed& b) { return a.offset < b.offset; };
+  vector<Placed> placed;
+  placed.reserve(n);
+  for (int b = 0; b < n; b++)
+    if (offsets[b] >= 0) placed.push_back({offsets[b], offsets[b] + size[b], lo[b], hi[b]});
+  std::sort(placed.begin(), placed.end(), lower);
+  for (int i = 0; i < n; i++) {
+    const int b = order[i];
+    if (offsets[b] >= 0) continue;
+    i64 at = 0;
+    for (const Placed& other : placed) {
+      if (other.lo >= hi[b] || other.hi <= lo[b]) continue;
+      if (other.offset - at >= size[b]) break;
+      at = std::max(at, other.top);
+    }
+    offsets[b] = at;
+    const Placed mine{at, at + size[b], lo[b], hi[b]};
+    placed.insert(std::upper_bound(placed.begin(), placed.end(), mine, lower), mine);
+  }
+}
 
 extern "C" int forebay_search(int n, int sections, const i32* lo, const i32* hi, const i64* size, i64 capacity,
                               double limit_s, u64 seed, i64* offsets, i64* nodes) {

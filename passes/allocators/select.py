@@ -21,6 +21,9 @@ FIT_TIME_S = 9.0  # to meet a capacity
 MINIMIZE_TIME_S = 3.0  # to lower the height
 GOOD_ENOUGH = 0.0005  # of the lower bound: gaps below it are not searched further
 MIN_SEARCH_S = 0.05
+NEAR = 0.01  # of the target: gaps above it are worth a pass of their own over the long-lived buffers
+LONG = 8  # median lifetimes
+LONG_SEARCH_S = 2.0
 
 
 def allocate(
@@ -50,6 +53,9 @@ def allocate(
     target = bound if capacity is None else max(bound, capacity // alignment)
 
     best, height, method = _best_greedy(units, target, end)
+    staged = _long_lived_first(units, end) if height > (1 + NEAR) * target else None
+    if staged is not None and _height(units, staged) < height:
+        best, height, method = staged, _height(units, staged), "long-lived first"
     if height > target:
         best, height, method, bound = _improve(units, best, height, method, bound, target, end)
     offsets = [0] * len(buffers)
@@ -82,6 +88,22 @@ def _best_greedy(buffers: Sequence[Buffer], target: int, end: float) -> tuple[li
         slowest_s = max(slowest_s, time.perf_counter() - began)
     assert best is not None
     return best
+
+
+def _long_lived_first(buffers: Sequence[Buffer], end: float) -> list[int] | None:
+    """Offsets of the few buffers that outlive most others, found as if they were alone, and first fit around them.
+
+    First fit by itself leaves the long-lived scattered, with gaps between them that fit nothing for long. None where
+    there are none, or where they are not few.
+    """
+    lifetimes = sorted(buffer.upper - buffer.lower for buffer in buffers)
+    least = LONG * lifetimes[len(lifetimes) // 2]
+    few = [i for i, buffer in enumerate(buffers) if buffer.upper - buffer.lower > least]
+    left_s = end - time.perf_counter()
+    if not few or len(few) > len(buffers) // 10 or left_s < MIN_SEARCH_S:
+        return None
+    alone = allocate([buffers[i] for i in few], time_limit_s=min(LONG_SEARCH_S, 0.8 * left_s))
+    return greedy.around(buffers, dict(zip(few, alone.offsets, strict=True)))
 
 
 def _improve(

@@ -308,6 +308,48 @@ def test_many_buffers_are_planned_soundly() -> None:
     assert found.method in GREEDY
 
 
+def kept_chain(n: int, longest: int) -> list[Buffer]:
+    """A chain of short-lived buffers, one in fifty of them kept for up to `longest` steps."""
+    rng = random.Random(0)
+    kept = [rng.randint(0, longest) if i % 50 == 0 else 0 for i in range(n)]
+    return [Buffer(str(i), i, i + 2 + more, rng.randint(1, 100) << 10) for i, more in enumerate(kept)]
+
+
+@WITH_COMPILER
+def test_few_long_lived_buffers_are_placed_first() -> None:
+    """First fit alone leaves gaps between those that stay, for whatever order."""
+    buffers = kept_chain(10_000, 5000)
+    found = allocate(buffers, time_limit_s=60.0)
+    check(buffers, found)
+    alone = min(max(o + b.size for o, b in zip(place(buffers), buffers, strict=True)) for place in GREEDY.values())
+    assert found.height < alone
+    assert found.method == "long-lived first"
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=WITH_COMPILER)])
+def test_first_fit_around_what_is_placed(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greedy, "COMPILED_FROM", 0 if compiled else 1 << 30)
+    buffers = kept_chain(400, 100)
+    fixed = {i: 200_000 * (i // 50) for i in range(0, 400, 50)}
+    offsets = greedy.around(buffers, fixed)
+    assert all(offsets[i] == offset for i, offset in fixed.items())
+    check(buffers, Allocation(tuple(offsets), max(o + b.size for o, b in zip(offsets, buffers, strict=True)), 0, "", 0))
+
+
+@WITH_COMPILER
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(sorted(GREEDY)), buffers=lists_of_buffers(40, 20, 30, least=1))
+def test_compiled_first_fit_places_like_the_one_in_python(name: str, buffers: list[Buffer]) -> None:
+    before = greedy.COMPILED_FROM
+    try:
+        greedy.COMPILED_FROM = 0
+        compiled = GREEDY[name](buffers)
+        greedy.COMPILED_FROM = 1 << 30
+        assert compiled == GREEDY[name](buffers)
+    finally:
+        greedy.COMPILED_FROM = before
+
+
 def test_csv_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "buffers.csv"
     buffers = [Buffer("a", 0, 3, 10), Buffer("b, c", -1, 5, 0)]
