@@ -1,0 +1,209 @@
+"""Every op of kernels/gpu on a GPU: checked against its reference, then timed beside its rivals and the GPU's ceilings.
+
+    PYTHONPATH=src python -m benchmarks.gpu               under 8 minutes; needs torch with CUDA and Triton, no more
+    PYTHONPATH=src python -m benchmarks.gpu --interpret   the checks alone, at tiny shapes, without a GPU
+
+Writes benchmarks/results/<gpu>-<date>.json (and the same to $OUT where it is set), and beside it the table of
+inflection points that kernels/gpu/selection.py reads. Times are medians of 30 CUDA graphs of calls over rotating
+buffers that together exceed the L2 (`gpu_cases/timing.py`). An aim that is missed says so in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_cases.case import Case, Place, Work
+
+STARTED = time.monotonic()
+LIMIT_S = 460.0
+WARM_LIMIT_S = 150.0
+# Time for the checks and measurements of each module of gpu_cases, at most; what does not fit is left out and named.
+BUDGET_S = {"norms": 15.0, "positions": 20.0, "small": 30.0, "quantization": 20.0, "attention": 60.0, "linear": 150.0}
+RESULTS = Path(__file__).parent / "results"
+Row = dict[str, Any]
+
+
+def say(text: str) -> None:
+    print(f"[{time.monotonic() - STARTED:6.1f} s] {text}", flush=True)
+
+
+def all_cases(tiny: bool, ops: set[str]) -> dict[str, list[Case]]:
+    """The cases by module, of these ops, or of all where none is named."""
+    modules = {name: importlib.import_module(f"benchmarks.gpu_cases.{name}") for name in BUDGET_S}
+    made = {name: [c for c in module.cases(tiny) if not ops or c.op in ops] for name, module in modules.items()}
+    return {name: cases for name, cases in made.items() if cases}
+
+
+def measure(case: Case, work: Work, ceilings: dict[str, float]) -> tuple[Row, dict[str, float]]:
+    """The row of a case that has been checked, and the times of its candidates."""
+    from benchmarks.gpu_cases.timing import time_s
+
+    times_s = {name: time_s(calls) for name, calls in work.candidates.items()}
+    default_s = time_s(work.ours)
+    best = min(times_s, key=times_s.__getitem__, default="")
+    taken_s = min(default_s, times_s.get(best, default_s))
+    rivals_s = {name: time_s(calls) for name, calls in work.rivals.items()}
+    share = work.nbytes / taken_s / ceilings["host_to_device_bytes_per_s" if work.link else "copy_bytes_per_s"]
+    got = {"bandwidth": share} | {name: rival_s / taken_s for name, rival_s in rivals_s.items()}
+    aims = [{"what": a.what, "least": a.least, "got": got[a.what], "met": got[a.what] >= a.least} for a in work.aims]
+    row = {"op": case.op, "shape": work.shape, "time_us": taken_s * 1e6, "default_us": default_s * 1e6, "best": best,
+           "bytes_per_s": work.nbytes / taken_s, "share_of_copy": share, "flop_per_s": work.flops / taken_s,
+           "rivals_us": {name: rival_s * 1e6 for name, rival_s in rivals_s.items()}, "aims": aims}  # fmt: skip
+    return row, times_s
+
+
+def line(row: Row) -> str:
+    """A row of the table."""
+    head = f"{row['op']:18} {row['shape']:52}"
+    if "skipped" in row or "failed" in row:
+        return f"{head} {row.get('skipped') or 'FAILED: ' + row['failed']}"
+    if "time_us" not in row:
+        return f"{head} error {row['error']:.1e}"
+    rivals = "".join(f"  {us / row['time_us']:5.2f}x {name}" for name, us in row["rivals_us"].items())
+    missed = "".join(f"  MISSED {a['what']} {a['got']:.2f} < {a['least']:.2f}" for a in row["aims"] if not a["met"])
+    speed = f"{row['time_us']:9.1f} us {row['bytes_per_s'] / 1e9:7.0f} GB/s {100 * row['share_of_copy']:4.0f} %"
+    return f"{head} {speed}{rivals}{missed}{'  ' + row['best'] if row['best'] else ''}"
+
+
+def run_case(case: Case, place: Place, ceilings: dict[str, float], table: dict[Any, dict[str, float]]) -> Row:
+    """Check, then time; a case that raises or errs beyond its limit is a failed row and is not timed."""
+    try:
+        work = case.make(place)
+    except Exception as error:
+        return {"op": case.op, "shape": "", "failed": f"{type(error).__name__}: {error}"[:300]}
+    row: Row = {"op": case.op, "shape": work.shape}
+    try:
+        row |= {"error": work.verify(), "limit": work.limit}
+        if not row["error"] <= work.limit:
+            return row | {"failed": f"error {row['error']:.2e} is above {work.limit:.0e}"}
+        if not place.tiny:
+            measured, times_s = measure(case, work, ceilings)
+            row |= measured
+            if work.key:
+                table[work.key] = times_s
+    except Exception as error:
+        return row | {"failed": f"{type(error).__name__}: {error}"[:300]}
+    return row
+
+
+def run_all(
+    place: Place, families: dict[str, list[Case]], ceilings: dict[str, float]
+) -> tuple[list[Row], dict[Any, dict[str, float]]]:
+    """All rows, printed as they are made, and times by selection key; late cases are left out, never an op's first."""
+    rows: list[Row] = []
+    table: dict[Any, dict[str, float]] = {}
+    for family, cases in families.items():
+        begin, seen = time.monotonic(), set()
+        for case in cases:
+            now = time.monotonic()
+            late = not place.tiny and (now - begin > BUDGET_S[family] or now - STARTED > LIMIT_S)
+            if late and case.op in seen:
+                left = sum(c.op == case.op for c in cases) - sum(r["op"] == case.op for r in rows)
+                if left:
+                    rows += [{"op": case.op, "shape": "", "skipped": "left out, no time left"}] * left
+                    print(line(rows[-1]), f"({left} cases)", flush=True)
+                continue
+            seen.add(case.op)
+            rows.append(run_case(case, place, ceilings, table))
+            print(line(rows[-1]), flush=True)
+            if not place.tiny:
+                torch.cuda.empty_cache()
+    return rows, table
+
+
+def warm(place: Place, cases: list[Case]) -> None:
+    """Run every call once, so that Triton's cache on disk holds the compiled kernels; failures show up later."""
+    for case in cases:
+        try:
+            work = case.make(place)
+            for calls in (work.ours, *work.candidates.values(), *work.rivals.values()):
+                calls[0]()
+        except Exception:
+            continue
+        torch.cuda.empty_cache()
+
+
+def warm_in_parallel(arguments: list[str]) -> None:
+    """Compile in several processes, as one would take most of the time there is."""
+    count = max(1, min(12, (os.cpu_count() or 2) - 2))
+    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
+    workers = [subprocess.Popen([*command, "--warm", str(i), str(count)]) for i in range(count)]
+    try:
+        for worker in workers:
+            worker.wait(max(1.0, STARTED + WARM_LIMIT_S - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        say("compiling ahead takes long: the rest is compiled when it is needed")
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.wait()
+
+
+def write(rows: list[Row], table: dict[Any, Any], ceilings: dict[str, float]) -> None:
+    """The results, and the table of inflection points, as JSON."""
+    import triton
+
+    from forebay.kernels.gpu import selection
+
+    gpu, date = torch.cuda.get_device_name(), datetime.date.today().isoformat()
+    stem = f"{gpu.replace(' ', '-')}-{date}"
+    result = {"gpu": gpu, "date": date, "torch": torch.__version__, "triton": triton.__version__,
+              "seconds": time.monotonic() - STARTED, "ceilings": ceilings, "rows": rows,
+              "candidates_us": [[*k, {n: s * 1e6 for n, s in t.items()}] for k, t in table.items()]}  # fmt: skip
+    for folder in {RESULTS, Path(os.environ.get("OUT") or RESULTS)}:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
+        if table:
+            selection.save_tables({gpu: selection.fit(table)}, folder / f"{stem}-selection.json")
+        say(f"written to {folder / stem}.json")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--interpret", action="store_true", help="check at tiny shapes under Triton's interpreter")
+    parser.add_argument("--ops", default="", help="only these, by comma")
+    parser.add_argument("--warm", nargs=2, type=int, metavar=("I", "N"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    ops = set(filter(None, options.ops.split(",")))
+    if options.interpret:
+        os.environ["TRITON_INTERPRET"] = "1"
+        rows, _ = run_all(Place(torch.device("cpu"), tiny=True), all_cases(True, ops), {})
+        return int(any("failed" in row for row in rows))
+    if not torch.cuda.is_available():
+        print("benchmarks.gpu: no CUDA device; --interpret checks the kernels without one")
+        return 0
+    place = Place(torch.device("cuda", 0), False, torch.cuda.get_device_properties(0).L2_cache_size)
+    families = all_cases(False, ops)
+    if options.warm:
+        first, step = options.warm
+        warm(place, [case for cases in families.values() for case in cases][first::step])
+        return 0
+    from benchmarks.gpu_cases.timing import ceilings
+
+    limits = ceilings()
+    say(f"{torch.cuda.get_device_name()}: copy {limits['copy_bytes_per_s'] / 1e9:.0f} GB/s, bf16 matmul "
+        f"{limits['matmul_bf16_flop_per_s'] / 1e12:.0f} TFLOP/s, from pinned memory "
+        f"{limits['host_to_device_bytes_per_s'] / 1e9:.1f} GB/s")  # fmt: skip
+    warm_in_parallel(["--ops", options.ops] if ops else [])
+    say("compiled")
+    rows, table = run_all(place, families, limits)
+    write(rows, table, limits)
+    missed = sum(not a["met"] for row in rows for a in row.get("aims", []))
+    failed, skipped = (sum(what in row for row in rows) for what in ("failed", "skipped"))
+    say(f"{len(rows)} cases: {failed} failed, {skipped} left out, {missed} aims missed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""decode_attention and prefill_attention beside torch's SDPA, the shared maximum beside the synchronised softmax."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, relative_error, repeated
+from forebay.kernels import attention, decode_attention, kv_from_activation, paged
+
+DTYPE = torch.bfloat16
+DIM = 128
+# phi, low and high under which every row of normal q and k shares the maximum.
+SHARED = (0.0, -60.0, 60.0)
+
+
+def decode_work(place: Place, batch: int, heads: int, kv_heads: int, context: int, format: str) -> Work:
+    from forebay.kernels.gpu.decode_attention import decode_attention as launch
+
+    batch, heads, kv_heads = place.size(batch, 2), place.size(heads, 4), place.size(kv_heads, 2)
+    context = place.size(context, 150)
+    layout = paged.BlockLayout(64, kv_heads, DIM, format, DTYPE)
+    blocks = -(-context // 64)
+    nbytes = batch * (blocks * layout.record_nbytes + 2 * 2 * heads * DIM)
+    k, v = (normal(place, batch * blocks * 64, kv_heads, DIM) for _ in range(2))
+    table = torch.randperm(batch * blocks).int().view(batch, blocks).to(place.device)
+    slots = (table.long()[:, :, None] * 64 + torch.arange(64, device=place.device)).flatten()
+
+    def pool() -> torch.Tensor:
+        made = paged.allocate(layout, batch * blocks, place.device).zero_()
+        for begin in range(0, len(slots), 1 << 16):  # bounds the scratch of quantising
+            end = begin + (1 << 16)
+            paged.write(made, layout, slots[begin:end], k[begin:end], v[begin:end])
+        return made
+
+    pools = list(repeated(pool, place.copies(nbytes)))
+    q, out = normal(place, batch, heads, DIM), torch.empty(batch, heads, DIM, dtype=DTYPE, device=place.device)
+    lengths, scale = torch.full((batch,), context, device=place.device), DIM**-0.5
+
+    def calls(*softmax: float) -> list[functools.partial]:
+        last = (table, lengths, layout, scale, 0, 0.0, *softmax, out)
+        return [functools.partial(launch, q, one, *last) for one in pools]
+
+    ours = calls(*SHARED)
+    rivals: dict[str, list] = {"synchronised": calls(0.0, 0.0, 0.0)}
+    aims = [Aim("bandwidth", 0.85), Aim("synchronised", 1.1)]
+    if format == "native" and not place.tiny:
+        # queries of a group are rows of one product: the fastest way to give torch grouped queries of one position
+        grouped = q.view(batch, kv_heads, -1, DIM)
+        dense = repeated(lambda: k.view(batch, -1, kv_heads, DIM)[:, :context].transpose(1, 2).contiguous(), len(pools))
+        sdpa = functools.partial(scaled_dot_product_attention, scale=scale)
+        rivals["SDPA"] = [functools.partial(sdpa, grouped, one, one) for one in dense]
+        aims.append(Aim("SDPA", 1.0))
+
+    def want() -> torch.Tensor:
+        return decode_attention.reference(q, pools[0], table, lengths, layout, scale, dtype=torch.float32)
+
+    return Work(f"B={batch} {heads}/{kv_heads} heads, {context} positions, {format}", ours, checked(ours[0], out, want),
+                LIMITS[DTYPE], nbytes, 4 * batch * heads * DIM * context, rivals, tuple(aims))  # fmt: skip
+
+
+def prefill_work(place: Place, heads: int, kv_heads: int, queries: int, window: int, softcap: float) -> Work:
+    from forebay.kernels.gpu.prefill_attention import prefill_attention
+
+    heads, kv_heads, queries = place.size(heads, 4), place.size(kv_heads, 2), place.size(queries, 37)
+    window = place.size(window, min(window, 11))
+    nbytes = 4 * queries * DIM * (heads + kv_heads)
+    count = min(4, place.copies(nbytes))
+    qs = [q.transpose(1, 2) for q in repeated(lambda: normal(place, 1, queries, heads, DIM), count)]
+    k, v = normal(place, 1, kv_heads, queries + 9, DIM), normal(place, 1, kv_heads, queries + 9, DIM, scale=0.5)
+    start, scale = torch.zeros(1, dtype=torch.int64, device=place.device), DIM**-0.5
+    out = torch.empty(1, queries, heads, DIM, dtype=DTYPE, device=place.device)
+    ours = [functools.partial(prefill_attention, q, k, v, start, scale, window, softcap, out) for q in qs]
+    seen = sum(min(i + 1, window or queries) for i in range(queries))
+
+    def want() -> torch.Tensor:
+        return attention.reference(qs[0], k, v, start, scale, window, softcap, torch.float32)
+
+    rivals = {}
+    if not window and not softcap and not place.tiny:
+        kept = [t[:, :, :queries].contiguous() for t in (k, v)]
+        rivals["SDPA"] = [functools.partial(scaled_dot_product_attention, q, *kept, is_causal=True, scale=scale,
+                                            enable_gqa=True) for q in qs]  # fmt: skip
+    kind = f", window {window}" if window else ", softcap" if softcap else ""
+    name = f"{heads}/{kv_heads} heads, {queries} queries{kind}"
+    return Work(name, ours, checked(ours[0], out, want), LIMITS[DTYPE], nbytes, 4 * heads * DIM * seen, rivals)
+
+
+def kv_from_activation_work(place: Place, kv_heads: int, features: int, tokens: int) -> Work:
+    kv_heads, features, tokens = place.size(kv_heads, 2), place.size(features, 72), place.size(tokens, 21)
+    layout = paged.BlockLayout(64, kv_heads, DIM, "native", DTYPE)
+    weight_nbytes = 2 * 2 * kv_heads * DIM * features
+    nbytes = 2 * tokens * features + weight_nbytes + 4 * tokens * kv_heads * DIM
+    blocks = -(-tokens // 64)
+    slots = torch.randperm(blocks * 64, device=place.device)[:tokens]
+    x, gain = normal(place, tokens, features), normal(place, features)
+    cos, sin = normal(place, tokens, DIM), normal(place, tokens, DIM)
+    make = functools.partial(normal, place, kv_heads, DIM, features, scale=features**-0.5)
+    weights = [(w, w.flip(1)) for w in repeated(make, place.copies(nbytes))]
+    pool = paged.allocate(layout, blocks, place.device).zero_()
+    last = (gain, None, None, None, cos, sin, features, "rms", 1e-5, "native", layout)
+    ours = [functools.partial(kv_from_activation.launch, pool, x, slots, *w, *last) for w in weights]
+    table = torch.arange(blocks, dtype=torch.int32, device=place.device)[None]
+
+    def verify() -> float:
+        options = {"norm": "rms", "eps": 1e-5, "dtype": torch.float32}
+        want = kv_from_activation.reference(x, *weights[0], gain, cos=cos, sin=sin, **options)
+        ours[0]()
+        got = (t[0, :, slots].transpose(0, 1) for t in paged.read(pool, layout, table, torch.float32))
+        return max(relative_error(a, b) for a, b in zip(got, want, strict=True))
+
+    both = [functools.partial(torch.nn.functional.linear, x, torch.cat(w).view(-1, features)) for w in weights]
+    return Work(f"{tokens} tokens, H={features}, {kv_heads} heads", ours, verify, LIMITS[DTYPE], nbytes,
+                4 * tokens * features * kv_heads * DIM, {"cuBLAS, projection alone": both})  # fmt: skip
+
+
+def cases(tiny: bool) -> list[Case]:
+    """Llama-3-8B at one and at 16 sequences, and OPT-30B, at 16384 positions; prompts of Llama-3-8B."""
+    decode = functools.partial(decode_work, context=16384)
+    prefill = functools.partial(prefill_work, heads=32, kv_heads=8, queries=2048)
+    kinds = ((0, 0.0), (512, 0.0), (0, 30.0))
+    return [
+        *(Case("decode_attention", functools.partial(decode, batch=b, heads=32, kv_heads=8, format=f))
+          for f in paged.FORMATS for b in (1, 16)),
+        Case("decode_attention", functools.partial(decode, batch=2, heads=56, kv_heads=56, format="native")),
+        *(Case("prefill_attention", functools.partial(prefill, window=w, softcap=c)) for w, c in kinds),
+        Case("kv_from_activation", functools.partial(kv_from_activation_work, kv_heads=8, features=4096, tokens=2048)),
+        Case("kv_from_activation", functools.partial(kv_from_activation_work, kv_heads=56, features=7168, tokens=1024)),
+    ]  # fmt: skip

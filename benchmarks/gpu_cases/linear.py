@@ -1,0 +1,90 @@
+"""linear, linear_w4 and linear_w8 at few rows: every candidate of kernels/gpu/selection.py, beside cuBLAS in bf16."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.gpu_cases.case import LIMITS, Aim, Call, Case, Place, Work, normal, relative_error, repeated
+from forebay.kernels import linear as plain
+from forebay.kernels import linear_w4, linear_w8, packing
+
+GROUP = 128
+DTYPE = torch.bfloat16
+# (N, K) of Llama-3-8B: down, gate or up, fused QKV, output; and of OPT-30B: up, down, QKV or output.
+SHAPES = ((4096, 14336), (14336, 4096), (6144, 4096), (4096, 4096), (28672, 7168), (7168, 28672), (7168, 7168))
+ROWS = (1, 16, 2, 8, 4, 64)
+
+
+def packed_rows(place: Place, n: int, k: int, bits: int) -> Tensor:
+    """A weight of random codes, about normal with variance 1 / K once dequantised."""
+    generator = torch.Generator(place.device).manual_seed(n + k)
+    groups = packing.group_count(k, GROUP)
+    nbytes = groups * GROUP * bits // 8
+    codes = torch.randint(0, 256, (n, nbytes), dtype=torch.uint8, device=place.device, generator=generator)
+    scale = torch.rand(n, groups, device=place.device, generator=generator) * (2**-bits * 8 / k**0.5)
+    return packing.pack_rows(codes, scale.to(DTYPE), (scale * -(2 ** (bits - 1))).to(DTYPE))
+
+
+def _calls(kind: str, x: Tensor, weights: list[Tensor], k: int, impl: str, out: Tensor) -> list[Call]:
+    if kind == "linear":
+        from forebay.kernels.gpu.linear import linear
+
+        return [functools.partial(linear, x, w, out=out, impl=impl) for w in weights]
+    from forebay.kernels.gpu import linear_w4, linear_w8
+
+    launch = linear_w4.linear_w4 if kind == "linear_w4" else linear_w8.linear_w8
+    return [functools.partial(launch, x, w, None, None, k, GROUP, "", DTYPE, out=out, impl=impl) for w in weights]
+
+
+def linear_work(place: Place, kind: str, m: int, n: int, k: int) -> Work:
+    from forebay.kernels.gpu import selection
+
+    n, k = place.size(n, 72), place.size(k, 272)
+    x, out = normal(place, m, k, dtype=DTYPE), torch.empty(m, n, dtype=DTYPE, device=place.device)
+    if kind == "linear":
+        weight_nbytes = 2 * n * k
+        make = functools.partial(normal, place, n, k, dtype=DTYPE, scale=k**-0.5)
+    else:
+        weight_nbytes = n * packing.row_nbytes(k, 4 if kind == "linear_w4" else 8, GROUP)
+        make = functools.partial(packed_rows, place, n, k, 4 if kind == "linear_w4" else 8)
+    nbytes = weight_nbytes + 2 * m * (n + k)
+    weights = list(repeated(make, place.copies(weight_nbytes)))
+    processors = torch.cuda.get_device_properties(place.device).multi_processor_count if not place.tiny else 4
+    names = selection.candidates(kind, m, n, k, processors)[:: place.size(1, 4)]
+    candidates = {name: _calls(kind, x, weights, k, name, out) for name in names}
+    ours = _calls(kind, x, weights, k, "", out)
+
+    def verify() -> float:
+        if kind == "linear":
+            want = plain.reference(x, weights[0])
+        else:
+            op = linear_w4 if kind == "linear_w4" else linear_w8
+            want = op.reference(x, weights[0], None, None, k, GROUP, "", DTYPE)
+        errors = []
+        for calls in (ours, *candidates.values()):
+            out.fill_(torch.nan)
+            calls[0]()
+            errors.append(relative_error(out, want))
+        return max(errors)
+
+    dense = weights if kind == "linear" else list(
+        repeated(functools.partial(normal, place, n, k, dtype=DTYPE, scale=k**-0.5), place.copies(2 * n * k))
+    )
+    rivals = {"cuBLAS bf16": [functools.partial(functional.linear, x, w) for w in dense]}
+    aims = (Aim("cuBLAS bf16", 1.0),) if kind == "linear" else (Aim("bandwidth", 0.75), Aim("cuBLAS bf16", 3.0))
+    return Work(f"M={m} N={n} K={k}", ours, verify, LIMITS[DTYPE], nbytes, 2 * m * n * k, rivals,
+                aims if m <= 16 and kind != "linear_w8" else (), candidates, (kind, m, n, k))  # fmt: skip
+
+
+def cases(tiny: bool) -> list[Case]:
+    """4-bit weights first, at the fewest and the most rows that have an aim; what comes last may be left out."""
+    return [
+        Case(kind, functools.partial(linear_work, kind=kind, m=m, n=n, k=k))
+        for m in (ROWS[:2] if tiny else ROWS)
+        for n, k in (SHAPES[:1] if tiny else SHAPES)
+        for kind in ("linear_w4", "linear", "linear_w8")
+    ]

@@ -1,0 +1,83 @@
+"""rotary, kv_append and rotary_append: what happens to queries, keys and values before attention."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, relative_error, repeated
+from forebay.kernels import kv_append as append
+from forebay.kernels import paged, rotary_append
+from forebay.kernels import rotary as rotation
+
+LIMIT = LIMITS[torch.bfloat16]
+DIM = 128
+
+
+def rotary_work(place: Place) -> Work:
+    from forebay.kernels.gpu.rotary import rotary
+
+    heads, tokens = place.size(32, 3), place.size(4096, 5)
+    nbytes = 2 * tokens * DIM * (2 * heads + 2)
+    cos, sin = normal(place, 1, tokens, DIM), normal(place, 1, tokens, DIM)
+    xs = [x.transpose(1, 2) for x in repeated(lambda: normal(place, 1, tokens, heads, DIM), place.copies(nbytes))]
+    outs = [torch.empty_like(x) for x in xs]
+    ours = [functools.partial(rotary, x, cos, sin, out) for x, out in zip(xs, outs, strict=True)]
+    verify = checked(ours[0], outs[0], lambda: rotation.reference(xs[0].double(), cos.double(), sin.double()))
+    return Work(f"{tokens} tokens, {heads}x{DIM}", ours, verify, LIMIT, nbytes, aims=(Aim("bandwidth", 0.75),))
+
+
+def kv_append_work(place: Place) -> Work:
+    from forebay.kernels.gpu.kv_append import kv_append
+
+    heads, tokens = place.size(8, 3), place.size(4096, 5)
+    nbytes = 2 * 4 * tokens * heads * DIM
+    start = torch.tensor([7], device=place.device)
+    ks = [k.transpose(1, 2) for k in repeated(lambda: normal(place, 1, tokens, heads, DIM), place.copies(nbytes))]
+    caches = [torch.zeros(2, 1, heads, tokens + 16, DIM, dtype=k.dtype, device=k.device) for k in ks]
+    ours = [functools.partial(kv_append, cache[0], cache[1], k, k, start) for k, cache in zip(ks, caches, strict=True)]
+
+    def verify() -> float:
+        want = torch.stack(append.reference(caches[0][0], caches[0][1], ks[0], ks[0], start))
+        ours[0]()
+        return relative_error(caches[0], want)
+
+    return Work(f"{tokens} tokens, {heads}x{DIM}", ours, verify, 0.0, nbytes, aims=(Aim("bandwidth", 0.75),))
+
+
+def rotary_append_work(place: Place, format: str) -> Work:
+    from forebay.kernels.gpu.rotary_append import rotary_append_paged
+
+    q_heads, heads, tokens = place.size(32, 4), place.size(8, 2), place.size(4096, 5)
+    layout = paged.BlockLayout(64, heads, DIM, format, torch.bfloat16)
+    stored = 2 * heads * tokens * (layout.part_nbytes // layout.tokens)
+    nbytes = 2 * tokens * DIM * (2 * q_heads + 2 * heads + 2) + 8 * tokens + stored
+    blocks = -(-tokens // 64) + 1
+    slots = torch.randperm(blocks * 64, device=place.device)[None, :tokens].contiguous()
+    cos, sin = normal(place, 1, tokens, DIM), normal(place, 1, tokens, DIM)
+    qs = [q.transpose(1, 2) for q in repeated(lambda: normal(place, 1, tokens, q_heads, DIM), place.copies(nbytes))]
+    ks = [q[:, :heads].transpose(1, 2).contiguous().transpose(1, 2) for q in qs]
+    pools = [paged.allocate(layout, blocks, place.device).zero_() for _ in qs]
+    outs = [torch.empty_like(q) for q in qs]
+    ours = [functools.partial(rotary_append_paged, q, k, k, cos, sin, slots, pool, layout, out)
+            for q, k, pool, out in zip(qs, ks, pools, outs, strict=True)]  # fmt: skip
+    table = torch.arange(blocks, dtype=torch.int32, device=place.device)[None]
+
+    def verify() -> float:
+        want, want_pool = rotary_append.paged_reference(qs[0], ks[0], ks[0], cos, sin, slots, pools[0], layout)
+        ours[0]()
+        read = (torch.stack(paged.read(pool, layout, table, torch.float32)) for pool in (pools[0], want_pool))
+        return max(relative_error(outs[0], want), relative_error(*read))
+
+    return Work(f"{tokens} tokens, {q_heads}+2x{heads}x{DIM}, {format}", ours, verify, LIMIT, nbytes,
+                aims=(Aim("bandwidth", 0.6),))  # fmt: skip
+
+
+def cases(tiny: bool) -> list[Case]:
+    """Llama-3-8B's heads, one prompt of 4096 tokens."""
+    return [
+        Case("rotary", rotary_work),
+        Case("kv_append", kv_append_work),
+        *(Case("rotary_append", functools.partial(rotary_append_work, format=f)) for f in paged.FORMATS),
+    ]

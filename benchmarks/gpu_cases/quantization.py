@@ -1,0 +1,59 @@
+"""quantize and dequantize, group-wise."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, repeated
+from forebay.kernels import quantize as op
+
+DTYPE = torch.bfloat16
+GROUP = 64
+
+
+def quantize_work(place: Place, bits: int, dim: int) -> Work:
+    from forebay.kernels.gpu.quantize import quantize
+
+    rows, columns = place.size(4096, 5), place.size(4096, 5)
+    count = rows * columns
+    nbytes = count * 2 + count * bits // 8 + 4 * count // GROUP
+    xs = list(repeated(lambda: normal(place, rows, columns, dtype=DTYPE), place.copies(nbytes)))
+    ours = [functools.partial(quantize, x, bits, GROUP, dim, DTYPE) for x in xs]
+
+    def verify() -> float:
+        want = op.reference(xs[0], bits, GROUP, dim, DTYPE)
+        return max(float((a != b).double().mean()) for a, b in zip(ours[0](), want, strict=True))
+
+    return Work(f"{rows}x{columns} along {dim}, {bits} bits", ours, verify, 0.0, nbytes, aims=(Aim("bandwidth", 0.6),))
+
+
+def dequantize_work(place: Place, bits: int, dim: int) -> Work:
+    from forebay.kernels.gpu.quantize import dequantize
+
+    rows, columns = place.size(4096, 5), place.size(4096, 5)
+    count = rows * columns
+    nbytes = count * 2 + count * bits // 8 + 4 * count // GROUP
+    x = normal(place, rows, columns, dtype=DTYPE)
+    parts = op.reference(x, bits, GROUP, dim, DTYPE)
+    packed = list(repeated(lambda: parts[0], place.copies(nbytes)))
+    ours = [functools.partial(dequantize, one, *parts[1:], bits, GROUP, dim, x.shape[dim], DTYPE) for one in packed]
+
+    def verify() -> float:
+        want = op.dequantize_reference(*parts, bits, GROUP, dim, x.shape[dim], torch.float32)
+        out = ours[0]()
+        return checked(lambda: out.copy_(ours[0]()), out, lambda: want)()
+
+    return Work(f"{rows}x{columns} along {dim}, {bits} bits", ours, verify, LIMITS[DTYPE], nbytes,
+                aims=(Aim("bandwidth", 0.6),))  # fmt: skip
+
+
+def cases(tiny: bool) -> list[Case]:
+    """Both directions, widths and dimensions of a 4096 x 4096 matrix."""
+    return [
+        Case(name, functools.partial(work, bits=bits, dim=dim))
+        for name, work in (("quantize", quantize_work), ("dequantize", dequantize_work))
+        for bits in (4, 8)
+        for dim in (-1, 0)
+    ]

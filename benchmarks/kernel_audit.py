@@ -1,0 +1,255 @@
+"""Compile every Triton kernel configuration ahead of time, without a GPU, and print what the compiler made of it.
+
+    python -m benchmarks.kernel_audit [--json] [--suite] [--arch sm_90 ...] [--only linear_w4/flat ...]
+
+For each configuration that `kernels/gpu/*.py` names in `audit_cases()` and each target: registers and stack of a
+thread, shared memory of a block, 128-bit loads, tensor-core instructions, spills, bytes moved by a call and the share
+of them that is the minimum. On NVIDIA these are read from SASS by the disassembler that Triton carries; for gfx942 from
+the assembly. `problems` lists what breaks the bounds that the test suite holds. Results are kept in Triton's own cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forebay.kernels.gpu.audit_case import AuditCase
+
+ARCHS = ("sm_80", "sm_90", "gfx942")
+# Dynamic shared memory that one block may take (CUDA C++ programming guide, table of compute capabilities; CDNA 3 ISA).
+SHARED_NBYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
+MOST_MOVED = 1.05
+
+
+@dataclass(frozen=True)
+class Audited:
+    """One configuration on one target."""
+
+    name: str
+    arch: str
+    registers: int
+    stack_nbytes: int
+    spills: int
+    shared_nbytes: int
+    loads_128: int
+    tensor_instructions: int
+    bytes_moved: int
+    minimum_share: float
+    problems: tuple[str, ...]
+
+
+def discover() -> list[AuditCase]:
+    """The cases of every file in kernels/gpu, by name; ValueError where two have one name."""
+    import forebay.kernels.gpu
+
+    cases: list[AuditCase] = []
+    for folder in forebay.kernels.gpu.__path__:
+        for path in sorted(Path(folder).glob("*.py")):
+            module = importlib.import_module(f"forebay.kernels.gpu.{path.stem}")
+            if hasattr(module, "audit_cases"):
+                cases += module.audit_cases()
+    names = [case.name for case in cases]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"kernel_audit: these cases share a name: {', '.join(twice)}")
+    return cases
+
+
+def compile_case(case: AuditCase, arch: str) -> Any:
+    """triton.compile of a case for a target; nothing but the compiler is needed."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    amd = arch.startswith("gfx")
+    target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    signature = {name: case.signature.get(name, "constexpr") for name in case.fn.arg_names}
+    place = {name: i for i, name in enumerate(case.fn.arg_names)}
+    attrs = {(place[name],): [["tt.divisibility", 16]] for name in case.divisible}
+    source = ASTSource(fn=case.fn, signature=signature, constexprs=dict(case.constants), attrs=attrs)
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    return triton.compile(source, target=target, options=options)
+
+
+def _tool(name: str) -> str:
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a target's assembly says."""
+
+    registers: int
+    stack_nbytes: int
+    spills: int
+    loads_128: int
+    tensor_instructions: int
+
+
+def count_sass(usage: str, sass: str) -> Counts:
+    """Counts from `cuobjdump -res-usage` and `nvdisasm -c` of a cubin."""
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    if found is None:
+        raise ValueError(f"kernel_audit: no resource usage in {usage!r}")
+    instructions = re.findall(r"\b(LDGSTS|LDG|HMMA|IMMA|HGMMA|IGMMA|STL|LDL|UTMALDG)((?:\.\w+)*)", sass)
+    return Counts(
+        registers=int(found[1]),
+        stack_nbytes=int(found[2]) + int(found[3]),
+        spills=sum(name in ("STL", "LDL") for name, _ in instructions),
+        # A bulk tensor copy moves whole lines.
+        loads_128=sum(name == "UTMALDG" or (name.startswith("LDG") and ".128" in rest) for name, rest in instructions),
+        tensor_instructions=sum(name.endswith("MMA") for name, _ in instructions),
+    )
+
+
+def count_amdgcn(text: str) -> Counts:
+    """Counts from the assembly of an AMD kernel and the metadata at its end."""
+
+    def number(pattern: str) -> int:
+        found = re.search(pattern, text)
+        return int(found[1]) if found else 0
+
+    return Counts(
+        registers=number(r"\.vgpr_count:\s+(\d+)"),
+        stack_nbytes=number(r"\.private_segment_fixed_size:\s+(\d+)"),
+        spills=number(r"\.vgpr_spill_count:\s+(\d+)") + number(r"\.sgpr_spill_count:\s+(\d+)"),
+        loads_128=len(re.findall(r"\b(?:global|buffer|flat)_load_dwordx4\b", text)),
+        tensor_instructions=len(re.findall(r"\bv_mfma_", text)),
+    )
+
+
+def count(compiled: Any, arch: str) -> Counts:
+    """Counts of a compiled kernel."""
+    if arch.startswith("gfx"):
+        return count_amdgcn(compiled.asm["amdgcn"])
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        return count_sass(_run(_tool("cuobjdump"), "-res-usage", str(cubin)), _run(_tool("nvdisasm"), "-c", str(cubin)))
+
+
+def problems_of(case: AuditCase, arch: str, counts: Counts, shared_nbytes: int) -> tuple[str, ...]:
+    """The bounds that a configuration breaks on a target; compiling and shared memory are all that is asked on AMD."""
+    found = []
+    if shared_nbytes > SHARED_NBYTES[arch]:
+        found.append(f"{shared_nbytes} bytes of shared memory, the limit is {SHARED_NBYTES[arch]}")
+    if case.bytes_moved > MOST_MOVED * case.minimum_bytes:
+        found.append(f"moves {case.bytes_moved / max(1, case.minimum_bytes):.3f} times the minimum")
+    if arch.startswith("gfx"):
+        return tuple(found)
+    if counts.spills:
+        found.append(f"{counts.spills} local loads and stores")
+    if counts.stack_nbytes:
+        found.append(f"{counts.stack_nbytes} bytes of stack")
+    if counts.loads_128 < case.main_operands:
+        found.append(f"{counts.loads_128} 128-bit loads for {case.main_operands} main operands")
+    if case.uses_dot and not counts.tensor_instructions:
+        found.append("no tensor-core instruction")
+    return tuple(found)
+
+
+def audit_case(case: AuditCase, arch: str) -> Audited:
+    """Compile one case for one target; a compiler's refusal is a problem, not an error."""
+    share = case.minimum_bytes / max(1, case.bytes_moved)
+    try:
+        compiled = compile_case(case, arch)
+    except Exception as error:
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        message = f"does not compile: {type(error).__name__}: {reason}"
+        return Audited(case.name, arch, 0, 0, 0, 0, 0, 0, case.bytes_moved, share, (message,))
+    counts = count(compiled, arch)
+    shared_nbytes = compiled.metadata.shared
+    return Audited(
+        case.name, arch, counts.registers, counts.stack_nbytes, counts.spills, shared_nbytes, counts.loads_128,
+        counts.tensor_instructions, case.bytes_moved, share, problems_of(case, arch, counts, shared_nbytes),
+    )  # fmt: skip
+
+
+def _audit_by_name(name: str, arch: str) -> Audited:
+    return audit_case(_cases_by_name()[name], arch)
+
+
+@functools.cache
+def _cases_by_name() -> dict[str, AuditCase]:
+    return {case.name: case for case in discover()}
+
+
+def select(
+    cases: Iterable[AuditCase], archs: Sequence[str], only: Sequence[str], suite: bool
+) -> list[tuple[AuditCase, str]]:
+    """(case, target) of every case that has one of `only` in its name, or of all, for the targets it is meant for."""
+    return [
+        (case, arch)
+        for case in cases
+        if (case.in_suite or not suite) and (not only or any(part in case.name for part in only))
+        for arch in archs
+        if arch in case.archs
+    ]
+
+
+def audit(
+    archs: Sequence[str] = ARCHS, only: Sequence[str] = (), suite: bool = False, jobs: int = 2
+) -> list[Audited]:
+    """Audit the cases selected, `jobs` at a time; with suite only those that the test suite builds."""
+    chosen = select(_cases_by_name().values(), archs, only, suite)
+    if jobs == 1:
+        return [audit_case(case, arch) for case, arch in chosen]
+    context = multiprocessing.get_context("fork")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        return list(pool.map(_audit_by_name, (c.name for c, _ in chosen), (a for _, a in chosen)))
+
+
+def table(results: Sequence[Audited]) -> str:
+    """The results as aligned text."""
+    head = ("configuration", "arch", "regs", "stack", "spills", "shared", "ld128", "mma", "MB moved", "minimum", "")
+    rows = [
+        (r.name, r.arch, str(r.registers), str(r.stack_nbytes), str(r.spills), str(r.shared_nbytes), str(r.loads_128),
+         str(r.tensor_instructions), f"{r.bytes_moved / 1e6:.2f}", f"{r.minimum_share:.1%}", "; ".join(r.problems))
+        for r in results
+    ]  # fmt: skip
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head) - 1)]
+    lines = []
+    for row in (head, *rows):
+        cells = [row[i].ljust(width) if i < 2 else row[i].rjust(width) for i, width in enumerate(widths)]
+        lines.append("  ".join((*cells, row[-1])).rstrip())
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Audit, print, and return 1 if any configuration breaks a bound."""
+    parser = argparse.ArgumentParser(prog="benchmarks.kernel_audit", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print a JSON list in place of the table")
+    parser.add_argument("--suite", action="store_true", help="only the cases that the test suite builds")
+    parser.add_argument("--arch", nargs="+", choices=ARCHS, default=ARCHS)
+    parser.add_argument("--only", nargs="+", default=(), metavar="PART", help="cases with one of these in their names")
+    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
+    chosen = parser.parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("TRITON_INTERPRET=1 replaces the compiler; unset it")
+    results = audit(chosen.arch, chosen.only, chosen.suite, chosen.jobs)
+    print(json.dumps([asdict(r) for r in results], indent=1) if chosen.json else table(results))
+    return int(any(r.problems for r in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

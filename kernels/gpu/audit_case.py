@@ -1,0 +1,29 @@
+"""One kernel configuration, as `benchmarks.kernel_audit` compiles it ahead of time and counts the bytes it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class AuditCase:
+    """What `triton.compile` needs to build one configuration without a GPU, and what is expected of the result.
+
+    Every file `kernels/gpu/<op>.py` with a kernel has a function `audit_cases() -> list[AuditCase]`.
+    """
+
+    name: str  # "<op>/<implementation>/<configuration>", unique
+    fn: Any  # the raw @triton.jit function
+    signature: Mapping[str, str]  # run-time arguments in the order of fn: "*fp16", "*u8", "i32", "fp32", …
+    constants: Mapping[str, Any]  # tl.constexpr arguments, by name
+    num_warps: int = 4
+    num_stages: int = 2
+    divisible: tuple[str, ...] = ()  # run-time arguments that are multiples of 16 (pointers and strides)
+    uses_dot: bool = False  # tl.dot is taken, so tensor-core instructions must appear
+    main_operands: int = 1  # tensors of size in the bytes moved; each must be loaded 128 bits at a time
+    bytes_moved: int = 0  # read and written by one call at the shape the case stands for, all programs together
+    minimum_bytes: int = 0  # each input read once and each output written once, at that shape
+    archs: tuple[str, ...] = ("sm_80", "sm_90", "gfx942")  # targets this configuration is meant for
+    in_suite: bool = True  # built by the test suite too, not only on the command line

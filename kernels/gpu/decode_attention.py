@@ -1,0 +1,397 @@
+"""`forebay::decode_attention` in Triton: one query per sequence over its cache, the sequence split over programs.
+
+A program takes all query heads of a KV head (padded to 16 rows for the tensor cores) and one share of the positions, so
+K and V are read once. With a unified maximum (FlashDecoding++Next, section III) every share uses exp(x - phi): the loop
+holds no reduction over a row and no rescaling of the accumulator, only element-wise maxima and sums that are reduced
+once at the end. A share whose largest score x of a row leaves phi + low < x < phi + high is computed again for that
+row, in the same program, by the synchronised online softmax; shares carry the maximum they used, so the merge is exact
+for both kinds. Below, the largest score decides rather than each score: a term far below the largest adds nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forebay.kernels.gpu.arguments import check_device, check_tensor, fail
+from forebay.kernels.gpu.audit_case import AuditCase
+from forebay.kernels.gpu.paged import (
+    LOG2E,
+    CacheView,
+    contiguous_view,
+    dot,
+    find_block,
+    lane_values,
+    load_tile,
+    paged_view,
+    place_in_block,
+    round_to,
+    score_factors,
+    score_log2,
+)  # fmt: skip
+from forebay.kernels.paged import BlockLayout, check_pool, check_table
+
+
+class Tile(NamedTuple):
+    """Positions of a tile, warps and pipeline stages."""
+
+    positions: int
+    num_warps: int
+    num_stages: int
+
+
+# By bytes of a row of K once dequantised: tiles of K and V in two stages of flight, two programs or more to a
+# multiprocessor. Four warps at 256 bytes spill on sm_90 with Triton 3.9; dequantised rows do not, and need less room.
+TILES = {"narrow": Tile(64, 4, 3), "usual": Tile(64, 8, 3), "wide": Tile(32, 8, 3), "widest": Tile(16, 4, 2)}
+DEQUANTISED = Tile(64, 4, 3)
+# Programs that are made where the sequences are long enough: eight for each multiprocessor even out the last wave.
+PROGRAMS_PER_PROCESSOR = 8
+MERGED = 16  # shares that the merge takes at a time
+
+
+@triton.jit
+def unified_share(
+    q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, begin, end, oldest,
+    kb, kr, vb, vr, pb, scale_log2, softcap, phi,
+    CAPPED: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr, T: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """(sum of exp2(x - phi) V [M, DP], sum of exp2(x - phi) [M], largest x [M]) from position begin on."""
+    acc = tl.zeros((M, DP), tl.float32)
+    total = tl.zeros((M, T), tl.float32)
+    top = tl.full((M, T), float("-inf"), tl.float32)
+    block = find_block(table_ptr, begin, end, TOKENS, T)
+    for t0 in range(begin, end, T):
+        t = t0 + tl.arange(0, T)
+        seen = (t >= oldest) & (t < end)
+        inside = place_in_block(t, TOKENS)
+        block_after = find_block(table_ptr, t0 + T, end, TOKENS, T)
+        k = load_tile(k_ptr, k_pairs_ptr, block, inside, seen, kb, kr, pb, q.dtype, BITS, D, DP, G, GP)
+        s = tl.where(seen[None, :], score_log2(q, k, scale_log2, softcap, CAPPED), float("-inf"))
+        top = tl.maximum(top, s)
+        p = tl.exp2(s - phi)
+        total += p
+        v = load_tile(v_ptr, v_pairs_ptr, block, inside, seen, vb, vr, pb, q.dtype, BITS, D, DP, G, GP)
+        acc = dot(round_to(p, q.dtype), v, acc)
+        block = block_after
+    return acc, tl.sum(total, 1), tl.max(top, 1)
+
+
+@triton.jit
+def synchronised_share(
+    q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, begin, end, oldest,
+    kb, kr, vb, vr, pb, scale_log2, softcap,
+    CAPPED: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr, T: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """As unified_share, with the largest x so far in place of phi, by the online softmax."""
+    acc = tl.zeros((M, DP), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    top = tl.full((M,), float("-inf"), tl.float32)
+    block = find_block(table_ptr, begin, end, TOKENS, T)
+    for t0 in range(begin, end, T):
+        t = t0 + tl.arange(0, T)
+        seen = (t >= oldest) & (t < end)
+        inside = place_in_block(t, TOKENS)
+        block_after = find_block(table_ptr, t0 + T, end, TOKENS, T)
+        k = load_tile(k_ptr, k_pairs_ptr, block, inside, seen, kb, kr, pb, q.dtype, BITS, D, DP, G, GP)
+        s = tl.where(seen[None, :], score_log2(q, k, scale_log2, softcap, CAPPED), float("-inf"))
+        higher = tl.maximum(top, tl.max(s, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(s - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(p, 1)
+        v = load_tile(v_ptr, v_pairs_ptr, block, inside, seen, vb, vr, pb, q.dtype, BITS, D, DP, G, GP)
+        acc = dot(round_to(p, q.dtype), v, acc * shrink[:, None])
+        top = higher
+        block = block_after
+    return acc, total, top
+
+
+@triton.jit
+def store_share(part_ptr, stat_ptr, share, acc, total, top, keep, d, valid, D: tl.constexpr):
+    """Write rows `keep` of a share: acc at part [share, D], (maximum used, sum) at stat [share, 2]."""
+    tl.store(part_ptr + share[:, None] * D + d[None, :], acc, mask=keep[:, None] & valid[None, :])
+    tl.store(stat_ptr + share * 2, top, mask=keep)
+    tl.store(stat_ptr + share * 2 + 1, total, mask=keep)
+
+
+@triton.jit
+def decode_attention_kernel(
+    q_ptr, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, length_ptr, part_ptr, stat_ptr,
+    qb, qh, kb, kh, kr, vb, vh, vr, pb, ph, table_stride,
+    length_more, kv_heads, group_heads, splits, window, scale_log2, softcap, phi, low, high,
+    UNIFIED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
+    M: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """Program (share, sequence and KV head, M of its query heads)."""
+    split = tl.program_id(0)
+    b = tl.program_id(1) // kv_heads
+    kv_head = tl.program_id(1) % kv_heads
+    member = tl.program_id(2) * M + tl.arange(0, M)
+    present = member < group_heads
+    head = kv_head * group_heads + member
+    d, valid = lane_values(D, DP, G, GP)
+    share = ((b * kv_heads * group_heads + head) * splits + split).to(tl.int64)
+
+    length = (tl.load(length_ptr + b) + length_more).to(tl.int32)
+    oldest = 0
+    if window > 0:
+        oldest = tl.maximum(0, length - window)
+    first = oldest // T * T
+    each = tl.cdiv(tl.cdiv(tl.maximum(length - first, 0), T), splits) * T
+    begin = first + split * each
+    end = tl.minimum(length, begin + each)
+    if begin >= end:
+        nothing = tl.zeros((M,), tl.float32)
+        tl.store(stat_ptr + share * 2, nothing + float("-inf"), mask=present)
+        tl.store(stat_ptr + share * 2 + 1, nothing, mask=present)
+        return
+
+    q_at = b.to(tl.int64) * qb + head * qh
+    q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=present[:, None] & valid[None, :], other=0.0)
+    k_ptr += kv_head.to(tl.int64) * kh
+    v_ptr += kv_head.to(tl.int64) * vh
+    if TOKENS == 0:
+        k_ptr += b.to(tl.int64) * kb
+        v_ptr += b.to(tl.int64) * vb
+    else:
+        table_ptr += b.to(tl.int64) * table_stride
+    if BITS != 0:
+        k_pairs_ptr += kv_head.to(tl.int64) * ph
+        v_pairs_ptr += kv_head.to(tl.int64) * ph
+
+    redo = present
+    if UNIFIED:
+        acc, total, top = unified_share(
+            q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, begin, end, oldest, kb, kr, vb, vr, pb,
+            scale_log2, softcap, phi, CAPPED, BITS, TOKENS, M, T, D, DP, G, GP,
+        )  # fmt: skip
+        # Written so that a row whose maximum is NaN is computed again.
+        inside = (top > phi + low) & (top < phi + high)
+        store_share(part_ptr, stat_ptr, share, acc, total, tl.zeros_like(top) + phi, present & inside, d, valid, D)
+        redo = present & (inside == 0)
+    if tl.max(redo.to(tl.int32), 0) > 0:
+        acc, total, top = synchronised_share(
+            q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, begin, end, oldest, kb, kr, vb, vr, pb,
+            scale_log2, softcap, CAPPED, BITS, TOKENS, M, T, D, DP, G, GP,
+        )  # fmt: skip
+        store_share(part_ptr, stat_ptr, share, acc, total, top, redo, d, valid, D)
+
+
+@triton.jit
+def merge_kernel(
+    part_ptr, stat_ptr, length_ptr, out_ptr, ob, oh, length_more, heads, splits,
+    D: tl.constexpr, DP: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence and head): the shares of a row, each with the maximum it used, into out; no position: zeros."""
+    row = tl.program_id(0)
+    b = row // heads
+    d = tl.arange(0, DP)
+    acc = tl.zeros((DP,), tl.float32)
+    total = 0.0
+    top = float("-inf")
+    for s0 in range(0, splits, SHARES):
+        split = s0 + tl.arange(0, SHARES)
+        share = row.to(tl.int64) * splits + split
+        held = split < splits
+        used = tl.load(stat_ptr + share * 2, mask=held, other=float("-inf"))
+        sums = tl.load(stat_ptr + share * 2 + 1, mask=held, other=0.0)
+        # A share without positions wrote no part.
+        mask = (held & (sums != 0))[:, None] & (d < D)[None, :]
+        part = tl.load(part_ptr + share[:, None] * D + d[None, :], mask=mask, other=0.0)
+        higher = tl.maximum(top, tl.max(used, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(used - base)
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(sums * weight, 0)
+        acc = acc * shrink + tl.sum(part * weight[:, None], 0)
+        top = higher
+    written = tl.load(length_ptr + b) + length_more > 0
+    out = tl.where(written, acc / total, 0.0)
+    at = b.to(tl.int64) * ob + (row % heads) * oh
+    tl.store(out_ptr + at + d, round_to(out, out_ptr.dtype.element_ty), mask=d < D)
+
+
+def tile(row_nbytes: int, bits: int) -> Tile:
+    """The tile for rows of K that take so many bytes once dequantised from so many bits (0: as they are)."""
+    if bits and row_nbytes <= 256:
+        return DEQUANTISED
+    sizes = ((128, "narrow"), (256, "usual"), (512, "wide"))
+    return TILES[next((name for most, name in sizes if row_nbytes <= most), "widest")]
+
+
+def part_nbytes(group_heads: int, dim: int) -> int:
+    """Bytes of one share's partial results."""
+    return 4 * group_heads * (dim + 2)
+
+
+def split_count(
+    rows: int, capacity: int, positions: int, part_nbytes: int, position_nbytes: int, processors: int
+) -> int:
+    """Shares per sequence: programs enough for the chip, and partial results of at most 1 / 24 of the cache's bytes.
+
+    A share writes and reads part_nbytes; a position takes position_nbytes in the cache of one head.
+    """
+    shortest = max(4 * positions, 24 * 2 * part_nbytes // position_nbytes)
+    return max(1, min(-(-PROGRAMS_PER_PROCESSOR * processors // max(1, rows)), capacity // shortest))
+
+
+@functools.cache
+def processor_count(device: torch.device) -> int:
+    """Multiprocessors of a GPU; those of an H200 where there is none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def _launch(
+    q: Tensor, view: CacheView, position_nbytes: int, table: Tensor | None, lengths: Tensor, length_more: int,
+    kv_heads: int, capacity: int, scale: float, window: int, softcap: float, phi: float, low: float, high: float,
+    splits: int | None, out: Tensor,
+) -> None:  # fmt: skip
+    batch, heads, dim = q.shape
+    if q.numel() == 0:
+        return
+    group_heads = heads // kv_heads
+    chosen = tile(view.constants["DP"] * q.dtype.itemsize, view.constants["BITS"])
+    rows = min(64, max(16, triton.next_power_of_2(group_heads)))
+    if splits is None:
+        sizes = (capacity, chosen.positions, part_nbytes(group_heads, dim), position_nbytes)
+        splits = split_count(batch * kv_heads, *sizes, processor_count(q.device))
+    part = torch.empty(batch, heads, splits, dim, dtype=torch.float32, device=q.device)
+    stat = torch.empty(batch, heads, splits, 2, dtype=torch.float32, device=q.device)
+    scale_log2, cap = score_factors(scale, softcap)
+    decode_attention_kernel[(splits, batch * kv_heads, triton.cdiv(group_heads, rows))](
+        q, *view.pointers, table, lengths, part, stat, q.stride(0), q.stride(1), *view.strides,
+        table.stride(0) if table is not None else 0, length_more, kv_heads, group_heads, splits, window,
+        scale_log2, cap, phi * LOG2E, low * LOG2E, high * LOG2E,
+        UNIFIED=high > low, CAPPED=softcap > 0, M=rows, T=chosen.positions, **view.constants,
+        num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+    )  # fmt: skip
+    merge_kernel[(batch * heads,)](
+        part, stat, lengths, out, out.stride(0), out.stride(1), length_more, heads, splits,
+        D=dim, DP=triton.next_power_of_2(dim), SHARES=MERGED, num_warps=4,
+    )  # fmt: skip
+
+
+def _check(op: str, q: Tensor, lengths: Tensor, name: str, kv_heads: int, window: int, out: Tensor) -> None:
+    if q.dim() != 3:
+        fail(op, "q", f"must be [B, H, D], got shape {tuple(q.shape)}")
+    check_tensor(op, "q", q)
+    if kv_heads < 1 or q.shape[1] % kv_heads:
+        fail(op, "kv_heads", f"must divide q's {q.shape[1]} heads, got {kv_heads}")
+    if not 1 <= q.shape[2] <= 256:
+        fail(op, "q", f"must have a head_dim of 1 .. 256, got {q.shape[2]}")
+    if window < 0:
+        fail(op, "window", f"must not be negative, got {window}")
+    check_device(op, name, lengths, q.device)
+    check_tensor(op, name, lengths, dtype=torch.int64, shape=(q.shape[0],))
+    check_tensor(op, "out", out, device=q.device, dtype=q.dtype, shape=q.shape)
+
+
+def decode_attention(
+    q: Tensor, pool: Tensor, table: Tensor, lengths: Tensor, layout: BlockLayout, scale: float, window: int,
+    softcap: float, phi: float, low: float, high: float, out: Tensor, splits: int | None = None,
+) -> None:  # fmt: skip
+    """Fill out [B, H, D] from q [B, H, D] and the blocks of `layout` that table [B, M] names; see the operator.
+
+    phi, low and high as in `SoftmaxRange`; high <= low takes the synchronised softmax throughout. `splits` forces the
+    number of shares per sequence. Nothing is synchronised with the host, so lengths and block numbers are not checked.
+    ValueError names the argument that is wrong, before the launch.
+    """
+    op = "decode_attention"
+    _check(op, q, lengths, "lengths", layout.kv_heads, window, out)
+    check_pool(op, pool, layout)
+    check_tensor(op, "q", q, dtype=layout.dtype, shape=(q.shape[0], q.shape[1], layout.head_dim))
+    check_device(op, "pool", pool, q.device)
+    check_table(op, table, q.shape[0], q.device)
+    _launch(
+        q, paged_view(pool, layout), layout.position_nbytes, table, lengths, 0, layout.kv_heads,
+        table.shape[1] * layout.tokens, scale, window, softcap, phi, low, high, splits, out,
+    )  # fmt: skip
+
+
+def decode_attention_contiguous(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float, out: Tensor,
+    phi: float = 0.0, low: float = 0.0, high: float = 0.0, splits: int | None = None,
+) -> None:  # fmt: skip
+    """`forebay::attention` of one query per sequence: q [B, H, D], k, v [B, Hkv, L, D], start int64 [B] -> out as q.
+
+    The query stands at position start[b] and sees positions up to it. fp32, bf16 or fp16; any strides but D's.
+    """
+    op = "attention"
+    if k.dim() != 4:
+        fail(op, "k", f"must be [B, Hkv, L, D], got shape {tuple(k.shape)}")
+    _check(op, q, start, "start", k.shape[1], window, out)
+    wanted = (q.shape[0], k.shape[1], k.shape[2], q.shape[2])
+    for tensor, name in ((k, "k"), (v, "v")):
+        check_tensor(op, name, tensor, device=q.device, dtype=q.dtype, shape=wanted)
+    _launch(
+        q, contiguous_view(k, v), 2 * q.shape[2] * q.dtype.itemsize, None, start, 1, k.shape[1], k.shape[2],
+        scale, window, softcap, phi, low, high, splits, out,
+    )  # fmt: skip
+
+
+def _case(
+    name: str, format: str, dtype: str, heads: int, kv_heads: int, dim: int, unified: bool, paged: bool
+) -> AuditCase:
+    """One sequence of 16384 positions, in blocks of 64 where paged."""
+    torch_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    layout = BlockLayout(64, kv_heads, dim, format, torch_dtype)
+    length, bits = 16384, layout.bits
+    if paged:
+        view = paged_view(torch.empty(1, layout.record_nbytes, dtype=torch.uint8), layout)
+    else:
+        row = torch.empty(1, kv_heads, 1, dim, dtype=torch_dtype)
+        view = contiguous_view(row, row)
+    chosen = tile(view.constants["DP"] * 2, bits)
+    partial = part_nbytes(heads // kv_heads, dim)
+    splits = split_count(kv_heads, length, chosen.positions, partial, layout.position_nbytes, 132)
+    pointer = "*u8" if bits else f"*{dtype}"
+    absent: dict[str, None] = {}
+    signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer}
+    for n in ("k_pairs_ptr", "v_pairs_ptr"):
+        signature[n] = "*i32" if bits else "constexpr"
+        absent |= {} if bits else {n: None}
+    signature["table_ptr"] = "*i32" if paged else "constexpr"
+    absent |= {} if paged else {"table_ptr": None}
+    signature |= {"length_ptr": "*i64", "part_ptr": "*fp32", "stat_ptr": "*fp32"}
+    strides = ("qb", "qh", "kb", "kh", "kr", "vb", "vh", "vr", "pb", "ph")
+    signature |= dict.fromkeys((*strides, "table_stride"), "i32")
+    signature |= dict.fromkeys(("length_more", "kv_heads", "group_heads", "splits", "window"), "i32")
+    signature |= dict.fromkeys(("scale_log2", "softcap", "phi", "low", "high"), "fp32")
+    minimum = length * kv_heads * layout.position_nbytes + 2 * heads * dim * 2 + (4 * length // 64 if paged else 0)
+    constants: dict[str, Any] = {"UNIFIED": unified, "CAPPED": False, "M": 16, "T": chosen.positions}
+    return AuditCase(
+        name=f"decode_attention/{name}/{dim}x{heads}/{kv_heads}-{dtype}",
+        fn=decode_attention_kernel,
+        signature=signature,
+        constants=constants | view.constants | absent,
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        divisible=(*(n for n, kind in signature.items() if kind.startswith("*")), *strides),
+        uses_dot=True,
+        main_operands=2,
+        bytes_moved=minimum + 2 * kv_heads * splits * partial,
+        minimum_bytes=minimum,
+    )
+
+
+def audit_cases() -> list[AuditCase]:
+    """Llama-3-8B (32 query heads on 8), OPT-30B (56 on 56) and Gemma-2-9B (16 on 8, D = 256), at 16384 positions."""
+    return [
+        _case("unified", "native", "bf16", 32, 8, 128, True, True),
+        _case("synchronised", "native", "bf16", 32, 8, 128, False, True),
+        _case("contiguous", "native", "fp16", 32, 8, 128, True, False),
+        _case("unified", "native", "fp16", 56, 56, 128, True, True),
+        _case("unified", "native", "bf16", 16, 8, 256, True, True),
+        _case("unified", "native", "fp16", 9, 3, 64, True, True),
+        _case("unified-kv8", "kv8", "bf16", 32, 8, 128, True, True),
+        _case("unified-kv4", "kv4", "bf16", 32, 8, 128, True, True),
+        _case("unified-kv8", "kv8", "fp16", 56, 56, 128, True, True),
+        _case("unified-kv4", "kv4", "fp16", 56, 56, 128, True, True),
+    ]

@@ -1,0 +1,368 @@
+"""`linear_w4` and `linear_w8` in Triton: packed rows (`packing`) unpacked in registers on their way to the product.
+
+    gemv    M = 1 or 2: fused multiply-adds in fp32
+    flat    M up to 16: tensor cores, the codes on the wide side of the instruction; K split where N is short
+    large   the same kernel with tiles of 64 rows of x
+
+Codes are read as 32-bit words. A shift, one three-input logic instruction and two packed multiply-adds make two weights
+at once: the code is or-ed into the mantissa of a power of two, which is subtracted again (exact), and q * scale + low
+is rounded once, to x's dtype. The two weights of a word that come out together are four (4 bits) or two (8 bits)
+elements apart, so the product of x is taken over as many interleaved parts of K, each with its own columns of x; no
+value moves between threads. Sums are in fp32. On AMD and in the interpreter plain Triton does the same in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forebay.kernels.gpu import selection
+from forebay.kernels.gpu.arguments import check_tensor, fail
+from forebay.kernels.gpu.audit_case import AuditCase
+from forebay.kernels.gpu.epilogue import finish
+from forebay.kernels.gpu.linear import tile_of
+from forebay.kernels.gpu.linear_arguments import Grid, grid_of, prepare, sm_count, workspace_parts
+
+GROUP_SIZES = (32, 64, 128)
+SCALE_DTYPES = (torch.float16, torch.bfloat16)
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+WIDEN = tl.constexpr(INTERPRETED)  # the interpreter multiplies the bit patterns of bf16 matrices
+
+_HEAD = "{ .reg .b32 t, u, m, g, o, f; "
+_FMA_END = " $0, t, $2, $3; }"
+
+
+def _pair(kind: str, mask: int, magic: int, one: int, offset: int) -> tl.constexpr:
+    """PTX for two 4-bit codes under mask in $1: $0 = ((code | magic) * one + offset) * $2 + $3, two halves at once."""
+    fma = f"fma.rn.{kind}"
+    return tl.constexpr(
+        f"{_HEAD} mov.b32 m, {mask:#x}; mov.b32 g, {magic:#x}; mov.b32 o, {one:#x}; mov.b32 f, {offset:#x};"
+        f" lop3.b32 t, $1, m, g, 0xEA; {fma} t, t, o, f; {fma}{_FMA_END}"
+    )
+
+
+def _byte_pair(kind: str, one: int, mask: int, low: int, high: int, offset: int) -> tl.constexpr:
+    """PTX for two 8-bit codes: their low nibbles under mask in $1, their high ones in $4, both over powers of two.
+
+    (16 q_high + high) + offset is exact and so is its sum with (q_low + low); offset = -(low + high).
+    """
+    fma = f"fma.rn.{kind}"
+    return tl.constexpr(
+        f"{_HEAD} mov.b32 m, {mask:#x}; mov.b32 g, {low:#x}; mov.b32 o, {one:#x}; mov.b32 f, {offset:#x};"
+        f" lop3.b32 t, $1, m, g, 0xEA; mov.b32 g, {high:#x}; lop3.b32 u, $4, m, g, 0xEA;"
+        f" {fma} u, u, o, f; {fma} t, t, o, u; {fma}{_FMA_END}"
+    )
+
+
+# bf16 has 7 mantissa bits: a nibble in bits 0 to 3 of 128; for bytes in bits 3 to 6 of 16 and of 256.
+W4_BF16 = _pair("bf16x2", 0x000F000F, 0x43004300, 0x3F803F80, 0xC300C300)
+W8_BF16 = _byte_pair("bf16x2", 0x3F803F80, 0x00780078, 0x41804180, 0x43804380, 0xC388C388)
+# fp16 has 10: a nibble in bits 0 to 3 of 1024 or, times 1/16, in bits 4 to 7; for bytes in bits 6 to 9 of 16 and 256.
+W4_FP16 = _pair("f16x2", 0x000F000F, 0x64006400, 0x3C003C00, 0xE400E400)
+W4_FP16_HIGH = _pair("f16x2", 0x00F000F0, 0x64006400, 0x2C002C00, 0xD400D400)
+W8_FP16 = _byte_pair("f16x2", 0x3C003C00, 0x03C003C0, 0x4C004C00, 0x5C005C00, 0xDC40DC40)
+
+
+@triton.jit
+def code_of(w, PART: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr):
+    """Code of element PART + HALF * (16 / BITS) of each word w, as fp32."""
+    SHIFT: tl.constexpr = PART * BITS + HALF * 16
+    return ((w >> SHIFT) & ((1 << BITS) - 1)).to(tl.float32)
+
+
+@triton.jit
+def weights_of(w, scale, low, PART: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr):
+    """Weights [BN, 2 W] of elements PART and PART + 16 / BITS of each word of w [BN, W], in turn.
+
+    scale and low [BN, W] are fp32, or with PTX each 32 bits of two equal values of DTYPE.
+    """
+    if PTX:
+        if BITS == 4:
+            if DTYPE.is_bf16():
+                pair = tl.inline_asm_elementwise(
+                    W4_BF16, "=r,r,r,r", [w >> (4 * PART), scale, low], dtype=tl.uint32, is_pure=True, pack=1
+                )
+            elif PART % 2 == 0:
+                pair = tl.inline_asm_elementwise(
+                    W4_FP16, "=r,r,r,r", [w >> (4 * PART), scale, low], dtype=tl.uint32, is_pure=True, pack=1
+                )
+            else:
+                pair = tl.inline_asm_elementwise(
+                    W4_FP16_HIGH, "=r,r,r,r", [w >> (4 * PART - 4), scale, low], dtype=tl.uint32, is_pure=True, pack=1
+                )
+        else:
+            if DTYPE.is_bf16():
+                nibbles = (w << 3) if PART == 0 else (w >> 5)
+                highs = (w >> 1) if PART == 0 else (w >> 9)
+                pair = tl.inline_asm_elementwise(
+                    W8_BF16, "=r,r,r,r,r", [nibbles, scale, low, highs], dtype=tl.uint32, is_pure=True, pack=1
+                )
+            else:
+                nibbles = (w << 6) if PART == 0 else (w >> 2)
+                highs = (w << 2) if PART == 0 else (w >> 6)
+                pair = tl.inline_asm_elementwise(
+                    W8_FP16, "=r,r,r,r,r", [nibbles, scale, low, highs], dtype=tl.uint32, is_pure=True, pack=1
+                )
+        first = (pair & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
+        second = (pair >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
+    else:
+        first = (code_of(w, PART, 0, BITS) * scale + low).to(DTYPE)
+        second = (code_of(w, PART, 1, BITS) * scale + low).to(DTYPE)
+    return tl.reshape(tl.join(first, second), (w.shape[0], 2 * w.shape[1]))
+
+
+@triton.jit
+def spread(value, WORDS: tl.constexpr, PTX: tl.constexpr, DTYPE: tl.constexpr):
+    """value [BN, groups], one per group of WORDS words, for each word: in fp32, or with PTX twice in 32 bits."""
+    if PTX:
+        bits = value.to(DTYPE).to(tl.uint16, bitcast=True).to(tl.uint32)
+        each = bits | (bits << 16)
+    else:
+        each = value.to(tl.float32)
+    wide = tl.broadcast_to(each[:, :, None], (value.shape[0], value.shape[1], WORDS))
+    return tl.reshape(wide, (value.shape[0], value.shape[1] * WORDS))
+
+
+@triton.jit
+def linear_quantized_matrix_kernel(
+    x_ptr, word_ptr, half_ptr, counter_ptr, partial_ptr, out_ptr, bias_ptr, multiplier_ptr, residual_ptr,
+    m, n, om, pm, rm, k, xm, row_units, groups,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MULTIPLIER: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, ACCUMULATE: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of rows and columns, split of K); word_ptr and half_ptr are rows as 32-bit and 16-bit values.
+
+    row_units is the bytes between rows over 16: the compiler learns from the multiplication that rows are aligned.
+    """
+    PER_WORD: tl.constexpr = 32 // BITS
+    WORDS: tl.constexpr = BK // PER_WORD
+    GROUPS: tl.constexpr = BK // GROUP
+    GROUP_WORDS: tl.constexpr = GROUP // PER_WORD
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    tile_m, tile_n = tile_of(tl.cdiv(m, BM), tl.cdiv(n, BN))
+    tile, split = tl.program_id(0), tl.program_id(1)
+    row = tile_m * BM + tl.arange(0, BM)
+    column = tile_n * BN + tl.arange(0, BN)
+    stored = tl.minimum(column, n - 1).to(tl.int64)[:, None]
+    at, word, group = tl.arange(0, BK), tl.arange(0, WORDS), tl.arange(0, GROUPS)
+    steps = tl.cdiv(tl.cdiv(groups, GROUPS), SPLITS)
+    first = split * steps * GROUPS
+    x_at = x_ptr + row.to(tl.int64)[:, None] * xm + (first * GROUP + at)[None, :]
+    word_at = word_ptr + stored * (row_units * 4) + (first * GROUP_WORDS + word)[None, :]
+    scale_at = half_ptr + stored * (row_units * 8) + (groups * (GROUP * BITS // 16) + first + group)[None, :]
+    sums = tl.zeros((BN, BM), tl.float32)
+    for begin in tl.range(first, tl.minimum(groups, first + steps * GROUPS), GROUPS, num_stages=STAGES):
+        left = groups - begin
+        w = tl.load(word_at, mask=word[None, :] < left * GROUP_WORDS, other=0)
+        x = tl.load(x_at, mask=(row < m)[:, None] & (at < k - begin * GROUP)[None, :], other=0.0)
+        there = group[None, :] < left
+        scale = spread(tl.load(scale_at, mask=there, other=0.0), GROUP_WORDS, PTX, DTYPE)
+        low = spread(tl.load(scale_at + groups, mask=there, other=0.0), GROUP_WORDS, PTX, DTYPE)
+        if WIDEN:
+            x = x.to(tl.float32)
+        if BITS == 4:
+            # Element 8 j + 4 h + 2 a + b of x; part 2 a + b holds (j, h).
+            even, odd = tl.split(tl.reshape(x, (BM, WORDS, 2, 2, 2)))
+            x0, x2 = tl.split(even)
+            x1, x3 = tl.split(odd)
+        else:
+            x0, x1 = tl.split(tl.reshape(x, (BM, WORDS, 2, 2)))
+        for part in tl.static_range(PER_WORD // 2):
+            if part == 0:
+                columns = x0
+            elif part == 1:
+                columns = x1
+            elif part == 2:
+                columns = x2
+            else:
+                columns = x3
+            weights = weights_of(w, scale, low, part, BITS, PTX, DTYPE)
+            if WIDEN:
+                weights = weights.to(tl.float32)
+            sums = tl.dot(weights, tl.trans(tl.reshape(columns, (BM, 2 * WORDS))), sums)
+        x_at += BK
+        word_at += WORDS
+        scale_at += GROUPS
+    finish(
+        sums, row[None, :], column[:, None], tl.arange(0, BM)[None, :], tl.arange(0, BN)[:, None], tile, split,
+        counter_ptr, partial_ptr, out_ptr, bias_ptr, multiplier_ptr, residual_ptr, m, n, om, pm, rm,
+        ACTIVATION, HAS_BIAS, HAS_MULTIPLIER, HAS_RESIDUAL, ACCUMULATE, BM, BN, SPLITS,
+    )  # fmt: skip
+
+
+@triton.jit
+def linear_quantized_vector_kernel(
+    x_ptr, word_ptr, half_ptr, counter_ptr, partial_ptr, out_ptr, bias_ptr, multiplier_ptr, residual_ptr,
+    m, n, om, pm, rm, k, xm, row_units, groups,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MULTIPLIER: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of columns, split of K): BM = M is 1 or 2; weights and sums in fp32."""
+    PER_WORD: tl.constexpr = 32 // BITS
+    WORDS: tl.constexpr = BK // PER_WORD
+    GROUPS: tl.constexpr = BK // GROUP
+    GROUP_WORDS: tl.constexpr = GROUP // PER_WORD
+    tile, split = tl.program_id(0), tl.program_id(1)
+    column = tile * BN + tl.arange(0, BN)
+    stored = tl.minimum(column, n - 1).to(tl.int64)[:, None]
+    word, group = tl.arange(0, WORDS), tl.arange(0, GROUPS)
+    steps = tl.cdiv(tl.cdiv(groups, GROUPS), SPLITS)
+    first = split * steps * GROUPS
+    word_at = word_ptr + stored * (row_units * 4) + word[None, :]
+    scale_at = half_ptr + stored * (row_units * 8) + (groups * (GROUP * BITS // 16) + group)[None, :]
+    sum0 = tl.zeros((BN, WORDS), tl.float32)
+    sum1 = tl.zeros((BN, WORDS), tl.float32)
+    for begin in range(first, tl.minimum(groups, first + steps * GROUPS), GROUPS):
+        left = groups - begin
+        w = tl.load(word_at + begin * GROUP_WORDS, mask=word[None, :] < left * GROUP_WORDS, other=0)
+        there = group[None, :] < left
+        scale = spread(tl.load(scale_at + begin, mask=there, other=0.0), GROUP_WORDS, False, tl.float32)
+        low = spread(tl.load(scale_at + begin + groups, mask=there, other=0.0), GROUP_WORDS, False, tl.float32)
+        for element in tl.static_range(PER_WORD):
+            weight = code_of(w, element % (PER_WORD // 2), element // (PER_WORD // 2), BITS) * scale + low
+            place = begin * GROUP + word * PER_WORD + element
+            sum0 += weight * tl.load(x_ptr + place, mask=place < k, other=0.0).to(tl.float32)[None, :]
+            if BM == 2:
+                sum1 += weight * tl.load(x_ptr + xm + place, mask=place < k, other=0.0).to(tl.float32)[None, :]
+    y = tl.join(tl.sum(sum0, 1), tl.sum(sum1, 1)) if BM == 2 else tl.sum(sum0, 1)[:, None]
+    row = tl.arange(0, BM)[None, :]
+    finish(
+        y, row, column[:, None], row, tl.arange(0, BN)[:, None], tile, split, counter_ptr, partial_ptr,
+        out_ptr, bias_ptr, multiplier_ptr, residual_ptr, m, n, om, pm, rm,
+        ACTIVATION, HAS_BIAS, HAS_MULTIPLIER, HAS_RESIDUAL, ACCUMULATE, BM, BN, SPLITS,
+    )  # fmt: skip
+
+
+def plan(
+    op: str, m: int, n: int, k: int, group_size: int, impl: str, multiprocessors: int
+) -> tuple[str, selection.Setting, Grid]:
+    """(implementation, setting, grid) of a launch of op."""
+    name = impl or selection.choose(op, m, n, k)
+    implementation, setting, splits = selection.parse(op, name, m, n, k, multiprocessors)
+    setting = selection.for_group(setting, group_size)
+    return implementation, setting, grid_of(implementation, setting, splits, m, n, k)
+
+
+def check_rows(op: str, rows: Tensor, k: int, bits: int, group_size: int, scale_dtype: torch.dtype, x: Tensor) -> None:
+    """ValueError unless rows are packed rows of k elements on x's device that 128-bit loads can take."""
+    if group_size not in GROUP_SIZES:
+        fail(op, "group_size", f"must be one of {GROUP_SIZES}, got {group_size}")
+    if scale_dtype not in SCALE_DTYPES:
+        fail(op, "scale_dtype", f"must be one of {SCALE_DTYPES}, got {scale_dtype}")
+    groups = -(-k // group_size)
+    nbytes = -(-(groups * group_size * bits // 8 + 4 * groups) // 16) * 16
+    check_tensor(op, "rows", rows, device=x.device, dtype=torch.uint8)
+    if rows.dim() != 2 or rows.shape[1] != nbytes:
+        fail(op, "rows", f"must be [N, {nbytes}] as in_features and group_size ask, got {tuple(rows.shape)}")
+    if rows.shape[0] > 1 and rows.stride(0) % 16:
+        fail(op, "rows", f"must lie a multiple of 16 bytes apart, got strides {rows.stride()}")
+    if rows.storage_offset() % 16:
+        fail(op, "rows", "must start at a multiple of 16 bytes")
+
+
+def run(
+    op: str,
+    bits: int,
+    x: Tensor,
+    rows: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    in_features: int,
+    group_size: int,
+    activation: str,
+    scale_dtype: torch.dtype,
+    out: Tensor | None,
+    impl: str,
+    multiplier: Tensor | None,
+    workspace: Tensor | None,
+) -> Tensor:
+    """Launch op; see linear_w4. ValueError names what is wrong, before the launch."""
+    check_tensor(op, "x", x, dtype=(torch.float16, torch.bfloat16))
+    check_rows(op, rows, in_features, bits, group_size, scale_dtype, x)
+    n, k = rows.shape[0], in_features
+    operands = prepare(op, x, n, k, bias, residual, activation, out, multiplier, False)
+    m = operands.x.shape[0]
+    result = operands.out if out is None else out
+    if result.numel() == 0:
+        return result.view(*x.shape[:-1], n)
+    implementation, setting, grid = plan(op, m, n, max(1, k), group_size, impl, sm_count(x.device))
+    counters, partials = workspace_parts(op, grid, x.device, workspace)
+    vector = implementation == "gemv"
+    kernel: Any = linear_quantized_vector_kernel if vector else linear_quantized_matrix_kernel
+    ptx = torch.version.hip is None and not INTERPRETED
+    kernel[(grid.rows * grid.columns, grid.splits)](
+        operands.x, rows.view(torch.uint32), rows.view(scale_dtype), counters, partials, *operands.arguments(),
+        k, operands.x.stride(0), rows.stride(0) // 16, triton.cdiv(k, group_size),
+        BITS=bits, GROUP=group_size, BM=grid.tile_elements // setting.bn, BN=setting.bn, BK=setting.bk,
+        SPLITS=grid.splits, **operands.constants(),
+        **({} if vector else {"STAGES": setting.stages, "PTX": ptx}), num_warps=setting.warps,
+    )  # fmt: skip
+    return result.view(*x.shape[:-1], n) if out is None else out
+
+
+POINTERS = (
+    "x_ptr", "word_ptr", "half_ptr", "counter_ptr", "partial_ptr", "out_ptr", "bias_ptr", "multiplier_ptr",
+    "residual_ptr",
+)  # fmt: skip
+NUMBERS = ("m", "n", "om", "pm", "rm", "k", "xm", "row_units", "groups")
+
+
+def case(
+    op: str, bits: int, implementation: str, setting: selection.Setting, group: int, m: int, n: int, k: int,
+    dtype: str = "bf16", amd: bool = False, in_suite: bool = False,
+) -> AuditCase:  # fmt: skip
+    """The audit's case of one setting at one shape, bias, SiLU and residual included; scales are of x's dtype."""
+    setting = selection.for_group(setting, group)
+    grid = grid_of(implementation, setting, selection.default_splits(op, setting, m, n, k), m, n, k)
+    vector = implementation == "gemv"
+    signature = {name: f"*{dtype}" for name in POINTERS}
+    signature |= {"word_ptr": "*u32", "counter_ptr": "*i32", "partial_ptr": "*fp32"}
+    groups = -(-k // group)
+    row_nbytes = -(-(groups * group * bits // 8 + 4 * groups) // 16) * 16
+    minimum = n * row_nbytes + 2 * (m * k + 2 * m * n + n)
+    partial = 2 * 4 * m * n * grid.splits if grid.splits > 1 else 0
+    return AuditCase(
+        name=f"{op}/{implementation}/g{group}/{dtype}/m{m}/{setting.name}/s{grid.splits}{'/amd' if amd else ''}",
+        fn=linear_quantized_vector_kernel if vector else linear_quantized_matrix_kernel,
+        signature=signature | {name: "i32" for name in NUMBERS},
+        constants={
+            "BITS": bits, "GROUP": group, "BM": grid.tile_elements // setting.bn, "BN": setting.bn, "BK": setting.bk,
+            "SPLITS": grid.splits, "ACTIVATION": "silu", "HAS_BIAS": True, "HAS_MULTIPLIER": False,
+            "HAS_RESIDUAL": True, "ACCUMULATE": False,
+        } | ({} if vector else {"STAGES": setting.stages, "PTX": not amd}),
+        num_warps=setting.warps,
+        num_stages=setting.stages,
+        divisible=(*POINTERS, *(name for name in NUMBERS if name not in ("m", "row_units"))),
+        uses_dot=not vector,
+        main_operands=1 if m <= 16 else 2,
+        bytes_moved=minimum + partial,
+        minimum_bytes=minimum,
+        in_suite=in_suite,
+        archs=("gfx942",) if amd else (("sm_80", "sm_90", "gfx942") if vector else ("sm_80", "sm_90")),
+    )  # fmt: skip
+
+
+def audit_cases_of(op: str, bits: int, groups: tuple[int, ...]) -> list[AuditCase]:
+    """Llama-3-8B's down projection, K = 14336, N = 4096: every setting, group size and dtype of x."""
+    n, k = 4096, 14336
+    cases = []
+    for group in groups:
+        for implementation, rows in (("gemv", (1, 2)), ("flat", (8, 16)), ("large", (4096,))):
+            settings = selection.SETTINGS[op, implementation]
+            for setting in settings:
+                for m in rows:
+                    usual = setting == settings[0] and group == groups[0]
+                    cases.append(case(op, bits, implementation, setting, group, m, n, k, in_suite=usual))
+                    if implementation != "gemv" and group == groups[0]:
+                        cases.append(case(op, bits, implementation, setting, group, m, n, k, "fp16"))
+                        amd_usual = usual and m == rows[0]
+                        cases.append(
+                            case(op, bits, implementation, setting, group, m, n, k, amd=True, in_suite=amd_usual)
+                        )
+    return cases

@@ -1,0 +1,193 @@
+"""Which implementation of a linear layer runs for y [M, N] = x [M, K] W^T: a table of inflection points made offline.
+
+After FlashDecoding++Next, section IV: for given N and K one implementation is the fastest up to some M, another from
+there on. `choose` only reads the table; `benchmarks.gpu` times `candidates` and `fit` makes the table of the times.
+The answer is a name for the Plan: "<implementation>_<BN>x<BK>[x<BM>]_s<splits>", say "flat_64x256_s4", or the
+implementation alone, which stands for its first setting; without splits it has `default_splits`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+KINDS = ("linear", "linear_w4", "linear_w8")
+IMPLEMENTATIONS = ("gemv", "flat", "large")
+MAX_SPLITS = 32
+# Multiprocessors where the device is not known: an H100's or H200's.
+SM_COUNT = 132
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One configuration: columns of the result and elements of K in a tile, warps, stages, rows of x in a tile."""
+
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+    bm: int = 0  # 0: as many as M asks
+
+    @property
+    def name(self) -> str:
+        return f"{self.bn}x{self.bk}" + (f"x{self.bm}" if self.bm else "")
+
+
+# linear: a stage is 8 to 16 KiB of weight; 132 SMs need 36 KiB each in flight to cover 1 us of latency at 4.8 TB/s.
+# Small BN serve small N; the deep pipelines large N, where one program reads all of K.
+# linear_w4 and linear_w8: a stage is 8 or 16 KiB of codes.
+SETTINGS: dict[tuple[str, str], tuple[Setting, ...]] = {
+    ("linear", "gemv"): (Setting(8, 512, 4, 1), Setting(16, 512, 8, 1)),
+    ("linear", "flat"): (Setting(64, 128, 4, 4), Setting(32, 128, 4, 5), Setting(128, 64, 4, 5), Setting(64, 64, 4, 6)),
+    ("linear", "large"): (Setting(128, 64, 8, 3, 128), Setting(128, 64, 8, 4, 64)),
+    ("linear_w4", "gemv"): (Setting(8, 512, 4, 1),),
+    ("linear_w4", "flat"): (Setting(64, 256, 4, 5), Setting(64, 128, 4, 6), Setting(128, 128, 4, 4)),
+    ("linear_w4", "large"): (Setting(128, 128, 8, 3, 64),),
+    ("linear_w8", "gemv"): (Setting(8, 512, 4, 1),),
+    ("linear_w8", "flat"): (Setting(64, 128, 4, 5), Setting(128, 128, 4, 4)),
+    ("linear_w8", "large"): (Setting(128, 128, 8, 3, 64),),
+}
+WEIGHT_BITS = {"linear": 16, "linear_w4": 4, "linear_w8": 8}
+
+# Rows from which on the next implementation is taken, where nothing was measured. gemv of packed weights spends 5
+# instructions on a code and flat 3.3, so flat is taken from the first row; for plain weights gemv spends 2 per row.
+Points = tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """For one shape of weight: (largest M, name) in the order of M; the last name serves every larger M too."""
+
+    kind: str
+    n: int
+    k: int
+    points: Points
+
+
+DEFAULT_TABLE: tuple[Entry, ...] = (
+    Entry("linear", 4096, 4096, ((2, "gemv"), (16, "flat"), (64, "large_128x64x64"), (1 << 30, "large"))),
+    Entry("linear_w4", 4096, 4096, ((16, "flat"), (1 << 30, "large"))),
+    Entry("linear_w8", 4096, 4096, ((16, "flat"), (1 << 30, "large"))),
+)
+DEFAULT_TABLES: Mapping[str, tuple[Entry, ...]] = {"": DEFAULT_TABLE}
+
+
+def choose(
+    kind: str, m: int, n: int, k: int, device_name: str = "", tables: Mapping[str, tuple[Entry, ...]] = DEFAULT_TABLES
+) -> str:
+    """The name that the table of device_name, or else the one named "", holds for the measured shape nearest to [n, k].
+
+    Nearest is by |log n - log n'| + |log k - log k'|. ValueError for an unknown kind or sizes below 1.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"selection: kind must be one of {KINDS}, got {kind!r}")
+    if min(m, n, k) < 1:
+        raise ValueError(f"selection: m, n and k must be positive, got {(m, n, k)}")
+    entries = [e for e in tables.get(device_name, tables.get("", DEFAULT_TABLE)) if e.kind == kind]
+    if not entries:
+        entries = [e for e in DEFAULT_TABLE if e.kind == kind]
+    entry = min(entries, key=lambda e: abs(math.log(e.n / n)) + abs(math.log(e.k / k)))
+    name = next((name for limit, name in entry.points if m <= limit), entry.points[-1][1])
+    return name
+
+
+def serves(implementation: str, m: int) -> bool:
+    """Whether an implementation takes m rows: gemv 1 or 2, flat up to 16."""
+    return m <= {"gemv": 2, "flat": 16}.get(implementation, m)
+
+
+def candidates(kind: str, m: int, n: int, k: int, sm_count: int = SM_COUNT) -> list[str]:
+    """Names worth timing for this shape: every setting, with the default number of splits, half and twice of it."""
+    names = []
+    for implementation in IMPLEMENTATIONS:
+        if not serves(implementation, m) or (implementation == "large" and m <= 8):
+            continue
+        for setting in SETTINGS[kind, implementation]:
+            usual = default_splits(kind, setting, m, n, k, sm_count)
+            most = max(1, -(-k // setting.bk))
+            for splits in sorted({max(1, usual // 2), usual, min(2 * usual, most, MAX_SPLITS)}):
+                names.append(f"{implementation}_{setting.name}_s{splits}")
+    return names
+
+
+def tile_rows(implementation: str, setting: Setting, m: int) -> int:
+    """Rows of x in a tile: M for gemv, 8 or 16 for flat, the setting's for large."""
+    if implementation == "gemv":
+        return m
+    return setting.bm or (8 if m <= 8 else 16)
+
+
+def default_splits(kind: str, setting: Setting, m: int, n: int, k: int, sm_count: int = SM_COUNT) -> int:
+    """Parts of K that keep two programs on every multiprocessor, as long as each part has four tiles of K.
+
+    The parts' fp32 sums are written and read once: beyond two parts they may be 5 % of the weight's bytes.
+    """
+    tiles = -(-n // setting.bn) * (-(-m // setting.bm) if setting.bm else 1)
+    cheap = max(2, k * WEIGHT_BITS[kind] // (1280 * max(1, m)))
+    return max(1, min(2 * sm_count // max(1, tiles), -(-k // setting.bk) // 4, cheap, MAX_SPLITS))
+
+
+def parse(kind: str, name: str, m: int, n: int, k: int, sm_count: int = SM_COUNT) -> tuple[str, Setting, int]:
+    """(implementation, setting, splits) of a name; ValueError where it is none, or does not take m rows."""
+    implementation, *rest = name.split("_")
+    settings = SETTINGS.get((kind, implementation), ())
+    if not settings or not serves(implementation, m) or len(rest) > 2:
+        raise ValueError(f"{kind}: impl must be one of {IMPLEMENTATIONS} that takes {m} rows, got {name!r}")
+    found = [s for s in settings if not rest or s.name == rest[0]]
+    if not found:
+        raise ValueError(f"{kind}: impl must name a setting of {[s.name for s in settings]}, got {name!r}")
+    if len(rest) < 2:
+        return implementation, found[0], default_splits(kind, found[0], m, n, k, sm_count)
+    splits = int(rest[1][1:]) if rest[1][:1] == "s" and rest[1][1:].isdecimal() else 0
+    if not 1 <= splits <= MAX_SPLITS:
+        raise ValueError(f"{kind}: impl must end in _s1 to _s{MAX_SPLITS}, got {name!r}")
+    return implementation, found[0], splits
+
+
+def for_group(setting: Setting, group_size: int) -> Setting:
+    """The setting with tiles of K made of whole groups."""
+    return replace(setting, bk=max(setting.bk, group_size))
+
+
+def fit(times_s: Mapping[tuple[str, int, int, int], Mapping[str, float]]) -> tuple[Entry, ...]:
+    """The table of inflection points from {(kind, m, n, k): {name: time_s}}: the fastest name at each M measured."""
+    shapes = sorted({(kind, n, k) for kind, _, n, k in times_s})
+    entries = []
+    for kind, n, k in shapes:
+        points: list[tuple[int, str]] = []
+        for m in sorted(key[1] for key in times_s if (key[0], *key[2:]) == (kind, n, k)):
+            times = times_s[kind, m, n, k]
+            best = min(times, key=times.__getitem__)
+            if points and points[-1][1] == best:
+                points[-1] = (m, best)
+            else:
+                points.append((m, best))
+        implementation = points[-1][1].split("_")[0]
+        if implementation != "large":
+            points.append((1 << 30, "large"))
+        entries.append(Entry(kind, n, k, tuple(points)))
+    return tuple(entries)
+
+
+def save_tables(tables: Mapping[str, Iterable[Entry]], path: str | Path) -> None:
+    """Write tables by device name as JSON."""
+    data = {device: [[e.kind, e.n, e.k, e.points] for e in entries] for device, entries in tables.items()}
+    Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def load_tables(path: str | Path) -> dict[str, tuple[Entry, ...]]:
+    """Read what save_tables wrote; ValueError where a kind or a name is unknown."""
+    data = json.loads(Path(path).read_text(encoding="utf-8"))
+    tables = {}
+    for device, entries in data.items():
+        made = tuple(Entry(kind, n, k, tuple((m, name) for m, name in points)) for kind, n, k, points in entries)
+        for entry in made:
+            if entry.kind not in KINDS:
+                raise ValueError(f"selection: {path}: kind must be one of {KINDS}, got {entry.kind!r}")
+            for _, name in entry.points:
+                parse(entry.kind, name, 1, entry.n, entry.k)
+        tables[device] = made
+    return tables

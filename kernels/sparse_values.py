@@ -1,0 +1,75 @@
+"""`forebay::sparse_values`: attention's sum over the value rows of the `keep` largest weights of each query.
+
+FlexGen section 5: the other rows are dropped, which saves loading them; the weights that stay are not scaled up. Among
+equal weights at the border torch.topk chooses.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def reference(weights: Tensor, v: Tensor, keep: int) -> Tensor:
+    """The definition in float64, on any device: the weights that are dropped set to zero, and a dense product."""
+    heads, seen = weights.shape[1], weights.shape[3]
+    kept, index = torch.topk(weights.double(), keep, dim=-1)
+    sparse = torch.zeros(weights.shape, dtype=torch.float64, device=weights.device).scatter(-1, index, kept)
+    values = v[:, :, :seen].double().repeat_interleave(heads // v.shape[1], 1)
+    return (sparse @ values).transpose(1, 2)
+
+
+def _fail(argument: str, problem: str) -> None:
+    raise ValueError(f"sparse_values: {argument} {problem}")
+
+
+def check(weights: Tensor, v: Tensor, keep: int) -> None:
+    """ValueError names the argument whose shape, dtype, device or value is wrong."""
+    for tensor, name, wanted in ((weights, "weights", "[B, H, S, T]"), (v, "v", "[B, Hkv, L, D]")):
+        if tensor.dim() != 4:
+            _fail(name, f"must be {wanted}, got shape {tuple(tensor.shape)}")
+        if tensor.dtype not in FLOATS:
+            _fail(name, f"must be fp32, bf16 or fp16, got {tensor.dtype}")
+    if weights.device != v.device:
+        _fail("weights", f"must be on v's device {v.device}, got {weights.device}")
+    batch, heads, _, seen = weights.shape
+    if v.shape[0] != batch or v.shape[1] == 0 or heads % v.shape[1] or v.shape[2] < seen:
+        _fail("v", f"must be [{batch}, a divisor of {heads}, at least {seen}, D], got shape {tuple(v.shape)}")
+    if not 0 < keep <= seen:
+        _fail("keep", f"must be in 1 .. {seen}, got {keep}")
+
+
+@torch.library.custom_op("forebay::sparse_values", mutates_args=(), device_types="cpu")
+def sparse_values(weights: Tensor, v: Tensor, keep: int) -> Tensor:
+    """weights [B, H, S, T] after softmax, value cache v [B, Hkv, L, D], L >= T -> [B, S, H, D] of v's dtype.
+
+    Sums are taken in fp32. ValueError names the argument that is wrong.
+    """
+    check(weights, v, keep)
+    batch, heads, queries, _ = weights.shape
+    kept, index = torch.topk(weights, keep, dim=-1, sorted=False)
+    groups = heads // v.shape[1]
+    sequence = torch.arange(batch)[:, None, None, None]
+    head = (torch.arange(heads) // groups)[:, None, None]
+    out = v.new_empty(batch, queries, heads, v.shape[3])
+    for s in range(queries):  # one query's rows at a time bounds the scratch to keep rows per head
+        rows = v[sequence, head, index[:, :, s : s + 1]].float()  # [B, H, 1, keep, D]
+        out[:, s] = (kept[:, :, s : s + 1, None].float() @ rows)[:, :, 0, 0]
+    return out
+
+
+@sparse_values.register_kernel("cuda")
+def _(weights: Tensor, v: Tensor, keep: int) -> Tensor:
+    from forebay.kernels.gpu.sparse_values import sparse_values as launch
+
+    check(weights, v, keep)
+    out = v.new_empty(weights.shape[0], weights.shape[2], weights.shape[1], v.shape[3])
+    launch(weights, v, keep, out)
+    return out
+
+
+@sparse_values.register_fake
+def _(weights: Tensor, v: Tensor, keep: int) -> Tensor:
+    return v.new_empty(weights.shape[0], weights.shape[2], weights.shape[1], v.shape[3])

@@ -1,0 +1,46 @@
+"""`forebay calibrate`: the command around `calibrate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forebay.terminal import clean_errors, say
+
+
+def calibrate_command(
+    model: Annotated[str, typer.Argument(
+        metavar="MODEL", help="A folder with a safetensors checkpoint, a .gguf file, or 'demo'.")],
+    prompts: Annotated[Path, typer.Option(help='JSONL: {"prompt": "…"} or {"messages": […]}.')],
+    output: Annotated[Path, typer.Option(help="Where to write the calibration, JSON.")],
+    budget: Annotated[str, typer.Option(
+        "--budget", metavar="TIER=SIZE,…", help="What may be used, e.g. device=120MiB,host=2GB,disk=/path.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt that are looked at, at most.")] = 512,
+    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
+    dtype: Annotated[str, typer.Option(help="fp16 or bf16: for which the printed ranges are chosen.")] = "bf16",
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:  # fmt: skip
+    """Measure the attention scores of real prompts, for decode attention with a shared softmax maximum."""
+    with clean_errors(debug):
+        import torch
+
+        from forebay.calibrate import calibrate
+        from forebay.prompts import JobError, encode, load_tokenizer, read_requests
+        from forebay.rewriter.demo import resolve_model
+
+        chosen = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(dtype)
+        if chosen is None:
+            raise JobError(f"--dtype must be fp16 or bf16, found {dtype!r}")
+        folder = resolve_model(model)
+        requests, _ = read_requests(prompts)
+        encoded, bad = encode(requests, load_tokenizer(folder), chat=chat, most_tokens=0)
+        for line in bad:
+            say(f"{prompts}, line {line.line}: {line.reason}")
+        if not encoded:
+            raise JobError(f"{prompts} holds no prompt that can be used")
+        found = calibrate(folder, [torch.tensor(p.ids[:tokens]) for p in encoded], budget)
+        found.save(output)
+        print(found.table(chosen))
+        say(f"{found.prompts} prompts, {found.tokens} tokens; written to {output}")

@@ -1,0 +1,112 @@
+"""Calibration: scores seen through the streaming runtime are those of the model, and the ranges chosen hold them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forebay.calibrate import Calibration, LayerScores, calibrate, score_extremes
+
+
+def scores_of(model: Any, prompts: list[torch.Tensor]) -> dict[int, tuple[float, float]]:
+    """Layer -> (least, largest) visible score, by transformers' own attention with its inputs noted."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    found: dict[int, tuple[float, float]] = {}
+
+    def noting(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        scores = query.double() @ keys.double().mT * kwargs["scaling"]
+        seen = scores[..., torch.ones(scores.shape[-2:], dtype=torch.bool).tril()]
+        old = found.get(module.layer_idx, (math.inf, -math.inf))
+        found[module.layer_idx] = min(old[0], seen.min().item()), max(old[1], seen.max().item())
+        return sdpa_attention_forward(module, query, key, *args, **kwargs)
+
+    AttentionInterface.register("noting", noting)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("noting")
+    try:
+        with torch.no_grad():
+            for prompt in prompts:
+                model(prompt[None])
+    finally:
+        model.set_attn_implementation(before)
+    return found
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_extremes_are_those_of_the_model(llama_checkpoint: Any, tmp_path: Path, batch: int) -> None:
+    """Prompts of unequal length, padding not counted, weights streamed from disk."""
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(3, 997, (n,), generator=generator) for n in (21, 5, 9)]
+    budget = {"device": llama_checkpoint.nbytes * 3 // 4, "disk": str(tmp_path)}
+    found = calibrate(llama_checkpoint.folder, prompts, budget, batch=batch)
+    expected = scores_of(llama_checkpoint.model, prompts)
+    assert [s.layer for s in found.layers] == sorted(expected) and found.tokens == 35
+    heads = llama_checkpoint.model.config.num_attention_heads
+    for seen in found.layers:
+        least, largest = expected[seen.layer]
+        assert seen.rows >= 35 * heads
+        assert math.isclose(seen.least, least, rel_tol=1e-4, abs_tol=1e-5)
+        assert math.isclose(seen.largest, largest, rel_tol=1e-4, abs_tol=1e-5)
+        assert seen.least <= seen.least_maximum <= seen.largest
+    path = tmp_path / "calibration.json"
+    found.save(path)
+    assert Calibration.load(path) == found
+
+
+def test_window_and_softcap_and_shares() -> None:
+    q = torch.ones(1, 1, 1, 1)
+    k = torch.arange(600.0).view(1, 1, 600, 1)
+    start, length = torch.tensor([599]), torch.tensor([600])
+    assert score_extremes(q, k, start, length, 1.0, 0, 0.0) == (1, 0.0, 599.0, 255.0)
+    assert score_extremes(q, k, start, length, 1.0, 100, 0.0) == (1, 500.0, 599.0, 511.0)
+    rows, _, largest, _ = score_extremes(q, k, start, length, 1.0, 0, 5.0)
+    assert rows == 1 and math.isclose(largest, 5.0, abs_tol=1e-6)
+    assert score_extremes(q, k, start, torch.tensor([0]), 1.0, 0, 0.0)[0] == 0, "an idle row"
+
+
+def test_ranges_hold_what_was_seen_and_wide_layers_take_the_safe_path() -> None:
+    for dtype, spread in ((torch.float16, 14.0), (torch.bfloat16, 100.0)):
+        seen = LayerScores(0, 10, -200.0, 7.0, 7.0 - spread)
+        phi, low, high = seen.softmax_range(dtype)
+        assert phi + low < seen.least_maximum - 2.0 and seen.largest + 2.0 <= phi + high
+        wide = LayerScores(0, 10, -200.0, 7.0, 7.0 - spread - 20.0)
+        assert wide.softmax_range(dtype) == (0.0, 0.0, 0.0)
+    assert LayerScores(0, 1, -1.0, math.inf, 1.0).softmax_range(torch.bfloat16) == (0.0, 0.0, 0.0)
+
+
+def test_bad_input_is_refused(llama_checkpoint: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        calibrate(llama_checkpoint.folder, [], 1 << 20)
+    (tmp_path / "x.json").write_text('{"layers": [{}]}')
+    with pytest.raises(ValueError, match="not a calibration"):
+        Calibration.load(tmp_path / "x.json")
+
+
+def test_the_command(llama_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    typer = pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    import forebay.prompts
+    from forebay.calibrate_command import calibrate_command
+
+    def tokenizer(text: str) -> dict[str, list[int]]:
+        return {"input_ids": [3 + ord(c) % 900 for c in text]}
+
+    monkeypatch.setattr(forebay.prompts, "load_tokenizer", lambda folder: tokenizer)
+    app = typer.Typer()
+    app.command()(calibrate_command)
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    prompts.write_text('{"prompt": "one two three"}\n')
+    arguments = [str(llama_checkpoint.folder), "--prompts", str(prompts), "--output", str(output), "--tokens", "7"]
+    result = CliRunner().invoke(app, [*arguments, "--budget", f"device={llama_checkpoint.nbytes}"])
+    assert result.exit_code == 0, result.output
+    assert "phi" in result.output and Calibration.load(output).tokens == 7
+    result = CliRunner().invoke(app, [*arguments, "--budget", "device=1MiB", "--dtype", "fp8"])
+    assert result.exit_code == 2
