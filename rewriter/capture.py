@@ -19,13 +19,16 @@ __all__ = ["CaptureError", "capture_model"]
 
 
 def capture_model(
-    config_or_model: PreTrainedConfig | nn.Module, *, dtype: torch.dtype | None = None, all_positions: bool = False
+    config_or_model: PreTrainedConfig | nn.Module, *, dtype: torch.dtype | None = None, all_positions: bool = False,
+    scores: bool = False,
 ) -> CapturedModel:
     """Capture a causal language model from its transformers config, or from a model in memory.
 
     No weight is allocated or copied: a model in memory is read for its config and its parameters' names and shapes.
     `dtype` overrides the config's (or the model's). The step graph returns logits [B, V] at the token `last`, or
-    [B, S, V] with `all_positions`. Sizes B, S and L stay symbolic and may be 1. Raises `CaptureError` for a model
+    [B, S, V] with `all_positions`. With `scores` it returns float32 [B, S, 2]: the natural logarithm of the
+    probability that each token gives to the one after it, and 1 where none was likelier, else 0; `last` [B] is then
+    the token that follows the chunk. Sizes B, S and L stay symbolic and may be 1. Raises `CaptureError` for a model
     whose attention cannot be replaced, or whose layers are not a plain chain.
     """
     from forebay.rewriter.capture_trace import trace_model
@@ -46,7 +49,7 @@ def capture_model(
             model = _build(cls, config, dtype)
             if given is not None:
                 _check_same_parameters(given, model)
-            return trace_model(model, all_positions)
+            return trace_model(model, "scores" if scores else "all" if all_positions else "last")
         except CaptureError as error:
             raise CaptureError(f"{title}: {error}") from error
         except Exception as error:  # whatever the model's own code or the tracer objects to

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from forebay.rewriter.graph import CacheSpec, CapturedModel
 # Example sizes: unequal, so that a size mistaken for another shows, and none is 1, which tracing would specialise.
 _B, _S, _L = 3, 7, 19
 _last: ContextVar[torch.Tensor] = ContextVar("forebay_last")  # read by the hook on the head
+Wanted = Literal["last", "all", "scores"]  # logits of the token `last`, of every token, or what `_score` gives
 _BATCH, _SEQ, _LEN = Dim("B", min=1), Dim("S", min=1), Dim("L", min=1)
 
 
@@ -48,15 +49,15 @@ class _Probe:
 
 
 class _Step(nn.Module):
-    """The model with its layers taken out: tokens in, logits out."""
+    """The model with its layers taken out: tokens in, logits or scores out."""
 
-    def __init__(self, model: Any, calls: LayerCalls, all_positions: bool) -> None:
+    def __init__(self, model: Any, calls: LayerCalls, wanted: Wanted) -> None:
         super().__init__()
         self.model = model
         self.calls = calls
-        self.all_positions = all_positions
+        self.wanted = wanted
         self.cache = TracedCache(_no_store)
-        if not all_positions:
+        if wanted == "last":
             head = model.get_output_embeddings()
             if head is None:
                 raise CaptureError("it has no output embeddings")
@@ -78,7 +79,16 @@ class _Step(nn.Module):
                 use_cache=True,
                 return_dict=True,
             )
-        return out.logits if self.all_positions else out.logits[:, 0]
+        if self.wanted == "scores":
+            return _score(out.logits, torch.cat((input_ids, last[:, None]), 1)[:, 1:])
+        return out.logits if self.wanted == "all" else out.logits[:, 0]
+
+
+def _score(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """[B, S, 2] float32 of logits [B, S, V] and targets [B, S]: log probability, and whether it is the highest."""
+    logarithms = torch.log_softmax(logits.float(), -1)
+    chosen = logarithms.gather(-1, targets[..., None])[..., 0]
+    return torch.stack((chosen, (logarithms.argmax(-1) == targets).float()), -1)
 
 
 class _Layer(nn.Module):
@@ -108,7 +118,7 @@ def _no_store(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     raise CaptureError("it stores keys and values outside its repeated layers")
 
 
-def trace_model(model: Any, all_positions: bool) -> CapturedModel:
+def trace_model(model: Any, wanted: Wanted) -> CapturedModel:
     """Trace `model`, which is on the meta device and has our attention, into a `CapturedModel`."""
     found = find_layers(model)
     if found is None:
@@ -116,18 +126,19 @@ def trace_model(model: Any, all_positions: bool) -> CapturedModel:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise CaptureError("it does not accept position_ids, so sequences of unequal length cannot share a batch")
     path, layers = found
-    tracer = _Tracer(model, path, list(layers), all_positions)
+    tracer = _Tracer(model, path, list(layers), wanted)
     try:
         kinds, kind_of_layer = tracer.trace_layers(("layer_idx",))
     except LayerIndexUsed:  # then layers that differ in nothing but their index are different kinds
         kinds, kind_of_layer = tracer.trace_layers(())
-    return join(model, list(layers), path, tracer.names, tracer.program, tracer.calls, kinds, kind_of_layer)
+    joined = join(model, list(layers), path, tracer.names, tracer.program, tracer.calls, kinds, kind_of_layer)
+    return replace(joined, vocab_size=model.get_output_embeddings().weight.shape[0]) if wanted == "scores" else joined
 
 
 class _Tracer:
     """Holds the model while its outer part is traced, at once, and its kinds of layers, afterwards."""
 
-    def __init__(self, model: Any, path: str, layers: list[nn.Module], all_positions: bool) -> None:
+    def __init__(self, model: Any, path: str, layers: list[nn.Module], wanted: Wanted) -> None:
         self.layers = layers
         self.names = _canonical_names(model)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
@@ -139,7 +150,7 @@ class _Tracer:
         parent, _, attribute = path.rpartition(".")
         stubs = nn.ModuleList(LayerStub(i, layer, self._call_layer) for i, layer in enumerate(layers))
         setattr(model.get_submodule(parent), attribute, stubs)
-        self.step = _Step(model, self.calls, all_positions)
+        self.step = _Step(model, self.calls, wanted)
         self._make_fake(model)
         with self.mode:
             tokens = torch.zeros(_B, _S, dtype=torch.int64)

@@ -16,8 +16,12 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from forebay.rewriter.quantized_checkpoint import Packed
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -53,7 +57,10 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """Where one tensor lies: `nbytes` bytes at the absolute byte `offset` of the file `path`."""
+    """Where one tensor lies: `nbytes` bytes at the absolute byte `offset` of the file `path`.
+
+    `dtype` and `shape` are those of the bytes; of a quantised weight, `packed` says what they mean.
+    """
 
     name: str
     path: str
@@ -61,6 +68,7 @@ class TensorRecord:
     nbytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    packed: Packed | None = None
 
 
 @dataclass(frozen=True)
@@ -84,13 +92,18 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a folder (model.safetensors, or model.safetensors.index.json and its shards) or one .safetensors file.
+    """Open a folder (model.safetensors, or model.safetensors.index.json and its shards; or a quantised model) or one
+    .safetensors file.
 
     Only headers are read and every one is checked against its file, so a truncated file, a hole, an overlap or a
     duplicate raises CheckpointError here and not in the middle of a run. Pickle checkpoints are refused.
     """
     path = Path(path).expanduser()
     if path.is_dir():
+        from forebay.rewriter.quantized_checkpoint import is_quantized, open_quantized
+
+        if is_quantized(path):
+            return open_quantized(path)
         folder = path
         if (path / SINGLE).exists():
             tensors = read_header(path / SINGLE)

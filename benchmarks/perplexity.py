@@ -1,0 +1,192 @@
+"""What quantisation costs in perplexity, beside other quantisers: `python -m benchmarks.perplexity`.
+
+SmolLM2-135M from its Q4_1 GGUF, dequantised to float32, is the reference. Every row of ours is the transformers model
+with each weight of its linear layers (not the head, not the embedding) replaced by what `forebay::quantize` followed by
+`forebay::dequantize` gives, or with the keys and values of its attention so treated: the numbers that streaming the
+packed bytes must reproduce. Peers in the same run, where installed: torchao (int4, asymmetric) and HQQ (4 bits, its
+half-quadratic search), at the same group size, and llama.cpp on the GGUF file itself (through xllamacpp). llama.cpp's
+server gives the probabilities of one next token per request, so its row has few tokens, and the reference is repeated
+on them. Windows of 512 tokens, each predicted from its own start; see `forebay.evaluate.perplexity`.
+
+Weights that come from Q4_1 lie on a grid of 32: w4g32 finds it again and is exact, while every coarser 4-bit group
+rounds a second time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forebay.kernels import packing
+from forebay.kernels.quantize import dequantize, quantize
+from forebay.rewriter.demo import demo_gguf, resolve_model
+from forebay.rewriter.quantized_checkpoint import parse_format
+
+TEXT = Path(__file__).resolve().parent.parent / "examples/text/stories.txt"
+WINDOW = 512
+GROUP = 64  # of the peers
+FEW = 1000  # probabilities asked of llama.cpp at first; all 49152 make an answer of 5 MB
+
+Treat = Callable[[torch.Tensor], torch.Tensor]
+Row = dict[str, Any]
+
+
+def rounded(x: torch.Tensor, bits: int, group_size: int, rounding: str = "minmax") -> torch.Tensor:
+    """x quantised along its last dimension and dequantised."""
+    parts = quantize(x.contiguous(), bits, group_size, -1, torch.float16, rounding)
+    return dequantize(*parts, bits, group_size, -1, x.shape[-1], x.dtype)
+
+
+def by_format(name: str, rounding: str = "minmax") -> Treat:
+    bits, group_size = parse_format(name)
+    return lambda w: rounded(w, bits, group_size, rounding)
+
+
+def by_torchao(w: torch.Tensor) -> torch.Tensor:
+    from torchao.quantization import IntxWeightOnlyConfig, quantize_
+    from torchao.quantization.granularity import PerGroup
+    from torchao.quantization.quant_primitives import MappingType
+
+    layer = torch.nn.Linear(w.shape[1], w.shape[0], bias=False)
+    layer.weight = torch.nn.Parameter(w.clone())
+    quantize_(layer, IntxWeightOnlyConfig(torch.int4, PerGroup(GROUP), MappingType.ASYMMETRIC))
+    return layer.weight.dequantize().detach()
+
+
+def by_hqq(w: torch.Tensor) -> torch.Tensor:
+    from hqq.core.quantize import Quantizer
+
+    packed, meta = Quantizer.quantize(w, nbits=4, group_size=GROUP, axis=1, device="cpu", compute_dtype=torch.float32)
+    return Quantizer.dequantize(packed, meta).reshape(w.shape)
+
+
+class Reference:
+    """The transformers model, its weights and cache replaced at will."""
+
+    def __init__(self, folder: Path) -> None:
+        import transformers
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        self.cache: Treat | None = None
+
+        def attention(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+            if self.cache is not None:
+                k, v = self.cache(k), self.cache(v)
+            return sdpa_attention_forward(module, q, k, v, mask, **options)
+
+        transformers.AttentionInterface.register("rounded_cache", attention)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model.config._attn_implementation = "rounded_cache"
+        head = self.model.get_output_embeddings()
+        self.layers = [m for m in self.model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+        self.weights = [layer.weight.data for layer in self.layers]
+
+    @torch.no_grad()
+    def measure(self, ids: torch.Tensor, weights: Treat | None, cache: Treat | None) -> float:
+        """Perplexity of ids [T] with weights and cache as treated."""
+        for layer, weight in zip(self.layers, self.weights, strict=True):
+            layer.weight.data = weight if weights is None else weights(weight)
+        self.cache = cache
+        loss = 0.0
+        for start in range(0, ids.numel() - 1, WINDOW):
+            part = ids[start : start + WINDOW + 1]
+            logits = self.model(input_ids=part[None, :-1], use_cache=False).logits[0]
+            loss += torch.nn.functional.cross_entropy(logits, part[1:], reduction="sum").item()
+        return math.exp(loss / (ids.numel() - 1))
+
+
+def by_llama_cpp(path: Path, ids: torch.Tensor, vocabulary: int, threads: int) -> float:
+    """llama.cpp's own perplexity of ids [T]: one request a token."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx, params.n_parallel, params.cpuparams.n_threads, params.warmup = WINDOW + 8, 1, threads, False
+    server = xllamacpp.Server(params)
+
+    def likelihoods(ids: list[int], count: int) -> dict[int, float]:
+        answer: Any = server.handle_completions(
+            {"prompt": ids, "max_tokens": 1, "n_probs": count, "cache_prompt": True, "temperature": 0.0})
+        (said,) = answer["choices"][0]["logprobs"]["content"]
+        return {entry["id"]: entry["logprob"] for entry in said["top_logprobs"]}
+
+    loss = 0.0
+    for start in range(0, ids.numel() - 1, WINDOW):
+        part = ids[start : start + WINDOW + 1].tolist()
+        for end in range(1, len(part)):
+            found = likelihoods(part[:end], FEW)
+            if part[end] not in found:
+                found = likelihoods(part[:end], vocabulary)
+            loss -= found[part[end]]
+    return math.exp(loss / (ids.numel() - 1))
+
+
+def contestants() -> Mapping[str, tuple[Treat | None, Treat | None]]:
+    """Name -> what happens to weights and to keys and values."""
+    width = 64  # SmolLM2's heads
+    kv = {f"kv{bits}": (lambda x, bits=bits: rounded(x, bits, packing.cache_group_size(width))) for bits in (8, 4)}
+    rows: dict[str, tuple[Treat | None, Treat | None]] = {"reference": (None, None)}
+    for name in ("w8", "w4g32", "w4g64", "w4g128"):
+        rows[name] = (by_format(name), None)
+    rows |= {f"{name} mse": (by_format(name, "mse"), None) for name in ("w4g64", "w4g128")}
+    rows |= {name: (None, treat) for name, treat in kv.items()}
+    rows |= {"w4g32 + kv4": (by_format("w4g32"), kv["kv4"]), "w4g64 mse + kv4": (by_format("w4g64", "mse"), kv["kv4"])}
+    if importlib.util.find_spec("torchao"):
+        rows[f"torchao int4 g{GROUP}"] = (by_torchao, None)
+    if importlib.util.find_spec("hqq"):
+        rows[f"hqq 4 bits g{GROUP}"] = (by_hqq, None)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, default=TEXT)
+    parser.add_argument("--tokens", type=int, default=16384, help="of the text; 0: all")
+    parser.add_argument("--llama-tokens", type=int, default=512, help="for llama.cpp; 0: leave it out")
+    parser.add_argument("--only", default="", help="comma-separated names of rows; the reference is always one")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    args = parser.parse_args()
+    import transformers
+
+    torch.set_num_threads(args.threads)
+    folder = resolve_model("demo")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor(tokenizer(args.text.read_text(encoding="utf-8"), verbose=False)["input_ids"])
+    ids = ids[: args.tokens + 1] if args.tokens else ids
+    reference = Reference(folder)
+    rows: list[Row] = []
+
+    def add(name: str, count: int, base: float | None, measured: Callable[[], float]) -> float:
+        began = time.monotonic()
+        value = measured()
+        rows.append({"name": name, "tokens": count, "perplexity": value, "ratio": value / (base or value)})
+        print(f"{name:<24}{count:>8} tokens  perplexity {value:9.4f}  x {value / (base or value):.4f}"
+              f"  ({time.monotonic() - began:.0f} s)", flush=True)
+        return value
+
+    wanted = [name for name in args.only.split(",") if name]
+    base: float | None = None
+    for name, (weights, cache) in contestants().items():
+        if name == "reference" or not wanted or name in wanted:
+            found = add(name, ids.numel() - 1, base, lambda w=weights, c=cache: reference.measure(ids, w, c))
+            base = base or found
+    if args.llama_tokens and importlib.util.find_spec("xllamacpp") and (not wanted or "llama.cpp" in wanted):
+        few = ids[: args.llama_tokens + 1]
+        own = add("reference", few.numel() - 1, None, lambda: reference.measure(few, None, None))
+        add("llama.cpp on Q4_1", few.numel() - 1, own, lambda: by_llama_cpp(
+            demo_gguf(), few, reference.model.config.vocab_size, args.threads))
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
