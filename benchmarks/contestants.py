@@ -33,6 +33,9 @@ ENGINES = (("direct", 2, 4 * MIB), ("uring", 4, 4 * MIB), ("uring", 4, 2 * MIB),
 GEMM_NK = (5632, 2048)
 
 
+OURS = ("forebay", "forebay-w4")  # the checkpoint as it is, and quantised to 4 bits in groups of 64
+
+
 class PageCache:
     """The model's files in the page cache: how many bytes, and how to drop them."""
 
@@ -292,14 +295,14 @@ class Worker:
             import transformers.models.llama.modeling_llama  # noqa: F401
         if name == "accelerate":
             import accelerate  # noqa: F401
-        if name == "forebay":
+        if name in OURS:
             import forebay.model  # noqa: F401
         self.baseline = anonymous_nbytes()
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
         start = time.perf_counter()
         with PeakWatch() as watch:
-            self.contestant = Forebay(order) if self.name == "forebay" else Peer(self.name, order)
+            self.contestant = Forebay(order) if self.name in OURS else Peer(self.name, order)
             gc.collect()
         self.cache = PageCache(self.contestant.folders)
         return {"load_s": time.perf_counter() - start, "baseline": self.baseline, "load_peak": watch.peak,

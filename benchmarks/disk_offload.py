@@ -25,9 +25,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks.big_model import Shape, big_model
+from benchmarks.contestants import OURS
 from forebay.rewriter.sizes import parse_nbytes
 
-CONTESTANTS = ("forebay", "disk-map", "accelerate", "ram")
+CONTESTANTS = ("forebay", "forebay-w4", "disk-map", "accelerate", "ram")
 PEERS = ("disk-map", "accelerate")
 
 Row = dict[str, Any]
@@ -102,7 +103,8 @@ def measure(args: argparse.Namespace, names: list[str], batches: list[int]) -> d
             for name in names:
                 note(f"loading {name}")
                 processes[name] = Process(name, args.threads)
-                folders[name] = shutil.copytree(model, Path(scratch) / f"{name}-model") if name in PEERS else model
+                folders[name] = shutil.copytree(model, Path(scratch) / f"{name}-model") if name in PEERS else (
+                    quantized(Path(model)) if name == "forebay-w4" else model)
                 loads[name] = processes[name].ask("load", **order | {"model": str(folders[name])})
             for mode in ("cold", "warm") if args.warm else ("cold",):
                 for r in range(args.rounds):
@@ -120,6 +122,16 @@ def measure(args: argparse.Namespace, names: list[str], batches: list[int]) -> d
                 process.close()
     return {"arguments": {k: str(v) for k, v in vars(args).items()}, "machine": machine, "loads": loads,
             "turns": turns, "ceilings": ceilings}
+
+
+def quantized(model: Path) -> Path:
+    """The model in w4g64, min-max, made once and kept beside it."""
+    from forebay.rewriter.quantize_model import Wish, quantize_model
+
+    folder = model.with_name(f"{model.name}-w4g64")
+    note(f"quantising into {folder}")
+    quantize_model(model, folder, Wish("w4g64"))
+    return folder
 
 
 def note(text: str) -> None:
@@ -179,9 +191,9 @@ def report(result: dict[str, Any]) -> None:
     print("MB of the files that a drop left in the page cache, because they are mapped: " + ", ".join(
         f"{name} {nbytes:.0f}" for name, nbytes in left.items()) + ".")
     for (mode, batch, name), found in groups.items():
-        if name == "forebay":
+        if name in OURS:
             report_streaming(result, mode, batch, found)
-            report_ratios(groups, mode, batch)
+            report_ratios(groups, mode, batch, name)
     if "forebay" in loads:
         f = loads["forebay"]
         print(f"forebay: capturing, planning and proving {arguments['batches']} took {f['load_s']:.1f} s and left "
@@ -196,8 +208,8 @@ def report_streaming(result: dict[str, Any], mode: str, batch: int, found: list[
     rates = [t["streamed_nbytes"] * len(t["steps_s"]) / sum(t["steps_s"]) for t in found]
     streamed, measured = found[0]["streamed_nbytes"], found[0]["disk_read_nbytes"]
     step_s = median(sum(t["steps_s"]) / len(t["steps_s"]) for t in found)
-    print(f"\nforebay, batch {batch}, {mode}: {streamed / 1e6:.0f} MB per step at {spread([r / 1e9 for r in rates])} "
-          f"GB/s; link utilisation {median(rates) / engines[best]:.2f} of the best plain read ({best}: "
+    print(f"\n{found[0]['name']}, batch {batch}, {mode}: {streamed / 1e6:.0f} MB per step at "
+          f"{spread([r / 1e9 for r in rates])} GB/s; link utilisation {median(rates) / engines[best]:.2f} of the best plain read ({best}: "
           f"{engines[best] / 1e9:.2f})")
     print(f"  one answer read {measured / 1e6:.0f} MB from storage; step predicted "
           f"{found[0]['predicted_step_s']:.3f} s, measured {step_s:.3f} s; planned peak "
@@ -212,7 +224,7 @@ def report_streaming(result: dict[str, Any], mode: str, batch: int, found: list[
         for impl, s in gemm.items()))
 
 
-def report_ratios(groups: dict[tuple[str, int, str], list[Row]], mode: str, batch: int) -> None:
+def report_ratios(groups: dict[tuple[str, int, str], list[Row]], mode: str, batch: int, ours: str) -> None:
     def rate(name: str) -> float:
         return median(map(decode_rate, groups[mode, batch, name]))
 
@@ -220,11 +232,13 @@ def report_ratios(groups: dict[tuple[str, int, str], list[Row]], mode: str, batc
     parts = []
     if peers:
         best = max(peers, key=rate)
-        parts.append(f"{rate('forebay') / rate(best):.2f} x the best peer ({best})")
+        parts.append(f"{rate(ours) / rate(best):.2f} x the best peer ({best})")
     if (mode, batch, "ram") in groups:
-        parts.append(f"{rate('forebay') / rate('ram'):.2f} x the model in RAM")
+        parts.append(f"{rate(ours) / rate('ram'):.2f} x the model in RAM")
+    if ours != "forebay" and (mode, batch, "forebay") in groups:
+        parts.append(f"{rate(ours) / rate('forebay'):.2f} x forebay in bf16")
     if parts:
-        print(f"  decode: forebay is {', '.join(parts)}")
+        print(f"  decode: {ours} is {', '.join(parts)}")
 
 
 def print_table(head: list[str], rows: list[list[str]]) -> None:

@@ -81,7 +81,8 @@ def compile_case(case: AuditCase, arch: str) -> Any:
     place = {name: i for i, name in enumerate(case.fn.arg_names)}
     attrs = {(place[name],): [["tt.divisibility", 16]] for name in case.divisible}
     source = ASTSource(fn=case.fn, signature=signature, constexprs=dict(case.constants), attrs=attrs)
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    stages = case.amd_stages or case.num_stages if amd else case.num_stages
+    options = {"num_warps": case.num_warps, "num_stages": stages}
     return triton.compile(source, target=target, options=options)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from forebay.model import LanguageModel, open_model
+from forebay.rewriter.explain import lasting, phases
 from forebay.rewriter.plan import Budget, Workload
 from forebay.rewriter.planner import Wishes
 
@@ -71,8 +72,8 @@ def ours(lm: LanguageModel, tokens: int) -> tuple[int, int, int]:
     bound = session.bound(tokens)
     phase = "decode" if tokens == 1 else "prefill"
     top = plan.arenas["device"]
-    floor = max(b.offset + b.nbytes for b in plan.buffers if b.arena == "device" and b.phase == "all")
-    height = top - min(b.offset for b in plan.buffers if b.phase == phase)
+    floor = max(b.offset + b.nbytes for b in lasting(plan, "device", phase))
+    height = top - min(b.offset for b in phases(plan)[phase])
     memory = session.device.arenas["device"].bytes  # type: ignore[attr-defined]
     memory[floor:].fill_(PATTERN)
     start = 0 if tokens > 1 else workload.prompt

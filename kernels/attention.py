@@ -207,6 +207,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, wind
     return out
 
 
+@attention.register_kernel("cuda")
+def _(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+    from forebay.kernels.gpu import decode_attention, prefill_attention
+
+    check(q, k, v, start)
+    batch, heads, queries, dim = q.shape
+    out = q.new_empty(batch, queries, heads, dim)
+    if queries == 1:
+        decode_attention.decode_attention_contiguous(q[:, :, 0], k, v, start, scale, window, softcap, out[:, 0])
+    else:
+        prefill_attention.prefill_attention(q, k, v, start, scale, window, softcap, out)
+    return out
+
+
 @attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float) -> Tensor:
     batch, heads, queries, dim = q.shape

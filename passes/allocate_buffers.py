@@ -12,7 +12,7 @@ from forebay.passes.allocators import Buffer, allocate
 from forebay.passes.out_variants import mutated_arguments, named_arguments
 from forebay.rewriter import ops
 from forebay.rewriter.graph import META, Layout, storage_of, values_of
-from forebay.rewriter.plan import BufferPlacement, Plan, PlanError
+from forebay.rewriter.plan import KEPT, BufferPlacement, Plan, PlanError
 
 aten = torch.ops.aten
 ALIGNMENT = 64  # one cache line, and the widest vector load
@@ -36,7 +36,7 @@ def allocate_buffers(gm: fx.GraphModule, plan: Plan) -> None:
     """
     layout = gm.meta.get(META) or plan_activations(gm, plan.schedule.reuse)
     top = plan.arenas["device"]
-    floor = max((b.offset + b.nbytes for b in plan.buffers if b.arena == "device" and b.phase == "all"), default=0)
+    floor = max((b.offset + b.nbytes for b in plan.buffers if b.arena == "device" and b.kind in KEPT), default=0)
     if layout.height > top - floor:
         raise PlanError(f"allocate_buffers: activations need {layout.height} bytes, but the arena of {top} bytes has "
                         f"{top - floor} left above weights, slots and cache; a smaller prefill chunk or batch needs "

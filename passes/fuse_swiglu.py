@@ -31,7 +31,7 @@ def _activated(node: fx.Node) -> Linear | None:
     """The product whose result `node` is the activation of, with that activation."""
     name = ACTIVATIONS.get(node.target)
     product = foldable(node.args[0]) if name is not None and len(node.args) == 1 else None
-    if product is None or name is None or product[3:] != (None, None, ""):
+    if product is None or name is None or product[3:6] != (None, None, ""):
         return None
     if node.kwargs.get("approximate") == "tanh":
         name = "gelu_tanh"
@@ -45,6 +45,6 @@ def _multiplied(node: fx.Node) -> Linear | None:
     first, second = sorted(node.args)  # type: ignore[type-var]
     for product, other in ((second, first), (first, second)):
         found = foldable(product)
-        if found is not None and found[3:] == (None, None, "") and product is not other and alike(product, other):
+        if found is not None and found[3:6] == (None, None, "") and product is not other and alike(product, other):
             return found._replace(multiplier=other)
     return None

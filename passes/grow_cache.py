@@ -22,13 +22,17 @@ class CacheRows:
     width: int
     dtype: str  # torch dtype without the prefix
 
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of a buffer that holds so many tokens."""
+        return self.rows * tokens * self.width * dtype_itemsize(self.dtype)
+
 
 def grow_cache(
     narrow: Sequence[BufferPlacement], wide: Sequence[BufferPlacement], shapes: Mapping[str, CacheRows],
     tokens: tuple[int, int], arenas: Mapping[str, int],
 ) -> Program:
     """Copies that turn every buffer [rows, tokens[0], width] of `narrow` into [rows, tokens[1], width] at its place in
-    `wide`; what lies behind the first tokens[0] is left as it is.
+    `wide`; what lies behind the first tokens[0] is zero, as attention that masks a whole cache must find no NaN there.
 
     From the top down, each row moves up or stays, so that nothing is overwritten before it has moved; no copy overlaps
     itself. ValueError where a buffer would have to move down or the rows to shrink.
@@ -41,11 +45,14 @@ def grow_cache(
             raise ValueError(f"grow_cache: {old.name} lies at {old.arena} {old.offset} and cannot move to {new.arena} "
                              f"{new.offset}: a cache only moves up")
         items += _moves(old, new, shapes[old.name], tokens)
+        if tokens[1] > tokens[0]:
+            items.append(_clear(new, shapes[old.name], tokens))
         left = min(new.offset - old.offset, old.nbytes)
         if left:
             items.append(Release(COMPUTE, Span(old.arena, old.offset, left, old.name)))
     resident = {b.name: Span(b.arena, b.offset, b.nbytes, b.name) for b in narrow}
-    return Program("cache growth", tuple(items), (), dict(arenas), resident)
+    outputs = {b.name: _part(b, shapes[b.name], tokens[1], 0) for b in wide}
+    return Program("cache growth", tuple(items), (), dict(arenas), resident, outputs=outputs, once=True)
 
 
 def _moves(old: BufferPlacement, new: BufferPlacement, shape: CacheRows, tokens: tuple[int, int]) -> Iterator[Launch]:
@@ -66,6 +73,19 @@ def _moves(old: BufferPlacement, new: BufferPlacement, shape: CacheRows, tokens:
             first = max(0, piece - shift)
             at = end * length + first, end * stride + first
             yield _copy(old, new, shape, at, (1, piece - first), (length, stride))
+
+
+def _part(b: BufferPlacement, shape: CacheRows, tokens: int, first: int) -> TensorRef:
+    """Tokens [first, tokens) of every row of a buffer that has room for `tokens`."""
+    at = b.offset + first * shape.width * dtype_itemsize(shape.dtype)
+    return TensorRef(b.arena, at, shape.dtype, (shape.rows, tokens - first, shape.width),
+                     (tokens * shape.width, shape.width, 1), b.name)
+
+
+def _clear(new: BufferPlacement, shape: CacheRows, tokens: tuple[int, int]) -> Launch:
+    """Set to zero the tokens that are yet to come."""
+    tail = _part(new, shape, tokens[1], tokens[0])
+    return Launch(COMPUTE, "call:aten.zero_.default", (tail,), {}, (), (), (span_of(tail),), f"clear {new.name}")
 
 
 def _copy(

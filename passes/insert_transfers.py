@@ -62,9 +62,9 @@ def number_transfers(gm: fx.GraphModule, plan: Plan) -> None:
 
 def tileable(user: fx.Node, weight: fx.Node) -> bool:
     """Whether `user` is a matrix product that can be computed from row tiles of `weight`."""
-    if weight.meta["val"].dtype not in PRODUCT_DTYPES:
-        return False
     linear = linear_arguments(user)
+    if weight.meta["val"].dtype not in PRODUCT_DTYPES and (linear is None or linear.packing is None):
+        return False
     if linear is not None:
         read = [value for value in (linear.x, linear.multiplier, linear.residual) if value is not None]
         return linear.weight is weight and weight not in (*read, linear.bias) and all(_is_rows(r) for r in read)

@@ -26,7 +26,7 @@ from forebay.rewriter.program import COMPUTE, Launch, TensorRef, dtype_itemsize,
 aten = torch.ops.aten
 
 
-AFTER = Linear._fields[3:]  # what may follow a product
+AFTER = ("multiplier", "residual", "activation")  # what may follow a product
 
 
 class LoweringError(RuntimeError):
@@ -56,7 +56,7 @@ class Launches:
         linear = linear_arguments(node)
         if linear is not None:
             rows = [value for value in (linear.x, linear.multiplier, linear.residual) if value is not None]
-            if all(self._flat(r) for r in rows) and _of_product_dtype(linear.weight):
+            if all(self._flat(r) for r in rows) and (linear.packing or _of_product_dtype(linear.weight)):
                 return [self._product(node, linear, "nk")]
             return self._aten(node, target)
         if target is aten.addmm.default and self._is_product(node):
@@ -94,15 +94,20 @@ class Launches:
     def _product(self, node: fx.Node, linear: Linear, form: str) -> Launch:
         args = (self.ref(linear.x), self.ref(linear.weight), self.ref(linear.bias) if linear.bias is not None else None)
         after = {k: self._map(v) for k, v in linear._asdict().items() if k in AFTER and v}
-        return self._gemm(node, args, self.ref(node), form, False, after)
+        return self._gemm(node, args, self.ref(node), form, False, after, linear.packing)
 
     def _gemm(
-        self, node: fx.Node, args: tuple, out: TensorRef, form: str, accumulate: bool, after: dict[str, Any]
+        self, node: fx.Node, args: tuple, out: TensorRef, form: str, accumulate: bool, after: dict[str, Any],
+        packing: tuple | None = None,
     ) -> Launch:
         x, weight, _ = args
         reads = tuple(span_of(r) for r in _refs((*args, *after.values()))) + ((span_of(out),) if accumulate else ())
         flops = 2 * math.prod(x.shape) * (weight.shape[0] if form == "nk" else weight.shape[1])
-        return Launch(COMPUTE, "forebay.linear", args, {"form": form, "accumulate": accumulate, **after}, (out,), reads,
+        op, how = "forebay.linear", {"form": form, "accumulate": accumulate}
+        if packing is not None:
+            op = f"forebay.linear_w{packing[0]}"
+            how = dict(zip(("in_features", "group_size", "scale_dtype"), packing[1:], strict=True))
+        return Launch(COMPUTE, op, args, {**how, **after}, (out,), reads,
                       (span_of(out),), node.name, node.meta.get("layer", -1), flops, self.workspace(node),
                       self._impl(node))
 
@@ -114,7 +119,8 @@ class Launches:
         vector = None if bias is None else _narrow(self.ref(bias), 0, lower, rows)  # type: ignore[arg-type]
         after = {k: _narrow(self.ref(v), -1, lower, rows) if isinstance(v, fx.Node) else v  # type: ignore[arg-type]
                  for k, v in zip(AFTER, rest, strict=False) if v}
-        return self._gemm(node, (self.ref(x), weight, vector), part, "nk", False, after)  # type: ignore[arg-type]
+        packing = rest[3] if len(rest) > 3 else None
+        return self._gemm(node, (self.ref(x), weight, vector), part, "nk", False, after, packing)  # type: ignore[arg-type]
 
     def _matmul_tile(self, node: fx.Node) -> Launch:
         out, x, tile, bias, lower = node.args
@@ -213,7 +219,7 @@ def _refs(value: Any) -> list[TensorRef]:
 
 def _flops(node: fx.Node, target: torch._ops.OpOverload) -> int:
     """Floating-point operations: torch's own counts where it has them, 4 B H S L D for attention over a cache."""
-    if str(target) == "forebay.attention.default":
+    if str(target) in ("forebay.attention.default", "forebay.attention_q.default"):
         q, k = node.args[0].meta["val"], node.args[1].meta["val"]  # type: ignore[union-attr]
         return 4 * math.prod(q.shape) * k.shape[2]
     count = flop_registry.get(target.overloadpacket)

@@ -12,6 +12,9 @@ from forebay.rewriter.graph import PRODUCT_DTYPES
 aten = torch.ops.aten
 
 
+PACKED = {"forebay.linear_w4.default": 4, "forebay.linear_w8.default": 8}
+
+
 class Linear(NamedTuple):
     """The arguments of a product: act(x W^T + bias) * multiplier + residual."""
 
@@ -21,6 +24,7 @@ class Linear(NamedTuple):
     multiplier: Any = None
     residual: Any = None
     activation: str = ""
+    packing: tuple[int, int, int, torch.dtype] | None = None  # packed rows: bits, K, group size, dtype of scales
 
 
 def linear_arguments(node: Any) -> Linear | None:
@@ -29,6 +33,11 @@ def linear_arguments(node: Any) -> Linear | None:
         return None
     if node.target is aten.linear.default or str(node.target) == "forebay.linear.default":
         return Linear(*node.args)  # type: ignore[arg-type]
+    bits = PACKED.get(str(node.target))
+    if bits is not None:
+        x, rows, bias, residual, in_features, group_size, activation, scale_dtype, *rest = node.args
+        multiplier = rest[0] if rest else None
+        return Linear(x, rows, bias, multiplier, residual, activation, (bits, in_features, group_size, scale_dtype))  # type: ignore[arg-type]
     return None
 
 
@@ -36,7 +45,7 @@ def foldable(node: Any) -> Linear | None:
     """The arguments of a product that what follows may be folded into: x and weight of one dtype that our products
     take, and no second reader."""
     found = linear_arguments(node)
-    if found is None or len(node.users) != 1:
+    if found is None or found.packing is not None or len(node.users) != 1:
         return None
     dtypes = {value.meta["val"].dtype for value in found[:3] if value is not None}
     return found if len(dtypes) == 1 and dtypes <= set(PRODUCT_DTYPES) else None
@@ -45,7 +54,14 @@ def foldable(node: Any) -> Linear | None:
 def fold(graph: fx.Graph, node: fx.Node, arguments: Linear, made_by: str) -> None:
     """Put the product `arguments` in the place of `node`, the last operator that it takes over."""
     with graph.inserting_before(node):
-        fused = graph.call_function(torch.ops.forebay.linear.default, tuple(arguments))
+        if arguments.packing is None:
+            fused = graph.call_function(torch.ops.forebay.linear.default, tuple(arguments[:6]))
+        else:
+            bits, in_features, group_size, scale_dtype = arguments.packing
+            x, rows, bias, multiplier, residual, activation, _ = arguments
+            target = torch.ops.forebay.linear_w4 if bits == 4 else torch.ops.forebay.linear_w8
+            fused = graph.call_function(
+                target.default, (x, rows, bias, residual, in_features, group_size, activation, scale_dtype, multiplier))
     fused.meta = {**node.meta, "made_by": made_by}
     node.replace_all_uses_with(fused)
     graph.erase_node(node)

@@ -36,6 +36,11 @@ def product_shape(node: fx.Node) -> tuple[str, int, int, int] | None:
         x, weight, transposed = node.args[1], node.args[2], node.target is ops.linear_tile
     else:
         return None
+    packing = linear.packing if linear is not None else node.args[8] if len(node.args) > 8 else None
+    if packing is not None:
+        bits, k, group_size, _ = packing  # type: ignore[misc]
+        rows = weight.meta["val"].shape[0]  # type: ignore[union-attr]
+        return f"w{bits}g{group_size}", math.prod(x.meta["val"].shape[:-1]), rows, k  # type: ignore[union-attr, return-value]
     value, matrix = x.meta["val"], weight.meta["val"]  # type: ignore[union-attr]
     if matrix.dtype not in PRODUCT_DTYPES:
         return None

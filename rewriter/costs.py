@@ -35,9 +35,9 @@ def launch_time_s(item: Launch, machine: Machine) -> float:
     """Dispatch, plus: for matrix products the measured time of the implementation; for attention the cache bytes at
     the measured attention rate; for the rest bytes touched / memory bandwidth."""
     nbytes = sum(s.nbytes for s in (*item.reads, *item.writes))
-    if item.op == "forebay.linear":
+    if item.op.startswith("forebay.linear"):
         return machine.dispatch_s + _product_time_s(item, machine, nbytes)
-    if item.op == "forebay.attention":
+    if item.op in ("forebay.attention", "forebay.attention_q"):
         return machine.dispatch_s + nbytes / machine.attention_bytes_per_s
     return machine.dispatch_s + nbytes / (2 * machine.memory_bytes_per_s)  # a copy moves each byte twice
 
@@ -45,9 +45,12 @@ def launch_time_s(item: Launch, machine: Machine) -> float:
 def _product_time_s(item: Launch, machine: Machine, nbytes: int) -> float:
     x, weight, _ = item.args
     k = x.shape[-1]
-    n = weight.shape[0] if item.kwargs["form"] == "nk" else weight.shape[1]
-    m, dtype = math.prod(x.shape[:-1]), weight.dtype
-    measured = {point.impl for point in machine.gemm if point.dtype == dtype}
+    m, n, dtype = math.prod(x.shape[:-1]), weight.shape[0], weight.dtype
+    if "group_size" in item.kwargs:  # packed rows
+        dtype = f"w{item.op[-1]}g{item.kwargs['group_size']}"
+    elif item.kwargs["form"] == "kn":
+        n = weight.shape[1]
+    measured = {point.impl for point in machine.gemm if point.dtype == machine.measured_as(dtype)}
     if not measured:  # at least its bytes must move
         return nbytes / (2 * machine.memory_bytes_per_s)
     impl = item.impl if item.impl in measured else machine.best_gemm(dtype, m, n, k)

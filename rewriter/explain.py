@@ -92,7 +92,7 @@ def _head(plan: Plan) -> str:
     total = sum(x.nbytes for x in plan.weights)
     on_device = plan.nbytes_on("device")
     host = "no limit" if b.host is None else format_nbytes(b.host) if b.host else "none"
-    cache = sum(x.nbytes for x in plan.buffers if x.kind == "cache")
+    cache = sum(x.nbytes for x in plan.buffers_of("decode") if x.kind == "cache")
     lines = [
         ("model", f"fingerprint {plan.fingerprint}"),
         ("machine", plan.machine or "not named"),
@@ -149,20 +149,48 @@ def _arenas(plan: Plan) -> str:
         kinds = kind_nbytes(plan, arena)
         text = ", ".join(f"{kind} {format_nbytes(n)}" for kind, n in kinds.items())
         lines.append(f"{arena} arena  {format_nbytes(nbytes)}: {text}")
+        lines += _meeting(plan, arena)
     return "\n".join(lines)
+
+
+def _meeting(plan: Plan, arena: str) -> list[str]:
+    """Where cache and activations of each phase end, growing towards each other, and when they would meet."""
+    meeting = plan.meeting()
+    moving = phases(plan, arena)
+    if arena != "device" or meeting is None or "decode" not in moving:
+        return []
+    lines = [f"decode     cache ends at byte {meeting.cache_top:,}, activations begin at {meeting.activation_base:,}: "
+             f"they would meet at {meeting.tokens:,} tokens"]
+    if plan.lends and "prefill" in moving:
+        top = max(b.offset + b.nbytes for b in lasting(plan, arena, "prefill"))
+        base = min(b.offset for b in moving["prefill"])
+        lent = max(0, meeting.cache_top - base)
+        lines.append(f"prefill    cache ends at byte {top:,}, activations begin at {base:,}: {format_nbytes(lent)} of "
+                     "them is cache later")
+    return lines
+
+
+def lasting(plan: Plan, arena: str, phase: str = "decode") -> list[BufferPlacement]:
+    """The buffers of an arena that live throughout a phase, by address."""
+    found = [b for b in plan.buffers_of(phase) if b.arena == arena and b.nbytes
+             and (b.phase == "all" or b.kind == "cache")]
+    return sorted(found, key=lambda b: b.offset)
 
 
 def kind_nbytes(plan: Plan, arena: str) -> dict[str, int]:
     """Bytes of an arena by kind of buffer. Those that live throughout are added up; all that come and go, inputs and
-    outputs among them, share one stretch of addresses, which counts once, as activations."""
+    outputs among them, share one stretch of addresses, which counts once, as activations, where it is not cache later.
+    """
     found: dict[str, int] = {}
-    for b in plan.buffers:
-        if b.arena == arena and b.phase == "all" and b.nbytes:
-            found[b.kind] = found.get(b.kind, 0) + b.nbytes
+    fixed = lasting(plan, arena)
+    for b in fixed:
+        found[b.kind] = found.get(b.kind, 0) + b.nbytes
     moving = [b for buffers in phases(plan, arena).values() for b in buffers]
     if moving:
-        stretch = max(b.offset + b.nbytes for b in moving) - min(b.offset for b in moving)
-        found["activation"] = found.get("activation", 0) + stretch
+        low = min(b.offset for b in moving)
+        if plan.lends:
+            low = max(low, *(b.offset + b.nbytes for b in fixed))
+        found["activation"] = found.get("activation", 0) + max(b.offset + b.nbytes for b in moving) - low
     return found
 
 
@@ -184,7 +212,7 @@ def phases(plan: Plan, arena: str = "device") -> dict[str, list[BufferPlacement]
     """The buffers of an arena that come and go, by phase, in the plan's order."""
     found: dict[str, list[BufferPlacement]] = {}
     for b in plan.buffers:
-        if b.arena == arena and b.phase != "all" and b.nbytes:
+        if b.arena == arena and b.phase != "all" and b.kind != "cache" and b.nbytes:
             found.setdefault(b.phase, []).append(b)
     return found
 
@@ -193,11 +221,11 @@ def memory_timeline(plan: Plan, arena: str = "device") -> str:
     """The arena as a coarse character picture: what lives throughout as a list of address ranges, and for each phase
     addresses (upwards) over the steps of the graph (rightwards), a letter per kind of buffer and '.' for free."""
     lines = [f"{arena} arena, {format_nbytes(plan.arenas.get(arena, 0))}"]
-    fixed = sorted((b for b in plan.buffers if b.arena == arena and b.phase == "all" and b.nbytes),
-                   key=lambda b: b.offset)
-    for start, end, kind, count in _runs(fixed):
-        lines.append(f"  {start:>14,} .. {end:>14,}  {KIND_LETTERS[kind]} {kind}: {count}, "
-                     f"{format_nbytes(end - start)}")
+    early = [b for b in lasting(plan, arena, "prefill") if b.phase == "prefill"]
+    for buffers, note in ((early, " during prefill"), (lasting(plan, arena), "")):
+        for start, end, kind, count in _runs(buffers):
+            lines.append(f"  {start:>14,} .. {end:>14,}  {KIND_LETTERS[kind]} {kind}: {count}, "
+                         f"{format_nbytes(end - start)}{note}")
     for phase, buffers in phases(plan, arena).items():
         lines += ["", *_picture(phase, buffers)]
     used = dict.fromkeys(b.kind for b in plan.buffers if b.arena == arena)

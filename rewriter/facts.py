@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from forebay.passes.grow_cache import CacheRows
 from forebay.passes.insert_transfers import tileable
 from forebay.rewriter.graph import META, CacheInput, weight_name
 from forebay.rewriter.planner import WeightUse
@@ -52,7 +53,8 @@ def weight_uses(step: fx.GraphModule, constants: set[str]) -> list[WeightUse]:
         rows = value.shape[0] if value.dim() else 1
         tiles = value.dim() == 2 and all(r.tiles for _, r in readings)
         nbytes = value.numel() * value.element_size()
-        found.append((first, WeightUse(name, nbytes, rows, tiles, any(r.lookup for _, r in readings), bool(products))))
+        found.append((first, WeightUse(name, nbytes, rows, tiles, any(r.lookup for _, r in readings), bool(products),
+                                       node.meta[META].format)))
     return [use for _, use in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -70,6 +72,17 @@ def _reading(node: fx.Node, order: dict[fx.Node, int]) -> _Reading | None:
         return None
     first = min(order[u] for u in others or lookups)
     return _Reading(first, bool(lookups), bool(others), all(tileable(u, node) for u in others))
+
+
+def cache_rows(step: fx.GraphModule) -> dict[str, CacheRows]:
+    """Every cache buffer of a step graph by name, as rows of tokens."""
+    found = {}
+    for node in step.graph.find_nodes(op="placeholder"):
+        mark = node.meta.get(META)
+        if isinstance(mark, CacheInput):
+            batch, heads, _, width = node.meta["val"].shape
+            found[f"cache_{mark.side}_{mark.layer}"] = CacheRows(batch * heads, width, str(node.meta["val"].dtype)[6:])
+    return found
 
 
 def cache_buffers(step: fx.GraphModule) -> dict[str, int]:

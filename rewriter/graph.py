@@ -16,9 +16,11 @@ META = "forebay"  # the one key of ours in node.meta, and in the meta of a whole
 
 @dataclass(frozen=True)
 class WeightInput:
-    """On a placeholder: this input is the weight `name` (in a block graph: the name relative to its layer)."""
+    """On a placeholder: this input is the weight `name` (in a block graph: the name relative to its layer), stored in
+    `format`."""
 
     name: str
+    format: str = "native"
 
 
 @dataclass(frozen=True)
@@ -66,16 +68,38 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class RowFormat:
+    """How a quantised weight is stored: packed rows uint8 [out_features, row_nbytes], groups along in_features.
+
+    `dtype` is the model's. `transposed`: the model holds the weight as [in_features, out_features].
+    """
+
+    name: str  # as the Plan has it: w4g64
+    bits: int
+    group_size: int
+    scale_dtype: torch.dtype
+    in_features: int
+    out_features: int
+    row_nbytes: int
+    dtype: torch.dtype
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
 class WeightSpec:
-    """A weight's shape and dtype as the graph reads it; `ties` are other names of the same storage."""
+    """A weight's shape and dtype as the graph reads it; `ties` are other names of the same storage; `stored` if its
+    bytes are packed rows."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     ties: tuple[str, ...] = ()
+    stored: RowFormat | None = None
 
     @property
     def nbytes(self) -> int:
+        if self.stored is not None:
+            return self.stored.out_features * self.stored.row_nbytes
         n = self.dtype.itemsize
         for size in self.shape:
             n *= size
@@ -84,12 +108,14 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """One layer's KV cache: k and v are each [B, kv_heads, L, head_dim]."""
+    """One layer's KV cache: k and v are each [B, kv_heads, L, head_dim], or of packed rows, whose bytes are then
+    counted as elements of dtype uint8."""
 
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     window: int = 0  # sliding window in tokens, 0 for full attention
+    format: str = "native"
 
 
 @dataclass

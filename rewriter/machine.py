@@ -119,12 +119,21 @@ class Machine:
             raise KeyError(f"machine {self.name!r} has no link {src}->{dst}{by}; it has: {known}")
         return max(found, key=lambda x: x.bandwidth_bytes_per_s)
 
+    def measured_as(self, dtype: str) -> str:
+        """The dtype, or format of packed rows, whose measurements stand for `dtype`: itself, or, for packed rows that
+        were not measured, those of as many bits."""
+        known = dict.fromkeys(p.dtype for p in self.gemm)
+        if dtype in known or not dtype.startswith("w"):
+            return dtype
+        return next((other for other in known if other.startswith(dtype[:3])), dtype)
+
     def gemm_time_s(self, impl: str, dtype: str, m: int, n: int, k: int) -> float:
         """Seconds of an [m, k] x [k, n] product, from the measured (n, k) nearest in logarithm, scaled by n * k.
 
         Between measured m, log time is linear in log m; above the largest it grows in proportion to m, below the
         smallest it stays. Raises KeyError when `impl` was not measured for `dtype`.
         """
+        dtype = self.measured_as(dtype)
         points = [p for p in self.gemm if (p.impl, p.dtype) == (impl, dtype)]
         if not points:
             known = ", ".join(sorted({f"{p.impl}/{p.dtype}" for p in self.gemm})) or "none"
@@ -136,7 +145,7 @@ class Machine:
 
     def best_gemm(self, dtype: str, m: int, n: int, k: int) -> str:
         """The implementation with the smallest predicted time; raises KeyError when none was measured for `dtype`."""
-        impls = sorted({p.impl for p in self.gemm if p.dtype == dtype})
+        impls = sorted({p.impl for p in self.gemm if p.dtype == self.measured_as(dtype)})
         if not impls:
             raise KeyError(f"machine {self.name!r} has no GEMM measured for {dtype}")
         return min(impls, key=lambda impl: self.gemm_time_s(impl, dtype, m, n, k))

@@ -31,12 +31,19 @@ def new_output(x: torch.Tensor, columns: int) -> torch.Tensor:
 def linear_tile(
     out: torch.Tensor, x: torch.Tensor, tile: torch.Tensor, bias: torch.Tensor | None, lower: int,
     multiplier: torch.Tensor | None = None, residual: torch.Tensor | None = None, activation: str = "",
+    packing: tuple[int, int, int, torch.dtype] | None = None,
 ) -> None:
     """Columns [lower, lower + R) of out [..., N]: x [..., K] times tile [R, K] transposed, plus bias [N] there; then,
-    where they are given, the activation, times multiplier [..., N] and plus residual [..., N] there."""
+    where they are given, the activation, times multiplier [..., N] and plus residual [..., N] there. With packing
+    (bits, K, group size, dtype of scales) the tile is packed rows."""
     columns = slice(lower, lower + tile.shape[0])
     part = None if bias is None else bias[columns]
-    if multiplier is None and residual is None and not activation:
+    if packing is not None:
+        bits, in_features, group_size, scale_dtype = packing
+        product = torch.ops.forebay.linear_w4 if bits == 4 else torch.ops.forebay.linear_w8
+        times, plus = (None if t is None else t[..., columns] for t in (multiplier, residual))
+        out[..., columns] = product(x, tile, part, plus, in_features, group_size, activation, scale_dtype, times)
+    elif multiplier is None and residual is None and not activation:
         out[..., columns] = torch.nn.functional.linear(x, tile, part)
     else:
         after = (None if t is None else t[..., columns] for t in (multiplier, residual))

@@ -8,13 +8,26 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from forebay.kernels import attention, linear, rms_norm, rotary
+from forebay.kernels import (
+    attention,
+    attention_q,
+    dequantize_rows,
+    kv_append_q,
+    linear,
+    linear_w4,
+    linear_w8,
+    quantized_linear,
+    rms_norm,
+    rotary,
+)
+from forebay.kernels.gpu import choices as gpu_choices
 from forebay.passes.allocate_buffers import allocate_buffers, plan_activations
 from forebay.passes.draft import Draft
 from forebay.passes.fuse_residual import fuse_residual
 from forebay.passes.fuse_rms_norm import fuse_rms_norm
 from forebay.passes.fuse_rotary import fuse_rotary
 from forebay.passes.fuse_swiglu import fuse_swiglu
+from forebay.passes.grow_cache import grow_cache
 from forebay.passes.hoist_prefetch import hoist_prefetch
 from forebay.passes.insert_transfers import insert_transfers
 from forebay.passes.launches import Launches
@@ -28,7 +41,7 @@ from forebay.rewriter.bisect import Bisection
 from forebay.rewriter.collection import no_collection
 from forebay.rewriter.concretise import inline_blocks
 from forebay.rewriter.dump import Dump
-from forebay.rewriter.facts import cache_buffers, weight_uses
+from forebay.rewriter.facts import cache_buffers, cache_rows, weight_uses
 from forebay.rewriter.graph import META, Gemm, Layout, values_of
 from forebay.rewriter.machine import Machine
 from forebay.rewriter.plan import Budget, GemmChoice, Plan, Prediction, Workload
@@ -58,7 +71,8 @@ BLOCK_PASSES: tuple[tuple[Callable[[fx.GraphModule], None], str], ...] = (
     (fuse_residual, "it takes the products that the others leave"),
     (shorten_lifetimes, "last: it orders what the others left; queries are made after keys and values are stored"),
 )
-OPERATORS = (attention, linear, rms_norm, rotary)  # imported, so that torch knows the operators passes put in
+# imported, so that torch knows the operators that passes put in
+OPERATORS = (attention, attention_q, dequantize_rows, kv_append_q, linear, linear_w4, linear_w8, rms_norm, rotary)
 # without: slower, not wrong
 OPTIONAL = ("hoist_prefetch", "select_gemm", "fuse_rms_norm", "fuse_rotary", "fuse_swiglu", "fuse_residual",
             "shorten_lifetimes")
@@ -73,6 +87,7 @@ class Source:
     `step(tokens)` builds a new concrete graph, flat or with block calls, for steps of that many tokens per sequence;
     `sample(tokens)`, if it has block calls, a flat one of a few of its layers, and for each layer the one there that it
     is like. `files` tells where the weights lie on disk; `constants` are small tensors that always stay in memory.
+    `prefill(tokens)`, if the cache may grow, is `step(tokens)` with a cache of the workload's prompt alone.
     """
 
     fingerprint: str
@@ -82,6 +97,7 @@ class Source:
     host_hop: bool = False
     weight_tier: str = "disk"
     sample: Callable[[int], tuple[fx.GraphModule, dict[int, int]]] | None = None
+    prefill: StepGraph | None = None
 
 
 class Pipeline:
@@ -102,10 +118,12 @@ class Pipeline:
         self._planned: Plan | None = None
         decode = source.step(1)
         self._steps: dict[int, fx.GraphModule] = {1: decode}  # made and not yet used up by passes
+        self._cache_rows = cache_rows(decode) if source.prefill is not None else {}
         self.facts = Facts(
             source.fingerprint, weight_uses(decode, set(source.constants)),
             {name: t.numel() * t.element_size() for name, t in source.constants.items()}, cache_buffers(decode),
-            self.need, source.weight_tier, source.host_hop)
+            self.need, source.weight_tier, source.host_hop,
+            {name: rows.nbytes(workload.prompt) for name, rows in self._cache_rows.items()})
 
     def need(self, tokens: int) -> PhaseNeed:
         """Activation and workspace bytes of a step over `tokens` tokens per sequence."""
@@ -121,18 +139,35 @@ class Pipeline:
 
     def _workspace(self, node: fx.Node) -> int:
         """Transient bytes that one of our own operators takes beside its operands."""
+        on_gpu = self.machine.device_kind != "cpu"
         shape = product_shape(node)
         if shape is not None:
             mark = node.meta.get(META)
             impl = mark.impl if isinstance(mark, Gemm) else self._best_gemm(shape)
             dtype, m, n, k = shape
+            if on_gpu:
+                return gpu_choices.linear_workspace_nbytes(impl, dtype, m, n, k)
+            if dtype.startswith("w"):  # packed rows: w4g64
+                return quantized_linear.scratch_nbytes(impl, torch.bfloat16, m, n, k, int(dtype[3:]))
             return linear.scratch_nbytes(impl, getattr(torch, dtype), m, n, k)
-        return _attention_nbytes(node) if str(node.target) == "forebay.attention.default" else 0
+        if node.target is torch.ops.forebay.dequantize_rows.default:
+            rows, in_features, bits, group_size = node.args[:4]
+            return dequantize_rows.workspace_nbytes(
+                rows.meta["val"], in_features, bits, group_size)  # type: ignore[union-attr, arg-type]
+        if str(node.target) in ("forebay.attention.default", "forebay.attention_q.default"):
+            return _gpu_attention_nbytes(node) if on_gpu else _attention_nbytes(node)
+        return 0
 
     def _best_gemm(self, shape: tuple[str, int, int, int]) -> str:
         """The fastest implementation measured on this machine; where not all were measured, the kernels' own choice."""
         dtype, m, n, k = shape
-        measured = {point.impl for point in self.machine.gemm if point.dtype == dtype}
+        if self.machine.device_kind != "cpu":
+            return gpu_choices.choose_linear(dtype, m, n, k, self.machine.device_kind)
+        measured = {point.impl for point in self.machine.gemm if point.dtype == self.machine.measured_as(dtype)}
+        if dtype.startswith("w"):
+            known = set(quantized_linear.implementations(int(dtype[1])))
+            return self.machine.best_gemm(dtype, m, n, k) if measured and measured <= known else (
+                quantized_linear.default_choice(int(dtype[1]), m))
         if measured >= set(linear.implementations(getattr(torch, dtype))):
             return self.machine.best_gemm(dtype, m, n, k)
         return linear.default_choice(getattr(torch, dtype), m, n, k)
@@ -161,7 +196,7 @@ class Pipeline:
         chunk = plan.schedule.prefill_chunk
         programs, buffers, choices = {}, list(plan.buffers), []
         for tokens in sorted({1, chunk}):
-            programs[tokens], layout, chosen = self._lowered(plan, tokens)
+            programs[tokens], layout, chosen = self._lowered(_kept(plan, tokens), tokens)
             choices += [c for c in chosen if c not in choices]
             phase = "decode" if tokens == 1 else "prefill"
             buffers += [replace(b, phase=phase) for b in layout.buffers.values()]
@@ -176,7 +211,7 @@ class Pipeline:
         """The verified Program of a step over `tokens` tokens per sequence."""
         found = self._programs.get((id(plan), tokens))
         if found is None:
-            bare = replace(plan, buffers=tuple(b for b in plan.buffers if b.phase == "all"))
+            bare = _kept(plan, tokens)
             try:
                 found, _, _ = self._lowered(bare, tokens)
             except _LayersDiffer:
@@ -184,6 +219,18 @@ class Pipeline:
             if plan is self._planned:
                 self._programs[id(plan), tokens] = found
         return found
+
+    def growth(self, plan: Plan) -> Program | None:
+        """The verified Program that runs between prefill and decoding where the cache is then given more room."""
+        if not plan.lends:
+            return None
+        narrow, wide = ([b for b in plan.buffers if b.kind == "cache" and b.phase == phase]
+                        for phase in ("prefill", "decode"))
+        lengths = plan.workload.prompt, plan.workload.context
+        program = grow_cache(narrow, wide, self._cache_rows, lengths, plan.arenas)
+        if self.switches.verify:
+            verify_program(program, {"device": plan.budget.device, "host": plan.budget.host or None})
+        return program
 
     def _choose_gemms(self, gm: fx.GraphModule, known: tuple[GemmChoice, ...]) -> list[GemmChoice]:
         shapes = {shape for graph in (gm, *block_graphs(gm)) for node in graph.graph.nodes
@@ -195,7 +242,8 @@ class Pipeline:
         """Run all passes on a fresh graph, lower it and prove the Program. Shapes the plan's table of matrix products
         does not hold yet are chosen from the machine's measurements."""
         self.need(tokens)
-        gm = self._steps.pop(tokens, None) or self.source.step(tokens)
+        graph_of = self.source.prefill if plan.lends and self.source.prefill is not None else self.source.step
+        gm = self._steps.pop(tokens, None) or graph_of(tokens)
         if not repeats(gm, self._layouts[tokens]):
             self._each_layer = True
             self._needs.clear()
@@ -230,6 +278,12 @@ class Pipeline:
         return program, gm.meta["forebay"], plan.gemm
 
 
+def _kept(plan: Plan, tokens: int) -> Plan:
+    """`plan` with only those buffers that live throughout steps over `tokens` tokens: no activations, one cache."""
+    kept = plan.buffers_of("decode" if tokens == 1 else "prefill")
+    return replace(plan, buffers=tuple(b for b in kept if b.phase == "all" or b.kind == "cache"))
+
+
 class _LayersDiffer(RuntimeError):
     """Equal layers do not find their inputs in the same places."""
 
@@ -242,7 +296,12 @@ def _attention_nbytes(node: fx.Node) -> int:
     q, k = node.args[0].meta["val"], node.args[1].meta["val"]  # type: ignore[union-attr]
     batch, heads, tokens, width = q.shape
     softcap = float(node.args[6]) if len(node.args) > 6 else 0.0  # type: ignore[arg-type]
-    return attention.workspace_nbytes(batch, heads, k.shape[1], tokens, k.shape[2], width, q.dtype, softcap)
+    module = attention_q if node.target is torch.ops.forebay.attention_q.default else attention
+    return module.workspace_nbytes(batch, heads, k.shape[1], tokens, k.shape[2], width, q.dtype, softcap)
+
+
+def _gpu_attention_nbytes(node: fx.Node) -> int:
+    return gpu_choices.attention_workspace_nbytes(*(node.args[i].meta["val"] for i in (0, 1)))  # type: ignore[union-attr]
 
 
 def _nowhere(node: fx.Node, result: int = 0) -> TensorRef:

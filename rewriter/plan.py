@@ -7,6 +7,7 @@ load, and refused by the path of the first bad field.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -15,9 +16,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 VERSION = 1
 TIERS = ("device", "host", "disk")
-WEIGHT_FORMATS = ("native", "w4g32", "w4g64", "w4g128", "w8")
+WEIGHT_FORMATS = ("native", "w4g32", "w4g64", "w4g128", "w8")  # and, of other even group sizes, w4g48 or w8g32
 CACHE_FORMATS = ("native", "kv8", "kv4", "act8")
 ORDERS = ("row", "zigzag", "diagonal")
+KEPT = ("weight", "constant", "slot", "cache")  # kinds of buffers that live as long as their phase
 
 
 class PlanError(ValueError):
@@ -105,6 +107,20 @@ class BufferPlacement:
 
 
 @dataclass(frozen=True)
+class Meeting:
+    """Where the cache, which grows up, would meet a decode step's activations, which grow down.
+
+    `cache_top` and `activation_base` are byte addresses of the device arena: where the planned cache ends, and the
+    lowest activation. With `sequences` sequences they would meet at `tokens` cached tokens each.
+    """
+
+    cache_top: int
+    activation_base: int
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True)
 class GemmChoice:
     """Which implementation runs a matrix product of this shape: y[m, n] = x[m, k] @ w."""
 
@@ -160,6 +176,27 @@ class Plan:
             cached = {w.name: w for w in self.weights}
             object.__setattr__(self, "_index", cached)
         return cached
+
+    @property
+    def lends(self) -> bool:
+        """Whether a prefill keeps a cache of the prompt alone, its activations above it where later is cache."""
+        return any(b.kind == "cache" and b.phase == "prefill" for b in self.buffers)
+
+    def buffers_of(self, phase: str) -> tuple[BufferPlacement, ...]:
+        """The buffers of one phase, with those that live throughout."""
+        return tuple(b for b in self.buffers if b.phase in ("all", phase))
+
+    def meeting(self) -> Meeting | None:
+        """Where cache and activations of a decode step would meet; None without a cache on the device."""
+        here = [b for b in self.buffers_of("decode") if b.arena == "device"]
+        cache = [b for b in here if b.kind == "cache"]
+        if not cache:
+            return None
+        top = max(b.offset + b.nbytes for b in cache)
+        moving = [b.offset for b in here if b.phase != "all" and b.kind != "cache"]
+        base = min(moving, default=self.arenas.get("device", top))
+        per_token = max(1, sum(b.nbytes for b in cache) // self.workload.context)
+        return Meeting(top, base, self.workload.context + (base - top) // per_token, self.workload.batch)
 
     def nbytes_on(self, tier: str) -> int:
         """Stored bytes of the weights that live on `tier`."""
@@ -258,7 +295,7 @@ def validate(plan: Plan) -> None:
         if w.name in seen:
             raise PlanError(f"{at}.name: {w.name} is placed twice")
         seen.add(w.name)
-        if w.format not in WEIGHT_FORMATS:
+        if w.format not in WEIGHT_FORMATS and not re.fullmatch(r"w[48]g[1-9]\d*", w.format):
             raise PlanError(f"{at}.format: {w.format!r} is not one of {', '.join(WEIGHT_FORMATS)}")
         if w.nbytes < 0 or w.tile_rows < 0:
             raise PlanError(f"{at}: negative size")
@@ -272,3 +309,11 @@ def validate(plan: Plan) -> None:
     for i, b in enumerate(plan.buffers):
         if b.offset < 0 or b.nbytes < 0:
             raise PlanError(f"plan.buffers[{i}]: negative offset or size")
+    for phase in ("prefill", "decode"):
+        below: BufferPlacement | None = None  # of those that keep their contents, the one that reaches highest
+        kept = [b for b in plan.buffers_of(phase) if b.kind in KEPT and b.nbytes]
+        for b in sorted(kept, key=lambda b: (b.arena, b.offset)):
+            if below is not None and below.arena == b.arena and b.offset < below.offset + below.nbytes:
+                raise PlanError(f"plan.buffers: {below.name} and {b.name} both lie at byte {b.offset} of the {b.arena} "
+                                f"arena during {phase}")
+            below = b

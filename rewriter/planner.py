@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from forebay.rewriter.plan import (
     Budget,
@@ -24,6 +24,7 @@ SMALL_NBYTES = 64 << 10  # below this a copy costs more in latency (~0.1 ms) tha
 SLOT_NBYTES = 4 << 20  # one read of 4 MiB is within 5 % of the best rate of an NVMe disk
 MAX_SLOTS = 8
 STAGING_SHARE = 0.1  # of the budget, for all slots together
+GROWTH_PARTS = 128  # a cache of 32 layers that grows by this part of itself moves in 1000 copies, by a token in 7000
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class WeightUse:
     tileable: bool  # every streaming reader accepts row tiles
     lookup: bool  # read by row lookup
     product: bool  # read by something other than a lookup
+    format: str = "native"
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Wishes:
     lead: int | None = None
     prefill_chunk: int | None = None
     reuse: bool = True
+    cache_format: str = "native"
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Facts:
     need: Callable[[int], PhaseNeed]  # by tokens per sequence in one step
     weight_tier: str = "disk"  # where weights come from when they are not resident
     host_hop: bool = False
+    # bytes of the same buffers for the prompt's tokens alone; empty where a prefill needs the cache in its full length
+    cache_prompt: Mapping[str, int] = field(default_factory=dict)
 
 
 def make_plan(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes, machine: str) -> Plan:
@@ -126,11 +131,13 @@ def smallest_budget(facts: Facts, workload: Workload, wishes: Wishes) -> tuple[i
     assert best is not None
     plan = _planned(facts, kinds, Budget(high), workload, wishes, "", best)
     parts: dict[str, int] = {}
-    for b in plan.buffers:
+    for b in plan.buffers_of("decode"):
         if b.arena == "device":
             parts[b.kind] = parts.get(b.kind, 0) + b.nbytes
     chunk = plan.schedule.prefill_chunk
-    parts["activation"] = max(facts.need(chunk).activations, facts.need(1).activations)
+    upper, _ = _upper(facts, chunk)
+    parts["activation"] = min(max(facts.need(chunk).activations, facts.need(1).activations),
+                              upper - parts.get("cache", 0))  # less where the cache takes the rest over
     parts["workspace"] = max(facts.need(chunk).workspace, facts.need(1).workspace)
     return high, parts
 
@@ -167,10 +174,9 @@ class _Fit:
 def _fit(facts: Facts, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes) -> _Fit | None:
     """How the budget is spent with one prefill chunk, or None when it does not fit."""
     chunk = wishes.prefill_chunk or 1
-    need, decode = facts.need(chunk), facts.need(1)
-    activations = _aligned(max(need.activations, decode.activations)) + ALIGNMENT
-    workspace = max(need.workspace, decode.workspace)
-    fixed = activations + workspace + sum(_aligned(n) for n in (*facts.cache.values(), *facts.constants.values()))
+    upper, _ = _upper(facts, chunk)
+    workspace = max(facts.need(chunk).workspace, facts.need(1).workspace)
+    fixed = upper + workspace + sum(_aligned(n) for n in facts.constants.values())
     room = budget.device - fixed - kinds.pinned_nbytes
     if room < 0:
         return None
@@ -185,6 +191,17 @@ def _fit(facts: Facts, kinds: _Kinds, budget: Budget, workload: Workload, wishes
             _staging(facts, chunk, slots, slot) > budget.host):
         return None
     return _Fit(chunk, room, slots, slot)
+
+
+def _upper(facts: Facts, chunk: int) -> tuple[int, bool]:
+    """Bytes that cache, from below, and activations, from above, take together, and whether a prefill's activations
+    may lie where decoding has cache, as its own ends with the prompt (FlashDecoding++Next, section V)."""
+    need, decode = facts.need(chunk).activations, facts.need(1).activations
+    whole, prompt = (sum(_aligned(n) for n in sizes.values()) for sizes in (facts.cache, facts.cache_prompt))
+    grows = facts.cache_prompt and (whole - prompt) * GROWTH_PARTS >= whole
+    if grows and chunk > 1 and need > decode:  # a chunk of one token is a decode step, which has the whole cache
+        return max(prompt + _aligned(need), whole + _aligned(decode)) + ALIGNMENT, True
+    return whole + _aligned(max(need, decode)) + ALIGNMENT, False
 
 
 def _resident(kinds: _Kinds, fit: _Fit) -> set[str]:
@@ -221,8 +238,9 @@ def _planned(
         micro_batch=workload.batch, slots=slots, slot_nbytes=fit.slot_nbytes, lead=min(wishes.lead or slots, slots),
         prefill_chunk=fit.chunk, reuse=wishes.reuse, host_hop=facts.host_hop)
     rows = max(facts.need(fit.chunk).activations, facts.need(1).activations)
-    plan = Plan(facts.fingerprint, machine, budget, workload, schedule, tuple(weights), cache=(CacheShare(),))
-    return _lay_out(plan, facts, _aligned(rows) + ALIGNMENT, rows)
+    plan = Plan(facts.fingerprint, machine, budget, workload, schedule, tuple(weights),
+                cache=(CacheShare(format=wishes.cache_format),))
+    return _lay_out(plan, facts, rows)
 
 
 def _halvings(n: int) -> list[int]:
@@ -294,13 +312,13 @@ def _spread(products: Sequence[WeightUse], room: int) -> set[str]:
 
 def _place(u: WeightUse, resident: bool, slot: int, tier: str) -> WeightPlacement:
     if resident:
-        return WeightPlacement(u.name, "device", u.nbytes, offset=0)
+        return WeightPlacement(u.name, "device", u.nbytes, u.format, offset=0)
     tile_rows = 0
     if u.product and u.nbytes > slot:
         row = u.nbytes // u.rows
         tiles = -(-u.rows // (slot // row))
         tile_rows = -(-u.rows // tiles)
-    return WeightPlacement(u.name, tier, u.nbytes, tile_rows=tile_rows, gather=u.lookup)  # type: ignore[arg-type]
+    return WeightPlacement(u.name, tier, u.nbytes, u.format, tile_rows=tile_rows, gather=u.lookup)  # type: ignore[arg-type]
 
 
 def _fill_host(weights: list[WeightPlacement], room: int) -> list[WeightPlacement]:
@@ -314,14 +332,15 @@ def _fill_host(weights: list[WeightPlacement], room: int) -> list[WeightPlacemen
     return moved
 
 
-def _lay_out(plan: Plan, facts: Facts, activations: int, height: int) -> Plan:
-    """Give resident weights, constants, slots and cache their addresses from the bottom of each arena."""
+def _lay_out(plan: Plan, facts: Facts, height: int) -> Plan:
+    """Give resident weights, constants, slots and cache their addresses from the bottom of each arena; where a prefill
+    borrows from the cache, twice, once for each phase."""
     buffers: list[BufferPlacement] = []
     ends = {"device": 0, "host": 0}
 
-    def put(name: str, kind: str, arena: str, nbytes: int, alignment: int = ALIGNMENT) -> int:
+    def put(name: str, kind: str, arena: str, nbytes: int, alignment: int = ALIGNMENT, phase: str = "all") -> int:
         offset = -(-ends[arena] // alignment) * alignment
-        buffers.append(BufferPlacement(name, kind, arena, offset, nbytes))  # type: ignore[arg-type]
+        buffers.append(BufferPlacement(name, kind, arena, offset, nbytes, phase))  # type: ignore[arg-type]
         ends[arena] = offset + nbytes
         return offset
 
@@ -339,11 +358,16 @@ def _lay_out(plan: Plan, facts: Facts, activations: int, height: int) -> Plan:
         if plan.schedule.host_hop:
             for i in range(plan.schedule.slots):
                 put(f"host_slot{i}", "slot", "host", stride, PAGE)
-    for name, nbytes in facts.cache.items():
-        put(name, "cache", "device", nbytes)
+    upper, lends = _upper(facts, plan.schedule.prefill_chunk)
+    bottom = _aligned(ends["device"])
+    caches = {"prefill": facts.cache_prompt, "decode": facts.cache} if lends else {"all": facts.cache}
+    for phase, cache in caches.items():
+        ends["device"] = bottom
+        for name, nbytes in cache.items():
+            put(name, "cache", "device", nbytes, phase=phase)
     if plan.schedule.host_hop and any(w.gather and w.tier == "disk" for w in weights):
         put("host_rows", "io", "host", height, PAGE)
-    arenas = {"device": _aligned(ends["device"]) + activations}
+    arenas = {"device": bottom + upper}
     if ends["host"]:
         arenas["host"] = ends["host"]
     return replace(plan, weights=tuple(weights), buffers=tuple(buffers), arenas=arenas)

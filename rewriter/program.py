@@ -127,6 +127,7 @@ class Program:
     resident: dict[str, Span]  # buffers that hold valid contents before the first step: weights, constants, cache
     inputs: dict[str, TensorRef] = field(default_factory=dict)
     outputs: dict[str, TensorRef] = field(default_factory=dict)
+    once: bool = False  # the step runs a single time: memory need not be left as it was found
 
     def items(self, steps: int = 1) -> Iterator[Item]:
         """Prologue and `steps` steps, as they are issued."""

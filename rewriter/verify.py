@@ -1,9 +1,9 @@
 """Prove a `Program` safe before it runs, from the flat list alone.
 
 The proof covers prologue and two steps, so it holds for any number of them (each step starts in the state that the
-prologue leaves, and must leave it again). Happens-before is tracked with vector clocks over streams and events.
-Reads from the disk complete out of order, so a copy on the disk stream is ordered before another item only by a Record
-after it and a Wait on that Record.
+prologue leaves, and must leave it again; one that runs a single time need not). Happens-before is tracked with vector
+clocks over streams and events. Reads from the disk complete out of order, so a copy on the disk stream is ordered
+before another item only by a Record after it and a Wait on that Record.
 """
 
 from __future__ import annotations
@@ -61,17 +61,18 @@ _Prepared = _Access | tuple[Release, list[_Segment]] | Record | Wait
 def verify_program(program: Program, budget: Mapping[str, int | None] | None = None) -> None:
     """Raise ProgramError unless every read follows the write it needs, no bytes are reused while someone may still
     touch them, all spans lie in their arenas, every load is read, every release is single, every wait has its record,
-    the steady state repeats, and arenas plus workspace fit the budget (bytes per arena; None or absent: no limit)."""
+    the steady state repeats (unless the program runs once), and arenas plus workspace fit the budget (bytes per arena;
+    None or absent: no limit)."""
     _check_sizes(program, budget or {})
     state = _State(program)
     prologue, step = state.prepared(program.prologue), state.prepared(program.step)
     state.run(prologue)
     before = state.owners()
-    for _ in range(2):
+    for _ in range(1 if program.once else 2):
         state.take_inputs(program)
         state.run(step)
         state.hand_over(program)
-        if state.owners() != before:
+        if not program.once and state.owners() != before:
             raise ProgramError(f"{program.name}: a step does not leave the memory as the next step expects it: "
                                f"{_difference(before, state.owners())}")
 

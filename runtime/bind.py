@@ -8,9 +8,20 @@ from typing import Any
 
 import torch
 
-from forebay.kernels import attention, kv_append, linear, rms_norm, rotary
+from forebay.kernels import (
+    attention,
+    attention_q,
+    dequantize_rows,
+    kv_append,
+    kv_append_q,
+    linear,
+    linear_w4,
+    linear_w8,
+    rms_norm,
+    rotary,
+)
 from forebay.rewriter.program import Launch, TensorRef
-from forebay.runtime import gpu_library
+from forebay.runtime.bind_cuda import bind_cuda
 from forebay.runtime.device import Call, RuntimeFault
 
 Tensors = Callable[[TensorRef], torch.Tensor]
@@ -21,26 +32,31 @@ def bind_launch(launch: Launch, tensor: Tensors) -> Call:
     args = _tensors(launch.args, tensor)
     kwargs = {k: _tensors(v, tensor) for k, v in launch.kwargs.items()}
     out = [tensor(ref) for ref in launch.out]
+    if any(isinstance(t, torch.Tensor) and t.is_cuda for t in (*out, *args)):
+        call = bind_cuda(launch, args, kwargs, out)
+        if call is not None:
+            return call
     if launch.op == "forebay.linear":
         return _bind_linear(launch, args, kwargs, out[0])
+    if launch.op in ("forebay.linear_w4", "forebay.linear_w8"):
+        return _bind_packed_linear(launch, args, kwargs, out[0])
+    if launch.op == "forebay.dequantize_rows":
+        return dequantize_rows.bind_dequantize_rows(*args, out=out[0])
     if launch.op == "forebay.attention":
         q, k, v, start, scale, window, softcap = args
-        if q.is_cuda:
-            return functools.partial(gpu_library.attention, q, k, v, start, scale, window, softcap, out[0])
         return attention.bind_attention(q, k, v, start, scale, window, softcap, out[0])
+    if launch.op == "forebay.kv_append_q":
+        return kv_append_q.bind_kv_append_q(*args)
+    if launch.op == "forebay.attention_q":
+        q, k, v, start, scale, window, softcap, bits, group = args
+        return attention_q.bind_attention_q(q, k, v, start, scale, window, softcap, bits, group, out[0])
     if launch.op == "forebay.kv_append":
-        if args[0].is_cuda:
-            return functools.partial(gpu_library.kv_append, *args)
         return kv_append.bind_kv_append(*args)
     if launch.op == "forebay.rms_norm":
         x, weight, eps = args
-        if x.is_cuda:
-            return functools.partial(gpu_library.rms_norm, x, weight, eps, out[0])
         return rms_norm.bind_rms_norm(x, weight, eps, out[0])
     if launch.op == "forebay.rotary":
         x, cos, sin = args
-        if x.is_cuda:
-            return functools.partial(gpu_library.rotary, x, cos, sin, out[0])
         return rotary.bind_rotary(x, cos, sin, out[0])
     if launch.op == "copy":
         return functools.partial(out[0].copy_, args[0])
@@ -72,14 +88,19 @@ def _bind_linear(launch: Launch, args: Any, kwargs: dict[str, Any], out: torch.T
     x, weight, bias = args
     conv1d, accumulate = kwargs["form"] == "kn", kwargs["accumulate"]
     after = linear.After(kwargs.get("activation", ""), kwargs.get("multiplier"), kwargs.get("residual"))
-    if x.is_cuda:
-        matrix = weight if conv1d else weight.mT
-        if after.anything():
-            return lambda: out.copy_(linear.finish_(x @ matrix if bias is None else x @ matrix + bias, after))
-        return functools.partial(gpu_library.product, x, matrix, bias, out, accumulate)
     k, n = x.shape[-1], out.shape[-1]
     impl = launch.impl or linear.default_choice(weight.dtype, x.numel() // max(1, k), n, k)
     return linear.bind_linear(impl, x, weight, bias, out, accumulate=accumulate, conv1d=conv1d, after=after)
+
+
+def _bind_packed_linear(launch: Launch, args: Any, kwargs: dict[str, Any], out: torch.Tensor) -> Call:
+    x, rows, bias = args
+    after = linear.After(kwargs.get("activation", ""), kwargs.get("multiplier"), kwargs.get("residual"))
+    op = linear_w4 if launch.op == "forebay.linear_w4" else linear_w8
+    in_features, group_size, scale_dtype = (kwargs[name] for name in ("in_features", "group_size", "scale_dtype"))
+    impl = launch.impl or op.default_choice(x.numel() // max(1, in_features))
+    bind = linear_w4.bind_linear_w4 if op is linear_w4 else linear_w8.bind_linear_w8
+    return bind(impl, x, rows, bias, out, in_features, group_size, scale_dtype, after)
 
 
 def _bind_functional(op: Any, args: Any, kwargs: dict[str, Any], out: list[torch.Tensor]) -> Call:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from forebay.rewriter.plan import Plan
+from forebay.runtime.device import RuntimeFault
 from forebay.runtime.sampling import Sampling, choose
 from forebay.runtime.session import Session
 
@@ -33,8 +35,10 @@ def generate_tokens(
     """New tokens [len(prompts), N] int64 for prompts of unequal length (each int64 [P], P >= 1), N <= max_new_tokens.
 
     Fewer prompts than the plan's batch leave rows idle. `on_token` sees each column [len(prompts)] as it is chosen.
+    RuntimeFault, before anything runs, for sequences whose cache would reach into the activations.
     """
     rows, count = session.plan.workload.batch, len(prompts)
+    _refuse_crossing(session.plan, prompts, stop.max_new_tokens)
     lengths = _lengths(session, prompts)
     logits = prefill(session, prompts, lengths)
     ended = torch.zeros(count, dtype=torch.bool)
@@ -51,6 +55,8 @@ def generate_tokens(
         ended |= torch.isin(token, eos)
         if len(columns) == stop.max_new_tokens or bool(ended.all()):
             return torch.stack(columns, 1)
+        if len(columns) == 1:
+            session.grow()
         ids = torch.zeros(rows, 1, dtype=torch.int64)
         ids[:count, 0] = token
         logits = session.step({"input_ids": ids, "start": position, "last": last})
@@ -58,8 +64,25 @@ def generate_tokens(
 
 
 def next_logits(session: Session, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Logits [len(prompts), V] of the token after each prompt."""
+    """Logits [len(prompts), V] of the token after each prompt; RuntimeFault as for `generate_tokens`."""
+    _refuse_crossing(session.plan, prompts, 1)
     return prefill(session, prompts, _lengths(session, prompts))[: len(prompts)].clone()
+
+
+def _refuse_crossing(plan: Plan, prompts: Sequence[torch.Tensor], new_tokens: int) -> None:
+    """RuntimeFault if the plan's cache has no room for so many prompts, or for them and their new tokens."""
+    w, count, longest = plan.workload, len(prompts), max(p.numel() for p in prompts)
+    need = longest + new_tokens - 1  # the last token is never appended
+    if count <= w.batch and need <= w.context and (longest <= w.prompt or not plan.lends):
+        return
+    meeting = plan.meeting()
+    where = "" if meeting is None else (
+        f": its cache ends at byte {meeting.cache_top} of the device arena, the activations of a decode step begin at "
+        f"byte {meeting.activation_base}, and with {meeting.sequences} sequences they would meet at {meeting.tokens} "
+        "tokens each")
+    raise RuntimeFault(
+        f"{count} prompts of up to {longest} tokens with {new_tokens} new ones do not fit the plan, which is for "
+        f"{w.batch} of {w.prompt} with {w.new_tokens}{where}; plan for more (LanguageModel.reserve)")
 
 
 def _lengths(session: Session, prompts: Sequence[torch.Tensor]) -> torch.Tensor:

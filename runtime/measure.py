@@ -360,10 +360,29 @@ def _gemm_points(quick: bool, say: Progress) -> tuple[GemmPoint, ...]:
                     if time_s < 0.05:  # slower ones are dear to repeat, and steadier
                         time_s = timer(impl, dtype, m, n, k, 3 if quick else 9)
                     points.append(GemmPoint(impl, str(dtype).removeprefix("torch."), m, n, k, time_s))
-    return tuple(points)
+    return (*points, *_packed_points(quick, say))
+
+
+def _packed_points(quick: bool, say: Progress) -> Iterator[GemmPoint]:
+    """Time products with packed rows by the implementations that keep the accuracy of floats, for bfloat16 x."""
+    if torch.cuda.is_available():
+        return
+    from forebay.kernels import linear_w4, linear_w8
+
+    for name, op, group_size in (("w4g64", linear_w4, 64), ("w8g128", linear_w8, 128)):
+        say("kernels", 0.9)
+        n, k = GEMM_SHAPES[0]
+        for m in GEMM_M:
+            for impl in op.implementations():
+                if impl != "int8":  # it rounds x to 8 bits
+                    repeats = 3 if quick else 9
+                    time_s = op.measure(impl, torch.bfloat16, m, n, k, group_size, repeats=repeats)
+                    yield GemmPoint(impl, name, m, n, k, time_s)
 
 
 def _gemm_implementations(dtype: torch.dtype) -> tuple[tuple[str, ...], Callable[..., float]]:
+    if torch.cuda.is_available():
+        return ("aten",), _aten_time_s
     try:
         linear = importlib.import_module("forebay.kernels.linear")
     except ModuleNotFoundError as error:

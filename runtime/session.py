@@ -21,7 +21,8 @@ def resident_copies(plan: Plan, files: Mapping[str, FileSlice]) -> list[Copy]:
 
 
 class Session:
-    """Holds the arenas of `plan` until `close`. `program` gives the Program for a number of tokens per sequence."""
+    """Holds the arenas of `plan` until `close`. `program` gives the Program for a number of tokens per sequence,
+    `growth` the one between prefill and decoding where the cache then gets more room."""
 
     def __init__(
         self,
@@ -31,9 +32,13 @@ class Session:
         constants: Mapping[str, torch.Tensor],
         device: Device,
         trace: Trace | None = None,
+        growth: Program | None = None,
     ) -> None:
+        if plan.lends and growth is None:
+            raise RuntimeFault("this plan's cache grows after the prefill; give the session the program that does it")
         self.plan, self.device, self.trace = plan, device, trace
-        self._program = program
+        self._program, self._growth = program, growth
+        self._grow: BoundProgram | None = None
         self._bound: dict[int, BoundProgram] = {}
         self._started = False
         self._prologue: tuple[Item, ...] | None = None  # one for all: any step's end serves any start
@@ -77,9 +82,16 @@ class Session:
         bound.run()
         return bound.outputs["out0"]
 
+    def grow(self) -> None:
+        """Give the cache its full length: after the last chunk of the prompts, before the first step of one token."""
+        if self._growth is not None:
+            self._grow = self._grow or BoundProgram(self._growth, self.device, self.trace)
+            self._grow.run()
+
     def close(self) -> None:
         """Wait for copies under way and give the memory back."""
         self._bound.clear()
+        self._grow = None
         try:
             self.device.finish()
         finally:

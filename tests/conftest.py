@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's own functions look at it when they are imported
 sys.path.insert(0, str(Path(__file__).parent))  # families, tiny, e2e.agreement
 
 
@@ -117,3 +119,18 @@ class _LoggedReader:
 
     def close(self) -> None:
         self.reader.close()
+
+
+@pytest.fixture
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, in which the compiled kernels lie already."""
+    from forebay.kernels import native
+
+    native.load()
+    kept = Path(os.environ.get("FOREBAY_CACHE") or Path.home() / ".cache" / "forebay")
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    for file in (f for f in kept.iterdir() if f.suffix in (".so", ".o")) if kept.is_dir() else ():
+        (folder / file.name).symlink_to(file)
+    monkeypatch.setenv("FOREBAY_CACHE", str(folder))
+    return folder

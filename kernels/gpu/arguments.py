@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -43,6 +44,20 @@ def check_tensor(
         fail(op, argument, f"must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         fail(op, argument, f"must have a contiguous last dimension, got strides {tensor.stride()}")
+
+
+AMD_STAGES = 2
+
+
+def stages(wanted: int) -> int:
+    """Pipeline stages that a launch takes of those wanted: on AMD two, as a block has 64 KiB of shared memory there."""
+    return min(wanted, AMD_STAGES) if torch.version.hip else wanted
+
+
+@functools.cache
+def before_hopper(device: torch.device) -> bool:
+    """Whether a GPU multiplies matrices in registers (mma), which hold less than Hopper's products of shared memory."""
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] < 9
 
 
 def leading_dimensions(op: str, x: Tensor, out: Tensor) -> tuple[list[int], list[int], list[int]]:

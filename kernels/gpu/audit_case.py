@@ -20,6 +20,7 @@ class AuditCase:
     constants: Mapping[str, Any]  # tl.constexpr arguments, by name
     num_warps: int = 4
     num_stages: int = 2
+    amd_stages: int = 0  # on AMD, whose blocks have 64 KiB of shared memory; 0: as elsewhere
     divisible: tuple[str, ...] = ()  # run-time arguments that are multiples of 16 (pointers and strides)
     uses_dot: bool = False  # tl.dot is taken, so tensor-core instructions must appear
     main_operands: int = 1  # tensors of size in the bytes moved; each must be loaded 128 bits at a time

@@ -10,8 +10,8 @@ for both kinds. Below, the largest score decides rather than each score: a term 
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from forebay.kernels.gpu.arguments import check_device, check_tensor, fail
 from forebay.kernels.gpu.audit_case import AuditCase
+from forebay.kernels.gpu.decode_shares import PROCESSORS, part_nbytes, processor_count, split_count, tile
 from forebay.kernels.gpu.paged import (
     LOG2E,
     CacheView,
@@ -36,21 +37,6 @@ from forebay.kernels.gpu.paged import (
 )  # fmt: skip
 from forebay.kernels.paged import BlockLayout, check_pool, check_table
 
-
-class Tile(NamedTuple):
-    """Positions of a tile, warps and pipeline stages."""
-
-    positions: int
-    num_warps: int
-    num_stages: int
-
-
-# By bytes of a row of K once dequantised: tiles of K and V in two stages of flight, two programs or more to a
-# multiprocessor. Four warps at 256 bytes spill on sm_90 with Triton 3.9; dequantised rows do not, and need less room.
-TILES = {"narrow": Tile(64, 4, 3), "usual": Tile(64, 8, 3), "wide": Tile(32, 8, 3), "widest": Tile(16, 4, 2)}
-DEQUANTISED = Tile(64, 4, 3)
-# Programs that are made where the sequences are long enough: eight for each multiprocessor even out the last wave.
-PROGRAMS_PER_PROCESSOR = 8
 MERGED = 16  # shares that the merge takes at a time
 
 
@@ -218,64 +204,40 @@ def merge_kernel(
     tl.store(out_ptr + at + d, round_to(out, out_ptr.dtype.element_ty), mask=d < D)
 
 
-def tile(row_nbytes: int, bits: int) -> Tile:
-    """The tile for rows of K that take so many bytes once dequantised from so many bits (0: as they are)."""
-    if bits and row_nbytes <= 256:
-        return DEQUANTISED
-    sizes = ((128, "narrow"), (256, "usual"), (512, "wide"))
-    return TILES[next((name for most, name in sizes if row_nbytes <= most), "widest")]
-
-
-def part_nbytes(group_heads: int, dim: int) -> int:
-    """Bytes of one share's partial results."""
-    return 4 * group_heads * (dim + 2)
-
-
-def split_count(
-    rows: int, capacity: int, positions: int, part_nbytes: int, position_nbytes: int, processors: int
-) -> int:
-    """Shares per sequence: programs enough for the chip, and partial results of at most 1 / 24 of the cache's bytes.
-
-    A share writes and reads part_nbytes; a position takes position_nbytes in the cache of one head.
-    """
-    shortest = max(4 * positions, 24 * 2 * part_nbytes // position_nbytes)
-    return max(1, min(-(-PROGRAMS_PER_PROCESSOR * processors // max(1, rows)), capacity // shortest))
-
-
-@functools.cache
-def processor_count(device: torch.device) -> int:
-    """Multiprocessors of a GPU; those of an H200 where there is none."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
-def _launch(
+def _bind(
     q: Tensor, view: CacheView, position_nbytes: int, table: Tensor | None, lengths: Tensor, length_more: int,
     kv_heads: int, capacity: int, scale: float, window: int, softcap: float, phi: float, low: float, high: float,
     splits: int | None, out: Tensor,
-) -> None:  # fmt: skip
+) -> Callable[[], None]:  # fmt: skip
     batch, heads, dim = q.shape
     if q.numel() == 0:
-        return
+        return lambda: None
     group_heads = heads // kv_heads
     chosen = tile(view.constants["DP"] * q.dtype.itemsize, view.constants["BITS"])
     rows = min(64, max(16, triton.next_power_of_2(group_heads)))
     if splits is None:
         sizes = (capacity, chosen.positions, part_nbytes(group_heads, dim), position_nbytes)
         splits = split_count(batch * kv_heads, *sizes, processor_count(q.device))
-    part = torch.empty(batch, heads, splits, dim, dtype=torch.float32, device=q.device)
-    stat = torch.empty(batch, heads, splits, 2, dtype=torch.float32, device=q.device)
     scale_log2, cap = score_factors(scale, softcap)
-    decode_attention_kernel[(splits, batch * kv_heads, triton.cdiv(group_heads, rows))](
-        q, *view.pointers, table, lengths, part, stat, q.stride(0), q.stride(1), *view.strides,
-        table.stride(0) if table is not None else 0, length_more, kv_heads, group_heads, splits, window,
-        scale_log2, cap, phi * LOG2E, low * LOG2E, high * LOG2E,
-        UNIFIED=high > low, CAPPED=softcap > 0, M=rows, T=chosen.positions, **view.constants,
-        num_warps=chosen.num_warps, num_stages=chosen.num_stages,
-    )  # fmt: skip
-    merge_kernel[(batch * heads,)](
-        part, stat, lengths, out, out.stride(0), out.stride(1), length_more, heads, splits,
-        D=dim, DP=triton.next_power_of_2(dim), SHARES=MERGED, num_warps=4,
-    )  # fmt: skip
+    attend: Any = decode_attention_kernel[(splits, batch * kv_heads, triton.cdiv(group_heads, rows))]
+    merge: Any = merge_kernel[(batch * heads,)]
+
+    def run() -> None:
+        part = torch.empty(batch, heads, splits, dim, dtype=torch.float32, device=q.device)
+        stat = torch.empty(batch, heads, splits, 2, dtype=torch.float32, device=q.device)
+        attend(
+            q, *view.pointers, table, lengths, part, stat, q.stride(0), q.stride(1), *view.strides,
+            table.stride(0) if table is not None else 0, length_more, kv_heads, group_heads, splits, window,
+            scale_log2, cap, phi * LOG2E, low * LOG2E, high * LOG2E,
+            UNIFIED=high > low, CAPPED=softcap > 0, M=rows, T=chosen.positions, **view.constants,
+            num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+        )  # fmt: skip
+        merge(
+            part, stat, lengths, out, out.stride(0), out.stride(1), length_more, heads, splits,
+            D=dim, DP=triton.next_power_of_2(dim), SHARES=MERGED, num_warps=4,
+        )  # fmt: skip
+
+    return run
 
 
 def _check(op: str, q: Tensor, lengths: Tensor, name: str, kv_heads: int, window: int, out: Tensor) -> None:
@@ -309,9 +271,27 @@ def decode_attention(
     check_tensor(op, "q", q, dtype=layout.dtype, shape=(q.shape[0], q.shape[1], layout.head_dim))
     check_device(op, "pool", pool, q.device)
     check_table(op, table, q.shape[0], q.device)
-    _launch(
+    _bind(
         q, paged_view(pool, layout), layout.position_nbytes, table, lengths, 0, layout.kv_heads,
         table.shape[1] * layout.tokens, scale, window, softcap, phi, low, high, splits, out,
+    )()  # fmt: skip
+
+
+def bind_decode_attention_contiguous(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float, out: Tensor,
+    phi: float = 0.0, low: float = 0.0, high: float = 0.0, splits: int | None = None,
+) -> Callable[[], None]:  # fmt: skip
+    """decode_attention_contiguous as a call without arguments, on the tensors' contents then; checks are made here."""
+    op = "attention"
+    if k.dim() != 4:
+        fail(op, "k", f"must be [B, Hkv, L, D], got shape {tuple(k.shape)}")
+    _check(op, q, start, "start", k.shape[1], window, out)
+    wanted = (q.shape[0], k.shape[1], k.shape[2], q.shape[2])
+    for tensor, name in ((k, "k"), (v, "v")):
+        check_tensor(op, name, tensor, device=q.device, dtype=q.dtype, shape=wanted)
+    return _bind(
+        q, contiguous_view(k, v), 2 * q.shape[2] * q.dtype.itemsize, None, start, 1, k.shape[1], k.shape[2],
+        scale, window, softcap, phi, low, high, splits, out,
     )  # fmt: skip
 
 
@@ -323,17 +303,9 @@ def decode_attention_contiguous(
 
     The query stands at position start[b] and sees positions up to it. fp32, bf16 or fp16; any strides but D's.
     """
-    op = "attention"
-    if k.dim() != 4:
-        fail(op, "k", f"must be [B, Hkv, L, D], got shape {tuple(k.shape)}")
-    _check(op, q, start, "start", k.shape[1], window, out)
-    wanted = (q.shape[0], k.shape[1], k.shape[2], q.shape[2])
-    for tensor, name in ((k, "k"), (v, "v")):
-        check_tensor(op, name, tensor, device=q.device, dtype=q.dtype, shape=wanted)
-    _launch(
-        q, contiguous_view(k, v), 2 * q.shape[2] * q.dtype.itemsize, None, start, 1, k.shape[1], k.shape[2],
-        scale, window, softcap, phi, low, high, splits, out,
-    )  # fmt: skip
+    bind_decode_attention_contiguous(
+        q, k, v, start, scale, window, softcap, out, phi, low, high, splits
+    )()  # fmt: skip
 
 
 def _case(
@@ -350,7 +322,7 @@ def _case(
         view = contiguous_view(row, row)
     chosen = tile(view.constants["DP"] * 2, bits)
     partial = part_nbytes(heads // kv_heads, dim)
-    splits = split_count(kv_heads, length, chosen.positions, partial, layout.position_nbytes, 132)
+    splits = split_count(kv_heads, length, chosen.positions, partial, layout.position_nbytes, PROCESSORS)
     pointer = "*u8" if bits else f"*{dtype}"
     absent: dict[str, None] = {}
     signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer}

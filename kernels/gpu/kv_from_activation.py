@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels import packing
-from forebay.kernels.gpu.arguments import check_device
+from forebay.kernels.gpu.arguments import AMD_STAGES, check_device, stages
 from forebay.kernels.gpu.audit_case import AuditCase
 from forebay.kernels.gpu.paged import dot, lane_values, paged_view, round_to
 from forebay.kernels.gpu.rotary_append import quantize_heads
@@ -251,7 +251,7 @@ def kv_from_activation(
         NORM=NORMS[norm], X_BITS=x.bits, X_GROUP=x.group, W_BITS=k_weight.bits, W_GROUP=k_weight.group,
         ROTARY=cos.shape[1] if cos is not None else 0, BM=chosen.tokens, BK=chosen.features,
         dtype=TRITON_DTYPES[layout.dtype], **view.constants,
-        num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+        num_warps=chosen.num_warps, num_stages=stages(chosen.num_stages),
     )  # fmt: skip
 
 
@@ -305,6 +305,7 @@ def _case(
         constants=constants | view.constants,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
+        amd_stages=min(chosen.num_stages, AMD_STAGES),
         divisible=tuple(n for n in (*pointers, *strides, "features") if n not in loose),
         uses_dot=True,
         main_operands=3,

@@ -11,6 +11,7 @@ Weights are [N, K] (form "nk") or [K, N] (form "kn", GPT-2's Conv1D). Which runs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -21,7 +22,8 @@ from forebay.kernels.gpu import selection
 from forebay.kernels.gpu.arguments import check_tensor, fail
 from forebay.kernels.gpu.audit_case import AuditCase
 from forebay.kernels.gpu.epilogue import finish
-from forebay.kernels.gpu.linear_arguments import Grid, grid_of, prepare, sm_count, workspace_parts
+from forebay.kernels.gpu.linear_arguments import prepare, sm_count, workspace_parts
+from forebay.kernels.gpu.selection import Grid, grid_of
 
 FORMS = ("nk", "kn")
 # Triton's interpreter multiplies the bit patterns of bf16 matrices; there alone they are widened first.
@@ -135,6 +137,56 @@ def workspace_nbytes(m: int, n: int, k: int, impl: str = "", multiprocessors: in
     return _plan(m, n, k, impl, multiprocessors)[2].workspace_nbytes
 
 
+def _bind(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, out: Tensor | None,
+    impl: str, form: str, accumulate: bool, multiplier: Tensor | None, workspace: Tensor | None,
+) -> tuple[Callable[[], None], Tensor]:  # fmt: skip
+    if form not in FORMS:
+        fail("linear", "form", f"must be one of {FORMS}, got {form!r}")
+    if weight.dim() != 2:
+        fail("linear", "weight", f"must have two dimensions, got shape {tuple(weight.shape)}")
+    n, k = weight.shape if form == "nk" else reversed(weight.shape)
+    operands = prepare("linear", x, n, k, bias, residual, activation, out, multiplier, accumulate)
+    check_tensor("linear", "weight", weight, device=x.device, dtype=x.dtype)
+    m = operands.x.shape[0]
+    result = operands.out if out is None else out
+    if out is None:
+        result = result.view(*x.shape[:-1], n)
+    if result.numel() == 0:
+        return (lambda: None), result
+    implementation, setting, grid = _plan(m, n, max(1, k), impl, sm_count(x.device))
+    vector = implementation == "gemv"
+    kernel: Any = linear_vector_kernel if vector else linear_matrix_kernel
+    launch = kernel[(grid.rows * grid.columns, grid.splits)]
+    arguments = (*operands.arguments(), k, operands.x.stride(0), weight.stride(0))
+    constants = operands.constants() | {
+        "KN": form == "kn", "BN": setting.bn, "BK": setting.bk, "BM": grid.tile_elements // setting.bn,
+        "SPLITS": grid.splits, "num_warps": setting.warps,
+    } | ({} if vector else {"STAGES": setting.stages})  # fmt: skip
+
+    def run() -> None:
+        launch(operands.x, weight, *workspace_parts("linear", grid, x.device, workspace), *arguments, **constants)
+
+    return run, result
+
+
+def bind_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    out: Tensor,
+    impl: str = "",
+    form: str = "nk",
+    *,
+    accumulate: bool = False,
+    multiplier: Tensor | None = None,
+) -> Callable[[], None]:
+    """linear as a call without arguments, on the tensors' contents at each call; the checks are made here."""
+    return _bind(x, weight, bias, residual, activation, out, impl, form, accumulate, multiplier, None)[0]
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -155,27 +207,9 @@ def linear(
     is [N, K], or [K, N] with form "kn". Only last dimensions must be contiguous: out may be a column slice. impl is a
     name of `selection`; "" asks its default table. ValueError names what is wrong, before the launch.
     """
-    if form not in FORMS:
-        fail("linear", "form", f"must be one of {FORMS}, got {form!r}")
-    if weight.dim() != 2:
-        fail("linear", "weight", f"must have two dimensions, got shape {tuple(weight.shape)}")
-    n, k = weight.shape if form == "nk" else reversed(weight.shape)
-    operands = prepare("linear", x, n, k, bias, residual, activation, out, multiplier, accumulate)
-    check_tensor("linear", "weight", weight, device=x.device, dtype=x.dtype)
-    m = operands.x.shape[0]
-    result = operands.out if out is None else out
-    if result.numel() == 0:
-        return result.view(*x.shape[:-1], n)
-    implementation, setting, grid = _plan(m, n, max(1, k), impl, sm_count(x.device))
-    counters, partials = workspace_parts("linear", grid, x.device, workspace)
-    vector = implementation == "gemv"
-    kernel: Any = linear_vector_kernel if vector else linear_matrix_kernel
-    kernel[(grid.rows * grid.columns, grid.splits)](
-        operands.x, weight, counters, partials, *operands.arguments(), k, operands.x.stride(0), weight.stride(0),
-        KN=form == "kn", BN=setting.bn, BK=setting.bk, BM=grid.tile_elements // setting.bn, SPLITS=grid.splits,
-        **operands.constants(), **({} if vector else {"STAGES": setting.stages}), num_warps=setting.warps,
-    )  # fmt: skip
-    return result.view(*x.shape[:-1], n) if out is None else out
+    run, result = _bind(x, weight, bias, residual, activation, out, impl, form, accumulate, multiplier, workspace)
+    run()
+    return result
 
 
 POINTERS = (

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from forebay.kernels.gpu import selection
 from forebay.kernels.gpu.arguments import check_tensor, fail
 from forebay.kernels.gpu.epilogue import ACTIVATIONS
+from forebay.kernels.gpu.selection import HELD_COUNTERS_NBYTES, Grid
 
 HALVES = (torch.float16, torch.bfloat16)
-COUNTERS_ALIGN = 16
 
 
 @dataclass(frozen=True)
@@ -106,55 +105,25 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Tiles of one launch, and the scratch that its splits of K need."""
-
-    rows: int
-    columns: int
-    splits: int
-    tile_elements: int
-
-    @property
-    def counters_nbytes(self) -> int:
-        return 0 if self.splits == 1 else triton.cdiv(4 * self.rows * self.columns, COUNTERS_ALIGN) * COUNTERS_ALIGN
-
-    @property
-    def workspace_nbytes(self) -> int:
-        partials = 0 if self.splits == 1 else 4 * self.rows * self.columns * self.splits * self.tile_elements
-        return self.counters_nbytes + partials
-
-
-def grid_of(implementation: str, setting: selection.Setting, splits: int, m: int, n: int, k: int) -> Grid:
-    """The grid of a launch; splits without a tile of K are not made."""
-    bm = selection.tile_rows(implementation, setting, m)
-    splits = max(1, min(splits, triton.cdiv(k, setting.bk)))
-    return Grid(triton.cdiv(m, bm), triton.cdiv(n, setting.bn), splits, bm * setting.bn)
-
-
-# Counters of a launch that fits here stay in front of the memory held, where no launch's partial sums ever lie.
-HELD_COUNTERS_NBYTES = 16 << 10
 _held: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def workspace_parts(op: str, grid: Grid, device: torch.device, given: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(counters int32, partials fp32) of a launch, from `given` or from memory held for each device and stream.
+    """(counters int32, partials fp32) of a launch, from `given`, or counters held for each device and stream.
 
     given is uint8 of at least grid.workspace_nbytes whose counters, its first bytes, are 0; a launch leaves them 0.
     """
     counters, partials = grid.counters_nbytes, grid.workspace_nbytes - grid.counters_nbytes
-    begin = counters
     if given is not None:
         check_tensor(op, "workspace", given, device=device, dtype=torch.uint8)
         if given.numel() < grid.workspace_nbytes or given.dim() != 1:
             fail(op, "workspace", f"must be {grid.workspace_nbytes} bytes in one dimension, got {tuple(given.shape)}")
-        whole = given
-    elif counters > HELD_COUNTERS_NBYTES:
-        whole = torch.zeros(grid.workspace_nbytes, dtype=torch.uint8, device=device)
+        return given[:counters].view(torch.int32), given[counters : counters + partials].view(torch.float32)
+    if counters > HELD_COUNTERS_NBYTES:
+        zeros = torch.zeros(counters, dtype=torch.uint8, device=device)
     else:
-        begin = HELD_COUNTERS_NBYTES
         key = device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        if key not in _held or _held[key].numel() < begin + partials:
-            _held[key] = torch.zeros(begin + partials, dtype=torch.uint8, device=device)
-        whole = _held[key]
-    return whole[:counters].view(torch.int32), whole[begin : begin + partials].view(torch.float32)
+        if key not in _held:
+            _held[key] = torch.zeros(HELD_COUNTERS_NBYTES, dtype=torch.uint8, device=device)
+        zeros = _held[key][:counters]
+    return zeros.view(torch.int32), torch.empty(partials // 4, dtype=torch.float32, device=device)

@@ -13,6 +13,7 @@ value moves between threads. Sums are in fp32. On AMD and in the interpreter pla
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from forebay.kernels.gpu.arguments import check_tensor, fail
 from forebay.kernels.gpu.audit_case import AuditCase
 from forebay.kernels.gpu.epilogue import finish
 from forebay.kernels.gpu.linear import tile_of
-from forebay.kernels.gpu.linear_arguments import Grid, grid_of, prepare, sm_count, workspace_parts
+from forebay.kernels.gpu.linear_arguments import prepare, sm_count, workspace_parts
+from forebay.kernels.gpu.selection import Grid, grid_of
 
 GROUP_SIZES = (32, 64, 128)
 SCALE_DTYPES = (torch.float16, torch.bfloat16)
@@ -266,7 +268,7 @@ def check_rows(op: str, rows: Tensor, k: int, bits: int, group_size: int, scale_
         fail(op, "rows", "must start at a multiple of 16 bytes")
 
 
-def run(
+def bind(
     op: str,
     bits: int,
     x: Tensor,
@@ -281,29 +283,36 @@ def run(
     impl: str,
     multiplier: Tensor | None,
     workspace: Tensor | None,
-) -> Tensor:
-    """Launch op; see linear_w4. ValueError names what is wrong, before the launch."""
+) -> tuple[Callable[[], None], Tensor]:
+    """(op as a call without arguments, what it fills); see linear_w4. ValueError names what is wrong."""
     check_tensor(op, "x", x, dtype=(torch.float16, torch.bfloat16))
     check_rows(op, rows, in_features, bits, group_size, scale_dtype, x)
     n, k = rows.shape[0], in_features
     operands = prepare(op, x, n, k, bias, residual, activation, out, multiplier, False)
     m = operands.x.shape[0]
     result = operands.out if out is None else out
+    if out is None:
+        result = result.view(*x.shape[:-1], n)
     if result.numel() == 0:
-        return result.view(*x.shape[:-1], n)
+        return (lambda: None), result
     implementation, setting, grid = plan(op, m, n, max(1, k), group_size, impl, sm_count(x.device))
-    counters, partials = workspace_parts(op, grid, x.device, workspace)
     vector = implementation == "gemv"
     kernel: Any = linear_quantized_vector_kernel if vector else linear_quantized_matrix_kernel
-    ptx = torch.version.hip is None and not INTERPRETED
-    kernel[(grid.rows * grid.columns, grid.splits)](
-        operands.x, rows.view(torch.uint32), rows.view(scale_dtype), counters, partials, *operands.arguments(),
-        k, operands.x.stride(0), rows.stride(0) // 16, triton.cdiv(k, group_size),
-        BITS=bits, GROUP=group_size, BM=grid.tile_elements // setting.bn, BN=setting.bn, BK=setting.bk,
-        SPLITS=grid.splits, **operands.constants(),
-        **({} if vector else {"STAGES": setting.stages, "PTX": ptx}), num_warps=setting.warps,
-    )  # fmt: skip
-    return result.view(*x.shape[:-1], n) if out is None else out
+    launch = kernel[(grid.rows * grid.columns, grid.splits)]
+    stored = rows.view(torch.uint32), rows.view(scale_dtype)
+    strides = k, operands.x.stride(0), rows.stride(0) // 16, triton.cdiv(k, group_size)
+    arguments = (*operands.arguments(), *strides)
+    constants = operands.constants() | {
+        "BITS": bits, "GROUP": group_size, "BM": grid.tile_elements // setting.bn, "BN": setting.bn, "BK": setting.bk,
+        "SPLITS": grid.splits, "num_warps": setting.warps,
+    }  # fmt: skip
+    if not vector:
+        constants |= {"STAGES": setting.stages, "PTX": torch.version.hip is None and not INTERPRETED}
+
+    def run() -> None:
+        launch(operands.x, *stored, *workspace_parts(op, grid, x.device, workspace), *arguments, **constants)
+
+    return run, result
 
 
 POINTERS = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,27 @@ def workspace_nbytes(
 ) -> int:
     """Bytes that linear_w4 asks of `workspace` for this shape and implementation; 0 where K is not split."""
     return linear_quantized.plan(OP, m, n, k, group_size, impl, multiprocessors)[2].workspace_nbytes
+
+
+def bind_linear_w4(
+    x: Tensor,
+    rows: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    in_features: int,
+    group_size: int,
+    activation: str,
+    scale_dtype: torch.dtype,
+    out: Tensor,
+    impl: str = "",
+    *,
+    multiplier: Tensor | None = None,
+) -> Callable[[], None]:
+    """linear_w4 as a call without arguments, on the tensors' contents at each call; the checks are made here."""
+    return linear_quantized.bind(
+        OP, BITS, x, rows, bias, residual, in_features, group_size, activation, scale_dtype, out, impl, multiplier,
+        None,
+    )[0]  # fmt: skip
 
 
 def linear_w4(
@@ -40,10 +63,12 @@ def linear_w4(
     64 or 128 along K = in_features. impl is a name of `selection`; "" asks its default table. Weights are rounded to
     x's dtype once, scales to it first. ValueError names what is wrong, before the launch.
     """
-    return linear_quantized.run(
+    run, result = linear_quantized.bind(
         OP, BITS, x, rows, bias, residual, in_features, group_size, activation, scale_dtype, out, impl, multiplier,
         workspace,
     )  # fmt: skip
+    run()
+    return result
 
 
 def audit_cases() -> list[AuditCase]:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.gpu.arguments import check_device, check_tensor, fail
+from forebay.kernels.gpu.arguments import AMD_STAGES, before_hopper, check_device, check_tensor, fail, stages
 from forebay.kernels.gpu.audit_case import AuditCase
 from forebay.kernels.gpu.paged import (
     CacheView,
@@ -48,6 +48,8 @@ class Tile(NamedTuple):
 FEW = {"usual": Tile(16, 64, 4, 3), "wide": Tile(16, 32, 4, 3)}
 SOME = {"usual": Tile(64, 64, 4, 3), "wide": Tile(64, 32, 8, 2)}
 MANY = {"usual": Tile(128, 64, 8, 3), "wide": Tile(64, 32, 8, 2)}
+# Before Hopper, where the tiles above for more than 16 rows spill up to 72 values a thread of 255 registers.
+AMPERE = {"usual": Tile(64, 64, 8, 3), "wide": Tile(32, 32, 8, 2)}
 EXACT = {"usual": Tile(32, 32, 4, 2), "wide": Tile(16, 16, 4, 2)}
 
 
@@ -147,11 +149,11 @@ def prefill_attention_kernel(
     tl.store(out_ptr + out_at[:, None] + d[None, :], out, mask=mask)
 
 
-def tile(rows: int, lanes: int, itemsize: int) -> Tile:
+def tile(rows: int, lanes: int, itemsize: int, ampere: bool = False) -> Tile:
     """The tile for so many rows, of K rows that take so many lanes of itemsize bytes once dequantised."""
     if itemsize == 4:
         return EXACT["wide" if lanes > 64 else "usual"]
-    sizes = FEW if rows <= 16 else SOME if rows <= 512 else MANY
+    sizes = FEW if rows <= 16 else AMPERE if ampere else SOME if rows <= 512 else MANY
     return sizes["wide" if lanes > 128 else "usual"]
 
 
@@ -164,14 +166,14 @@ def _bind(
         return lambda: None
     group_heads = heads // kv_heads
     rows = queries * group_heads
-    chosen = tile(rows, view.constants["DP"], q.dtype.itemsize)
+    chosen = tile(rows, view.constants["DP"], q.dtype.itemsize, before_hopper(q.device))
     scale_log2, cap = score_factors(scale, softcap)
     return functools.partial(
         prefill_attention_kernel[(triton.cdiv(rows, chosen.rows), batch * kv_heads)],
         q, *view.pointers, table, start, out, *q.stride()[:3], *view.strides,
         table.stride(0) if table is not None else 0, *out.stride()[:3], queries, kv_heads, group_heads, window,
         scale_log2, cap, WINDOWED=window > 0, CAPPED=softcap > 0, ROWS=chosen.rows, T=chosen.positions,
-        **view.constants, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+        **view.constants, num_warps=chosen.num_warps, num_stages=stages(chosen.num_stages),
     )  # fmt: skip
 
 
@@ -232,9 +234,9 @@ def prefill_attention_paged(
 
 def _case(
     name: str, dtype: str, queries: int, heads: int, kv_heads: int, dim: int, format: str = "", window: int = 0,
-    softcap: float = 0.0,
+    softcap: float = 0.0, ampere: bool = False,
 ) -> AuditCase:  # fmt: skip
-    """One sequence, nothing cached before; format "": a contiguous cache."""
+    """One sequence, nothing cached before; format "": a contiguous cache; for GPUs before Hopper, or the others."""
     torch_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     bits = 0
     if format:
@@ -246,7 +248,7 @@ def _case(
         row = torch.empty(1, kv_heads, 1, dim, dtype=torch_dtype)
         view = contiguous_view(row, row)
         stored = queries * kv_heads * 2 * dim * torch_dtype.itemsize
-    chosen = tile(queries * heads // kv_heads, view.constants["DP"], torch_dtype.itemsize)
+    chosen = tile(queries * heads // kv_heads, view.constants["DP"], torch_dtype.itemsize, ampere)
     pointer = "*u8" if bits else f"*{dtype}"
     absent: dict[str, None] = {}
     signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer}
@@ -263,30 +265,34 @@ def _case(
     # Tiles of K and V that programs of one wave share come from L2: counted is what crosses from device memory.
     nbytes = stored + 2 * queries * heads * dim * torch_dtype.itemsize
     return AuditCase(
-        name=f"prefill_attention/{name}/{queries}x{dim}x{heads}/{kv_heads}-{dtype}",
+        name=f"prefill_attention/{name}/{queries}x{dim}x{heads}/{kv_heads}-{dtype}{'/ampere' if ampere else ''}",
         fn=prefill_attention_kernel,
         signature=signature,
         constants=constants | {"T": chosen.positions} | view.constants | absent,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
+        amd_stages=min(chosen.num_stages, AMD_STAGES),
         divisible=(*(n for n, kind in signature.items() if kind.startswith("*")), *strides),
         uses_dot=True,
         main_operands=3,
         bytes_moved=nbytes,
         minimum_bytes=nbytes,
-        archs=("sm_80", "sm_90") if dtype == "fp32" else ("sm_80", "sm_90", "gfx942"),
+        archs=("sm_80",) if ampere else ("sm_90",) if dtype == "fp32" else ("sm_90", "gfx942"),
     )
 
 
 def audit_cases() -> list[AuditCase]:
     """Llama-3-8B, OPT-30B, Gemma-2-9B's windowed and soft-capped layers, SmolLM in fp32; short chunks and long ones."""
-    return [
-        _case("long", "bf16", 2048, 32, 8, 128),
-        _case("chunk", "bf16", 64, 32, 8, 128),
-        _case("short", "fp16", 16, 56, 56, 128),
-        _case("window-softcap", "bf16", 2048, 16, 8, 256, window=4096, softcap=50.0),
-        _case("fp32", "fp32", 64, 9, 3, 64),
-        _case("paged", "fp16", 2048, 56, 56, 128, "native"),
-        _case("paged-kv8", "bf16", 2048, 32, 8, 128, "kv8"),
-        _case("paged-kv4", "bf16", 2048, 32, 8, 128, "kv4"),
-    ]
+    cases = []
+    for ampere in (False, True):
+        cases += [
+            _case("long", "bf16", 2048, 32, 8, 128, ampere=ampere),
+            _case("chunk", "bf16", 64, 32, 8, 128, ampere=ampere),
+            _case("short", "fp16", 16, 56, 56, 128, ampere=ampere),
+            _case("window-softcap", "bf16", 2048, 16, 8, 256, window=4096, softcap=50.0, ampere=ampere),
+            _case("fp32", "fp32", 64, 9, 3, 64, ampere=ampere),
+            _case("paged", "fp16", 2048, 56, 56, 128, "native", ampere=ampere),
+            _case("paged-kv8", "bf16", 2048, 32, 8, 128, "kv8", ampere=ampere),
+            _case("paged-kv4", "bf16", 2048, 32, 8, 128, "kv4", ampere=ampere),
+        ]
+    return cases

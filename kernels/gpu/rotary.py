@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -72,23 +75,29 @@ def table_strides(table: Tensor) -> tuple[int, int]:
     return (table.stride(0) if table.shape[0] > 1 else 0), table.stride(1)
 
 
+def bind_rotary(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Callable[[], None]:
+    """rotary as a call without arguments, on the tensors' contents at each call; the checks are made here."""
+    check_tensor("rotary", "x", x)
+    check_tables("rotary", x, cos, sin)
+    check_tensor("rotary", "out", out, device=x.device, dtype=x.dtype, shape=x.shape)
+    if x.numel() == 0:
+        return lambda: None
+    batch, heads, queries, dim = x.shape
+    half, block, warps = tile(heads, dim)
+    return functools.partial(
+        rotary_kernel[(batch * queries, triton.cdiv(heads, block))],
+        x, cos, sin, out, queries, heads, *x.stride()[:3], *table_strides(cos), *table_strides(sin), *out.stride()[:3],
+        D=dim, HALF=half, HEADS=block, num_warps=warps,
+    )  # fmt: skip
+
+
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
     """Fill out [B, H, S, D] from x of that shape and cos, sin [B or 1, S, D]; any strides but D's, one dtype.
 
     out may be x itself: a program reads both halves of a head before it writes either. ValueError names the argument
     that is wrong, before the launch.
     """
-    check_tensor("rotary", "x", x)
-    check_tables("rotary", x, cos, sin)
-    check_tensor("rotary", "out", out, device=x.device, dtype=x.dtype, shape=x.shape)
-    if x.numel() == 0:
-        return
-    batch, heads, queries, dim = x.shape
-    half, block, warps = tile(heads, dim)
-    rotary_kernel[(batch * queries, triton.cdiv(heads, block))](
-        x, cos, sin, out, queries, heads, *x.stride()[:3], *table_strides(cos), *table_strides(sin), *out.stride()[:3],
-        D=dim, HALF=half, HEADS=block, num_warps=warps,
-    )  # fmt: skip
+    bind_rotary(x, cos, sin, out)()
 
 
 def audit_cases() -> list[AuditCase]:

@@ -19,6 +19,9 @@ IMPLEMENTATIONS = ("gemv", "flat", "large")
 MAX_SPLITS = 32
 # Multiprocessors where the device is not known: an H100's or H200's.
 SM_COUNT = 132
+COUNTERS_ALIGN = 16
+# Zeroed memory that each stream keeps: a launch whose counters fit finds them 0 and leaves them 0.
+HELD_COUNTERS_NBYTES = 16 << 10
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,46 @@ def parse(kind: str, name: str, m: int, n: int, k: int, sm_count: int = SM_COUNT
 def for_group(setting: Setting, group_size: int) -> Setting:
     """The setting with tiles of K made of whole groups."""
     return replace(setting, bk=max(setting.bk, group_size))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Tiles of one launch, and the scratch that its splits of K need."""
+
+    rows: int
+    columns: int
+    splits: int
+    tile_elements: int
+
+    @property
+    def counters_nbytes(self) -> int:
+        return 0 if self.splits == 1 else -(-4 * self.rows * self.columns // COUNTERS_ALIGN) * COUNTERS_ALIGN
+
+    @property
+    def workspace_nbytes(self) -> int:
+        partials = 0 if self.splits == 1 else 4 * self.rows * self.columns * self.splits * self.tile_elements
+        return self.counters_nbytes + partials
+
+
+def grid_of(implementation: str, setting: Setting, splits: int, m: int, n: int, k: int) -> Grid:
+    """The grid of a launch; splits without a tile of K are not made."""
+    bm = tile_rows(implementation, setting, m)
+    splits = max(1, min(splits, -(-k // setting.bk)))
+    return Grid(-(-m // bm), -(-n // setting.bn), splits, bm * setting.bn)
+
+
+def explicit(kind: str, name: str, m: int, n: int, k: int, sm_count: int = SM_COUNT) -> str:
+    """The name in full, "flat_64x128_s4", which stands for one configuration whatever the defaults become."""
+    implementation, setting, splits = parse(kind, name, m, n, k, sm_count)
+    return f"{implementation}_{setting.name}_s{splits}"
+
+
+def workspace_nbytes(
+    kind: str, name: str, m: int, n: int, k: int, group_size: int = 0, sm_count: int = SM_COUNT
+) -> int:
+    """Bytes for split sums and their counters that a launch takes beside its operands; 0 where K is not split."""
+    implementation, setting, splits = parse(kind, name, m, n, k, sm_count)
+    return grid_of(implementation, for_group(setting, group_size), splits, m, n, k).workspace_nbytes
 
 
 def fit(times_s: Mapping[tuple[str, int, int, int], Mapping[str, float]]) -> tuple[Entry, ...]:

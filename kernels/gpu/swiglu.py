@@ -37,9 +37,9 @@ class Setting:
 # A step of the vector kernels reads 8 and 4 KiB of each weight: 8 rows at M = 2 would take 240 registers a thread.
 # A stage of the matrix kernel holds 16 KiB of both weights beside x.
 VECTOR = (Setting(1, 8, 512, 4, 2), Setting(2, 4, 512, 4, 2))
-MATRIX = (Setting(16, 64, 64, 4, 4), Setting(32, 64, 64, 4, 3), Setting(64, 64, 64, 4, 3))
+MATRIX = (Setting(16, 32, 128, 4, 4), Setting(32, 64, 64, 4, 3), Setting(64, 64, 64, 4, 3))
 # fp32 products take several instructions on parts of the operands, which fill the registers.
-MATRIX_FP32 = (Setting(16, 32, 32, 4, 3), Setting(32, 32, 32, 4, 3))
+MATRIX_FP32 = (Setting(16, 32, 32, 4, 3), Setting(32, 32, 32, 8, 3))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The `forebay` command: run, plan, explain, machine."""
+"""The `forebay` command: `run`, and where its other commands are."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forebay.allocate_command import allocate
+from forebay.calibrate_command import calibrate_command
+from forebay.command_options import BudgetOption, DebugOption, MachineOption, ModelArgument, SlotsOption, model_folder
+from forebay.machine_command import machine_command, machine_profile
+from forebay.plan_command import explain, plan
+from forebay.quantize import quantize_command
 from forebay.terminal import clean_errors, console, progress_bar, say, stopping
 
 if TYPE_CHECKING:
@@ -26,15 +32,6 @@ DEFAULT_BATCH = 8
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
                   help="Run language models larger than the fast memory you have.")
-
-ModelArgument = Annotated[str, typer.Argument(
-    metavar="MODEL", help="A folder with a safetensors checkpoint, a .gguf file, or 'demo'.")]
-BudgetOption = Annotated[str | None, typer.Option(
-    "--budget", metavar="TIER=SIZE,…", help="What may be used, e.g. device=120MiB,host=2GB,disk=/path.")]
-MachineOption = Annotated[Path | None, typer.Option("--machine", help="A machine profile to use instead of this "
-                                                    "machine's own.")]
-SlotsOption = Annotated[int | None, typer.Option(min=1, help="Staging slots; the planner chooses by default.")]
-DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
 def main() -> None:
@@ -99,7 +96,7 @@ def run(
         except ValueError as error:
             raise JobError(str(error)) from error
         requests, bad = read_requests(prompts)
-        folder = _resolve(model)
+        folder = model_folder(model)
         with console().status("capturing the model"):
             captured, checkpoint, files = open_model(folder)
             tokenizer = load_tokenizer(folder)
@@ -116,7 +113,7 @@ def run(
             if len(left) < len(encoded):
                 say(f"{output}: {len(encoded) - len(left)} of {len(encoded)} prompts are answered already")
             if left:
-                profile = _profile(machine, folder)
+                profile = machine_profile(machine, folder)
                 lm = _fit_batch((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch, slots, saved,
                                 profile)
                 if save_plan:
@@ -225,157 +222,6 @@ def _measured(plan: Plan, counts: jobs.Counts, elapsed_s: float, memory: MemoryW
     ))
 
 
-@app.command("plan")
-def plan_command(
-    model: ModelArgument,
-    budget: BudgetOption,
-    batch: Annotated[int, typer.Option(min=1)] = 1,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 64,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", "--max-new-tokens", min=1)] = 64,
-    slots: SlotsOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-    save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
-    machine: MachineOption = None,
-    debug: DebugOption = False,
-) -> None:
-    """Show what would go where, how much memory and time it takes, and the smallest budget; no weight is read."""
-    with clean_errors(debug):
-        from forebay.model import open_model
-        from forebay.rewriter.explain import explain_plan
-        from forebay.rewriter.pipeline import Pipeline
-        from forebay.rewriter.plan import Workload
-        from forebay.rewriter.planner import Wishes
-        from forebay.rewriter.sizes import format_nbytes, parse_budget
-        from forebay.rewriter.source import model_source
-        from forebay.rewriter.switches import read_switches
-
-        sizes, workload, wishes = parse_budget(budget), Workload(batch, prompt, new_tokens), Wishes(slots)
-        folder = _resolve(model)
-        profile = _profile(machine, folder)
-        with console().status("capturing the model"):
-            captured, checkpoint, files = open_model(folder)
-        with console().status("planning"):
-            source = model_source(captured, files, workload, checkpoint.fingerprint,
-                                  host_hop=profile.device_kind != "cpu")
-            pipeline = Pipeline(source, workload, profile, read_switches())
-            made = pipeline.plan(sizes, wishes)
-            smallest = pipeline.smallest_budget(wishes)
-        if save:
-            made.save(save)
-        if as_json:
-            print(made.to_json())
-            return
-        print(explain_plan(made, captured))
-        print(f"smallest    a device budget of {format_nbytes(smallest)} ({smallest} bytes) would still work")
-
-
-@app.command()
-def explain(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan written by --save-plan or --save.")],
-    memory: Annotated[Path | None, typer.Option(help="Draw the device arena over time to this PNG.")] = None,
-    timeline: Annotated[bool, typer.Option("--timeline", help="The same as a coarse character picture.")] = False,
-    debug: DebugOption = False,
-) -> None:
-    """Show a saved plan: a row per layer, what fills the memory, and the memory over time."""
-    with clean_errors(debug):
-        from forebay.rewriter.explain import explain_plan, memory_timeline
-        from forebay.rewriter.plan import load_plan
-
-        loaded = load_plan(plan)
-        print(explain_plan(loaded))
-        if timeline:
-            print()
-            print(memory_timeline(loaded))
-        if memory:
-            from forebay.pictures import draw_memory
-
-            draw_memory(loaded, memory)
-            say(f"wrote {memory}")
-
-
-@app.command("machine")
-def machine_command(
-    folder: Annotated[Path, typer.Option(help="Where the disk tier would be.")] = Path("."),
-    measure: Annotated[bool, typer.Option("--measure", help="Measure anew (about 40 s).")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
-    debug: DebugOption = False,
-) -> None:
-    """Show what this machine's tiers and links can do, measured once and kept."""
-    with clean_errors(debug):
-        from forebay.rewriter.sizes import format_nbytes
-        from forebay.runtime.measure import machine_cache_path
-
-        if not folder.is_dir():
-            raise NotADirectoryError(20, "not a folder", str(folder))
-        known = machine_cache_path().exists() and not measure
-        found = _profile(None, folder) if known else _measure(folder, quick=False)
-        if as_json:
-            print(found.to_json())
-            return
-        print(f"{found.name}: {found.device_kind}, {found.cores} cores, {found.threads} threads, measured {found.date}")
-        for tier, facts in found.tiers.items():
-            speed = f", read at {facts.bandwidth_bytes_per_s / 1e9:.2f} GB/s" if facts.bandwidth_bytes_per_s else ""
-            print(f"tier {tier:<8}{format_nbytes(facts.capacity_nbytes)} free{speed}")
-        for link in found.links:
-            how = f"{link.method}, {link.depth} in flight of {format_nbytes(link.chunk_nbytes)}" if link.chunk_nbytes \
-                else link.method
-            print(f"link {link.src + ' to ' + link.dst:<18}{link.bandwidth_bytes_per_s / 1e9:6.2f} GB/s, "
-                  f"{1e6 * link.latency_s:7.1f} us  ({how}; fit {link.r2:.3f})")
-        kinds = sorted({(p.dtype, p.impl) for p in found.gemm})
-        print("matrix products measured: " + ", ".join(f"{impl} in {dtype}" for dtype, impl in kinds))
-        print(f"kept in {machine_cache_path()}; --measure measures anew")
-
-
-def _profile(file: Path | None, folder: Path) -> Machine:
-    """The profile in `file`, or this machine's own, measured quickly when there is none."""
-    from forebay.rewriter.machine import load_machine
-    from forebay.rewriter.plan import PlanError
-    from forebay.runtime.measure import cached_machine, machine_cache_path
-
-    if file is not None:
-        try:
-            return load_machine(file)
-        except ValueError as error:
-            raise PlanError(str(error)) from error
-    if not machine_cache_path().exists():
-        return _measure(folder, quick=True)
-    with console().status("reading the machine profile (measured anew, in about 10 s, if the machine has changed)"):
-        return cached_machine(_writable(folder))
-
-
-def _measure(folder: Path, *, quick: bool) -> Machine:
-    from forebay.rewriter.machine import save_machine
-    from forebay.runtime.measure import machine_cache_path, measure_machine
-
-    with progress_bar() as bar:
-        task = bar.add_task("measuring this machine, once", total=1.0, note="")
-        found = measure_machine(_writable(folder), quick=quick,
-                                progress=lambda stage, done: bar.update(task, completed=done, note=stage))
-        bar.update(task, completed=1.0, note="")
-    save_machine(found, machine_cache_path())
-    return found
-
-
-def _writable(folder: Path) -> Path:
-    """`folder`, or the cache's where a model lies that may not be written to: measuring needs a file there."""
-    from forebay.rewriter.demo import cache_folder
-
-    if os.access(folder, os.W_OK):
-        return folder
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    return cache_folder()
-
-
-def _resolve(model: str) -> Path:
-    """The model's folder, converted from GGUF with a progress bar where that is needed."""
-    from forebay.rewriter.demo import resolve_model
-
-    with progress_bar() as bar:
-        task = bar.add_task("converting, once", total=None, visible=False, note="")
-        return resolve_model(model, progress=lambda done, total: bar.update(
-            task, completed=done, total=total, visible=True))
-
-
 def _most_prompt_tokens(max_positions: int, saved: Plan | None, new_tokens: int) -> int:
     """The longest prompt that fits the model's positions and the saved plan; 0 for no limit."""
     from forebay.prompts import JobError
@@ -388,3 +234,22 @@ def _most_prompt_tokens(max_positions: int, saved: Plan | None, new_tokens: int)
                        + (f"the plan has {saved.workload.context} positions" if saved is not None else
                           f"the model has {max_positions} positions"))
     return min(limits, default=0)
+
+
+@app.command("eval", add_help_option=False,
+             context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def _eval(context: typer.Context) -> None:
+    """Measure how well MODEL predicts text, streamed within the budget like any other run."""
+    from forebay.evaluate import eval_command  # imports torch: 2 s that no other command's --help should take
+
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    command.command()(eval_command)
+    command(context.args, prog_name=context.command_path)
+
+
+app.command("plan")(plan)
+app.command("explain")(explain)
+app.command("quantize")(quantize_command)
+app.command("calibrate")(calibrate_command)
+app.command("machine")(machine_command)
+app.command("allocate")(allocate)

@@ -58,18 +58,14 @@ def open_scorer(
     The softmax is part of the step, so that a chunk's logits count against the budget and never leave it. It serves
     `perplexity` and `next_word_accuracy`, not `generate`. Raises as `wrap` does.
     """
-    from transformers import AutoConfig
-
     from forebay.model import LanguageModel, open_model
-    from forebay.rewriter.capture import capture_model
     from forebay.rewriter.demo import resolve_model
     from forebay.rewriter.plan import Workload
     from forebay.rewriter.planner import Wishes
 
     folder = resolve_model(model)
-    captured, checkpoint, files = open_model(folder)
-    scoring = capture_model(AutoConfig.from_pretrained(folder), dtype=captured.dtype, scores=True)
-    limit = captured.max_positions
+    scoring, checkpoint, files = open_model(folder, scores=True)
+    limit = scoring.max_positions
     if limit and context >= limit:
         raise JobError(f"a context of {context} tokens is too long: at most {limit - 1} fit the model's positions")
     return LanguageModel(scoring, checkpoint, files, budget, Workload(batch, context, 1), Wishes(), machine)

@@ -22,7 +22,7 @@ from forebay.rewriter.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.planner import Wishes
 from forebay.rewriter.program import FileSlice
 from forebay.rewriter.sizes import parse_budget
-from forebay.rewriter.source import checkpoint_names, fuse_blocks, model_source, weight_files
+from forebay.rewriter.source import checkpoint_names, fuse_blocks, model_source, weight_files, with_stored_formats
 from forebay.rewriter.spill import spill_module
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.arena import return_freed_memory
@@ -49,6 +49,7 @@ def wrap(
     slot_nbytes: int | None = None,
     lead: int | None = None,
     prefill_chunk: int | None = None,
+    cache: str = "native",
 ) -> LanguageModel:
     """Make `model` run within `budget`.
 
@@ -57,14 +58,15 @@ def wrap(
     as ints or strings: {"device": "120MiB", "disk": "/path"}. `batch`, `prompt` and `new_tokens` are what the first
     plan is made for; `generate` plans anew for calls that need more. `machine` is what `forebay machine` measured; by
     default the profile it has kept, or else a cautious guess. `slots`, `slot_nbytes`, `lead` and
-    `prefill_chunk` force choices that are otherwise the planner's. `plan` replays a saved plan.
+    `prefill_chunk` force choices that are otherwise the planner's. `cache` is the KV cache's format: native, kv8 or
+    kv4 (groups along the head dimension). `plan` replays a saved plan.
 
     Raises PlanError for a budget that cannot work, CheckpointError for files that cannot be used, CaptureError for an
     architecture that is not supported.
     """
     sizes = parse_budget(budget)
     workload = Workload(batch, prompt, new_tokens)
-    wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk)
+    wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk, cache_format=cache)
     if isinstance(model, torch.nn.Module):
         captured = capture_model(model)
         checkpoint = spill_module(model, sizes.disk or tempfile.gettempdir())
@@ -77,15 +79,19 @@ def wrap(
     return lm
 
 
-def open_model(model: str | os.PathLike[str]) -> tuple[CapturedModel, Checkpoint, dict[str, FileSlice]]:
-    """Capture a model from its folder (or "demo", or a GGUF file) and find its weights, without reading any."""
+def open_model(
+    model: str | os.PathLike[str], *, scores: bool = False
+) -> tuple[CapturedModel, Checkpoint, dict[str, FileSlice]]:
+    """Capture a model from its folder (or "demo", or a GGUF file) and find its weights, without reading any. With
+    `scores` its steps give scores of given tokens instead of logits (`capture_model`)."""
     from transformers import AutoConfig
 
     folder = resolve_model(model)
     checkpoint = open_checkpoint(folder)
     config = AutoConfig.from_pretrained(folder)
-    captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint))
-    return captured, checkpoint, weight_files(captured, checkpoint, *checkpoint_names(config))
+    captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint), scores=scores)
+    names = checkpoint_names(config)
+    return with_stored_formats(captured, checkpoint, *names), checkpoint, weight_files(captured, checkpoint, *names)
 
 
 def _empty(module: torch.nn.Module) -> None:
@@ -99,8 +105,9 @@ def _checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The floating dtype that most of the checkpoint's bytes have."""
     sizes: dict[torch.dtype, int] = {}
     for record in checkpoint.tensors.values():
-        if record.dtype.is_floating_point:
-            sizes[record.dtype] = sizes.get(record.dtype, 0) + record.nbytes
+        dtype = record.dtype if record.packed is None else record.packed.dtype
+        if dtype.is_floating_point:
+            sizes[dtype] = sizes.get(dtype, 0) + record.nbytes
     return max(sizes, key=lambda d: sizes[d])
 
 
@@ -129,7 +136,8 @@ class LanguageModel:
             if workload.prompt + 1 > limit:
                 raise PlanError(f"a prompt of {workload.prompt} tokens does not fit the model's {limit} positions")
             workload = replace(workload, new_tokens=limit - workload.prompt)
-        fused = self._fused = self._fused or fuse_blocks(self.captured, self.switches)
+        cache_format = plan.cache[0].format if plan else self.wishes.cache_format
+        fused = self._fused = self._fused or fuse_blocks(self.captured, self.switches, cache_format)
         source = model_source(fused, self.files, workload, self.checkpoint.fingerprint,
                               host_hop=self.machine.device_kind != "cpu")
         self._pipeline = Pipeline(source, workload, self.machine, self.switches)
@@ -146,7 +154,8 @@ class LanguageModel:
             device = open_device(self.machine, self.switches, self.trace)
             self._session = Session(
                 self.plan, lambda tokens: self._pipeline.program(self.plan, tokens),
-                resident_copies(self.plan, self.files), self.captured.constants, device, self.trace)
+                resident_copies(self.plan, self.files), self.captured.constants, device, self.trace,
+                self._pipeline.growth(self.plan))
         return self._session
 
     def reserve(self, batch: int, prompt: int, new_tokens: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from forebay.rewriter.explain import KIND_LETTERS, peak_nbytes, phases
+from forebay.rewriter.explain import KIND_LETTERS, lasting, peak_nbytes, phases
 from forebay.rewriter.plan import BufferPlacement, Plan, PlanError
 from forebay.rewriter.sizes import format_nbytes
 
@@ -25,14 +25,13 @@ def draw_memory(plan: Plan, path: str | Path, arena: str = "device") -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    fixed = [b for b in plan.buffers if b.arena == arena and b.phase == "all" and b.nbytes]
     moving = phases(plan, arena)
-    if not fixed and not moving:
+    if not lasting(plan, arena) and not moving:
         raise PlanError(f"this plan places no buffer in the {arena} arena, so there is nothing to draw")
     figure = Figure(figsize=(4 + 5 * len(moving), 6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 1 + len(moving), width_ratios=[1, *[3] * len(moving)], squeeze=False)[0]
-    _draw_arena(axes[0], plan, fixed, moving, arena)
+    _draw_arena(axes[0], plan, moving, arena)
     for axis, (phase, buffers) in zip(axes[1:], moving.items(), strict=True):
         _draw_phase(axis, phase, buffers)
     kinds = dict.fromkeys(b.kind for b in plan.buffers if b.arena == arena)
@@ -46,17 +45,20 @@ def draw_memory(plan: Plan, path: str | Path, arena: str = "device") -> None:
         raise PlanError(f"cannot write the picture {path}: {error}") from error
 
 
-def _draw_arena(
-    axis: Any, plan: Plan, fixed: Sequence[BufferPlacement], moving: dict[str, list[BufferPlacement]], arena: str
-) -> None:
-    """What lives throughout, and one band for the stretch in which a phase's buffers come and go."""
-    for b in fixed:
-        axis.bar(0, b.nbytes / MIB, 1, b.offset / MIB, color=COLOURS[b.kind], edgecolor="white", linewidth=0.2)
-    for buffers in moving.values():
-        low, high = _stretch(buffers)
-        axis.bar(0, (high - low) / MIB, 1, low / MIB, color=COLOURS["activation"])
-    axis.set(title="whole arena", ylabel="address, MiB", xticks=[], xlim=(-0.5, 0.5),
+def _draw_arena(axis: Any, plan: Plan, moving: dict[str, list[BufferPlacement]], arena: str) -> None:
+    """What lives throughout, and one band for the stretch in which a phase's buffers come and go; a bar for each phase
+    where they differ in what lives throughout."""
+    bars = ["prefill", "decode"] if plan.lends else ["decode"]
+    for x, shown in enumerate(bars):
+        for b in lasting(plan, arena, shown):
+            axis.bar(x, b.nbytes / MIB, 1, b.offset / MIB, color=COLOURS[b.kind], edgecolor="white", linewidth=0.2)
+        for phase, buffers in moving.items():
+            if phase == shown or not plan.lends:
+                low, high = _stretch(buffers)
+                axis.bar(x, (high - low) / MIB, 1, low / MIB, color=COLOURS["activation"])
+    axis.set(title="whole arena", ylabel="address, MiB", xlim=(-0.5, len(bars) - 0.5),
              ylim=(0, max(plan.arenas.get(arena, 0), 1) / MIB))
+    axis.set_xticks(range(len(bars)), bars if plan.lends else [""])
 
 
 def _draw_phase(axis: Any, phase: str, buffers: Sequence[BufferPlacement]) -> None:

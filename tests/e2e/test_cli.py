@@ -1,9 +1,11 @@
-"""The command line on a small model: jobs killed and resumed, bad input, plans dry, saved, explained and replayed."""
+"""The command line on a small model: jobs killed and resumed, bad input, plans dry, saved, explained and replayed, and
+a short run of every other command."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -258,6 +260,25 @@ def test_impossible_budget_names_the_smallest_which_works(folder: Path) -> None:
     (["explain", "MODEL/config.json"], "version"),
     (["machine", "--folder", "/nowhere"], "/nowhere: not a folder"),
     (["plan", "MODEL", "--budget", "1MiB", "--machine", "MODEL/config.json"], "machine profile"),
+    (["plan", "--budget", "1MiB"], "name a MODEL, or a --config"),
+    (["plan", "MODEL", "--config", "opt-1.3b"], "name a MODEL, or a --config"),
+    (["plan", "MODEL"], "--budget device=120MiB"),
+    (["plan", "MODEL", "--budget", "1MiB", "--pareto", "/tmp/never"], "--pareto needs --config"),
+    (["plan", "--config", "opt-1", "--machine", "t4"], "'opt-1' is neither a config.json nor a preset model"),
+    (["plan", "--config", "opt-1.3b", "--machine", "t5"], "'t5' is neither a file nor a machine preset"),
+    (["plan", "--config", "opt-1.3b", "--machine", "t4", "--budget", "gpu=1MiB"], "unknown tier 'gpu'"),
+    (["plan", "--config", "opt-1.3b", "--machine", "t4", "--budget", "1MiB"], "binding tier is device"),
+    (["plan", "--config", "opt-1.3b", "--machine", "t4", "--objective", "fame"], "objective"),
+    (["plan", "--config", "opt-1.3b", "--machine", "t4", "--slots", "2"], "--slots is for plans of a MODEL"),
+    (["quantize", "MODEL", "/tmp/never", "--weights", "w3"], "no weight format 'w3'"),
+    (["quantize", "/nowhere", "/tmp/never", "--weights", "w8"], "no model at /nowhere"),
+    (["eval", "MODEL"], "name what to measure on"),
+    (["eval", "MODEL", "--text", "/none.txt"], "/none.txt"),
+    (["calibrate", "MODEL", "--prompts", "PROMPTS", "--output", "/tmp/never", "--budget", "1MiB", "--dtype", "fp8"],
+     "--dtype must be fp16 or bf16"),
+    (["calibrate", "MODEL", "--prompts", "/none.jsonl", "--output", "/tmp/never", "--budget", "1MiB"], "/none.jsonl"),
+    (["allocate", "/none.csv"], "/none.csv"),
+    (["allocate", "MODEL/config.json"], "config.json"),
 ])
 def test_errors_are_one_line_and_exit_code_2(folder: Path, arguments: list[str], part: str) -> None:
     filled = [a.replace("MODEL", str(folder)).replace("PROMPTS", str(folder / "prompts.jsonl")) for a in arguments]
@@ -265,6 +286,102 @@ def test_errors_are_one_line_and_exit_code_2(folder: Path, arguments: list[str],
     assert result.exit_code == 2, result.output
     assert part in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert not Path("/tmp/never").exists()
+
+
+@pytest.mark.parametrize(("command", "part"), [
+    ("run", "--prompts"), ("plan", "--config"), ("explain", "PLAN.json"), ("machine", "--measure"),
+    ("quantize", "--weights"), ("eval", "--words"), ("calibrate", "--dtype"), ("allocate", "--capacity"),
+])
+def test_every_command_has_help(command: str, part: str) -> None:
+    assert f" {command} " in _forebay("--help").stdout
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "160", "TERMINAL_WIDTH": "160"})
+    assert shown.exit_code == 0 and f" {command} " in shown.stdout and part in shown.stdout
+
+
+def test_plan_of_a_config_alone(tmp_path: Path) -> None:
+    shape = ["--config", "opt-1.3b", "--machine", "t4", "--prompt", 64, "--output", 8, "--batch", 4]
+    text = _forebay("plan", *shape)
+    assert text.exit_code == 0, text.output
+    assert "opt-1.3b on t4, prompt 64, 8 new tokens" in text.stdout and "tokens/s" in text.stdout
+    saved, picture = tmp_path / "plan.json", tmp_path / "frontier.png"
+    result = _forebay("plan", *shape, "--budget", "device=1GB,host=16GB", "--save", saved, "--json",
+                      "--pareto", picture)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert load_plan(saved) == plan_from_dict(found["plan"])
+    assert load_plan(saved).workload.batch == 4 and found["workload"] == {"prompt": 64, "new_tokens": 8}
+    assert found["policy"]["capacity_nbytes"]["device"] == 10**9
+    assert 0 < found["policy"]["peak_nbytes"]["device"] <= 10**9
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(picture.with_suffix(".json").read_text()) == found["pareto"]
+    assert _forebay("explain", saved).exit_code == 0
+
+
+def test_terminal_gets_a_table_and_a_pipe_plain_text(folder: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    shape = ["--batch", 2, "--prompt", 16, "--new-tokens", NEW, "--machine", folder / "machine.json"]
+    assert _forebay("plan", folder, "--budget", BUDGET, *shape, "--save", saved).exit_code == 0
+    piped = _forebay("explain", saved).stdout
+    assert "│" not in piped and "lm_head.weight" in piped
+    ours, theirs = os.openpty()
+    process = subprocess.Popen([sys.executable, "-m", "forebay", "explain", str(saved)], stdout=theirs,
+                               env=os.environ | {"COLUMNS": "110", "TERM": "xterm"})
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 1 << 16):
+            shown += part
+    except OSError:  # Linux: the other end is closed
+        pass
+    os.close(ours)
+    assert process.wait(60) == 0
+    lines = re.sub("\x1b\\[[0-9;]*m", "", shown.decode()).splitlines()
+    assert any(line.startswith("│ lm_head.weight") for line in lines)
+    tabled, plain = ([line for line in text if "total" in line] for text in (lines, piped.splitlines()))
+    assert tabled[0].replace("│", " ").split() == plain[0].split()
+    assert any(line.startswith("budget") for line in lines)
+
+
+def test_quantize_writes_a_model(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    result = _forebay("quantize", folder, out, "--weights", "w4g32", "--override", "*.down_proj.*=w8")
+    assert result.exit_code == 0, result.output
+    formats = json.loads((out / "forebay.json").read_text())["settings"]["formats"]
+    assert formats["model.layers.3.mlp.down_proj.weight"] == "w8" and formats["lm_head.weight"] == "native"
+    assert formats["model.layers.3.mlp.up_proj.weight"] == "w4g32"
+    assert "w4g32" in result.stderr and f"wrote {out}" in result.stderr
+
+
+def test_eval_measures_a_text(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(WORDS[:60]), encoding="utf-8")
+    result = _forebay("eval", folder, "--text", text, "--context", 32, "--budget", BUDGET, "--json",
+                      "--machine", folder / "machine.json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["tokens"] == 59 and found["perplexity"] > 1 and found["budget"] == 1200 << 10
+    unknown = _forebay("eval", folder, "--bogus")
+    assert unknown.exit_code == 2 and "--bogus" in unknown.stderr
+
+
+def test_calibrate_measures_the_scores_of_prompts(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "calibration.json"
+    result = _forebay("calibrate", folder, "--prompts", folder / "prompts.jsonl", "--output", output, "--budget",
+                      "device=4MiB", "--tokens", 8)
+    assert result.exit_code == 0, result.output
+    assert f"{COUNT} prompts" in result.stderr and json.loads(output.read_text())
+
+
+def test_allocate_places_the_buffers_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.csv").write_text("id,lower,upper,size\na,0,2,100\nb,1,3,60\nc,2,4,100\n", encoding="utf-8")
+    result = _forebay("allocate", "in.csv", "--capacity", "160")
+    assert result.exit_code == 0, result.output
+    assert "height: 160 bytes" in result.stdout
+    offsets = [int(line.split(",")[-1]) for line in Path("in.offsets.csv").read_text().splitlines()[1:]]
+    assert offsets[0] == offsets[2] and offsets[1] in (0, 100)
+    small = _forebay("allocate", "in.csv", "--capacity", "159")
+    assert small.exit_code == 2 and small.stderr.startswith("error: ") and small.stderr.count("\n") == 1
 
 
 def test_debug_keeps_the_traceback(folder: Path) -> None:

@@ -24,16 +24,13 @@ from forebay.rewriter.quantized_checkpoint import MANIFEST, UNFINISHED, read_deq
 app = typer.Typer()
 app.command()(quantize_command)
 
+pytestmark = pytest.mark.usefixtures("private_cache")  # notes on verified checkpoints are kept there
+
 SMALL = LlamaConfig(vocab_size=128, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2,
                     intermediate_size=128, max_position_embeddings=64)
 # 200 MB in bf16, of which the embedding and the head are 33.5 MB each
 LARGE = LlamaConfig(vocab_size=8192, hidden_size=2048, num_attention_heads=16, num_key_value_heads=16,
                     num_hidden_layers=2, intermediate_size=4096, tie_word_embeddings=False)
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -68,3 +72,31 @@ def test_only_neighbours_are_chained_and_not_too_many() -> None:
     many = native.chained(calls[:1] * (native.CHAIN_MOST + 2))
     assert len(many) == 2
     assert native.chained([]) == []
+
+
+def test_an_edit_compiles_what_it_touches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources, cache = tmp_path / "sources", tmp_path / "cache"
+    sources.mkdir()
+    (sources / "inner.h").write_text("#define VALUE 1\n")
+    (sources / "outer.h").write_text('#include "inner.h"\n')
+    (sources / "a.cpp").write_text('#include "outer.h"\nextern "C" int a() { return VALUE; }\n')
+    (sources / "b.cpp").write_text('extern "C" int b() { return 2; }\n')
+    monkeypatch.setattr(native, "SOURCE_FOLDER", sources)
+    cxx = native.compiler()
+    assert cxx is not None
+
+    def made() -> tuple[ctypes.CDLL, set[str]]:
+        before = set(cache.glob("*"))
+        library = ctypes.CDLL(str(native.build(cxx, cache)))
+        return library, {path.name.split("-")[0] for path in set(cache.glob("*")) - before}
+
+    first, names = made()
+    assert (first.a(), first.b()) == (1, 2) and names == {"a", "b", "cpu"}
+    assert made()[1] == set()
+    (sources / "inner.h").write_text("#define VALUE 3\n")
+    second, names = made()
+    assert (second.a(), second.b()) == (3, 2) and names == {"a", "cpu"}
+    (sources / "b.cpp").write_text("this is no C++\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        native.build(cxx, cache)
+    assert not list(cache.glob("*/")), "no scratch is left"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from forebay.passes.grow_cache import CacheRows, grow_cache
 from forebay.rewriter.plan import BufferPlacement
 from forebay.rewriter.program import Launch, Program, Release, TensorRef
+from forebay.rewriter.verify import ProgramError, verify_program
 
 
 def laid_out(shapes: dict[str, CacheRows], tokens: int, start: int) -> list[BufferPlacement]:
@@ -35,8 +38,12 @@ def contents(arena: torch.Tensor, b: BufferPlacement, shape: CacheRows, tokens: 
 
 def run(program: Program, arena: torch.Tensor) -> None:
     """Copies in order; each source and target must be disjoint, as copy_ asks."""
+    verify_program(program)
     for item in program.step:
-        if isinstance(item, Launch):
+        if isinstance(item, Launch) and item.op != "copy":
+            assert item.op == "call:aten.zero_.default"
+            view(arena, item.args[0]).zero_()
+        elif isinstance(item, Launch):
             (source,), (target,) = item.reads, item.writes
             assert source.offset + source.nbytes <= target.offset or target.offset + target.nbytes <= source.offset
             view(arena, item.out[0]).copy_(view(arena, item.args[0]))
@@ -63,8 +70,9 @@ def test_every_token_arrives(
         before[b.name] = held.clone()
     run(grow_cache(narrow, wide, shapes, tokens, {"device": arena.numel()}), arena)
     for b in wide:
-        torch.testing.assert_close(contents(arena, b, shapes[b.name], tokens[1])[:, : tokens[0]], before[b.name],
-                                   rtol=0, atol=0)
+        held = contents(arena, b, shapes[b.name], tokens[1])
+        torch.testing.assert_close(held[:, : tokens[0]], before[b.name], rtol=0, atol=0)
+        assert not held[:, tokens[0] :].any(), "no token has been there, and what was is garbage"
 
 
 def test_nothing_moves_where_nothing_grows() -> None:
@@ -78,9 +86,19 @@ def test_few_copies_where_there_is_room() -> None:
     shapes = {f"cache_{side}_{i}": CacheRows(8, 16, "bfloat16") for i in range(8) for side in "kv"}
     narrow, wide = laid_out(shapes, 64, 0), laid_out(shapes, 128, 0)
     program = grow_cache(narrow, wide, shapes, (64, 128), {"device": 1 << 20})
-    copies = [item.label for item in program.step if isinstance(item, Launch)]
+    copies = [item.label for item in program.step if isinstance(item, Launch) and item.op == "copy"]
     assert len(copies) <= 15 + 5
     assert copies[0] == "grow cache_v_7"
+
+
+def test_the_proof_finds_rows_that_move_before_there_is_room() -> None:
+    """Lowest first, the first buffer lands on the second's tokens, which have not moved."""
+    shapes = {f"cache_{side}_0": CacheRows(2, 8, "float32") for side in "kv"}
+    program = grow_cache(laid_out(shapes, 4, 0), laid_out(shapes, 8, 0), shapes, (4, 8), {"device": 4096})
+    with pytest.raises(ProgramError, match="cache_v_0 still lives"):
+        verify_program(replace(program, step=program.step[::-1]))
+    with pytest.raises(ProgramError, match="as the next step expects"):
+        verify_program(replace(program, once=False))
 
 
 def test_a_cache_that_would_move_down_is_refused() -> None:

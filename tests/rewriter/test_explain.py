@@ -110,6 +110,34 @@ def test_shared_memory_counts_once() -> None:
     assert sum(b.nbytes for b in decode) == 160 * KIB
 
 
+def _lending() -> Plan:
+    """The prefill keeps half the cache, and its activations lie over the other half."""
+    plan, at = _plan(), 4 * MIB + 4 * KIB
+    cache = next(b for b in plan.buffers if b.kind == "cache")
+    rest = [b for b in plan.buffers if b.kind != "cache" and b.phase != "prefill"]
+    return replace(plan, buffers=(
+        *rest, replace(cache, nbytes=512 * KIB, phase="prefill"), replace(cache, phase="decode"),
+        BufferPlacement("d", "activation", "device", at + 512 * KIB, 640 * KIB, "prefill", 0, 9)))
+
+
+def test_lent_cache_is_shown_in_both_its_lengths(tmp_path: Path) -> None:
+    plan = _lending()
+    assert "80 cache positions per sequence, 1.0 MiB of cache" in explain_plan(plan)
+    kinds = kind_nbytes(plan, "device")
+    assert (kinds["cache"], kinds["activation"]) == (MIB, 128 * KIB) == tuple(
+        kind_nbytes(_plan(), "device")[kind] for kind in ("cache", "activation"))
+    assert sum(kinds.values()) <= plan.arenas["device"]
+    text = summarise_plan(plan)
+    assert "decode     cache ends at byte 5,246,976, activations begin at 5,246,976: they would meet at 80" in text
+    assert "prefill    cache ends at byte 4,722,688, activations begin at 4,722,688: 512.0 KiB of them" in text
+    lines = memory_timeline(plan).splitlines()
+    assert sum("K cache: 1, 512.0 KiB during prefill" in line for line in lines) == 1
+    assert sum(line.endswith("K cache: 1, 1.0 MiB") for line in lines) == 1
+    assert not any("K" in line.split("|")[1] for line in lines if "|" in line), "cache neither comes nor goes"
+    draw_memory(plan, tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").stat().st_size > 5000
+
+
 def test_timeline_draws_buffers_where_they_live() -> None:
     lines = memory_timeline(_plan()).splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("decode"))

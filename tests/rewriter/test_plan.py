@@ -21,6 +21,7 @@ from forebay.rewriter.plan import (
     BufferPlacement,
     CacheShare,
     GemmChoice,
+    Meeting,
     Plan,
     PlanError,
     Prediction,
@@ -106,6 +107,8 @@ def edit(change: Callable[[dict], object]) -> dict:
     (lambda d: d["cache"][1].update(format="kv2"), r"plan\.cache\[1\]\.format"),
     (lambda d: d["buffers"][1].update(offset=-8), r"plan\.buffers\[1\]: negative offset"),
     (lambda d: d["buffers"][1].update(kind="soup"), r"plan\.buffers\[1\]\.kind: 'soup'"),
+    (lambda d: d["buffers"][1].update(kind="cache", offset=63), r"w and a both lie at byte 63 of the device arena dur"),
+    (lambda d: d["buffers"][1].update(kind="cache", offset=0, phase="prefill"), r"both lie at byte 0 .*during prefill"),
     (lambda d: d["prediction"]["busy_time_s"].update(disk="slow"), r"plan\.prediction\.busy_time_s\.disk: expected"),
     (lambda d: d.update(arenas=[]), r"plan\.arenas: expected an object"),
     (lambda d: d.pop("budget"), "plan: .*budget"),
@@ -135,6 +138,24 @@ def test_a_hand_edited_value_is_kept() -> None:
     plan = plan_from_dict(edit(lambda d: (d["schedule"].update(slots=2), d["prediction"].update(decode_time_s=2))))
     assert plan.schedule == replace(PLAN.schedule, slots=2)
     assert plan.prediction.decode_time_s == 2.0 and isinstance(plan.prediction.decode_time_s, float)
+
+
+def test_where_cache_and_activations_would_meet() -> None:
+    """Two phases keep one cache at different lengths, which may overlap; 12 tokens of it take 240 bytes."""
+    assert PLAN.meeting() is None and not PLAN.lends
+    narrow = BufferPlacement("cache_k_0", "cache", "device", 64, 160, "prefill")
+    wide = replace(narrow, nbytes=240, phase="decode")
+    moving = (BufferPlacement("a", "activation", "device", 850, 50, "decode", 1, 2),
+              BufferPlacement("b", "io", "device", 430, 64, "decode", 0, 2),
+              BufferPlacement("a", "activation", "device", 224, 676, "prefill", 1, 2))
+    plan = replace(PLAN, buffers=(PLAN.buffers[0], narrow, wide, *moving))
+    validate(plan)
+    assert plan.lends and plan_from_dict(json.loads(plan.to_json())).lends
+    assert [b.nbytes for b in plan.buffers_of("prefill")] == [64, 160, 676]
+    assert plan.meeting() == Meeting(304, 430, 12 + 126 // 20, 2)
+    assert replace(plan, buffers=(*PLAN.buffers[:1], wide)).meeting() == Meeting(304, 900, 12 + 596 // 20, 2)
+    lasting = replace(plan, buffers=(PLAN.buffers[0], replace(wide, phase="all"), *moving[:2]))
+    assert not lasting.lends and lasting.meeting() == plan.meeting()
 
 
 def test_questions_to_a_plan() -> None:

@@ -32,8 +32,11 @@ def facts(draw: st.DrawFn) -> Facts:
     base, per_token, workspace = (draw(st.integers(0, 5000)) for _ in range(3))
     sizes = st.dictionaries(st.sampled_from("abc"), st.integers(1, 9000), max_size=3)
     constants = {f"constant_{k}": v for k, v in draw(sizes).items()}
-    return Facts("f", draw(weight_uses()), constants, {f"cache_{k}": v for k, v in draw(sizes).items()},
-                 lambda tokens: PhaseNeed(base + per_token * tokens, workspace * tokens), host_hop=draw(st.booleans()))
+    cache = {f"cache_{k}": v for k, v in draw(sizes).items()}
+    prompt = {k: v * draw(st.integers(1, 10)) // 10 for k, v in cache.items()} if draw(st.booleans()) else {}
+    return Facts("f", draw(weight_uses()), constants, cache,
+                 lambda tokens: PhaseNeed(base + per_token * tokens, workspace * tokens), host_hop=draw(st.booleans()),
+                 cache_prompt=prompt)
 
 
 workloads = st.builds(Workload, st.just(2), st.integers(1, 40), st.integers(1, 9))
@@ -51,15 +54,19 @@ def assert_sound(plan: Plan, facts: Facts, budget: Budget) -> None:
     """The layout overlaps nowhere, stays in its arenas, leaves room for activations, and all of it is in budget."""
     chunk = plan.schedule.prefill_chunk
     need = [facts.need(1), facts.need(chunk)]
-    ends = dict.fromkeys(plan.arenas, 0)
-    for b in sorted(plan.buffers, key=lambda b: (b.arena, b.offset)):
-        assert b.offset >= ends[b.arena], f"{b} begins inside the buffer before it"
-        ends[b.arena] = b.offset + b.nbytes
-    for arena, nbytes in plan.arenas.items():
-        assert ends[arena] <= nbytes
-    assert plan.arenas["device"] - ends["device"] >= max(n.activations for n in need)
+    for phase, tokens in (("decode", 1), ("prefill", chunk)):
+        ends = dict.fromkeys(plan.arenas, 0)
+        for b in sorted(plan.buffers_of(phase), key=lambda b: (b.arena, b.offset)):
+            assert b.offset >= ends[b.arena], f"{b} begins inside the buffer before it"
+            ends[b.arena] = b.offset + b.nbytes
+        for arena, nbytes in plan.arenas.items():
+            assert ends[arena] <= nbytes
+        assert plan.arenas["device"] - ends["device"] >= facts.need(tokens).activations
+        sizes = facts.cache_prompt if plan.lends and phase == "prefill" else facts.cache
+        assert {b.name: b.nbytes for b in plan.buffers_of(phase) if b.kind == "cache"} == dict(sizes)
+    assert not plan.lends or chunk > 1, "one token at a time is decoding"
     assert plan.arenas["device"] + max(n.workspace for n in need) <= budget.device
-    placed = {b.name: b for b in plan.buffers}
+    placed = {b.name: b for b in plan.buffers_of("decode")}
     assert {u.name for u in facts.uses} == {w.name for w in plan.weights}
     assert set(facts.constants) | set(facts.cache) <= set(placed)
     for w, u in zip(plan.weights, facts.uses, strict=True):
@@ -124,6 +131,44 @@ def test_more_budget_streams_no_more_but_for_one_weight_and_the_slots(
     slots = sum(b.nbytes for b in larger.buffers if b.kind == "slot" and b.arena == "device")
     slack = slots + 2 * PAGE + max(u.nbytes for u in facts.uses) + 64 * len(facts.uses)
     assert passes(larger) * streamed(larger) <= passes(less) * (streamed(less) + slack)
+
+
+@settings(deadline=None, max_examples=100)
+@given(facts(), workloads, st.integers(1, 40))
+def test_what_a_prefill_borrows_never_costs(facts: Facts, workload: Workload, chunk: int) -> None:
+    """The arena is its lower part and the larger of prompt cache + prefill and whole cache + decode; a budget that
+    works without borrowing works with it."""
+    wishes = Wishes(prefill_chunk=chunk)
+    smallest, _ = smallest_budget(facts, workload, wishes)
+    apart, _ = smallest_budget(replace(facts, cache_prompt={}), workload, wishes)
+    assert smallest <= apart
+    plan = make_plan(facts, Budget(smallest), workload, wishes, MACHINE)
+    if not plan.lends:
+        assert smallest == apart
+        return
+    here = [b for b in plan.buffers if b.arena == "device"]
+    bottom = -(-max((b.offset + b.nbytes for b in here if b.kind != "cache"), default=0) // 64) * 64
+    heights = []
+    for phase, tokens in (("prefill", plan.schedule.prefill_chunk), ("decode", 1)):
+        cache = sum(-(-b.nbytes // 64) * 64 for b in here if b.phase == phase)
+        heights.append(cache + -(-facts.need(tokens).activations // 64) * 64)
+        assert min(b.offset for b in here if b.phase == phase) == bottom
+    assert plan.arenas["device"] == bottom + max(heights) + 64
+    for b in here:  # a cache only moves up
+        assert b.phase != "prefill" or b.offset <= next(
+            c.offset for c in here if (c.name, c.phase) == (b.name, "decode"))
+
+
+def test_a_prompt_as_long_as_the_answer_borrows_half_the_cache() -> None:
+    facts = replace(layers(2), cache={"cache": 64_000}, cache_prompt={"cache": 32_000})
+    workload, wishes = Workload(1, 32, 32), Wishes(prefill_chunk=32)
+    smallest, parts = smallest_budget(facts, workload, wishes)
+    apart, separate = smallest_budget(replace(facts, cache_prompt={}), workload, wishes)
+    # prefill takes 32 000 bytes of activations, a decode step 1 000: the cache's second half is theirs before
+    assert apart - smallest == 32_000 - 1024
+    assert (separate["activation"], parts["activation"]) == (32_000, 1024 + 64) and parts["cache"] == 64_000
+    plan = make_plan(facts, Budget(smallest), workload, wishes, MACHINE)
+    assert plan.lends and plan.meeting() is not None
 
 
 def layers(count: int, nbytes: int = 300_000, rows: int = 100) -> Facts:

@@ -30,15 +30,12 @@ from forebay.rewriter.quantized_checkpoint import (
     read_dequantized,
 )
 
+pytestmark = pytest.mark.usefixtures("private_cache")  # notes on verified checkpoints are kept there
+
 LLAMA = LlamaConfig(vocab_size=160, hidden_size=96, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2,
                     intermediate_size=200, max_position_embeddings=64, tie_word_embeddings=True)
 GPT2 = GPT2Config(vocab_size=160, n_embd=64, n_layer=2, n_head=4, n_positions=64)
 DOWN = "model.layers.1.mlp.down_proj.weight"
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -121,6 +121,17 @@ def test_budget_and_workspace() -> None:
         verify_program(Program("p", (big,), (), {"device": 128}, {"x": X, "y": Y}), {"device": 200})
 
 
+def test_a_program_that_runs_once_may_leave_the_memory_otherwise() -> None:
+    """Moved from x up to z: refused as a step, but not as something done once, unless it is unsound in itself."""
+    move = launch("move", (X,), (span(32, 64, "x"),))
+    program = Program("p", (move, Release(COMPUTE, span(0, 32, "x"))), (), {"device": 128}, {"x": X})
+    with pytest.raises(ProgramError, match="as the next step expects"):
+        verify_program(program)
+    verify_program(replace(program, once=True))
+    with pytest.raises(ProgramError, match="still lives"):
+        verify_program(replace(program, once=True, resident={"x": X, "y": Y}))
+
+
 def test_two_kept_buffers_may_not_overlap() -> None:
     with pytest.raises(ProgramError, match="both kept"):
         verify_program(Program("p", (), (), {"device": 128}, {"x": X, "z": span(32, 64, "z")}))

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.rewriter.plan import Budget, Plan, Schedule, Workload
+from forebay.rewriter.plan import Budget, BufferPlacement, Plan, Schedule, Workload
+from forebay.runtime.device import RuntimeFault
 from forebay.runtime.generation import CHUNK_STEP, Stop, generate_tokens, next_logits
 from forebay.runtime.sampling import Sampling
 
@@ -29,8 +30,17 @@ class Recalling:
     def __post_init__(self) -> None:
         self.cache = torch.full((self.plan.workload.batch, self.plan.workload.context), -1)
 
+    def grow(self) -> None:
+        """Before it, a lending plan's prefill has a cache of the prompt alone."""
+        self.grown = True
+
+    grown = False
+
     def step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         ids, start, last = inputs["input_ids"], inputs["start"], inputs["last"]
+        assert self.grown is (ids.shape[1] == 1) or not self.plan.lends
+        if not self.grown and self.plan.lends:
+            assert int(start.max()) + ids.shape[1] <= self.plan.workload.prompt
         assert ids.shape[0] == start.shape[0] == last.shape[0] == self.plan.workload.batch
         assert ids.dtype == start.dtype == last.dtype == torch.int64
         assert ((last >= 0) & (last < ids.shape[1])).all()
@@ -56,9 +66,16 @@ def answer(prompt: list[int], count: int) -> list[int]:
     return seen[len(prompt) :]
 
 
-def session(batch: int, prompt: int, new_tokens: int, chunk: int) -> Any:
-    schedule = Schedule(batch, prefill_chunk=chunk)
-    return Recalling(Plan("f", "m", Budget(1), Workload(batch, prompt, new_tokens), schedule, ()))
+def session(batch: int, prompt: int, new_tokens: int, chunk: int, lends: bool = False) -> Any:
+    """`lends`: 10 bytes of cache per token of all sequences, and a decode step's activations 100 bytes above it."""
+    schedule, workload = Schedule(batch, prefill_chunk=chunk), Workload(batch, prompt, new_tokens)
+    top = 10 * workload.context
+    buffers = (BufferPlacement("cache", "cache", "device", 0, 10 * prompt, "prefill"),
+               BufferPlacement("cache", "cache", "device", 0, top, "decode"),
+               BufferPlacement("x", "activation", "device", top + 100, 50, "decode"),
+               BufferPlacement("x", "activation", "device", top - 10, 160, "prefill"))
+    return Recalling(Plan("f", "m", Budget(1), workload, schedule, (), {"device": top + 150},
+                          buffers=buffers if lends else ()))
 
 
 def run(target: Any, prompts: list[list[int]], new: int, **stop: Any) -> list[list[int]]:
@@ -73,10 +90,31 @@ def test_any_prompts_in_any_chunks_see_exactly_their_own_tokens(data: st.DataObj
     chunk = data.draw(st.integers(1, planned))
     batch = data.draw(st.integers(1, 4))
     new = data.draw(st.integers(1, 5))
+    lends = chunk > 1 and data.draw(st.booleans())
     lengths = data.draw(st.lists(st.integers(1, planned), min_size=1, max_size=batch))
     prompts = [[(7 * i + 3 * j) % VOCAB for j in range(n)] for i, n in enumerate(lengths)]
-    target = session(batch, planned, data.draw(st.integers(new, new + 3)), chunk)
-    assert run(target, prompts, new) == [answer(p, new) for p in prompts]
+    target = session(batch, planned, data.draw(st.integers(new, new + 3)), chunk, lends)
+    for _ in range(2):
+        assert run(target, prompts, new) == [answer(p, new) for p in prompts]
+        target.grown = False
+
+
+@pytest.mark.parametrize(("count", "longest", "new", "lends"), [
+    (3, 4, 2, False), (2, 8, 6, False), (2, 13, 1, False), (3, 4, 2, True), (2, 8, 6, True), (1, 9, 1, True)])
+def test_a_batch_that_would_cross_is_refused_before_it_starts(count: int, longest: int, new: int, lends: bool) -> None:
+    target = session(2, 8, 4, 4, lends)
+    message = rf"{count} prompts of up to {longest} tokens with {new} new ones do not fit the plan.* 2 of 8 with 4"
+    if lends:
+        message += ": its cache ends at byte 120 .* begin at byte 220, .* 2 sequences they would meet at 22 tokens each"
+    prompts = [[1] * longest] * count
+    with pytest.raises(RuntimeFault, match=message):
+        run(target, prompts, new)
+    assert target.chunks == []
+    if new == 1:
+        with pytest.raises(RuntimeFault, match="do not fit the plan"):
+            next_logits(target, [torch.tensor(p) for p in prompts])
+    fitting = [[1] * min(longest, 8)] * min(count, 2)
+    assert run(target, fitting, 5) == [answer(p, 5) for p in fitting], "the last token is never appended"
 
 
 def test_prefill_never_runs_more_at_once_than_planned() -> None:

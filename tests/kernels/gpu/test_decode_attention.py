@@ -16,6 +16,7 @@ from kernels_blocks import LIMIT, FilledCache, fill_cache, relative_error
 
 from forebay.kernels import attention, decode_attention, paged
 from forebay.kernels.gpu import decode_attention as gpu
+from forebay.kernels.gpu import decode_shares
 from forebay.kernels.paged import BlockLayout
 
 RANGE = {torch.float16: (0.0, -9.0, 11.0), torch.bfloat16: (0.0, -60.0, 60.0)}
@@ -142,7 +143,7 @@ def test_contiguous_caches_of_any_strides(dtype: torch.dtype) -> None:
 
 def test_bad_arguments_are_named_before_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = fill_cache(BlockLayout(16, 2, 16, "native", torch.float16), [20])
-    monkeypatch.setattr(gpu, "_launch", lambda *args: pytest.fail("launched"))
+    monkeypatch.setattr(gpu, "_bind", lambda *args: pytest.fail("launched"))
     good = queries(cache, 4)
 
     def call(q: torch.Tensor = good, **changed: object) -> None:
@@ -165,6 +166,6 @@ def test_bad_arguments_are_named_before_a_launch(monkeypatch: pytest.MonkeyPatch
 
 
 def test_shares_are_no_shorter_than_their_results_allow() -> None:
-    assert gpu.split_count(8, 16384, 64, gpu.part_nbytes(4, 128), 512, 132) * 8 >= 132
-    assert gpu.split_count(1, 100, 64, gpu.part_nbytes(1, 64), 256, 132) == 1
-    assert gpu.split_count(4096, 16384, 64, gpu.part_nbytes(1, 128), 512, 132) == 1
+    assert decode_shares.split_count(8, 16384, 64, decode_shares.part_nbytes(4, 128), 512, 132) * 8 >= 132
+    assert decode_shares.split_count(1, 100, 64, decode_shares.part_nbytes(1, 64), 256, 132) == 1
+    assert decode_shares.split_count(4096, 16384, 64, decode_shares.part_nbytes(1, 128), 512, 132) == 1

@@ -1,0 +1,68 @@
+"""How decode attention is split over a sequence, and the memory that takes; without Triton, so that plans count it."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """Positions of a tile, warps and pipeline stages."""
+
+    positions: int
+    num_warps: int
+    num_stages: int
+
+
+# By bytes of a row of K once dequantised: tiles of K and V in two stages of flight, two programs or more to a
+# multiprocessor. Four warps at 256 bytes spill on sm_90 with Triton 3.9; dequantised rows do not, and need less room.
+TILES = {"narrow": Tile(64, 4, 3), "usual": Tile(64, 8, 3), "wide": Tile(32, 8, 3), "widest": Tile(16, 4, 2)}
+DEQUANTISED = Tile(64, 4, 3)
+# Programs that are made where the sequences are long enough: eight for each multiprocessor even out the last wave.
+PROGRAMS_PER_PROCESSOR = 8
+# Multiprocessors where there is no GPU to ask: an H100's or H200's.
+PROCESSORS = 132
+
+
+def tile(row_nbytes: int, bits: int) -> Tile:
+    """The tile for rows of K that take so many bytes once dequantised from so many bits (0: as they are)."""
+    if bits and row_nbytes <= 256:
+        return DEQUANTISED
+    sizes = ((128, "narrow"), (256, "usual"), (512, "wide"))
+    return TILES[next((name for most, name in sizes if row_nbytes <= most), "widest")]
+
+
+def part_nbytes(group_heads: int, dim: int) -> int:
+    """Bytes of one share's partial results."""
+    return 4 * group_heads * (dim + 2)
+
+
+def split_count(
+    rows: int, capacity: int, positions: int, part_nbytes: int, position_nbytes: int, processors: int
+) -> int:
+    """Shares per sequence: programs enough for the chip, and partial results of at most 1 / 24 of the cache's bytes.
+
+    A share writes and reads part_nbytes; a position takes position_nbytes in the cache of one head.
+    """
+    shortest = max(4 * positions, 24 * 2 * part_nbytes // position_nbytes)
+    return max(1, min(-(-PROGRAMS_PER_PROCESSOR * processors // max(1, rows)), capacity // shortest))
+
+
+@functools.cache
+def processor_count(device: torch.device) -> int:
+    """Multiprocessors of a GPU; PROCESSORS for anything else."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
+
+
+def workspace_nbytes(
+    batch: int, heads: int, kv_heads: int, capacity: int, dim: int, itemsize: int, processors: int = PROCESSORS
+) -> int:
+    """Bytes that the shares of `decode_attention_contiguous` take beside its arguments."""
+    group_heads, row_nbytes = heads // kv_heads, (1 << (dim - 1).bit_length()) * itemsize
+    part = part_nbytes(group_heads, dim)
+    splits = split_count(
+        batch * kv_heads, capacity, tile(row_nbytes, 0).positions, part, 2 * dim * itemsize, processors
+    )
+    return batch * kv_heads * splits * part

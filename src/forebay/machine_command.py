@@ -1,0 +1,87 @@
+"""`forebay machine`, and the machine profile that the other commands plan with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forebay.command_options import DebugOption
+from forebay.terminal import clean_errors, console, progress_bar
+
+if TYPE_CHECKING:
+    from forebay.rewriter.machine import Machine
+
+
+def machine_command(
+    folder: Annotated[Path, typer.Option(help="Where the disk tier would be.")] = Path("."),
+    measure: Annotated[bool, typer.Option("--measure", help="Measure anew (about 40 s).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show what this machine's tiers and links can do, measured once and kept."""
+    with clean_errors(debug):
+        from forebay.rewriter.sizes import format_nbytes
+        from forebay.runtime.measure import machine_cache_path
+
+        if not folder.is_dir():
+            raise NotADirectoryError(20, "not a folder", str(folder))
+        known = machine_cache_path().exists() and not measure
+        found = machine_profile(None, folder) if known else _measure(folder, quick=False)
+        if as_json:
+            print(found.to_json())
+            return
+        print(f"{found.name}: {found.device_kind}, {found.cores} cores, {found.threads} threads, measured {found.date}")
+        for tier, facts in found.tiers.items():
+            speed = f", read at {facts.bandwidth_bytes_per_s / 1e9:.2f} GB/s" if facts.bandwidth_bytes_per_s else ""
+            print(f"tier {tier:<8}{format_nbytes(facts.capacity_nbytes)} free{speed}")
+        for link in found.links:
+            how = f"{link.method}, {link.depth} in flight of {format_nbytes(link.chunk_nbytes)}" if link.chunk_nbytes \
+                else link.method
+            print(f"link {link.src + ' to ' + link.dst:<18}{link.bandwidth_bytes_per_s / 1e9:6.2f} GB/s, "
+                  f"{1e6 * link.latency_s:7.1f} us  ({how}; fit {link.r2:.3f})")
+        kinds = sorted({(p.dtype, p.impl) for p in found.gemm})
+        print("matrix products measured: " + ", ".join(f"{impl} in {dtype}" for dtype, impl in kinds))
+        print(f"kept in {machine_cache_path()}; --measure measures anew")
+
+
+def machine_profile(file: Path | None, folder: Path) -> Machine:
+    """The profile in `file`, or this machine's own, measured quickly when there is none."""
+    from forebay.rewriter.machine import load_machine
+    from forebay.rewriter.plan import PlanError
+    from forebay.runtime.measure import cached_machine, machine_cache_path
+
+    if file is not None:
+        try:
+            return load_machine(file)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+    if not machine_cache_path().exists():
+        return _measure(folder, quick=True)
+    with console().status("reading the machine profile (measured anew, in about 10 s, if the machine has changed)"):
+        return cached_machine(_writable(folder))
+
+
+def _measure(folder: Path, *, quick: bool) -> Machine:
+    from forebay.rewriter.machine import save_machine
+    from forebay.runtime.measure import machine_cache_path, measure_machine
+
+    with progress_bar() as bar:
+        task = bar.add_task("measuring this machine, once", total=1.0, note="")
+        found = measure_machine(_writable(folder), quick=quick,
+                                progress=lambda stage, done: bar.update(task, completed=done, note=stage))
+        bar.update(task, completed=1.0, note="")
+    save_machine(found, machine_cache_path())
+    return found
+
+
+def _writable(folder: Path) -> Path:
+    """`folder`, or the cache's where a model lies that may not be written to: measuring needs a file there."""
+    from forebay.rewriter.demo import cache_folder
+
+    if os.access(folder, os.W_OK):
+        return folder
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    return cache_folder()

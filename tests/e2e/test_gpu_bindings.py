@@ -1,0 +1,69 @@
+"""A model planned for a GPU and run by the GPU's launchers, on the CPU under Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+pytest.importorskip("triton")
+
+from families import llama
+
+from forebay.model import LanguageModel, open_model
+from forebay.rewriter.machine import Machine
+from forebay.rewriter.plan import Budget, Workload
+from forebay.rewriter.planner import Wishes
+from forebay.runtime import bind, executor
+from forebay.runtime.bind_cuda import bind_cuda
+from forebay.runtime.open_device import open_device
+
+OURS = {"forebay.linear", "forebay.attention", "forebay.kv_append", "forebay.rms_norm", "forebay.rotary"}
+
+
+class GpuOfThreads:
+    """Stands in for the machine's GPU: threads move the bytes, and launches are bound as for CUDA."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bound: set[tuple[str, str]] = set()
+        monkeypatch.setattr("forebay.model.open_device", lambda machine, *rest: open_device(Machine.default(), *rest))
+        monkeypatch.setattr(executor, "bind_launch", self.bind_launch)
+
+    def bind_launch(self, launch: Any, tensor: Any) -> Any:
+        args = bind._tensors(launch.args, tensor)
+        kwargs = {name: bind._tensors(value, tensor) for name, value in launch.kwargs.items()}
+        call = bind_cuda(launch, args, kwargs, [tensor(ref) for ref in launch.out])
+        if call is None:
+            return bind.bind_launch(launch, tensor)
+        self.bound.add((launch.op, launch.impl))
+        return call
+
+
+def test_a_half_precision_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    config = llama(2, hidden_size=64, intermediate_size=96, vocab_size=211, tie_word_embeddings=False)
+    reference = transformers.AutoModelForCausalLM.from_config(config).eval()
+    reference.half().save_pretrained(tmp_path)
+    reference.float()
+    machine = replace(Machine.default(), device_kind="NVIDIA H200")
+    gpu = GpuOfThreads(monkeypatch)
+    prompt = torch.randint(3, 211, (2, 6), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(prompt)
+    mask[0, :2] = 0
+    nbytes = sum(p.numel() * 2 for p in reference.parameters())
+    workload = Workload(2, 6, 3)
+    with LanguageModel(*open_model(tmp_path), Budget(4 * nbytes, 4 * nbytes), workload, Wishes(), machine) as lm:
+        assert {choice.impl.split("_")[0] for choice in lm.plan.gemm} <= {"gemv", "flat", "large"}
+        found = lm.generate(prompt, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert {op for op, _ in gpu.bound} == OURS
+    assert all("_s" in impl for op, impl in gpu.bound if op == "forebay.linear")
+    seen = torch.cat((mask, torch.ones(2, 3, dtype=mask.dtype)), 1)
+    with torch.no_grad():
+        logits = reference(input_ids=found[:, :-1], attention_mask=seen[:, :-1]).logits[:, 5:].float()
+    chosen = logits.gather(2, found[:, 6:, None])[..., 0]
+    # The token of fp16 is the reference's, or so near its best that rounding decides.
+    assert (logits.amax(-1) - chosen).max() <= 5e-3 * logits.abs().max()

@@ -1,0 +1,120 @@
+"""Decoding with a cache that took over the prefill's activation memory: same tokens, again and again, and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from e2e.agreement import assert_same_tokens
+
+from forebay.model import LanguageModel
+from forebay.rewriter.plan import Budget, Plan, PlanError, Workload, load_plan
+from forebay.rewriter.planner import Wishes
+from forebay.rewriter.program import Launch, span_of
+from forebay.runtime.device import RuntimeFault
+from forebay.runtime.generation import Stop, generate_tokens, next_logits
+from forebay.runtime.sampling import Sampling
+
+BATCH, PROMPT, NEW = 3, 10, 8
+
+
+def lending(checkpoint: Any, budget: float = 0.8, **options: Any) -> LanguageModel:
+    lm = checkpoint.language_model(budget, **dict(prefill_chunk=PROMPT) | options)
+    assert lm.plan.lends
+    return lm
+
+
+def check(lm: LanguageModel, checkpoint: Any) -> None:
+    got = lm.generate(checkpoint.ids, attention_mask=checkpoint.mask, max_new_tokens=NEW, pad_token_id=0)
+    assert_same_tokens(got, checkpoint.expected, checkpoint.mask, checkpoint.model, lm.next_logits)
+
+
+def overlap(plan: Plan) -> int:
+    """Bytes that are a prefill's activation first and cache later."""
+    base = min(b.offset for b in plan.buffers if b.phase == "prefill" and b.kind != "cache")
+    return max(b.offset + b.nbytes for b in plan.buffers_of("decode") if b.kind == "cache") - base
+
+
+@pytest.mark.parametrize("name", ["llama_checkpoint", "tied_checkpoint"])
+@pytest.mark.parametrize("chunk", [PROMPT, 4])
+@pytest.mark.parametrize("poison", ["0", "1"])
+def test_the_same_tokens_again_and_again(
+    name: str, chunk: int, poison: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Poison makes NaN of what activations leave behind, where the cache then grows."""
+    monkeypatch.setenv("FOREBAY_POISON", poison)
+    checkpoint = request.getfixturevalue(name)
+    with lending(checkpoint, prefill_chunk=chunk) as lm:
+        assert overlap(lm.plan) > 0 and lm.plan.prediction.streamed_nbytes > 0
+        for _ in range(2):
+            check(lm, checkpoint)
+        row, mask = checkpoint.ids[1:2], checkpoint.mask[1:2]
+        alone = lm.generate(row, attention_mask=mask, max_new_tokens=NEW)
+        assert torch.equal(alone, checkpoint.expected[1:2]), "three tokens, in the chunk that is planned"
+
+
+def test_every_cached_token_is_moved_and_the_rest_is_zero(llama_checkpoint: Any) -> None:
+    with lending(llama_checkpoint) as lm:
+        prompts = list(llama_checkpoint.ids)
+        next_logits(lm.session, prompts)
+        spec, context = lm.captured.cache[0], lm.plan.workload.context
+        tensor = lm.session.device.tensor
+        step, growth = lm._pipeline.program(lm.plan, PROMPT), lm._pipeline.growth(lm.plan)
+        assert growth is not None
+        appended = {ref.buffer: ref for item in step.step if isinstance(item, Launch) and item.op == "forebay.kv_append"
+                    for ref in item.args[:2]}
+        assert all(ref.shape == (BATCH, spec.kv_heads, PROMPT, spec.head_dim) for ref in appended.values())
+        before = {name: tensor(ref).flatten(0, 1).clone() for name, ref in appended.items()}
+        lm.session.grow()
+        assert growth.outputs.keys() == before.keys() and len(before) == 2 * len(lm.captured.cache)
+        for name, ref in growth.outputs.items():
+            held = tensor(ref)
+            assert held.shape[1] == context and span_of(ref).nbytes == held.numel() * 4
+            assert torch.equal(held[:, :PROMPT], before[name]) and held[:, :PROMPT].abs().sum() > 0
+            assert not held[:, PROMPT:].any()
+
+
+def test_it_runs_in_less_than_was_the_least_before(llama_checkpoint: Any) -> None:
+    """The smallest budget is that of one arena for both phases; a byte less is refused, and it still is right."""
+    captured, checkpoint, files = llama_checkpoint.opened
+    workload, wishes = Workload(BATCH, PROMPT, NEW), Wishes(prefill_chunk=PROMPT)
+    with LanguageModel(captured, checkpoint, files, Budget(1 << 30), workload, wishes) as lm:
+        smallest = lm._pipeline.smallest_budget(wishes)
+        lm._pipeline.facts = replace(lm._pipeline.facts, cache_prompt={})
+        apart = lm._pipeline.smallest_budget(wishes)
+    assert smallest < apart
+    with pytest.raises(PlanError, match="smallest that can"):
+        LanguageModel(captured, checkpoint, files, Budget(smallest - 1), workload, wishes)
+    with LanguageModel(captured, checkpoint, files, Budget(smallest), workload, wishes) as lm:
+        assert lm.plan.lends
+        check(lm, llama_checkpoint)
+
+
+def test_a_saved_plan_lends_as_before(llama_checkpoint: Any, tmp_path: Path) -> None:
+    with lending(llama_checkpoint) as lm:
+        lm.plan.save(tmp_path / "plan.json")
+    plan = load_plan(tmp_path / "plan.json")
+    with LanguageModel(*llama_checkpoint.opened, plan.budget, plan.workload, Wishes(), plan=plan) as again:
+        assert again.plan.lends
+        check(again, llama_checkpoint)
+
+
+def test_one_token_at_a_time_borrows_nothing(llama_checkpoint: Any) -> None:
+    with llama_checkpoint.language_model(0.8, prefill_chunk=1) as lm:
+        assert not lm.plan.lends and lm._pipeline.growth(lm.plan) is None
+        check(lm, llama_checkpoint)
+
+
+@pytest.mark.parametrize(("count", "new"), [(3, NEW + 2), (4, 1)])
+def test_what_would_cross_is_refused_before_it_starts(llama_checkpoint: Any, count: int, new: int) -> None:
+    with lending(llama_checkpoint) as lm:
+        meeting = lm.plan.meeting()
+        assert meeting is not None and meeting.tokens >= lm.plan.workload.context
+        prompts = [llama_checkpoint.ids[i % 3] for i in range(count)]
+        with pytest.raises(RuntimeFault, match=rf"begin at byte {meeting.activation_base}, .*meet at {meeting.tokens}"):
+            generate_tokens(lm.session, prompts, Sampling(), Stop(new))
+        assert not lm.session._started, "no step was run"
+        check(lm, llama_checkpoint)

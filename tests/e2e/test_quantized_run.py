@@ -1,0 +1,165 @@
+"""Weights stored as packed rows, and a packed cache: the tokens of the unpacked model, and the bytes counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+import transformers
+
+import forebay
+from forebay.passes.quantize_weights import quantize_weights
+from forebay.rewriter.checkpoint import open_checkpoint
+from forebay.rewriter.program import Copy, FileSlice, Launch
+from forebay.rewriter.quantize_model import Wish, quantize_model
+from forebay.rewriter.quantized_checkpoint import read_dequantized
+from forebay.rewriter.source import fuse_blocks
+
+pytestmark = pytest.mark.usefixtures("private_cache")  # notes on verified checkpoints are kept there
+
+MATRICES = {"w4g32": "forebay.linear_w4", "w8": "forebay.linear_w8"}
+
+
+def saved(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    torch.manual_seed(3)
+    config = getattr(families, family)()
+    transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    return folder
+
+
+def unpacked(original: Path, packed: Path) -> Any:
+    """transformers' model with the weights that the packed rows stand for."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(original)
+    state = model.state_dict()
+    for name, record in open_checkpoint(packed).tensors.items():
+        if record.packed is not None:
+            key = next(k for k in (name, f"model.{name}", f"transformer.{name}") if k in state)
+            state[key].copy_(read_dequantized(record))
+    return model.eval()
+
+
+def prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(3, families.VOCAB, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = mask[2, :2] = 0
+    return ids * mask, mask
+
+
+@pytest.mark.parametrize(("family", "format"), [*((f, "w4g32") for f in families.FAMILIES), ("llama", "w8"),
+                                               ("gpt2", "w8")])
+def test_tokens_are_those_of_the_unpacked_model(tmp_path: Path, family: str, format: str) -> None:
+    original = saved(family, tmp_path / "original")
+    packed = tmp_path / "packed"
+    quantize_model(original, packed, Wish(format))
+    expected = unpacked(original, packed).generate(
+        **dict(zip(("input_ids", "attention_mask"), prompts(), strict=True)), max_new_tokens=8, do_sample=False,
+        eos_token_id=None, pad_token_id=0)
+    ids, mask = prompts()
+    whole = 0
+    for share in (1.0, 0.3):
+        with forebay.wrap(packed, 1 << 30, batch=3, prompt=9, new_tokens=8) as lm:
+            whole = whole or lm.plan.arenas["device"] + (1 << 22)
+            smallest = lm._pipeline.smallest_budget()
+        budget = whole if share == 1.0 else int(smallest + share * (whole - smallest) * 0.5)
+        with forebay.wrap(packed, budget, batch=3, prompt=9, new_tokens=8) as lm:
+            got = lm.generate(ids, attention_mask=mask, max_new_tokens=8, eos_token_id=None, pad_token_id=0)
+            program = lm._pipeline.program(lm.plan, 1)
+            used = {i.op for i in program.step if isinstance(i, Launch)}
+        assert MATRICES[format] in used and "forebay.dequantize_rows" not in used, "unpacking is folded everywhere"
+        assert torch.equal(got, expected)
+
+
+def test_what_crosses_the_link_is_packed(tmp_path: Path) -> None:
+    """w4g64 streams at most 0.29 of the bytes that 16-bit weights do."""
+    config = families.llama(hidden_size=256, intermediate_size=512, num_attention_heads=4)
+    original = tmp_path / "original"
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(original)
+    quantize_model(original, tmp_path / "packed", Wish("w4g64"))
+    streamed: dict[str, dict[str, int]] = {}
+    for folder in ("original", "packed"):
+        with forebay.wrap(tmp_path / folder, 1 << 30, batch=1, prompt=4, new_tokens=4) as lm:
+            smallest = lm._pipeline.smallest_budget()
+        with forebay.wrap(tmp_path / folder, smallest, batch=1, prompt=4, new_tokens=4) as lm:
+            counted: dict[str, int] = {}
+            for item in lm._pipeline.program(lm.plan, 1).step:
+                if isinstance(item, Copy) and isinstance(item.src, FileSlice):
+                    name = item.label.split()[1].split("[")[0]
+                    counted[name] = counted.get(name, 0) + item.src.nbytes
+            streamed[folder] = counted
+    matrices = [n for n in streamed["packed"] if ".layers." in n and n in streamed["original"]]
+    assert len(matrices) >= 7
+    ratio = sum(streamed["packed"][n] for n in matrices) / sum(streamed["original"][n] for n in matrices)
+    assert ratio <= 0.29
+
+
+def test_layers_stored_otherwise_have_blocks_of_their_own(tmp_path: Path) -> None:
+    original = saved("llama", tmp_path / "original")
+    packed = tmp_path / "packed"
+    quantize_model(original, packed, Wish("w4g32", (("*.layers.1.*", "w8"), ("*.layers.2.mlp.*", "native")),
+                                          head=True, embeddings=True))
+    ids, mask = prompts()
+    expected = unpacked(original, packed)(ids, attention_mask=mask).logits[:, -1]
+    with forebay.wrap(packed, 1 << 30, batch=3, prompt=9, new_tokens=1) as lm:
+        assert len(set(fuse_blocks(lm.captured, lm.switches).layers)) == 3
+        got = lm.next_logits(ids, mask)
+        torch.testing.assert_close(got.float(), expected.float(), rtol=2e-3, atol=2e-3)
+        formats = {w.format for w in lm.plan.weights}
+    assert {"w4g32", "w8", "native"} <= formats
+
+
+def test_left_unfused_it_still_computes_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = saved("llama", tmp_path / "original")
+    packed = tmp_path / "packed"
+    quantize_model(original, packed, Wish("w4g32"))
+    ids, mask = prompts()
+    with forebay.wrap(packed, 1 << 30, batch=3, prompt=9, new_tokens=4) as lm:
+        expected = lm.generate(ids, attention_mask=mask, max_new_tokens=4, eos_token_id=None, pad_token_id=0)
+    monkeypatch.setattr("forebay.rewriter.source.fuse_dequantize", lambda gm: None)
+    with forebay.wrap(packed, 1 << 30, batch=3, prompt=9, new_tokens=4) as lm:
+        got = lm.generate(ids, attention_mask=mask, max_new_tokens=4, eos_token_id=None, pad_token_id=0)
+        assert any(i.op == "forebay.dequantize_rows" for i in lm._pipeline.program(lm.plan, 1).step
+                   if isinstance(i, Launch))
+    assert torch.equal(got, expected)
+
+
+def test_graphs_without_packed_weights_are_left_alone() -> None:
+    lm = families.captured("llama")
+    before = [n.name for n in lm.step.graph.nodes]
+    quantize_weights(lm.step, {})
+    assert [n.name for n in lm.step.graph.nodes] == before
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("format", ["kv8", "kv4"])
+def test_a_packed_cache_gives_nearly_the_logits_of_a_plain_one(tmp_path: Path, family: str, format: str) -> None:
+    """Over several steps, with prompts of unequal length; the cache takes the bytes of packed rows."""
+    folder = saved(family, tmp_path / "model")
+    ids, mask = prompts()
+    found, sizes = {}, {}
+    for cache in ("native", format):
+        with forebay.wrap(folder, 1 << 30, batch=3, prompt=9, new_tokens=4, cache=cache) as lm:
+            lm.generate(ids, attention_mask=mask, max_new_tokens=3, eos_token_id=None, pad_token_id=0)
+            found[cache] = lm.next_logits(ids, mask).float()
+            sizes[cache] = sum(lm._pipeline.facts.cache.values())
+            assert lm.plan.cache[0].format == cache
+            used = {i.op for i in lm._pipeline.program(lm.plan, 1).step if isinstance(i, Launch)}
+            assert ("forebay.attention_q" in used) is (cache != "native")
+    assert sizes[format] < 0.6 * sizes["native"]
+    error = (found[format] - found["native"]).norm() / (found["native"] - found["native"].mean()).norm()
+    assert 0 < error < (0.02 if format == "kv8" else 0.3)
+
+
+def test_a_saved_plan_brings_its_cache_format_along(tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path / "model")
+    ids, mask = prompts()
+    with forebay.wrap(folder, 1 << 30, batch=3, prompt=9, new_tokens=4, cache="kv8") as lm:
+        expected = lm.next_logits(ids, mask).clone()
+        lm.plan.save(tmp_path / "plan.json")
+    plan = forebay.rewriter.plan.load_plan(tmp_path / "plan.json")
+    with forebay.wrap(folder, 1 << 30, plan=plan) as lm:
+        assert torch.equal(lm.next_logits(ids, mask), expected)
+    with pytest.raises(forebay.rewriter.plan.PlanError, match="no format 'kv2'"):
+        forebay.wrap(folder, 1 << 30, prompt=9, new_tokens=4, cache="kv2")
