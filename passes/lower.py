@@ -28,10 +28,11 @@ Workspace = Callable[[fx.Node], int]
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A launch to be stamped; `symbolic` if it touches memory that differs from layer to layer."""
+    """A launch to be stamped, and which of its parts name memory that differs from layer to layer: args, kwargs, out,
+    reads, writes."""
 
     launch: Launch
-    symbolic: bool
+    symbolic: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +170,15 @@ class _Lowering:
             if isinstance(entry, _Recorded):
                 k = entry.launch
                 at = layer if layer >= 0 else k.layer
-                if not entry.symbolic:
-                    add(Launch(k.stream, k.op, k.args, k.kwargs, k.out, k.reads, k.writes, prefix + k.label, at,
-                               k.flops, k.workspace_nbytes, k.impl))
-                    continue
-                kwargs = {name: settled(v, symbols) for name, v in k.kwargs.items()}
-                add(Launch(k.stream, k.op, settled(k.args, symbols), kwargs, settled(k.out, symbols),
-                           settled(k.reads, symbols), settled(k.writes, symbols), prefix + k.label, at, k.flops,
+                args, kwargs, out, reads, writes = k.args, k.kwargs, k.out, k.reads, k.writes
+                if True in entry.symbolic:  # layers share the parts that are the same for all
+                    in_args, in_kwargs, in_out, in_reads, in_writes = entry.symbolic
+                    args = settled(args, symbols) if in_args else args
+                    kwargs = {name: settled(v, symbols) for name, v in kwargs.items()} if in_kwargs else kwargs
+                    out = settled(out, symbols) if in_out else out
+                    reads = settled(reads, symbols) if in_reads else reads
+                    writes = settled(writes, symbols) if in_writes else writes
+                add(Launch(k.stream, k.op, args, kwargs, out, reads, writes, prefix + k.label, at, k.flops,
                            k.workspace_nbytes, k.impl))
             elif isinstance(entry, Release):
                 add(entry)
@@ -285,8 +288,8 @@ class _Recorder:
     def _launch(self, node: fx.Node) -> None:
         self._arrive(*node.all_input_nodes)
         for launch in self.launches.of(node):
-            symbolic = has_symbols((launch.args, launch.kwargs, launch.out, launch.reads, launch.writes))
-            self.entries.append(_Recorded(launch, symbolic))
+            parts = (launch.args, launch.kwargs, launch.out, launch.reads, launch.writes)
+            self.entries.append(_Recorded(launch, tuple(map(has_symbols, parts))))
 
 
 def _instance(layer: int, given: Iterable[tuple[str, fx.Node]], places: Mapping[str, Place]) -> _Instance:

@@ -106,11 +106,13 @@ class _Concretiser:
         if isinstance(value, (int, float, bool)):
             self.env[node] = value
             return
-        new = self.graph.create_node(
-            node.op, node.target, _mapped(node.args, self.env), _mapped(node.kwargs, self.env), name=node.name
-        )
-        bases = {self.owners.setdefault(_storage(t), new) for t in pytree.tree_leaves(value) if _is_tensor(t)}
-        base = bases.pop() if len(bases) == 1 else new
+        args, kwargs = ((), {}) if node.op == "placeholder" else _mapped((node.args, node.kwargs), self.env)
+        new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+        if isinstance(value, torch.Tensor):
+            base = self.owners.setdefault(_storage(value), new)
+        else:
+            bases = {self.owners.setdefault(_storage(t), new) for t in pytree.tree_leaves(value) if _is_tensor(t)}
+            base = bases.pop() if len(bases) == 1 else new
         new.meta = node.meta | {"val": value, ALIAS: None if base is new else base}
         self.env[node] = new
 

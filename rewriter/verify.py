@@ -35,13 +35,14 @@ class ProgramError(RuntimeError):
 class _Segment:
     """One indivisible byte range: whose contents it holds, who wrote them, and the last read on each stream."""
 
-    __slots__ = ("copied", "owner", "reads", "write_at", "write_stream")
+    __slots__ = ("copied", "owner", "reads", "shared", "write_at", "write_stream")
 
     def __init__(self, streams: int) -> None:
         self.owner: str | None = None
         self.write_stream = self.write_at = 0  # position 0: never written
         self.copied = False  # last written by a Copy and not read since
         self.reads = [0] * streams  # position on each stream of the last read; a write orders what came before it
+        self.shared = False  # touched by another stream than COMPUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,17 @@ def verify_program(program: Program, budget: Mapping[str, int | None] | None = N
     prologue, step = state.prepared(program.prologue), state.prepared(program.step)
     state.run(prologue)
     before = state.owners()
-    for _ in range(1 if program.once else 2):
-        state.take_inputs(program)
-        state.run(step)
-        state.hand_over(program)
-        if not program.once and state.owners() != before:
-            raise ProgramError(f"{program.name}: a step does not leave the memory as the next step expects it: "
-                               f"{_difference(before, state.owners())}")
+    state.take_inputs(program)
+    state.run(step)
+    state.hand_over(program)
+    if program.once:
+        return
+    state.compare(before)
+    again = state.repeated(step)
+    state.take_inputs(program)
+    state.run(again)
+    state.hand_over(program, shared=True)
+    state.compare(before)
 
 
 def _check_sizes(program: Program, budget: Mapping[str, int | None]) -> None:
@@ -163,6 +168,47 @@ class _State:
     def _touched(self, spans: tuple[Span, ...]) -> list[tuple[list[_Segment], str]]:
         return [(self.covered(span), span.buffer) for span in spans]
 
+    def repeated(self, items: list[_Prepared]) -> list[_Prepared]:
+        """What of a step must be looked at a second time: the memory that another stream than COMPUTE touches. The rest
+        a second step finds owned as the first one did, and takes in the same order, so it can only do the same."""
+        for item in items:
+            if isinstance(item, _Access) and item.stream:
+                for segments, _ in (*item.reads, *item.writes):
+                    for segment in segments:
+                        segment.shared = True
+            elif isinstance(item, tuple) and self.number[item[0].stream]:
+                for segment in item[1]:
+                    segment.shared = True
+        known: dict[int, list[tuple[list[_Segment], str]]] = {}
+
+        def shared(touched: list[tuple[list[_Segment], str]]) -> list[tuple[list[_Segment], str]]:
+            found = known.get(id(touched))
+            if found is None:
+                found = known[id(touched)] = [
+                    (left, buffer) for segments, buffer in touched if (left := [s for s in segments if s.shared])]
+            return found
+
+        again: list[_Prepared] = []
+        for item in items:
+            if isinstance(item, _Access):
+                reads, writes = shared(item.reads), shared(item.writes)
+                if reads or writes:
+                    again.append(_Access(item.stream, reads, writes, item.copied, item.item))
+            elif isinstance(item, tuple):
+                left = [s for s in item[1] if s.shared]
+                if left:
+                    again.append((item[0], left))
+            else:
+                again.append(item)
+        return again
+
+    def compare(self, before: dict[str, list[str | None]]) -> None:
+        """Raise ProgramError unless memory is owned as it was before the step."""
+        after = self.owners()
+        if after != before:
+            raise ProgramError(f"{self.name}: a step does not leave the memory as the next step expects it: "
+                               f"{_difference(before, after)}")
+
     def owners(self) -> dict[str, list[str | None]]:
         return {arena: [s.owner for s in segments] for arena, segments in self.segments.items()}
 
@@ -181,11 +227,12 @@ class _State:
                 segment.owner, segment.write_stream, segment.write_at, segment.copied = span.buffer, stream, at, False
             self.clocks[stream][stream] = at
 
-    def hand_over(self, program: Program) -> None:
-        """Between steps the caller takes the outputs; their memory is free in the next step."""
+    def hand_over(self, program: Program, shared: bool = False) -> None:
+        """Between steps the caller takes the outputs (with `shared`, looks only at what `repeated` does); their memory
+        is free in the next step."""
         for ref in program.outputs.values():
             for segment in self.covered(span_of(ref)):
-                if segment.owner != ref.buffer:
+                if segment.owner != ref.buffer and (segment.shared or not shared):
                     raise ProgramError(f"{self.name}: the output {ref.buffer} is overwritten by {segment.owner}")
         taken = {ref.buffer for ref in program.outputs.values()} - set(program.resident)
         for segments in self.segments.values():
