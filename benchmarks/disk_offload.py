@@ -209,8 +209,8 @@ def report_streaming(result: dict[str, Any], mode: str, batch: int, found: list[
     streamed, measured = found[0]["streamed_nbytes"], found[0]["disk_read_nbytes"]
     step_s = median(sum(t["steps_s"]) / len(t["steps_s"]) for t in found)
     print(f"\n{found[0]['name']}, batch {batch}, {mode}: {streamed / 1e6:.0f} MB per step at "
-          f"{spread([r / 1e9 for r in rates])} GB/s; link utilisation {median(rates) / engines[best]:.2f} of the best plain read ({best}: "
-          f"{engines[best] / 1e9:.2f})")
+          f"{spread([r / 1e9 for r in rates])} GB/s; link utilisation {median(rates) / engines[best]:.2f} of the best "
+          f"plain read ({best}: {engines[best] / 1e9:.2f})")
     print(f"  one answer read {measured / 1e6:.0f} MB from storage; step predicted "
           f"{found[0]['predicted_step_s']:.3f} s, measured {step_s:.3f} s; planned peak "
           f"{found[0]['planned_peak_nbytes']['device'] / 1e6:.0f} MB; {found[0]['slots']} slots of "

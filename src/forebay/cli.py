@@ -13,7 +13,15 @@ import typer
 
 from forebay.allocate_command import allocate
 from forebay.calibrate_command import calibrate_command
-from forebay.command_options import BudgetOption, DebugOption, MachineOption, ModelArgument, SlotsOption, model_folder
+from forebay.command_options import (
+    BudgetOption,
+    CacheOption,
+    DebugOption,
+    MachineOption,
+    ModelArgument,
+    SlotsOption,
+    model_folder,
+)
 from forebay.machine_command import machine_command, machine_profile
 from forebay.plan_command import explain, plan
 from forebay.quantize import quantize_command
@@ -26,6 +34,7 @@ if TYPE_CHECKING:
     from forebay.prompts import Prompt
     from forebay.rewriter.machine import Machine
     from forebay.rewriter.plan import Plan
+    from forebay.rewriter.planner import Wishes
 
 SOME_UNANSWERED = 3  # exit code
 DEFAULT_BATCH = 8
@@ -58,6 +67,7 @@ def run(
     batch: Annotated[int | None, typer.Option(min=1, help="Prompts at once (default: 8, fewer if they do not fit).")]
     = None,
     slots: SlotsOption = None,
+    cache: CacheOption = "native",
     plan: Annotated[Path | None, typer.Option(help="Replay this saved plan.")] = None,
     save_plan: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write planned and actual lanes for ui.perfetto.dev.")] = None,
@@ -80,6 +90,7 @@ def run(
         from forebay.model import open_model
         from forebay.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids
         from forebay.rewriter.plan import PlanError, load_plan
+        from forebay.rewriter.planner import Wishes
         from forebay.rewriter.sizes import parse_budget
         from forebay.runtime.sampling import Sampling
 
@@ -89,6 +100,8 @@ def run(
         sizes = parse_budget(budget) if budget is not None else saved.budget  # type: ignore[union-attr]
         if saved is not None and saved.budget != sizes:
             raise PlanError(f"the plan {plan} was made for {saved.budget}, not for --budget {budget}; leave one out")
+        if saved is not None and cache not in ("native", saved.cache[0].format):
+            raise PlanError(f"the plan {plan} keeps its cache in {saved.cache[0].format}; leave --cache out")
         try:
             drawing = sample or any(x is not None for x in (temperature, top_k, top_p))
             sampling = Sampling(drawing, 1.0 if temperature is None else temperature,
@@ -105,6 +118,8 @@ def run(
         bad += more
         settings = {"model": checkpoint.fingerprint, "max_new_tokens": max_new_tokens, "chat": chat,
                     "sampling": vars(sampling) | {"seed": seed} if sampling.do_sample else "greedy"}
+        if cache != "native":
+            settings["cache"] = cache
         with jobs.AnswerFile(output, settings, force=force) as answers:
             answers.check_questions(p.request for p in encoded)
             left = jobs.pending(encoded, answers.answered)
@@ -114,8 +129,8 @@ def run(
                 say(f"{output}: {len(encoded) - len(left)} of {len(encoded)} prompts are answered already")
             if left:
                 profile = machine_profile(machine, folder)
-                lm = _fit_batch((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch, slots, saved,
-                                profile)
+                lm = _fit_batch((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch,
+                                Wishes(slots, cache_format=cache), saved, profile)
                 if save_plan:
                     lm.plan.save(save_plan)
                 ask = jobs.Ask(max_new_tokens, stop_ids(folder, tokenizer), sampling, seed)
@@ -130,23 +145,22 @@ def run(
 
 def _fit_batch(
     opened: tuple[Any, Any, Any], encoded: list[Prompt], sizes: Any, new_tokens: int, batch: int | None,
-    slots: int | None, saved: Plan | None, machine: Machine,
+    wishes: Wishes, saved: Plan | None, machine: Machine,
 ) -> LanguageModel:
     """The model planned for the whole job; without a wish, the batch is halved until the budget holds it."""
     from forebay.model import LanguageModel
     from forebay.rewriter.plan import PlanError, Workload
-    from forebay.rewriter.planner import Wishes
 
     if saved is not None:
         if batch is not None and batch != saved.workload.batch:
             raise PlanError(f"the plan is for batches of {saved.workload.batch}, not of {batch}; leave --batch out")
-        return LanguageModel(*opened, sizes, saved.workload, Wishes(), machine, saved)
+        return LanguageModel(*opened, sizes, saved.workload, wishes, machine, saved)
     longest = max(len(p.ids) for p in encoded)
     size = batch or min(DEFAULT_BATCH, len(encoded))
     while True:
         try:
             with console().status(f"planning for batches of {size}"):
-                return LanguageModel(*opened, sizes, Workload(size, longest, new_tokens), Wishes(slots), machine)
+                return LanguageModel(*opened, sizes, Workload(size, longest, new_tokens), wishes, machine)
         except PlanError:
             if batch is not None or size == 1:
                 raise

@@ -16,6 +16,7 @@ BudgetOption = Annotated[str | None, typer.Option(
 MachineOption = Annotated[Path | None, typer.Option("--machine", help="A machine profile to use instead of this "
                                                     "machine's own.")]
 SlotsOption = Annotated[int | None, typer.Option(min=1, help="Staging slots; the planner chooses by default.")]
+CacheOption = Annotated[str, typer.Option("--cache", metavar="FORMAT", help="Of the KV cache: native, kv8 or kv4.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 

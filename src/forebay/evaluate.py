@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 
+from forebay.command_options import CacheOption
 from forebay.prompts import JobError, load_tokenizer
 from forebay.terminal import clean_errors, console, progress_bar
 
@@ -51,7 +52,7 @@ class WordAccuracy:
 
 def open_scorer(
     model: str | os.PathLike[str], budget: Budget, *, context: int = CONTEXT, batch: int = 1,
-    machine: Machine | None = None,
+    machine: Machine | None = None, cache: str = "native",
 ) -> LanguageModel:
     """A LanguageModel whose steps give scores instead of logits, planned for `batch` rows of `context` tokens.
 
@@ -68,7 +69,8 @@ def open_scorer(
     limit = scoring.max_positions
     if limit and context >= limit:
         raise JobError(f"a context of {context} tokens is too long: at most {limit - 1} fit the model's positions")
-    return LanguageModel(scoring, checkpoint, files, budget, Workload(batch, context, 1), Wishes(), machine)
+    return LanguageModel(scoring, checkpoint, files, budget, Workload(batch, context, 1),
+                         Wishes(cache_format=cache), machine)
 
 
 def perplexity(
@@ -219,6 +221,7 @@ def eval_command(
     stride: Annotated[int | None, typer.Option(min=1, help="Tokens from window to window (default: the context).")]
     = None,
     batch: Annotated[int, typer.Option(min=1, help="Windows at once; they share each pass over the weights.")] = 1,
+    cache: CacheOption = "native",
     tokens: Annotated[int | None, typer.Option(min=2, help="Only so many tokens of the text.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     machine: Annotated[Path | None, typer.Option(help="A machine profile to use instead of this machine's own.")]
@@ -244,7 +247,7 @@ def eval_command(
         profile = load_machine(machine) if machine else kept_machine(folder)
         sizes = parse_budget(budget) if budget else Budget(_available_nbytes() // 2)
         with console().status("capturing and planning"):
-            lm = open_scorer(folder, sizes, context=context, batch=batch, machine=profile)
+            lm = open_scorer(folder, sizes, context=context, batch=batch, machine=profile, cache=cache)
         files = {f.path for f in lm.files.values()}
         for path in files:
             drop_file(path)  # what others left in the page cache would be memory beyond the budget

@@ -128,6 +128,8 @@ class LanguageModel:
         if plan is not None and plan.fingerprint != checkpoint.fingerprint:
             raise PlanError(f"this plan was made for another model (fingerprint {plan.fingerprint}, this one is "
                             f"{checkpoint.fingerprint}); plan again")
+        if plan is not None:
+            self.wishes = replace(wishes, cache_format=plan.cache[0].format)
         self._prepare(plan.workload if plan else workload, plan)
 
     def _prepare(self, workload: Workload, plan: Plan | None = None) -> None:
@@ -136,8 +138,7 @@ class LanguageModel:
             if workload.prompt + 1 > limit:
                 raise PlanError(f"a prompt of {workload.prompt} tokens does not fit the model's {limit} positions")
             workload = replace(workload, new_tokens=limit - workload.prompt)
-        cache_format = plan.cache[0].format if plan else self.wishes.cache_format
-        fused = self._fused = self._fused or fuse_blocks(self.captured, self.switches, cache_format)
+        fused = self._fused = self._fused or fuse_blocks(self.captured, self.switches, self.wishes.cache_format)
         source = model_source(fused, self.files, workload, self.checkpoint.fingerprint,
                               host_hop=self.machine.device_kind != "cpu")
         self._pipeline = Pipeline(source, workload, self.machine, self.switches)

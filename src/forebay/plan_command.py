@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forebay.command_options import BudgetOption, DebugOption, SlotsOption, model_folder
+from forebay.command_options import BudgetOption, CacheOption, DebugOption, SlotsOption, model_folder
 from forebay.machine_command import machine_profile
 from forebay.terminal import clean_errors, console, say
 
 if TYPE_CHECKING:
     from forebay.rewriter.graph import CapturedModel
     from forebay.rewriter.plan import Plan
+    from forebay.rewriter.planner import Wishes
 
 
 def plan(
@@ -31,6 +32,7 @@ def plan(
         "--new-tokens", "--max-new-tokens", "--output", min=1, help="Tokens to generate (default: 64; with --config: "
         "32).")] = None,
     slots: SlotsOption = None,
+    cache: CacheOption = "native",
     machine: Annotated[str | None, typer.Option(
         metavar="FILE|NAME", help="A machine profile to use instead of this machine's own; with --config also a "
         "preset such as t4.")] = None,
@@ -57,12 +59,13 @@ def plan(
     """Show what would go where, how much memory and time it takes, and the smallest budget; no weight is read."""
     with clean_errors(debug):
         from forebay.rewriter.plan import PlanError
+        from forebay.rewriter.planner import Wishes
 
         if (model is None) == (config is None):
             raise PlanError("name a MODEL, or a --config to plan without one")
         if config is not None:
-            if slots is not None:
-                raise PlanError("--slots is for plans of a MODEL; with --config the policy is searched")
+            if slots is not None or cache != "native":
+                raise PlanError("--slots and --cache are for plans of a MODEL; with --config the policy is searched")
             found = _search(config, machine, budget, prompt=prompt or 512, output=new_tokens or 32,
                             objective=objective, batch=batch or 0, latency_s=latency, tokens_per_s=tokens_per_s,
                             quantise=quantise, checkpoints=checkpoints, diagonal=diagonal, pareto=pareto)
@@ -75,31 +78,31 @@ def plan(
             if given:
                 raise PlanError(f"{name} needs --config")
         assert model is not None
-        _plan_model(model, budget, (batch or 1, prompt or 64, new_tokens or 64), slots, machine, as_json, save)
+        shape = (batch or 1, prompt or 64, new_tokens or 64)
+        _plan_model(model, budget, shape, Wishes(slots, cache_format=cache), machine, as_json, save)
 
 
 def _plan_model(
-    model: str, budget: str | None, shape: tuple[int, int, int], slots: int | None, machine: str | None,
+    model: str, budget: str | None, shape: tuple[int, int, int], wishes: Wishes, machine: str | None,
     as_json: bool, save: Path | None,
 ) -> None:
     from forebay.model import open_model
     from forebay.rewriter.pipeline import Pipeline
     from forebay.rewriter.plan import PlanError, Workload
-    from forebay.rewriter.planner import Wishes
     from forebay.rewriter.sizes import format_nbytes, parse_budget
     from forebay.rewriter.source import fuse_blocks, model_source
     from forebay.rewriter.switches import read_switches
 
     if budget is None:
         raise PlanError("say how much memory may be used, as --budget device=120MiB")
-    sizes, workload, wishes, switches = parse_budget(budget), Workload(*shape), Wishes(slots), read_switches()
+    sizes, workload, switches = parse_budget(budget), Workload(*shape), read_switches()
     folder = model_folder(model)
     profile = machine_profile(None if machine is None else Path(machine), folder)
     with console().status("capturing the model"):
         captured, checkpoint, files = open_model(folder)
     with console().status("planning"):
-        source = model_source(fuse_blocks(captured, switches), files, workload, checkpoint.fingerprint,
-                              host_hop=profile.device_kind != "cpu")
+        fused = fuse_blocks(captured, switches, wishes.cache_format)
+        source = model_source(fused, files, workload, checkpoint.fingerprint, host_hop=profile.device_kind != "cpu")
         pipeline = Pipeline(source, workload, profile, switches)
         made = pipeline.plan(sizes, wishes)
         smallest = pipeline.smallest_budget(wishes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import families
 import pytest
 import torch
 import transformers
+from typer.testing import CliRunner
 
 import forebay
+from forebay.cli import app
 from forebay.passes.quantize_weights import quantize_weights
 from forebay.rewriter.checkpoint import open_checkpoint
 from forebay.rewriter.program import Copy, FileSlice, Launch
@@ -163,3 +166,20 @@ def test_a_saved_plan_brings_its_cache_format_along(tmp_path: Path) -> None:
         assert torch.equal(lm.next_logits(ids, mask), expected)
     with pytest.raises(forebay.rewriter.plan.PlanError, match="no format 'kv2'"):
         forebay.wrap(folder, 1 << 30, prompt=9, new_tokens=4, cache="kv2")
+
+
+def test_the_commands_take_quantised_folders_and_cache_formats(tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    quantize_model(saved("llama", tmp_path / "original"), packed, Wish("w4g32"))
+    shape = ["--budget", "device=8MB", "--prompt", "9", "--new-tokens", "4", "--json"]
+    found = {}
+    for cache in ("native", "kv4"):
+        result = CliRunner().invoke(app, ["plan", str(packed), *shape, "--cache", cache])
+        assert result.exit_code == 0, result.output
+        found[cache] = json.loads(result.stdout)
+        assert found[cache]["cache"][0]["format"] == cache
+        assert {w["format"] for w in found[cache]["weights"]} == {"native", "w4g32"}
+    sizes = {c: sum(b["nbytes"] for b in p["buffers"] if b["kind"] == "cache") for c, p in found.items()}
+    assert sizes["kv4"] < 0.3 * sizes["native"]
+    refused = CliRunner().invoke(app, ["plan", str(packed), *shape, "--cache", "kv2"])
+    assert refused.exit_code == 2 and "no format 'kv2'" in refused.output

@@ -55,8 +55,8 @@ def test_rounded_is_feasible_and_near_the_bound(
     for tier in TIERS:
         assert float(costs.memory[tier] @ rounded.x) <= costs.capacity[tier]
     assert bound.time_s <= rounded.time_s * (1 + 1e-4)
-    # A tensor of 2 % of the budget may be a tenth of all that streams, and the step is as long as what streams: 6 % over
-    # the bound was seen there. Where whatever streams is many tensors, rounding costs less than 5 %.
+    # A tensor of 2 % of the budget may be a tenth of all that streams, and the step is as long as what streams: 6 %
+    # over the bound was seen there. Where whatever streams is many tensors, rounding costs less than 5 %.
     streamed = 2 * sum(k.count * k.elements(s) for k in model.layers for s in (ATTENTION, MLP)) * (
         1 - min(float(bound.x[INDEX[s, "device"]]) for s in (ATTENTION, MLP)))
     if largest <= min(0.02 * min(costs.capacity.values()), 0.05 * streamed):
