@@ -269,7 +269,7 @@ def test_impossible_budget_names_the_smallest_which_works(folder: Path) -> None:
     (["plan", "--config", "opt-1.3b", "--machine", "t4", "--budget", "gpu=1MiB"], "unknown tier 'gpu'"),
     (["plan", "--config", "opt-1.3b", "--machine", "t4", "--budget", "1MiB"], "binding tier is device"),
     (["plan", "--config", "opt-1.3b", "--machine", "t4", "--objective", "fame"], "objective"),
-    (["plan", "--config", "opt-1.3b", "--machine", "t4", "--slots", "2"], "--slots is for plans of a MODEL"),
+    (["plan", "--config", "opt-1.3b", "--machine", "t4", "--slots", "2"], "--slots and --cache are for plans of a"),
     (["quantize", "MODEL", "/tmp/never", "--weights", "w3"], "no weight format 'w3'"),
     (["quantize", "/nowhere", "/tmp/never", "--weights", "w8"], "no model at /nowhere"),
     (["eval", "MODEL"], "name what to measure on"),
