@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels import packing
+from forebay.kernels.quantize import dequantize_reference
 
 
 def reference(
@@ -19,11 +20,9 @@ def reference(
     transposed: bool,
 ) -> Tensor:
     """rows uint8 [..., N, R] -> [..., N, K] of dtype, or [K, N] if transposed; code * scale + low in fp32, rounded."""
-    packed, scale, low = packing.unpack_rows(rows, in_features, bits, group_size, scale_dtype)
-    codes = packing.unpack_codes(packed, bits).unflatten(-1, (-1, group_size)).float()
-    values = codes * scale.float().unsqueeze(-1) + low.float().unsqueeze(-1)
-    found = values.flatten(-2)[..., :in_features].to(dtype)
-    return found.mT.contiguous() if transposed else found.contiguous()
+    parts = packing.unpack_rows(rows, in_features, bits, group_size, scale_dtype)
+    found = dequantize_reference(*parts, bits, group_size, -1, in_features, dtype)
+    return found.mT.contiguous() if transposed else found
 
 
 def check(rows: Tensor, in_features: int, bits: int, group_size: int, transposed: bool) -> None:
@@ -57,9 +56,10 @@ def _(
 
 
 def workspace_nbytes(rows: Tensor, in_features: int, bits: int, group_size: int) -> int:
-    """Upper bound, in bytes, of what a call takes beside rows and result: codes, their floats, products and sums."""
+    """Upper bound, in bytes, of what a call takes beside rows and result: codes, their floats, products and sums, and
+    what rounding compares and clamps."""
     count = rows.shape[:-1].numel() * packing.group_count(in_features, group_size) * group_size
-    return count * (1 + 4 * 4)
+    return count * (2 + 4 * 6)
 
 
 def bind_dequantize_rows(
