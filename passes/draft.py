@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from forebay.rewriter.program import FileRows, FileSlice, Item, Span, TensorRef
+from forebay.rewriter.program import FileRows, FileSlice, Item, Span, TensorRef, record
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Move:
     """Copy number i of a step: the bytes of `source` into staging slot `slot`, where they are read at `span`; `room`
     bytes around it may be overwritten by direct reads, unless the bytes pass through a host slot."""
@@ -19,28 +19,28 @@ class Move:
     room: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Fetch:
     """Move number `index` is issued here."""
 
     index: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Arrive:
     """From here on launches read what move `index` brought."""
 
     index: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Free:
     """The last launch that reads move `index` stands before this point."""
 
     index: int
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Lookup:
     """Rows that `source` names are read here into `span`, apart from the moves and in any order with them."""
 
@@ -51,7 +51,7 @@ class Lookup:
     span: Span
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Found:
     """From here on launches read what lookup `index` brought."""
 

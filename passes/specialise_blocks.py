@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from forebay.rewriter.graph import META, weight_name
+from forebay.rewriter.graph import META, copy_node, weight_name
 from forebay.rewriter.plan import Plan
 
 
@@ -54,7 +54,7 @@ def _marked_copy(block: fx.GraphModule, call: fx.Node) -> fx.GraphModule:
     env: dict[fx.Node, fx.Node] = {}
     inputs = iter(call.args)
     for node in block.graph.nodes:
-        new = env[node] = graph.node_copy(node, env.__getitem__)
+        new = env[node] = copy_node(graph, node, env)
         base = node.meta.get("alias_of")
         if base is not None:
             new.meta["alias_of"] = env[base]

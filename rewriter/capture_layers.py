@@ -30,7 +30,7 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
         if best is not None and name.startswith(best[0] + "."):
             continue
         if isinstance(module, nn.ModuleList) and len(module):
-            numel = sum(p.numel() for p in module.parameters())
+            numel = sum([p.numel() for m in module.modules() for p in m._parameters.values() if p is not None])
             if numel > most:
                 best, most = (name, module), numel
     return best
@@ -45,12 +45,12 @@ def layer_signature(layer: nn.Module, ignore: tuple[str, ...] = ("layer_idx",)) 
     parts: list[Hashable] = []
     for name, module in layer.named_modules():
         parts.append((name, type(module)))
+        for held in (module._parameters, module._buffers):
+            parts.extend([(k, t.shape, t.dtype) for k, t in held.items() if t is not None])
         for key, value in vars(module).items():
-            if key == "_parameters" or key == "_buffers":
-                parts.extend((k, tuple(t.shape), t.dtype) for k, t in value.items() if t is not None)
-            elif key in ignore or key in _MODULE_STATE:
+            if key in _MODULE_STATE or key in ignore:
                 continue
-            elif isinstance(value, _SCALARS):
+            if isinstance(value, _SCALARS):
                 parts.append((key, value))
             elif isinstance(value, (tuple, list)) and all(isinstance(v, _SCALARS) for v in value):
                 parts.append((key, tuple(value)))
@@ -101,12 +101,13 @@ class LayerCall:
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
     others: tuple[torch.Tensor, ...]
+    shapes: tuple[Hashable, ...]  # of `others`: symbolic shape and dtype
     sources: tuple[tuple[int, int], ...]  # of each of `others`: marker, position among that marker's others
 
     def key(self) -> Hashable:
         """Equal for two calls that hand a layer inputs of the same shapes in the same places, and equal values."""
         plain = tuple(v if isinstance(v, (*_SCALARS, Slot)) else type(v) for v in self.leaves)
-        return plain, str(self.spec), tuple((str(t.shape), t.dtype) for t in self.others)
+        return plain, str(self.spec), self.shapes
 
 
 class LayerCalls:
@@ -120,7 +121,8 @@ class LayerCalls:
         self.calls: list[LayerCall] = []
         self.hidden: list[torch.Tensor] = []  # one per run
         self._last: torch.Tensor | None = None
-        self._seen: dict[int, tuple[torch.Tensor, tuple[int, int]]] = {}  # holds the tensor, so ids stay unique
+        # holds the tensor, so that ids stay unique; its marker and place there; its shape, which is dear to print
+        self._seen: dict[int, tuple[torch.Tensor, tuple[int, int], Hashable]] = {}
 
     def record(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Note the call of `layer` and return the tensor that stands for its output.
@@ -137,13 +139,13 @@ class LayerCalls:
         fresh = [t for t in others if id(t) not in self._seen]
         if hidden is not self._last or fresh:
             for i, tensor in enumerate(fresh):
-                self._seen[id(tensor)] = (tensor, (len(self.hidden), i))
+                self._seen[id(tensor)] = (tensor, (len(self.hidden), i), (str(tensor.shape), tensor.dtype))
             self.hidden.append(hidden)
             self._last = torch.ops.forebay.layer_run(hidden, fresh, layer)
         slots = {id(hidden): Slot(-1)} | {id(t): Slot(i) for i, t in enumerate(others)}
         marked = tuple(slots[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        sources = tuple(self._seen[id(t)][1] for t in others)
-        self.calls.append(LayerCall(layer, len(self.hidden) - 1, marked, spec, tuple(others), sources))
+        _, sources, shapes = zip(*(self._seen[id(t)] for t in others), strict=True) if others else ((), (), ())
+        self.calls.append(LayerCall(layer, len(self.hidden) - 1, marked, spec, tuple(others), shapes, sources))
         assert self._last is not None
         return self._last
 

@@ -127,7 +127,7 @@ def _is_identity(node: fx.Node) -> bool:
 
 
 def _placeholder(graph: fx.Graph, name: str, val: object, mark: object = None) -> fx.Node:
-    node = graph.placeholder(name)
+    node = graph.create_node("placeholder", name, name=name)
     node.meta["val"] = val
     if mark is not None:
         node.meta[META] = mark
@@ -245,8 +245,9 @@ def join(
         others = [env[markers[run].args[1][position]] for run, position in call.sources]  # type: ignore[union-attr,index]
         given = [hidden, *(others[j] for j in blocks[i].others), start, *caches[i]]
         given += [inputs[name] for name in (*layer_weights[i].values(), *layer_constants[i])]
-        node = graph.create_node("call_module", kind_of_layer[i], tuple(given), name=f"layer_{i}")
-        node.meta = {"val": val, "layer": i}
+        node = graph.create_node("call_module", kind_of_layer[i], name=f"layer_{i}")
+        node.args = tuple(given)  # given above, they would be searched
+        node.meta.update(val=val, layer=i)
         return node
 
     markers: list[fx.Node] = []

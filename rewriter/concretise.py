@@ -16,7 +16,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from forebay.rewriter.graph import META
+from forebay.rewriter.graph import META, copy_node
 
 ALIAS = "alias_of"
 LAYER = "layer"
@@ -35,27 +35,33 @@ def concretise(gm: fx.GraphModule, inputs: Mapping[str, torch.Tensor]) -> fx.Gra
     unknown = inputs.keys() - {node.name for node in placeholders}
     if unknown:
         raise ValueError(f"the graph has no input {sorted(unknown)[0]!r}")
-    values = [_fresh(_input_value(node, inputs.get(node.name))) for node in placeholders]
+    taken: set[int] = set()
+    values = [_input_value(node, inputs.get(node.name), taken) for node in placeholders]
     with torch.no_grad():
         return _Concretiser(gm, values).module
 
 
-def _input_value(node: fx.Node, given: torch.Tensor | None) -> torch.Tensor:
+def _input_value(node: fx.Node, given: torch.Tensor | None, taken: set[int]) -> torch.Tensor:
+    """A meta tensor with storage of its own, of the layout that is given or known for a placeholder: what is given, if
+    its storage is not among the `taken`, which it then joins."""
     traced = node.meta.get("val")
     if given is None:
-        if isinstance(traced, torch.Tensor) and all(isinstance(s, int) for s in (*traced.shape, *traced.stride())):
-            return traced
+        if isinstance(traced, torch.Tensor) and _is_fixed(traced):
+            return _fresh(traced)
         raise ValueError(f"input {node.name!r} has no fixed size; give a meta tensor for it")
-    if isinstance(traced, torch.Tensor):
-        fits = given.ndim == traced.ndim and all(
-            s == t for s, t in zip(given.shape, traced.shape, strict=True) if isinstance(t, int)
-        )
-        if not fits or given.dtype != traced.dtype:
-            raise ValueError(
-                f"input {node.name!r} must be {tuple(traced.shape)} {traced.dtype}, "
-                f"not {tuple(given.shape)} {given.dtype}"
-            )
+    if isinstance(traced, torch.Tensor) and (given.dtype != traced.dtype or given.ndim != traced.ndim or any(
+            [type(t) is int and s != t for s, t in zip(given.shape, traced.shape, strict=True)])):
+        raise ValueError(f"input {node.name!r} must be {tuple(traced.shape)} {traced.dtype}, "
+                         f"not {tuple(given.shape)} {given.dtype}")
+    storage = _storage(given)
+    if storage in taken or not given.is_meta:
+        return _fresh(given)
+    taken.add(storage)
     return given
+
+
+def _is_fixed(tensor: torch.Tensor) -> bool:
+    return all(type(s) is int for s in (*tensor.shape, *tensor.stride()))
 
 
 def _fresh(like: torch.Tensor) -> torch.Tensor:
@@ -79,7 +85,7 @@ class _Concretiser:
         remaining = iter(values)
         for node in gm.graph.nodes:
             if node.op == "placeholder":
-                self._emit(node, next(remaining))
+                self._input(node, next(remaining))
             elif node.op == "call_function":
                 self._emit(node, self._run(node))
             elif node.op == "call_module":
@@ -91,6 +97,7 @@ class _Concretiser:
             else:
                 raise ValueError(f"{node.op} node {node.name!r}: make every input a placeholder first")
         _erase_dead(self.graph)
+        self.inputs = {n: i for i, n in enumerate(self.graph.find_nodes(op="placeholder"))}
         self.module = _LazyGraphModule({name: block.module for name, block in self.blocks.values()}, self.graph)
 
     def _run(self, node: fx.Node) -> Any:
@@ -101,45 +108,53 @@ class _Concretiser:
             error.add_note(f"at node {node.name!r}, {node.target}, with sizes fixed")
             raise
 
-    def _emit(self, node: fx.Node, value: Any) -> None:
+    def _input(self, node: fx.Node, value: torch.Tensor) -> None:
+        new = self.graph.create_node("placeholder", node.target, name=node.name)
+        new.meta.update(node.meta, val=value, **{ALIAS: None})
+        self.owners[_storage(value)] = new
+        self.values[node], self.env[node] = value, new
+
+    def _emit(self, node: fx.Node, value: Any, target: Any = None) -> None:
+        """Put a node that gives `value`, with the same target unless told, behind those put before."""
         self.values[node] = value
         if isinstance(value, (int, float, bool)):
             self.env[node] = value
             return
-        args, kwargs = ((), {}) if node.op == "placeholder" else _mapped((node.args, node.kwargs), self.env)
-        new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+        new = self.graph.create_node(node.op, target or node.target, name=node.name)
+        new.args, new.kwargs = _mapped(node.args, self.env), _mapped(node.kwargs, self.env)  # given above, searched
         if isinstance(value, torch.Tensor):
             base = self.owners.setdefault(_storage(value), new)
         else:
             bases = {self.owners.setdefault(_storage(t), new) for t in pytree.tree_leaves(value) if _is_tensor(t)}
             base = bases.pop() if len(bases) == 1 else new
-        new.meta = node.meta | {"val": value, ALIAS: None if base is new else base}
+        new.meta.update(node.meta, val=value, **{ALIAS: None if base is new else base})  # setting it would be searched
         self.env[node] = new
 
     def _call_block(self, node: fx.Node) -> None:
-        values = [_mapped(arg, self.values) for arg in node.args]
-        key = (node.target, tuple((tuple(v.shape), v.stride(), v.dtype) for v in values))
-        if key not in self.blocks:
+        known = self.values
+        values = [known[arg] for arg in node.args]  # type: ignore[index]
+        key = (node.target, tuple([(v.shape, v.stride(), v.dtype) for v in values]))
+        found = self.blocks.get(key)
+        if found is None:
             same = sum(known[0] == node.target for known in self.blocks)  # type: ignore[index]
             name = f"{node.target}_{same}" if same else str(node.target)
             block = self.gm.get_submodule(str(node.target))
             assert isinstance(block, fx.GraphModule)
-            self.blocks[key] = (name, _Concretiser(block, [_fresh(v) for v in values]))
-        name, inner = self.blocks[key]
-        self._emit_block(node, name, inner, values)
+            found = self.blocks[key] = (name, _Concretiser(block, [_fresh(v) for v in values]))
+        name, inner = found
+        self._emit(node, inner.outside(values), name)
 
-    def _emit_block(self, node: fx.Node, name: str, inner: _Concretiser, values: list[torch.Tensor]) -> None:
-        """Call the block; its output gets storage of its own per call, or that of the input it views."""
-        inputs = dict(zip(inner.graph.find_nodes(op="placeholder"), values, strict=True))
+    def outside(self, values: list[torch.Tensor]) -> Any:
+        """The result of a call with inputs `values`: storage of its own per call, or that of the input it views."""
 
-        def outside(tensor: torch.Tensor) -> torch.Tensor:
-            base = inputs.get(inner.owners[_storage(tensor)])
-            if base is None:
+        def one(tensor: torch.Tensor) -> torch.Tensor:
+            owner = self.owners[_storage(tensor)]
+            if owner.op != "placeholder":
                 return _fresh(tensor)
+            base = values[self.inputs[owner]]
             return base.as_strided(tensor.shape, tensor.stride(), base.storage_offset() + tensor.storage_offset())
 
-        self._emit(node, pytree.tree_map_only(torch.Tensor, outside, inner.result))
-        self.env[node].target = name
+        return one(self.result) if _is_tensor(self.result) else pytree.tree_map_only(torch.Tensor, one, self.result)
 
 
 def _is_tensor(value: object) -> bool:
@@ -196,10 +211,7 @@ def few_layers(step: fx.GraphModule) -> tuple[fx.GraphModule, dict[int, int]]:
         if left_out(node):
             env[node] = env[node.args[0]]  # type: ignore[index]
         else:
-            new = env[node] = graph.node_copy(node, env.__getitem__)
-            base = node.meta.get(ALIAS)
-            if base is not None:
-                new.meta[ALIAS] = env[base].meta.get(ALIAS) or env[base]
+            env[node] = _flat_copy(graph, node, env, node.name)
     return _LazyGraphModule(step, graph), likes
 
 
@@ -218,7 +230,7 @@ def inline_blocks(step: fx.GraphModule) -> fx.GraphModule:
             assert isinstance(block, fx.GraphModule)
             env[node] = _inline(graph, block.graph, [env[arg] for arg in node.args], node.meta[LAYER], node.target)
         else:
-            env[node] = _copy(graph, node, env, node.name)
+            env[node] = _flat_copy(graph, node, env, node.name)
     return _LazyGraphModule({}, graph)
 
 
@@ -232,17 +244,15 @@ def _inline(graph: fx.Graph, block: fx.Graph, inputs: list[fx.Node], layer: int,
         elif node.op == "output":
             return _mapped(node.args[0], env)
         else:
-            new = _copy(graph, node, env, prefix + node.name)
+            new = _flat_copy(graph, node, env, prefix + node.name)
             new.meta[LAYER] = layer
             new.meta["block"] = name
             env[node] = new
     raise ValueError("a block graph has no output")
 
 
-def _copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, Any], name: str) -> fx.Node:
-    new = graph.create_node(node.op, node.target, name=name, type_expr=node.type)
-    new.args, new.kwargs = _mapped(node.args, env), _mapped(node.kwargs, env)  # given above, they would be searched
-    new.meta = dict(node.meta)
+def _flat_copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, Any], name: str) -> fx.Node:
+    new = copy_node(graph, node, env, name)
     base = node.meta.get(ALIAS)
     if base is not None:
         flat = env[base]

@@ -103,6 +103,7 @@ class Source:
 class Pipeline:
     """Plans and lowers one `Source` for one workload; programs are made when first asked for and kept."""
 
+    @no_collection()
     def __init__(self, source: Source, workload: Workload, machine: Machine, switches: Switches) -> None:
         known = [run_pass.__name__ for run_pass, _ in (*PASSES, *DRAFT_PASSES)]
         for name in switches.skip:
@@ -178,14 +179,14 @@ class Pipeline:
         nodes = [n for n in flat.graph.nodes if n.op == "call_function" and n.meta.get("alias_of") is None]
         return max((launch.workspace_nbytes for n in nodes for launch in launches.of(n)), default=0)
 
+    @no_collection()
     def plan(self, budget: Budget, wishes: Wishes | None = None) -> Plan:
         """The plan for `budget`, with its table of matrix products and its prediction filled in."""
         wishes = replace(wishes or Wishes(), reuse=not self.switches.no_reuse)
-        with no_collection():
-            try:
-                return self.complete(make_plan(self.facts, budget, self.workload, wishes, self.machine.name))
-            except _LayersDiffer:
-                return self.complete(make_plan(self.facts, budget, self.workload, wishes, self.machine.name))
+        try:
+            return self.complete(make_plan(self.facts, budget, self.workload, wishes, self.machine.name))
+        except _LayersDiffer:
+            return self.complete(make_plan(self.facts, budget, self.workload, wishes, self.machine.name))
 
     def smallest_budget(self, wishes: Wishes | None = None) -> int:
         """The least device budget in bytes that a plan exists for."""
@@ -207,6 +208,7 @@ class Pipeline:
         Dump(self.switches.dump, "").plan(plan)
         return plan
 
+    @no_collection()
     def program(self, plan: Plan, tokens: int) -> Program:
         """The verified Program of a step over `tokens` tokens per sequence."""
         found = self._programs.get((id(plan), tokens))

@@ -14,15 +14,17 @@ from forebay.kernels import packing
 from forebay.passes.quantize_cache import quantize_cache
 from forebay.passes.quantize_weights import fuse_dequantize, quantize_weights
 from forebay.rewriter.checkpoint import Checkpoint, CheckpointError, TensorRecord
+from forebay.rewriter.collection import no_collection
 from forebay.rewriter.concretise import concretise, few_layers, inline_blocks
 from forebay.rewriter.dump import Dump
-from forebay.rewriter.graph import META, CacheInput, CapturedModel, RowFormat, WeightInput
+from forebay.rewriter.graph import META, CacheInput, CapturedModel, RowFormat, WeightInput, copy_node
 from forebay.rewriter.pipeline import BLOCK_PASSES, Source
 from forebay.rewriter.plan import PlanError, Workload
 from forebay.rewriter.program import FileSlice
 from forebay.rewriter.switches import Switches
 
 
+@no_collection()
 def fuse_blocks(captured: CapturedModel, switches: Switches, cache_format: str = "native") -> CapturedModel:
     """`captured` with the block passes run on copies of its graphs; weights that are stored as packed rows are read as
     such, and the KV cache is kept in `cache_format` (native, kv8 or kv4)."""
@@ -55,7 +57,7 @@ def _with_packed_cache(captured: CapturedModel, cache_format: str, dump: Dump) -
     for name, gm in (("", captured.step), *captured.blocks().items()):
         dim = dims.get(name, widest)
         dump.before(gm, "quantize_cache")
-        quantize_cache(gm, bits, packing.cache_group_size(dim), packing.cache_row_nbytes(dim, bits))
+        quantize_cache(gm, bits, packing.cache_group_size(dim, bits), packing.cache_row_nbytes(dim, bits))
         dump.after(gm, "quantize_cache")
     cache = tuple(replace(spec, head_dim=packing.cache_row_nbytes(spec.head_dim, bits), dtype=torch.uint8,
                           format=cache_format) for spec in captured.cache)
@@ -96,10 +98,11 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
-        env[node] = graph.node_copy(node, env.__getitem__)
+        env[node] = copy_node(graph, node, env)
     return _LazyGraphModule(gm, graph)  # its Python is written only if somebody calls or prints it
 
 
+@no_collection()
 def model_source(
     captured: CapturedModel, files: Mapping[str, FileSlice], workload: Workload, fingerprint: str, *,
     host_hop: bool = False

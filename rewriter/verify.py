@@ -8,9 +8,8 @@ before another item only by a Record after it and a Wait on that Record.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from forebay.rewriter.program import (
     COMPUTE,
@@ -24,6 +23,7 @@ from forebay.rewriter.program import (
     Release,
     Span,
     Wait,
+    record,
     span_of,
 )
 
@@ -35,28 +35,39 @@ class ProgramError(RuntimeError):
 class _Segment:
     """One indivisible byte range: whose contents it holds, who wrote them, and the last read on each stream."""
 
-    __slots__ = ("copied", "owner", "reads", "shared", "write_at", "write_stream")
+    __slots__ = ("copied", "owner", "reads", "write_at", "write_stream")
 
     def __init__(self, streams: int) -> None:
         self.owner: str | None = None
         self.write_stream = self.write_at = 0  # position 0: never written
         self.copied = False  # last written by a Copy and not read since
         self.reads = [0] * streams  # position on each stream of the last read; a write orders what came before it
-        self.shared = False  # touched by another stream than COMPUTE
 
 
-@dataclass(frozen=True, slots=True)
+_Run = tuple[str, slice, list[str | None]]  # arena, indivisible ranges next to one another, the buffer meant for each
+
+
+@record
+class _Touched:
+    """The memory of some spans: of that which launches on COMPUTE alone touch, where order is issue order, runs; of the
+    rest its segments, and the buffer meant."""
+
+    private: list[_Run]
+    shared: list[tuple[list[_Segment], str]]
+
+
+@record
 class _Access:
-    """An item's memory, cut into segments: for each of its spans these, and the buffer whose contents are meant."""
+    """An item's memory."""
 
     stream: int
-    reads: list[tuple[list[_Segment], str]]
-    writes: list[tuple[list[_Segment], str]]
+    reads: _Touched
+    writes: _Touched
     copied: bool  # by a Copy: what it brings must be read
     item: Launch | Copy
 
 
-_Prepared = _Access | tuple[Release, list[_Segment]] | Record | Wait
+_Prepared = _Access | tuple[Release, _Touched] | Record | Wait
 
 
 def verify_program(program: Program, budget: Mapping[str, int | None] | None = None) -> None:
@@ -65,20 +76,22 @@ def verify_program(program: Program, budget: Mapping[str, int | None] | None = N
     the steady state repeats (unless the program runs once), and arenas plus workspace fit the budget (bytes per arena;
     None or absent: no limit)."""
     _check_sizes(program, budget or {})
-    state = _State(program)
-    prologue, step = state.prepared(program.prologue), state.prepared(program.step)
+    inputs = [Launch(COMPUTE, "", (), {}, (), (), (span_of(ref),), f"the caller's {name}")
+              for name, ref in program.inputs.items()]  # between steps the caller writes them, on the compute stream
+    state = _State(program, inputs)
+    prologue, given, step = (state.prepared(items) for items in (program.prologue, inputs, program.step))
     state.run(prologue)
     before = state.owners()
-    state.take_inputs(program)
+    state.run(given)
     state.run(step)
     state.hand_over(program)
     if program.once:
         return
     state.compare(before)
-    again = state.repeated(step)
-    state.take_inputs(program)
-    state.run(again)
-    state.hand_over(program, shared=True)
+    state.private = False  # a second step finds the rest owned as the first one did, and takes it in the same order
+    state.run(given)
+    state.run(step)
+    state.hand_over(program)
     state.compare(before)
 
 
@@ -92,115 +105,121 @@ def _check_sizes(program: Program, budget: Mapping[str, int | None]) -> None:
 
 
 class _State:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, inputs: list[Launch]) -> None:
         self.name = program.name
-        self.streams = list(dict.fromkeys((COMPUTE, *program.streams())))
+        self._copies: dict[int, tuple[tuple[Span, ...], tuple[Span, ...]]] = {}  # reads and writes, by identity
+        self._known: dict[int, _Touched] = {}  # by the identity of spans (items of equal layers share theirs)
+        self._places: dict[int, tuple[int, int]] = {}  # by the identity of a span: its first range, the end of its last
+        self.private = True  # what COMPUTE alone touches is looked at too
+        streams = {COMPUTE: None}
+        groups: dict[int, tuple[Span, ...]] = {}
+        shared: list[tuple[Span, ...]] = []  # touched by a Copy, or by another stream than COMPUTE
+        for item in itertools.chain(program.prologue, inputs, program.step):
+            if type(item) is Launch:
+                groups[id(item.reads)], groups[id(item.writes)] = item.reads, item.writes
+                if item.stream != COMPUTE:
+                    shared += (item.reads, item.writes)
+            elif type(item) is Copy:
+                spans = self._copies[id(item)] = _reads(item), _writes(item)
+                groups[id(spans[0])], groups[id(spans[1])] = spans
+                shared += spans
+            elif type(item) is Release and id(item) not in groups:
+                groups[id(item)] = (item.span,)
+                if item.stream != COMPUTE:
+                    shared.append((item.span,))
+            streams[item.stream] = None
+        self.results = [span_of(ref) for ref in program.outputs.values()]
+        self.streams = list(streams)
         self.number = {stream: i for i, stream in enumerate(self.streams)}
         self.ordered = [stream not in UNORDERED for stream in self.streams]
-        self.labels: list[list[str]] = [[""] for _ in self.streams]  # by position on the stream
+        self.items: list[list[Launch | Copy | None]] = [[None] for _ in self.streams]  # by position on the stream
         self.clocks = [[0] * len(self.streams) for _ in self.streams]
         self.events: dict[int, list[int]] = {}
-        self._cut(program)
+        self._cut((tuple(program.resident.values()), tuple(self.results), *groups.values()), shared, program.arenas)
         for span in program.resident.values():
-            for segment in self.covered(span):
-                if segment.owner not in (None, span.buffer):
-                    raise ProgramError(f"{self.name}: {span.buffer} and {segment.owner} are both kept at "
-                                       f"{span.arena} [{span.offset}, {span.offset + span.nbytes})")
-                segment.owner = span.buffer
+            touched = self._looked_up((span,))
+            owners = [s.owner for segments, _ in touched.shared for s in segments]
+            owners += [owner for arena, where, _ in touched.private for owner in self.held[arena][where]]
+            other = next((owner for owner in owners if owner not in (None, span.buffer)), None)
+            if other is not None:
+                raise ProgramError(f"{self.name}: {span.buffer} and {other} are both kept at "
+                                   f"{span.arena} [{span.offset}, {span.offset + span.nbytes})")
+            self._fill(touched, span.buffer)
 
-    def _cut(self, program: Program) -> None:
-        """Cut every arena where any span begins or ends."""
-        cuts: dict[str, set[int]] = {arena: {0, nbytes} for arena, nbytes in program.arenas.items()}
-        groups: dict[int, tuple[Span, ...]] = {}  # items of equal layers share their spans: each is looked at once
-        for item in (*program.prologue, *program.step):
-            for group in _touched(item):
-                groups[id(group)] = group
-        kept, results = program.resident.values(), [span_of(ref) for ref in program.outputs.values()]
-        for spans in (kept, results, *groups.values()):
-            for span in spans:
-                points = cuts.get(span.arena)
-                if points is None:
-                    raise ProgramError(f"{self.name}: {span.buffer} lies in the unknown arena {span.arena!r}")
-                offset, end = span.offset, span.offset + span.nbytes
-                if offset < 0 or end > program.arenas[span.arena]:
-                    raise ProgramError(f"{self.name}: {span.buffer} [{offset}, {end}) "
-                                       f"leaves the arena {span.arena} of {program.arenas[span.arena]} bytes")
-                points.add(offset)
-                points.add(end)
+    def _cut(self, groups: Iterable[tuple[Span, ...]], shared: Iterable[tuple[Span, ...]], arenas: Mapping[str, int]
+             ) -> None:
+        """Cut every arena where any span begins or ends; what the `shared` ones cover becomes segments."""
+        cuts: dict[str, set[int]] = {arena: {0, nbytes} for arena, nbytes in arenas.items()}
+        spans = {id(span): span for group in groups for span in group}
+        for span in spans.values():
+            points = cuts.get(span.arena)
+            if points is None:
+                raise ProgramError(f"{self.name}: {span.buffer} lies in the unknown arena {span.arena!r}")
+            offset, end = span.offset, span.offset + span.nbytes
+            if offset < 0 or end > arenas[span.arena]:
+                raise ProgramError(f"{self.name}: {span.buffer} [{offset}, {end}) "
+                                   f"leaves the arena {span.arena} of {arenas[span.arena]} bytes")
+            points.add(offset)
+            points.add(end)
         self.cuts = {arena: sorted(points) for arena, points in cuts.items()}
-        count = len(self.streams)
-        self.segments = {arena: [_Segment(count) for _ in points] for arena, points in self.cuts.items()}
-        self.index = {arena: {point: i for i, point in enumerate(points)} for arena, points in self.cuts.items()}
-
-    def covered(self, span: Span) -> list[_Segment]:
-        at = self.index[span.arena]
-        lower, upper = at.get(span.offset), at.get(span.offset + span.nbytes)
-        if lower is None or upper is None:  # an input's or output's span, which cut nothing
-            points = self.cuts[span.arena]
-            lower, upper = bisect_left(points, span.offset), bisect_left(points, span.offset + span.nbytes)
-        return self.segments[span.arena][lower:upper]
+        index = {arena: {point: i for i, point in enumerate(points)} for arena, points in self.cuts.items()}
+        for key, span in spans.items():
+            at = index[span.arena]
+            self._places[key] = at[span.offset], at[span.offset + span.nbytes]
+        self.held: dict[str, list[str | None]] = {arena: [None] * len(points) for arena, points in self.cuts.items()}
+        self.segments: dict[str, list[_Segment | None]] = {
+            arena: [None] * len(points) for arena, points in self.cuts.items()}
+        for group in shared:
+            for span in group:
+                segments = self.segments[span.arena]
+                for i in range(*self._places[id(span)]):
+                    if segments[i] is None:
+                        segments[i] = _Segment(len(self.streams))
 
     def prepared(self, items: Iterable[Item]) -> list[_Prepared]:
-        """The items with their memory looked up; items that share their spans share what was found."""
-        known: dict[int, list[tuple[list[_Segment], str]]] = {}
-        releases: dict[int, tuple[Release, list[_Segment]]] = {}
+        """The items with their memory looked up, once for those that share their spans."""
         found: list[_Prepared] = []
-        number, touched = self.number, self._touched
+        number, known, copies = self.number, self._known, self._copies
         for item in items:
-            if isinstance(item, Launch):
-                reads, writes = known.get(id(item.reads)), known.get(id(item.writes))
-                if reads is None:
-                    reads = known[id(item.reads)] = touched(item.reads)
-                if writes is None:
-                    writes = known[id(item.writes)] = touched(item.writes)
-                found.append(_Access(number[item.stream], reads, writes, False, item))
-            elif isinstance(item, Copy):
-                found.append(_Access(number[item.stream], touched(_reads(item)), touched(_writes(item)), True, item))
-            elif isinstance(item, Release):
-                freed = releases.get(id(item))
+            kind = type(item)
+            if kind is Record or kind is Wait:
+                found.append(item)  # type: ignore[arg-type]
+            elif kind is Release:
+                freed = known.get(id(item))
                 if freed is None:
-                    freed = releases[id(item)] = (item, self.covered(item.span))
-                found.append(freed)
+                    freed = known[id(item)] = self._looked_up((item.span,))  # type: ignore[union-attr]
+                found.append((item, freed))  # type: ignore[arg-type]
             else:
-                found.append(item)
+                assert isinstance(item, Launch | Copy)
+                reads, writes = (item.reads, item.writes) if kind is Launch else copies[id(item)]  # type: ignore[union-attr]
+                read, written = known.get(id(reads)), known.get(id(writes))
+                if read is None:
+                    read = known[id(reads)] = self._looked_up(reads)
+                if written is None:
+                    written = known[id(writes)] = self._looked_up(writes)
+                found.append(_Access(number[item.stream], read, written, kind is Copy, item))
         return found
 
-    def _touched(self, spans: tuple[Span, ...]) -> list[tuple[list[_Segment], str]]:
-        return [(self.covered(span), span.buffer) for span in spans]
+    def _looked_up(self, spans: tuple[Span, ...]) -> _Touched:
+        private: list[_Run] = []
+        shared: list[tuple[list[_Segment], str]] = []
+        for span in spans:
+            lower, upper = self._places[id(span)]
+            segments = self.segments[span.arena][lower:upper]
+            if segments.count(None) == upper - lower:
+                private.append((span.arena, slice(lower, upper), [span.buffer] * (upper - lower)))
+                continue
+            shared.append(([s for s in segments if s is not None], span.buffer))
+            private += [(span.arena, slice(lower + i, lower + i + 1), [span.buffer])
+                        for i, s in enumerate(segments) if s is None]
+        return _Touched(private, shared)
 
-    def repeated(self, items: list[_Prepared]) -> list[_Prepared]:
-        """What of a step must be looked at a second time: the memory that another stream than COMPUTE touches. The rest
-        a second step finds owned as the first one did, and takes in the same order, so it can only do the same."""
-        for item in items:
-            if isinstance(item, _Access) and item.stream:
-                for segments, _ in (*item.reads, *item.writes):
-                    for segment in segments:
-                        segment.shared = True
-            elif isinstance(item, tuple) and self.number[item[0].stream]:
-                for segment in item[1]:
-                    segment.shared = True
-        known: dict[int, list[tuple[list[_Segment], str]]] = {}
-
-        def shared(touched: list[tuple[list[_Segment], str]]) -> list[tuple[list[_Segment], str]]:
-            found = known.get(id(touched))
-            if found is None:
-                found = known[id(touched)] = [
-                    (left, buffer) for segments, buffer in touched if (left := [s for s in segments if s.shared])]
-            return found
-
-        again: list[_Prepared] = []
-        for item in items:
-            if isinstance(item, _Access):
-                reads, writes = shared(item.reads), shared(item.writes)
-                if reads or writes:
-                    again.append(_Access(item.stream, reads, writes, item.copied, item.item))
-            elif isinstance(item, tuple):
-                left = [s for s in item[1] if s.shared]
-                if left:
-                    again.append((item[0], left))
-            else:
-                again.append(item)
-        return again
+    def _fill(self, touched: _Touched, owner: str | None) -> None:
+        for arena, where, meant in touched.private:
+            self.held[arena][where] = [owner] * len(meant)
+        for segments, _ in touched.shared:
+            for segment in segments:
+                segment.owner = owner
 
     def compare(self, before: dict[str, list[str | None]]) -> None:
         """Raise ProgramError unless memory is owned as it was before the step."""
@@ -210,76 +229,83 @@ class _State:
                                f"{_difference(before, after)}")
 
     def owners(self) -> dict[str, list[str | None]]:
-        return {arena: [s.owner for s in segments] for arena, segments in self.segments.items()}
+        """Whose contents every range of every arena holds."""
+        return {arena: [kept if s is None else s.owner for s, kept in zip(segments, self.held[arena], strict=True)]
+                for arena, segments in self.segments.items()}
 
-    def take_inputs(self, program: Program) -> None:
-        """Between steps the caller writes the inputs, on the compute stream."""
-        stream = self.number[COMPUTE]
-        for name, ref in program.inputs.items():
-            span = span_of(ref)
-            label = f"the caller's {name}"
-            at = len(self.labels[stream])
-            self.labels[stream].append(label)
-            for segment in self.covered(span):
-                if segment.owner not in (None, span.buffer) or segment.copied or any(
-                        read > seen for read, seen in zip(segment.reads, self.clocks[stream], strict=True)):
-                    self._refuse_write(segment, _at(span), stream, label)
-                segment.owner, segment.write_stream, segment.write_at, segment.copied = span.buffer, stream, at, False
-            self.clocks[stream][stream] = at
-
-    def hand_over(self, program: Program, shared: bool = False) -> None:
-        """Between steps the caller takes the outputs (with `shared`, looks only at what `repeated` does); their memory
-        is free in the next step."""
-        for ref in program.outputs.values():
-            for segment in self.covered(span_of(ref)):
-                if segment.owner != ref.buffer and (segment.shared or not shared):
-                    raise ProgramError(f"{self.name}: the output {ref.buffer} is overwritten by {segment.owner}")
-        taken = {ref.buffer for ref in program.outputs.values()} - set(program.resident)
-        for segments in self.segments.values():
-            for segment in segments:
-                if segment.owner in taken:
+    def hand_over(self, program: Program) -> None:
+        """Between steps the caller takes the outputs; their memory is free in the next step."""
+        for span in self.results:
+            touched = self._looked_up((span,))
+            owners = [s.owner for segments, _ in touched.shared for s in segments]
+            if self.private:
+                owners += [owner for arena, where, _ in touched.private for owner in self.held[arena][where]]
+            other = [owner for owner in owners if owner != span.buffer]
+            if other:
+                raise ProgramError(f"{self.name}: the output {span.buffer} is overwritten by {other[0]}")
+        taken = {span.buffer for span in self.results} - set(program.resident)
+        for arena, kept in self.held.items():
+            self.held[arena][:] = [None if owner in taken else owner for owner in kept]
+            for segment in self.segments[arena]:
+                if segment is not None and segment.owner in taken:
                     segment.owner = None
 
     def run(self, items: list[_Prepared]) -> None:
-        clocks, events, number, labels = self.clocks, self.events, self.number, self.labels
+        clocks, events, number, positions, held = self.clocks, self.events, self.number, self.items, self.held
+        private = self.private
         for item in items:
-            if isinstance(item, _Access):
+            if type(item) is _Access:
                 access, stream = item, item.stream
-                clock, names = clocks[stream], labels[stream]
-                at = len(names)
-                names.append(access.item.label)
+                clock, issued = clocks[stream], positions[stream]
+                at = len(issued)
+                issued.append(access.item)
                 if self.ordered[stream]:
                     clock[stream] = at  # nothing on an ordered stream overtakes, so an item may write what it reads
-                for segments, buffer in access.reads:
+                reads, writes = access.reads, access.writes
+                for arena, where, meant in reads.private if private else ():
+                    if held[arena][where] != meant:
+                        self._refuse_private(access, arena, where, meant, "reads")
+                for segments, buffer in reads.shared:
                     for segment in segments:
                         if segment.owner != buffer or segment.write_at > clock[segment.write_stream]:
                             self._refuse_read(segment, buffer, stream, access)
                         segment.reads[stream] = at
                         segment.copied = False
+                for arena, where, meant in writes.private if private else ():
+                    owners = held[arena]
+                    if owners[where] != meant:
+                        for owner in owners[where]:
+                            if owner is not None and owner != meant[0]:
+                                self._refuse_private(access, arena, where, meant, "writes")
+                        owners[where] = meant
                 copied = access.copied
-                for segments, buffer in access.writes:
+                for segments, buffer in writes.shared:
                     for segment in segments:
                         if ((segment.owner is not None and (segment.copied or segment.owner != buffer))
                                 or segment.write_at > clock[segment.write_stream]):
-                            self._refuse_write(segment, buffer, stream, access.item.label, access)
+                            self._refuse_write(segment, buffer, stream, access)
                         for read, seen in zip(segment.reads, clock, strict=True):
                             if read > seen:
-                                self._refuse_write(segment, buffer, stream, access.item.label, access)
+                                self._refuse_write(segment, buffer, stream, access)
                         segment.owner, segment.write_stream, segment.write_at = buffer, stream, at
                         segment.copied = copied
                     copied = False  # the other spans of a Copy are margins
-            elif isinstance(item, tuple):
-                release, segments = item
-                buffer = release.span.buffer
-                for segment in segments:
-                    if segment.owner != buffer or segment.copied:
-                        self._refuse_release(segment, release.span)
-                    segment.owner = None
-            elif isinstance(item, Record):
+            elif type(item) is tuple:
+                release, touched = item
+                for arena, where, meant in touched.private if private else ():
+                    if held[arena][where] != meant:
+                        self._refuse_release(next(o for o in held[arena][where] if o != meant[0]), release.span)
+                    held[arena][where] = [None] * len(meant)
+                for segments, buffer in touched.shared:
+                    for segment in segments:
+                        if segment.owner != buffer or segment.copied:
+                            self._refuse_release(segment.owner, release.span)
+                        segment.owner = None
+            elif type(item) is Record:
                 stream = number[item.stream]
                 clock = events[item.event] = clocks[stream].copy()
-                clock[stream] = len(labels[stream]) - 1
-            else:
+                clock[stream] = len(positions[stream]) - 1
+            elif type(item) is Wait:
                 recorded = events.get(item.event)
                 if recorded is None:
                     raise ProgramError(f"{self.name}: {item.stream} waits for event {item.event}, "
@@ -289,6 +315,16 @@ class _State:
                     if clock[i] < count:
                         clock[i] = count
 
+    def _refuse_private(self, access: _Access, arena: str, where: slice, meant: list[str | None], what: str) -> None:
+        owners, buffer, item = self.held[arena][where], meant[0], access.item
+        i = next(i for i, owner in enumerate(owners) if owner != buffer and (what == "reads" or owner is not None))
+        point = self.cuts[arena][where.start + i]
+        span = next(_at(s) for s in (_reads if what == "reads" else _writes)(item)
+                    if s.buffer == buffer and s.arena == arena and s.offset <= point < s.offset + s.nbytes)
+        if what == "reads":
+            raise ProgramError(f"{self.name}: {item.label} reads {span}, which holds {owners[i] or 'nothing'} by then")
+        raise ProgramError(f"{self.name}: {item.label} writes {span}, where {owners[i]} still lives")
+
     def _refuse_read(self, segment: _Segment, buffer: str, stream: int, access: _Access) -> None:
         label, span = access.item.label, self._span_at(segment, buffer, _reads(access.item))
         if segment.owner != buffer:
@@ -296,17 +332,15 @@ class _State:
         raise ProgramError(f"{self.name}: {label} on {self.streams[stream]} reads {span} without waiting for "
                            f"{self._writer(segment)}")
 
-    def _refuse_write(
-        self, segment: _Segment, buffer: str, stream: int, label: str, access: _Access | None = None
-    ) -> None:
-        clock, here = self.clocks[stream], self.streams[stream]
-        span = buffer if access is None else self._span_at(segment, buffer, _writes(access.item))
+    def _refuse_write(self, segment: _Segment, buffer: str, stream: int, access: _Access) -> None:
+        clock, here, label = self.clocks[stream], self.streams[stream], access.item.label
+        span = self._span_at(segment, buffer, _writes(access.item))
         if segment.copied and segment.owner is not None:
             raise ProgramError(f"{self.name}: {label} overwrites {segment.owner}, loaded and never read")
         for other, read in enumerate(segment.reads):
             if read > clock[other]:
                 raise ProgramError(f"{self.name}: {label} on {here} overwrites {span} while "
-                                   f"{self.labels[other][read]} on {self.streams[other]} may still read "
+                                   f"{self._label(other, read)} on {self.streams[other]} may still read "
                                    f"{segment.owner} there")
         if segment.write_at > clock[segment.write_stream]:
             raise ProgramError(f"{self.name}: {label} on {here} overwrites {span} while {self._writer(segment)} may "
@@ -314,16 +348,21 @@ class _State:
         raise ProgramError(f"{self.name}: {label} writes {span}, where {segment.owner} still lives")
 
     def _writer(self, segment: _Segment) -> str:
-        return f"{self.labels[segment.write_stream][segment.write_at]} on {self.streams[segment.write_stream]}"
+        return f"{self._label(segment.write_stream, segment.write_at)} on {self.streams[segment.write_stream]}"
+
+    def _label(self, stream: int, position: int) -> str:
+        item = self.items[stream][position]
+        return "" if item is None else item.label
 
     def _span_at(self, segment: _Segment, buffer: str, spans: tuple[Span, ...]) -> str:
         """The one of an item's spans that covers the segment, as text."""
-        return next((_at(s) for s in spans if s.buffer == buffer and segment in self.covered(s)), buffer)
+        return next((_at(s) for s in spans if s.buffer == buffer
+                     and segment in self.segments[s.arena][slice(*self._places[id(s)])]), buffer)
 
-    def _refuse_release(self, segment: _Segment, span: Span) -> None:
-        if segment.owner != span.buffer:
+    def _refuse_release(self, owner: str | None, span: Span) -> None:
+        if owner != span.buffer:
             raise ProgramError(f"{self.name}: {_at(span)} is released, but holds "
-                               f"{segment.owner or 'nothing: it was released before'}")
+                               f"{owner or 'nothing: it was released before'}")
         raise ProgramError(f"{self.name}: {span.buffer} is loaded and released without being read")
 
 
@@ -347,14 +386,6 @@ def _writes(item: Launch | Copy) -> tuple[Span, ...]:
     margins = (Span(dst.arena, dst.offset - before, before, dst.buffer),
                Span(dst.arena, dst.offset + dst.nbytes, after, dst.buffer))
     return (dst, *(span for span in margins if span.nbytes))
-
-
-def _touched(item: Item) -> tuple[tuple[Span, ...], ...]:
-    if isinstance(item, Launch):
-        return item.reads, item.writes
-    if isinstance(item, Copy):
-        return _reads(item), _writes(item)
-    return ((item.span,),) if isinstance(item, Release) else ()
 
 
 def _difference(before: dict[str, list[str | None]], after: dict[str, list[str | None]]) -> str:
