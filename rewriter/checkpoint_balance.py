@@ -57,6 +57,11 @@ class CacheBalance:
         return self.checkpoint_tokens / tokens if tokens else 0.0
 
     @property
+    def kv_to_checkpoint_tokens(self) -> float:
+        """Tokens (so blocks) kept as K and V per token kept as a checkpoint, both on the host."""
+        return self.kv_tokens / self.checkpoint_tokens if self.checkpoint_tokens else math.inf
+
+    @property
     def kv_to_checkpoint_nbytes(self) -> float:
         """How host memory is split: bytes of K and V per byte of checkpoints."""
         held = self.checkpoint_tokens * self.checkpoint_nbytes

@@ -37,14 +37,16 @@ class Runtime:
     micro-batch of every stage (FlexGen's Algorithm 1); "block" only keeps data in order, so that a layer's work over
     the whole block overlaps. Cache in host memory that is not pinned is first copied into a pinned relay by the thread
     that launches compute, so it does not overlap. Weights in host memory are pinned, go through pinned staging (copied
-    there and on to the device side by side), or are copied from pageable memory. `one_hop_thread`: the thread that
-    reads the disk also copies to the device. `fused`: quantised weights and cache are read by the products themselves.
+    there and on to the device side by side), are copied from pageable memory, or are relayed like such a cache.
+    `activation_stream`: activations move beside compute, not on its stream. `one_hop_thread`: the thread that reads
+    the disk also copies to the device. `fused`: quantised weights and cache are read by the products themselves.
     `scores`: attention in prefill keeps its whole score matrix.
     """
 
     overlap: Literal["none", "step", "block"] = "block"
     pinned_cache: bool = True
-    host_weights: Literal["pinned", "staged", "pageable"] = "pinned"
+    host_weights: Literal["pinned", "staged", "pageable", "relayed"] = "pinned"
+    activation_stream: bool = True
     one_hop_thread: bool = False
     fused: bool = True
     scores: bool = False
@@ -133,14 +135,16 @@ def cache_ratio(model: ModelShape, block: Block) -> float:
 
 
 def block_costs(model: ModelShape, rates: MachineRates, block: Block, prompt: int, new_tokens: int, *,
-                runtime: Runtime | None = None, capacity: Mapping[str, int] | None = None) -> BlockCosts:
+                runtime: Runtime | None = None, capacity: Mapping[str, int] | None = None,
+                context: float | None = None) -> BlockCosts:
     """Costs of prefilling `prompt` tokens and generating `new_tokens` for every sequence of `block`.
 
-    The last new token is never appended, so decode runs new_tokens - 1 steps, over prompt + new_tokens / 2 cached
-    tokens on average (A.3). `capacity` overrides the machine's bytes per tier.
+    The last new token is never appended, so decode runs new_tokens - 1 steps, over `context` cached tokens, by default
+    prompt + new_tokens / 2 (the average, A.3). `capacity` overrides the machine's bytes per tier.
     """
     runtime = runtime or Runtime()
-    builder = _Builder(model, rates, block, runtime, prompt, new_tokens)
+    context = prompt + new_tokens / 2 if context is None else context
+    builder = _Builder(model, rates, block, runtime, prompt, new_tokens, context)
     limits = {"device": rates.device_nbytes, "host": rates.host_nbytes, "disk": rates.disk_nbytes, **(capacity or {})}
     return BlockCosts(tuple(builder.pieces()), builder.memory(), limits, block.size * new_tokens)
 
@@ -153,6 +157,7 @@ class _Builder:
     runtime: Runtime
     prompt: int
     new_tokens: int
+    context: float
 
     # -- time
 
@@ -164,8 +169,7 @@ class _Builder:
         for kind in self.model.layers:
             found += self._layer(kind, "prefill", self.prompt, self.prompt, 1)
             if self.new_tokens > 1:
-                context = self.prompt + self.new_tokens / 2
-                found += self._layer(kind, "decode", 1, context, self.new_tokens - 1)
+                found += self._layer(kind, "decode", 1, self.context, self.new_tokens - 1)
         return [*found, self._head("prefill", 1), self._head("decode", self.new_tokens - 1)]
 
     def _layer(self, kind: LayerShape, phase: Literal["prefill", "decode"], tokens: int, context: float,
@@ -191,7 +195,14 @@ class _Builder:
 
     def _weight_lanes(self, kind: LayerShape, stage: str) -> dict[str, Affine]:
         nbytes = kind.elements(stage) * self.model.itemsize * weight_ratio(self.model, self.block)
-        return self._load(nbytes * var(stage, "host"), nbytes * var(stage, "disk"), self._weight_rate())
+        host, disk = nbytes * var(stage, "host"), nbytes * var(stage, "disk")
+        if self.runtime.host_weights == "relayed":
+            return _added(self._load(0 * ONE, disk), {"compute": host / self._relay(self.block.weight_format)})
+        return self._load(host, disk, self._weight_rate())
+
+    def _relay(self, stored: str) -> float:
+        """Bytes per second from memory that is not pinned through a pinned relay, by what is stored there."""
+        return self.rates.pageable_bytes_per_s if stored == "native" else self.rates.packed_pageable_bytes_per_s
 
     def _weight_rate(self) -> float:
         """Weights from host memory; a pageable copy is a copy into pinned memory, then one from there."""
@@ -222,7 +233,11 @@ class _Builder:
         rates, batch = self.rates, self.block.micro_batch
         moved = batch * tokens * kind.hidden * self.model.itemsize
         host, disk = moved * var("activation", "host"), moved * var("activation", "disk")
-        lanes = _added(self._load(host, disk), self._store(host, disk))
+        lanes: dict[str, Affine] = {}
+        if not self.runtime.activation_stream:
+            copied = 1 / rates.host_to_device_bytes_per_s + 1 / rates.device_to_host_bytes_per_s
+            lanes, host = {"compute": copied * host}, 0 * ONE
+        lanes = _added(lanes, _added(self._load(host, disk), self._store(host, disk)))
         native = kind.elements(stage) * self.model.itemsize
         read = native * (weight_ratio(self.model, self.block) if self.runtime.fused else 1.0)
         compute = max(kind.flops(stage) * batch * tokens / rates.gemm_flops, read / rates.memory_bytes_per_s) * ONE
@@ -274,7 +289,7 @@ class _Builder:
         else:
             host, disk = host + stored * var("kv", "host"), disk + stored * var("kv", "disk")
         if not self.runtime.pinned_cache:
-            compute, host = compute + host / rates.pageable_bytes_per_s, 0 * ONE
+            compute, host = compute + host / self._relay(block.cache_format), 0 * ONE
         lanes = _added(lanes, self._load(host, disk))
         _, new, new_checkpoint = self._cache_nbytes(kind, 1)
         lanes = _added(lanes, self._store(new * var("kv", "host") + new_checkpoint * var("checkpoint", "host"),

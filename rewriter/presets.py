@@ -26,8 +26,9 @@ class MachineRates:
     flops and bytes are per second. `attention_*` are of the device's attention: operations in prefill, K and V bytes
     read in decode; `host_attention_bytes_per_s` is the same of the host (0: the host does not compute).
     `dequantise_bytes_per_s` counts bytes of the model's own format that an unfused dequantisation writes (0: fused
-    only). `pageable_bytes_per_s` is host to device from memory that is not pinned. `peak_*` and `interconnect_*` are
-    the vendor's, for rooflines with efficiencies of their own. `sources` has a line for every other field.
+    only). `pageable_bytes_per_s` is host to device from memory that is not pinned, `packed_pageable_bytes_per_s` the
+    same for packed codes, through a pinned relay. `peak_*` and `interconnect_*` are the vendor's, for rooflines with
+    efficiencies of their own. `sources` has a line for every other field.
     """
 
     name: str
@@ -42,6 +43,7 @@ class MachineRates:
     host_attention_bytes_per_s: float
     host_to_device_bytes_per_s: float
     pageable_bytes_per_s: float
+    packed_pageable_bytes_per_s: float
     device_to_host_bytes_per_s: float
     disk_read_bytes_per_s: float
     disk_write_bytes_per_s: float
@@ -68,7 +70,8 @@ class MachineRates:
             raise PresetError(f"machine preset {self.name}: disk_read_bytes_per_s: a disk needs rates both ways")
         for low, high in (("gemm_flops", "peak_flops"), ("attention_flops", "peak_flops"),
                           ("memory_bytes_per_s", "peak_memory_bytes_per_s"),
-                          ("pageable_bytes_per_s", "host_to_device_bytes_per_s")):
+                          ("pageable_bytes_per_s", "host_to_device_bytes_per_s"),
+                          ("packed_pageable_bytes_per_s", "host_to_device_bytes_per_s")):
             if getattr(self, low) > getattr(self, high):
                 raise PresetError(f"machine preset {self.name}: {low}: {getattr(self, low):.3g} exceeds {high} "
                                   f"{getattr(self, high):.3g}")
@@ -143,7 +146,7 @@ def rates_of_machine(machine: Machine) -> MachineRates:
     rates = MachineRates(
         machine.name, tiers["device"].capacity_nbytes, host.capacity_nbytes if host else 0,
         tiers["disk"].capacity_nbytes, gemm, gemm, machine.memory_bytes_per_s, machine.attention_bytes_per_s, 0.0,
-        machine.attention_bytes_per_s if machine.device_kind == "cpu" else 0.0, up, slow,
+        machine.attention_bytes_per_s if machine.device_kind == "cpu" else 0.0, up, slow, slow,
         rate("device", "host") or up, rate("disk", "host") or rate("disk", "device"),
         rate("host", "disk") or rate("device", "disk"), machine.dispatch_s, gemm, machine.memory_bytes_per_s, 0.0,
         {field: measured for field in _numbers()})
@@ -167,6 +170,7 @@ def _gpu(
         "host_attention_bytes_per_s": (9e9, "as on the T4 preset's host (fitted there)"),
         "host_to_device_bytes_per_s": (pinned * 1e9, link_source),
         "pageable_bytes_per_s": (pageable * 1e9, "assumed: half of pinned, the copy passes host memory twice"),
+        "packed_pageable_bytes_per_s": (pageable * 1e9, "assumed: as any other bytes that are not pinned"),
         "device_to_host_bytes_per_s": (pinned * 1e9, link_source),
         "disk_read_bytes_per_s": (disk[1] * 1e9, host), "disk_write_bytes_per_s": (disk[2] * 1e9, host),
         "dispatch_s": (5e-6, "assumed: an asynchronous launch"),
@@ -185,10 +189,10 @@ _PAPER = "FlexGen, section 6 and Table 1"
 T4 = MachineRates(
     name="t4", device_nbytes=15 * GIB, host_nbytes=204 * GIB, disk_nbytes=1500 * GIB,
     gemm_flops=21.24e12, attention_flops=9.97e12, memory_bytes_per_s=0.8 * 320e9, attention_bytes_per_s=79e9,
-    dequantise_bytes_per_s=22.5e9, host_attention_bytes_per_s=8.88e9, host_to_device_bytes_per_s=12.89 * GIB,
-    pageable_bytes_per_s=4.82 * GIB, device_to_host_bytes_per_s=4.82 * GIB, disk_read_bytes_per_s=2.77e9,
-    disk_write_bytes_per_s=1e9, dispatch_s=5e-6, peak_flops=65e12, peak_memory_bytes_per_s=320e9,
-    interconnect_bytes_per_s=0.0,
+    dequantise_bytes_per_s=22.65e9, host_attention_bytes_per_s=9.35e9, host_to_device_bytes_per_s=12.89 * GIB,
+    pageable_bytes_per_s=4.82 * GIB, packed_pageable_bytes_per_s=7.88e9, device_to_host_bytes_per_s=4.82 * GIB,
+    disk_read_bytes_per_s=2.77e9, disk_write_bytes_per_s=1e9, dispatch_s=5e-6, peak_flops=65e12,
+    peak_memory_bytes_per_s=320e9, interconnect_bytes_per_s=0.0,
     sources={
         "device_nbytes": f"{_PAPER}: 16 GB; usable: {_LLMGEN}", "host_nbytes": f"{_PAPER}: 208 GB; usable: {_LLMGEN}",
         "disk_nbytes": f"{_PAPER}: 1.5 TB; {_LLMGEN}", "gemm_flops": _LLMGEN, "attention_flops": _LLMGEN,
@@ -197,7 +201,8 @@ T4 = MachineRates(
         "dequantise_bytes_per_s": FITTED + "Table 2, FlexGen (c), OPT-6.7B, prompt 512",
         "host_attention_bytes_per_s": FITTED + "Table 2, FlexGen, OPT-30B, prompt 512",
         "host_to_device_bytes_per_s": _LLMGEN,
-        "pageable_bytes_per_s": f"{_LLMGEN}: its copies of activations, to memory that is not pinned",
+        "pageable_bytes_per_s": f"assumed: {_LLMGEN}, the rate of copies back to the host",
+        "packed_pageable_bytes_per_s": FITTED + "Table 2, FlexGen (c), OPT-30B, prompt 1024",
         "device_to_host_bytes_per_s": _LLMGEN,
         "disk_read_bytes_per_s": FITTED + "Table 2, FlexGen, OPT-175B, prompt 512 (section 6: about 2 GB/s, plus what "
                                           "the page cache returns)",

@@ -39,7 +39,8 @@ def test_grouped_queries_keep_k_and_v() -> None:
         times = layer_times(PRESET_MODELS[name], R4090, batch=64, context=2048)
         assert times.checkpoint_nbytes >= times.kv_nbytes
         found = balance_cache(times, 64 * 2048)
-        assert found.share == 0 and math.isinf(found.kv_to_checkpoint_nbytes)
+        assert found.share == 0
+        assert math.isinf(found.kv_to_checkpoint_nbytes) and math.isinf(found.kv_to_checkpoint_tokens)
 
 
 def test_larger_models_keep_more_k_and_v() -> None:
@@ -57,6 +58,7 @@ def test_fill_host_uses_all_of_it() -> None:
     held = model.n_layers * (found.kv_tokens * found.kv_nbytes + found.checkpoint_tokens * found.checkpoint_nbytes)
     assert held == pytest.approx(room, rel=1e-6)
     assert found.link_s == pytest.approx(found.compute_s)
+    assert found.kv_to_checkpoint_nbytes == pytest.approx(2 * found.kv_to_checkpoint_tokens)  # half as large
 
 
 def test_checkpoints_on_the_device_take_the_place_of_others() -> None:

@@ -82,6 +82,47 @@ def test_unpinned_cache_does_not_overlap() -> None:
     assert relayed.busy_s(on_host)["host_to_device"] < pinned.busy_s(on_host)["host_to_device"]
 
 
+def test_a_relay_of_packed_codes_has_a_rate_of_its_own() -> None:
+    on_host = shares((1, 0, 0), (0, 1, 0), (1, 0, 0))
+    block = Block(8, 2, cache_format="kv4")
+    runtime = Runtime("step", pinned_cache=False)
+    quicker = replace(T4, packed_pageable_bytes_per_s=2 * T4.packed_pageable_bytes_per_s)
+    slow, fast = (block_costs(MODEL, rates, block, S, N_OUT, runtime=runtime) for rates in (T4, quicker))
+    stored = 4 * 16 * (S + N_OUT / 2) * H1 * LAYERS * (N_OUT - 1) * 4.5 / 16
+    saved = slow.busy_s(on_host)["compute"] - fast.busy_s(on_host)["compute"]
+    assert saved * 2 * T4.packed_pageable_bytes_per_s == pytest.approx(stored, rel=1e-6)
+    native = [block_costs(MODEL, rates, Block(8, 2), S, N_OUT, runtime=runtime).time_s(on_host)
+              for rates in (T4, quicker)]
+    assert native[0] == native[1]
+
+
+def test_relayed_weights_hold_up_the_thread_that_launches() -> None:
+    weights_only = shares((0, 1, 0), (1, 0, 0), (1, 0, 0))
+    pinned, relayed = (block_costs(MODEL, T4, Block(8, 4), S, N_OUT, runtime=Runtime("step", host_weights=how))  # type: ignore[arg-type]
+                       for how in ("pinned", "relayed"))
+    assert relayed.time_s(weights_only) > pinned.time_s(weights_only)
+    moved = relayed.busy_s(weights_only)["compute"] - pinned.busy_s(weights_only)["compute"]
+    stage = 4 * H1 * H1 * 2 / T4.pageable_bytes_per_s  # the very first load comes on top
+    assert moved == pytest.approx(WEIGHTS * LAYERS * N_OUT / T4.pageable_bytes_per_s + stage, rel=2e-3)
+
+
+def test_activations_on_the_compute_stream_are_paid_in_full() -> None:
+    on_host = shares((1, 0, 0), (1, 0, 0), (0, 1, 0))
+    beside, within = (block_costs(MODEL, T4, Block(8, 2), S, N_OUT, runtime=Runtime("step", activation_stream=own))
+                      for own in (True, False))
+    moved = 2 * 16 * (S + N_OUT - 1) * H1 * 2 * LAYERS  # two stages
+    copied = moved / T4.host_to_device_bytes_per_s + moved / T4.device_to_host_bytes_per_s
+    assert within.busy_s(on_host)["compute"] - beside.busy_s(on_host)["compute"] == pytest.approx(copied)
+    assert within.time_s(on_host) > beside.time_s(on_host)
+
+
+def test_decode_sees_the_context_it_is_given() -> None:
+    half, first = (block_costs(MODEL, T4, Block(8), S, N_OUT, context=c) for c in (None, S + 1))
+    assert half.time_s(X, "prefill") == first.time_s(X, "prefill")
+    assert half.time_s(X, "decode") > first.time_s(X, "decode")
+    assert half.nbytes(X) == first.nbytes(X)
+
+
 def test_staged_weights_lie_between_pinned_and_pageable() -> None:
     weights_only = shares((0, 1, 0), (1, 0, 0), (1, 0, 0))
     pinned, staged, pageable = (
