@@ -16,12 +16,14 @@ def fuse_residual(gm: fx.GraphModule) -> None:
     The fused operator rounds as the parts do. Fires only where nothing else reads the product; of two products the
     later takes the sum over.
     """
-    graph = gm.graph
+    graph, changed = gm.graph, False
     for node in list(graph.nodes):
         found = _match(node)
         if found is not None:
             fold(graph, node, found, "fuse_residual")
-    graph.eliminate_dead_code()
+            changed = True
+    if changed:
+        graph.eliminate_dead_code()  # it looks at every node twice
 
 
 def _match(node: fx.Node) -> Linear | None:

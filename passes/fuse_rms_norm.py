@@ -15,7 +15,7 @@ def fuse_rms_norm(gm: fx.GraphModule) -> None:
     The result is the same to the rounding of the sum. Fires only where weight [H] scales the last dimension, x and
     weight are of one dtype, and nothing else reads the parts.
     """
-    graph = gm.graph
+    graph, changed = gm.graph, False
     for node in list(graph.nodes):
         found = _match(node)
         if found is None:
@@ -25,7 +25,9 @@ def fuse_rms_norm(gm: fx.GraphModule) -> None:
             fused = graph.call_function(torch.ops.forebay.rms_norm.default, (x, weight, eps))
         fused.meta = {**node.meta, "made_by": "fuse_rms_norm"}
         node.replace_all_uses_with(fused)
-    graph.eliminate_dead_code()
+        changed = True
+    if changed:
+        graph.eliminate_dead_code()  # it looks at every node twice
 
 
 def _match(node: fx.Node) -> tuple[fx.Node, fx.Node, float] | None:

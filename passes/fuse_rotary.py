@@ -16,7 +16,7 @@ def fuse_rotary(gm: fx.GraphModule) -> None:
     Fires only where cos and sin [B, S, R] are spread over heads (dimension 1) of x [B, H, S, R], the halves are equal,
     and nothing else reads the parts.
     """
-    graph = gm.graph
+    graph, changed = gm.graph, False
     for node in list(graph.nodes):
         found = _match(node)
         if found is None:
@@ -25,7 +25,9 @@ def fuse_rotary(gm: fx.GraphModule) -> None:
             fused = graph.call_function(torch.ops.forebay.rotary.default, found)
         fused.meta = {**node.meta, "made_by": "fuse_rotary"}
         node.replace_all_uses_with(fused)
-    graph.eliminate_dead_code()
+        changed = True
+    if changed:
+        graph.eliminate_dead_code()  # it looks at every node twice
 
 
 def _match(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:

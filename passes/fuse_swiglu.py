@@ -19,12 +19,14 @@ def fuse_swiglu(gm: fx.GraphModule) -> None:
     The fused operator rounds as the parts do. act is silu, gelu (either form) or relu. Fires only where nothing else
     reads the parts; each weight is still read by one product, so that it streams as before.
     """
-    graph = gm.graph
+    graph, changed = gm.graph, False
     for node in list(graph.nodes):
         found = _activated(node) or _multiplied(node)
         if found is not None:
             fold(graph, node, found, "fuse_swiglu")
-    graph.eliminate_dead_code()
+            changed = True
+    if changed:
+        graph.eliminate_dead_code()  # it looks at every node twice
 
 
 def _activated(node: fx.Node) -> Linear | None:

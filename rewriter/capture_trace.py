@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -144,8 +144,8 @@ class _Tracer:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         self.memo: dict[torch.Tensor, torch.Tensor] = {}
         self.calls = LayerCalls()
-        self.signatures = [layer_signature(layer) for layer in layers]
-        self.probes: dict[Hashable, _Probe] = {}
+        self.signatures = _numbered(layer_signature(layer) for layer in layers)
+        self.probes: dict[int, _Probe] = {}
         self.exporting = False
         parent, _, attribute = path.rpartition(".")
         stubs = nn.ModuleList(LayerStub(i, layer, self._call_layer) for i, layer in enumerate(layers))
@@ -196,7 +196,7 @@ class _Tracer:
 
     def trace_layers(self, ignore: tuple[str, ...]) -> tuple[dict[str, Kind], list[str]]:
         """Trace one layer of each kind; returns the kinds by name, and the name of each layer's kind."""
-        signatures = self.signatures if ignore else [layer_signature(layer, ignore) for layer in self.layers]
+        signatures = self.signatures if ignore else _numbered(layer_signature(layer, ignore) for layer in self.layers)
         kinds: dict[str, Kind] = {}
         by_key: dict[Hashable, str] = {}
         kind_of_layer = []
@@ -272,6 +272,12 @@ class _Tracer:
 def _dynamic_sizes(program: ExportedProgram) -> dict[Any, Any]:
     tokens = next(n for n in program.graph.nodes if n.op == "placeholder" and n.name == "input_ids").meta["val"]
     return {tokens.shape[0].node.expr: _BATCH, tokens.shape[1].node.expr: _SEQ}
+
+
+def _numbered(signatures: Iterable[Hashable]) -> list[int]:
+    """The same number for equal signatures, which are long to hash."""
+    known: dict[Hashable, int] = {}
+    return [known.setdefault(signature, len(known)) for signature in signatures]
 
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
