@@ -2,8 +2,9 @@
 
 SmolLM2-135M from its Q4_1 GGUF, dequantised to float32, is the reference. Every row of ours is the transformers model
 with each weight of its linear layers (not the head, not the embedding) replaced by what `forebay::quantize` followed by
-`forebay::dequantize` gives, or with the keys and values of its attention so treated: the numbers that streaming the
-packed bytes must reproduce. Peers in the same run, where installed: torchao (int4, asymmetric) and HQQ (4 bits, its
+`forebay::dequantize` gives, or with the keys and values of its attention packed as the cache's rows and read back, or
+made again from hidden states that were packed as a checkpoint's rows (act8): the numbers that streaming the packed
+bytes must reproduce. Peers in the same run, where installed: torchao (int4, asymmetric) and HQQ (4 bits, its
 half-quadratic search), at the same group size, and llama.cpp on the GGUF file itself (through xllamacpp). llama.cpp's
 server gives the probabilities of one next token per request, so its row has few tokens, and the reference is repeated
 on them. Windows of 512 tokens, each predicted from its own start; see `forebay.evaluate.perplexity`.
@@ -15,6 +16,7 @@ rounds a second time.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import math
@@ -25,7 +27,7 @@ from typing import Any
 
 import torch
 
-from forebay.kernels import packing
+from forebay.kernels import activation_append_q, kv_append_q, packing
 from forebay.kernels.quantize import dequantize, quantize
 from forebay.rewriter.demo import demo_gguf, resolve_model
 from forebay.rewriter.quantized_checkpoint import parse_format
@@ -43,6 +45,17 @@ def rounded(x: torch.Tensor, bits: int, group_size: int, rounding: str = "minmax
     """x quantised along its last dimension and dequantised."""
     parts = quantize(x.contiguous(), bits, group_size, -1, torch.float16, rounding)
     return dequantize(*parts, bits, group_size, -1, x.shape[-1], x.dtype)
+
+
+def cached(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """What a cache of packed rows gives back for keys or values x [B, Hkv, L, D]."""
+    width, group = x.shape[-1], packing.cache_group_size(x.shape[-1], bits)
+    return kv_append_q.unpack(kv_append_q.pack(x, bits, group), width, bits, group, x.dtype)
+
+
+def checkpointed(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """What a checkpoint of packed rows gives back for hidden states x [B, L, H]."""
+    return activation_append_q.unpack(activation_append_q.pack(x, bits, group), x.shape[-1], bits, group, x.dtype)
 
 
 def by_format(name: str, rounding: str = "minmax") -> Treat:
@@ -76,6 +89,7 @@ class Reference:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         self.cache: Treat | None = None
+        self.checkpoint: Treat | None = None
 
         def attention(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
             if self.cache is not None:
@@ -88,13 +102,31 @@ class Reference:
         head = self.model.get_output_embeddings()
         self.layers = [m for m in self.model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
         self.weights = [layer.weight.data for layer in self.layers]
+        for block in self.model.model.layers:
+            self._recompute(block)
+
+    def _recompute(self, block: Any) -> None:
+        """Keys and values of a block are made from its hidden states as treated, where they are; queries never."""
+        entered: list[torch.Tensor] = []
+
+        def enter(module: Any, given: tuple[torch.Tensor, ...]) -> None:
+            entered[:] = given[:1]
+
+        def project(module: Any, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
+            return None if self.checkpoint is None else (block.input_layernorm(self.checkpoint(entered[0])),)
+
+        block.register_forward_pre_hook(enter)
+        for layer in (block.self_attn.k_proj, block.self_attn.v_proj):
+            layer.register_forward_pre_hook(project)
 
     @torch.no_grad()
-    def measure(self, ids: torch.Tensor, weights: Treat | None, cache: Treat | None) -> float:
-        """Perplexity of ids [T] with weights and cache as treated."""
+    def measure(
+        self, ids: torch.Tensor, weights: Treat | None, cache: Treat | None, checkpoint: Treat | None = None
+    ) -> float:
+        """Perplexity of ids [T] with weights, cache and checkpointed activations as treated."""
         for layer, weight in zip(self.layers, self.weights, strict=True):
             layer.weight.data = weight if weights is None else weights(weight)
-        self.cache = cache
+        self.cache, self.checkpoint = cache, checkpoint
         loss = 0.0
         for start in range(0, ids.numel() - 1, WINDOW):
             part = ids[start : start + WINDOW + 1]
@@ -129,15 +161,16 @@ def by_llama_cpp(path: Path, ids: torch.Tensor, vocabulary: int, threads: int) -
     return math.exp(loss / (ids.numel() - 1))
 
 
-def contestants() -> Mapping[str, tuple[Treat | None, Treat | None]]:
-    """Name -> what happens to weights and to keys and values."""
-    width = 64  # SmolLM2's heads
-    kv = {f"kv{bits}": (lambda x, bits=bits: rounded(x, bits, packing.cache_group_size(width))) for bits in (8, 4)}
-    rows: dict[str, tuple[Treat | None, Treat | None]] = {"reference": (None, None)}
+def contestants() -> Mapping[str, tuple[Treat | None, ...]]:
+    """Name -> what happens to weights, to keys and values, and to the activations that these are made from again."""
+    kv = {name: (lambda x, bits=bits: cached(x, bits)) for name, bits in packing.CACHE_FORMATS.items()}
+    rows: dict[str, tuple[Treat | None, ...]] = {"reference": (None, None)}
     for name in ("w8", "w4g32", "w4g64", "w4g128"):
         rows[name] = (by_format(name), None)
     rows |= {f"{name} mse": (by_format(name, "mse"), None) for name in ("w4g64", "w4g128")}
     rows |= {name: (None, treat) for name, treat in kv.items()}
+    rows |= {name: (None, None, functools.partial(checkpointed, bits=bits, group=group))
+             for name, (bits, group) in packing.ACTIVATION_FORMATS.items()}  # fmt: skip
     rows |= {"w4g32 + kv4": (by_format("w4g32"), kv["kv4"]), "w4g64 mse + kv4": (by_format("w4g64", "mse"), kv["kv4"])}
     if importlib.util.find_spec("torchao"):
         rows[f"torchao int4 g{GROUP}"] = (by_torchao, None)
@@ -175,9 +208,9 @@ def main() -> None:
 
     wanted = [name for name in args.only.split(",") if name]
     base: float | None = None
-    for name, (weights, cache) in contestants().items():
+    for name, treats in contestants().items():
         if name == "reference" or not wanted or name in wanted:
-            found = add(name, ids.numel() - 1, base, lambda w=weights, c=cache: reference.measure(ids, w, c))
+            found = add(name, ids.numel() - 1, base, lambda t=treats: reference.measure(ids, *t))
             base = base or found
     if args.llama_tokens and importlib.util.find_spec("xllamacpp") and (not wanted or "llama.cpp" in wanted):
         few = ids[: args.llama_tokens + 1]

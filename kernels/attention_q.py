@@ -1,7 +1,8 @@
 """`forebay::attention_q`: `forebay::attention` over a cache of packed rows (see `kv_append_q` for their layout).
 
 The C++ kernel (`cpu/quantized_cache.cpp`) unpacks 64 positions at a time on its stack, once per 32 query rows; memory
-holds packed rows only. Without a compiler the visible part of the cache is unpacked by torch.
+holds packed rows only. Keys and values stay rotated: it is the queries, and once the result, that the kernel rotates.
+Without a compiler the visible part of the cache is unpacked by torch.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def workspace_nbytes(
     library = native.load()
     if library is not None and head_dim <= library.forebay_cache_max_head_dim():
         return NATIVE_NBYTES * torch.get_num_threads()
-    unpacked = 2 * batch * kv_heads * length * head_dim * (dtype.itemsize + 12)
+    unpacked = 2 * batch * kv_heads * length * head_dim * (dtype.itemsize + 16)
     plain = attention.workspace_nbytes(batch, heads, kv_heads, queries, length, head_dim, dtype, softcap)
     return unpacked + plain
 

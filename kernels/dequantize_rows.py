@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from forebay.kernels import packing
-from forebay.kernels.quantize import dequantize_reference
+from forebay.kernels import native, packing
+from forebay.kernels.quantize import NATIVE_MAX_GROUP, dequantize_reference, native_dequantize
 
 
 def reference(
@@ -66,8 +66,13 @@ def bind_dequantize_rows(
     rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
     transposed: bool, *, out: Tensor,
 ) -> Callable[[], None]:
-    """A closure that fills out from the present contents of rows."""
+    """A closure that fills out from the present contents of rows: by the C++ kernel where rows are contiguous."""
     check(rows, in_features, bits, group_size, transposed)
+    plain = not transposed and rows.device.type == "cpu" and rows.is_contiguous() and out.is_contiguous()
+    if plain and rows.numel() and group_size <= NATIVE_MAX_GROUP and native.load() is not None:
+        matrix = rows.view(-1, rows.shape[-1])
+        parts = packing.unpack_rows(matrix, in_features, bits, group_size, scale_dtype)
+        return native_dequantize(parts, out.view(-1, in_features), bits, group_size)
 
     def call() -> None:
         out.copy_(reference(rows, in_features, bits, group_size, scale_dtype, dtype, transposed))

@@ -1,9 +1,9 @@
 """`forebay::kv_from_activation`: stored activations to K and V in blocks of a paged cache (HybridServe, section 3).
 
-For tokens with hidden states x [T, H], as they are or in 8 bits: n = norm(x), k = n Wk^T + bk, v = n Wv^T + bv, k
-turned by rotary embedding over the first cos.shape[1] of D, rounded to `dtype` and stored at `slots` in the cache's
-format. Norms: "" none, "rms" x rsqrt(mean(x^2) + eps) w, "rms_plus_one" with 1 + w (Gemma), "layer" with mean, weight
-and bias.
+For tokens with hidden states x [T, H], as they are or in rows of `activation_append_q`: n = norm(x), k = n Wk^T + bk,
+v = n Wv^T + bv, k turned by rotary embedding over the first cos.shape[1] of D, rounded to `dtype` and stored at `slots`
+in the cache's format. Norms: "" none, "rms" x rsqrt(mean(x^2) + eps) w, "rms_plus_one" with 1 + w (Gemma), "layer" with
+mean, weight and bias.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from forebay.kernels import packing, paged, quantize
+from forebay.kernels import activation_append_q, packing, paged, quantize
 from forebay.kernels.paged import BlockLayout
 
 OP = "kv_from_activation"
-ACTIVATION_GROUP = 128  # values that share scale and low in act8, whose rows are `packing.pack_rows` of 8 bits
+TILE_TOKENS = 256  # of the CPU's steps: what is held in fp32 at once
 NORMS = ("", "rms", "rms_plus_one", "layer")
 
 
@@ -26,11 +26,11 @@ def weight_bits(format: str) -> tuple[int, int]:
 
 
 def unpack(rows: Tensor, features: int, bits: int, group: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> Tensor:
-    """Values [..., features] of dtype from packed rows uint8 [..., R], or from values (bits 0)."""
+    """Values [N, features] of dtype from packed rows uint8 [N, R], or from values (bits 0)."""
     if not bits:
         return rows.to(dtype)
-    parts = packing.unpack_rows(rows, features, bits, group, scale_dtype)
-    return quantize.dequantize_reference(*parts, bits, group, -1, features).to(dtype)
+    return quantize.dequantize(*packing.unpack_rows(rows, features, bits, group, scale_dtype), bits, group, 1, features,
+                               dtype)  # fmt: skip
 
 
 def normalise(x: Tensor, norm: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -98,6 +98,8 @@ def _check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], features: int
         wanted = (*shape, packing.row_nbytes(features, bits, group))
         if tensor.dtype != torch.uint8 or tuple(tensor.shape) != wanted or tensor.stride(-1) != 1:
             _fail(name, f"must be uint8 {wanted} with contiguous rows, got {tensor.dtype} {tuple(tensor.shape)}")
+        if any(stride % 2 for stride in tensor.stride()[:-1]) or tensor.storage_offset() % 2:
+            _fail(name, f"must have rows at even addresses, got strides {tensor.stride()}")
     elif tensor.dtype != layout.dtype or tuple(tensor.shape) != (*shape, features):
         _fail(name, f"must be {layout.dtype} {(*shape, features)}, got {tensor.dtype} {tuple(tensor.shape)}")
     if tensor.device != device:
@@ -107,7 +109,7 @@ def _check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], features: int
 def check(
     pool: Tensor, x: Tensor, slots: Tensor, k_weight: Tensor, v_weight: Tensor, norm_weight: Tensor | None,
     norm_bias: Tensor | None, k_bias: Tensor | None, v_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    features: int, norm: str, weight_format: str, layout: BlockLayout,
+    features: int, x_bits: int, x_group: int, norm: str, weight_format: str, layout: BlockLayout,
 ) -> None:  # fmt: skip
     """ValueError names the argument whose dtype, shape, device or value is wrong."""
     paged.check_pool(OP, pool, layout)
@@ -116,7 +118,9 @@ def check(
     if slots.dtype != torch.int64 or slots.dim() != 1 or slots.device != pool.device or not slots.is_contiguous():
         _fail("slots", f"must be int64 [T] on {pool.device}, contiguous, got {slots.dtype} {tuple(slots.shape)}")
     count, device = slots.numel(), pool.device
-    _check_rows("x", x, (count,), features, 8 if x.dtype == torch.uint8 else 0, ACTIVATION_GROUP, layout, device)
+    if x_bits:
+        activation_append_q.check_format(OP, x_bits, x_group, "x_")
+    _check_rows("x", x, (count,), features, x_bits, x_group, layout, device)
     if features > 1 and x.stride(1) != 1:
         _fail("x", f"must have contiguous rows, got strides {x.stride()}")
     if weight_format != "native" and weight_format not in packing.WEIGHT_FORMATS:
@@ -161,6 +165,8 @@ def kv_from_activation(
     cos: Tensor | None,
     sin: Tensor | None,
     features: int,
+    x_bits: int,
+    x_group: int,
     norm: str,
     eps: float,
     weight_format: str,
@@ -173,50 +179,55 @@ def kv_from_activation(
 ) -> None:
     """Write K and V of T tokens into pool uint8 [blocks, record], of the `paged.BlockLayout` that the last five make.
 
-    x [T, H = features] of dtype, or act8 rows uint8 [T, R] (packed rows, 8 bits, groups of 128); slots int64 [T], below
-    0: left out; weights [Hkv, D, H] of dtype and any strides, or packed rows uint8 [Hkv, D, R] of weight_format; norm
-    vectors [H]; biases [Hkv * D]; cos and sin [T, R]. Scales in packed rows are of dtype. ValueError names the argument
-    that is wrong, before anything is written; on a GPU slots beyond the pool are left out too.
+    x [T, H = features] of dtype (x_bits 0), or rows uint8 [T, R] that `activation_append_q` wrote with x_bits and
+    x_group, read tile by tile and never held as values; slots int64 [T], below 0: left out; weights [Hkv, D, H] of
+    dtype and any strides, or packed rows uint8 [Hkv, D, R] of weight_format with scales of dtype; norm vectors [H];
+    biases [Hkv * D]; cos and sin [T, R]. ValueError names the argument that is wrong, before anything is written; on a
+    GPU slots beyond the pool are left out too.
     """
     layout = BlockLayout(block_tokens, kv_heads, head_dim, format, dtype, group_size)
-    check(pool, x, slots, k_weight, v_weight, norm_weight, norm_bias, k_bias, v_bias, cos, sin, features, norm,
-          weight_format, layout)  # fmt: skip
+    check(pool, x, slots, k_weight, v_weight, norm_weight, norm_bias, k_bias, v_bias, cos, sin, features, x_bits,
+          x_group, norm, weight_format, layout)  # fmt: skip
     if slots.numel() == 0:
         return
     if int(slots.max()) >= pool.shape[0] * block_tokens:
         _fail("slots", f"must be below {pool.shape[0] * block_tokens}, got {int(slots.max())}")
-    wide = unpack(x, features, 8 if x.dtype == torch.uint8 else 0, ACTIVATION_GROUP, torch.float32, dtype)
-    n = normalise(wide, norm, norm_weight, norm_bias, eps).to(dtype)
-    made = []
-    for weight, bias in ((k_weight, k_bias), (v_weight, v_bias)):
-        values = unpack(weight, features, *weight_bits(weight_format), dtype, dtype)
-        made.append(linear(n, values.reshape(-1, features), bias).view(-1, kv_heads, head_dim))
-    paged.write(pool, layout, slots, rotate(made[0].float(), cos, sin).to(dtype), made[1])
+    packed = weight_bits(weight_format)
+    k_values, v_values = (unpack(w.flatten(0, 1), features, *packed, dtype, dtype) for w in (k_weight, v_weight))
+    for begin in range(0, slots.numel(), TILE_TOKENS):
+        rows = slice(begin, begin + TILE_TOKENS)
+        wide = unpack(x[rows], features, x_bits, x_group, torch.float32, activation_append_q.SCALE_DTYPE)
+        n = normalise(wide, norm, norm_weight, norm_bias, eps).to(dtype)
+        k, v = linear(n, k_values, k_bias), linear(n, v_values, v_bias)
+        tables = (None if table is None else table[rows] for table in (cos, sin))
+        turned = rotate(k.view(-1, kv_heads, head_dim).float(), *tables).to(dtype)
+        paged.write(pool, layout, slots[rows], turned, v.view(-1, kv_heads, head_dim))
 
 
 @kv_from_activation.register_kernel("cuda")
 def _(
     pool: Tensor, x: Tensor, slots: Tensor, k_weight: Tensor, v_weight: Tensor, norm_weight: Tensor | None,
     norm_bias: Tensor | None, k_bias: Tensor | None, v_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    features: int, norm: str, eps: float, weight_format: str, kv_heads: int, head_dim: int, block_tokens: int,
-    format: str, group_size: int, dtype: torch.dtype,
+    features: int, x_bits: int, x_group: int, norm: str, eps: float, weight_format: str, kv_heads: int, head_dim: int,
+    block_tokens: int, format: str, group_size: int, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    launch(pool, x, slots, k_weight, v_weight, norm_weight, norm_bias, k_bias, v_bias, cos, sin, features, norm, eps,
-           weight_format, BlockLayout(block_tokens, kv_heads, head_dim, format, dtype, group_size))  # fmt: skip
+    launch(pool, x, slots, k_weight, v_weight, norm_weight, norm_bias, k_bias, v_bias, cos, sin, features, x_bits,
+           x_group, norm, eps, weight_format,
+           BlockLayout(block_tokens, kv_heads, head_dim, format, dtype, group_size))  # fmt: skip
 
 
 def launch(
     pool: Tensor, x: Tensor, slots: Tensor, k_weight: Tensor, v_weight: Tensor, norm_weight: Tensor | None,
     norm_bias: Tensor | None, k_bias: Tensor | None, v_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    features: int, norm: str, eps: float, weight_format: str, layout: BlockLayout,
+    features: int, x_bits: int, x_group: int, norm: str, eps: float, weight_format: str, layout: BlockLayout,
 ) -> None:  # fmt: skip
     """The operator by its Triton kernel: for tensors on a GPU, or anywhere under TRITON_INTERPRET=1."""
     from forebay.kernels.gpu import kv_from_activation as gpu
 
-    check(pool, x, slots, k_weight, v_weight, norm_weight, norm_bias, k_bias, v_bias, cos, sin, features, norm,
-          weight_format, layout)  # fmt: skip
+    check(pool, x, slots, k_weight, v_weight, norm_weight, norm_bias, k_bias, v_bias, cos, sin, features, x_bits,
+          x_group, norm, weight_format, layout)  # fmt: skip
     dtype, bits = layout.dtype, weight_bits(weight_format)
-    made = gpu.unpack(x, features, 8 if x.dtype == torch.uint8 else 0, ACTIVATION_GROUP, dtype)
+    made = gpu.unpack(x, features, x_bits, x_group, activation_append_q.SCALE_DTYPE)
     k_made, v_made = (gpu.unpack(w, features, *bits, dtype) for w in (k_weight, v_weight))
     gpu.kv_from_activation(pool, made, slots, k_made, v_made, norm_weight, norm_bias, k_bias, v_bias, cos, sin,
                            features, norm, eps, layout)  # fmt: skip
@@ -226,7 +237,7 @@ def launch(
 def _(
     pool: Tensor, x: Tensor, slots: Tensor, k_weight: Tensor, v_weight: Tensor, norm_weight: Tensor | None,
     norm_bias: Tensor | None, k_bias: Tensor | None, v_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    features: int, norm: str, eps: float, weight_format: str, kv_heads: int, head_dim: int, block_tokens: int,
-    format: str, group_size: int, dtype: torch.dtype,
+    features: int, x_bits: int, x_group: int, norm: str, eps: float, weight_format: str, kv_heads: int, head_dim: int,
+    block_tokens: int, format: str, group_size: int, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     return None

@@ -151,6 +151,7 @@ def _check_aten(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 def _aten(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool, conv1d: bool, after: After = PLAIN
 ) -> None:
+    native.rest()
     matrix = weight if conv1d else weight.t()
     if out.dtype == x.dtype and not accumulate and not after.anything():
         if bias is None:
@@ -168,6 +169,7 @@ def _upcast(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, accumulate: bool, conv1d: bool, after: After
 ) -> None:
     (m, k), n = x.shape, out.shape[1]
+    native.rest()
     if k == 0 or m == 0 or n == 0:
         _aten(x.float(), weight.float(), None if bias is None else bias.float(), out, accumulate, conv1d, after)
         return

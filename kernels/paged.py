@@ -44,7 +44,9 @@ class BlockLayout:
     @property
     def group(self) -> int:
         """Values of one row that share scale and low; head_dim for native values."""
-        return (self.group_size or packing.cache_group_size(self.head_dim)) if self.bits else self.head_dim
+        if not self.bits:
+            return self.head_dim
+        return self.group_size or packing.equal_group_size(self.head_dim, packing.group_count(self.head_dim, 64))
 
     @property
     def groups(self) -> int:

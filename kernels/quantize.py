@@ -200,6 +200,28 @@ def _native_args(
     )  # fmt: skip
 
 
+def native_quantize(x: Tensor, parts: tuple[Tensor, Tensor, Tensor], bits: int, group_size: int) -> native.NativeCall:
+    """Min-max `quantize` of x [rows, size] along its second dimension into parts, as a call of the C++ kernel.
+
+    Where a group cannot be held its scale becomes NaN. Columns must be contiguous and group_size at most
+    NATIVE_MAX_GROUP; the caller checks.
+    """
+    unheld = ctypes.c_int32(0)
+    return native.NativeCall("quantize", _native_args(x, parts, unheld, bits, group_size), (x, *parts, unheld))
+
+
+def native_dequantize(
+    parts: tuple[Tensor, Tensor, Tensor], out: Tensor, bits: int, group_size: int
+) -> native.NativeCall:
+    """`dequantize` along the second dimension of matrices into out [rows, size], as a call of the C++ kernel.
+
+    Columns must be contiguous and group_size at most NATIVE_MAX_GROUP; the caller checks.
+    """
+    unheld = ctypes.c_int32(0)
+    args = _native_args(out, parts, unheld, bits, group_size)
+    return native.NativeCall("dequantize", args, (*parts, out, unheld))
+
+
 def _plain(*matrices: Tensor) -> bool:
     return all(t.shape[1] <= 1 or t.stride(1) == 1 for t in matrices)
 
@@ -316,14 +338,13 @@ def dequantize(
     The three may be strided, as `packing.unpack_rows` gives them. ValueError names what is wrong.
     """
     check_packed(packed, scale, low, bits, group_size, dim, size, dtype)
-    library = native.load()
     parts = (packed, scale, low)
-    if library is None or packed.dim() != 2 or dim % 2 != 1 or not _plain(*parts) or group_size > NATIVE_MAX_GROUP:
+    plain = packed.dim() == 2 and dim % 2 == 1 and _plain(*parts) and group_size <= NATIVE_MAX_GROUP
+    if not plain or native.load() is None:
         return dequantize_reference(packed, scale, low, bits, group_size, dim, size, dtype)
     x = torch.empty(packed.shape[0], size, dtype=dtype)
     if x.numel():
-        args = _native_args(x, parts, ctypes.c_int32(0), bits, group_size)
-        library.forebay_dequantize(ctypes.addressof(args), None, 0, torch.get_num_threads())
+        native_dequantize(parts, x, bits, group_size)()
     return x
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +13,7 @@ from torch import fx
 from forebay.passes.grow_cache import CacheRows
 from forebay.passes.insert_transfers import tileable
 from forebay.rewriter.graph import META, CacheInput, weight_name
+from forebay.rewriter.plan_cost import Product
 from forebay.rewriter.planner import WeightUse
 
 aten = torch.ops.aten
@@ -54,8 +57,22 @@ def weight_uses(step: fx.GraphModule, constants: set[str]) -> list[WeightUse]:
         tiles = value.dim() == 2 and all(r.tiles for _, r in readings)
         nbytes = value.numel() * value.element_size()
         found.append((first, WeightUse(name, nbytes, rows, tiles, any(r.lookup for _, r in readings), bool(products),
-                                       node.meta[META].format)))
+                                       node.meta[META].format, str(value.dtype)[6:])))
     return [use for _, use in sorted(found, key=lambda pair: pair[0])]
+
+
+def weight_products(uses: Sequence[WeightUse]) -> list[Product]:
+    """The products that a step makes with weights of two dimensions. Packed rows hold, per group, a scale and a low of
+    16 bits."""
+    found = []
+    for u in uses:
+        if not u.product or u.rows < 2:
+            continue
+        packed = re.fullmatch(r"w([48])g(\d+)", u.format)
+        kind = u.format if packed else u.dtype
+        bits = int(packed[1]) + 32 / int(packed[2]) if packed else 8 * getattr(torch, u.dtype).itemsize
+        found.append(Product(kind, u.rows, max(1, round(8 * u.nbytes / u.rows / bits))))
+    return found
 
 
 def _readings(block: fx.GraphModule) -> list[_Reading | None]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-FORMAT = 1  # of the JSON file
+FORMAT = 2  # of the JSON file; a kept profile of another format is measured anew
 TIERS = ("device", "host", "disk")
 
 
@@ -59,12 +59,55 @@ class GemmPoint:
 
 
 @dataclass(frozen=True)
+class AttentionPoint:
+    """Attention that saw `nbytes` of K and V and did `flops` operations took time_s."""
+
+    dtype: str
+    nbytes: int
+    flops: int
+    time_s: float
+
+
+@dataclass(frozen=True)
+class Contention:
+    """How many times as long computing and reading from disk take side by side as each alone: for products that read
+    memory as fast as it goes, and for products that only calculate. What lies between is interpolated."""
+
+    memory_slowed: float = 1.0
+    flops_slowed: float = 1.0
+    link_beside_memory: float = 1.0
+    link_beside_flops: float = 1.0
+
+    def slowed(self, share: float) -> float:
+        """Slowdown of a launch that takes `share` (0..1) of the memory's rate."""
+        return self.flops_slowed + min(1.0, share) * (self.memory_slowed - self.flops_slowed)
+
+    def slows(self, share: float) -> float:
+        """Slowdown of reads from disk beside it."""
+        return self.link_beside_flops + min(1.0, share) * (self.link_beside_memory - self.link_beside_flops)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """time_s = intercept_s + sum of slopes_s * x, none of them negative, and how well that explains the measured times
+    (R²: below 0 for worse than a constant)."""
+
+    intercept_s: float
+    slopes_s: tuple[float, ...]
+    r2: float
+
+    def time_s(self, *x: float) -> float:
+        return self.intercept_s + sum(slope * value for slope, value in zip(self.slopes_s, x, strict=True))
+
+
+@dataclass(frozen=True)
 class Machine:
     """A machine profile.
 
     memory_bytes_per_s: plain copy, bytes copied per second. dispatch_s: seconds of overhead per launched operator.
-    attention_bytes_per_s: bytes of K and V read per second by decode attention. `folder` is where the disk tier was
-    measured, empty for a profile that stands for no disk in particular.
+    attention_bytes_per_s: bytes of K and V read per second by decode attention of one long sequence.
+    choice_elements_per_s: logits looked at per second when a step's tokens are chosen (0: at no cost). `folder` is
+    where the disk tier was measured, empty for a profile that stands for no disk in particular.
     """
 
     name: str
@@ -80,6 +123,9 @@ class Machine:
     dispatch_s: float
     attention_bytes_per_s: float
     folder: str = ""
+    attention: tuple[AttentionPoint, ...] = ()
+    contention: Contention = Contention()
+    choice_elements_per_s: float = 0.0
     format: int = field(default=FORMAT)
 
     def validate(self) -> None:
@@ -91,6 +137,7 @@ class Machine:
         for name in ("memory_bytes_per_s", "attention_bytes_per_s"):
             _positive(name, getattr(self, name))
         _not_negative("dispatch_s", self.dispatch_s)
+        _not_negative("choice_elements_per_s", self.choice_elements_per_s)
         for tier in ("device", "disk"):
             _require(tier in self.tiers, f"tiers.{tier}", "is missing", sorted(self.tiers))
         for tier, facts in self.tiers.items():
@@ -109,6 +156,11 @@ class Machine:
         for i, point in enumerate(self.gemm):
             for name in ("m", "n", "k", "time_s"):
                 _positive(f"gemm[{i}].{name}", getattr(point, name))
+        for i, seen in enumerate(self.attention):
+            for name in ("nbytes", "flops", "time_s"):
+                _positive(f"attention[{i}].{name}", getattr(seen, name))
+        for name, factor in vars(self.contention).items():
+            _require(math.isfinite(factor) and factor >= 1, f"contention.{name}", "must be at least 1", factor)
 
     def link(self, src: str, dst: str, method: str | None = None) -> Link:
         """The fastest link from `src` to `dst` (by `method` if given); raises KeyError naming the links there are."""
@@ -128,20 +180,46 @@ class Machine:
         return next((other for other in known if other.startswith(dtype[:3])), dtype)
 
     def gemm_time_s(self, impl: str, dtype: str, m: int, n: int, k: int) -> float:
-        """Seconds of an [m, k] x [k, n] product, from the measured (n, k) nearest in logarithm, scaled by n * k.
+        """Seconds of one product of [m, k] with [n, k] transposed.
 
-        Between measured m, log time is linear in log m; above the largest it grows in proportion to m, below the
-        smallest it stays. Raises KeyError when `impl` was not measured for `dtype`.
+        For each measured m a fit over n and n * k; between measured m the times are interpolated on a log-log scale.
+        Above the largest m time grows in proportion to m, below the smallest it stays. Raises KeyError when `impl` was
+        not measured for `dtype`.
         """
-        dtype = self.measured_as(dtype)
-        points = [p for p in self.gemm if (p.impl, p.dtype) == (impl, dtype)]
-        if not points:
+        fits = self.gemm_fits().get((impl, self.measured_as(dtype)))
+        if fits is None:
             known = ", ".join(sorted({f"{p.impl}/{p.dtype}" for p in self.gemm})) or "none"
             raise KeyError(f"machine {self.name!r} has no GEMM measured for {impl}/{dtype}; it has: {known}")
-        shapes = {(p.n, p.k) for p in points}
-        near = min(sorted(shapes), key=lambda s: abs(math.log(s[0] / n)) + abs(math.log(s[1] / k)))
-        curve = sorted((p.m, p.time_s) for p in points if (p.n, p.k) == near)
-        return _on_curve(curve, m) * (n * k) / (near[0] * near[1])
+        return _on_curve([(m0, fit.time_s(n, n * k)) for m0, fit in fits.items()], m)
+
+    def gemm_fits(self) -> Mapping[tuple[str, str], Mapping[int, Fit]]:
+        """By (impl, dtype), for every measured m in rising order: time over n (rows cost something, however short) and
+        n * k."""
+        found: dict[tuple[str, str], dict[int, Fit]] | None = self.__dict__.get("_gemm_fits")
+        if found is None:
+            points: dict[tuple[str, str, int], list[tuple[tuple[float, ...], float]]] = {}
+            for p in self.gemm:
+                points.setdefault((p.impl, p.dtype, p.m), []).append(((p.n, p.n * p.k), p.time_s))
+            found = {}
+            for impl, dtype, m in sorted(points):
+                found.setdefault((impl, dtype), {})[m] = fit_times(points[impl, dtype, m])
+            object.__setattr__(self, "_gemm_fits", found)
+        return found
+
+    def attention_time_s(self, dtype: str, nbytes: int, flops: int) -> float:
+        """Seconds of attention over `nbytes` of K and V with `flops` operations; of dtypes that were not measured, by
+        attention_bytes_per_s."""
+        fit = self.attention_fits().get(dtype)
+        return nbytes / self.attention_bytes_per_s if fit is None else fit.time_s(flops, nbytes)
+
+    def attention_fits(self) -> Mapping[str, Fit]:
+        """By dtype: time over operations and bytes of K and V."""
+        found: dict[str, Fit] | None = self.__dict__.get("_attention_fits")
+        if found is None:
+            found = {dtype: fit_times([((p.flops, p.nbytes), p.time_s) for p in self.attention if p.dtype == dtype])
+                     for dtype in sorted({p.dtype for p in self.attention})}
+            object.__setattr__(self, "_attention_fits", found)
+        return found
 
     def best_gemm(self, dtype: str, m: int, n: int, k: int) -> str:
         """The implementation with the smallest predicted time; raises KeyError when none was measured for `dtype`."""
@@ -189,24 +267,44 @@ def _on_curve(curve: Sequence[tuple[int, float]], m: int) -> float:
     return curve[-1][1] * m / curve[-1][0]
 
 
-def fit_link(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
-    """(bandwidth in bytes/s, latency in s, R²) of time = latency + nbytes / bandwidth, by least squares.
+def fit_times(points: Sequence[tuple[tuple[float, ...], float]]) -> Fit:
+    """Times, above 0, as a sum of a constant and multiples of the variables, none negative.
 
-    Where noise would make the latency or the slope negative, latency is 0 and the line goes through the origin (R²
-    then tells how bad that is, below 0 for worse than a constant). `points` are (nbytes, time_s) with times above 0;
-    raises ValueError with fewer than two sizes.
+    The least squares are those of relative errors, so that short times count as long ones do. Of the models that the
+    points determine, all with the last variable, the one that errs least, and of equals the one with fewest terms.
+    """
+    import numpy as np
+
+    times = np.array([time_s for _, time_s in points])
+    columns = np.array([(1.0, *x) for x, _ in points])
+    scale = columns.max(0)
+    relative = columns / scale / times[:, None]
+    last = columns.shape[1] - 1
+    best, least = np.zeros(last + 1), math.inf
+    for count in range(last + 1):
+        for others in itertools.combinations(range(last), count):
+            chosen = [*others, last]
+            found, _, rank, _ = np.linalg.lstsq(relative[:, chosen], np.ones(len(times)), rcond=1e-6)
+            error = float(((relative[:, chosen] @ found - 1) ** 2).sum())
+            if (rank == len(chosen) and found.min() >= 0 and found[-1] > 0 and error < least - 1e-12) or not count:
+                least = error
+                best = np.zeros(last + 1)
+                best[chosen] = found
+    best /= scale
+    variance = float(((times - times.mean()) ** 2).sum())
+    residual = float(((columns @ best - times) ** 2).sum())
+    return Fit(float(best[0]), tuple(map(float, best[1:])), 1 - residual / variance if variance > 0 else 1.0)
+
+
+def fit_link(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
+    """(bandwidth in bytes/s, latency in s, R²) of time = latency + nbytes / bandwidth, as `fit_times` fits it.
+
+    `points` are (nbytes, time_s); raises ValueError with fewer than two sizes.
     """
     if len({nbytes for nbytes, _ in points}) < 2:
         raise ValueError("fit_link needs transfers of at least two sizes")
-    mean_n = math.fsum(n for n, _ in points) / len(points)
-    mean_t = math.fsum(t for _, t in points) / len(points)
-    slope = math.fsum((n - mean_n) * (t - mean_t) for n, t in points) / math.fsum((n - mean_n) ** 2 for n, _ in points)
-    latency = mean_t - slope * mean_n
-    if latency < 0 or slope <= 0:
-        latency, slope = 0.0, math.fsum(n * t for n, t in points) / math.fsum(n * n for n, _ in points)
-    total = math.fsum((t - mean_t) ** 2 for _, t in points)
-    residual = math.fsum((t - latency - slope * n) ** 2 for n, t in points)
-    return 1 / slope, latency, 1 - residual / total if total > 0 else 1.0
+    fit = fit_times([((nbytes,), time_s) for nbytes, time_s in points])
+    return 1 / fit.slopes_s[0], fit.intercept_s, fit.r2
 
 
 def machine_from_json(text: str) -> Machine:

@@ -41,10 +41,11 @@ from forebay.rewriter.bisect import Bisection
 from forebay.rewriter.collection import no_collection
 from forebay.rewriter.concretise import inline_blocks
 from forebay.rewriter.dump import Dump
-from forebay.rewriter.facts import cache_buffers, cache_rows, weight_uses
+from forebay.rewriter.facts import cache_buffers, cache_rows, weight_products, weight_uses
 from forebay.rewriter.graph import META, Gemm, Layout, values_of
 from forebay.rewriter.machine import Machine
 from forebay.rewriter.plan import Budget, GemmChoice, Plan, Prediction, Workload
+from forebay.rewriter.plan_cost import rates_of
 from forebay.rewriter.planner import Facts, PhaseNeed, Wishes, make_plan, smallest_budget
 from forebay.rewriter.program import FileSlice, Program, TensorRef
 from forebay.rewriter.simulate import Timeline, simulate
@@ -120,11 +121,13 @@ class Pipeline:
         decode = source.step(1)
         self._steps: dict[int, fx.GraphModule] = {1: decode}  # made and not yet used up by passes
         self._cache_rows = cache_rows(decode) if source.prefill is not None else {}
+        uses = weight_uses(decode, set(source.constants))
         self.facts = Facts(
-            source.fingerprint, weight_uses(decode, set(source.constants)),
+            source.fingerprint, uses,
             {name: t.numel() * t.element_size() for name, t in source.constants.items()}, cache_buffers(decode),
             self.need, source.weight_tier, source.host_hop,
-            {name: rows.nbytes(workload.prompt) for name, rows in self._cache_rows.items()})
+            {name: rows.nbytes(workload.prompt) for name, rows in self._cache_rows.items()},
+            rates_of(machine, weight_products(uses), workload.batch, source.weight_tier))
 
     def need(self, tokens: int) -> PhaseNeed:
         """Activation and workspace bytes of a step over `tokens` tokens per sequence."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,14 +18,15 @@ from forebay.rewriter.plan import (
     WeightPlacement,
     Workload,
 )
+from forebay.rewriter.plan_cost import Rates
 from forebay.rewriter.sizes import format_nbytes
 
 PAGE = 4096
 ALIGNMENT = 64
 SMALL_NBYTES = 64 << 10  # below this a copy costs more in latency (~0.1 ms) than in bytes
-SLOT_NBYTES = 4 << 20  # one read of 4 MiB is within 5 % of the best rate of an NVMe disk
-MAX_SLOTS = 8
-STAGING_SHARE = 0.1  # of the budget, for all slots together
+# What may be chosen. None of it depends on the budget, so that whatever works with less works with more.
+SLOTS = (1, 2, 3, 4, 6, 8)
+SLOT_NBYTES = (4 << 20, 8 << 20, 2 << 20, 1 << 20)  # of equals the first: 4 MiB are near an NVMe disk's best rate
 GROWTH_PARTS = 128  # a cache of 32 layers that grows by this part of itself moves in 1000 copies, by a token in 7000
 
 
@@ -38,6 +41,7 @@ class WeightUse:
     lookup: bool  # read by row lookup
     product: bool  # read by something other than a lookup
     format: str = "native"
+    dtype: str = "float32"  # of the values where they are stored as they are
 
 
 @dataclass(frozen=True)
@@ -73,27 +77,18 @@ class Facts:
     host_hop: bool = False
     # bytes of the same buffers for the prompt's tokens alone; empty where a prefill needs the cache in its full length
     cache_prompt: Mapping[str, int] = field(default_factory=dict)
+    rates: Rates = field(default_factory=Rates)
 
 
 def make_plan(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes, machine: str) -> Plan:
-    """The plan with the fewest streamed bytes over prompt and answer; PlanError names the smallest budget that works.
+    """The plan that is predicted to take prompt and answer the least time; PlanError names the smallest budget that
+    works.
 
-    Candidates are prefill chunks of the prompt halved again and again; each leaves other room for resident weights.
+    Candidates are prefill chunks (of the prompt halved again and again) x slots x slot sizes; each leaves other room
+    for resident weights. They are compared by `Rates.step_time_s`, and none of them gets worse with more budget.
     """
-    chunks = [wishes.prefill_chunk] if wishes.prefill_chunk else _halvings(workload.prompt)
     kinds = _kinds(facts)
-    best: _Fit | None = None
-    best_cost = math.inf
-    for chunk in chunks:
-        fit = _fit(facts, kinds, budget, workload, replace(wishes, prefill_chunk=min(chunk, workload.prompt)))
-        if fit is None:
-            continue
-        steps = -(-workload.prompt // fit.chunk) + workload.new_tokens - 1
-        cost = steps * (kinds.products_nbytes - fit.room if fit.slots else 0)
-        if cost < best_cost:
-            best, best_cost = fit, cost
-        if cost == 0:
-            break
+    best = _cheapest(facts, kinds, workload, _candidates(facts, kinds, budget, workload, wishes))
     if best is None:
         smallest, parts = smallest_budget(facts, workload, wishes)
         if budget.host and budget.device >= smallest:
@@ -109,25 +104,20 @@ def make_plan(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes, 
 
 def smallest_budget(facts: Facts, workload: Workload, wishes: Wishes) -> tuple[int, dict[str, int]]:
     """The least device budget in bytes that a plan exists for, and what takes it; by bisection."""
-    chunks = [wishes.prefill_chunk] if wishes.prefill_chunk else [1]
     kinds = _kinds(facts)
+    least = replace(wishes, prefill_chunk=wishes.prefill_chunk or 1)
 
-    def fit(nbytes: int) -> _Fit | None:
-        for chunk in chunks:
-            found = _fit(facts, kinds, Budget(nbytes), workload,
-                         replace(wishes, prefill_chunk=min(chunk, workload.prompt)))
-            if found is not None:
-                return found
-        return None
+    def fits(nbytes: int) -> list[_Fit]:
+        return _candidates(facts, kinds, Budget(nbytes), workload, least)
 
     high = 1 << 20
-    while fit(high) is None:
+    while not fits(high):
         high *= 2
     low = 0
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if fit(middle) is not None else (middle, high)
-    best = fit(high)
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    best = _cheapest(facts, kinds, workload, fits(high))
     assert best is not None
     plan = _planned(facts, kinds, Budget(high), workload, wishes, "", best)
     parts: dict[str, int] = {}
@@ -171,26 +161,56 @@ class _Fit:
     slot_nbytes: int
 
 
-def _fit(facts: Facts, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes) -> _Fit | None:
-    """How the budget is spent with one prefill chunk, or None when it does not fit."""
-    chunk = wishes.prefill_chunk or 1
-    upper, _ = _upper(facts, chunk)
-    workspace = max(facts.need(chunk).workspace, facts.need(1).workspace)
-    fixed = upper + workspace + sum(_aligned(n) for n in facts.constants.values())
-    room = budget.device - fixed - kinds.pinned_nbytes
-    if room < 0:
-        return None
-    slots = slot = 0
-    if kinds.products_nbytes > room:
-        chosen = _choose_slots(kinds.products, room, budget.device, wishes)
-        if chosen is None:
-            return None
-        slots, slot = chosen
-        room -= slots * _slot_stride(slot) + PAGE
-    if budget.host and facts.weight_tier == "disk" and facts.host_hop and (
-            _staging(facts, chunk, slots, slot) > budget.host):
-        return None
-    return _Fit(chunk, room, slots, slot)
+def _candidates(facts: Facts, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes) -> list[_Fit]:
+    """Every way to spend the budget that is worth a look, larger chunks first."""
+    chunks = [min(wishes.prefill_chunk, workload.prompt)] if wishes.prefill_chunk else _halvings(workload.prompt)
+    choices = _slot_choices(kinds.products, wishes)
+    staged = budget.host if facts.weight_tier == "disk" and facts.host_hop else 0
+    found = []
+    for chunk in chunks:
+        upper, _ = _upper(facts, chunk)
+        workspace = max(facts.need(chunk).workspace, facts.need(1).workspace)
+        fixed = upper + workspace + sum(_aligned(n) for n in facts.constants.values())
+        room = budget.device - fixed - kinds.pinned_nbytes
+        if room < 0:
+            continue
+        for slots, slot in ((0, 0),) if kinds.products_nbytes <= room else choices:
+            left = room - (slots * _slot_stride(slot) + PAGE if slots else 0)
+            if left >= 0 and not (staged and _staging(facts, chunk, slots, slot) > staged):
+                found.append(_Fit(chunk, left, slots, slot))
+    return found
+
+
+def _cheapest(facts: Facts, kinds: _Kinds, workload: Workload, fits: Sequence[_Fit]) -> _Fit | None:
+    """The fit of least predicted time, of equals the first. Bounds come first, as if weights filled the room."""
+
+    sizes = Counter(u.nbytes for u in kinds.products)
+
+    @functools.cache
+    def tiles(slot_nbytes: int) -> int:
+        """Copies that all products would take through slots of this size."""
+        return sum(count * -(-nbytes // slot_nbytes) for nbytes, count in sizes.items())
+
+    @functools.cache
+    def kept(room: int) -> int:
+        return sum(_aligned(u.nbytes) for u in _spread(kinds.products, room))
+
+    def cost(fit: _Fit, nbytes: int) -> float:
+        passes = -(-workload.prompt // fit.chunk)
+        copies = nbytes / kinds.products_nbytes * tiles(fit.slot_nbytes) if nbytes else 0
+        steps = ((passes, fit.chunk), (workload.new_tokens - 1, 1))
+        return sum(count * facts.rates.step_time_s(tokens, nbytes, copies, fit.slots) for count, tokens in steps)
+
+    bounds = [(cost(fit, kinds.products_nbytes - fit.room if fit.slots else 0), i) for i, fit in enumerate(fits)]
+    best, least = None, math.inf
+    for bound, i in sorted(bounds):
+        if bound >= least:
+            break
+        fit = fits[i]
+        found = bound if not fit.slots else cost(fit, kinds.products_nbytes - kept(fit.room))
+        if found < least:
+            best, least = fit, found
+    return best
 
 
 def _upper(facts: Facts, chunk: int) -> tuple[int, bool]:
@@ -208,7 +228,7 @@ def _resident(kinds: _Kinds, fit: _Fit) -> set[str]:
     """Names of the weights that stay on the device."""
     chosen = {u.name for u in kinds.pinned}
     if fit.slots:
-        return chosen | _spread(kinds.products, fit.room)
+        return chosen | {u.name for u in _spread(kinds.products, fit.room)}
     chosen |= {u.name for u in kinds.products}
     room = fit.room - kinds.products_nbytes
     for u in kinds.tables:  # these come last: on disk they cost little
@@ -270,44 +290,38 @@ def _smallest_tile(u: WeightUse) -> int:
     return max(row, min(u.nbytes, PAGE)) if u.tileable else u.nbytes
 
 
-def _choose_slots(products: Sequence[WeightUse], room: int, budget: int, wishes: Wishes) -> tuple[int, int] | None:
-    """Number and bytes of staging slots: as large as a good read, as many as a tenth of the budget holds."""
-    least = max(_smallest_tile(u) for u in products)
-    whole = max((u.nbytes for u in products if not u.tileable), default=0)
+def _slot_choices(products: Sequence[WeightUse], wishes: Wishes) -> list[tuple[int, int]]:
+    """Numbers and bytes of staging slots; PlanError for a wish that some piece does not fit."""
+    if not products:
+        return []
+    low = max(max(_smallest_tile(u) for u in products), max((u.nbytes for u in products if not u.tileable), default=0))
+    if wishes.slot_nbytes is not None and wishes.slot_nbytes < low:
+        raise PlanError(f"slot_nbytes: {wishes.slot_nbytes} is below {low}, the largest piece that must stream whole")
     largest = max(u.nbytes for u in products)
-    staging = min(room - PAGE, max(int(budget * STAGING_SHARE), 2 * _slot_stride(max(least, whole))))
-    slots = wishes.slots or max(1, min(MAX_SLOTS, staging // _slot_stride(min(largest, SLOT_NBYTES)) or 2))
-    if wishes.slots is None and slots < 4:
-        slots = min(4, max(1, staging // _slot_stride(max(least, whole))))
-    slot = wishes.slot_nbytes or max(least, whole, min(SLOT_NBYTES, largest, staging // slots - 2 * PAGE))
-    if wishes.slot_nbytes is not None and wishes.slot_nbytes < max(least, whole):
-        raise PlanError(f"slot_nbytes: {wishes.slot_nbytes} is below {max(least, whole)}, the largest piece that must "
-                        "stream whole")
-    while slots * _slot_stride(slot) + PAGE > room:
-        if wishes.slots is None and slots > 1:
-            slots -= 1
-        elif wishes.slot_nbytes is None and slot > max(least, whole):
-            slot = max(least, whole, slot // 2)
-        else:
-            return None
-    return slots, slot
+    small = [low << i for i in range(8) if low << i < SLOT_NBYTES[-1]]
+    sizes = [wishes.slot_nbytes] if wishes.slot_nbytes else list(dict.fromkeys(
+        [*(max(low, min(largest, n)) for n in SLOT_NBYTES), *small, low]))
+    return [(slots, slot) for slots in ([wishes.slots] if wishes.slots else SLOTS) for slot in sizes]
 
 
-def _spread(products: Sequence[WeightUse], room: int) -> set[str]:
-    """The weights to keep resident, spread evenly over the step so that copies always have compute beside them."""
-    total = sum(_aligned(u.nbytes) for u in products)
-    chosen: set[str] = set()
-    used = seen = 0
-    for u in products:
-        seen += _aligned(u.nbytes)
-        if used + _aligned(u.nbytes) <= room * seen / total:
-            chosen.add(u.name)
-            used += _aligned(u.nbytes)
-    for u in sorted(products, key=lambda u: -u.nbytes):
-        if u.name not in chosen and used + _aligned(u.nbytes) <= room:
-            chosen.add(u.name)
-            used += _aligned(u.nbytes)
+def _spread(products: Sequence[WeightUse], room: int) -> list[WeightUse]:
+    """The weights to keep resident: first fit in an order that halves the step again and again, so that copies always
+    have compute beside them. The order does not depend on the room; with more of it first fit never keeps fewer bytes.
+    """
+    chosen = []
+    for u in _halving_order(tuple(products)):
+        if _aligned(u.nbytes) <= room:
+            chosen.append(u)
+            room -= _aligned(u.nbytes)
     return chosen
+
+
+@functools.lru_cache(maxsize=8)
+def _halving_order(products: tuple[WeightUse, ...]) -> tuple[WeightUse, ...]:
+    """Products by the reversed bits of their number: the middle, the quarters, the eighths, and so on."""
+    width = max(1, (len(products) - 1).bit_length())
+    ranks = [int(format(i, f"0{width}b")[::-1], 2) for i in range(len(products))]
+    return tuple(u for _, u in sorted(zip(ranks, products, strict=True), key=lambda pair: pair[0]))
 
 
 def _place(u: WeightUse, resident: bool, slot: int, tier: str) -> WeightPlacement:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from forebay.rewriter.costs import item_time_s
+from forebay.rewriter.costs import copy_latency_s, item_time_s, memory_share
 from forebay.rewriter.machine import Machine
 from forebay.rewriter.program import COMPUTE, Copy, Item, Launch, Program, TensorRef
-from forebay.runtime.virtual import run_virtually
+from forebay.runtime.virtual import Cost, run_virtually
 
 STEPS = 3  # the third step starts as every later one does
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One predicted steady step: `time_s`, busy seconds per stream, and its spans (stream, label, start, end)."""
+    """One predicted steady step: `time_s`, busy seconds per stream, and its spans (stream, label, start, end):
+    all that end in it, so that a copy for it may begin before 0."""
 
     time_s: float
     busy_time_s: dict[str, float]
@@ -24,23 +26,38 @@ class Timeline:
 
 def simulate(program: Program, machine: Machine) -> Timeline:
     """The steady-state step of `program` on `machine`, in seconds."""
-    known: dict[tuple, float] = {}  # equal layers cost the same
+    known: dict[tuple, Cost] = {}  # equal layers cost the same
 
-    def cost(item: Item) -> float:
+    def cost(item: Item) -> Cost:
         key = _likeness(item)
         found = known.get(key)
         if found is None:
-            found = known[key] = item_time_s(item, machine)
+            found = known[key] = item_cost(item, machine)
         return found
 
-    ends, device = run_virtually(program, cost, STEPS, inline_compute=machine.device_kind == "cpu")
+    ends, device = run_virtually(program, cost, STEPS, machine.device_kind == "cpu", choice_time_s(program, machine))
     start, end = ends[-2], ends[-1]
-    spans = tuple((s, label, a - start, b - start) for s, label, a, b in device.spans if start <= a < end)
+    spans = tuple((s, label, a - start, b - start) for s, label, a, b in device.spans if start < b <= end)
     busy: dict[str, float] = {}
     for stream, _, a, b in spans:
         busy[stream] = busy.get(stream, 0.0) + b - a
     bottleneck = max(busy, key=lambda s: busy[s]) if busy else COMPUTE
     return Timeline(end - start, busy, bottleneck, spans)
+
+
+def item_cost(item: Item, machine: Machine) -> Cost:
+    """What an item costs on the virtual device, alone and beside others."""
+    time_s = item_time_s(item, machine)
+    if isinstance(item, Launch):
+        share = memory_share(item, machine, time_s)
+        return Cost(time_s, machine.contention.slowed(share), machine.contention.slows(share))
+    return Cost(time_s, latency_s=copy_latency_s(item, machine)) if isinstance(item, Copy) else Cost(time_s)
+
+
+def choice_time_s(program: Program, machine: Machine) -> float:
+    """Seconds between two steps: the tokens are chosen from the logits [B, V], while reads go on."""
+    rate = machine.choice_elements_per_s
+    return math.prod(program.outputs["out0"].shape) / rate if rate and "out0" in program.outputs else 0.0
 
 
 def _likeness(item: Item) -> tuple:

@@ -179,7 +179,7 @@ class _State:
     def prepared(self, items: Iterable[Item]) -> list[_Prepared]:
         """The items with their memory looked up, once for those that share their spans."""
         found: list[_Prepared] = []
-        number, known, copies = self.number, self._known, self._copies
+        number, known, spans = self.number, self._known, self._spans
         for item in items:
             kind = type(item)
             if kind is Record or kind is Wait:
@@ -190,15 +190,18 @@ class _State:
                     freed = known[id(item)] = self._looked_up((item.span,))  # type: ignore[union-attr]
                 found.append((item, freed))  # type: ignore[arg-type]
             else:
-                assert isinstance(item, Launch | Copy)
-                reads, writes = (item.reads, item.writes) if kind is Launch else copies[id(item)]  # type: ignore[union-attr]
+                reads, writes = spans(item)  # type: ignore[arg-type]
                 read, written = known.get(id(reads)), known.get(id(writes))
                 if read is None:
                     read = known[id(reads)] = self._looked_up(reads)
                 if written is None:
                     written = known[id(writes)] = self._looked_up(writes)
-                found.append(_Access(number[item.stream], read, written, kind is Copy, item))
+                found.append(_Access(number[item.stream], read, written, kind is Copy, item))  # type: ignore[arg-type]
         return found
+
+    def _spans(self, item: Launch | Copy) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+        """What an item reads and writes."""
+        return (item.reads, item.writes) if isinstance(item, Launch) else self._copies[id(item)]
 
     def _looked_up(self, spans: tuple[Span, ...]) -> _Touched:
         private: list[_Run] = []
@@ -319,14 +322,14 @@ class _State:
         owners, buffer, item = self.held[arena][where], meant[0], access.item
         i = next(i for i, owner in enumerate(owners) if owner != buffer and (what == "reads" or owner is not None))
         point = self.cuts[arena][where.start + i]
-        span = next(_at(s) for s in (_reads if what == "reads" else _writes)(item)
+        span = next(_at(s) for s in self._spans(item)[what == "writes"]
                     if s.buffer == buffer and s.arena == arena and s.offset <= point < s.offset + s.nbytes)
         if what == "reads":
             raise ProgramError(f"{self.name}: {item.label} reads {span}, which holds {owners[i] or 'nothing'} by then")
         raise ProgramError(f"{self.name}: {item.label} writes {span}, where {owners[i]} still lives")
 
     def _refuse_read(self, segment: _Segment, buffer: str, stream: int, access: _Access) -> None:
-        label, span = access.item.label, self._span_at(segment, buffer, _reads(access.item))
+        label, span = access.item.label, self._span_at(segment, buffer, self._spans(access.item)[0])
         if segment.owner != buffer:
             raise ProgramError(f"{self.name}: {label} reads {span}, which holds {segment.owner or 'nothing'} by then")
         raise ProgramError(f"{self.name}: {label} on {self.streams[stream]} reads {span} without waiting for "
@@ -334,7 +337,7 @@ class _State:
 
     def _refuse_write(self, segment: _Segment, buffer: str, stream: int, access: _Access) -> None:
         clock, here, label = self.clocks[stream], self.streams[stream], access.item.label
-        span = self._span_at(segment, buffer, _writes(access.item))
+        span = self._span_at(segment, buffer, self._spans(access.item)[1])
         if segment.copied and segment.owner is not None:
             raise ProgramError(f"{self.name}: {label} overwrites {segment.owner}, loaded and never read")
         for other, read in enumerate(segment.reads):

@@ -1,34 +1,39 @@
-"""Measure this machine: tiers, links and kernels, in about 10 s (quick) or 40 s, and keep the profile."""
+"""Measure this machine: tiers, links and kernels, in about 15 s (quick) or 40 s, and keep the profile."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import errno
 import functools
-import importlib
 import importlib.metadata
-import mmap
 import os
 import platform
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from forebay.rewriter.machine import GemmPoint, Link, Machine, Tier, fit_link, load_machine, save_machine
+from forebay.rewriter.machine import Contention, Link, Machine, Tier, fit_link, load_machine, save_machine
+from forebay.runtime.arena import Arena
 from forebay.runtime.disk import PAGE_NBYTES, DiskReader, Read, available_kinds, open_reader
+from forebay.runtime.measure_kernels import (
+    MIB,
+    READ_NBYTES,
+    attention_points,
+    choice_elements_per_s,
+    gemm_points,
+    measure_contention,
+)
 
-MIB = 1 << 20
-READ_NBYTES = 8 * MIB  # about one layer's largest weight, the unit in which weights stream
 BUFFER_NBYTES = 64 * MIB
+LINK_NBYTES = (256 << 10, MIB, 4 * MIB, 16 * MIB, 64 * MIB)  # of the reads that a link is fitted to
 # (engine, depth, chunk nbytes) worth trying; deeper or larger was never seen to gain.
 CANDIDATES = (
     ("direct", 2, 4 * MIB),
@@ -42,9 +47,6 @@ CANDIDATES = (
 )
 QUICK_CANDIDATES = 4
 TIE = 0.95  # engines this close to the fastest are told apart by CPU time, which the computation wants
-GEMM_M = (1, 2, 4, 8, 16, 32, 64, 256)
-GEMM_SHAPES = ((2048, 2048), (5632, 2048))  # (n, k)
-COLD_NBYTES = 64 * MIB  # GEMMs rotate over weights of this total, more than the caches, as streamed weights would
 
 Progress = Callable[[str, float], None]
 
@@ -70,13 +72,14 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: Pr
     cuda = torch.cuda.is_available()
     near = "host" if cuda else "device"  # where disk reads land
     say("disk", 0.0)
-    read, write = _disk_links(folder, near, quick)
+    read, write, contention = _disk_links(folder, near, quick, say)
     say("memory", 0.4)
     links = [read, write, *(_cuda_links(quick) if cuda else _cpu_links(read, write, quick))]
     memory = _copy_bytes_per_s(quick)
     say("kernels", 0.5)
-    gemm = _gemm_points(quick, say)
+    gemm = gemm_points(quick, say)
     say("attention", 0.9)
+    attention = attention_points(quick)
     machine = Machine(
         name=platform.node() or "this machine",
         date=datetime.date.today().isoformat(),
@@ -91,6 +94,9 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: Pr
         dispatch_s=_dispatch_s(),
         attention_bytes_per_s=_attention_bytes_per_s(quick),
         folder=os.path.abspath(folder),
+        attention=attention,
+        contention=contention,
+        choice_elements_per_s=choice_elements_per_s(quick),
     )
     machine.validate()
     say("done", 1.0)
@@ -164,15 +170,15 @@ def disk_trials(path: str, nbytes: int, quick: bool) -> list[DiskTrial]:
     span = min(span, nbytes // READ_NBYTES * READ_NBYTES)
     times: dict[tuple[str, int, int], list[tuple[float, float]]] = {c: [] for c in candidates}
     with contextlib.ExitStack() as stack:
-        address = stack.enter_context(_aligned_buffer(BUFFER_NBYTES))
+        memory = landing_memory(BUFFER_NBYTES)
         readers = {c: stack.enter_context(contextlib.closing(open_reader(*c))) for c in candidates}
         for reader in readers.values():
-            _read_time_s(reader, path, 0, PAGE_NBYTES, address)  # opens the file
+            read_time_s(reader, path, 0, PAGE_NBYTES, memory)  # opens the file
         for repeat in range(repeats):
             for i, candidate in enumerate(candidates):
                 offset = (repeat * len(candidates) + i) * span % (nbytes - span + 1) // READ_NBYTES * READ_NBYTES
                 cpu_s = time.process_time()
-                time_s = _read_time_s(readers[candidate], path, offset, span, address)
+                time_s = read_time_s(readers[candidate], path, offset, span, memory)
                 times[candidate].append((time_s, time.process_time() - cpu_s))
     return [
         DiskTrial(*c, span / median(t for t, _ in pairs), median(cpu / t for t, cpu in pairs))
@@ -186,7 +192,9 @@ def choose_trial(trials: list[DiskTrial]) -> DiskTrial:
     return min((t for t in trials if t.bytes_per_s >= TIE * fastest), key=lambda t: t.cores)
 
 
-def _disk_links(folder: str | os.PathLike[str], near: str, quick: bool) -> tuple[Link, Link]:
+def _disk_links(
+    folder: str | os.PathLike[str], near: str, quick: bool, say: Progress
+) -> tuple[Link, Link, Contention]:
     nbytes = (128 if quick else 512) * MIB
     free = shutil.disk_usage(folder).free
     if free < 2 * nbytes:
@@ -197,19 +205,21 @@ def _disk_links(folder: str | os.PathLike[str], near: str, quick: bool) -> tuple
         written = _write_points(file.fileno(), nbytes)
         path = f"/proc/self/fd/{file.fileno()}"
         best = choose_trial(disk_trials(path, nbytes, quick))
-        points: list[tuple[int, float]] = []
-        with (
-            contextlib.closing(open_reader(best.kind, best.depth, best.chunk_nbytes)) as reader,
-            _aligned_buffer(BUFFER_NBYTES) as address,
-        ):
-            _read_time_s(reader, path, 0, PAGE_NBYTES, address)
-            for size in (MIB, 4 * MIB, 16 * MIB, 64 * MIB):
-                times = [_read_time_s(reader, path, i * size % (nbytes - size + 1), size, address) for i in range(5)]
-                points.append((size, median(times)))
+        times: dict[int, list[float]] = {size: [] for size in LINK_NBYTES}
+        memory = landing_memory(BUFFER_NBYTES)
+        with contextlib.closing(open_reader(best.kind, best.depth, best.chunk_nbytes)) as reader:
+            read_time_s(reader, path, 0, PAGE_NBYTES, memory)
+            for turn in range(5):
+                for size in LINK_NBYTES:
+                    times[size].append(read_time_s(reader, path, turn * size % (nbytes - size + 1), size, memory))
+            points = [(size, median(found)) for size, found in times.items()]
+        say("disk beside products", 0.3)
+        contention = Contention() if torch.cuda.is_available() else measure_contention(
+            path, nbytes, Link("disk", near, 1.0, 0.0, best.kind, best.depth, best.chunk_nbytes), memory, quick)
     bandwidth, latency, r2 = fit_link(points)
     read = Link("disk", near, bandwidth, latency, best.kind, best.depth, best.chunk_nbytes, r2)
     bandwidth, latency, r2 = fit_link(written)
-    return read, Link(near, "disk", bandwidth, latency, "write", 1, 0, r2)
+    return read, Link(near, "disk", bandwidth, latency, "write", 1, 0, r2), contention
 
 
 def _write_points(fd: int, nbytes: int) -> list[tuple[int, float]]:
@@ -232,8 +242,9 @@ def _write_points(fd: int, nbytes: int) -> list[tuple[int, float]]:
     return points
 
 
-def _read_time_s(reader: DiskReader, path: str, offset: int, nbytes: int, address: int) -> float:
-    """Seconds from the submission of consecutive reads to the end of the last; raises the first error."""
+def read_time_s(reader: DiskReader, path: str, offset: int, nbytes: int, memory: Arena) -> float:
+    """Seconds from the submission of consecutive reads to the end of the last; raises the first error. What lands where
+    does not matter: the memory is used in turn."""
     starts = range(0, nbytes, READ_NBYTES)
     left, errors, ended = len(starts), list[BaseException](), threading.Event()
     lock = threading.Lock()
@@ -250,8 +261,8 @@ def _read_time_s(reader: DiskReader, path: str, offset: int, nbytes: int, addres
     start = time.perf_counter()
     for at in starts:
         size = min(READ_NBYTES, nbytes - at)
-        # The buffer is reused in turn: what lands does not matter here.
-        reader.submit(Read(path, offset + at, size, address + at % BUFFER_NBYTES, 0, 0, on_done))
+        place = memory.address + at % (memory.nbytes - READ_NBYTES + 1) // READ_NBYTES * READ_NBYTES
+        reader.submit(Read(path, offset + at, size, place, 0, 0, on_done))
     ended.wait()
     time_s = time.perf_counter() - start
     if errors:
@@ -259,14 +270,12 @@ def _read_time_s(reader: DiskReader, path: str, offset: int, nbytes: int, addres
     return time_s
 
 
-@contextlib.contextmanager
-def _aligned_buffer(nbytes: int) -> Iterator[int]:
-    """The address of page-aligned memory, touched so that no page fault is measured."""
-    memory = mmap.mmap(-1, nbytes)
-    for page in range(0, nbytes, PAGE_NBYTES):
-        memory[page] = 1
-    yield ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    memory.close()
+def landing_memory(nbytes: int) -> Arena:
+    """Memory as the runtime reads into: huge pages, without which direct reads are a third slower; touched, so that no
+    page fault is measured."""
+    arena = Arena(nbytes)
+    arena.bytes.fill_(1)
+    return arena
 
 
 # Memory
@@ -343,63 +352,6 @@ def _tiers(folder: str | os.PathLike[str], cuda: bool, quick: bool) -> dict[str,
 
 
 # Kernels
-
-
-def _gemm_points(quick: bool, say: Progress) -> tuple[GemmPoint, ...]:
-    """Time [m, k] x [n, k]^T for every implementation there is, in float32 and bfloat16."""
-    points = []
-    shapes = GEMM_SHAPES[:1] if quick else GEMM_SHAPES
-    dtypes = (torch.float32, torch.bfloat16)
-    for i, dtype in enumerate(dtypes):
-        impls, timer = _gemm_implementations(dtype)
-        for j, (n, k) in enumerate(shapes):
-            say("kernels", 0.5 + 0.4 * (i + j / len(shapes)) / len(dtypes))
-            for m in GEMM_M:
-                for impl in impls:
-                    time_s = timer(impl, dtype, m, n, k, 1)
-                    if time_s < 0.05:  # slower ones are dear to repeat, and steadier
-                        time_s = timer(impl, dtype, m, n, k, 3 if quick else 9)
-                    points.append(GemmPoint(impl, str(dtype).removeprefix("torch."), m, n, k, time_s))
-    return (*points, *_packed_points(quick, say))
-
-
-def _packed_points(quick: bool, say: Progress) -> Iterator[GemmPoint]:
-    """Time products with packed rows by the implementations that keep the accuracy of floats, for bfloat16 x."""
-    if torch.cuda.is_available():
-        return
-    from forebay.kernels import linear_w4, linear_w8
-
-    for name, op, group_size in (("w4g64", linear_w4, 64), ("w8g128", linear_w8, 128)):
-        say("kernels", 0.9)
-        n, k = GEMM_SHAPES[0]
-        for m in GEMM_M:
-            for impl in op.implementations():
-                if impl != "int8":  # it rounds x to 8 bits
-                    repeats = 3 if quick else 9
-                    time_s = op.measure(impl, torch.bfloat16, m, n, k, group_size, repeats=repeats)
-                    yield GemmPoint(impl, name, m, n, k, time_s)
-
-
-def _gemm_implementations(dtype: torch.dtype) -> tuple[tuple[str, ...], Callable[..., float]]:
-    if torch.cuda.is_available():
-        return ("aten",), _aten_time_s
-    try:
-        linear = importlib.import_module("forebay.kernels.linear")
-    except ModuleNotFoundError as error:
-        if error.name != "forebay.kernels.linear":
-            raise
-        return ("aten",), _aten_time_s
-    return linear.implementations(dtype), linear.measure
-
-
-def _aten_time_s(impl: str, dtype: torch.dtype, m: int, n: int, k: int, repeats: int) -> float:
-    """Median seconds of torch's linear on weights that are not in a cache."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    x = torch.ones(m, k, dtype=dtype, device=device)
-    copies = max(2, COLD_NBYTES // (n * k * dtype.itemsize))
-    weights = [torch.ones(n, k, dtype=dtype, device=device) for _ in range(copies)]
-    turn = iter(range(1 << 30))
-    return _time_s(lambda: torch.nn.functional.linear(x, weights[next(turn) % copies]), repeats)
 
 
 def _dispatch_s() -> float:

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, relative_error, repeated
-from forebay.kernels import attention, decode_attention, kv_from_activation, paged
+from forebay.kernels import activation_append_q, attention, decode_attention, kv_from_activation, packing, paged
 
 DTYPE = torch.bfloat16
 DIM = 128
@@ -88,31 +88,35 @@ def prefill_work(place: Place, heads: int, kv_heads: int, queries: int, window: 
     return Work(name, ours, checked(ours[0], out, want), LIMITS[DTYPE], nbytes, 4 * heads * DIM * seen, rivals)
 
 
-def kv_from_activation_work(place: Place, kv_heads: int, features: int, tokens: int) -> Work:
+def kv_from_activation_work(place: Place, kv_heads: int, features: int, tokens: int, format: str = "native") -> Work:
     kv_heads, features, tokens = place.size(kv_heads, 2), place.size(features, 72), place.size(tokens, 21)
     layout = paged.BlockLayout(64, kv_heads, DIM, "native", DTYPE)
     weight_nbytes = 2 * 2 * kv_heads * DIM * features
-    nbytes = 2 * tokens * features + weight_nbytes + 4 * tokens * kv_heads * DIM
+    bits, group = packing.ACTIVATION_FORMATS.get(format, (0, 0))
+    row_nbytes = packing.row_nbytes(features, bits, group) if bits else 2 * features
+    nbytes = tokens * row_nbytes + weight_nbytes + 4 * tokens * kv_heads * DIM
     blocks = -(-tokens // 64)
     slots = torch.randperm(blocks * 64, device=place.device)[:tokens]
     x, gain = normal(place, tokens, features), normal(place, features)
+    given = activation_append_q.pack(x, bits, group) if bits else x
+    values = activation_append_q.unpack(given, features, bits, group) if bits else x
     cos, sin = normal(place, tokens, DIM), normal(place, tokens, DIM)
     make = functools.partial(normal, place, kv_heads, DIM, features, scale=features**-0.5)
     weights = [(w, w.flip(1)) for w in repeated(make, place.copies(nbytes))]
     pool = paged.allocate(layout, blocks, place.device).zero_()
-    last = (gain, None, None, None, cos, sin, features, "rms", 1e-5, "native", layout)
-    ours = [functools.partial(kv_from_activation.launch, pool, x, slots, *w, *last) for w in weights]
+    last = (gain, None, None, None, cos, sin, features, bits, group, "rms", 1e-5, "native", layout)
+    ours = [functools.partial(kv_from_activation.launch, pool, given, slots, *w, *last) for w in weights]
     table = torch.arange(blocks, dtype=torch.int32, device=place.device)[None]
 
     def verify() -> float:
         options = {"norm": "rms", "eps": 1e-5, "dtype": torch.float32}
-        want = kv_from_activation.reference(x, *weights[0], gain, cos=cos, sin=sin, **options)
+        want = kv_from_activation.reference(values, *weights[0], gain, cos=cos, sin=sin, **options)
         ours[0]()
         got = (t[0, :, slots].transpose(0, 1) for t in paged.read(pool, layout, table, torch.float32))
         return max(relative_error(a, b) for a, b in zip(got, want, strict=True))
 
     both = [functools.partial(torch.nn.functional.linear, x, torch.cat(w).view(-1, features)) for w in weights]
-    return Work(f"{tokens} tokens, H={features}, {kv_heads} heads", ours, verify, LIMITS[DTYPE], nbytes,
+    return Work(f"{tokens} tokens, H={features}, {kv_heads} heads, {format}", ours, verify, LIMITS[DTYPE], nbytes,
                 4 * tokens * features * kv_heads * DIM, {"cuBLAS, projection alone": both})  # fmt: skip
 
 
@@ -126,6 +130,7 @@ def cases(tiny: bool) -> list[Case]:
           for f in paged.FORMATS for b in (1, 16)),
         Case("decode_attention", functools.partial(decode, batch=2, heads=56, kv_heads=56, format="native")),
         *(Case("prefill_attention", functools.partial(prefill, window=w, softcap=c)) for w, c in kinds),
-        Case("kv_from_activation", functools.partial(kv_from_activation_work, kv_heads=8, features=4096, tokens=2048)),
-        Case("kv_from_activation", functools.partial(kv_from_activation_work, kv_heads=56, features=7168, tokens=1024)),
+        *(Case("kv_from_activation", functools.partial(kv_from_activation_work, kv_heads=h, features=n, tokens=t,
+                                                       format=f))
+          for h, n, t in ((8, 4096, 2048), (56, 7168, 1024)) for f in ("native", *packing.ACTIVATION_FORMATS)),
     ]  # fmt: skip

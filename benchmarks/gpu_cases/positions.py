@@ -1,4 +1,5 @@
-"""rotary, kv_append and rotary_append: what happens to queries, keys and values before attention."""
+"""rotary, kv_append, rotary_append and activation_append_q: what happens to queries, keys and values before attention,
+and to hidden states that stand in for keys and values."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ import functools
 import torch
 
 from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, relative_error, repeated
+from forebay.kernels import activation_append_q, packing, paged, rotary_append
 from forebay.kernels import kv_append as append
-from forebay.kernels import paged, rotary_append
 from forebay.kernels import rotary as rotation
 
 LIMIT = LIMITS[torch.bfloat16]
@@ -74,10 +75,31 @@ def rotary_append_work(place: Place, format: str) -> Work:
                 aims=(Aim("bandwidth", 0.6),))  # fmt: skip
 
 
+def activation_append_q_work(place: Place, format: str) -> Work:
+    bits, group = packing.ACTIVATION_FORMATS[format]
+    features, tokens = place.size(4096, 100), place.size(4096, 5)
+    row_nbytes = packing.row_nbytes(features, bits, group)
+    nbytes = tokens * (2 * features + row_nbytes)
+    start = torch.tensor([7], device=place.device)
+    xs = list(repeated(lambda: normal(place, 1, tokens, features), place.copies(nbytes)))
+    caches = [torch.zeros(1, tokens + 16, row_nbytes, dtype=torch.uint8, device=place.device) for _ in xs]
+    launch = activation_append_q.launch
+    ours = [functools.partial(launch, cache, x, start, bits, group) for cache, x in zip(caches, xs, strict=True)]
+
+    def verify() -> float:
+        want = activation_append_q.reference(caches[0], xs[0], start, bits, group)
+        ours[0]()
+        return float((caches[0] != want).double().mean())
+
+    return Work(f"{tokens} tokens, H={features}, {format}", ours, verify, 0.0, nbytes, aims=(Aim("bandwidth", 0.6),))
+
+
 def cases(tiny: bool) -> list[Case]:
     """Llama-3-8B's heads, one prompt of 4096 tokens."""
     return [
         Case("rotary", rotary_work),
         Case("kv_append", kv_append_work),
         *(Case("rotary_append", functools.partial(rotary_append_work, format=f)) for f in paged.FORMATS),
-    ]
+        *(Case("activation_append_q", functools.partial(activation_append_q_work, format=f))
+          for f in packing.ACTIVATION_FORMATS),
+    ]  # fmt: skip

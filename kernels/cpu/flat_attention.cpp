@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "softmax_rows.h"
+#include "team.h"
 
 using namespace forebay;
 
@@ -64,11 +65,13 @@ template <class T> void run_task(const AttentionArgs& a, int64_t b, int64_t kv, 
 template <class T> void run(const AttentionArgs& a, int threads) {
   const int64_t rows = a.queries * (a.heads / a.kv_heads), blocks = (rows + ROWS - 1) / ROWS;
   const int64_t tasks = a.batch * a.kv_heads * blocks;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (tasks > 1)
-  for (int64_t i = 0; i < tasks; ++i) {
+  // Each query row meets at most `length` keys and values, some 8 products a ns.
+  int64_t keys = 0;
+  for (int64_t b = 0; b < a.batch; ++b) keys += a.start[b] + a.queries;
+  parallel_for(tasks, threads, keys * a.queries * a.heads * a.head_dim / 4, [&](int64_t i) {
     const int64_t block = blocks - 1 - i % blocks, head = i / blocks;  // the longest block of a head comes first
     run_task<T>(a, head / a.kv_heads, head % a.kv_heads, block * ROWS, std::min(rows, (block + 1) * ROWS));
-  }
+  });
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "finish.h"
+#include "team.h"
 
 using namespace forebay;
 
@@ -14,7 +15,6 @@ constexpr int64_t N_CHUNK = 24;       // weight rows per task
 constexpr int64_t K_BLOCK = 2048;     // 24 x 2048 bf16 is 96 KiB, resident in L2 while the rows of x pass
 constexpr int64_t COLUMN_CHUNK = 768;
 constexpr int64_t OUTER_K_BLOCK = 8;  // rows a power of two apart share one L1 set: 8 ways hold 8 rows
-constexpr int64_t SERIAL_FLOPS = 1 << 17;
 
 }  // namespace
 
@@ -84,8 +84,6 @@ template <class W> void run(const LinearArgs& a, float* scratch, int64_t scratch
   const int64_t share = (a.n + 4 * threads - 1) / (4 * threads);
   const int64_t chunk = std::min(most, (share + unit - 1) / unit * unit);
   const int64_t chunks = (a.n + chunk - 1) / chunk;
-  const bool serial = threads < 2 || 2 * a.m * a.n * a.k < SERIAL_FLOPS;
-#pragma omp parallel num_threads(threads) if (!serial)
   for (int64_t m0 = 0; m0 < a.m; m0 += m_block) {
     const int64_t m1 = std::min(a.m, m0 + m_block);
     const float* x = scratch;
@@ -94,12 +92,14 @@ template <class W> void run(const LinearArgs& a, float* scratch, int64_t scratch
       x = static_cast<const float*>(a.x) + m0 * a.x_stride;
       xs = a.x_stride;
     } else {
-#pragma omp for schedule(static)
-      for (int64_t m = m0; m < m1; ++m) upcast_row(a, m, scratch + (m - m0) * a.k);
+      parallel_parts(m1 - m0, threads, (m1 - m0) * a.k / 8, [&](int64_t begin, int64_t end) {
+        for (int64_t m = begin; m < end; ++m) upcast_row(a, m0 + m, scratch + m * a.k);
+      });
     }
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < chunks; ++i)
+    // 32 products a ns, or 16 GB/s of weights.
+    parallel_for(chunks, threads, (m1 - m0) * a.n * a.k / 32 + a.n * a.k / 8, [&](int64_t i) {
       run_chunk<W>(a, x, xs, m0, m1, i * chunk, std::min(a.n, (i + 1) * chunk));
+    });
   }
 }
 

@@ -32,12 +32,29 @@ FB_INLINE void dequantize_group(const uint8_t* codes, int32_t bits, float scale,
   };
   if (bits == 4) {
     const __m128i nibble = _mm_set1_epi8(15);
+    for (; i + 32 <= n; i += 32) {
+      const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i / 2));
+      const __m128i even = _mm_and_si128(packed, nibble), odd = _mm_and_si128(_mm_srli_epi16(packed, 4), nibble);
+      const __m128i first = _mm_unpacklo_epi8(even, odd), second = _mm_unpackhi_epi8(even, odd);
+      store8(to + i, first);
+      store8(to + i + 8, _mm_unpackhi_epi64(first, first));
+      store8(to + i + 16, second);
+      store8(to + i + 24, _mm_unpackhi_epi64(second, second));
+    }
     for (; i + 16 <= n; i += 16) {
       const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i / 2));
       const __m128i both = _mm_unpacklo_epi8(_mm_and_si128(packed, nibble),
                                              _mm_and_si128(_mm_srli_epi16(packed, 4), nibble));
       store8(to + i, both);
       store8(to + i + 8, _mm_unpackhi_epi64(both, both));
+    }
+    if (i + 8 <= n) {
+      int32_t bytes;
+      std::memcpy(&bytes, codes + i / 2, 4);
+      const __m128i packed = _mm_cvtsi32_si128(bytes);
+      store8(to + i, _mm_unpacklo_epi8(_mm_and_si128(packed, nibble),
+                                       _mm_and_si128(_mm_srli_epi16(packed, 4), nibble)));
+      i += 8;
     }
   } else {
     for (; i + 8 <= n; i += 8) store8(to + i, _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
@@ -87,6 +104,26 @@ template <class S> FB_INLINE Range<S> min_max_range(float least, float most, int
   return r;
 }
 
+// Codes of x[0, n) in a range of step > 0 into group bytes at `codes`; those from n to `group` are 0.
+FB_INLINE void encode_group(const float* x, int64_t n, int64_t group, int32_t bits, float base, float step,
+                            uint8_t* codes) {
+  std::memset(codes, 0, size_t(group * bits / 8));
+  const float top = float((1 << bits) - 1);
+  alignas(64) uint8_t q[VL];
+  for (int64_t i = 0; i < n; i += VL) {
+    const int left = int(std::min<int64_t>(VL, n - i));
+    vf t = ((left == VL ? load(x + i) : load_partial(x + i, left)) - base) / step;
+    t = t < 0.0f ? vf{} : t;
+    t = t > top ? vf{} + top : t;
+    const vf magic = vf{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
+    const vu code = (vu)(t + magic);
+    for (int j = 0; j < VL; ++j) q[j] = uint8_t(code[j]);
+    if (bits == 8) std::memcpy(codes + i, q, size_t(left));
+    else
+      for (int j = 0; j < left; ++j) codes[(i + j) / 2] |= uint8_t(q[j] << (4 * ((i + j) & 1)));
+  }
+}
+
 // Codes of x[0, n) into group bytes at `codes`; those from n to `group` are 0. False where the range cannot be held.
 template <class S>
 FB_INLINE bool quantize_group(const float* x, int64_t n, int64_t group, int32_t bits, uint8_t* codes, S* scale,
@@ -117,22 +154,11 @@ FB_INLINE bool quantize_group(const float* x, int64_t n, int64_t group, int32_t 
   Range<S> r = min_max_range<S>(whole ? least : std::numeric_limits<float>::infinity(), most, bits);
   store_bits(scale, r.scale);
   store_bits(low, r.low);
-  std::memset(codes, 0, size_t(group * bits / 8));
-  if (!(r.step > 0)) return r.step == 0;
-  const float top = float((1 << bits) - 1);
-  alignas(64) uint8_t q[VL];
-  for (i = 0; i < n; i += VL) {
-    const int left = int(std::min<int64_t>(VL, n - i));
-    vf t = ((left == VL ? load(x + i) : load_partial(x + i, left)) - r.base) / r.step;
-    t = t < 0.0f ? vf{} : t;
-    t = t > top ? vf{} + top : t;
-    const vf magic = vf{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
-    const vu code = (vu)(t + magic);
-    for (int j = 0; j < VL; ++j) q[j] = uint8_t(code[j]);
-    if (bits == 8) std::memcpy(codes + i, q, size_t(left));
-    else
-      for (int j = 0; j < left; ++j) codes[(i + j) / 2] |= uint8_t(q[j] << (4 * ((i + j) & 1)));
+  if (!(r.step > 0)) {
+    std::memset(codes, 0, size_t(group * bits / 8));
+    return r.step == 0;
   }
+  encode_group(x, n, group, bits, r.base, r.step, codes);
   return true;
 }
 

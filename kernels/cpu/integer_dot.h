@@ -42,11 +42,12 @@ FB_INLINE __m256 load8(const bf16* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
 
-FB_INLINE float sum8(__m256 v) {
-  __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+// The sums of four vectors, and of one, in the same order.
+FB_INLINE __m128 sum8(__m256 a, __m256 b, __m256 c, __m256 d) {
+  const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+  return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
 }
+FB_INLINE float sum8(__m256 v) { return _mm_cvtss_f32(sum8(v, v, v, v)); }
 
 // Elements [0, n) of a group of `group` (a multiple of 32) as integers of BYTES bytes. False where x is not finite, or
 // so small that its scale would not be a normal number: such rows take the fp32 kernel.
@@ -130,16 +131,22 @@ static bool round_row(const T* x, int64_t k, int64_t group, int32_t bits, const 
   return usable;
 }
 
-// Scales (or lows) [g, g + 8) of a row of `count`, in fp32: zeros from `count` on, where nothing is read.
-FB_INLINE __m256 load_scales(const uint8_t* at, int32_t dtype, int64_t g, int64_t count) {
-  alignas(16) uint16_t held[8] = {};
-  const void* from = at + 2 * g;
-  if (g + 8 > count) {
-    std::memcpy(held, from, size_t(2 * (count - g)));
-    from = held;
-  }
-  return dtype == F16 ? load8(static_cast<const f16*>(from)) : load8(static_cast<const bf16*>(from));
+FB_INLINE __m256 load8(__m128i v, int32_t dtype) {
+  return dtype == F16 ? _mm256_cvtph_ps(v) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
 }
+
+// Scales (or lows) [g, g + 8) of a row of `count`, in fp32: zeros from `count` on. Nothing beyond is read; before the
+// scales lie codes, of 16 bytes at least.
+FB_INLINE __m256 load_scales(const uint8_t* at, int32_t dtype, int64_t g, int64_t count) {
+  const int64_t missing = g + 8 - count;
+  if (missing <= 0) return load8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at + 2 * g)), dtype);
+  alignas(16) static constexpr int8_t shift[32] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                                                   -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+  const __m128i last = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at + 2 * count - 16));
+  return load8(_mm_shuffle_epi8(last, _mm_loadu_si128(reinterpret_cast<const __m128i*>(shift + 2 * missing))), dtype);
+}
+
+constexpr int64_t AHEAD_NBYTES = 4096;
 
 #define FB_METHOD inline __attribute__((always_inline))
 
@@ -199,11 +206,11 @@ template <int SUB> struct Codes<4, 1, SUB> {
 };
 
 // c[m, n] += the product of a block of MB rows of x with NB packed rows, groups [g0, g1): at most STEP, from a multiple
-// of 8 on.
+// of 8 on. The row that lies `ahead` bytes further is called into the cache.
 template <int BITS, int BYTES, int SUB, int MB, int NB, int STEP>
 FB_INLINE void integer_block(const uint8_t* x, const float* x_scale, const float* x_sum, int64_t g8,
                              const uint8_t* rows, int64_t stride, const GroupFormat& f, int64_t g0, int64_t g1,
-                             float* c, int64_t cs) {
+                             int64_t ahead, float* c, int64_t cs) {
   alignas(32) float scales[NB][MB][STEP];
   __m256 acc[NB][MB];
   FB_UNROLL for (int n = 0; n < NB; ++n)
@@ -218,6 +225,9 @@ FB_INLINE void integer_block(const uint8_t* x, const float* x_scale, const float
         acc[n][i] = _mm256_fmadd_ps(l, _mm256_loadu_ps(x_sum + i * g8 + g), acc[n][i]);
       }
     }
+    if (ahead)
+      for (int64_t b = 0; b < stride; b += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(rows + n * stride + ahead + b), _MM_HINT_T0);
   }
   const int shift = __builtin_ctzll(uint64_t(f.group / SUB));
   const int64_t begin = g0 << shift, end = g1 << shift;
@@ -231,6 +241,13 @@ FB_INLINE void integer_block(const uint8_t* x, const float* x_scale, const float
         acc[n][i] = _mm256_fmadd_ps(sum, _mm256_broadcast_ss(scales[n][i] + (u >> shift)), acc[n][i]);
       }
     }
+  if (NB == 4) {
+    FB_UNROLL for (int i = 0; i < MB; ++i) {
+      const __m128 sums = sum8(acc[0][i], acc[1 % NB][i], acc[2 % NB][i], acc[3 % NB][i]);
+      _mm_storeu_ps(c + i * cs, _mm_add_ps(_mm_loadu_ps(c + i * cs), sums));
+    }
+    return;
+  }
   FB_UNROLL for (int n = 0; n < NB; ++n)
     FB_UNROLL for (int i = 0; i < MB; ++i) c[i * cs + n] += sum8(acc[n][i]);
 }
@@ -241,15 +258,16 @@ static void integer_rows(const IntegerRows& x, int64_t m, const uint8_t* rows, i
   constexpr int STEP = 128 / MB;  // 16 KiB of x in 16-bit groups of 64
   const uint8_t* values = x.values + m * x.k * BYTES;
   const float *scale = x.scale + m * x.g8, *sum = x.sum + m * x.g8;
+  const int64_t far = m == 0 ? AHEAD_NBYTES / stride + 1 : 0;  // later blocks of x find the rows in the cache
   c += m * cs;
   for (int64_t g0 = 0; g0 < f.count; g0 += STEP) {
     const int64_t g1 = std::min<int64_t>(f.count, g0 + STEP);
     int64_t j = 0;
     for (; j + NB <= n; j += NB)
       integer_block<BITS, BYTES, SUB, MB, NB, STEP>(values, scale, sum, x.g8, rows + j * stride, stride, f, g0, g1,
-                                                    c + j, cs);
+                                                    j + NB + far <= n ? far * stride : 0, c + j, cs);
     for (; j < n; ++j)
-      integer_block<BITS, BYTES, SUB, MB, 1, STEP>(values, scale, sum, x.g8, rows + j * stride, stride, f, g0, g1,
+      integer_block<BITS, BYTES, SUB, MB, 1, STEP>(values, scale, sum, x.g8, rows + j * stride, stride, f, g0, g1, 0,
                                                    c + j, cs);
   }
 }
@@ -264,7 +282,7 @@ static void integer_product(const IntegerRows& x, int64_t m, const uint8_t* rows
       case 8: integer_rows<BITS, BYTES, SUB, 8, 1>(x, i, rows, stride, n, f, c, cs); break;
       case 4: integer_rows<BITS, BYTES, SUB, 4, 2>(x, i, rows, stride, n, f, c, cs); break;
       case 2: integer_rows<BITS, BYTES, SUB, 2, 2>(x, i, rows, stride, n, f, c, cs); break;
-      default: integer_rows<BITS, BYTES, SUB, 1, 2>(x, i, rows, stride, n, f, c, cs);
+      default: integer_rows<BITS, BYTES, SUB, 1, 4>(x, i, rows, stride, n, f, c, cs);
     }
     i += block;
   }

@@ -2,6 +2,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "team.h"
+
 extern "C" struct KvAppendArgs {
   void* k_cache;         // [B, H, L, D]
   void* v_cache;         // [B, H, L, Dv]
@@ -16,8 +18,6 @@ extern "C" struct KvAppendArgs {
 
 namespace {
 
-constexpr int64_t SERIAL_NBYTES = 1 << 18;  // below it waking threads costs more than it saves
-
 void copy_rows(char* to, int64_t to_row, const char* from, int64_t from_row, int64_t rows, int64_t nbytes) {
   for (int64_t s = 0; s < rows; ++s) std::memcpy(to + s * to_row, from + s * from_row, size_t(nbytes));
 }
@@ -29,9 +29,8 @@ extern "C" int forebay_kv_append(const KvAppendArgs* a, float*, int64_t, int thr
   for (int64_t b = 0; b < a->batch; ++b)
     if (a->start[b] < 0 || a->start[b] + a->rows > a->length) return 1;
   const int64_t tasks = a->batch * a->heads;
-  const bool parallel = threads > 1 && tasks * a->rows * (a->k_nbytes + a->v_nbytes) > SERIAL_NBYTES;
-#pragma omp parallel for schedule(static) num_threads(threads) if (parallel)
-  for (int64_t i = 0; i < tasks; ++i) {
+  const int64_t copied_nbytes = tasks * a->rows * (a->k_nbytes + a->v_nbytes);
+  forebay::parallel_for(tasks, threads, copied_nbytes / 8, [&](int64_t i) {
     const int64_t b = i / a->heads, h = i % a->heads, at = a->start[b];
     copy_rows(static_cast<char*>(a->k_cache) + b * a->k_cache_batch + h * a->k_cache_head + at * a->k_cache_row,
               a->k_cache_row, static_cast<const char*>(a->k) + b * a->k_batch + h * a->k_head, a->k_row, a->rows,
@@ -39,6 +38,6 @@ extern "C" int forebay_kv_append(const KvAppendArgs* a, float*, int64_t, int thr
     copy_rows(static_cast<char*>(a->v_cache) + b * a->v_cache_batch + h * a->v_cache_head + at * a->v_cache_row,
               a->v_cache_row, static_cast<const char*>(a->v) + b * a->v_batch + h * a->v_head, a->v_row, a->rows,
               a->v_nbytes);
-  }
+  });
   return 0;
 }

@@ -1,7 +1,9 @@
 // Rows of x to packed groups and back (packing.py).
 #include <algorithm>
+#include <atomic>
 
 #include "groups.h"
+#include "team.h"
 
 using namespace forebay;
 
@@ -19,7 +21,6 @@ extern "C" struct QuantizeArgs {
 namespace {
 
 constexpr int64_t MAX_GROUP = 1024;
-constexpr int64_t SERIAL_ELEMENTS = 1 << 15;
 
 template <class S, class T> bool quantize_row(const QuantizeArgs& a, int64_t row) {
   alignas(64) float held[MAX_GROUP];
@@ -69,22 +70,24 @@ extern "C" int64_t forebay_quantize_max_group() { return MAX_GROUP; }
 // Needs contiguous columns, and a group of at most MAX_GROUP.
 extern "C" int forebay_quantize(const QuantizeArgs* a, float*, int64_t, int threads) {
   if (a->group > MAX_GROUP) return 1;
-  bool whole = true;
-#pragma omp parallel for reduction(&& : whole) num_threads(threads) if (threads > 1 && a->rows * a->k > SERIAL_ELEMENTS)
-  for (int64_t row = 0; row < a->rows; ++row)
-    whole = (a->scale_dtype == F16 ? quantize_any<f16>(*a, row) : quantize_any<bf16>(*a, row)) && whole;
-  *a->unheld = !whole;
+  std::atomic<bool> unheld{false};
+  parallel_parts(a->rows, threads, a->rows * a->k, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      if (!(a->scale_dtype == F16 ? quantize_any<f16>(*a, row) : quantize_any<bf16>(*a, row))) unheld = true;
+  });
+  *a->unheld = unheld;
   return 0;
 }
 
 // The inverse, into x. The same needs.
 extern "C" int forebay_dequantize(const QuantizeArgs* a, float*, int64_t, int threads) {
   if (a->group > MAX_GROUP) return 1;
-#pragma omp parallel for num_threads(threads) if (threads > 1 && a->rows * a->k > SERIAL_ELEMENTS)
-  for (int64_t row = 0; row < a->rows; ++row) {
-    if (a->dtype == F32) dequantize_any<float>(*a, row);
-    else if (a->dtype == BF16) dequantize_any<bf16>(*a, row);
-    else dequantize_any<f16>(*a, row);
-  }
+  parallel_parts(a->rows, threads, a->rows * a->k / 4, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      if (a->dtype == F32) dequantize_any<float>(*a, row);
+      else if (a->dtype == BF16) dequantize_any<bf16>(*a, row);
+      else dequantize_any<f16>(*a, row);
+    }
+  });
   return 0;
 }

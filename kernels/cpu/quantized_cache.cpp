@@ -1,7 +1,9 @@
-// A KV cache of packed groups along the head dimension: appending to it, and causal attention over it. Positions are
-// unpacked to fp32 in tiles on the stack; memory holds the packed rows only. Scales are fp16.
-#include "groups.h"
+// A KV cache of rotated rows, packed in groups along the head dimension: appending to it, and causal attention over it.
+// Positions are unpacked to fp32 in tiles on the stack, and stay rotated: queries are rotated to meet the keys, results
+// are rotated back. Memory holds the packed rows only. Scales are fp16.
+#include "cache_rows.h"
 #include "softmax_rows.h"
+#include "team.h"
 
 using namespace forebay;
 
@@ -36,8 +38,6 @@ namespace {
 
 constexpr int64_t ROWS = 32;           // query rows (positions x group of heads) per task
 constexpr int64_t KEYS = 64;           // cache positions per step
-constexpr int64_t MAX_HEAD_DIM = 256;  // 64 positions of 256 floats: 64 KiB of stack, beside as much for q and results
-constexpr int64_t SERIAL_ELEMENTS = 1 << 14;
 
 GroupFormat format_of(int64_t dim, int64_t group, int32_t bits) {
   return {group, (dim + group - 1) / group, bits, F16};
@@ -50,17 +50,20 @@ void append_row(const T* x, int64_t dim, int64_t group, int32_t bits, uint8_t* r
   f16* scales = reinterpret_cast<f16*>(row + f.codes_nbytes());
   f16* lows = reinterpret_cast<f16*>(row + f.codes_nbytes() + f.scales_nbytes());
   upcast(x, held, dim);
-  for (int64_t g = 0; g < f.count; ++g)
-    quantize_group(held + g * group, std::min(group, dim - g * group), group, bits, row + g * group * bits / 8,
-                   scales + g, lows + g);
+  rotate(held, dim, stored_factor(rotation_size(dim)));
+  for (int64_t g = 0; g < f.count; ++g) {
+    const int64_t n = std::min(group, dim - g * group);
+    uint8_t* codes = row + g * group * bits / 8;
+    quantize_group(held + g * group, n, group, bits, codes, scales + g, lows + g);
+    if (bits == 4) refit_group(held + g * group, n, codes, scales + g, lows + g);
+  }
   const int64_t used = f.codes_nbytes() + 2 * f.scales_nbytes();
   std::memset(row + used, 0, size_t(-used & 3));  // rows are padded to 4 bytes
 }
 
 template <class T> void append(const CacheAppendArgs& a, int threads) {
   const int64_t tasks = a.batch * a.heads;
-#pragma omp parallel for num_threads(threads) if (threads > 1 && tasks * a.rows * (a.k_dim + a.v_dim) > SERIAL_ELEMENTS)
-  for (int64_t i = 0; i < tasks; ++i) {
+  parallel_for(tasks, threads, tasks * a.rows * (a.k_dim + a.v_dim), [&](int64_t i) {
     const int64_t b = i / a.heads, h = i % a.heads, at = a.start[b];
     for (int64_t s = 0; s < a.rows; ++s) {
       append_row(static_cast<const T*>(a.k) + b * a.k_batch + h * a.k_head + s * a.k_row, a.k_dim, a.group, a.bits,
@@ -68,7 +71,7 @@ template <class T> void append(const CacheAppendArgs& a, int threads) {
       append_row(static_cast<const T*>(a.v) + b * a.v_batch + h * a.v_head + s * a.v_row, a.v_dim, a.group, a.bits,
                  a.v_cache + b * a.v_cache_batch + h * a.v_cache_head + (at + s) * a.v_cache_row);
     }
-  }
+  });
 }
 
 // One task: query rows [r0, r1) of one sequence and one KV head, row r being position r / group of head r % group.
@@ -78,9 +81,11 @@ template <class T> void run_task(const CacheAttentionArgs& a, int64_t b, int64_t
   const int64_t group = a.heads / a.kv_heads, d = a.head_dim, ds = (d + VL - 1) / VL * VL, m = r1 - r0;
   const int64_t start = a.start[b];
   const GroupFormat f = format_of(d, a.group, a.bits);
+  const float unrotated = read_factor(rotation_size(d));
   for (int64_t i = 0; i < m; ++i) {
     const int64_t s = (r0 + i) / group, h = kv * group + (r0 + i) % group, high = start + s + 1;
     upcast(static_cast<const T*>(a.q) + b * a.q_batch + h * a.q_head + s * a.q_row, q + i * d, d);
+    rotate(q + i * d, d, unrotated);
     rows[i] = {a.window > 0 ? std::max<int64_t>(0, high - a.window) : 0, high,
                -std::numeric_limits<float>::infinity(), 0.0f};
   }
@@ -104,6 +109,7 @@ template <class T> void run_task(const CacheAttentionArgs& a, int64_t b, int64_t
   for (int64_t i = 0; i < m; ++i) {
     const int64_t s = (r0 + i) / group, h = kv * group + (r0 + i) % group;
     T* out = static_cast<T*>(a.out) + b * a.out_batch + s * a.out_row + h * a.out_head;
+    rotate(o + i * ds, d, unrotated);
     for (int64_t j = 0; j < d; ++j) store_one(out + j, o[i * ds + j] / rows[i].sum);
   }
 }
@@ -111,11 +117,13 @@ template <class T> void run_task(const CacheAttentionArgs& a, int64_t b, int64_t
 template <class T> void attend(const CacheAttentionArgs& a, int threads) {
   const int64_t rows = a.queries * (a.heads / a.kv_heads), blocks = (rows + ROWS - 1) / ROWS;
   const int64_t tasks = a.batch * a.kv_heads * blocks;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (tasks > 1 && threads > 1)
-  for (int64_t i = 0; i < tasks; ++i) {
+  int64_t keys = 0;
+  for (int64_t b = 0; b < a.batch; ++b) keys += a.start[b] + a.queries;
+  // 4 products a ns, and each key and value unpacked once a task.
+  parallel_for(tasks, threads, keys * (a.queries * a.heads + 2 * a.kv_heads * blocks) * a.head_dim / 4, [&](int64_t i) {
     const int64_t block = blocks - 1 - i % blocks, head = i / blocks;  // the longest block of a head comes first
     run_task<T>(a, head / a.kv_heads, head % a.kv_heads, block * ROWS, std::min(rows, (block + 1) * ROWS));
-  }
+  });
 }
 
 bool inside(const int64_t* start, int64_t batch, int64_t rows, int64_t length) {

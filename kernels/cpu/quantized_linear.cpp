@@ -5,6 +5,7 @@
 #include "finish.h"
 #include "groups.h"
 #include "integer_dot.h"
+#include "team.h"
 
 using namespace forebay;
 
@@ -26,8 +27,6 @@ constexpr int64_t M_BLOCK = 64;
 constexpr int64_t MAX_CHUNK = 256;         // weight rows per task
 constexpr int64_t CHUNK_NBYTES = 1 << 16;  // packed bytes per task: small beside L2, and a task takes some 5 µs
 constexpr int64_t PRODUCTS = 4096;         // results that a task holds
-constexpr int64_t SERIAL_MACS = 1 << 18;   // below it waking threads (9 µs) costs more than it saves
-constexpr int64_t SERIAL_ELEMENTS = 1 << 15;
 constexpr int64_t UNPACK_ROWS = 8, UNPACK_K = 512;  // 16 KiB of fp32 weights at a time
 
 float bias_at(const QuantizedLinearArgs& a, int64_t n) {
@@ -98,9 +97,9 @@ void run_block(const QuantizedLinearArgs& a, const Work& work, int64_t m0, int64
   const int64_t fitting = std::min({MAX_CHUNK, PRODUCTS / m, std::max<int64_t>(unit, CHUNK_NBYTES / a.rows_stride)});
   const int64_t chunk = std::min((share + unit - 1) / unit, fitting / unit) * unit;
   const int64_t chunks = (a.n + chunk - 1) / chunk;
-  const bool parallel = threads > 1 && m * a.n * a.k > SERIAL_MACS;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (parallel)
-  for (int64_t i = 0; i < chunks; ++i) run_chunk(a, work, m0, m1, i * chunk, std::min(a.n, (i + 1) * chunk));
+  parallel_for(chunks, threads, m * a.n * a.k / 32 + a.n * a.k / 32, [&](int64_t i) {  // 32 products, codes a ns
+    run_chunk(a, work, m0, m1, i * chunk, std::min(a.n, (i + 1) * chunk));
+  });
 }
 
 void run_float(const QuantizedLinearArgs& a, Work work, int64_t m0, int64_t m1, float* x, int threads) {
@@ -110,9 +109,9 @@ void run_float(const QuantizedLinearArgs& a, Work work, int64_t m0, int64_t m1, 
     work.x = static_cast<const float*>(a.x) + m0 * a.x_stride;
     work.xs = a.x_stride;
   } else {
-    const bool parallel = threads > 1 && (m1 - m0) * a.k > SERIAL_ELEMENTS;
-#pragma omp parallel for num_threads(threads) if (parallel)
-    for (int64_t m = m0; m < m1; ++m) upcast_row(a, m, x + (m - m0) * a.k);
+    parallel_parts(m1 - m0, threads, (m1 - m0) * a.k / 8, [&](int64_t begin, int64_t end) {
+      for (int64_t m = begin; m < end; ++m) upcast_row(a, m0 + m, x + m * a.k);
+    });
     work.x = x;
     work.xs = a.k;
   }
@@ -140,10 +139,9 @@ void run_integer(const QuantizedLinearArgs& a, Work work, int64_t m0, int64_t m1
   rows.values = reinterpret_cast<uint8_t*>(scratch + 2 * m * rows.g8);
   float* spare = scratch + 2 * m * rows.g8 + m * rows.k * a.integer_nbytes / 4;
   bool left[M_BLOCK];
-  const bool parallel = threads > 1 && m * a.k > SERIAL_ELEMENTS;
-#pragma omp parallel for num_threads(threads) if (parallel)
-  for (int64_t i = 0; i < m; ++i)
+  parallel_for(m, threads, m * a.k / 2, [&](int64_t i) {
     left[i] = !(a.integer_nbytes == 2 ? round_any<2>(a, rows, m0 + i, i, m) : round_any<1>(a, rows, m0 + i, i, m));
+  });
   work.left = left;
   run_block(a, work, m0, m1, threads);
   work.left = nullptr;

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "team.h"
 #include "vector_math.h"
 
 using namespace forebay;
@@ -31,8 +32,6 @@ extern "C" struct RotaryArgs {
 };
 
 namespace {
-
-constexpr int64_t SERIAL_ELEMENTS = 1 << 15;  // below it waking threads costs more than it saves
 
 template <class T> FB_INLINE float sum_of_squares(const T* x, int64_t n) {
   vf sum[4] = {};
@@ -64,11 +63,11 @@ template <class T> void rms_norm_row(const T* x, const T* weight, T* out, int64_
 }
 
 template <class T> void rms_norm(const RmsNormArgs& a, int threads) {
-  const bool parallel = threads > 1 && a.rows > 1 && a.rows * a.columns > SERIAL_ELEMENTS;
-#pragma omp parallel for schedule(static) num_threads(threads) if (parallel)
-  for (int64_t r = 0; r < a.rows; ++r)
-    rms_norm_row(static_cast<const T*>(a.x) + r * a.x_row, static_cast<const T*>(a.weight),
-                 static_cast<T*>(a.out) + r * a.out_row, a.columns, a.eps);
+  parallel_parts(a.rows, threads, a.rows * a.columns / 4, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      rms_norm_row(static_cast<const T*>(a.x) + r * a.x_row, static_cast<const T*>(a.weight),
+                   static_cast<T*>(a.out) + r * a.out_row, a.columns, a.eps);
+  });
 }
 
 // out[j] = x[j] cos[j] + turned[j] sin[j] for j < n, turned negated or not.
@@ -106,9 +105,8 @@ template <class T> void rotary_rows(const RotaryArgs& a, int64_t r0, int64_t r1)
 
 template <class T> void rotary(const RotaryArgs& a, int threads) {
   const int64_t rows = a.batch * a.heads * a.queries;
-  const int64_t parts = rows * a.head_dim > SERIAL_ELEMENTS ? std::min<int64_t>(threads, rows) : 1;
-#pragma omp parallel for schedule(static) num_threads(threads) if (parts > 1)
-  for (int64_t i = 0; i < parts; ++i) rotary_rows<T>(a, rows * i / parts, rows * (i + 1) / parts);
+  parallel_parts(rows, threads, rows * a.head_dim / 2,
+                 [&](int64_t begin, int64_t end) { rotary_rows<T>(a, begin, end); });
 }
 
 }  // namespace

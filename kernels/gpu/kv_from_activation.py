@@ -45,14 +45,20 @@ def load_activation(
     BITS: tl.constexpr, GROUP: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Features k0 .. k0 + BK - 1 of tokens in fp32; 0 where there is none."""
-    k = k0 + tl.arange(0, BK)
-    mask = present[:, None] & (k < features)[None, :]
-    x = tl.load(ptr + (token * stride)[:, None] + k[None, :], mask=mask, other=0).to(tl.float32)
-    if BITS != 0:
+    mask = present[:, None] & (k0 + tl.arange(0, BK) < features)[None, :]
+    if BITS == 0:
+        k = k0 + tl.arange(0, BK)
+        x = tl.load(ptr + (token * stride)[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32)
+    else:
+        # Rows are whole groups: beyond the features codes are there.
+        byte = k0 * BITS // 8 + tl.arange(0, BK * BITS // 8)
+        code = tl.load(ptr + (token * stride)[:, None] + byte[None, :], mask=present[:, None], other=0)
+        if BITS == 4:
+            code = tl.interleave(code & 15, code >> 4)
         at = token * stride_scale + k0 // GROUP
         scale = tl.load(scale_ptr + at, mask=present, other=0.0).to(tl.float32)
         low = tl.load(low_ptr + at, mask=present, other=0.0).to(tl.float32)
-        x = tl.where(mask, x * scale[:, None] + low[:, None], 0.0)
+        x = tl.where(mask, code.to(tl.float32) * scale[:, None] + low[:, None], 0.0)
     return x
 
 
@@ -218,10 +224,10 @@ def unpack(rows: Tensor, features: int, bits: int, group: int, scale_dtype: torc
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-def tile(tokens: int, lanes: int, weight_group: int) -> Tile:
-    """The tile for so many tokens; its features divide the weight's groups (0: not quantised)."""
+def tile(tokens: int, lanes: int, *groups: int) -> Tile:
+    """The tile for so many tokens; its features divide the groups of what is quantised (0: it is not)."""
     chosen = TILES["few" if tokens <= 16 else "many" if lanes <= 128 else "wide"]
-    return chosen._replace(features=min(chosen.features, weight_group)) if weight_group else chosen
+    return chosen._replace(features=min([chosen.features, *filter(None, groups)]))
 
 
 def kv_from_activation(
@@ -237,7 +243,7 @@ def kv_from_activation(
     if slots.numel() == 0:
         return
     view = paged_view(pool, layout)
-    chosen = tile(slots.numel(), view.constants["DP"], k_weight.group if k_weight.bits else 0)
+    chosen = tile(slots.numel(), view.constants["DP"], *(m.group if m.bits else 0 for m in (x, k_weight)))
     weights = [part for w in (k_weight, v_weight) for part in (w.data, w.scale, w.low)]
     strides: list[int] = []
     for w in (k_weight, v_weight):
@@ -257,16 +263,17 @@ def kv_from_activation(
 
 def _case(
     name: str, dtype: str, tokens: int, features: int, kv_heads: int, dim: int, norm: str, rotary: bool,
-    format: str = "native", weights: str = "native", act8: bool = False,
+    format: str = "native", weights: str = "native", activation: str = "native",
 ) -> AuditCase:  # fmt: skip
     torch_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
     layout = BlockLayout(64, kv_heads, dim, format, torch_dtype)
     view = paged_view(torch.empty(1, layout.record_nbytes, dtype=torch.uint8), layout)
     w_bits, w_group = packing.WEIGHT_FORMATS.get(weights, (0, 1))
-    chosen = tile(tokens, view.constants["DP"], w_group if w_bits else 0)
+    x_bits, x_group = packing.ACTIVATION_FORMATS.get(activation, (0, 1))
+    chosen = tile(tokens, view.constants["DP"], x_group if x_bits else 0, w_group if w_bits else 0)
     bias = norm == "layer"
     present = {
-        "x_ptr": True, "x_scale_ptr": act8, "x_low_ptr": act8, "slots_ptr": True,
+        "x_ptr": True, "x_scale_ptr": bool(x_bits), "x_low_ptr": bool(x_bits), "slots_ptr": True,
         "k_weight_ptr": True, "k_scale_ptr": bool(w_bits), "k_low_ptr": bool(w_bits),
         "v_weight_ptr": True, "v_scale_ptr": bool(w_bits), "v_low_ptr": bool(w_bits),
         "norm_weight_ptr": bool(norm), "norm_bias_ptr": bias, "k_bias_ptr": bias, "v_bias_ptr": bias,
@@ -274,7 +281,9 @@ def _case(
         "k_pairs_ptr": bool(layout.bits), "v_pairs_ptr": bool(layout.bits),
     }  # fmt: skip
     kinds = dict.fromkeys(present, f"*{dtype}") | {"slots_ptr": "*i64", "k_pairs_ptr": "*i32", "v_pairs_ptr": "*i32"}
-    stored = {"x_ptr": act8, "k_weight_ptr": w_bits, "v_weight_ptr": w_bits, "k_ptr": layout.bits, "v_ptr": layout.bits}
+    kinds |= dict.fromkeys(("x_scale_ptr", "x_low_ptr"), "*fp16")
+    stored = {"x_ptr": x_bits} | dict.fromkeys(("k_weight_ptr", "v_weight_ptr"), w_bits)
+    stored |= dict.fromkeys(("k_ptr", "v_ptr"), layout.bits)
     kinds |= {n: "*u8" for n, quantised in stored.items() if quantised}
     signature = {n: kinds[n] if there else "constexpr" for n, there in present.items()}
     strides = (
@@ -288,12 +297,12 @@ def _case(
     signature |= dict.fromkeys(ones, "constexpr")
     constants |= dict.fromkeys(ones, 1)
     constants |= {
-        "NORM": NORMS[norm], "X_BITS": 8 if act8 else 0, "X_GROUP": 128 if act8 else 1, "W_BITS": w_bits,
+        "NORM": NORMS[norm], "X_BITS": x_bits, "X_GROUP": x_group, "W_BITS": w_bits,
         "W_GROUP": w_group, "ROTARY": dim if rotary else 0, "BM": chosen.tokens, "BK": chosen.features,
         "dtype": TRITON_DTYPES[torch_dtype],
     }  # fmt: skip
     row = packing.row_nbytes(features, w_bits, w_group) if w_bits else 2 * features
-    x_row = packing.row_nbytes(features, 8, 128) if act8 else 2 * features
+    x_row = packing.row_nbytes(features, x_bits, x_group) if x_bits else 2 * features
     # 1024 activations and one head's weights stay in L2 while its programs run: counted is what crosses from memory.
     nbytes = 2 * kv_heads * dim * row + tokens * (x_row + 8 + kv_heads * layout.position_nbytes)
     loose = ("ksh", "ksn", "vsh", "vsn", "xss", "x_scale_ptr", "x_low_ptr", *ones)
@@ -321,7 +330,8 @@ def audit_cases() -> list[AuditCase]:
         _case("llama", "bf16", 1024, 4096, 32, 128, "rms", True),
         _case("llama-few", "bf16", 16, 4096, 32, 128, "rms", True),
         _case("llama-kv8", "bf16", 1024, 4096, 32, 128, "rms", True, format="kv8"),
-        _case("opt-act8-kv4", "fp16", 1024, 7168, 56, 128, "layer", False, format="kv4", act8=True),
+        _case("opt-act8-kv4", "fp16", 1024, 7168, 56, 128, "layer", False, format="kv4", activation="act8"),
         _case("llama-w4", "bf16", 1024, 4096, 32, 128, "rms", True, weights="w4g64"),
-        _case("opt-w4-act8", "fp16", 1024, 7168, 56, 128, "layer", False, weights="w4g128", act8=True),
+        _case("opt-w4-act8", "fp16", 1024, 7168, 56, 128, "layer", False, weights="w4g128", activation="act8"),
+        _case("llama-act8", "bf16", 1024, 4096, 32, 128, "rms", True, activation="act8"),
     ]

@@ -41,6 +41,17 @@ def group_range(x, valid, dtype: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def group_codes(groups, valid, scale, low, BITS: tl.constexpr):
+    """int32 codes of fp32 groups [N, G] in their ranges [N]; 0 where not valid or the scale is not positive."""
+    step = scale.to(tl.float32)[:, None] + tl.zeros(groups.shape, tl.float32)
+    ratio = tl.div_rn(groups - low.to(tl.float32)[:, None], tl.where(step > 0.0, step, 1.0))
+    # adding and taking away 1.5 * 2^23 rounds to the nearest number, ties to even
+    nearest = (ratio + 12582912.0) - 12582912.0
+    nearest = tl.minimum(tl.maximum(nearest, 0.0), ((1 << BITS) - 1) * 1.0)
+    return tl.where(valid & (step > 0.0), nearest, 0.0).to(tl.int32)
+
+
+@triton.jit
 def quantize_heads(
     x, dtype: tl.constexpr, HEADS: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr,
@@ -51,12 +62,7 @@ def quantize_heads(
     valid = tl.reshape(held[None, :] & (tl.zeros((HEADS, DP), tl.int32) == 0), (ROWS, GP))
     groups = tl.reshape(x, (ROWS, GP))
     scale, low = group_range(groups, valid, dtype, BITS)
-    step = scale.to(tl.float32)[:, None] + tl.zeros((ROWS, GP), tl.float32)
-    ratio = tl.div_rn(groups - low.to(tl.float32)[:, None], tl.where(step > 0.0, step, 1.0))
-    # adding and taking away 1.5 * 2^23 rounds to the nearest number, ties to even
-    nearest = (ratio + 12582912.0) - 12582912.0
-    nearest = tl.minimum(tl.maximum(nearest, 0.0), ((1 << BITS) - 1) * 1.0)
-    codes = tl.where(valid & (step > 0.0), nearest, 0.0).to(tl.int32)
+    codes = group_codes(groups, valid, scale, low, BITS)
     if BITS == 4:
         first, second = tl.split(tl.reshape(codes, (HEADS * DP // 2, 2)))
         codes = first | (second << 4)

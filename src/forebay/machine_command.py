@@ -14,6 +14,8 @@ from forebay.terminal import clean_errors, console, progress_bar
 if TYPE_CHECKING:
     from forebay.rewriter.machine import Machine
 
+SHOWN_M = (1, 8, 64)  # of the rows that products were measured for
+
 
 def machine_command(
     folder: Annotated[Path, typer.Option(help="Where the disk tier would be.")] = Path("."),
@@ -41,9 +43,19 @@ def machine_command(
             how = f"{link.method}, {link.depth} in flight of {format_nbytes(link.chunk_nbytes)}" if link.chunk_nbytes \
                 else link.method
             print(f"link {link.src + ' to ' + link.dst:<18}{link.bandwidth_bytes_per_s / 1e9:6.2f} GB/s, "
-                  f"{1e6 * link.latency_s:7.1f} us  ({how}; fit {link.r2:.3f})")
-        kinds = sorted({(p.dtype, p.impl) for p in found.gemm})
-        print("matrix products measured: " + ", ".join(f"{impl} in {dtype}" for dtype, impl in kinds))
+                  f"{1e6 * link.latency_s:7.1f} us  ({how}; R2 {link.r2:.3f})")
+        c = found.contention
+        print(f"side by side: products take {c.flops_slowed:.2f}x (bound by memory: {c.memory_slowed:.2f}x) as long "
+              f"while the disk is read, reads {c.link_beside_flops:.2f}x ({c.link_beside_memory:.2f}x)")
+        print("products, time = a + b n + c n k, for m rows of x:")
+        for (impl, dtype), fits in found.gemm_fits().items():
+            shown = [f"m {m}: {1e6 * fit.intercept_s:.0f} us + {1e9 * fit.slopes_s[0]:.0f} ns n + "
+                     f"{1e12 * fit.slopes_s[1]:.0f} ps n k (R2 {fit.r2:.3f})" for m, fit in fits.items()
+                     if m in SHOWN_M]
+            print(f"  {impl + ' ' + dtype:<16}" + "; ".join(shown))
+        for dtype, fit in found.attention_fits().items():
+            print(f"attention {dtype}: {1e6 * fit.intercept_s:.0f} us + {1e12 * fit.slopes_s[0]:.1f} ps per operation"
+                  f" + {1e12 * fit.slopes_s[1]:.0f} ps per byte of K and V (R2 {fit.r2:.3f})")
         print(f"kept in {machine_cache_path()}; --measure measures anew")
 
 
@@ -60,7 +72,7 @@ def machine_profile(file: Path | None, folder: Path) -> Machine:
             raise PlanError(str(error)) from error
     if not machine_cache_path().exists():
         return _measure(folder, quick=True)
-    with console().status("reading the machine profile (measured anew, in about 10 s, if the machine has changed)"):
+    with console().status("reading the machine profile (measured anew, in about 15 s, if the machine has changed)"):
         return cached_machine(_writable(folder))
 
 

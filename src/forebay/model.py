@@ -59,7 +59,7 @@ def wrap(
     plan is made for; `generate` plans anew for calls that need more. `machine` is what `forebay machine` measured; by
     default the profile it has kept, or else a cautious guess. `slots`, `slot_nbytes`, `lead` and
     `prefill_chunk` force choices that are otherwise the planner's. `cache` is the KV cache's format: native, kv8 or
-    kv4 (groups along the head dimension). `plan` replays a saved plan.
+    kv4 (rotated rows, groups along the head dimension). `plan` replays a saved plan.
 
     Raises PlanError for a budget that cannot work, CheckpointError for files that cannot be used, CaptureError for an
     architecture that is not supported.

@@ -177,10 +177,12 @@ def explain(
 def show_plan(made: Plan, captured: CapturedModel | None = None) -> None:
     """Print a plan to stdout: on a terminal with its layers as a table, elsewhere as plain text."""
     from forebay.rewriter.explain import COLUMNS, explain_plan, layer_rows, summarise_plan
+    from forebay.rewriter.plan_advice import advise
     from forebay.rewriter.sizes import format_nbytes
 
+    advice = "\n".join(f"{'advice' if i == 0 else '':<12}{line}" for i, line in enumerate(advise(made)))
     if not sys.stdout.isatty():
-        print(explain_plan(made, captured))
+        print(explain_plan(made, captured), *filter(None, [advice]), sep="\n")
         return
     from rich.console import Console
     from rich.table import Table
@@ -202,3 +204,5 @@ def show_plan(made: Plan, captured: CapturedModel | None = None) -> None:
     terminal = Console(highlight=False)
     terminal.print(summarise_plan(made), markup=False, soft_wrap=True)
     terminal.print(table)
+    if advice:
+        terminal.print(advice, markup=False, soft_wrap=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import scipy.linalg
 import torch
 from torch import Tensor
 
-from forebay.kernels import attention, attention_q, kv_append_q, native, packing
+from forebay.kernels import attention, attention_q, kv_append_q, native, packing, quantize
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
@@ -43,25 +44,72 @@ def test_append_writes_the_bits_of_the_reference(
 ) -> None:
     for dim, group in ((20, 20), (37, 12), (64, 64), (3, 4)):
         args = make(start, new, bits, dim, group, dtype)
-        args[2][0, 0, 0, 1:] = args[2][0, 0, 0, 0]  # a constant group
+        args[2][0, 0, 0] = 0  # a constant group, rotated or not
         want = kv_append_q.reference(*args)
         kv_append_q.kv_append_q(*args)
         assert torch.equal(args[0], want[0]) and torch.equal(args[1], want[1])
-        read = kv_append_q.unpack(args[0], dim, bits, group)
         for b, begin in enumerate(start):
-            k, got = args[2][b].float(), read[b, :, begin : begin + new]
-            scale = packing.unpack_rows(args[0][b, :, begin : begin + new], dim, bits, group, torch.float16)[1]
-            step = scale.float().repeat_interleave(group, -1)[..., :dim]
-            assert ((got - k).abs() <= step * (0.5 + 1e-4) + 1e-6).all()
+            k = args[2][b].float() @ rotation(dim)
+            found = packing.unpack_rows(args[0][b, :, begin : begin + new], dim, bits, group, torch.float16)
+            got = quantize.dequantize_reference(*found, bits, group, -1, dim)
+            step = found[1].float().repeat_interleave(group, -1)[..., :dim]
+            if bits == 8:
+                assert ((got - k).abs() <= step * (0.5 + 1e-4) + 1e-6).all()
+            plain = quantize.reference(k.reshape(-1, dim), bits, group, 1, torch.float16)
+            bound = (quantize.dequantize_reference(*plain, bits, group, 1, dim) - k.reshape(-1, dim)).square()
+            left = (got.reshape(-1, dim) - k.reshape(-1, dim)).square()
+            for i in range(0, dim, group):
+                assert (left[:, i : i + group].sum(1) <= bound[:, i : i + group].sum(1) * (1 + 1e-4) + 1e-9).all()
+
+
+def rotation(dim: int) -> Tensor:
+    """What a row is multiplied by before it is quantised: a Hadamard matrix, scaled, in every block."""
+    size = next(s for s in (32, 16, 8, 4, 2, 1) if dim % s == 0)
+    factor = {1: 1.0, 2: 0.5, 4: 0.5, 8: 0.25, 16: 0.25, 32: 0.125}[size]
+    block = torch.from_numpy(scipy.linalg.hadamard(size)).float() * factor
+    return torch.block_diag(*[block] * (dim // size))
+
+
+@pytest.mark.parametrize("dim", (1, 6, 12, 40, 64, 80, 96, 112, 128, 256))
+def test_rows_are_rotated_by_orthogonal_blocks(path: str, dim: int) -> None:
+    """8-bit rows read back near the original, so what `unpack` undoes is what the rows hold."""
+    group = packing.cache_group_size(dim, 8)
+    args = make([2], 3, 8, dim, group)
+    kv_append_q.kv_append_q(*args)
+    rows = args[1][0, :, 2:5]
+    held = quantize.dequantize_reference(*packing.unpack_rows(rows, dim, 8, group, torch.float16), 8, group, -1, dim)
+    assert (held - args[3][0] @ rotation(dim)).abs().max() < 0.02
+    assert (kv_append_q.unpack(rows, dim, 8, group) - args[3][0]).abs().max() < 0.1
+
+
+def test_four_bits_bear_a_channel_ten_times_as_large(path: str) -> None:
+    """The error of the other channels stays within 0.6 of what groups of plain rows leave, and fitting lowers it."""
+    args = make([0], 64, 4, 64, 32)
+    k = args[2]
+    k[..., [5, 40]] += 12.0
+    kv_append_q.kv_append_q(*args)
+
+    def error(read: Tensor) -> float:
+        return (read.view(-1, 64) - k.reshape(-1, 64)).square().mean().item()
+
+    def rounded(x: Tensor) -> Tensor:
+        parts = quantize.reference(x.reshape(-1, 64), 4, 32, 1, torch.float16)
+        return quantize.dequantize_reference(*parts, 4, 32, 1, 64)
+
+    turn = rotation(64)
+    found, rotated = error(kv_append_q.unpack(args[0][:, :, :64], 64, 4, 32)), error(rounded(k @ turn) @ turn.inverse())
+    assert found < 0.6 * error(rounded(k)) and found < 0.95 * rotated
 
 
 def test_what_cannot_be_held_reads_back_as_nan(path: str) -> None:
-    args = make([0], 4, 8, dim=8, group=4)
+    """A rotation spreads it over its block of 32."""
+    args = make([0], 4, 8, dim=64, group=32)
     k = args[2]
-    k[0, 0, 0, 1], k[0, 0, 1, 2], k[0, 1, 2, 5], k[0, 1, 3, 0] = torch.nan, torch.inf, -torch.inf, 1e30
+    k[0, 0, 0, 1], k[0, 0, 1, 2], k[0, 1, 2, 45], k[0, 1, 3, 0] = torch.nan, torch.inf, -torch.inf, 1e30
     kv_append_q.kv_append_q(*args)
-    lost = kv_append_q.unpack(args[0][:, :, :4], 8, 8, 4).isnan().view(2, 4, 2, 4).all(-1)
-    assert lost.nonzero().tolist() == [[0, 0, 0], [0, 1, 0], [1, 2, 1], [1, 3, 0]]
+    lost = kv_append_q.unpack(args[0][:, :, :4], 64, 8, 32).isnan().view(2, 4, 2, 32)
+    assert torch.equal(lost.all(-1), lost.any(-1))
+    assert lost.all(-1).nonzero().tolist() == [[0, 0, 0], [0, 1, 0], [1, 2, 1], [1, 3, 0]]
 
 
 @pytest.mark.parametrize(
@@ -159,11 +207,13 @@ def test_attention_refuses_by_name(path: str, argument: str, bad: Tensor) -> Non
 
 def test_usual_groups_divide_heads_and_waste_little() -> None:
     for dim in range(1, 300):
-        group = packing.cache_group_size(dim)
-        assert group % 4 == 0 and group <= 64
-        assert packing.group_count(dim, group) == packing.group_count(dim, 64)
-    assert [packing.cache_row_nbytes(64, bits) for bits in (4, 8)] == [36, 68]
-    assert [packing.cache_row_nbytes(128, bits) for bits in (4, 8)] == [72, 136]
+        four, eight = (packing.cache_group_size(dim, bits) for bits in (4, 8))
+        assert four % 4 == eight % 4 == 0 and four <= 48 and eight <= 64
+        assert packing.group_count(dim, eight) == packing.group_count(dim, 64)
+        assert packing.cache_row_nbytes(dim, 4) <= 0.625 * dim + 20
+    assert [packing.cache_row_nbytes(64, bits) for bits in (4, 8)] == [40, 68]
+    assert [packing.cache_row_nbytes(128, bits) for bits in (4, 8)] == [80, 136]
+    assert [packing.cache_row_nbytes(dim, 4) for dim in (80, 96, 256)] == [48, 60, 160]
 
 
 @pytest.mark.parametrize("bits", (4, 8))
@@ -177,6 +227,6 @@ def test_opcheck(bits: int) -> None:
 
 
 def test_stack_of_the_native_kernel_is_what_is_stated() -> None:
-    source = (native.SOURCE_FOLDER / "quantized_cache.cpp").read_text()
+    source = "".join((native.SOURCE_FOLDER / name).read_text() for name in ("quantized_cache.cpp", "cache_rows.h"))
     rows, keys, dim = (int(source.split(f"{name} = ")[1].split(";")[0]) for name in ("ROWS", "KEYS", "MAX_HEAD_DIM"))
     assert 4 * (2 * rows * dim + rows * keys + keys * dim) == attention_q.NATIVE_NBYTES

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.rewriter.machine import (
+    Contention,
     GemmPoint,
     Machine,
     fit_link,
+    fit_times,
     load_machine,
     machine_from_json,
     save_machine,
@@ -45,6 +47,9 @@ def test_json_round_trip(tmp_path: Path) -> None:
         (("dispatch_s",), float("inf"), "dispatch_s"),
         (("versions", "torch"), 2, "versions.torch"),
         (("format",), 99, "format"),
+        (("format",), 1, "format"),
+        (("contention", "memory_slowed"), 0.5, "contention.memory_slowed"),
+        (("choice_elements_per_s",), -1.0, "choice_elements_per_s"),
         (("colour",), "red", "colour"),
     ],
 )
@@ -116,13 +121,28 @@ def test_fit_recovers_a_line(bandwidth: float, latency: float) -> None:
 
 def test_fit_keeps_latency_at_zero_and_tells_noise() -> None:
     bandwidth, latency, r2 = fit_link([(100, 0.5), (200, 2.0), (300, 3.5)])
-    assert latency == 0.0
-    assert bandwidth == pytest.approx((100**2 + 200**2 + 300**2) / (50 + 400 + 1050))
-    assert r2 < 0.99
+    assert latency == 0.0 and r2 < 0.99
+    assert bandwidth == pytest.approx((200**2 + 100**2 + (300 / 3.5) ** 2) / (200 + 100 + 300 / 3.5))
     with pytest.raises(ValueError, match="two sizes"):
         fit_link([(100, 1.0), (100, 2.0)])
-    bandwidth, latency, r2 = fit_link([(100, 2.0), (200, 1.0)])
-    assert bandwidth == pytest.approx(50_000 / 400) and latency == 0.0 and r2 < 0
+    _, latency, r2 = fit_link([(100, 2.0), (200, 1.0)])
+    assert latency == 0.0 and r2 < 0
+
+
+@given(st.floats(0, 1e-3), st.floats(0, 1e-6), st.floats(1e-12, 1e-9))
+def test_fit_recovers_several_slopes(constant: float, per_row: float, per_element: float) -> None:
+    shapes = [(2048, 2048), (256, 512), (4096, 512), (1024, 4096), (64, 64)]
+    points = [((float(n), float(n * k)), constant + per_row * n + per_element * n * k) for n, k in shapes]
+    fit = fit_times(points)
+    for x, time_s in points:
+        assert fit.time_s(*x) == pytest.approx(time_s, rel=1e-3)
+    assert fit.r2 > 0.999 and min(fit.intercept_s, *fit.slopes_s) >= 0
+
+
+def test_what_copies_and_products_do_to_each_other_lies_between_what_was_measured() -> None:
+    contention = Contention(1.6, 1.2, 1.4, 1.0)
+    assert (contention.slowed(0), contention.slowed(1), contention.slowed(9)) == (1.2, 1.6, 1.6)
+    assert contention.slows(0.5) == pytest.approx(1.2)
 
 
 def test_gemm_times_meet_measured_points_and_scale() -> None:
@@ -137,8 +157,8 @@ def test_gemm_times_meet_measured_points_and_scale() -> None:
     assert machine.gemm_time_s("a", "float32", 16, 100, 100) == pytest.approx(4.0)
     assert machine.gemm_time_s("a", "float32", 4, 100, 100) == pytest.approx(2.0), "half way in log m"
     assert machine.gemm_time_s("a", "float32", 32, 100, 100) == pytest.approx(8.0), "in proportion beyond"
-    assert machine.gemm_time_s("a", "float32", 1, 700, 100) == pytest.approx(6.0 * 700 / 800), "nearest shape"
-    assert machine.gemm_time_s("a", "float32", 1, 100, 120) == pytest.approx(1.2)
+    assert machine.gemm_time_s("a", "float32", 1, 450, 100) == pytest.approx(3.5), "half way between two sizes"
+    assert machine.gemm_time_s("b", "float32", 1, 100, 120) == pytest.approx(2.4), "in proportion to a single one"
     assert machine.best_gemm("float32", 1, 100, 100) == "a"
     assert machine.best_gemm("float32", 16, 100, 100) == "b"
     with pytest.raises(KeyError, match="no GEMM measured for a/int8; it has: a/float32, b/float32"):

@@ -36,7 +36,7 @@ from forebay.rewriter.program import (
     span_of,
 )
 from forebay.rewriter.verify import ProgramError, verify_program
-from forebay.runtime.virtual import VirtualDevice, run_virtually
+from forebay.runtime.virtual import Cost, CostOf, VirtualDevice, run_virtually
 
 DEAD = "dead"  # what a Release leaves behind, as FOREBAY_POISON does
 
@@ -263,9 +263,11 @@ def work(label: str) -> Launch:
     return Launch(COMPUTE, "op", (), {}, (), (), (), label)
 
 
-def run(*step: Item, inline: bool = True, steps: int = 1) -> tuple[list[float], dict[str, tuple[float, float]]]:
+def run(
+    *step: Item, inline: bool = True, steps: int = 1, cost: CostOf | None = None
+) -> tuple[list[float], dict[str, tuple[float, float]]]:
     program = Program("p", step, (), {"device": 8}, {})
-    ends, device = run_virtually(program, lambda i: 2.0 if isinstance(i, Copy) else 3.0, steps, inline)
+    ends, device = run_virtually(program, cost or (lambda i: Cost(2.0 if isinstance(i, Copy) else 3.0)), steps, inline)
     return ends, {label: (start, end) for _, label, start, end in device.spans}
 
 
@@ -288,8 +290,25 @@ def test_steps_follow_each_other() -> None:
     assert ends == [5, 10, 15]
 
 
+def test_copies_and_launches_slow_each_other_while_both_run() -> None:
+    """A launch of 3 s that copies slow to half, and that slows copies to half: a copy of 2 s takes 4 beside it, in
+    which the launch does 2 s of its work."""
+    step = (copy("a"), Record(DISK, 1), work("x"), Wait(COMPUTE, 1), work("y"))
+    ends, spans = run(*step, cost=lambda i: Cost(2.0) if isinstance(i, Copy) else Cost(3.0, 2.0, 2.0))
+    assert spans == {"a": (0, 4), "x": (0, 5), "y": (5, 8)} and ends == [8]
+    _, spans = run(copy("a"), copy("b"), Record(DISK, 1), Wait(COMPUTE, 1), work("x"),
+                   cost=lambda i: Cost(2.0, latency_s=0.5) if isinstance(i, Copy) else Cost(3.0))
+    assert spans == {"a": (0, 2.5), "b": (2.5, 4.75), "x": (4.75, 7.75)}, "one more under way hides half of the latency"
+
+
+def test_between_steps_copies_go_on() -> None:
+    program = Program("p", (work("x"), copy("a"), Record(DISK, 1), Wait(COMPUTE, 1)), (), {"device": 8}, {})
+    ends, _ = run_virtually(program, lambda i: Cost(2.0), 2, between_s=1.0)
+    assert ends == [5, 10]
+
+
 def test_it_computes_nothing_and_holds_nothing() -> None:
-    device = VirtualDevice(lambda item: 1.0)
+    device = VirtualDevice(lambda item: Cost(1.0))
     device.allocate({"device": 1 << 50})
     tensor = device.tensor(TensorRef("device", 1 << 49, "float32", (2, 1 << 20), (1, 2), "b"))
     assert tensor.device.type == "meta" and tensor.stride() == (1, 2)

@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 
 from kernels_blocks import LIMIT, relative_error
 
+from forebay.kernels import activation_append_q, packing, paged, quantize
 from forebay.kernels import kv_from_activation as op
-from forebay.kernels import packing, paged, quantize
 from forebay.kernels.paged import BlockLayout
 
 
@@ -31,6 +31,8 @@ class Work:
     v_weight: torch.Tensor
     vectors: dict[str, Any]
     features: int
+    x_bits: int
+    x_group: int
     norm: str
     weight_format: str
     x_values: torch.Tensor
@@ -40,7 +42,8 @@ class Work:
     def launch(self, pool: torch.Tensor, slots: torch.Tensor) -> None:
         names = ("norm_weight", "norm_bias", "k_bias", "v_bias", "cos", "sin")
         op.launch(pool, self.x, slots, self.k_weight, self.v_weight, *(self.vectors.get(n) for n in names),
-                  self.features, self.norm, 1e-5, self.weight_format, self.layout)  # fmt: skip
+                  self.features, self.x_bits, self.x_group, self.norm, 1e-5, self.weight_format,
+                  self.layout)  # fmt: skip
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         return op.reference(self.x_values, self.k_values, self.v_values, norm=self.norm, eps=1e-5, **self.vectors)
@@ -54,7 +57,7 @@ def packed(x: torch.Tensor, bits: int, group: int, dtype: torch.dtype) -> tuple[
 
 def work(
     dtype: torch.dtype, norm: str = "rms", rotary: int = 0, format: str = "native", weights: str = "native",
-    act8: bool = False, tokens: int = 19, features: int = 72, kv_heads: int = 2, dim: int = 24,
+    act: tuple[int, int] = (0, 0), tokens: int = 19, features: int = 72, kv_heads: int = 2, dim: int = 24,
 ) -> Work:  # fmt: skip
     g = torch.Generator().manual_seed(7)
     x = (torch.randn(tokens, features, generator=g) + 0.5).to(dtype)
@@ -71,13 +74,14 @@ def work(
         vectors |= {"cos": angle.cos(), "sin": angle.sin()}
     values = [x, k_weight, v_weight]
     given = list(values)
-    if act8:
-        given[0], values[0] = packed(x, 8, op.ACTIVATION_GROUP, dtype)
+    if act[0]:
+        given[0] = activation_append_q.pack(x, *act)
+        values[0] = activation_append_q.unpack(given[0], features, *act)
     if weights != "native":
         bits, group = packing.WEIGHT_FORMATS[weights]
         for i in (1, 2):
             given[i], values[i] = packed(given[i], bits, group, dtype)
-    return Work(BlockLayout(16, kv_heads, dim, format, dtype), *given, vectors, features, norm, weights, *values)
+    return Work(BlockLayout(16, kv_heads, dim, format, dtype), *given, vectors, features, *act, norm, weights, *values)
 
 
 def stored(made: Work, slots: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -95,7 +99,9 @@ def stored(made: Work, slots: torch.Tensor | None = None) -> tuple[torch.Tensor,
 @pytest.mark.parametrize(
     "options",
     [{"norm": "", "features": 50}, {"rotary": 24}, {"norm": "rms_plus_one", "rotary": 8}, {"norm": "layer"},
-     {"weights": "w4g32"}, {"weights": "w8", "act8": True, "features": 200}, {"act8": True, "norm": "layer"}],
+     {"weights": "w4g32"}, {"weights": "w8", "act": (8, 64), "features": 200},
+     {"act": (8, 64), "norm": "layer", "features": 100}, {"act": (8, 128), "rotary": 24, "weights": "w4g32"},
+     {"act": (8, 32), "norm": "", "features": 37}, {"act": (4, 32)}],
     ids=lambda o: "-".join(f"{k}{v}" for k, v in o.items()),
 )  # fmt: skip
 def test_matches_the_definition(dtype: torch.dtype, options: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""linear_w4: every implementation against float64, at odd shapes, row tiles and addresses, and what it must refuse."""
+"""linear_w4 and linear_w8: every implementation against float64, at odd shapes, row tiles and addresses, and what they
+must refuse."""
 
 from __future__ import annotations
 
@@ -9,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forebay.kernels import linear_w4, native, packing
+from forebay.kernels import linear_w4, linear_w8, native, packing
 from forebay.kernels.linear import ACTIVATIONS, After
-from forebay.kernels.linear_w4 import bind_linear_w4
 from forebay.kernels.quantize import quantize_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -19,24 +19,27 @@ ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-1
 # Largest error of x as an integer, as a part of its group's largest magnitude.
 STEP = {"int16": 0.5 / 32767, "int8": 0.5 / 127, "flat": 0.0, "upcast": 0.0}
 needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
-IMPLS = (*(pytest.param(impl, marks=needs_compiler) for impl in ("int16", "int8", "flat")), "upcast")
+OPS = {4: linear_w4, 8: linear_w8}
+BIND = {4: linear_w4.bind_linear_w4, 8: linear_w8.bind_linear_w8}
+ALL = ((4, "int16"), (4, "int8"), (4, "flat"), (4, "upcast"), (8, "int16"), (8, "flat"), (8, "upcast"))
+IMPLS = [pytest.param(*each, marks=() if each[1] == "upcast" else needs_compiler) for each in ALL]
 
 
 @pytest.fixture(autouse=True)
 def skip_without_avx2(request: pytest.FixtureRequest) -> None:
-    impl = getattr(request.node, "callspec", None) and request.node.callspec.params.get("impl")
-    if impl and impl not in linear_w4.implementations():
-        pytest.skip(f"no {impl} here")
+    given = getattr(request.node, "callspec", None) and request.node.callspec.params
+    if given and "impl" in given and given["impl"] not in OPS[given["bits"]].implementations():
+        pytest.skip(f"no {given['impl']} here")
 
 
-def make(n: int, k: int, group: int, scale_dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
+def make(bits: int, n: int, k: int, group: int, scale_dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
     """Packed rows at an address that is a multiple of 2 only, and the weight they stand for."""
-    packed = quantize_rows(torch.randn(n, k) * 0.1, 4, group, scale_dtype)
+    packed = quantize_rows(torch.randn(n, k) * 0.1, bits, group, scale_dtype)
     raw = bytearray(packed.numel() + 128)
     begin = -torch.frombuffer(raw, dtype=torch.uint8).data_ptr() % 64 + 2
     rows = torch.frombuffer(raw, dtype=torch.uint8, count=packed.numel(), offset=begin).view(packed.shape)
     rows.copy_(packed)
-    return rows, linear_w4.reference(torch.eye(k), rows, None, None, k, group, "", scale_dtype).t()
+    return rows, OPS[bits].reference(torch.eye(k), rows, None, None, k, group, "", scale_dtype).t()
 
 
 def tolerance(impl: str, x: Tensor, weight: Tensor, group: int, out: Tensor, bias: Tensor | None) -> Tensor:
@@ -48,79 +51,79 @@ def tolerance(impl: str, x: Tensor, weight: Tensor, group: int, out: Tensor, bia
     return off @ weight.abs().mT + sums * (ROUNDING[out.dtype] + 2e-6) + 1e-7
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("bits", "impl"), IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", (1, 2, 7, 8, 67))
-def test_matches_float64(impl: str, dtype: torch.dtype, m: int) -> None:
+def test_matches_float64(bits: int, impl: str, dtype: torch.dtype, m: int) -> None:
     torch.manual_seed(m)
     for n, k, group, scale_dtype in (
         (1, 1, 32, torch.float16), (29, 83, 32, torch.bfloat16), (13, 576, 64, torch.float16),
         (3, 1100, 64, torch.float16), (9, 300, 128, torch.bfloat16), (5, 530, 512, torch.float16),
     ):  # fmt: skip
-        rows, weight = make(n, k, group, scale_dtype)
+        rows, weight = make(bits, n, k, group, scale_dtype)
         x = (torch.randn(m, k) * torch.randn(m, 1).exp()).to(dtype)
         for bias in (None, torch.randn(n)):
             wide = torch.full((m, n + 11), 7.0, dtype=dtype)
             out = wide[:, 5 : 5 + n]
             out.fill_(torch.nan)  # stale contents must not leak
-            bind_linear_w4(impl, x, rows, bias, out, k, group, scale_dtype)()
-            want = linear_w4.reference(x, rows, bias, None, k, group, "", scale_dtype)
+            BIND[bits](impl, x, rows, bias, out, k, group, scale_dtype)()
+            want = OPS[bits].reference(x, rows, bias, None, k, group, "", scale_dtype)
             assert ((out.double() - want).abs() <= tolerance(impl, x, weight, group, out, bias)).all()
             assert (wide[:, :5] == 7).all() and (wide[:, 5 + n :] == 7).all()
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("bits", "impl"), IMPLS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activation_multiplier_and_residual(impl: str, activation: str) -> None:
+def test_activation_multiplier_and_residual(bits: int, impl: str, activation: str) -> None:
     """They round as operators apart would, and out may be the residual's memory."""
     torch.manual_seed(0)
-    rows, _ = make(37, 200, 64)
+    rows, _ = make(bits, 37, 200, 64)
     for dtype in DTYPES:
         x, multiplier = torch.randn(2, 3, 200).to(dtype), torch.randn(2, 3, 37).to(dtype)
         plain = torch.empty(2, 3, 37, dtype=dtype)
-        bind_linear_w4(impl, x, rows, None, plain, 200, 64)()
+        BIND[bits](impl, x, rows, None, plain, 200, 64)()
         activate = {"": lambda y: y, "silu": torch.nn.functional.silu, "relu": torch.relu,
                     "gelu": torch.nn.functional.gelu,
                     "gelu_tanh": lambda y: torch.nn.functional.gelu(y, approximate="tanh")}[activation]  # fmt: skip
         out = torch.randn(2, 3, 37).to(dtype)
         want = activate(plain) * multiplier + out
-        bind_linear_w4(impl, x, rows, None, out, 200, 64, after=After(activation, multiplier, out))()
+        BIND[bits](impl, x, rows, None, out, 200, 64, after=After(activation, multiplier, out))()
         # The activation itself is known to some 2e-7, which may round to the neighbouring number.
         assert ((out - want).double().abs() <= (want.double().abs() + 3) * 2 * ROUNDING[dtype]).all()
         exact = activation in ("", "relu") or dtype == torch.float32
         assert exact <= bool(((out - want).double().abs() <= 4e-6 * (want.double().abs() + 3)).all())
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_row_tiles_give_the_same_bits(impl: str) -> None:
+@pytest.mark.parametrize(("bits", "impl"), IMPLS)
+def test_row_tiles_give_the_same_bits(bits: int, impl: str) -> None:
     """Rows [n0, n1) of the packed matrix, into a column slice of out, are what the whole gives there."""
-    rows, _ = make(70, 150, 64)
+    rows, _ = make(bits, 70, 150, 64)
     x, bias = torch.randn(9, 150).bfloat16(), torch.randn(70).bfloat16()
     whole, out = torch.empty(2, 9, 70, dtype=torch.bfloat16).unbind()
-    bind_linear_w4(impl, x, rows, bias, whole, 150, 64)()
-    for n0 in range(0, 70, 32):
-        tile = rows[n0 : n0 + 32].clone()
-        bind_linear_w4(impl, x, tile, bias[n0 : n0 + 32], out[:, n0 : n0 + 32], 150, 64)()
+    BIND[bits](impl, x, rows, bias, whole, 150, 64)()
+    for n0 in range(0, 70, 27):
+        tile = rows[n0 : n0 + 27].clone()
+        BIND[bits](impl, x, tile, bias[n0 : n0 + 27], out[:, n0 : n0 + 27], 150, 64)()
     if impl == "upcast":  # torch's sums depend on the shape
         assert ((out - whole).double().abs() <= 2.0**-7 * whole.double().abs() + 1e-3).all()
     else:
         assert torch.equal(out, whole)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("bits", "impl"), IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_that_integers_cannot_hold(impl: str, dtype: torch.dtype) -> None:
+def test_rows_that_integers_cannot_hold(bits: int, impl: str, dtype: torch.dtype) -> None:
     """NaN and infinity give what torch gives, tiny rows keep their digits, and other rows are as without them."""
     torch.manual_seed(1)
-    rows, weight = make(21, 90, 32)
+    rows, weight = make(bits, 21, 90, 32)
     x = torch.randn(12, 90).to(dtype)
     residual = torch.randn(12, 21)
     clean, out = torch.empty(12, 21), residual.clone()
-    bind_linear_w4(impl, x, rows, None, clean, 90, 32, after=After(residual=residual))()
+    BIND[bits](impl, x, rows, None, clean, 90, 32, after=After(residual=residual))()
     x[1, 3], x[4, 89], x[4, 0], x[10, 7] = torch.inf, torch.inf, -torch.inf, torch.nan
     if dtype != torch.float16:
         x[6] = torch.randn(90).to(dtype) * 1e-33
-    bind_linear_w4(impl, x, rows, None, out, 90, 32, after=After(residual=out))()
+    BIND[bits](impl, x, rows, None, out, 90, 32, after=After(residual=out))()
     want = x.float() @ weight.float().t() + residual
     assert torch.equal(out.isnan(), want.isnan())
     assert torch.equal(out.isposinf(), want.isposinf()) and torch.equal(out.isneginf(), want.isneginf())
@@ -128,67 +131,68 @@ def test_rows_that_integers_cannot_hold(impl: str, dtype: torch.dtype) -> None:
     assert torch.equal(out[usual], clean[usual])
     assert (out[6] - want[6]).abs().max() < 1e-5 if dtype != torch.float16 else True
     alone = torch.empty(1, 21)
-    bind_linear_w4(impl, x[6:7], rows, None, alone, 90, 32)()
+    BIND[bits](impl, x[6:7], rows, None, alone, 90, 32)()
     exact = x[6:7].double() @ weight.mT
     assert ((alone.double() - exact).abs() <= tolerance(impl, x[6:7], weight, 32, alone, None)).all()
     zero = torch.zeros(1, 90).to(dtype)
-    bind_linear_w4(impl, zero, rows, None, alone, 90, 32)()
+    BIND[bits](impl, zero, rows, None, alone, 90, 32)()
     assert (alone == 0).all()
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_negative_scales(impl: str) -> None:
+@pytest.mark.parametrize(("bits", "impl"), IMPLS)
+def test_negative_scales(bits: int, impl: str) -> None:
     """GGUF's blocks may have them."""
-    rows, _ = make(5, 64, 32)
-    scale = packing.unpack_rows(rows, 64, 4, 32, torch.float16)[1]
+    rows, _ = make(bits, 5, 64, 32)
+    scale = packing.unpack_rows(rows, 64, bits, 32, torch.float16)[1]
     scale.neg_()
     x, out = torch.randn(3, 64), torch.empty(3, 5)
-    bind_linear_w4(impl, x, rows, None, out, 64, 32)()
-    want = linear_w4.reference(x, rows, None, None, 64, 32, "", torch.float16)
+    BIND[bits](impl, x, rows, None, out, 64, 32)()
+    want = OPS[bits].reference(x, rows, None, None, 64, 32, "", torch.float16)
     assert (out.double() - want).norm() < {"int8": 2e-2}.get(impl, 1e-4) * want.norm()
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_scratch_stays_within_its_bound(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("bits", "impl"), IMPLS)
+def test_scratch_stays_within_its_bound(bits: int, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a small limit rows are taken fewer at a time, and the result stands."""
     monkeypatch.setattr("forebay.kernels.quantized_linear.SCRATCH_NBYTES", 1 << 14)
     monkeypatch.setattr(native, "_held", threading.local())
-    rows, weight = make(30, 333, 64)
+    rows, weight = make(bits, 30, 333, 64)
     x, out = torch.randn(70, 333).bfloat16(), torch.empty(70, 30)
-    call = bind_linear_w4(impl, x, rows, None, out, 333, 64)
+    call = BIND[bits](impl, x, rows, None, out, 333, 64)
     call()
     want = x.double() @ weight.mT
     assert ((out.double() - want).abs() <= tolerance(impl, x, weight, 64, out, None)).all()
     if impl != "upcast":
         held = native._held.floats.nbytes
-        assert 0 < held <= linear_w4.scratch_nbytes(impl, torch.bfloat16, 70, 30, 333, 64) <= 1 << 14
+        assert 0 < held <= OPS[bits].scratch_nbytes(impl, torch.bfloat16, 70, 30, 333, 64) <= 1 << 14
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_bound_call_reads_present_contents_from_any_thread(impl: str) -> None:
-    rows, _ = make(48, 64, 32)
+@pytest.mark.parametrize(("bits", "impl"), IMPLS)
+def test_bound_call_reads_present_contents_from_any_thread(bits: int, impl: str) -> None:
+    rows, _ = make(bits, 48, 64, 32)
     x, out = torch.randn(4, 64), torch.empty(4, 48)
-    call = bind_linear_w4(impl, x, rows, None, out, 64, 32)
+    call = BIND[bits](impl, x, rows, None, out, 64, 32)
     for _ in range(2):
         x.normal_()
-        rows.copy_(quantize_rows(torch.randn(48, 64), 4, 32))
+        rows.copy_(quantize_rows(torch.randn(48, 64), bits, 32))
         worker = threading.Thread(target=call)
         worker.start()
         worker.join()
-        want = linear_w4.reference(x, rows, None, None, 64, 32, "", torch.float16)
+        want = OPS[bits].reference(x, rows, None, None, 64, 32, "", torch.float16)
         assert (out.double() - want).norm() < {"int8": 2e-2}.get(impl, 1e-4) * want.norm()
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_empty_sizes(impl: str) -> None:
+@pytest.mark.parametrize(("bits", "impl"), IMPLS)
+def test_empty_sizes(bits: int, impl: str) -> None:
     out = torch.full((3, 4), torch.nan)
-    bind_linear_w4(impl, torch.empty(3, 0), torch.empty(4, 0, dtype=torch.uint8), torch.arange(4.0), out, 0, 32)()
+    BIND[bits](impl, torch.empty(3, 0), torch.empty(4, 0, dtype=torch.uint8), torch.arange(4.0), out, 0, 32)()
     assert torch.equal(out, torch.arange(4.0).expand(3, 4))
-    rows, _ = make(4, 5, 32)
-    bind_linear_w4(impl, torch.empty(0, 5), rows, None, torch.empty(0, 4), 5, 32)()
-    bind_linear_w4(impl, torch.ones(2, 5), rows[:0], None, torch.empty(2, 0), 5, 32)()
+    rows, _ = make(bits, 4, 5, 32)
+    BIND[bits](impl, torch.empty(0, 5), rows, None, torch.empty(0, 4), 5, 32)()
+    BIND[bits](impl, torch.ones(2, 5), rows[:0], None, torch.empty(2, 0), 5, 32)()
 
 
+@pytest.mark.parametrize("bits", (4, 8))
 @pytest.mark.parametrize(
     ("argument", "change"),
     (
@@ -211,13 +215,13 @@ def test_empty_sizes(impl: str) -> None:
         ("impl", {"impl": "fast"}),
     ),
 )
-def test_refuses_by_name(argument: str, change: dict) -> None:
-    rows, _ = make(4, 8, 32)
+def test_refuses_by_name(bits: int, argument: str, change: dict) -> None:
+    rows, _ = make(bits, 4, 8, 32)
     given = {"impl": "upcast", "x": torch.ones(3, 8), "rows": rows, "bias": torch.ones(4), "out": torch.ones(3, 4),
              "in_features": 8, "group_size": 32, "scale_dtype": torch.float16} | change  # fmt: skip
     before = given["out"].clone()
-    with pytest.raises(ValueError, match=f"linear_w4: {argument} "):
-        bind_linear_w4(**given)
+    with pytest.raises(ValueError, match=f"linear_w{bits}: {argument} "):
+        BIND[bits](**given)
     assert torch.equal(given["out"], before)
 
 
@@ -227,38 +231,41 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def test_without_a_compiler_torch_does_the_work(no_compiler: None) -> None:
-    rows, _ = make(7, 100, 64)
-    assert linear_w4.implementations() == ("upcast",) and linear_w4.default_choice(1) == "upcast"
+@pytest.mark.parametrize("bits", (4, 8))
+def test_without_a_compiler_torch_does_the_work(bits: int, no_compiler: None) -> None:
+    rows, _ = make(bits, 7, 100, 64)
+    assert OPS[bits].implementations() == ("upcast",) and OPS[bits].default_choice(1) == "upcast"
     x = torch.randn(2, 5, 100)
-    got = linear_w4.linear_w4(x, rows, None, None, 100, 64, "silu", torch.float16)
-    want = linear_w4.reference(x, rows, None, None, 100, 64, "silu", torch.float16)
+    got = getattr(torch.ops.forebay, f"linear_w{bits}")(x, rows, None, None, 100, 64, "silu", torch.float16)
+    want = OPS[bits].reference(x, rows, None, None, 100, 64, "silu", torch.float16)
     assert (got.double() - want).abs().max() < 1e-5
     with pytest.raises(ValueError, match="needs a C"):
-        bind_linear_w4("flat", x, rows, None, got, 100, 64)
+        BIND[bits]("flat", x, rows, None, got, 100, 64)
 
 
-def test_default_choice_is_available_measurable_and_close() -> None:
+@pytest.mark.parametrize("bits", (4, 8))
+def test_default_choice_is_available_measurable_and_close(bits: int) -> None:
     """The default adds nothing that bf16 or 4 bits had not lost many times over: 1e-4 of the product's norm."""
-    rows, _ = make(64, 640, 64)
+    rows, _ = make(bits, 64, 640, 64)
     for m in (1, 8, 70):
-        impl = linear_w4.default_choice(m)
-        assert impl in linear_w4.implementations() and impl != "int8"
+        impl = OPS[bits].default_choice(m)
+        assert impl in OPS[bits].implementations() and impl != "int8"
         x, out = torch.randn(m, 640) * torch.randn(m, 640).exp(), torch.empty(m, 64)
-        bind_linear_w4(impl, x, rows, None, out, 640, 64)()
-        want = linear_w4.reference(x, rows, None, None, 640, 64, "", torch.float16)
+        BIND[bits](impl, x, rows, None, out, 640, 64)()
+        want = OPS[bits].reference(x, rows, None, None, 640, 64, "", torch.float16)
         assert (out.double() - want).norm() < 1e-4 * want.norm()
-    for impl in linear_w4.implementations():
-        assert linear_w4.measure(impl, torch.bfloat16, 2, 32, 64, 32, repeats=3, cache_nbytes=1 << 14) > 0
+    for impl in OPS[bits].implementations():
+        assert OPS[bits].measure(impl, torch.bfloat16, 2, 32, 64, 32, repeats=3, cache_nbytes=1 << 14) > 0
 
 
+@pytest.mark.parametrize("bits", (4, 8))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_opcheck(dtype: torch.dtype) -> None:
-    rows, _ = make(21, 70, 32)
+def test_opcheck(bits: int, dtype: torch.dtype) -> None:
+    rows, _ = make(bits, 21, 70, 32)
     x, residual, multiplier = (torch.randn(2, 3, size).to(dtype) for size in (70, 21, 21))
     for args in (
         (x, rows, None, None, 70, 32, "", torch.float16),
         (x.transpose(0, 1), rows, torch.randn(21), residual.transpose(0, 1), 70, 32, "silu", torch.float16),
         (x, rows, None, residual, 70, 32, "gelu", torch.float16, multiplier),
     ):
-        torch.library.opcheck(torch.ops.forebay.linear_w4.default, args)
+        torch.library.opcheck(getattr(torch.ops.forebay, f"linear_w{bits}").default, args)

@@ -1,0 +1,253 @@
+"""Predicted beside measured decode steps, model by model: `python -m benchmarks.prediction [--model big] [--batch 8]`.
+
+Each cell is one model and batch at several budgets. A machine profile is measured first, in the same process, as
+`forebay machine` does it. Disks, and machines with neighbours, vary from minute to minute; so before and after every
+budget's steps plain reads by the engine in use are timed, and a product that the profile holds. The step is predicted
+with the median of these reads as the rate of the link, and with all times of computation in the ratio (`pace`) in
+which that product now stands to the profile. Nothing else is taken from the run that is predicted; the error without
+either is printed too. Budgets are shares of the weights beside what the smallest plan takes.
+
+`--json FILE` appends each cell to a file; `--show FILE` prints the table of all its cells. `--sweep` runs forced slots,
+slot sizes and leads beside the plan that the planner chooses, in turns, and says how far from the best that one is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import torch
+
+import forebay
+from benchmarks.big_model import big_model
+from forebay.kernels.linear import bind_linear
+from forebay.model import LanguageModel
+from forebay.rewriter.demo import demo_checkpoint
+from forebay.rewriter.machine import Machine, load_machine
+from forebay.rewriter.plan import PlanError
+from forebay.rewriter.simulate import simulate
+from forebay.runtime.disk import open_reader
+from forebay.runtime.measure import landing_memory, measure_machine, read_time_s
+from forebay.runtime.measure_kernels import GEMM_SHAPES
+
+MODELS = {"smollm2": demo_checkpoint, "big": big_model}
+PROBE_NBYTES = 128 << 20
+MIB = 1 << 20
+COUNT = 48  # weights of the probe's product: 400 MB in bf16
+SWEPT_SLOTS, SWEPT_MIB = (2, 4, 8), (1, 4)
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model and workload on one machine profile."""
+
+    model: str
+    folder: Path
+    machine: Machine
+    batch: int
+    prompt: int
+    new: int
+
+    def wrap(self, budget: int, **wishes: Any) -> LanguageModel:
+        return forebay.wrap(self.folder, {"device": budget}, batch=self.batch, prompt=self.prompt, new_tokens=self.new,
+                            machine=self.machine, **wishes)
+
+
+class Probe:
+    """What the machine does just now: plain reads of the model's largest file by the engine that the profile chose,
+    each from where the last ended, and a product of the profile for weights outside the caches."""
+
+    def __init__(self, folder: Path, machine: Machine, dtype: str, batch: int) -> None:
+        points = [p for p in machine.gemm if (p.dtype, p.m, p.n, p.k) == (dtype, batch, *GEMM_SHAPES[0])]
+        self.point = min(points, key=lambda p: p.time_s)
+        weights = torch.ones(COUNT, self.point.n, self.point.k, dtype=getattr(torch, dtype))
+        x, out = weights.new_ones(batch, self.point.k), weights.new_empty(batch, self.point.n)
+        self.products = [bind_linear(self.point.impl, x, w, None, out) for w in weights]
+        self.path = str(max(folder.glob("*.safetensors"), key=os.path.getsize))
+        self.size = os.path.getsize(self.path)
+        link = machine.link("disk", "device")
+        self.reader = open_reader(link.method, link.depth, link.chunk_nbytes)
+        self.memory = landing_memory(64 * MIB)
+        self.at = 0
+
+    def bytes_per_s(self) -> float:
+        span = min(PROBE_NBYTES, self.size // MIB * MIB)
+        if self.at + span > self.size:
+            self.at = 0
+        time_s = read_time_s(self.reader, self.path, self.at, span, self.memory)
+        self.at += span
+        return span / time_s
+
+
+    def pace(self) -> float:
+        """How many times as long as in the profile its product takes."""
+        times = []
+        for product in self.products:
+            start = time.perf_counter()
+            product()
+            times.append(time.perf_counter() - start)
+        return median(times) / self.point.time_s
+
+
+def step_times_s(lm: LanguageModel, cell: Cell) -> list[float]:
+    """Seconds of each decode step of one answer, from token to token."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, lm.captured.vocab_size, (cell.batch, cell.prompt), generator=generator)
+    at: list[float] = []
+    lm.generate(ids, max_new_tokens=cell.new, pad_token_id=0, on_token=lambda _: at.append(time.perf_counter()))
+    return [b - a for a, b in itertools.pairwise(at)][1:]  # the first binds the program
+
+
+def at_pace(machine: Machine, bytes_per_s: float, pace: float) -> Machine:
+    """The profile with another rate of reads from disk, and all computation `pace` times as long."""
+    links = tuple(replace(x, bandwidth_bytes_per_s=bytes_per_s) if x.src == "disk" else x for x in machine.links)
+    return replace(
+        machine, links=links, gemm=tuple(replace(p, time_s=p.time_s * pace) for p in machine.gemm),
+        attention=tuple(replace(p, time_s=p.time_s * pace) for p in machine.attention),
+        memory_bytes_per_s=machine.memory_bytes_per_s / pace)
+
+
+def measured_row(lm: LanguageModel, cell: Cell, probe: Probe, facts: Row) -> Row:
+    """One plan's steps, between plain reads and products."""
+    rates, paces = [probe.bytes_per_s() for _ in range(2)], [probe.pace()]
+    times = step_times_s(lm, cell)
+    rates += [probe.bytes_per_s() for _ in range(2)]
+    return facts | {"times_s": times, "rates": rates, "paces": [*paces, probe.pace()]}
+
+
+def predict(lm: LanguageModel, machine: Machine, row: Row) -> Row:
+    line = simulate(lm._pipeline.program(lm.plan, 1), at_pace(machine, median(row["rates"]), median(row["paces"])))
+    s = lm.plan.schedule
+    return row | {
+        "predicted_s": line.time_s, "planned_s": lm.plan.prediction.decode_time_s, "busy_s": line.busy_time_s,
+        "bottleneck": line.bottleneck,
+        "streamed_nbytes": lm.plan.prediction.streamed_nbytes, "slots": s.slots, "slot_nbytes": s.slot_nbytes,
+        "lead": s.lead, "prefill_chunk": s.prefill_chunk}
+
+
+def measure_cell(cell: Cell, shares: Sequence[float], rounds: int) -> Iterator[Row]:
+    """A row per budget; the budgets take turns, `rounds` times."""
+    with cell.wrap(1 << 40) as lm:
+        smallest = lm._pipeline.smallest_budget()
+        weights = sum(w.nbytes for w in lm.plan.weights)
+        dtype = max(lm.plan.gemm, key=lambda g: g.n * g.k).dtype
+    probe = Probe(cell.folder, cell.machine, dtype, cell.batch)
+    models = {share: cell.wrap(smallest + int(weights * share)) for share in shares}
+    rows: dict[float, Row] = {}
+    for _ in range(rounds):
+        for share, lm in models.items():
+            found = measured_row(lm, cell, probe, {"share": share, "budget": lm.plan.budget.device})
+            known = rows.setdefault(share, found)
+            if known is not found:
+                known["times_s"] += found["times_s"]
+                known["rates"] += found["rates"]
+                known["paces"] += found["paces"]
+            lm.close()
+            gc.collect()
+    for share, lm in models.items():
+        yield predict(lm, cell.machine, rows[share]) | {
+            "model": cell.model, "batch": cell.batch, "prompt": cell.prompt, "new": cell.new, "weights": weights}
+
+
+def sweep(cell: Cell, share: float, rounds: int) -> None:
+    """Print forced schedules beside the planner's own: the decode step predicted as planned, and measured in turns."""
+    with cell.wrap(1 << 40) as lm:
+        budget = lm._pipeline.smallest_budget() + int(sum(w.nbytes for w in lm.plan.weights) * share)
+    models = {"planner": cell.wrap(budget)}
+    chunk = models["planner"].plan.schedule.prefill_chunk
+    for slots, mib in itertools.product(SWEPT_SLOTS, SWEPT_MIB):
+        for lead in sorted({slots, slots // 2}):
+            name = f"{slots} x {mib} MiB, lead {lead}"
+            with contextlib.suppress(PlanError):  # does not fit the budget
+                models[name] = cell.wrap(budget, slots=slots, slot_nbytes=mib * MIB, lead=lead, prefill_chunk=chunk)
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(rounds):
+        for name, lm in models.items():
+            times[name] += step_times_s(lm, cell)
+            lm.close()
+    s = models["planner"].plan.schedule
+    print(f"{cell.model}, batch {cell.batch}, {100 * share:.0f} % ({budget / 1e6:.0f} MB); the planner takes {s.slots} "
+          f"x {s.slot_nbytes / MIB:.2f} MiB, lead {s.lead}")
+    predicted = {name: lm.plan.prediction.decode_time_s for name, lm in models.items()}
+    for name in sorted(models, key=lambda name: median(times[name])):
+        streams = models[name].plan.prediction.streamed_nbytes
+        print(f"  {name:24} streams {streams / 1e6:6.0f} MB  predicted {1e3 * predicted[name]:7.1f} ms  measured "
+              f"{1e3 * median(times[name]):7.1f} ({1e3 * min(times[name]):.1f}..{1e3 * max(times[name]):.1f})")
+    for what, found in (("predicted", predicted), ("measured", {k: median(v) for k, v in times.items()})):
+        print(f"the planner's is {100 * (found['planner'] / min(found.values()) - 1):.1f} % above the best {what}")
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table: a line per model, batch and budget."""
+    print(f"{'model':8} {'batch':>5} {'budget':>6} {'streams':>8} {'link GB/s':>9} {'pace':>5} {'predicted ms':>12} "
+          f"{'measured ms (spread)':>24} {'error':>7}  {'as planned':>10}  {'link busy':>9}  bound by")
+    errors = []
+    for r in rows:
+        measured = median(r["times_s"])
+        error = r["predicted_s"] / measured - 1
+        errors.append(abs(error))
+        low, high = min(r["times_s"]), max(r["times_s"])
+        rate = median(r["rates"])
+        use = r["streamed_nbytes"] / measured / rate
+        print(f"{r['model']:8} {r['batch']:5} {100 * r['share']:4.0f} % {r['streamed_nbytes'] / 1e6:5.0f} MB "
+              f"{rate / 1e9:9.2f} {median(r['paces']):5.2f} {1e3 * r['predicted_s']:12.1f} "
+              f"{1e3 * measured:10.1f} ({1e3 * low:.1f}..{1e3 * high:.1f})".ljust(86) +
+              f"{100 * error:+6.1f} %  {100 * (r['planned_s'] / measured - 1):+8.1f} %  {use:9.2f}  {r['bottleneck']}")
+    within = sum(e <= 0.15 for e in errors)
+    print(f"within 15 %: {within} of {len(errors)}; median error {100 * median(errors):.1f} %, "
+          f"largest {100 * max(errors):.1f} %")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, help="default: both")
+    parser.add_argument("--batch", default="1,8,32", help="comma-separated")
+    parser.add_argument("--budgets", default="100,75,50,30,15", help="percent of the weights, comma-separated")
+    parser.add_argument("--prompt", type=int, default=16, help="tokens")
+    parser.add_argument("--new", type=int, default=10, help="tokens; two steps fewer are measured per round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--machine", type=Path, help="a saved profile; measured at the start if not given")
+    parser.add_argument("--json", type=Path, help="append the rows to this file")
+    parser.add_argument("--sweep", action="store_true", help="forced schedules at each of --budgets instead")
+    parser.add_argument("--show", type=Path, help="print the rows of such a file and measure nothing")
+    args = parser.parse_args()
+    if args.show:
+        show(json.loads(args.show.read_text()))
+        return
+    torch.set_num_threads(args.threads)
+    rows: list[Row] = []
+    for name in [args.model] if args.model else list(MODELS):
+        folder = Path(MODELS[name]())
+        for batch in map(int, args.batch.split(",")):
+            machine = load_machine(args.machine) if args.machine else measure_machine(folder, quick=True)
+            cell = Cell(name, folder, machine, batch, args.prompt, args.new)
+            shares = [float(s) / 100 for s in args.budgets.split(",")]
+            if not args.sweep:
+                rows += measure_cell(cell, shares, args.rounds)
+            for share in shares if args.sweep else ():
+                sweep(cell, share, args.rounds)
+    if args.sweep:
+        return
+    if args.json:
+        known = json.loads(args.json.read_text()) if args.json.exists() else []
+        args.json.write_text(json.dumps(known + rows, indent=1) + "\n")
+    show(rows)
+
+
+if __name__ == "__main__":
+    main()
