@@ -48,7 +48,7 @@ from forebay.rewriter.plan import Budget, GemmChoice, Plan, Prediction, Workload
 from forebay.rewriter.plan_cost import rates_of
 from forebay.rewriter.planner import Facts, PhaseNeed, Wishes, make_plan, smallest_budget
 from forebay.rewriter.program import FileSlice, Program, TensorRef
-from forebay.rewriter.simulate import Timeline, simulate
+from forebay.rewriter.simulate import STEPS, Timeline, simulate
 from forebay.rewriter.switches import SwitchError, Switches
 from forebay.rewriter.verify import verify_program
 
@@ -204,7 +204,9 @@ class Pipeline:
             choices += [c for c in chosen if c not in choices]
             phase = "decode" if tokens == 1 else "prefill"
             buffers += [replace(b, phase=phase) for b in layout.buffers.values()]
-        lines = {tokens: simulate(program, self.machine) for tokens, program in programs.items()}
+        passes = -(-plan.workload.prompt // chunk)  # of a prefill, which need not reach its steady state
+        lines = {tokens: simulate(program, self.machine, STEPS if tokens == 1 else min(STEPS, passes))
+                 for tokens, program in programs.items()}
         plan = replace(plan, buffers=tuple(buffers), gemm=tuple(choices), prediction=_prediction(plan, programs, lines))
         self._programs = {(id(plan), tokens): program for tokens, program in programs.items()}
         self._planned = plan  # keeps the id valid

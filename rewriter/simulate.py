@@ -24,8 +24,9 @@ class Timeline:
     spans: tuple[tuple[str, str, float, float], ...]
 
 
-def simulate(program: Program, machine: Machine) -> Timeline:
-    """The steady-state step of `program` on `machine`, in seconds."""
+def simulate(program: Program, machine: Machine, steps: int = STEPS) -> Timeline:
+    """The last of so many steps of `program` on `machine`, in seconds: with the default the steady state, with 1 the
+    first step, which finds only the prologue issued."""
     known: dict[tuple, Cost] = {}  # equal layers cost the same
 
     def cost(item: Item) -> Cost:
@@ -35,8 +36,8 @@ def simulate(program: Program, machine: Machine) -> Timeline:
             found = known[key] = item_cost(item, machine)
         return found
 
-    ends, device = run_virtually(program, cost, STEPS, machine.device_kind == "cpu", choice_time_s(program, machine))
-    start, end = ends[-2], ends[-1]
+    ends, device = run_virtually(program, cost, steps, machine.device_kind == "cpu", choice_time_s(program, machine))
+    start, end = ends[-2] if steps > 1 else 0.0, ends[-1]
     spans = tuple((s, label, a - start, b - start) for s, label, a, b in device.spans if start < b <= end)
     busy: dict[str, float] = {}
     for stream, _, a, b in spans:
