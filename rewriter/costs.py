@@ -80,7 +80,7 @@ def _product_time_s(item: Launch, machine: Machine) -> float:
         dtype = f"w{item.op[-1]}g{item.kwargs['group_size']}"
     elif item.kwargs["form"] == "kn":
         n = weight.shape[1]
-    measured = {impl for impl, known in machine.gemm_fits() if known == machine.measured_as(dtype)}
+    measured = machine.gemm_impls(dtype)
     if not measured:  # at least its bytes must move
         return touched_nbytes(item) / (2 * machine.memory_bytes_per_s)
     impl = item.impl if item.impl in measured else machine.best_gemm(dtype, m, n, k)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -174,10 +175,21 @@ class Machine:
     def measured_as(self, dtype: str) -> str:
         """The dtype, or format of packed rows, whose measurements stand for `dtype`: itself, or, for packed rows that
         were not measured, those of as many bits."""
-        known = dict.fromkeys(p.dtype for p in self.gemm)
-        if dtype in known or not dtype.startswith("w"):
+        if dtype in self._gemm_dtypes or not dtype.startswith("w"):
             return dtype
-        return next((other for other in known if other.startswith(dtype[:3])), dtype)
+        return next((other for other in self._gemm_dtypes if other.startswith(dtype[:3])), dtype)
+
+    @functools.cached_property
+    def _gemm_dtypes(self) -> dict[str, list[str]]:
+        """Dtypes in the order measured, each with its implementations by name."""
+        found: dict[str, set[str]] = {}
+        for p in self.gemm:
+            found.setdefault(p.dtype, set()).add(p.impl)
+        return {dtype: sorted(impls) for dtype, impls in found.items()}
+
+    def gemm_impls(self, dtype: str) -> list[str]:
+        """The implementations measured for `dtype`, by name."""
+        return self._gemm_dtypes.get(self.measured_as(dtype), [])
 
     def gemm_time_s(self, impl: str, dtype: str, m: int, n: int, k: int) -> float:
         """Seconds of one product of [m, k] with [n, k] transposed.
@@ -195,15 +207,16 @@ class Machine:
     def gemm_fits(self) -> Mapping[tuple[str, str], Mapping[int, Fit]]:
         """By (impl, dtype), for every measured m in rising order: time over n (rows cost something, however short) and
         n * k."""
-        found: dict[tuple[str, str], dict[int, Fit]] | None = self.__dict__.get("_gemm_fits")
-        if found is None:
-            points: dict[tuple[str, str, int], list[tuple[tuple[float, ...], float]]] = {}
-            for p in self.gemm:
-                points.setdefault((p.impl, p.dtype, p.m), []).append(((p.n, p.n * p.k), p.time_s))
-            found = {}
-            for impl, dtype, m in sorted(points):
-                found.setdefault((impl, dtype), {})[m] = fit_times(points[impl, dtype, m])
-            object.__setattr__(self, "_gemm_fits", found)
+        return self._gemm_fits
+
+    @functools.cached_property
+    def _gemm_fits(self) -> dict[tuple[str, str], dict[int, Fit]]:
+        points: dict[tuple[str, str, int], list[tuple[tuple[float, ...], float]]] = {}
+        for p in self.gemm:
+            points.setdefault((p.impl, p.dtype, p.m), []).append(((p.n, p.n * p.k), p.time_s))
+        found: dict[tuple[str, str], dict[int, Fit]] = {}
+        for impl, dtype, m in sorted(points):
+            found.setdefault((impl, dtype), {})[m] = fit_times(points[impl, dtype, m])
         return found
 
     def attention_time_s(self, dtype: str, nbytes: int, flops: int) -> float:
@@ -214,16 +227,16 @@ class Machine:
 
     def attention_fits(self) -> Mapping[str, Fit]:
         """By dtype: time over operations and bytes of K and V."""
-        found: dict[str, Fit] | None = self.__dict__.get("_attention_fits")
-        if found is None:
-            found = {dtype: fit_times([((p.flops, p.nbytes), p.time_s) for p in self.attention if p.dtype == dtype])
-                     for dtype in sorted({p.dtype for p in self.attention})}
-            object.__setattr__(self, "_attention_fits", found)
-        return found
+        return self._attention_fits
+
+    @functools.cached_property
+    def _attention_fits(self) -> dict[str, Fit]:
+        return {dtype: fit_times([((p.flops, p.nbytes), p.time_s) for p in self.attention if p.dtype == dtype])
+                for dtype in sorted({p.dtype for p in self.attention})}
 
     def best_gemm(self, dtype: str, m: int, n: int, k: int) -> str:
         """The implementation with the smallest predicted time; raises KeyError when none was measured for `dtype`."""
-        impls = sorted({p.impl for p in self.gemm if p.dtype == self.measured_as(dtype)})
+        impls = self.gemm_impls(dtype)
         if not impls:
             raise KeyError(f"machine {self.name!r} has no GEMM measured for {dtype}")
         return min(impls, key=lambda impl: self.gemm_time_s(impl, dtype, m, n, k))

@@ -167,7 +167,7 @@ class Pipeline:
         dtype, m, n, k = shape
         if self.machine.device_kind != "cpu":
             return gpu_choices.choose_linear(dtype, m, n, k, self.machine.device_kind)
-        measured = {point.impl for point in self.machine.gemm if point.dtype == self.machine.measured_as(dtype)}
+        measured = set(self.machine.gemm_impls(dtype))
         if dtype.startswith("w"):
             known = set(quantized_linear.implementations(int(dtype[1])))
             return self.machine.best_gemm(dtype, m, n, k) if measured and measured <= known else (
