@@ -20,6 +20,7 @@ import torch
 
 from forebay.model import LanguageModel, open_model
 from forebay.rewriter.explain import lasting, phases
+from forebay.rewriter.machine import Machine
 from forebay.rewriter.plan import Budget, Workload
 from forebay.rewriter.planner import Wishes
 
@@ -107,15 +108,17 @@ def torchs(model: Any, tokens: int, workload: Workload, compiled: bool) -> int:
         return allocated(step)
 
 
-def compare(name: str, folder: Path | str, workload: Workload, inductor: bool) -> list[Peak]:
-    """Prefill and decode of one model, everything resident."""
+def compare(
+    name: str, folder: Path | str, workload: Workload, inductor: bool, machine: Machine | None = None
+) -> list[Peak]:
+    """Prefill and decode of one model, everything resident; planned for `machine`, this one unless told."""
     from transformers import AutoModelForCausalLM
 
     captured, checkpoint, files = open_model(folder)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=captured.dtype).eval()
     found = []
     with LanguageModel(captured, checkpoint, files, Budget(16 << 30), workload,
-                       Wishes(prefill_chunk=workload.prompt)) as lm:
+                       Wishes(prefill_chunk=workload.prompt), machine=machine) as lm:
         assert all(w.tier == "device" for w in lm.plan.weights)
         for tokens in (workload.prompt, 1):
             resident, planned, measured = ours(lm, tokens)
