@@ -11,7 +11,6 @@ from forebay.rewriter.machine import Machine
 # Of the computing thread, to issue a copy and be woken by it: on two cores steps in tiles of 1 MiB took 0.15 to 0.3 ms
 # more per additional copy than in tiles of 2 to 4 MiB.
 COPY_S = 1e-4
-READ_S = 5e-5  # of the link, that a read takes beside its bytes: 4 MiB go at 95 % of an NVMe disk's best rate
 
 
 @dataclass(frozen=True)
