@@ -1,11 +1,13 @@
 """Predicted beside measured decode steps, model by model: `python -m benchmarks.prediction [--model big] [--batch 8]`.
 
 Each cell is one model and batch at several budgets. A machine profile is measured first, in the same process, as
-`forebay machine` does it. Disks, and machines with neighbours, vary from minute to minute; so before and after every
-budget's steps plain reads by the engine in use are timed, and a product that the profile holds. The step is predicted
-with the median of these reads as the rate of the link, and with all times of computation in the ratio (`pace`) in
-which that product now stands to the profile. Nothing else is taken from the run that is predicted; the error without
-either is printed too. Budgets are shares of the weights beside what the smallest plan takes.
+`forebay machine` does it. Disks, and machines with neighbours, vary from second to second; so the budgets take turns,
+and at every visit plain reads by the engine in use are timed before and after the steps, and products that the profile
+holds. The visit's step is predicted with the median of these reads as the rate of the link, and with all times of
+computation in the ratio (`pace`) in which those products now stand to the profile. Nothing else is taken from the run
+that is predicted. The error is the median over the visits, each against the median of its own steps; that of the plan's
+own prediction, which knows the profile alone, is printed too. Budgets are shares of the weights beside what the
+smallest plan takes.
 
 `--json FILE` appends each cell to a file; `--show FILE` prints the table of all its cells. `--sweep` runs forced slots,
 slot sizes and leads beside the plan that the planner chooses, in turns, and says how far from the best that one is.
@@ -40,12 +42,12 @@ from forebay.rewriter.plan import PlanError
 from forebay.rewriter.simulate import simulate
 from forebay.runtime.disk import open_reader
 from forebay.runtime.measure import landing_memory, measure_machine, read_time_s
-from forebay.runtime.measure_kernels import GEMM_SHAPES
+from forebay.runtime.measure_kernels import COLD_NBYTES, GEMM_SHAPES, QUICK_SHAPES
 
 MODELS = {"smollm2": demo_checkpoint, "big": big_model}
 PROBE_NBYTES = 128 << 20
+PROBE_S = 0.15
 MIB = 1 << 20
-COUNT = 48  # weights of the probe's product: 400 MB in bf16
 SWEPT_SLOTS, SWEPT_MIB = (2, 4, 8), (1, 4)
 
 Row = dict[str, Any]
@@ -69,14 +71,16 @@ class Cell:
 
 class Probe:
     """What the machine does just now: plain reads of the model's largest file by the engine that the profile chose,
-    each from where the last ended, and a product of the profile for weights outside the caches."""
+    each from where the last ended, and the profile's products of so many rows, for weights outside the caches."""
 
     def __init__(self, folder: Path, machine: Machine, dtype: str, batch: int) -> None:
-        points = [p for p in machine.gemm if (p.dtype, p.m, p.n, p.k) == (dtype, batch, *GEMM_SHAPES[0])]
-        self.point = min(points, key=lambda p: p.time_s)
-        weights = torch.ones(COUNT, self.point.n, self.point.k, dtype=getattr(torch, dtype))
-        x, out = weights.new_ones(batch, self.point.k), weights.new_empty(batch, self.point.n)
-        self.products = [bind_linear(self.point.impl, x, w, None, out) for w in weights]
+        self.calls: list[tuple[float, Iterator[Any]]] = []  # seconds by the profile, and the product over other weights
+        for n, k in GEMM_SHAPES[:QUICK_SHAPES]:
+            impl = machine.best_gemm(dtype, batch, n, k)
+            weights = torch.ones(-(-COLD_NBYTES // (n * k * 2)), n, k, dtype=getattr(torch, dtype))
+            x, out = weights.new_ones(batch, k), weights.new_empty(batch, n)
+            products = itertools.cycle([bind_linear(impl, x, w, None, out) for w in weights])
+            self.calls.append((machine.gemm_time_s(impl, dtype, batch, n, k), products))
         self.path = str(max(folder.glob("*.safetensors"), key=os.path.getsize))
         self.size = os.path.getsize(self.path)
         link = machine.link("disk", "device")
@@ -92,15 +96,16 @@ class Probe:
         self.at += span
         return span / time_s
 
-
     def pace(self) -> float:
-        """How many times as long as in the profile its product takes."""
-        times = []
-        for product in self.products:
-            start = time.perf_counter()
-            product()
-            times.append(time.perf_counter() - start)
-        return median(times) / self.point.time_s
+        """How many times as long as in the profile its products take, one of each shape after the other."""
+        alone = sum(time_s for time_s, _ in self.calls)
+        found: list[float] = []
+        end = time.perf_counter() + PROBE_S
+        while (start := time.perf_counter()) < end:
+            for _, products in self.calls:
+                next(products)()
+            found.append((time.perf_counter() - start) / alone)
+        return median(found)
 
 
 def step_times_s(lm: LanguageModel, cell: Cell) -> list[float]:
@@ -121,22 +126,25 @@ def at_pace(machine: Machine, bytes_per_s: float, pace: float) -> Machine:
         memory_bytes_per_s=machine.memory_bytes_per_s / pace)
 
 
-def measured_row(lm: LanguageModel, cell: Cell, probe: Probe, facts: Row) -> Row:
-    """One plan's steps, between plain reads and products."""
-    rates, paces = [probe.bytes_per_s() for _ in range(2)], [probe.pace()]
+def visit(lm: LanguageModel, cell: Cell, probe: Probe) -> Row:
+    """One answer's steps, between plain reads and products."""
+    paces, rates = [probe.pace()], [probe.bytes_per_s() for _ in range(2)]
     times = step_times_s(lm, cell)
     rates += [probe.bytes_per_s() for _ in range(2)]
-    return facts | {"times_s": times, "rates": rates, "paces": [*paces, probe.pace()]}
+    paces.append(probe.pace())
+    return {"times_s": times, "bytes_per_s": median(rates), "pace": sum(paces) / 2}
 
 
-def predict(lm: LanguageModel, machine: Machine, row: Row) -> Row:
-    line = simulate(lm._pipeline.program(lm.plan, 1), at_pace(machine, median(row["rates"]), median(row["paces"])))
+def predict(lm: LanguageModel, cell: Cell, visits: Sequence[Row]) -> Row:
+    """What the plan is, and each visit's step predicted with the rates found at it."""
+    program = lm._pipeline.program(lm.plan, 1)
+    lines = [simulate(program, at_pace(cell.machine, v["bytes_per_s"], v["pace"])) for v in visits]
     s = lm.plan.schedule
-    return row | {
-        "predicted_s": line.time_s, "planned_s": lm.plan.prediction.decode_time_s, "busy_s": line.busy_time_s,
-        "bottleneck": line.bottleneck,
+    return {
+        "visits": [v | {"predicted_s": line.time_s} for v, line in zip(visits, lines, strict=True)],
+        "planned_s": lm.plan.prediction.decode_time_s, "bottleneck": lines[0].bottleneck,
         "streamed_nbytes": lm.plan.prediction.streamed_nbytes, "slots": s.slots, "slot_nbytes": s.slot_nbytes,
-        "lead": s.lead, "prefill_chunk": s.prefill_chunk}
+        "lead": s.lead, "prefill_chunk": s.prefill_chunk, "budget": lm.plan.budget.device}
 
 
 def measure_cell(cell: Cell, shares: Sequence[float], rounds: int) -> Iterator[Row]:
@@ -147,20 +155,16 @@ def measure_cell(cell: Cell, shares: Sequence[float], rounds: int) -> Iterator[R
         dtype = max(lm.plan.gemm, key=lambda g: g.n * g.k).dtype
     probe = Probe(cell.folder, cell.machine, dtype, cell.batch)
     models = {share: cell.wrap(smallest + int(weights * share)) for share in shares}
-    rows: dict[float, Row] = {}
+    visits: dict[float, list[Row]] = {share: [] for share in shares}
     for _ in range(rounds):
         for share, lm in models.items():
-            found = measured_row(lm, cell, probe, {"share": share, "budget": lm.plan.budget.device})
-            known = rows.setdefault(share, found)
-            if known is not found:
-                known["times_s"] += found["times_s"]
-                known["rates"] += found["rates"]
-                known["paces"] += found["paces"]
+            visits[share].append(visit(lm, cell, probe))
             lm.close()
             gc.collect()
     for share, lm in models.items():
-        yield predict(lm, cell.machine, rows[share]) | {
-            "model": cell.model, "batch": cell.batch, "prompt": cell.prompt, "new": cell.new, "weights": weights}
+        yield predict(lm, cell, visits[share]) | {
+            "share": share, "model": cell.model, "batch": cell.batch, "prompt": cell.prompt, "new": cell.new,
+            "weights": weights}
 
 
 def sweep(cell: Cell, share: float, rounds: int) -> None:
@@ -194,19 +198,21 @@ def sweep(cell: Cell, share: float, rounds: int) -> None:
 def show(rows: Sequence[Row]) -> None:
     """Print the table: a line per model, batch and budget."""
     print(f"{'model':8} {'batch':>5} {'budget':>6} {'streams':>8} {'link GB/s':>9} {'pace':>5} {'predicted ms':>12} "
-          f"{'measured ms (spread)':>24} {'error':>7}  {'as planned':>10}  {'link busy':>9}  bound by")
+          f"{'measured ms (spread)':>24} {'error (visits)':>22}  {'as planned':>10}  {'link busy':>9}  bound by")
     errors = []
     for r in rows:
-        measured = median(r["times_s"])
-        error = r["predicted_s"] / measured - 1
-        errors.append(abs(error))
-        low, high = min(r["times_s"]), max(r["times_s"])
-        rate = median(r["rates"])
-        use = r["streamed_nbytes"] / measured / rate
+        visits = r["visits"]
+        times = [median(v["times_s"]) for v in visits]
+        found = [v["predicted_s"] / time_s - 1 for v, time_s in zip(visits, times, strict=True)]
+        errors.append(abs(median(found)))
+        measured, rate = median(times), median(v["bytes_per_s"] for v in visits)
         print(f"{r['model']:8} {r['batch']:5} {100 * r['share']:4.0f} % {r['streamed_nbytes'] / 1e6:5.0f} MB "
-              f"{rate / 1e9:9.2f} {median(r['paces']):5.2f} {1e3 * r['predicted_s']:12.1f} "
-              f"{1e3 * measured:10.1f} ({1e3 * low:.1f}..{1e3 * high:.1f})".ljust(86) +
-              f"{100 * error:+6.1f} %  {100 * (r['planned_s'] / measured - 1):+8.1f} %  {use:9.2f}  {r['bottleneck']}")
+              f"{rate / 1e9:9.2f} {median(v['pace'] for v in visits):5.2f} "
+              f"{1e3 * median(v['predicted_s'] for v in visits):12.1f} "
+              f"{1e3 * measured:10.1f} ({1e3 * min(times):.1f}..{1e3 * max(times):.1f})".ljust(86) +
+              f"{100 * median(found):+6.1f} % ({100 * min(found):+.0f}..{100 * max(found):+.0f})".rjust(22) +
+              f"  {100 * (r['planned_s'] / measured - 1):+8.1f} %  {r['streamed_nbytes'] / measured / rate:9.2f}  "
+              f"{r['bottleneck']}")
     within = sum(e <= 0.15 for e in errors)
     print(f"within 15 %: {within} of {len(errors)}; median error {100 * median(errors):.1f} %, "
           f"largest {100 * max(errors):.1f} %")
@@ -218,8 +224,8 @@ def main() -> None:
     parser.add_argument("--batch", default="1,8,32", help="comma-separated")
     parser.add_argument("--budgets", default="100,75,50,30,15", help="percent of the weights, comma-separated")
     parser.add_argument("--prompt", type=int, default=16, help="tokens")
-    parser.add_argument("--new", type=int, default=10, help="tokens; two steps fewer are measured per round")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--new", type=int, default=8, help="tokens; two steps fewer are measured per round")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--machine", type=Path, help="a saved profile; measured at the start if not given")
     parser.add_argument("--json", type=Path, help="append the rows to this file")
