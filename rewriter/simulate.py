@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from forebay.rewriter.costs import copy_latency_s, item_time_s, memory_share
 from forebay.rewriter.machine import Machine
+from forebay.rewriter.plan_cost import COPY_S
 from forebay.rewriter.program import COMPUTE, Copy, Item, Launch, Program, TensorRef
 from forebay.runtime.virtual import Cost, run_virtually
 
@@ -52,7 +53,9 @@ def item_cost(item: Item, machine: Machine) -> Cost:
     if isinstance(item, Launch):
         share = memory_share(item, machine, time_s)
         return Cost(time_s, machine.contention.slowed(share), machine.contention.slows(share))
-    return Cost(time_s, latency_s=copy_latency_s(item, machine)) if isinstance(item, Copy) else Cost(time_s)
+    if isinstance(item, Copy):
+        return Cost(time_s, latency_s=copy_latency_s(item, machine), issue_s=COPY_S)
+    return Cost(time_s)
 
 
 def choice_time_s(program: Program, machine: Machine) -> float:

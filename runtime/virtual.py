@@ -15,12 +15,14 @@ from forebay.runtime.device import Call
 
 class Cost(NamedTuple):
     """Seconds of an item alone. A launch takes `slowed` times as long while copies run, and they take `slows` times as
-    long beside it; a copy takes `latency_s` more, of which those under way before it on its stream hide their share."""
+    long beside it; a copy takes `latency_s` more, of which those under way before it on its stream hide their share,
+    and `issue_s` of the issuing thread."""
 
     time_s: float
     slowed: float = 1.0
     slows: float = 1.0
     latency_s: float = 0.0
+    issue_s: float = 0.0
 
 
 CostOf = Callable[[Item], Cost]
@@ -128,6 +130,8 @@ class VirtualThreads(VirtualDevice):
             def copy() -> None:
                 ahead = sum(isinstance(x, _Under) for x in queue)
                 queue.append(_Under(label, cost.time_s + cost.latency_s / (1 + ahead)))
+                if cost.issue_s:
+                    self.idle(cost.issue_s)
 
             return copy
         if isinstance(item, Record):
@@ -145,7 +149,7 @@ class VirtualThreads(VirtualDevice):
         return compute
 
     def _compute(self, cost: Cost) -> None:
-        left, slowed, slows, _ = cost
+        left, slowed, slows = cost[:3]
         while left > 0 and (passed := self._pass(left * slowed, slows)):
             left -= passed / slowed
         if left > 0:

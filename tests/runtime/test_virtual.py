@@ -299,6 +299,9 @@ def test_copies_and_launches_slow_each_other_while_both_run() -> None:
     _, spans = run(copy("a"), copy("b"), Record(DISK, 1), Wait(COMPUTE, 1), work("x"),
                    cost=lambda i: Cost(2.0, latency_s=0.5) if isinstance(i, Copy) else Cost(3.0))
     assert spans == {"a": (0, 2.5), "b": (2.5, 4.75), "x": (4.75, 7.75)}, "one more under way hides half of the latency"
+    _, spans = run(copy("a"), copy("b"), work("x"),
+                   cost=lambda i: Cost(2.0, issue_s=0.5) if isinstance(i, Copy) else Cost(3.0))
+    assert spans["x"] == (1, 4), "issuing takes the computing thread's time"
 
 
 def test_between_steps_copies_go_on() -> None:
