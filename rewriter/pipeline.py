@@ -308,7 +308,10 @@ def _attention_nbytes(node: fx.Node) -> int:
 
 
 def _gpu_attention_nbytes(node: fx.Node) -> int:
-    return gpu_choices.attention_workspace_nbytes(*(node.args[i].meta["val"] for i in (0, 1)))  # type: ignore[union-attr]
+    q, cache = node.args[0].meta["val"], node.args[1].meta["val"]  # type: ignore[union-attr]
+    packed = node.target is torch.ops.forebay.attention_q.default
+    bits, group = node.args[7:9] if packed else (0, 0)
+    return gpu_choices.attention_workspace_nbytes(q, cache, bits, group)  # type: ignore[arg-type]
 
 
 def _nowhere(node: fx.Node, result: int = 0) -> TensorRef:

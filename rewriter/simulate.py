@@ -9,7 +9,8 @@ from forebay.rewriter.costs import copy_latency_s, item_time_s, memory_share
 from forebay.rewriter.machine import Machine
 from forebay.rewriter.plan_cost import COPY_S
 from forebay.rewriter.program import COMPUTE, Copy, Item, Launch, Program, TensorRef
-from forebay.runtime.virtual import Cost, run_virtually
+from forebay.runtime.virtual import Cost, run_on_streams
+from forebay.runtime.virtual_threads import run_on_threads
 
 STEPS = 3  # the third step starts as every later one does
 
@@ -37,9 +38,10 @@ def simulate(program: Program, machine: Machine, steps: int = STEPS) -> Timeline
             found = known[key] = item_cost(item, machine)
         return found
 
-    ends, device = run_virtually(program, cost, steps, machine.device_kind == "cpu", choice_time_s(program, machine))
-    start, end = ends[-2] if steps > 1 else 0.0, ends[-1]
-    spans = tuple((s, label, a - start, b - start) for s, label, a, b in device.spans if start < b <= end)
+    run = run_on_threads if machine.device_kind == "cpu" else run_on_streams
+    ends, ran = run(program, cost, steps, choice_time_s(program, machine))
+    start, end = ends[-2:]
+    spans = tuple((s, label, a - start, b - start) for s, label, a, b in ran if start < b <= end)
     busy: dict[str, float] = {}
     for stream, _, a, b in spans:
         busy[stream] = busy.get(stream, 0.0) + b - a

@@ -40,6 +40,10 @@ def _bind(launch: Launch, args: Any, kwargs: dict[str, Any], out: list[torch.Ten
             kernels = _kernels("decode_attention", launch)
             return kernels.bind_decode_attention_contiguous(q[:, :, 0], k, v, start, *rest, out[0][:, 0])
         return _kernels("prefill_attention", launch).bind_prefill_attention(q, k, v, start, *rest, out[0])
+    if op == "forebay.attention_q":
+        return _kernels("attention_q", launch).bind_attention_q(*args, out[0])
+    if op == "forebay.kv_append_q":
+        return _kernels("kv_append_q", launch).bind_kv_append_q(*args)
     if op == "forebay.kv_append":
         return _kernels("kv_append", launch).bind_kv_append(*args)
     if op == "forebay.rms_norm":

@@ -36,7 +36,8 @@ from forebay.rewriter.program import (
     span_of,
 )
 from forebay.rewriter.verify import ProgramError, verify_program
-from forebay.runtime.virtual import Cost, CostOf, VirtualDevice, run_virtually
+from forebay.runtime.virtual import Cost, CostOf, VirtualDevice, run_on_streams
+from forebay.runtime.virtual_threads import run_on_threads
 
 DEAD = "dead"  # what a Release leaves behind, as FOREBAY_POISON does
 
@@ -267,14 +268,15 @@ def run(
     *step: Item, inline: bool = True, steps: int = 1, cost: CostOf | None = None
 ) -> tuple[list[float], dict[str, tuple[float, float]]]:
     program = Program("p", step, (), {"device": 8}, {})
-    ends, device = run_virtually(program, cost or (lambda i: Cost(2.0 if isinstance(i, Copy) else 3.0)), steps, inline)
-    return ends, {label: (start, end) for _, label, start, end in device.spans}
+    on = run_on_threads if inline else run_on_streams
+    ends, spans = on(program, cost or (lambda i: Cost(2.0 if isinstance(i, Copy) else 3.0)), steps)
+    return ends, {label: (start, end) for _, label, start, end in spans}
 
 
 def test_streams_run_side_by_side_until_a_wait() -> None:
     step = (copy("a"), Record(DISK, 1), work("x"), Wait(COMPUTE, 1), work("y"), copy("b", UPLOAD))
     ends, spans = run(*step, inline=False)
-    assert spans == {"a": (0, 2), "x": (0, 3), "y": (3, 6), "b": (0, 2)} and ends == [6]
+    assert spans == {"a": (0, 2), "x": (0, 3), "y": (3, 6), "b": (0, 2)} and ends == [0, 6]
     _, spans = run(copy("a"), copy("b"), Record(DISK, 1), work("x"), Wait(COMPUTE, 1), work("y"))
     assert spans == {"a": (0, 2), "b": (2, 4), "x": (0, 3), "y": (4, 7)}
 
@@ -286,8 +288,11 @@ def test_a_computing_thread_issues_nothing_meanwhile() -> None:
 
 
 def test_steps_follow_each_other() -> None:
-    ends, _ = run(work("x"), copy("a"), Record(DISK, 1), Wait(COMPUTE, 1), steps=3)
-    assert ends == [5, 10, 15]
+    step = (work("x"), copy("a"), Record(DISK, 1), Wait(COMPUTE, 1))
+    assert run(*step, steps=3, inline=False)[0] == [0, 3, 6, 9]
+    assert run(*step, steps=3)[0] == [0, 5], "the second step begins as the first did"
+    ends, spans = run(work("x"), copy("a"), steps=3, cost=lambda i: Cost(4.0 if isinstance(i, Copy) else 3.0))
+    assert ends == [0, 3, 6, 9] and spans["a"] == (3, 7), "what was queued when a step began differs"
 
 
 def test_copies_and_launches_slow_each_other_while_both_run() -> None:
@@ -295,7 +300,7 @@ def test_copies_and_launches_slow_each_other_while_both_run() -> None:
     which the launch does 2 s of its work."""
     step = (copy("a"), Record(DISK, 1), work("x"), Wait(COMPUTE, 1), work("y"))
     ends, spans = run(*step, cost=lambda i: Cost(2.0) if isinstance(i, Copy) else Cost(3.0, 2.0, 2.0))
-    assert spans == {"a": (0, 4), "x": (0, 5), "y": (5, 8)} and ends == [8]
+    assert spans == {"a": (0, 4), "x": (0, 5), "y": (5, 8)} and ends == [0, 8]
     _, spans = run(copy("a"), copy("b"), Record(DISK, 1), Wait(COMPUTE, 1), work("x"),
                    cost=lambda i: Cost(2.0, latency_s=0.5) if isinstance(i, Copy) else Cost(3.0))
     assert spans == {"a": (0, 2.5), "b": (2.5, 4.75), "x": (4.75, 7.75)}, "one more under way hides half of the latency"
@@ -306,8 +311,8 @@ def test_copies_and_launches_slow_each_other_while_both_run() -> None:
 
 def test_between_steps_copies_go_on() -> None:
     program = Program("p", (work("x"), copy("a"), Record(DISK, 1), Wait(COMPUTE, 1)), (), {"device": 8}, {})
-    ends, _ = run_virtually(program, lambda i: Cost(2.0), 2, between_s=1.0)
-    assert ends == [5, 10]
+    ends, _ = run_on_threads(program, lambda i: Cost(2.0), 2, between_s=1.0)
+    assert ends == [0, 5]
 
 
 def test_it_computes_nothing_and_holds_nothing() -> None:
