@@ -42,7 +42,7 @@ from forebay.rewriter.plan import PlanError
 from forebay.rewriter.simulate import simulate
 from forebay.runtime.disk import open_reader
 from forebay.runtime.measure import landing_memory, measure_machine, read_time_s
-from forebay.runtime.measure_kernels import COLD_NBYTES, GEMM_SHAPES, QUICK_SHAPES
+from forebay.runtime.measure_kernels import GEMM_SHAPES, QUICK_SHAPES, cold_weights
 
 MODELS = {"smollm2": demo_checkpoint, "big": big_model}
 PROBE_NBYTES = 128 << 20
@@ -78,7 +78,7 @@ class Probe:
         self.calls: list[tuple[float, Iterator[Any]]] = []  # seconds by the profile, and the product over other weights
         for n, k in GEMM_SHAPES[:QUICK_SHAPES]:
             impl = machine.best_gemm(dtype, batch, n, k)
-            weights = torch.ones(-(-COLD_NBYTES // (n * k * 2)), n, k, dtype=getattr(torch, dtype))
+            weights = cold_weights(n, k, getattr(torch, dtype))
             x, out = weights.new_ones(batch, k), weights.new_empty(batch, n)
             products = itertools.cycle([bind_linear(impl, x, w, None, out) for w in weights])
             self.calls.append((machine.gemm_time_s(impl, dtype, batch, n, k), products))

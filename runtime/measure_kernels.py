@@ -98,7 +98,7 @@ def _products(kind: str, n: int, k: int) -> Iterator[tuple[str, int, Sequence[Ca
         from forebay.kernels import linear
 
         dtype = getattr(torch, kind)
-        weights = torch.ones(_count(n * k * dtype.itemsize), n, k, dtype=dtype)
+        weights = cold_weights(n, k, dtype)
         for m in GEMM_M:
             x, out = torch.ones(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
             for impl in linear.implementations(dtype):
@@ -111,7 +111,7 @@ def _packed_products(bits: int, group_size: int, n: int, k: int) -> Iterator[tup
 
     module = importlib.import_module(f"forebay.kernels.linear_w{bits}")
     nbytes = packing.row_nbytes(k, bits, group_size)
-    weights = torch.full((_count(n * nbytes), n, nbytes), 0x11, dtype=torch.uint8)  # small scales and lows
+    weights = cold_weights(n, nbytes, torch.uint8).fill_(0x11)  # small scales and lows
     for m in GEMM_M:
         x, out = torch.ones(m, k, dtype=torch.bfloat16), torch.empty(m, n, dtype=torch.bfloat16)
         for impl in module.implementations():
@@ -130,6 +130,13 @@ def _cuda_products(dtype: torch.dtype, n: int, k: int) -> Iterator[tuple[str, in
     for m in GEMM_M:
         x = torch.ones(m, k, dtype=dtype, device="cuda")
         yield "aten", m, [lambda w=weight, x=x: product(x, w) for weight in weights]  # type: ignore[misc]
+
+
+def cold_weights(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+    """Ones [count, n, k] for products to take turns over, in an arena's huge pages as weights are when a plan runs."""
+    count = _count(n * k * dtype.itemsize)
+    memory = Arena(count * n * k * dtype.itemsize)
+    return memory.bytes.view(dtype).view(count, n, k).fill_(1)
 
 
 def _count(nbytes: int) -> int:
@@ -229,7 +236,7 @@ def measure_contention(path: str, nbytes: int, link: Link, memory: Arena, quick:
 
     turn_s, rounds = 0.06, (15 if quick else 31)  # short turns: each pair is compared within the machine's mood
     n, k = GEMM_SHAPES[0]
-    weights = torch.ones(_count(2 * n * k), n, k, dtype=torch.bfloat16)
+    weights = cold_weights(n, k, torch.bfloat16)
     calls = {}
     for m in (1, 64):  # bound by memory, and by arithmetic
         x, out = torch.ones(m, k, dtype=torch.bfloat16), torch.empty(m, n, dtype=torch.bfloat16)
