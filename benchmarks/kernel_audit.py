@@ -46,6 +46,7 @@ class Audited:
     spills: int
     shared_nbytes: int
     loads_128: int
+    loads_64: int
     tensor_instructions: int
     bytes_moved: int
     minimum_share: float
@@ -104,6 +105,7 @@ class Counts:
     stack_nbytes: int
     spills: int
     loads_128: int
+    loads_64: int  # or wider
     tensor_instructions: int
 
 
@@ -113,12 +115,14 @@ def count_sass(usage: str, sass: str) -> Counts:
     if found is None:
         raise ValueError(f"kernel_audit: no resource usage in {usage!r}")
     instructions = re.findall(r"\b(LDGSTS|LDG|HMMA|IMMA|HGMMA|IGMMA|STL|LDL|UTMALDG)((?:\.\w+)*)", sass)
+    loads = [rest for name, rest in instructions if name.startswith("LDG")]
+    bulk = sum(name == "UTMALDG" for name, _ in instructions)  # a bulk tensor copy moves whole lines
     return Counts(
         registers=int(found[1]),
         stack_nbytes=int(found[2]) + int(found[3]),
         spills=sum(name in ("STL", "LDL") for name, _ in instructions),
-        # A bulk tensor copy moves whole lines.
-        loads_128=sum(name == "UTMALDG" or (name.startswith("LDG") and ".128" in rest) for name, rest in instructions),
+        loads_128=bulk + sum(".128" in rest for rest in loads),
+        loads_64=bulk + sum(".128" in rest or ".64" in rest for rest in loads),
         tensor_instructions=sum(name.endswith("MMA") for name, _ in instructions),
     )
 
@@ -135,6 +139,7 @@ def count_amdgcn(text: str) -> Counts:
         stack_nbytes=number(r"\.private_segment_fixed_size:\s+(\d+)"),
         spills=number(r"\.vgpr_spill_count:\s+(\d+)") + number(r"\.sgpr_spill_count:\s+(\d+)"),
         loads_128=len(re.findall(r"\b(?:global|buffer|flat)_load_dwordx4\b", text)),
+        loads_64=len(re.findall(r"\b(?:global|buffer|flat)_load_dwordx[24]\b", text)),
         tensor_instructions=len(re.findall(r"\bv_mfma_", text)),
     )
 
@@ -162,8 +167,10 @@ def problems_of(case: AuditCase, arch: str, counts: Counts, shared_nbytes: int) 
         found.append(f"{counts.spills} local loads and stores")
     if counts.stack_nbytes:
         found.append(f"{counts.stack_nbytes} bytes of stack")
-    if counts.loads_128 < case.main_operands:
-        found.append(f"{counts.loads_128} 128-bit loads for {case.main_operands} main operands")
+    bits = 8 * case.load_nbytes
+    wide = {128: counts.loads_128, 64: counts.loads_64}.get(bits, case.main_operands)
+    if wide < case.main_operands:
+        found.append(f"{wide} {bits}-bit loads for {case.main_operands} main operands")
     if case.uses_dot and not counts.tensor_instructions:
         found.append("no tensor-core instruction")
     return tuple(found)
@@ -177,12 +184,13 @@ def audit_case(case: AuditCase, arch: str) -> Audited:
     except Exception as error:
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         message = f"does not compile: {type(error).__name__}: {reason}"
-        return Audited(case.name, arch, 0, 0, 0, 0, 0, 0, case.bytes_moved, share, (message,))
+        return Audited(case.name, arch, 0, 0, 0, 0, 0, 0, 0, case.bytes_moved, share, (message,))
     counts = count(compiled, arch)
     shared_nbytes = compiled.metadata.shared
     return Audited(
         case.name, arch, counts.registers, counts.stack_nbytes, counts.spills, shared_nbytes, counts.loads_128,
-        counts.tensor_instructions, case.bytes_moved, share, problems_of(case, arch, counts, shared_nbytes),
+        counts.loads_64, counts.tensor_instructions, case.bytes_moved, share,
+        problems_of(case, arch, counts, shared_nbytes),
     )  # fmt: skip
 
 
@@ -222,10 +230,12 @@ def audit(
 
 def table(results: Sequence[Audited]) -> str:
     """The results as aligned text."""
-    head = ("configuration", "arch", "regs", "stack", "spills", "shared", "ld128", "mma", "MB moved", "minimum", "")
+    head = ("configuration", "arch", "regs", "stack", "spills", "shared", "ld128", "ld64", "mma", "MB moved",
+            "minimum", "")
     rows = [
         (r.name, r.arch, str(r.registers), str(r.stack_nbytes), str(r.spills), str(r.shared_nbytes), str(r.loads_128),
-         str(r.tensor_instructions), f"{r.bytes_moved / 1e6:.2f}", f"{r.minimum_share:.1%}", "; ".join(r.problems))
+         str(r.loads_64), str(r.tensor_instructions), f"{r.bytes_moved / 1e6:.2f}", f"{r.minimum_share:.1%}",
+         "; ".join(r.problems))
         for r in results
     ]  # fmt: skip
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head) - 1)]

@@ -2,7 +2,8 @@
 
 The C++ kernel (`cpu/quantized_cache.cpp`) unpacks 64 positions at a time on its stack, once per 32 query rows; memory
 holds packed rows only. Keys and values stay rotated: it is the queries, and once the result, that the kernel rotates.
-Without a compiler the visible part of the cache is unpacked by torch.
+Without a compiler the visible part of the cache is unpacked by torch. On a GPU it is Triton's kernels of `attention`
+that read packed rows, in registers.
 """
 
 from __future__ import annotations
@@ -154,6 +155,27 @@ def attention_q(
     batch, heads, queries, dim = q.shape
     out = q.new_empty(batch, queries, heads, dim)
     bind_attention_q(q, k_cache, v_cache, start.contiguous(), scale, window, softcap, bits, group, out)()
+    return out
+
+
+@attention_q.register_kernel("cuda")
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    start: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    bits: int,
+    group: int,
+) -> Tensor:
+    from forebay.kernels.gpu.attention_q import attention_q as launch
+
+    check(q, k_cache, v_cache, start, bits, group)
+    batch, heads, queries, dim = q.shape
+    out = q.new_empty(batch, queries, heads, dim)
+    launch(q, k_cache, v_cache, start, scale, window, softcap, bits, group, out)
     return out
 
 

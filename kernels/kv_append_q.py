@@ -181,6 +181,13 @@ def kv_append_q(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: T
     bind_kv_append_q(k_cache, v_cache, k, v, start.contiguous(), bits, group)()
 
 
+@kv_append_q.register_kernel("cuda")
+def _(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int) -> None:
+    from forebay.kernels.gpu.kv_append_q import kv_append_q as launch
+
+    launch(k_cache, v_cache, k, v, start, bits, group)
+
+
 @kv_append_q.register_fake
 def _(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int) -> None:
     check(k_cache, v_cache, k, v, start, bits, group)

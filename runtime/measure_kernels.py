@@ -234,7 +234,7 @@ def measure_contention(path: str, nbytes: int, link: Link, memory: Arena, quick:
     """Slowdowns of products and of cold reads of `path` beside each other, each the median of turns taken."""
     from forebay.kernels import linear
 
-    turn_s, rounds = 0.06, (15 if quick else 31)  # short turns: each pair is compared within the machine's mood
+    turn_s, rounds = 0.06, (25 if quick else 49)  # short turns: each pair is compared within the machine's mood
     n, k = GEMM_SHAPES[0]
     weights = cold_weights(n, k, torch.bfloat16)
     calls = {}

@@ -1,4 +1,7 @@
-"""decode_attention and prefill_attention beside torch's SDPA, the shared maximum beside the synchronised softmax."""
+"""Attention of one query and of many, over plain and quantised caches, and K and V made from activations.
+
+decode_attention and prefill_attention stand beside torch's SDPA, the shared maximum beside the synchronised softmax.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,15 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, relative_error, repeated
-from forebay.kernels import activation_append_q, attention, decode_attention, kv_from_activation, packing, paged
+from forebay.kernels import (
+    activation_append_q,
+    attention,
+    decode_attention,
+    kv_append_q,
+    kv_from_activation,
+    packing,
+    paged,
+)
 
 DTYPE = torch.bfloat16
 DIM = 128
@@ -88,6 +99,32 @@ def prefill_work(place: Place, heads: int, kv_heads: int, queries: int, window: 
     return Work(name, ours, checked(ours[0], out, want), LIMITS[DTYPE], nbytes, 4 * heads * DIM * seen, rivals)
 
 
+def attention_q_work(
+    place: Place, bits: int, batch: int, heads: int, kv_heads: int, context: int, queries: int
+) -> Work:
+    from forebay.kernels.gpu.attention_q import attention_q as launch
+
+    batch, heads, kv_heads = place.size(batch, 2), place.size(heads, 4), place.size(kv_heads, 2)
+    queries, context = place.size(queries, min(queries, 13)), place.size(context, 90)
+    group, row_nbytes = packing.cache_group_size(DIM, bits), packing.cache_row_nbytes(DIM, bits)
+    nbytes = batch * (kv_heads * context * 2 * row_nbytes + 2 * 2 * queries * heads * DIM)
+    start = torch.full((batch,), context - queries, device=place.device)
+    x = normal(place, 2, 1, kv_heads, context, DIM)
+    caches = list(repeated(lambda: kv_append_q.pack(x, bits, group).repeat(1, batch, 1, 1, 1), place.copies(nbytes)))
+    q, scale = normal(place, batch, queries, heads, DIM).transpose(1, 2), DIM**-0.5
+    out = torch.empty(batch, queries, heads, DIM, dtype=DTYPE, device=place.device)
+    ours = [functools.partial(launch, q, *cache, start, scale, 0, 0.0, bits, group, out) for cache in caches]
+
+    def want() -> torch.Tensor:
+        k, v = (kv_append_q.unpack(cache, DIM, bits, group) for cache in caches[0])
+        return attention.reference(q, k, v, start, scale, dtype=torch.float32)
+
+    flops = 4 * batch * heads * DIM * sum(range(context - queries + 1, context + 1))
+    return Work(f"B={batch} {heads}/{kv_heads} heads, {queries} of {context}, kv{bits}", ours,
+                checked(ours[0], out, want), LIMITS[DTYPE], nbytes, flops,
+                aims=(Aim("bandwidth", 0.7),) if queries == 1 else ())  # fmt: skip
+
+
 def kv_from_activation_work(place: Place, kv_heads: int, features: int, tokens: int, format: str = "native") -> Work:
     kv_heads, features, tokens = place.size(kv_heads, 2), place.size(features, 72), place.size(tokens, 21)
     layout = paged.BlockLayout(64, kv_heads, DIM, "native", DTYPE)
@@ -124,12 +161,15 @@ def cases(tiny: bool) -> list[Case]:
     """Llama-3-8B at one and at 16 sequences, and OPT-30B, at 16384 positions; prompts of Llama-3-8B."""
     decode = functools.partial(decode_work, context=16384)
     prefill = functools.partial(prefill_work, heads=32, kv_heads=8, queries=2048)
+    packed = functools.partial(attention_q_work, heads=32, kv_heads=8)
     kinds = ((0, 0.0), (512, 0.0), (0, 30.0))
     return [
         *(Case("decode_attention", functools.partial(decode, batch=b, heads=32, kv_heads=8, format=f))
           for f in paged.FORMATS for b in (1, 16)),
         Case("decode_attention", functools.partial(decode, batch=2, heads=56, kv_heads=56, format="native")),
         *(Case("prefill_attention", functools.partial(prefill, window=w, softcap=c)) for w, c in kinds),
+        *(Case("attention_q", functools.partial(packed, bits=bits, batch=b, context=c, queries=s))
+          for bits in packing.BITS for b, c, s in ((1, 16384, 1), (16, 16384, 1), (1, 2048, 2048))),
         *(Case("kv_from_activation", functools.partial(kv_from_activation_work, kv_heads=h, features=n, tokens=t,
                                                        format=f))
           for h, n, t in ((8, 4096, 2048), (56, 7168, 1024)) for f in ("native", *packing.ACTIVATION_FORMATS)),

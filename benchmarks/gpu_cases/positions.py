@@ -1,5 +1,5 @@
-"""rotary, kv_append, rotary_append and activation_append_q: what happens to queries, keys and values before attention,
-and to hidden states that stand in for keys and values."""
+"""rotary, kv_append, kv_append_q, rotary_append and activation_append_q: what happens to queries, keys and values
+before attention, and to hidden states that stand in for keys and values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 import torch
 
 from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, relative_error, repeated
-from forebay.kernels import activation_append_q, packing, paged, rotary_append
+from forebay.kernels import activation_append_q, kv_append_q, packing, paged, rotary_append
 from forebay.kernels import kv_append as append
 from forebay.kernels import rotary as rotation
 
@@ -45,6 +45,27 @@ def kv_append_work(place: Place) -> Work:
         return relative_error(caches[0], want)
 
     return Work(f"{tokens} tokens, {heads}x{DIM}", ours, verify, 0.0, nbytes, aims=(Aim("bandwidth", 0.75),))
+
+
+def kv_append_q_work(place: Place, bits: int) -> Work:
+    from forebay.kernels.gpu.kv_append_q import kv_append_q as launch
+
+    heads, tokens = place.size(8, 3), place.size(4096, 5)
+    group, row_nbytes = packing.cache_group_size(DIM, bits), packing.cache_row_nbytes(DIM, bits)
+    nbytes = 2 * tokens * heads * (2 * DIM + row_nbytes)
+    start = torch.tensor([7], device=place.device)
+    ks = [k.transpose(1, 2) for k in repeated(lambda: normal(place, 1, tokens, heads, DIM), place.copies(nbytes))]
+    caches = [torch.zeros(2, 1, heads, tokens + 16, row_nbytes, dtype=torch.uint8, device=k.device) for k in ks]
+    ours = [functools.partial(launch, *cache, k, k, start, bits, group) for cache, k in zip(caches, ks, strict=True)]
+
+    def verify() -> float:
+        """Of the values that rows stand for: a fitted range may be the fp16 number beside the reference's."""
+        want = torch.stack(kv_append_q.reference(*caches[0], ks[0], ks[0], start, bits, group))
+        ours[0]()
+        return relative_error(*(kv_append_q.unpack(cache, DIM, bits, group) for cache in (caches[0], want)))
+
+    return Work(f"{tokens} tokens, {heads}x{DIM}, kv{bits}", ours, verify, LIMIT, nbytes,
+                aims=(Aim("bandwidth", 0.5),))  # fmt: skip
 
 
 def rotary_append_work(place: Place, format: str) -> Work:
@@ -99,6 +120,7 @@ def cases(tiny: bool) -> list[Case]:
     return [
         Case("rotary", rotary_work),
         Case("kv_append", kv_append_work),
+        *(Case("kv_append_q", functools.partial(kv_append_q_work, bits=bits)) for bits in packing.BITS),
         *(Case("rotary_append", functools.partial(rotary_append_work, format=f)) for f in paged.FORMATS),
         *(Case("activation_append_q", functools.partial(activation_append_q_work, format=f))
           for f in packing.ACTIVATION_FORMATS),

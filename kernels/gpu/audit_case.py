@@ -24,6 +24,7 @@ class AuditCase:
     divisible: tuple[str, ...] = ()  # run-time arguments that are multiples of 16 (pointers and strides)
     uses_dot: bool = False  # tl.dot is taken, so tensor-core instructions must appear
     main_operands: int = 1  # tensors of size in the bytes moved; each must be loaded 128 bits at a time
+    load_nbytes: int = 16  # bytes of a main operand's loads, where its rows' alignment forbids 16 (4: not counted)
     bytes_moved: int = 0  # read and written by one call at the shape the case stands for, all programs together
     minimum_bytes: int = 0  # each input read once and each output written once, at that shape
     archs: tuple[str, ...] = ("sm_80", "sm_90", "gfx942")  # targets this configuration is meant for

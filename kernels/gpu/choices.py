@@ -43,12 +43,15 @@ def linear_workspace_nbytes(impl: str, weight: str, m: int, n: int, k: int) -> i
     return selection.HELD_COUNTERS_NBYTES + selection.workspace_nbytes(kind, impl, m, n, k, group_size, processors())
 
 
-def attention_workspace_nbytes(q: Tensor, k: Tensor) -> int:
-    """Bytes that attention of q [B, H, S, D] over a cache k [B, Hkv, L, D] takes beside its operands."""
+def attention_workspace_nbytes(q: Tensor, k: Tensor, bits: int = 0, group: int = 0) -> int:
+    """Bytes that attention of q [B, H, S, D] over a cache k [B, Hkv, L, D] takes beside its operands.
+
+    bits and group are those of packed rows [B, Hkv, L, R].
+    """
     batch, heads, queries, dim = q.shape
     if queries > 1:
         return selection.HELD_COUNTERS_NBYTES
     shares = decode_shares.workspace_nbytes(
-        batch, heads, k.shape[1], k.shape[2], dim, q.dtype.itemsize, processors()
+        batch, heads, k.shape[1], k.shape[2], dim, q.dtype.itemsize, processors(), bits, group
     )  # fmt: skip
     return selection.HELD_COUNTERS_NBYTES + shares

@@ -35,6 +35,7 @@ from forebay.kernels.gpu.paged import (
     score_factors,
     score_log2,
 )  # fmt: skip
+from forebay.kernels.gpu.rotation import load_query, rotated
 from forebay.kernels.paged import BlockLayout, check_pool, check_table
 
 MERGED = 16  # shares that the merge takes at a time
@@ -113,9 +114,10 @@ def decode_attention_kernel(
     qb, qh, kb, kh, kr, vb, vh, vr, pb, ph, table_stride,
     length_more, kv_heads, group_heads, splits, window, scale_log2, softcap, phi, low, high,
     UNIFIED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
+    UNIT: tl.constexpr, POWER: tl.constexpr,
     M: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """Program (share, sequence and KV head, M of its query heads)."""
+    """Program (share, sequence and KV head, M of its query heads); strides of k and v are multiples of UNIT."""
     split = tl.program_id(0)
     b = tl.program_id(1) // kv_heads
     kv_head = tl.program_id(1) % kv_heads
@@ -123,6 +125,8 @@ def decode_attention_kernel(
     present = member < group_heads
     head = kv_head * group_heads + member
     d, valid = lane_values(D, DP, G, GP)
+    kb, kh, kr = kb // UNIT * UNIT, kh // UNIT * UNIT, kr // UNIT * UNIT
+    vb, vh, vr = vb // UNIT * UNIT, vh // UNIT * UNIT, vr // UNIT * UNIT
     share = ((b * kv_heads * group_heads + head) * splits + split).to(tl.int64)
 
     length = (tl.load(length_ptr + b) + length_more).to(tl.int32)
@@ -140,7 +144,7 @@ def decode_attention_kernel(
         return
 
     q_at = b.to(tl.int64) * qb + head * qh
-    q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=present[:, None] & valid[None, :], other=0.0)
+    q = load_query(q_ptr + q_at, present, D, DP, G, GP, POWER)
     k_ptr += kv_head.to(tl.int64) * kh
     v_ptr += kv_head.to(tl.int64) * vh
     if TOKENS == 0:
@@ -148,7 +152,7 @@ def decode_attention_kernel(
         v_ptr += b.to(tl.int64) * vb
     else:
         table_ptr += b.to(tl.int64) * table_stride
-    if BITS != 0:
+    if k_pairs_ptr is not None:
         k_pairs_ptr += kv_head.to(tl.int64) * ph
         v_pairs_ptr += kv_head.to(tl.int64) * ph
 
@@ -173,9 +177,12 @@ def decode_attention_kernel(
 @triton.jit
 def merge_kernel(
     part_ptr, stat_ptr, length_ptr, out_ptr, ob, oh, length_more, heads, splits,
-    D: tl.constexpr, DP: tl.constexpr, SHARES: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, SHARES: tl.constexpr, POWER: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence and head): the shares of a row, each with the maximum it used, into out; no position: zeros."""
+    """Program (sequence and head): the shares of a row, each with the maximum it used, into out; no position: zeros.
+
+    Shares of rotated rows are rotated back.
+    """
     row = tl.program_id(0)
     b = row // heads
     d = tl.arange(0, DP)
@@ -200,20 +207,26 @@ def merge_kernel(
         top = higher
     written = tl.load(length_ptr + b) + length_more > 0
     out = tl.where(written, acc / total, 0.0)
+    if POWER != 0:
+        out = tl.reshape(rotated(tl.reshape(out, (1, DP)), POWER, POWER // 2), (DP,))
     at = b.to(tl.int64) * ob + (row % heads) * oh
     tl.store(out_ptr + at + d, round_to(out, out_ptr.dtype.element_ty), mask=d < D)
 
 
-def _bind(
+def bind_view(
     q: Tensor, view: CacheView, position_nbytes: int, table: Tensor | None, lengths: Tensor, length_more: int,
     kv_heads: int, capacity: int, scale: float, window: int, softcap: float, phi: float, low: float, high: float,
     splits: int | None, out: Tensor,
 ) -> Callable[[], None]:  # fmt: skip
+    """A call that fills out [B, H, D] from q and a view of the cache, of arguments that have been checked.
+
+    A sequence has lengths[b] + length_more positions, at most `capacity`, each of position_nbytes for a KV head.
+    """
     batch, heads, dim = q.shape
     if q.numel() == 0:
         return lambda: None
     group_heads = heads // kv_heads
-    chosen = tile(view.constants["DP"] * q.dtype.itemsize, view.constants["BITS"])
+    chosen = tile(view.constants["DP"], q.dtype.itemsize, view.constants["BITS"])
     rows = min(64, max(16, triton.next_power_of_2(group_heads)))
     if splits is None:
         sizes = (capacity, chosen.positions, part_nbytes(group_heads, dim), position_nbytes)
@@ -229,12 +242,13 @@ def _bind(
             q, *view.pointers, table, lengths, part, stat, q.stride(0), q.stride(1), *view.strides,
             table.stride(0) if table is not None else 0, length_more, kv_heads, group_heads, splits, window,
             scale_log2, cap, phi * LOG2E, low * LOG2E, high * LOG2E,
-            UNIFIED=high > low, CAPPED=softcap > 0, M=rows, T=chosen.positions, **view.constants,
+            UNIFIED=high > low, CAPPED=softcap > 0, UNIT=view.unit, POWER=view.power, M=rows, T=chosen.positions,
+            **view.constants,
             num_warps=chosen.num_warps, num_stages=chosen.num_stages,
         )  # fmt: skip
         merge(
             part, stat, lengths, out, out.stride(0), out.stride(1), length_more, heads, splits,
-            D=dim, DP=triton.next_power_of_2(dim), SHARES=MERGED, num_warps=4,
+            D=dim, DP=triton.next_power_of_2(dim), SHARES=MERGED, POWER=view.power, num_warps=4,
         )  # fmt: skip
 
     return run
@@ -271,7 +285,7 @@ def decode_attention(
     check_tensor(op, "q", q, dtype=layout.dtype, shape=(q.shape[0], q.shape[1], layout.head_dim))
     check_device(op, "pool", pool, q.device)
     check_table(op, table, q.shape[0], q.device)
-    _bind(
+    bind_view(
         q, paged_view(pool, layout), layout.position_nbytes, table, lengths, 0, layout.kv_heads,
         table.shape[1] * layout.tokens, scale, window, softcap, phi, low, high, splits, out,
     )()  # fmt: skip
@@ -289,7 +303,7 @@ def bind_decode_attention_contiguous(
     wanted = (q.shape[0], k.shape[1], k.shape[2], q.shape[2])
     for tensor, name in ((k, "k"), (v, "v")):
         check_tensor(op, name, tensor, device=q.device, dtype=q.dtype, shape=wanted)
-    return _bind(
+    return bind_view(
         q, contiguous_view(k, v), 2 * q.shape[2] * q.dtype.itemsize, None, start, 1, k.shape[1], k.shape[2],
         scale, window, softcap, phi, low, high, splits, out,
     )  # fmt: skip
@@ -308,49 +322,58 @@ def decode_attention_contiguous(
     )()  # fmt: skip
 
 
-def _case(
-    name: str, format: str, dtype: str, heads: int, kv_heads: int, dim: int, unified: bool, paged: bool
-) -> AuditCase:
-    """One sequence of 16384 positions, in blocks of 64 where paged."""
-    torch_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    layout = BlockLayout(64, kv_heads, dim, format, torch_dtype)
-    length, bits = 16384, layout.bits
-    if paged:
-        view = paged_view(torch.empty(1, layout.record_nbytes, dtype=torch.uint8), layout)
-    else:
-        row = torch.empty(1, kv_heads, 1, dim, dtype=torch_dtype)
-        view = contiguous_view(row, row)
-    chosen = tile(view.constants["DP"] * 2, bits)
+def case(
+    name: str, dtype: str, view: CacheView, heads: int, kv_heads: int, position_nbytes: int, unified: bool = False,
+    load_nbytes: int = 16, in_suite: bool = True,
+) -> AuditCase:  # fmt: skip
+    """One sequence of 16384 positions, each of position_nbytes in the cache of a KV head, seen through `view`."""
+    length, dim, bits, tokens = 16384, *(view.constants[n] for n in ("D", "BITS", "TOKENS"))
+    itemsize = 4 if dtype == "fp32" else 2
+    chosen = tile(view.constants["DP"], itemsize, bits)
     partial = part_nbytes(heads // kv_heads, dim)
-    splits = split_count(kv_heads, length, chosen.positions, partial, layout.position_nbytes, PROCESSORS)
+    splits = split_count(kv_heads, length, chosen.positions, partial, position_nbytes, PROCESSORS)
     pointer = "*u8" if bits else f"*{dtype}"
-    absent: dict[str, None] = {}
-    signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer}
-    for n in ("k_pairs_ptr", "v_pairs_ptr"):
-        signature[n] = "*i32" if bits else "constexpr"
-        absent |= {} if bits else {n: None}
-    signature["table_ptr"] = "*i32" if paged else "constexpr"
-    absent |= {} if paged else {"table_ptr": None}
+    pairs = ("k_pairs_ptr", "v_pairs_ptr")
+    absent = (*(pairs if view.pointers[2] is None else ()), *(() if tokens else ("table_ptr",)))
+    signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer, "table_ptr": "*i32"}
+    signature |= dict.fromkeys(pairs, "*i32") | dict.fromkeys(absent, "constexpr")
     signature |= {"length_ptr": "*i64", "part_ptr": "*fp32", "stat_ptr": "*fp32"}
     strides = ("qb", "qh", "kb", "kh", "kr", "vb", "vh", "vr", "pb", "ph")
     signature |= dict.fromkeys((*strides, "table_stride"), "i32")
     signature |= dict.fromkeys(("length_more", "kv_heads", "group_heads", "splits", "window"), "i32")
     signature |= dict.fromkeys(("scale_log2", "softcap", "phi", "low", "high"), "fp32")
-    minimum = length * kv_heads * layout.position_nbytes + 2 * heads * dim * 2 + (4 * length // 64 if paged else 0)
-    constants: dict[str, Any] = {"UNIFIED": unified, "CAPPED": False, "M": 16, "T": chosen.positions}
+    minimum = length * kv_heads * position_nbytes + 2 * heads * dim * itemsize + (4 * length // 64 if tokens else 0)
+    constants: dict[str, Any] = {"UNIFIED": unified, "CAPPED": False, "UNIT": view.unit, "POWER": view.power, "M": 16}
     return AuditCase(
-        name=f"decode_attention/{name}/{dim}x{heads}/{kv_heads}-{dtype}",
+        name=f"{name}/{dim}x{heads}/{kv_heads}-{dtype}",
         fn=decode_attention_kernel,
         signature=signature,
-        constants=constants | view.constants | absent,
+        constants=constants | {"T": chosen.positions} | view.constants | dict.fromkeys(absent),
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
-        divisible=(*(n for n, kind in signature.items() if kind.startswith("*")), *strides),
+        # What strides of packed rows are multiples of is said by UNIT.
+        divisible=(*(n for n, kind in signature.items() if kind.startswith("*")),
+                   *(strides[:2] if view.unit > 1 else strides)),
         uses_dot=True,
         main_operands=2,
+        load_nbytes=load_nbytes,
         bytes_moved=minimum + 2 * kv_heads * splits * partial,
         minimum_bytes=minimum,
-    )
+        archs=("sm_80", "sm_90") if dtype == "fp32" else ("sm_80", "sm_90", "gfx942"),
+        in_suite=in_suite,
+    )  # fmt: skip
+
+
+def _case(
+    name: str, format: str, dtype: str, heads: int, kv_heads: int, dim: int, unified: bool, paged: bool
+) -> AuditCase:
+    """Blocks of 64 where paged."""
+    torch_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    layout = BlockLayout(64, kv_heads, dim, format, torch_dtype)
+    row = torch.empty(1, kv_heads, 1, dim, dtype=torch_dtype)
+    pool = torch.empty(1, layout.record_nbytes, dtype=torch.uint8)
+    view = paged_view(pool, layout) if paged else contiguous_view(row, row)
+    return case(f"decode_attention/{name}", dtype, view, heads, kv_heads, layout.position_nbytes, unified)
 
 
 def audit_cases() -> list[AuditCase]:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from forebay.kernels import packing
+
 
 class Tile(NamedTuple):
     """Positions of a tile, warps and pipeline stages."""
@@ -20,18 +22,32 @@ class Tile(NamedTuple):
 # multiprocessor. Four warps at 256 bytes spill on sm_90 with Triton 3.9; dequantised rows do not, and need less room.
 TILES = {"narrow": Tile(64, 4, 3), "usual": Tile(64, 8, 3), "wide": Tile(32, 8, 3), "widest": Tile(16, 4, 2)}
 DEQUANTISED = Tile(64, 4, 3)
+# Dequantised to fp32, by lanes: three products take the place of one, and their factors registers.
+EXACT = {"usual": Tile(32, 4, 3), "wide": Tile(16, 8, 2)}
 # Programs that are made where the sequences are long enough: eight for each multiprocessor even out the last wave.
 PROGRAMS_PER_PROCESSOR = 8
 # Multiprocessors where there is no GPU to ask: an H100's or H200's.
 PROCESSORS = 132
 
 
-def tile(row_nbytes: int, bits: int) -> Tile:
-    """The tile for rows of K that take so many bytes once dequantised from so many bits (0: as they are)."""
+def tile(lanes: int, itemsize: int, bits: int) -> Tile:
+    """The tile for rows of K that take so many lanes of itemsize bytes once dequantised from bits (0: as they are)."""
+    row_nbytes = lanes * itemsize
+    if bits and itemsize == 4:
+        return EXACT["wide" if lanes > 64 else "usual"]
     if bits and row_nbytes <= 256:
         return DEQUANTISED
     sizes = ((128, "narrow"), (256, "usual"), (512, "wide"))
     return TILES[next((name for most, name in sizes if row_nbytes <= most), "widest")]
+
+
+def lane_count(head_dim: int, group: int) -> int:
+    """Lanes over which a row in groups of `group` is spread, each group from a power of two on; 16 at least."""
+    return max(16, _power_of_two(group) * _power_of_two(packing.group_count(head_dim, group)))
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def part_nbytes(group_heads: int, dim: int) -> int:
@@ -57,12 +73,12 @@ def processor_count(device: torch.device) -> int:
 
 
 def workspace_nbytes(
-    batch: int, heads: int, kv_heads: int, capacity: int, dim: int, itemsize: int, processors: int = PROCESSORS
-) -> int:
-    """Bytes that the shares of `decode_attention_contiguous` take beside its arguments."""
-    group_heads, row_nbytes = heads // kv_heads, (1 << (dim - 1).bit_length()) * itemsize
-    part = part_nbytes(group_heads, dim)
-    splits = split_count(
-        batch * kv_heads, capacity, tile(row_nbytes, 0).positions, part, 2 * dim * itemsize, processors
-    )
+    batch: int, heads: int, kv_heads: int, capacity: int, dim: int, itemsize: int, processors: int = PROCESSORS,
+    bits: int = 0, group: int = 0,
+) -> int:  # fmt: skip
+    """Bytes that the shares of `attention` of one query take beside its arguments, or of `attention_q` with bits."""
+    part = part_nbytes(heads // kv_heads, dim)
+    row_nbytes = packing.row_nbytes(dim, bits, group, packing.CACHE_ALIGN) if bits else dim * itemsize
+    positions = tile(lane_count(dim, group or dim), itemsize, bits).positions
+    splits = split_count(batch * kv_heads, capacity, positions, part, 2 * row_nbytes, processors)
     return batch * kv_heads * splits * part

@@ -2,7 +2,9 @@
 
 A tile is [T, DP]: T positions, and DP lanes of one head. A row of D values in groups of G is spread over lanes so that
 each group begins at a multiple of GP, the power of two at or above G; lanes without a value hold anything finite or
-what poisons the row anyway, and must meet zeros. Native values are one group of D.
+what poisons the row anyway, and must meet zeros. Native values are one group of D. A cache of packed rows
+(`kv_append_q`) has its scales and lows in the rows, so there are no pointers to pairs; its rows are rotated, and
+`rotation` has what rotates queries and results.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forebay.kernels.gpu.decode_shares import lane_count
 from forebay.kernels.paged import BlockLayout
 
 LOG2E = 1.4426950408889634
@@ -57,14 +60,41 @@ def lane_values(D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.const
 
 
 @triton.jit
+def from_half(bits):
+    """fp32 of the fp16 number in the low half of a word."""
+    return (bits & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def unpack_pair(word, dtype: tl.constexpr):
     """(scale, low) in fp32 from the 32-bit word of two fp16 or bf16 numbers, scale first."""
     if dtype == tl.bfloat16:
         scale = (word << 16).to(tl.float32, bitcast=True)
         low = (word & -65536).to(tl.float32, bitcast=True)
     else:
-        scale = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        low = ((word >> 16) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        scale, low = from_half(word), from_half(word >> 16)
+    return scale, low
+
+
+@triton.jit
+def unpack_ending(words, group, held, CODES: tl.constexpr, GROUPS: tl.constexpr):
+    """(scale, low) [T, GROUPS_P] in fp32 of rows at pointers [T, 1], behind CODES halves: GROUPS scales, then the lows.
+
+    They are read in words: loads of less than 32 bits are not pipelined.
+    """
+    if group.shape[1] == GROUPS and CODES % 2 == 0:  # a row's ending is whole words: one wide load
+        word = tl.load(words + (CODES // 2 + group), mask=held, other=0)
+        if GROUPS == 1:
+            scale, low = from_half(word), from_half(word >> 16)
+        else:
+            ending = tl.reshape(tl.interleave(word, word >> 16), (word.shape[0], 2, GROUPS))
+            scale, low = tl.split(tl.permute(ending, (0, 2, 1)))
+            scale, low = from_half(scale), from_half(low)
+    else:
+        scale_at = CODES + group
+        low_at = scale_at + GROUPS
+        scale = from_half(tl.load(words + scale_at // 2, mask=held, other=0) >> (scale_at % 2 * 16))
+        low = from_half(tl.load(words + low_at // 2, mask=held, other=0) >> (low_at % 2 * 16))
     return scale, low
 
 
@@ -108,10 +138,14 @@ def load_tile(
     else:
         GROUPS: tl.constexpr = (D + G - 1) // G
         GROUPS_P: tl.constexpr = DP // GP
-        group = tl.arange(0, GROUPS_P)
-        pair = (block * stride_pairs + inside * GROUPS)[:, None] + group[None, :]
-        word = tl.load(pairs_ptr + pair, mask=seen[:, None] & (group < GROUPS)[None, :], other=0)
-        scale, low = unpack_pair(word, dtype)
+        group = tl.arange(0, GROUPS_P)[None, :]
+        held = seen[:, None] & (group < GROUPS)
+        if pairs_ptr is None:
+            words = (ptr + row).to(tl.pointer_type(tl.int32))[:, None]
+            scale, low = unpack_ending(words, group, held, GROUPS * G * BITS // 16, GROUPS)
+        else:
+            pair = (block * stride_pairs + inside * GROUPS)[:, None] + group
+            scale, low = unpack_pair(tl.load(pairs_ptr + pair, mask=held, other=0), dtype)
         # Bytes of a row: lanes of codes (8 bits), or of pairs of codes (4 bits), whole groups.
         PER_BYTE: tl.constexpr = 8 // BITS
         at, valid = lane_values(GROUPS * G // PER_BYTE, DP // PER_BYTE, G // PER_BYTE, GP // PER_BYTE)
@@ -148,12 +182,13 @@ class CacheView:
     pointers: tuple[Tensor | None, ...]  # k, v, k pairs, v pairs
     strides: tuple[int, ...]  # of k: block, head, row; of v; of pairs: block, head
     constants: dict[str, Any]
+    unit: int = 1  # bytes that all strides of packed rows are multiples of
+    power: int = 0  # rows are rotated by Hadamard blocks of 2^power elements
 
 
 def lanes(head_dim: int, group: int) -> dict[str, int]:
     """The constants D, DP, G and GP."""
-    wide = triton.next_power_of_2(group)
-    padded = max(16, wide * triton.next_power_of_2(-(-head_dim // group)))
+    wide, padded = triton.next_power_of_2(group), lane_count(head_dim, group)
     return {"D": head_dim, "DP": padded, "G": group, "GP": padded if wide >= head_dim else wide}
 
 

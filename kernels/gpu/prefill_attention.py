@@ -23,7 +23,6 @@ from forebay.kernels.gpu.paged import (
     contiguous_view,
     dot,
     find_block,
-    lane_values,
     load_tile,
     paged_view,
     place_in_block,
@@ -31,6 +30,7 @@ from forebay.kernels.gpu.paged import (
     score_factors,
     score_log2,
 )  # fmt: skip
+from forebay.kernels.gpu.rotation import load_query, rotated_values
 from forebay.kernels.paged import BlockLayout, check_pool, check_table
 
 
@@ -51,6 +51,10 @@ MANY = {"usual": Tile(128, 64, 8, 3), "wide": Tile(64, 32, 8, 2)}
 # Before Hopper, where the tiles above for more than 16 rows spill up to 72 values a thread of 255 registers.
 AMPERE = {"usual": Tile(64, 64, 8, 3), "wide": Tile(32, 32, 8, 2)}
 EXACT = {"usual": Tile(32, 32, 4, 2), "wide": Tile(16, 16, 4, 2)}
+# Over rotated rows, where the first of each kind would spill up to 70 values.
+FEW_ROTATED = {"usual": Tile(16, 64, 4, 2), "wide": Tile(16, 32, 4, 2)}
+AMPERE_ROTATED = {"usual": Tile(64, 64, 8, 2), "wide": AMPERE["wide"]}
+EXACT_ROTATED = {"usual": Tile(16, 32, 4, 2), "wide": Tile(16, 16, 4, 2)}
 
 
 @triton.jit
@@ -92,9 +96,13 @@ def prefill_attention_kernel(
     qb, qh, qs, kb, kh, kr, vb, vh, vr, pb, ph, table_stride, ob, os, oh,
     queries, kv_heads, group_heads, window, scale_log2, softcap,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
+    UNIT: tl.constexpr, POWER: tl.constexpr,
     ROWS: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of rows, last first as it is the longest; sequence and KV head)."""
+    """Program (tile of rows, last first as it is the longest; sequence and KV head).
+
+    Strides of k and v are multiples of UNIT.
+    """
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     b = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
@@ -102,10 +110,10 @@ def prefill_attention_kernel(
     present = row < queries * group_heads
     query = row // group_heads
     head = kv_head * group_heads + row % group_heads
-    d, valid = lane_values(D, DP, G, GP)
-    mask = present[:, None] & valid[None, :]
+    kb, kh, kr = kb // UNIT * UNIT, kh // UNIT * UNIT, kr // UNIT * UNIT
+    vb, vh, vr = vb // UNIT * UNIT, vh // UNIT * UNIT, vr // UNIT * UNIT
     q_at = b * qb + query.to(tl.int64) * qs + head * qh
-    q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=mask, other=0.0)
+    q = load_query(q_ptr + q_at, present, D, DP, G, GP, POWER)
     k_ptr += kv_head * kh
     v_ptr += kv_head * vh
     if TOKENS == 0:
@@ -113,7 +121,7 @@ def prefill_attention_kernel(
         v_ptr += b * vb
     else:
         table_ptr += b * table_stride
-    if BITS != 0:
+    if k_pairs_ptr is not None:
         k_pairs_ptr += kv_head * ph
         v_pairs_ptr += kv_head * ph
 
@@ -130,50 +138,61 @@ def prefill_attention_kernel(
     acc = tl.zeros((ROWS, DP), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
-    if WINDOWED:
+    if POWER == 0:
+        if WINDOWED:
+            acc, total, top = attend(
+                acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position,
+                begin, tl.minimum(plain_begin, high + 1), window, kb, kr, vb, vr, pb, scale_log2, softcap,
+                True, CAPPED, BITS, TOKENS, T, D, DP, G, GP,
+            )  # fmt: skip
         acc, total, top = attend(
             acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position,
-            begin, tl.minimum(plain_begin, high + 1), window, kb, kr, vb, vr, pb, scale_log2, softcap,
-            True, CAPPED, BITS, TOKENS, T, D, DP, G, GP,
+            plain_begin, plain_end, window, kb, kr, vb, vr, pb, scale_log2, softcap,
+            False, CAPPED, BITS, TOKENS, T, D, DP, G, GP,
         )  # fmt: skip
-    acc, total, top = attend(
-        acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position, plain_begin, plain_end, window,
-        kb, kr, vb, vr, pb, scale_log2, softcap, False, CAPPED, BITS, TOKENS, T, D, DP, G, GP,
-    )  # fmt: skip
+    else:  # one loop: rotated queries that two loops read would stay in registers, and 200 to 500 values spill
+        plain_end = begin
     acc, total, top = attend(
         acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position, plain_end, high + 1, window,
         kb, kr, vb, vr, pb, scale_log2, softcap, True, CAPPED, BITS, TOKENS, T, D, DP, G, GP,
     )  # fmt: skip
-    out = round_to(acc / total[:, None], out_ptr.dtype.element_ty)
+    out, d, valid = rotated_values(acc / total[:, None], D, DP, G, GP, POWER)
+    out = round_to(out, out_ptr.dtype.element_ty)
     out_at = b * ob + query.to(tl.int64) * os + head * oh
-    tl.store(out_ptr + out_at[:, None] + d[None, :], out, mask=mask)
+    tl.store(out_ptr + out_at[:, None] + d[None, :], out, mask=present[:, None] & valid[None, :])
 
 
-def tile(rows: int, lanes: int, itemsize: int, ampere: bool = False) -> Tile:
+def tile(rows: int, lanes: int, itemsize: int, ampere: bool = False, rotated: bool = False) -> Tile:
     """The tile for so many rows, of K rows that take so many lanes of itemsize bytes once dequantised."""
+    size = "wide" if lanes > (64 if itemsize == 4 else 128) else "usual"
     if itemsize == 4:
-        return EXACT["wide" if lanes > 64 else "usual"]
-    sizes = FEW if rows <= 16 else AMPERE if ampere else SOME if rows <= 512 else MANY
-    return sizes["wide" if lanes > 128 else "usual"]
+        return (EXACT_ROTATED if rotated else EXACT)[size]
+    if rows <= 16:
+        return (FEW_ROTATED if rotated else FEW)[size]
+    if ampere:
+        return (AMPERE_ROTATED if rotated else AMPERE)[size]
+    return (SOME if rows <= 512 else MANY)[size]
 
 
-def _bind(
+def bind_view(
     q: Tensor, view: CacheView, table: Tensor | None, start: Tensor, kv_heads: int, scale: float, window: int,
     softcap: float, out: Tensor,
 ) -> Callable[[], None]:  # fmt: skip
+    """A call that fills out [B, S, H, D] from q and a view of the cache, of arguments that have been checked."""
     batch, heads, queries, _ = q.shape
     if q.numel() == 0:
         return lambda: None
     group_heads = heads // kv_heads
     rows = queries * group_heads
-    chosen = tile(rows, view.constants["DP"], q.dtype.itemsize, before_hopper(q.device))
+    chosen = tile(rows, view.constants["DP"], q.dtype.itemsize, before_hopper(q.device), view.power > 0)
     scale_log2, cap = score_factors(scale, softcap)
     return functools.partial(
         prefill_attention_kernel[(triton.cdiv(rows, chosen.rows), batch * kv_heads)],
         q, *view.pointers, table, start, out, *q.stride()[:3], *view.strides,
         table.stride(0) if table is not None else 0, *out.stride()[:3], queries, kv_heads, group_heads, window,
-        scale_log2, cap, WINDOWED=window > 0, CAPPED=softcap > 0, ROWS=chosen.rows, T=chosen.positions,
-        **view.constants, num_warps=chosen.num_warps, num_stages=stages(chosen.num_stages),
+        scale_log2, cap, WINDOWED=window > 0, CAPPED=softcap > 0, UNIT=view.unit, POWER=view.power,
+        ROWS=chosen.rows, T=chosen.positions, **view.constants, num_warps=chosen.num_warps,
+        num_stages=stages(chosen.num_stages),
     )  # fmt: skip
 
 
@@ -204,7 +223,7 @@ def bind_prefill_attention(
     wanted = (q.shape[0], k.shape[1], k.shape[2], q.shape[3])
     for tensor, name in ((k, "k"), (v, "v")):
         check_tensor(op, name, tensor, device=q.device, dtype=q.dtype, shape=wanted)
-    return _bind(q, contiguous_view(k, v), None, start, k.shape[1], scale, window, softcap, out)
+    return bind_view(q, contiguous_view(k, v), None, start, k.shape[1], scale, window, softcap, out)
 
 
 def prefill_attention(
@@ -229,56 +248,71 @@ def prefill_attention_paged(
     check_tensor(op, "q", q, dtype=layout.dtype, shape=(*q.shape[:3], layout.head_dim))
     check_device(op, "pool", pool, q.device)
     check_table(op, table, q.shape[0], q.device)
-    _bind(q, paged_view(pool, layout), table, start, layout.kv_heads, scale, window, softcap, out)()
+    bind_view(q, paged_view(pool, layout), table, start, layout.kv_heads, scale, window, softcap, out)()
+
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def case(
+    name: str, dtype: str, view: CacheView, queries: int, heads: int, kv_heads: int, position_nbytes: int,
+    window: int = 0, softcap: float = 0.0, ampere: bool = False, load_nbytes: int = 16, in_suite: bool = True,
+) -> AuditCase:  # fmt: skip
+    """One sequence, nothing cached before, seen through `view`; for GPUs before Hopper, or the others."""
+    dim, bits, tokens = (view.constants[n] for n in ("D", "BITS", "TOKENS"))
+    itemsize = DTYPES[dtype].itemsize
+    chosen = tile(queries * heads // kv_heads, view.constants["DP"], itemsize, ampere, view.power > 0)
+    pointer = "*u8" if bits else f"*{dtype}"
+    pairs = ("k_pairs_ptr", "v_pairs_ptr")
+    absent = (*(pairs if view.pointers[2] is None else ()), *(() if tokens else ("table_ptr",)))
+    signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer, "table_ptr": "*i32"}
+    signature |= dict.fromkeys(pairs, "*i32") | dict.fromkeys(absent, "constexpr")
+    signature |= {"start_ptr": "*i64", "out_ptr": f"*{dtype}"}
+    strides = ("qb", "qh", "qs", "ob", "os", "oh")
+    cache_strides = ("kb", "kh", "kr", "vb", "vh", "vr", "pb", "ph", "table_stride")
+    signature |= dict.fromkeys((*strides, *cache_strides, "queries", "kv_heads", "group_heads", "window"), "i32")
+    signature |= dict.fromkeys(("scale_log2", "softcap"), "fp32")
+    constants: dict[str, Any] = {"WINDOWED": window > 0, "CAPPED": softcap > 0, "UNIT": view.unit, "POWER": view.power}
+    # Tiles of K and V that programs of one wave share come from L2: counted is what crosses from device memory.
+    nbytes = queries * (kv_heads * position_nbytes + 2 * heads * dim * itemsize)
+    return AuditCase(
+        name=f"{name}/{queries}x{dim}x{heads}/{kv_heads}-{dtype}{'/ampere' if ampere else ''}",
+        fn=prefill_attention_kernel,
+        signature=signature,
+        constants=constants
+        | {"ROWS": chosen.rows, "T": chosen.positions}
+        | view.constants
+        | dict.fromkeys(absent),
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        amd_stages=min(chosen.num_stages, AMD_STAGES),
+        # What strides of packed rows are multiples of is said by UNIT.
+        divisible=(*(n for n, kind in signature.items() if kind.startswith("*")), *strides,
+                   *(() if view.unit > 1 else cache_strides)),
+        uses_dot=True,
+        main_operands=3,
+        load_nbytes=load_nbytes,
+        bytes_moved=nbytes,
+        minimum_bytes=nbytes,
+        archs=("sm_80",) if ampere else ("sm_90",) if dtype == "fp32" else ("sm_90", "gfx942"),
+        in_suite=in_suite,
+    )  # fmt: skip
 
 
 def _case(
     name: str, dtype: str, queries: int, heads: int, kv_heads: int, dim: int, format: str = "", window: int = 0,
     softcap: float = 0.0, ampere: bool = False,
 ) -> AuditCase:  # fmt: skip
-    """One sequence, nothing cached before; format "": a contiguous cache; for GPUs before Hopper, or the others."""
-    torch_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    bits = 0
+    """Format "": a contiguous cache."""
     if format:
-        layout = BlockLayout(64, kv_heads, dim, format, torch_dtype)
-        bits = layout.bits
+        layout = BlockLayout(64, kv_heads, dim, format, DTYPES[dtype])
         view = paged_view(torch.empty(1, layout.record_nbytes, dtype=torch.uint8), layout)
-        stored = queries * kv_heads * layout.position_nbytes
+        nbytes = layout.position_nbytes
     else:
-        row = torch.empty(1, kv_heads, 1, dim, dtype=torch_dtype)
-        view = contiguous_view(row, row)
-        stored = queries * kv_heads * 2 * dim * torch_dtype.itemsize
-    chosen = tile(queries * heads // kv_heads, view.constants["DP"], torch_dtype.itemsize, ampere)
-    pointer = "*u8" if bits else f"*{dtype}"
-    absent: dict[str, None] = {}
-    signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer}
-    for n in ("k_pairs_ptr", "v_pairs_ptr"):
-        signature[n] = "*i32" if bits else "constexpr"
-        absent |= {} if bits else {n: None}
-    signature["table_ptr"] = "*i32" if format else "constexpr"
-    absent |= {} if format else {"table_ptr": None}
-    signature |= {"start_ptr": "*i64", "out_ptr": f"*{dtype}"}
-    strides = ("qb", "qh", "qs", "kb", "kh", "kr", "vb", "vh", "vr", "pb", "ph", "table_stride", "ob", "os", "oh")
-    signature |= dict.fromkeys((*strides, "queries", "kv_heads", "group_heads", "window"), "i32")
-    signature |= dict.fromkeys(("scale_log2", "softcap"), "fp32")
-    constants: dict[str, Any] = {"WINDOWED": window > 0, "CAPPED": softcap > 0, "ROWS": chosen.rows}
-    # Tiles of K and V that programs of one wave share come from L2: counted is what crosses from device memory.
-    nbytes = stored + 2 * queries * heads * dim * torch_dtype.itemsize
-    return AuditCase(
-        name=f"prefill_attention/{name}/{queries}x{dim}x{heads}/{kv_heads}-{dtype}{'/ampere' if ampere else ''}",
-        fn=prefill_attention_kernel,
-        signature=signature,
-        constants=constants | {"T": chosen.positions} | view.constants | absent,
-        num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
-        amd_stages=min(chosen.num_stages, AMD_STAGES),
-        divisible=(*(n for n, kind in signature.items() if kind.startswith("*")), *strides),
-        uses_dot=True,
-        main_operands=3,
-        bytes_moved=nbytes,
-        minimum_bytes=nbytes,
-        archs=("sm_80",) if ampere else ("sm_90",) if dtype == "fp32" else ("sm_90", "gfx942"),
-    )
+        row = torch.empty(1, kv_heads, 1, dim, dtype=DTYPES[dtype])
+        view, nbytes = contiguous_view(row, row), 2 * dim * row.itemsize
+    full = f"prefill_attention/{name}"
+    return case(full, dtype, view, queries, heads, kv_heads, nbytes, window, softcap, ampere)
 
 
 def audit_cases() -> list[AuditCase]:

@@ -69,22 +69,29 @@ def test_every_file_with_kernels_has_cases() -> None:
 
 
 CASE = AuditCase("op/a", None, {}, {}, uses_dot=True, main_operands=2, bytes_moved=100, minimum_bytes=100)
-GOOD = Counts(registers=64, stack_nbytes=0, spills=0, loads_128=2, tensor_instructions=8)
+GOOD = Counts(registers=64, stack_nbytes=0, spills=0, loads_128=2, loads_64=2, tensor_instructions=8)
 
 
 @pytest.mark.parametrize(
     ("counts", "shared", "problem"),
     (
-        (Counts(64, 8, 0, 2, 8), 0, "8 bytes of stack"),
-        (Counts(64, 0, 3, 2, 8), 0, "3 local loads and stores"),
-        (Counts(64, 0, 0, 1, 8), 0, "1 128-bit loads for 2 main operands"),
-        (Counts(64, 0, 0, 2, 0), 0, "no tensor-core instruction"),
+        (Counts(64, 8, 0, 2, 2, 8), 0, "8 bytes of stack"),
+        (Counts(64, 0, 3, 2, 2, 8), 0, "3 local loads and stores"),
+        (Counts(64, 0, 0, 1, 2, 8), 0, "1 128-bit loads for 2 main operands"),
+        (Counts(64, 0, 0, 2, 2, 0), 0, "no tensor-core instruction"),
         (GOOD, 200 << 10, "204800 bytes of shared memory, the limit is 166912"),
     ),
 )
 def test_each_bound_is_held(counts: object, shared: int, problem: str) -> None:
     assert problems_of(CASE, "sm_80", counts, shared) == (problem,)
     assert problems_of(CASE, "sm_90", GOOD, shared) == ()
+
+
+def test_rows_of_less_alignment_are_held_to_narrower_loads() -> None:
+    narrow = AuditCase("op/d", None, {}, {}, main_operands=2, load_nbytes=8)
+    assert problems_of(narrow, "sm_90", Counts(64, 0, 0, 0, 2, 0), 0) == ()
+    found = problems_of(narrow, "sm_90", Counts(64, 0, 0, 1, 1, 0), 0)
+    assert found == ("1 64-bit loads for 2 main operands",)
 
 
 def test_bytes_moved_are_held_to_the_minimum() -> None:
@@ -103,22 +110,24 @@ def test_counting_sass() -> None:
         /*0050*/ HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24 ;
         /*0060*/ STL [R1], R4 ;
         /*0070*/ LDG.E R4, desc[UR4][R2.64] ;
+        /*0080*/ LDGSTS.E.64 [R9], desc[UR4][R2.64] ;
     """
-    assert kernel_audit.count_sass(usage, sass) == Counts(40, 16, 1, 2, 2)
+    assert kernel_audit.count_sass(usage, sass) == Counts(40, 16, 1, 2, 3, 2)
 
 
 def test_counting_amd_assembly() -> None:
     text = """
         global_load_dwordx4 v[0:3], v4, s[0:1]
+        global_load_dwordx2 v[0:1], v4, s[0:1]
         v_mfma_f32_16x16x16_bf16 a[0:3], v[0:1], v[2:3], a[0:3]
         .private_segment_fixed_size: 0
         .vgpr_count:     88
         .vgpr_spill_count: 0
     """
-    assert kernel_audit.count_amdgcn(text) == Counts(88, 0, 0, 1, 1)
+    assert kernel_audit.count_amdgcn(text) == Counts(88, 0, 0, 1, 2, 1)
 
 
 def test_the_table_names_every_problem() -> None:
-    result = Audited("op/a", "sm_90", 64, 8, 0, 0, 2, 8, 100, 1.0, ("8 bytes of stack",))
+    result = Audited("op/a", "sm_90", 64, 8, 0, 0, 2, 2, 8, 100, 1.0, ("8 bytes of stack",))
     lines = kernel_audit.table([result]).splitlines()
     assert len(lines) == 2 and lines[1].startswith("op/a") and lines[1].endswith("8 bytes of stack")

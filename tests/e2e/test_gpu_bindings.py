@@ -14,10 +14,12 @@ pytest.importorskip("triton")
 
 from families import llama
 
+from forebay.kernels.gpu import choices
 from forebay.model import LanguageModel, open_model
 from forebay.rewriter.machine import Machine
 from forebay.rewriter.plan import Budget, Workload
 from forebay.rewriter.planner import Wishes
+from forebay.rewriter.program import Launch
 from forebay.runtime import bind, executor
 from forebay.runtime.bind_cuda import bind_cuda
 from forebay.runtime.open_device import open_device
@@ -67,3 +69,25 @@ def test_a_half_precision_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     chosen = logits.gather(2, found[:, 6:, None])[..., 0]
     # The token of fp16 is the reference's, or so near its best that rounding decides.
     assert (logits.amax(-1) - chosen).max() <= 5e-3 * logits.abs().max()
+
+
+def test_a_quantised_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits are those of the CPU's kernels over such a cache, and the plan counts the shares of a decode step."""
+    torch.manual_seed(0)
+    config = llama(2, hidden_size=64, intermediate_size=96, vocab_size=211, tie_word_embeddings=False)
+    transformers.AutoModelForCausalLM.from_config(config).half().save_pretrained(tmp_path)
+    prompt = torch.randint(3, 211, (2, 6), generator=torch.Generator().manual_seed(1))
+    opened, budget, workload = open_model(tmp_path), Budget(1 << 24, 1 << 24), Workload(2, 6, 2000)
+    found = {}
+    for kind in ("cpu", "NVIDIA H200"):
+        machine = replace(Machine.default(), device_kind=kind)
+        gpu = GpuOfThreads(monkeypatch) if kind != "cpu" else None
+        with LanguageModel(*opened, budget, workload, Wishes(cache_format="kv4"), machine) as lm:
+            tokens = lm.generate(prompt, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+            found[kind] = lm.next_logits(tokens).double()
+            program = lm._pipeline.program(lm.plan, 1)
+    assert gpu is not None and {"forebay.attention_q", "forebay.kv_append_q"} <= {op for op, _ in gpu.bound}
+    assert not {"forebay.attention", "forebay.kv_append"} & {op for op, _ in gpu.bound}
+    assert (found["NVIDIA H200"] - found["cpu"]).norm() < 1e-2 * found["cpu"].norm()
+    shares = {i.workspace_nbytes for i in program.step if isinstance(i, Launch) and i.op == "forebay.attention_q"}
+    assert len(shares) == 1 and min(shares) > choices.attention_workspace_nbytes(torch.empty(2, 4, 2, 16), prompt)

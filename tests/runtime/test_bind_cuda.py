@@ -14,7 +14,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from forebay.kernels import attention, linear, packing, quantized_linear, rms_norm, rotary, swiglu
+from forebay.kernels import (
+    attention,
+    attention_q,
+    kv_append_q,
+    linear,
+    packing,
+    quantized_linear,
+    rms_norm,
+    rotary,
+    swiglu,
+)
 from forebay.kernels.gpu import choices
 from forebay.kernels.quantize import quantize
 from forebay.rewriter.program import COMPUTE, Launch
@@ -126,8 +136,24 @@ def test_what_is_not_ours_is_left_to_torch() -> None:
 
 
 def test_an_operator_of_ours_without_a_gpu_kernel_is_refused() -> None:
-    with pytest.raises(RuntimeFault, match=r"^node: forebay\.attention_q does not run on this GPU: no kernel"):
-        bound("attention_q", (), halves(2))
+    with pytest.raises(RuntimeFault, match=r"^node: forebay\.sparse_values does not run on this GPU: no kernel"):
+        bound("sparse_values", (), halves(2))
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_a_quantised_cache_is_written_and_read(bits: int) -> None:
+    group, row = packing.cache_group_size(64, bits), packing.cache_row_nbytes(64, bits)
+    caches = [torch.full((2, 2, 20, row), 0xFF, dtype=torch.uint8) for _ in "kv"]
+    start = torch.tensor([0, 0])
+    for queries, begins in ((7, (0, 0)), (3, (7, 5)), (1, (10, 8))):
+        start.copy_(torch.tensor(begins))
+        k, v = halves(2, 2, queries, 64), halves(2, 2, queries, 64)
+        q, out = halves(2, queries, 4, 64).transpose(1, 2), torch.empty(2, queries, 4, 64, dtype=torch.float16)
+        bound("kv_append_q", (*caches, k, v, start, bits, group))()
+        bound("attention_q", (q, *caches, start, 0.2, 0, 0.0, bits, group), out)()
+        assert_near(out, attention_q.reference(q, *caches, start, 0.2, 0, 0.0, bits, group))
+    read = kv_append_q.unpack(caches[0][0, :, 10], 64, bits, group)
+    assert (read - k[0, :, 0]).norm() < (0.15 if bits == 4 else 0.01) * k[0, :, 0].float().norm()
 
 
 @pytest.mark.parametrize(

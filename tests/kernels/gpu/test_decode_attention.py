@@ -143,7 +143,7 @@ def test_contiguous_caches_of_any_strides(dtype: torch.dtype) -> None:
 
 def test_bad_arguments_are_named_before_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = fill_cache(BlockLayout(16, 2, 16, "native", torch.float16), [20])
-    monkeypatch.setattr(gpu, "_bind", lambda *args: pytest.fail("launched"))
+    monkeypatch.setattr(gpu, "bind_view", lambda *args: pytest.fail("launched"))
     good = queries(cache, 4)
 
     def call(q: torch.Tensor = good, **changed: object) -> None:

@@ -84,7 +84,7 @@ def test_nan_and_infinity_do_as_torch(value: float, where: str) -> None:
 
 
 def test_bad_arguments_are_named_before_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_bind", lambda *args: pytest.fail("launched"))
+    monkeypatch.setattr(gpu, "bind_view", lambda *args: pytest.fail("launched"))
     q, k, v = made(torch.float16, 1, 4, 2, 3, 9, 16)
     start, out = torch.tensor([6]), torch.empty(1, 3, 4, 16, dtype=torch.float16)
     cases = {
