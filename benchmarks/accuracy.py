@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.perplexity import TEXT, Reference, by_format
+from benchmarks.perplexity import TEXT, Reference, by_format, text_ids
 from forebay.rewriter.demo import resolve_model
 
 FORMATS = ("native", "w8", "w4g32", "w4g64")
@@ -48,12 +48,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     args = parser.parse_args()
-    import transformers
-
     torch.set_num_threads(args.threads)
     native = resolve_model("demo")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(native)
-    ids = torch.tensor(tokenizer(TEXT.read_text(encoding="utf-8"), verbose=False)["input_ids"])[: args.tokens]
+    ids = text_ids(native, TEXT)[: args.tokens]
     reference = Reference(native)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:

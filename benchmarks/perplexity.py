@@ -179,6 +179,14 @@ def contestants() -> Mapping[str, tuple[Treat | None, ...]]:
     return rows
 
 
+def text_ids(folder: Path, text: Path) -> torch.Tensor:
+    """The tokens [T] of a text file by the model's tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return torch.tensor(tokenizer(text.read_text(encoding="utf-8"), verbose=False)["input_ids"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, default=TEXT)
@@ -188,12 +196,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     args = parser.parse_args()
-    import transformers
-
     torch.set_num_threads(args.threads)
     folder = resolve_model("demo")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    ids = torch.tensor(tokenizer(args.text.read_text(encoding="utf-8"), verbose=False)["input_ids"])
+    ids = text_ids(folder, args.text)
     ids = ids[: args.tokens + 1] if args.tokens else ids
     reference = Reference(folder)
     rows: list[Row] = []

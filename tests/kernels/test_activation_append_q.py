@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,20 +10,9 @@ from torch import Tensor
 from torch.library import opcheck
 
 from forebay.kernels import activation_append_q as module
-from forebay.kernels import native, packing
+from forebay.kernels import packing
 
 OP = torch.ops.forebay.activation_append_q.default
-needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
-
-
-@pytest.fixture(params=(pytest.param("native", marks=needs_compiler), "torch"))
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Which kernel does the work: C++, or torch as where there is no compiler."""
-    if request.param == "torch":
-        monkeypatch.setattr(native, "load", lambda: None)
-    else:
-        assert native.load() is not None
-    yield request.param
 
 
 def arguments(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,17 +11,6 @@ from forebay.kernels import native
 from forebay.kernels.attention import attention, attention_out, bind_attention, reference, workspace_nbytes
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
-
-
-@pytest.fixture(params=(pytest.param("native", marks=needs_compiler), "torch"))
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Which kernel does the work: C++, or torch as where there is no compiler."""
-    if request.param == "torch":
-        monkeypatch.setattr(module.native, "load", lambda: None)
-    else:
-        assert native.load() is not None
-    yield request.param
 
 
 def make(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
@@ -17,14 +16,6 @@ from forebay.kernels.quantize import dequantize, quantize, quantize_rows, refere
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16)
 needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
-
-
-@pytest.fixture(params=(pytest.param("native", marks=needs_compiler), "torch"))
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Which code does the work: C++, or torch as where there is no compiler."""
-    if request.param == "torch":
-        monkeypatch.setattr(native, "load", lambda: None)
-    yield request.param
 
 
 def per_element(part: Tensor, x: Tensor, group: int, dim: int) -> Tensor:

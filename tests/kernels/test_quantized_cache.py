@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import scipy.linalg
 import torch
@@ -12,17 +10,6 @@ from torch import Tensor
 from forebay.kernels import attention, attention_q, kv_append_q, native, packing, quantize
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
-
-
-@pytest.fixture(params=(pytest.param("native", marks=needs_compiler), "torch"))
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Which kernel does the work: C++, or torch as where there is no compiler."""
-    if request.param == "torch":
-        monkeypatch.setattr(native, "load", lambda: None)
-    else:
-        assert native.load() is not None
-    yield request.param
 
 
 def make(start: list[int], new: int, bits: int, dim: int = 20, group: int = 20, dtype: torch.dtype = torch.float32):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,16 +16,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 SMALLEST = 2.0**-23  # two units of fp16's subnormals
 needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
-
-
-@pytest.fixture(params=(pytest.param("native", marks=needs_compiler), "torch"))
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Which kernel does the work: C++, or torch as where there is no compiler."""
-    if request.param == "torch":
-        monkeypatch.setattr(module.native, "load", lambda: None)
-    else:
-        assert native.load() is not None
-    yield request.param
 
 
 def make(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

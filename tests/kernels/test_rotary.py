@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from forebay.kernels import native
-from forebay.kernels import rotary as module
 from forebay.kernels.rotary import bind_rotary, rotary
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
-
-
-@pytest.fixture(params=(pytest.param("native", marks=needs_compiler), "torch"))
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Which kernel does the work: C++, or torch as where there is no compiler."""
-    if request.param == "torch":
-        monkeypatch.setattr(module.native, "load", lambda: None)
-    else:
-        assert native.load() is not None
-    yield request.param
 
 
 def make(shape: tuple[int, int, int, int], dtype: torch.dtype, tables: int = 1) -> tuple[Tensor, Tensor, Tensor]:
