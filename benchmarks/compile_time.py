@@ -61,16 +61,17 @@ def main() -> None:
     workload = Workload(batch=4, prompt=64, new_tokens=64)
     compile_once(2, args.hidden, workload)  # imports, registrations, torch's own caches
     seen: dict[int, list[tuple[float, ...]]] = {n: [] for n in depths}
-    for _ in range(args.rounds):
-        for n in depths:
+    for number in range(args.rounds):
+        for n in depths if number % 2 else depths[::-1]:
             seen[n].append(compile_once(n, args.hidden, workload))
-    first = median(map(sum, seen[depths[0]]))
+    first = [sum(times) for times in seen[depths[0]]]
     for n, rounds in seen.items():
         totals = [sum(times) for times in rounds]
+        ratios = sorted(a / b for a, b in zip(totals, first, strict=True))
         stages = zip(STAGES, zip(*rounds, strict=True), strict=True)
         parts = ", ".join(f"{stage} {median(times):.2f}" for stage, times in stages)
         print(f"{n:4} layers: {median(totals):.2f} s ({min(totals):.2f}..{max(totals):.2f}), "
-              f"{median(totals) / first:.2f} x {depths[0]} layers; {parts}")
+              f"{median(ratios):.2f} x {depths[0]} layers ({ratios[0]:.2f}..{ratios[-1]:.2f} round by round); {parts}")
 
 
 if __name__ == "__main__":

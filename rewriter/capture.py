@@ -82,7 +82,8 @@ def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
     with torch.device("meta"), initialization.no_init_weights():
         model = cls._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=NAME)
         model.tie_weights()
-    model.eval()
+    for module in model.modules():
+        vars(module)["training"] = False  # as eval() does, a tenth of its time: setting attributes of modules is dear
     _fill_constants(model)
     return model
 

@@ -25,16 +25,13 @@ class CaptureError(Exception):
 
 def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
     """The path and value of the `ModuleList` holding the most parameters, the outermost one where lists nest."""
-    best: tuple[str, nn.ModuleList] | None = None
-    most = 0
-    for name, module in model.named_modules():
-        if best is not None and name.startswith(best[0] + "."):
-            continue
-        if isinstance(module, nn.ModuleList) and len(module):
-            numel = sum([p.numel() for m in module.modules() for p in m._parameters.values() if p is not None])
-            if numel > most:
-                best, most = (name, module), numel
-    return best
+    lists = [(name, module) for name, module in model.named_modules()
+             if isinstance(module, nn.ModuleList) and len(module)]
+    outermost = [(name, module) for name, module in lists
+                 if not any(name.startswith(other + ".") for other, _ in lists)]
+    if len(outermost) < 2:  # nothing to compare
+        return outermost[0] if outermost else None
+    return max(outermost, key=lambda found: sum([p.numel() for p in found[1].parameters()]))
 
 
 def layer_signature(layer: nn.Module, ignore: tuple[str, ...] = ("layer_idx",)) -> Hashable:
@@ -44,16 +41,22 @@ def layer_signature(layer: nn.Module, ignore: tuple[str, ...] = ("layer_idx",)) 
     attributes, save those named in `ignore`.
     """
     parts: list[Hashable] = []
-    for name, module in layer.named_modules():
-        parts.append((name, type(module)))
+    skipped = _MODULE_STATE.union(ignore)
+    remaining: list[tuple[str, nn.Module | None]] = [("", layer)]
+    while remaining:  # depth first
+        name, module = remaining.pop()
+        if module is None:
+            continue
+        remaining.extend(module._modules.items())
+        parts.append((name, type(module), len(module._modules)))
         for held in (module._parameters, module._buffers):
-            parts.extend([(k, t.shape, t.dtype) for k, t in held.items() if t is not None])
-        for key, value in vars(module).items():
-            if key in _MODULE_STATE or key in ignore:
-                continue
-            if isinstance(value, _SCALARS):
+            if held:
+                parts.extend([(k, t.shape, t.dtype) for k, t in held.items() if t is not None])
+        for key, value in [entry for entry in vars(module).items() if entry[0] not in skipped]:
+            kind = type(value)  # isinstance would ask a config for its class, through its own attribute look-up
+            if issubclass(kind, _SCALARS):
                 parts.append((key, value))
-            elif isinstance(value, (tuple, list)) and all(isinstance(v, _SCALARS) for v in value):
+            elif issubclass(kind, (tuple, list)) and all(isinstance(v, _SCALARS) for v in value):
                 parts.append((key, tuple(value)))
     return tuple(parts)
 

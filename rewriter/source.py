@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,8 @@ from forebay.rewriter.pipeline import BLOCK_PASSES, Source
 from forebay.rewriter.plan import PlanError, Workload
 from forebay.rewriter.program import FileSlice
 from forebay.rewriter.switches import Switches
+
+_META = torch.device("meta")
 
 
 @no_collection()
@@ -108,49 +110,56 @@ def model_source(
     host_hop: bool = False
 ) -> Source:
     """The step graphs of `captured` for the batch and context of `workload`."""
+    weights = _weight_inputs(captured)
 
-    def step(tokens: int) -> fx.GraphModule:
-        return concretise(captured.step, step_inputs(captured, workload, tokens))
-
-    def prefill(tokens: int) -> fx.GraphModule:
-        return concretise(captured.step, step_inputs(captured, workload, tokens, workload.prompt))
+    def step(tokens: int, cached: int | None = None) -> fx.GraphModule:
+        return concretise(captured.step, step_inputs(captured, workload, tokens, cached, weights))
 
     short, likes = few_layers(captured.step)
+    few = {node.name for node in short.graph.find_nodes(op="placeholder")}
 
     def sample(tokens: int) -> tuple[fx.GraphModule, dict[int, int]]:
-        return inline_blocks(concretise(short, step_inputs(replace(captured, step=short), workload, tokens))), likes
+        inputs = step_inputs(captured, workload, tokens, None, weights)
+        return inline_blocks(concretise(short, {name: inputs[name] for name in few & inputs.keys()})), likes
 
-    return Source(fingerprint, step, files, captured.constants, host_hop, sample=sample, prefill=prefill)
+    return Source(fingerprint, step, files, captured.constants, host_hop, sample=sample,
+                  prefill=lambda tokens: step(tokens, workload.prompt))
 
 
 def step_inputs(
-    captured: CapturedModel, workload: Workload, tokens: int, cached: int | None = None
+    captured: CapturedModel, workload: Workload, tokens: int, cached: int | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
     """Meta tensors for every placeholder of the step graph, by name; the cache holds `cached` tokens per sequence, all
-    of the context by default."""
+    of the context by default. `weights`, if they were made before, are those of the weights and constants."""
     batch, context = workload.batch, workload.context if cached is None else cached
-
-    def meta(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    inputs = {"input_ids": meta(batch, tokens), "start": meta(batch), "last": meta(batch)}
-    for node in captured.step.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        mark = node.meta.get(META)
-        if isinstance(mark, CacheInput):
-            spec = captured.cache[mark.layer]
-            inputs[str(node.target)] = meta(batch, spec.kv_heads, context, spec.head_dim, dtype=spec.dtype)
-        elif isinstance(mark, WeightInput):
-            known = captured.weights.get(mark.name)
-            value = captured.constants.get(mark.name)
-            if known is not None and known.stored is not None:
-                inputs[str(node.target)] = meta(known.stored.out_features, known.stored.row_nbytes, dtype=torch.uint8)
-            elif known is not None:
-                inputs[str(node.target)] = meta(*known.shape, dtype=known.dtype)
-            elif value is not None:
-                inputs[str(node.target)] = meta(*value.shape, dtype=value.dtype)
+    inputs = {"input_ids": _meta((batch, tokens)), "start": _meta((batch,)), "last": _meta((batch,))}
+    for i, spec in enumerate(captured.cache):
+        for side in "kv":
+            inputs[f"cache_{side}_{i}"] = _meta((batch, spec.kv_heads, context, spec.head_dim), spec.dtype)
+    inputs.update(_weight_inputs(captured) if weights is None else weights)
     return inputs
+
+
+def _weight_inputs(captured: CapturedModel) -> dict[str, torch.Tensor]:
+    """Meta tensors for the weights and constants of the step graph, by the placeholder's name."""
+    inputs = {}
+    for node in captured.step.graph.find_nodes(op="placeholder"):
+        mark = node.meta.get(META)
+        if not isinstance(mark, WeightInput):
+            continue
+        known, value = captured.weights.get(mark.name), captured.constants.get(mark.name)
+        if known is not None and known.stored is not None:
+            inputs[str(node.target)] = _meta((known.stored.out_features, known.stored.row_nbytes), torch.uint8)
+        elif known is not None:
+            inputs[str(node.target)] = _meta(known.shape, known.dtype)
+        elif value is not None:
+            inputs[str(node.target)] = _meta(value.shape, value.dtype)
+    return inputs
+
+
+def _meta(shape: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=_META)
 
 
 def weight_files(
