@@ -5,7 +5,8 @@
 
 Writes benchmarks/results/<gpu>-<date>.json (and the same to $OUT where it is set), and beside it the table of
 inflection points that kernels/gpu/selection.py reads. Times are medians of 30 CUDA graphs of calls over rotating
-buffers that together exceed the L2 (`gpu_cases/timing.py`). An aim that is missed says so in the table.
+buffers that together exceed the L2 (`gpu_cases/timing.py`). An aim that is missed says so in the table. Cases run in
+a process apart, so that one that faults or hangs is one failed row; results are written after each module.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from benchmarks.gpu_cases.case import Case, Place, Work
 STARTED = time.monotonic()
 LIMIT_S = 460.0
 WARM_LIMIT_S = 150.0
+CASE_S = 75.0  # a case that says nothing for so long is killed
 # Time for the checks and measurements of each module of gpu_cases, at most; what does not fit is left out and named.
 BUDGET_S = {"norms": 15.0, "positions": 20.0, "small": 30.0, "quantization": 20.0, "attention": 60.0, "linear": 150.0}
 RESULTS = Path(__file__).parent / "results"
@@ -76,7 +80,7 @@ def line(row: Row) -> str:
     return f"{head} {speed}{rivals}{missed}{'  ' + row['best'] if row['best'] else ''}"
 
 
-def run_case(case: Case, place: Place, ceilings: dict[str, float], table: dict[Any, dict[str, float]]) -> Row:
+def run_case(case: Case, place: Place, ceilings: dict[str, float]) -> Row:
     """Check, then time; a case that raises or errs beyond its limit is a failed row and is not timed."""
     try:
         work = case.make(place)
@@ -91,23 +95,23 @@ def run_case(case: Case, place: Place, ceilings: dict[str, float], table: dict[A
             measured, times_s = measure(case, work, ceilings)
             row |= measured
             if work.key:
-                table[work.key] = times_s
+                row |= {"key": work.key, "candidates_us": {name: s * 1e6 for name, s in times_s.items()}}
     except Exception as error:
         return row | {"failed": f"{type(error).__name__}: {error}"[:300]}
     return row
 
 
-def run_all(
-    place: Place, families: dict[str, list[Case]], ceilings: dict[str, float]
-) -> tuple[list[Row], dict[Any, dict[str, float]]]:
-    """All rows, printed as they are made, and times by selection key; late cases are left out, never an op's first."""
+def run_all(families: dict[str, list[Case]], ask: Callable[[int], Row], timed: bool, keep: Callable[[list[Row]], None]
+            ) -> list[Row]:
+    """All rows, printed as they are made and kept after each module; late cases are left out, never an op's first.
+    `ask` gives the row of a case by its number."""
     rows: list[Row] = []
-    table: dict[Any, dict[str, float]] = {}
+    numbers = itertools.count()
     for family, cases in families.items():
         begin, seen = time.monotonic(), set()
         for case in cases:
-            now = time.monotonic()
-            late = not place.tiny and (now - begin > BUDGET_S[family] or now - STARTED > LIMIT_S)
+            number, now = next(numbers), time.monotonic()
+            late = timed and (now - begin > BUDGET_S[family] or now - STARTED > LIMIT_S)
             if late and case.op in seen:
                 left = sum(c.op == case.op for c in cases) - sum(r["op"] == case.op for r in rows)
                 if left:
@@ -115,11 +119,10 @@ def run_all(
                     print(line(rows[-1]), f"({left} cases)", flush=True)
                 continue
             seen.add(case.op)
-            rows.append(run_case(case, place, ceilings, table))
+            rows.append({"op": case.op, "shape": ""} | ask(number))
             print(line(rows[-1]), flush=True)
-            if not place.tiny:
-                torch.cuda.empty_cache()
-    return rows, table
+        keep(rows)
+    return rows
 
 
 def warm(place: Place, cases: list[Case]) -> None:
@@ -150,8 +153,8 @@ def warm_in_parallel(arguments: list[str]) -> None:
             worker.wait()
 
 
-def write(rows: list[Row], table: dict[Any, Any], ceilings: dict[str, float]) -> None:
-    """The results, and the table of inflection points, as JSON."""
+def write(rows: list[Row], ceilings: dict[str, float]) -> Path:
+    """The results so far, and the table of inflection points, as JSON."""
     import triton
 
     from forebay.kernels.gpu import selection
@@ -159,46 +162,77 @@ def write(rows: list[Row], table: dict[Any, Any], ceilings: dict[str, float]) ->
     gpu, date = torch.cuda.get_device_name(), datetime.date.today().isoformat()
     stem = f"{gpu.replace(' ', '-')}-{date}"
     result = {"gpu": gpu, "date": date, "torch": torch.__version__, "triton": triton.__version__,
-              "seconds": time.monotonic() - STARTED, "ceilings": ceilings, "rows": rows,
-              "candidates_us": [[*k, {n: s * 1e6 for n, s in t.items()}] for k, t in table.items()]}  # fmt: skip
+              "seconds": time.monotonic() - STARTED, "ceilings": ceilings, "rows": rows}  # fmt: skip
+    table = {tuple(row["key"]): {name: us / 1e6 for name, us in row["candidates_us"].items()}
+             for row in rows if "key" in row}
+    folder = RESULTS
     for folder in {RESULTS, Path(os.environ.get("OUT") or RESULTS)}:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
         if table:
             selection.save_tables({gpu: selection.fit(table)}, folder / f"{stem}-selection.json")
-        say(f"written to {folder / stem}.json")
+    return folder / f"{stem}.json"
+
+
+def answer(cases: list[Case], place: Place, ceilings: dict[str, float]) -> None:
+    """Run the cases whose numbers come on standard input."""
+    from benchmarks.gpu_cases.isolated import serve
+
+    def run(number: int) -> Row:
+        row = run_case(cases[number], place, ceilings)
+        try:
+            torch.cuda.empty_cache()
+            torch.ones(1, device="cuda").item()
+        except Exception as error:  # a fault takes the process's GPU along
+            return {"failed": f"{type(error).__name__}: {error}"[:300]} | row | {"lost": True}
+        return row
+
+    serve(run)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--interpret", action="store_true", help="check at tiny shapes under Triton's interpreter")
     parser.add_argument("--ops", default="", help="only these, by comma")
+    parser.add_argument("--answer", metavar="CEILINGS", help=argparse.SUPPRESS)
     parser.add_argument("--warm", nargs=2, type=int, metavar=("I", "N"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     ops = set(filter(None, options.ops.split(",")))
     if options.interpret:
-        os.environ["TRITON_INTERPRET"] = "1"
-        rows, _ = run_all(Place(torch.device("cpu"), tiny=True), all_cases(True, ops), {})
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+    families = all_cases(options.interpret, ops)
+    cases = [case for found in families.values() for case in found]
+    if options.interpret:
+        here = Place(torch.device("cpu"), tiny=True)
+        rows = run_all(families, lambda number: run_case(cases[number], here, {}), False, lambda rows: None)
         return int(any("failed" in row for row in rows))
     if not torch.cuda.is_available():
         print("benchmarks.gpu: no CUDA device; --interpret checks the kernels without one")
         return 0
     place = Place(torch.device("cuda", 0), False, torch.cuda.get_device_properties(0).L2_cache_size)
-    families = all_cases(False, ops)
     if options.warm:
         first, step = options.warm
-        warm(place, [case for cases in families.values() for case in cases][first::step])
+        warm(place, cases[first::step])
         return 0
+    if options.answer:
+        answer(cases, place, json.loads(options.answer))
+        return 0
+    from benchmarks.gpu_cases.isolated import Worker
     from benchmarks.gpu_cases.timing import ceilings
 
     limits = ceilings()
+    torch.cuda.empty_cache()
     say(f"{torch.cuda.get_device_name()}: copy {limits['copy_bytes_per_s'] / 1e9:.0f} GB/s, bf16 matmul "
         f"{limits['matmul_bf16_flop_per_s'] / 1e12:.0f} TFLOP/s, from pinned memory "
         f"{limits['host_to_device_bytes_per_s'] / 1e9:.1f} GB/s")  # fmt: skip
-    warm_in_parallel(["--ops", options.ops] if ops else [])
+    warm_in_parallel(["--ops", options.ops])
     say("compiled")
-    rows, table = run_all(place, families, limits)
-    write(rows, table, limits)
+    worker = Worker([sys.executable, "-m", "benchmarks.gpu", "--ops", options.ops, "--answer", json.dumps(limits)])
+    try:
+        rows = run_all(families, lambda number: worker.ask(number, CASE_S), True, lambda rows: write(rows, limits))
+    finally:
+        worker.close()
+    say(f"written to {write(rows, limits)}")
     missed = sum(not a["met"] for row in rows for a in row.get("aims", []))
     failed, skipped = (sum(what in row for row in rows) for what in ("failed", "skipped"))
     say(f"{len(rows)} cases: {failed} failed, {skipped} left out, {missed} aims missed")

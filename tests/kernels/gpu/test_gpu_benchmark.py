@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -52,10 +53,41 @@ from benchmarks.gpu import run_case
 from benchmarks.gpu_cases.case import Case, Place, Work
 place = Place(torch.device("cpu"), tiny=True)
 for error in (0.5, float("nan")):
-    row = run_case(Case("op", lambda place: Work("shape", [], lambda: error, 1e-2, 1)), place, {}, {})
+    row = run_case(Case("op", lambda place: Work("shape", [], lambda: error, 1e-2, 1)), place, {})
     assert "failed" in row and "time_us" not in row, row
-assert "failed" in run_case(Case("op", lambda place: 1 / 0), place, {}, {})
+assert "failed" in run_case(Case("op", lambda place: 1 / 0), place, {})
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
                           capture_output=True, text=True, timeout=120)  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+# Read by every Python that starts: a GPU that is the CPU under Triton's interpreter, at tiny shapes.
+STAND_IN = """
+import types, torch
+from benchmarks.gpu_cases import case, timing
+real = case.Place
+case.Place = lambda device, tiny, l2_nbytes=0: real(torch.device("cpu"), True)
+names = ("copy_bytes_per_s", "matmul_bf16_flop_per_s", "host_to_device_bytes_per_s")
+timing.ceilings = lambda: dict.fromkeys(names, 1e12)
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_name = lambda *_: "Stand In"
+torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(L2_cache_size=1)
+torch.cuda.empty_cache = lambda: None
+"""
+
+
+def test_a_run_whose_process_loses_its_gpu_in_every_case_still_writes_all_rows(tmp_path: Path) -> None:
+    """Every case is checked; what then touches the GPU fails here, so each is answered by a process of its own."""
+    (tmp_path / "sitecustomize.py").write_text(STAND_IN)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT / "src"), str(ROOT))),
+                                "TRITON_INTERPRET": "1", "OUT": str(tmp_path)}  # fmt: skip
+    code = ("import os, pathlib, sys, benchmarks.gpu as gpu; gpu.RESULTS = pathlib.Path(os.environ['OUT']); "
+            "sys.exit(gpu.main())")
+    done = subprocess.run([sys.executable, "-c", code, "--ops", "layer_norm"], cwd=ROOT, env=environment,
+                          capture_output=True, text=True, timeout=300)  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    (file,) = tmp_path.glob("Stand-In-*.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["op"] for row in rows} == {"layer_norm"}
+    assert all(row["error"] <= row["limit"] and "AssertionError" in row["failed"] for row in rows), rows

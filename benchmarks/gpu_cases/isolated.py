@@ -1,0 +1,72 @@
+"""Numbered jobs in a process of their own, so that one that faults, dies or hangs costs its own row and no other's.
+
+A fault on a GPU ("illegal memory access") leaves the whole process without one, and a kernel that hangs cannot be
+stopped from within.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import IO, Any
+
+START_S = 90.0  # for the imports and the GPU's context, before the first answer
+
+
+class Worker:
+    """Runs `command`, which calls `serve`; started when first asked, and anew after a job it did not survive."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.command = command
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, number: int, limit_s: float) -> dict[str, Any]:
+        """What job `number` answers, or {"failed": why} where its process died, or said nothing for `limit_s` seconds
+        (longer in a new process) and was killed. A job that leaves its process useless answers "lost" as well."""
+        if self.process is None:
+            self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            limit_s += START_S
+        found = self._answer(self.process, number, limit_s)
+        if found.pop("lost", False):
+            self.close()
+        return found
+
+    def _answer(self, process: subprocess.Popen[bytes], number: int, limit_s: float) -> dict[str, Any]:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(f"{number}\n".encode())
+            process.stdin.flush()
+        except BrokenPipeError:
+            return {"failed": _ended(process), "lost": True}
+        if not select.select([process.stdout], [], [], limit_s)[0]:
+            return {"failed": f"no answer in {limit_s:.0f} s", "lost": True}
+        line = process.stdout.readline()
+        return json.loads(line) if line.endswith(b"\n") else {"failed": _ended(process), "lost": True}
+
+    def close(self) -> None:
+        """End the process; the next job gets a new one."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+
+def _ended(process: subprocess.Popen[bytes]) -> str:
+    try:
+        code = process.wait(10)
+    except subprocess.TimeoutExpired:
+        return "its process no longer answers"
+    return f"its process ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
+
+
+def serve(run: Callable[[int], dict[str, Any]]) -> None:
+    """Answer the numbers on standard input by lines of JSON; what jobs print goes to standard error."""
+    answers: IO[str] = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    for line in sys.stdin:
+        answers.write(json.dumps(run(int(line))) + "\n")
+        answers.flush()

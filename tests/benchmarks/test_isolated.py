@@ -1,0 +1,77 @@
+"""A job that dies or hangs costs its own answer and no other's."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "gpu_cases" / "isolated.py"
+# By its path: in this suite the name `benchmarks` is the folder of this test.
+spec = importlib.util.spec_from_file_location("isolated", FILE)
+assert spec is not None and spec.loader is not None
+isolated = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(isolated)
+
+JOBS = """
+import os, signal, sys, time
+sys.path.insert(0, sys.argv[1])
+from isolated import serve
+
+def run(number):
+    print("jobs may print")
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if number == 2:
+        time.sleep(60)
+    if number == 3:
+        return {"failed": "faulted", "lost": True}
+    if number == 4:
+        return {"failed": "inexact"}
+    return {"pid": os.getpid(), "number": number}
+
+serve(run)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(isolated, "START_S", 20.0)
+    (tmp_path / "jobs.py").write_text(JOBS)
+    made = isolated.Worker([sys.executable, str(tmp_path / "jobs.py"), str(FILE.parent)])
+    yield made
+    made.close()
+
+
+def test_the_jobs_after_a_crash_a_fault_and_a_hang_are_answered(worker) -> None:
+    first = worker.ask(0, 5)
+    assert worker.ask(1, 5) == {"failed": "its process ended with signal 11"}
+    second = worker.ask(5, 5)
+    assert worker.ask(3, 5) == {"failed": "faulted"}
+    third = worker.ask(6, 5)
+    assert worker.ask(2, 0.2) == {"failed": "no answer in 0 s"}
+    fourth = worker.ask(7, 5)
+    assert [a["number"] for a in (first, second, third, fourth)] == [0, 5, 6, 7]
+    assert len({a["pid"] for a in (first, second, third, fourth)}) == 4
+
+
+def test_a_failure_that_leaves_its_process_sound_keeps_it(worker) -> None:
+    before = worker.ask(0, 5)["pid"]
+    assert worker.ask(4, 5) == {"failed": "inexact"}
+    assert worker.ask(0, 5)["pid"] == before
+
+
+def test_a_process_that_ends_between_jobs_is_told(worker) -> None:
+    os.kill(worker.ask(0, 5)["pid"], 9)
+    assert worker.ask(0, 5) == {"failed": "its process ended with signal 9"}
+    assert worker.ask(8, 5)["number"] == 8
+
+
+def test_closing_leaves_no_process(worker) -> None:
+    pid = worker.ask(0, 5)["pid"]
+    worker.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
