@@ -1,0 +1,37 @@
+"""The jobs of benchmarks.gpu_offload run, here with the CPU in the GPU's place and small models."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+CODE = """
+import sys, torch, benchmarks.gpu_offload as bench
+from pathlib import Path
+from forebay.rewriter.machine import Machine
+
+bench.GPU, bench.LARGE, bench.DEVICE_NBYTES = "cpu", bench.SMALL, 4_000_000
+torch.cuda.reset_peak_memory_stats = torch.cuda.synchronize = lambda: None
+torch.cuda.max_memory_allocated = lambda: 0
+machine = Machine.default()
+Machine.link = lambda self, src, dst, find=Machine.link: find(self, "disk", "device")  # the only one here
+jobs = bench.jobs()
+assert {job["part"] for job in jobs} == set(bench.PARTS)
+few = [jobs[3], next(j for j in jobs if j.get("cache") == "kv4" != j["weights"] != "native"),
+       next(j for j in jobs if j["part"] == "throughput" and j["source"] == "disk")]
+for job in few:
+    row = bench.PARTS[job["part"]](Path(sys.argv[1]), machine, job)
+    print(bench.line(job, row), flush=True)
+    assert "failed" not in row, row
+"""
+
+
+def test_the_checks_and_measurements_of_every_kind(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
+    done = subprocess.run([sys.executable, "-c", CODE, str(tmp_path)], cwd=ROOT, env=environment, capture_output=True,
+                          text=True, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split(",")[0] for line in done.stdout.splitlines()] == ["tokens", "formats", "throughput"]
