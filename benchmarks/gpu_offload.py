@@ -35,7 +35,7 @@ SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "
 LARGE = {"hidden_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 8,
          "intermediate_size": 14336, "vocab_size": 32000}  # fmt: skip
 GPU = "cuda"
-DEVICE_NBYTES = 1_500_000_000  # of the large model's 4 GB, for Forebay and the peer
+DEVICE_SHARE = 0.375  # of the large model's bytes (4 GB in bf16), for Forebay and the peer
 LOGITS_LIMIT = 3e-2  # relative, between the GPU's and the CPU's kernels over equal bits, in bf16
 Row = dict[str, Any]
 
@@ -88,6 +88,11 @@ def weights_nbytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
+def streamed_nbytes(plan: Any) -> int:
+    """Bytes of weights that a step moves to the device, from host memory or disk."""
+    return sum(w.nbytes for w in plan.weights if w.tier != "device" and not w.gather)
+
+
 @functools.cache
 def reference_tokens(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompts [3, 12] and transformers' greedy answers to them on the GPU, [3, 36]."""
@@ -112,7 +117,7 @@ def check_tokens(scratch: Path, machine: Any, job: Row) -> Row:
         budget["host"] = int(nbytes * job["host"]) + (8 << 20)
     with wrap(folder, budget, batch=3, prompt=12, new_tokens=24, machine=machine, slots=job["slots"]) as lm:
         ours = lm.generate(ids, max_new_tokens=24, pad_token_id=0)
-        row: Row = {"streamed_nbytes": lm.plan.prediction.streamed_nbytes, "same": bool(torch.equal(ours, expected))}
+        row: Row = {"streamed_nbytes": streamed_nbytes(lm.plan), "same": bool(torch.equal(ours, expected))}
     return row if row["same"] else row | {"failed": "other tokens than transformers'"}
 
 
@@ -141,7 +146,7 @@ def measure_throughput(scratch: Path, machine: Any, job: Row) -> Row:
     from forebay.model import wrap
 
     folder, batch = saved_model(scratch, LARGE, torch.bfloat16, job["weights"]), job["batch"]
-    budget = {"device": DEVICE_NBYTES}
+    budget = {"device": int(DEVICE_SHARE * weights_nbytes(folder))}
     if job["source"] == "host":
         budget["host"] = weights_nbytes(folder) + (1 << 30)
     torch.cuda.reset_peak_memory_stats()
@@ -150,7 +155,7 @@ def measure_throughput(scratch: Path, machine: Any, job: Row) -> Row:
         lm.generate(ids, max_new_tokens=3)
         times: list[float] = []
         lm.generate(ids, max_new_tokens=12, on_token=lambda _: times.append(time.perf_counter()))
-        moved = sum(w.nbytes for w in lm.plan.weights if w.tier != "device" and not w.gather)
+        moved = streamed_nbytes(lm.plan)
         planned, predicted = lm.plan.prediction.peak_nbytes, lm.plan.prediction.decode_time_s
     step_s, spread_s = _steps(times)
     link = machine.link("host", "device") if job["source"] == "host" else machine.link("disk", "host")
@@ -167,8 +172,8 @@ def measure_peer(scratch: Path, machine: Any, job: Row) -> Row:
 
     folder, batch = saved_model(scratch, LARGE, torch.bfloat16), job["batch"]
     torch.cuda.reset_peak_memory_stats()
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="auto",
-                                             max_memory={0: DEVICE_NBYTES, "cpu": "100GB"}).eval()  # fmt: skip
+    limits = {0: int(DEVICE_SHARE * weights_nbytes(folder)), "cpu": "100GB"}
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="auto", max_memory=limits).eval()
     ids = torch.randint(3, LARGE["vocab_size"], (batch, 64), generator=torch.Generator().manual_seed(3)).to(GPU)
     times, cache = [], None
     with torch.inference_mode():

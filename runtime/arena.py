@@ -30,7 +30,8 @@ class Arena:
         self.address = start + self._skip
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)[self._skip : self._skip + nbytes]
+        with torch.inference_mode(False):  # threads write to it that are in no mode of the caller's
+            self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)[self._skip : self._skip + nbytes]
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
         """The tensor that `ref` describes, sharing the arena's memory."""
@@ -41,5 +42,6 @@ def view(memory: torch.Tensor, ref: TensorRef) -> torch.Tensor:
     """`ref` as a tensor over `memory`, a uint8 tensor that is a whole arena."""
     dtype = getattr(torch, ref.dtype)
     usable = (memory.numel() - ref.offset) // dtype.itemsize * dtype.itemsize
-    typed = memory[ref.offset : ref.offset + usable].view(dtype)
-    return typed.as_strided(ref.shape, ref.stride, typed.storage_offset())
+    with torch.inference_mode(False):  # a tensor of the caller's inference mode could not be written outside it
+        typed = memory[ref.offset : ref.offset + usable].view(dtype)
+        return typed.as_strided(ref.shape, ref.stride, typed.storage_offset())

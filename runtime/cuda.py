@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -68,11 +69,21 @@ class CudaDevice:
         self.events: dict[int, _Event] = {}
 
     def allocate(self, arenas: Mapping[str, int]) -> None:
-        self.device_memory = torch.empty(arenas["device"], dtype=torch.uint8, device="cuda")
+        with torch.inference_mode(False):  # workers write to it, which are in no mode of the caller's
+            self.device_memory = torch.empty(arenas["device"], dtype=torch.uint8, device="cuda")
         self.landing = _pinned(LOAD_NBYTES)
         if "host" in arenas:
             self.host = _pinned(arenas["host"])
-        torch.cuda.set_stream(self.compute)
+
+    @contextlib.contextmanager
+    def issuing(self) -> Iterator[None]:
+        """Kernels go to the compute stream, whichever thread calls, behind what the caller's stream holds; it goes on
+        behind them."""
+        caller = torch.cuda.current_stream()
+        self.compute.wait_stream(caller)
+        with torch.cuda.stream(self.compute):
+            yield
+        caller.wait_stream(self.compute)
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
         if ref.arena == "host":
@@ -129,16 +140,20 @@ class CudaDevice:
         if isinstance(src, FileSlice):
             before, after = item.room
             reader = self.readers[item.stream]
-            return lambda: disk.submit(lambda: reader.submit(
-                Read(src.path, src.offset, src.nbytes, address, before, after, self._begin(item.stream, item.label))))
+
+            def read(src: FileSlice = src) -> None:
+                with self._told(item) as done:
+                    reader.submit(Read(src.path, src.offset, src.nbytes, address, before, after, done))
+
+            return lambda: disk.submit(read)
         index = self.tensor(src.index)
 
         def gather() -> None:
             rows = index.flatten().tolist()  # waits for the device; the Wait before it made the index valid
             if rows and not 0 <= min(rows) <= max(rows) < src.rows:
                 raise RuntimeFault(f"{item.label}: row {max(rows)} (lowest {min(rows)}) of a table of {src.rows}")
-            begin = self._begin(item.stream, item.label)
-            self.readers[item.stream].read_rows(src.path, src.offset, src.row_nbytes, rows, address, begin)
+            with self._told(item) as done:
+                self.readers[item.stream].read_rows(src.path, src.offset, src.row_nbytes, rows, address, done)
 
         return lambda: disk.submit(gather)
 
@@ -152,9 +167,17 @@ class CudaDevice:
             self.uploads.synchronize()
             self.trace.add(UPLOAD, label, start, time.perf_counter())
 
-    def _begin(self, stream: str, label: str) -> Callable[[BaseException | None], None]:
-        done = self.ledgers[stream].begin()
-        return done if self.trace is None else self.trace.until(stream, label, done)
+    @contextlib.contextmanager
+    def _told(self, item: Copy) -> Iterator[Callable[[BaseException | None], None]]:
+        """A read that begins; the result is called once it is done, here if it cannot even be issued."""
+        done = self.ledgers[item.stream].begin()
+        if self.trace is not None:
+            done = self.trace.until(item.stream, item.label, done)
+        try:
+            yield done
+        except BaseException as error:
+            done(error)
+            raise
 
     def _load(self, src: FileSlice, dst: Span) -> None:
         """Read a resident weight into device memory, piece by piece through pinned memory."""
@@ -165,8 +188,7 @@ class CudaDevice:
                                     self.ledgers[DISK].begin()))
             self.ledgers[DISK].record().wait()
             piece = Span(dst.arena, dst.offset + lower, nbytes, dst.buffer)
-            self._bytes(piece).copy_(self.landing.bytes[:nbytes])
-        self.compute.synchronize()
+            self._bytes(piece).copy_(self.landing.bytes[:nbytes])  # returns when the bytes have arrived
 
     # -- events
 
@@ -185,8 +207,12 @@ class CudaDevice:
                 event.issued.error = worker.error
                 self.ledgers[item.stream].record(event.issued)
                 return
-            event.cuda = torch.cuda.Event()
-            event.cuda.record(self.uploads)
+            try:
+                event.cuda = torch.cuda.Event()
+                event.cuda.record(self.uploads)
+            except BaseException as error:  # whoever waits for it must be told
+                event.issued.done(error)
+                raise
             event.issued.done(worker.error)
 
         worker.submit(record)

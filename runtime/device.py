@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -20,8 +21,9 @@ class Device(Protocol):
     """One arena of memory per tier, and streams ordered by events with the semantics of CUDA streams.
 
     `bind` turns an item into a call without arguments (None: nothing to do). The executor makes the calls in list
-    order from one thread; a call may return before its work is done. `finish` returns when all work is done, and
-    raises what any of it raised.
+    order from one thread, within `issuing`; a call may return before its work is done. What the caller did before is
+    done when the work issued within begins, and that work is done when what the caller does afterwards begins.
+    `finish` returns when all work is done, and raises what any of it raised.
     """
 
     def allocate(self, arenas: Mapping[str, int]) -> None: ...
@@ -29,6 +31,8 @@ class Device(Protocol):
     def tensor(self, ref: TensorRef) -> torch.Tensor: ...
 
     def bind(self, item: Item, launch: Call | None) -> Call | None: ...
+
+    def issuing(self) -> AbstractContextManager[None]: ...
 
     def finish(self) -> None: ...
 

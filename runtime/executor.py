@@ -38,13 +38,13 @@ class BoundProgram:
     def start(self) -> None:
         """Issue the copies that the first step expects in flight; once, before the first step of any program that
         shares its slots."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self.device.issuing():
             for call in self._prologue:
                 call()
 
     def run(self) -> None:
         """One step. When it returns, the outputs hold its results; copies for the next step may be under way."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self.device.issuing():
             for call in self._step:
                 call()
 

@@ -47,7 +47,8 @@ def generate_tokens(
     position = lengths.clone()
     last = torch.zeros(rows, dtype=torch.int64)
     while True:
-        token = choose(logits[:count], sampling, generator).to("cpu")
+        scores = logits[:count] if generator is None else logits[:count].to(generator.device)
+        token = choose(scores, sampling, generator).to("cpu")
         token = torch.where(ended, torch.full_like(token, stop.pad), token)
         columns.append(token)
         if on_token is not None:

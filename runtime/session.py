@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -42,12 +44,14 @@ class Session:
         self._bound: dict[int, BoundProgram] = {}
         self._started = False
         self._prologue: tuple[Item, ...] | None = None  # one for all: any step's end serves any start
-        device.allocate(plan.arenas)
+        self._end = weakref.finalize(self, _end, device)  # memory must outlast the reads that land in it
+        self._end.atexit = False
         try:
+            device.allocate(plan.arenas)
             self._write_constants(constants)
             load_resident(load, device)
         except BaseException:
-            device.close()
+            self._end()
             raise
 
     def _write_constants(self, constants: Mapping[str, torch.Tensor]) -> None:
@@ -89,10 +93,16 @@ class Session:
             self._grow.run()
 
     def close(self) -> None:
-        """Wait for copies under way and give the memory back."""
+        """Wait for copies under way and give the memory back; a session that is dropped does so by itself. What those
+        copies meet no longer matters: no step waits for them."""
         self._bound.clear()
         self._grow = None
-        try:
-            self.device.finish()
-        finally:
-            self.device.close()
+        self._end()
+
+
+def _end(device: Device) -> None:
+    try:
+        with contextlib.suppress(Exception):
+            device.finish()
+    finally:
+        device.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -112,7 +114,12 @@ class ThreadDevice:
                 rows = index.flatten().tolist()
                 if rows and not 0 <= min(rows) <= max(rows) < src.rows:
                     raise RuntimeFault(f"{label}: row {max(rows)} (lowest {min(rows)}) of a table of {src.rows}")
-                self.readers[item.stream].read_rows(src.path, src.offset, src.row_nbytes, rows, address, begin(label))
+                done = begin(label)
+                try:
+                    self.readers[item.stream].read_rows(src.path, src.offset, src.row_nbytes, rows, address, done)
+                except BaseException as error:  # whoever waits for it must be told
+                    done(error)
+                    raise
 
             return gather
         source = self.arenas[src.arena].bytes[src.offset : src.offset + src.nbytes]
@@ -176,6 +183,9 @@ class ThreadDevice:
                 worker.submit(ready)
 
         return wait_upload
+
+    def issuing(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()  # launches run in the caller's thread, one after the other
 
     def finish(self) -> None:
         """Wait for all copies under way; raise the first error any of them met."""

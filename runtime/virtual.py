@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,8 +16,8 @@ from forebay.runtime.device import Call
 
 class Cost(NamedTuple):
     """Seconds of an item alone. A launch takes `slowed` times as long while copies run, and they take `slows` times as
-    long beside it; a copy takes `latency_s` more, of which those under way before it on its stream hide their share,
-    and `issue_s` of the issuing thread."""
+    long beside it; a copy takes `latency_s` more, of which those under way before it on its stream hide their share.
+    `issue_s` is what an item takes of the thread that issues it."""
 
     time_s: float
     slowed: float = 1.0
@@ -31,9 +33,11 @@ Span = tuple[str, str, float, float]  # stream, label, start and end in seconds
 @dataclass
 class VirtualDevice:
     """Advances a clock per stream by the cost of each item, as a GPU's streams do; what the streams do to each other
-    beside events is not counted."""
+    beside events is not counted. A launch starts when it has been issued, at the earliest: until then it stands in its
+    stream, and counts as busy. Copies are issued by threads of their own."""
 
     cost: CostOf
+    issued_s: float = 0.0  # when the thread that issues launches had issued the last
     clocks: dict[str, float] = field(default_factory=dict)
     events: dict[int, float] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
@@ -53,11 +57,14 @@ class VirtualDevice:
     def bind(self, item: Item, launch: Call | None) -> Call | None:
         clocks, events, stream = self.clocks, self.events, item.stream
         if isinstance(item, Launch | Copy):
-            cost, label, note = self.cost(item), item.label, self.spans.append
+            cost, label, note, launches = self.cost(item), item.label, self.spans.append, isinstance(item, Launch)
 
             def advance() -> None:
-                start = clocks.get(stream, 0.0)
-                end = clocks[stream] = start + cost.time_s + cost.latency_s
+                start = begin = clocks.get(stream, 0.0)
+                if launches:
+                    self.issued_s += cost.issue_s
+                    begin = max(start, self.issued_s)
+                end = clocks[stream] = begin + cost.time_s + cost.latency_s
                 note((stream, label, start, end))
 
             return advance
@@ -77,6 +84,9 @@ class VirtualDevice:
             return wait
         return None
 
+    def issuing(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def finish(self) -> None:
         """Nothing is ever under way."""
 
@@ -88,7 +98,8 @@ def run_on_streams(
     program: Program, cost: CostOf, steps: int, between_s: float = 0.0
 ) -> tuple[list[float], list[Span]]:
     """When the first step began on the compute stream and each ended, and all spans, where launches and copies only
-    join the queues of their streams. Each step ends with `between_s` seconds in which nothing is launched."""
+    join the queues of their streams. Each step ends with `between_s` seconds in which nothing is launched, once all
+    that was launched is done."""
     device = VirtualDevice(cost)
     prologue = [c for i in program.prologue if (c := device.bind(i, None)) is not None]
     step = [c for i in program.step if (c := device.bind(i, None)) is not None]
@@ -98,6 +109,6 @@ def run_on_streams(
     for _ in range(steps):
         for call in step:
             call()
-        device.clocks[COMPUTE] = device.now + between_s
+        device.issued_s = device.clocks[COMPUTE] = device.now + between_s
         ends.append(device.now)
     return ends, device.spans

@@ -156,14 +156,11 @@ def token_scores(lm: LanguageModel, rows: Sequence[torch.Tensor]) -> list[torch.
     for i, row in enumerate(rows):
         ids[i, : row.numel()] = row
     scores = torch.zeros(plan.workload.batch, span, 2)
-    try:
+    with lm.running() as session:
         for start in (*range(0, span - chunk, chunk), span - chunk):
-            scores[:, start : start + chunk] = lm.session.step({
+            scores[:, start : start + chunk] = session.step({
                 "input_ids": ids[:, start : start + chunk], "start": torch.full((plan.workload.batch,), start),
                 "last": ids[:, start + chunk]})
-    except BaseException:  # an interrupted step leaves copies that the next one does not expect
-        lm.close()
-        raise
     return [scores[i, :length] for i, length in enumerate(lengths)]
 
 

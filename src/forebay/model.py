@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +156,21 @@ class LanguageModel:
         if self._session is None:
             device = open_device(self.machine, self.switches, self.trace)
             self._session = Session(
-                self.plan, lambda tokens: self._pipeline.program(self.plan, tokens),
+                self.plan, partial(self._pipeline.program, self.plan),  # without `self`: no cycle keeps the memory
                 resident_copies(self.plan, self.files), self.captured.constants, device, self.trace,
                 self._pipeline.growth(self.plan))
         return self._session
+
+    @contextmanager
+    def running(self) -> Iterator[Session]:
+        """The session, to run steps; an exception closes it, as a step that breaks off leaves copies under way that
+        the next one does not expect."""
+        session = self.session
+        try:
+            yield session
+        except BaseException:
+            self.close()
+            raise
 
     def reserve(self, batch: int, prompt: int, new_tokens: int) -> None:
         """Plan for (at least) this many sequences, prompt tokens and new tokens; nothing happens if the present plan
@@ -208,19 +221,17 @@ class LanguageModel:
         eos = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
         pad = pad_token_id if pad_token_id is not None else eos[0] if eos else 0
         sampling = Sampling(do_sample, temperature, top_k or 0, top_p)
-        try:
-            new = generate_tokens(self.session, prompts, sampling, Stop(max_new_tokens, frozenset(eos), pad),
-                                  generator, on_token)
-        except BaseException:  # an interrupted step leaves copies that the next one does not expect
-            self.close()
-            raise
+        with self.running() as session:
+            new = generate_tokens(session, prompts, sampling, Stop(max_new_tokens, frozenset(eos), pad), generator,
+                                  on_token)
         return torch.cat((input_ids.to(torch.int64).cpu(), new), 1)
 
     def next_logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [B, V] of the token after each prompt; prompts as for `generate`."""
         prompts = self._prompts(input_ids, attention_mask)
         self.reserve(len(prompts), max(p.numel() for p in prompts), 1)
-        return next_logits(self.session, prompts)
+        with self.running() as session:
+            return next_logits(session, prompts).cpu()
 
     def _prompts(self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None) -> list[torch.Tensor]:
         if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
@@ -245,9 +256,9 @@ class LanguageModel:
 
     def close(self) -> None:
         """Give back memory; the next `generate` takes it again."""
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
 
     def __enter__(self) -> LanguageModel:
         return self

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -337,7 +338,79 @@ def test_a_file_cut_short_while_running_is_named(llama_checkpoint: Any, tmp_path
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(TruncatedFileError, match=r"model\.safetensors"):
         answer(lm, llama_checkpoint)
-    with pytest.raises(TruncatedFileError):
-        lm.close()
+    lm.close()  # told once
+    shutil.copy(llama_checkpoint.folder / "model.safetensors", path)
+    check(lm, llama_checkpoint)
+    lm.close()
+    os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         wrap(folder, {"device": llama_checkpoint.nbytes})
+
+
+@pytest.mark.parametrize("asked", ["generate", "next_logits"])
+def test_after_a_step_that_broke_off_the_next_answer_is_right(llama_checkpoint: Any, asked: str) -> None:
+    """Copies for the step stand in slots that the next one does not expect there."""
+
+    def broken() -> None:
+        raise KeyboardInterrupt
+
+    with llama_checkpoint.language_model(0.3, slots=3) as lm:
+        check(lm, llama_checkpoint)
+        bound = max(lm.session._bound.items())[1]  # of the prefill
+        for at in (len(bound._step) // 3, 2 * len(bound._step) // 3):
+            bound = lm.session.bound(max(lm.session._bound) if lm.session._bound else lm.plan.schedule.prefill_chunk)
+            bound._step[at] = broken
+            with pytest.raises(KeyboardInterrupt):
+                answer(lm, llama_checkpoint) if asked == "generate" else lm.next_logits(llama_checkpoint.ids)
+            check(lm, llama_checkpoint)
+
+
+def test_a_model_that_is_dropped_waits_for_its_reads_and_ends_its_threads(llama_checkpoint: Any) -> None:
+    before = threading.active_count()
+    lm = llama_checkpoint.language_model(0.3, slots=3)
+    answer(lm, llama_checkpoint, max_new_tokens=2)  # reads for a third step are under way
+    device = lm.session.device
+    finish, finished = device.finish, []
+
+    def noted() -> None:
+        finish()
+        finished.append(len(device.arenas))
+
+    device.finish = noted
+    assert threading.active_count() > before
+    del lm
+    assert finished == [1] and not device.arenas, "its memory was there until its reads were done"
+    assert threading.active_count() == before
+
+
+def test_memory_that_cannot_be_had_leaves_no_thread(llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threading.active_count()
+
+    def refuse(self: object, arenas: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("forebay.runtime.threads.ThreadDevice.allocate", refuse)
+    with llama_checkpoint.language_model(0.5) as lm, pytest.raises(MemoryError, match="no room"):
+        answer(lm, llama_checkpoint)
+    assert threading.active_count() == before
+
+
+def test_a_failed_copy_is_told_once_and_closing_does_not_wait_for_ever(llama_checkpoint: Any) -> None:
+    host = {"host": 2 * llama_checkpoint.nbytes}
+    device = int(0.5 * llama_checkpoint.nbytes)
+    with wrap(llama_checkpoint.folder, {"device": device} | host, batch=3, prompt=10, new_tokens=8, slots=2) as lm:
+        check(lm, llama_checkpoint)
+        lm.session.device._worker().error = OSError("a copy failed")
+        with pytest.raises(OSError, match="a copy failed"):
+            answer(lm, llama_checkpoint)
+        check(lm, llama_checkpoint)
+
+
+def test_under_inference_mode(llama_checkpoint: Any) -> None:
+    """The arenas are made in the caller's mode; uploads are made by a thread that is in none."""
+    host = {"host": 2 * llama_checkpoint.nbytes}
+    device = int(0.5 * llama_checkpoint.nbytes)
+    with wrap(llama_checkpoint.folder, {"device": device} | host, batch=3, prompt=10, new_tokens=8, slots=2) as lm:
+        with torch.inference_mode():
+            check(lm, llama_checkpoint)
+        check(lm, llama_checkpoint)

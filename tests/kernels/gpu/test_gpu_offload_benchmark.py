@@ -13,7 +13,7 @@ import sys, torch, benchmarks.gpu_offload as bench
 from pathlib import Path
 from forebay.rewriter.machine import Machine
 
-bench.GPU, bench.LARGE, bench.DEVICE_NBYTES = "cpu", bench.SMALL, 4_000_000
+bench.GPU, bench.LARGE, bench.DEVICE_SHARE = "cpu", bench.SMALL, 0.8
 torch.cuda.reset_peak_memory_stats = torch.cuda.synchronize = lambda: None
 torch.cuda.max_memory_allocated = lambda: 0
 machine = Machine.default()
