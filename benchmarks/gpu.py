@@ -3,10 +3,11 @@
     PYTHONPATH=src python -m benchmarks.gpu               under 8 minutes; needs torch with CUDA and Triton, no more
     PYTHONPATH=src python -m benchmarks.gpu --interpret   the checks alone, at tiny shapes, without a GPU
 
-Writes benchmarks/results/<gpu>-<date>.json (and the same to $OUT where it is set), and beside it the table of
-inflection points that kernels/gpu/selection.py reads. Times are medians of 30 CUDA graphs of calls over rotating
-buffers that together exceed the L2 (`gpu_cases/timing.py`). An aim that is missed says so in the table. Cases run in
-a process apart, so that one that faults or hangs is one failed row; results are written after each module.
+Writes benchmarks/results/<gpu>-<date>.json, and the table of inflection points to kernels/gpu/selection-<gpu>.json,
+where plans for such a GPU find it from then on; the same to $OUT where it is set. Shapes that were not timed keep what
+the table held for them. Times are medians of 30 CUDA graphs of calls over rotating buffers that together exceed the L2
+(`gpu_cases/timing.py`). An aim that is missed says so in the table of results. Cases run in a process apart, so that
+one that faults or hangs is one failed row; results are written after each module.
 """
 
 from __future__ import annotations
@@ -153,25 +154,30 @@ def warm_in_parallel(arguments: list[str]) -> None:
             worker.wait()
 
 
-def write(rows: list[Row], ceilings: dict[str, float]) -> Path:
-    """The results so far, and the table of inflection points, as JSON."""
+def write(rows: list[Row], ceilings: dict[str, float]) -> list[Path]:
+    """Write the results so far, and the table of inflection points where plans find it; both to $OUT too. All files."""
     import triton
 
     from forebay.kernels.gpu import selection
 
     gpu, date = torch.cuda.get_device_name(), datetime.date.today().isoformat()
-    stem = f"{gpu.replace(' ', '-')}-{date}"
+    out = [Path(os.environ["OUT"])] if os.environ.get("OUT") else []
     result = {"gpu": gpu, "date": date, "torch": torch.__version__, "triton": triton.__version__,
               "seconds": time.monotonic() - STARTED, "ceilings": ceilings, "rows": rows}  # fmt: skip
-    table = {tuple(row["key"]): {name: us / 1e6 for name, us in row["candidates_us"].items()}
-             for row in rows if "key" in row}
-    folder = RESULTS
-    for folder in {RESULTS, Path(os.environ.get("OUT") or RESULTS)}:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
-        if table:
-            selection.save_tables({gpu: selection.fit(table)}, folder / f"{stem}-selection.json")
-    return folder / f"{stem}.json"
+    files = [folder / f"{gpu.replace(' ', '-')}-{date}.json" for folder in (RESULTS, *out)]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(result, indent=1) + "\n")
+    times_s = {tuple(row["key"]): {name: us / 1e6 for name, us in row["candidates_us"].items()}
+               for row in rows if "key" in row}
+    if times_s:
+        place = selection.table_path(gpu)
+        known = selection.load_table(gpu, place) if place.exists() else ()
+        table = {(e.kind, e.n, e.k): e for e in (*known, *selection.fit(times_s))}
+        for file in (place, *(folder / place.name for folder in out)):
+            selection.save_table(gpu, list(table.values()), file)
+            files.append(file)
+    return files
 
 
 def answer(cases: list[Case], place: Place, ceilings: dict[str, float]) -> None:
@@ -219,7 +225,9 @@ def main() -> int:
         return 0
     from benchmarks.gpu_cases.isolated import Worker
     from benchmarks.gpu_cases.timing import ceilings
+    from forebay.kernels.gpu import selection
 
+    selection.table_of(torch.cuda.get_device_name())  # one that cannot be read, and so not added to, is refused now
     limits = ceilings()
     torch.cuda.empty_cache()
     say(f"{torch.cuda.get_device_name()}: copy {limits['copy_bytes_per_s'] / 1e9:.0f} GB/s, bf16 matmul "
@@ -232,7 +240,7 @@ def main() -> int:
         rows = run_all(families, lambda number: worker.ask(number, CASE_S), True, lambda rows: write(rows, limits))
     finally:
         worker.close()
-    say(f"written to {write(rows, limits)}")
+    say("written: " + ", ".join(map(str, write(rows, limits))))
     missed = sum(not a["met"] for row in rows for a in row.get("aims", []))
     failed, skipped = (sum(what in row for row in rows) for what in ("failed", "skipped"))
     say(f"{len(rows)} cases: {failed} failed, {skipped} left out, {missed} aims missed")

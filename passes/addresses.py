@@ -41,9 +41,9 @@ class Addresses:
             value = values_of(node)[result]
             base, element = storage_of(node)
             arena, address, buffer = self._place(base, result if base is node else element)
+            before = int(value.storage_offset()) * value.element_size() if value.numel() else 0  # none may be there
             known = self._refs[node, result] = TensorRef(
-                arena, address + int(value.storage_offset()) * value.element_size(), str(value.dtype)[6:],
-                tuple(value.shape), tuple(value.stride()), buffer)
+                arena, address + before, str(value.dtype)[6:], tuple(value.shape), tuple(value.stride()), buffer)
         return known
 
     def _place(self, base: fx.Node, element: int) -> Place:

@@ -194,7 +194,8 @@ def _of_product_dtype(weight: Any) -> bool:
 def _narrow(ref: TensorRef, dim: int, lower: int, length: int) -> TensorRef:
     dim %= len(ref.shape)
     shape = (*ref.shape[:dim], length, *ref.shape[dim + 1 :])
-    offset = ref.offset + lower * ref.stride[dim] * dtype_itemsize(ref.dtype)
+    before = 0 if 0 in ref.shape else lower * ref.stride[dim] * dtype_itemsize(ref.dtype)  # no memory, nothing to pass
+    offset = ref.offset + before
     return TensorRef(ref.arena, offset, ref.dtype, shape, ref.stride, ref.buffer)
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
 from torch._functorch.aot_autograd import aot_export_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from forebay.rewriter.concretise import concretise
 from forebay.rewriter.graph import META, WeightInput, storage_of, values_of, weight_name
+from forebay.rewriter.module_results import Result, Shown, describe, give_back, made
 
 aten = torch.ops.aten
 STRIDED = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
@@ -40,15 +43,25 @@ class ModuleGraph:
     """A captured call for inputs of one size.
 
     `graph` has fixed sizes. `inputs` maps placeholder names to positions among the call's arguments. The graph
-    returns the new values of the arguments `mutated`, then the tensors of `results`; an element of `results` is None
-    for such a tensor, or a tuple holding the constant that is returned in that place.
+    returns the new values of the arguments `mutated`, then the tensors among `results` that it makes.
     """
 
     graph: fx.GraphModule
     constants: Mapping[str, torch.Tensor]
     inputs: Mapping[str, int]
     mutated: tuple[int, ...]
-    results: tuple[tuple[object] | None, ...]
+    results: tuple[Result, ...]
+
+    def returned(self, args: Sequence[Any], values: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """Write the arguments that the graph changes, and give what the caller gets, from what the graph returned.
+
+        As from eager, results share memory with arguments and with each other, and have the same strides. The rest
+        are copies on the CPU, so `values` may lie in an arena. Nothing given needs gradients.
+        """
+        with torch.no_grad():
+            for position, value in zip(self.mutated, values, strict=False):
+                args[position].copy_(value)
+            return give_back(self.results, args, values[len(self.mutated) :])
 
     def flat(self) -> fx.GraphModule:
         """A fresh copy of the graph, which passes may change."""
@@ -68,24 +81,24 @@ def capture_module(gm: fx.GraphModule, args: Sequence[Any], weights: Mapping[int
         _refuse_tensor(arg, weights.get(position, f"input {position}"))
     first = _first_uses(args)
     positions = sorted(set(first.values()))
-    mode = FakeTensorMode()
-    layouts = [_layout(args[p], p in weights) for p in positions]
-    with mode:
-        fakes = [torch.empty_strided(shape, stride, dtype=dtype, device=device)
-                 for shape, stride, dtype, device in layouts]
     call = _Call(gm, args, [positions.index(first[i]) if i in first else -1 for i in range(len(args))])
-    traced, signature = _export(call, fakes)
+    tensors = [args[p] for p in positions]
+    with _tracing():
+        results = _eager_results(call, tensors, positions)
+        traced, signature = _export(call, tensors)
     placeholders = traced.graph.find_nodes(op="placeholder")
     by_name = dict(zip((n.name for n in placeholders), positions, strict=True))
     mutated = tuple(by_name[name] for name in signature.user_inputs_to_mutate.values())
     _refuse_mutation(args, mutated, weights)
     _refuse_nodes(traced)
+    _refuse_results(args, results, weights)
     for node in placeholders:
         if by_name[node.name] in weights:
             node.meta[META] = WeightInput(weights[by_name[node.name]])
     constants = _lift_constants(traced)
-    results = _keep_tensors(traced, len(mutated))
-    fixed = _fix_layouts(traced)
+    _keep_made(traced, len(mutated), results)
+    fixed = _fix_layouts(traced, {name: _row_major(args[p], p in weights) for name, p in by_name.items()})
+    _refuse_offsets(fixed, {name: args[p].storage_offset() for name, p in by_name.items()})
     recover_linear(fixed)
     _recover_batch_norm(fixed)
     _copy_boundary_results(fixed)
@@ -119,20 +132,43 @@ def _first_uses(args: Sequence[Any]) -> dict[int, int]:
     return first
 
 
-def _layout(arg: torch.Tensor, weight: bool) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:
-    like = torch.empty(arg.shape, device="meta") if weight else torch.empty_like(arg, device="meta")
-    return tuple(arg.shape), like.stride(), arg.dtype, arg.device
+def _row_major(arg: torch.Tensor, weight: bool) -> torch.Tensor:
+    """A meta tensor laid out as the graph reads an argument."""
+    if weight:
+        return torch.empty(arg.shape, dtype=arg.dtype, device="meta")
+    return torch.empty_like(arg, device="meta")
 
 
-def _export(call: _Call, fakes: list[torch.Tensor]) -> tuple[fx.GraphModule, Any]:
-    """Functional ATen in training IR. Traced before dispatch, so that linear and attention stay one node each."""
+@contextmanager
+def _tracing() -> Iterator[None]:
+    """Without gradients; OffloadError for what cannot be traced, and nothing of the failed trace stays active."""
+    depth = get_dynamic_layer_stack_depth()
     try:
         with torch.inference_mode(False), torch.no_grad():
-            traced, signature = aot_export_module(
-                call, fakes, trace_joint=False, pre_dispatch=True, decompositions=DECOMPOSITIONS)
+            yield
     except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError) as error:
         text = str(error).strip().split("\n")[0]
         raise OffloadError(f"it cannot be traced with fixed sizes ({type(error).__name__}: {text})") from error
+    finally:  # Dynamo enters vmap by a call, which an exception does not undo
+        pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
+def _fakes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
+
+
+def _eager_results(call: _Call, tensors: Sequence[torch.Tensor], positions: Sequence[int]) -> tuple[Result, ...]:
+    """The results that an eager run gives, without its computing. A functional trace knows less: where an operator in
+    place has become one that lays out its result anew, it has other strides, and views of that have others yet."""
+    fakes = _fakes(tensors)
+    return describe(call(*fakes), fakes, positions)
+
+
+def _export(call: _Call, tensors: Sequence[torch.Tensor]) -> tuple[fx.GraphModule, Any]:
+    """Functional ATen in training IR. Traced before dispatch, so that linear and attention stay one node each."""
+    traced, signature = aot_export_module(
+        call, _fakes(tensors), trace_joint=False, pre_dispatch=True, decompositions=DECOMPOSITIONS)
     assert isinstance(traced, fx.GraphModule)
     return traced, signature
 
@@ -169,10 +205,25 @@ def _refuse_nodes(gm: fx.GraphModule) -> None:
             continue
         if not isinstance(node.target, torch._ops.OpOverload):
             raise OffloadError(f"{node.target} is control flow or a call that is no operator")
-        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(node.target.tags):
+        if _depends_on_data(node, node.target):
             raise OffloadError(f"the result of {node.target} depends on data, so its memory cannot be planned")
         if node.target._schema.is_mutable:
             raise OffloadError(f"{node.target} changes its operands")
+
+
+def _depends_on_data(node: fx.Node, target: torch._ops.OpOverload) -> bool:
+    """Whether the size of a result follows from values. Indexing is tagged so for the sake of masks alone."""
+    if target is aten.index.Tensor:
+        index = [i for i in node.args[1] if isinstance(i, fx.Node)]  # type: ignore[union-attr]
+        return any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in index)
+    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(target.tags))
+
+
+def _refuse_results(args: Sequence[Any], results: Sequence[Result], weights: Mapping[int, str]) -> None:
+    for result in results:
+        if isinstance(result, Shown) and result.dtype.itemsize != args[result.argument].dtype.itemsize:
+            name = weights.get(result.argument, f"input {result.argument}")
+            raise OffloadError(f"a result shows the memory of {name} ({args[result.argument].dtype}) as {result.dtype}")
 
 
 def _lift_constants(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
@@ -195,26 +246,35 @@ def _lift_constants(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
     return constants
 
 
-def _keep_tensors(gm: fx.GraphModule, mutated: int) -> tuple[tuple[object] | None, ...]:
-    """Leave only tensors in the output; returns what the caller gets in each place, None standing for a tensor."""
+def _keep_made(gm: fx.GraphModule, mutated: int, results: Sequence[Result]) -> None:
+    """Leave in the output the new values of arguments, and the distinct tensors that the graph makes."""
     output = gm.graph.output_node()
     values = list(output.args[0])  # type: ignore[arg-type]
-    results = tuple(None if isinstance(v, fx.Node) else (v,) for v in values[mutated:])
-    output.args = (tuple(v for v in values if isinstance(v, fx.Node)),)
-    return results
+    nodes = dict(zip(results, values[mutated:], strict=True))
+    output.args = ((*values[:mutated], *(nodes[result] for result in made(results))),)
+    gm.graph.eliminate_dead_code()
 
 
-def _fix_layouts(gm: fx.GraphModule) -> fx.GraphModule:
-    """`concretise`, where some operators lay out their result otherwise than the trace did (attention does)."""
+def _fix_layouts(gm: fx.GraphModule, inputs: Mapping[str, torch.Tensor]) -> fx.GraphModule:
+    """`concretise`, where `inputs` and the results of some operators (attention is one) lie otherwise than in the
+    trace."""
     bases = {n.name: n.args[0].meta["val"].stride() for n in gm.graph.nodes if n.target in STRIDED}
     for node in gm.graph.nodes:
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
-    fixed = concretise(gm, {})
+    fixed = concretise(gm, inputs)
     for node in fixed.graph.nodes:
         if node.target in STRIDED and node.args[0].meta["val"].stride() != bases[node.name]:
-            raise OffloadError(f"{node.target} depends on the memory layout of an operator's result")
+            raise OffloadError(f"{node.target} depends on the memory layout of an argument or of an operator's "
+                               "result")
     return fixed
+
+
+def _refuse_offsets(gm: fx.GraphModule, offsets: Mapping[str, int]) -> None:
+    """`as_strided` counts from the beginning of an argument's memory, of which the graph has only a part."""
+    for node in gm.graph.nodes:
+        if node.target in STRIDED and offsets.get(storage_of(node.args[0])[0].name):
+            raise OffloadError(f"{node.target} depends on where an argument lies in a larger memory")
 
 
 def recover_linear(gm: fx.GraphModule) -> None:
@@ -263,7 +323,7 @@ def _transposed_weight(node: fx.Node) -> fx.Node | None:
 
 
 def _copy_boundary_results(gm: fx.GraphModule) -> None:
-    """Copy results that are (views of) inputs or weights, so that each result has memory of its own."""
+    """Copy results that lie in an input's or weight's memory in this graph, which a step may not leave in place."""
     output = gm.graph.output_node()
     values = list(output.args[0])  # type: ignore[arg-type]
     for i, value in enumerate(values):

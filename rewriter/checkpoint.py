@@ -252,6 +252,9 @@ def write_tensors(
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CheckpointError(_explain_full(where, total, _free_nbytes(where))) from error
+        if error.errno == errno.EFBIG:
+            raise CheckpointError(f"{where}: a file of {total} bytes is larger than the file system or the process's "
+                                  "limit (ulimit -f) allows") from error
         raise
 
 

@@ -1,8 +1,9 @@
 """Fix a captured graph's sizes, and lay its blocks out flat.
 
 After either function every node's `meta["val"]` is a meta tensor with its exact shape, strides and storage offset, and
-`meta["alias_of"]` is the node of the same graph whose storage it views, or None for storage of its own. A node that
-returns its input unchanged aliases it. Where one operation makes several fresh tensors, they alias that operation.
+`meta["alias_of"]` is the node of the same graph whose storage it views, or None for storage of its own, which a single
+result fills. A node that returns its input unchanged aliases it. Where one operation makes several fresh tensors, they
+alias that operation.
 """
 
 from __future__ import annotations
@@ -116,6 +117,8 @@ class _Concretiser:
 
     def _emit(self, node: fx.Node, value: Any, target: Any = None) -> None:
         """Put a node that gives `value`, with the same target unless told, behind those put before."""
+        if isinstance(value, torch.Tensor) and _has_gaps(value) and _storage(value) not in self.owners:
+            value = torch.empty_like(value)
         self.values[node] = value
         if isinstance(value, (int, float, bool)):
             self.env[node] = value
@@ -125,8 +128,9 @@ class _Concretiser:
         if isinstance(value, torch.Tensor):
             base = self.owners.setdefault(_storage(value), new)
         else:
-            bases = {self.owners.setdefault(_storage(t), new) for t in pytree.tree_leaves(value) if _is_tensor(t)}
-            base = bases.pop() if len(bases) == 1 else new
+            bases = dict.fromkeys(
+                self.owners.setdefault(_storage(t), new) for t in pytree.tree_leaves(value) if _is_tensor(t))
+            base = new if new in bases or not bases else next(iter(bases))  # several: meshgrid shows all its operands
         new.meta.update(node.meta, val=value, **{ALIAS: None if base is new else base})  # setting it would be searched
         self.env[node] = new
 
@@ -159,6 +163,11 @@ class _Concretiser:
 
 def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
+
+
+def _has_gaps(tensor: torch.Tensor) -> bool:
+    """Whether its storage has other bytes than its elements; what works on a copy of a slice may return one."""
+    return bool(tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size())
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -46,13 +46,20 @@ def source_tier(item: Copy) -> str:
 
 
 def launch_time_s(item: Launch, machine: Machine) -> float:
-    """Dispatch, plus: for matrix products the measured time of the implementation; for attention that of the bytes it
-    sees and the operations it does; for the rest bytes touched / memory bandwidth."""
+    """For matrix products the measured time of the implementation; for attention that of the bytes it sees and the
+    operations it does; for the rest bytes touched / memory bandwidth. On a CPU, whose issuing thread computes, after
+    dispatch; a GPU computes while its launches are issued (`launch_issue_s`)."""
+    dispatch_s = machine.dispatch_s if machine.device_kind == "cpu" else 0.0
     if item.op.startswith("forebay.linear"):
-        return machine.dispatch_s + _product_time_s(item, machine)
+        return dispatch_s + _product_time_s(item, machine)
     if item.op in ATTENTION:
-        return machine.dispatch_s + _attention_time_s(item, machine)
-    return machine.dispatch_s + touched_nbytes(item) / (2 * machine.memory_bytes_per_s)  # a copy moves each byte twice
+        return dispatch_s + _attention_time_s(item, machine)
+    return dispatch_s + touched_nbytes(item) / (2 * machine.memory_bytes_per_s)  # a copy moves each byte twice
+
+
+def launch_issue_s(machine: Machine) -> float:
+    """Seconds that a launch takes of the issuing thread beside what computes it; 0 where that is the same thread."""
+    return 0.0 if machine.device_kind == "cpu" else machine.dispatch_s
 
 
 def touched_nbytes(item: Launch) -> int:
@@ -68,8 +75,11 @@ def touched_nbytes(item: Launch) -> int:
 
 def memory_share(item: Launch, machine: Machine, time_s: float) -> float:
     """Share (0..1) of the rate at which computation can read the device that a launch of `time_s` takes."""
-    most = machine.tiers["device"].bandwidth_bytes_per_s or 2 * machine.memory_bytes_per_s
-    return min(1.0, touched_nbytes(item) / (time_s * most)) if time_s > 0 else 0.0
+    return min(1.0, touched_nbytes(item) / (time_s * _read_bytes_per_s(machine))) if time_s > 0 else 0.0
+
+
+def _read_bytes_per_s(machine: Machine) -> float:
+    return machine.tiers["device"].bandwidth_bytes_per_s or 2 * machine.memory_bytes_per_s
 
 
 def _product_time_s(item: Launch, machine: Machine) -> float:
@@ -81,9 +91,10 @@ def _product_time_s(item: Launch, machine: Machine) -> float:
     elif item.kwargs["form"] == "kn":
         n = weight.shape[1]
     measured = machine.gemm_impls(dtype)
-    if not measured:  # at least its bytes must move
-        return touched_nbytes(item) / (2 * machine.memory_bytes_per_s)
-    impl = item.impl if item.impl in measured else machine.best_gemm(dtype, m, n, k)
+    if not measured:  # at least its bytes must be read
+        return touched_nbytes(item) / _read_bytes_per_s(machine)
+    name = item.impl.split("_")[0]  # of "flat_64x256_s4": settings are those that shapes were measured with
+    impl = name if name in measured else machine.best_gemm(dtype, m, n, k)
     return machine.gemm_time_s(impl, dtype, m, n, k)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import torch
 
-from forebay.rewriter.checkpoint import SINGLE, CheckpointError, Progress, Spec, write_tensors
+from forebay.rewriter.checkpoint import SINGLE, CheckpointError, Progress, Spec, require_free, write_tensors
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -57,6 +57,8 @@ def convert_gguf(
             raise CheckpointError(f"reading GGUF files needs {package}: pip install 'forebay[models]'")
     header = _read_header(path)
     out.parent.mkdir(parents=True, exist_ok=True)
+    # before anything is written: a tokenizer that does not fit is an error of whatever kind its library has
+    require_free(out.parent, sum(math.prod(t.shape) for t in header.tensors) * OUTPUT_DTYPES[dtype].itemsize)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
     try:
         model = _write_config(path, header, partial, OUTPUT_DTYPES[dtype])

@@ -15,6 +15,7 @@ from pathlib import Path
 
 FORMAT = 2  # of the JSON file; a kept profile of another format is measured anew
 TIERS = ("device", "host", "disk")
+HALVES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Link:
 
 @dataclass(frozen=True)
 class GemmPoint:
-    """[m, k] times [n, k] transposed took time_s with `impl`; dtype is torch's name without the prefix ("bfloat16")."""
+    """[m, k] times [n, k] transposed took time_s with `impl`; dtype is torch's name without the prefix ("bfloat16"), or
+    the format of packed rows ("w4g64"). On a GPU impl is the first part of the kernel's name ("flat_64x256_s4")."""
 
     impl: str
     dtype: str
@@ -105,7 +107,8 @@ class Fit:
 class Machine:
     """A machine profile.
 
-    memory_bytes_per_s: plain copy, bytes copied per second. dispatch_s: seconds of overhead per launched operator.
+    memory_bytes_per_s: plain copy in the memory of `device`, bytes copied per second. dispatch_s: seconds that a launch
+    takes of the thread that issues it; a GPU computes meanwhile.
     attention_bytes_per_s: bytes of K and V read per second by decode attention of one long sequence.
     choice_elements_per_s: logits looked at per second when a step's tokens are chosen (0: at no cost). `folder` is
     where the disk tier was measured, empty for a profile that stands for no disk in particular.
@@ -173,11 +176,15 @@ class Machine:
         return max(found, key=lambda x: x.bandwidth_bytes_per_s)
 
     def measured_as(self, dtype: str) -> str:
-        """The dtype, or format of packed rows, whose measurements stand for `dtype`: itself, or, for packed rows that
-        were not measured, those of as many bits."""
-        if dtype in self._gemm_dtypes or not dtype.startswith("w"):
+        """The dtype, or format of packed rows, whose measurements stand for `dtype`: itself, or, where it was not
+        measured, packed rows of as many bits; on a GPU the other 16-bit type, which has the same kernels and rates."""
+        if dtype in self._gemm_dtypes:
             return dtype
-        return next((other for other in self._gemm_dtypes if other.startswith(dtype[:3])), dtype)
+        if dtype.startswith("w"):
+            return next((other for other in self._gemm_dtypes if other.startswith(dtype[:3])), dtype)
+        if dtype in HALVES and self.device_kind != "cpu":
+            return next((other for other in HALVES if other in self._gemm_dtypes), dtype)
+        return dtype
 
     @functools.cached_property
     def _gemm_dtypes(self) -> dict[str, list[str]]:

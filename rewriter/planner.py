@@ -24,6 +24,7 @@ from forebay.rewriter.sizes import format_nbytes
 PAGE = 4096
 ALIGNMENT = 64
 SMALL_NBYTES = 64 << 10  # below this a copy costs more in latency (~0.1 ms) than in bytes
+LIGHT_NBYTES = 1 << 20  # below this what a copy costs beside its bytes (0.1 ms of the computing thread) is a third more
 # What may be chosen. None of it depends on the budget, so that whatever works with less works with more.
 SLOTS = (1, 2, 3, 4, 6, 8)
 SLOT_NBYTES = (4 << 20, 8 << 20, 2 << 20, 1 << 20)  # of equals the first: 4 MiB are near an NVMe disk's best rate
@@ -90,6 +91,7 @@ def make_plan(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes, 
     kinds = _kinds(facts)
     best = _cheapest(facts, kinds, workload, _candidates(facts, kinds, budget, workload, wishes))
     if best is None:
+        refuse_wishes(facts, budget, workload, wishes)
         smallest, parts = smallest_budget(facts, workload, wishes)
         if budget.host and budget.device >= smallest:
             raise PlanError(f"budget.host: {format_nbytes(budget.host)} cannot hold the slots that copies from disk "
@@ -130,6 +132,16 @@ def smallest_budget(facts: Facts, workload: Workload, wishes: Wishes) -> tuple[i
                               upper - parts.get("cache", 0))  # less where the cache takes the rest over
     parts["workspace"] = max(facts.need(chunk).workspace, facts.need(1).workspace)
     return high, parts
+
+
+def refuse_wishes(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes) -> None:
+    """Raise PlanError, naming what is forced, for a budget that would be enough without it."""
+    free, _ = smallest_budget(facts, workload, replace(wishes, slots=None, slot_nbytes=None, prefill_chunk=None))
+    needed, _ = smallest_budget(facts, workload, wishes)
+    forced = ", ".join(f"{n}={v}" for n in ("slots", "slot_nbytes", "prefill_chunk") if (v := getattr(wishes, n)))
+    if free <= budget.device < needed:
+        raise PlanError(f"{forced} cannot work within a device budget of {format_nbytes(budget.device)}, but needs "
+                        f"{format_nbytes(needed)} ({needed} bytes); left to the planner, {format_nbytes(free)} do")
 
 
 @dataclass(frozen=True)
@@ -305,9 +317,9 @@ def _slot_choices(products: Sequence[WeightUse], wishes: Wishes) -> list[tuple[i
 
 
 def _spread(products: Sequence[WeightUse], room: int) -> list[WeightUse]:
-    """The weights to keep resident: first fit in an order that halves the step again and again, so that copies always
-    have compute beside them. The order does not depend on the room; with more of it first fit never keeps fewer bytes.
-    """
+    """The weights to keep resident: first fit, the light ones first, else in an order that halves the step again and
+    again, so that copies always have compute beside them. The order does not depend on the room; with more of it first
+    fit never keeps fewer bytes."""
     chosen = []
     for u in _halving_order(tuple(products)):
         if _aligned(u.nbytes) <= room:
@@ -318,10 +330,12 @@ def _spread(products: Sequence[WeightUse], room: int) -> list[WeightUse]:
 
 @functools.lru_cache(maxsize=8)
 def _halving_order(products: tuple[WeightUse, ...]) -> tuple[WeightUse, ...]:
-    """Products by the reversed bits of their number: the middle, the quarters, the eighths, and so on."""
+    """Products by the reversed bits of their number: the middle, the quarters, the eighths, and so on; before all
+    others those that are light."""
     width = max(1, (len(products) - 1).bit_length())
     ranks = [int(format(i, f"0{width}b")[::-1], 2) for i in range(len(products))]
-    return tuple(u for _, u in sorted(zip(ranks, products, strict=True), key=lambda pair: pair[0]))
+    return tuple(u for _, u in sorted(
+        zip(ranks, products, strict=True), key=lambda pair: (pair[1].nbytes > LIGHT_NBYTES, pair[0])))
 
 
 def _place(u: WeightUse, resident: bool, slot: int, tier: str) -> WeightPlacement:

@@ -23,6 +23,7 @@ from forebay.rewriter.checkpoint import (
     open_checkpoint,
     read_tensor,
 )
+from forebay.rewriter.model_config import read_config
 from forebay.rewriter.quantized_checkpoint import NATIVE, Packed, is_quantized, parse_format
 from forebay.rewriter.quantized_writer import SHARD_NBYTES, Item, Pieces, copy_model_files, write_quantized
 from forebay.rewriter.source import checkpoint_names
@@ -191,16 +192,16 @@ def _check(wish: Wish, path: Path) -> None:
 
 def _open_folder(folder: Path) -> tuple[Checkpoint, Any]:
     """The checkpoint of a folder, and its model on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     if is_quantized(folder):
         raise CheckpointError(f"{folder} is quantised already; quantise the model it was made from")
     checkpoint = open_checkpoint(folder)
+    config = read_config(folder)
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever the model's own code objects to
         raise CheckpointError(f"{folder}: config.json does not describe a causal language model: {error}") from error
     model.tie_weights()
     return checkpoint, model

@@ -88,12 +88,12 @@ def write_quantized(
         done = _begun(out, settings)
         if done is None:
             return open_quantized(out)
-        _write_json(out / UNFINISHED, {"settings": settings, "shards": done})
-        prepare(out)
         plan = _shards(items, shard_nbytes)
         total = sum(item.nbytes for part in plan.values() for item in part)
         kept = sum(item.nbytes for name in done for item in plan[name])
-        require_free(out, total - kept)
+        require_free(out, total - kept)  # before anything is written: what else goes there may not fit either
+        _write_json(out / UNFINISHED, {"settings": settings, "shards": done})
+        prepare(out)
         before = kept
         for name, part in plan.items():
             if name in done:
@@ -120,7 +120,10 @@ def copy_model_files(source: Path, out: Path) -> None:
     """Copy what a model's folder holds beside weights: config, tokenizer, generation settings."""
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHT_SUFFIXES):
-            shutil.copyfile(path, out / path.name)
+            try:
+                shutil.copyfile(path, out / path.name)
+            except OSError as error:  # names the source, whichever of the two failed
+                raise CheckpointError(f"{path} cannot be copied to {out}: {error.strerror}") from error
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from forebay.rewriter.costs import copy_latency_s, item_time_s, memory_share
+from forebay.rewriter.costs import copy_latency_s, item_time_s, launch_issue_s, memory_share
 from forebay.rewriter.machine import Machine
 from forebay.rewriter.plan_cost import COPY_S
 from forebay.rewriter.program import COMPUTE, Copy, Item, Launch, Program, TensorRef
@@ -54,7 +54,8 @@ def item_cost(item: Item, machine: Machine) -> Cost:
     time_s = item_time_s(item, machine)
     if isinstance(item, Launch):
         share = memory_share(item, machine, time_s)
-        return Cost(time_s, machine.contention.slowed(share), machine.contention.slows(share))
+        return Cost(time_s, machine.contention.slowed(share), machine.contention.slows(share),
+                    issue_s=launch_issue_s(machine))
     if isinstance(item, Copy):
         return Cost(time_s, latency_s=copy_latency_s(item, machine), issue_s=COPY_S)
     return Cost(time_s)

@@ -8,14 +8,13 @@ before another item only by a Record after it and a Wait on that Record.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from forebay.rewriter.program import (
     COMPUTE,
     UNORDERED,
     Copy,
-    FileRows,
     Item,
     Launch,
     Program,
@@ -23,9 +22,9 @@ from forebay.rewriter.program import (
     Release,
     Span,
     Wait,
-    record,
     span_of,
 )
+from forebay.rewriter.verify_items import ItemFault, check_items, copy_spans, span_text
 
 
 class ProgramError(RuntimeError):
@@ -37,69 +36,63 @@ class _Segment:
 
     __slots__ = ("copied", "owner", "reads", "write_at", "write_stream")
 
-    def __init__(self, streams: int) -> None:
+    def __init__(self) -> None:
         self.owner: str | None = None
         self.write_stream = self.write_at = 0  # position 0: never written
         self.copied = False  # last written by a Copy and not read since
-        self.reads = [0] * streams  # position on each stream of the last read; a write orders what came before it
+        self.reads: dict[int, int] = {}  # by stream the position of the last read since the write, which is behind all
 
 
-_Run = tuple[str, slice, list[str | None]]  # arena, indivisible ranges next to one another, the buffer meant for each
+# Owners of an arena's indivisible ranges, which of them (one or a slice), and the buffer meant (for each of a slice).
+_Run = tuple[list[str | None], Any, Any]
 
 
-@record
 class _Touched:
-    """The memory of some spans: of that which launches on COMPUTE alone touch, where order is issue order, runs; of the
-    rest its segments, and the buffer meant."""
+    """The memory of some spans: of that which launches alone touch, where order is issue order, runs; of the rest its
+    segments, and the buffer meant."""
 
-    private: list[_Run]
-    shared: list[tuple[list[_Segment], str]]
+    __slots__ = ("private", "shared", "spans")
 
-
-@record
-class _Access:
-    """An item's memory."""
-
-    stream: int
-    reads: _Touched
-    writes: _Touched
-    copied: bool  # by a Copy: what it brings must be read
-    item: Launch | Copy
+    def __init__(self, spans: tuple[Span, ...]) -> None:
+        self.spans = spans
+        self.private: list[_Run] = []
+        self.shared: list[tuple[list[_Segment], str]] = []
 
 
-_Prepared = _Access | tuple[Release, _Touched] | Record | Wait
+# Where bytes lie among the cuts of their arena: first indivisible range, end of the last, the segments among them.
+_Range = tuple[int, int, list[_Segment]]
+_Prepared = tuple[Item, int, _Touched, _Touched]  # the number of its stream, what it reads (or frees) and writes
 
 
 def verify_program(program: Program, budget: Mapping[str, int | None] | None = None) -> None:
-    """Raise ProgramError unless every read follows the write it needs, no bytes are reused while someone may still
-    touch them, all spans lie in their arenas, every load is read, every release is single, every wait has its record,
-    the steady state repeats (unless the program runs once), and arenas plus workspace fit the budget (bytes per arena;
-    None or absent: no limit)."""
+    """Raise ProgramError unless every copy fills its target, launches declare all they touch, every read follows the
+    write it needs, no bytes are reused while someone may still touch them, all spans lie in their arenas, every load is
+    read, every release is single, every wait has its record, the steady state repeats (unless the program runs once),
+    and arenas plus workspace fit the budget (bytes per arena; None or absent: no limit)."""
     _check_sizes(program, budget or {})
-    inputs = [Launch(COMPUTE, "", (), {}, (), (), (span_of(ref),), f"the caller's {name}")
-              for name, ref in program.inputs.items()]  # between steps the caller writes them, on the compute stream
-    state = _State(program, inputs)
-    prologue, given, step = (state.prepared(items) for items in (program.prologue, inputs, program.step))
-    state.run(prologue)
+    try:
+        check_items(program)
+    except ItemFault as fault:
+        raise ProgramError(f"{program.name}: {fault}") from None
+    state = _State(program)
+    state.run(state.prologue)
     before = state.owners()
-    state.run(given)
-    state.run(step)
+    state.run(state.given)
+    state.run(state.step)
     state.hand_over(program)
     if program.once:
         return
     state.compare(before)
     state.private = False  # a second step finds the rest owned as the first one did, and takes it in the same order
-    state.run(_sharing(given))
-    state.run(_sharing(step))
+    state.run(_sharing(state.given))
+    state.run(_sharing(state.step))
     state.hand_over(program)
     state.compare(before)
 
 
 def _sharing(items: list[_Prepared]) -> list[_Prepared]:
-    """Those that order others, or touch memory that not COMPUTE alone does."""
-    return [item for item in items
-            if (item.reads.shared or item.writes.shared if type(item) is _Access
-                else type(item) is not tuple or item[1].shared)]
+    """Those that order others, or touch memory that not launches alone do."""
+    return [entry for entry in items if entry[2].shared or entry[3].shared or type(entry[0]) in (Record, Wait)]
 
 
 def _check_sizes(program: Program, budget: Mapping[str, int | None]) -> None:
@@ -112,124 +105,124 @@ def _check_sizes(program: Program, budget: Mapping[str, int | None]) -> None:
 
 
 class _State:
-    def __init__(self, program: Program, inputs: list[Launch]) -> None:
+    def __init__(self, program: Program) -> None:
         self.name = program.name
-        self._copies: dict[int, tuple[tuple[Span, ...], tuple[Span, ...]]] = {}  # reads and writes, by identity
+        self.private = True  # what launches alone touch is looked at too
         self._known: dict[int, _Touched] = {}  # by the identity of spans (items of equal layers share theirs)
-        self._places: dict[int, tuple[int, int]] = {}  # by the identity of a span: its first range, the end of its last
-        self.private = True  # what COMPUTE alone touches is looked at too
-        streams = {COMPUTE: None}
-        groups: dict[int, tuple[Span, ...]] = {}
-        shared: list[tuple[Span, ...]] = []  # touched by a Copy, or by another stream than COMPUTE
-        for item in itertools.chain(program.prologue, inputs, program.step):
-            if type(item) is Launch:
-                groups[id(item.reads)], groups[id(item.writes)] = item.reads, item.writes
-                if item.stream != COMPUTE:
-                    shared += (item.reads, item.writes)
-            elif type(item) is Copy:
-                spans = self._copies[id(item)] = _reads(item), _writes(item)
-                groups[id(spans[0])], groups[id(spans[1])] = spans
-                shared += spans
-            elif type(item) is Release and id(item) not in groups:
-                groups[id(item)] = (item.span,)
-                if item.stream != COMPUTE:
-                    shared.append((item.span,))
-            streams[item.stream] = None
-        self.results = [span_of(ref) for ref in program.outputs.values()]
-        self.streams = list(streams)
-        self.number = {stream: i for i, stream in enumerate(self.streams)}
+        self._touched: list[_Touched] = []
+        self._copied: list[Span] = []  # touched by a Copy, or by another stream than COMPUTE
+        self._nothing = _Touched(())
+        self.number = {COMPUTE: 0}
+        given = [Launch(COMPUTE, "", (), {}, (), (), (span_of(ref),), f"the caller's {name}")
+                 for name, ref in program.inputs.items()]  # between steps the caller writes them, on the compute stream
+        self.prologue, self.given, self.step = (self._prepared(i) for i in (program.prologue, given, program.step))
+        kept = [self._new((span,)) for span in program.resident.values()]
+        self.results = [self._new((span_of(ref),)) for ref in program.outputs.values()]
+        self._cut(program.arenas)
+        self.streams = list(self.number)
         self.ordered = [stream not in UNORDERED for stream in self.streams]
         self.items: list[list[Launch | Copy | None]] = [[None] for _ in self.streams]  # by position on the stream
         self.clocks = [[0] * len(self.streams) for _ in self.streams]
         self.events: dict[int, list[int]] = {}
-        self._cut((tuple(program.resident.values()), tuple(self.results), *groups.values()), shared, program.arenas)
-        for span in program.resident.values():
-            touched = self._looked_up((span,))
-            owners = [s.owner for segments, _ in touched.shared for s in segments]
-            owners += [owner for arena, where, _ in touched.private for owner in self.held[arena][where]]
-            other = next((owner for owner in owners if owner not in (None, span.buffer)), None)
+        for touched in kept:
+            span = touched.spans[0]
+            other = next((owner for owner in self._owners(touched) if owner not in (None, span.buffer)), None)
             if other is not None:
                 raise ProgramError(f"{self.name}: {span.buffer} and {other} are both kept at "
                                    f"{span.arena} [{span.offset}, {span.offset + span.nbytes})")
-            self._fill(touched, span.buffer)
+            for owners, where, meant in touched.private:
+                owners[where] = meant
+            for segments, _ in touched.shared:
+                for segment in segments:
+                    segment.owner = span.buffer
 
-    def _cut(self, groups: Iterable[tuple[Span, ...]], shared: Iterable[tuple[Span, ...]], arenas: Mapping[str, int]
-             ) -> None:
-        """Cut every arena where any span begins or ends; what the `shared` ones cover becomes segments."""
-        cuts: dict[str, set[int]] = {arena: {0, nbytes} for arena, nbytes in arenas.items()}
-        spans = {id(span): span for group in groups for span in group}
-        for span in spans.values():
-            points = cuts.get(span.arena)
-            if points is None:
-                raise ProgramError(f"{self.name}: {span.buffer} lies in the unknown arena {span.arena!r}")
-            offset, end = span.offset, span.offset + span.nbytes
-            if offset < 0 or end > arenas[span.arena]:
-                raise ProgramError(f"{self.name}: {span.buffer} [{offset}, {end}) "
-                                   f"leaves the arena {span.arena} of {arenas[span.arena]} bytes")
-            points.add(offset)
-            points.add(end)
-        self.cuts = {arena: sorted(points) for arena, points in cuts.items()}
-        index = {arena: {point: i for i, point in enumerate(points)} for arena, points in self.cuts.items()}
-        for key, span in spans.items():
-            at = index[span.arena]
-            self._places[key] = at[span.offset], at[span.offset + span.nbytes]
-        self.held: dict[str, list[str | None]] = {arena: [None] * len(points) for arena, points in self.cuts.items()}
-        self.segments: dict[str, list[_Segment | None]] = {
-            arena: [None] * len(points) for arena, points in self.cuts.items()}
-        for group in shared:
-            for span in group:
-                segments = self.segments[span.arena]
-                for i in range(*self._places[id(span)]):
-                    if segments[i] is None:
-                        segments[i] = _Segment(len(self.streams))
-
-    def prepared(self, items: Iterable[Item]) -> list[_Prepared]:
-        """The items with their memory looked up, once for those that share their spans."""
+    def _prepared(self, items: Iterable[Item]) -> list[_Prepared]:
+        """The items with their memory, which is looked up once for those that share their spans."""
         found: list[_Prepared] = []
-        number, known, spans = self.number, self._known, self._spans
+        number, known, nothing, new, copied = self.number, self._known, self._nothing, self._new, self._copied
         for item in items:
+            stream = number.get(item.stream)
+            if stream is None:
+                stream = number[item.stream] = len(number)
             kind = type(item)
-            if kind is Record or kind is Wait:
-                found.append(item)  # type: ignore[arg-type]
+            if kind is Launch:
+                reads, writes = known.get(id(item.reads)), known.get(id(item.writes))  # type: ignore[union-attr]
+                if reads is None:
+                    reads = known[id(item.reads)] = new(item.reads)  # type: ignore[union-attr]
+                if writes is None:
+                    writes = known[id(item.writes)] = new(item.writes)  # type: ignore[union-attr]
+                found.append((item, stream, reads, writes))
+            elif kind is Copy:
+                reads, writes = map(new, copy_spans(item))  # type: ignore[arg-type]
+                copied += reads.spans
+                copied += writes.spans
+                found.append((item, stream, reads, writes))
             elif kind is Release:
                 freed = known.get(id(item))
                 if freed is None:
-                    freed = known[id(item)] = self._looked_up((item.span,))  # type: ignore[union-attr]
-                found.append((item, freed))  # type: ignore[arg-type]
+                    freed = known[id(item)] = new((item.span,))  # type: ignore[union-attr]
+                    if item.stream != COMPUTE:
+                        copied += freed.spans
+                found.append((item, stream, freed, nothing))
             else:
-                reads, writes = spans(item)  # type: ignore[arg-type]
-                read, written = known.get(id(reads)), known.get(id(writes))
-                if read is None:
-                    read = known[id(reads)] = self._looked_up(reads)
-                if written is None:
-                    written = known[id(writes)] = self._looked_up(writes)
-                found.append(_Access(number[item.stream], read, written, kind is Copy, item))  # type: ignore[arg-type]
+                found.append((item, stream, nothing, nothing))
         return found
 
-    def _spans(self, item: Launch | Copy) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-        """What an item reads and writes."""
-        return (item.reads, item.writes) if isinstance(item, Launch) else self._copies[id(item)]
+    def _new(self, spans: tuple[Span, ...]) -> _Touched:
+        touched = _Touched(spans)
+        self._touched.append(touched)
+        return touched
 
-    def _looked_up(self, spans: tuple[Span, ...]) -> _Touched:
-        private: list[_Run] = []
-        shared: list[tuple[list[_Segment], str]] = []
-        for span in spans:
-            lower, upper = self._places[id(span)]
-            segments = self.segments[span.arena][lower:upper]
-            if segments.count(None) == upper - lower:
-                private.append((span.arena, slice(lower, upper), [span.buffer] * (upper - lower)))
-                continue
-            shared.append(([s for s in segments if s is not None], span.buffer))
-            private += [(span.arena, slice(lower + i, lower + i + 1), [span.buffer])
-                        for i, s in enumerate(segments) if s is None]
-        return _Touched(private, shared)
+    def _cut(self, arenas: Mapping[str, int]) -> None:
+        """Cut every arena where any span begins or ends, and look all spans up; what copies touch becomes segments."""
+        cuts: dict[str, set[int]] = {arena: {0, nbytes} for arena, nbytes in arenas.items()}
+        spans = {(s.arena, s.offset, s.nbytes): s for touched in self._touched for s in touched.spans}
+        for (arena, offset, nbytes), span in spans.items():
+            points = cuts.get(arena)
+            if points is None:
+                raise ProgramError(f"{self.name}: {span.buffer} lies in the unknown arena {arena!r}")
+            if not 0 <= offset <= offset + nbytes <= arenas[arena]:
+                raise ProgramError(f"{self.name}: {span.buffer} [{offset}, {offset + nbytes}) "
+                                   f"leaves the arena {arena} of {arenas[arena]} bytes")
+            points.add(offset)
+            points.add(offset + nbytes)
+        self.cuts = {arena: sorted(points) for arena, points in cuts.items()}
+        self.held: dict[str, list[str | None]] = {arena: [None] * len(points) for arena, points in self.cuts.items()}
+        self.segments: dict[str, list[_Segment | None]] = {
+            arena: [None] * len(points) for arena, points in self.cuts.items()}
+        index = {arena: {point: i for i, point in enumerate(points)} for arena, points in self.cuts.items()}
+        for arena, offset, nbytes in {(s.arena, s.offset, s.nbytes) for s in self._copied}:
+            segments = self.segments[arena]
+            for i in range(index[arena][offset], index[arena][offset + nbytes]):
+                segments[i] = segments[i] or _Segment()
+        self._ranges: dict[tuple[str, int, int], _Range] = {}
+        for arena, offset, nbytes in spans:
+            lower, upper = index[arena][offset], index[arena][offset + nbytes]
+            among = [s for s in self.segments[arena][lower:upper] if s is not None]
+            self._ranges[arena, offset, nbytes] = lower, upper, among
+        for touched in self._touched:
+            self._look_up(touched)
 
-    def _fill(self, touched: _Touched, owner: str | None) -> None:
-        for arena, where, meant in touched.private:
-            self.held[arena][where] = [owner] * len(meant)
-        for segments, _ in touched.shared:
-            for segment in segments:
-                segment.owner = owner
+    def _look_up(self, touched: _Touched) -> None:
+        for span in touched.spans:
+            lower, upper, segments = self._ranges[span.arena, span.offset, span.nbytes]
+            owners = self.held[span.arena]
+            if segments:
+                touched.shared.append((segments, span.buffer))
+                if len(segments) < upper - lower:
+                    cut = self.segments[span.arena]
+                    touched.private += [(owners, i, span.buffer) for i in range(lower, upper) if cut[i] is None]
+            elif upper - lower == 1:
+                touched.private.append((owners, lower, span.buffer))
+            elif upper > lower:
+                touched.private.append((owners, slice(lower, upper), [span.buffer] * (upper - lower)))
+
+    def _owners(self, touched: _Touched) -> list[str | None]:
+        """Whose contents the memory holds, as far as it is looked at."""
+        found = [segment.owner for segments, _ in touched.shared for segment in segments]
+        if self.private:
+            found += [owner for run in touched.private for owner in _owners(run)]
+        return found
 
     def compare(self, before: dict[str, list[str | None]]) -> None:
         """Raise ProgramError unless memory is owned as it was before the step."""
@@ -245,112 +238,122 @@ class _State:
 
     def hand_over(self, program: Program) -> None:
         """Between steps the caller takes the outputs; their memory is free in the next step."""
-        for span in self.results:
-            touched = self._looked_up((span,))
-            owners = [s.owner for segments, _ in touched.shared for s in segments]
-            if self.private:
-                owners += [owner for arena, where, _ in touched.private for owner in self.held[arena][where]]
-            other = [owner for owner in owners if owner != span.buffer]
+        taken = set()
+        for touched in self.results:
+            buffer = touched.spans[0].buffer
+            other = [owner for owner in self._owners(touched) if owner != buffer]
             if other:
-                raise ProgramError(f"{self.name}: the output {span.buffer} is overwritten by {other[0]}")
-        taken = {span.buffer for span in self.results} - set(program.resident)
+                raise ProgramError(f"{self.name}: the output {buffer} is overwritten by {other[0]}")
+            if buffer not in program.resident:
+                taken.add(buffer)
         for arena, kept in self.held.items():
-            self.held[arena][:] = [None if owner in taken else owner for owner in kept]
+            kept[:] = [None if owner in taken else owner for owner in kept]
             for segment in self.segments[arena]:
                 if segment is not None and segment.owner in taken:
                     segment.owner = None
 
     def run(self, items: list[_Prepared]) -> None:
-        clocks, events, number, positions, held = self.clocks, self.events, self.number, self.items, self.held
-        private = self.private
-        for item in items:
-            if type(item) is _Access:
-                access, stream = item, item.stream
+        clocks, events, positions, private = self.clocks, self.events, self.items, self.private
+        for item, stream, reads, writes in items:
+            kind = type(item)
+            if kind is Launch or kind is Copy:
                 clock, issued = clocks[stream], positions[stream]
                 at = len(issued)
-                issued.append(access.item)
+                issued.append(item)  # type: ignore[arg-type]
                 if self.ordered[stream]:
                     clock[stream] = at  # nothing on an ordered stream overtakes, so an item may write what it reads
-                reads, writes = access.reads, access.writes
-                for arena, where, meant in reads.private if private else ():
-                    if held[arena][where] != meant:
-                        self._refuse_private(access, arena, where, meant, "reads")
+                for run in reads.private if private else ():
+                    owners, where, meant = run
+                    if owners[where] != meant:
+                        self._refuse_private(item, reads, run, "reads")
                 for segments, buffer in reads.shared:
                     for segment in segments:
                         if segment.owner != buffer or segment.write_at > clock[segment.write_stream]:
-                            self._refuse_read(segment, buffer, stream, access)
+                            self._refuse_read(segment, buffer, stream, item, reads)
                         segment.reads[stream] = at
                         segment.copied = False
-                for arena, where, meant in writes.private if private else ():
-                    owners = held[arena]
-                    if owners[where] != meant:
-                        for owner in owners[where]:
-                            if owner is not None and owner != meant[0]:
-                                self._refuse_private(access, arena, where, meant, "writes")
+                for run in writes.private if private else ():
+                    owners, where, meant = run
+                    found = owners[where]
+                    if found != meant:
+                        if found is not None:
+                            self._check_free(item, writes, run)
                         owners[where] = meant
-                copied = access.copied
+                copied = kind is Copy  # what it brings must be read
                 for segments, buffer in writes.shared:
                     for segment in segments:
                         if ((segment.owner is not None and (segment.copied or segment.owner != buffer))
                                 or segment.write_at > clock[segment.write_stream]):
-                            self._refuse_write(segment, buffer, stream, access)
-                        for read, seen in zip(segment.reads, clock, strict=True):
-                            if read > seen:
-                                self._refuse_write(segment, buffer, stream, access)
+                            self._refuse_write(segment, buffer, stream, item, writes)
+                        if segment.reads:
+                            for other, read in segment.reads.items():
+                                if read > clock[other]:
+                                    self._refuse_write(segment, buffer, stream, item, writes)
+                            segment.reads.clear()
                         segment.owner, segment.write_stream, segment.write_at = buffer, stream, at
                         segment.copied = copied
                     copied = False  # the other spans of a Copy are margins
-            elif type(item) is tuple:
-                release, touched = item
-                for arena, where, meant in touched.private if private else ():
-                    if held[arena][where] != meant:
-                        self._refuse_release(next(o for o in held[arena][where] if o != meant[0]), release.span)
-                    held[arena][where] = [None] * len(meant)
-                for segments, buffer in touched.shared:
-                    for segment in segments:
-                        if segment.owner != buffer or segment.copied:
-                            self._refuse_release(segment.owner, release.span)
-                        segment.owner = None
-            elif type(item) is Record:
-                stream = number[item.stream]
-                clock = events[item.event] = clocks[stream].copy()
+            elif kind is Record:
+                clock = events[item.event] = clocks[stream].copy()  # type: ignore[union-attr]
                 clock[stream] = len(positions[stream]) - 1
-            elif type(item) is Wait:
-                recorded = events.get(item.event)
+            elif kind is Wait:
+                recorded = events.get(item.event)  # type: ignore[union-attr]
                 if recorded is None:
-                    raise ProgramError(f"{self.name}: {item.stream} waits for event {item.event}, "
-                                       "which nothing recorded before")
-                clock = clocks[number[item.stream]]
+                    raise ProgramError(f"{self.name}: {item.stream} waits for event "
+                                       f"{item.event}, which nothing recorded before")  # type: ignore[union-attr]
+                clock = clocks[stream]
                 for i, count in enumerate(recorded):
                     if clock[i] < count:
                         clock[i] = count
+            else:
+                self._release(item.span, reads)  # type: ignore[union-attr]
 
-    def _refuse_private(self, access: _Access, arena: str, where: slice, meant: list[str | None], what: str) -> None:
-        owners, buffer, item = self.held[arena][where], meant[0], access.item
-        i = next(i for i, owner in enumerate(owners) if owner != buffer and (what == "reads" or owner is not None))
-        point = self.cuts[arena][where.start + i]
-        span = next(_at(s) for s in self._spans(item)[what == "writes"]
+    def _release(self, span: Span, freed: _Touched) -> None:
+        for run in freed.private if self.private else ():
+            owners, where, meant = run
+            if owners[where] != meant:
+                self._refuse_release(next(o for o in _owners(run) if o != span.buffer), span)
+            owners[where] = None if type(where) is int else [None] * len(meant)
+        for segments, buffer in freed.shared:
+            for segment in segments:
+                if segment.owner != buffer or segment.copied:
+                    self._refuse_release(segment.owner, span)
+                segment.owner = None
+
+    def _check_free(self, item: Item, touched: _Touched, run: _Run) -> None:
+        buffer = _buffer(run)
+        if any(owner is not None and owner != buffer for owner in _owners(run)):
+            self._refuse_private(item, touched, run, "writes")
+
+    def _refuse_private(self, item: Item, touched: _Touched, run: _Run, what: str) -> None:
+        owners, where, _ = run
+        buffer, first = _buffer(run), where if type(where) is int else where.start
+        found = _owners(run)
+        i = next(i for i, owner in enumerate(found) if owner != buffer and (what == "reads" or owner is not None))
+        arena = next(arena for arena, kept in self.held.items() if kept is owners)
+        point = self.cuts[arena][first + i]
+        span = next(span_text(s) for s in touched.spans
                     if s.buffer == buffer and s.arena == arena and s.offset <= point < s.offset + s.nbytes)
         if what == "reads":
-            raise ProgramError(f"{self.name}: {item.label} reads {span}, which holds {owners[i] or 'nothing'} by then")
-        raise ProgramError(f"{self.name}: {item.label} writes {span}, where {owners[i]} still lives")
+            raise ProgramError(f"{self.name}: {_label(item)} reads {span}, which holds {found[i] or 'nothing'} by then")
+        raise ProgramError(f"{self.name}: {_label(item)} writes {span}, where {found[i]} still lives")
 
-    def _refuse_read(self, segment: _Segment, buffer: str, stream: int, access: _Access) -> None:
-        label, span = access.item.label, self._span_at(segment, buffer, self._spans(access.item)[0])
+    def _refuse_read(self, segment: _Segment, buffer: str, stream: int, item: Item, touched: _Touched) -> None:
+        label, span = _label(item), self._spanat(segment, buffer, touched.spans)
         if segment.owner != buffer:
             raise ProgramError(f"{self.name}: {label} reads {span}, which holds {segment.owner or 'nothing'} by then")
         raise ProgramError(f"{self.name}: {label} on {self.streams[stream]} reads {span} without waiting for "
                            f"{self._writer(segment)}")
 
-    def _refuse_write(self, segment: _Segment, buffer: str, stream: int, access: _Access) -> None:
-        clock, here, label = self.clocks[stream], self.streams[stream], access.item.label
-        span = self._span_at(segment, buffer, self._spans(access.item)[1])
+    def _refuse_write(self, segment: _Segment, buffer: str, stream: int, item: Item, touched: _Touched) -> None:
+        clock, here, label = self.clocks[stream], self.streams[stream], _label(item)
+        span = self._spanat(segment, buffer, touched.spans)
         if segment.copied and segment.owner is not None:
             raise ProgramError(f"{self.name}: {label} overwrites {segment.owner}, loaded and never read")
-        for other, read in enumerate(segment.reads):
+        for other, read in segment.reads.items():
             if read > clock[other]:
                 raise ProgramError(f"{self.name}: {label} on {here} overwrites {span} while "
-                                   f"{self._label(other, read)} on {self.streams[other]} may still read "
+                                   f"{_label(self.items[other][read])} on {self.streams[other]} may still read "
                                    f"{segment.owner} there")
         if segment.write_at > clock[segment.write_stream]:
             raise ProgramError(f"{self.name}: {label} on {here} overwrites {span} while {self._writer(segment)} may "
@@ -358,44 +361,34 @@ class _State:
         raise ProgramError(f"{self.name}: {label} writes {span}, where {segment.owner} still lives")
 
     def _writer(self, segment: _Segment) -> str:
-        return f"{self._label(segment.write_stream, segment.write_at)} on {self.streams[segment.write_stream]}"
+        stream = segment.write_stream
+        return f"{_label(self.items[stream][segment.write_at])} on {self.streams[stream]}"
 
-    def _label(self, stream: int, position: int) -> str:
-        item = self.items[stream][position]
-        return "" if item is None else item.label
-
-    def _span_at(self, segment: _Segment, buffer: str, spans: tuple[Span, ...]) -> str:
+    def _spanat(self, segment: _Segment, buffer: str, spans: tuple[Span, ...]) -> str:
         """The one of an item's spans that covers the segment, as text."""
-        return next((_at(s) for s in spans if s.buffer == buffer
-                     and segment in self.segments[s.arena][slice(*self._places[id(s)])]), buffer)
+        return next((span_text(s) for s in spans if s.buffer == buffer
+                     and segment in self._ranges[s.arena, s.offset, s.nbytes][2]), buffer)
 
     def _refuse_release(self, owner: str | None, span: Span) -> None:
         if owner != span.buffer:
-            raise ProgramError(f"{self.name}: {_at(span)} is released, but holds "
+            raise ProgramError(f"{self.name}: {span_text(span)} is released, but holds "
                                f"{owner or 'nothing: it was released before'}")
         raise ProgramError(f"{self.name}: {span.buffer} is loaded and released without being read")
 
 
-def _at(span: Span) -> str:
-    return f"{span.buffer} at {span.arena} [{span.offset}, {span.offset + span.nbytes})"
+def _label(item: Item | None) -> str:
+    return item.label if isinstance(item, Launch | Copy) else ""
 
 
-def _reads(item: Launch | Copy) -> tuple[Span, ...]:
-    if isinstance(item, Launch):
-        return item.reads
-    if isinstance(item.src, FileRows):
-        return (span_of(item.src.index),)
-    return (item.src,) if isinstance(item.src, Span) else ()
+def _buffer(run: _Run) -> str:
+    meant = run[2]
+    return meant if type(meant) is str else meant[0]
 
 
-def _writes(item: Launch | Copy) -> tuple[Span, ...]:
-    if isinstance(item, Launch):
-        return item.writes
-    before, after = item.room
-    dst = item.dst
-    margins = (Span(dst.arena, dst.offset - before, before, dst.buffer),
-               Span(dst.arena, dst.offset + dst.nbytes, after, dst.buffer))
-    return (dst, *(span for span in margins if span.nbytes))
+def _owners(run: _Run) -> list[str | None]:
+    """Whose contents the ranges of a run hold."""
+    owners, where, _ = run
+    return owners[where] if type(where) is slice else [owners[where]]
 
 
 def _difference(before: dict[str, list[str | None]], after: dict[str, list[str | None]]) -> str:

@@ -26,6 +26,10 @@ WAKE = (1 << 64) - 1  # user_data of the NOP that wakes the thread
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
+# For what returns at once: keeps the interpreter's lock, which the thread that is woken would take first otherwise.
+_held_enter = ctypes.PyDLL(None).syscall
+_held_enter.restype = ctypes.c_long
+_held_enter.argtypes = (ctypes.c_long, ctypes.c_int, *[ctypes.c_uint] * 3, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class _Offsets(ctypes.Structure):
@@ -87,6 +91,12 @@ class _Ring:
         """Hand `count` pushed submissions to the kernel."""
         while count:
             count -= self._enter(count, 0, 0)
+
+    def wake(self) -> None:
+        """Complete a NOP, so that who waits goes on."""
+        self.push(OP_NOP, -1, 0, 0, 0, WAKE)
+        if _held_enter(SYS_ENTER, self.fd, 1, 0, 0, None, 0) != 1:
+            self.submit(1)
 
     def wait(self) -> None:
         """Block until a completion is there, with the interpreter lock released."""
@@ -200,8 +210,7 @@ class UringReader:
         with self._push_lock:
             if self._asleep:
                 self._asleep = False
-                self._ring.push(OP_NOP, -1, 0, 0, 0, WAKE)
-                self._ring.submit(1)
+                self._ring.wake()
 
     def _run(self) -> None:
         while True:

@@ -1,4 +1,6 @@
-"""Measure this machine: tiers, links and kernels, in about 15 s (quick) or 40 s, and keep the profile."""
+"""Measure this machine: tiers, links and kernels, in about 15 s (quick) or 40 s, and keep the profile.
+
+On a GPU the first time takes longer: Triton compiles the kernels that are measured."""
 
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ from statistics import median
 import torch
 
 from forebay.rewriter.machine import Contention, Link, Machine, Tier, fit_link, load_machine, save_machine
+from forebay.runtime import measure_cuda
 from forebay.runtime.arena import Arena
 from forebay.runtime.disk import PAGE_NBYTES, DiskReader, Read, available_kinds, open_reader
 from forebay.runtime.measure_kernels import (
@@ -75,11 +78,11 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: Pr
     read, write, contention = _disk_links(folder, near, quick, say)
     say("memory", 0.4)
     links = [read, write, *(_cuda_links(quick) if cuda else _cpu_links(read, write, quick))]
-    memory = _copy_bytes_per_s(quick)
+    rounds = 5 if quick else 15
+    memory = measure_cuda.copy_bytes_per_s(rounds) if cuda else _copy_bytes_per_s(rounds)
     say("kernels", 0.5)
-    gemm = gemm_points(quick, say)
+    gemm = measure_cuda.gemm_points(quick, say) if cuda else gemm_points(quick, say)
     say("attention", 0.9)
-    attention = attention_points(quick)
     machine = Machine(
         name=platform.node() or "this machine",
         date=datetime.date.today().isoformat(),
@@ -91,10 +94,10 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: Pr
         links=tuple(links),
         gemm=gemm,
         memory_bytes_per_s=memory,
-        dispatch_s=_dispatch_s(),
-        attention_bytes_per_s=_attention_bytes_per_s(quick),
+        dispatch_s=measure_cuda.dispatch_s(rounds) if cuda else _dispatch_s(),
+        attention_bytes_per_s=measure_cuda.attention_bytes_per_s(rounds) if cuda else _attention_bytes_per_s(rounds),
         folder=os.path.abspath(folder),
-        attention=attention,
+        attention=() if cuda else attention_points(quick),
         contention=contention,
         choice_elements_per_s=choice_elements_per_s(quick),
     )
@@ -332,22 +335,26 @@ def _cuda_links(quick: bool) -> list[Link]:
     return links
 
 
-def _copy_bytes_per_s(quick: bool) -> float:
+def _copy_bytes_per_s(rounds: int) -> float:
     source = torch.ones(BUFFER_NBYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
-    return BUFFER_NBYTES / _time_s(lambda: target.copy_(source), 5 if quick else 15)
+    return BUFFER_NBYTES / _time_s(lambda: target.copy_(source), rounds)
 
 
-def _read_bytes_per_s(device: str, quick: bool) -> float:
-    """How fast computation reads a tier: a sum over 256 MiB, well past every cache."""
-    values = torch.ones(64 * MIB, dtype=torch.float32, device=device)
-    return values.nbytes / _time_s(values.sum, 3 if quick else 9)
+def _read_bytes_per_s(rounds: int) -> float:
+    """How fast computation reads RAM: a sum over 256 MiB, well past every cache."""
+    values = torch.ones(64 * MIB, dtype=torch.float32)
+    return values.nbytes / _time_s(values.sum, rounds)
 
 
 def _tiers(folder: str | os.PathLike[str], cuda: bool, quick: bool) -> dict[str, Tier]:
+    rounds = 3 if quick else 9
     ram = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    host = Tier(ram, _read_bytes_per_s("cpu", quick))
-    device = Tier(torch.cuda.mem_get_info()[0], _read_bytes_per_s("cuda", quick)) if cuda else host
+    device = host = Tier(ram, _read_bytes_per_s(rounds))
+    if cuda:
+        rate = measure_cuda.read_bytes_per_s(rounds)
+        torch.cuda.empty_cache()  # what measuring took is free again
+        device = Tier(torch.cuda.mem_get_info()[0], rate)
     return {"device": device, "host": host, "disk": Tier(shutil.disk_usage(folder).free, 0.0)}
 
 
@@ -356,7 +363,7 @@ def _tiers(folder: str | os.PathLike[str], cuda: bool, quick: bool) -> dict[str,
 
 def _dispatch_s() -> float:
     """Seconds from one launch of a tiny operator to the next."""
-    x = torch.ones(8, device="cuda" if torch.cuda.is_available() else "cpu")
+    x = torch.ones(8)
 
     def launch_many() -> None:
         for _ in range(1000):
@@ -365,10 +372,9 @@ def _dispatch_s() -> float:
     return _time_s(launch_many, 5) / 1000
 
 
-def _attention_bytes_per_s(quick: bool) -> float:
+def _attention_bytes_per_s(rounds: int) -> float:
     """Bytes of K and V per second of decode attention: one query of 16 heads over 8 KV heads of 64, 8192 tokens."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    q = torch.ones(1, 16, 1, 64, device=device)  # [B, H, S, D]
-    k, v = torch.ones(1, 8, 8192, 64, device=device), torch.ones(1, 8, 8192, 64, device=device)  # [B, Hkv, L, D]
+    q = torch.ones(1, 16, 1, 64)  # [B, H, S, D]
+    k, v = torch.ones(1, 8, 8192, 64), torch.ones(1, 8, 8192, 64)  # [B, Hkv, L, D]
     attend = torch.nn.functional.scaled_dot_product_attention
-    return (k.nbytes + v.nbytes) / _time_s(lambda: attend(q, k, v, enable_gqa=True), 5 if quick else 15)
+    return (k.nbytes + v.nbytes) / _time_s(lambda: attend(q, k, v, enable_gqa=True), rounds)

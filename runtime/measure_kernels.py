@@ -1,5 +1,7 @@
 """Time the kernels that steps are made of: products by rows and size, attention, and both beside reads from disk.
 
+On the CPU, that is; `measure_cuda` times a GPU's, in the same turns.
+
 Whatever is compared takes turns, round by round, and the median of the rounds counts: on a machine with neighbours a
 second can be slow as a whole, and must not fall on one candidate alone.
 """
@@ -37,32 +39,11 @@ ATTENTION_SHAPES = ((1, 1, 128), (8, 1, 128), (32, 1, 128), (1, 1, 4096), (8, 1,
 KV_HEADS, HEADS, HEAD_DIM = 8, 16, 64
 
 Call = Callable[[], object]
+Product = tuple[str, int, Sequence[Call]]  # implementation, rows of x, and the call over weights outside the caches
 
 
-def medians_s(timed: dict[tuple, Sequence[Call]], rounds: int) -> dict[tuple, float]:
-    """Median seconds of one call of each entry, over `rounds` rounds in which all take their turn.
-
-    Keys are (implementation, what it does, …). The calls of an entry are used in rotation; one is made before anything
-    is timed.
-    """
-    turns = {key: itertools.cycle(calls) for key, calls in timed.items()}
-    times: dict[tuple, list[float]] = {}
-    best: dict[tuple, float] = {}
-    for key, turn in turns.items():
-        next(turn)()
-        times[key] = [_burst_s(turn, 1)]
-        best[key[1:]] = min(best.get(key[1:], math.inf), times[key][0])
-    counts = {key: max(1, min(64, int(BURST_S / found[0]))) for key, found in times.items()}
-    rivals = [key for key, found in times.items() if found[0] <= HOPELESS * best[key[1:]]]
-    for key in rivals:
-        times[key].clear()
-    for _ in range(rounds):
-        for key in rivals:
-            times[key].append(_burst_s(turns[key], counts[key]))
-    return {key: median(found) for key, found in times.items()}
-
-
-def _burst_s(turn: Iterator[Call], count: int) -> float:
+def burst_s(turn: Iterator[Call], count: int) -> float:
+    """Seconds of one of the next `count` calls on this thread."""
     calls = [next(turn) for _ in range(count)]
     start = time.perf_counter()
     for call in calls:
@@ -70,42 +51,76 @@ def _burst_s(turn: Iterator[Call], count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
+def medians_s(
+    timed: dict[tuple, Sequence[Call]], rounds: int, burst_s: Callable[[Iterator[Call], int], float] = burst_s
+) -> dict[tuple, float]:
+    """Median seconds of one call of each entry, over `rounds` rounds in which all take their turn.
+
+    Keys are (implementation, what it does, …). The calls of an entry are used in rotation; one is made before anything
+    is timed. `burst_s` gives the seconds of one of so many calls.
+    """
+    turns = {key: itertools.cycle(calls) for key, calls in timed.items()}
+    times: dict[tuple, list[float]] = {}
+    best: dict[tuple, float] = {}
+    for key, turn in turns.items():
+        next(turn)()
+        times[key] = [burst_s(turn, 1)]
+        best[key[1:]] = min(best.get(key[1:], math.inf), times[key][0])
+    counts = {key: max(1, min(64, int(BURST_S / found[0]))) for key, found in times.items()}
+    rivals = [key for key, found in times.items() if found[0] <= HOPELESS * best[key[1:]]]
+    for key in rivals:
+        times[key].clear()
+    for _ in range(rounds):
+        for key in rivals:
+            times[key].append(burst_s(turns[key], counts[key]))
+    return {key: median(found) for key, found in times.items()}
+
+
 # Products
 
 
 def gemm_points(quick: bool, say: Callable[[str, float], None]) -> tuple[GemmPoint, ...]:
-    """Times of [m, k] x [n, k]^T by every implementation there is, in float32, bfloat16 and packed rows."""
+    """Times of [m, k] x [n, k]^T on the CPU by every implementation there is, in float32, bfloat16 and packed rows."""
     shapes, rounds = (GEMM_SHAPES[:QUICK_SHAPES], 9) if quick else (GEMM_SHAPES, 15)
+    return timed_products(("float32", "bfloat16", "w4g64", "w8g128"), shapes, rounds, _products, say)
+
+
+def timed_products(
+    kinds: Sequence[str],
+    shapes: Sequence[tuple[int, int]],
+    rounds: int,
+    products: Callable[[str, int, int], Iterator[Product]],
+    say: Callable[[str, float], None],
+    burst_s: Callable[[Iterator[Call], int], float] = burst_s,
+) -> tuple[GemmPoint, ...]:
+    """Times of what `products` gives for each kind of weight and each (n, k); those of one kind take turns."""
     points: list[GemmPoint] = []
-    kinds = ("float32", "bfloat16") if torch.cuda.is_available() else ("float32", "bfloat16", "w4g64", "w8g128")
     for i, kind in enumerate(kinds):
         say("kernels", 0.5 + 0.35 * i / len(kinds))
         timed: dict[tuple, Sequence[Call]] = {}
         for n, k in shapes:
-            timed |= {(impl, kind, m, n, k): calls for impl, m, calls in _products(kind, n, k)}
-        found = medians_s(timed, rounds)
+            timed |= {(impl, kind, m, n, k): calls for impl, m, calls in products(kind, n, k)}
+        found = medians_s(timed, rounds, burst_s)
         points += [GemmPoint(impl, dtype, m, n, k, t) for (impl, dtype, m, n, k), t in found.items()]
     return tuple(points)
 
 
-def _products(kind: str, n: int, k: int) -> Iterator[tuple[str, int, Sequence[Call]]]:
-    """(impl, m, calls over weights outside the caches) for weights of a dtype, or packed rows for bfloat16 x."""
-    if torch.cuda.is_available():
-        yield from _cuda_products(getattr(torch, kind), n, k)
-    elif kind.startswith("w"):
+def _products(kind: str, n: int, k: int) -> Iterator[Product]:
+    """By every implementation, for weights of a dtype, or packed rows for bfloat16 x."""
+    if kind.startswith("w"):
         yield from _packed_products(int(kind[1]), int(kind[3:]), n, k)
-    else:
-        from forebay.kernels import linear
+        return
+    from forebay.kernels import linear
 
-        dtype = getattr(torch, kind)
-        weights = cold_weights(n, k, dtype)
-        for m in GEMM_M:
-            x, out = torch.ones(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
-            for impl in linear.implementations(dtype):
-                yield impl, m, [linear.bind_linear(impl, x, weight, None, out) for weight in weights]
+    dtype = getattr(torch, kind)
+    weights = cold_weights(n, k, dtype)
+    for m in GEMM_M:
+        x, out = torch.ones(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
+        for impl in linear.implementations(dtype):
+            yield impl, m, [linear.bind_linear(impl, x, weight, None, out) for weight in weights]
 
 
-def _packed_products(bits: int, group_size: int, n: int, k: int) -> Iterator[tuple[str, int, Sequence[Call]]]:
+def _packed_products(bits: int, group_size: int, n: int, k: int) -> Iterator[Product]:
     """By the implementations that keep the accuracy of floats."""
     from forebay.kernels import packing, quantized_linear
 
@@ -120,36 +135,18 @@ def _packed_products(bits: int, group_size: int, n: int, k: int) -> Iterator[tup
                 yield impl, m, [bind(x, weight, None, out, k, group_size) for weight in weights]
 
 
-def _cuda_products(dtype: torch.dtype, n: int, k: int) -> Iterator[tuple[str, int, Sequence[Call]]]:
-    weights = torch.ones(_count(n * k * dtype.itemsize), n, k, dtype=dtype, device="cuda")
-
-    def product(x: torch.Tensor, weight: torch.Tensor) -> None:
-        torch.nn.functional.linear(x, weight)
-        torch.cuda.synchronize()
-
-    for m in GEMM_M:
-        x = torch.ones(m, k, dtype=dtype, device="cuda")
-        yield "aten", m, [lambda w=weight, x=x: product(x, w) for weight in weights]  # type: ignore[misc]
-
-
 def cold_weights(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
     """Ones [count, n, k] for products to take turns over, in an arena's huge pages as weights are when a plan runs."""
-    count = _count(n * k * dtype.itemsize)
+    count = max(2, -(-COLD_NBYTES // (n * k * dtype.itemsize)))
     memory = Arena(count * n * k * dtype.itemsize)
     return memory.bytes.view(dtype).view(count, n, k).fill_(1)
-
-
-def _count(nbytes: int) -> int:
-    return max(2, -(-COLD_NBYTES // nbytes))
 
 
 # Attention
 
 
 def attention_points(quick: bool) -> tuple[AttentionPoint, ...]:
-    """Times of causal attention by our CPU kernel; the new tokens are the last that are seen. None on a GPU."""
-    if torch.cuda.is_available():
-        return ()
+    """Times of causal attention by our CPU kernel; the new tokens are the last that are seen."""
     from forebay.kernels.attention import bind_attention
 
     timed: dict[tuple, Sequence[Call]] = {}

@@ -18,12 +18,14 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature <= 0:
+        if not self.do_sample:
+            return  # the rest is of no effect
+        if not self.temperature > 0:
             raise ValueError(f"temperature: {self.temperature} is not above 0; for greedy decoding use do_sample=False")
         if self.top_k < 0:
             raise ValueError(f"top_k: {self.top_k} is negative")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: {self.top_p} is not in (0, 1]")
+        if not 0 <= self.top_p <= 1:
+            raise ValueError(f"top_p: {self.top_p} is not in [0, 1]")
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> torch.Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from forebay.rewriter.plan import Plan
+from forebay.rewriter.plan import Plan, PlanError
 from forebay.rewriter.program import DISK, Copy, FileSlice, Item, Program, Span, TensorRef
 from forebay.runtime.device import Device, RuntimeFault
 from forebay.runtime.executor import BoundProgram, load_resident
@@ -16,10 +16,19 @@ from forebay.runtime.trace import Trace
 
 
 def resident_copies(plan: Plan, files: Mapping[str, FileSlice]) -> list[Copy]:
-    """The copies that fill resident memory, on every tier that is not the disk, from the weights' files."""
+    """The copies that fill resident memory, on every tier that is not the disk, from the weights' files. PlanError,
+    naming the weight, where its size in the plan is not that of its memory and of its bytes in the file."""
     placed = {b.name: b for b in plan.buffers if b.kind == "weight"}
-    return [Copy(DISK, files[w.name], Span(placed[w.name].arena, placed[w.name].offset, w.nbytes, w.name),
-                 f"load {w.name}") for w in plan.weights if w.tier != "disk" and w.nbytes]
+    copies = []
+    for w in plan.weights:
+        if w.tier == "disk" or not w.nbytes:
+            continue
+        place, source = placed[w.name], files[w.name]
+        if not w.nbytes == place.nbytes == source.nbytes:
+            raise PlanError(f"plan.weights: {w.name} has {w.nbytes} bytes, but {place.nbytes} in plan.buffers and "
+                            f"{source.nbytes} in {source.path}; plan again")
+        copies.append(Copy(DISK, source, Span(place.arena, place.offset, w.nbytes, w.name), f"load {w.name}"))
+    return copies
 
 
 class Session:

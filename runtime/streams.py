@@ -67,8 +67,7 @@ class CopyLedger:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._sleepers = 0
+        self._sleepers: list[tuple[int, threading.Lock]] = []  # marks waited for, each with a lock to open then
         self._begun = 0
         self._low = 0  # all copies below have ended
         self._beyond: set[int] = set()  # those above that have
@@ -95,7 +94,9 @@ class CopyLedger:
             while self._tickets and self._tickets[0][0] <= self._low:
                 self._tickets.popleft()[1].done(self.error)
             if self._sleepers:
-                self._changed.notify_all()
+                for sleeper in [s for s in self._sleepers if s[0] <= self._low]:
+                    self._sleepers.remove(sleeper)
+                    sleeper[1].release()
 
     def begin(self) -> Callable[[BaseException | None], None]:
         """Note that a copy begins; the result is to be called once when it is done."""
@@ -108,11 +109,15 @@ class CopyLedger:
     def wait(self, mark: int) -> None:
         """Block until all copies of `mark` have ended; raise the first error that any copy met."""
         if self._low < mark:
+            gate = threading.Lock()
+            gate.acquire()
             with self._lock:
-                self._sleepers += 1
-                while self._low < mark:
-                    self._changed.wait()
-                self._sleepers -= 1
+                if self._low < mark:
+                    self._sleepers.append((mark, gate))
+                else:
+                    gate.release()
+            with gate:  # a Condition would wake for every copy that ends, and takes several times as long
+                pass
         if self.error is not None:
             raise self.error
 

@@ -25,14 +25,16 @@ def processors() -> int:
 
 
 def choose_linear(weight: str, m: int, n: int, k: int, device_name: str) -> str:
-    """The implementation of x [m, k] times a weight [n, k] on a GPU of that name, in full, from selection's tables.
+    """The implementation of x [m, k] times a weight [n, k] on a GPU of that name, in full, from its measured table, or
+    where it has none the default one.
 
     weight is torch's name of its dtype, or "w4g64" and the like for packed rows.
     """
     kind, _ = _kind(weight)
     if kind == "linear" and weight not in HALVES:
         return "aten"
-    return selection.explicit(kind, selection.choose(kind, m, n, k, device_name), m, n, k, processors())
+    name = selection.choose(kind, m, n, k, selection.table_of(device_name))
+    return selection.explicit(kind, name, m, n, k, processors())
 
 
 def linear_workspace_nbytes(impl: str, weight: str, m: int, n: int, k: int) -> int:

@@ -1,16 +1,19 @@
 """Which implementation of a linear layer runs for y [M, N] = x [M, K] W^T: a table of inflection points made offline.
 
 After FlashDecoding++Next, section IV: for given N and K one implementation is the fastest up to some M, another from
-there on. `choose` only reads the table; `benchmarks.gpu` times `candidates` and `fit` makes the table of the times.
+there on. `choose` only reads a table; `benchmarks.gpu` times `candidates`, `fit` makes the table of the times, and
+`save_table` puts it beside this file, where `table_of` finds it by the device's name from then on.
 The answer is a name for the Plan: "<implementation>_<BN>x<BK>[x<BM>]_s<splits>", say "flat_64x256_s4", or the
 implementation alone, which stands for its first setting; without splits it has `default_splits`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,13 +78,11 @@ DEFAULT_TABLE: tuple[Entry, ...] = (
     Entry("linear_w4", 4096, 4096, ((16, "flat"), (1 << 30, "large"))),
     Entry("linear_w8", 4096, 4096, ((16, "flat"), (1 << 30, "large"))),
 )
-DEFAULT_TABLES: Mapping[str, tuple[Entry, ...]] = {"": DEFAULT_TABLE}
+TABLES = Path(__file__).parent
 
 
-def choose(
-    kind: str, m: int, n: int, k: int, device_name: str = "", tables: Mapping[str, tuple[Entry, ...]] = DEFAULT_TABLES
-) -> str:
-    """The name that the table of device_name, or else the one named "", holds for the measured shape nearest to [n, k].
+def choose(kind: str, m: int, n: int, k: int, table: Sequence[Entry] = DEFAULT_TABLE) -> str:
+    """The name that a table holds for the shape nearest to [n, k], or the default one for a kind it does not know.
 
     Nearest is by |log n - log n'| + |log k - log k'|. ValueError for an unknown kind or sizes below 1.
     """
@@ -89,9 +90,7 @@ def choose(
         raise ValueError(f"selection: kind must be one of {KINDS}, got {kind!r}")
     if min(m, n, k) < 1:
         raise ValueError(f"selection: m, n and k must be positive, got {(m, n, k)}")
-    entries = [e for e in tables.get(device_name, tables.get("", DEFAULT_TABLE)) if e.kind == kind]
-    if not entries:
-        entries = [e for e in DEFAULT_TABLE if e.kind == kind]
+    entries = [e for e in table if e.kind == kind] or [e for e in DEFAULT_TABLE if e.kind == kind]
     entry = min(entries, key=lambda e: abs(math.log(e.n / n)) + abs(math.log(e.k / k)))
     name = next((name for limit, name in entry.points if m <= limit), entry.points[-1][1])
     return name
@@ -196,7 +195,8 @@ def workspace_nbytes(
 
 
 def fit(times_s: Mapping[tuple[str, int, int, int], Mapping[str, float]]) -> tuple[Entry, ...]:
-    """The table of inflection points from {(kind, m, n, k): {name: time_s}}: the fastest name at each M measured."""
+    """The table of inflection points from {(kind, m, n, k): {name: time_s}}: the fastest name at each M measured, and
+    beyond the largest what DEFAULT_TABLE holds."""
     shapes = sorted({(kind, n, k) for kind, _, n, k in times_s})
     entries = []
     for kind, n, k in shapes:
@@ -208,29 +208,57 @@ def fit(times_s: Mapping[tuple[str, int, int, int], Mapping[str, float]]) -> tup
                 points[-1] = (m, best)
             else:
                 points.append((m, best))
-        implementation = points[-1][1].split("_")[0]
-        if implementation != "large":
-            points.append((1 << 30, "large"))
+        default = next(e for e in DEFAULT_TABLE if e.kind == kind)
+        points += [point for point in default.points if point[0] > points[-1][0]]
         entries.append(Entry(kind, n, k, tuple(points)))
     return tuple(entries)
 
 
-def save_tables(tables: Mapping[str, Iterable[Entry]], path: str | Path) -> None:
-    """Write tables by device name as JSON."""
-    data = {device: [[e.kind, e.n, e.k, e.points] for e in entries] for device, entries in tables.items()}
-    Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+def table_path(device_name: str) -> Path:
+    """Where the table of a device lies: beside this file, as selection-NVIDIA-H200.json for an "NVIDIA H200"."""
+    return TABLES / f"selection-{re.sub(r'[^A-Za-z0-9.]+', '-', device_name)}.json"
 
 
-def load_tables(path: str | Path) -> dict[str, tuple[Entry, ...]]:
-    """Read what save_tables wrote; ValueError where a kind or a name is unknown."""
-    data = json.loads(Path(path).read_text(encoding="utf-8"))
-    tables = {}
-    for device, entries in data.items():
-        made = tuple(Entry(kind, n, k, tuple((m, name) for m, name in points)) for kind, n, k, points in entries)
-        for entry in made:
-            if entry.kind not in KINDS:
-                raise ValueError(f"selection: {path}: kind must be one of {KINDS}, got {entry.kind!r}")
-            for _, name in entry.points:
-                parse(entry.kind, name, 1, entry.n, entry.k)
-        tables[device] = made
-    return tables
+@functools.cache
+def table_of(device_name: str) -> tuple[Entry, ...]:
+    """The table measured on a device of that name, or DEFAULT_TABLE where none was; read once in a process.
+
+    ValueError where what lies there is no table of that device.
+    """
+    path = table_path(device_name)
+    return load_table(device_name, path) if path.exists() else DEFAULT_TABLE
+
+
+def save_table(device_name: str, entries: Sequence[Entry], path: Path) -> None:
+    """Write the table of a device as JSON."""
+    data = {"device": device_name, "entries": [[e.kind, e.n, e.k, e.points] for e in entries]}
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def load_table(device_name: str, path: Path) -> tuple[Entry, ...]:
+    """Read what save_table wrote for that device; ValueError names what a table cannot hold."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        entries = tuple(Entry(kind, n, k, tuple((m, name) for m, name in points))
+                        for kind, n, k, points in data["entries"])  # fmt: skip
+        if data["device"] != device_name:
+            raise ValueError(f"it is of {data['device']!r}")
+        for entry in entries:
+            _check(entry)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"selection: {path} is no table of {device_name!r} ({error}); remove it, and make it anew with "
+            "`python -m benchmarks.gpu`"
+        ) from error
+    return entries
+
+
+def _check(entry: Entry) -> None:
+    """ValueError unless each name of an entry takes all rows that it is held for, and the last any number."""
+    if entry.kind not in KINDS:
+        raise ValueError(f"kind must be one of {KINDS}, got {entry.kind!r}")
+    limits = [m for m, _ in entry.points]
+    if min(entry.n, entry.k) < 1 or not limits or limits != sorted(set(limits)) or limits[0] < 1:
+        raise ValueError(f"sizes must be positive and rows rise, got {entry}")
+    for m, name in (*entry.points, (1 << 30, entry.points[-1][1])):
+        parse(entry.kind, name, m, entry.n, entry.k)

@@ -2,14 +2,20 @@
 
 A graph's parameters and buffers move to a nameless file when it first runs, and stay usable: the module's tensors
 become views of that file, which take no memory unless eager code reads them. They move also when all of them fit the
-budget: the arena holds them then, and a second copy would double their memory. `restore` brings them back.
+budget: the arena holds them then, and a second copy would double their memory. `restore` brings them back. What is
+written to them in place, by whatever means, is seen by the next call (`parameter_store.changes`); on a file system that
+does not tell of writes to mapped files (tmpfs) each call therefore reads the resident weights again.
 
 One plan and Program is made per set of input sizes and kept; memory is held for one at a time, because each may take
-the whole budget. Compile a model that is called with many sizes in turn once per size, with a budget each.
+the whole budget. Compile a model that is called with many sizes in turn once per size, with a budget each, and give
+each model an `options` object of its own: what was compiled with one object shares one budget. Memory and file go when
+no tensor of the file is left, or by `restore`.
 """
 
 from __future__ import annotations
 
+import _thread
+import errno
 import hashlib
 import re
 import tempfile
@@ -18,71 +24,31 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from forebay.compile_options import Options, parse_options
 from forebay.parameter_store import StoreMap, bring_back, map_of, move_out
 from forebay.rewriter.bisect import PassChangedResult
 from forebay.rewriter.capture_module import ModuleGraph, OffloadError, Scalar, capture_module
 from forebay.rewriter.checkpoint import CheckpointError
-from forebay.rewriter.machine import Machine, load_machine
+from forebay.rewriter.machine import Machine
 from forebay.rewriter.pipeline import Pipeline, Source, StoppedAfter
-from forebay.rewriter.plan import Budget, Plan, PlanError, Workload
-from forebay.rewriter.planner import Wishes, make_plan, smallest_budget
-from forebay.rewriter.program import FileSlice, Program
-from forebay.rewriter.sizes import format_nbytes, parse_budget, parse_nbytes
-from forebay.rewriter.switches import SwitchError, Switches, read_switches
-from forebay.runtime.executor import BoundProgram
-from forebay.runtime.open_device import open_device
-from forebay.runtime.session import Session, resident_copies
+from forebay.rewriter.plan import Budget, PlanError, Workload
+from forebay.rewriter.planner import Wishes, make_plan, refuse_wishes, smallest_budget
+from forebay.rewriter.program import FileSlice
+from forebay.rewriter.sizes import format_nbytes
+from forebay.rewriter.switches import SwitchError, read_switches
+from forebay.step_memory import Memory, Prepared
 
 KEPT = 4  # plans per graph, for as many sets of input sizes
+REFUSED = 64  # sets of input sizes per graph that are known to run eagerly; of more, the oldest are tried again
 ONCE = Workload(batch=1, prompt=1, new_tokens=1)  # a module's call is one step
 DELIBERATE = (StoppedAfter, PassChangedResult, SwitchError)  # FOREBAY_ switches that end a run on purpose
-
-
-@dataclass(frozen=True)
-class Options:
-    """`options` of torch.compile. `strict`: raise where a graph would fall back to eager; `slots`, `slot_nbytes` and
-    `lead` force choices of the planner; `machine` is a profile or the path of one."""
-
-    budget: Budget
-    strict: bool = False
-    slots: int | None = None
-    slot_nbytes: int | None = None
-    lead: int | None = None
-    machine: Machine | None = None
-
-    @property
-    def wishes(self) -> Wishes:
-        return Wishes(self.slots, self.slot_nbytes, self.lead)
-
-
-def parse_options(options: Mapping[str, Any] | None) -> Options:
-    """Validate; ValueError names an unknown or missing option and those there are, PlanError a size that is wrong."""
-    known = [f.name for f in fields(Options)]
-    given = dict(options or {})
-    for name in given:
-        if name not in known:
-            raise ValueError(f"options: unknown option {name!r}; the options are {', '.join(known)}")
-    if "budget" not in given:
-        raise ValueError('options: say how much memory may be used, as {"budget": "500MB"}')
-    given["budget"] = parse_budget(given["budget"])
-    if not isinstance(given.get("strict", False), bool):
-        raise ValueError(f"options: strict is True or False, not {given['strict']!r}")
-    for name in ("slots", "lead"):
-        value = given.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"options: {name} is a number of at least 1, not {value!r}")
-    if given.get("slot_nbytes") is not None:
-        given["slot_nbytes"] = parse_nbytes(given["slot_nbytes"], "options: slot_nbytes")
-    machine = given.get("machine")
-    if machine is not None and not isinstance(machine, Machine):
-        given["machine"] = load_machine(machine)
-    return Options(**given)
+SHORTAGES = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)  # of what opening takes; eager needs none of it
 
 
 def forebay_backend(
@@ -99,8 +65,7 @@ def forebay_backend(
 
 def restore(module: nn.Module) -> None:
     """Bring a module's parameters and buffers back into memory; the next call of its compiled form moves them again."""
-    tensors = [*module.parameters(), *module.buffers()]
-    left = bring_back(tensors)
+    left = bring_back([*module.parameters(), *module.buffers()])
     for memory in list(_memories.values()):
         memory.close_if_using(left)
 
@@ -109,54 +74,6 @@ def prepared_for(module: nn.Module) -> list[Prepared]:
     """The plans and Programs kept for graphs that read this module's weights, one per set of input sizes."""
     held = {id(m) for t in (*module.parameters(), *module.buffers()) if (m := map_of(t)) is not None}
     return [p for graph in _graphs for p in graph.prepared.values() if held & {id(m) for m in p.maps}]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A plan and its proven Program for one set of input sizes and weights; `maps` keeps the weights' files."""
-
-    captured: ModuleGraph
-    plan: Plan
-    program: Program
-    files: Mapping[str, FileSlice]
-    maps: tuple[StoreMap, ...]
-    machine: Machine
-    switches: Switches
-
-
-class Memory:
-    """The memory of one compiled model: the arenas of one prepared graph at a time, since each may fill the budget."""
-
-    def __init__(self, options: object) -> None:
-        self.options = options  # held, so that its identity stays its own
-        self.lock = threading.RLock()
-        self.holds: Prepared | None = None
-        self._open: list[Session] = []
-        self._bound: BoundProgram | None = None
-        weakref.finalize(self, _close_all, self._open)
-
-    def bound(self, prepared: Prepared) -> BoundProgram:
-        """`prepared` ready to run, its resident weights read and its first copies under way."""
-        if self._bound is None or self.holds is not prepared:
-            self.close()
-            device = open_device(prepared.machine, prepared.switches)
-            load = resident_copies(prepared.plan, prepared.files)
-            session = Session(prepared.plan, lambda _: prepared.program, load, prepared.captured.constants, device)
-            self._open.append(session)
-            self._bound = session.bound(1)
-            self._bound.start()
-            self.holds = prepared
-        return self._bound
-
-    def close(self) -> None:
-        """Give back the arenas."""
-        self.holds = self._bound = None
-        _close_all(self._open)
-
-    def close_if_using(self, maps: Sequence[StoreMap]) -> None:
-        with self.lock:
-            if self.holds is not None and any(held is m for held in self.holds.maps for m in maps):
-                self.close()
 
 
 _graphs: weakref.WeakSet[OffloadedGraph] = weakref.WeakSet()
@@ -171,11 +88,6 @@ def _memory_of(options: object) -> Memory:
     return found
 
 
-def _close_all(sessions: list[Session]) -> None:
-    while sessions:
-        sessions.pop().close()
-
-
 class OffloadedGraph:
     """One graph of torch.compile, called with its parameters and inputs."""
 
@@ -186,7 +98,8 @@ class OffloadedGraph:
         self.differentiable = _wants_gradients(gm)
         self.scalars = [i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if _read_as_number(n)]
         self.prepared: OrderedDict[object, Prepared] = OrderedDict()
-        self.refused: set[object] = set()
+        self.refused: OrderedDict[object, None] = OrderedDict()
+        self._watched: weakref.WeakSet[StoreMap] = weakref.WeakSet()
         _graphs.add(self)
 
     def __call__(self, *given: Any) -> Sequence[Any]:
@@ -196,33 +109,61 @@ class OffloadedGraph:
         for i in self.scalars:
             args[i] = Scalar(args[i].item())
         with self.memory.lock:
-            sizes = _sizes(args)
-            if (sizes, _autocast()) in self.refused:
+            call = (_sizes(args), _aliases(args))  # what a capture depends on, and whether it succeeds
+            if (call, _autocast()) in self.refused:
                 return self.gm(*given)
-            key = (sizes, self._identity(args))
-            prepared = self.prepared.get(key)
-            if prepared is None:
-                try:
-                    prepared = self._prepare(args)
-                    self._warn_of_turns(prepared)
-                    self.memory.bound(prepared)
-                except DELIBERATE:
-                    raise
-                except Exception as error:
-                    self._refuse(error)
-                    self.refused.add((sizes, _autocast()))
-                    return self.gm(*given)
-                self.prepared[sizes, self._identity(args)] = prepared  # the weights have moved
-                while len(self.prepared) > KEPT:
-                    self.prepared.popitem(last=False)
-            else:
-                self.prepared.move_to_end(key)
-                self._warn_of_turns(prepared)
-            return _run(self.memory.bound(prepared), prepared.captured, args)
+            try:
+                prepared = self._prepared(call, args)
+            except DELIBERATE:
+                raise
+            except Exception as error:
+                if isinstance(error, OffloadError | PlanError):
+                    self.refused[call, _autocast()] = None
+                    while len(self.refused) > REFUSED:
+                        self.refused.popitem(last=False)
+                self._refuse(error)
+                return self.gm(*given)
+            self._warn_of_turns(prepared)
+            try:
+                self.memory.ready(prepared)
+            except Exception as error:
+                if isinstance(error, DELIBERATE) or (isinstance(error, OSError) and error.errno not in SHORTAGES):
+                    raise  # eager would read the weights from the same file
+                self._refuse(error)
+                return self.gm(*given)
+            return self.memory.run(args)
 
-    def _identity(self, args: Sequence[Any]) -> tuple[tuple[int, int], ...]:
-        """Which weights these are, and in which state: another address or version means another content."""
-        return tuple((args[i].data_ptr(), _version(args[i])) for i in self.weights)
+    def _prepared(self, call: object, args: Sequence[Any]) -> Prepared:
+        """What is kept for such a call with these weights, else made and kept."""
+        prepared = self.prepared.get((call, self._places(args)))
+        if prepared is None or prepared.lost:
+            prepared = self._prepare(args)
+            self.prepared[call, self._places(args)] = prepared  # the weights have moved
+            while len(self.prepared) > KEPT:
+                self.prepared.popitem(last=False)
+        self.prepared.move_to_end((call, self._places(args)))
+        return prepared
+
+    def _places(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """Which weights these are: none that is on disk has the address of another."""
+        return tuple(args[i].data_ptr() for i in self.weights)
+
+    def drop_lost(self) -> None:
+        """Let go of what was prepared for weights that are gone, and of its memory."""
+        with self.memory.lock:
+            for key in [key for key, prepared in self.prepared.items() if prepared.lost]:
+                del self.prepared[key]
+            if self.memory.holds is not None and self.memory.holds.lost:
+                self.memory.close()
+
+    def _watch(self, maps: Sequence[StoreMap]) -> None:
+        """Call `drop_lost` once no tensor uses one of these files. In a thread of its own, started by one that holds no
+        lock: the garbage collector may come in any thread at any time, also in one that closing waits for."""
+        for held in maps:
+            if held not in self._watched:
+                self._watched.add(held)
+                closing = threading.Thread(target=_drop_lost, args=(weakref.ref(self),), daemon=True)
+                weakref.finalize(held, _thread.start_new_thread, closing.start, ()).atexit = False
 
     def _prepare(self, args: Sequence[Any]) -> Prepared:
         """Capture, plan, move the weights to disk, lower and prove. Nothing has moved when this raises."""
@@ -247,7 +188,9 @@ class OffloadedGraph:
         plan = pipeline.plan(budget, wishes)
         program = pipeline.program(plan, 1)
         move.commit()
-        return Prepared(captured, plan, program, files, move.maps(), self.machine, self.switches)
+        self._watch(move.maps())
+        return Prepared(captured, plan, program, files, tuple(map(weakref.ref, move.maps())), self.machine,
+                        self.switches)
 
     def _refuse_devices(self, args: Sequence[Any]) -> None:
         for i, arg in enumerate(args):
@@ -264,30 +207,24 @@ class OffloadedGraph:
             if expected:
                 raise error
             raise OffloadError(f"this graph cannot be offloaded: {reason}") from error
-        warnings.warn(f"forebay: this graph is not offloaded and runs eagerly, outside the budget: {reason}",
-                      RuntimeWarning, stacklevel=3)
+        lasting = isinstance(error, OffloadError | PlanError)
+        warnings.warn(f"forebay: this graph is not offloaded and runs eagerly, outside the budget: {reason}"
+                      f"{'' if lasting else ' (the next call tries again)'}", RuntimeWarning, stacklevel=3)
 
     def _warn_of_turns(self, prepared: Prepared) -> None:
         """Graphs with other weights take turns: each turn reads its resident weights anew."""
         before = self.memory.holds
-        if before is not None and before is not prepared and set(before.files) != set(prepared.files):
-            warnings.warn("forebay: graph breaks split this model; its graphs take turns in the budget and read their "
-                          "resident weights again at every turn (TORCH_LOGS=graph_breaks shows where)",
-                          RuntimeWarning, stacklevel=3)
+        if before is not None and before is not prepared and before.files != prepared.files:
+            warnings.warn("forebay: graphs with different weights were compiled with one `options` object, so they "
+                          "take turns in its budget and read their resident weights again at every turn. Either graph "
+                          "breaks split this model (TORCH_LOGS=graph_breaks shows where), or the object serves several "
+                          "models: give each one of its own", RuntimeWarning, stacklevel=3)
 
 
-def _run(bound: BoundProgram, captured: ModuleGraph, args: Sequence[Any]) -> tuple[Any, ...]:
-    for name, position in captured.inputs.items():
-        target = bound.inputs.get(name)
-        if target is not None:
-            target.copy_(args[position].detach())
-    bound.run()
-    values = [bound.outputs[f"out{i}"] for i in range(len(bound.outputs))]
-    with torch.no_grad():
-        for position, value in zip(captured.mutated, values, strict=False):
-            args[position].copy_(value)
-    remaining = iter(values[len(captured.mutated) :])
-    return tuple(next(remaining).to("cpu", copy=True) if known is None else known[0] for known in captured.results)
+def _drop_lost(graph: weakref.ref[OffloadedGraph]) -> None:
+    found = graph()
+    if found is not None:
+        found.drop_lost()
 
 
 def _weight_names(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[int, str]:
@@ -315,19 +252,25 @@ def _read_as_number(node: fx.Node) -> bool:
     return bool(node.users) and all(u.op == "call_method" and u.target == "item" for u in node.users)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:  # made in inference mode, which counts no changes
-        return 0
-
-
 def _autocast() -> bool:
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 def _sizes(args: Sequence[Any]) -> tuple[object, ...]:
     return tuple((a.shape, a.stride(), a.dtype, a.device) if isinstance(a, torch.Tensor) else a for a in args)
+
+
+def _aliases(args: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """For each tensor, the positions of the first that is the same view and of the first that shares its storage."""
+    views: dict[object, int] = {}
+    storages: dict[int, int] = {}
+    found = []
+    for i, arg in enumerate(args):
+        if isinstance(arg, torch.Tensor):
+            view = (arg.data_ptr() or id(arg), arg.dtype, arg.shape, arg.stride())
+            storage = arg.untyped_storage().data_ptr() or -id(arg)
+            found.append((views.setdefault(view, i), storages.setdefault(storage, i)))
+    return tuple(found)
 
 
 def _fingerprint(captured: ModuleGraph) -> str:
@@ -338,6 +281,7 @@ def _explained(
     error: PlanError, pipeline: Pipeline, budget: Budget, wishes: Wishes, inputs: Sequence[Any]
 ) -> PlanError:
     """The planner's refusal in terms of this call."""
+    refuse_wishes(pipeline.facts, budget, ONCE, wishes)
     smallest, parts = smallest_budget(pipeline.facts, ONCE, wishes)
     if smallest <= budget.device:
         return error

@@ -29,18 +29,33 @@ def calibrate_command(
         from forebay.calibrate import calibrate
         from forebay.prompts import JobError, encode, load_tokenizer, read_requests
         from forebay.rewriter.demo import resolve_model
+        from forebay.rewriter.model_config import read_config
 
         chosen = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(dtype)
         if chosen is None:
             raise JobError(f"--dtype must be fp16 or bf16, found {dtype!r}")
+        requests, bad = read_requests(prompts)
+        _check_writable(output)
         folder = resolve_model(model)
-        requests, _ = read_requests(prompts)
-        encoded, bad = encode(requests, load_tokenizer(folder), chat=chat, most_tokens=0)
-        for line in bad:
-            say(f"{prompts}, line {line.line}: {line.reason}")
+        config = read_config(folder).get_text_config()
+        if limit := getattr(config, "max_position_embeddings", 0):
+            tokens = min(tokens, limit - 1)  # a plan keeps one position for a new token
+        encoded, more = encode(requests, load_tokenizer(folder), chat=chat, most_tokens=0,
+                               vocab_size=config.vocab_size)
+        for line in sorted(bad + more, key=lambda b: b.line):
+            say(f"{prompts} line {line.line}: {line.reason}")
         if not encoded:
             raise JobError(f"{prompts} holds no prompt that can be used")
         found = calibrate(folder, [torch.tensor(p.ids[:tokens]) for p in encoded], budget)
         found.save(output)
         print(found.table(chosen))
         say(f"{found.prompts} prompts, {found.tokens} tokens; written to {output}")
+
+
+def _check_writable(output: Path) -> None:
+    """Raise OSError, naming the file, if `output` cannot be written; a file that is there keeps its contents."""
+    there = output.exists()
+    with open(output, "ab"):
+        pass
+    if not there:
+        output.unlink()

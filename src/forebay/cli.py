@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from forebay import jobs
     from forebay.memory import MemoryWatch
     from forebay.model import LanguageModel
-    from forebay.prompts import Prompt
+    from forebay.prompts import BadLine, Prompt
     from forebay.rewriter.machine import Machine
     from forebay.rewriter.plan import Plan
     from forebay.rewriter.planner import Wishes
@@ -102,19 +102,25 @@ def run(
             raise PlanError(f"the plan {plan} was made for {saved.budget}, not for --budget {budget}; leave one out")
         if saved is not None and cache not in ("native", saved.cache[0].format):
             raise PlanError(f"the plan {plan} keeps its cache in {saved.cache[0].format}; leave --cache out")
+        if saved is not None and slots is not None:
+            raise PlanError(f"the plan {plan} has {saved.schedule.slots} staging slots; leave --slots out")
         try:
             drawing = sample or any(x is not None for x in (temperature, top_k, top_p))
             sampling = Sampling(drawing, 1.0 if temperature is None else temperature,
                                 50 if top_k is None else top_k, 1.0 if top_p is None else top_p)
         except ValueError as error:
             raise JobError(str(error)) from error
+        jobs.refuse_overwriting(prompts, output)
         requests, bad = read_requests(prompts)
+        if not requests and not bad:
+            say(f"{prompts} holds no prompts: nothing to answer")
         folder = model_folder(model)
         with console().status("capturing the model"):
             captured, checkpoint, files = open_model(folder)
             tokenizer = load_tokenizer(folder)
+            eos = stop_ids(folder, tokenizer)
         most = _most_prompt_tokens(captured.max_positions, saved, max_new_tokens)
-        encoded, more = encode(requests, tokenizer, chat=chat, most_tokens=most)
+        encoded, more = encode(requests, tokenizer, chat=chat, most_tokens=most, vocab_size=captured.vocab_size)
         bad += more
         settings = {"model": checkpoint.fingerprint, "max_new_tokens": max_new_tokens, "chat": chat,
                     "sampling": vars(sampling) | {"seed": seed} if sampling.do_sample else "greedy"}
@@ -129,42 +135,76 @@ def run(
                 say(f"{output}: {len(encoded) - len(left)} of {len(encoded)} prompts are answered already")
             if left:
                 profile = machine_profile(machine, folder)
-                lm = _fit_batch((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch,
-                                Wishes(slots, cache_format=cache), saved, profile)
+                lm, fitting = _fit_batch((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch,
+                                         Wishes(slots, cache_format=cache), saved, profile)
+                bad += _unfit(left, fitting)
                 if save_plan:
                     lm.plan.save(save_plan)
-                ask = jobs.Ask(max_new_tokens, stop_ids(folder, tokenizer), sampling, seed)
-                with lm:
-                    _answer(lm, encoded, answers, ask, tokenizer, trace)
+                ask = jobs.Ask(max_new_tokens, eos, sampling, seed)
+                if jobs.pending(fitting, answers.answered):
+                    with lm:
+                        _answer(lm, fitting, answers, ask, tokenizer, trace)
         for line in sorted(bad, key=lambda b: b.line):
             say(f"{prompts} line {line.line}: {line.reason}")
         if bad:
-            say(f"{len(bad)} lines of {prompts} were not answered; {len(encoded)} were")
+            answered = len(encoded) - len(jobs.pending(encoded, answers.answered))
+            say(f"{len(bad)} lines of {prompts} were not answered; {answered} were")
             raise typer.Exit(SOME_UNANSWERED)
 
 
 def _fit_batch(
     opened: tuple[Any, Any, Any], encoded: list[Prompt], sizes: Any, new_tokens: int, batch: int | None,
     wishes: Wishes, saved: Plan | None, machine: Machine,
-) -> LanguageModel:
-    """The model planned for the whole job; without a wish, the batch is halved until the budget holds it."""
+) -> tuple[LanguageModel, list[Prompt]]:
+    """The model planned for the whole job, and the prompts that the budget holds.
+
+    Without a wish, the batch is halved until all fit. Prompts too long even by themselves are left out, and what the
+    longest needs is said; PlanError where not even the shortest fits.
+    """
     from forebay.model import LanguageModel
     from forebay.rewriter.plan import PlanError, Workload
 
     if saved is not None:
         if batch is not None and batch != saved.workload.batch:
             raise PlanError(f"the plan is for batches of {saved.workload.batch}, not of {batch}; leave --batch out")
-        return LanguageModel(*opened, sizes, saved.workload, wishes, machine, saved)
-    longest = max(len(p.ids) for p in encoded)
+        return LanguageModel(*opened, sizes, saved.workload, wishes, machine, saved), encoded
+    lengths = sorted({len(p.ids) for p in encoded})
+
+    def planned(size: int, longest: int) -> LanguageModel:
+        with console().status(f"planning for batches of {size}"):
+            return LanguageModel(*opened, sizes, Workload(size, longest, new_tokens), wishes, machine)
+
     size = batch or min(DEFAULT_BATCH, len(encoded))
     while True:
         try:
-            with console().status(f"planning for batches of {size}"):
-                return LanguageModel(*opened, sizes, Workload(size, longest, new_tokens), wishes, machine)
-        except PlanError:
+            return planned(size, lengths[-1]), encoded
+        except PlanError as error:
+            if size == 1 and len(lengths) > 1:
+                planned(1, lengths[0])
+                say(f"some prompts are too long for the budget: {error}")
+                break
             if batch is not None or size == 1:
                 raise
             size //= 2
+    low, high = 0, len(lengths) - 1  # the first fits, the other does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            planned(1, lengths[middle])
+            low = middle
+        except PlanError:
+            high = middle
+    shorter = [p for p in encoded if len(p.ids) <= lengths[low]]
+    return _fit_batch(opened, shorter, sizes, new_tokens, batch, wishes, None, machine)
+
+
+def _unfit(left: list[Prompt], fitting: list[Prompt]) -> list[BadLine]:
+    """The unanswered prompts that the budget does not hold, as lines that are not answered."""
+    from forebay.prompts import BadLine
+
+    longest = max(len(p.ids) for p in fitting)
+    return [BadLine(p.request.line, f"the prompt is too long: {len(p.ids)} tokens do not fit the budget, {longest} do")
+            for p in left if len(p.ids) > longest]
 
 
 def _answer(

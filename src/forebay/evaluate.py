@@ -15,6 +15,7 @@ import torch
 import typer
 
 from forebay.command_options import CacheOption
+from forebay.machine_command import machine_profile
 from forebay.prompts import JobError, load_tokenizer
 from forebay.terminal import clean_errors, console, progress_bar
 
@@ -156,7 +157,7 @@ def token_scores(lm: LanguageModel, rows: Sequence[torch.Tensor]) -> list[torch.
     for i, row in enumerate(rows):
         ids[i, : row.numel()] = row
     scores = torch.zeros(plan.workload.batch, span, 2)
-    with lm.running() as session:
+    with lm.running(len(rows), longest, 1) as session:
         for start in (*range(0, span - chunk, chunk), span - chunk):
             scores[:, start : start + chunk] = session.step({
                 "input_ids": ids[:, start : start + chunk], "start": torch.full((plan.workload.batch,), start),
@@ -174,18 +175,21 @@ def _spans(count: int, window: int, stride: int, fresh: int) -> list[tuple[int, 
     return spans
 
 
-def _read_texts(path: Path) -> list[str]:
+def _read_text(path: Path) -> str:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise JobError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _read_texts(path: Path) -> list[str]:
     texts = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_read_text(path).splitlines(), start=1):
         if not line.strip():
             continue
         try:
             text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise JobError(f'{path} line {number}: expected {{"text": "…"}}') from error
         if not isinstance(text, str) or len(text.split()) < 2:
             raise JobError(f"{path} line {number}: the text must have two words, the last of which is predicted")
@@ -229,7 +233,6 @@ def eval_command(
     with clean_errors(debug):
         from forebay.memory import MemoryWatch
         from forebay.rewriter.demo import resolve_model
-        from forebay.rewriter.machine import load_machine
         from forebay.rewriter.plan import Budget
         from forebay.rewriter.sizes import format_nbytes, parse_budget
         from forebay.runtime.measure import kept_machine
@@ -237,11 +240,11 @@ def eval_command(
 
         if text is None and words is None:
             raise JobError("name what to measure on: --text FILE, --words JSONL, or both")
-        given = text.read_text(encoding="utf-8") if text else ""
+        given = _read_text(text) if text else ""
         if words is not None:
             _read_texts(words)  # before a model is opened: mistakes show at once
         folder = resolve_model(model)
-        profile = load_machine(machine) if machine else kept_machine(folder)
+        profile = machine_profile(machine, folder) if machine else kept_machine(folder)
         sizes = parse_budget(budget) if budget else Budget(_available_nbytes() // 2)
         with console().status("capturing and planning"):
             lm = open_scorer(folder, sizes, context=context, batch=batch, machine=profile, cache=cache)

@@ -18,6 +18,7 @@ from forebay.prompts import JobError, Prompt, Request
 from forebay.runtime.sampling import Sampling
 
 SETTINGS_SUFFIX = ".settings"  # answers.jsonl.settings says what the answers were made with
+BEGINNING = b'{"id": '  # of every line that `AnswerFile.write` writes
 
 
 class Interrupted(Exception):
@@ -37,8 +38,9 @@ class Ask:
 class AnswerFile:
     """The output of a job, held against other jobs until `close`; each answer is one line, whole or absent.
 
-    Opening cuts off what a crash left of a line. `answered` maps the ids found to the questions they answer. A device
-    or pipe is written to as well, without resuming.
+    Opening cuts off what a crash left of a line, once everything else in the file is known to be answers of this job;
+    a file refused is left as it was. `answered` maps the ids found to the questions they answer. A device or pipe is
+    written to as well, without resuming.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any], *, force: bool = False) -> None:
@@ -53,9 +55,14 @@ class AnswerFile:
             self.resumable = stat.S_ISREG(os.fstat(self._fd).st_mode)
             if self.resumable:
                 self._lock()
-                self.cut_nbytes = self._cut_torn_line()
-                self._read_answers()
-                self._check_settings(dict(settings), force)
+                end = self._end_of_whole_lines()
+                self._read_answers(end)
+                self._check_settings(settings, force)
+                self._check_torn_line(end)
+                self._write_settings(settings)
+                self.cut_nbytes = os.fstat(self._fd).st_size - end
+                if self.cut_nbytes:
+                    os.ftruncate(self._fd, end)
         except BaseException:
             os.close(self._fd)
             raise
@@ -66,50 +73,72 @@ class AnswerFile:
         except BlockingIOError as error:
             raise JobError(f"another job is writing {self.path}; wait for it or name another output") from error
 
-    def _cut_torn_line(self) -> int:
-        """Truncate to the last newline; bytes cut."""
-        size = end = os.fstat(self._fd).st_size
+    @property
+    def _settings_path(self) -> Path:
+        return self.path.with_name(self.path.name + SETTINGS_SUFFIX)
+
+    def _end_of_whole_lines(self) -> int:
+        """Bytes up to and with the last newline."""
+        end = os.fstat(self._fd).st_size
         while end > 0:
             start = max(0, end - 65536)
             newline = os.pread(self._fd, end - start, start).rfind(b"\n")
             if newline >= 0:
-                end = start + newline + 1
-                break
+                return start + newline + 1
             end = start
-        if end < size:
-            os.ftruncate(self._fd, end)
-        return size - end
+        return 0
 
-    def _read_answers(self) -> None:
+    def _read_answers(self, end: int) -> None:
+        """Note the answers in the first `end` bytes, which are whole lines."""
         with open(self._fd, "rb", closefd=False) as file:
             file.seek(0)
-            for number, raw in enumerate(file, start=1):
+            at = number = 0
+            while at < end:
+                raw = file.readline()
+                at, number = at + len(raw), number + 1
                 try:
                     entry = json.loads(raw)
                     name, question = entry["id"], {k: entry[k] for k in ("prompt", "messages") if k in entry}
                     entry["text"]
-                except (ValueError, KeyError, TypeError) as error:
+                    if isinstance(name, bool) or not isinstance(name, str | int):
+                        raise TypeError(f"id {name!r}")
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
                     raise JobError(f"{self.path} line {number} is no answer of a job; name another output") from error
                 self.answered[name] = question
 
-    def _check_settings(self, settings: dict[str, Any], force: bool) -> None:
+    def _check_settings(self, settings: Mapping[str, Any], force: bool) -> None:
         """Refuse to mix answers made with other settings, naming the first that differs."""
-        path = self.path.with_name(self.path.name + SETTINGS_SUFFIX)
-        if self.answered and not force:
-            advice = "--force goes on and mixes them; else name another output"
-            try:
-                known = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise JobError(f"{self.path} has answers, but {path.name} does not say how they were made; "
-                               f"{advice}") from error
-            for name, value in settings.items():
-                if known.get(name) != value:
-                    raise JobError(f"the answers in {self.path} were made with {name} {known.get(name)!r}, this job "
-                                   f"has {value!r}; {advice}")
+        if not self.answered or force:
+            return
+        path = self._settings_path
+        advice = "--force goes on and mixes them; else name another output"
+        try:
+            known = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(known, dict):
+                raise ValueError(f"expected an object, found {type(known).__name__}")
+        except (OSError, ValueError, RecursionError) as error:
+            raise JobError(f"{self.path} has answers, but {path.name} does not say how they were made; "
+                           f"{advice}") from error
+        for name, value in settings.items():
+            if known.get(name) != value:
+                raise JobError(f"the answers in {self.path} were made with {name} {known.get(name)!r}, this job "
+                               f"has {value!r}; {advice}")
+
+    def _check_torn_line(self, end: int) -> None:
+        """Refuse a file whose last line, from byte `end` on and without a newline, cannot be the rest of an answer."""
+        head = os.pread(self._fd, len(BEGINNING), end)
+        begins = BEGINNING.startswith(head) or not head.strip(b"\0")  # a crash of the machine can leave zeros
+        if head and not (begins and (self.answered or self._settings_path.exists())):
+            raise JobError(f"{self.path} ends in text that is no part of an answer of a job; name another output")
+
+    def _write_settings(self, settings: Mapping[str, Any]) -> None:
+        path = self._settings_path
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            draft.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+            draft.write_text(json.dumps(dict(settings), indent=1) + "\n", encoding="utf-8")
             draft.replace(path)
+        except OSError as error:
+            raise JobError(f"cannot write {path}: {error.strerror}") from error
         finally:
             draft.unlink(missing_ok=True)
 
@@ -151,6 +180,13 @@ class AnswerFile:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def refuse_overwriting(prompts: Path, output: Path) -> None:
+    """Raise JobError if a job's answers, or its settings beside them, would be written into its prompts."""
+    for path in (output, output.with_name(output.name + SETTINGS_SUFFIX)):
+        if prompts.is_file() and path.exists() and path.samefile(prompts):
+            raise JobError(f"{prompts} holds the prompts, and {path} is the same file; name another output")
 
 
 class Model(Protocol):

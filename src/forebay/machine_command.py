@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forebay.command_options import DebugOption
-from forebay.terminal import clean_errors, console, progress_bar
+from forebay.terminal import clean_errors, console, progress_bar, say
 
 if TYPE_CHECKING:
     from forebay.rewriter.machine import Machine
 
+PROFILE_NBYTES = 1 << 16  # more than a profile takes
 SHOWN_M = (1, 8, 64)  # of the rows that products were measured for
 
 
@@ -25,12 +27,16 @@ def machine_command(
 ) -> None:
     """Show what this machine's tiers and links can do, measured once and kept."""
     with clean_errors(debug):
+        from forebay.prompts import JobError
         from forebay.rewriter.sizes import format_nbytes
         from forebay.runtime.measure import machine_cache_path
 
         if not folder.is_dir():
             raise NotADirectoryError(20, "not a folder", str(folder))
         known = machine_cache_path().exists() and not measure
+        if not known and (reason := _unwritable_cache()):
+            raise JobError(f"the profile could not be kept: {reason}; set FOREBAY_CACHE to a folder that can be "
+                           "written")
         found = machine_profile(None, folder) if known else _measure(folder, quick=False)
         if as_json:
             print(found.to_json())
@@ -63,17 +69,19 @@ def machine_profile(file: Path | None, folder: Path) -> Machine:
     """The profile in `file`, or this machine's own, measured quickly when there is none."""
     from forebay.rewriter.machine import load_machine
     from forebay.rewriter.plan import PlanError
-    from forebay.runtime.measure import cached_machine, machine_cache_path
+    from forebay.runtime.measure import kept_machine, machine_cache_path
 
     if file is not None:
         try:
             return load_machine(file)
         except ValueError as error:
             raise PlanError(str(error)) from error
-    if not machine_cache_path().exists():
-        return _measure(folder, quick=True)
-    with console().status("reading the machine profile (measured anew, in about 15 s, if the machine has changed)"):
-        return cached_machine(_writable(folder))
+    if machine_cache_path().exists():
+        with console().status("reading the machine profile"):
+            kept = kept_machine(folder)
+        if kept is not None:
+            return kept
+    return _measure(folder, quick=True)
 
 
 def _measure(folder: Path, *, quick: bool) -> Machine:
@@ -81,19 +89,38 @@ def _measure(folder: Path, *, quick: bool) -> Machine:
     from forebay.runtime.measure import machine_cache_path, measure_machine
 
     with progress_bar() as bar:
-        task = bar.add_task("measuring this machine, once", total=1.0, note="")
+        reason = _unwritable_cache()
+        if reason:
+            say(f"warning: the machine profile cannot be kept, so every command measures anew: {reason}; set "
+                "FOREBAY_CACHE to a folder that can be written")
+        task = bar.add_task("measuring this machine" if reason else "measuring this machine, once", total=1.0, note="")
         found = measure_machine(_writable(folder), quick=quick,
                                 progress=lambda stage, done: bar.update(task, completed=done, note=stage))
         bar.update(task, completed=1.0, note="")
-    save_machine(found, machine_cache_path())
+    if not reason:
+        save_machine(found, machine_cache_path())
     return found
 
 
+def _unwritable_cache() -> str:
+    """Why a file cannot be written in the folder of the kept profile; "" where it can."""
+    from forebay.runtime.measure import machine_cache_path
+
+    folder = machine_cache_path().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(PROFILE_NBYTES))
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    return ""
+
+
 def _writable(folder: Path) -> Path:
-    """`folder`, or the cache's where a model lies that may not be written to: measuring needs a file there."""
+    """`folder`, or where it may not be written to the cache's, or the one for temporary files: measuring needs a file
+    there."""
     from forebay.rewriter.demo import cache_folder
 
     if os.access(folder, os.W_OK):
         return folder
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    return cache_folder()
+    return Path(tempfile.gettempdir()) if _unwritable_cache() else cache_folder()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,13 +15,15 @@ from typing import Any
 import torch
 
 from forebay.rewriter.capture import capture_model
-from forebay.rewriter.checkpoint import Checkpoint, open_checkpoint
+from forebay.rewriter.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from forebay.rewriter.demo import resolve_model
 from forebay.rewriter.explain import explain_plan
 from forebay.rewriter.graph import CapturedModel
 from forebay.rewriter.machine import Machine
+from forebay.rewriter.model_config import read_config
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan import Budget, Plan, PlanError, Workload
+from forebay.rewriter.plan_check import check_plan
 from forebay.rewriter.planner import Wishes
 from forebay.rewriter.program import FileSlice
 from forebay.rewriter.sizes import parse_budget
@@ -43,7 +46,7 @@ def wrap(
     budget: Budget | int | str | dict[str, Any],
     *,
     batch: int = 1,
-    prompt: int = 128,
+    prompt: int | None = None,
     new_tokens: int = 128,
     machine: Machine | None = None,
     plan: Plan | None = None,
@@ -57,17 +60,17 @@ def wrap(
 
     `model`: a folder with a safetensors checkpoint, a .gguf file, "demo", or a transformers causal LM in memory, whose
     weights then move to a spill file in `budget["disk"]` (the module is empty afterwards). `budget`: bytes per tier,
-    as ints or strings: {"device": "120MiB", "disk": "/path"}. `batch`, `prompt` and `new_tokens` are what the first
-    plan is made for; `generate` plans anew for calls that need more. `machine` is what `forebay machine` measured; by
-    default the profile it has kept, or else a cautious guess. `slots`, `slot_nbytes`, `lead` and
-    `prefill_chunk` force choices that are otherwise the planner's. `cache` is the KV cache's format: native, kv8 or
-    kv4 (rotated rows, groups along the head dimension). `plan` replays a saved plan.
+    as ints or strings: {"device": "120MiB", "disk": "/path"}. `batch`, `prompt` (default 128, or half of the model's
+    positions where they are few) and `new_tokens` are what the first plan is made for; `generate` plans anew for calls
+    that need more. `machine` is what `forebay machine` measured; by default the profile it has kept, or else a cautious
+    guess. `slots`, `slot_nbytes`, `lead` and `prefill_chunk` force choices that are otherwise the planner's. `cache` is
+    the KV cache's format: native, kv8 or kv4 (rotated rows, groups along the head dimension). `plan` replays a saved
+    plan.
 
     Raises PlanError for a budget that cannot work, CheckpointError for files that cannot be used, CaptureError for an
     architecture that is not supported.
     """
     sizes = parse_budget(budget)
-    workload = Workload(batch, prompt, new_tokens)
     wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk, cache_format=cache)
     if isinstance(model, torch.nn.Module):
         captured = capture_model(model)
@@ -75,6 +78,9 @@ def wrap(
         files = weight_files(captured, checkpoint)
     else:
         captured, checkpoint, files = open_model(model)
+    if prompt is None:
+        prompt = min(128, max(1, captured.max_positions // 2)) if captured.max_positions else 128
+    workload = Workload(batch, prompt, new_tokens)
     lm = LanguageModel(captured, checkpoint, files, sizes, workload, wishes, machine, plan)
     if isinstance(model, torch.nn.Module):  # only now: a budget that cannot work leaves the module as it was
         _empty(model)
@@ -86,11 +92,9 @@ def open_model(
 ) -> tuple[CapturedModel, Checkpoint, dict[str, FileSlice]]:
     """Capture a model from its folder (or "demo", or a GGUF file) and find its weights, without reading any. With
     `scores` its steps give scores of given tokens instead of logits (`capture_model`)."""
-    from transformers import AutoConfig
-
     folder = resolve_model(model)
     checkpoint = open_checkpoint(folder)
-    config = AutoConfig.from_pretrained(folder)
+    config = read_config(folder)
     captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint), scores=scores)
     names = checkpoint_names(config)
     return with_stored_formats(captured, checkpoint, *names), checkpoint, weight_files(captured, checkpoint, *names)
@@ -110,6 +114,8 @@ def _checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
         dtype = record.dtype if record.packed is None else record.packed.dtype
         if dtype.is_floating_point:
             sizes[dtype] = sizes.get(dtype, 0) + record.nbytes
+    if not sizes:
+        raise CheckpointError(f"{checkpoint.folder} holds no tensor of floating-point numbers: not a language model's")
     return max(sizes, key=lambda d: sizes[d])
 
 
@@ -127,6 +133,8 @@ class LanguageModel:
         self.trace: Trace | None = None
         self._fused: CapturedModel | None = None  # the captured graphs after the block passes, whatever the workload
         self._session: Session | None = None
+        self._lock = threading.RLock()  # one caller at a time has the arenas
+        _check_choices(workload, wishes)
         if plan is not None and plan.fingerprint != checkpoint.fingerprint:
             raise PlanError(f"this plan was made for another model (fingerprint {plan.fingerprint}, this one is "
                             f"{checkpoint.fingerprint}); plan again")
@@ -143,8 +151,13 @@ class LanguageModel:
         fused = self._fused = self._fused or fuse_blocks(self.captured, self.switches, self.wishes.cache_format)
         source = model_source(fused, self.files, workload, self.checkpoint.fingerprint,
                               host_hop=self.machine.device_kind != "cpu")
-        self._pipeline = Pipeline(source, workload, self.machine, self.switches)
-        self.plan: Plan = plan if plan is not None else self._pipeline.plan(self.budget, self.wishes)
+        pipeline = Pipeline(source, workload, self.machine, self.switches)
+        if plan is not None:
+            check_plan(plan, pipeline.facts)
+        else:
+            plan = pipeline.plan(self.budget, self.wishes)
+        self.close()  # only now: where there is no plan, the one before still serves
+        self._pipeline, self.plan = pipeline, plan
 
     def explain(self) -> str:
         """The plan as text: what lives where, per layer, bytes per tier, predicted times."""
@@ -162,15 +175,17 @@ class LanguageModel:
         return self._session
 
     @contextmanager
-    def running(self) -> Iterator[Session]:
-        """The session, to run steps; an exception closes it, as a step that breaks off leaves copies under way that
-        the next one does not expect."""
-        session = self.session
-        try:
-            yield session
-        except BaseException:
-            self.close()
-            raise
+    def running(self, batch: int, prompt: int, new_tokens: int) -> Iterator[Session]:
+        """The session, with a plan that serves so much (`reserve`), to run steps; other threads wait. An exception
+        closes it, as a step that breaks off leaves copies under way that the next one does not expect."""
+        with self._lock:
+            self.reserve(batch, prompt, new_tokens)
+            session = self.session
+            try:
+                yield session
+            except BaseException:
+                self.close()
+                raise
 
     def reserve(self, batch: int, prompt: int, new_tokens: int) -> None:
         """Plan for (at least) this many sequences, prompt tokens and new tokens; nothing happens if the present plan
@@ -178,7 +193,6 @@ class LanguageModel:
         have = self.plan.workload
         fits = (batch <= have.batch and prompt <= have.prompt and prompt + new_tokens <= have.context)
         if not fits:
-            self.close()
             self._prepare(Workload(max(1, batch), prompt, new_tokens))
 
     def generate(
@@ -190,9 +204,9 @@ class LanguageModel:
         max_new_tokens: int | None = None,
         max_length: int | None = None,
         do_sample: bool = False,
-        temperature: float = 1.0,
-        top_k: int = 50,
-        top_p: float = 1.0,
+        temperature: float | None = 1.0,
+        top_k: int | None = 50,
+        top_p: float | None = 1.0,
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
         generator: torch.Generator | None = None,
@@ -202,8 +216,8 @@ class LanguageModel:
 
         `input_ids` [B, T] with left padding where `attention_mask` [B, T] is 0. Greedy unless `do_sample`. Ends at
         `max_new_tokens` (default 20) or where every sequence has met one of `eos_token_id` (None: run on); ended
-        sequences are filled with `pad_token_id` (default: the first eos). Raises ValueError for arguments that do not
-        fit together.
+        sequences are filled with `pad_token_id` (default: the first eos). Calls from several threads take turns.
+        Raises ValueError for arguments that do not fit together.
         """
         input_ids = inputs if input_ids is None else input_ids
         prompts = self._prompts(input_ids, attention_mask)
@@ -211,17 +225,20 @@ class LanguageModel:
         longest = max(p.numel() for p in prompts)
         if max_new_tokens is None:
             max_new_tokens = 20 if max_length is None else max_length - input_ids.shape[1]
+            if max_new_tokens < 1:
+                raise ValueError(f"generate: max_length {max_length} leaves no room for a new token behind a prompt of "
+                                 f"{input_ids.shape[1]}")
         if max_new_tokens < 1:
             raise ValueError(f"generate: max_new_tokens must be at least 1, found {max_new_tokens}")
         limit = self.captured.max_positions
         if limit and longest + max_new_tokens > limit:
             raise ValueError(f"generate: {longest} prompt tokens and {max_new_tokens} new ones exceed the model's "
                              f"{limit} positions")
-        self.reserve(len(prompts), longest, max_new_tokens)
         eos = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
         pad = pad_token_id if pad_token_id is not None else eos[0] if eos else 0
-        sampling = Sampling(do_sample, temperature, top_k or 0, top_p)
-        with self.running() as session:
+        sampling = Sampling(do_sample, 1.0 if temperature is None else temperature, top_k or 0,
+                            1.0 if top_p is None else top_p)
+        with self.running(len(prompts), longest, max_new_tokens) as session:
             new = generate_tokens(session, prompts, sampling, Stop(max_new_tokens, frozenset(eos), pad), generator,
                                   on_token)
         return torch.cat((input_ids.to(torch.int64).cpu(), new), 1)
@@ -229,8 +246,7 @@ class LanguageModel:
     def next_logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [B, V] of the token after each prompt; prompts as for `generate`."""
         prompts = self._prompts(input_ids, attention_mask)
-        self.reserve(len(prompts), max(p.numel() for p in prompts), 1)
-        with self.running() as session:
+        with self.running(len(prompts), max(p.numel() for p in prompts), 1) as session:
             return next_logits(session, prompts).cpu()
 
     def _prompts(self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None) -> list[torch.Tensor]:
@@ -265,6 +281,16 @@ class LanguageModel:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _check_choices(workload: Workload, wishes: Wishes) -> None:
+    chosen = {"batch": workload.batch, "prompt": workload.prompt, "new_tokens": workload.new_tokens,
+              "slots": wishes.slots, "lead": wishes.lead, "prefill_chunk": wishes.prefill_chunk}
+    for name, value in chosen.items():
+        if value is not None and value < 1:
+            raise PlanError(f"{name} must be at least 1, found {value}")
+    if wishes.lead and wishes.slots and wishes.lead > wishes.slots:
+        raise PlanError(f"lead {wishes.lead} needs as many slots; {wishes.slots} were asked for")
 
 
 def _unpad(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[torch.Tensor]:

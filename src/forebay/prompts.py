@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -48,10 +49,11 @@ def read_requests(path: str | Path) -> tuple[list[Request], list[BadLine]]:
     """The readable lines of a prompts file and the others; blank lines are skipped but counted.
 
     A line is {"prompt": "..."} or {"messages": [...]}, with an optional "id" (a string or integer; by default the line
-    number). A second line with the id of an earlier one is bad. Raises JobError if the file cannot be read.
+    number). A second line with the id of an earlier one is bad; a byte order mark at the beginning is passed over.
+    Raises JobError if the file cannot be read.
     """
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        lines = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     except OSError as error:
         raise JobError(f"cannot read the prompts {path}: {error.strerror}") from error
     requests: list[Request] = []
@@ -104,11 +106,12 @@ def _parse_line(number: int, raw: bytes) -> Request:
 
 
 def encode(
-    requests: Iterable[Request], tokenizer: Any, *, chat: bool, most_tokens: int
+    requests: Iterable[Request], tokenizer: Any, *, chat: bool, most_tokens: int, vocab_size: int
 ) -> tuple[list[Prompt], list[BadLine]]:
     """Token ids of each request, through the tokenizer's chat template for messages (with `chat` for prompts too).
 
-    A prompt longer than `most_tokens` (0: no limit), one without tokens, and one the template refuses are bad lines.
+    A prompt longer than `most_tokens` (0: no limit), one without tokens, one with a token that the model's vocabulary
+    of `vocab_size` lacks, and one the template refuses are bad lines.
     """
     prompts: list[Prompt] = []
     bad: list[BadLine] = []
@@ -132,6 +135,9 @@ def encode(
             bad.append(BadLine(request.line, "the prompt has no token"))
         elif most_tokens and len(ids) > most_tokens:
             bad.append(BadLine(request.line, f"the prompt is too long: {len(ids)} tokens, at most {most_tokens} fit"))
+        elif max(ids) >= vocab_size:
+            bad.append(BadLine(request.line, f"the tokenizer gives token {max(ids)}, but the model's vocabulary has "
+                                             f"{vocab_size}: they do not belong together"))
         else:
             prompts.append(Prompt(request, tuple(ids)))
     return prompts, bad
@@ -152,15 +158,30 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise JobError(f"{folder} holds no usable tokenizer (tokenizer.json): {error}") from error
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # the tokenizers library raises plain Exception, and transformers whatever it meets
+        raise JobError(f"{folder} holds no usable tokenizer (tokenizer.json): {error!r}") from error
 
 
 def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """The token ids that end an answer: of generation_config.json, else config.json, else the tokenizer."""
+    """The token ids that end an answer: of generation_config.json, else config.json, else the tokenizer. JobError for
+    a file that cannot be read as such."""
     for name in ("generation_config.json", "config.json"):
-        if (folder / name).exists():
-            eos = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-            if eos is not None:
-                return tuple(eos) if isinstance(eos, list) else (eos,)
+        path = folder / name
+        if not path.exists():
+            continue
+        try:
+            settings = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise JobError(f"{path} is not JSON: {error}; mend it or take it away") from error
+        if not isinstance(settings, dict):
+            raise JobError(f"{path}: expected an object, found {type(settings).__name__}")
+        eos = settings.get("eos_token_id")
+        if eos is None:
+            continue
+        ids = eos if isinstance(eos, list) else [eos]
+        if not all(type(i) is int for i in ids):
+            raise JobError(f"{path}: eos_token_id must be a token's number or a list of such, found {eos!r}")
+        return tuple(ids)
     return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)

@@ -178,6 +178,76 @@ def test_bad_lines_are_reported_and_the_others_answered(
     assert answers[6]["prompt_tokens"] == 4 and answers[6]["messages"] == [{"role": "w1", "content": "w2 w3"}]
 
 
+def test_prompts_that_the_budget_cannot_hold_are_named_and_the_others_answered(folder: Path, tmp_path: Path) -> None:
+    prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    _write_lines(prompts, [{"prompt": text} for text in ("w1 " * 100, "w1 w2", "w3 w4 w5", "w2 " * 90)])
+    shape = ["--batch", 1, "--new-tokens", 4, "--machine", folder / "machine.json", "--budget", "device=20KiB"]
+    refused = _forebay("plan", folder, "--prompt", 60, *shape).stderr
+    budget = f"device={refused.split('(')[1].split(' bytes')[0]}"  # what 60 tokens need
+    arguments = _run_arguments(folder, output, prompts=prompts, budget=budget, max_new_tokens=4, batch=1)
+    result = _forebay(*arguments)
+    assert result.exit_code == 3, result.output
+    for part in ("too long for the budget", "prompt 100, 4 new tokens; the smallest that can is",
+                 "line 1: the prompt is too long: 100 tokens do not fit the budget, 3 do",
+                 "line 4: the prompt is too long: 90 tokens do not fit the budget, 3 do", "; 2 were"):
+        assert part in result.stderr, result.stderr
+    assert set(_answers(output)) == {2, 3}
+    enough = _forebay(*_run_arguments(folder, output, prompts=prompts, max_new_tokens=4))
+    assert enough.exit_code == 0 and set(_answers(output)) == {1, 2, 3, 4}
+    assert _forebay(*arguments).exit_code == 0, "what is answered needs no room"
+
+
+@pytest.mark.parametrize("suffix", ["", ".settings"])
+def test_answers_are_not_written_into_the_prompts(folder: Path, tmp_path: Path, suffix: str) -> None:
+    prompts = tmp_path / f"out{suffix}" if suffix else tmp_path / "in"
+    if not suffix:
+        (tmp_path / "out").symlink_to(prompts)
+    prompts.write_text('{"prompt": "w1"}\n{"prompt": "w2"}', encoding="utf-8")
+    result = _forebay(*_run_arguments(folder, tmp_path / "out", prompts=prompts))
+    assert result.exit_code == 2 and "is the same file" in result.stderr
+    assert prompts.read_text(encoding="utf-8") == '{"prompt": "w1"}\n{"prompt": "w2"}'
+
+
+def test_empty_prompts_file_is_said(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("\n", encoding="utf-8")
+    result = _forebay(*_run_arguments(folder, tmp_path / "out", prompts=tmp_path / "in"))
+    assert result.exit_code == 0 and "holds no prompts" in result.stderr
+
+
+def test_slots_beside_a_plan_are_refused(folder: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    assert _forebay("plan", folder, "--budget", BUDGET, "--machine", folder / "machine.json", "--save", saved
+                    ).exit_code == 0
+    result = _forebay(*_run_arguments(folder, tmp_path / "out", budget=None, batch=None, plan=saved, slots=7))
+    assert result.exit_code == 2 and "leave --slots out" in result.stderr
+
+
+@pytest.mark.parametrize(("content", "part"), [
+    (None, "config.json is missing"), ("{", "config.json describes no model"), ("{}", "config.json describes no model"),
+    ('{"model_type": "foo"}', "model type `foo`"), ('{"model_type": "llama", "num_attention_heads": 0}', "config.json"),
+    ('{"model_type": "llama", "hidden_size": "x"}', "'hidden_size' expected int"),
+])
+def test_config_that_describes_no_model_is_one_line(folder: Path, tmp_path: Path, content: str | None, part: str
+                                                    ) -> None:
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    if content is not None:
+        (tmp_path / "config.json").write_text(content, encoding="utf-8")
+    commands = (["plan", tmp_path, "--budget", BUDGET, "--machine", folder / "machine.json"],
+                ["quantize", tmp_path, tmp_path / "out", "--weights", "w8"])
+    for command in commands:
+        result = _forebay(*command)
+        assert result.exit_code == 2 and part in result.stderr and result.stderr.count("\n") == 1, result.output
+
+
+def test_eval_refuses_text_and_profiles_that_are_none(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"w1 \xff")
+    result = _forebay("eval", folder, "--text", tmp_path / "text")
+    assert result.exit_code == 2 and "is not UTF-8" in result.stderr
+    (tmp_path / "text").write_text("w1 w2", encoding="utf-8")
+    result = _forebay("eval", folder, "--text", tmp_path / "text", "--machine", tmp_path / "text")
+    assert result.exit_code == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
 def test_other_settings_are_refused(folder: Path, reference: dict[Any, dict[str, Any]], tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     for suffix in ("", ".settings"):
@@ -372,6 +442,18 @@ def test_calibrate_measures_the_scores_of_prompts(folder: Path, tmp_path: Path) 
     assert f"{COUNT} prompts" in result.stderr and json.loads(output.read_text())
 
 
+def test_calibrate_names_bad_lines_and_cuts_long_prompts(folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "in"
+    prompts.write_text('{"prompt": \n' + json.dumps({"prompt": "w1 " * 300}) + '\n{"prompt": "  "}\n', encoding="utf-8")
+    arguments = ["calibrate", folder, "--prompts", prompts, "--budget", "device=4MiB", "--output"]
+    unwritable = _forebay(*arguments, tmp_path / "none" / "out")
+    assert unwritable.exit_code == 2 and "none/out: No such file" in unwritable.stderr
+    result = _forebay(*arguments, tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "line 1: not JSON" in result.stderr and "line 3: the prompt is empty" in result.stderr
+    assert json.loads((tmp_path / "out").read_text())["tokens"] == 127  # of the model's 128 positions
+
+
 def test_allocate_places_the_buffers_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("in.csv").write_text("id,lower,upper,size\na,0,2,100\nb,1,3,60\nc,2,4,100\n", encoding="utf-8")
@@ -418,6 +500,24 @@ def test_machine_profile_is_shown(folder: Path, tmp_path: Path, monkeypatch: pyt
     assert measured == [False] and json.loads(shown.stdout) == json.loads((tmp_path / "machine.json").read_text())
     text = _forebay("machine", "--folder", tmp_path, "--measure")
     assert text.exit_code == 0 and "disk to device" in text.stdout and "default-guess" in text.stdout
+
+
+def test_profile_that_cannot_be_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made with it all the same, after a warning; `forebay machine` refuses before measuring."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "file" / "cache"))
+    measured: list[Path] = []
+
+    def measure(where: Path, *, quick: bool, progress: Any) -> Machine:
+        measured.append(where)
+        return Machine.default()
+
+    monkeypatch.setattr("forebay.runtime.measure.measure_machine", measure)
+    refused = _forebay("machine", "--folder", tmp_path)
+    assert refused.exit_code == 2 and "FOREBAY_CACHE" in refused.stderr and not measured
+    result = _forebay("plan", folder, "--budget", BUDGET)
+    assert result.exit_code == 0, result.output
+    assert measured == [folder] and "warning: " in result.stderr and "FOREBAY_CACHE" in result.stderr
 
 
 def test_help_and_import_stay_light() -> None:

@@ -512,6 +512,14 @@ def test_an_impossible_budget_names_the_smallest_which_then_works(tmp_path, no_g
     assert sum(found.program.arenas.values()) + found.program.workspace_nbytes() <= smallest < weight_nbytes(model)
 
 
+@pytest.mark.parametrize("forced", [{"slots": 1_000_000}, {"slot_nbytes": "1TB"}])
+def test_a_forced_choice_that_does_not_fit_is_blamed(forced, tmp_path, no_grad):
+    model, x = build("encoder")
+    (name,) = forced
+    with pytest.raises(PlanError, match=rf"{name}=\d+ cannot work within .*250\.0 KiB.*left to the planner"):
+        compiled(model, tmp_path, "250KiB", **forced)(x)
+
+
 def test_a_later_size_that_does_not_fit_falls_back_with_usable_weights(tmp_path, no_grad):
     model, x = build("encoder")
     large = torch.randint(0, 200, (64, 60))
@@ -544,6 +552,10 @@ def test_a_graph_without_weights_runs_as_it_is(tmp_path, no_grad):
     ({"budget": "1MB", "strict": "yes"}, "strict is True or False"),
     ({"budget": "1MB", "slots": 0}, "slots is a number of at least 1"),
     ({"budget": "1MB", "slot_nbytes": "many"}, "slot_nbytes: cannot read 'many'"),
+    ({"budget": "1MB", "machine": 3}, "machine is a profile or the path of one, not 3"),
+    ({"budget": "1MB", "machine": True}, "machine is a profile or the path of one, not True"),
+    ({"budget": "1MB", "machine": {}}, "machine is a profile or the path of one, not {}"),
+    ("500MB", "expected a mapping such as.*not '500MB'"),
 ])
 def test_wrong_options_are_named(options, message, no_grad):
     with pytest.raises(Exception, match=message):
@@ -567,7 +579,6 @@ def test_the_file_goes_with_the_last_tensor_and_program_that_use_it(tmp_path, no
     kept, alive = model.up.weight.detach(), weakref.ref(file)
     expected = kept.clone()
     del file, model, run
-    torch._dynamo.reset()
     gc.collect()
     assert alive() is not None and torch.equal(kept, expected)
     del kept

@@ -261,7 +261,7 @@ def test_sampling_is_reproducible_and_its_narrowest_is_greedy(resident: Language
     (dict(input_ids=torch.tensor([[1, 2]]), attention_mask=torch.tensor([[1, 0]])), "row 0 is not left-padded"),
     (dict(input_ids=torch.tensor([[1], [2]]), attention_mask=torch.tensor([[1], [0]])), "row 1 has no token"),
     (dict(input_ids=torch.tensor([[1]]), max_new_tokens=0), "max_new_tokens must be at least 1"),
-    (dict(input_ids=torch.tensor([[1, 2]]), max_length=2), "max_new_tokens must be at least 1"),
+    (dict(input_ids=torch.tensor([[1, 2]]), max_length=2), "max_length 2 leaves no room"),
     (dict(input_ids=torch.tensor([[1]]), max_new_tokens=200), "exceed the model's 128 positions"),
     (dict(input_ids=torch.tensor([[1]]), do_sample=True, temperature=0.0), "temperature"),
     (dict(input_ids=torch.tensor([[1]]), do_sample=True, top_p=2.0), "top_p"),
@@ -404,6 +404,49 @@ def test_a_failed_copy_is_told_once_and_closing_does_not_wait_for_ever(llama_che
         with pytest.raises(OSError, match="a copy failed"):
             answer(lm, llama_checkpoint)
         check(lm, llama_checkpoint)
+
+
+def test_a_call_that_no_plan_serves_leaves_the_plan_before(llama_checkpoint: Any) -> None:
+    with llama_checkpoint.language_model(0.5) as lm:
+        before = lm.plan
+        for batch in (60, 400):
+            with pytest.raises(PlanError, match="cannot work"):
+                lm.generate(llama_checkpoint.ids.repeat(batch, 1), max_new_tokens=20, pad_token_id=0)
+        assert lm.plan is before
+        check(lm, llama_checkpoint)
+
+
+def test_two_threads_take_turns(llama_checkpoint: Any) -> None:
+    found: list[Any] = []
+    with llama_checkpoint.language_model(0.4, slots=2) as lm:
+        lm.start_trace()
+
+        def ask() -> None:
+            found.append([answer(lm, llama_checkpoint) for _ in range(3)])
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 2
+        for tokens in itertools.chain(*found):
+            assert_same_tokens(tokens, llama_checkpoint.expected, llama_checkpoint.mask, llama_checkpoint.model,
+                               lm.next_logits)
+
+
+def test_arguments_without_effect_are_not_looked_at(resident: LanguageModel, llama_checkpoint: Any) -> None:
+    """What transformers takes as 'not set'."""
+    for options in (dict(temperature=None, top_p=None, top_k=None), dict(temperature=0.0)):
+        assert torch.equal(answer(resident, llama_checkpoint, **options), llama_checkpoint.expected)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (dict(batch=0), "batch must be at least 1, found 0"), (dict(prompt=0), "prompt"), (dict(slots=0), "slots"),
+    (dict(prefill_chunk=-3), "prefill_chunk must be at least 1, found -3"), (dict(slots=2, lead=9), "lead 9")])
+def test_what_cannot_be_planned_is_refused_by_name(llama_checkpoint: Any, options: dict, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        wrap(llama_checkpoint.folder, llama_checkpoint.nbytes, **options)
 
 
 def test_under_inference_mode(llama_checkpoint: Any) -> None:

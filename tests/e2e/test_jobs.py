@@ -14,7 +14,17 @@ import torch
 
 from forebay.jobs import AnswerFile, Ask, Interrupted, run_job
 from forebay.memory import MemoryWatch, anonymous_nbytes
-from forebay.prompts import BadLine, JobError, Prompt, Request, encode, make_batches, read_requests
+from forebay.prompts import (
+    BadLine,
+    JobError,
+    Prompt,
+    Request,
+    encode,
+    load_tokenizer,
+    make_batches,
+    read_requests,
+    stop_ids,
+)
 
 EOS = 0
 SETTINGS = {"model": "m", "max_new_tokens": 8}
@@ -172,6 +182,64 @@ def test_file_of_something_else_is_refused_and_kept(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8").endswith("not an answer\n")
 
 
+@pytest.mark.parametrize("text", ["some notes", '{"prompt": "a"}', '{"prompt": "a"}\n{"prompt": "b"}', '{"id": 1, "te',
+                                  '{"id": 1, "text": "x"}\nnotes'])
+@pytest.mark.parametrize("force", [False, True])
+def test_file_that_is_not_the_jobs_keeps_its_last_line(tmp_path: Path, text: str, force: bool) -> None:
+    """No line end, no settings beside it: no torn answer."""
+    path = tmp_path / "out"
+    path.write_text(text, encoding="utf-8")
+    if force and text.startswith('{"id": 1, "text": "x"}'):
+        (tmp_path / "out.settings").write_text(json.dumps(SETTINGS), encoding="utf-8")
+    with pytest.raises(JobError, match="name another output"):
+        AnswerFile(path, SETTINGS, force=force)
+    assert path.read_text(encoding="utf-8") == text
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_refusal_of_other_settings_keeps_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    _run(path, _prompts([3, 9]))
+    os.truncate(path, path.stat().st_size - 3)
+    before = path.read_bytes()
+    with pytest.raises(JobError, match="max_new_tokens"):
+        AnswerFile(path, SETTINGS | {"max_new_tokens": 9})
+    assert path.read_bytes() == before
+
+
+def test_torn_first_line_is_known_by_its_settings(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    AnswerFile(path, SETTINGS).close()
+    for torn in (b'{"id": "p0", "pro', b"{", b"\0" * 300):
+        path.write_bytes(torn)
+        with AnswerFile(path, SETTINGS) as output:
+            assert output.cut_nbytes == len(torn)
+        assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("line", ['{"id": [1], "text": "x"}', '{"id": true, "text": "x"}', "[1]", "[" * 100_000])
+def test_line_that_only_looks_like_an_answer_is_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "out").write_text(line + "\n", encoding="utf-8")
+    with pytest.raises(JobError, match="line 1 is no answer"):
+        AnswerFile(tmp_path / "out", SETTINGS)
+
+
+def test_settings_that_are_no_object_are_refused(tmp_path: Path) -> None:
+    _run(tmp_path / "out", _prompts([3]))
+    (tmp_path / "out.settings").write_text("[1]", encoding="utf-8")
+    with pytest.raises(JobError, match="does not say how they were made"):
+        AnswerFile(tmp_path / "out", SETTINGS)
+
+
+def test_settings_that_cannot_be_written_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str, **options: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(JobError, match=r"out\.settings: No space left"):
+        AnswerFile(tmp_path / "out", SETTINGS)
+
+
 def test_two_jobs_do_not_write_one_file(tmp_path: Path) -> None:
     with AnswerFile(tmp_path / "out", SETTINGS), pytest.raises(JobError, match="another job"):
         AnswerFile(tmp_path / "out", SETTINGS)
@@ -203,6 +271,30 @@ def test_bad_lines_are_named_and_the_others_kept(tmp_path: Path) -> None:
     assert "not UTF-8" in reasons[9] and "already that of line 1" in reasons[13]
 
 
+def test_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b'\xef\xbb\xbf{"prompt": "one"}\n')
+    requests, bad = read_requests(tmp_path / "in")
+    assert [r.prompt for r in requests] == ["one"] and not bad
+
+
+@pytest.mark.parametrize(("name", "content", "part"), [
+    ("generation_config.json", "{", "is not JSON"), ("generation_config.json", "[1]", "expected an object"),
+    ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id"), ("config.json", '{"eos_token_id": [1, null]}',
+                                                                           "eos_token_id"),
+])
+def test_stop_ids_refuse_what_is_no_token(tmp_path: Path, name: str, content: str, part: str) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(JobError, match=f"{name}.*{part}"):
+        stop_ids(tmp_path, Letters())
+
+
+def test_tokenizer_without_contents_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}', encoding="utf-8")
+    with pytest.raises(JobError, match="no usable tokenizer"):
+        load_tokenizer(tmp_path)
+
+
 def test_missing_prompts_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="No such file"):
         read_requests(tmp_path / "none")
@@ -226,14 +318,21 @@ class Letters:
 def test_encode_reports_what_does_not_fit() -> None:
     asked = [Request(1, "a", "hi"), Request(2, "b", messages=[{"role": "user", "content": "hi"}]),
              Request(3, "c", "x" * 9), Request(4, "d", messages=[{"role": "robot", "content": "hi"}])]
-    prompts, bad = encode(asked, Letters(), chat=False, most_tokens=8)
+    prompts, bad = encode(asked, Letters(), chat=False, most_tokens=8, vocab_size=999)
     assert [p.ids for p in prompts] == [(1, 104, 105), (60, 104, 105, 62)]
     assert bad == [BadLine(3, "the prompt is too long: 10 tokens, at most 8 fit"),
                    BadLine(4, "the chat template refuses these messages: no robots")]
-    assert encode(asked[:1], Letters(), chat=True, most_tokens=0)[0][0].ids == (60, 104, 105, 62)
+    assert encode(asked[:1], Letters(), chat=True, most_tokens=0, vocab_size=999)[0][0].ids == (60, 104, 105, 62)
     plain = Letters()
     plain.chat_template = ""
-    assert "no chat template" in encode(asked[1:2], plain, chat=False, most_tokens=0)[1][0].reason
+    assert "no chat template" in encode(asked[1:2], plain, chat=False, most_tokens=0, vocab_size=999)[1][0].reason
+
+
+def test_token_that_the_model_lacks_is_a_bad_line() -> None:
+    asked = [Request(1, "a", "hi"), Request(2, "b", "bc")]
+    prompts, bad = encode(asked, Letters(), chat=False, most_tokens=0, vocab_size=105)
+    assert [p.request.id for p in prompts] == ["b"]
+    assert [b.line for b in bad] == [1] and "token 105, but the model's vocabulary has 105" in bad[0].reason
 
 
 def test_batches_hold_everything_once_longest_first() -> None:

@@ -226,6 +226,32 @@ def test_writes_in_place_are_not_lost(tmp_path: Path) -> None:
         assert torch.equal(ours, expected)
 
 
+def test_slices_that_are_assigned_fill_their_memory(tmp_path: Path) -> None:
+    """The functional copy into every second element is a tensor with gaps, which nothing would write."""
+
+    def build(graph: fx.Graph, nodes: Mapping[str, fx.Node]) -> object:
+        y = graph.call_function(aten.mul.Tensor, (nodes["x"], 2.0))
+        even, odd = (graph.call_function(aten.slice.Tensor, (y, 1, i, 9, 2)) for i in (0, 1))
+        taken = graph.call_function(aten.copy.default, (odd, even))
+        return (graph.call_function(aten.slice_scatter.default, (y, taken, 1, 1, 9, 2)),)
+
+    model = tiny(tmp_path, build, {"x": torch.randn(3, 8)}, {"w": torch.zeros(1)})
+    plan = plan_for(placements(model, {}))
+    program = lowered(model, plan)
+    verify_program(program)
+    assert torch.equal(run_program(program, plan, model, poison=True)[0], model.expected()[0])
+
+
+def test_empty_values_lie_in_the_arena(tmp_path: Path) -> None:
+    model = tiny(tmp_path, lambda g, n: (g.call_function(aten.linear.default, (
+        g.call_function(aten.slice.Tensor, (g.call_function(aten.relu.default, (n["x"],)), 1, 8, 16)), n["w0"])),),
+        {"x": torch.randn(0, 16)}, {"w0": torch.randn(16, 8)})
+    plan = plan_for(placements(model, {"w0": 4}))
+    program = lowered(model, plan)
+    verify_program(program)
+    assert run_program(program, plan, model)[0].shape == (0, 16)
+
+
 def test_before_allocate_buffers_it_refuses(tmp_path: Path) -> None:
     model = chain(tmp_path)
     gm = model.graph()

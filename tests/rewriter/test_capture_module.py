@@ -147,13 +147,36 @@ def test_one_storage_under_two_names_is_one_weight():
     torch.testing.assert_close(run(captured, args, {1: "table", 2: "head"})[0], f(*args))
 
 
-def test_results_that_show_inputs_or_weights_are_copied():
-    args = (torch.randn(3, 4), torch.randn(4, 4))
-    captured = capture_module(traced(lambda x, w: (x[1:], w.t(), x + 1), *args), args, {1: "w"})
+def test_new_values_of_arguments_that_lie_in_inputs_or_weights_are_copied():
+    args = (torch.randn(4, 4), torch.randn(4, 4))
+    gm = traced(lambda x, w: x.copy_(w) * 2, args[0].clone(), args[1])
+    captured = capture_module(gm, args, {1: "w"})
     for value in captured.flat().graph.output_node().all_input_nodes:
         assert storage_of(value)[0].op == "call_function"
-    for got, expected in zip(run(captured, args, {1: "w"}), (args[0][1:], args[1].t(), args[0] + 1), strict=True):
-        assert torch.equal(got, expected)
+    changed, doubled = run(captured, args, {1: "w"})
+    assert torch.equal(changed, args[1]) and torch.equal(doubled, args[1] * 2)
+
+
+def test_indexing_is_captured_for_numbers_and_refused_for_masks():
+    args = (torch.randn(5, 4), torch.tensor([3, 0]))
+    captured = capture_module(traced(lambda x, i: x[i] + x[:, i].t(), torch.randn(5, 5), args[1]),
+                              (x := torch.randn(5, 5), args[1]), {})
+    torch.testing.assert_close(run(captured, (x, args[1]), {})[0], x[args[1]] + x[:, args[1]].t())
+    graph = fx.Graph()
+    graph.output((graph.call_function(aten.index.Tensor, (graph.placeholder("x"), [graph.placeholder("i")])),))
+    with pytest.raises(OffloadError, match=r"traced|depends on data"):
+        capture_module(fx.GraphModule({}, graph), (x, torch.ones(5, dtype=torch.bool)), {})
+
+
+def test_a_failure_inside_vmap_leaves_none_active():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(torch._C._functorch._vmap_increment_nesting, (3, "error"))
+    graph.output((graph.call_function(torch.nonzero, (x,)),))
+    with pytest.raises(OffloadError, match="traced"):
+        capture_module(fx.GraphModule({}, graph), (torch.ones(3),), {})
+    assert torch._C._functorch.peek_interpreter_stack() is None
+    assert torch.randn(3).shape == (3,)
 
 
 def test_constants_of_the_trace_are_lifted():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from forebay.rewriter.costs import PAGE, item_time_s
-from forebay.rewriter.machine import GemmPoint, Link, Machine
+from forebay.rewriter.machine import GemmPoint, Link, Machine, Tier
 from forebay.rewriter.program import (
     COMPUTE,
     DISK,
@@ -22,6 +22,7 @@ from forebay.rewriter.program import (
     TensorRef,
     Wait,
 )
+from forebay.rewriter.simulate import item_cost
 
 MACHINE = replace(
     Machine.default(), memory_bytes_per_s=1e9, dispatch_s=1e-6, attention_bytes_per_s=2e9,
@@ -73,7 +74,46 @@ def test_a_product_takes_what_its_implementation_was_measured_to_take(
 def test_a_product_of_an_unmeasured_dtype_takes_at_least_its_bytes() -> None:
     weight = ref(8, 16, dtype="float16")
     item = launch("forebay.linear", 3000, 1000, (ref(4, 16), weight, None), form="nk", accumulate=False)
-    assert item_time_s(item, MACHINE) == pytest.approx(1e-6 + 4000 / 2e9)
+    tiers = MACHINE.tiers | {"device": Tier(1 << 30, 5e9)}
+    assert item_time_s(item, replace(MACHINE, tiers=tiers)) == pytest.approx(1e-6 + 4000 / 5e9)
+    tiers = MACHINE.tiers | {"device": Tier(1 << 30, 0.0)}
+    assert item_time_s(item, replace(MACHINE, tiers=tiers)) == pytest.approx(1e-6 + 4000 / 2e9), "as a copy goes"
+
+
+GPU = replace(
+    MACHINE, device_kind="NVIDIA H200", dispatch_s=1e-5, memory_bytes_per_s=2e12,
+    tiers={"device": Tier(140 << 30, 4e12), "host": Tier(100 << 30, 1e10), "disk": Tier(1 << 40, 0.0)},
+    gemm=tuple(GemmPoint(impl, "w4g64", m, n, k, 1e-6 + n * k * slower / 6e12) for n, k in ((8192, 2048), (8192, 8192))
+               for impl, m, slower in (("flat", 2, 1), ("flat", 16, 1), ("large", 256, 4))))
+PACKED_NBYTES = 8192 * (8192 // 2 + 8192 // 64 * 4)  # rows of w4g64: codes, scales and lows
+
+
+def packed(m: int, impl: str, op: str = "forebay.linear_w4") -> Launch:
+    args = (ref(m, 8192, dtype="bfloat16"), ref(8192, PACKED_NBYTES // 8192, dtype="uint8"), None)
+    return launch(op, PACKED_NBYTES, m * 8192 * 2, args, impl, group_size=64, in_features=8192)
+
+
+@pytest.mark.parametrize(("m", "impl", "time_s"), [
+    (1, "flat_64x256_s4", 1e-6 + 8192**2 / 6e12), (16, "flat_32x128_s1", 1e-6 + 8192**2 / 6e12),
+    (64, "large_128x128x64_s2", 1e-6 + 4 * 8192**2 / 6e12), (256, "large", 1e-6 + 4 * 8192**2 / 6e12),
+    (512, "large_128x128x64_s2", 2 * (1e-6 + 4 * 8192**2 / 6e12)), (8, "", 1e-6 + 8192**2 / 6e12),
+])
+def test_a_packed_product_on_a_gpu_takes_what_kernels_of_its_name_were_measured_to_take(
+    m: int, impl: str, time_s: float
+) -> None:
+    assert item_time_s(packed(m, impl), GPU) == pytest.approx(time_s), "not what the host's memory would"
+
+
+def test_what_was_not_measured_on_a_gpu_goes_at_the_rate_of_its_memory() -> None:
+    times = [item_time_s(item, GPU) for item in (
+        packed(1, "flat_64x128_s1", "forebay.linear_w8"), launch("forebay.rms_norm", 10**6, 10**6))]
+    assert times == pytest.approx([(PACKED_NBYTES + 2 * 8192) / 4e12, 2e6 / 4e12])
+
+
+def test_a_gpu_computes_while_its_launches_are_issued() -> None:
+    item = launch("forebay.rms_norm", 10**6, 10**6)
+    assert item_cost(item, GPU).issue_s == 1e-5 and item_cost(item, GPU).time_s == item_time_s(item, GPU)
+    assert item_cost(item, MACHINE).issue_s == 0.0 and item_time_s(item, MACHINE) > 1e-6
 
 
 def test_a_link_the_machine_lacks_is_named() -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
+from forebay.rewriter import checkpoint
 from forebay.rewriter.checkpoint import CheckpointError, open_checkpoint
 from forebay.rewriter.gguf import ARCHITECTURES, convert_gguf
 
@@ -151,6 +152,15 @@ def test_nothing_remains_of_a_failed_conversion(tmp_path):
     write_model(tmp_path / "m.gguf", "llama")
     with pytest.raises(KeyboardInterrupt):
         convert_gguf(tmp_path / "m.gguf", tmp_path / "out", progress=interrupt)
+    assert os.listdir(tmp_path) == ["m.gguf"]
+
+
+def test_too_little_space_is_known_before_anything_is_written(tmp_path, monkeypatch):
+    write_model(tmp_path / "m.gguf", "llama")
+    monkeypatch.setattr(checkpoint, "_free_nbytes", lambda folder: 1000)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", None)  # not reached
+    with pytest.raises(CheckpointError, match=r"not enough disk space: .* 1000 free"):
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
     assert os.listdir(tmp_path) == ["m.gguf"]
 
 

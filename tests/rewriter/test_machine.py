@@ -165,3 +165,14 @@ def test_gemm_times_meet_measured_points_and_scale() -> None:
         machine.gemm_time_s("a", "int8", 1, 1, 1)
     with pytest.raises(KeyError, match="int8"):
         machine.best_gemm("int8", 1, 1, 1)
+
+
+def test_measurements_stand_for_formats_alike() -> None:
+    points = tuple(GemmPoint("flat", dtype, 1, 64, 64, 1.0) for dtype in ("bfloat16", "w4g64"))
+    cpu = dataclasses.replace(Machine.default(), gemm=points)
+    gpu = dataclasses.replace(cpu, device_kind="NVIDIA H200")
+    for machine in (cpu, gpu):
+        assert machine.measured_as("w4g128") == "w4g64" and machine.measured_as("w8g64") == "w8g64"
+        assert machine.measured_as("float32") == "float32"
+    assert gpu.gemm_impls("float16") == ["flat"], "one kernel takes both 16-bit types, at one rate"
+    assert cpu.gemm_impls("float16") == [], "on a CPU they differ"

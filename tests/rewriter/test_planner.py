@@ -293,6 +293,16 @@ def test_the_refusal_says_what_takes_the_bytes() -> None:
         make_plan(layers(2), Budget(1024), Workload(1, 4, 4), Wishes(), MACHINE)
 
 
+@pytest.mark.parametrize("forced", [{"slots": 1000}, {"slot_nbytes": 1 << 40}, {"slots": 500, "slot_nbytes": 1 << 20}])
+def test_a_forced_choice_that_alone_overruns_the_budget_is_blamed(forced: dict[str, int]) -> None:
+    least, _ = smallest_budget(layers(2), Workload(1, 4, 4), Wishes())
+    names = ", ".join(f"{name}={value}" for name, value in forced.items())
+    with pytest.raises(PlanError, match=f"^{names} cannot work .* left to the planner"):
+        make_plan(layers(2), Budget(least), Workload(1, 4, 4), Wishes(**forced), MACHINE)
+    with pytest.raises(PlanError, match=r"^a device budget of .* cannot work"):
+        make_plan(layers(2), Budget(least - 1), Workload(1, 4, 4), Wishes(**forced), MACHINE)
+
+
 @given(st.floats(1e-6, 1), st.floats(1e-6, 1), st.floats(1, 3), st.floats(1, 3), st.floats(1, 2))
 def test_side_by_side_is_no_faster_than_the_longer_and_no_slower_than_one_after_the_other(
     compute: float, stream: float, slowed: float, slows: float, more: float

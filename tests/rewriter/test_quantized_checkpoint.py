@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import gguf
@@ -375,7 +376,16 @@ def test_too_little_space_is_known_before_the_first_byte(llama, tmp_path, monkey
     monkeypatch.setattr(checkpoint, "_free_nbytes", lambda folder: 1000)
     with pytest.raises(CheckpointError, match="1000 free"):
         quantize_model(llama, tmp_path / "out", Wish("w4g64"))
-    assert not list((tmp_path / "out").glob("weights-*"))
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_file_that_cannot_be_copied_names_the_folder_it_goes_to(llama, tmp_path, monkeypatch):
+    def full(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(CheckpointError, match=f"cannot be copied to {tmp_path / 'out'}: No space left"):
+        quantize_model(llama, tmp_path / "out", Wish("w4g64"))
 
 
 def test_other_folders_are_left_alone(llama, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from tiny import chain, lowered, placements, plan_for, planned
 
 from forebay.rewriter import plan_cost
-from forebay.rewriter.machine import Link, Machine
+from forebay.rewriter.machine import Link, Machine, Tier
 from forebay.rewriter.plan import Budget
 from forebay.rewriter.program import COMPUTE, DISK, Program
 from forebay.rewriter.simulate import simulate
@@ -18,7 +18,8 @@ from forebay.rewriter.simulate import simulate
 
 def machine(disk_bytes_per_s: float, dispatch_s: float = 1e-3) -> Machine:
     links = (Link("disk", "device", disk_bytes_per_s, 0.0, "direct"),)
-    return replace(Machine.default(), links=links, dispatch_s=dispatch_s, memory_bytes_per_s=1e15, gemm=())
+    tiers = Machine.default().tiers | {"device": Tier(4 << 30, 2e15)}
+    return replace(Machine.default(), tiers=tiers, links=links, dispatch_s=dispatch_s, memory_bytes_per_s=1e15, gemm=())
 
 
 def streamed(folder: Path, slots: int, layers: int = 6, lead: int | None = None, hoist: bool = True) -> Program:

@@ -118,6 +118,16 @@ def test_stale_names_are_removed_and_others_left(tmp_path):
     assert os.listdir(tmp_path) == ["mine.safetensors"] and kept.nbytes == 12
 
 
+def test_a_limit_of_file_sizes_is_named(tmp_path):
+    """The process's own limit, in a process of its own."""
+    code = ("import resource, signal, torch; from forebay.rewriter.spill import spill_tensors\n"
+            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+            f"spill_tensors({{'a': torch.zeros(100_000)}}, {str(tmp_path)!r})")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "CheckpointError" in done.stderr and "ulimit -f" in done.stderr, done.stderr
+
+
 def test_a_full_disk_is_named_and_nothing_stays(tmp_path, monkeypatch):
     module = nn.Linear(256, 256)
     before = set(os.listdir("/proc/self/fd"))

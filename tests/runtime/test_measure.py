@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forebay.rewriter.machine import Machine, load_machine, machine_from_json
-from forebay.runtime import measure
+from forebay.runtime import measure, measure_cuda
 from forebay.runtime.disk import available_kinds
 from forebay.runtime.measure import DiskTrial, cached_machine, choose_trial, machine_cache_path, measure_machine
 
@@ -31,8 +31,9 @@ def test_a_measured_profile_is_complete(measured) -> None:
     assert machine.link("disk", near).chunk_nbytes > 0
     for src, dst in ((near, "disk"), ("host", "device"), ("device", "host")):
         machine.link(src, dst)
-    for dtype in ("float32", "bfloat16"):
-        assert {p.m for p in machine.gemm if p.dtype == dtype} == {1, 2, 4, 8, 16, 32, 64, 256}
+    rows = set(measure_cuda.QUICK_M) if torch.cuda.is_available() else {1, 2, 4, 8, 16, 32, 64, 256}
+    for dtype in ("float32", "bfloat16", "w4g64", "w8g128"):
+        assert {p.m for p in machine.gemm if p.dtype == dtype} == rows
         assert machine.gemm_time_s(machine.best_gemm(dtype, 8, 576, 576), dtype, 8, 576, 576) > 0
     assert machine.tiers.keys() == {"device", "host", "disk"}
     assert machine.folder == str(folder)

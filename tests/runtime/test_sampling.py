@@ -87,7 +87,8 @@ def test_every_row_always_has_a_token(top_k: int, top_p: float, temperature: flo
 
 @pytest.mark.parametrize(("bad", "names"), [(dict(temperature=0.0), "temperature: 0.0.*do_sample=False"),
                                             (dict(temperature=-1.0), "temperature"), (dict(top_k=-1), "top_k: -1"),
-                                            (dict(top_p=0.0), "top_p: 0.0"), (dict(top_p=1.1), "top_p: 1.1")])
+                                            (dict(top_p=-0.1), "top_p: -0.1"), (dict(top_p=1.1), "top_p: 1.1"),
+                                            (dict(temperature=float("nan")), "temperature: nan")])
 def test_bad_settings_are_refused_by_name(bad: dict, names: str) -> None:
     with pytest.raises(ValueError, match=names):
         Sampling(True, **bad)

@@ -295,6 +295,18 @@ def test_steps_follow_each_other() -> None:
     assert ends == [0, 3, 6, 9] and spans["a"] == (3, 7), "what was queued when a step began differs"
 
 
+def test_a_gpu_waits_for_launches_that_take_longer_to_issue_than_to_run() -> None:
+    def cost(item: Item) -> Cost:
+        if isinstance(item, Copy):
+            return Cost(2.0, issue_s=9.0)
+        return Cost(6.0 if item.label == "long" else 1.0, issue_s=2.0)  # type: ignore[union-attr]
+
+    ends, spans = run(work("x"), work("long"), work("y"), work("z"), copy("a"), inline=False, cost=cost)
+    assert spans == {"x": (0, 3), "long": (3, 10), "y": (10, 11), "z": (11, 12), "a": (0, 2)} and ends == [0, 12]
+    ends, spans = run(work("x"), work("y"), steps=2, inline=False, cost=cost)
+    assert ends == [0, 5, 10] and spans == {"x": (5, 8), "y": (8, 10)}, "a step is issued when the one before is done"
+
+
 def test_copies_and_launches_slow_each_other_while_both_run() -> None:
     """A launch of 3 s that copies slow to half, and that slows copies to half: a copy of 2 s takes 4 beside it, in
     which the launch does 2 s of its work."""

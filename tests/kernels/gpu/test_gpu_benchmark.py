@@ -91,3 +91,36 @@ def test_a_run_whose_process_loses_its_gpu_in_every_case_still_writes_all_rows(t
     rows = json.loads(file.read_text())["rows"]
     assert {row["op"] for row in rows} == {"layer_norm"}
     assert all(row["error"] <= row["limit"] and "AssertionError" in row["failed"] for row in rows), rows
+
+
+def test_the_table_is_written_where_plans_find_it(tmp_path: Path) -> None:
+    """A second run adds what it timed; what it did not time stays."""
+    code = """
+import os, pathlib, torch, benchmarks.gpu as gpu
+from forebay.kernels.gpu import choices, selection
+gpu.RESULTS, selection.TABLES = (pathlib.Path(os.environ["HERE"], part) for part in ("results", "tables"))
+selection.TABLES.mkdir()
+torch.cuda.get_device_name = lambda *_: "Stand In"
+def chosen(weight):
+    selection.table_of.cache_clear()  # as in another process
+    return choices.choose_linear(weight, 16, 4096, 4096, "Stand In")
+before = chosen("bfloat16"), chosen("w4g64")
+assert before == tuple(choices.choose_linear(w, 16, 4096, 4096, "Another") for w in ("bfloat16", "w4g64"))
+row = {"op": "linear", "shape": "", "key": ("linear", 16, 4096, 4096),
+       "candidates_us": {"flat_32x128_s2": 5.0, "flat_64x64_s1": 4.0}}
+packed = row | {"key": ("linear_w4", 16, 4096, 4096), "candidates_us": {"flat_128x128_s7": 1.0}}
+assert len(gpu.write([{"op": "rms_norm", "shape": ""}], {})) == 2 and chosen("bfloat16") == before[0]
+assert not list(selection.TABLES.iterdir())
+gpu.write([row], {})
+assert chosen("bfloat16") == "flat_64x64_s1" and chosen("w4g64") == before[1]
+files = gpu.write([packed], {})
+assert chosen("bfloat16") == "flat_64x64_s1" and chosen("w4g64") == "flat_128x128_s7"
+print(*files)
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HERE": str(tmp_path), "OUT": str(tmp_path / "out")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True,
+                          timeout=120)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    place, copy = tmp_path / "tables" / "selection-Stand-In.json", tmp_path / "out" / "selection-Stand-In.json"
+    assert {str(place), str(copy)} < set(done.stdout.split())
+    assert place.read_text() == copy.read_text()

@@ -1,0 +1,54 @@
+"""Models of transformers under torch.compile(backend="forebay"): offloaded, with eager's results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from forebay.backend import prepared_for
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*lies in memory"), pytest.mark.filterwarnings("ignore:OpenMP threads spin")]
+
+SIZES = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "intermediate_size": 128}
+IDS = torch.arange(24).view(2, 12) + 5
+PADDED = torch.tensor([[0] * 3 + [1] * 9, [1] * 12])
+IMAGE = {"image_size": 32, "patch_size": 8}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+MODELS = {
+    "bert": ("BertModel", "BertConfig", SIZES, {"input_ids": IDS, "attention_mask": PADDED}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"vocab_size": 100, "n_embd": 64, "n_layer": 2, "n_head": 4},
+             {"input_ids": IDS, "use_cache": False}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**SIZES, "num_key_value_heads": 2},
+              {"input_ids": IDS, "attention_mask": PADDED, "use_cache": False}),
+    "clip text": ("CLIPTextModel", "CLIPTextConfig", SIZES, {"input_ids": IDS}),
+    "beit": ("BeitModel", "BeitConfig",
+             {**{k: v for k, v in SIZES.items() if k != "vocab_size"}, **IMAGE, "use_relative_position_bias": True},
+             {"pixel_values": torch.linspace(-1, 1, 6144).view(2, 3, 32, 32)}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("error:forebay")
+def test_models_with_indexing_are_offloaded(name, tmp_path):
+    model_class, config_class, sizes, inputs = MODELS[name]
+    model: nn.Module = getattr(transformers, model_class)(getattr(transformers, config_class)(**sizes)).eval()
+    expected = model(**inputs)[0]
+    budget = {"device": "640KiB", "disk": str(tmp_path)}
+    run = torch.compile(model, backend="forebay", fullgraph=True, options={"budget": budget, "strict": True})
+    for _ in range(2):
+        torch.testing.assert_close(run(**inputs)[0], expected, rtol=1e-3, atol=1e-4)
+    assert len(prepared_for(model)) == 1
