@@ -174,7 +174,7 @@ class Forebay:
                 clock.begin()
 
         clock.begin()
-        self.lm.generate(ids, max_new_tokens=new_tokens, pad_token_id=0, on_token=on_token)
+        self.lm.generate(ids, max_new_tokens=new_tokens, eos_token_id=None, on_token=on_token)
 
     def close(self) -> None:
         self.lm.close()

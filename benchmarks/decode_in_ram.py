@@ -59,7 +59,7 @@ class Forebay:
 
     def turn(self, ids: list[int]) -> float:
         seen: list[float] = []
-        self.lm.generate(torch.tensor([ids]), max_new_tokens=NEW, pad_token_id=0,
+        self.lm.generate(torch.tensor([ids]), max_new_tokens=NEW, eos_token_id=None,
                          on_token=lambda token: seen.append(time.perf_counter()))
         return (seen[-1] - seen[0]) / (NEW - 1)
 

@@ -120,7 +120,7 @@ def main() -> None:
                           machine=machine) as lm:
             launches = sum(type(item).__name__ == "Launch" for item in lm.session.bound(1).program.step)
             ids = torch.randint(5, lm.captured.vocab_size, (args.batch, 32), generator=torch.Generator().manual_seed(1))
-            lm.generate(ids, max_new_tokens=4, pad_token_id=0)
+            lm.generate(ids, max_new_tokens=4, eos_token_id=None)
             times: list[float] = []
 
             def on_token(token: torch.Tensor, times: list[float] = times) -> None:
@@ -128,7 +128,7 @@ def main() -> None:
                     sampler.start()  # after the prefill
                 times.append(time.perf_counter())
 
-            lm.generate(ids, max_new_tokens=args.new, pad_token_id=0, on_token=on_token)
+            lm.generate(ids, max_new_tokens=args.new, eos_token_id=None, on_token=on_token)
             found = sampler.stop()
             total = found.total()
             python = sum(n for path, n in found.items() if is_python(path))

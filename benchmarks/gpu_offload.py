@@ -116,7 +116,7 @@ def check_tokens(scratch: Path, machine: Any, job: Row) -> Row:
     if job["host"]:
         budget["host"] = int(nbytes * job["host"]) + (8 << 20)
     with wrap(folder, budget, batch=3, prompt=12, new_tokens=24, machine=machine, slots=job["slots"]) as lm:
-        ours = lm.generate(ids, max_new_tokens=24, pad_token_id=0)
+        ours = lm.generate(ids, max_new_tokens=24, eos_token_id=None)
         row: Row = {"streamed_nbytes": streamed_nbytes(lm.plan), "same": bool(torch.equal(ours, expected))}
     return row if row["same"] else row | {"failed": "other tokens than transformers'"}
 
@@ -134,7 +134,7 @@ def check_formats(scratch: Path, machine: Any, job: Row) -> Row:
     for place, budget in ((machine, {"device": nbytes // 2 + (4 << 20), "host": nbytes + (8 << 20)}),
                           (Machine.default(), {"device": 4 * nbytes + (16 << 20)})):  # fmt: skip
         with wrap(folder, budget, batch=3, prompt=40, new_tokens=8, machine=place, cache=job["cache"]) as lm:
-            lm.generate(ids[:, :32], max_new_tokens=8, pad_token_id=0)  # decode steps too
+            lm.generate(ids[:, :32], max_new_tokens=8, eos_token_id=None)  # decode steps too
             logits.append(lm.next_logits(ids).double())
     error = float((logits[0] - logits[1]).norm() / logits[1].norm())
     row: Row = {"error": error, "limit": LOGITS_LIMIT}
@@ -152,9 +152,9 @@ def measure_throughput(scratch: Path, machine: Any, job: Row) -> Row:
     torch.cuda.reset_peak_memory_stats()
     with wrap(folder, budget, batch=batch, prompt=64, new_tokens=12, machine=machine) as lm:
         ids = torch.randint(3, LARGE["vocab_size"], (batch, 64), generator=torch.Generator().manual_seed(3))
-        lm.generate(ids, max_new_tokens=3)
+        lm.generate(ids, max_new_tokens=3, eos_token_id=None)
         times: list[float] = []
-        lm.generate(ids, max_new_tokens=12, on_token=lambda _: times.append(time.perf_counter()))
+        lm.generate(ids, max_new_tokens=12, eos_token_id=None, on_token=lambda _: times.append(time.perf_counter()))
         moved = streamed_nbytes(lm.plan)
         planned, predicted = lm.plan.prediction.peak_nbytes, lm.plan.prediction.decode_time_s
     step_s, spread_s = _steps(times)

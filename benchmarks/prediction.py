@@ -114,7 +114,7 @@ def step_times_s(lm: LanguageModel, cell: Cell) -> list[float]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, lm.captured.vocab_size, (cell.batch, cell.prompt), generator=generator)
     at: list[float] = []
-    lm.generate(ids, max_new_tokens=cell.new, pad_token_id=0, on_token=lambda _: at.append(time.perf_counter()))
+    lm.generate(ids, max_new_tokens=cell.new, eos_token_id=None, on_token=lambda _: at.append(time.perf_counter()))
     return [b - a for a, b in itertools.pairwise(at)][1:]  # the first binds the program
 
 

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -241,9 +241,10 @@ class Machine:
         return {dtype: fit_times([((p.flops, p.nbytes), p.time_s) for p in self.attention if p.dtype == dtype])
                 for dtype in sorted({p.dtype for p in self.attention})}
 
-    def best_gemm(self, dtype: str, m: int, n: int, k: int) -> str:
-        """The implementation with the smallest predicted time; raises KeyError when none was measured for `dtype`."""
-        impls = self.gemm_impls(dtype)
+    def best_gemm(self, dtype: str, m: int, n: int, k: int, among: Collection[str] | None = None) -> str:
+        """The implementation with the smallest predicted time, of those `among` if given; raises KeyError when none was
+        measured for `dtype`."""
+        impls = [impl for impl in self.gemm_impls(dtype) if among is None or impl in among]
         if not impls:
             raise KeyError(f"machine {self.name!r} has no GEMM measured for {dtype}")
         return min(impls, key=lambda impl: self.gemm_time_s(impl, dtype, m, n, k))

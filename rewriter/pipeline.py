@@ -172,8 +172,9 @@ class Pipeline:
             known = set(quantized_linear.implementations(int(dtype[1])))
             return self.machine.best_gemm(dtype, m, n, k) if measured and measured <= known else (
                 quantized_linear.default_choice(int(dtype[1]), m))
-        if measured >= set(linear.implementations(getattr(torch, dtype))):
-            return self.machine.best_gemm(dtype, m, n, k)
+        known = set(linear.implementations(getattr(torch, dtype)))
+        if known and measured >= known:  # a profile made where there was a compiler names kernels that need one
+            return self.machine.best_gemm(dtype, m, n, k, known)
         return linear.default_choice(getattr(torch, dtype), m, n, k)
 
     def _most_workspace(self, flat: fx.GraphModule) -> int:
@@ -327,4 +328,4 @@ def _prediction(plan: Plan, programs: Mapping[int, Program], lines: Mapping[int,
     peak = {tier: nbytes + (workspace if tier == "device" else 0) for tier, nbytes in plan.arenas.items()}
     return Prediction(
         prefill_time_s=passes * lines[chunk].time_s, decode_time_s=lines[1].time_s, busy_time_s=lines[1].busy_time_s,
-        streamed_nbytes=programs[1].streamed_nbytes(), peak_nbytes=peak, bottleneck=lines[1].bottleneck)
+        streamed_nbytes=programs[1].moved_nbytes(), peak_nbytes=peak, bottleneck=lines[1].bottleneck)

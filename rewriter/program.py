@@ -152,6 +152,11 @@ class Program:
         """Bytes that one step copies out of files by fixed slices (row lookups not counted)."""
         return sum(i.src.nbytes for i in self.step if isinstance(i, Copy) and isinstance(i.src, FileSlice))
 
+    def moved_nbytes(self) -> int:
+        """Bytes of weights that one step copies into staging slots on the device, from wherever they are kept."""
+        return sum(i.dst.nbytes for i in self.step
+                   if isinstance(i, Copy) and i.dst.arena == DEVICE and i.dst.buffer.startswith("slot"))
+
     def workspace_nbytes(self) -> int:
         """Largest transient memory any launch takes outside the arenas."""
         return max((i.workspace_nbytes for i in self.step if isinstance(i, Launch)), default=0)

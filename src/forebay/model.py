@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,7 +20,7 @@ from forebay.rewriter.demo import resolve_model
 from forebay.rewriter.explain import explain_plan
 from forebay.rewriter.graph import CapturedModel
 from forebay.rewriter.machine import Machine
-from forebay.rewriter.model_config import read_config
+from forebay.rewriter.model_config import read_config, read_eos
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.plan_check import check_plan
@@ -84,6 +84,7 @@ def wrap(
     lm = LanguageModel(captured, checkpoint, files, sizes, workload, wishes, machine, plan)
     if isinstance(model, torch.nn.Module):  # only now: a budget that cannot work leaves the module as it was
         _empty(model)
+        lm.eos = _eos_of(model)
     return lm
 
 
@@ -98,6 +99,11 @@ def open_model(
     captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint), scores=scores)
     names = checkpoint_names(config)
     return with_stored_formats(captured, checkpoint, *names), checkpoint, weight_files(captured, checkpoint, *names)
+
+
+def _eos_of(module: torch.nn.Module) -> tuple[int, ...]:
+    eos = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 
 def _empty(module: torch.nn.Module) -> None:
@@ -163,6 +169,11 @@ class LanguageModel:
         """The plan as text: what lives where, per layer, bytes per tier, predicted times."""
         return explain_plan(self.plan, self.captured)
 
+    @cached_property
+    def eos(self) -> tuple[int, ...]:
+        """The token ids that end an answer, as the model's generation config has them."""
+        return read_eos(self.checkpoint.folder)
+
     @property
     def session(self) -> Session:
         """The running session; made, and its resident weights loaded, when first asked for."""
@@ -207,7 +218,7 @@ class LanguageModel:
         temperature: float | None = 1.0,
         top_k: int | None = 50,
         top_p: float | None = 1.0,
-        eos_token_id: int | Sequence[int] | None = None,
+        eos_token_id: int | Sequence[int] | Literal["model"] | None = "model",
         pad_token_id: int | None = None,
         generator: torch.Generator | None = None,
         on_token: OnToken | None = None,
@@ -215,9 +226,9 @@ class LanguageModel:
         """Continue the prompts, as transformers' `generate` does; returns [B, T + N] int64, prompts included.
 
         `input_ids` [B, T] with left padding where `attention_mask` [B, T] is 0. Greedy unless `do_sample`. Ends at
-        `max_new_tokens` (default 20) or where every sequence has met one of `eos_token_id` (None: run on); ended
-        sequences are filled with `pad_token_id` (default: the first eos). Calls from several threads take turns.
-        Raises ValueError for arguments that do not fit together.
+        `max_new_tokens` (default 20) or where every sequence has met one of `eos_token_id` (default: what the model's
+        generation config names; None: run on); ended sequences are filled with `pad_token_id` (default: the first eos).
+        Calls from several threads take turns. Raises ValueError for arguments that do not fit together.
         """
         input_ids = inputs if input_ids is None else input_ids
         prompts = self._prompts(input_ids, attention_mask)
@@ -234,7 +245,9 @@ class LanguageModel:
         if limit and longest + max_new_tokens > limit:
             raise ValueError(f"generate: {longest} prompt tokens and {max_new_tokens} new ones exceed the model's "
                              f"{limit} positions")
-        eos = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+        if eos_token_id == "model":
+            eos_token_id = self.eos
+        eos = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else [*eos_token_id]
         pad = pad_token_id if pad_token_id is not None else eos[0] if eos else 0
         sampling = Sampling(do_sample, 1.0 if temperature is None else temperature, top_k or 0,
                             1.0 if top_p is None else top_p)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forebay.rewriter.checkpoint import CheckpointError
+from forebay.rewriter.model_config import read_eos
+
 
 class JobError(ValueError):
     """A job that cannot start or go on; the message says what to do. Answers already written stay."""
@@ -167,21 +170,10 @@ def load_tokenizer(folder: Path) -> Any:
 def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """The token ids that end an answer: of generation_config.json, else config.json, else the tokenizer. JobError for
     a file that cannot be read as such."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if not path.exists():
-            continue
-        try:
-            settings = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            raise JobError(f"{path} is not JSON: {error}; mend it or take it away") from error
-        if not isinstance(settings, dict):
-            raise JobError(f"{path}: expected an object, found {type(settings).__name__}")
-        eos = settings.get("eos_token_id")
-        if eos is None:
-            continue
-        ids = eos if isinstance(eos, list) else [eos]
-        if not all(type(i) is int for i in ids):
-            raise JobError(f"{path}: eos_token_id must be a token's number or a list of such, found {eos!r}")
-        return tuple(ids)
+    try:
+        found = read_eos(folder)
+    except CheckpointError as error:
+        raise JobError(str(error)) from error
+    if found:
+        return found
     return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)

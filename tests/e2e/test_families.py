@@ -51,7 +51,7 @@ def test_tokens_equal_transformers(family, share: float, slots: int | None) -> N
     model, opened, ids, mask, expected, nbytes = family
     budget = int(nbytes * share)
     with LanguageModel(*opened, Budget(budget), Workload(3, PROMPT, NEW), Wishes(slots=slots)) as lm:
-        ours = lm.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0)
+        ours = lm.generate(ids, attention_mask=mask, max_new_tokens=NEW, eos_token_id=None)
         streamed = lm.plan.prediction.streamed_nbytes
         if share < 1:
             assert streamed > (1 - share) * nbytes * 0.6, "nothing to speak of was streamed"

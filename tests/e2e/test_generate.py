@@ -27,7 +27,7 @@ from forebay.runtime.disk import TruncatedFileError
 
 
 def answer(lm: LanguageModel, checkpoint: Any, **options: Any) -> torch.Tensor:
-    settings = dict(max_new_tokens=8, pad_token_id=0) | options
+    settings = dict(max_new_tokens=8, pad_token_id=0, eos_token_id=None) | options
     return lm.generate(checkpoint.ids, attention_mask=checkpoint.mask, **settings)
 
 
@@ -159,6 +159,7 @@ def test_host_memory_takes_what_the_device_cannot(llama_checkpoint: Any, reader_
         program = lm._pipeline.program(lm.plan, 1)
         uploaded = sum(i.dst.nbytes for i in program.step if isinstance(i, Copy) and i.stream == UPLOAD)
         assert uploaded == lm.plan.nbytes_on("host")
+        assert lm.plan.prediction.streamed_nbytes == program.streamed_nbytes() + uploaded
         marks: list[int] = []
         answer(lm, llama_checkpoint, on_token=lambda column: marks.append(reader_log.slices))
         assert {b - a for a, b in itertools.pairwise(marks)} == {program.streamed_nbytes()}
@@ -198,9 +199,9 @@ def test_batch_smaller_than_the_plan_and_each_row_alone(resident: LanguageModel,
     plan = resident.plan
     for row in range(3):
         ids, mask = llama_checkpoint.ids[row : row + 1], llama_checkpoint.mask[row : row + 1]
-        got = resident.generate(ids, attention_mask=mask, max_new_tokens=8)
+        got = resident.generate(ids, attention_mask=mask, max_new_tokens=8, eos_token_id=None)
         assert torch.equal(got, llama_checkpoint.expected[row : row + 1])
-        bare = resident.generate(ids[:, mask[0].bool()], max_new_tokens=8)
+        bare = resident.generate(ids[:, mask[0].bool()], max_new_tokens=8, eos_token_id=None)
         assert torch.equal(bare[:, -8:], got[:, -8:]), "padding changes nothing"
     assert resident.plan is plan, "nothing was planned again"
 
@@ -233,12 +234,29 @@ def test_eos_ends_a_row_and_pads_it(resident: LanguageModel, llama_checkpoint: A
     assert alone.shape[1] == end, "it ends when every row has"
 
 
+def test_the_models_own_eos_is_the_default(llama_checkpoint: Any, tmp_path: Path) -> None:
+    """Of generation_config.json, or of the module in memory, as transformers has it."""
+    folder = tmp_path / "model"
+    shutil.copytree(llama_checkpoint.folder, folder)
+    eos = int(llama_checkpoint.expected[0, 12])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos, 10**6]}))
+    module = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids, mask = llama_checkpoint.ids[:1], llama_checkpoint.mask[:1]
+    expected = module.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=7)
+    assert expected.shape[1] < 18, "it ends early"
+    for model in (folder, module):
+        with wrap(model, 2 * llama_checkpoint.nbytes, prompt=10, new_tokens=8) as lm:
+            assert torch.equal(lm.generate(ids, attention_mask=mask, max_new_tokens=8, pad_token_id=7), expected)
+            on = lm.generate(ids, attention_mask=mask, max_new_tokens=8, eos_token_id=None)
+            assert torch.equal(on, llama_checkpoint.expected[:1])
+
+
 def test_lengths(resident: LanguageModel, llama_checkpoint: Any) -> None:
     assert torch.equal(answer(resident, llama_checkpoint, max_new_tokens=None, max_length=15),
                        llama_checkpoint.expected[:, :15])
     one = resident.generate(llama_checkpoint.ids[:1], attention_mask=llama_checkpoint.mask[:1], max_new_tokens=1)
     assert torch.equal(one, llama_checkpoint.expected[:1, :11])
-    assert resident.generate(inputs=llama_checkpoint.ids[2:], max_new_tokens=3).shape == (1, 13)
+    assert resident.generate(inputs=llama_checkpoint.ids[2:], max_new_tokens=3, eos_token_id=None).shape == (1, 13)
 
 
 def test_sampling_is_reproducible_and_its_narrowest_is_greedy(resident: LanguageModel, llama_checkpoint: Any) -> None:

@@ -60,7 +60,7 @@ def test_a_half_precision_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     workload = Workload(2, 6, 3)
     with LanguageModel(*open_model(tmp_path), Budget(4 * nbytes, 4 * nbytes), workload, Wishes(), machine) as lm:
         assert {choice.impl.split("_")[0] for choice in lm.plan.gemm} <= {"gemv", "flat", "large"}
-        found = lm.generate(prompt, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        found = lm.generate(prompt, attention_mask=mask, max_new_tokens=3, do_sample=False, eos_token_id=None)
     assert {op for op, _ in gpu.bound} == OURS
     assert all("_s" in impl for op, impl in gpu.bound if op == "forebay.linear")
     seen = torch.cat((mask, torch.ones(2, 3, dtype=mask.dtype)), 1)

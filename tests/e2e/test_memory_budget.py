@@ -53,7 +53,7 @@ def streamed(folder: str) -> dict[str, Any]:
     ids = torch.randint(5, lm.captured.vocab_size, (BATCH, PROMPT), generator=torch.Generator().manual_seed(2))
     cached: list[int] = []
     with MemoryWatch(files) as watch:
-        out = lm.generate(ids, max_new_tokens=NEW, pad_token_id=0,
+        out = lm.generate(ids, max_new_tokens=NEW, eos_token_id=None,
                           on_token=lambda token: cached.append(sum(map(resident_nbytes, files))))
         read = disk_read_nbytes() - read_before
     prediction = lm.plan.prediction

@@ -161,6 +161,7 @@ def test_gemm_times_meet_measured_points_and_scale() -> None:
     assert machine.gemm_time_s("b", "float32", 1, 100, 120) == pytest.approx(2.4), "in proportion to a single one"
     assert machine.best_gemm("float32", 1, 100, 100) == "a"
     assert machine.best_gemm("float32", 16, 100, 100) == "b"
+    assert machine.best_gemm("float32", 16, 100, 100, ("a", "not measured")) == "a"
     with pytest.raises(KeyError, match="no GEMM measured for a/int8; it has: a/float32, b/float32"):
         machine.gemm_time_s("a", "int8", 1, 1, 1)
     with pytest.raises(KeyError, match="int8"):
