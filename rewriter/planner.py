@@ -140,8 +140,9 @@ def refuse_wishes(facts: Facts, budget: Budget, workload: Workload, wishes: Wish
     needed, _ = smallest_budget(facts, workload, wishes)
     forced = ", ".join(f"{n}={v}" for n in ("slots", "slot_nbytes", "prefill_chunk") if (v := getattr(wishes, n)))
     if free <= budget.device < needed:
-        raise PlanError(f"{forced} cannot work within a device budget of {budget.device} bytes: it needs "
-                        f"{format_nbytes(needed)} ({needed} bytes); left to the planner, {format_nbytes(free)} do")
+        raise PlanError(f"{forced} cannot work within a device budget of {format_nbytes(budget.device)} "
+                        f"({budget.device} bytes): it needs {format_nbytes(needed)} ({needed} bytes); left to the "
+                        f"planner, {format_nbytes(free)} do")
 
 
 @dataclass(frozen=True)

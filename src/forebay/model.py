@@ -265,6 +265,8 @@ class LanguageModel:
     def _prompts(self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None) -> list[torch.Tensor]:
         if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
             raise ValueError("input_ids must be a tensor [B, T] with at least one token")
+        if input_ids.is_floating_point():
+            raise ValueError(f"input_ids must be whole numbers, found {input_ids.dtype}")
         if input_ids.min() < 0 or input_ids.max() >= self.captured.vocab_size:
             raise ValueError(f"input_ids must lie in [0, {self.captured.vocab_size})")
         return _unpad(input_ids, attention_mask)

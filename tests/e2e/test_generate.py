@@ -273,6 +273,7 @@ def test_sampling_is_reproducible_and_its_narrowest_is_greedy(resident: Language
     (dict(input_ids=None), "input_ids must be a tensor"),
     (dict(input_ids=torch.zeros(0, 3, dtype=torch.int64)), "at least one token"),
     (dict(input_ids=torch.zeros(3, dtype=torch.int64)), r"\[B, T\]"),
+    (dict(input_ids=torch.tensor([[1.5]])), "whole numbers, found torch.float32"),
     (dict(input_ids=torch.tensor([[997]])), r"must lie in \[0, 997\)"),
     (dict(input_ids=torch.tensor([[-1]])), r"must lie in \[0, 997\)"),
     (dict(input_ids=torch.tensor([[1, 2]]), attention_mask=torch.tensor([[1]])), "attention_mask has shape"),
