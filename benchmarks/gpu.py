@@ -182,18 +182,9 @@ def write(rows: list[Row], ceilings: dict[str, float]) -> list[Path]:
 
 def answer(cases: list[Case], place: Place, ceilings: dict[str, float]) -> None:
     """Run the cases whose numbers come on standard input."""
-    from benchmarks.gpu_cases.isolated import serve
+    from benchmarks.gpu_cases.isolated import check_gpu, serve
 
-    def run(number: int) -> Row:
-        row = run_case(cases[number], place, ceilings)
-        try:
-            torch.cuda.empty_cache()
-            torch.ones(1, device="cuda").item()
-        except Exception as error:  # a fault takes the process's GPU along
-            return {"failed": f"{type(error).__name__}: {error}"[:300]} | row | {"lost": True}
-        return row
-
-    serve(run)
+    serve(lambda number: run_case(cases[number], place, ceilings), check_gpu)
 
 
 def main() -> int:

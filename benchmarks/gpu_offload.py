@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_cases.isolated import Worker, serve
+from benchmarks.gpu_cases.isolated import Worker, check_gpu, serve
 
 STARTED = time.monotonic()
 LIMIT_S = 460.0
@@ -88,11 +88,6 @@ def weights_nbytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def streamed_nbytes(plan: Any) -> int:
-    """Bytes of weights that a step moves to the device, from host memory or disk."""
-    return sum(w.nbytes for w in plan.weights if w.tier != "device" and not w.gather)
-
-
 @functools.cache
 def reference_tokens(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompts [3, 12] and transformers' greedy answers to them on the GPU, [3, 36]."""
@@ -117,7 +112,7 @@ def check_tokens(scratch: Path, machine: Any, job: Row) -> Row:
         budget["host"] = int(nbytes * job["host"]) + (8 << 20)
     with wrap(folder, budget, batch=3, prompt=12, new_tokens=24, machine=machine, slots=job["slots"]) as lm:
         ours = lm.generate(ids, max_new_tokens=24, eos_token_id=None)
-        row: Row = {"streamed_nbytes": streamed_nbytes(lm.plan), "same": bool(torch.equal(ours, expected))}
+        row: Row = {"streamed_nbytes": lm.plan.prediction.streamed_nbytes, "same": bool(torch.equal(ours, expected))}
     return row if row["same"] else row | {"failed": "other tokens than transformers'"}
 
 
@@ -155,7 +150,7 @@ def measure_throughput(scratch: Path, machine: Any, job: Row) -> Row:
         lm.generate(ids, max_new_tokens=3, eos_token_id=None)
         times: list[float] = []
         lm.generate(ids, max_new_tokens=12, eos_token_id=None, on_token=lambda _: times.append(time.perf_counter()))
-        moved = streamed_nbytes(lm.plan)
+        moved = lm.plan.prediction.streamed_nbytes
         planned, predicted = lm.plan.prediction.peak_nbytes, lm.plan.prediction.decode_time_s
     step_s, spread_s = _steps(times)
     link = machine.link("host", "device") if job["source"] == "host" else machine.link("disk", "host")
@@ -202,21 +197,7 @@ def answer(scratch: Path) -> None:
     from forebay.rewriter.machine import load_machine
 
     machine, known = load_machine(scratch / "machine.json"), jobs()
-
-    def run(number: int) -> Row:
-        job = known[number]
-        try:
-            row = PARTS[job["part"]](scratch, machine, job)
-        except Exception as error:
-            row = {"failed": f"{type(error).__name__}: {error}"[:400]}
-        try:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-        except Exception as error:  # a fault takes the process's GPU along
-            row = {"failed": f"{type(error).__name__}: {error}"[:400]} | row | {"lost": True}
-        return row
-
-    serve(run)
+    serve(lambda number: PARTS[known[number]["part"]](scratch, machine, known[number]), check_gpu)
 
 
 def line(job: Row, row: Row) -> str:

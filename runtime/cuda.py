@@ -31,7 +31,7 @@ from forebay.rewriter.program import (
 from forebay.runtime.arena import Arena, view
 from forebay.runtime.device import Call, RuntimeFault
 from forebay.runtime.disk import DiskReader, Read
-from forebay.runtime.streams import CopyLedger, Ticket, Worker
+from forebay.runtime.streams import CopyLedger, Ticket, Worker, told
 from forebay.runtime.trace import Trace
 
 LOAD_NBYTES = 16 << 20  # pinned memory that resident weights pass through while they are loaded
@@ -142,7 +142,7 @@ class CudaDevice:
             reader = self.readers[item.stream]
 
             def read(src: FileSlice = src) -> None:
-                with self._told(item) as done:
+                with told(self._begin(item)) as done:
                     reader.submit(Read(src.path, src.offset, src.nbytes, address, before, after, done))
 
             return lambda: disk.submit(read)
@@ -152,7 +152,7 @@ class CudaDevice:
             rows = index.flatten().tolist()  # waits for the device; the Wait before it made the index valid
             if rows and not 0 <= min(rows) <= max(rows) < src.rows:
                 raise RuntimeFault(f"{item.label}: row {max(rows)} (lowest {min(rows)}) of a table of {src.rows}")
-            with self._told(item) as done:
+            with told(self._begin(item)) as done:
                 self.readers[item.stream].read_rows(src.path, src.offset, src.row_nbytes, rows, address, done)
 
         return lambda: disk.submit(gather)
@@ -167,17 +167,10 @@ class CudaDevice:
             self.uploads.synchronize()
             self.trace.add(UPLOAD, label, start, time.perf_counter())
 
-    @contextlib.contextmanager
-    def _told(self, item: Copy) -> Iterator[Callable[[BaseException | None], None]]:
-        """A read that begins; the result is called once it is done, here if it cannot even be issued."""
+    def _begin(self, item: Copy) -> Callable[[BaseException | None], None]:
+        """Note an asynchronous read; with a trace, also when it began and ended."""
         done = self.ledgers[item.stream].begin()
-        if self.trace is not None:
-            done = self.trace.until(item.stream, item.label, done)
-        try:
-            yield done
-        except BaseException as error:
-            done(error)
-            raise
+        return done if self.trace is None else self.trace.until(item.stream, item.label, done)
 
     def _load(self, src: FileSlice, dst: Span) -> None:
         """Read a resident weight into device memory, piece by piece through pinned memory."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+from forebay.runtime.disk_chunks import OnDone
 
 
 class Ticket:
@@ -34,6 +37,16 @@ class Ticket:
         self._event.wait()
         if self.error is not None:
             raise self.error
+
+
+@contextlib.contextmanager
+def told(done: OnDone) -> Iterator[OnDone]:
+    """For a copy that has begun and is to be issued within: if it cannot be, `done` is told, for whoever waits."""
+    try:
+        yield done
+    except BaseException as error:
+        done(error)
+        raise
 
 
 class Worker:

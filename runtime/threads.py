@@ -31,7 +31,7 @@ from forebay.runtime.arena import Arena
 from forebay.runtime.device import Call, RuntimeFault
 from forebay.runtime.disk import DiskReader
 from forebay.runtime.disk_chunks import Read
-from forebay.runtime.streams import CopyLedger, Ticket, Worker
+from forebay.runtime.streams import CopyLedger, Ticket, Worker, told
 from forebay.runtime.trace import Trace
 
 
@@ -114,12 +114,8 @@ class ThreadDevice:
                 rows = index.flatten().tolist()
                 if rows and not 0 <= min(rows) <= max(rows) < src.rows:
                     raise RuntimeFault(f"{label}: row {max(rows)} (lowest {min(rows)}) of a table of {src.rows}")
-                done = begin(label)
-                try:
+                with told(begin(label)) as done:
                     self.readers[item.stream].read_rows(src.path, src.offset, src.row_nbytes, rows, address, done)
-                except BaseException as error:  # whoever waits for it must be told
-                    done(error)
-                    raise
 
             return gather
         source = self.arenas[src.arena].bytes[src.offset : src.offset + src.nbytes]

@@ -1,4 +1,4 @@
-"""Small networks of four shapes, with many skip connections: ResNet, ViT, BERT and U-Net."""
+"""Small networks of four shapes, with many skip connections: ResNet, ViT, BERT and U-Net; and one of a wide weight."""
 
 from __future__ import annotations
 
@@ -135,3 +135,14 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]
     "BERT": (Bert, lambda batch: torch.randint(97, (batch, 19))),
     "U-Net": (UNet, _image),
 }
+
+
+class Wide(nn.Module):
+    """One weight is half of all: larger than any slot that fits beside the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.side = nn.Linear(64, 2048), nn.Linear(2048, 64, bias=False), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.side(self.down(F.relu(self.up(x))))

@@ -63,10 +63,32 @@ def _ended(process: subprocess.Popen[bytes]) -> str:
     return f"its process ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
 
 
-def serve(run: Callable[[int], dict[str, Any]]) -> None:
-    """Answer the numbers on standard input by lines of JSON; what jobs print goes to standard error."""
+def serve(run: Callable[[int], dict[str, Any]], check: Callable[[], object] = lambda: None) -> None:
+    """Answer the numbers on standard input by lines of JSON; what jobs print goes to standard error. A job that raises
+    has failed; one after which `check` raises has left this process useless."""
     answers: IO[str] = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:
-        answers.write(json.dumps(run(int(line))) + "\n")
+        try:
+            row = run(int(line))
+        except Exception as error:
+            row = {"failed": _text_of(error)}
+        try:
+            check()
+        except Exception as error:
+            row = {"failed": _text_of(error)} | row | {"lost": True}
+        answers.write(json.dumps(row) + "\n")
         answers.flush()
+
+
+def check_gpu() -> None:
+    """Raise where a fault has taken this process's GPU along; gives back what the job before cached."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.ones(1, device="cuda").item()
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:400]

@@ -149,15 +149,14 @@ def token_scores(lm: LanguageModel, rows: Sequence[torch.Tensor]) -> list[torch.
     """
     lengths = [row.numel() - 1 for row in rows]
     longest = max(lengths)
-    lm.reserve(len(rows), longest, 1)
-    plan = lm.plan
-    chunk = min(plan.schedule.prefill_chunk, plan.workload.prompt, -(-longest // CHUNK_STEP) * CHUNK_STEP)
-    span = max(longest, chunk)
-    ids = torch.zeros(plan.workload.batch, span + 1, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        ids[i, : row.numel()] = row
-    scores = torch.zeros(plan.workload.batch, span, 2)
     with lm.running(len(rows), longest, 1) as session:
+        plan = lm.plan
+        chunk = min(plan.schedule.prefill_chunk, plan.workload.prompt, -(-longest // CHUNK_STEP) * CHUNK_STEP)
+        span = max(longest, chunk)
+        ids = torch.zeros(plan.workload.batch, span + 1, dtype=torch.int64)
+        for i, row in enumerate(rows):
+            ids[i, : row.numel()] = row
+        scores = torch.zeros(plan.workload.batch, span, 2)
         for start in (*range(0, span - chunk, chunk), span - chunk):
             scores[:, start : start + chunk] = session.step({
                 "input_ids": ids[:, start : start + chunk], "start": torch.full((plan.workload.batch,), start),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import Wide
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -111,17 +112,6 @@ class Convolutional(nn.Module):
         x = F.relu(self.norm1(self.conv1(image)), inplace=True)
         x = F.max_pool2d(F.relu(self.norm2(self.conv2(x))), 2)
         return self.head(F.adaptive_avg_pool2d(self.conv3(x), 1).flatten(1))
-
-
-class Wide(nn.Module):
-    """One weight is half of all: larger than any slot that fits beside the rest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.side = nn.Linear(64, 2048), nn.Linear(2048, 64, bias=False), nn.Linear(64, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.side(self.down(F.relu(self.up(x))))
 
 
 class Tied(nn.Module):

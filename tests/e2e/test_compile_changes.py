@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import Wide
 from safetensors.torch import load_model, save_model
 from torch import nn
 
@@ -34,15 +35,6 @@ def fresh() -> Iterator[None]:
     with torch.no_grad():
         yield
     torch._dynamo.reset()
-
-
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.side = nn.Linear(64, 2048), nn.Linear(2048, 64, bias=False), nn.Linear(64, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.side(self.down(F.relu(self.up(x))))
 
 
 def compiled(model, folder, device="640KiB", **options):
