@@ -1,4 +1,4 @@
-"""linear_w4 and linear_w8 in Triton against float64, and the PTX that unpacks codes, evaluated by hand."""
+"""linear_w4 and linear_w8 in Triton against float64."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forebay.kernels import packing
-from forebay.kernels.gpu import linear_quantized, linear_w4, linear_w8
+from forebay.kernels.gpu import linear_w4, linear_w8
 from forebay.kernels.quantize import dequantize_reference, reference
 
 OPS: dict[int, Callable[..., Tensor]] = {4: linear_w4.linear_w4, 8: linear_w8.linear_w8}
@@ -74,69 +72,6 @@ def test_special_values_as_torch(bits: int, impl: str) -> None:
     w[2, :32] = torch.nan
     got = OPS[bits](x, rows, None, None, 70, 32, "", torch.float16, None, impl)
     assert_near(got, x.double() @ w.to(x.dtype).double().T)
-
-
-def evaluate(ptx: str, inputs: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """The pair of values [P, 2] in dtype that a block of mov, lop3 and packed fma leaves in $0, for int64 inputs."""
-    held: dict[str, Tensor] = {f"${i + 1}": value for i, value in enumerate(inputs)}
-
-    def halves(name: str) -> Tensor:
-        value = held[name]
-        words = torch.stack((value & 0xFFFF, value >> 16), -1).to(torch.uint16)
-        return words.view(dtype).double()
-
-    for statement in ptx.strip("{} ").split(";"):
-        name, _, rest = statement.strip().partition(" ")
-        names = [part.strip() for part in rest.split(",")]
-        if name == "mov.b32":
-            held[names[0]] = torch.tensor(int(names[1], 16)).expand_as(inputs[0])
-        elif name == "lop3.b32":
-            assert names[4] == "0xEA"  # (a & b) | c
-            held[names[0]] = (held[names[1]] & held[names[2]]) | held[names[3]]
-        elif name.startswith("fma.rn."):
-            words = (halves(names[1]) * halves(names[2]) + halves(names[3])).to(dtype).view(torch.uint16).long()
-            held[names[0]] = words[..., 0] | (words[..., 1] << 16)
-        else:
-            assert not name or name == ".reg", statement
-    return halves("$0")
-
-
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
-@pytest.mark.parametrize("bits", (4, 8))
-def test_ptx_makes_the_weights_of_every_code(bits: int, dtype: torch.dtype) -> None:
-    """The shifts and blocks of weights_of, over words that hold every code in every place, against q * scale + low."""
-    torch.manual_seed(0)
-    words = torch.randint(0, 1 << 32, (4096,))
-    scale, low = torch.rand(4096).to(dtype) / 16, torch.randn(4096).to(dtype)
-    twice = [value.view(torch.uint16).long() * 0x10001 for value in (scale, low)]
-    fp16 = dtype == torch.float16
-    for part in range(16 // bits):
-        if bits == 4:
-            high = fp16 and part % 2 == 1
-            low_block = linear_quantized.W4_FP16 if fp16 else linear_quantized.W4_BF16
-            block = linear_quantized.W4_FP16_HIGH if high else low_block
-            inputs = [words >> (4 * part - 4 * high), *twice]
-        else:
-            block = linear_quantized.W8_FP16 if fp16 else linear_quantized.W8_BF16
-            # Low nibbles go to bits 6 (fp16) or 3 (bf16) on, high ones to the same place.
-            low_shift, high_shift = ((-6, -2), (2, 6))[part] if fp16 else ((-3, 1), (5, 9))[part]
-            moved = [words << -s if s < 0 else words >> s for s in (low_shift, high_shift)]
-            inputs = [moved[0] & 0xFFFFFFFF, *twice, moved[1] & 0xFFFFFFFF]
-        made = evaluate(block.value, inputs, dtype)
-        for half in range(2):
-            codes = (words >> (part * bits + half * 16)) & ((1 << bits) - 1)
-            want = (codes.double() * scale.double() + low.double()).to(dtype).double()
-            assert torch.equal(made[:, half], want)
-            assert codes.unique().numel() == 1 << bits
-
-
-def test_ptx_shifts_stand_in_the_kernel() -> None:
-    """The shifts that the test above takes are those of the kernel's source."""
-    source = re.sub(r"\s+", " ", Path(linear_quantized.__file__).read_text())
-    for shift in ("w >> (4 * PART), scale", "w >> (4 * PART - 4), scale", "(w << 3) if PART == 0 else (w >> 5)",
-                  "(w >> 1) if PART == 0 else (w >> 9)", "(w << 6) if PART == 0 else (w >> 2)",
-                  "(w << 2) if PART == 0 else (w >> 6)"):  # fmt: skip
-        assert shift in source
 
 
 @pytest.mark.parametrize("bits", (4, 8))
