@@ -35,66 +35,120 @@ WIDEN = tl.constexpr(INTERPRETED)  # the interpreter multiplies the bit patterns
 
 
 @triton.jit
+def load_halves(rows, below, index, left, GROUPS: tl.constexpr, WHOLE: tl.constexpr, DTYPE: tl.constexpr):
+    """Values [BN, GROUPS] of DTYPE at halves `index` on of rows that begin `below` [BN, 1] words behind `rows`.
+
+    Those from `left` on are 0, unless WHOLE: then all are read, and several begin at an even index. They are read in
+    words, as loads of less than 32 bits are not pipelined.
+    """
+    if WHOLE and GROUPS > 1:
+        words = tl.load(rows + index // 2 + (below + tl.arange(0, GROUPS // 2)[None, :]))
+        bits = tl.reshape(tl.interleave(words & 0xFFFF, words >> 16), (below.shape[0], GROUPS))
+    elif GROUPS == 1:
+        place = tl.reshape(below, (below.shape[0],)) + index // 2
+        bits = tl.load(rows + place) if WHOLE else tl.load(rows + place, mask=left > 0, other=0)
+        bits = (bits >> (index % 2 * 16).to(tl.uint32))[:, None]
+    else:
+        group = tl.arange(0, GROUPS)
+        each = (index + group)[None, :]
+        words = tl.load(rows + (below + each // 2), mask=(group < left)[None, :], other=0)
+        bits = words >> (each % 2 * 16).to(tl.uint32)
+    return bits.to(tl.uint16).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def columns_of(x, BITS: tl.constexpr):
+    """The columns of x [BM, BK] that meet each part of `unpacking`: four [BK / 4, BM], or two [BK / 2, BM]."""
+    ROWS: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1] * BITS // 16
+    if WIDEN:
+        x = x.to(tl.float32)
+    if BITS == 4:
+        # Element 8 j + 4 h + 2 a + b of x; part 2 a + b holds (j, h).
+        even, odd = tl.split(tl.reshape(x, (ROWS, WIDTH // 2, 2, 2, 2)))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        x0, x1 = tl.trans(tl.reshape(x0, (ROWS, WIDTH))), tl.trans(tl.reshape(x1, (ROWS, WIDTH)))
+        x2, x3 = tl.trans(tl.reshape(x2, (ROWS, WIDTH))), tl.trans(tl.reshape(x3, (ROWS, WIDTH)))
+        parts = x0, x1, x2, x3
+    else:
+        x0, x1 = tl.split(tl.reshape(x, (ROWS, WIDTH // 2, 2, 2)))
+        parts = tl.trans(tl.reshape(x0, (ROWS, WIDTH))), tl.trans(tl.reshape(x1, (ROWS, WIDTH)))
+    return parts
+
+
+@triton.jit
 def linear_quantized_matrix_kernel(
     x_ptr, word_ptr, half_ptr, counter_ptr, partial_ptr, out_ptr, bias_ptr, multiplier_ptr, residual_ptr,
     m, n, om, pm, rm, k, xm, row_units, groups,
     BITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MULTIPLIER: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, ACCUMULATE: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of rows and columns, split of K); word_ptr and half_ptr are rows as 32-bit and 16-bit values.
+    """Program (tile of rows and columns, split of K); word_ptr are rows as 32-bit values, half_ptr gives scales' dtype.
 
     row_units is the bytes between rows over 16: the compiler learns from the multiplication that rows are aligned.
+    WHOLE: K is a multiple of BK (not on AMD, where Triton 3.6 breaks off over loads without masks). 16 rows of x are
+    two products of 8: of 16, Hopper's compiler makes one for which x
+    passes through shared memory again, with a barrier for every part.
     """
-    PER_WORD: tl.constexpr = 32 // BITS
-    WORDS: tl.constexpr = BK // PER_WORD
+    WORDS: tl.constexpr = BK * BITS // 32
     GROUPS: tl.constexpr = BK // GROUP
-    GROUP_WORDS: tl.constexpr = GROUP // PER_WORD
+    GROUP_WORDS: tl.constexpr = GROUP * BITS // 32
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    HALF: tl.constexpr = half_ptr.dtype.element_ty
+    TWO: tl.constexpr = BM == 16
+    NARROW: tl.constexpr = 8 if TWO else BM
     tile_m, tile_n = tile_of(tl.cdiv(m, BM), tl.cdiv(n, BN))
     tile, split = tl.program_id(0), tl.program_id(1)
-    row = tile_m * BM + tl.arange(0, BM)
+    row = tile_m * BM + tl.arange(0, NARROW)
     column = tile_n * BN + tl.arange(0, BN)
-    stored = tl.minimum(column, n - 1).to(tl.int64)[:, None]
-    at, word, group = tl.arange(0, BK), tl.arange(0, WORDS), tl.arange(0, GROUPS)
+    # What is the same for the whole tile stays a scalar, and what is not fits in 32 bits.
+    below = (tl.minimum(column, n - 1) - tile_n * BN)[:, None] * (row_units * 4)
+    at, word = tl.arange(0, BK), tl.arange(0, WORDS)
+    if WHOLE:
+        groups = groups // GROUPS * GROUPS
     steps = tl.cdiv(tl.cdiv(groups, GROUPS), SPLITS)
     first = split * steps * GROUPS
-    x_at = x_ptr + row.to(tl.int64)[:, None] * xm + (first * GROUP + at)[None, :]
-    word_at = word_ptr + stored * (row_units * 4) + (first * GROUP_WORDS + word)[None, :]
-    scale_at = half_ptr + stored * (row_units * 8) + (groups * (GROUP * BITS // 16) + first + group)[None, :]
-    sums = tl.zeros((BN, BM), tl.float32)
+    x_at = x_ptr + (tile_m * BM).to(tl.int64) * xm + first * GROUP
+    x_place = tl.arange(0, NARROW)[:, None] * xm + at[None, :]
+    rows = word_ptr + (tile_n * BN).to(tl.int64) * (row_units * 4)
+    word_at = rows + first * GROUP_WORDS
+    word_place = below + word[None, :]
+    scale_at = groups * (GROUP * BITS // 16)
+    sums = tl.zeros((BN, NARROW), tl.float32)
+    more = tl.zeros((BN, NARROW), tl.float32)
     for begin in tl.range(first, tl.minimum(groups, first + steps * GROUPS), GROUPS, num_stages=STAGES):
         left = groups - begin
-        w = tl.load(word_at, mask=word[None, :] < left * GROUP_WORDS, other=0)
-        x = tl.load(x_at, mask=(row < m)[:, None] & (at < k - begin * GROUP)[None, :], other=0.0)
-        there = group[None, :] < left
-        scale = spread(tl.load(scale_at, mask=there, other=0.0), GROUP_WORDS, PTX, DTYPE)
-        low = spread(tl.load(scale_at + groups, mask=there, other=0.0), GROUP_WORDS, PTX, DTYPE)
-        if WIDEN:
-            x = x.to(tl.float32)
-        if BITS == 4:
-            # Element 8 j + 4 h + 2 a + b of x; part 2 a + b holds (j, h).
-            even, odd = tl.split(tl.reshape(x, (BM, WORDS, 2, 2, 2)))
-            x0, x2 = tl.split(even)
-            x1, x3 = tl.split(odd)
+        inside = (row < m)[:, None]
+        if WHOLE:
+            w = tl.load(word_at + word_place)
         else:
-            x0, x1 = tl.split(tl.reshape(x, (BM, WORDS, 2, 2)))
-        for part in tl.static_range(PER_WORD // 2):
-            if part == 0:
-                columns = x0
-            elif part == 1:
-                columns = x1
-            elif part == 2:
-                columns = x2
-            else:
-                columns = x3
+            w = tl.load(word_at + word_place, mask=word[None, :] < left * GROUP_WORDS, other=0)
+            inside = inside & (at < k - begin * GROUP)[None, :]
+        x = tl.load(x_at + x_place, mask=inside, other=0.0)
+        factors = columns_of(x, BITS)
+        if TWO:
+            inside = (row + NARROW < m)[:, None]
+            if not WHOLE:
+                inside = inside & (at < k - begin * GROUP)[None, :]
+            second = columns_of(tl.load(x_at + NARROW * xm + x_place, mask=inside, other=0.0), BITS)
+        scale = load_halves(rows, below, scale_at + begin, left, GROUPS, WHOLE, HALF)
+        low = load_halves(rows, below, scale_at + groups + begin, left, GROUPS, WHOLE, HALF)
+        scale, low = spread(scale, GROUP_WORDS, PTX, DTYPE), spread(low, GROUP_WORDS, PTX, DTYPE)
+        for part in tl.static_range(16 // BITS):
             weights = weights_of(w, scale, low, part, BITS, PTX, DTYPE)
             if WIDEN:
                 weights = weights.to(tl.float32)
-            sums = tl.dot(weights, tl.trans(tl.reshape(columns, (BM, 2 * WORDS))), sums)
+            sums = tl.dot(weights, factors[part], sums)
+            if TWO:
+                more = tl.dot(weights, second[part], more)
         x_at += BK
         word_at += WORDS
-        scale_at += GROUPS
+    if TWO:
+        sums = tl.reshape(tl.permute(tl.join(sums, more), (0, 2, 1)), (BN, BM))
+    row = tile_m * BM + tl.arange(0, BM)
     finish(
         sums, row[None, :], column[:, None], tl.arange(0, BM)[None, :], tl.arange(0, BN)[:, None], tile, split,
         counter_ptr, partial_ptr, out_ptr, bias_ptr, multiplier_ptr, residual_ptr, m, n, om, pm, rm,
@@ -212,7 +266,9 @@ def bind(
         "SPLITS": grid.splits, "num_warps": setting.warps,
     }  # fmt: skip
     if not vector:
-        constants |= {"STAGES": setting.stages, "PTX": torch.version.hip is None and not INTERPRETED}
+        ptx = torch.version.hip is None and not INTERPRETED
+        whole = torch.version.hip is None and k > 0 and k % setting.bk == 0
+        constants |= {"STAGES": setting.stages, "PTX": ptx, "WHOLE": whole}
 
     def run() -> None:
         launch(operands.x, *stored, *workspace_parts(op, grid, x.device, workspace), *arguments, **constants)
@@ -249,7 +305,7 @@ def case(
             "BITS": bits, "GROUP": group, "BM": grid.tile_elements // setting.bn, "BN": setting.bn, "BK": setting.bk,
             "SPLITS": grid.splits, "ACTIVATION": "silu", "HAS_BIAS": True, "HAS_MULTIPLIER": False,
             "HAS_RESIDUAL": True, "ACCUMULATE": False,
-        } | ({} if vector else {"STAGES": setting.stages, "PTX": not amd}),
+        } | ({} if vector else {"STAGES": setting.stages, "PTX": not amd, "WHOLE": not amd and k % setting.bk == 0}),
         num_warps=setting.warps,
         num_stages=setting.stages,
         divisible=(*POINTERS, *(name for name in NUMBERS if name not in ("m", "row_units"))),
@@ -257,6 +313,8 @@ def case(
         main_operands=1 if m <= 16 else 2,
         bytes_moved=minimum + partial,
         minimum_bytes=minimum,
+        memory_bound=implementation != "large",
+        turn_nbytes=setting.bn * (setting.bk * bits // 8 + 4 * (setting.bk // group)),
         in_suite=in_suite,
         archs=("gfx942",) if amd else (("sm_80", "sm_90", "gfx942") if vector else ("sm_80", "sm_90")),
     )  # fmt: skip

@@ -44,22 +44,22 @@ class Setting:
 
 # linear: a stage is 8 to 16 KiB of weight; 132 SMs need 36 KiB each in flight to cover 1 us of latency at 4.8 TB/s.
 # Small BN serve small N; the deep pipelines large N, where one program reads all of K.
-# linear_w4 and linear_w8: a stage is 8 or 16 KiB of codes.
+# linear_w4 and linear_w8: a stage is 4 to 16 KiB of codes; a warp with 32 columns reads x for fewer of them.
 SETTINGS: dict[tuple[str, str], tuple[Setting, ...]] = {
     ("linear", "gemv"): (Setting(8, 512, 4, 1), Setting(16, 512, 8, 1)),
     ("linear", "flat"): (Setting(64, 128, 4, 4), Setting(32, 128, 4, 5), Setting(128, 64, 4, 5), Setting(64, 64, 4, 6)),
     ("linear", "large"): (Setting(128, 64, 8, 3, 128), Setting(128, 64, 8, 4, 64)),
     ("linear_w4", "gemv"): (Setting(8, 512, 4, 1),),
-    ("linear_w4", "flat"): (Setting(64, 256, 4, 5), Setting(64, 128, 4, 6), Setting(128, 128, 4, 4)),
+    ("linear_w4", "flat"): (Setting(64, 256, 4, 4), Setting(64, 128, 2, 6), Setting(128, 128, 4, 4)),
     ("linear_w4", "large"): (Setting(128, 128, 8, 3, 64),),
     ("linear_w8", "gemv"): (Setting(8, 512, 4, 1),),
-    ("linear_w8", "flat"): (Setting(64, 128, 4, 5), Setting(128, 128, 4, 4)),
+    ("linear_w8", "flat"): (Setting(128, 128, 4, 4), Setting(64, 128, 2, 5)),
     ("linear_w8", "large"): (Setting(128, 128, 8, 3, 64),),
 }
 WEIGHT_BITS = {"linear": 16, "linear_w4": 4, "linear_w8": 8}
 
 # Rows from which on the next implementation is taken, where nothing was measured. gemv of packed weights spends 5
-# instructions on a code and flat 3.3, so flat is taken from the first row; for plain weights gemv spends 2 per row.
+# instructions on a code and flat 3, so flat is taken from the first row; for plain weights gemv spends 2 per row.
 Points = tuple[tuple[int, str], ...]
 
 

@@ -39,6 +39,10 @@ def weight(n: int, k: int, bits: int, group: int, scale_dtype: torch.dtype) -> t
         ("flat", 16, 33, 259, 128),
         ("large", 70, 37, 70, 64),
         ("", 3, 40, 72, 64),
+        ("flat", 12, 67, 512, 64),  # K in whole tiles, of several groups and of one
+        ("flat", 5, 20, 512, 32),
+        ("flat_64x128_s2", 16, 33, 256, 128),
+        ("large", 66, 37, 256, 128),
     ),
 )
 def test_near_float64(impl: str, m: int, n: int, k: int, group: int, dtype: torch.dtype, bits: int) -> None:
