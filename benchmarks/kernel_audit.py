@@ -6,6 +6,13 @@ For each configuration that `kernels/gpu/*.py` names in `audit_cases()` and each
 thread, shared memory of a block, 128-bit loads, tensor-core instructions, spills, bytes moved by a call and the share
 of them that is the minimum. On NVIDIA these are read from SASS by the disassembler that Triton carries; for gfx942 from
 the assembly. `problems` lists what breaks the bounds that the test suite holds. Results are kept in Triton's own cache.
+
+NVIDIA targets also show what the hot loop allows (a whole program, where no loop loads): its instructions (`hot`), the
+cycles that a scheduler needs for a warp's turn and the pipe that takes them, programs that a multiprocessor holds at
+once, `issue`, the bandwidth that this allows over the memory's, `flight`, KiB that these programs keep in flight beside
+what the memory's bandwidth asks for, and `exposed`, loads into registers that the turn itself waits for. `chips` has
+the figures of an A100 and an H200 and says what is left out. A kernel for which `benchmarks.gpu` has an aim, a share of
+a copy's bandwidth, is held to an `issue` that allows it, with a quarter to spare, and to hiding what is exposed.
 """
 
 from __future__ import annotations
@@ -26,6 +33,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.chips import Hot, measure
+from benchmarks.sass import WARP, hot_turn, parse
+
 if TYPE_CHECKING:
     from forebay.kernels.gpu.audit_case import AuditCase
 
@@ -33,6 +43,10 @@ ARCHS = ("sm_80", "sm_90", "gfx942")
 # Dynamic shared memory that one block may take (CUDA C++ programming guide, table of compute capabilities; CDNA 3 ISA).
 SHARED_NBYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "gfx942": 64 << 10}
 MOST_MOVED = 1.05
+# Issue slots count no barrier, bank conflict or wait for arithmetic: a fifth of them is left for these.
+LEAST_ISSUE = 1.25
+# Of the data sheet's bandwidth, what a copy reaches (an H200: 4.3 of 4.8 TB/s); aims are shares of that.
+COPY = 0.9
 
 
 @dataclass(frozen=True)
@@ -51,6 +65,7 @@ class Audited:
     bytes_moved: int
     minimum_share: float
     problems: tuple[str, ...]
+    hot: Hot | None = None  # on NVIDIA
 
 
 def discover() -> list[AuditCase]:
@@ -144,17 +159,40 @@ def count_amdgcn(text: str) -> Counts:
     )
 
 
-def count(compiled: Any, arch: str) -> Counts:
-    """Counts of a compiled kernel."""
-    if arch.startswith("gfx"):
-        return count_amdgcn(compiled.asm["amdgcn"])
+def disassemble(compiled: Any) -> tuple[str, str]:
+    """(resource usage, SASS) of a kernel compiled for NVIDIA."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
-        return count_sass(_run(_tool("cuobjdump"), "-res-usage", str(cubin)), _run(_tool("nvdisasm"), "-c", str(cubin)))
+        return _run(_tool("cuobjdump"), "-res-usage", str(cubin)), _run(_tool("nvdisasm"), "-c", str(cubin))
 
 
-def problems_of(case: AuditCase, arch: str, counts: Counts, shared_nbytes: int) -> tuple[str, ...]:
+def hot_problems_of(hot: Hot, aim: float) -> tuple[str, ...]:
+    """What keeps a kernel from the share `aim` of a copy's bandwidth."""
+    found = []
+    loaded = (hot.loaded_nbytes + hot.async_nbytes) * WARP * hot.warps
+    if not hot.turn_nbytes:
+        found.append("turn_nbytes is not given")
+    elif hot.looped and not hot.bulk_copies and loaded < hot.turn_nbytes:
+        found.append(f"the hot loop loads {loaded} bytes a turn, turn_nbytes is {hot.turn_nbytes}")
+    if hot.nested:
+        found.append("a loop inside the hot loop, whose turns are not known")
+    asked = LEAST_ISSUE * aim * COPY
+    if hot.issue < asked:
+        by = f"{hot.cycles:.0f} cycles of {hot.pipe}"
+        found.append(f"issuing allows {hot.issue:.2f} of the memory's bandwidth ({by}), {asked:.2f} is asked")
+    if hot.exposed_loads and hot.in_flight_nbytes < aim * COPY * hot.asked_nbytes:
+        found.append(f"waits for {hot.exposed_loads} loads with {_flight(hot)} KiB in flight")
+    return tuple(found)
+
+
+def _flight(hot: Hot) -> str:
+    return f"{hot.in_flight_nbytes / 1024:.0f}/{hot.asked_nbytes / 1024:.0f}"
+
+
+def problems_of(
+    case: AuditCase, arch: str, counts: Counts, shared_nbytes: int, hot: Hot | None = None
+) -> tuple[str, ...]:
     """The bounds that a configuration breaks on a target; compiling and shared memory are all that is asked on AMD."""
     found = []
     if shared_nbytes > SHARED_NBYTES[arch]:
@@ -173,6 +211,8 @@ def problems_of(case: AuditCase, arch: str, counts: Counts, shared_nbytes: int) 
         found.append(f"{wide} {bits}-bit loads for {case.main_operands} main operands")
     if case.uses_dot and not counts.tensor_instructions:
         found.append("no tensor-core instruction")
+    if case.aim and hot is not None:
+        found += hot_problems_of(hot, case.aim)
     return tuple(found)
 
 
@@ -185,12 +225,19 @@ def audit_case(case: AuditCase, arch: str) -> Audited:
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         message = f"does not compile: {type(error).__name__}: {reason}"
         return Audited(case.name, arch, 0, 0, 0, 0, 0, 0, 0, case.bytes_moved, share, (message,))
-    counts = count(compiled, arch)
     shared_nbytes = compiled.metadata.shared
+    hot = None
+    if arch.startswith("gfx"):
+        counts = count_amdgcn(compiled.asm["amdgcn"])
+    else:
+        usage, sass = disassemble(compiled)
+        counts = count_sass(usage, sass)
+        turn = hot_turn(parse(sass))
+        hot = measure(turn, arch, counts.registers, shared_nbytes, case.num_warps, case.turn_nbytes)
     return Audited(
         case.name, arch, counts.registers, counts.stack_nbytes, counts.spills, shared_nbytes, counts.loads_128,
         counts.loads_64, counts.tensor_instructions, case.bytes_moved, share,
-        problems_of(case, arch, counts, shared_nbytes),
+        problems_of(case, arch, counts, shared_nbytes, hot), hot,
     )  # fmt: skip
 
 
@@ -228,16 +275,29 @@ def audit(
         return list(pool.map(_audit_by_name, (c.name for c, _ in chosen), (a for _, a in chosen)))
 
 
+def _hot_cells(hot: Hot | None) -> tuple[str, ...]:
+    if hot is None:
+        return ("-",) * 6
+    known = hot.issue > 0.0
+    return (
+        str(hot.instructions), f"{hot.cycles:.0f} {hot.pipe}", str(hot.programs), f"{hot.issue:.2f}" if known else "-",
+        _flight(hot) if known else "-", str(hot.exposed_loads),
+    )  # fmt: skip
+
+
 def table(results: Sequence[Audited]) -> str:
-    """The results as aligned text."""
+    """The results as aligned text; after the problems, opcodes of the hot loop whose rate is not known."""
     head = ("configuration", "arch", "regs", "stack", "spills", "shared", "ld128", "ld64", "mma", "MB moved",
-            "minimum", "")
-    rows = [
-        (r.name, r.arch, str(r.registers), str(r.stack_nbytes), str(r.spills), str(r.shared_nbytes), str(r.loads_128),
-         str(r.loads_64), str(r.tensor_instructions), f"{r.bytes_moved / 1e6:.2f}", f"{r.minimum_share:.1%}",
-         "; ".join(r.problems))
-        for r in results
-    ]  # fmt: skip
+            "minimum", "hot", "cycles", "progs", "issue", "flight", "exposed", "")
+    rows = []
+    for r in results:
+        unknown = r.hot.unknown_opcodes if r.hot else ()
+        notes = (*r.problems, *((f"no rate known of {', '.join(unknown)}",) if unknown else ()))
+        rows.append(
+            (r.name, r.arch, str(r.registers), str(r.stack_nbytes), str(r.spills), str(r.shared_nbytes),
+             str(r.loads_128), str(r.loads_64), str(r.tensor_instructions), f"{r.bytes_moved / 1e6:.2f}",
+             f"{r.minimum_share:.1%}", *_hot_cells(r.hot), "; ".join(notes))
+        )  # fmt: skip
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head) - 1)]
     lines = []
     for row in (head, *rows):

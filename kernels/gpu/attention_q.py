@@ -77,6 +77,7 @@ def _case(
     name = f"attention_q/{kind}-kv{bits}"
     how["load_nbytes"] = unit_of(view.unit, group * bits // 8 if group < dim else 0)
     if queries == 1:
+        how["aim"] = 0.7 if dim == 128 and dtype != "fp32" else 0.0
         return decode_attention.case(name, dtype, view, heads, kv_heads, 2 * row_nbytes, **how)
     return prefill_attention.case(name, dtype, view, queries, heads, kv_heads, 2 * row_nbytes, **how)
 
@@ -94,6 +95,8 @@ def audit_cases() -> list[AuditCase]:
         _case("decode", 8, "fp16", 32, 32, 80, in_suite=False),
         _case("decode", 4, "fp32", 9, 3, 64),
         _case("decode", 8, "fp32", 32, 8, 128, in_suite=False),
+        _case("decode", 4, "bf16", 32, 8, 128, amd=True),
+        _case("decode", 8, "fp16", 32, 32, 80, amd=True, in_suite=False),
     ]
     for ampere in (False, True):
         cases += [

@@ -93,5 +93,7 @@ def audit_cases() -> list[AuditCase]:
             divisible=("source_ptr", "from_ptr", "destination_ptr", "to_ptr", "words", "ss", "ds"),
             bytes_moved=nbytes,
             minimum_bytes=nbytes,
+            aim=0.75,
+            turn_nbytes=2 * 4 * WORDS,
         )
     ]

@@ -6,6 +6,8 @@ holds no reduction over a row and no rescaling of the accumulator, only element-
 once at the end. A share whose largest score x of a row leaves phi + low < x < phi + high is computed again for that
 row, in the same program, by the synchronised online softmax; shares carry the maximum they used, so the merge is exact
 for both kinds. Below, the largest score decides rather than each score: a term far below the largest adds nothing.
+
+Loops over values are in `decode_values`; over rows whose codes the tensor cores take as they are, in `decode_codes`.
 """
 
 from __future__ import annotations
@@ -18,86 +20,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forebay.kernels.gpu import decode_shares
 from forebay.kernels.gpu.arguments import check_device, check_tensor, fail
 from forebay.kernels.gpu.audit_case import AuditCase
-from forebay.kernels.gpu.decode_shares import PROCESSORS, part_nbytes, processor_count, split_count, tile
+from forebay.kernels.gpu.decode_codes import synchronised_codes, unified_codes
+from forebay.kernels.gpu.decode_shares import PROCESSORS, Tile, part_nbytes, processor_count, split_count, tile
+from forebay.kernels.gpu.decode_values import synchronised_share, unified_share
 from forebay.kernels.gpu.paged import (
+    INTERPRETED,
     LOG2E,
     CacheView,
     contiguous_view,
-    dot,
-    find_block,
     lane_values,
-    load_tile,
     paged_view,
-    place_in_block,
     round_to,
     score_factors,
-    score_log2,
 )  # fmt: skip
 from forebay.kernels.gpu.rotation import load_query, rotated
 from forebay.kernels.paged import BlockLayout, check_pool, check_table
 
 MERGED = 16  # shares that the merge takes at a time
-
-
-@triton.jit
-def unified_share(
-    q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, begin, end, oldest,
-    kb, kr, vb, vr, pb, scale_log2, softcap, phi,
-    CAPPED: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr, T: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-):  # fmt: skip
-    """(sum of exp2(x - phi) V [M, DP], sum of exp2(x - phi) [M], largest x [M]) from position begin on."""
-    acc = tl.zeros((M, DP), tl.float32)
-    total = tl.zeros((M, T), tl.float32)
-    top = tl.full((M, T), float("-inf"), tl.float32)
-    block = find_block(table_ptr, begin, end, TOKENS, T)
-    for t0 in range(begin, end, T):
-        t = t0 + tl.arange(0, T)
-        seen = (t >= oldest) & (t < end)
-        inside = place_in_block(t, TOKENS)
-        block_after = find_block(table_ptr, t0 + T, end, TOKENS, T)
-        k = load_tile(k_ptr, k_pairs_ptr, block, inside, seen, kb, kr, pb, q.dtype, BITS, D, DP, G, GP)
-        s = tl.where(seen[None, :], score_log2(q, k, scale_log2, softcap, CAPPED), float("-inf"))
-        top = tl.maximum(top, s)
-        p = tl.exp2(s - phi)
-        total += p
-        v = load_tile(v_ptr, v_pairs_ptr, block, inside, seen, vb, vr, pb, q.dtype, BITS, D, DP, G, GP)
-        acc = dot(round_to(p, q.dtype), v, acc)
-        block = block_after
-    return acc, tl.sum(total, 1), tl.max(top, 1)
-
-
-@triton.jit
-def synchronised_share(
-    q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, begin, end, oldest,
-    kb, kr, vb, vr, pb, scale_log2, softcap,
-    CAPPED: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr, M: tl.constexpr, T: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-):  # fmt: skip
-    """As unified_share, with the largest x so far in place of phi, by the online softmax."""
-    acc = tl.zeros((M, DP), tl.float32)
-    total = tl.zeros((M,), tl.float32)
-    top = tl.full((M,), float("-inf"), tl.float32)
-    block = find_block(table_ptr, begin, end, TOKENS, T)
-    for t0 in range(begin, end, T):
-        t = t0 + tl.arange(0, T)
-        seen = (t >= oldest) & (t < end)
-        inside = place_in_block(t, TOKENS)
-        block_after = find_block(table_ptr, t0 + T, end, TOKENS, T)
-        k = load_tile(k_ptr, k_pairs_ptr, block, inside, seen, kb, kr, pb, q.dtype, BITS, D, DP, G, GP)
-        s = tl.where(seen[None, :], score_log2(q, k, scale_log2, softcap, CAPPED), float("-inf"))
-        higher = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(s - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(p, 1)
-        v = load_tile(v_ptr, v_pairs_ptr, block, inside, seen, vb, vr, pb, q.dtype, BITS, D, DP, G, GP)
-        acc = dot(round_to(p, q.dtype), v, acc * shrink[:, None])
-        top = higher
-        block = block_after
-    return acc, total, top
 
 
 @triton.jit
@@ -114,15 +56,18 @@ def decode_attention_kernel(
     qb, qh, kb, kh, kr, vb, vh, vr, pb, ph, table_stride,
     length_more, kv_heads, group_heads, splits, window, scale_log2, softcap, phi, low, high,
     UNIFIED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
-    UNIT: tl.constexpr, POWER: tl.constexpr,
-    M: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    UNIT: tl.constexpr, POWER: tl.constexpr, FOLDED: tl.constexpr, PTX: tl.constexpr,
+    M: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """Program (share, sequence and KV head, M of its query heads); strides of k and v are multiples of UNIT."""
+    """Program (share, sequence and KV head, H of its query heads); strides of k and v are multiples of UNIT."""
     split = tl.program_id(0)
     b = tl.program_id(1) // kv_heads
     kv_head = tl.program_id(1) % kv_heads
-    member = tl.program_id(2) * M + tl.arange(0, M)
-    present = member < group_heads
+    R: tl.constexpr = 8 if H < 8 else H
+    place = tl.arange(0, R)
+    member = tl.program_id(2) * H + place
+    present = (place < H) & (member < group_heads)
     head = kv_head * group_heads + member
     d, valid = lane_values(D, DP, G, GP)
     kb, kh, kr = kb // UNIT * UNIT, kh // UNIT * UNIT, kr // UNIT * UNIT
@@ -138,13 +83,23 @@ def decode_attention_kernel(
     begin = first + split * each
     end = tl.minimum(length, begin + each)
     if begin >= end:
-        nothing = tl.zeros((M,), tl.float32)
+        nothing = tl.zeros((R,), tl.float32)
         tl.store(stat_ptr + share * 2, nothing + float("-inf"), mask=present)
         tl.store(stat_ptr + share * 2 + 1, nothing, mask=present)
         return
 
-    q_at = b.to(tl.int64) * qb + head * qh
-    q = load_query(q_ptr + q_at, present, D, DP, G, GP, POWER)
+    asked = tl.program_id(2) * H + tl.arange(0, M) % H
+    q_at = b.to(tl.int64) * qb + (kv_head * group_heads + asked) * qh
+    q = load_query(q_ptr + q_at, asked < group_heads, D, DP, G, GP, POWER)
+    if FOLDED and POWER != 0:
+        # Rotated queries would be read from shared memory for every tile. By way of the share's place in memory they
+        # come to the registers of the product's factor as queries do that are loaded.
+        asked_share = ((b * kv_heads + kv_head) * group_heads + asked) * splits + split
+        at = part_ptr + asked_share.to(tl.int64)[:, None] * D + d[None, :]
+        mask = (asked < group_heads)[:, None] & valid[None, :]
+        tl.store(at, q.to(tl.float32), mask=mask)
+        tl.debug_barrier()
+        q = tl.load(at, mask=mask, other=0.0).to(q.dtype)
     k_ptr += kv_head.to(tl.int64) * kh
     v_ptr += kv_head.to(tl.int64) * vh
     if TOKENS == 0:
@@ -158,19 +113,31 @@ def decode_attention_kernel(
 
     redo = present
     if UNIFIED:
-        acc, total, top = unified_share(
-            q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, begin, end, oldest, kb, kr, vb, vr, pb,
-            scale_log2, softcap, phi, CAPPED, BITS, TOKENS, M, T, D, DP, G, GP,
-        )  # fmt: skip
+        if FOLDED:
+            acc, total, top = unified_codes(
+                q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, begin, end, oldest, kb, kr, vb, vr, pb,
+                scale_log2, softcap, phi, CAPPED, BITS, TOKENS, H, T, D, DP, G, GP, UNIT, PTX,
+            )  # fmt: skip
+        else:
+            acc, total, top = unified_share(
+                q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, begin, end, oldest, kb, kr, vb, vr, pb,
+                scale_log2, softcap, phi, CAPPED, BITS, TOKENS, M, T, D, DP, G, GP,
+            )  # fmt: skip
         # Written so that a row whose maximum is NaN is computed again.
         inside = (top > phi + low) & (top < phi + high)
         store_share(part_ptr, stat_ptr, share, acc, total, tl.zeros_like(top) + phi, present & inside, d, valid, D)
         redo = present & (inside == 0)
     if tl.max(redo.to(tl.int32), 0) > 0:
-        acc, total, top = synchronised_share(
-            q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, begin, end, oldest, kb, kr, vb, vr, pb,
-            scale_log2, softcap, CAPPED, BITS, TOKENS, M, T, D, DP, G, GP,
-        )  # fmt: skip
+        if FOLDED:
+            acc, total, top = synchronised_codes(
+                q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, begin, end, oldest, kb, kr, vb, vr, pb,
+                scale_log2, softcap, CAPPED, BITS, TOKENS, H, T, D, DP, G, GP, UNIT, PTX,
+            )  # fmt: skip
+        else:
+            acc, total, top = synchronised_share(
+                q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, begin, end, oldest, kb, kr, vb, vr, pb,
+                scale_log2, softcap, CAPPED, BITS, TOKENS, M, T, D, DP, G, GP,
+            )  # fmt: skip
         store_share(part_ptr, stat_ptr, share, acc, total, top, redo, d, valid, D)
 
 
@@ -213,6 +180,19 @@ def merge_kernel(
     tl.store(out_ptr + at + d, round_to(out, out_ptr.dtype.element_ty), mask=d < D)
 
 
+def choose(
+    view: CacheView, itemsize: int, group_heads: int, amd: bool = decode_shares.AMD
+) -> tuple[Tile, dict[str, Any]]:
+    """(tile, constants of the product) for queries of itemsize bytes over a view."""
+    dim, lanes, group, bits = (view.constants[name] for name in ("D", "DP", "G", "BITS"))
+    product = decode_shares.product(dim, group, bits, itemsize, group_heads, amd)
+    # Codes are read as words, and from 64 rows at offsets that 32 bits hold.
+    if product.folded and (view.unit % 4 or max(view.strides[2], view.strides[5]) >= 1 << 27):
+        product = decode_shares.product(dim, group, 0, itemsize, group_heads)
+    chosen = tile(lanes, itemsize, bits, product.folded)
+    return chosen, {"FOLDED": product.folded, "M": product.rows, "H": product.heads}
+
+
 def bind_view(
     q: Tensor, view: CacheView, position_nbytes: int, table: Tensor | None, lengths: Tensor, length_more: int,
     kv_heads: int, capacity: int, scale: float, window: int, softcap: float, phi: float, low: float, high: float,
@@ -226,13 +206,12 @@ def bind_view(
     if q.numel() == 0:
         return lambda: None
     group_heads = heads // kv_heads
-    chosen = tile(view.constants["DP"], q.dtype.itemsize, view.constants["BITS"])
-    rows = min(64, max(16, triton.next_power_of_2(group_heads)))
+    chosen, product = choose(view, q.dtype.itemsize, group_heads)
     if splits is None:
         sizes = (capacity, chosen.positions, part_nbytes(group_heads, dim), position_nbytes)
         splits = split_count(batch * kv_heads, *sizes, processor_count(q.device))
     scale_log2, cap = score_factors(scale, softcap)
-    attend: Any = decode_attention_kernel[(splits, batch * kv_heads, triton.cdiv(group_heads, rows))]
+    attend: Any = decode_attention_kernel[(splits, batch * kv_heads, triton.cdiv(group_heads, product["H"]))]
     merge: Any = merge_kernel[(batch * heads,)]
 
     def run() -> None:
@@ -242,8 +221,8 @@ def bind_view(
             q, *view.pointers, table, lengths, part, stat, q.stride(0), q.stride(1), *view.strides,
             table.stride(0) if table is not None else 0, length_more, kv_heads, group_heads, splits, window,
             scale_log2, cap, phi * LOG2E, low * LOG2E, high * LOG2E,
-            UNIFIED=high > low, CAPPED=softcap > 0, UNIT=view.unit, POWER=view.power, M=rows, T=chosen.positions,
-            **view.constants,
+            UNIFIED=high > low, CAPPED=softcap > 0, UNIT=view.unit, POWER=view.power, T=chosen.positions,
+            PTX=not INTERPRETED, **product, **view.constants,
             num_warps=chosen.num_warps, num_stages=chosen.num_stages,
         )  # fmt: skip
         merge(
@@ -324,12 +303,12 @@ def decode_attention_contiguous(
 
 def case(
     name: str, dtype: str, view: CacheView, heads: int, kv_heads: int, position_nbytes: int, unified: bool = False,
-    load_nbytes: int = 16, in_suite: bool = True,
+    load_nbytes: int = 16, in_suite: bool = True, amd: bool = False, aim: float = 0.0,
 ) -> AuditCase:  # fmt: skip
     """One sequence of 16384 positions, each of position_nbytes in the cache of a KV head, seen through `view`."""
     length, dim, bits, tokens = 16384, *(view.constants[n] for n in ("D", "BITS", "TOKENS"))
     itemsize = 4 if dtype == "fp32" else 2
-    chosen = tile(view.constants["DP"], itemsize, bits)
+    chosen, product = choose(view, itemsize, heads // kv_heads, amd)
     partial = part_nbytes(heads // kv_heads, dim)
     splits = split_count(kv_heads, length, chosen.positions, partial, position_nbytes, PROCESSORS)
     pointer = "*u8" if bits else f"*{dtype}"
@@ -343,9 +322,11 @@ def case(
     signature |= dict.fromkeys(("length_more", "kv_heads", "group_heads", "splits", "window"), "i32")
     signature |= dict.fromkeys(("scale_log2", "softcap", "phi", "low", "high"), "fp32")
     minimum = length * kv_heads * position_nbytes + 2 * heads * dim * itemsize + (4 * length // 64 if tokens else 0)
-    constants: dict[str, Any] = {"UNIFIED": unified, "CAPPED": False, "UNIT": view.unit, "POWER": view.power, "M": 16}
+    constants: dict[str, Any] = {"UNIFIED": unified, "CAPPED": False, "UNIT": view.unit, "POWER": view.power}
+    constants |= product | {"PTX": True}
+    plain = dtype != "fp32" and not product["FOLDED"]
     return AuditCase(
-        name=f"{name}/{dim}x{heads}/{kv_heads}-{dtype}",
+        name=f"{name}/{dim}x{heads}/{kv_heads}-{dtype}{'/amd' if amd else ''}",
         fn=decode_attention_kernel,
         signature=signature,
         constants=constants | {"T": chosen.positions} | view.constants | dict.fromkeys(absent),
@@ -359,21 +340,25 @@ def case(
         load_nbytes=load_nbytes,
         bytes_moved=minimum + 2 * kv_heads * splits * partial,
         minimum_bytes=minimum,
-        archs=("sm_80", "sm_90") if dtype == "fp32" else ("sm_80", "sm_90", "gfx942"),
+        aim=aim,
+        turn_nbytes=chosen.positions * position_nbytes,
+        archs=("gfx942",) if amd else (("sm_80", "sm_90", "gfx942") if plain else ("sm_80", "sm_90")),
         in_suite=in_suite,
     )  # fmt: skip
 
 
 def _case(
-    name: str, format: str, dtype: str, heads: int, kv_heads: int, dim: int, unified: bool, paged: bool
-) -> AuditCase:
+    name: str, format: str, dtype: str, heads: int, kv_heads: int, dim: int, unified: bool, paged: bool,
+    amd: bool = False,
+) -> AuditCase:  # fmt: skip
     """Blocks of 64 where paged."""
     torch_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
     layout = BlockLayout(64, kv_heads, dim, format, torch_dtype)
     row = torch.empty(1, kv_heads, 1, dim, dtype=torch_dtype)
     pool = torch.empty(1, layout.record_nbytes, dtype=torch.uint8)
     view = paged_view(pool, layout) if paged else contiguous_view(row, row)
-    return case(f"decode_attention/{name}", dtype, view, heads, kv_heads, layout.position_nbytes, unified)
+    nbytes = layout.position_nbytes
+    return case(f"decode_attention/{name}", dtype, view, heads, kv_heads, nbytes, unified, amd=amd, aim=0.85)
 
 
 def audit_cases() -> list[AuditCase]:
@@ -389,4 +374,6 @@ def audit_cases() -> list[AuditCase]:
         _case("unified-kv4", "kv4", "bf16", 32, 8, 128, True, True),
         _case("unified-kv8", "kv8", "fp16", 56, 56, 128, True, True),
         _case("unified-kv4", "kv4", "fp16", 56, 56, 128, True, True),
+        _case("unified-kv8", "kv8", "bf16", 32, 8, 128, True, True, amd=True),
+        _case("unified-kv4", "kv4", "fp16", 56, 56, 128, True, True, amd=True),
     ]

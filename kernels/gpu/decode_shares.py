@@ -28,14 +28,40 @@ EXACT = {"usual": Tile(32, 4, 3), "wide": Tile(16, 8, 2)}
 PROGRAMS_PER_PROCESSOR = 8
 # Multiprocessors where there is no GPU to ask: an H100's or H200's.
 PROCESSORS = 132
+AMD = torch.version.hip is not None
 
 
-def tile(lanes: int, itemsize: int, bits: int) -> Tile:
-    """The tile for rows of K that take so many lanes of itemsize bytes once dequantised from bits (0: as they are)."""
+class Product(NamedTuple):
+    """How a program multiplies: rows of the scores, query heads among them, codes as they are (`decode_codes`)."""
+
+    rows: int
+    heads: int
+    folded: bool
+
+
+def product(head_dim: int, group: int, bits: int, itemsize: int, group_heads: int, amd: bool = AMD) -> Product:
+    """The product for queries of itemsize bytes, `group_heads` to a KV head, over rows whose strides are words."""
+    heads = _power_of_two(group_heads)
+    lanes = lane_count(head_dim, group)
+    groups = lanes // lane_width(head_dim, group)
+    rows = max(16, groups * heads)
+    # Rows of codes that are whole words by group, words for both products, registers for 256 lanes of 4 bits.
+    # On AMD, without the byte permutations, it would spill up to 124 values of 512 registers.
+    if bits and itemsize == 2 and not amd and group * bits % 32 == 0 and 256 <= lanes * bits <= 1024 and rows <= 64:
+        return Product(rows, max(8, heads) if groups == 1 else rows // groups, True)
+    rows = min(64, max(16, heads))
+    return Product(rows, rows, False)
+
+
+def tile(lanes: int, itemsize: int, bits: int, folded: bool) -> Tile:
+    """The tile for rows of K that take so many lanes of itemsize bytes once dequantised from bits (0: as they are).
+
+    Where folded, each of four warps takes 16 positions.
+    """
     row_nbytes = lanes * itemsize
     if bits and itemsize == 4:
         return EXACT["wide" if lanes > 64 else "usual"]
-    if bits and row_nbytes <= 256:
+    if bits and (folded or row_nbytes <= 256):
         return DEQUANTISED
     sizes = ((128, "narrow"), (256, "usual"), (512, "wide"))
     return TILES[next((name for most, name in sizes if row_nbytes <= most), "widest")]
@@ -44,6 +70,12 @@ def tile(lanes: int, itemsize: int, bits: int) -> Tile:
 def lane_count(head_dim: int, group: int) -> int:
     """Lanes over which a row in groups of `group` is spread, each group from a power of two on; 16 at least."""
     return max(16, _power_of_two(group) * _power_of_two(packing.group_count(head_dim, group)))
+
+
+def lane_width(head_dim: int, group: int) -> int:
+    """Lanes from one group to the next; all of them where there is one group."""
+    wide = _power_of_two(group)
+    return lane_count(head_dim, group) if wide >= head_dim else wide
 
 
 def _power_of_two(least: int) -> int:
@@ -79,6 +111,7 @@ def workspace_nbytes(
     """Bytes that the shares of `attention` of one query take beside its arguments, or of `attention_q` with bits."""
     part = part_nbytes(heads // kv_heads, dim)
     row_nbytes = packing.row_nbytes(dim, bits, group, packing.CACHE_ALIGN) if bits else dim * itemsize
-    positions = tile(lane_count(dim, group or dim), itemsize, bits).positions
+    folded = product(dim, group or dim, bits, itemsize, heads // kv_heads).folded
+    positions = tile(lane_count(dim, group or dim), itemsize, bits, folded).positions
     splits = split_count(batch * kv_heads, capacity, positions, part, 2 * row_nbytes, processors)
     return batch * kv_heads * splits * part

@@ -9,6 +9,7 @@ what poisons the row anyway, and must meet zeros. Native values are one group of
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.gpu.decode_shares import lane_count
+from forebay.kernels.gpu.decode_shares import lane_count, lane_width
 from forebay.kernels.paged import BlockLayout
 
 LOG2E = 1.4426950408889634
@@ -118,7 +119,7 @@ def find_block(table_ptr, t0, end, TOKENS: tl.constexpr, T: tl.constexpr):
 def place_in_block(t, TOKENS: tl.constexpr):
     """Positions t counted from the beginning of their block, or of the sequence where there is no table."""
     if TOKENS != 0:
-        t = t % TOKENS
+        t = t & (TOKENS - 1)
     return t
 
 
@@ -162,12 +163,18 @@ def load_tile(
 
 
 @triton.jit
-def score_log2(q, k, scale_log2, softcap, CAPPED: tl.constexpr):
-    """Attention scores [M, T] times log2(e) in fp32; scale_log2 is scale * log2(e), or scale / softcap where capped."""
-    s = dot(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32)) * scale_log2
+def capped(s, softcap, CAPPED: tl.constexpr):
+    """Scores times log2(e), from scores times scale * log2(e), or where capped times scale / softcap."""
     if CAPPED:  # tanh(x) = 1 - 2 / (exp(2 x) + 1), in which infinities come out right; softcap is times log2(e)
         s = softcap * (1.0 - 2.0 / (tl.exp2(s * 2.8853900817779268) + 1.0))
     return s
+
+
+@triton.jit
+def score_log2(q, k, scale_log2, softcap, CAPPED: tl.constexpr):
+    """Attention scores [M, T] times log2(e) in fp32; scale_log2 is scale * log2(e), or scale / softcap where capped."""
+    s = dot(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32)) * scale_log2
+    return capped(s, softcap, CAPPED)
 
 
 def score_factors(scale: float, softcap: float) -> tuple[float, float]:
@@ -188,8 +195,7 @@ class CacheView:
 
 def lanes(head_dim: int, group: int) -> dict[str, int]:
     """The constants D, DP, G and GP."""
-    wide, padded = triton.next_power_of_2(group), lane_count(head_dim, group)
-    return {"D": head_dim, "DP": padded, "G": group, "GP": padded if wide >= head_dim else wide}
+    return {"D": head_dim, "DP": lane_count(head_dim, group), "G": group, "GP": lane_width(head_dim, group)}
 
 
 def paged_view(pool: Tensor, layout: BlockLayout) -> CacheView:
@@ -206,7 +212,8 @@ def paged_view(pool: Tensor, layout: BlockLayout) -> CacheView:
     strides = (pool.stride(0), part, layout.row_nbytes)
     at = layout.codes_nbytes // 4
     pointers = (pool, pool[:, heads * part :], words[:, at:], words[:, heads * part // 4 + at :])
-    return CacheView(pointers, (*strides, *strides, words.stride(0), part // 4), constants)
+    unit = math.gcd(16, *strides)
+    return CacheView(pointers, (*strides, *strides, words.stride(0), part // 4), constants, unit)
 
 
 def contiguous_view(k: Tensor, v: Tensor) -> CacheView:

@@ -128,6 +128,8 @@ def audit_cases() -> list[AuditCase]:
                 main_operands=2 if residual else 1,
                 bytes_moved=nbytes,
                 minimum_bytes=nbytes,
+                aim=0.75,
+                turn_nbytes=nbytes * high // 512,
             )
         )  # fmt: skip
     return cases

@@ -118,6 +118,8 @@ def audit_cases() -> list[AuditCase]:
                 divisible=(*pointers, *strides),
                 bytes_moved=nbytes,
                 minimum_bytes=nbytes,
+                aim=0.75,
+                turn_nbytes=nbytes // (512 * triton.cdiv(heads, block)),
             )
         )
     return cases

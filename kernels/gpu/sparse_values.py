@@ -90,5 +90,6 @@ def audit_cases() -> list[AuditCase]:
             # the slices of a query run side by side, so its 19 KiB of indices and weights come from memory once
             bytes_moved=minimum,
             minimum_bytes=minimum,
+            turn_nbytes=2 * ROWS * SLICE,
         )
     ]

@@ -196,6 +196,8 @@ def audit_cases() -> list[AuditCase]:
                 main_operands=2,
                 bytes_moved=minimum,  # x is read again by every block of outputs, from L2: at most 512 KiB
                 minimum_bytes=minimum,
+                aim=0.75 if size == 2 and s.bm <= 32 else 0.0,
+                turn_nbytes=2 * s.bn * s.bk * size,
                 archs=("sm_80", "sm_90") if size == 4 else ("sm_80", "sm_90", "gfx942"),
             )
         )

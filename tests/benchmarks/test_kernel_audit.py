@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,13 +16,11 @@ from forebay.kernels.gpu.audit_case import AuditCase
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
-# By its path: in this suite the name `benchmarks` is the folder of this test.
-spec = importlib.util.spec_from_file_location("kernel_audit", ROOT / "benchmarks" / "kernel_audit.py")
-assert spec is not None and spec.loader is not None
-kernel_audit = sys.modules["kernel_audit"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(kernel_audit)
-Audited, Counts = kernel_audit.Audited, kernel_audit.Counts
-problems_of = kernel_audit.problems_of
+sys.path.insert(0, str(ROOT))  # benchmarks
+
+from benchmarks import kernel_audit  # noqa: E402
+from benchmarks.chips import Hot  # noqa: E402
+from benchmarks.kernel_audit import Audited, Counts, problems_of  # noqa: E402
 
 # The interpreter must not stand in the place of the compiler.
 ENVIRONMENT = os.environ | {"TRITON_INTERPRET": "0"}
@@ -52,6 +50,27 @@ def test_the_counts_are_of_real_kernels(audited: list[dict]) -> None:
             assert r["loads_128"] >= 1
             assert (r["tensor_instructions"] > 0) == ("/gemv/" not in r["name"])
             assert r["minimum_share"] >= 1 / 1.05
+
+
+def test_hot_loops_are_found_in_real_kernels(audited: list[dict]) -> None:
+    seen = set()
+    for r in audited:
+        hot = r["hot"]
+        assert (hot is None) == (r["arch"] == "gfx942")
+        if hot is None:
+            continue
+        assert hot["unknown_opcodes"] == [], f"{r['name']}: benchmarks/chips.py has no rate of these"
+        assert hot["programs"] >= 1 and hot["cycles"] >= hot["instructions"] > 0 and not hot["nested"]
+        loaded = (hot["loaded_nbytes"] + hot["async_nbytes"]) * 32 * hot["warps"]
+        if r["name"].startswith(("linear/flat", "decode_attention/unified/")):
+            seen.add(r["name"].split("/")[0])
+            # The main loop, which loads the weights or K and V once and little beside them, and waits for no copy.
+            assert hot["looped"] and hot["async_nbytes"] > 0
+            assert hot["turn_nbytes"] <= loaded <= 1.5 * hot["turn_nbytes"]
+        if r["name"].startswith("rms_norm"):
+            seen.add("rms_norm")
+            assert not hot["looped"] and hot["async_nbytes"] == 0 and hot["exposed_loads"] > 0
+    assert seen == {"linear", "decode_attention", "rms_norm"}
 
 
 def test_every_file_with_kernels_has_cases() -> None:
@@ -100,6 +119,36 @@ def test_bytes_moved_are_held_to_the_minimum() -> None:
     assert problems_of(AuditCase("op/c", None, {}, {}, bytes_moved=105, minimum_bytes=100), "sm_90", GOOD, 0) == ()
 
 
+HOT = Hot(
+    looped=True, nested=False, instructions=100, cycles=120.0, pipe="alu", loaded_nbytes=0, async_nbytes=16,
+    bulk_copies=0, exposed_loads=0, warps=4, turn_nbytes=2048, programs=4, issue=0.91,
+    in_flight_nbytes=20480.0, asked_nbytes=36864.0, unknown_opcodes=(),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    (
+        ({"issue": 0.89}, "issuing allows 0.89 of the memory's bandwidth (120 cycles of alu), 0.90 is asked"),
+        ({"exposed_loads": 2}, "waits for 2 loads with 20/36 KiB in flight"),
+        ({"nested": True}, "a loop inside the hot loop, whose turns are not known"),
+        ({"async_nbytes": 8}, "the hot loop loads 1024 bytes a turn, turn_nbytes is 2048"),
+    ),
+)
+def test_kernels_with_an_aim_are_held_to_their_hot_loop(change: dict, problem: str) -> None:
+    case = AuditCase("op/e", None, {}, {}, aim=0.8)
+    assert problems_of(case, "sm_90", GOOD, 0, HOT) == ()
+    assert problems_of(case, "sm_90", GOOD, 0, replace(HOT, **change)) == (problem,)
+    assert problems_of(replace(case, aim=0.0), "sm_90", GOOD, 0, replace(HOT, **change)) == ()
+
+
+def test_loads_may_be_waited_for_where_others_are_in_flight_and_bytes_of_bulk_copies_are_not_known() -> None:
+    case = AuditCase("op/f", None, {}, {}, aim=0.8)
+    assert problems_of(case, "sm_90", GOOD, 0, replace(HOT, exposed_loads=2, in_flight_nbytes=0.73 * 36864.0)) == ()
+    assert problems_of(case, "sm_90", GOOD, 0, replace(HOT, async_nbytes=0, bulk_copies=1)) == ()
+    assert problems_of(case, "sm_90", GOOD, 0, replace(HOT, turn_nbytes=0)) == ("turn_nbytes is not given",)
+
+
 def test_counting_sass() -> None:
     usage = "Function k:\n REG:40 STACK:16 SHARED:0 LOCAL:0 CONSTANT[0]:600"
     sass = """
@@ -131,3 +180,7 @@ def test_the_table_names_every_problem() -> None:
     result = Audited("op/a", "sm_90", 64, 8, 0, 0, 2, 2, 8, 100, 1.0, ("8 bytes of stack",))
     lines = kernel_audit.table([result]).splitlines()
     assert len(lines) == 2 and lines[1].startswith("op/a") and lines[1].endswith("8 bytes of stack")
+    hot = replace(HOT, unknown_opcodes=("NEWOP",))
+    lines = kernel_audit.table([replace(result, hot=hot)]).splitlines()
+    assert lines[1].split()[11:18] == ["100", "120", "alu", "4", "0.91", "20/36", "0"]
+    assert lines[1].endswith("8 bytes of stack; no rate known of NEWOP")

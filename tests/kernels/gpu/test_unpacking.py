@@ -11,34 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from ptx_blocks import evaluate
 
 from forebay.kernels.gpu import unpacking
-
-
-def evaluate(ptx: str, inputs: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """The pair of values [P, 2] in dtype that a block of mov, lop3 and packed fma leaves in $0, for int64 inputs."""
-    held: dict[str, Tensor] = {f"${i + 1}": value for i, value in enumerate(inputs)}
-
-    def halves(name: str) -> Tensor:
-        value = held[name]
-        words = torch.stack((value & 0xFFFF, value >> 16), -1).to(torch.uint16)
-        return words.view(dtype).double()
-
-    for statement in ptx.strip("{} ").split(";"):
-        name, _, rest = statement.strip().partition(" ")
-        names = [part.strip() for part in rest.split(",")]
-        if name == "mov.b32":
-            held[names[0]] = torch.tensor(int(names[1], 16)).expand_as(inputs[0])
-        elif name == "lop3.b32":
-            assert names[4] == "0xEA"  # (a & b) | c
-            held[names[0]] = (held[names[1]] & held[names[2]]) | held[names[3]]
-        elif name.startswith("fma.rn."):
-            words = (halves(names[1]) * halves(names[2]) + halves(names[3])).to(dtype).view(torch.uint16).long()
-            held[names[0]] = words[..., 0] | (words[..., 1] << 16)
-        else:
-            assert not name or name == ".reg", statement
-    return halves("$0")
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))

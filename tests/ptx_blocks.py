@@ -1,0 +1,49 @@
+"""Blocks of PTX as kernels write them inline, evaluated for tests: mov, lop3, prmt, cvt and packed fma."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def execute(ptx: str, inputs: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The 32-bit words [P] that a block leaves in $0, for words [P] as int64, or for cvt fp32; dtype is that of fma."""
+    held: dict[str, Tensor] = {f"${i + 1}": value for i, value in enumerate(inputs)}
+
+    def value(name: str) -> Tensor:
+        return held[name] if name in held else torch.tensor(int(name, 16)).expand_as(inputs[0])
+
+    def halves(name: str) -> Tensor:
+        return pair_of(held[name], dtype)
+
+    for statement in ptx.strip("{} ").split(";"):
+        name, _, rest = statement.strip().partition(" ")
+        names = [part.strip() for part in rest.split(",")]
+        if name == "mov.b32":
+            held[names[0]] = value(names[1])
+        elif name == "lop3.b32":
+            assert names[4] == "0xEA"  # (a & b) | c
+            held[names[0]] = (value(names[1]) & value(names[2])) | value(names[3])
+        elif name == "prmt.b32":
+            both, order = value(names[1]) | (value(names[2]) << 32), value(names[3])
+            chosen = [(both >> (((order >> 4 * i) & 7) * 8)) & 0xFF for i in range(4)]
+            held[names[0]] = chosen[0] | chosen[1] << 8 | chosen[2] << 16 | chosen[3] << 24
+        elif name == "cvt.rn.bf16x2.f32":  # the first goes to the high half
+            high, low = (held[n].bfloat16().view(torch.uint16).long() for n in names[1:])
+            held[names[0]] = low | (high << 16)
+        elif name.startswith("fma.rn."):
+            words = (halves(names[1]) * halves(names[2]) + halves(names[3])).to(dtype).view(torch.uint16).long()
+            held[names[0]] = words[..., 0] | (words[..., 1] << 16)
+        else:
+            assert not name or name == ".reg", statement
+    return held["$0"]
+
+
+def pair_of(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """The two values [P, 2] of dtype in each word, in float64."""
+    return torch.stack((words & 0xFFFF, words >> 16), -1).to(torch.uint16).view(dtype).double()
+
+
+def evaluate(ptx: str, inputs: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """As execute, the pair of values [P, 2] of dtype in float64."""
+    return pair_of(execute(ptx, inputs, dtype), dtype)
