@@ -6,8 +6,8 @@ for by Little's law. Rates are those of the table "Throughput of Native Arithmet
 guides, columns 8.0 and 9.0: results a cycle of a multiprocessor, whose four schedulers issue an instruction of 32 lanes
 a cycle each. Which pipe takes an opcode is from the Nsight Compute guide (section Pipelines). Where these leave a
 choice the faster rate is taken. Bank conflicts, barriers and the latency of arithmetic are left out, so `issue` is a
-bound from above. Of branches the longer is taken, every load is taken to come from device memory, and a multiprocessor
-to hold all the programs that it has room for, however small the grid is.
+bound from above. Of branches the longer is taken, loads are taken to come from device memory but for those that a case
+names, and a multiprocessor to hold all the programs that it has room for, however small the grid is.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Chip:
     warps: int = 64
     blocks: int = 32
     registers: int = 65536
-    # Assumed: a load's latency while memory is nearly saturated (unloaded it is about half of that).
+    # Assumed: a load's latency while memory is nearly saturated (unloaded it is about half of that), and that of L2.
     latency_s: float = 1e-6
+    cached_latency_s: float = 0.25e-6
 
 
 CHIPS = {
@@ -142,10 +143,13 @@ class Hot:
     unknown_opcodes: tuple[str, ...]  # without a rate, counted as issue slots
 
 
-def measure(turn: Turn, arch: str, registers: int, shared_nbytes: int, warps: int, turn_nbytes: int) -> Hot:
+def measure(
+    turn: Turn, arch: str, registers: int, shared_nbytes: int, warps: int, turn_nbytes: int, cached_nbytes: int = 0
+) -> Hot:
     """A turn of a kernel whose programs have so many warps, registers a thread and bytes of shared memory.
 
-    turn_nbytes is what a program's turn moves from and to device memory. Every load is taken to come from there.
+    turn_nbytes is what a program's turn moves from and to device memory. Every load is taken to come from there, but
+    for those of cached_nbytes a thread, which come from L2.
     """
     chip = CHIPS[arch]
     pipes, unknown = cycles_of(turn, arch)
@@ -154,6 +158,7 @@ def measure(turn: Turn, arch: str, registers: int, shared_nbytes: int, warps: in
     programs = resident_programs(chip, registers, shared_nbytes, warps)
     busy = min(SCHEDULERS, programs * warps)
     latency = chip.latency_s * chip.clock_hz
+    time = turn_time(turn, latency, cached_nbytes, chip.cached_latency_s * chip.clock_hz)
     return Hot(
         looped=turn.looped,
         nested=turn.nested,
@@ -168,7 +173,7 @@ def measure(turn: Turn, arch: str, registers: int, shared_nbytes: int, warps: in
         turn_nbytes=turn_nbytes,
         programs=programs,
         issue=turn_nbytes * busy / (warps * cycles) * chip.processors * chip.clock_hz / chip.bandwidth,
-        in_flight_nbytes=programs * turn_nbytes * latency / turn_time(turn, latency),
+        in_flight_nbytes=programs * turn_nbytes * latency / time,
         asked_nbytes=chip.bandwidth / chip.processors * chip.latency_s,
         unknown_opcodes=unknown,
     )

@@ -233,7 +233,8 @@ def audit_case(case: AuditCase, arch: str) -> Audited:
         usage, sass = disassemble(compiled)
         counts = count_sass(usage, sass)
         turn = hot_turn(parse(sass))
-        hot = measure(turn, arch, counts.registers, shared_nbytes, case.num_warps, case.turn_nbytes)
+        sizes = case.num_warps, case.turn_nbytes, case.cached_nbytes
+        hot = measure(turn, arch, counts.registers, shared_nbytes, *sizes)
     return Audited(
         case.name, arch, counts.registers, counts.stack_nbytes, counts.spills, shared_nbytes, counts.loads_128,
         counts.loads_64, counts.tensor_instructions, case.bytes_moved, share,

@@ -342,6 +342,7 @@ def case(
         minimum_bytes=minimum,
         aim=aim,
         turn_nbytes=chosen.positions * position_nbytes,
+        cached_nbytes=4 if tokens else 0,
         archs=("gfx942",) if amd else (("sm_80", "sm_90", "gfx942") if plain else ("sm_80", "sm_90")),
         in_suite=in_suite,
     )  # fmt: skip
