@@ -66,16 +66,13 @@ def prepare_query(q, H: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr, PTX:
     return x, begin, sums, tl.max(tl.reshape(power, (M // H, H)), 0)
 
 
-@triton.jit
-def kind_of(pairs_ptr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr):
-    """How load_codes finds scales and lows."""
-    GROUPS: tl.constexpr = (D + G - 1) // G
-    if pairs_ptr is not None or GROUPS == 1:
-        return PAIRS
-    elif GROUPS % 2 == 0 and GROUPS == DP // GP:
-        return HALVES
-    else:
-        return PLAIN
+@triton.constexpr_function
+def kind_of(paired, D, DP, G, GP):
+    """How load_codes finds scales and lows: PAIRS, HALVES or PLAIN."""
+    groups = (D + G - 1) // G
+    if paired or groups == 1:
+        return PAIRS.value
+    return HALVES.value if groups % 2 == 0 and groups == DP // GP else PLAIN.value
 
 
 @triton.jit
@@ -217,7 +214,7 @@ def unified_codes(
     WARPS: tl.constexpr = T // 16
     R: tl.constexpr = 8 if H < 8 else H
     GROUPS: tl.constexpr = (D + G - 1) // G
-    KIND: tl.constexpr = kind_of(k_pairs_ptr, D, DP, G, GP)
+    KIND: tl.constexpr = kind_of(k_pairs_ptr is not None, D, DP, G, GP)
     PAIR: tl.constexpr = tl.float16 if k_pairs_ptr is None else q.dtype
     codes_q, start, sums, power = prepare_query(q, H, GP, BITS, PTX)
     factor = (power * scale_log2)[None, :, None]
@@ -265,7 +262,7 @@ def synchronised_codes(
     WARPS: tl.constexpr = T // 16
     R: tl.constexpr = 8 if H < 8 else H
     GROUPS: tl.constexpr = (D + G - 1) // G
-    KIND: tl.constexpr = kind_of(k_pairs_ptr, D, DP, G, GP)
+    KIND: tl.constexpr = kind_of(k_pairs_ptr is not None, D, DP, G, GP)
     PAIR: tl.constexpr = tl.float16 if k_pairs_ptr is None else q.dtype
     codes_q, start, sums, power = prepare_query(q, H, GP, BITS, PTX)
     factor = (power * scale_log2)[None, :, None]
