@@ -99,6 +99,8 @@ def compile_case(case: AuditCase, arch: str) -> Any:
     source = ASTSource(fn=case.fn, signature=signature, constexprs=dict(case.constants), attrs=attrs)
     stages = case.amd_stages or case.num_stages if amd else case.num_stages
     options = {"num_warps": case.num_warps, "num_stages": stages}
+    if case.max_registers and not amd:
+        options["maxnreg"] = case.max_registers
     return triton.compile(source, target=target, options=options)
 
 

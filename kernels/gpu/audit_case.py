@@ -20,6 +20,7 @@ class AuditCase:
     constants: Mapping[str, Any]  # tl.constexpr arguments, by name
     num_warps: int = 4
     num_stages: int = 2
+    max_registers: int = 0  # of a thread, which the compiler is held to on NVIDIA; 0: no limit
     amd_stages: int = 0  # on AMD, whose blocks have 64 KiB of shared memory; 0: as elsewhere
     divisible: tuple[str, ...] = ()  # run-time arguments that are multiples of 16 (pointers and strides)
     uses_dot: bool = False  # tl.dot is taken, so tensor-core instructions must appear

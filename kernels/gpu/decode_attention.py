@@ -193,6 +193,15 @@ def choose(
     return chosen, {"FOLDED": product.folded, "M": product.rows, "H": product.heads}
 
 
+def register_limit(view: CacheView, folded: bool, bf16: bool) -> dict[str, int]:
+    """The compiler's option that keeps three programs of 4-bit rows on a multiprocessor: 65536 / (3 * 128) registers.
+
+    Triton 3.6 and 3.9 take up to 226 by themselves, without need; fp16 would spill with 3.6.
+    """
+    few = folded and bf16 and not decode_shares.AMD and view.constants["BITS"] == 4 and view.constants["D"] == 128
+    return {"maxnreg": 168} if few else {}
+
+
 def bind_view(
     q: Tensor, view: CacheView, position_nbytes: int, table: Tensor | None, lengths: Tensor, length_more: int,
     kv_heads: int, capacity: int, scale: float, window: int, softcap: float, phi: float, low: float, high: float,
@@ -211,6 +220,7 @@ def bind_view(
         sizes = (capacity, chosen.positions, part_nbytes(group_heads, dim), position_nbytes)
         splits = split_count(batch * kv_heads, *sizes, processor_count(q.device))
     scale_log2, cap = score_factors(scale, softcap)
+    limit = register_limit(view, product["FOLDED"], q.dtype == torch.bfloat16)
     attend: Any = decode_attention_kernel[(splits, batch * kv_heads, triton.cdiv(group_heads, product["H"]))]
     merge: Any = merge_kernel[(batch * heads,)]
 
@@ -223,7 +233,7 @@ def bind_view(
             scale_log2, cap, phi * LOG2E, low * LOG2E, high * LOG2E,
             UNIFIED=high > low, CAPPED=softcap > 0, UNIT=view.unit, POWER=view.power, T=chosen.positions,
             PTX=not INTERPRETED, **product, **view.constants,
-            num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+            num_warps=chosen.num_warps, num_stages=chosen.num_stages, **limit,
         )  # fmt: skip
         merge(
             part, stat, lengths, out, out.stride(0), out.stride(1), length_more, heads, splits,
@@ -332,6 +342,7 @@ def case(
         constants=constants | {"T": chosen.positions} | view.constants | dict.fromkeys(absent),
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
+        max_registers=register_limit(view, product["FOLDED"], dtype == "bf16").get("maxnreg", 0),
         # What strides of packed rows are multiples of is said by UNIT.
         divisible=(*(n for n, kind in signature.items() if kind.startswith("*")),
                    *(strides[:2] if view.unit > 1 else strides)),
