@@ -226,11 +226,9 @@ def launch(
 
     check(pool, x, slots, k_weight, v_weight, norm_weight, norm_bias, k_bias, v_bias, cos, sin, features, x_bits,
           x_group, norm, weight_format, layout)  # fmt: skip
-    dtype, bits = layout.dtype, weight_bits(weight_format)
-    made = gpu.unpack(x, features, x_bits, x_group, activation_append_q.SCALE_DTYPE)
-    k_made, v_made = (gpu.unpack(w, features, *bits, dtype) for w in (k_weight, v_weight))
-    gpu.kv_from_activation(pool, made, slots, k_made, v_made, norm_weight, norm_bias, k_bias, v_bias, cos, sin,
-                           features, norm, eps, layout)  # fmt: skip
+    k_made, v_made = (gpu.Matrix(w, *weight_bits(weight_format)) for w in (k_weight, v_weight))
+    gpu.kv_from_activation(pool, gpu.Matrix(x, x_bits, x_group), slots, k_made, v_made, norm_weight, norm_bias, k_bias,
+                           v_bias, cos, sin, features, norm, eps, layout)  # fmt: skip
 
 
 @kv_from_activation.register_fake

@@ -10,11 +10,10 @@ from torch import Tensor
 from forebay.kernels import packing
 from forebay.kernels.gpu.arguments import check_device, fail
 from forebay.kernels.gpu.audit_case import AuditCase
-from forebay.kernels.gpu.rotary_append import group_codes, group_range
+from forebay.kernels.gpu.quantize import group_codes, group_range, pack_codes
 
 SCALE_DTYPE = torch.float16
-TILE = 1024  # features of one program: 16 bytes of fp16 a thread
-WARPS = 4
+TILE = 2048  # features of one program at most
 ROW_ALIGN = tl.constexpr(packing.WEIGHT_ALIGN)
 
 
@@ -22,9 +21,12 @@ ROW_ALIGN = tl.constexpr(packing.WEIGHT_ALIGN)
 def activation_append_q_kernel(
     x_ptr, start_ptr, codes_ptr, scale_ptr, low_ptr, queries, features, groups, capacity, row_nbytes,
     xb, xs, cb, cl, sb, sl,
-    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, tile of groups); a token whose position is outside the cache is left out."""
+    """Program (token, tile of groups); a token whose position is outside the cache is left out.
+
+    FULL: GROUP divides features.
+    """
     token = tl.program_id(0)
     b = (token // queries).to(tl.int64)
     s = (token % queries).to(tl.int64)
@@ -32,23 +34,29 @@ def activation_append_q_kernel(
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     kept = group < tl.where((position >= 0) & (position < capacity), groups, 0)
     place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    valid = place < features
-    x = tl.load(x_ptr + b * xb + s * xs + place, mask=valid, other=0.0).to(tl.float32)
+    valid = None
+    if not FULL:
+        valid = place < features
+    there = (group < groups)[:, None] if FULL else valid
+    x = tl.load(x_ptr + b * xb + s * xs + place, mask=there, other=0.0).to(tl.float32)
     scale, low = group_range(x, valid, scale_ptr.dtype.element_ty, BITS)
-    codes = group_codes(x, valid, scale, low, BITS)
-    if BITS == 4:
-        first, second = tl.split(tl.reshape(codes, (GROUPS, GROUP // 2, 2)))
-        codes = first | (second << 4)
+    codes = pack_codes(group_codes(x, valid, scale, low, BITS, False), scale, BITS, 1)
     NBYTES: tl.constexpr = GROUP * BITS // 8
     row = codes_ptr + b * cb + position * cl
     at = group[:, None] * NBYTES + tl.arange(0, NBYTES)[None, :]
-    tl.store(row + at, codes.to(tl.uint8), mask=kept[:, None])
+    tl.store(row + at, codes, mask=kept[:, None])
     tl.store(scale_ptr + b * sb + position * sl + group, scale, mask=kept)
     tl.store(low_ptr + b * sb + position * sl + group, low, mask=kept)
     # What is left of the row is zeros; the program of the first groups writes them.
     used = groups * (NBYTES + 4) + tl.arange(0, ROW_ALIGN)
     ending = (position >= 0) & (position < capacity) & (tl.program_id(1) == 0)
     tl.store(row + used, tl.zeros((ROW_ALIGN,), tl.uint8), mask=ending & (used < row_nbytes))
+
+
+def tile(features: int, group: int) -> tuple[int, int]:
+    """(groups, warps) of one program: 16 features a thread."""
+    wide = max(group, min(TILE, triton.next_power_of_2(features)))
+    return wide // group, max(1, wide // 512)
 
 
 def activation_append_q(cache: Tensor, x: Tensor, start: Tensor, bits: int, group: int) -> None:
@@ -64,11 +72,12 @@ def activation_append_q(cache: Tensor, x: Tensor, start: Tensor, bits: int, grou
         return
     batch, queries, features = x.shape
     parts = packing.unpack_rows(cache, features, bits, group, SCALE_DTYPE)
-    count, tile = parts[1].shape[2], TILE // group
-    activation_append_q_kernel[(batch * queries, triton.cdiv(count, tile))](
+    count = parts[1].shape[2]
+    wide, warps = tile(features, group)
+    activation_append_q_kernel[(batch * queries, triton.cdiv(count, wide))](
         x, start.contiguous(), *parts, queries, features, count, *cache.shape[1:],
         *x.stride()[:2], *cache.stride()[:2], *parts[1].stride()[:2],
-        BITS=bits, GROUP=group, GROUPS=tile, num_warps=WARPS,
+        BITS=bits, GROUP=group, GROUPS=wide, FULL=features % group == 0, num_warps=warps,
     )  # fmt: skip
 
 
@@ -78,6 +87,7 @@ def audit_cases() -> list[AuditCase]:
     bits, group = packing.ACTIVATION_FORMATS["act8"]
     for features, dtype in ((576, "bf16"), (4096, "bf16"), (7168, "fp16")):
         row = packing.row_nbytes(features, bits, group)
+        wide, warps = tile(features, group)
         nbytes = 512 * (2 * features + row + 8)
         strides = ("xb", "xs", "cb", "cl", "sb", "sl")
         signature = {"x_ptr": f"*{dtype}", "start_ptr": "*i64", "codes_ptr": "*u8"}
@@ -88,11 +98,13 @@ def audit_cases() -> list[AuditCase]:
                 name=f"activation_append_q/act8/{features}-{dtype}",
                 fn=activation_append_q_kernel,
                 signature=signature | dict.fromkeys(numbers, "i32"),
-                constants={"BITS": bits, "GROUP": group, "GROUPS": TILE // group},
-                num_warps=WARPS,
+                constants={"BITS": bits, "GROUP": group, "GROUPS": wide, "FULL": features % group == 0},
+                num_warps=warps,
                 divisible=("x_ptr", "codes_ptr", "features", "row_nbytes", "xb", "xs", "cb", "cl"),
                 bytes_moved=nbytes,
                 minimum_bytes=nbytes,
+                aim=0.6 if features >= 4096 else 0.0,
+                turn_nbytes=nbytes // (512 * triton.cdiv(features, wide * group)),
                 in_suite=features == 4096,
             )
         )

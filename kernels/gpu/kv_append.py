@@ -110,6 +110,8 @@ def audit_cases() -> list[AuditCase]:
                 main_operands=2,
                 bytes_moved=nbytes,
                 minimum_bytes=nbytes,
+                aim=0.75 if dim == 128 else 0.0,
+                turn_nbytes=nbytes // (512 * triton.cdiv(heads, block)),
             )
         )
     return cases

@@ -17,8 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels import packing
-from forebay.kernels.gpu.arguments import AMD_STAGES, check_device, stages
+from forebay.kernels.gpu.arguments import AMD_STAGES, check_device, fail, stages
 from forebay.kernels.gpu.audit_case import AuditCase
+from forebay.kernels.gpu.linear_quantized import columns_of
+from forebay.kernels.gpu.packed_tiles import add_packed, load_activation
 from forebay.kernels.gpu.paged import dot, lane_values, paged_view, round_to
 from forebay.kernels.gpu.rotary_append import quantize_heads
 from forebay.kernels.paged import BlockLayout
@@ -37,52 +39,53 @@ class Tile(NamedTuple):
 
 # By tokens there are; accumulators of K and V at D = 128 take 64 registers of each thread in the largest.
 TILES = {"few": Tile(16, 64, 4, 3), "many": Tile(64, 64, 8, 3), "wide": Tile(32, 64, 8, 2)}
+# Of packed weights, which are half or a quarter of the bytes.
+PACKED_TILES = {"few": Tile(16, 128, 4, 3), "many": Tile(64, 128, 8, 3), "wide": Tile(32, 64, 8, 3)}
+# Bytes that packed rows lie apart a multiple of.
+UNIT = packing.WEIGHT_ALIGN
 
 
 @triton.jit
-def load_activation(
-    ptr, scale_ptr, low_ptr, token, present, k0, features, stride, stride_scale,
-    BITS: tl.constexpr, GROUP: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Features k0 .. k0 + BK - 1 of tokens in fp32; 0 where there is none."""
-    mask = present[:, None] & (k0 + tl.arange(0, BK) < features)[None, :]
-    if BITS == 0:
-        k = k0 + tl.arange(0, BK)
-        x = tl.load(ptr + (token * stride)[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32)
-    else:
-        # Rows are whole groups: beyond the features codes are there.
-        byte = k0 * BITS // 8 + tl.arange(0, BK * BITS // 8)
-        code = tl.load(ptr + (token * stride)[:, None] + byte[None, :], mask=present[:, None], other=0)
-        if BITS == 4:
-            code = tl.interleave(code & 15, code >> 4)
-        at = token * stride_scale + k0 // GROUP
-        scale = tl.load(scale_ptr + at, mask=present, other=0.0).to(tl.float32)
-        low = tl.load(low_ptr + at, mask=present, other=0.0).to(tl.float32)
-        x = tl.where(mask, code.to(tl.float32) * scale[:, None] + low[:, None], 0.0)
-    return x
+def load_weight(at, k, left, WHOLE: tl.constexpr):
+    """[DP, BK] at pointers `at`; 0 at columns k [BK] from `left` on."""
+    return tl.load(at) if WHOLE else tl.load(at, mask=(k < left)[None, :], other=0.0)
 
 
 @triton.jit
-def load_weight(
-    ptr, scale_ptr, low_ptr, d, valid, k0, features, stride_n, stride_k, stride_scale, dtype: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, BK: tl.constexpr,
+def norm_of(
+    rows, below, features, eps, NORM: tl.constexpr, X_BITS: tl.constexpr, X_GROUP: tl.constexpr,
+    BK: tl.constexpr, TILES: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows d of one head's weight, features k0 .. k0 + BK - 1, as [DP, BK] of dtype."""
-    if BITS == 0:
-        k = k0 + tl.arange(0, BK)
-        at = d.to(tl.int64)[:, None] * stride_n + k.to(tl.int64)[None, :] * stride_k
-        w = tl.load(ptr + at, mask=valid[:, None] & (k < features)[None, :], other=0.0)
-    else:
-        # Rows are whole groups: beyond the features codes are there, and meet zeros.
-        byte = k0 * BITS // 8 + tl.arange(0, BK * BITS // 8)
-        code = tl.load(ptr + d.to(tl.int64)[:, None] * stride_n + byte[None, :], mask=valid[:, None], other=0)
-        if BITS == 4:
-            code = tl.interleave(code & 15, code >> 4)
-        at = d.to(tl.int64) * stride_scale + k0 // GROUP
-        scale = tl.load(scale_ptr + at, mask=valid, other=0.0).to(tl.float32)
-        low = tl.load(low_ptr + at, mask=valid, other=0.0).to(tl.float32)
-        w = round_to(code.to(tl.float32) * scale[:, None] + low[:, None], dtype)
-    return w
+    """(mean [BM], which is 0 but for the layer norm, 1 / deviation) of activations as load_activation takes them.
+
+    Both sums come in one pass, about the mean of the first BK features. It is off the mean of all by at most
+    sqrt(features / BK) deviations, so the difference of the squares keeps all but log2(features / BK) bits.
+    """
+    mean = tl.zeros((below.shape[0],), tl.float32)
+    power = mean
+    if NORM == 3:
+        opening = load_activation(rows, below, 0, features, X_BITS, X_GROUP, BK, WHOLE)
+        mean = tl.sum(opening, 1) / tl.minimum(features, BK)
+    if NORM != 0:
+        total = tl.zeros((below.shape[0], BK), tl.float32)
+        square = tl.zeros((below.shape[0], BK), tl.float32)
+        # Tiles are as wide as in the product's loop: a wider one's layout would be that loop's too, on part of it.
+        for begin in tl.range(0, features, TILES * BK, num_stages=STAGES):
+            for tile in tl.static_range(TILES):
+                k0 = begin + tile * BK
+                x = load_activation(rows, below, k0, features, X_BITS, X_GROUP, BK, WHOLE)
+                if NORM == 3:
+                    x -= mean[:, None]
+                    if not WHOLE:
+                        x = tl.where((tl.arange(0, BK) < features - k0)[None, :], x, 0.0)
+                    total += x
+                square += x * x
+        power = tl.sum(square, 1) / features
+        if NORM == 3:
+            off = tl.sum(total, 1) / features
+            power -= off * off
+            mean += off
+    return mean, tl.rsqrt(power + eps)
 
 
 @triton.jit
@@ -108,69 +111,80 @@ def store_rows(
 
 @triton.jit
 def kv_from_activation_kernel(
-    x_ptr, x_scale_ptr, x_low_ptr, slots_ptr,
-    k_weight_ptr, k_scale_ptr, k_low_ptr, v_weight_ptr, v_scale_ptr, v_low_ptr,
+    x_ptr, slots_ptr, k_weight_ptr, v_weight_ptr,
     norm_weight_ptr, norm_bias_ptr, k_bias_ptr, v_bias_ptr, cos_ptr, sin_ptr,
     k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr,
-    tokens, features, slot_count, eps, xs, xss, kwh, kwn, kwk, ksh, ksn, vwh, vwn, vwk, vsh, vsn, cs, ss,
-    kb, kh, kr, vb, vh, vr, pb, ph,
+    tokens, features, slot_count, eps, xs, kwh, kwn, kwk, vwh, vwn, vwk, cs, ss, kb, kh, kr, vb, vh, vr, pb, ph,
     NORM: tl.constexpr, X_BITS: tl.constexpr, X_GROUP: tl.constexpr, W_BITS: tl.constexpr, W_GROUP: tl.constexpr,
-    ROTARY: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, dtype: tl.constexpr,
+    ROTARY: tl.constexpr, TOKENS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,
+    WHOLE: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr, dtype: tl.constexpr,
     BITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of tokens, KV head)."""
+    """Program (tile of tokens, KV head). Packed rows come as 32-bit words, their strides in units of 16 bytes.
+
+    WHOLE: features are a multiple of BK, and of the TILES that a turn of the norm's sums takes.
+    """
     token = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     present = token < tokens
     head = tl.program_id(1).to(tl.int64)
     d, valid = lane_values(D, DP, G, GP)
+    at = tl.arange(0, BK)
 
-    mean = tl.zeros((BM,), tl.float32)
-    power = tl.zeros((BM,), tl.float32)
-    if NORM == 3:
-        for k0 in range(0, features, BK):
-            x = load_activation(
-                x_ptr, x_scale_ptr, x_low_ptr, token, present, k0, features, xs, xss, X_BITS, X_GROUP, BK
-            )
-            mean += tl.sum(x, 1)
-        mean = mean / features
-    if NORM != 0:
-        for k0 in range(0, features, BK):
-            x = load_activation(
-                x_ptr, x_scale_ptr, x_low_ptr, token, present, k0, features, xs, xss, X_BITS, X_GROUP, BK
-            )
-            x = tl.where((k0 + tl.arange(0, BK) < features)[None, :], x - mean[:, None], 0.0)
-            power += tl.sum(x * x, 1)
-    factor = tl.rsqrt(power / features + eps)
+    # What is the same for the whole tile stays a scalar, and what is not fits in 32 bits.
+    first = tl.program_id(0) * BM
+    X_UNIT: tl.constexpr = 4 if X_BITS else 1
+    rows = x_ptr + first.to(tl.int64) * (xs * X_UNIT)
+    below = tl.minimum(tl.arange(0, BM), tokens - 1 - first)[:, None] * (xs * X_UNIT)
 
-    k_weight_ptr += head * kwh
-    v_weight_ptr += head * vwh
-    if W_BITS != 0:
-        k_scale_ptr += head * ksh
-        k_low_ptr += head * ksh
-        v_scale_ptr += head * vsh
-        v_low_ptr += head * vsh
-    k_acc = tl.zeros((BM, DP), tl.float32)
-    v_acc = tl.zeros((BM, DP), tl.float32)
-    for k0 in range(0, features, BK):
-        x = load_activation(x_ptr, x_scale_ptr, x_low_ptr, token, present, k0, features, xs, xss, X_BITS, X_GROUP, BK)
+    mean, factor = norm_of(rows, below, features, eps, NORM, X_BITS, X_GROUP, BK, TILES, WHOLE, STAGES)
+
+    W_UNIT: tl.constexpr = 4 if W_BITS else 1
+    stored = tl.minimum(d, D - 1)[:, None]
+    k_weight_ptr += head * kwh * W_UNIT
+    v_weight_ptr += head * vwh * W_UNIT
+    k_below = stored * (kwn * W_UNIT)
+    v_below = stored * (vwn * W_UNIT)
+    if W_BITS == 0:
+        k_below += at[None, :] * kwk
+        v_below += at[None, :] * vwk
+    k_acc = tl.zeros((DP, BM) if W_BITS else (BM, DP), tl.float32)
+    v_acc = tl.zeros((DP, BM) if W_BITS else (BM, DP), tl.float32)
+    for k0 in tl.range(0, features, BK, num_stages=STAGES):
+        left = features - k0
+        x = load_activation(rows, below, k0, features, X_BITS, X_GROUP, BK, WHOLE)
         if NORM != 0:
-            k = k0 + tl.arange(0, BK)
-            gain = tl.load(norm_weight_ptr + k, mask=k < features, other=0.0).to(tl.float32)
+            # Behind the features x is 0 or, about the mean, meets a gain of 0.
+            if WHOLE:
+                gain = tl.load(norm_weight_ptr + k0 + at).to(tl.float32)
+            else:
+                gain = tl.load(norm_weight_ptr + k0 + at, mask=at < left, other=0.0).to(tl.float32)
             if NORM == 2:
                 gain += 1.0
-            x = (x - mean[:, None]) * factor[:, None] * gain[None, :]
             if NORM == 3:
-                x += tl.load(norm_bias_ptr + k, mask=k < features, other=0.0).to(tl.float32)[None, :]
-            x = tl.where((k < features)[None, :], x, 0.0)
+                x -= mean[:, None]
+            x = x * factor[:, None] * gain[None, :]
+            if NORM == 3:
+                if WHOLE:
+                    x += tl.load(norm_bias_ptr + k0 + at).to(tl.float32)[None, :]
+                else:
+                    x += tl.load(norm_bias_ptr + k0 + at, mask=at < left, other=0.0).to(tl.float32)[None, :]
         x = round_to(x, dtype)
-        w = load_weight(
-            k_weight_ptr, k_scale_ptr, k_low_ptr, d, valid, k0, features, kwn, kwk, ksn, dtype, W_BITS, W_GROUP, BK
-        )
-        k_acc = dot(x, tl.trans(w), k_acc)
-        w = load_weight(
-            v_weight_ptr, v_scale_ptr, v_low_ptr, d, valid, k0, features, vwn, vwk, vsn, dtype, W_BITS, W_GROUP, BK
-        )
-        v_acc = dot(x, tl.trans(w), v_acc)
+        if W_BITS == 0:
+            k_acc = dot(x, tl.trans(load_weight(k_weight_ptr + k_below, at, left, WHOLE)), k_acc)
+            v_acc = dot(x, tl.trans(load_weight(v_weight_ptr + v_below, at, left, WHOLE)), v_acc)
+            k_weight_ptr += BK * kwk
+            v_weight_ptr += BK * vwk
+        else:
+            groups = tl.cdiv(features, W_GROUP)
+            factors = columns_of(x, W_BITS)
+            k_acc = add_packed(
+                k_acc, k_weight_ptr, k_below, k0, groups, factors, W_BITS, W_GROUP, BK, WHOLE, PTX, dtype
+            )
+            v_acc = add_packed(
+                v_acc, v_weight_ptr, v_below, k0, groups, factors, W_BITS, W_GROUP, BK, WHOLE, PTX, dtype
+            )
+    if W_BITS != 0:
+        k_acc, v_acc = tl.trans(k_acc), tl.trans(v_acc)
     if k_bias_ptr is not None:
         k_acc += tl.load(k_bias_ptr + head * D + d, mask=valid, other=0.0).to(tl.float32)[None, :]
     if v_bias_ptr is not None:
@@ -205,29 +219,40 @@ def kv_from_activation_kernel(
 
 @dataclass(frozen=True)
 class Matrix:
-    """Values of a matrix or of a stack of them, or their packed codes with scale and low; strides in elements."""
+    """Values of a matrix or of a stack of them, or their packed rows (uint8) and the format of these."""
 
     data: Tensor
-    scale: Tensor | None = None
-    low: Tensor | None = None
     bits: int = 0
     group: int = 1
 
-
-def unpack(rows: Tensor, features: int, bits: int, group: int, scale_dtype: torch.dtype) -> Matrix:
-    """The parts of packed rows uint8 [..., R]; bits 0: rows are the values."""
-    if not bits:
-        return Matrix(rows)
-    return Matrix(*packing.unpack_rows(rows, features, bits, group, scale_dtype), bits, group)
+    def words(self, name: str) -> tuple[Tensor, tuple[int, ...]]:
+        """(what a kernel reads, strides): of packed rows words, and strides of rows in units of 16 bytes."""
+        if not self.bits:
+            return self.data, self.data.stride()
+        strides = self.data.stride()[:-1]
+        if any(stride % UNIT for stride in strides) or self.data.storage_offset() % UNIT:
+            fail("kv_from_activation", name, f"must have rows at multiples of {UNIT} bytes, got strides {strides}")
+        return self.data.view(torch.uint32), (*(stride // UNIT for stride in strides), 1)
 
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-def tile(tokens: int, lanes: int, *groups: int) -> Tile:
-    """The tile for so many tokens; its features divide the groups of what is quantised (0: it is not)."""
-    chosen = TILES["few" if tokens <= 16 else "many" if lanes <= 128 else "wide"]
-    return chosen._replace(features=min([chosen.features, *filter(None, groups)]))
+def tile(tokens: int, lanes: int, packed: bool) -> Tile:
+    """The tile for so many tokens."""
+    return (PACKED_TILES if packed else TILES)["few" if tokens <= 16 else "many" if lanes <= 128 else "wide"]
+
+
+def _constants(
+    chosen: Tile, features: int, norm: str, x: tuple[int, int], w: tuple[int, int], amd: bool
+) -> dict[str, Any]:
+    whole = not amd and features % chosen.features == 0
+    tiles = next(t for t in (4, 2, 1) if not whole or features % (t * chosen.features) == 0)
+    return {
+        "NORM": NORMS[norm], "X_BITS": x[0], "X_GROUP": x[1], "W_BITS": w[0], "W_GROUP": w[1],
+        "BM": chosen.tokens, "BK": chosen.features, "TILES": tiles, "WHOLE": whole,
+        "PTX": not amd and not triton.knobs.runtime.interpret,
+    }  # fmt: skip
 
 
 def kv_from_activation(
@@ -243,52 +268,49 @@ def kv_from_activation(
     if slots.numel() == 0:
         return
     view = paged_view(pool, layout)
-    chosen = tile(slots.numel(), view.constants["DP"], *(m.group if m.bits else 0 for m in (x, k_weight)))
-    weights = [part for w in (k_weight, v_weight) for part in (w.data, w.scale, w.low)]
-    strides: list[int] = []
-    for w in (k_weight, v_weight):
-        strides += w.data.stride()
-        strides += w.scale.stride()[:2] if w.scale is not None else (0, 0)
+    chosen = tile(slots.numel(), view.constants["DP"], k_weight.bits > 0)
+    given, x_strides = x.words("x")
+    k_rows, k_strides = k_weight.words("k_weight")
+    v_rows, v_strides = v_weight.words("v_weight")
     tables = [t.stride(0) if t is not None else 0 for t in (cos, sin)]
+    formats = (x.bits, x.group), (k_weight.bits, k_weight.group)
+    wanted = stages(chosen.num_stages)
     kv_from_activation_kernel[(triton.cdiv(slots.numel(), chosen.tokens), layout.kv_heads)](
-        x.data, x.scale, x.low, slots, *weights, norm_weight, norm_bias, k_bias, v_bias, cos, sin, *view.pointers,
+        given, slots, k_rows, v_rows, norm_weight, norm_bias, k_bias, v_bias, cos, sin, *view.pointers,
         slots.numel(), features, pool.shape[0] * layout.tokens, eps,
-        x.data.stride(0), x.scale.stride(0) if x.scale is not None else 0, *strides, *tables, *view.strides,
-        NORM=NORMS[norm], X_BITS=x.bits, X_GROUP=x.group, W_BITS=k_weight.bits, W_GROUP=k_weight.group,
-        ROTARY=cos.shape[1] if cos is not None else 0, BM=chosen.tokens, BK=chosen.features,
-        dtype=TRITON_DTYPES[layout.dtype], **view.constants,
-        num_warps=chosen.num_warps, num_stages=stages(chosen.num_stages),
+        x_strides[0], *k_strides, *v_strides, *tables, *view.strides,
+        ROTARY=cos.shape[1] if cos is not None else 0, STAGES=wanted, dtype=TRITON_DTYPES[layout.dtype],
+        **_constants(chosen, features, norm, *formats, torch.version.hip is not None), **view.constants,
+        num_warps=chosen.num_warps, num_stages=wanted,
     )  # fmt: skip
 
 
 def _case(
     name: str, dtype: str, tokens: int, features: int, kv_heads: int, dim: int, norm: str, rotary: bool,
-    format: str = "native", weights: str = "native", activation: str = "native",
+    format: str = "native", weights: str = "native", activation: str = "native", amd: bool = False,
 ) -> AuditCase:  # fmt: skip
     torch_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
     layout = BlockLayout(64, kv_heads, dim, format, torch_dtype)
     view = paged_view(torch.empty(1, layout.record_nbytes, dtype=torch.uint8), layout)
     w_bits, w_group = packing.WEIGHT_FORMATS.get(weights, (0, 1))
     x_bits, x_group = packing.ACTIVATION_FORMATS.get(activation, (0, 1))
-    chosen = tile(tokens, view.constants["DP"], x_group if x_bits else 0, w_group if w_bits else 0)
+    chosen = tile(tokens, view.constants["DP"], w_bits > 0)
     bias = norm == "layer"
     present = {
-        "x_ptr": True, "x_scale_ptr": bool(x_bits), "x_low_ptr": bool(x_bits), "slots_ptr": True,
-        "k_weight_ptr": True, "k_scale_ptr": bool(w_bits), "k_low_ptr": bool(w_bits),
-        "v_weight_ptr": True, "v_scale_ptr": bool(w_bits), "v_low_ptr": bool(w_bits),
+        "x_ptr": True, "slots_ptr": True, "k_weight_ptr": True, "v_weight_ptr": True,
         "norm_weight_ptr": bool(norm), "norm_bias_ptr": bias, "k_bias_ptr": bias, "v_bias_ptr": bias,
         "cos_ptr": rotary, "sin_ptr": rotary, "k_ptr": True, "v_ptr": True,
         "k_pairs_ptr": bool(layout.bits), "v_pairs_ptr": bool(layout.bits),
     }  # fmt: skip
     kinds = dict.fromkeys(present, f"*{dtype}") | {"slots_ptr": "*i64", "k_pairs_ptr": "*i32", "v_pairs_ptr": "*i32"}
-    kinds |= dict.fromkeys(("x_scale_ptr", "x_low_ptr"), "*fp16")
-    stored = {"x_ptr": x_bits} | dict.fromkeys(("k_weight_ptr", "v_weight_ptr"), w_bits)
-    stored |= dict.fromkeys(("k_ptr", "v_ptr"), layout.bits)
-    kinds |= {n: "*u8" for n, quantised in stored.items() if quantised}
+    packed = {"x_ptr": x_bits, "k_weight_ptr": w_bits, "v_weight_ptr": w_bits}
+    kinds |= {n: "*u32" for n, bits in packed.items() if bits}
+    if layout.bits:
+        kinds |= {"k_ptr": "*u8", "v_ptr": "*u8"}
     signature = {n: kinds[n] if there else "constexpr" for n, there in present.items()}
     strides = (
-        "xs", "xss", "kwh", "kwn", "kwk", "ksh", "ksn", "vwh", "vwn", "vwk", "vsh", "vsn", "cs", "ss",
-        "kb", "kh", "kr", "vb", "vh", "vr", "pb", "ph",
+        "xs", "kwh", "kwn", "kwk", "vwh", "vwn", "vwk", "cs", "ss", "kb", "kh", "kr",
+        "vb", "vh", "vr", "pb", "ph",
     )  # fmt: skip
     signature |= dict.fromkeys(("tokens", "features", "slot_count"), "i32") | {"eps": "fp32"}
     signature |= dict.fromkeys(strides, "i32")
@@ -296,42 +318,53 @@ def _case(
     ones = ("kwk", "vwk")  # a launch makes a stride of 1 a constant
     signature |= dict.fromkeys(ones, "constexpr")
     constants |= dict.fromkeys(ones, 1)
+    amd_stages = min(chosen.num_stages, AMD_STAGES)
+    constants |= _constants(chosen, features, norm, (x_bits, x_group), (w_bits, w_group), amd)
     constants |= {
-        "NORM": NORMS[norm], "X_BITS": x_bits, "X_GROUP": x_group, "W_BITS": w_bits,
-        "W_GROUP": w_group, "ROTARY": dim if rotary else 0, "BM": chosen.tokens, "BK": chosen.features,
-        "dtype": TRITON_DTYPES[torch_dtype],
+        "ROTARY": dim if rotary else 0, "STAGES": amd_stages if amd else chosen.num_stages,
+        "dtype": TRITON_DTYPES[torch_dtype], "PTX": not amd,
     }  # fmt: skip
     row = packing.row_nbytes(features, w_bits, w_group) if w_bits else 2 * features
     x_row = packing.row_nbytes(features, x_bits, x_group) if x_bits else 2 * features
     # 1024 activations and one head's weights stay in L2 while its programs run: counted is what crosses from memory.
     nbytes = 2 * kv_heads * dim * row + tokens * (x_row + 8 + kv_heads * layout.position_nbytes)
-    loose = ("ksh", "ksn", "vsh", "vsn", "xss", "x_scale_ptr", "x_low_ptr", *ones)
+    loose = (*ones, *(("xs",) if x_bits else ()), *(("kwh", "kwn", "vwh", "vwn") if w_bits else ()))
     pointers = (n for n, kind in signature.items() if kind.startswith("*"))
     return AuditCase(
-        name=f"kv_from_activation/{name}/{tokens}x{features}x{kv_heads}x{dim}-{dtype}",
+        name=f"kv_from_activation/{name}/{tokens}x{features}x{kv_heads}x{dim}-{dtype}{'/amd' if amd else ''}",
         fn=kv_from_activation_kernel,
         signature=signature,
         constants=constants | view.constants,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
-        amd_stages=min(chosen.num_stages, AMD_STAGES),
+        amd_stages=amd_stages,
         divisible=tuple(n for n in (*pointers, *strides, "features") if n not in loose),
         uses_dot=True,
         main_operands=3,
         bytes_moved=nbytes,
         minimum_bytes=nbytes,
+        turn_nbytes=2 * dim * row * chosen.features // features,
+        archs=("gfx942",) if amd else ("sm_80", "sm_90"),
     )
 
 
 def audit_cases() -> list[AuditCase]:
     """OPT-30B (layer norm, biases) and Llama-2-7B (RMS norm, rotary), from 16 and from 1024 tokens."""
+    opt, llama = ("fp16", 1024, 7168, 56, 128, "layer", False), ("bf16", 1024, 4096, 32, 128, "rms", True)
+    few = ("bf16", 16, *llama[2:])
     return [
-        _case("opt", "fp16", 1024, 7168, 56, 128, "layer", False),
-        _case("llama", "bf16", 1024, 4096, 32, 128, "rms", True),
-        _case("llama-few", "bf16", 16, 4096, 32, 128, "rms", True),
-        _case("llama-kv8", "bf16", 1024, 4096, 32, 128, "rms", True, format="kv8"),
-        _case("opt-act8-kv4", "fp16", 1024, 7168, 56, 128, "layer", False, format="kv4", activation="act8"),
-        _case("llama-w4", "bf16", 1024, 4096, 32, 128, "rms", True, weights="w4g64"),
-        _case("opt-w4-act8", "fp16", 1024, 7168, 56, 128, "layer", False, weights="w4g128", activation="act8"),
-        _case("llama-act8", "bf16", 1024, 4096, 32, 128, "rms", True, activation="act8"),
+        case
+        for amd in (False, True)
+        for case in (
+            _case("opt", *opt, amd=amd),
+            _case("llama", *llama, amd=amd),
+            _case("llama-few", *few, amd=amd),
+            _case("llama-kv8", *llama, format="kv8", amd=amd),
+            _case("opt-act8-kv4", *opt, format="kv4", activation="act8", amd=amd),
+            _case("llama-w4", *llama, weights="w4g64", amd=amd),
+            _case("llama-w4-few", *few, weights="w4g64", amd=amd),
+            _case("llama-w8", *llama, weights="w8", amd=amd),
+            _case("opt-w4-act8", *opt, weights="w4g128", activation="act8", amd=amd),
+            _case("llama-act8", *llama, activation="act8", amd=amd),
+        )
     ]

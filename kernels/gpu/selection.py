@@ -49,16 +49,16 @@ SETTINGS: dict[tuple[str, str], tuple[Setting, ...]] = {
     ("linear", "gemv"): (Setting(8, 512, 4, 1), Setting(16, 512, 8, 1)),
     ("linear", "flat"): (Setting(64, 128, 4, 4), Setting(32, 128, 4, 5), Setting(128, 64, 4, 5), Setting(64, 64, 4, 6)),
     ("linear", "large"): (Setting(128, 64, 8, 3, 128), Setting(128, 64, 8, 4, 64)),
-    ("linear_w4", "gemv"): (Setting(8, 512, 4, 1),),
+    ("linear_w4", "gemv"): (Setting(32, 512, 4, 1),),
     ("linear_w4", "flat"): (Setting(64, 256, 4, 4), Setting(64, 128, 2, 6), Setting(128, 128, 4, 4)),
     ("linear_w4", "large"): (Setting(128, 128, 8, 3, 64),),
-    ("linear_w8", "gemv"): (Setting(8, 512, 4, 1),),
+    ("linear_w8", "gemv"): (Setting(32, 512, 4, 1),),
     ("linear_w8", "flat"): (Setting(128, 128, 4, 4), Setting(64, 128, 2, 5)),
     ("linear_w8", "large"): (Setting(128, 128, 8, 3, 64),),
 }
 WEIGHT_BITS = {"linear": 16, "linear_w4": 4, "linear_w8": 8}
 
-# Rows from which on the next implementation is taken, where nothing was measured. gemv of packed weights spends 5
+# Rows from which on the next implementation is taken, where nothing was measured. gemv of packed weights spends 6
 # instructions on a code and flat 3, so flat is taken from the first row; for plain weights gemv spends 2 per row.
 Points = tuple[tuple[int, str], ...]
 

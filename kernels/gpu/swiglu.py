@@ -73,15 +73,15 @@ def swiglu_vector_kernel(
     for begin in range(0, k, BK):
         used = at < k - begin
         inside = (row < n)[:, None] & used[None, :]
-        g = tl.load(gate_at + begin, mask=inside, other=0.0).to(tl.float32)
-        u = tl.load(up_at + begin, mask=inside, other=0.0).to(tl.float32)
-        x0 = tl.load(x_ptr + begin + at, mask=used, other=0.0).to(tl.float32)[None, :]
-        gate0 += g * x0
-        up0 += u * x0
-        if M == 2:
+        g = tl.load(gate_at + begin, mask=inside, other=0.0)
+        u = tl.load(up_at + begin, mask=inside, other=0.0)
+        x0 = tl.load(x_ptr + begin + at, mask=used, other=0.0)
+        if M == 2:  # both rows are on their way before one is waited for
             x1 = tl.load(x_ptr + xm + begin + at, mask=used, other=0.0).to(tl.float32)[None, :]
-            gate1 += g * x1
-            up1 += u * x1
+            gate1 += g.to(tl.float32) * x1
+            up1 += u.to(tl.float32) * x1
+        gate0 += g.to(tl.float32) * x0.to(tl.float32)[None, :]
+        up0 += u.to(tl.float32) * x0.to(tl.float32)[None, :]
     dtype = out_ptr.dtype.element_ty
     y0 = activate(tl.sum(gate0, 1), ACTIVATION) * tl.sum(up0, 1)
     tl.store(out_ptr + row, round_to(y0, dtype), mask=row < n)

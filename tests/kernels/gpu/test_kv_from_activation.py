@@ -101,7 +101,11 @@ def stored(made: Work, slots: torch.Tensor | None = None) -> tuple[torch.Tensor,
     [{"norm": "", "features": 50}, {"rotary": 24}, {"norm": "rms_plus_one", "rotary": 8}, {"norm": "layer"},
      {"weights": "w4g32"}, {"weights": "w8", "act": (8, 64), "features": 200},
      {"act": (8, 64), "norm": "layer", "features": 100}, {"act": (8, 128), "rotary": 24, "weights": "w4g32"},
-     {"act": (8, 32), "norm": "", "features": 37}, {"act": (4, 32)}],
+     {"act": (8, 32), "norm": "", "features": 37}, {"act": (4, 32)},
+     {"features": 256, "norm": "layer", "tokens": 48}, {"features": 512, "weights": "w4g32", "act": (4, 64)},
+     {"features": 384, "weights": "w4g64", "act": (8, 64), "norm": "layer"}, {"features": 256, "weights": "w8"},
+     {"features": 128, "weights": "w4g128", "tokens": 16, "dim": 40, "norm": "rms_plus_one", "rotary": 24},
+     {"features": 192, "weights": "w4g128", "dim": 136, "act": (8, 128)}],
     ids=lambda o: "-".join(f"{k}{v}" for k, v in o.items()),
 )  # fmt: skip
 def test_matches_the_definition(dtype: torch.dtype, options: dict[str, Any]) -> None:
@@ -110,6 +114,24 @@ def test_matches_the_definition(dtype: torch.dtype, options: dict[str, Any]) -> 
     k_wanted, v_wanted = made.expected()
     assert relative_error(k, k_wanted) <= LIMIT[dtype]
     assert relative_error(v, v_wanted) <= LIMIT[dtype]
+
+
+def test_layer_norm_of_activations_far_from_zero() -> None:
+    """The first features lie a hundred deviations off the rest, and all of them off zero."""
+    made = work(torch.float16, norm="layer", features=576, tokens=5)
+    made.x.mul_(0.25).add_(20)
+    made.x[:, :64] += 25
+    _, k, v = stored(made)
+    for found, wanted in zip((k, v), made.expected(), strict=True):
+        assert relative_error(found, wanted) <= LIMIT[torch.float16]
+
+
+def test_packed_rows_must_be_aligned() -> None:
+    made = work(torch.float16, weights="w4g32")
+    wide = torch.zeros(*made.k_weight.shape[:2], made.k_weight.shape[2] + 8, dtype=torch.uint8)
+    pool = paged.allocate(made.layout, 3)
+    with pytest.raises(ValueError, match="k_weight must have rows at multiples of 16 bytes"):
+        replace(made, k_weight=wide[:, :, :-8]).launch(pool, torch.arange(19))
 
 
 @pytest.mark.parametrize("format", ["kv8", "kv4"])

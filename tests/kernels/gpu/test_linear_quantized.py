@@ -33,7 +33,7 @@ def weight(n: int, k: int, bits: int, group: int, scale_dtype: torch.dtype) -> t
     ("impl", "m", "n", "k", "group"),
     (
         ("gemv", 1, 9, 203, 32),
-        ("gemv_8x512_s2", 2, 13, 600, 128),
+        ("gemv_32x512_s2", 2, 13, 1100, 128),
         ("flat", 1, 70, 203, 64),
         ("flat_64x128_s2", 7, 66, 331, 32),
         ("flat", 16, 33, 259, 128),

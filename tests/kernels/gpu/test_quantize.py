@@ -69,6 +69,24 @@ def test_extremes_as_the_reference() -> None:
         assert (back[0] == 3.5).all() and back[4].isfinite().all() and back[1:4].isnan().all()
 
 
+@pytest.mark.parametrize(("scale_dtype", "powers"), [(torch.float16, (-18, 3)), (torch.bfloat16, (-120, 100))])
+@pytest.mark.parametrize("bits", (4, 8))
+def test_codes_are_those_of_an_exact_division(bits: int, scale_dtype: torch.dtype, powers: tuple[int, int]) -> None:
+    """At half steps, where ties go to even numbers, at the numbers beside them, and for scales of any size."""
+    generator = torch.Generator().manual_seed(bits)
+    top, rows, group = (1 << bits) - 1, 64, 128
+    step = 1.0 + torch.rand(rows, 1, generator=generator)
+    step = (step * torch.logspace(*powers, rows, 2.0)[:, None]).to(scale_dtype).float()
+    x = torch.randint(0, 2 * top, (rows, group), generator=generator) / 2 * step
+    x[:, ::3] = x[:, ::3].nextafter(torch.tensor(torch.inf))
+    x[:, 1::3] = x[:, 1::3].nextafter(torch.tensor(0.0))
+    x[:, 0], x[:, 1] = 0.0, top * step[:, 0]
+    wanted = definition.reference(x, bits, group, 1, scale_dtype)
+    assert torch.equal(wanted[1].float(), step) and wanted[0].unique().numel() > 200
+    for mine, theirs in zip(quantize(x, bits, group, 1, scale_dtype), wanted, strict=True):
+        assert_same(mine, theirs)
+
+
 def test_strided_inputs() -> None:
     torch.manual_seed(0)
     x = torch.randn(40, 6).T
