@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.gpu import selection
-from forebay.kernels.gpu.arguments import check_tensor, fail
+from forebay.kernels.gpu.arguments import AMD_STAGES, check_tensor, fail, stages
 from forebay.kernels.gpu.audit_case import AuditCase
 from forebay.kernels.gpu.epilogue import finish
 from forebay.kernels.gpu.linear import tile_of
@@ -299,7 +299,7 @@ def bind(
     if not vector:
         ptx = torch.version.hip is None and not INTERPRETED
         whole = torch.version.hip is None and k > 0 and k % setting.bk == 0
-        constants |= {"STAGES": setting.stages, "PTX": ptx, "WHOLE": whole}
+        constants |= {"STAGES": stages(setting.stages), "PTX": ptx, "WHOLE": whole}
 
     def run() -> None:
         launch(operands.x, *stored, *workspace_parts(op, grid, x.device, workspace), *arguments, **constants)
@@ -336,7 +336,9 @@ def case(
             "BITS": bits, "GROUP": group, "BM": grid.tile_elements // setting.bn, "BN": setting.bn, "BK": setting.bk,
             "SPLITS": grid.splits, "ACTIVATION": "silu", "HAS_BIAS": True, "HAS_MULTIPLIER": False,
             "HAS_RESIDUAL": True, "ACCUMULATE": False,
-        } | ({} if vector else {"STAGES": setting.stages, "PTX": not amd, "WHOLE": not amd and k % setting.bk == 0}),
+        } | ({} if vector else {
+            "STAGES": AMD_STAGES if amd else setting.stages, "PTX": not amd, "WHOLE": not amd and k % setting.bk == 0,
+        }),
         num_warps=setting.warps,
         num_stages=setting.stages,
         divisible=(*POINTERS, *(name for name in NUMBERS if name not in ("m", "row_units"))),
