@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.chips import Hot, measure
-from benchmarks.sass import WARP, hot_turn, parse
+from benchmarks.sass import WARP, Instruction, hot_turn, parse
 
 if TYPE_CHECKING:
     from forebay.kernels.gpu.audit_case import AuditCase
@@ -126,21 +126,21 @@ class Counts:
     tensor_instructions: int
 
 
-def count_sass(usage: str, sass: str) -> Counts:
-    """Counts from `cuobjdump -res-usage` and `nvdisasm -c` of a cubin."""
+def count_sass(usage: str, instructions: Sequence[Instruction]) -> Counts:
+    """Counts from `cuobjdump -res-usage` of a cubin and its instructions."""
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     if found is None:
         raise ValueError(f"kernel_audit: no resource usage in {usage!r}")
-    instructions = re.findall(r"\b(LDGSTS|LDG|HMMA|IMMA|HGMMA|IGMMA|STL|LDL|UTMALDG)((?:\.\w+)*)", sass)
-    loads = [rest for name, rest in instructions if name.startswith("LDG")]
-    bulk = sum(name == "UTMALDG" for name, _ in instructions)  # a bulk tensor copy moves whole lines
+    opcodes = [i.opcode for i in instructions]
+    loads = [i.nbytes for i in instructions if i.opcode in ("LDG", "LDGSTS")]
+    bulk = opcodes.count("UTMALDG")  # a bulk tensor copy moves whole lines
     return Counts(
         registers=int(found[1]),
         stack_nbytes=int(found[2]) + int(found[3]),
-        spills=sum(name in ("STL", "LDL") for name, _ in instructions),
-        loads_128=bulk + sum(".128" in rest for rest in loads),
-        loads_64=bulk + sum(".128" in rest or ".64" in rest for rest in loads),
-        tensor_instructions=sum(name.endswith("MMA") for name, _ in instructions),
+        spills=opcodes.count("STL") + opcodes.count("LDL"),
+        loads_128=bulk + loads.count(16),
+        loads_64=bulk + loads.count(16) + loads.count(8),
+        tensor_instructions=sum(opcode.endswith("MMA") for opcode in opcodes),
     )
 
 
@@ -233,8 +233,9 @@ def audit_case(case: AuditCase, arch: str) -> Audited:
         counts = count_amdgcn(compiled.asm["amdgcn"])
     else:
         usage, sass = disassemble(compiled)
-        counts = count_sass(usage, sass)
-        turn = hot_turn(parse(sass))
+        listing = parse(sass)
+        counts = count_sass(usage, listing.instructions)
+        turn = hot_turn(listing)
         sizes = case.num_warps, case.turn_nbytes, case.cached_nbytes
         hot = measure(turn, arch, counts.registers, shared_nbytes, *sizes)
     return Audited(

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from forebay.kernels.gpu.cache_codes import HALVES, PAIRS, PLAIN, key_codes, key_factors, key_order, values_of_codes
-from forebay.kernels.gpu.paged import capped, dot, find_block, round_to, unpack_ending
+from forebay.kernels.gpu.paged import capped, dot, find_block, place_in_block, round_to, unpack_ending
 
 
 @triton.jit
@@ -76,25 +76,12 @@ def kind_of(paired, D, DP, G, GP):
 
 
 @triton.jit
-def row_starts(
-    pairs_ptr, block, t0, stride_block, stride_row, stride_pairs, TOKENS: tl.constexpr, GROUPS: tl.constexpr,
-    UNIT: tl.constexpr,
-):  # fmt: skip
-    """Where row 0 of a tile, or of each position's block, begins: (words of codes, words of pairs), without heads."""
-    skipped = t0
-    if TOKENS != 0:
-        skipped = t0 & (TOKENS - 1)
-    words = block * (stride_block // UNIT * (UNIT // 4)) + skipped.to(tl.int64) * (stride_row // UNIT * (UNIT // 4))
-    return words, block * stride_pairs + skipped * GROUPS
-
-
-@triton.jit
 def load_codes(
-    ptr, pairs_ptr, first, inside, seen, stride_row, pair_first,
-    BITS: tl.constexpr, WARPS: tl.constexpr, UNIT: tl.constexpr, KIND: tl.constexpr,
+    ptr, pairs_ptr, block, t0, inside, seen, stride_block, stride_row, stride_pairs,
+    BITS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr, UNIT: tl.constexpr, KIND: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """(words [WARPS, 16, W], scales, lows) of rows `inside`, counted from `first` words on; what is not seen is 0.
+    """(words [WARPS, 16, W], scales, lows) of rows `inside`, counted from t0 in their block; what is not seen is 0.
 
     By KIND scales and lows are fp32 [WARPS, 16, groups] (PLAIN), both the words of pairs (PAIRS), or words of two
     groups each [WARPS, 16, groups / 2] (HALVES).
@@ -106,7 +93,10 @@ def load_codes(
     GROUP_WORDS: tl.constexpr = G * BITS // 32
     GROUP_WORDS_P: tl.constexpr = GP * BITS // 32
     ENDING: tl.constexpr = GROUPS * GROUP_WORDS
-    row = (first + inside * (stride_row // UNIT * (UNIT // 4)))[:, None]
+    row_words = stride_row // UNIT * (UNIT // 4)
+    skipped = place_in_block(t0, TOKENS)
+    first = block * (stride_block // UNIT * (UNIT // 4)) + skipped.to(tl.int64) * row_words
+    row = (first + inside * row_words)[:, None]
     word_ptr = ptr.to(tl.pointer_type(tl.int32)) + row
     group = tl.arange(0, GROUPS_P)[None, :]
     held = seen[:, None] & (group < GROUPS)
@@ -117,7 +107,8 @@ def load_codes(
         if pairs_ptr is None:
             scale = tl.load(word_ptr + ENDING, mask=seen[:, None], other=0)
         else:
-            scale = tl.load(pairs_ptr + (pair_first + inside * GROUPS)[:, None] + group, mask=held, other=0)
+            pair = block * stride_pairs + skipped * GROUPS + inside * GROUPS
+            scale = tl.load(pairs_ptr + pair[:, None] + group, mask=held, other=0)
         low = scale
     else:
         scale, low = unpack_ending(word_ptr, group, held, 2 * ENDING, GROUPS)
@@ -182,9 +173,10 @@ def lanes_in_order(x, BITS: tl.constexpr):
 
 @triton.jit
 def repeated(x, R: tl.constexpr):
-    """x [H] R / H times in turn."""
-    H: tl.constexpr = x.shape[0]
-    return tl.reshape(tl.broadcast_to(x[None, :], (R // H, H)), (R,))
+    """[B, R]: x [B, H] R / H times in turn."""
+    B: tl.constexpr = x.shape[0]
+    H: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.broadcast_to(x[:, None, :], (B, R // H, H)), (B, R))
 
 
 @triton.jit
@@ -213,7 +205,6 @@ def unified_codes(
     """
     WARPS: tl.constexpr = T // 16
     R: tl.constexpr = 8 if H < 8 else H
-    GROUPS: tl.constexpr = (D + G - 1) // G
     KIND: tl.constexpr = kind_of(k_pairs_ptr is not None, D, DP, G, GP)
     PAIR: tl.constexpr = tl.float16 if k_pairs_ptr is None else q.dtype
     codes_q, start, sums, power = prepare_query(q, H, GP, BITS, PTX)
@@ -222,17 +213,13 @@ def unified_codes(
     total = tl.zeros((WARPS, H, 16), tl.float32)
     top = tl.full((WARPS, H, 16), float("-inf"), tl.float32)
     column = score_positions(WARPS)
-    inside = tl.arange(0, T)
-    if TOKENS != 0:
-        inside = inside % TOKENS
+    inside = place_in_block(tl.arange(0, T), TOKENS)
     block = find_block(table_ptr, begin, end, TOKENS, T)
     for t0 in range(begin, end, T):
-        t = t0 + tl.arange(0, T)
-        there = is_seen(t, oldest, end)
+        there = is_seen(t0 + tl.arange(0, T), oldest, end)
         block_after = find_block(table_ptr, t0 + T, end, TOKENS, T)
-        first, pairs = row_starts(k_pairs_ptr, block, t0, kb, kr, pb, TOKENS, GROUPS, UNIT)
         w, scale, low = load_codes(
-            k_ptr, k_pairs_ptr, first, inside, there, kr, pairs, BITS, WARPS, UNIT, KIND, D, DP, G, GP
+            k_ptr, k_pairs_ptr, block, t0, inside, there, kb, kr, pb, BITS, TOKENS, WARPS, UNIT, KIND, D, DP, G, GP
         )
         s = scores_of_codes(codes_q, start, sums, w, scale, low, H, BITS, KIND, PAIR, PTX)
         s = capped(s * factor, softcap, CAPPED)
@@ -240,15 +227,15 @@ def unified_codes(
         top = tl.maximum(top, s)
         p = tl.exp2(s - phi)
         total += p
-        first, pairs = row_starts(v_pairs_ptr, block, t0, vb, vr, pb, TOKENS, GROUPS, UNIT)
         w, scale, low = load_codes(
-            v_ptr, v_pairs_ptr, first, inside, there, vr, pairs, BITS, WARPS, UNIT, KIND, D, DP, G, GP
+            v_ptr, v_pairs_ptr, block, t0, inside, there, vb, vr, pb, BITS, TOKENS, WARPS, UNIT, KIND, D, DP, G, GP
         )
         v = values_of_codes(w, scale, low, BITS, KIND, q.dtype, PAIR, PTX)
         acc = dot(tl.permute(v, (0, 2, 1)), for_product(p, R, q.dtype), acc)
         block = block_after
     total, top = tl.sum(tl.sum(total, 2), 0), tl.max(tl.max(top, 2), 0)
-    return lanes_in_order(tl.trans(tl.sum(acc, 0)), BITS), repeated(total, R), repeated(top, R)
+    total, top = repeated(total[None, :], R), repeated(top[None, :], R)
+    return lanes_in_order(tl.trans(tl.sum(acc, 0)), BITS), tl.reshape(total, (R,)), tl.reshape(top, (R,))
 
 
 @triton.jit
@@ -261,7 +248,6 @@ def synchronised_codes(
     """As unified_codes, with the largest x so far of each warp in place of phi, by the online softmax."""
     WARPS: tl.constexpr = T // 16
     R: tl.constexpr = 8 if H < 8 else H
-    GROUPS: tl.constexpr = (D + G - 1) // G
     KIND: tl.constexpr = kind_of(k_pairs_ptr is not None, D, DP, G, GP)
     PAIR: tl.constexpr = tl.float16 if k_pairs_ptr is None else q.dtype
     codes_q, start, sums, power = prepare_query(q, H, GP, BITS, PTX)
@@ -270,17 +256,13 @@ def synchronised_codes(
     total = tl.zeros((WARPS, H, 16), tl.float32)
     top = tl.full((WARPS, H), float("-inf"), tl.float32)
     column = score_positions(WARPS)
-    inside = tl.arange(0, T)
-    if TOKENS != 0:
-        inside = inside % TOKENS
+    inside = place_in_block(tl.arange(0, T), TOKENS)
     block = find_block(table_ptr, begin, end, TOKENS, T)
     for t0 in range(begin, end, T):
-        t = t0 + tl.arange(0, T)
-        there = is_seen(t, oldest, end)
+        there = is_seen(t0 + tl.arange(0, T), oldest, end)
         block_after = find_block(table_ptr, t0 + T, end, TOKENS, T)
-        first, pairs = row_starts(k_pairs_ptr, block, t0, kb, kr, pb, TOKENS, GROUPS, UNIT)
         w, scale, low = load_codes(
-            k_ptr, k_pairs_ptr, first, inside, there, kr, pairs, BITS, WARPS, UNIT, KIND, D, DP, G, GP
+            k_ptr, k_pairs_ptr, block, t0, inside, there, kb, kr, pb, BITS, TOKENS, WARPS, UNIT, KIND, D, DP, G, GP
         )
         s = scores_of_codes(codes_q, start, sums, w, scale, low, H, BITS, KIND, PAIR, PTX)
         s = capped(s * factor, softcap, CAPPED)
@@ -290,18 +272,17 @@ def synchronised_codes(
         p = tl.exp2(s - base[:, :, None])
         shrink = tl.exp2(top - base)
         total = total * shrink[:, :, None] + p
-        first, pairs = row_starts(v_pairs_ptr, block, t0, vb, vr, pb, TOKENS, GROUPS, UNIT)
         w, scale, low = load_codes(
-            v_ptr, v_pairs_ptr, first, inside, there, vr, pairs, BITS, WARPS, UNIT, KIND, D, DP, G, GP
+            v_ptr, v_pairs_ptr, block, t0, inside, there, vb, vr, pb, BITS, TOKENS, WARPS, UNIT, KIND, D, DP, G, GP
         )
-        wide = tl.reshape(tl.broadcast_to(shrink[:, None, :], (WARPS, R // H, H)), (WARPS, 1, R))
         v = values_of_codes(w, scale, low, BITS, KIND, q.dtype, PAIR, PTX)
-        acc = dot(tl.permute(v, (0, 2, 1)), for_product(p, R, q.dtype), acc * wide)
+        acc = dot(tl.permute(v, (0, 2, 1)), for_product(p, R, q.dtype), acc * repeated(shrink, R)[:, None, :])
         top = higher
         block = block_after
     highest = tl.max(top, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     shrink = tl.exp2(top - base[None, :])
     total = tl.sum(tl.sum(total, 2) * shrink, 0)
-    wide = tl.reshape(tl.broadcast_to(shrink[:, None, :], (WARPS, R // H, H)), (WARPS, 1, R))
-    return lanes_in_order(tl.trans(tl.sum(acc * wide, 0)), BITS), repeated(total, R), repeated(highest, R)
+    acc = tl.sum(acc * repeated(shrink, R)[:, None, :], 0)
+    total, highest = repeated(total[None, :], R), repeated(highest[None, :], R)
+    return lanes_in_order(tl.trans(acc), BITS), tl.reshape(total, (R,)), tl.reshape(highest, (R,))

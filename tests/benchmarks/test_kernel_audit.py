@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))  # benchmarks
 from benchmarks import kernel_audit  # noqa: E402
 from benchmarks.chips import Hot  # noqa: E402
 from benchmarks.kernel_audit import Audited, Counts, problems_of  # noqa: E402
+from benchmarks.sass import parse  # noqa: E402
 
 # The interpreter must not stand in the place of the compiler.
 ENVIRONMENT = os.environ | {"TRITON_INTERPRET": "0"}
@@ -161,7 +162,7 @@ def test_counting_sass() -> None:
         /*0070*/ LDG.E R4, desc[UR4][R2.64] ;
         /*0080*/ LDGSTS.E.64 [R9], desc[UR4][R2.64] ;
     """
-    assert kernel_audit.count_sass(usage, sass) == Counts(40, 16, 1, 2, 3, 2)
+    assert kernel_audit.count_sass(usage, parse(sass).instructions) == Counts(40, 16, 1, 2, 3, 2)
 
 
 def test_counting_amd_assembly() -> None:
