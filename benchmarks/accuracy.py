@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.perplexity import TEXT, Reference, by_format, text_ids
-from forebay.rewriter.demo import resolve_model
+from forebay.rewriter.checkpoints.resolve import resolve_model
 
 FORMATS = ("native", "w8", "w4g32", "w4g64")
 

@@ -12,12 +12,12 @@ import itertools
 import time
 from statistics import median
 
-from forebay.rewriter.capture import capture_model
-from forebay.rewriter.machine import Machine
+from forebay.rewriter.capture.language_model import capture_model
+from forebay.rewriter.ir.plan import Budget, Workload
+from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan import Budget, Workload
-from forebay.rewriter.planner import Wishes
-from forebay.rewriter.program import FileSlice
+from forebay.rewriter.planning.planner import Wishes
 from forebay.rewriter.source import fuse_blocks, model_source
 from forebay.rewriter.switches import Switches
 

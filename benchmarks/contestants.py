@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from forebay.memory import anonymous_nbytes, disk_read_nbytes
-from forebay.runtime.page_cache import cached_nbytes, drop_file, resident_nbytes
+from forebay.commands.process_memory import anonymous_nbytes, disk_read_nbytes
+from forebay.runtime.disk.page_cache import cached_nbytes, drop_file, resident_nbytes
 
 MIB = 1 << 20
 SAMPLE_S = 0.02
@@ -145,8 +145,8 @@ class Forebay:
     """`forebay.wrap` within the budget, one plan per batch; memory is given back between turns."""
 
     def __init__(self, order: dict[str, Any]) -> None:
-        from forebay.model import wrap
-        from forebay.rewriter.machine import load_machine
+        from forebay.api import wrap
+        from forebay.rewriter.machine.profile import load_machine
 
         self.folders = [order["model"]]
         machine = load_machine(order["machine"])
@@ -231,7 +231,7 @@ def _touched_buffer(nbytes: int) -> Iterator[tuple[memoryview, int]]:
 
 def read_rates(path: str, cache: PageCache) -> dict[str, float]:
     """Bytes per second of one cold read of the whole file, by each engine and by a bare loop of preadv."""
-    from forebay.runtime.disk import Read, available_kinds, open_reader
+    from forebay.runtime.disk.reader import Read, available_kinds, open_reader
 
     nbytes = os.path.getsize(path)
     spans = [(at, min(READ_NBYTES, nbytes - at)) for at in range(0, nbytes, READ_NBYTES)]
@@ -296,7 +296,7 @@ class Worker:
         if name == "accelerate":
             import accelerate  # noqa: F401
         if name in OURS:
-            import forebay.model  # noqa: F401
+            import forebay.api  # noqa: F401
         self.baseline = anonymous_nbytes()
 
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -312,8 +312,8 @@ class Worker:
         return run_turn(self.contestant, self.cache, order)
 
     def machine(self, order: dict[str, Any]) -> dict[str, Any]:
-        from forebay.rewriter.machine import save_machine
-        from forebay.runtime.measure import measure_machine
+        from forebay.rewriter.machine.profile import save_machine
+        from forebay.runtime.measure.machine import measure_machine
 
         save_machine(measure_machine(order["model"], quick=True), order["machine"])
         return {}

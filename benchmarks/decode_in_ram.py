@@ -50,7 +50,7 @@ def forget_peak() -> None:
 
 class Forebay:
     def __init__(self, folder: str, threads: int) -> None:
-        from forebay.model import wrap
+        from forebay.api import wrap
 
         self.lm = wrap(folder, {"device": BUDGET}, batch=1, prompt=PROMPT, new_tokens=NEW)
         streamed = self.lm.plan.prediction.streamed_nbytes
@@ -109,7 +109,7 @@ def serve(name: str, path: str, threads: int) -> None:
     else:
         import transformers.models.llama.modeling_llama
 
-        import forebay.model  # noqa: F401
+        import forebay.api  # noqa: F401
 
         transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(threads)
@@ -133,8 +133,8 @@ def prepare(folder: Path) -> dict[str, tuple[str, int]]:
     import gguf
     import transformers
 
-    from forebay.rewriter.demo import demo_gguf, resolve_model
-    from forebay.rewriter.quantize_model import Wish, quantize_model
+    from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+    from forebay.rewriter.checkpoints.resolve import demo_gguf, resolve_model
 
     source, native = demo_gguf(), resolve_model("demo")
     packed = quantize_model(source, folder / "packed", Wish("keep", head=True, embeddings=True))

@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.big_model import Shape, big_model
 from benchmarks.contestants import OURS
-from forebay.rewriter.sizes import parse_nbytes
+from forebay.rewriter.ir.byte_sizes import parse_nbytes
 
 CONTESTANTS = ("forebay", "forebay-w4", "disk-map", "accelerate", "ram")
 PEERS = ("disk-map", "accelerate")
@@ -126,7 +126,7 @@ def measure(args: argparse.Namespace, names: list[str], batches: list[int]) -> d
 
 def quantized(model: Path) -> Path:
     """The model in w4g64, min-max, made once and kept beside it."""
-    from forebay.rewriter.quantize_model import Wish, quantize_model
+    from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 
     folder = model.with_name(f"{model.name}-w4g64")
     note(f"quantising into {folder}")

@@ -77,7 +77,7 @@ def saved_model(scratch: Path, shape: dict[str, int], dtype: torch.dtype, weight
         torch.cuda.empty_cache()
     if weights == "native":
         return folder
-    from forebay.rewriter.quantize_model import Wish, quantize_model
+    from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 
     packed = scratch / f"{name}-{weights}"
     quantize_model(folder, packed, Wish(weights))  # goes on, or finds that it is done
@@ -102,7 +102,7 @@ def reference_tokens(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 def check_tokens(scratch: Path, machine: Any, job: Row) -> Row:
     """Greedy tokens under a budget that streams from disk or host memory, against transformers on the GPU."""
-    from forebay.model import wrap
+    from forebay.api import wrap
 
     folder = saved_model(scratch, SMALL, torch.float32)
     ids, expected = reference_tokens(folder)
@@ -119,8 +119,8 @@ def check_tokens(scratch: Path, machine: Any, job: Row) -> Row:
 def check_formats(scratch: Path, machine: Any, job: Row) -> Row:
     """Logits of the GPU's kernels over quantised weights and cache, half of them streamed, beside the CPU's kernels
     over the same bits."""
-    from forebay.model import wrap
-    from forebay.rewriter.machine import Machine
+    from forebay.api import wrap
+    from forebay.rewriter.machine.profile import Machine
 
     folder = saved_model(scratch, SMALL, torch.bfloat16, job["weights"])
     nbytes = weights_nbytes(folder)
@@ -138,7 +138,7 @@ def check_formats(scratch: Path, machine: Any, job: Row) -> Row:
 
 def measure_throughput(scratch: Path, machine: Any, job: Row) -> Row:
     """Decode tokens/s of the large model under the device budget, from host memory or from disk."""
-    from forebay.model import wrap
+    from forebay.api import wrap
 
     folder, batch = saved_model(scratch, LARGE, torch.bfloat16, job["weights"]), job["batch"]
     budget = {"device": int(DEVICE_SHARE * weights_nbytes(folder))}
@@ -194,7 +194,7 @@ PARTS: dict[str, Callable[[Path, Any, Row], Row]] = {
 
 def answer(scratch: Path) -> None:
     """Do the jobs whose numbers come on standard input."""
-    from forebay.rewriter.machine import load_machine
+    from forebay.rewriter.machine.profile import load_machine
 
     machine, known = load_machine(scratch / "machine.json"), jobs()
     serve(lambda number: PARTS[known[number]["part"]](scratch, machine, known[number]), check_gpu)
@@ -226,8 +226,8 @@ def main() -> int:
     if options.answer:
         answer(options.answer)
         return 0
-    from forebay.rewriter.machine import save_machine
-    from forebay.runtime.measure import measure_machine
+    from forebay.rewriter.machine.profile import save_machine
+    from forebay.runtime.measure.machine import measure_machine
 
     result: Row = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
                    "date": datetime.date.today().isoformat(), "rows": []}  # fmt: skip

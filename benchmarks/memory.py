@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from forebay.model import LanguageModel, open_model
-from forebay.rewriter.explain import lasting, phases
-from forebay.rewriter.machine import Machine
-from forebay.rewriter.plan import Budget, Workload
-from forebay.rewriter.planner import Wishes
+from forebay.api import LanguageModel, open_model
+from forebay.rewriter.ir.plan import Budget, Workload
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.report.explain import lasting, phases
 
 PATTERN = 0xA5
 SHAPES: dict[str, dict[str, Any]] = {

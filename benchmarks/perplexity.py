@@ -7,7 +7,7 @@ made again from hidden states that were packed as a checkpoint's rows (act8): th
 bytes must reproduce. Peers in the same run, where installed: torchao (int4, asymmetric) and HQQ (4 bits, its
 half-quadratic search), at the same group size, and llama.cpp on the GGUF file itself (through xllamacpp). llama.cpp's
 server gives the probabilities of one next token per request, so its row has few tokens, and the reference is repeated
-on them. Windows of 512 tokens, each predicted from its own start; see `forebay.evaluate.perplexity`.
+on them. Windows of 512 tokens, each predicted from its own start; see `forebay.commands.evaluate.perplexity`.
 
 Weights that come from Q4_1 lie on a grid of 32: w4g32 finds it again and is exact, while every coarser 4-bit group
 rounds a second time.
@@ -29,8 +29,8 @@ import torch
 
 from forebay.kernels import activation_append_q, kv_append_q, packing
 from forebay.kernels.quantize import dequantize, quantize
-from forebay.rewriter.demo import demo_gguf, resolve_model
-from forebay.rewriter.quantized_checkpoint import parse_format
+from forebay.rewriter.checkpoints.packed import parse_format
+from forebay.rewriter.checkpoints.resolve import demo_gguf, resolve_model
 
 TEXT = Path(__file__).resolve().parent.parent / "examples/text/stories.txt"
 WINDOW = 512

@@ -34,15 +34,15 @@ import torch
 
 import forebay
 from benchmarks.big_model import big_model
+from forebay.api import LanguageModel
 from forebay.kernels.linear import bind_linear
-from forebay.model import LanguageModel
-from forebay.rewriter.demo import demo_checkpoint
-from forebay.rewriter.machine import Machine, load_machine
-from forebay.rewriter.plan import PlanError
-from forebay.rewriter.simulate import simulate
-from forebay.runtime.disk import open_reader
-from forebay.runtime.measure import landing_memory, measure_machine, read_time_s
-from forebay.runtime.measure_kernels import GEMM_SHAPES, QUICK_SHAPES, cold_weights
+from forebay.rewriter.checkpoints.resolve import demo_checkpoint
+from forebay.rewriter.ir.plan import PlanError
+from forebay.rewriter.machine.profile import Machine, load_machine
+from forebay.rewriter.predict.simulate import simulate
+from forebay.runtime.disk.reader import open_reader
+from forebay.runtime.measure.kernels import GEMM_SHAPES, QUICK_SHAPES, cold_weights
+from forebay.runtime.measure.machine import landing_memory, measure_machine, read_time_s
 
 MODELS = {"smollm2": demo_checkpoint, "big": big_model}
 PROBE_NBYTES = 128 << 20

@@ -9,7 +9,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch: spinning threads t
 from transformers import AutoTokenizer
 
 import forebay
-from forebay.rewriter.demo import demo_checkpoint
+from forebay.rewriter.checkpoints.resolve import demo_checkpoint
 
 folder = demo_checkpoint()
 tokenizer = AutoTokenizer.from_pretrained(folder)

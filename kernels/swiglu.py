@@ -2,8 +2,8 @@
 
 Both products, the activation and the result round to x's dtype, as the operators apart would. On the CPU two calls of
 `forebay::linear` do it: the second multiplies by the first's result where it lies, so nothing is gained by more. The
-rewriter writes those two (`passes/fuse_swiglu.py`), whose weights may stream one after the other; the operator is for
-devices where x is worth reading once for both.
+rewriter writes those two (`passes/fuse/fuse_swiglu.py`), whose weights may stream one after the other; the operator is
+for devices where x is worth reading once for both.
 """
 
 from __future__ import annotations

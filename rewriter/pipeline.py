@@ -21,36 +21,36 @@ from forebay.kernels import (
     rotary,
 )
 from forebay.kernels.gpu import choices as gpu_choices
-from forebay.passes.allocate_buffers import allocate_buffers, plan_activations
-from forebay.passes.draft import Draft
-from forebay.passes.fuse_residual import fuse_residual
-from forebay.passes.fuse_rms_norm import fuse_rms_norm
-from forebay.passes.fuse_rotary import fuse_rotary
-from forebay.passes.fuse_swiglu import fuse_swiglu
-from forebay.passes.grow_cache import grow_cache
-from forebay.passes.hoist_prefetch import hoist_prefetch
-from forebay.passes.insert_transfers import insert_transfers
-from forebay.passes.launches import Launches
-from forebay.passes.lower import lower
-from forebay.passes.place_copies import place_copies
-from forebay.passes.repeat_layout import repeats
-from forebay.passes.select_gemm import product_shape, select_gemm
-from forebay.passes.shorten_lifetimes import shorten_lifetimes
-from forebay.passes.specialise_blocks import block_graphs, specialise_blocks
-from forebay.rewriter.bisect import Bisection
-from forebay.rewriter.collection import no_collection
-from forebay.rewriter.concretise import inline_blocks
-from forebay.rewriter.dump import Dump
-from forebay.rewriter.facts import cache_buffers, cache_rows, weight_products, weight_uses
-from forebay.rewriter.graph import META, Gemm, Layout, values_of
-from forebay.rewriter.machine import Machine
-from forebay.rewriter.plan import Budget, GemmChoice, Plan, Prediction, Workload
-from forebay.rewriter.plan_cost import rates_of
-from forebay.rewriter.planner import Facts, PhaseNeed, Wishes, make_plan, smallest_budget
-from forebay.rewriter.program import FileSlice, Program, TensorRef
-from forebay.rewriter.simulate import STEPS, Timeline, simulate
+from forebay.passes.fuse.fuse_residual import fuse_residual
+from forebay.passes.fuse.fuse_rms_norm import fuse_rms_norm
+from forebay.passes.fuse.fuse_rotary import fuse_rotary
+from forebay.passes.fuse.fuse_swiglu import fuse_swiglu
+from forebay.passes.lower.draft import Draft
+from forebay.passes.lower.grow_cache import grow_cache
+from forebay.passes.lower.hoist_prefetch import hoist_prefetch
+from forebay.passes.lower.launches import Launches
+from forebay.passes.lower.lower import lower
+from forebay.passes.lower.place_copies import place_copies
+from forebay.passes.place.allocate_buffers import allocate_buffers, plan_activations
+from forebay.passes.place.insert_transfers import insert_transfers
+from forebay.passes.place.repeat_layout import repeats
+from forebay.passes.place.select_gemm import product_shape, select_gemm
+from forebay.passes.place.shorten_lifetimes import shorten_lifetimes
+from forebay.passes.place.specialise_blocks import block_graphs, specialise_blocks
+from forebay.rewriter.capture.concretise import inline_blocks
+from forebay.rewriter.garbage import no_collection
+from forebay.rewriter.ir.graph import META, Gemm, Layout, values_of
+from forebay.rewriter.ir.plan import Budget, GemmChoice, Plan, Prediction, Workload
+from forebay.rewriter.ir.program import FileSlice, Program, TensorRef
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.planning.graph_needs import cache_buffers, cache_rows, weight_products, weight_uses
+from forebay.rewriter.planning.planner import Facts, PhaseNeed, Wishes, make_plan, smallest_budget
+from forebay.rewriter.predict.closed_form import rates_of
+from forebay.rewriter.predict.simulate import STEPS, Timeline, simulate
+from forebay.rewriter.report.dump import Dump
 from forebay.rewriter.switches import SwitchError, Switches
-from forebay.rewriter.verify import verify_program
+from forebay.rewriter.verify.bisect import Bisection
+from forebay.rewriter.verify.program import verify_program
 
 # Each pass with the reason why it stands where it does.
 PASSES: tuple[tuple[Callable[[fx.GraphModule, Plan], None], str], ...] = (

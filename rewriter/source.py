@@ -11,16 +11,16 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from forebay.kernels import packing
-from forebay.passes.quantize_cache import quantize_cache
-from forebay.passes.quantize_weights import fuse_dequantize, quantize_weights
-from forebay.rewriter.checkpoint import Checkpoint, CheckpointError, TensorRecord
-from forebay.rewriter.collection import no_collection
-from forebay.rewriter.concretise import concretise, few_layers, inline_blocks
-from forebay.rewriter.dump import Dump
-from forebay.rewriter.graph import META, CacheInput, CapturedModel, RowFormat, WeightInput, copy_node
+from forebay.passes.quantise.quantize_cache import quantize_cache
+from forebay.passes.quantise.quantize_weights import fuse_dequantize, quantize_weights
+from forebay.rewriter.capture.concretise import concretise, few_layers, inline_blocks
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint, CheckpointError, TensorRecord
+from forebay.rewriter.garbage import no_collection
+from forebay.rewriter.ir.graph import META, CacheInput, CapturedModel, RowFormat, WeightInput, copy_node
+from forebay.rewriter.ir.plan import PlanError, Workload
+from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.pipeline import BLOCK_PASSES, Source
-from forebay.rewriter.plan import PlanError, Workload
-from forebay.rewriter.program import FileSlice
+from forebay.rewriter.report.dump import Dump
 from forebay.rewriter.switches import Switches
 
 _META = torch.device("meta")

@@ -37,16 +37,16 @@ class Checkpointed:
     @functools.cached_property
     def opened(self) -> tuple:
         """Captured graphs, checkpoint and files: traced once per process."""
-        from forebay.model import open_model
+        from forebay.api import open_model
 
         return open_model(self.folder)
 
     def language_model(self, device: int | float, host: int = 0, batch: int = 3, prompt: int = 10, new_tokens: int = 8,
                        **wishes: Any) -> Any:
         """A LanguageModel on a budget of so many bytes, or such a share of the weights."""
-        from forebay.model import LanguageModel
-        from forebay.rewriter.plan import Budget, Workload
-        from forebay.rewriter.planner import Wishes
+        from forebay.api import LanguageModel
+        from forebay.rewriter.ir.plan import Budget, Workload
+        from forebay.rewriter.planning.planner import Wishes
 
         nbytes = device if isinstance(device, int) else int(device * self.nbytes)
         return LanguageModel(*self.opened, Budget(nbytes, host), Workload(batch, prompt, new_tokens), Wishes(**wishes))
@@ -88,7 +88,7 @@ def tied_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpointed:
 @pytest.fixture
 def reader_log(monkeypatch: pytest.MonkeyPatch) -> ReaderLog:
     """What every reader that a device opens from here on is asked for."""
-    import forebay.runtime.open_device as module
+    import forebay.runtime.devices.open_device as module
 
     log = ReaderLog()
     opened = module.open_reader

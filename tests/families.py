@@ -7,8 +7,8 @@ from typing import Any
 
 import transformers as T
 
-from forebay.rewriter.capture import capture_model
-from forebay.rewriter.graph import CapturedModel
+from forebay.rewriter.capture.language_model import capture_model
+from forebay.rewriter.ir.graph import CapturedModel
 
 VOCAB = 199
 _BASE = dict(vocab_size=VOCAB, hidden_size=64, num_attention_heads=4, max_position_embeddings=128)

@@ -9,22 +9,22 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from forebay.passes.allocate_buffers import allocate_buffers
-from forebay.passes.hoist_prefetch import hoist_prefetch
-from forebay.passes.insert_transfers import insert_transfers
-from forebay.passes.lower import lower
-from forebay.passes.place_copies import place_copies
-from forebay.rewriter.concretise import concretise
-from forebay.rewriter.graph import META, WeightInput
-from forebay.rewriter.machine import Machine
+from forebay.passes.lower.hoist_prefetch import hoist_prefetch
+from forebay.passes.lower.lower import lower
+from forebay.passes.lower.place_copies import place_copies
+from forebay.passes.place.allocate_buffers import allocate_buffers
+from forebay.passes.place.insert_transfers import insert_transfers
+from forebay.rewriter.capture.concretise import concretise
+from forebay.rewriter.ir.graph import META, WeightInput
+from forebay.rewriter.ir.plan import Budget, BufferPlacement, Plan, Schedule, WeightPlacement, Workload
+from forebay.rewriter.ir.program import DISK, Copy, FileSlice, Program, Span
+from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline, Source
-from forebay.rewriter.plan import Budget, BufferPlacement, Plan, Schedule, WeightPlacement, Workload
-from forebay.rewriter.planner import Wishes
-from forebay.rewriter.program import DISK, Copy, FileSlice, Program, Span
+from forebay.rewriter.planning.planner import Wishes
 from forebay.rewriter.switches import Switches
-from forebay.runtime.disk import DiskReader, open_reader
-from forebay.runtime.executor import BoundProgram, load_resident
-from forebay.runtime.threads import ThreadDevice
+from forebay.runtime.devices.threads import ThreadDevice
+from forebay.runtime.disk.reader import DiskReader, open_reader
+from forebay.runtime.run.executor import BoundProgram, load_resident
 
 aten = torch.ops.aten
 Build = Callable[[fx.Graph, Mapping[str, fx.Node]], object]  # adds nodes to the graph, returns what it outputs

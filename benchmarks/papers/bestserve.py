@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.papers.tables import Row, show
-from forebay.rewriter.model_shapes import PRESET_MODELS, ModelShape
-from forebay.rewriter.presets import PRESETS
-from forebay.rewriter.roofline import Module, Operator, asynchronous_time_s, roofline_of
+from forebay.rewriter.machine.presets import PRESETS
+from forebay.rewriter.predict.model_shapes import PRESET_MODELS, ModelShape
+from forebay.rewriter.predict.roofline import Module, Operator, asynchronous_time_s, roofline_of
 
 MODEL, MACHINE = "codellama-34b", "ascend-910b3"
 TENSOR_PARALLEL, BATCH, PROMPT, NEW = 4, 1, 2048, 63

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from benchmarks.papers.tables import Row, show
-from forebay.passes.allocate_buffers import plan_activations
-from forebay.rewriter.capture import capture_model
-from forebay.rewriter.concretise import concretise, inline_blocks
-from forebay.rewriter.facts import cache_buffers
-from forebay.rewriter.graph import CapturedModel
-from forebay.rewriter.plan import Workload
+from forebay.passes.place.allocate_buffers import plan_activations
+from forebay.rewriter.capture.concretise import concretise, inline_blocks
+from forebay.rewriter.capture.language_model import capture_model
+from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.ir.plan import Workload
+from forebay.rewriter.planning.graph_needs import cache_buffers
 from forebay.rewriter.source import fuse_blocks, step_inputs
 from forebay.rewriter.switches import Switches
 

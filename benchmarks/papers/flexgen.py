@@ -9,11 +9,11 @@ from itertools import combinations
 from typing import Any
 
 from benchmarks.papers.tables import Row, show
-from forebay.rewriter.model_shapes import PRESET_MODELS
-from forebay.rewriter.offload_costs import Block, BlockCosts, Runtime, block_costs, shares
-from forebay.rewriter.placement import NO_CHECKPOINTS
-from forebay.rewriter.policy_search import Problem, Space, search
-from forebay.rewriter.presets import PRESETS, MachineRates
+from forebay.rewriter.machine.presets import PRESETS, MachineRates
+from forebay.rewriter.planning.placement import NO_CHECKPOINTS
+from forebay.rewriter.planning.policy_search import Problem, Space, search
+from forebay.rewriter.predict.block_costs import Block, BlockCosts, Runtime, block_costs, shares
+from forebay.rewriter.predict.model_shapes import PRESET_MODELS
 
 MACHINE, NEW_TOKENS = "t4", 32
 HEADLINE, ABLATION = 0.25, 0.30  # errors allowed

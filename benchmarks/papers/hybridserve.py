@@ -14,12 +14,12 @@ from scipy.optimize import brentq
 
 from benchmarks.papers.flexgen import DEEPSPEED, FLEXGEN
 from benchmarks.papers.tables import Row, show
-from forebay.rewriter.checkpoint_balance import CacheBalance, Line, fill_host, layer_times
-from forebay.rewriter.model_shapes import PRESET_MODELS
-from forebay.rewriter.offload_costs import Block, Runtime, block_costs, shares
-from forebay.rewriter.placement import NO_CHECKPOINTS, Closed, place
-from forebay.rewriter.policy_search import Problem
-from forebay.rewriter.presets import PRESETS, MachineRates
+from forebay.rewriter.machine.presets import PRESETS, MachineRates
+from forebay.rewriter.planning.placement import NO_CHECKPOINTS, Closed, place
+from forebay.rewriter.planning.policy_search import Problem
+from forebay.rewriter.predict.activation_ratio import CacheBalance, Line, fill_host, layer_times
+from forebay.rewriter.predict.block_costs import Block, Runtime, block_costs, shares
+from forebay.rewriter.predict.model_shapes import PRESET_MODELS
 
 MACHINE, BATCH, NEW_TOKENS = "rtx4090", 128, 128
 MODELS = ("opt-6.7b", "opt-13b", "opt-30b", "opt-66b")

@@ -6,13 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forebay.model import LanguageModel, wrap
-    from forebay.rewriter.capture import CaptureError
-    from forebay.rewriter.checkpoint import CheckpointError
-    from forebay.rewriter.machine import Machine, load_machine, save_machine
-    from forebay.rewriter.plan import Budget, Plan, PlanError, Workload, load_plan
+    from forebay.api import LanguageModel, wrap
+    from forebay.rewriter.capture.language_model import CaptureError
+    from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+    from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, load_plan
+    from forebay.rewriter.machine.profile import Machine, load_machine, save_machine
     from forebay.rewriter.switches import SwitchError
-    from forebay.runtime.measure import cached_machine, measure_machine
+    from forebay.runtime.measure.machine import cached_machine, measure_machine
 
 __all__ = [
     "Budget",
@@ -34,13 +34,13 @@ __all__ = [
 
 # Found when first asked for, so that `import forebay` loads neither torch nor transformers.
 _HOMES = {
-    "forebay.model": ("LanguageModel", "wrap"),
-    "forebay.rewriter.capture": ("CaptureError",),
-    "forebay.rewriter.checkpoint": ("CheckpointError",),
-    "forebay.rewriter.machine": ("Machine", "load_machine", "save_machine"),
-    "forebay.rewriter.plan": ("Budget", "Plan", "PlanError", "Workload", "load_plan"),
+    "forebay.api": ("LanguageModel", "wrap"),
+    "forebay.rewriter.capture.language_model": ("CaptureError",),
+    "forebay.rewriter.checkpoints.checkpoint": ("CheckpointError",),
+    "forebay.rewriter.machine.profile": ("Machine", "load_machine", "save_machine"),
+    "forebay.rewriter.ir.plan": ("Budget", "Plan", "PlanError", "Workload", "load_plan"),
     "forebay.rewriter.switches": ("SwitchError",),
-    "forebay.runtime.measure": ("cached_machine", "measure_machine"),
+    "forebay.runtime.measure.machine": ("cached_machine", "measure_machine"),
 }
 
 

@@ -30,19 +30,19 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from forebay.compile_options import Options, parse_options
-from forebay.parameter_store import StoreMap, bring_back, map_of, move_out
-from forebay.rewriter.bisect import PassChangedResult
-from forebay.rewriter.capture_module import ModuleGraph, OffloadError, Scalar, capture_module
-from forebay.rewriter.checkpoint import CheckpointError
-from forebay.rewriter.machine import Machine
+from forebay.compiled.options import Options, parse_options
+from forebay.compiled.parameter_store import StoreMap, bring_back, map_of, move_out
+from forebay.compiled.step_memory import Memory, Prepared
+from forebay.rewriter.capture.compiled_module import ModuleGraph, OffloadError, Scalar, capture_module
+from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.ir.byte_sizes import format_nbytes
+from forebay.rewriter.ir.plan import Budget, PlanError, Workload
+from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline, Source, StoppedAfter
-from forebay.rewriter.plan import Budget, PlanError, Workload
-from forebay.rewriter.planner import Wishes, make_plan, refuse_wishes, smallest_budget
-from forebay.rewriter.program import FileSlice
-from forebay.rewriter.sizes import format_nbytes
+from forebay.rewriter.planning.planner import Wishes, make_plan, refuse_wishes, smallest_budget
 from forebay.rewriter.switches import SwitchError, read_switches
-from forebay.step_memory import Memory, Prepared
+from forebay.rewriter.verify.bisect import PassChangedResult
 
 KEPT = 4  # plans per graph, for as many sets of input sizes
 REFUSED = 64  # sets of input sizes per graph that are known to run eagerly; of more, the oldest are tried again

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay.kernels.decode_attention import HELD
-from forebay.rewriter.program import Item, Launch
-from forebay.runtime.trace import Trace
+from forebay.rewriter.ir.program import Item, Launch
+from forebay.runtime.run.trace import Trace
 
 if TYPE_CHECKING:
-    from forebay.model import LanguageModel
-    from forebay.rewriter.plan import Budget
-    from forebay.runtime.device import Call
+    from forebay.api import LanguageModel
+    from forebay.rewriter.ir.plan import Budget
+    from forebay.runtime.devices.device import Call
 
 QUERY_STEP = 64  # queries whose scores are held at a time
 SHARE = 256  # positions that a share of the sequence has at least: the maximum of each must be in range
@@ -166,8 +166,8 @@ def calibrate(
 
     `model` and `budget` are as for `wrap`, which also says what is raised. ValueError without a prompt.
     """
-    from forebay.model import wrap
-    from forebay.runtime.generation import next_logits
+    from forebay.api import wrap
+    from forebay.runtime.run.generation import next_logits
 
     if not prompts or any(p.dim() != 1 or p.numel() == 0 for p in prompts):
         raise ValueError("calibrate: prompts must be at least one tensor [P] of token ids, P >= 1")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forebay.rewriter.presets import PRESETS
+from forebay.rewriter.machine.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # benchmarks

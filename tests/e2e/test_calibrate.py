@@ -93,13 +93,13 @@ def test_the_command(llama_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.
     typer = pytest.importorskip("typer")
     from typer.testing import CliRunner
 
-    import forebay.prompts
-    from forebay.calibrate_command import calibrate_command
+    import forebay.commands.prompts
+    from forebay.commands.calibrate import calibrate_command
 
     def tokenizer(text: str) -> dict[str, list[int]]:
         return {"input_ids": [3 + ord(c) % 900 for c in text]}
 
-    monkeypatch.setattr(forebay.prompts, "load_tokenizer", lambda folder: tokenizer)
+    monkeypatch.setattr(forebay.commands.prompts, "load_tokenizer", lambda folder: tokenizer)
     app = typer.Typer()
     app.command()(calibrate_command)
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.json"

@@ -20,9 +20,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from forebay.cli import app
-from forebay.rewriter.machine import Machine, save_machine
-from forebay.rewriter.plan import PlanError, load_plan, plan_from_dict
+from forebay.commands.cli import app
+from forebay.rewriter.ir.plan import PlanError, load_plan, plan_from_dict
+from forebay.rewriter.machine.profile import Machine, save_machine
 
 WORDS = [f"w{i}" for i in range(196)]
 TEMPLATE = ("{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
@@ -494,7 +494,7 @@ def test_machine_profile_is_shown(folder: Path, tmp_path: Path, monkeypatch: pyt
         progress("disk", 0.5)
         return Machine.default()
 
-    monkeypatch.setattr("forebay.runtime.measure.measure_machine", measure)
+    monkeypatch.setattr("forebay.runtime.measure.machine.measure_machine", measure)
     shown = _forebay("machine", "--folder", tmp_path, "--json")
     assert shown.exit_code == 0, shown.output
     assert measured == [False] and json.loads(shown.stdout) == json.loads((tmp_path / "machine.json").read_text())
@@ -512,7 +512,7 @@ def test_profile_that_cannot_be_kept(folder: Path, tmp_path: Path, monkeypatch: 
         measured.append(where)
         return Machine.default()
 
-    monkeypatch.setattr("forebay.runtime.measure.measure_machine", measure)
+    monkeypatch.setattr("forebay.runtime.measure.machine.measure_machine", measure)
     refused = _forebay("machine", "--folder", tmp_path)
     assert refused.exit_code == 2 and "FOREBAY_CACHE" in refused.stderr and not measured
     result = _forebay("plan", folder, "--budget", BUDGET)
@@ -521,7 +521,7 @@ def test_profile_that_cannot_be_kept(folder: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_help_and_import_stay_light() -> None:
-    code = ("import sys, forebay, forebay.cli; from forebay import Budget, load_plan; "
+    code = ("import sys, forebay, forebay.commands.cli; from forebay import Budget, load_plan; "
             "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'matplotlib')))")
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert "machine" in _forebay("--help").stdout

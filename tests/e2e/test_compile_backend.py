@@ -17,12 +17,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay import PlanError
 from forebay.backend import prepared_for, restore
-from forebay.parameter_store import map_of
-from forebay.rewriter.capture_module import OffloadError
-from forebay.rewriter.checkpoint import CheckpointError
-from forebay.rewriter.machine import Machine, save_machine
-from forebay.rewriter.program import COMPUTE, Copy, FileSlice
-from forebay.runtime.page_cache import resident_nbytes
+from forebay.compiled.parameter_store import map_of
+from forebay.rewriter.capture.compiled_module import OffloadError
+from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.ir.program import COMPUTE, Copy, FileSlice
+from forebay.rewriter.machine.profile import Machine, save_machine
+from forebay.runtime.disk.page_cache import resident_nbytes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*lies in memory"), pytest.mark.filterwarnings("ignore:OpenMP threads spin")]

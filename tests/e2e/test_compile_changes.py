@@ -18,11 +18,12 @@ from networks import Wide
 from safetensors.torch import load_model, save_model
 from torch import nn
 
-from forebay import backend, parameter_store, step_memory
+from forebay import backend
 from forebay.backend import prepared_for, restore
-from forebay.parameter_store import map_of
-from forebay.runtime import threads
-from forebay.runtime.executor import BoundProgram
+from forebay.compiled import parameter_store, step_memory
+from forebay.compiled.parameter_store import map_of
+from forebay.runtime.devices import threads
+from forebay.runtime.run.executor import BoundProgram
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*lies in memory"), pytest.mark.filterwarnings("ignore:OpenMP threads spin")]

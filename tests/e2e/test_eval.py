@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from forebay.evaluate import eval_command, next_word_accuracy, open_scorer, perplexity, token_scores
-from forebay.prompts import JobError
-from forebay.rewriter.machine import Machine, save_machine
-from forebay.rewriter.plan import Budget
+from forebay.commands.evaluate import eval_command, next_word_accuracy, open_scorer, perplexity, token_scores
+from forebay.commands.prompts import JobError
+from forebay.rewriter.ir.plan import Budget
+from forebay.rewriter.machine.profile import Machine, save_machine
 
 app = typer.Typer()
 app.command()(eval_command)

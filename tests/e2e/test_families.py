@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from e2e.agreement import assert_same_tokens
 from families import FAMILIES
 
-from forebay.model import LanguageModel, open_model
-from forebay.rewriter.plan import Budget, Workload
-from forebay.rewriter.planner import Wishes
-from forebay.rewriter.program import Copy, FileSlice
+from forebay.api import LanguageModel, open_model
+from forebay.rewriter.ir.plan import Budget, Workload
+from forebay.rewriter.ir.program import Copy, FileSlice
+from forebay.rewriter.planning.planner import Wishes
 
 WIDE = dict(hidden_size=192, intermediate_size=512, vocab_size=2048, head_dim=48)
 RENAMED = {

@@ -16,14 +16,14 @@ import torch
 import transformers
 from e2e.agreement import assert_same_tokens
 
-import forebay.model as model_module
-from forebay.model import LanguageModel, wrap
-from forebay.rewriter.checkpoint import CheckpointError
-from forebay.rewriter.plan import PlanError, load_plan
-from forebay.rewriter.planner import Wishes
-from forebay.rewriter.program import UNORDERED, UPLOAD, Copy, FileRows
-from forebay.rewriter.verify import verify_program
-from forebay.runtime.disk import TruncatedFileError
+import forebay.api as model_module
+from forebay.api import LanguageModel, wrap
+from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.ir.plan import PlanError, load_plan
+from forebay.rewriter.ir.program import UNORDERED, UPLOAD, Copy, FileRows
+from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.verify.program import verify_program
+from forebay.runtime.disk.reader import TruncatedFileError
 
 
 def answer(lm: LanguageModel, checkpoint: Any, **options: Any) -> torch.Tensor:
@@ -408,7 +408,7 @@ def test_memory_that_cannot_be_had_leaves_no_thread(llama_checkpoint: Any, monke
     def refuse(self: object, arenas: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("forebay.runtime.threads.ThreadDevice.allocate", refuse)
+    monkeypatch.setattr("forebay.runtime.devices.threads.ThreadDevice.allocate", refuse)
     with llama_checkpoint.language_model(0.5) as lm, pytest.raises(MemoryError, match="no room"):
         answer(lm, llama_checkpoint)
     assert threading.active_count() == before

@@ -14,15 +14,15 @@ pytest.importorskip("triton")
 
 from families import llama
 
+from forebay.api import LanguageModel, open_model
 from forebay.kernels.gpu import choices
-from forebay.model import LanguageModel, open_model
-from forebay.rewriter.machine import Machine
-from forebay.rewriter.plan import Budget, Workload
-from forebay.rewriter.planner import Wishes
-from forebay.rewriter.program import Launch
-from forebay.runtime import bind, executor
-from forebay.runtime.bind_cuda import bind_cuda
-from forebay.runtime.open_device import open_device
+from forebay.rewriter.ir.plan import Budget, Workload
+from forebay.rewriter.ir.program import Launch
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.planning.planner import Wishes
+from forebay.runtime.devices.open_device import open_device
+from forebay.runtime.run import bind, executor
+from forebay.runtime.run.bind_cuda import bind_cuda
 
 OURS = {"forebay.linear", "forebay.attention", "forebay.kv_append", "forebay.rms_norm", "forebay.rotary"}
 
@@ -32,7 +32,7 @@ class GpuOfThreads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bound: set[tuple[str, str]] = set()
-        monkeypatch.setattr("forebay.model.open_device", lambda machine, *rest: open_device(Machine.default(), *rest))
+        monkeypatch.setattr("forebay.api.open_device", lambda machine, *rest: open_device(Machine.default(), *rest))
         monkeypatch.setattr(executor, "bind_launch", self.bind_launch)
 
     def bind_launch(self, launch: Any, tensor: Any) -> Any:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from forebay.jobs import AnswerFile, Ask, Interrupted, run_job
-from forebay.memory import MemoryWatch, anonymous_nbytes
-from forebay.prompts import (
+from forebay.commands.jobs import AnswerFile, Ask, Interrupted, run_job
+from forebay.commands.process_memory import MemoryWatch, anonymous_nbytes
+from forebay.commands.prompts import (
     BadLine,
     JobError,
     Prompt,

@@ -10,13 +10,13 @@ import pytest
 import torch
 from e2e.agreement import assert_same_tokens
 
-from forebay.model import LanguageModel
-from forebay.rewriter.plan import Budget, Plan, PlanError, Workload, load_plan
-from forebay.rewriter.planner import Wishes
-from forebay.rewriter.program import Launch, span_of
-from forebay.runtime.device import RuntimeFault
-from forebay.runtime.generation import Stop, generate_tokens, next_logits
-from forebay.runtime.sampling import Sampling
+from forebay.api import LanguageModel
+from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, load_plan
+from forebay.rewriter.ir.program import Launch, span_of
+from forebay.rewriter.planning.planner import Wishes
+from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.run.generation import Stop, generate_tokens, next_logits
+from forebay.runtime.run.sampling import Sampling
 
 BATCH, PROMPT, NEW = 3, 10, 8
 

@@ -37,13 +37,13 @@ def streamed(folder: str) -> dict[str, Any]:
     """Wrap, cap this process, generate; what was seen."""
     import torch
 
-    import forebay.model
-    from forebay.memory import MemoryWatch, disk_read_nbytes
-    from forebay.runtime.page_cache import drop_file, resident_nbytes
+    import forebay.api
+    from forebay.commands.process_memory import MemoryWatch, disk_read_nbytes
+    from forebay.runtime.disk.page_cache import drop_file, resident_nbytes
 
     torch.set_num_threads(2)
     _warm_up_threads()
-    lm = forebay.model.wrap(folder, {"device": BUDGET_NBYTES}, batch=BATCH, prompt=PROMPT, new_tokens=NEW)
+    lm = forebay.api.wrap(folder, {"device": BUDGET_NBYTES}, batch=BATCH, prompt=PROMPT, new_tokens=NEW)
     files = sorted(str(p) for p in Path(folder).glob("*.safetensors"))
     for path in files:
         drop_file(path)
@@ -110,7 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_generates_within_the_budget(folder: Path) -> None:
-    from forebay.runtime.page_cache import in_page_cache_filesystem
+    from forebay.runtime.disk.page_cache import in_page_cache_filesystem
 
     seen = in_process("streamed", folder)
     mb = {name: f"{value / 1e6:.1f} MB" for name, value in seen.items() if isinstance(value, int)}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from forebay.plan_config import plan_config, plan_config_text
-from forebay.rewriter.model_shapes import ModelError
-from forebay.rewriter.plan import PlanError, plan_from_dict
-from forebay.rewriter.policy_search import BudgetError
-from forebay.rewriter.presets import PresetError
+from forebay.commands.plan_config import plan_config, plan_config_text
+from forebay.rewriter.ir.plan import PlanError, plan_from_dict
+from forebay.rewriter.machine.presets import PresetError
+from forebay.rewriter.planning.policy_search import BudgetError
+from forebay.rewriter.predict.model_shapes import ModelError
 
 
 def test_a_preset_model_gives_a_whole_plan() -> None:

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner, Result
 
-from forebay.quantize import quantize_command
-from forebay.rewriter.checkpoint import open_checkpoint
-from forebay.rewriter.quantized_checkpoint import MANIFEST, UNFINISHED, read_dequantized
+from forebay.commands.quantize import quantize_command
+from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
+from forebay.rewriter.checkpoints.packed import MANIFEST, UNFINISHED, read_dequantized
 
 app = typer.Typer()
 app.command()(quantize_command)
@@ -92,8 +92,8 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
 MEASURED = """
 import sys, threading, torch
 torch.set_num_threads(1)
-from forebay.memory import MemoryWatch
-from forebay.rewriter.quantize_model import Wish, quantize_model
+from forebay.commands.process_memory import MemoryWatch
+from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 import transformers.models.llama.modeling_llama, transformers.pytorch_utils
 small, large, out, format = sys.argv[1:]
 quantize_model(small, out + "-warm", Wish(format))  # what imports and allocators take once
@@ -118,7 +118,7 @@ def test_memory_stays_within_two_of_the_largest_tensors(small: Path, large: Path
 def test_killed_and_run_again_it_finishes(large: Path, tmp_path: Path) -> None:
     """SIGKILL once the first file stands: the rest follows, the first stays."""
     out = tmp_path / "out"
-    code = ("from forebay.quantize import quantize_command; import typer, sys; app = typer.Typer(); "
+    code = ("from forebay.commands.quantize import quantize_command; import typer, sys; app = typer.Typer(); "
             "app.command()(quantize_command); app()")
     command = [sys.executable, "-c", code, str(large), str(out), "--weights", "w8", "--shard-size", "16MiB"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -13,12 +13,12 @@ import transformers
 from typer.testing import CliRunner
 
 import forebay
-from forebay.cli import app
-from forebay.passes.quantize_weights import quantize_weights
-from forebay.rewriter.checkpoint import open_checkpoint
-from forebay.rewriter.program import Copy, FileSlice, Launch
-from forebay.rewriter.quantize_model import Wish, quantize_model
-from forebay.rewriter.quantized_checkpoint import read_dequantized
+from forebay.commands.cli import app
+from forebay.passes.quantise.quantize_weights import quantize_weights
+from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
+from forebay.rewriter.checkpoints.packed import read_dequantized
+from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+from forebay.rewriter.ir.program import Copy, FileSlice, Launch
 from forebay.rewriter.source import fuse_blocks
 
 pytestmark = pytest.mark.usefixtures("private_cache")  # notes on verified checkpoints are kept there
@@ -161,10 +161,10 @@ def test_a_saved_plan_brings_its_cache_format_along(tmp_path: Path) -> None:
     with forebay.wrap(folder, 1 << 30, batch=3, prompt=9, new_tokens=4, cache="kv8") as lm:
         expected = lm.next_logits(ids, mask).clone()
         lm.plan.save(tmp_path / "plan.json")
-    plan = forebay.rewriter.plan.load_plan(tmp_path / "plan.json")
+    plan = forebay.rewriter.ir.plan.load_plan(tmp_path / "plan.json")
     with forebay.wrap(folder, 1 << 30, plan=plan) as lm:
         assert torch.equal(lm.next_logits(ids, mask), expected)
-    with pytest.raises(forebay.rewriter.plan.PlanError, match="no format 'kv2'"):
+    with pytest.raises(forebay.rewriter.ir.plan.PlanError, match="no format 'kv2'"):
         forebay.wrap(folder, 1 << 30, prompt=9, new_tokens=4, cache="kv2")
 
 

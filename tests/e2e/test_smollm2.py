@@ -10,9 +10,9 @@ import torch
 import transformers
 from e2e.agreement import assert_same_tokens
 
-from forebay.model import wrap
-from forebay.rewriter.checkpoint import CheckpointError
-from forebay.rewriter.demo import resolve_model
+from forebay.api import wrap
+from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.checkpoints.resolve import resolve_model
 
 NEW = 64
 PROMPTS = (

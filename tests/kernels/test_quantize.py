@@ -276,6 +276,6 @@ def test_dequantize_refuses_by_name(argument: str, change: dict) -> None:
 @pytest.mark.parametrize("dim", (0, 1))
 def test_opcheck(dim: int) -> None:
     x = torch.randn(37, 45)
-    torch.library.opcheck(torch.ops.forebay.quantize.default, (x, 4, 32, dim, torch.float16))
+    torch.library.opcheck(torch.ops.forebay.commands.quantize.default, (x, 4, 32, dim, torch.float16))
     parts = quantize(x, 4, 32, dim, torch.float16)
     torch.library.opcheck(torch.ops.forebay.dequantize.default, (*parts, 4, 32, dim, x.shape[dim], torch.bfloat16))

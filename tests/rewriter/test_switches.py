@@ -8,11 +8,11 @@ import pytest
 import torch
 from tiny import chain, planned, run_program
 
+from forebay.rewriter.ir.plan import Budget, load_plan
+from forebay.rewriter.ir.program import Launch
 from forebay.rewriter.pipeline import OPTIONAL, PASSES, StoppedAfter
-from forebay.rewriter.plan import Budget, load_plan
-from forebay.rewriter.program import Launch
 from forebay.rewriter.switches import SwitchError, Switches, read_switches
-from forebay.rewriter.verify import ProgramError
+from forebay.rewriter.verify.program import ProgramError
 
 NAMES = [p.__name__ for p, _ in PASSES]
 SMALL = Budget(30_000)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 CODE = """
 import sys, torch, benchmarks.gpu_offload as bench
 from pathlib import Path
-from forebay.rewriter.machine import Machine
+from forebay.rewriter.machine.profile import Machine
 
 bench.GPU, bench.LARGE, bench.DEVICE_SHARE = "cpu", bench.SMALL, 0.8
 torch.cuda.reset_peak_memory_stats = torch.cuda.synchronize = lambda: None

@@ -1,0 +1,1 @@
+"""Block passes that fold patterns of operators into one of ours."""

@@ -1,0 +1,1 @@
+"""From graphs with addresses to a Program."""

@@ -1,0 +1,107 @@
+"""Where the values of a graph lie: planned buffers for what it makes, symbols for what differs from layer to layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from forebay.rewriter.ir import ops
+from forebay.rewriter.ir.graph import META, STREAMED, CacheInput, Layout, WeightInput, storage_of, values_of
+from forebay.rewriter.ir.plan import BufferPlacement
+from forebay.rewriter.ir.program import Span, TensorRef
+
+# A symbol stands in place of an arena where the address is known only when a layer is stamped: "?w3" is the memory that
+# the graph's placeholder 3 stands for, "?t2" the tile that its fetch number 2 brings.
+WEIGHT, TILE = "?w", "?t"
+Place = tuple[str, int, str]  # arena, byte address, buffer name
+Symbols = Mapping[str, Place]
+
+
+class Addresses:
+    """Resolves the values of one graph.
+
+    `prefix` is what the layout's names have in front of this graph's (a layer of the graph it was made on); `inputs`
+    the places of placeholders that are neither weights nor cache.
+    """
+
+    def __init__(self, gm: fx.GraphModule, layout: Layout, prefix: str, inputs: Mapping[fx.Node, Place]) -> None:
+        self.layout, self.prefix, self.inputs = layout, prefix, inputs
+        self.made: dict[tuple[fx.Node, int], Place] = {}  # by block calls
+        nodes = list(gm.graph.nodes)
+        self.symbols = {n: f"{WEIGHT}{i}" for i, n in enumerate(n for n in nodes if n.op == "placeholder")}
+        self.tiles = {n: i for i, n in enumerate(n for n in nodes if n.target is ops.fetch)}
+        self._refs: dict[tuple[fx.Node, int], TensorRef] = {}
+
+    def ref(self, node: fx.Node, result: int = 0) -> TensorRef:
+        """Where a node's value lies; `result` picks one of several."""
+        known = self._refs.get((node, result))
+        if known is None:
+            value = values_of(node)[result]
+            base, element = storage_of(node)
+            arena, address, buffer = self._place(base, result if base is node else element)
+            before = int(value.storage_offset()) * value.element_size() if value.numel() else 0  # none may be there
+            known = self._refs[node, result] = TensorRef(
+                arena, address + before, str(value.dtype)[6:], tuple(value.shape), tuple(value.stride()), buffer)
+        return known
+
+    def _place(self, base: fx.Node, element: int) -> Place:
+        if base.target is ops.fetch:
+            symbol = f"{TILE}{self.tiles[base]}"
+            return symbol, 0, symbol
+        if base.op == "placeholder":
+            if isinstance(base.meta.get(META), WeightInput | CacheInput):
+                return self.symbols[base], 0, self.symbols[base]
+            if base in self.inputs:
+                return self.inputs[base]
+        if base.op == "call_module":
+            return self.made[base, element]
+        b = self.layout.buffers[self.buffer(base, element)]
+        return b.arena, b.offset, b.name
+
+    def buffer(self, node: fx.Node, element: int) -> str:
+        """Name of the planned buffer that holds (an element of) what `node` makes."""
+        name = self.prefix + node.name
+        home = self.layout.home
+        found = home.get((name, element)) or home.get((name.removesuffix(STREAMED), element))
+        if found is None:
+            raise KeyError(f"lower: allocate_buffers planned no memory for {name}")
+        return found
+
+    def ends(self, node: fx.Node) -> list[BufferPlacement]:
+        """The buffers whose contents die with `node`; those that die with a product computed in tiles die with its
+        last tile."""
+        ends, buffers = self.layout.ends, self.layout.buffers
+        name = self.prefix + node.name
+        dying = ends.get(name, ())
+        if node.target in ops.TILES:
+            out = node.args[0]
+            assert isinstance(out, fx.Node)
+            if node is [u for u in out.users if u.target in ops.TILES and u.args[0] is out][-1]:
+                dying = (*dying, *ends.get(self.prefix + out.name.removesuffix(STREAMED), ()))
+        return [buffers[b] for b in dying]
+
+
+def settled(value: Any, symbols: Symbols) -> Any:
+    """`value` (a reference, a span, or anything that holds them) with symbols replaced by addresses."""
+    kind = type(value)
+    if kind is TensorRef:
+        place = symbols.get(value.arena)
+        return value if place is None else TensorRef(
+            place[0], place[1] + value.offset, value.dtype, value.shape, value.stride, place[2])
+    if kind is Span:
+        place = symbols.get(value.arena)
+        return value if place is None else Span(place[0], place[1] + value.offset, value.nbytes, place[2])
+    if kind is tuple or kind is list:
+        return kind([settled(v, symbols) for v in value])
+    return value
+
+
+def has_symbols(value: object) -> bool:
+    """Whether any address in `value` is a symbol."""
+    if isinstance(value, TensorRef | Span):
+        return value.arena.startswith("?")
+    if isinstance(value, tuple | list):
+        return any(map(has_symbols, value))
+    return isinstance(value, dict) and any(map(has_symbols, value.values()))

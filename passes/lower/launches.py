@@ -1,0 +1,239 @@
+"""One node of a flat graph as Launch items: which operator, on which memory, at what cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from forebay.passes.lower.out_variants import (
+    COPIES,
+    is_view,
+    mutated_arguments,
+    named_arguments,
+    out_variant,
+    transient_nbytes,
+)
+from forebay.passes.product_nodes import Linear, linear_arguments
+from forebay.rewriter.ir import ops
+from forebay.rewriter.ir.graph import META, PRODUCT_DTYPES, Gemm, values_of
+from forebay.rewriter.ir.program import COMPUTE, Launch, TensorRef, dtype_itemsize, span_of
+
+aten = torch.ops.aten
+
+
+AFTER = ("multiplier", "residual", "activation")  # what may follow a product
+
+
+class LoweringError(RuntimeError):
+    """A node that cannot be lowered; the message names it and its operator."""
+
+
+class Launches:
+    """Builds Launch items. `ref` tells where (an element of) a node's value lies; `workspace` how many bytes one of
+    our own operators takes beside its operands."""
+
+    def __init__(self, ref: Callable[..., TensorRef], workspace: Callable[[fx.Node], int]) -> None:
+        self.ref, self.workspace = ref, workspace
+
+    def of(self, node: fx.Node) -> list[Launch]:
+        """The launches that compute `node` into its planned memory, in order."""
+        target = node.target
+        if target in (ops.new_output, ops.fetch, ops.release):
+            return []
+        if target is ops.linear_tile:
+            return [self._linear_tile(node)]
+        if target is ops.matmul_tile:
+            return [self._matmul_tile(node)]
+        if not isinstance(target, torch._ops.OpOverload):
+            if callable(target) and not values_of(node):
+                return []  # arithmetic on sizes, already folded
+            raise LoweringError(f"lower: {node.name} calls {target}, which is no operator")
+        linear = linear_arguments(node)
+        if linear is not None:
+            rows = [value for value in (linear.x, linear.multiplier, linear.residual) if value is not None]
+            if all(self._flat(r) for r in rows) and (linear.packing or _of_product_dtype(linear.weight)):
+                return [self._product(node, linear, "nk")]
+            return self._aten(node, target)
+        if target is aten.addmm.default and self._is_product(node):
+            bias, x, weight = node.args
+            return [self._product(node, Linear(x, weight, bias), "kn")]
+        if target.namespace == "forebay":
+            return [self._own(node, target)]
+        return self._aten(node, target)
+
+    # -- matrix products
+
+    def _flat(self, x: Any) -> bool:
+        """Whether [..., K] can be read as a row-major [M, K] without a copy."""
+        value = x.meta["val"]
+        if value.dim() < 1 or value.stride(-1) != 1:
+            return False
+        expected = value.stride(-2) if value.dim() > 1 else 0
+        for size, stride in zip(reversed(value.shape[:-1]), reversed(value.stride()[:-1]), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected = stride * size if size != 1 else expected
+        return True
+
+    def _is_product(self, node: fx.Node) -> bool:
+        """Whether an addmm is bias [N] + x [M, K] times a row-major weight [K, N]."""
+        bias, weight = (node.args[i].meta["val"] for i in (0, 2))  # type: ignore[union-attr]
+        if not _of_product_dtype(node.args[2]):
+            return False
+        return not node.kwargs and bias.dim() == 1 and self._flat(node.args[1]) and weight.is_contiguous()
+
+    def _impl(self, node: fx.Node) -> str:
+        mark = node.meta.get(META)
+        return mark.impl if isinstance(mark, Gemm) else ""
+
+    def _product(self, node: fx.Node, linear: Linear, form: str) -> Launch:
+        args = (self.ref(linear.x), self.ref(linear.weight), self.ref(linear.bias) if linear.bias is not None else None)
+        after = {k: self._map(v) for k, v in linear._asdict().items() if k in AFTER and v}
+        return self._gemm(node, args, self.ref(node), form, False, after, linear.packing)
+
+    def _gemm(
+        self, node: fx.Node, args: tuple, out: TensorRef, form: str, accumulate: bool, after: dict[str, Any],
+        packing: tuple | None = None,
+    ) -> Launch:
+        x, weight, _ = args
+        reads = tuple(span_of(r) for r in _refs((*args, *after.values()))) + ((span_of(out),) if accumulate else ())
+        flops = 2 * math.prod(x.shape) * (weight.shape[0] if form == "nk" else weight.shape[1])
+        op, how = "forebay.linear", {"form": form, "accumulate": accumulate}
+        if packing is not None:
+            op = f"forebay.linear_w{packing[0]}"
+            how = dict(zip(("in_features", "group_size", "scale_dtype"), packing[1:], strict=True))
+        return Launch(COMPUTE, op, args, {**how, **after}, (out,), reads,
+                      (span_of(out),), node.name, node.meta.get("layer", -1), flops, self.workspace(node),
+                      self._impl(node))
+
+    def _linear_tile(self, node: fx.Node) -> Launch:
+        out, x, tile, bias, lower, *rest = node.args
+        target, weight = self.ref(out), self.ref(tile)  # type: ignore[arg-type]
+        rows = weight.shape[0]
+        part = _narrow(target, -1, lower, rows)  # type: ignore[arg-type]
+        vector = None if bias is None else _narrow(self.ref(bias), 0, lower, rows)  # type: ignore[arg-type]
+        after = {k: _narrow(self.ref(v), -1, lower, rows) if isinstance(v, fx.Node) else v  # type: ignore[arg-type]
+                 for k, v in zip(AFTER, rest, strict=False) if v}
+        packing = rest[3] if len(rest) > 3 else None
+        return self._gemm(node, (self.ref(x), weight, vector), part, "nk", False, after, packing)  # type: ignore[arg-type]
+
+    def _matmul_tile(self, node: fx.Node) -> Launch:
+        out, x, tile, bias, lower = node.args
+        weight = self.ref(tile)  # type: ignore[arg-type]
+        part = _narrow(self.ref(x), -1, lower, weight.shape[0])  # type: ignore[arg-type]
+        vector = self.ref(bias) if bias is not None and lower == 0 else None  # type: ignore[arg-type]
+        return self._gemm(node, (part, weight, vector), self.ref(out), "kn", lower != 0, {})  # type: ignore[arg-type]
+
+    # -- everything else
+
+    def _own(self, node: fx.Node, target: torch._ops.OpOverload) -> Launch:
+        args = self._map(node.args)
+        out = tuple(self._outputs(node))
+        mutated = [args[i] for i in mutated_arguments(target) if i < len(args)]
+        reads = tuple(span_of(r) for r in _refs(args))
+        writes = tuple(span_of(r) for r in (*out, *_refs(mutated)))
+        return Launch(COMPUTE, str(target).removesuffix(".default"), args, dict(self._map(node.kwargs)), out, reads,
+                      writes, node.name, node.meta.get("layer", -1), _flops(node, target),
+                      workspace_nbytes=self.workspace(node))
+
+    def _aten(self, node: fx.Node, target: torch._ops.OpOverload) -> list[Launch]:
+        mutated = mutated_arguments(target)
+        arguments = named_arguments(node, target)
+        layer, flops = node.meta.get("layer", -1), _flops(node, target)
+        if mutated:
+            args = self._map(node.args)
+            writes = tuple(span_of(r) for i in mutated for r in _refs((args[i],)))
+            return [Launch(COMPUTE, f"call:{target}", args, self._map(node.kwargs), (),
+                           tuple(span_of(r) for r in _refs((args, *self._map(node.kwargs).values()))), writes,
+                           node.name, layer, flops)]
+        out = tuple(self._outputs(node))
+        if not out:
+            return []
+        if target in COPIES:
+            source = self.ref(node.args[0])
+            into = out[0] if source.shape == out[0].shape else _reshaped(out[0], source.shape, node)
+            return [Launch(COMPUTE, "copy", (source,), {}, (into,), (span_of(source),), (span_of(into),), node.name,
+                           layer)]
+        variant, results = out_variant(target), sum(v.untyped_storage().nbytes() for v in values_of(node))
+        if variant is not None:
+            names = {a.name for a in variant._schema.arguments if not a.is_out}
+            kwargs = self._map({k: v for k, v in arguments.items() if k in names})
+            op, workspace = str(variant), results if torch.Tag.generated in variant.tags else 0
+        elif is_view(target):
+            raise LoweringError(f"lower: {node.name} ({target}) returns a view that capture did not resolve")
+        else:
+            kwargs = self._map(arguments)
+            op, workspace = f"call:{target}", results + transient_nbytes(node)
+        reads = tuple(span_of(r) for r in _refs(tuple(kwargs.values())))
+        return [Launch(COMPUTE, op, (), kwargs, out, reads, tuple(span_of(r) for r in out), node.name, layer, flops,
+                       workspace)]
+
+    def _outputs(self, node: fx.Node) -> list[TensorRef]:
+        return [self.ref(node, i) for i in range(len(values_of(node)))]
+
+    def _map(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return self.ref(value) if values_of(value) else value.meta.get("val")
+        if isinstance(value, tuple | list):
+            return type(value)(self._map(v) for v in value) if type(value) in (tuple, list) else tuple(
+                self._map(v) for v in value)
+        if isinstance(value, dict):
+            return {k: self._map(v) for k, v in value.items()}
+        return value
+
+
+def _of_product_dtype(weight: Any) -> bool:
+    return weight.meta["val"].dtype in PRODUCT_DTYPES
+
+
+def _narrow(ref: TensorRef, dim: int, lower: int, length: int) -> TensorRef:
+    dim %= len(ref.shape)
+    shape = (*ref.shape[:dim], length, *ref.shape[dim + 1 :])
+    before = 0 if 0 in ref.shape else lower * ref.stride[dim] * dtype_itemsize(ref.dtype)  # no memory, nothing to pass
+    offset = ref.offset + before
+    return TensorRef(ref.arena, offset, ref.dtype, shape, ref.stride, ref.buffer)
+
+
+def _reshaped(ref: TensorRef, shape: tuple[int, ...], node: fx.Node) -> TensorRef:
+    """Row-major memory seen in another shape."""
+    if ref.stride != _row_major_strides(ref.shape):
+        raise LoweringError(f"lower: {node.name} reshapes into a permuted layout")
+    return TensorRef(ref.arena, ref.offset, ref.dtype, shape, _row_major_strides(shape), ref.buffer)
+
+
+def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(max(1, s) for s in shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _refs(value: Any) -> list[TensorRef]:
+    if isinstance(value, TensorRef):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [r for v in value for r in _refs(v)]
+    return []
+
+
+def _flops(node: fx.Node, target: torch._ops.OpOverload) -> int:
+    """Floating-point operations: torch's own counts where it has them, 4 B H S L D for attention over a cache."""
+    if str(target) in ("forebay.attention.default", "forebay.attention_q.default"):
+        q, k = node.args[0].meta["val"], node.args[1].meta["val"]  # type: ignore[union-attr]
+        return 4 * math.prod(q.shape) * k.shape[2]
+    count = flop_registry.get(target.overloadpacket)
+    if count is None:
+        return 0
+    try:
+        return int(count(*(_shaped(a) for a in node.args), **{k: _shaped(v) for k, v in node.kwargs.items()},
+                         out_val=node.meta["val"]))
+    except (TypeError, AssertionError):
+        return 0
+
+
+def _shaped(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return value.meta.get("val")
+    return value

@@ -1,0 +1,1 @@
+"""Passes that apply a plan to graphs: copies, kernels, addresses."""

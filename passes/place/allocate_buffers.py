@@ -1,0 +1,164 @@
+"""Give every activation an address: exact lifetimes, views understood, storage reused in place where that is safe."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from forebay.passes.allocators import Buffer, allocate
+from forebay.passes.lower.out_variants import mutated_arguments, named_arguments
+from forebay.rewriter.ir import ops
+from forebay.rewriter.ir.graph import META, Layout, storage_of, values_of
+from forebay.rewriter.ir.plan import KEPT, BufferPlacement, Plan, PlanError
+
+aten = torch.ops.aten
+ALIGNMENT = 64  # one cache line, and the widest vector load
+TIME_LIMIT_S = 1.0
+
+# of our own operators: the operands whose every element is read just before the element of the result that may replace
+# it; matrix products read all of x for any element
+OVERWRITABLE = {
+    "forebay.linear.default": ("multiplier", "residual"),
+    "forebay.linear_w4.default": ("multiplier", "residual"),
+    "forebay.linear_w8.default": ("multiplier", "residual"),
+}
+
+
+def allocate_buffers(gm: fx.GraphModule, plan: Plan) -> None:
+    """Place the activations of a step graph at the top end of the device arena, growing downwards; leaves a `Layout` in
+    `gm.meta`. A `Layout` with addresses from 0 on may stand there before (that of a graph with block calls must);
+    otherwise the graph is flat, and is planned here.
+
+    PlanError when activations would meet what the plan keeps at the lower end (weights, slots, cache).
+    """
+    layout = gm.meta.get(META) or plan_activations(gm, plan.schedule.reuse)
+    top = plan.arenas["device"]
+    floor = max((b.offset + b.nbytes for b in plan.buffers if b.arena == "device" and b.kind in KEPT), default=0)
+    if layout.height > top - floor:
+        raise PlanError(f"allocate_buffers: activations need {layout.height} bytes, but the arena of {top} bytes has "
+                        f"{top - floor} left above weights, slots and cache; a smaller prefill chunk or batch needs "
+                        "less")
+    base = (top - layout.height) // ALIGNMENT * ALIGNMENT
+    placed = {name: replace(b, offset=base + b.offset) for name, b in layout.buffers.items()}
+    gm.meta[META] = replace(layout, buffers=placed)
+
+
+def plan_activations(gm: fx.GraphModule, reuse: bool = True) -> Layout:
+    """Lifetimes and relative addresses (from 0) of all values of a flat graph that are neither weights nor cache.
+
+    Without `reuse` every value keeps an address of its own for the whole step.
+    """
+    nodes = list(gm.graph.nodes)
+    end = len(nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    first: dict[tuple[fx.Node, int], int] = {}
+    last: dict[tuple[fx.Node, int], int] = {}
+    storages: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
+    # a lookup on the disk stream still reads its index until somebody waits for its rows
+    lookups = (ops.gather_rows, aten.embedding.default)
+    until = {n: min((position[u] for u in n.users), default=end) if n.target in lookups else i
+             for n, i in position.items()}
+    for i, node in enumerate(nodes):
+        if _owns_memory(node):
+            for element in range(len(values_of(node))):
+                first[node, element] = last[node, element] = i
+        elif node.op == "placeholder" and node.meta.get(META) is None and values_of(node):
+            first[node, 0], last[node, 0] = 0, end  # the caller writes it between steps
+        for operand in node.all_input_nodes:
+            touched = storages.get(operand)
+            if touched is None:
+                touched = storages[operand] = _storages(operand)
+            for key in touched:
+                if key in last:
+                    last[key] = end if node.op == "output" else max(last[key], until[node])
+    home = {key: _name(key) for key in first}
+    if reuse:
+        _reuse_in_place(nodes, position, first, last, home)
+
+    groups: dict[str, list[tuple[fx.Node, int]]] = {}
+    for key, name in home.items():
+        groups.setdefault(name, []).append(key)
+    requests, kinds, exact, live = [], {}, {}, {}
+    for name, keys in groups.items():
+        nbytes = exact[name] = max(values_of(n)[e].untyped_storage().nbytes() for n, e in keys)
+        live[name] = min(first[k] for k in keys), max(last[k] for k in keys)
+        lower, upper = live[name] if reuse else (0, end)
+        requests.append(Buffer(name, lower, upper + 1, -(-nbytes // ALIGNMENT) * ALIGNMENT))
+        boundary = any(n.op == "placeholder" for n, _ in keys) or live[name][1] == end
+        kinds[name] = "io" if boundary else "activation"
+    result = allocate(requests, time_limit_s=TIME_LIMIT_S, alignment=ALIGNMENT)
+    buffers: dict[str, BufferPlacement] = {}
+    ends: dict[str, list[str]] = {}
+    for request, offset in zip(requests, result.offsets, strict=True):
+        start, stop = live[request.id]
+        buffers[request.id] = BufferPlacement(
+            request.id, kinds[request.id], "device", offset, exact[request.id], "step", start, stop)  # type: ignore[arg-type]
+        if stop < end:
+            ends.setdefault(nodes[stop].name, []).append(request.id)
+    named = {(node.name, element): buffer for (node, element), buffer in home.items()}
+    return Layout(buffers, named, ends, result.height, result.lower_bound, result.method)
+
+
+def _owns_memory(node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target in (ops.fetch, ops.release, operator.getitem):
+        return False
+    return node.meta.get("alias_of") is None and bool(values_of(node))
+
+
+def _storages(node: fx.Node) -> list[tuple[fx.Node, int]]:
+    """All storages that reading `node` may touch: several where it is a tuple of results."""
+    base, element = storage_of(node)
+    if base is node:
+        return [(node, i) for i in range(max(1, len(values_of(node))))]
+    return [(base, element)]
+
+
+def _name(key: tuple[fx.Node, int]) -> str:
+    node, element = key
+    return node.name if len(values_of(node)) == 1 else f"{node.name}.{element}"
+
+
+def overwritable(node: fx.Node) -> list[fx.Node]:
+    """The operands whose memory may take the node's result while they are read: element i of the result depends on
+    their element i alone, as torch's tag `pointwise` promises, and the operator writes it after reading that."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or mutated_arguments(target):
+        return []
+    if target.namespace == "aten":
+        return list(node.all_input_nodes) if torch.Tag.pointwise in target.tags else []
+    arguments = named_arguments(node, target)
+    named = [arguments.get(name) for name in OVERWRITABLE.get(str(target), ())]
+    given = [*node.args, *node.kwargs.values()]
+    return [operand for operand in named if isinstance(operand, fx.Node) and given.count(operand) == 1]
+
+
+def _reuse_in_place(
+    nodes: list[fx.Node], position: dict[fx.Node, int], first: dict, last: dict, home: dict[tuple[fx.Node, int], str]
+) -> None:
+    """Merge a result into an operand that it may overwrite, that dies there and has the very same layout."""
+    group_last = {name: last[key] for key, name in home.items()}
+    for node in nodes:
+        if (node, 0) not in home:
+            continue
+        value = values_of(node)[0]
+        for operand in sorted(overwritable(node), key=lambda n: first.get(storage_of(n), -1)):  # the residual first
+            key = storage_of(operand)
+            shown = operand.meta.get("val")
+            if key not in home or key[0].op == "placeholder" or not isinstance(shown, torch.Tensor):
+                continue
+            name = home[key]
+            same = (shown.shape == value.shape and shown.stride() == value.stride() and shown.dtype == value.dtype
+                    and shown.storage_offset() == 0
+                    and shown.untyped_storage().nbytes() == value.untyped_storage().nbytes())
+            if same and group_last[name] == position[node] and not _read_otherwise(node, key, operand):
+                home[node, 0] = name
+                group_last[name] = last[node, 0]
+                break
+
+
+def _read_otherwise(node: fx.Node, key: tuple[fx.Node, int], operand: fx.Node) -> bool:
+    """Whether `node` also reads the storage through a different view (a broadcast, a slice), which would be torn."""
+    return any(storage_of(other) == key and other is not operand for other in node.all_input_nodes)

@@ -1,0 +1,164 @@
+"""Make every read of a weight that is not on the device explicit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from forebay.passes.product_nodes import linear_arguments
+from forebay.rewriter.ir import ops
+from forebay.rewriter.ir.graph import META, PRODUCT_DTYPES, STREAMED, Transfer, weight_name
+from forebay.rewriter.ir.plan import Plan, WeightPlacement
+
+aten = torch.ops.aten
+
+
+def insert_transfers(gm: fx.GraphModule, plan: Plan) -> None:
+    """Put a `fetch` before and a `release` after each use of a streamed weight; afterwards no operator reads a weight
+    that is not in device memory.
+
+    `gm` is a flat graph. A matrix product whose weight has `tile_rows` is split into one product per tile; a lookup
+    of a weight with `gather` becomes `gather_rows`. Fetches are numbered in graph order, slot = number mod slots.
+    """
+    graph = gm.graph
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    replaced: dict[fx.Node, fx.Node] = {}
+    for node in [n for n in graph.nodes if n.op == "placeholder"]:
+        name = weight_name(node)
+        if name is None or not plan.streams(name):
+            continue
+        placement = plan.weight(name)
+        whole: list[fx.Node] = []
+        for user in list(node.users):
+            if user.op == "call_module":
+                continue  # the block reads it, and has a graph of its own
+            if placement.gather and _is_lookup(user, node):
+                replaced[user] = _replace_lookup(graph, user, node)
+            elif placement.tile_rows and placement.tile_rows < node.meta["val"].shape[0] and tileable(user, node):
+                replaced[user] = _tile_product(graph, user, node, placement)
+            else:
+                whole.append(user)
+        if whole:
+            _fetch_whole(graph, node, whole, order)
+    for node in graph.nodes:
+        base = node.meta.get("alias_of")
+        if base in replaced:
+            node.meta["alias_of"] = replaced[base]
+    number_transfers(gm, plan)
+
+
+def number_transfers(gm: fx.GraphModule, plan: Plan) -> None:
+    """Stamp every fetch with its place in the step and its slot."""
+    fetches = [n for n in gm.graph.nodes if n.target is ops.fetch]
+    for index, node in enumerate(fetches):
+        weight, lower, upper = node.args
+        assert isinstance(weight, fx.Node)
+        name = weight_name(weight)
+        assert name is not None
+        node.meta[META] = Transfer(index, name, lower, upper, index % plan.schedule.slots)  # type: ignore[arg-type]
+
+
+def tileable(user: fx.Node, weight: fx.Node) -> bool:
+    """Whether `user` is a matrix product that can be computed from row tiles of `weight`."""
+    linear = linear_arguments(user)
+    if weight.meta["val"].dtype not in PRODUCT_DTYPES and (linear is None or linear.packing is None):
+        return False
+    if linear is not None:
+        read = [value for value in (linear.x, linear.multiplier, linear.residual) if value is not None]
+        return linear.weight is weight and weight not in (*read, linear.bias) and all(_is_rows(r) for r in read)
+    if user.target is aten.addmm.default:
+        bias, x, matrix = user.args
+        return matrix is weight and x is not weight and not user.kwargs and _is_rows(x) and (
+            isinstance(bias, fx.Node) and bias is not weight and bias.meta["val"].dim() == 1)
+    if user.target in (aten.mm.default, aten.matmul.default):
+        return user.args[1] is weight and user.args[0] is not weight and weight.meta["val"].dim() == 2 and (
+            _is_rows(user.args[0]))
+    return False
+
+
+def _is_rows(x: object) -> bool:
+    """Whether x [..., K] is rows [M, K] of one stride as it lies in memory: tiles are computed without a copy of it."""
+    value = x.meta["val"]  # type: ignore[attr-defined]
+    if value.dim() < 2 or value.stride(-1) != 1:
+        return False
+    try:
+        value.view(-1, value.shape[-1])
+    except RuntimeError:
+        return False
+    return True
+
+
+def _is_lookup(user: fx.Node, weight: fx.Node) -> bool:
+    return user.target is aten.embedding.default and user.args[0] is weight
+
+
+def _call(
+    graph: fx.Graph, like: fx.Node, target: object, args: tuple, val: torch.Tensor | None, name: str | None = None
+) -> fx.Node:
+    node = graph.create_node("call_function", target, args, name=name)  # type: ignore[arg-type]
+    node.meta = {"val": val, "alias_of": None, "layer": like.meta.get("layer", -1), "made_by": "insert_transfers"}
+    return node
+
+
+def _replace_lookup(graph: fx.Graph, user: fx.Node, weight: fx.Node) -> fx.Node:
+    with graph.inserting_before(user):
+        rows = _call(graph, user, ops.gather_rows, (weight, user.args[1]), user.meta["val"], user.name + STREAMED)
+    user.replace_all_uses_with(rows)
+    graph.erase_node(user)
+    return rows
+
+
+def _tiles(rows: int, tile_rows: int) -> Iterator[tuple[int, int]]:
+    for lower in range(0, rows, tile_rows):
+        yield lower, min(rows, lower + tile_rows)
+
+
+def _tile_product(graph: fx.Graph, user: fx.Node, weight: fx.Node, placement: WeightPlacement) -> fx.Node:
+    value = weight.meta["val"]
+    linear = linear_arguments(user)
+    after: tuple = ()
+    target: object
+    if linear is not None:
+        target, x, bias = ops.linear_tile, linear.x, linear.bias
+        after = linear[3:] if any(linear[3:]) else ()
+    else:
+        target = ops.matmul_tile
+        bias, x = user.args[:2] if user.target is aten.addmm.default else (None, user.args[0])
+    columns = user.meta["val"].shape[-1]
+    with graph.inserting_before(user):
+        out = _call(graph, user, ops.new_output, (x, columns), user.meta["val"], user.name + STREAMED)
+        for lower, upper in _tiles(value.shape[0], placement.tile_rows):
+            tile = _call(graph, user, ops.fetch, (weight, lower, upper),
+                         value.new_empty((upper - lower, *value.shape[1:])))
+            _call(graph, user, target, (out, x, tile, bias, lower, *after), None)
+            _call(graph, user, ops.release, (tile,), None)
+    user.replace_all_uses_with(out)
+    graph.erase_node(user)
+    return out
+
+
+def _fetch_whole(graph: fx.Graph, weight: fx.Node, users: list[fx.Node], order: dict[fx.Node, int]) -> None:
+    value = weight.meta["val"]
+    if any(user not in order for user in users):  # tiles that this pass made
+        order.update({node: i for i, node in enumerate(graph.nodes)})
+    first = min(users, key=order.__getitem__)
+    with graph.inserting_before(first):
+        tile = _call(graph, first, ops.fetch, (weight, 0, value.shape[0] if value.dim() else 1),
+                     value.new_empty(value.shape))
+    for user in users:
+        user.replace_input_with(weight, tile)
+    for view in [n for n in _readers(tile) if n.meta.get("alias_of") is weight]:
+        view.meta["alias_of"] = tile
+    last = max(_readers(tile), key=order.__getitem__)
+    with graph.inserting_after(last):
+        _call(graph, last, ops.release, (tile,), None)
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Users of a value, and users of every view of it."""
+    for user in node.users:
+        yield user
+        if user.meta.get("alias_of") is not None:
+            yield from _readers(user)

@@ -1,0 +1,1 @@
+"""Passes that put packed rows into captured graphs."""

@@ -1,0 +1,89 @@
+"""Read weights that are stored as packed rows: unpack them in the graph, and fold that into what consumes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from forebay.passes.product_nodes import Linear, fold, linear_arguments
+from forebay.rewriter.ir.graph import META, RowFormat, WeightInput, weight_name
+
+aten = torch.ops.aten
+
+
+def quantize_weights(gm: fx.GraphModule, formats: Mapping[str, RowFormat]) -> None:
+    """Turn each weight named in `formats` into its packed rows uint8 [N, R], with a `forebay::dequantize_rows` between
+    them and its readers; afterwards the graph computes with what the rows stand for.
+
+    Blocks that a step graph calls read weights of their own and are not touched.
+    """
+    for node in gm.graph.find_nodes(op="placeholder"):
+        name = weight_name(node)
+        stored = None if name is None else formats.get(name)
+        if name is None or stored is None:
+            continue
+        readers = [user for user in node.users if user.op != "call_module"]
+        original = node.meta["val"]
+        rows = torch.empty((stored.out_features, stored.row_nbytes), dtype=torch.uint8, device="meta")
+        node.meta = {**node.meta, "val": rows, META: WeightInput(name, stored.name)}
+        if not readers:
+            continue
+        with gm.graph.inserting_before(min(readers, key=list(gm.graph.nodes).index)):
+            value = gm.graph.call_function(torch.ops.forebay.dequantize_rows.default, (
+                node, stored.in_features, stored.bits, stored.group_size, stored.scale_dtype, stored.dtype,
+                stored.transposed))
+        value.meta = {"val": original, "layer": readers[0].meta.get("layer", -1), "made_by": "quantize_weights"}
+        for user in readers:
+            user.replace_input_with(node, value)
+
+
+def fuse_dequantize(gm: fx.GraphModule) -> None:
+    """Fold `forebay::dequantize_rows` into the products and lookups that alone consume it: a product reads the packed
+    rows itself, a lookup unpacks the rows it names and no others."""
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.forebay.dequantize_rows.default):
+        for user in list(node.users):
+            if user.target is aten.embedding.default and user.args[0] is node and not node.args[6]:
+                _unpack_after_lookup(gm.graph, node, user)
+            else:
+                _fold_into_product(gm.graph, node, user)
+        if not node.users:
+            gm.graph.erase_node(node)
+
+
+def _fold_into_product(graph: fx.Graph, node: fx.Node, user: fx.Node) -> None:
+    rows, in_features, bits, group_size, scale_dtype, _, transposed = node.args
+    found = linear_arguments(user)
+    if found is None and transposed:
+        found = _conv1d(user)
+    elif found is not None and transposed:
+        return  # x W^T of a weight whose rows are those of W^T
+    if found is None or found.weight is not node or node in (found.x, found.bias, found.multiplier, found.residual):
+        return
+    if found.x.meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return
+    packing = (bits, in_features, group_size, scale_dtype)
+    fold(graph, user, found._replace(weight=rows, packing=packing), "fuse_dequantize")  # type: ignore[arg-type]
+
+
+def _conv1d(user: fx.Node) -> Linear | None:
+    """bias + x W, as GPT-2 writes products."""
+    if user.target is not aten.addmm.default or user.kwargs:
+        return None
+    bias, x, weight = user.args
+    return Linear(x, weight, bias) if isinstance(bias, fx.Node) and bias.meta["val"].dim() == 1 else None
+
+
+def _unpack_after_lookup(graph: fx.Graph, node: fx.Node, user: fx.Node) -> None:
+    rows, *how = node.args
+    index, width = user.args[1], rows.meta["val"].shape[1]  # type: ignore[union-attr]
+    with graph.inserting_before(user):
+        found = graph.call_function(aten.embedding.default, (rows, index))
+        value = graph.call_function(torch.ops.forebay.dequantize_rows.default, (found, *how))
+    shape = index.meta["val"].shape  # type: ignore[union-attr]
+    found.meta = {**user.meta, "val": index.meta["val"].new_empty((*shape, width), dtype=torch.uint8),  # type: ignore[union-attr]
+                  "made_by": "fuse_dequantize"}
+    value.meta = {**user.meta, "made_by": "fuse_dequantize"}
+    user.replace_all_uses_with(value)
+    graph.erase_node(user)

@@ -1,0 +1,130 @@
+"""The attention and the cache that capture registers with transformers; their bodies are this package's custom ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+import forebay.kernels.attention
+import forebay.kernels.kv_append  # noqa: F401  # both define the ops used below
+from forebay.rewriter.capture.layers import CaptureError
+
+NAME = "forebay"  # value of config._attn_implementation
+
+_start: ContextVar[torch.Tensor] = ContextVar("forebay_start")
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="forebay"` known to transformers.
+
+    No mask is registered on purpose: transformers then builds none, for any of its mask kinds.
+    """
+    AttentionInterface.register(NAME, _attention)
+
+
+@contextmanager
+def starting_at(start: torch.Tensor) -> Iterator[None]:
+    """Let attention calls made inside read `start` [B], the number of tokens already cached per sequence."""
+    token = _start.set(start)
+    try:
+        yield
+    finally:
+        _start.reset(token)
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,  # [B, H, S, D]
+    key: torch.Tensor,  # [B, Hkv, L, D]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    if attention_mask is not None:
+        raise CaptureError(f"{type(module).__name__} adds a mask of its own to the attention scores")
+    if kwargs.get("is_causal") is False:
+        raise CaptureError(f"{type(module).__name__} asks for attention that is not causal")
+    for name in ("s_aux", "sinks", "position_bias", "head_mask", "alibi", "indexer_scores"):
+        if kwargs.get(name) is not None:
+            raise CaptureError(f"{type(module).__name__} passes {name} to attention, which has no place for it")
+    # Some families hand the window over only as an attribute of the module.
+    window = kwargs["sliding_window"] if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = torch.ops.forebay.attention(
+        query, key, value, _start.get(), float(scale), int(window or 0), float(softcap or 0.0)
+    )
+    return out, None
+
+
+class _CacheLayer(CacheLayerMixin):
+    """Every layer's view of the cache; transformers asks it for sizes only."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, length: int | torch.SymInt) -> None:
+        super().__init__()
+        self.length = length
+        self.is_initialized = True
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        raise CaptureError("the model updates a cache layer behind the cache's back")
+
+    def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
+        return self.length, 0  # type: ignore[return-value]
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0  # positions always come from `position_ids`
+
+    def get_max_length(self) -> int:
+        return self.length  # type: ignore[return-value]
+
+    def get_max_cache_shape(self) -> int:
+        return self.length  # type: ignore[return-value]
+
+
+class TracedCache(Cache):
+    """A transformers cache that hands k [B, Hkv, S, D] and v to `store`, whatever the layer index."""
+
+    def __init__(
+        self,
+        store: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        length: int | torch.SymInt = 1,
+    ) -> None:
+        super().__init__(layers=[_CacheLayer(length)])
+        self.store = store
+        self.length = length
+
+    def update(  # type: ignore[override]
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: object, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.store(key_states, value_states)
+
+    def get_seq_length(self, layer_idx: object = 0, *args: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: object = 0) -> tuple[int, int]:
+        return self.length, 0  # type: ignore[return-value]
+
+
+def append_into(cache_k: torch.Tensor, cache_v: torch.Tensor, start: torch.Tensor) -> TracedCache:
+    """A cache over the given tensors [B, Hkv, L, D]: storing appends at `start` [B] and reads the whole length."""
+
+    def store(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.ops.forebay.kv_append(cache_k, cache_v, k, v, start)
+        return cache_k, cache_v
+
+    return TracedCache(store, cache_k.shape[2])

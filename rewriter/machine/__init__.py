@@ -1,0 +1,1 @@
+"""What machines can do: measured profiles, and presets of machines that are not here."""

@@ -1,0 +1,113 @@
+"""What the planner needs to know, read off a step graph."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from forebay.passes.lower.grow_cache import CacheRows
+from forebay.passes.place.insert_transfers import tileable
+from forebay.rewriter.ir.graph import META, CacheInput, weight_name
+from forebay.rewriter.planning.planner import WeightUse
+from forebay.rewriter.predict.closed_form import Product
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """How one graph consumes one of its placeholders: where in its order first, by lookups, by other operators, and
+    whether all of the others accept row tiles."""
+
+    first: int
+    lookup: bool
+    product: bool
+    tiles: bool
+
+
+def weight_uses(step: fx.GraphModule, constants: set[str]) -> list[WeightUse]:
+    """Every weight of a step graph and how it is consumed, in the order in which a step first multiplies by it."""
+    order = {node: i for i, node in enumerate(step.graph.nodes)}
+    blocks: dict[object, list[_Reading | None]] = {}
+    found: list[tuple[tuple[int, int], WeightUse]] = []
+    for node in step.graph.find_nodes(op="placeholder"):
+        name = weight_name(node)
+        if name is None or name in constants:
+            continue
+        readings: list[tuple[tuple[int, int], _Reading]] = []
+        own = _reading(node, order)
+        if own is not None:
+            readings.append(((own.first, 0), own))
+        for call in node.users:
+            if call.op == "call_module":
+                if call.target not in blocks:
+                    blocks[call.target] = _readings(step.get_submodule(str(call.target)))  # type: ignore[arg-type]
+                for arg, reading in zip(call.args, blocks[call.target], strict=True):
+                    if arg is node and reading is not None:
+                        readings.append(((order[call], reading.first), reading))
+        products = [at for at, r in readings if r.product]
+        first = min(products or [at for at, _ in readings], default=(0, 0))
+        value = node.meta["val"]
+        rows = value.shape[0] if value.dim() else 1
+        tiles = value.dim() == 2 and all(r.tiles for _, r in readings)
+        nbytes = value.numel() * value.element_size()
+        found.append((first, WeightUse(name, nbytes, rows, tiles, any(r.lookup for _, r in readings), bool(products),
+                                       node.meta[META].format, str(value.dtype)[6:])))
+    return [use for _, use in sorted(found, key=lambda pair: pair[0])]
+
+
+def weight_products(uses: Sequence[WeightUse]) -> list[Product]:
+    """The products that a step makes with weights of two dimensions. Packed rows hold, per group, a scale and a low of
+    16 bits."""
+    found = []
+    for u in uses:
+        if not u.product or u.rows < 2:
+            continue
+        packed = re.fullmatch(r"w([48])g(\d+)", u.format)
+        kind = u.format if packed else u.dtype
+        bits = int(packed[1]) + 32 / int(packed[2]) if packed else 8 * getattr(torch, u.dtype).itemsize
+        found.append(Product(kind, u.rows, max(1, round(8 * u.nbytes / u.rows / bits))))
+    return found
+
+
+def _readings(block: fx.GraphModule) -> list[_Reading | None]:
+    order = {node: i for i, node in enumerate(block.graph.nodes)}
+    return [_reading(node, order) for node in block.graph.find_nodes(op="placeholder")]
+
+
+def _reading(node: fx.Node, order: dict[fx.Node, int]) -> _Reading | None:
+    """How a graph's own operators, not the blocks it calls, consume a placeholder; None if they do not."""
+    users = [u for u in node.users if u.op != "call_module"]
+    lookups = [u for u in users if u.target is aten.embedding.default and u.args[0] is node]
+    others = [u for u in users if u not in lookups]
+    if not users:
+        return None
+    first = min(order[u] for u in others or lookups)
+    return _Reading(first, bool(lookups), bool(others), all(tileable(u, node) for u in others))
+
+
+def cache_rows(step: fx.GraphModule) -> dict[str, CacheRows]:
+    """Every cache buffer of a step graph by name, as rows of tokens."""
+    found = {}
+    for node in step.graph.find_nodes(op="placeholder"):
+        mark = node.meta.get(META)
+        if isinstance(mark, CacheInput):
+            batch, heads, _, width = node.meta["val"].shape
+            found[f"cache_{mark.side}_{mark.layer}"] = CacheRows(batch * heads, width, str(node.meta["val"].dtype)[6:])
+    return found
+
+
+def cache_buffers(step: fx.GraphModule) -> dict[str, int]:
+    """Name and bytes of every cache buffer of a step graph."""
+    sizes = {}
+    for node in step.graph.find_nodes(op="placeholder"):
+        mark = node.meta.get(META)
+        if isinstance(mark, CacheInput):
+            value = node.meta["val"]
+            sizes[f"cache_{mark.side}_{mark.layer}"] = math.prod(value.shape) * value.element_size()
+    return sizes

@@ -1,0 +1,402 @@
+"""Decide where everything goes: fill the fast tier, stream the rest, issue copies as far ahead as the slots allow."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from forebay.rewriter.ir.byte_sizes import format_nbytes
+from forebay.rewriter.ir.plan import (
+    Budget,
+    BufferPlacement,
+    CacheShare,
+    Plan,
+    PlanError,
+    Schedule,
+    WeightPlacement,
+    Workload,
+)
+from forebay.rewriter.predict.closed_form import Rates
+
+PAGE = 4096
+ALIGNMENT = 64
+SMALL_NBYTES = 64 << 10  # below this a copy costs more in latency (~0.1 ms) than in bytes
+LIGHT_NBYTES = 1 << 20  # below this what a copy costs beside its bytes (0.1 ms of the computing thread) is a third more
+# What may be chosen. None of it depends on the budget, so that whatever works with less works with more.
+SLOTS = (1, 2, 3, 4, 6, 8)
+SLOT_NBYTES = (4 << 20, 8 << 20, 2 << 20, 1 << 20)  # of equals the first: 4 MiB are near an NVMe disk's best rate
+GROWTH_PARTS = 128  # a cache of 32 layers that grows by this part of itself moves in 1000 copies, by a token in 7000
+
+
+@dataclass(frozen=True)
+class WeightUse:
+    """How the graphs consume a weight: `rows` and bytes, whether it can stream in row tiles, and how it is read."""
+
+    name: str
+    nbytes: int
+    rows: int
+    tileable: bool  # every streaming reader accepts row tiles
+    lookup: bool  # read by row lookup
+    product: bool  # read by something other than a lookup
+    format: str = "native"
+    dtype: str = "float32"  # of the values where they are stored as they are
+
+
+@dataclass(frozen=True)
+class PhaseNeed:
+    """Bytes that a step over chunks of this many tokens takes beside weights and cache."""
+
+    activations: int
+    workspace: int
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Choices the user forces; None leaves them to the planner."""
+
+    slots: int | None = None
+    slot_nbytes: int | None = None
+    lead: int | None = None
+    prefill_chunk: int | None = None
+    reuse: bool = True
+    cache_format: str = "native"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the planner must know of a model and workload. `uses` stand in the order a step reads them."""
+
+    fingerprint: str
+    uses: Sequence[WeightUse]
+    constants: Mapping[str, int]  # name -> nbytes
+    cache: Mapping[str, int]  # buffer name -> nbytes
+    need: Callable[[int], PhaseNeed]  # by tokens per sequence in one step
+    weight_tier: str = "disk"  # where weights come from when they are not resident
+    host_hop: bool = False
+    # bytes of the same buffers for the prompt's tokens alone; empty where a prefill needs the cache in its full length
+    cache_prompt: Mapping[str, int] = field(default_factory=dict)
+    rates: Rates = field(default_factory=Rates)
+
+
+def make_plan(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes, machine: str) -> Plan:
+    """The plan that is predicted to take prompt and answer the least time; PlanError names the smallest budget that
+    works.
+
+    Candidates are prefill chunks (of the prompt halved again and again) x slots x slot sizes; each leaves other room
+    for resident weights. They are compared by `Rates.step_time_s`, and none of them gets worse with more budget.
+    """
+    kinds = _kinds(facts)
+    best = _cheapest(facts, kinds, workload, _candidates(facts, kinds, budget, workload, wishes))
+    if best is None:
+        refuse_wishes(facts, budget, workload, wishes)
+        smallest, parts = smallest_budget(facts, workload, wishes)
+        if budget.host and budget.device >= smallest:
+            raise PlanError(f"budget.host: {format_nbytes(budget.host)} cannot hold the slots that copies from disk "
+                            "pass through on their way to the device; give more, or leave the host budget out")
+        raise PlanError(
+            f"a device budget of {format_nbytes(budget.device)} cannot work for batch {workload.batch}, prompt "
+            f"{workload.prompt}, {workload.new_tokens} new tokens; the smallest that can is {format_nbytes(smallest)} "
+            f"({smallest} bytes: {', '.join(f'{k} {format_nbytes(v)}' for k, v in parts.items())}). "
+            f"A smaller batch, shorter prompts or fewer new tokens need less")
+    return _planned(facts, kinds, budget, workload, wishes, machine, best)
+
+
+def smallest_budget(facts: Facts, workload: Workload, wishes: Wishes) -> tuple[int, dict[str, int]]:
+    """The least device budget in bytes that a plan exists for, and what takes it; by bisection."""
+    kinds = _kinds(facts)
+    least = replace(wishes, prefill_chunk=wishes.prefill_chunk or 1)
+
+    def fits(nbytes: int) -> list[_Fit]:
+        return _candidates(facts, kinds, Budget(nbytes), workload, least)
+
+    high = 1 << 20
+    while not fits(high):
+        high *= 2
+    low = 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    best = _cheapest(facts, kinds, workload, fits(high))
+    assert best is not None
+    plan = _planned(facts, kinds, Budget(high), workload, wishes, "", best)
+    parts: dict[str, int] = {}
+    for b in plan.buffers_of("decode"):
+        if b.arena == "device":
+            parts[b.kind] = parts.get(b.kind, 0) + b.nbytes
+    chunk = plan.schedule.prefill_chunk
+    upper, _ = _upper(facts, chunk)
+    parts["activation"] = min(max(facts.need(chunk).activations, facts.need(1).activations),
+                              upper - parts.get("cache", 0))  # less where the cache takes the rest over
+    parts["workspace"] = max(facts.need(chunk).workspace, facts.need(1).workspace)
+    return high, parts
+
+
+def refuse_wishes(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes) -> None:
+    """Raise PlanError, naming what is forced, for a budget that would be enough without it."""
+    free, _ = smallest_budget(facts, workload, replace(wishes, slots=None, slot_nbytes=None, prefill_chunk=None))
+    needed, _ = smallest_budget(facts, workload, wishes)
+    forced = ", ".join(f"{n}={v}" for n in ("slots", "slot_nbytes", "prefill_chunk") if (v := getattr(wishes, n)))
+    if free <= budget.device < needed:
+        raise PlanError(f"{forced} cannot work within a device budget of {format_nbytes(budget.device)} "
+                        f"({budget.device} bytes): it needs {format_nbytes(needed)} ({needed} bytes); left to the "
+                        f"planner, {format_nbytes(free)} do")
+
+
+@dataclass(frozen=True)
+class _Kinds:
+    """A model's weights by what the planner does with them, and their aligned bytes."""
+
+    pinned: tuple[WeightUse, ...]
+    products: tuple[WeightUse, ...]  # of the rest, those that a step reads whole
+    tables: tuple[WeightUse, ...]  # of the rest, those read by row alone
+    pinned_nbytes: int
+    products_nbytes: int
+
+
+def _kinds(facts: Facts) -> _Kinds:
+    pinned = tuple(u for u in facts.uses if _pinned(u))
+    products = tuple(u for u in facts.uses if not _pinned(u) and u.product)
+    tables = tuple(u for u in facts.uses if not _pinned(u) and not u.product)
+    return _Kinds(pinned, products, tables, sum(_aligned(u.nbytes) for u in pinned),
+                  sum(_aligned(u.nbytes) for u in products))
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """What one prefill chunk leaves: `room` bytes for resident weights beside slots; without slots nothing streams."""
+
+    chunk: int
+    room: int
+    slots: int
+    slot_nbytes: int
+
+
+def _candidates(facts: Facts, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes) -> list[_Fit]:
+    """Every way to spend the budget that is worth a look, larger chunks first."""
+    chunks = [min(wishes.prefill_chunk, workload.prompt)] if wishes.prefill_chunk else _halvings(workload.prompt)
+    choices = _slot_choices(kinds.products, wishes)
+    staged = budget.host if facts.weight_tier == "disk" and facts.host_hop else 0
+    found = []
+    for chunk in chunks:
+        upper, _ = _upper(facts, chunk)
+        workspace = max(facts.need(chunk).workspace, facts.need(1).workspace)
+        fixed = upper + workspace + sum(_aligned(n) for n in facts.constants.values())
+        room = budget.device - fixed - kinds.pinned_nbytes
+        if room < 0:
+            continue
+        for slots, slot in ((0, 0),) if kinds.products_nbytes <= room else choices:
+            left = room - (slots * _slot_stride(slot) + PAGE if slots else 0)
+            if left >= 0 and not (staged and _staging(facts, chunk, slots, slot) > staged):
+                found.append(_Fit(chunk, left, slots, slot))
+    return found
+
+
+def _cheapest(facts: Facts, kinds: _Kinds, workload: Workload, fits: Sequence[_Fit]) -> _Fit | None:
+    """The fit of least predicted time, of equals the first. Bounds come first, as if weights filled the room."""
+
+    sizes = Counter(u.nbytes for u in kinds.products)
+
+    @functools.cache
+    def tiles(slot_nbytes: int) -> int:
+        """Copies that all products would take through slots of this size."""
+        return sum(count * -(-nbytes // slot_nbytes) for nbytes, count in sizes.items())
+
+    @functools.cache
+    def kept(room: int) -> int:
+        return sum(_aligned(u.nbytes) for u in _spread(kinds.products, room))
+
+    def cost(fit: _Fit, nbytes: int) -> float:
+        passes = -(-workload.prompt // fit.chunk)
+        copies = nbytes / kinds.products_nbytes * tiles(fit.slot_nbytes) if nbytes else 0
+        steps = ((passes, fit.chunk), (workload.new_tokens - 1, 1))
+        return sum(count * facts.rates.step_time_s(tokens, nbytes, copies, fit.slots) for count, tokens in steps)
+
+    bounds = [(cost(fit, kinds.products_nbytes - fit.room if fit.slots else 0), i) for i, fit in enumerate(fits)]
+    best, least = None, math.inf
+    for bound, i in sorted(bounds):
+        if bound >= least:
+            break
+        fit = fits[i]
+        found = bound if not fit.slots else cost(fit, kinds.products_nbytes - kept(fit.room))
+        if found < least:
+            best, least = fit, found
+    return best
+
+
+def _upper(facts: Facts, chunk: int) -> tuple[int, bool]:
+    """Bytes that cache, from below, and activations, from above, take together, and whether a prefill's activations
+    may lie where decoding has cache, as its own ends with the prompt (FlashDecoding++Next, section V)."""
+    need, decode = facts.need(chunk).activations, facts.need(1).activations
+    whole, prompt = (sum(_aligned(n) for n in sizes.values()) for sizes in (facts.cache, facts.cache_prompt))
+    grows = facts.cache_prompt and (whole - prompt) * GROWTH_PARTS >= whole
+    if grows and chunk > 1 and need > decode:  # a chunk of one token is a decode step, which has the whole cache
+        return max(prompt + _aligned(need), whole + _aligned(decode)) + ALIGNMENT, True
+    return whole + _aligned(max(need, decode)) + ALIGNMENT, False
+
+
+def _resident(kinds: _Kinds, fit: _Fit) -> set[str]:
+    """Names of the weights that stay on the device."""
+    chosen = {u.name for u in kinds.pinned}
+    if fit.slots:
+        return chosen | {u.name for u in _spread(kinds.products, fit.room)}
+    chosen |= {u.name for u in kinds.products}
+    room = fit.room - kinds.products_nbytes
+    for u in kinds.tables:  # these come last: on disk they cost little
+        if _aligned(u.nbytes) <= room:
+            chosen.add(u.name)
+            room -= _aligned(u.nbytes)
+    return chosen
+
+
+def _staging(facts: Facts, chunk: int, slots: int, slot_nbytes: int) -> int:
+    """Host bytes that copies from disk pass through on their way to a GPU: slots, and the rows of a lookup."""
+    rows = max(facts.need(chunk).activations, facts.need(1).activations)
+    return slots * _slot_stride(slot_nbytes) + rows + 2 * PAGE
+
+
+def _planned(
+    facts: Facts, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes, machine: str, fit: _Fit
+) -> Plan:
+    """The plan that spends the budget as `fit` says."""
+    resident = _resident(kinds, fit)
+    weights = [_place(u, u.name in resident, fit.slot_nbytes, facts.weight_tier) for u in facts.uses]
+    if budget.host and facts.weight_tier == "disk":
+        staging = _staging(facts, fit.chunk, fit.slots, fit.slot_nbytes) if facts.host_hop else 0
+        weights = _fill_host(weights, budget.host - staging)
+    slots = max(1, fit.slots)
+    schedule = Schedule(
+        micro_batch=workload.batch, slots=slots, slot_nbytes=fit.slot_nbytes, lead=min(wishes.lead or slots, slots),
+        prefill_chunk=fit.chunk, reuse=wishes.reuse, host_hop=facts.host_hop)
+    rows = max(facts.need(fit.chunk).activations, facts.need(1).activations)
+    plan = Plan(facts.fingerprint, machine, budget, workload, schedule, tuple(weights),
+                cache=(CacheShare(format=wishes.cache_format),))
+    return _lay_out(plan, facts, rows)
+
+
+def _halvings(n: int) -> list[int]:
+    found = []
+    while n >= 1:
+        found.append(n)
+        n = -(-n // 2) if n > 1 else 0
+    return found
+
+
+def _pinned(u: WeightUse) -> bool:
+    """Small weights stay resident; so does one that is only looked up, when it is small."""
+    return u.nbytes <= SMALL_NBYTES and (not u.tileable or u.nbytes <= PAGE or u.rows == 1)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _slot_stride(nbytes: int) -> int:
+    """Arena bytes of a slot: its contents may begin anywhere in a page, as they do in the file."""
+    return -(-(nbytes + PAGE - 1) // PAGE) * PAGE
+
+
+def _smallest_tile(u: WeightUse) -> int:
+    row = -(-u.nbytes // max(1, u.rows))
+    return max(row, min(u.nbytes, PAGE)) if u.tileable else u.nbytes
+
+
+def _slot_choices(products: Sequence[WeightUse], wishes: Wishes) -> list[tuple[int, int]]:
+    """Numbers and bytes of staging slots; PlanError for a wish that some piece does not fit."""
+    if not products:
+        return []
+    low = max(max(_smallest_tile(u) for u in products), max((u.nbytes for u in products if not u.tileable), default=0))
+    if wishes.slot_nbytes is not None and wishes.slot_nbytes < low:
+        raise PlanError(f"slot_nbytes: {wishes.slot_nbytes} is below {low}, the largest piece that must stream whole")
+    largest = max(u.nbytes for u in products)
+    small = [low << i for i in range(8) if low << i < SLOT_NBYTES[-1]]
+    sizes = [wishes.slot_nbytes] if wishes.slot_nbytes else list(dict.fromkeys(
+        [*(max(low, min(largest, n)) for n in SLOT_NBYTES), *small, low]))
+    return [(slots, slot) for slots in ([wishes.slots] if wishes.slots else SLOTS) for slot in sizes]
+
+
+def _spread(products: Sequence[WeightUse], room: int) -> list[WeightUse]:
+    """The weights to keep resident: first fit, the light ones first, else in an order that halves the step again and
+    again, so that copies always have compute beside them. The order does not depend on the room; with more of it first
+    fit never keeps fewer bytes."""
+    chosen = []
+    for u in _halving_order(tuple(products)):
+        if _aligned(u.nbytes) <= room:
+            chosen.append(u)
+            room -= _aligned(u.nbytes)
+    return chosen
+
+
+@functools.lru_cache(maxsize=8)
+def _halving_order(products: tuple[WeightUse, ...]) -> tuple[WeightUse, ...]:
+    """Products by the reversed bits of their number: the middle, the quarters, the eighths, and so on; before all
+    others those that are light."""
+    width = max(1, (len(products) - 1).bit_length())
+    ranks = [int(format(i, f"0{width}b")[::-1], 2) for i in range(len(products))]
+    return tuple(u for _, u in sorted(
+        zip(ranks, products, strict=True), key=lambda pair: (pair[1].nbytes > LIGHT_NBYTES, pair[0])))
+
+
+def _place(u: WeightUse, resident: bool, slot: int, tier: str) -> WeightPlacement:
+    if resident:
+        return WeightPlacement(u.name, "device", u.nbytes, u.format, offset=0)
+    tile_rows = 0
+    if u.product and u.nbytes > slot:
+        row = u.nbytes // u.rows
+        tiles = -(-u.rows // (slot // row))
+        tile_rows = -(-u.rows // tiles)
+    return WeightPlacement(u.name, tier, u.nbytes, u.format, tile_rows=tile_rows, gather=u.lookup)  # type: ignore[arg-type]
+
+
+def _fill_host(weights: list[WeightPlacement], room: int) -> list[WeightPlacement]:
+    """Move streamed weights from disk to host memory while it lasts; what is only looked up stays on disk."""
+    moved = []
+    for w in weights:
+        if w.tier == "disk" and not w.gather and _aligned(w.nbytes) <= room:
+            room -= _aligned(w.nbytes)
+            w = replace(w, tier="host", offset=-1)
+        moved.append(w)
+    return moved
+
+
+def _lay_out(plan: Plan, facts: Facts, height: int) -> Plan:
+    """Give resident weights, constants, slots and cache their addresses from the bottom of each arena; where a prefill
+    borrows from the cache, twice, once for each phase."""
+    buffers: list[BufferPlacement] = []
+    ends = {"device": 0, "host": 0}
+
+    def put(name: str, kind: str, arena: str, nbytes: int, alignment: int = ALIGNMENT, phase: str = "all") -> int:
+        offset = -(-ends[arena] // alignment) * alignment
+        buffers.append(BufferPlacement(name, kind, arena, offset, nbytes, phase))  # type: ignore[arg-type]
+        ends[arena] = offset + nbytes
+        return offset
+
+    weights = []
+    for w in plan.weights:
+        if w.tier != "disk":
+            w = replace(w, offset=put(w.name, "weight", w.tier, w.nbytes))
+        weights.append(w)
+    for name, nbytes in facts.constants.items():
+        put(name, "constant", "device", nbytes)
+    if plan.schedule.slot_nbytes:
+        stride = _slot_stride(plan.schedule.slot_nbytes)
+        for i in range(plan.schedule.slots):
+            put(f"slot{i}", "slot", "device", stride, PAGE)
+        if plan.schedule.host_hop:
+            for i in range(plan.schedule.slots):
+                put(f"host_slot{i}", "slot", "host", stride, PAGE)
+    upper, lends = _upper(facts, plan.schedule.prefill_chunk)
+    bottom = _aligned(ends["device"])
+    caches = {"prefill": facts.cache_prompt, "decode": facts.cache} if lends else {"all": facts.cache}
+    for phase, cache in caches.items():
+        ends["device"] = bottom
+        for name, nbytes in cache.items():
+            put(name, "cache", "device", nbytes, phase=phase)
+    if plan.schedule.host_hop and any(w.gather and w.tier == "disk" for w in weights):
+        put("host_rows", "io", "host", height, PAGE)
+    arenas = {"device": bottom + upper}
+    if ends["host"]:
+        arenas["host"] = ends["host"]
+    return replace(plan, weights=tuple(weights), buffers=tuple(buffers), arenas=arenas)

@@ -1,0 +1,389 @@
+"""What a cost model needs of a model, bytes and operations per layer: from captured graphs or a config's numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from forebay.rewriter.ir.graph import CapturedModel, storage_of, values_of, weight_name
+
+ATTENTION, MLP = "attention", "mlp"
+
+
+class ModelError(ValueError):
+    """A model description that cannot be costed; the message says which field and what would work."""
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """A weight by its number of elements."""
+
+    name: str
+    elements: int
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """`count` equal layers. Operations are of one token, 2 per multiply-add; `window` is 0 for full attention.
+
+    The attention stage ends with the output projection. `activation_elements` is the peak of live activations, per
+    token, outside attention itself.
+    """
+
+    count: int
+    attention: tuple[TensorShape, ...]
+    mlp: tuple[TensorShape, ...]
+    attention_flops: int
+    mlp_flops: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int
+    activation_elements: int
+
+    def elements(self, stage: str) -> int:
+        """Weight elements of one layer's stage."""
+        return sum(t.elements for t in (self.attention if stage == ATTENTION else self.mlp))
+
+    def flops(self, stage: str) -> int:
+        """Matrix-product operations per token of a stage."""
+        return self.attention_flops if stage == ATTENTION else self.mlp_flops
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of K and V that one token leaves in the cache of one layer."""
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
+    def recompute_flops(self) -> int:
+        """Operations to make one token's K and V from its checkpointed layer input."""
+        return 2 * self.hidden * self.kv_elements
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder: layers, and what lies outside them. `head_elements` are multiplied by once per new token."""
+
+    name: str
+    itemsize: int
+    layers: tuple[LayerShape, ...]
+    outside: tuple[TensorShape, ...]
+    head_elements: int
+    head_flops: int
+
+    @property
+    def n_layers(self) -> int:
+        return sum(kind.count for kind in self.layers)
+
+    @property
+    def weight_nbytes(self) -> int:
+        """Bytes of all weights in the model's own format."""
+        inside = sum(k.count * (k.elements(ATTENTION) + k.elements(MLP)) for k in self.layers)
+        return self.itemsize * (inside + sum(t.elements for t in self.outside))
+
+    def kv_nbytes(self, tokens: int) -> int:
+        """Cache bytes of `tokens` tokens over all layers, unquantised; windowed layers keep no more than a window."""
+        kept = (k.count * k.kv_elements * (min(tokens, k.window) if k.window else tokens) for k in self.layers)
+        return self.itemsize * sum(kept)
+
+
+def decoder_shape(
+    name: str, *, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int,
+    head_dim: int = 0, gated: bool, bias: tuple[bool, bool, bool] = (False, False, False), positions: int = 0,
+    norm_elements: int = 1, qk_norm: bool = False, tied: bool = False, window: int = 0, windowed_layers: int = 0,
+    itemsize: int = 2,
+) -> ModelShape:
+    """A dense decoder from a config's numbers (the papers' closed forms).
+
+    `bias` is (q/k/v, output projection, MLP), `norm_elements` the vectors of one norm (2 with bias), `positions` the
+    rows of a learned position table. Live activations follow FlexGen's A.3: a product's input and output.
+    """
+    head_dim = head_dim or hidden // heads
+    q, kv = heads * head_dim, kv_heads * head_dim
+
+    def product(label: str, n: int, k: int, with_bias: bool) -> list[TensorShape]:
+        made = [TensorShape(f"{label}.weight", n * k)]
+        return [*made, TensorShape(f"{label}.bias", n)] if with_bias else made
+
+    norm = norm_elements * hidden
+    attention = [TensorShape("input_norm", norm), *product("q_proj", q, hidden, bias[0]),
+                 *product("k_proj", kv, hidden, bias[0]), *product("v_proj", kv, hidden, bias[0]),
+                 *product("o_proj", hidden, q, bias[1])]
+    if qk_norm:
+        attention += [TensorShape("q_norm", head_dim), TensorShape("k_norm", head_dim)]
+    mlp = [TensorShape("post_norm", norm), *product("up_proj", intermediate, hidden, bias[2]),
+           *product("down_proj", hidden, intermediate, bias[2])]
+    mlp += product("gate_proj", intermediate, hidden, bias[2]) if gated else []
+    n_products = 3 if gated else 2
+    live = hidden + max(q + 2 * kv, (2 if gated else 1) * intermediate)
+
+    def kind(count: int, width: int) -> LayerShape:
+        return LayerShape(count, tuple(attention), tuple(mlp), 2 * hidden * (2 * q + 2 * kv),
+                          2 * n_products * hidden * intermediate, hidden, heads, kv_heads, head_dim, width, live)
+
+    kinds = [kind(layers - windowed_layers, 0)] if layers > windowed_layers else []
+    kinds += [kind(windowed_layers, window)] if windowed_layers else []
+    outside = [TensorShape("embed_tokens", vocab * hidden), TensorShape("norm", norm)]
+    outside += [TensorShape("embed_positions", positions * hidden)] if positions else []
+    outside += [] if tied else [TensorShape("lm_head", vocab * hidden)]
+    return ModelShape(name, itemsize, tuple(kinds), tuple(outside), vocab * hidden, 2 * vocab * hidden)
+
+
+def _opt(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
+    return decoder_shape(name, layers=layers, hidden=hidden, intermediate=4 * hidden, heads=heads, kv_heads=heads,
+                         vocab=50272, gated=False, bias=(True, True, True), positions=2050, norm_elements=2, tied=True)
+
+
+def _llama(name: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int,
+           tied: bool = False) -> ModelShape:
+    return decoder_shape(name, layers=layers, hidden=hidden, intermediate=intermediate, heads=heads,
+                         kv_heads=kv_heads, vocab=vocab, gated=True, tied=tied)
+
+
+def _qwen2(name: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int,
+           tied: bool = False) -> ModelShape:
+    return decoder_shape(name, layers=layers, hidden=hidden, intermediate=intermediate, heads=heads,
+                         kv_heads=kv_heads, vocab=vocab, gated=True, bias=(True, False, False), tied=tied)
+
+
+def _qwen3(name: str, layers: int, hidden: int, intermediate: int, heads: int, tied: bool = False) -> ModelShape:
+    return decoder_shape(name, layers=layers, hidden=hidden, intermediate=intermediate, heads=heads, kv_heads=8,
+                         vocab=151936, head_dim=128, gated=True, qk_norm=True, tied=tied)
+
+
+# Numbers of the published configs (OPT: Zhang et al. 2022, Table 1; the rest: config.json of the released models).
+# OPT-350m is absent: its projected embeddings and post-norm layers are unlike its siblings'.
+PRESET_MODELS: dict[str, ModelShape] = {shape.name: shape for shape in (
+    _opt("opt-125m", 12, 768, 12), _opt("opt-1.3b", 24, 2048, 32), _opt("opt-2.7b", 32, 2560, 32),
+    _opt("opt-6.7b", 32, 4096, 32), _opt("opt-13b", 40, 5120, 40), _opt("opt-30b", 48, 7168, 56),
+    _opt("opt-66b", 64, 9216, 72), _opt("opt-175b", 96, 12288, 96),
+    _llama("llama-2-7b", 32, 4096, 11008, 32, 32, 32000), _llama("llama-2-13b", 40, 5120, 13824, 40, 40, 32000),
+    _llama("llama-2-70b", 80, 8192, 28672, 64, 8, 32000), _llama("codellama-34b", 48, 8192, 22016, 64, 8, 32000),
+    _llama("llama-3-8b", 32, 4096, 14336, 32, 8, 128256), _llama("llama-3-70b", 80, 8192, 28672, 64, 8, 128256),
+    _llama("llama-3.1-405b", 126, 16384, 53248, 128, 8, 128256),
+    _qwen2("qwen2.5-0.5b", 24, 896, 4864, 14, 2, 151936, tied=True),
+    _qwen2("qwen2.5-7b", 28, 3584, 18944, 28, 4, 152064), _qwen2("qwen2.5-32b", 64, 5120, 27648, 40, 8, 152064),
+    _qwen2("qwen2.5-72b", 80, 8192, 29568, 64, 8, 152064),
+    _qwen3("qwen3-8b", 36, 4096, 12288, 32), _qwen3("qwen3-32b", 64, 5120, 25600, 64),
+)}
+
+
+def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
+    """The shape of the model a transformers `config.json` describes; raises ModelError naming the field at fault.
+
+    OPT, Llama, Mistral, Qwen2 and Qwen3 come from their numbers at once; any other type is captured on the meta
+    device through transformers (seconds), and refused if capture refuses it.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise ModelError(f"config.model_type: expected a string, found {kind!r}")
+    name = name or str(config.get("_name_or_path") or kind)
+    if kind == "opt" and config.get("word_embed_proj_dim", config.get("hidden_size")) == config.get("hidden_size") \
+            and config.get("do_layer_norm_before", True) and config.get("enable_bias", True):
+        hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
+        _divides(heads, hidden)
+        return decoder_shape(
+            name, layers=_positive(config, "num_hidden_layers"), hidden=hidden,
+            intermediate=_positive(config, "ffn_dim"), heads=heads, kv_heads=heads,
+            vocab=_positive(config, "vocab_size"), gated=False, bias=(True, True, True),
+            positions=_positive(config, "max_position_embeddings", 2048) + 2, norm_elements=2,
+            tied=bool(config.get("tie_word_embeddings", True)), itemsize=_itemsize(config))
+    if kind in ("llama", "mistral", "qwen2", "qwen3") and not config.get("use_sliding_window") \
+            and not (kind == "mistral" and config.get("sliding_window")):
+        hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
+        kv_heads, head_dim = _positive(config, "num_key_value_heads", heads), config.get("head_dim") or 0
+        if kind == "qwen3":
+            head_dim = head_dim or 128
+        if not head_dim:
+            _divides(heads, hidden)
+        if heads % kv_heads:
+            raise ModelError(f"config.num_key_value_heads: {kv_heads} does not divide the {heads} attention heads")
+        qkv = kind == "qwen2" or bool(config.get("attention_bias", False))
+        return decoder_shape(
+            name, layers=_positive(config, "num_hidden_layers"), hidden=hidden,
+            intermediate=_positive(config, "intermediate_size"), heads=heads, kv_heads=kv_heads,
+            vocab=_positive(config, "vocab_size"), head_dim=int(head_dim), gated=True,
+            bias=(qkv, kind != "qwen2" and qkv, bool(config.get("mlp_bias", False))), qk_norm=kind == "qwen3",
+            tied=bool(config.get("tie_word_embeddings", False)), itemsize=_itemsize(config))
+    return _captured_shape(config, kind, name)
+
+
+def _captured_shape(config: Mapping[str, Any], kind: str, name: str) -> ModelShape:
+    from transformers import CONFIG_MAPPING
+
+    from forebay.rewriter.capture.language_model import CaptureError, capture_model
+
+    if kind not in CONFIG_MAPPING:
+        raise ModelError(f"config.model_type: transformers does not know {kind!r}")
+    try:
+        values = {k: v for k, v in config.items() if k != "model_type"}
+        return shape_from_graphs(capture_model(CONFIG_MAPPING[kind](**values)), name)
+    except (CaptureError, TypeError, ValueError) as error:
+        raise ModelError(f"config of a {kind}: {error}") from error
+
+
+def load_model_shape(model: str) -> ModelShape:
+    """A preset model by name, or the model of a config.json (or of a folder that holds one)."""
+    found = PRESET_MODELS.get(model.lower().rpartition("/")[2])
+    if found is not None:
+        return found
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        raise ModelError(f"{model!r} is neither a config.json nor a preset model; presets are "
+                         f"{', '.join(PRESET_MODELS)}")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: expected an object, found {type(config).__name__}")
+    return shape_from_config(config, path.parent.name if path.name == "config.json" else path.stem)
+
+
+def shape_from_graphs(captured: CapturedModel, name: str = "") -> ModelShape:
+    """The shape of a captured model, read off the nodes of its block graphs and step graph."""
+    kinds, inside = [], set()
+    for block, graph in captured.blocks().items():
+        indices = [i for i, used in enumerate(captured.layers) if used == block]
+        inside |= {n for i in indices for n in captured.layer_weights[i].values()}
+        by_window: dict[tuple[int, int, int], int] = {}
+        for i in indices:
+            cache = captured.cache[i]
+            key = (cache.kv_heads, cache.head_dim, cache.window)
+            by_window[key] = by_window.get(key, 0) + 1
+        kinds += [_layer_of_graph(graph, count, *key) for key, count in by_window.items()]
+    outside = tuple(TensorShape(n, math.prod(spec.shape)) for n, spec in captured.weights.items() if n not in inside)
+    head_elements = head_flops = 0
+    for node in captured.step.graph.nodes:
+        weight, flops = _product(node)
+        if weight is not None:
+            head_elements, head_flops = head_elements + _elements(weight), head_flops + flops
+    return ModelShape(name or captured.model_type, captured.dtype.itemsize, tuple(kinds), outside, head_elements,
+                      head_flops)
+
+
+def _layer_of_graph(graph: fx.GraphModule, count: int, kv_heads: int, head_dim: int, window: int) -> LayerShape:
+    nodes = list(graph.graph.nodes)
+    attention = next(n for n in nodes if str(n.target) == "forebay.attention.default")
+    stages = _stages(nodes, attention)
+    flops = {ATTENTION: 0, MLP: 0}
+    weights: dict[str, list[TensorShape]] = {ATTENTION: [], MLP: []}
+    for node in nodes:
+        name = weight_name(node)
+        if name is not None:
+            stage = min((stages[u] for u in node.users), default=MLP)
+            weights[stage].append(TensorShape(name, _elements(node)))
+        flops[stages[node]] += _product(node)[1]
+    heads = _ones(values_of(attention)[0].shape)[2]
+    hidden = _ones(values_of(nodes[0])[0].shape)[-1]
+    return LayerShape(count, tuple(weights[ATTENTION]), tuple(weights[MLP]), flops[ATTENTION], flops[MLP], hidden,
+                      heads, kv_heads, head_dim, window, _live_elements(nodes))
+
+
+def _stages(nodes: list[fx.Node], attention: fx.Node) -> dict[fx.Node, str]:
+    """The attention stage: what attention needs, and what follows it up to the first product after it."""
+    before, stack = {attention}, [attention]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in before:
+                before.add(source)
+                stack.append(source)
+    appends = [n for n in nodes if str(n.target) == "forebay.kv_append.default"]
+    for node in appends:
+        stack.append(node)
+        before.add(node)
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in before:
+                before.add(source)
+                stack.append(source)
+    after, projected = {attention}, False
+    for node in nodes[nodes.index(attention) + 1:]:
+        if any(s in after for s in node.all_input_nodes) and not projected:
+            after.add(node)
+            projected = _product(node)[0] is not None
+    return {n: ATTENTION if n in before or n in after else MLP for n in nodes}
+
+
+def _product(node: fx.Node) -> tuple[fx.Node | None, int]:
+    """(the weight, operations per token) of a product with a weight, (None, 0) of any other node."""
+    if node.op != "call_function" or not values_of(node):
+        return None, 0
+    weight = next((a for a in node.all_input_nodes if _is_matrix(a)), None)
+    if weight is None or "embedding" in str(node.target) or not _multiplies(node):
+        return None, 0
+    out = _ones(values_of(node)[0].shape)
+    shape = _ones(values_of(weight)[0].shape)
+    return weight, 2 * math.prod(out) * (math.prod(shape) // math.prod(shape[:-2]) // out[-1])
+
+
+def _is_matrix(node: fx.Node) -> bool:
+    base, _ = storage_of(node)
+    while base.op != "placeholder" and base.all_input_nodes and str(base.target).startswith(
+            ("aten.transpose", "aten.t.", "aten.permute", "aten.view", "aten.reshape")):
+        base = base.all_input_nodes[0]
+    return weight_name(base) is not None and values_of(base)[0].dim() >= 2
+
+
+def _multiplies(node: fx.Node) -> bool:
+    return any(word in str(node.target) for word in ("linear", "mm", "matmul", "einsum"))
+
+
+def _ones(shape: Any) -> list[int]:
+    """A shape for one token: every symbolic size taken as 1."""
+    return [int(s.node.expr.subs(dict.fromkeys(s.node.expr.free_symbols, 1))) if isinstance(s, torch.SymInt) else int(s)
+            for s in shape]
+
+
+def _elements(node: fx.Node) -> int:
+    return math.prod(_ones(values_of(node)[0].shape))
+
+
+def _live_elements(nodes: list[fx.Node]) -> int:
+    """Peak of live elements of one token over a block, caches and weights aside."""
+    last: dict[fx.Node, int] = {}
+    for i, node in enumerate(nodes):
+        for source in node.all_input_nodes:
+            last[storage_of(source)[0]] = i
+    live: dict[fx.Node, int] = {}
+    peak = 0
+    for i, node in enumerate(nodes):
+        base = storage_of(node)[0]
+        is_value = node.op == "call_function" and base is node and values_of(node)
+        if is_value or (node.op == "placeholder" and node.name == "hidden"):
+            live[node] = sum(math.prod(_ones(v.shape)) for v in values_of(node)
+                             if any(isinstance(size, torch.SymInt) for size in v.shape))
+        peak = max(peak, sum(live.values()))
+        for dead in [n for n in live if last.get(n, i) <= i]:
+            del live[dead]
+    return peak
+
+
+def _positive(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
+    value = config.get(field)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"config.{field}: expected a whole number above 0, found {value!r}")
+    return value
+
+
+def _divides(heads: int, hidden: int) -> None:
+    if hidden % heads:
+        raise ModelError(f"config.num_attention_heads: {heads} does not divide hidden_size {hidden}")
+
+
+def _itemsize(config: Mapping[str, Any]) -> int:
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float16"
+    sizes = {"float16": 2, "bfloat16": 2, "float32": 4}
+    if dtype not in sizes:
+        raise ModelError(f"config.dtype: {dtype!r} is not one of {', '.join(sizes)}")
+    return sizes[dtype]

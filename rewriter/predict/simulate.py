@@ -1,0 +1,79 @@
+"""Predict a step by running its Program on the virtual device with a machine's costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from forebay.rewriter.ir.program import COMPUTE, Copy, Item, Launch, Program, TensorRef
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.predict.closed_form import COPY_S
+from forebay.rewriter.predict.item_costs import copy_latency_s, item_time_s, launch_issue_s, memory_share
+from forebay.runtime.devices.virtual import Cost, run_on_streams
+from forebay.runtime.devices.virtual_threads import run_on_threads
+
+STEPS = 3  # the third step starts as every later one does
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One predicted steady step: `time_s`, busy seconds per stream, and its spans (stream, label, start, end):
+    all that end in it, so that a copy for it may begin before 0."""
+
+    time_s: float
+    busy_time_s: dict[str, float]
+    bottleneck: str
+    spans: tuple[tuple[str, str, float, float], ...]
+
+
+def simulate(program: Program, machine: Machine, steps: int = STEPS) -> Timeline:
+    """The last of so many steps of `program` on `machine`, in seconds: with the default the steady state, with 1 the
+    first step, which finds only the prologue issued."""
+    known: dict[tuple, Cost] = {}  # equal layers cost the same
+
+    def cost(item: Item) -> Cost:
+        key = _likeness(item)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = item_cost(item, machine)
+        return found
+
+    run = run_on_threads if machine.device_kind == "cpu" else run_on_streams
+    ends, ran = run(program, cost, steps, choice_time_s(program, machine))
+    start, end = ends[-2:]
+    spans = tuple((s, label, a - start, b - start) for s, label, a, b in ran if start < b <= end)
+    busy: dict[str, float] = {}
+    for stream, _, a, b in spans:
+        busy[stream] = busy.get(stream, 0.0) + b - a
+    bottleneck = max(busy, key=lambda s: busy[s]) if busy else COMPUTE
+    return Timeline(end - start, busy, bottleneck, spans)
+
+
+def item_cost(item: Item, machine: Machine) -> Cost:
+    """What an item costs on the virtual device, alone and beside others."""
+    time_s = item_time_s(item, machine)
+    if isinstance(item, Launch):
+        share = memory_share(item, machine, time_s)
+        return Cost(time_s, machine.contention.slowed(share), machine.contention.slows(share),
+                    issue_s=launch_issue_s(machine))
+    if isinstance(item, Copy):
+        return Cost(time_s, latency_s=copy_latency_s(item, machine), issue_s=COPY_S)
+    return Cost(time_s)
+
+
+def choice_time_s(program: Program, machine: Machine) -> float:
+    """Seconds between two steps: the tokens are chosen from the logits [B, V], while reads go on."""
+    rate = machine.choice_elements_per_s
+    return math.prod(program.outputs["out0"].shape) / rate if rate and "out0" in program.outputs else 0.0
+
+
+def _likeness(item: Item) -> tuple:
+    """Items of equal likeness take equal time."""
+    if isinstance(item, Launch):
+        shapes = tuple([(ref.dtype, ref.shape) for ref in item.args if type(ref) is TensorRef])
+        return item.op, item.impl, shapes, item.kwargs.get("form"), sum([s.nbytes for s in item.reads]), sum(
+            [s.nbytes for s in item.writes])
+    if isinstance(item, Copy):
+        src = item.src
+        return type(src), getattr(src, "arena", ""), getattr(src, "nbytes", id(item)), item.dst.arena, item.dst.nbytes
+    return ()

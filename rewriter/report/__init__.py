@@ -1,0 +1,1 @@
+"""Plans, graphs and Programs as text."""

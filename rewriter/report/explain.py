@@ -1,0 +1,282 @@
+"""A plan as text: budget, schedule, a row per layer, what fills each arena, and what the cost model expects."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from forebay.rewriter.ir.byte_sizes import format_nbytes
+from forebay.rewriter.ir.plan import BufferPlacement, Plan, WeightPlacement
+
+if TYPE_CHECKING:
+    from forebay.rewriter.ir.graph import CapturedModel
+
+KIND_LETTERS = {"weight": "W", "constant": "C", "slot": "S", "cache": "K", "activation": "a", "io": "i",
+                "workspace": "x"}
+COLUMNS = {"weights": "weights", "bytes": "nbytes", "resident": "resident", "from host": "from_host",
+           "from disk": "from_disk", "by row": "by_row", "copies": "copies"}
+OUTSIDE = -1  # the layer number of weights that belong to no layer
+TIMELINE_COLUMNS, TIMELINE_ROWS = 72, 16
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """Bytes of one layer's weights: kept in device memory, streamed every step (from host, from disk), and read row by
+    row. `copies` stream it (0: unknown, a plan alone does not tell). `title` is the layer's number or weight's name.
+    """
+
+    title: str
+    weights: int
+    nbytes: int
+    resident: int
+    from_host: int
+    from_disk: int
+    by_row: int
+    copies: int
+    formats: tuple[str, ...]
+
+
+def explain_plan(plan: Plan, captured: CapturedModel | None = None) -> str:
+    """The whole plan as plain text of at most 110 columns; `captured` gives the exact layers instead of their numbers
+    in the weights' names, and the rows of each matrix."""
+    parts = [_head(plan), _table(layer_rows(plan, captured)), _arenas(plan), _prediction(plan)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def summarise_plan(plan: Plan) -> str:
+    """The plan as text without the row per layer."""
+    return "\n".join(part for part in (_head(plan), _arenas(plan), _prediction(plan)) if part)
+
+
+def layer_rows(plan: Plan, captured: CapturedModel | None = None) -> list[LayerRow]:
+    """One row per layer in order, then one per weight outside the layers."""
+    number = layer_numbers([w.name for w in plan.weights], captured)
+    layers: dict[int, list[WeightPlacement]] = {}
+    for w in plan.weights:
+        layers.setdefault(number[w.name], []).append(w)
+    inside = [_row(str(i), layers[i], captured) for i in sorted(layers) if i != OUTSIDE]
+    return inside + [_row(w.name, [w], captured) for w in layers.get(OUTSIDE, [])]
+
+
+def layer_numbers(names: Iterable[str], captured: CapturedModel | None = None) -> dict[str, int]:
+    """The layer each weight belongs to: the first number between dots in its name; OUTSIDE without one."""
+    if captured is not None:
+        known = {weight: i for i, weights in enumerate(captured.layer_weights) for weight in weights.values()}
+        return {name: known.get(name, OUTSIDE) for name in names}
+    found = {}
+    for name in names:
+        match = re.search(r"(?:^|\.)(\d+)(?=\.)", name)
+        found[name] = int(match[1]) if match else OUTSIDE
+    return found
+
+
+def _row(title: str, weights: Sequence[WeightPlacement], captured: CapturedModel | None) -> LayerRow:
+    streamed = [w for w in weights if w.tier != "device" and not (w.gather and not w.tile_rows)]
+    copies = 0
+    if captured is not None:
+        copies = sum(-(-captured.weights[w.name].shape[0] // w.tile_rows) if w.tile_rows else 1 for w in streamed)
+    return LayerRow(
+        title, len(weights), sum(w.nbytes for w in weights),
+        resident=sum(w.nbytes for w in weights if w.tier == "device"),
+        from_host=sum(w.nbytes for w in streamed if w.tier == "host"),
+        from_disk=sum(w.nbytes for w in streamed if w.tier == "disk"),
+        by_row=sum(w.nbytes for w in weights if w.tier != "device" and w.gather and not w.tile_rows),
+        copies=copies, formats=tuple(sorted({w.format for w in weights})))
+
+
+def _head(plan: Plan) -> str:
+    b, w, s, p = plan.budget, plan.workload, plan.schedule, plan.prediction
+    passes = -(-w.prompt // s.prefill_chunk)
+    total = sum(x.nbytes for x in plan.weights)
+    on_device = plan.nbytes_on("device")
+    host = "no limit" if b.host is None else format_nbytes(b.host) if b.host else "none"
+    cache = sum(x.nbytes for x in plan.buffers_of("decode") if x.kind == "cache")
+    lines = [
+        ("model", f"fingerprint {plan.fingerprint}"),
+        ("machine", plan.machine or "not named"),
+        ("budget", f"device {format_nbytes(b.device)}, host {host}" + (f", disk {b.disk}" if b.disk else "")),
+        ("workload", f"batch {w.batch}, prompt {w.prompt} tokens, {w.new_tokens} new tokens: "
+                     f"{w.context} cache positions per sequence, {format_nbytes(cache)} of cache"),
+        ("weights", f"{format_nbytes(total)}: {format_nbytes(on_device)} stay in device memory"
+                    + (f" ({100 * on_device / total:.0f} %)" if total else "")
+                    + f", {format_nbytes(p.streamed_nbytes)} stream per decode step"),
+        ("schedule", _schedule(plan)),
+        ("prefill", f"chunks of {s.prefill_chunk} tokens, {passes} pass{'es' if passes > 1 else ''} over the weights"),
+        ("cache", "; ".join(f"{100 * c.share:.0f} % {c.representation}, {c.format}, on {c.tier}" for c in plan.cache)),
+    ]
+    return "\n".join(f"{name:<10}{text}" for name, text in lines)
+
+
+def _schedule(plan: Plan) -> str:
+    s = plan.schedule
+    if not s.slot_nbytes:
+        text = "all weights resident, no staging slots"
+    else:
+        slots = "1 staging slot" if s.slots == 1 else f"{s.slots} staging slots"
+        text = f"{slots} of {format_nbytes(s.slot_nbytes)}, copies issued {s.lead} ahead"
+        if s.host_hop:
+            text += ", disk reads by way of host memory"
+    if s.micro_batches > 1:
+        text += f"; {s.micro_batches} micro-batches of {s.micro_batch}, order {s.order}"
+    return text + ("; attention on the CPU" if s.cpu_attention else "")
+
+
+def _table(rows: Sequence[LayerRow]) -> str:
+    if not rows:
+        return ""
+    sums = {name: sum(getattr(r, name) for r in rows) for name in COLUMNS.values()}
+    shown = {title: name for title, name in COLUMNS.items() if sums[name] or name in ("resident", "from_disk")}
+    lines = [["layer", *shown, "format"]]
+    for r in rows:
+        lines.append([r.title, *(_cell(name, getattr(r, name)) for name in shown.values()), "+".join(r.formats)])
+    lines.append(["total", *(_cell(name, sums[name]) for name in shown.values()), ""])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    left = (0, len(widths) - 1)
+    return "\n".join("  ".join(
+        c.ljust(n) if i in left else c.rjust(n) for i, (c, n) in enumerate(zip(line, widths, strict=True))
+    ).rstrip() for line in lines)
+
+
+def _cell(name: str, value: int) -> str:
+    return "-" if not value else str(value) if name in ("weights", "copies") else format_nbytes(value)
+
+
+def _arenas(plan: Plan) -> str:
+    lines = []
+    for arena, nbytes in plan.arenas.items():
+        kinds = kind_nbytes(plan, arena)
+        text = ", ".join(f"{kind} {format_nbytes(n)}" for kind, n in kinds.items())
+        lines.append(f"{arena} arena  {format_nbytes(nbytes)}: {text}")
+        lines += _meeting(plan, arena)
+    return "\n".join(lines)
+
+
+def _meeting(plan: Plan, arena: str) -> list[str]:
+    """Where cache and activations of each phase end, growing towards each other, and when they would meet."""
+    meeting = plan.meeting()
+    moving = phases(plan, arena)
+    if arena != "device" or meeting is None or "decode" not in moving:
+        return []
+    lines = [f"decode     cache ends at byte {meeting.cache_top:,}, activations begin at {meeting.activation_base:,}: "
+             f"they would meet at {meeting.tokens:,} tokens"]
+    if plan.lends and "prefill" in moving:
+        top = max(b.offset + b.nbytes for b in lasting(plan, arena, "prefill"))
+        base = min(b.offset for b in moving["prefill"])
+        lent = max(0, meeting.cache_top - base)
+        lines.append(f"prefill    cache ends at byte {top:,}, activations begin at {base:,}: {format_nbytes(lent)} of "
+                     "them is cache later")
+    return lines
+
+
+def lasting(plan: Plan, arena: str, phase: str = "decode") -> list[BufferPlacement]:
+    """The buffers of an arena that live throughout a phase, by address."""
+    found = [b for b in plan.buffers_of(phase) if b.arena == arena and b.nbytes
+             and (b.phase == "all" or b.kind == "cache")]
+    return sorted(found, key=lambda b: b.offset)
+
+
+def kind_nbytes(plan: Plan, arena: str) -> dict[str, int]:
+    """Bytes of an arena by kind of buffer. Those that live throughout are added up; all that come and go, inputs and
+    outputs among them, share one stretch of addresses, which counts once, as activations, where it is not cache later.
+    """
+    found: dict[str, int] = {}
+    fixed = lasting(plan, arena)
+    for b in fixed:
+        found[b.kind] = found.get(b.kind, 0) + b.nbytes
+    moving = [b for buffers in phases(plan, arena).values() for b in buffers]
+    if moving:
+        low = min(b.offset for b in moving)
+        if plan.lends:
+            low = max(low, *(b.offset + b.nbytes for b in fixed))
+        found["activation"] = found.get("activation", 0) + max(b.offset + b.nbytes for b in moving) - low
+    return found
+
+
+def _prediction(plan: Plan) -> str:
+    p = plan.prediction
+    if not p.decode_time_s:
+        return ""
+    lines = [
+        f"expected    prefill {p.prefill_time_s:.3g} s, then {1000 * p.decode_time_s:.3g} ms per decode step: "
+        f"{plan.workload.batch / p.decode_time_s:.3g} tokens/s",
+        "busy        " + ", ".join(f"{stream} {1000 * t:.3g} ms" for stream, t in p.busy_time_s.items())
+        + f" per decode step; the bottleneck is {p.bottleneck}",
+        "peak        " + ", ".join(f"{tier} {format_nbytes(n)}" for tier, n in p.peak_nbytes.items()),
+    ]
+    return "\n".join(lines)
+
+
+def phases(plan: Plan, arena: str = "device") -> dict[str, list[BufferPlacement]]:
+    """The buffers of an arena that come and go, by phase, in the plan's order."""
+    found: dict[str, list[BufferPlacement]] = {}
+    for b in plan.buffers:
+        if b.arena == arena and b.phase != "all" and b.kind != "cache" and b.nbytes:
+            found.setdefault(b.phase, []).append(b)
+    return found
+
+
+def memory_timeline(plan: Plan, arena: str = "device") -> str:
+    """The arena as a coarse character picture: what lives throughout as a list of address ranges, and for each phase
+    addresses (upwards) over the steps of the graph (rightwards), a letter per kind of buffer and '.' for free."""
+    lines = [f"{arena} arena, {format_nbytes(plan.arenas.get(arena, 0))}"]
+    early = [b for b in lasting(plan, arena, "prefill") if b.phase == "prefill"]
+    for buffers, note in ((early, " during prefill"), (lasting(plan, arena), "")):
+        for start, end, kind, count in _runs(buffers):
+            lines.append(f"  {start:>14,} .. {end:>14,}  {KIND_LETTERS[kind]} {kind}: {count}, "
+                         f"{format_nbytes(end - start)}{note}")
+    for phase, buffers in phases(plan, arena).items():
+        lines += ["", *_picture(phase, buffers)]
+    used = dict.fromkeys(b.kind for b in plan.buffers if b.arena == arena)
+    lines += ["", "letters: " + ", ".join(f"{KIND_LETTERS[kind]} {kind}" for kind in used) + ", . free"]
+    return "\n".join(lines)
+
+
+def _runs(buffers: Sequence[BufferPlacement]) -> list[tuple[int, int, str, int]]:
+    """Neighbours of one kind joined: (start, end, kind, count)."""
+    runs: list[tuple[int, int, str, int]] = []
+    for b in buffers:
+        if runs and runs[-1][2] == b.kind:
+            start, end, kind, count = runs[-1]
+            runs[-1] = (start, max(end, b.offset + b.nbytes), kind, count + 1)
+        else:
+            runs.append((b.offset, b.offset + b.nbytes, b.kind, 1))
+    return runs
+
+
+def _picture(phase: str, buffers: Sequence[BufferPlacement]) -> list[str]:
+    low, high = min(b.offset for b in buffers), max(b.offset + b.nbytes for b in buffers)
+    steps = max(b.last for b in buffers) + 1
+    columns, rows = min(TIMELINE_COLUMNS, steps), TIMELINE_ROWS
+    cells = [["."] * columns for _ in range(rows)]
+    for b in buffers:
+        first, last = b.first * columns // steps, b.last * columns // steps
+        bottom, top = (b.offset - low) * rows // (high - low), -(-(b.offset + b.nbytes - low) * rows // (high - low))
+        for y in range(bottom, top):
+            for x in range(first, last + 1):
+                cells[y][x] = KIND_LETTERS[b.kind]
+    live = peak_nbytes(buffers)
+    lines = [f"{phase}: {len(buffers)} buffers over {steps} steps, {format_nbytes(high - low)} of addresses, "
+             f"at most {format_nbytes(live)} live at once"]
+    for y in reversed(range(rows)):
+        edge = f"{low + (y + 1) * (high - low) // rows:>14,}" if y in (rows - 1, 0) else " " * 14
+        lines.append(f"{edge} |{''.join(cells[y])}|")
+    return lines
+
+
+def peak_nbytes(buffers: Sequence[BufferPlacement]) -> int:
+    """The most bytes of `buffers` that are live in any one step."""
+    change: dict[int, int] = {}
+    for b in buffers:
+        change[b.first] = change.get(b.first, 0) + b.nbytes
+        change[b.last + 1] = change.get(b.last + 1, 0) - b.nbytes
+    return _running_peak(change)
+
+
+def _running_peak(change: Mapping[int, int]) -> int:
+    live = peak = 0
+    for step in sorted(change):
+        live += change[step]
+        peak = max(peak, live)
+    return peak

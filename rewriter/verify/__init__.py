@@ -1,0 +1,1 @@
+"""Proof of Programs, and checks of graphs."""

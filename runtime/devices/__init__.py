@@ -1,0 +1,1 @@
+"""What executes items: threads, CUDA streams, a virtual clock."""

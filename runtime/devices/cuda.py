@@ -1,0 +1,265 @@
+"""The CUDA device: kernels on one stream, host-to-device copies on another, disk reads into pinned memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from forebay.rewriter.ir.program import (
+    COMPUTE,
+    DISK,
+    LOOKUP,
+    UNORDERED,
+    UPLOAD,
+    Copy,
+    FileRows,
+    FileSlice,
+    Item,
+    Launch,
+    Record,
+    Release,
+    Span,
+    TensorRef,
+    Wait,
+)
+from forebay.runtime.devices.device import Call, RuntimeFault
+from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, told
+from forebay.runtime.disk.reader import DiskReader, Read
+from forebay.runtime.run.arena import Arena, view
+from forebay.runtime.run.trace import Trace
+
+LOAD_NBYTES = 16 << 20  # pinned memory that resident weights pass through while they are loaded
+
+
+@dataclass
+class _Event:
+    """An event that any stream may record. `issued` is done when the record itself has been issued (a CUDA event) or
+    when the work before it is complete (`cuda` is None)."""
+
+    issued: Ticket = field(default_factory=Ticket)
+    cuda: torch.cuda.Event | None = None
+
+
+class CudaDevice:
+    """Streams as CUDA has them. The caller's thread issues kernels; a worker thread issues uploads, and another issues
+    disk reads, because both may have to wait on the host for the other before they can issue. Host memory is one slab,
+    pinned in place (an allocator of pinned memory would round it up to a power of two)."""
+
+    def __init__(
+        self, reader: DiskReader, *, lookups: DiskReader | None = None, poison: bool = False, sync: bool = False,
+        trace: Trace | None = None,
+    ) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeFault("this plan is for a GPU, and torch finds none; plan for this machine instead")
+        self.readers = {DISK: reader, LOOKUP: lookups or reader}
+        self.poison, self.sync, self.trace = poison, sync, trace
+        self.device_memory: torch.Tensor | None = None
+        self.host: Arena | None = None
+        self.landing: Arena | None = None
+        self.compute = torch.cuda.Stream()
+        self.uploads = torch.cuda.Stream()
+        self.workers = {stream: Worker(stream) for stream in (UPLOAD, *UNORDERED)}
+        self.ledgers = {stream: CopyLedger() for stream in UNORDERED}
+        self.events: dict[int, _Event] = {}
+
+    def allocate(self, arenas: Mapping[str, int]) -> None:
+        with torch.inference_mode(False):  # workers write to it, which are in no mode of the caller's
+            self.device_memory = torch.empty(arenas["device"], dtype=torch.uint8, device="cuda")
+        self.landing = _pinned(LOAD_NBYTES)
+        if "host" in arenas:
+            self.host = _pinned(arenas["host"])
+
+    @contextlib.contextmanager
+    def issuing(self) -> Iterator[None]:
+        """Kernels go to the compute stream, whichever thread calls, behind what the caller's stream holds; it goes on
+        behind them."""
+        caller = torch.cuda.current_stream()
+        self.compute.wait_stream(caller)
+        with torch.cuda.stream(self.compute):
+            yield
+        caller.wait_stream(self.compute)
+
+    def tensor(self, ref: TensorRef) -> torch.Tensor:
+        if ref.arena == "host":
+            assert self.host is not None
+            return self.host.tensor(ref)
+        assert self.device_memory is not None
+        return view(self.device_memory, ref)
+
+    def _bytes(self, span: Span) -> torch.Tensor:
+        memory = self.host.bytes if span.arena == "host" and self.host is not None else self.device_memory
+        assert memory is not None
+        return memory[span.offset : span.offset + span.nbytes]
+
+    def bind(self, item: Item, launch: Call | None) -> Call | None:
+        if isinstance(item, Launch):
+            return launch
+        if isinstance(item, Release):
+            return self._bind_poison(item) if self.poison else None
+        if isinstance(item, Copy):
+            call = self._bind_copy(item)
+            return self._in_order(call) if self.sync else call
+        if isinstance(item, Record):
+            return lambda: self._record(item)
+        assert isinstance(item, Wait)
+        return lambda: self._wait(item)
+
+    def _in_order(self, call: Call) -> Call:
+        def run() -> None:
+            call()
+            self.finish()
+
+        return run
+
+    def _bind_poison(self, item: Release) -> Call:
+        memory = self._bytes(item.span)
+        if item.stream == COMPUTE:
+            return lambda: memory.fill_(0xFF)
+        return lambda: self.workers[item.stream].submit(lambda: memory.fill_(0xFF) if not memory.is_cuda else None)
+
+    # -- copies
+
+    def _bind_copy(self, item: Copy) -> Call:
+        src = item.src
+        if isinstance(src, Span):
+            source, target, label = self._bytes(src), self._bytes(item.dst), item.label
+            return lambda: self.workers[UPLOAD].submit(lambda: self._upload(source, target, label))
+        if item.dst.arena == "device":
+            if isinstance(src, FileRows):
+                raise RuntimeFault(f"{item.label}: rows from disk reach a GPU through host memory; plan with host_hop")
+            return lambda: self._load(src, item.dst)
+        assert self.host is not None
+        address = self.host.address + item.dst.offset
+        disk = self.workers[item.stream]
+        if isinstance(src, FileSlice):
+            before, after = item.room
+            reader = self.readers[item.stream]
+
+            def read(src: FileSlice = src) -> None:
+                with told(self._begin(item)) as done:
+                    reader.submit(Read(src.path, src.offset, src.nbytes, address, before, after, done))
+
+            return lambda: disk.submit(read)
+        index = self.tensor(src.index)
+
+        def gather() -> None:
+            rows = index.flatten().tolist()  # waits for the device; the Wait before it made the index valid
+            if rows and not 0 <= min(rows) <= max(rows) < src.rows:
+                raise RuntimeFault(f"{item.label}: row {max(rows)} (lowest {min(rows)}) of a table of {src.rows}")
+            with told(self._begin(item)) as done:
+                self.readers[item.stream].read_rows(src.path, src.offset, src.row_nbytes, rows, address, done)
+
+        return lambda: disk.submit(gather)
+
+    def _upload(self, source: torch.Tensor, target: torch.Tensor, label: str) -> None:
+        with torch.cuda.stream(self.uploads):
+            if self.trace is None:
+                target.copy_(source, non_blocking=True)
+                return
+            start = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            self.uploads.synchronize()
+            self.trace.add(UPLOAD, label, start, time.perf_counter())
+
+    def _begin(self, item: Copy) -> Callable[[BaseException | None], None]:
+        """Note an asynchronous read; with a trace, also when it began and ended."""
+        done = self.ledgers[item.stream].begin()
+        return done if self.trace is None else self.trace.until(item.stream, item.label, done)
+
+    def _load(self, src: FileSlice, dst: Span) -> None:
+        """Read a resident weight into device memory, piece by piece through pinned memory."""
+        assert self.landing is not None
+        for lower in range(0, src.nbytes, LOAD_NBYTES):
+            nbytes = min(LOAD_NBYTES, src.nbytes - lower)
+            self.readers[DISK].submit(Read(src.path, src.offset + lower, nbytes, self.landing.address, 0, 0,
+                                    self.ledgers[DISK].begin()))
+            self.ledgers[DISK].record().wait()
+            piece = Span(dst.arena, dst.offset + lower, nbytes, dst.buffer)
+            self._bytes(piece).copy_(self.landing.bytes[:nbytes])  # returns when the bytes have arrived
+
+    # -- events
+
+    def _record(self, item: Record) -> None:
+        event = _Event()
+        self.events[item.event] = event
+        if item.stream == COMPUTE:
+            event.cuda = torch.cuda.Event()
+            event.cuda.record(self.compute)
+            event.issued.done()
+            return
+        worker = self.workers[item.stream]
+
+        def record() -> None:
+            if item.stream in UNORDERED:
+                event.issued.error = worker.error
+                self.ledgers[item.stream].record(event.issued)
+                return
+            try:
+                event.cuda = torch.cuda.Event()
+                event.cuda.record(self.uploads)
+            except BaseException as error:  # whoever waits for it must be told
+                event.issued.done(error)
+                raise
+            event.issued.done(worker.error)
+
+        worker.submit(record)
+
+    def _wait(self, item: Wait) -> None:
+        event = self.events.get(item.event)
+        if event is None:
+            raise RuntimeFault(f"{item.stream} waits for event {item.event}, which nothing recorded")
+        if item.stream == COMPUTE:
+            event.issued.wait()
+            if event.cuda is not None:
+                self.compute.wait_event(event.cuda)
+            return
+
+        def wait() -> None:
+            event.issued.wait()
+            if event.cuda is None:
+                return
+            if item.stream == UPLOAD:
+                self.uploads.wait_event(event.cuda)
+            else:
+                event.cuda.synchronize()  # the disk writes from the host
+
+        self.workers[item.stream].submit(wait)
+
+    def finish(self) -> None:
+        """Wait for everything issued; raise the first error any of it met."""
+        for worker in (*(self.workers[s] for s in UNORDERED), self.workers[UPLOAD]):
+            idle = threading.Event()
+            worker.submit(idle.set)
+            idle.wait()
+            if worker.error is not None:
+                raise worker.error
+        for ledger in self.ledgers.values():
+            ledger.record().wait()
+        self.uploads.synchronize()
+        self.compute.synchronize()
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            worker.close()
+        for reader in set(self.readers.values()):
+            reader.close()
+        for arena in (self.host, self.landing):
+            if arena is not None:
+                torch.cuda.cudart().cudaHostUnregister(arena.address)
+        self.host = self.landing = self.device_memory = None
+
+
+def _pinned(nbytes: int) -> Arena:
+    arena = Arena(nbytes)
+    ctypes.memset(arena.address, 0, nbytes)  # touch the pages first: pinning untouched memory is slow
+    code = torch.cuda.cudart().cudaHostRegister(arena.address, nbytes, 0)
+    if int(code) != 0:
+        raise RuntimeFault(f"pinning {nbytes} bytes of host memory failed (CUDA error {int(code)}); a smaller host "
+                           "budget or a higher `ulimit -l` may help")
+    return arena

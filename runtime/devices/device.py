@@ -1,0 +1,39 @@
+"""What the executor asks of a device: memory, and items made ready to issue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from forebay.rewriter.ir.program import Item, TensorRef
+
+Call = Callable[[], object]
+
+
+class RuntimeFault(RuntimeError):
+    """Something failed while a step ran; the message names the item."""
+
+
+class Device(Protocol):
+    """One arena of memory per tier, and streams ordered by events with the semantics of CUDA streams.
+
+    `bind` turns an item into a call without arguments (None: nothing to do). The executor makes the calls in list
+    order from one thread, within `issuing`; a call may return before its work is done. What the caller did before is
+    done when the work issued within begins, and that work is done when what the caller does afterwards begins.
+    `finish` returns when all work is done, and raises what any of it raised.
+    """
+
+    def allocate(self, arenas: Mapping[str, int]) -> None: ...
+
+    def tensor(self, ref: TensorRef) -> torch.Tensor: ...
+
+    def bind(self, item: Item, launch: Call | None) -> Call | None: ...
+
+    def issuing(self) -> AbstractContextManager[None]: ...
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...

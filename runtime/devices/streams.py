@@ -1,0 +1,145 @@
+"""Host-side streams and events: a FIFO worker thread, and tickets that say when something is done."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from forebay.runtime.disk.chunks import OnDone
+
+
+class Ticket:
+    """Done when `parts` parts are; carries the first error among them."""
+
+    __slots__ = ("_event", "error", "parts")
+
+    def __init__(self, parts: int = 1) -> None:
+        self._event = threading.Event()
+        self.parts = parts
+        self.error: BaseException | None = None
+
+    def done(self, error: BaseException | None = None) -> None:
+        """Tell that one part is done; the caller serialises calls for one ticket."""
+        self.error = self.error or error
+        self.parts -= 1
+        if self.parts <= 0:
+            self._event.set()
+
+    def ready(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self) -> None:
+        """Block until done; raise the error if one came."""
+        self._event.wait()
+        if self.error is not None:
+            raise self.error
+
+
+@contextlib.contextmanager
+def told(done: OnDone) -> Iterator[OnDone]:
+    """For a copy that has begun and is to be issued within: if it cannot be, `done` is told, for whoever waits."""
+    try:
+        yield done
+    except BaseException as error:
+        done(error)
+        raise
+
+
+class Worker:
+    """Runs callables first in, first out, on a thread of its own; keeps the first error, and runs the rest all the
+    same, so that whoever waits behind it is woken and told."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"forebay-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], object]) -> None:
+        self._queue.put(call)
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            try:
+                call()
+            except BaseException as error:  # handed to whoever waits
+                self.error = self.error or error
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+
+class CopyLedger:
+    """Which asynchronous copies have ended, so that 'all issued so far' can be waited for: copies are numbered as they
+    begin, and a mark n stands for all with smaller numbers."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sleepers: list[tuple[int, threading.Lock]] = []  # marks waited for, each with a lock to open then
+        self._begun = 0
+        self._low = 0  # all copies below have ended
+        self._beyond: set[int] = set()  # those above that have
+        self._tickets: deque[tuple[int, Ticket]] = deque()
+        self.error: BaseException | None = None
+
+    def number(self) -> int:
+        """Note that a copy begins; its number, for `end`."""
+        with self._lock:
+            self._begun += 1
+            return self._begun - 1
+
+    def end(self, number: int, error: BaseException | None) -> None:
+        """Note that a copy has ended; once for each."""
+        with self._lock:
+            self.error = self.error or error
+            if number != self._low:
+                self._beyond.add(number)
+                return
+            self._low += 1
+            while self._low in self._beyond:
+                self._beyond.remove(self._low)
+                self._low += 1
+            while self._tickets and self._tickets[0][0] <= self._low:
+                self._tickets.popleft()[1].done(self.error)
+            if self._sleepers:
+                for sleeper in [s for s in self._sleepers if s[0] <= self._low]:
+                    self._sleepers.remove(sleeper)
+                    sleeper[1].release()
+
+    def begin(self) -> Callable[[BaseException | None], None]:
+        """Note that a copy begins; the result is to be called once when it is done."""
+        return functools.partial(self.end, self.number())
+
+    def mark(self) -> int:
+        """The mark of all copies begun so far."""
+        return self._begun
+
+    def wait(self, mark: int) -> None:
+        """Block until all copies of `mark` have ended; raise the first error that any copy met."""
+        if self._low < mark:
+            gate = threading.Lock()
+            gate.acquire()
+            with self._lock:
+                if self._low < mark:
+                    self._sleepers.append((mark, gate))
+                else:
+                    gate.release()
+            with gate:  # a Condition would wake for every copy that ends, and takes several times as long
+                pass
+        if self.error is not None:
+            raise self.error
+
+    def record(self, ticket: Ticket | None = None) -> Ticket:
+        """A ticket (the one given, or a new one) that is done when all copies begun so far are."""
+        ticket = ticket or Ticket()
+        with self._lock:
+            if self._low == self._begun:
+                ticket.done(self.error)
+            else:
+                self._tickets.append((self._begun, ticket))
+        return ticket

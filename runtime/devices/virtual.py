@@ -1,0 +1,114 @@
+"""The device that executes nothing: clocks, for prediction of what runs on a GPU's streams."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from forebay.rewriter.ir.program import COMPUTE, Copy, Item, Launch, Program, Record, TensorRef, Wait
+from forebay.runtime.devices.device import Call
+
+
+class Cost(NamedTuple):
+    """Seconds of an item alone. A launch takes `slowed` times as long while copies run, and they take `slows` times as
+    long beside it; a copy takes `latency_s` more, of which those under way before it on its stream hide their share.
+    `issue_s` is what an item takes of the thread that issues it."""
+
+    time_s: float
+    slowed: float = 1.0
+    slows: float = 1.0
+    latency_s: float = 0.0
+    issue_s: float = 0.0
+
+
+CostOf = Callable[[Item], Cost]
+Span = tuple[str, str, float, float]  # stream, label, start and end in seconds
+
+
+@dataclass
+class VirtualDevice:
+    """Advances a clock per stream by the cost of each item, as a GPU's streams do; what the streams do to each other
+    beside events is not counted. A launch starts when it has been issued, at the earliest: until then it stands in its
+    stream, and counts as busy. Copies are issued by threads of their own."""
+
+    cost: CostOf
+    issued_s: float = 0.0  # when the thread that issues launches had issued the last
+    clocks: dict[str, float] = field(default_factory=dict)
+    events: dict[int, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+
+    def allocate(self, arenas: Mapping[str, int]) -> None:
+        """Nothing to allocate."""
+
+    def tensor(self, ref: TensorRef) -> torch.Tensor:
+        """A tensor of the right shape without memory."""
+        return torch.empty_strided(ref.shape, ref.stride, dtype=getattr(torch, ref.dtype), device="meta")
+
+    @property
+    def now(self) -> float:
+        """Seconds at which all launches issued so far are done."""
+        return self.clocks.get(COMPUTE, 0.0)
+
+    def bind(self, item: Item, launch: Call | None) -> Call | None:
+        clocks, events, stream = self.clocks, self.events, item.stream
+        if isinstance(item, Launch | Copy):
+            cost, label, note, launches = self.cost(item), item.label, self.spans.append, isinstance(item, Launch)
+
+            def advance() -> None:
+                start = begin = clocks.get(stream, 0.0)
+                if launches:
+                    self.issued_s += cost.issue_s
+                    begin = max(start, self.issued_s)
+                end = clocks[stream] = begin + cost.time_s + cost.latency_s
+                note((stream, label, start, end))
+
+            return advance
+        if isinstance(item, Record):
+            event = item.event
+
+            def record() -> None:
+                events[event] = clocks.get(stream, 0.0)
+
+            return record
+        if isinstance(item, Wait):
+            event = item.event
+
+            def wait() -> None:
+                clocks[stream] = max(clocks.get(stream, 0.0), events.get(event, 0.0))
+
+            return wait
+        return None
+
+    def issuing(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def finish(self) -> None:
+        """Nothing is ever under way."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def run_on_streams(
+    program: Program, cost: CostOf, steps: int, between_s: float = 0.0
+) -> tuple[list[float], list[Span]]:
+    """When the first step began on the compute stream and each ended, and all spans, where launches and copies only
+    join the queues of their streams. Each step ends with `between_s` seconds in which nothing is launched, once all
+    that was launched is done."""
+    device = VirtualDevice(cost)
+    prologue = [c for i in program.prologue if (c := device.bind(i, None)) is not None]
+    step = [c for i in program.step if (c := device.bind(i, None)) is not None]
+    for call in prologue:
+        call()
+    ends = [device.now]
+    for _ in range(steps):
+        for call in step:
+            call()
+        device.issued_s = device.clocks[COMPUTE] = device.now + between_s
+        ends.append(device.now)
+    return ends, device.spans

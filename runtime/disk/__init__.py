@@ -1,0 +1,1 @@
+"""Asynchronous disk reads that leave nothing in the page cache."""

@@ -1,0 +1,86 @@
+"""Disk reads on a few threads, each blocked in preadv with the interpreter lock released."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+from forebay.runtime.disk.chunks import PAGE_NBYTES, Chunk, OnDone, Read, copy_out, page_floor, pieces
+from forebay.runtime.disk.reader import BOUNCE_NBYTES, ChunkQueue, Job
+
+
+class ThreadReader:
+    """`depth` threads take chunks in order and read them with O_DIRECT or through the page cache.
+
+    Its bounce memory is at most `BOUNCE_NBYTES`, touched only by reads that need it.
+    """
+
+    def __init__(self, direct: bool, depth: int, chunk_nbytes: int) -> None:
+        bounce_nbytes = page_floor(BOUNCE_NBYTES // depth)
+        self._queue = ChunkQueue(direct, chunk_nbytes, bounce_nbytes)
+        self._threads = [
+            threading.Thread(target=self._run, args=(bounce_nbytes,), name=f"forebay-disk-{i}", daemon=True)
+            for i in range(depth)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def prepare(self, read: Read) -> Callable[[], None]:
+        """Make the read ready; see `DiskReader`."""
+        return functools.partial(self._queue.put, self._queue.read_task(read))
+
+    def submit(self, read: Read) -> None:
+        """Queue the read; see `DiskReader`."""
+        self.prepare(read)()
+
+    def read_rows(
+        self, path: str, offset: int, row_nbytes: int, rows: Sequence[int], address: int, on_done: OnDone
+    ) -> None:
+        """Queue the gather; see `DiskReader`."""
+        self._queue.put(self._queue.rows_task(path, offset, row_nbytes, rows, address, on_done))
+
+    def close(self) -> None:
+        """End all reads and threads; idempotent, and waits for no thread when called from `on_done`."""
+        self._queue.close()
+        if threading.current_thread() in self._threads:
+            return
+        for thread in self._threads:
+            thread.join()
+        self._queue.close_files()
+
+    def _run(self, bounce_nbytes: int) -> None:
+        bounce = mmap.mmap(-1, bounce_nbytes)  # page-aligned, zero pages until written
+        bounce_address = ctypes.addressof(ctypes.c_char.from_buffer(bounce))
+        while True:
+            taken = self._queue.take(wait=False)
+            if taken is None:
+                self._queue.settle()
+                taken = self._queue.take(wait=True)
+            if taken is None:
+                return
+            job, chunk = taken
+            error: BaseException | None = None
+            if chunk is not None:
+                try:
+                    _read_chunk(job, chunk, bounce_address)
+                except Exception as failure:
+                    error = failure
+            self._queue.finish(job, chunk, error)
+
+
+def _read_chunk(job: Job, chunk: Chunk, bounce_address: int) -> None:
+    """Read one chunk to the end, through partial results; raises TruncatedFileError at an early end of file."""
+    file = job.file
+    assert file is not None
+    got = 0
+    while got < chunk.need:
+        buffers = [(ctypes.c_char * nbytes).from_address(start) for start, nbytes in pieces(chunk, bounce_address, got)]
+        n = os.preadv(file.fd, buffers, chunk.offset + got)
+        got += n
+        if got < chunk.need and (n == 0 or (file.direct and n % PAGE_NBYTES)):
+            raise file.truncated(job.task)
+    copy_out(chunk, bounce_address)

@@ -1,0 +1,163 @@
+"""Time what steps are made of on a GPU: on the device itself, apart from what it costs a thread to issue them.
+
+Products and attention are Forebay's Triton kernels, which Triton compiles once and keeps on disk. Shapes and rows are
+therefore few: the quick measurement compiles about a dozen.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from types import ModuleType
+
+import torch
+
+from forebay.kernels import packing
+from forebay.kernels.gpu import choices
+from forebay.rewriter.machine.profile import GemmPoint
+from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.measure.kernels import Call, Product, timed_products
+
+# The GPU is kept busy so long while calls are issued, the next where that was too short; 2, 8 and 34 ms at 2 GHz.
+BUSY_CYCLES = (4 << 20, 16 << 20, 64 << 20)
+BURST = 16  # calls that are timed together
+# (n, k). The quick ones are of one width, where K is split into equally many parts, so that kernels serve both.
+GEMM_SHAPES = ((8192, 2048), (8192, 8192), (1024, 4096), (14336, 4096))
+QUICK_SHAPES = 2
+GEMM_M, QUICK_M = (1, 2, 8, 16, 64, 256), (2, 16, 256)  # 1 and 2 rows take as long: they read the weight
+STREAM_NBYTES = 256 << 20  # several times an L2
+COLD = 4  # weights that products take turns over, in sizes of the L2
+LAUNCHES = 100  # of each of two kernels; far fewer than a stream holds before issuing waits for the device
+KV_HEADS, HEADS, HEAD_DIM, TOKENS = 8, 32, 128, 32768  # 128 MiB of K and V in 16 bit
+
+
+def device_burst_s(turn: Iterator[Call], count: int) -> float:
+    """Seconds on the GPU of one of the next `count` calls, all issued before the first begins, so that none waits for
+    the thread that issues. Calls that take longer to issue than the GPU is kept busy, 34 ms, are timed with that."""
+    calls = [next(turn) for _ in range(count)]
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for cycles in BUSY_CYCLES:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(cycles)
+        begin.record()
+        for call in calls:
+            call()
+        late = begin.query()  # the GPU had come to the first before the last was issued
+        end.record()
+        end.synchronize()
+        if not late:
+            break
+    return begin.elapsed_time(end) / 1e3 / count
+
+
+def device_time_s(call: Call, rounds: int) -> float:
+    """Median seconds of a call on the GPU, after one that is not timed."""
+    call()
+    turn = itertools.repeat(call)
+    return median(device_burst_s(turn, BURST) for _ in range(rounds))
+
+
+def copy_bytes_per_s(rounds: int) -> float:
+    """Bytes copied per second within the GPU's memory; each is read and written."""
+    source = torch.ones(STREAM_NBYTES, dtype=torch.uint8, device=_device())
+    target = torch.empty_like(source)
+    return STREAM_NBYTES / device_time_s(lambda: target.copy_(source), rounds)
+
+
+def read_bytes_per_s(rounds: int) -> float:
+    """How fast computation reads the GPU's memory: a sum."""
+    values = torch.ones(STREAM_NBYTES // 4, dtype=torch.float32, device=_device())
+    return STREAM_NBYTES / device_time_s(values.sum, rounds)
+
+
+def half(device: torch.device) -> torch.dtype:
+    """The 16-bit type whose times stand for both: bf16, or fp16 on a GPU that does not multiply bf16."""
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+
+
+def gemm_points(quick: bool, say: Callable[[str, float], None]) -> tuple[GemmPoint, ...]:
+    """Times of [m, k] x [n, k]^T on the GPU in float32 by torch, and in 16 bits and of packed rows by Triton.
+
+    Each is run by the implementation that a plan would name for its shape, and kept under that name's first part
+    ("flat" of "flat_64x256_s4"): settings and splits follow from the shape. RuntimeFault where Triton is missing.
+    """
+    device = _device()
+    shapes, rows = (GEMM_SHAPES[:QUICK_SHAPES], QUICK_M) if quick else (GEMM_SHAPES, GEMM_M)
+    kinds = ("float32", str(half(device)).removeprefix("torch."), "w4g64", "w8g128")
+    return timed_products(kinds, shapes, 5 if quick else 9, functools.partial(products, rows, device), say,
+                          device_burst_s)
+
+
+def products(rows: Sequence[int], device: torch.device, kind: str, n: int, k: int) -> Iterator[Product]:
+    """By the implementation that a plan would name, for weights of a dtype, or packed rows for 16-bit x."""
+    packed = kind.startswith("w")
+    bits, group_size = (int(part) for part in kind[1:].split("g")) if packed else (0, 0)
+    dtype = half(device) if packed else getattr(torch, kind)
+    width, stored = (packing.row_nbytes(k, bits, group_size), torch.uint8) if packed else (k, dtype)
+    count = max(2, -(-_cold_nbytes(device) // (n * width * stored.itemsize)))
+    weights = torch.full((count, n, width), 0x11 if packed else 1, dtype=stored, device=device)  # 0x11: small scales
+    for m in rows:
+        x, out = torch.ones(m, k, dtype=dtype, device=device), torch.empty(m, n, dtype=dtype, device=device)
+        name = choices.choose_linear(kind, m, n, k, torch.cuda.get_device_name(device))
+        if name == "aten":
+            calls: list[Call] = [functools.partial(torch.mm, x, weight.mT, out=out) for weight in weights]
+        elif packed:
+            bind = getattr(_kernels(f"linear_w{bits}"), f"bind_linear_w{bits}")
+            calls = [bind(x, weight, None, None, k, group_size, "", dtype, out, name) for weight in weights]
+        else:
+            bind = _kernels("linear").bind_linear
+            calls = [bind(x, weight, None, None, "", out, name) for weight in weights]
+        yield name.split("_")[0], m, calls
+
+
+def attention_bytes_per_s(rounds: int) -> float:
+    """Bytes of K and V per second of decode attention of one long sequence in 16 bits, by Triton."""
+    device = _device()
+    dtype = half(device)
+    q, out = (torch.ones(1, HEADS, HEAD_DIM, dtype=dtype, device=device) for _ in range(2))
+    k, v = (torch.ones(1, KV_HEADS, TOKENS, HEAD_DIM, dtype=dtype, device=device) for _ in range(2))
+    start = torch.full((1,), TOKENS - 1, device=device)
+    bind = _kernels("decode_attention").bind_decode_attention_contiguous
+    return (k.nbytes + v.nbytes) / device_time_s(bind(q, k, v, start, HEAD_DIM**-0.5, 0, 0.0, out), rounds)
+
+
+def dispatch_s(rounds: int) -> float:
+    """Seconds of the issuing thread for one launch, of a norm and of a product by turns; the GPU is not waited for."""
+    device = _device()
+    dtype, (n, k) = half(device), GEMM_SHAPES[0]
+    x = torch.ones(QUICK_M[0], k, dtype=dtype, device=device)
+    norm = _kernels("rms_norm").bind_rms_norm(x, x[0], 1e-5, torch.empty_like(x))
+    product = next(iter(products(QUICK_M[:1], device, str(dtype).removeprefix("torch."), n, k)))[2][0]
+    times = []
+    for _ in range(1 + rounds):  # the first, which compiles, is not counted
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(LAUNCHES):
+            norm()
+            product()
+        times.append((time.perf_counter() - start) / (2 * LAUNCHES))
+    torch.cuda.synchronize()
+    return median(times[1:])
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _cold_nbytes(device: torch.device) -> int:
+    return COLD * torch.cuda.get_device_properties(device).L2_cache_size
+
+
+def _kernels(name: str) -> ModuleType:
+    """kernels/gpu/<name>.py, which imports Triton."""
+    try:
+        return importlib.import_module(f"forebay.kernels.gpu.{name}")
+    except ImportError as error:
+        raise RuntimeFault(
+            f"measuring a GPU needs Triton, which cannot be imported ({error}); install the triton that belongs to "
+            "this torch (`pip install triton`)"
+        ) from error

@@ -1,0 +1,266 @@
+"""Time the kernels that steps are made of: products by rows and size, attention, and both beside reads from disk.
+
+On the CPU, that is; `measure_cuda` times a GPU's, in the same turns.
+
+Whatever is compared takes turns, round by round, and the median of the rounds counts: on a machine with neighbours a
+second can be slow as a whole, and must not fall on one candidate alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+
+import torch
+
+from forebay.rewriter.machine.profile import AttentionPoint, Contention, GemmPoint, Link
+from forebay.runtime.disk.chunks import Read
+from forebay.runtime.disk.reader import open_reader
+from forebay.runtime.run.arena import Arena
+
+MIB = 1 << 20
+GEMM_M = (1, 2, 4, 8, 16, 32, 64, 256)
+GEMM_SHAPES = ((2048, 2048), (256, 512), (4096, 512), (1024, 1024), (5632, 2048), (1024, 4096))  # (n, k)
+QUICK_SHAPES = 4
+COLD_NBYTES = 64 * MIB  # products take turns over weights of this total, more than the caches: streamed ones are cold
+HOPELESS = 2.5  # an implementation so many times slower than the best of its kind is timed once: nobody chooses it
+BURST_S = 1e-3  # calls shorter than this are timed several at a time
+READ_NBYTES = 8 * MIB
+# (batch, queries, tokens seen) over 8 heads of 64 for K and V, twice as many for queries
+ATTENTION_SHAPES = ((1, 1, 128), (8, 1, 128), (32, 1, 128), (1, 1, 4096), (8, 1, 1024), (1, 64, 64), (8, 64, 64),
+                    (1, 256, 512))
+KV_HEADS, HEADS, HEAD_DIM = 8, 16, 64
+
+Call = Callable[[], object]
+Product = tuple[str, int, Sequence[Call]]  # implementation, rows of x, and the call over weights outside the caches
+
+
+def burst_s(turn: Iterator[Call], count: int) -> float:
+    """Seconds of one of the next `count` calls on this thread."""
+    calls = [next(turn) for _ in range(count)]
+    start = time.perf_counter()
+    for call in calls:
+        call()
+    return (time.perf_counter() - start) / count
+
+
+def medians_s(
+    timed: dict[tuple, Sequence[Call]], rounds: int, burst_s: Callable[[Iterator[Call], int], float] = burst_s
+) -> dict[tuple, float]:
+    """Median seconds of one call of each entry, over `rounds` rounds in which all take their turn.
+
+    Keys are (implementation, what it does, …). The calls of an entry are used in rotation; one is made before anything
+    is timed. `burst_s` gives the seconds of one of so many calls.
+    """
+    turns = {key: itertools.cycle(calls) for key, calls in timed.items()}
+    times: dict[tuple, list[float]] = {}
+    best: dict[tuple, float] = {}
+    for key, turn in turns.items():
+        next(turn)()
+        times[key] = [burst_s(turn, 1)]
+        best[key[1:]] = min(best.get(key[1:], math.inf), times[key][0])
+    counts = {key: max(1, min(64, int(BURST_S / found[0]))) for key, found in times.items()}
+    rivals = [key for key, found in times.items() if found[0] <= HOPELESS * best[key[1:]]]
+    for key in rivals:
+        times[key].clear()
+    for _ in range(rounds):
+        for key in rivals:
+            times[key].append(burst_s(turns[key], counts[key]))
+    return {key: median(found) for key, found in times.items()}
+
+
+# Products
+
+
+def gemm_points(quick: bool, say: Callable[[str, float], None]) -> tuple[GemmPoint, ...]:
+    """Times of [m, k] x [n, k]^T on the CPU by every implementation there is, in float32, bfloat16 and packed rows."""
+    shapes, rounds = (GEMM_SHAPES[:QUICK_SHAPES], 9) if quick else (GEMM_SHAPES, 15)
+    return timed_products(("float32", "bfloat16", "w4g64", "w8g128"), shapes, rounds, _products, say)
+
+
+def timed_products(
+    kinds: Sequence[str],
+    shapes: Sequence[tuple[int, int]],
+    rounds: int,
+    products: Callable[[str, int, int], Iterator[Product]],
+    say: Callable[[str, float], None],
+    burst_s: Callable[[Iterator[Call], int], float] = burst_s,
+) -> tuple[GemmPoint, ...]:
+    """Times of what `products` gives for each kind of weight and each (n, k); those of one kind take turns."""
+    points: list[GemmPoint] = []
+    for i, kind in enumerate(kinds):
+        say("kernels", 0.5 + 0.35 * i / len(kinds))
+        timed: dict[tuple, Sequence[Call]] = {}
+        for n, k in shapes:
+            timed |= {(impl, kind, m, n, k): calls for impl, m, calls in products(kind, n, k)}
+        found = medians_s(timed, rounds, burst_s)
+        points += [GemmPoint(impl, dtype, m, n, k, t) for (impl, dtype, m, n, k), t in found.items()]
+    return tuple(points)
+
+
+def _products(kind: str, n: int, k: int) -> Iterator[Product]:
+    """By every implementation, for weights of a dtype, or packed rows for bfloat16 x."""
+    if kind.startswith("w"):
+        yield from _packed_products(int(kind[1]), int(kind[3:]), n, k)
+        return
+    from forebay.kernels import linear
+
+    dtype = getattr(torch, kind)
+    weights = cold_weights(n, k, dtype)
+    for m in GEMM_M:
+        x, out = torch.ones(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
+        for impl in linear.implementations(dtype):
+            yield impl, m, [linear.bind_linear(impl, x, weight, None, out) for weight in weights]
+
+
+def _packed_products(bits: int, group_size: int, n: int, k: int) -> Iterator[Product]:
+    """By the implementations that keep the accuracy of floats."""
+    from forebay.kernels import packing, quantized_linear
+
+    module = importlib.import_module(f"forebay.kernels.linear_w{bits}")
+    nbytes = packing.row_nbytes(k, bits, group_size)
+    weights = cold_weights(n, nbytes, torch.uint8).fill_(0x11)  # small scales and lows
+    for m in GEMM_M:
+        x, out = torch.ones(m, k, dtype=torch.bfloat16), torch.empty(m, n, dtype=torch.bfloat16)
+        for impl in module.implementations():
+            if impl != "int8":  # it rounds x to 8 bits
+                bind = functools.partial(quantized_linear.bind, f"linear_w{bits}", bits, impl)
+                yield impl, m, [bind(x, weight, None, out, k, group_size) for weight in weights]
+
+
+def cold_weights(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+    """Ones [count, n, k] for products to take turns over, in an arena's huge pages as weights are when a plan runs."""
+    count = max(2, -(-COLD_NBYTES // (n * k * dtype.itemsize)))
+    memory = Arena(count * n * k * dtype.itemsize)
+    return memory.bytes.view(dtype).view(count, n, k).fill_(1)
+
+
+# Attention
+
+
+def attention_points(quick: bool) -> tuple[AttentionPoint, ...]:
+    """Times of causal attention by our CPU kernel; the new tokens are the last that are seen."""
+    from forebay.kernels.attention import bind_attention
+
+    timed: dict[tuple, Sequence[Call]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for batch, queries, tokens in ATTENTION_SHAPES:
+            nbytes = 2 * batch * KV_HEADS * tokens * HEAD_DIM * dtype.itemsize
+            calls = []
+            for _ in range(max(2, min(64, COLD_NBYTES // nbytes))):
+                q = torch.ones(batch, HEADS, queries, HEAD_DIM, dtype=dtype)
+                k, v = (torch.ones(batch, KV_HEADS, tokens, HEAD_DIM, dtype=dtype) for _ in range(2))
+                out = torch.empty(batch, queries, HEADS, HEAD_DIM, dtype=dtype)
+                start = torch.full((batch,), tokens - queries)
+                calls.append(bind_attention(q, k, v, start, HEAD_DIM**-0.5, 0, 0.0, out))
+            flops = attention_flops(batch, HEADS, queries, tokens, HEAD_DIM)
+            timed["flat", str(dtype).removeprefix("torch."), nbytes, flops] = calls
+    found = medians_s(timed, 9 if quick else 15)
+    return tuple(AttentionPoint(dtype, nbytes, flops, t) for (_, dtype, nbytes, flops), t in found.items())
+
+
+def choice_elements_per_s(quick: bool) -> float:
+    """Logits per second of the greedy choice of tokens for eight sequences, on the CPU as the runtime makes it."""
+    logits = torch.ones(8, 32768)
+    timed: dict[tuple, Sequence[Call]] = {("aten",): [lambda: logits.argmax(-1)]}
+    return logits.numel() / medians_s(timed, 9 if quick else 15)["aten",]
+
+
+def attention_flops(batch: int, heads: int, queries: int, tokens: int, head_dim: int) -> int:
+    """Operations of two products per query and token before it, the last of `queries` seeing all `tokens`."""
+    return 4 * batch * heads * head_dim * queries * tokens - 2 * batch * heads * head_dim * queries * (queries - 1)
+
+
+# Beside reads from disk
+
+
+class _Flow:
+    """Reads without end of a file, a few in flight, between `start` and `stop`."""
+
+    def __init__(self, path: str, nbytes: int, link: Link, memory: Arena) -> None:
+        self.path, self.span, self.memory = path, nbytes // READ_NBYTES * READ_NBYTES, memory
+        self.reader = open_reader(link.method, link.depth, link.chunk_nbytes)
+        self.at = self.flying = self.nbytes = 0
+        self.flows = False
+        self.error: BaseException | None = None
+        self.idle, self.lock = threading.Event(), threading.Lock()  # an engine may have several threads
+        self.begin_s = 0.0
+
+    def start(self) -> None:
+        self.flows, self.nbytes, self.begin_s = True, 0, time.perf_counter()
+        self.idle.clear()
+        self.flying = 3
+        for _ in range(3):
+            self._submit()
+
+    def _submit(self) -> None:
+        with self.lock:
+            at, self.at = self.at, (self.at + READ_NBYTES) % self.span
+        place = self.memory.address + at // READ_NBYTES % (self.memory.nbytes // READ_NBYTES) * READ_NBYTES
+        self.reader.submit(Read(self.path, at, READ_NBYTES, place, 0, 0, self._landed))
+
+    def _landed(self, error: BaseException | None) -> None:
+        with self.lock:
+            self.error = self.error or error
+            self.nbytes += READ_NBYTES
+            goes_on = self.flows and error is None
+            self.flying -= not goes_on
+            if self.flying == 0:
+                self.idle.set()
+        if goes_on:
+            self._submit()
+
+    def stop(self) -> float:
+        """Bytes per second since `start`."""
+        rate = self.nbytes / (time.perf_counter() - self.begin_s)
+        self.flows = False
+        self.idle.wait()
+        if self.error is not None:
+            raise self.error
+        return rate
+
+
+def measure_contention(path: str, nbytes: int, link: Link, memory: Arena, quick: bool) -> Contention:
+    """Slowdowns of products and of cold reads of `path` beside each other, each the median of turns taken."""
+    from forebay.kernels import linear
+
+    turn_s, rounds = 0.06, (25 if quick else 49)  # short turns: each pair is compared within the machine's mood
+    n, k = GEMM_SHAPES[0]
+    weights = cold_weights(n, k, torch.bfloat16)
+    calls = {}
+    for m in (1, 64):  # bound by memory, and by arithmetic
+        x, out = torch.ones(m, k, dtype=torch.bfloat16), torch.empty(m, n, dtype=torch.bfloat16)
+        impl = linear.default_choice(torch.bfloat16, m, n, k)
+        calls[m] = itertools.cycle([linear.bind_linear(impl, x, weight, None, out) for weight in weights])
+    found: dict[int, list[tuple[float, float]]] = {m: [] for m in calls}
+    flow = _Flow(path, nbytes, link, memory)
+    with contextlib.closing(flow.reader):
+        for _ in range(rounds):
+            flow.start()
+            time.sleep(turn_s)
+            rate = flow.stop()
+            for m, turn in calls.items():
+                alone = _repeat_s(turn, turn_s)
+                flow.start()
+                beside = _repeat_s(turn, turn_s)
+                found[m].append((beside / alone, rate / flow.stop()))
+    slowed = {m: max(1.0, median(a for a, _ in pairs)) for m, pairs in found.items()}
+    slows = {m: max(1.0, median(b for _, b in pairs)) for m, pairs in found.items()}
+    return Contention(slowed[1], slowed[64], slows[1], slows[64])
+
+
+def _repeat_s(turn: Iterator[Call], time_s: float) -> float:
+    """Seconds per call over `time_s`."""
+    start, count = time.perf_counter(), 0
+    while (now := time.perf_counter()) < start + time_s:
+        next(turn)()
+        count += 1
+    return (now - start) / count
+

@@ -1,0 +1,380 @@
+"""Measure this machine: tiers, links and kernels, in about 15 s (quick) or 40 s, and keep the profile.
+
+On a GPU the first time takes longer: Triton compiles the kernels that are measured."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import functools
+import importlib.metadata
+import os
+import platform
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from forebay.rewriter.machine.profile import Contention, Link, Machine, Tier, fit_link, load_machine, save_machine
+from forebay.runtime.disk.reader import PAGE_NBYTES, DiskReader, Read, available_kinds, open_reader
+from forebay.runtime.measure import cuda as measure_cuda
+from forebay.runtime.measure.kernels import (
+    MIB,
+    READ_NBYTES,
+    attention_points,
+    choice_elements_per_s,
+    gemm_points,
+    measure_contention,
+)
+from forebay.runtime.run.arena import Arena
+
+BUFFER_NBYTES = 64 * MIB
+LINK_NBYTES = (256 << 10, MIB, 4 * MIB, 16 * MIB, 64 * MIB)  # of the reads that a link is fitted to
+# (engine, depth, chunk nbytes) worth trying; deeper or larger was never seen to gain.
+CANDIDATES = (
+    ("direct", 2, 4 * MIB),
+    ("direct", 4, 1 * MIB),
+    ("uring", 4, 2 * MIB),
+    ("buffered", 1, 4 * MIB),
+    ("uring", 8, 1 * MIB),
+    ("direct", 1, 4 * MIB),
+    ("direct", 2, 2 * MIB),
+    ("uring", 2, 4 * MIB),
+)
+QUICK_CANDIDATES = 4
+TIE = 0.95  # engines this close to the fastest are told apart by CPU time, which the computation wants
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class DiskTrial:
+    """What one engine configuration did on cold reads: bytes per second, and the cores it kept busy meanwhile."""
+
+    kind: str
+    depth: int
+    chunk_nbytes: int
+    bytes_per_s: float
+    cores: float
+
+
+def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: Progress | None = None) -> Machine:
+    """Measure everything a plan needs; the disk tier is the file system of `folder`.
+
+    Writes 512 MiB (quick: 128 MiB) to a file in `folder` that has no name and so vanishes with the process, however
+    that ends. `progress` is called with a stage's name and the fraction done. Raises OSError when there is no room.
+    """
+    say = progress or (lambda stage, done: None)
+    cuda = torch.cuda.is_available()
+    near = "host" if cuda else "device"  # where disk reads land
+    say("disk", 0.0)
+    read, write, contention = _disk_links(folder, near, quick, say)
+    say("memory", 0.4)
+    links = [read, write, *(_cuda_links(quick) if cuda else _cpu_links(read, write, quick))]
+    rounds = 5 if quick else 15
+    memory = measure_cuda.copy_bytes_per_s(rounds) if cuda else _copy_bytes_per_s(rounds)
+    say("kernels", 0.5)
+    gemm = measure_cuda.gemm_points(quick, say) if cuda else gemm_points(quick, say)
+    say("attention", 0.9)
+    machine = Machine(
+        name=platform.node() or "this machine",
+        date=datetime.date.today().isoformat(),
+        versions=_versions(),
+        cores=_cores(),
+        threads=torch.get_num_threads(),
+        device_kind=torch.cuda.get_device_name() if cuda else "cpu",
+        tiers=_tiers(folder, cuda, quick),
+        links=tuple(links),
+        gemm=gemm,
+        memory_bytes_per_s=memory,
+        dispatch_s=measure_cuda.dispatch_s(rounds) if cuda else _dispatch_s(),
+        attention_bytes_per_s=measure_cuda.attention_bytes_per_s(rounds) if cuda else _attention_bytes_per_s(rounds),
+        folder=os.path.abspath(folder),
+        attention=() if cuda else attention_points(quick),
+        contention=contention,
+        choice_elements_per_s=choice_elements_per_s(quick),
+    )
+    machine.validate()
+    say("done", 1.0)
+    return machine
+
+
+def machine_cache_path() -> Path:
+    """Where the measured profile is kept: $FOREBAY_CACHE, or ~/.cache/forebay, / machine.json."""
+    folder = os.environ.get("FOREBAY_CACHE")
+    return (Path(folder) if folder else Path.home() / ".cache" / "forebay") / "machine.json"
+
+
+def kept_machine(folder: str | os.PathLike[str]) -> Machine | None:
+    """The kept profile, if versions, cores, threads, device and the disk of `folder` are still the same."""
+    path = machine_cache_path()
+    if path.exists():
+        with contextlib.suppress(ValueError):  # an unreadable profile is measured anew
+            machine = load_machine(path)
+            if _still_true(machine, folder):
+                return machine
+    return None
+
+
+def cached_machine(folder: str | os.PathLike[str]) -> Machine:
+    """The kept profile if it still holds; else measure quickly, and keep that."""
+    machine = kept_machine(folder)
+    if machine is None:
+        machine = measure_machine(folder, quick=True)
+        save_machine(machine, machine_cache_path())
+    return machine
+
+
+def _still_true(machine: Machine, folder: str | os.PathLike[str]) -> bool:
+    kind = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return (
+        dict(machine.versions) == _versions()
+        and (machine.cores, machine.threads, machine.device_kind) == (_cores(), torch.get_num_threads(), kind)
+        and os.path.isdir(machine.folder)
+        and os.stat(machine.folder).st_dev == os.stat(folder).st_dev
+    )
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = importlib.metadata.version("forebay")
+    except importlib.metadata.PackageNotFoundError:
+        own = "source"
+    return {
+        "forebay": own,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+    }
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+# Disk
+
+
+def disk_trials(path: str, nbytes: int, quick: bool) -> list[DiskTrial]:
+    """Cold reads of a file by every candidate engine, interleaved, the median of each.
+
+    No candidate leaves the file in the page cache, so every read is cold as far as this machine's memory goes.
+    """
+    kinds = available_kinds()
+    candidates = [c for c in CANDIDATES[: QUICK_CANDIDATES if quick else None] if c[0] in kinds]
+    repeats, span = (3, 64 * MIB) if quick else (5, 128 * MIB)
+    span = min(span, nbytes // READ_NBYTES * READ_NBYTES)
+    times: dict[tuple[str, int, int], list[tuple[float, float]]] = {c: [] for c in candidates}
+    with contextlib.ExitStack() as stack:
+        memory = landing_memory(BUFFER_NBYTES)
+        readers = {c: stack.enter_context(contextlib.closing(open_reader(*c))) for c in candidates}
+        for reader in readers.values():
+            read_time_s(reader, path, 0, PAGE_NBYTES, memory)  # opens the file
+        for repeat in range(repeats):
+            for i, candidate in enumerate(candidates):
+                offset = (repeat * len(candidates) + i) * span % (nbytes - span + 1) // READ_NBYTES * READ_NBYTES
+                cpu_s = time.process_time()
+                time_s = read_time_s(readers[candidate], path, offset, span, memory)
+                times[candidate].append((time_s, time.process_time() - cpu_s))
+    return [
+        DiskTrial(*c, span / median(t for t, _ in pairs), median(cpu / t for t, cpu in pairs))
+        for c, pairs in times.items()
+    ]
+
+
+def choose_trial(trials: list[DiskTrial]) -> DiskTrial:
+    """The engine to use: of those within 5 % of the fastest, the one that leaves the cores most alone."""
+    fastest = max(trial.bytes_per_s for trial in trials)
+    return min((t for t in trials if t.bytes_per_s >= TIE * fastest), key=lambda t: t.cores)
+
+
+def _disk_links(
+    folder: str | os.PathLike[str], near: str, quick: bool, say: Progress
+) -> tuple[Link, Link, Contention]:
+    nbytes = (128 if quick else 512) * MIB
+    free = shutil.disk_usage(folder).free
+    if free < 2 * nbytes:
+        raise OSError(
+            errno.ENOSPC, f"measuring the disk needs {2 * nbytes} free bytes, there are {free}", os.fspath(folder)
+        )
+    with tempfile.TemporaryFile(dir=folder, prefix="forebay-measure-") as file:
+        written = _write_points(file.fileno(), nbytes)
+        path = f"/proc/self/fd/{file.fileno()}"
+        best = choose_trial(disk_trials(path, nbytes, quick))
+        times: dict[int, list[float]] = {size: [] for size in LINK_NBYTES}
+        memory = landing_memory(BUFFER_NBYTES)
+        with contextlib.closing(open_reader(best.kind, best.depth, best.chunk_nbytes)) as reader:
+            read_time_s(reader, path, 0, PAGE_NBYTES, memory)
+            for turn in range(5):
+                for size in LINK_NBYTES:
+                    times[size].append(read_time_s(reader, path, turn * size % (nbytes - size + 1), size, memory))
+            points = [(size, median(found)) for size, found in times.items()]
+        say("disk beside products", 0.3)
+        contention = Contention() if torch.cuda.is_available() else measure_contention(
+            path, nbytes, Link("disk", near, 1.0, 0.0, best.kind, best.depth, best.chunk_nbytes), memory, quick)
+    bandwidth, latency, r2 = fit_link(points)
+    read = Link("disk", near, bandwidth, latency, best.kind, best.depth, best.chunk_nbytes, r2)
+    bandwidth, latency, r2 = fit_link(written)
+    return read, Link(near, "disk", bandwidth, latency, "write", 1, 0, r2), contention
+
+
+def _write_points(fd: int, nbytes: int) -> list[tuple[int, float]]:
+    """Fill a file up to `nbytes`, each write followed by fdatasync: (nbytes, seconds) of each."""
+    block = os.urandom(16 * MIB)  # nothing a disk could compress
+    points: list[tuple[int, float]] = []
+    done = 0
+    sizes = (4 * MIB, 16 * MIB, 32 * MIB)
+    while done < nbytes:
+        size = min(sizes[len(points) % len(sizes)], nbytes - done)
+        start = time.perf_counter()
+        for at in range(0, size, len(block)):
+            part = memoryview(block)[: min(len(block), size - at)]
+            while part:
+                part = part[os.write(fd, part) :]
+        os.fdatasync(fd)
+        points.append((size, time.perf_counter() - start))
+        done += size
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    return points
+
+
+def read_time_s(reader: DiskReader, path: str, offset: int, nbytes: int, memory: Arena) -> float:
+    """Seconds from the submission of consecutive reads to the end of the last; raises the first error. What lands where
+    does not matter: the memory is used in turn."""
+    starts = range(0, nbytes, READ_NBYTES)
+    left, errors, ended = len(starts), list[BaseException](), threading.Event()
+    lock = threading.Lock()
+
+    def on_done(error: BaseException | None) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if error is not None:
+                errors.append(error)
+            if left == 0:
+                ended.set()
+
+    start = time.perf_counter()
+    for at in starts:
+        size = min(READ_NBYTES, nbytes - at)
+        place = memory.address + at % (memory.nbytes - READ_NBYTES + 1) // READ_NBYTES * READ_NBYTES
+        reader.submit(Read(path, offset + at, size, place, 0, 0, on_done))
+    ended.wait()
+    time_s = time.perf_counter() - start
+    if errors:
+        raise errors[0]
+    return time_s
+
+
+def landing_memory(nbytes: int) -> Arena:
+    """Memory as the runtime reads into: huge pages, without which direct reads are a third slower; touched, so that no
+    page fault is measured."""
+    arena = Arena(nbytes)
+    arena.bytes.fill_(1)
+    return arena
+
+
+# Memory
+
+
+def _time_s(call: Callable[[], object], repeats: int) -> float:
+    """Median seconds of a call after one warm-up; waits for the GPU if there is one."""
+    sync = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
+    call()
+    times = []
+    for _ in range(repeats):
+        sync()
+        start = time.perf_counter()
+        call()
+        sync()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def _copy_link(src: str, dst: str, method: str, source: torch.Tensor, target: torch.Tensor, quick: bool) -> Link:
+    """Fit a link over copies of growing prefixes of two byte tensors."""
+    points = []
+    for nbytes in (MIB, 4 * MIB, 16 * MIB, BUFFER_NBYTES):
+        copy = functools.partial(target[:nbytes].copy_, source[:nbytes], non_blocking=True)
+        points.append((nbytes, _time_s(copy, 3 if quick else 9)))
+    bandwidth, latency, r2 = fit_link(points)
+    return Link(src, dst, bandwidth, latency, method, 1, 0, r2)
+
+
+def _cpu_links(read: Link, write: Link, quick: bool) -> list[Link]:
+    """Without a GPU `host` is the same RAM: the same disk links, and a memory copy to and from `device`."""
+    source = torch.ones(BUFFER_NBYTES, dtype=torch.uint8)
+    target = torch.ones(BUFFER_NBYTES, dtype=torch.uint8)
+    return [
+        Link("disk", "host", *_link_facts(read)),
+        Link("host", "disk", *_link_facts(write)),
+        _copy_link("host", "device", "memcpy", source, target, quick),
+        _copy_link("device", "host", "memcpy", target, source, quick),
+    ]
+
+
+def _link_facts(x: Link) -> tuple[float, float, str, int, int, float]:
+    return x.bandwidth_bytes_per_s, x.latency_s, x.method, x.depth, x.chunk_nbytes, x.r2
+
+
+def _cuda_links(quick: bool) -> list[Link]:
+    """PCIe both ways, from pinned and from pageable memory."""
+    device = torch.ones(BUFFER_NBYTES, dtype=torch.uint8, device="cuda")
+    links = []
+    for method in ("pinned", "pageable"):
+        host = torch.ones(BUFFER_NBYTES, dtype=torch.uint8, pin_memory=method == "pinned")
+        links.append(_copy_link("host", "device", method, host, device, quick))
+        links.append(_copy_link("device", "host", method, device, host, quick))
+    return links
+
+
+def _copy_bytes_per_s(rounds: int) -> float:
+    source = torch.ones(BUFFER_NBYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return BUFFER_NBYTES / _time_s(lambda: target.copy_(source), rounds)
+
+
+def _read_bytes_per_s(rounds: int) -> float:
+    """How fast computation reads RAM: a sum over 256 MiB, well past every cache."""
+    values = torch.ones(64 * MIB, dtype=torch.float32)
+    return values.nbytes / _time_s(values.sum, rounds)
+
+
+def _tiers(folder: str | os.PathLike[str], cuda: bool, quick: bool) -> dict[str, Tier]:
+    rounds = 3 if quick else 9
+    ram = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    device = host = Tier(ram, _read_bytes_per_s(rounds))
+    if cuda:
+        rate = measure_cuda.read_bytes_per_s(rounds)
+        torch.cuda.empty_cache()  # what measuring took is free again
+        device = Tier(torch.cuda.mem_get_info()[0], rate)
+    return {"device": device, "host": host, "disk": Tier(shutil.disk_usage(folder).free, 0.0)}
+
+
+# Kernels
+
+
+def _dispatch_s() -> float:
+    """Seconds from one launch of a tiny operator to the next."""
+    x = torch.ones(8)
+
+    def launch_many() -> None:
+        for _ in range(1000):
+            torch.add(x, x, out=x)
+
+    return _time_s(launch_many, 5) / 1000
+
+
+def _attention_bytes_per_s(rounds: int) -> float:
+    """Bytes of K and V per second of decode attention: one query of 16 heads over 8 KV heads of 64, 8192 tokens."""
+    q = torch.ones(1, 16, 1, 64)  # [B, H, S, D]
+    k, v = torch.ones(1, 8, 8192, 64), torch.ones(1, 8, 8192, 64)  # [B, Hkv, L, D]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return (k.nbytes + v.nbytes) / _time_s(lambda: attend(q, k, v, enable_gqa=True), rounds)

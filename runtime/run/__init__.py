@@ -1,0 +1,1 @@
+"""Programs bound and executed, sessions, generation."""

@@ -1,0 +1,58 @@
+"""The one loop that runs Programs, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from forebay.kernels.native import chained
+from forebay.rewriter.ir.program import Item, Launch, Program
+from forebay.runtime.devices.device import Call, Device
+from forebay.runtime.run.bind import bind_launch
+from forebay.runtime.run.trace import Trace
+
+
+class BoundProgram:
+    """A Program on a device: calls made ready once, made in order every step.
+
+    `inputs` and `outputs` are tensors over the arena: write, `run`, read.
+    """
+
+    def __init__(self, program: Program, device: Device, trace: Trace | None = None) -> None:
+        self.program, self.device, self.trace = program, device, trace
+        self.inputs = {name: device.tensor(ref) for name, ref in program.inputs.items()}
+        self.outputs = {name: device.tensor(ref) for name, ref in program.outputs.items()}
+        self._prologue = self._bind(program.prologue)
+        self._step = self._bind(program.step)
+
+    def _bind(self, items: Iterable[Item]) -> list[Call]:
+        calls: list[Call] = []
+        for item in items:
+            launch = bind_launch(item, self.device.tensor) if isinstance(item, Launch) else None
+            call = self.device.bind(item, launch)
+            if call is not None:
+                calls.append(call if self.trace is None else self.trace.timed(item, call))
+        return chained(calls)
+
+    def start(self) -> None:
+        """Issue the copies that the first step expects in flight; once, before the first step of any program that
+        shares its slots."""
+        with torch.inference_mode(), self.device.issuing():
+            for call in self._prologue:
+                call()
+
+    def run(self) -> None:
+        """One step. When it returns, the outputs hold its results; copies for the next step may be under way."""
+        with torch.inference_mode(), self.device.issuing():
+            for call in self._step:
+                call()
+
+
+def load_resident(items: Iterable[Item], device: Device) -> None:
+    """Run copies that fill resident memory, and wait for them."""
+    for item in items:
+        call = device.bind(item, None)
+        if call is not None:
+            call()
+    device.finish()

@@ -1,0 +1,122 @@
+"""Prefill in chunks, then decode token by token, on a Session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from forebay.rewriter.ir.plan import Plan
+from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.run.sampling import Sampling, choose
+from forebay.runtime.run.session import Session
+
+CHUNK_STEP = 16  # short prompts run in the next multiple of this, so that few programs serve all lengths
+
+
+@dataclass(frozen=True)
+class Stop:
+    """When to end: after `max_new_tokens`, or for a sequence at any of `eos`; ended sequences are filled with `pad`."""
+
+    max_new_tokens: int
+    eos: frozenset[int] = frozenset()
+    pad: int = 0
+
+
+def generate_tokens(
+    session: Session,
+    prompts: Sequence[torch.Tensor],
+    sampling: Sampling,
+    stop: Stop,
+    generator: torch.Generator | None = None,
+    on_token: Callable[[torch.Tensor], None] | None = None,
+) -> torch.Tensor:
+    """New tokens [len(prompts), N] int64 for prompts of unequal length (each int64 [P], P >= 1), N <= max_new_tokens.
+
+    Fewer prompts than the plan's batch leave rows idle. `on_token` sees each column [len(prompts)] as it is chosen.
+    RuntimeFault, before anything runs, for sequences whose cache would reach into the activations.
+    """
+    rows, count = session.plan.workload.batch, len(prompts)
+    _refuse_crossing(session.plan, prompts, stop.max_new_tokens)
+    lengths = _lengths(session, prompts)
+    logits = prefill(session, prompts, lengths)
+    ended = torch.zeros(count, dtype=torch.bool)
+    eos = torch.tensor(sorted(stop.eos), dtype=torch.int64)
+    columns: list[torch.Tensor] = []
+    position = lengths.clone()
+    last = torch.zeros(rows, dtype=torch.int64)
+    while True:
+        scores = logits[:count] if generator is None else logits[:count].to(generator.device)
+        token = choose(scores, sampling, generator).to("cpu")
+        token = torch.where(ended, torch.full_like(token, stop.pad), token)
+        columns.append(token)
+        if on_token is not None:
+            on_token(token)
+        ended |= torch.isin(token, eos)
+        if len(columns) == stop.max_new_tokens or bool(ended.all()):
+            return torch.stack(columns, 1)
+        if len(columns) == 1:
+            session.grow()
+        ids = torch.zeros(rows, 1, dtype=torch.int64)
+        ids[:count, 0] = token
+        logits = session.step({"input_ids": ids, "start": position, "last": last})
+        position = position + 1
+
+
+def next_logits(session: Session, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Logits [len(prompts), V] of the token after each prompt; RuntimeFault as for `generate_tokens`."""
+    _refuse_crossing(session.plan, prompts, 1)
+    return prefill(session, prompts, _lengths(session, prompts))[: len(prompts)].clone()
+
+
+def _refuse_crossing(plan: Plan, prompts: Sequence[torch.Tensor], new_tokens: int) -> None:
+    """RuntimeFault if the plan's cache has no room for so many prompts, or for them and their new tokens."""
+    w, count, longest = plan.workload, len(prompts), max(p.numel() for p in prompts)
+    need = longest + new_tokens - 1  # the last token is never appended
+    if count <= w.batch and need <= w.context and (longest <= w.prompt or not plan.lends):
+        return
+    meeting = plan.meeting()
+    where = "" if meeting is None else (
+        f": its cache ends at byte {meeting.cache_top} of the device arena, the activations of a decode step begin at "
+        f"byte {meeting.activation_base}, and with {meeting.sequences} sequences they would meet at {meeting.tokens} "
+        "tokens each")
+    raise RuntimeFault(
+        f"{count} prompts of up to {longest} tokens with {new_tokens} new ones do not fit the plan, which is for "
+        f"{w.batch} of {w.prompt} with {w.new_tokens}{where}; plan for more (LanguageModel.reserve)")
+
+
+def _lengths(session: Session, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tokens in each row of the plan's batch; idle rows count one."""
+    lengths = torch.ones(session.plan.workload.batch, dtype=torch.int64)
+    lengths[: len(prompts)] = torch.tensor([p.numel() for p in prompts])
+    return lengths
+
+
+def prefill(session: Session, prompts: Sequence[torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
+    """Run the prompts through the model; returns the logits [B, V] of each one's last token.
+
+    Sequences stand left-aligned; what a shorter one computes past its end is never seen and is overwritten later. The
+    last chunk is moved back to end with the longest prompt, so that no position beyond it is touched.
+    """
+    rows = session.plan.workload.batch
+    longest = int(lengths.max())
+    planned = session.plan.workload.prompt
+    chunk = min(session.plan.schedule.prefill_chunk, planned, -(-longest // CHUNK_STEP) * CHUNK_STEP)
+    span = max(longest, chunk)
+    ids = torch.zeros(rows, span, dtype=torch.int64)
+    for i, prompt in enumerate(prompts):
+        ids[i, : prompt.numel()] = prompt
+    starts = [*range(0, span - chunk, chunk), span - chunk]
+    result: torch.Tensor | None = None
+    for start in starts:
+        last = (lengths - 1 - start).clamp(0, chunk - 1)
+        logits = session.step({
+            "input_ids": ids[:, start : start + chunk], "start": torch.full((rows,), start), "last": last})
+        if result is None:
+            result = logits.clone()
+        else:
+            here = (lengths - 1 >= start) & (lengths - 1 < start + chunk)
+            result[here] = logits[here]
+    assert result is not None
+    return result

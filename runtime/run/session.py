@@ -1,0 +1,117 @@
+"""One plan on one device: memory taken, resident weights loaded, steps run."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from forebay.rewriter.ir.plan import Plan, PlanError
+from forebay.rewriter.ir.program import DISK, Copy, FileSlice, Item, Program, Span, TensorRef
+from forebay.runtime.devices.device import Device, RuntimeFault
+from forebay.runtime.run.executor import BoundProgram, load_resident
+from forebay.runtime.run.trace import Trace
+
+
+def resident_copies(plan: Plan, files: Mapping[str, FileSlice]) -> list[Copy]:
+    """The copies that fill resident memory, on every tier that is not the disk, from the weights' files. PlanError,
+    naming the weight, where its size in the plan is not that of its memory and of its bytes in the file."""
+    placed = {b.name: b for b in plan.buffers if b.kind == "weight"}
+    copies = []
+    for w in plan.weights:
+        if w.tier == "disk" or not w.nbytes:
+            continue
+        place, source = placed[w.name], files[w.name]
+        if not w.nbytes == place.nbytes == source.nbytes:
+            raise PlanError(f"plan.weights: {w.name} has {w.nbytes} bytes, but {place.nbytes} in plan.buffers and "
+                            f"{source.nbytes} in {source.path}; plan again")
+        copies.append(Copy(DISK, source, Span(place.arena, place.offset, w.nbytes, w.name), f"load {w.name}"))
+    return copies
+
+
+class Session:
+    """Holds the arenas of `plan` until `close`. `program` gives the Program for a number of tokens per sequence,
+    `growth` the one between prefill and decoding where the cache then gets more room."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: Callable[[int], Program],
+        load: Iterable[Copy],
+        constants: Mapping[str, torch.Tensor],
+        device: Device,
+        trace: Trace | None = None,
+        growth: Program | None = None,
+    ) -> None:
+        if plan.lends and growth is None:
+            raise RuntimeFault("this plan's cache grows after the prefill; give the session the program that does it")
+        self.plan, self.device, self.trace = plan, device, trace
+        self._program, self._growth = program, growth
+        self._grow: BoundProgram | None = None
+        self._bound: dict[int, BoundProgram] = {}
+        self._started = False
+        self._prologue: tuple[Item, ...] | None = None  # one for all: any step's end serves any start
+        self._end = weakref.finalize(self, _end, device)  # memory must outlast the reads that land in it
+        self._end.atexit = False
+        try:
+            device.allocate(plan.arenas)
+            self._write_constants(constants)
+            load_resident(load, device)
+        except BaseException:
+            self._end()
+            raise
+
+    def _write_constants(self, constants: Mapping[str, torch.Tensor]) -> None:
+        placed = {b.name: b for b in self.plan.buffers if b.kind == "constant"}
+        for name, value in constants.items():
+            b = placed[name]
+            blank = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            ref = TensorRef(b.arena, b.offset, str(value.dtype)[6:], tuple(value.shape), tuple(blank.stride()), name)
+            self.device.tensor(ref).copy_(value)
+
+    def bound(self, tokens: int) -> BoundProgram:
+        """The step over `tokens` tokens per sequence, ready to run."""
+        found = self._bound.get(tokens)
+        if found is None:
+            program = self._program(tokens)
+            if self._prologue not in (None, program.prologue):
+                raise RuntimeFault(f"{program.name} expects other copies in flight than the steps before it leave")
+            self._prologue = program.prologue
+            found = self._bound[tokens] = BoundProgram(program, self.device, self.trace)
+        return found
+
+    def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Run one step over input_ids [B, S], start [B], last [B] (int64); returns logits [B, V], valid until the
+        next step."""
+        bound = self.bound(inputs["input_ids"].shape[1])
+        for name, value in inputs.items():
+            if name in bound.inputs:
+                bound.inputs[name].copy_(value)
+        if not self._started:
+            bound.start()
+            self._started = True
+        bound.run()
+        return bound.outputs["out0"]
+
+    def grow(self) -> None:
+        """Give the cache its full length: after the last chunk of the prompts, before the first step of one token."""
+        if self._growth is not None:
+            self._grow = self._grow or BoundProgram(self._growth, self.device, self.trace)
+            self._grow.run()
+
+    def close(self) -> None:
+        """Wait for copies under way and give the memory back; a session that is dropped does so by itself. What those
+        copies meet no longer matters: no step waits for them."""
+        self._bound.clear()
+        self._grow = None
+        self._end()
+
+
+def _end(device: Device) -> None:
+    try:
+        with contextlib.suppress(Exception):
+            device.finish()
+    finally:
+        device.close()

@@ -1,0 +1,1 @@
+"""The `forebay` command and its subcommands."""

@@ -1,0 +1,61 @@
+"""`forebay calibrate`: the command around `calibrate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forebay.commands.terminal import clean_errors, say
+
+
+def calibrate_command(
+    model: Annotated[str, typer.Argument(
+        metavar="MODEL", help="A folder with a safetensors checkpoint, a .gguf file, or 'demo'.")],
+    prompts: Annotated[Path, typer.Option(help='JSONL: {"prompt": "…"} or {"messages": […]}.')],
+    output: Annotated[Path, typer.Option(help="Where to write the calibration, JSON.")],
+    budget: Annotated[str, typer.Option(
+        "--budget", metavar="TIER=SIZE,…", help="What may be used, e.g. device=120MiB,host=2GB,disk=/path.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt that are looked at, at most.")] = 512,
+    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
+    dtype: Annotated[str, typer.Option(help="fp16 or bf16: for which the printed ranges are chosen.")] = "bf16",
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:  # fmt: skip
+    """Measure the attention scores of real prompts, for decode attention with a shared softmax maximum."""
+    with clean_errors(debug):
+        import torch
+
+        from forebay.calibrate import calibrate
+        from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests
+        from forebay.rewriter.checkpoints.config import read_config
+        from forebay.rewriter.checkpoints.resolve import resolve_model
+
+        chosen = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(dtype)
+        if chosen is None:
+            raise JobError(f"--dtype must be fp16 or bf16, found {dtype!r}")
+        requests, bad = read_requests(prompts)
+        _check_writable(output)
+        folder = resolve_model(model)
+        config = read_config(folder).get_text_config()
+        if limit := getattr(config, "max_position_embeddings", 0):
+            tokens = min(tokens, limit - 1)  # a plan keeps one position for a new token
+        encoded, more = encode(requests, load_tokenizer(folder), chat=chat, most_tokens=0,
+                               vocab_size=config.vocab_size)
+        for line in sorted(bad + more, key=lambda b: b.line):
+            say(f"{prompts} line {line.line}: {line.reason}")
+        if not encoded:
+            raise JobError(f"{prompts} holds no prompt that can be used")
+        found = calibrate(folder, [torch.tensor(p.ids[:tokens]) for p in encoded], budget)
+        found.save(output)
+        print(found.table(chosen))
+        say(f"{found.prompts} prompts, {found.tokens} tokens; written to {output}")
+
+
+def _check_writable(output: Path) -> None:
+    """Raise OSError, naming the file, if `output` cannot be written; a file that is there keeps its contents."""
+    there = output.exists()
+    with open(output, "ab"):
+        pass
+    if not there:
+        output.unlink()

@@ -1,0 +1,309 @@
+"""The `forebay` command: `run`, and where its other commands are."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forebay.commands.allocate import allocate
+from forebay.commands.calibrate import calibrate_command
+from forebay.commands.machine import machine_command, machine_profile
+from forebay.commands.options import (
+    BudgetOption,
+    CacheOption,
+    DebugOption,
+    MachineOption,
+    ModelArgument,
+    SlotsOption,
+    model_folder,
+)
+from forebay.commands.plan import explain, plan
+from forebay.commands.quantize import quantize_command
+from forebay.commands.terminal import clean_errors, console, progress_bar, say, stopping
+
+if TYPE_CHECKING:
+    from forebay.api import LanguageModel
+    from forebay.commands import jobs
+    from forebay.commands.process_memory import MemoryWatch
+    from forebay.commands.prompts import BadLine, Prompt
+    from forebay.rewriter.ir.plan import Plan
+    from forebay.rewriter.machine.profile import Machine
+    from forebay.rewriter.planning.planner import Wishes
+
+SOME_UNANSWERED = 3  # exit code
+DEFAULT_BATCH = 8
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+                  help="Run language models larger than the fast memory you have.")
+
+
+def main() -> None:
+    """The console script: sets what must be in the environment before torch is loaded, then runs the command."""
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")  # spinning OpenMP threads take the core the disk reader needs
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # models are folders and files; nothing is fetched
+    app()
+
+
+@app.callback(invoke_without_command=True)
+def _options(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        print(importlib.metadata.version("forebay"))
+        raise typer.Exit
+
+
+@app.command()
+def run(
+    model: ModelArgument,
+    prompts: Annotated[Path, typer.Option(help='JSONL: {"prompt": "…"} or {"messages": […]}, optionally "id".')],
+    output: Annotated[Path, typer.Option(help="JSONL of answers; what it holds already is not done again.")],
+    budget: BudgetOption = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
+    batch: Annotated[int | None, typer.Option(min=1, help="Prompts at once (default: 8, fewer if they do not fit).")]
+    = None,
+    slots: SlotsOption = None,
+    cache: CacheOption = "native",
+    plan: Annotated[Path | None, typer.Option(help="Replay this saved plan.")] = None,
+    save_plan: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write planned and actual lanes for ui.perfetto.dev.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
+    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the most likely.")] = False,
+    temperature: Annotated[float | None, typer.Option(help="Implies --sample.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Implies --sample; 0: all.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Implies --sample.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Go on though the answers there have other settings.")] = False,
+    machine: MachineOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Answer the prompts of a file; interrupted, the same command goes on where it stopped.
+
+    Exit code: 0 all answered, 2 failed, 3 some lines could not be answered, 130 interrupted.
+    """
+    with clean_errors(debug):
+        from forebay.api import open_model
+        from forebay.commands import jobs
+        from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids
+        from forebay.rewriter.ir.byte_sizes import parse_budget
+        from forebay.rewriter.ir.plan import PlanError, load_plan
+        from forebay.rewriter.planning.planner import Wishes
+        from forebay.runtime.run.sampling import Sampling
+
+        saved = load_plan(plan) if plan else None
+        if budget is None and saved is None:
+            raise PlanError("say how much memory may be used, as --budget device=120MiB, or name a --plan")
+        sizes = parse_budget(budget) if budget is not None else saved.budget  # type: ignore[union-attr]
+        if saved is not None and saved.budget != sizes:
+            raise PlanError(f"the plan {plan} was made for {saved.budget}, not for --budget {budget}; leave one out")
+        if saved is not None and cache not in ("native", saved.cache[0].format):
+            raise PlanError(f"the plan {plan} keeps its cache in {saved.cache[0].format}; leave --cache out")
+        if saved is not None and slots is not None:
+            raise PlanError(f"the plan {plan} has {saved.schedule.slots} staging slots; leave --slots out")
+        try:
+            drawing = sample or any(x is not None for x in (temperature, top_k, top_p))
+            sampling = Sampling(drawing, 1.0 if temperature is None else temperature,
+                                50 if top_k is None else top_k, 1.0 if top_p is None else top_p)
+        except ValueError as error:
+            raise JobError(str(error)) from error
+        jobs.refuse_overwriting(prompts, output)
+        requests, bad = read_requests(prompts)
+        if not requests and not bad:
+            say(f"{prompts} holds no prompts: nothing to answer")
+        folder = model_folder(model)
+        with console().status("capturing the model"):
+            captured, checkpoint, files = open_model(folder)
+            tokenizer = load_tokenizer(folder)
+            eos = stop_ids(folder, tokenizer)
+        most = _most_prompt_tokens(captured.max_positions, saved, max_new_tokens)
+        encoded, more = encode(requests, tokenizer, chat=chat, most_tokens=most, vocab_size=captured.vocab_size)
+        bad += more
+        settings = {"model": checkpoint.fingerprint, "max_new_tokens": max_new_tokens, "chat": chat,
+                    "sampling": vars(sampling) | {"seed": seed} if sampling.do_sample else "greedy"}
+        if cache != "native":
+            settings["cache"] = cache
+        with jobs.AnswerFile(output, settings, force=force) as answers:
+            answers.check_questions(p.request for p in encoded)
+            left = jobs.pending(encoded, answers.answered)
+            if answers.cut_nbytes:
+                say(f"{output}: cut off {answers.cut_nbytes} bytes of an unfinished line")
+            if len(left) < len(encoded):
+                say(f"{output}: {len(encoded) - len(left)} of {len(encoded)} prompts are answered already")
+            if left:
+                profile = machine_profile(machine, folder)
+                lm, fitting = _fit_batch((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch,
+                                         Wishes(slots, cache_format=cache), saved, profile)
+                bad += _unfit(left, fitting)
+                if save_plan:
+                    lm.plan.save(save_plan)
+                ask = jobs.Ask(max_new_tokens, eos, sampling, seed)
+                if jobs.pending(fitting, answers.answered):
+                    with lm:
+                        _answer(lm, fitting, answers, ask, tokenizer, trace)
+        for line in sorted(bad, key=lambda b: b.line):
+            say(f"{prompts} line {line.line}: {line.reason}")
+        if bad:
+            answered = len(encoded) - len(jobs.pending(encoded, answers.answered))
+            say(f"{len(bad)} lines of {prompts} were not answered; {answered} were")
+            raise typer.Exit(SOME_UNANSWERED)
+
+
+def _fit_batch(
+    opened: tuple[Any, Any, Any], encoded: list[Prompt], sizes: Any, new_tokens: int, batch: int | None,
+    wishes: Wishes, saved: Plan | None, machine: Machine,
+) -> tuple[LanguageModel, list[Prompt]]:
+    """The model planned for the whole job, and the prompts that the budget holds.
+
+    Without a wish, the batch is halved until all fit. Prompts too long even by themselves are left out, and what the
+    longest needs is said; PlanError where not even the shortest fits.
+    """
+    from forebay.api import LanguageModel
+    from forebay.rewriter.ir.plan import PlanError, Workload
+
+    if saved is not None:
+        if batch is not None and batch != saved.workload.batch:
+            raise PlanError(f"the plan is for batches of {saved.workload.batch}, not of {batch}; leave --batch out")
+        return LanguageModel(*opened, sizes, saved.workload, wishes, machine, saved), encoded
+    lengths = sorted({len(p.ids) for p in encoded})
+
+    def planned(size: int, longest: int) -> LanguageModel:
+        with console().status(f"planning for batches of {size}"):
+            return LanguageModel(*opened, sizes, Workload(size, longest, new_tokens), wishes, machine)
+
+    size = batch or min(DEFAULT_BATCH, len(encoded))
+    while True:
+        try:
+            return planned(size, lengths[-1]), encoded
+        except PlanError as error:
+            if size == 1 and len(lengths) > 1:
+                planned(1, lengths[0])
+                say(f"some prompts are too long for the budget: {error}")
+                break
+            if batch is not None or size == 1:
+                raise
+            size //= 2
+    low, high = 0, len(lengths) - 1  # the first fits, the other does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            planned(1, lengths[middle])
+            low = middle
+        except PlanError:
+            high = middle
+    shorter = [p for p in encoded if len(p.ids) <= lengths[low]]
+    return _fit_batch(opened, shorter, sizes, new_tokens, batch, wishes, None, machine)
+
+
+def _unfit(left: list[Prompt], fitting: list[Prompt]) -> list[BadLine]:
+    """The unanswered prompts that the budget does not hold, as lines that are not answered."""
+    from forebay.commands.prompts import BadLine
+
+    longest = max(len(p.ids) for p in fitting)
+    return [BadLine(p.request.line, f"the prompt is too long: {len(p.ids)} tokens do not fit the budget, {longest} do")
+            for p in left if len(p.ids) > longest]
+
+
+def _answer(
+    lm: LanguageModel, encoded: list[Prompt], answers: jobs.AnswerFile, ask: jobs.Ask, tokenizer: Any,
+    trace: Path | None,
+) -> None:
+    """Run the job with a progress bar, then say what was planned and what was measured."""
+    from forebay.commands import jobs
+    from forebay.commands.process_memory import MemoryWatch, disk_read_nbytes
+    from forebay.commands.prompts import make_batches
+    from forebay.rewriter.report.explain import summarise_plan
+    from forebay.runtime.disk.page_cache import drop_file
+
+    batches = make_batches(encoded, lm.plan.workload.batch)
+    open_batches = [i for i, b in enumerate(batches) if jobs.pending(b, answers.answered)]
+    total = len(jobs.pending(encoded, answers.answered))
+    if trace:
+        lm.start_trace()
+    read_before, started, counts = disk_read_nbytes(), time.monotonic(), jobs.Counts()
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    files = {f.path for f in lm.files.values()}
+    for path in files:
+        drop_file(path)  # what others left in the page cache would be memory beyond the budget
+    with stopping() as stopped, MemoryWatch(files) as memory, progress_bar() as bar:
+        task = bar.add_task("answering", total=len(open_batches) * ask.max_new_tokens, note="")
+
+        def progress(now: jobs.Counts, index: int, step: int) -> None:
+            nonlocal counts
+            counts = now
+            rate = now.tokens / (time.monotonic() - started)
+            bar.update(task, completed=open_batches.index(index) * ask.max_new_tokens + step,
+                       note=f"{now.answers}/{total} answers, {rate:.2f} tokens/s")
+
+        try:
+            jobs.run_job(lm, batches, answers, ask, decode, stop=lambda: bool(stopped), progress=progress)
+            bar.update(task, completed=len(open_batches) * ask.max_new_tokens)
+        except (jobs.Interrupted, KeyboardInterrupt):
+            left = len(jobs.pending(encoded, answers.answered))
+            say(f"interrupted: {len(encoded) - left} of {len(encoded)} answers are in {answers.path}; "
+                      "run the same command again for the rest")
+            raise typer.Exit(128 + (stopped[0] if stopped else signal.SIGINT)) from None
+        finally:
+            elapsed_s = time.monotonic() - started
+            if trace:
+                lm.save_trace(trace)
+            lm.close()
+    print(summarise_plan(lm.plan))
+    print(_measured(lm.plan, counts, elapsed_s, memory, disk_read_nbytes() - read_before))
+
+
+def _measured(plan: Plan, counts: jobs.Counts, elapsed_s: float, memory: MemoryWatch, read_nbytes: int) -> str:
+    from forebay.rewriter.ir.byte_sizes import format_nbytes as size
+
+    grown = memory.peak - memory.before
+    planned = sum(plan.prediction.peak_nbytes.values())
+    return "\n".join((
+        "",
+        f"memory      budget {size(plan.budget.device)}, planned peak {size(planned)}, measured peak "
+        f"{size(grown + memory.cached_peak)} ({size(grown)} of anonymous memory beyond the {size(memory.before)} that "
+        f"Python had before, {size(memory.cached_peak)} of the model's file in the page cache)",
+        f"process     {size(memory.peak)} of anonymous memory at the peak",
+        f"streamed    {size(plan.prediction.streamed_nbytes)} per decode step as planned; "
+        f"{size(read_nbytes)} fetched from disk in all, {size(read_nbytes // max(1, counts.steps))} per step",
+        f"speed       {counts.answers} answers, {counts.tokens} tokens in {elapsed_s:.1f} s: "
+        f"{counts.tokens / elapsed_s:.2f} tokens/s, {counts.steps / elapsed_s:.2f} steps/s",
+    ))
+
+
+def _most_prompt_tokens(max_positions: int, saved: Plan | None, new_tokens: int) -> int:
+    """The longest prompt that fits the model's positions and the saved plan; 0 for no limit."""
+    from forebay.commands.prompts import JobError
+
+    limits = [max_positions - new_tokens] if max_positions else []
+    if saved is not None:
+        limits += [saved.workload.prompt, saved.workload.context - new_tokens]
+    if limits and min(limits) < 1:
+        raise JobError(f"--max-new-tokens {new_tokens} leaves no room for a prompt: "
+                       + (f"the plan has {saved.workload.context} positions" if saved is not None else
+                          f"the model has {max_positions} positions"))
+    return min(limits, default=0)
+
+
+@app.command("eval", add_help_option=False,
+             context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def _eval(context: typer.Context) -> None:
+    """Measure how well MODEL predicts text, streamed within the budget like any other run."""
+    from forebay.commands.evaluate import eval_command  # imports torch: 2 s that no other command's --help should take
+
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    command.command()(eval_command)
+    command(context.args, prog_name=context.command_path)
+
+
+app.command("plan")(plan)
+app.command("explain")(explain)
+app.command("quantize")(quantize_command)
+app.command("calibrate")(calibrate_command)
+app.command("machine")(machine_command)
+app.command("allocate")(allocate)

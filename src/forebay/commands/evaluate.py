@@ -1,0 +1,283 @@
+"""How well a model predicts text, streamed within a budget: perplexity, and accuracy of the next word."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+
+from forebay.commands.machine import machine_profile
+from forebay.commands.options import CacheOption
+from forebay.commands.prompts import JobError, load_tokenizer
+from forebay.commands.terminal import clean_errors, console, progress_bar
+
+if TYPE_CHECKING:
+    from forebay.api import LanguageModel
+    from forebay.rewriter.ir.plan import Budget
+    from forebay.rewriter.machine.profile import Machine
+
+CONTEXT = 512
+CHUNK_STEP = 16  # short rows run in the next multiple of this, so that few programs serve all lengths
+
+Progress = Callable[[int, int], None]  # (tokens done, tokens in all)
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """`perplexity` is exp of `loss`, the mean negative log-likelihood in nats of `tokens` tokens; `time_s` seconds."""
+
+    perplexity: float
+    loss: float
+    tokens: int
+    windows: int
+    time_s: float
+
+
+@dataclass(frozen=True)
+class WordAccuracy:
+    """Of `words` last words, how many `right` ones greedy decoding gives in full; `accuracy` is their share."""
+
+    accuracy: float
+    right: int
+    words: int
+    time_s: float
+
+
+def open_scorer(
+    model: str | os.PathLike[str], budget: Budget, *, context: int = CONTEXT, batch: int = 1,
+    machine: Machine | None = None, cache: str = "native",
+) -> LanguageModel:
+    """A LanguageModel whose steps give scores instead of logits, planned for `batch` rows of `context` tokens.
+
+    The softmax is part of the step, so that a chunk's logits count against the budget and never leave it. It serves
+    `perplexity` and `next_word_accuracy`, not `generate`. Raises as `wrap` does.
+    """
+    from forebay.api import LanguageModel, open_model
+    from forebay.rewriter.checkpoints.resolve import resolve_model
+    from forebay.rewriter.ir.plan import Workload
+    from forebay.rewriter.planning.planner import Wishes
+
+    folder = resolve_model(model)
+    scoring, checkpoint, files = open_model(folder, scores=True)
+    limit = scoring.max_positions
+    if limit and context >= limit:
+        raise JobError(f"a context of {context} tokens is too long: at most {limit - 1} fit the model's positions")
+    return LanguageModel(scoring, checkpoint, files, budget, Workload(batch, context, 1),
+                         Wishes(cache_format=cache), machine)
+
+
+def perplexity(
+    lm: LanguageModel, text: str | torch.Tensor, window: int = CONTEXT, stride: int | None = None, *,
+    limit: int | None = None, progress: Progress | None = None,
+) -> Perplexity:
+    """Perplexity of a text, or of token ids [T], by a model from `open_scorer`; of its first `limit` tokens, if given.
+
+    The text is tokenised once, and cut into windows of `window` tokens that begin `stride` (default: as far as they
+    are long) apart. In each, the tokens count that no earlier window has predicted, so every token counts once: save
+    the text's first, unless the tokenizer puts a beginning-of-text token before texts, which then opens every window.
+    Raises JobError for a text that is too short.
+    """
+    prefix, ids = tokenize(lm, text) if isinstance(text, str) else (torch.zeros(0, dtype=torch.int64), text.cpu())
+    ids = ids[:limit].to(torch.int64)
+    longest, count = window - prefix.numel(), ids.numel()
+    if count < 2:
+        raise JobError(f"the text has {count} token(s); at least 2 are needed")
+    if longest < 1 or not 1 <= (stride or longest) <= longest:
+        raise JobError(f"windows of {window} tokens must hold more than the {prefix.numel()} that open each, and begin "
+                       f"1 to {longest} tokens apart, not {stride}")
+    spans = _spans(count, longest, stride or longest, 0 if prefix.numel() else 1)
+    began, loss, done, rows = time.monotonic(), 0.0, 0, lm.plan.workload.batch
+    for i in range(0, len(spans), rows):
+        part = spans[i : i + rows]
+        scores = token_scores(lm, [torch.cat((prefix, ids[start : end + 1])) for start, end, _ in part])
+        for found, (start, _, fresh) in zip(scores, part, strict=True):
+            counted = found[fresh - start - 1 + prefix.numel() :, 0].double()
+            loss -= counted.sum().item()
+            done += counted.numel()
+        if progress is not None:
+            progress(done, count)
+    mean = loss / done
+    return Perplexity(math.exp(min(mean, 700.0)), mean, done, len(spans), time.monotonic() - began)
+
+
+def next_word_accuracy(lm: LanguageModel, jsonl: str | os.PathLike[str], progress: Progress | None = None
+                       ) -> WordAccuracy:
+    """Share of the lines {"text": …} of a file whose last word the model from `open_scorer` predicts.
+
+    As on LAMBADA a word counts when every one of its tokens is the likeliest after the passage and the tokens before
+    it, which is what greedy decoding gives. Raises JobError naming the line that has no text of two words.
+    """
+    tokenizer = load_tokenizer(lm.checkpoint.folder)
+    passages = [_passage(text, tokenizer) for text in _read_texts(Path(jsonl))]
+    longest = max(ids.numel() for ids, _ in passages)
+    limit = lm.captured.max_positions
+    if limit and longest >= limit:
+        raise JobError(f"{jsonl} has a passage of {longest} tokens; at most {limit - 1} fit the model's positions")
+    began, right, rows = time.monotonic(), 0, lm.plan.workload.batch
+    lm.reserve(rows, longest, 1)
+    order = sorted(passages, key=lambda p: -p[0].numel())
+    for i in range(0, len(order), rows):
+        part = order[i : i + rows]
+        for found, (_, known) in zip(token_scores(lm, [ids for ids, _ in part]), part, strict=True):
+            right += bool(found[known - 1 :, 1].all())
+        if progress is not None:
+            progress(i + len(part), len(order))
+    return WordAccuracy(right / len(order), right, len(order), time.monotonic() - began)
+
+
+def tokenize(lm: LanguageModel, text: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the tokenizer in the model's folder puts before every text, and the ids [T] of this one."""
+    tokenizer = load_tokenizer(lm.checkpoint.folder)
+    opening = [i for i in tokenizer("")["input_ids"] if i != tokenizer.eos_token_id]
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(opening, dtype=torch.int64), torch.tensor(ids, dtype=torch.int64)
+
+
+def token_scores(lm: LanguageModel, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """For each row of ids [T] (T >= 2) the scores [T - 1, 2] of its tokens but the first, see `capture_model`.
+
+    Rows stand left-aligned; what a shorter one computes past its end is never seen. The last chunk is moved back to end
+    with the longest row, so that no cache position beyond it is touched.
+    """
+    lengths = [row.numel() - 1 for row in rows]
+    longest = max(lengths)
+    with lm.running(len(rows), longest, 1) as session:
+        plan = lm.plan
+        chunk = min(plan.schedule.prefill_chunk, plan.workload.prompt, -(-longest // CHUNK_STEP) * CHUNK_STEP)
+        span = max(longest, chunk)
+        ids = torch.zeros(plan.workload.batch, span + 1, dtype=torch.int64)
+        for i, row in enumerate(rows):
+            ids[i, : row.numel()] = row
+        scores = torch.zeros(plan.workload.batch, span, 2)
+        for start in (*range(0, span - chunk, chunk), span - chunk):
+            scores[:, start : start + chunk] = session.step({
+                "input_ids": ids[:, start : start + chunk], "start": torch.full((plan.workload.batch,), start),
+                "last": ids[:, start + chunk]})
+    return [scores[i, :length] for i, length in enumerate(lengths)]
+
+
+def _spans(count: int, window: int, stride: int, fresh: int) -> list[tuple[int, int, int]]:
+    """(first token, last token, first it is to predict) of each window; each from `fresh` on is predicted once."""
+    spans, start = [], 0
+    while fresh < count:
+        end = min(start + window, count - 1)
+        spans.append((start, end, fresh))
+        fresh, start = end + 1, start + stride
+    return spans
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise JobError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _read_texts(path: Path) -> list[str]:
+    texts = []
+    for number, line in enumerate(_read_text(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise JobError(f'{path} line {number}: expected {{"text": "…"}}') from error
+        if not isinstance(text, str) or len(text.split()) < 2:
+            raise JobError(f"{path} line {number}: the text must have two words, the last of which is predicted")
+        texts.append(text.strip())
+    if not texts:
+        raise JobError(f"{path} has no line to predict")
+    return texts
+
+
+def _passage(text: str, tokenizer: Any) -> tuple[torch.Tensor, int]:
+    """Ids of a text, and how many of them stand before the tokens of its last word."""
+    before = text[: text.rindex(text.split()[-1])].rstrip()
+    ids, known = tokenizer(text)["input_ids"], tokenizer(before)["input_ids"]
+    if ids[-1] == tokenizer.eos_token_id:
+        ids = ids[:-1]
+    same = next((i for i, (a, b) in enumerate(zip(ids, known, strict=False)) if a != b), min(len(ids), len(known)))
+    return torch.tensor(ids, dtype=torch.int64), max(1, min(same, len(ids) - 1))
+
+
+def eval_command(
+    model: Annotated[str, typer.Argument(
+        metavar="MODEL", help="A folder with a checkpoint, quantised or not, a .gguf file, or 'demo'.")],
+    text: Annotated[Path | None, typer.Option(help="UTF-8 text to measure perplexity on.")] = None,
+    words: Annotated[Path | None, typer.Option(
+        help='JSONL of {"text": "…"}: how often the last word is predicted.')] = None,
+    budget: Annotated[str | None, typer.Option(
+        "--budget", metavar="TIER=SIZE,…", help="What may be used, e.g. device=120MiB (default: half of what is free)."
+    )] = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of a window.")] = CONTEXT,
+    stride: Annotated[int | None, typer.Option(min=1, help="Tokens from window to window (default: the context).")]
+    = None,
+    batch: Annotated[int, typer.Option(min=1, help="Windows at once; they share each pass over the weights.")] = 1,
+    cache: CacheOption = "native",
+    tokens: Annotated[int | None, typer.Option(min=2, help="Only so many tokens of the text.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    machine: Annotated[Path | None, typer.Option(help="A machine profile to use instead of this machine's own.")]
+    = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Measure how well MODEL predicts text, streamed within the budget like any other run."""
+    with clean_errors(debug):
+        from forebay.commands.process_memory import MemoryWatch
+        from forebay.rewriter.checkpoints.resolve import resolve_model
+        from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
+        from forebay.rewriter.ir.plan import Budget
+        from forebay.runtime.disk.page_cache import drop_file
+        from forebay.runtime.measure.machine import kept_machine
+
+        if text is None and words is None:
+            raise JobError("name what to measure on: --text FILE, --words JSONL, or both")
+        given = _read_text(text) if text else ""
+        if words is not None:
+            _read_texts(words)  # before a model is opened: mistakes show at once
+        folder = resolve_model(model)
+        profile = machine_profile(machine, folder) if machine else kept_machine(folder)
+        sizes = parse_budget(budget) if budget else Budget(_available_nbytes() // 2)
+        with console().status("capturing and planning"):
+            lm = open_scorer(folder, sizes, context=context, batch=batch, machine=profile, cache=cache)
+        files = {f.path for f in lm.files.values()}
+        for path in files:
+            drop_file(path)  # what others left in the page cache would be memory beyond the budget
+        result: dict[str, Any] = {"model": str(model), "budget": sizes.device}
+        with lm, MemoryWatch(files) as memory, progress_bar() as bar:
+            if text is not None:
+                task = bar.add_task("perplexity", total=None, note="")
+                found = perplexity(lm, given, context, stride, limit=tokens, progress=lambda done, total: bar.update(
+                    task, completed=done, total=total, note=f"{done}/{total} tokens"))
+                result |= asdict(found) | {"text": str(text), "context": context, "stride": stride,
+                                           "tokens_per_s": found.tokens / found.time_s}
+            if words is not None:
+                task = bar.add_task("next words", total=None, note="")
+                said = next_word_accuracy(lm, words, lambda done, total: bar.update(
+                    task, completed=done, total=total, note=f"{done}/{total} passages"))
+                result |= {"next_word_accuracy": said.accuracy, "words": said.words, "words_right": said.right}
+        result |= {"planned_peak": sum(lm.plan.prediction.peak_nbytes.values()),
+                   "measured_peak": memory.peak - memory.before + memory.cached_peak}
+        if as_json:
+            print(json.dumps(result, indent=1))
+            return
+        if text is not None:
+            print(f"perplexity  {result['perplexity']:.4f} over {result['tokens']} tokens in {result['windows']} "
+                  f"windows of {context}, {result['tokens_per_s']:.1f} tokens/s")
+        if words is not None:
+            print(f"next word   {result['next_word_accuracy']:.3f}: {result['words_right']} of {result['words']} right")
+        print(f"memory      budget {format_nbytes(sizes.device)}, planned peak "
+              f"{format_nbytes(result['planned_peak'])}, measured peak {format_nbytes(result['measured_peak'])}")
+
+
+def _available_nbytes() -> int:
+    """Bytes of memory that the system could give to a new process."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))

@@ -1,0 +1,288 @@
+"""A batch job: answers appended to a file as they end, and nothing lost or done twice by an interruption."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from forebay.commands.prompts import JobError, Prompt, Request
+from forebay.runtime.run.sampling import Sampling
+
+SETTINGS_SUFFIX = ".settings"  # answers.jsonl.settings says what the answers were made with
+BEGINNING = b'{"id": '  # of every line that `AnswerFile.write` writes
+
+
+class Interrupted(Exception):
+    """The user asked the job to stop; everything finished is in the output file."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What every answer of a job has in common."""
+
+    max_new_tokens: int
+    eos: tuple[int, ...] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+
+
+class AnswerFile:
+    """The output of a job, held against other jobs until `close`; each answer is one line, whole or absent.
+
+    Opening cuts off what a crash left of a line, once everything else in the file is known to be answers of this job;
+    a file refused is left as it was. `answered` maps the ids found to the questions they answer. A device or pipe is
+    written to as well, without resuming.
+    """
+
+    def __init__(self, path: str | Path, settings: Mapping[str, Any], *, force: bool = False) -> None:
+        self.path = Path(path)
+        self.answered: dict[str | int, dict[str, Any]] = {}
+        self.cut_nbytes = 0
+        try:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise JobError(f"cannot write the answers {path}: {error.strerror}") from error
+        try:
+            self.resumable = stat.S_ISREG(os.fstat(self._fd).st_mode)
+            if self.resumable:
+                self._lock()
+                end = self._end_of_whole_lines()
+                self._read_answers(end)
+                self._check_settings(settings, force)
+                self._check_torn_line(end)
+                self._write_settings(settings)
+                self.cut_nbytes = os.fstat(self._fd).st_size - end
+                if self.cut_nbytes:
+                    os.ftruncate(self._fd, end)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise JobError(f"another job is writing {self.path}; wait for it or name another output") from error
+
+    @property
+    def _settings_path(self) -> Path:
+        return self.path.with_name(self.path.name + SETTINGS_SUFFIX)
+
+    def _end_of_whole_lines(self) -> int:
+        """Bytes up to and with the last newline."""
+        end = os.fstat(self._fd).st_size
+        while end > 0:
+            start = max(0, end - 65536)
+            newline = os.pread(self._fd, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+        return 0
+
+    def _read_answers(self, end: int) -> None:
+        """Note the answers in the first `end` bytes, which are whole lines."""
+        with open(self._fd, "rb", closefd=False) as file:
+            file.seek(0)
+            at = number = 0
+            while at < end:
+                raw = file.readline()
+                at, number = at + len(raw), number + 1
+                try:
+                    entry = json.loads(raw)
+                    name, question = entry["id"], {k: entry[k] for k in ("prompt", "messages") if k in entry}
+                    entry["text"]
+                    if isinstance(name, bool) or not isinstance(name, str | int):
+                        raise TypeError(f"id {name!r}")
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    raise JobError(f"{self.path} line {number} is no answer of a job; name another output") from error
+                self.answered[name] = question
+
+    def _check_settings(self, settings: Mapping[str, Any], force: bool) -> None:
+        """Refuse to mix answers made with other settings, naming the first that differs."""
+        if not self.answered or force:
+            return
+        path = self._settings_path
+        advice = "--force goes on and mixes them; else name another output"
+        try:
+            known = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(known, dict):
+                raise ValueError(f"expected an object, found {type(known).__name__}")
+        except (OSError, ValueError, RecursionError) as error:
+            raise JobError(f"{self.path} has answers, but {path.name} does not say how they were made; "
+                           f"{advice}") from error
+        for name, value in settings.items():
+            if known.get(name) != value:
+                raise JobError(f"the answers in {self.path} were made with {name} {known.get(name)!r}, this job "
+                               f"has {value!r}; {advice}")
+
+    def _check_torn_line(self, end: int) -> None:
+        """Refuse a file whose last line, from byte `end` on and without a newline, cannot be the rest of an answer."""
+        head = os.pread(self._fd, len(BEGINNING), end)
+        begins = BEGINNING.startswith(head) or not head.strip(b"\0")  # a crash of the machine can leave zeros
+        if head and not (begins and (self.answered or self._settings_path.exists())):
+            raise JobError(f"{self.path} ends in text that is no part of an answer of a job; name another output")
+
+    def _write_settings(self, settings: Mapping[str, Any]) -> None:
+        path = self._settings_path
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            draft.write_text(json.dumps(dict(settings), indent=1) + "\n", encoding="utf-8")
+            draft.replace(path)
+        except OSError as error:
+            raise JobError(f"cannot write {path}: {error.strerror}") from error
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def check_questions(self, requests: Iterable[Request]) -> None:
+        """Raise JobError if an id was answered for another question than the one it has now."""
+        for request in requests:
+            known = self.answered.get(request.id)
+            if known is not None and known != request.question:
+                raise JobError(f"line {request.line}: id {request.id!r} stands in {self.path} with another question; "
+                               "give changed prompts new ids, or name another output")
+
+    def write(self, answer: Mapping[str, Any]) -> None:
+        """Append one answer as one line; if that fails part-way, take the part back and raise OSError."""
+        line = json.dumps(answer, ensure_ascii=False).encode("utf-8") + b"\n"
+        before = os.fstat(self._fd).st_size
+        try:
+            done = os.write(self._fd, line)
+            if done < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if self.resumable:
+                os.ftruncate(self._fd, before)
+            raise OSError(error.errno, error.strerror, os.fspath(self.path)) from error
+        self.answered[answer["id"]] = {k: answer[k] for k in ("prompt", "messages") if k in answer}
+
+    def flush(self) -> None:
+        """Make what was written survive a loss of power."""
+        if self.resumable:
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            os.close(self._fd)
+
+    def __enter__(self) -> AnswerFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def refuse_overwriting(prompts: Path, output: Path) -> None:
+    """Raise JobError if a job's answers, or its settings beside them, would be written into its prompts."""
+    for path in (output, output.with_name(output.name + SETTINGS_SUFFIX)):
+        if prompts.is_file() and path.exists() and path.samefile(prompts):
+            raise JobError(f"{prompts} holds the prompts, and {path} is the same file; name another output")
+
+
+class Model(Protocol):
+    """What a job needs of a language model."""
+
+    def generate(
+        self, input_ids: torch.Tensor, *, attention_mask: torch.Tensor, max_new_tokens: int, do_sample: bool,
+        temperature: float, top_k: int, top_p: float, eos_token_id: Sequence[int] | None, generator: torch.Generator,
+        on_token: Callable[[torch.Tensor], None],
+    ) -> torch.Tensor: ...
+
+
+@dataclass
+class Counts:
+    """What a job did: answers written, tokens generated (in unfinished answers too), batches run and steps made, each
+    of which chose one token per sequence."""
+
+    answers: int = 0
+    tokens: int = 0
+    batches: int = 0
+    steps: int = 0
+
+
+def run_job(
+    model: Model,
+    batches: Sequence[Sequence[Prompt]],
+    output: AnswerFile,
+    ask: Ask,
+    decode: Callable[[list[int]], str],
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    progress: Callable[[Counts, int, int], None] = lambda counts, batch, step: None,
+) -> Counts:
+    """Answer the batches that are not answered yet, each answer written the moment its sequence ends.
+
+    `progress` is called after every step with the counts, the batch's index and the steps done in it. When `stop`
+    turns true the step under way is completed and Interrupted raised.
+    """
+    counts = Counts()
+    for index, batch in enumerate(batches):
+        if pending(batch, output.answered):
+            _run_batch(model, batch, index, output, ask, decode, stop, progress, counts)
+            counts.batches += 1
+            output.flush()
+        if stop():
+            raise Interrupted
+    return counts
+
+
+def pending(batch: Iterable[Prompt], answered: Container[str | int]) -> list[Prompt]:
+    """The prompts of a batch without an answer."""
+    return [p for p in batch if p.request.id not in answered]
+
+
+def _run_batch(
+    model: Model, batch: Sequence[Prompt], index: int, output: AnswerFile, ask: Ask, decode: Callable[[list[int]], str],
+    stop: Callable[[], bool], progress: Callable[[Counts, int, int], None], counts: Counts,
+) -> None:
+    longest = max(len(p.ids) for p in batch)
+    input_ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+    mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(batch):
+        input_ids[row, longest - len(prompt.ids) :] = torch.tensor(prompt.ids)
+        mask[row, longest - len(prompt.ids) :] = 1
+    new: list[list[int]] = [[] for _ in batch]
+    ended = [False] * len(batch)
+    steps = 0
+
+    def on_token(column: torch.Tensor) -> None:
+        nonlocal steps
+        steps += 1
+        counts.steps += 1
+        for row, token in enumerate(column.tolist()):
+            if ended[row]:
+                continue
+            new[row].append(token)
+            counts.tokens += 1
+            ended[row] = token in ask.eos or len(new[row]) == ask.max_new_tokens
+            if ended[row] and batch[row].request.id not in output.answered:
+                _write_answer(batch[row], new[row], output, ask, decode, counts)
+        progress(counts, index, steps)
+        if stop():
+            raise Interrupted
+
+    model.generate(
+        input_ids, attention_mask=mask, max_new_tokens=ask.max_new_tokens, do_sample=ask.sampling.do_sample,
+        temperature=ask.sampling.temperature, top_k=ask.sampling.top_k, top_p=ask.sampling.top_p,
+        eos_token_id=list(ask.eos) or None, on_token=on_token,
+        generator=torch.Generator().manual_seed(ask.seed * 1_000_003 + index))
+
+
+def _write_answer(
+    prompt: Prompt, ids: list[int], output: AnswerFile, ask: Ask, decode: Callable[[list[int]], str], counts: Counts
+) -> None:
+    stopped = ids[-1] in ask.eos
+    output.write({
+        "id": prompt.request.id, **prompt.request.question, "text": decode(ids[:-1] if stopped else ids),
+        "tokens": len(ids), "prompt_tokens": len(prompt.ids), "finish": "stop" if stopped else "length"})
+    counts.answers += 1

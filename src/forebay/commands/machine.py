@@ -1,0 +1,126 @@
+"""`forebay machine`, and the machine profile that the other commands plan with."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forebay.commands.options import DebugOption
+from forebay.commands.terminal import clean_errors, console, progress_bar, say
+
+if TYPE_CHECKING:
+    from forebay.rewriter.machine.profile import Machine
+
+PROFILE_NBYTES = 1 << 16  # more than a profile takes
+SHOWN_M = (1, 8, 64)  # of the rows that products were measured for
+
+
+def machine_command(
+    folder: Annotated[Path, typer.Option(help="Where the disk tier would be.")] = Path("."),
+    measure: Annotated[bool, typer.Option("--measure", help="Measure anew (about 40 s).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show what this machine's tiers and links can do, measured once and kept."""
+    with clean_errors(debug):
+        from forebay.commands.prompts import JobError
+        from forebay.rewriter.ir.byte_sizes import format_nbytes
+        from forebay.runtime.measure.machine import machine_cache_path
+
+        if not folder.is_dir():
+            raise NotADirectoryError(20, "not a folder", str(folder))
+        known = machine_cache_path().exists() and not measure
+        if not known and (reason := _unwritable_cache()):
+            raise JobError(f"the profile could not be kept: {reason}; set FOREBAY_CACHE to a folder that can be "
+                           "written")
+        found = machine_profile(None, folder) if known else _measure(folder, quick=False)
+        if as_json:
+            print(found.to_json())
+            return
+        print(f"{found.name}: {found.device_kind}, {found.cores} cores, {found.threads} threads, measured {found.date}")
+        for tier, facts in found.tiers.items():
+            speed = f", read at {facts.bandwidth_bytes_per_s / 1e9:.2f} GB/s" if facts.bandwidth_bytes_per_s else ""
+            print(f"tier {tier:<8}{format_nbytes(facts.capacity_nbytes)} free{speed}")
+        for link in found.links:
+            how = f"{link.method}, {link.depth} in flight of {format_nbytes(link.chunk_nbytes)}" if link.chunk_nbytes \
+                else link.method
+            print(f"link {link.src + ' to ' + link.dst:<18}{link.bandwidth_bytes_per_s / 1e9:6.2f} GB/s, "
+                  f"{1e6 * link.latency_s:7.1f} us  ({how}; R2 {link.r2:.3f})")
+        c = found.contention
+        print(f"side by side: products take {c.flops_slowed:.2f}x (bound by memory: {c.memory_slowed:.2f}x) as long "
+              f"while the disk is read, reads {c.link_beside_flops:.2f}x ({c.link_beside_memory:.2f}x)")
+        print("products, time = a + b n + c n k, for m rows of x:")
+        for (impl, dtype), fits in found.gemm_fits().items():
+            shown = [f"m {m}: {1e6 * fit.intercept_s:.0f} us + {1e9 * fit.slopes_s[0]:.0f} ns n + "
+                     f"{1e12 * fit.slopes_s[1]:.0f} ps n k (R2 {fit.r2:.3f})" for m, fit in fits.items()
+                     if m in SHOWN_M]
+            print(f"  {impl + ' ' + dtype:<16}" + "; ".join(shown))
+        for dtype, fit in found.attention_fits().items():
+            print(f"attention {dtype}: {1e6 * fit.intercept_s:.0f} us + {1e12 * fit.slopes_s[0]:.1f} ps per operation"
+                  f" + {1e12 * fit.slopes_s[1]:.0f} ps per byte of K and V (R2 {fit.r2:.3f})")
+        print(f"kept in {machine_cache_path()}; --measure measures anew")
+
+
+def machine_profile(file: Path | None, folder: Path) -> Machine:
+    """The profile in `file`, or this machine's own, measured quickly when there is none."""
+    from forebay.rewriter.ir.plan import PlanError
+    from forebay.rewriter.machine.profile import load_machine
+    from forebay.runtime.measure.machine import kept_machine, machine_cache_path
+
+    if file is not None:
+        try:
+            return load_machine(file)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+    if machine_cache_path().exists():
+        with console().status("reading the machine profile"):
+            kept = kept_machine(folder)
+        if kept is not None:
+            return kept
+    return _measure(folder, quick=True)
+
+
+def _measure(folder: Path, *, quick: bool) -> Machine:
+    from forebay.rewriter.machine.profile import save_machine
+    from forebay.runtime.measure.machine import machine_cache_path, measure_machine
+
+    with progress_bar() as bar:
+        reason = _unwritable_cache()
+        if reason:
+            say(f"warning: the machine profile cannot be kept, so every command measures anew: {reason}; set "
+                "FOREBAY_CACHE to a folder that can be written")
+        task = bar.add_task("measuring this machine" if reason else "measuring this machine, once", total=1.0, note="")
+        found = measure_machine(_writable(folder), quick=quick,
+                                progress=lambda stage, done: bar.update(task, completed=done, note=stage))
+        bar.update(task, completed=1.0, note="")
+    if not reason:
+        save_machine(found, machine_cache_path())
+    return found
+
+
+def _unwritable_cache() -> str:
+    """Why a file cannot be written in the folder of the kept profile; "" where it can."""
+    from forebay.runtime.measure.machine import machine_cache_path
+
+    folder = machine_cache_path().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(PROFILE_NBYTES))
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    return ""
+
+
+def _writable(folder: Path) -> Path:
+    """`folder`, or where it may not be written to the cache's, or the one for temporary files: measuring needs a file
+    there."""
+    from forebay.rewriter.checkpoints.resolve import cache_folder
+
+    if os.access(folder, os.W_OK):
+        return folder
+    return Path(tempfile.gettempdir()) if _unwritable_cache() else cache_folder()

@@ -1,0 +1,30 @@
+"""What the commands take alike: options, and the folder of the model that is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forebay.commands.terminal import progress_bar
+
+ModelArgument = Annotated[str, typer.Argument(
+    metavar="MODEL", help="A folder with a safetensors checkpoint, a .gguf file, or 'demo'.")]
+BudgetOption = Annotated[str | None, typer.Option(
+    "--budget", metavar="TIER=SIZE,…", help="What may be used, e.g. device=120MiB,host=2GB,disk=/path.")]
+MachineOption = Annotated[Path | None, typer.Option("--machine", help="A machine profile to use instead of this "
+                                                    "machine's own.")]
+SlotsOption = Annotated[int | None, typer.Option(min=1, help="Staging slots; the planner chooses by default.")]
+CacheOption = Annotated[str, typer.Option("--cache", metavar="FORMAT", help="Of the KV cache: native, kv8 or kv4.")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+def model_folder(model: str) -> Path:
+    """The model's folder, converted from GGUF with a progress bar where that is needed."""
+    from forebay.rewriter.checkpoints.resolve import resolve_model
+
+    with progress_bar() as bar:
+        task = bar.add_task("converting, once", total=None, visible=False, note="")
+        return resolve_model(model, progress=lambda done, total: bar.update(
+            task, completed=done, total=total, visible=True))

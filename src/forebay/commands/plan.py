@@ -1,0 +1,208 @@
+"""`forebay plan` and `forebay explain`: a plan made dry, of a model or of a config alone, and a saved one shown."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forebay.commands.machine import machine_profile
+from forebay.commands.options import BudgetOption, CacheOption, DebugOption, SlotsOption, model_folder
+from forebay.commands.terminal import clean_errors, console, say
+
+if TYPE_CHECKING:
+    from forebay.rewriter.ir.graph import CapturedModel
+    from forebay.rewriter.ir.plan import Plan
+    from forebay.rewriter.planning.planner import Wishes
+
+
+def plan(
+    model: Annotated[str | None, typer.Argument(
+        metavar="MODEL", help="A folder with a safetensors checkpoint, a .gguf file, or 'demo'.")] = None,
+    config: Annotated[str | None, typer.Option(
+        metavar="FILE|NAME", help="Instead of MODEL: a config.json or a preset model such as opt-30b. No weights are "
+        "needed, the whole policy is searched, and --budget takes a size of every tier.")] = None,
+    budget: BudgetOption = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences (default: 1; with --config: searched).")] = None,
+    prompt: Annotated[int | None, typer.Option(
+        min=1, help="Tokens of the longest prompt (default: 64; with --config: 512).")] = None,
+    new_tokens: Annotated[int | None, typer.Option(
+        "--new-tokens", "--max-new-tokens", "--output", min=1, help="Tokens to generate (default: 64; with --config: "
+        "32).")] = None,
+    slots: SlotsOption = None,
+    cache: CacheOption = "native",
+    machine: Annotated[str | None, typer.Option(
+        metavar="FILE|NAME", help="A machine profile to use instead of this machine's own; with --config also a "
+        "preset such as t4.")] = None,
+    objective: Annotated[str, typer.Option(
+        help="With --config: throughput, latency, or budget: the least device memory for --tokens-per-s.")]
+    = "throughput",
+    latency: Annotated[float | None, typer.Option(
+        metavar="SECONDS", help="With --config: the longest a whole block of sequences may take.")] = None,
+    tokens_per_s: Annotated[float | None, typer.Option(help="With --objective budget: the throughput to reach.")]
+    = None,
+    quantise: Annotated[bool, typer.Option("--quantise", help="With --config: try 4-bit weights and cache too.")]
+    = False,
+    checkpoints: Annotated[bool, typer.Option(
+        help="With --config: keep part of the cache as layer inputs, and recompute keys and values.")] = True,
+    diagonal: Annotated[bool, typer.Option("--diagonal", help="With --config: try the diagonal schedule too.")]
+    = False,
+    pareto: Annotated[Path | None, typer.Option(
+        metavar="OUT.png", help="With --config: latency against throughput as a picture, and as JSON beside it.")]
+    = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Show what would go where, how much memory and time it takes, and the smallest budget; no weight is read."""
+    with clean_errors(debug):
+        from forebay.rewriter.ir.plan import PlanError
+        from forebay.rewriter.planning.planner import Wishes
+
+        if (model is None) == (config is None):
+            raise PlanError("name a MODEL, or a --config to plan without one")
+        if config is not None:
+            if slots is not None or cache != "native":
+                raise PlanError("--slots and --cache are for plans of a MODEL; with --config the policy is searched")
+            found = _search(config, machine, budget, prompt=prompt or 512, output=new_tokens or 32,
+                            objective=objective, batch=batch or 0, latency_s=latency, tokens_per_s=tokens_per_s,
+                            quantise=quantise, checkpoints=checkpoints, diagonal=diagonal, pareto=pareto)
+            _show_policy(found, as_json, save)
+            return
+        only = {"--objective": objective != "throughput", "--latency": latency is not None,
+                "--tokens-per-s": tokens_per_s is not None, "--quantise": quantise, "--no-checkpoints": not checkpoints,
+                "--diagonal": diagonal, "--pareto": pareto is not None}
+        for name, given in only.items():
+            if given:
+                raise PlanError(f"{name} needs --config")
+        assert model is not None
+        shape = (batch or 1, prompt or 64, new_tokens or 64)
+        _plan_model(model, budget, shape, Wishes(slots, cache_format=cache), machine, as_json, save)
+
+
+def _plan_model(
+    model: str, budget: str | None, shape: tuple[int, int, int], wishes: Wishes, machine: str | None,
+    as_json: bool, save: Path | None,
+) -> None:
+    from forebay.api import open_model
+    from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
+    from forebay.rewriter.ir.plan import PlanError, Workload
+    from forebay.rewriter.pipeline import Pipeline
+    from forebay.rewriter.source import fuse_blocks, model_source
+    from forebay.rewriter.switches import read_switches
+
+    if budget is None:
+        raise PlanError("say how much memory may be used, as --budget device=120MiB")
+    sizes, workload, switches = parse_budget(budget), Workload(*shape), read_switches()
+    folder = model_folder(model)
+    profile = machine_profile(None if machine is None else Path(machine), folder)
+    with console().status("capturing the model"):
+        captured, checkpoint, files = open_model(folder)
+    with console().status("planning"):
+        fused = fuse_blocks(captured, switches, wishes.cache_format)
+        source = model_source(fused, files, workload, checkpoint.fingerprint, host_hop=profile.device_kind != "cpu")
+        pipeline = Pipeline(source, workload, profile, switches)
+        made = pipeline.plan(sizes, wishes)
+        smallest = pipeline.smallest_budget(wishes)
+    if save:
+        made.save(save)
+    if as_json:
+        print(made.to_json())
+        return
+    show_plan(made, captured)
+    print(f"smallest    a device budget of {format_nbytes(smallest)} ({smallest} bytes) would still work")
+
+
+def _search(config: str, machine: str | None, budget: str | None, **wishes: Any) -> dict[str, Any]:
+    from forebay.commands.plan_config import plan_config
+    from forebay.rewriter.ir.byte_sizes import parse_nbytes
+    from forebay.rewriter.ir.plan import TIERS, PlanError
+    from forebay.runtime.measure.machine import machine_cache_path
+
+    capacity: dict[str, Any] = {}
+    for part in (budget or "").split(",") if budget else ():
+        tier, equals, size = (text.strip() for text in part.partition("="))
+        if not equals:
+            tier, size = "device", tier
+        if tier not in TIERS:
+            raise PlanError(f"budget: unknown tier {tier!r}; the tiers are {', '.join(TIERS)}")
+        capacity[f"{tier}_nbytes"] = parse_nbytes(size, f"budget.{tier}")
+    if machine is None:
+        if not machine_cache_path().exists():
+            raise PlanError("name a --machine, such as t4, or measure this one: forebay machine")
+        machine = str(machine_cache_path())
+    try:
+        with console().status("searching"):
+            return plan_config(config, machine, **capacity, **wishes)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+
+
+def _show_policy(found: dict[str, Any], as_json: bool, save: Path | None) -> None:
+    import json
+
+    from forebay.commands.plan_config import plan_config_text
+    from forebay.rewriter.ir.plan import plan_from_dict
+
+    if save:
+        plan_from_dict(json.loads(json.dumps(found["plan"]))).save(save)  # tuples as lists, as in a file
+    print(json.dumps(found, indent=1) if as_json else plan_config_text(found))
+
+
+def explain(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan written by --save-plan or --save.")],
+    memory: Annotated[Path | None, typer.Option(help="Draw the device arena over time to this PNG.")] = None,
+    timeline: Annotated[bool, typer.Option("--timeline", help="The same as a coarse character picture.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show a saved plan: a row per layer, what fills the memory, and the memory over time."""
+    with clean_errors(debug):
+        from forebay.rewriter.ir.plan import load_plan
+        from forebay.rewriter.report.explain import memory_timeline
+
+        loaded = load_plan(plan)
+        show_plan(loaded)
+        if timeline:
+            print()
+            print(memory_timeline(loaded))
+        if memory:
+            from forebay.commands.pictures import draw_memory
+
+            draw_memory(loaded, memory)
+            say(f"wrote {memory}")
+
+
+def show_plan(made: Plan, captured: CapturedModel | None = None) -> None:
+    """Print a plan to stdout: on a terminal with its layers as a table, elsewhere as plain text."""
+    from forebay.rewriter.ir.byte_sizes import format_nbytes
+    from forebay.rewriter.planning.advice import advise
+    from forebay.rewriter.report.explain import COLUMNS, explain_plan, layer_rows, summarise_plan
+
+    advice = "\n".join(f"{'advice' if i == 0 else '':<12}{line}" for i, line in enumerate(advise(made)))
+    if not sys.stdout.isatty():
+        print(explain_plan(made, captured), *filter(None, [advice]), sep="\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = layer_rows(made, captured)
+    shown = {title: name for title, name in COLUMNS.items() if any(getattr(row, name) for row in rows)}
+    table = Table(show_footer=True)
+    table.add_column("layer", "total", overflow="fold")
+
+    def cell(name: str, value: int) -> str:
+        return "-" if not value else str(value) if name in ("weights", "copies") else format_nbytes(value)
+
+    for title, name in shown.items():
+        table.add_column(title, cell(name, sum(getattr(row, name) for row in rows)), justify="right",
+                         no_wrap=True)
+    table.add_column("format", overflow="fold")
+    for row in rows:
+        table.add_row(row.title, *(cell(name, getattr(row, name)) for name in shown.values()), "+".join(row.formats))
+    terminal = Console(highlight=False)
+    terminal.print(summarise_plan(made), markup=False, soft_wrap=True)
+    terminal.print(table)
+    if advice:
+        terminal.print(advice, markup=False, soft_wrap=True)

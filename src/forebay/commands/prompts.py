@@ -1,0 +1,179 @@
+"""Prompts of a batch job: lines of a JSONL file, as text, as token ids, and in batches."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.checkpoints.config import read_eos
+
+
+class JobError(ValueError):
+    """A job that cannot start or go on; the message says what to do. Answers already written stay."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One line of the prompts file: `line` counts from 1; either `prompt` or `messages` is given."""
+
+    line: int
+    id: str | int
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """The part of the line that is asked, as it stands in the answer."""
+        return {"prompt": self.prompt} if self.messages is None else {"messages": self.messages}
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line of the prompts file that cannot be answered, and why."""
+
+    line: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request as token ids."""
+
+    request: Request
+    ids: tuple[int, ...]
+
+
+def read_requests(path: str | Path) -> tuple[list[Request], list[BadLine]]:
+    """The readable lines of a prompts file and the others; blank lines are skipped but counted.
+
+    A line is {"prompt": "..."} or {"messages": [...]}, with an optional "id" (a string or integer; by default the line
+    number). A second line with the id of an earlier one is bad; a byte order mark at the beginning is passed over.
+    Raises JobError if the file cannot be read.
+    """
+    try:
+        lines = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
+    except OSError as error:
+        raise JobError(f"cannot read the prompts {path}: {error.strerror}") from error
+    requests: list[Request] = []
+    bad: list[BadLine] = []
+    first: dict[str, int] = {}
+    for number, raw in enumerate(lines, start=1):
+        if not raw.strip():
+            continue
+        try:
+            request = _parse_line(number, raw)
+        except ValueError as error:
+            bad.append(BadLine(number, str(error)))
+            continue
+        if first.setdefault(str(request.id), number) != number:
+            bad.append(BadLine(number, f"id {request.id!r} is already that of line {first[str(request.id)]}"))
+        else:
+            requests.append(request)
+    return requests, bad
+
+
+def _parse_line(number: int, raw: bytes) -> Request:
+    try:
+        entry = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(entry, dict):
+        raise ValueError(f'expected an object such as {{"prompt": "..."}}, found {type(entry).__name__}')
+    name = entry.get("id", number)
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise ValueError(f"id must be a string or an integer, found {name!r}")
+    prompt, messages = entry.get("prompt"), entry.get("messages")
+    if (prompt is None) == (messages is None):
+        raise ValueError('expected either "prompt" or "messages"')
+    if prompt is not None:
+        if not isinstance(prompt, str):
+            raise ValueError(f"prompt must be a string, found {type(prompt).__name__}")
+        if not prompt.strip():
+            raise ValueError("the prompt is empty")
+    elif not isinstance(messages, list) or not messages or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    ):
+        raise ValueError('messages must be a list of {"role": "...", "content": "..."}')
+    try:
+        json.dumps(entry, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError("holds half of a surrogate pair, which is no text") from error
+    return Request(number, name, prompt, messages)
+
+
+def encode(
+    requests: Iterable[Request], tokenizer: Any, *, chat: bool, most_tokens: int, vocab_size: int
+) -> tuple[list[Prompt], list[BadLine]]:
+    """Token ids of each request, through the tokenizer's chat template for messages (with `chat` for prompts too).
+
+    A prompt longer than `most_tokens` (0: no limit), one without tokens, one with a token that the model's vocabulary
+    of `vocab_size` lacks, and one the template refuses are bad lines.
+    """
+    prompts: list[Prompt] = []
+    bad: list[BadLine] = []
+    for request in requests:
+        messages = request.messages
+        if messages is None and chat:
+            messages = [{"role": "user", "content": request.prompt}]
+        if messages is None:
+            ids = tokenizer(request.prompt)["input_ids"]
+        elif not getattr(tokenizer, "chat_template", None):
+            bad.append(BadLine(request.line, "the model's tokenizer has no chat template; use \"prompt\""))
+            continue
+        else:
+            try:
+                text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # templates are programs of their own and raise what they like
+                bad.append(BadLine(request.line, f"the chat template refuses these messages: {error}"))
+                continue
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            bad.append(BadLine(request.line, "the prompt has no token"))
+        elif most_tokens and len(ids) > most_tokens:
+            bad.append(BadLine(request.line, f"the prompt is too long: {len(ids)} tokens, at most {most_tokens} fit"))
+        elif max(ids) >= vocab_size:
+            bad.append(BadLine(request.line, f"the tokenizer gives token {max(ids)}, but the model's vocabulary has "
+                                             f"{vocab_size}: they do not belong together"))
+        else:
+            prompts.append(Prompt(request, tuple(ids)))
+    return prompts, bad
+
+
+def make_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
+    """Batches of at most `size` prompts of similar length, the longest first, so that what does not fit shows at once.
+
+    They depend on the whole file and not on what is answered already: a resumed job computes what it would have.
+    """
+    ordered = sorted(prompts, key=lambda p: (-len(p.ids), p.request.line))
+    return [ordered[i : i + size] for i in range(0, len(ordered), size)]
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's own tokenizer; JobError where it has none that works."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # the tokenizers library raises plain Exception, and transformers whatever it meets
+        raise JobError(f"{folder} holds no usable tokenizer (tokenizer.json): {error!r}") from error
+
+
+def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """The token ids that end an answer: of generation_config.json, else config.json, else the tokenizer. JobError for
+    a file that cannot be read as such."""
+    try:
+        found = read_eos(folder)
+    except CheckpointError as error:
+        raise JobError(str(error)) from error
+    if found:
+        return found
+    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)

@@ -1,0 +1,63 @@
+"""The command `forebay quantize`: a model's weights in 4 or 8 bits, written once, streamed ever after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forebay.commands.terminal import clean_errors, progress_bar, say
+
+
+def quantize_command(
+    model: Annotated[str, typer.Argument(
+        metavar="MODEL", help="A folder with a safetensors checkpoint, a .gguf file, or 'demo'.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; begun, it is finished.")],
+    weights: Annotated[str, typer.Option(
+        help="Format of the linear layers: w4g32, w4g64, w4g128, w8, w8g32; native; or keep: a GGUF file's own.")],
+    override: Annotated[list[str] | None, typer.Option(
+        metavar="PATTERN=FORMAT", help="Another format for the weights whose names match, e.g. '*.down_proj.*=w8'. May "
+        "be given again; the last that matches counts.")] = None,
+    rounding: Annotated[str, typer.Option(help="minmax, or mse: search the ranges with the least squared error.")]
+    = "minmax",
+    head: Annotated[bool, typer.Option("--head", help="The output head too.")] = False,
+    embeddings: Annotated[bool, typer.Option("--embeddings", help="The token embedding too.")] = False,
+    shard_size: Annotated[str, typer.Option(help="Bytes of a file of weights, e.g. 1GiB; smaller ones lose less "
+                                            "to an interruption.")] = "1GiB",
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Write MODEL with quantised weights to the folder OUT, which every other command takes as a model.
+
+    Norms and biases keep their precision; so do the output head and the embeddings unless asked. Interrupted, the same
+    command goes on where it stopped.
+    """
+    with clean_errors(debug):
+        from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+        from forebay.rewriter.checkpoints.resolve import demo_gguf, resolve_model
+        from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_nbytes
+
+        path = demo_gguf() if model == "demo" else Path(model).expanduser()
+        if path.suffix != ".gguf":
+            path = resolve_model(model)
+        wish = Wish(weights, tuple(_parse_override(text) for text in override or ()), rounding, head, embeddings)
+        with progress_bar() as bar:
+            task = bar.add_task("quantising", total=None, note="")
+            made = quantize_model(
+                path, out, wish, shard_nbytes=parse_nbytes(shard_size),
+                progress=lambda done, total: bar.update(task, completed=done, total=total, note=format_nbytes(done)))
+        formats: dict[str, list[int]] = {}
+        for record in made.tensors.values():
+            formats.setdefault(record.packed.format if record.packed else "native", []).append(record.nbytes)
+        for name, sizes in sorted(formats.items()):
+            say(f"{name:<8}{len(sizes):5} tensors, {format_nbytes(sum(sizes))}")
+        say(f"wrote {out}: {format_nbytes(made.nbytes)} of weights")
+
+
+def _parse_override(text: str) -> tuple[str, str]:
+    from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+
+    pattern, equals, format = text.rpartition("=")
+    if not equals or not pattern or not format:
+        raise CheckpointError(f"--override {text!r}: expected PATTERN=FORMAT, such as '*.down_proj.*=w8'")
+    return pattern, format

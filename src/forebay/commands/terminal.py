@@ -1,0 +1,95 @@
+"""What the commands share on a terminal: errors of one line, signals that stop a job cleanly, progress bars."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+FAILED = 2  # exit code; 128 + the signal's number for a job that was interrupted
+
+
+@contextmanager
+def stopping() -> Iterator[list[int]]:
+    """Turn the first SIGINT or SIGTERM into an entry of the list, a second one into KeyboardInterrupt."""
+    received: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+        say("stopping after this step; once more to stop at once")
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def clean_errors(debug: bool) -> Iterator[None]:
+    """Errors that a user can mend become one line on stderr and exit code 2; with `debug` they keep their traceback."""
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except KeyboardInterrupt:
+        say("interrupted")
+        raise typer.Exit(128 + signal.SIGINT) from None
+    except Exception as error:
+        message = _message(error)
+        if debug or message is None:
+            raise
+        say(f"error: {message}")
+        raise typer.Exit(FAILED) from None
+
+
+def _message(error: Exception) -> str | None:
+    """What to tell the user, or None for an error that is not theirs to mend."""
+    if isinstance(error, ModuleNotFoundError):
+        missing = (error.name or "").partition(".")[0]
+        return None if missing == "forebay" else f"{missing} is not installed; pip install 'forebay[models,cli]'"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    from forebay.commands.prompts import JobError
+    from forebay.passes.lower.launches import LoweringError
+    from forebay.rewriter.capture.language_model import CaptureError
+    from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+    from forebay.rewriter.ir.plan import PlanError
+    from forebay.rewriter.pipeline import StoppedAfter
+    from forebay.rewriter.switches import SwitchError
+    from forebay.rewriter.verify.program import ProgramError
+    from forebay.runtime.devices.device import RuntimeFault
+
+    known = (PlanError, CheckpointError, CaptureError, SwitchError, JobError, StoppedAfter, ProgramError, LoweringError,
+             RuntimeFault, OSError)
+    return " ".join(str(error).split()) if isinstance(error, known) else None
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def progress_bar() -> Progress:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    where = console()
+    return Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
+                    TextColumn("{task.fields[note]}"), TimeRemainingColumn(), console=where,
+                    disable=not where.is_terminal)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,1 @@
+"""The memory and options of modules compiled with the backend `forebay`."""

@@ -1,0 +1,284 @@
+import copy
+import functools
+import resource
+
+import pytest
+import torch
+import transformers
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from forebay.rewriter.capture.concretise import concretise, inline_blocks
+from forebay.rewriter.capture.language_model import CaptureError, capture_model
+from forebay.rewriter.ir.graph import META, CacheInput, CapturedModel, weight_name
+from tests.families import FAMILIES, REFUSED, VOCAB, captured
+
+_NEW = 3  # decode steps
+_CACHE_LENGTH = 24
+
+
+@functools.cache
+def eager_model(family: str) -> torch.nn.Module:
+    """A model whose weights are large enough for positions, windows and caps to show in the logits."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+class Runner:
+    """Calls a captured model on real tensors, as blocks or flat, and keeps its cache."""
+
+    def __init__(self, lm: CapturedModel, model: torch.nn.Module, batch: int, flat: bool) -> None:
+        self.lm, self.flat = lm, flat
+        self.state = model.state_dict()
+        # Unwritten cache holds large numbers: reading any of it would show.
+        self.cache = [
+            [torch.full((batch, c.kv_heads, _CACHE_LENGTH, c.head_dim), 50.0, dtype=c.dtype) for _ in "kv"]
+            for c in lm.cache
+        ]
+
+    def __call__(self, tokens: torch.Tensor, start: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        bound = {"input_ids": tokens, "start": start, "last": last}
+        for node in self.lm.step.graph.find_nodes(op="placeholder"):
+            mark = node.meta.get(META)
+            if isinstance(mark, CacheInput):
+                bound[node.name] = self.cache[mark.layer]["kv".index(mark.side)]
+            elif (name := weight_name(node)) is not None:
+                bound[node.name] = self.lm.constants[name] if name in self.lm.constants else self.state[name]
+        step = self.lm.step
+        if self.flat:
+            step = inline_blocks(concretise(step, {name: t.to("meta") for name, t in bound.items()}))
+        with torch.no_grad():
+            return step(*bound.values())
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["blocks", "flat"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("chunk", [16, 5], ids=["whole", "chunked"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_eager(family, chunk, batch, flat):
+    model = eager_model(family)
+    torch.manual_seed(1)
+    lengths = torch.tensor([9, 4, 7][:batch])
+    tokens = torch.randint(3, VOCAB, (batch, int(lengths.max()) + _NEW))
+    with torch.no_grad():  # each sequence by itself: no padding, no mask
+        expected = [model(row[None, : n + _NEW]).logits[0] for row, n in zip(tokens, lengths, strict=True)]
+    run = Runner(captured(family), model, batch, flat)
+
+    prompt = tokens[:, : int(lengths.max())]
+    got = torch.full((batch, VOCAB), float("nan"))
+    for begin in range(0, prompt.shape[1], chunk):
+        part = prompt[:, begin : begin + chunk]
+        last = lengths - 1 - begin
+        ends = (last >= 0) & (last < part.shape[1])
+        logits = run(part, torch.full((batch,), begin), last.clamp(0, part.shape[1] - 1))
+        assert logits.shape == (batch, VOCAB)
+        got[ends] = logits[ends]
+    steps = [got]
+    for i in range(_NEW):
+        token = torch.stack([row[n + i] for row, n in zip(tokens, lengths, strict=True)])[:, None]
+        steps.append(run(token, lengths + i, torch.zeros(batch, dtype=torch.int64)))
+
+    want = torch.stack([e[n - 1 : n + _NEW] for e, n in zip(expected, lengths, strict=True)], 1)
+    scale = want.abs().max()
+    assert (want[0] - want[1]).abs().max() > 0.05 * scale
+    torch.testing.assert_close(torch.stack(steps), want, rtol=0, atol=1e-5 * max(1.0, float(scale)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graph_keeps_its_contract(family):
+    lm = captured(family)
+    step = lm.step
+    names = [n.name for n in step.graph.find_nodes(op="placeholder")]
+    layers = len(lm.layers)
+    caches = [f"cache_{s}_{i}" for i in range(layers) for s in "kv"]
+    assert names[: 3 + 2 * layers] == ["input_ids", "start", "last", *caches]
+    marked = [weight_name(n) for n in step.graph.find_nodes(op="placeholder")[3 + 2 * layers :]]
+    assert marked == [*lm.weights, *lm.constants]
+
+    shapes = {n: tuple(p.shape) for n, p in eager_model(family).named_parameters()}
+    assert {n: w.shape for n, w in lm.weights.items()} == shapes
+    calls = step.graph.find_nodes(op="call_module", target=lm.layers[0])
+    assert [n.meta["layer"] for n in calls] == [i for i, name in enumerate(lm.layers) if name == lm.layers[0]]
+    for block in lm.blocks().values():
+        count = {
+            op: len(block.graph.find_nodes(op="call_function", target=getattr(torch.ops.forebay, op).default))
+            for op in ("attention", "kv_append")
+        }
+        assert count == {"attention": 1, "kv_append": 1}
+    inner = {weight_name(n) for n in step.get_submodule(lm.layers[0]).graph.find_nodes(op="placeholder")} - {None}
+    assert inner == set(lm.layer_weights[0])
+    assert all(name in lm.weights for mapping in lm.layer_weights for name in mapping.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_hold_no_checks_no_state_and_no_meta_device(family):
+    lm = captured(family)
+    for gm in (lm.step, *lm.blocks().values()):
+        for node in gm.graph.nodes:
+            assert node.op != "get_attr"
+            assert "assert" not in str(node.target) and "sym_constrain" not in str(node.target)
+            assert "dropout" not in str(node.target) and "detach" not in str(node.target)
+            assert node.kwargs.get("device") != torch.device("meta")
+            if node.op == "call_function" and not node.users:
+                assert node.target is torch.ops.forebay.kv_append.default
+        assert not list(gm.parameters()) and not list(gm.buffers())
+
+
+def test_equal_layers_share_one_block_and_different_ones_do_not():
+    assert captured("llama").layers == ("block_0",) * 3
+    gemma = captured("gemma2")
+    assert gemma.layers == ("block_0", "block_1", "block_0", "block_1")
+    assert [c.window for c in gemma.cache] == [6, 0, 6, 0]
+    assert {c.window for c in captured("mistral").cache} == {6}
+
+
+def test_layers_scaled_by_their_index_are_different_kinds():
+    config = FAMILIES["gpt2"](3, scale_attn_by_inverse_layer_idx=True)
+    lm = capture_model(config)
+    assert lm.layers == ("block_0", "block_1", "block_2")
+    scales = [
+        b.graph.find_nodes(op="call_function", target=torch.ops.forebay.attention.default)[0].args[4]
+        for b in lm.blocks().values()
+    ]
+    assert scales == [pytest.approx(0.25 / (i + 1)) for i in range(3)]
+
+
+def test_layer_that_computes_with_its_index_is_traced_once_per_layer(monkeypatch):
+    layer = transformers.models.llama.modeling_llama.LlamaDecoderLayer
+    whole = layer.forward
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return whole(self, hidden_states, *args, **kwargs) * (self.self_attn.layer_idx + 1)
+
+    monkeypatch.setattr(layer, "forward", forward)
+    lm = capture_model(FAMILIES["llama"](2))
+    assert lm.layers == ("block_0", "block_1")
+    factors = [b.graph.output_node().args[0].args[1] for b in lm.blocks().values()]
+    assert factors == [1, 2]
+
+
+def test_tied_weight_is_one():
+    lm = captured("opt")
+    assert lm.weights["model.decoder.embed_tokens.weight"].ties == ("lm_head.weight",)
+    assert "lm_head.weight" not in lm.weights
+    model = eager_model("opt")
+    assert lm.weight_nbytes == sum(p.numel() * p.element_size() for p in model.parameters())
+    assert not any(spec.ties for spec in captured("llama").weights.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "phi3"])
+def test_constants_have_their_real_values(family):
+    lm = captured(family)
+    buffers = dict(eager_model(family).named_buffers())
+    assert lm.constants
+    for name, value in lm.constants.items():
+        torch.testing.assert_close(value, buffers[name], rtol=0, atol=0)
+
+
+def test_position_limit_is_known():
+    assert all(captured(family).max_positions == 128 for family in FAMILIES)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_unsupported_family_is_refused_by_name(family):
+    with pytest.raises(CaptureError, match=rf"(?i){family}forcausallm.*attention"):
+        capture_model(REFUSED[family]())
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_class_that_only_claims_support_is_refused(family, monkeypatch):
+    config = REFUSED[family]()
+    cls = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    monkeypatch.setattr(cls, "_supports_attention_backend", True)
+    with pytest.raises(CaptureError, match=rf"(?i){family}forcausallm.*cannot be captured: "):
+        capture_model(config)
+
+
+def test_layer_that_computes_attention_itself_is_refused(monkeypatch):
+    module = transformers.models.llama.modeling_llama
+    monkeypatch.setattr(
+        module.ALL_ATTENTION_FUNCTIONS, "get_interface", lambda *args: module.eager_attention_forward, raising=True
+    )
+    with pytest.raises(CaptureError, match=r"LlamaForCausalLM.*0 calls of forebay::attention"):
+        capture_model(FAMILIES["llama"](2))
+
+
+def test_config_and_module_of_another_sort_are_refused():
+    with pytest.raises(CaptureError, match="'vit' is not a causal language model"):
+        capture_model(transformers.ViTConfig())
+    with pytest.raises(CaptureError, match="Linear is neither"):
+        capture_model(torch.nn.Linear(2, 2))
+
+
+def test_module_changed_since_its_config_is_refused():
+    model = copy.deepcopy(eager_model("llama"))
+    model.model.layers[1].mlp.up_proj = torch.nn.Linear(64, 32, bias=False)
+    with pytest.raises(CaptureError, match=r"layers\.1\.mlp\.up_proj\.weight"):
+        capture_model(model)
+
+
+def test_module_in_memory_gives_the_graph_of_its_config():
+    model = eager_model("llama")
+    before = {n: p.data_ptr() for n, p in model.named_parameters()}
+    lm = capture_model(model)
+    assert str(lm.step.graph) == str(captured("llama").step.graph)
+    assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
+    assert model.config._attn_implementation == "eager"
+    model(torch.tensor([[5]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtype_overrides_the_config(dtype):
+    lm = capture_model(FAMILIES["llama"](2), dtype=dtype)
+    assert lm.dtype == dtype
+    assert {w.dtype for w in lm.weights.values()} == {dtype} == {c.dtype for c in lm.cache}
+    assert lm.constants["model.rotary_emb.inv_freq"].dtype == torch.float32
+    assert lm.step.graph.output_node().args[0].meta["val"].dtype == dtype
+
+
+def test_all_positions_keeps_every_logit():
+    lm = capture_model(FAMILIES["qwen2"](), all_positions=True)
+    model = eager_model("qwen2")
+    tokens = torch.randint(3, VOCAB, (2, 6))
+    zeros = torch.zeros(2, dtype=torch.int64)
+    with torch.no_grad():
+        torch.testing.assert_close(Runner(lm, model, 2, False)(tokens, zeros, zeros), model(tokens).logits)
+
+
+def test_head_runs_on_one_token_per_sequence():
+    step = captured("llama").step
+    (head,) = step.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    assert head.meta["val"].shape[1:] == (1, VOCAB)
+
+
+def test_largest_model_is_captured_without_memory_for_weights():
+    """OPT-175B has 350 GB of weights; capture may take no more than its graphs need."""
+    config = transformers.OPTConfig(
+        hidden_size=12288, ffn_dim=49152, num_hidden_layers=96, num_attention_heads=96, word_embed_proj_dim=12288
+    )
+    captured("opt")  # imports and first-use caches are not counted
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    lm = capture_model(config, dtype=torch.float16)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024  # KiB
+    assert lm.weight_nbytes == pytest.approx(350e9, rel=0.01)
+    assert set(lm.layers) == {"block_0"} and len(lm.layers) == 96
+    for gm in (lm.step, lm.step.get_submodule("block_0")):
+        for node in gm.graph.nodes:
+            assert isinstance(node.meta.get("val"), (FakeTensor, torch.SymInt, type(None)))
+
+
+def test_tracing_work_does_not_grow_with_depth(monkeypatch):
+    """Counts exported operations rather than seconds."""
+    nodes = []
+    create = fx.Tracer.create_node
+    monkeypatch.setattr(fx.Tracer, "create_node", lambda *a, **k: nodes.append(a[1]) or create(*a, **k))
+    counts = []
+    for layers in (4, 16):
+        nodes.clear()
+        capture_model(FAMILIES["gemma2"](layers))
+        counts.append(nodes.count("call_function"))
+    assert counts[0] == counts[1] > 50

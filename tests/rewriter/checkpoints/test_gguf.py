@@ -1,0 +1,230 @@
+import os
+import signal
+import struct
+import subprocess
+import sys
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
+
+from forebay.rewriter.checkpoints import checkpoint
+from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint
+from forebay.rewriter.checkpoints.gguf import ARCHITECTURES, convert_gguf
+
+VOCAB, HIDDEN, INNER, LAYERS = 288, 64, 96, 2
+SIZES = dict(
+    vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0,
+)  # fmt: skip
+CONFIGS: dict[str, dict] = {
+    "llama": SIZES | dict(head_dim=16),
+    "qwen2": SIZES,
+    "qwen3": SIZES | dict(head_dim=128),  # what transformers takes for every Qwen3 GGUF
+    "phi3": SIZES,
+    "gemma2": SIZES | dict(head_dim=32),
+    "gpt2": dict(vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=4, n_positions=1024),
+}
+
+
+def write_tokenizer(writer: gguf.GGUFWriter, architecture: str) -> None:
+    """Single characters and one merge, padded with unused entries; Gemma's is a SentencePiece model."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [b for b in range(256) if b not in printable]
+    tokens = [
+        "<s>",
+        "</s>",
+        "<unk>",
+        *(chr(b) for b in printable),
+        *(chr(256 + i) for i in range(len(hidden))),
+        "he",
+        "▁",
+    ]
+    tokens += [f"<unused{i}>" for i in range(VOCAB - len(tokens))]
+    writer.add_tokenizer_model("llama" if architecture == "gemma2" else "gpt2")
+    writer.add_token_scores([-float(i) for i in range(len(tokens))])
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 2] + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["h e"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(2)
+    writer.add_pad_token_id(0)
+
+
+def write_model(path, architecture: str, tied: bool = True, drop: str = "", extra: str = "") -> None:
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_rope_dimension_count(16)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_key_length(32)
+    writer.add_sliding_window(32)
+    writer.add_vocab_size(VOCAB)
+    write_tokenizer(writer, architecture)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **CONFIGS[architecture]))
+    parameters = model.state_dict()
+    random = np.random.default_rng(0)
+    for i, (name, target) in enumerate(get_gguf_hf_weights_map(model, TensorProcessor()).items()):
+        shape = tuple(parameters[target].shape)
+        if (tied and name == "output.weight") or (drop and name.startswith(drop)):
+            continue
+        if architecture == "gpt2" and name.endswith(("qkv.weight", "down.weight", "up.weight", "attn_output.weight")):
+            shape = shape[::-1]
+        values = random.standard_normal(shape, dtype=np.float32)
+        kinds = [gguf.GGMLQuantizationType[kind] for kind in ("Q8_0", "Q4_1", "F16", "F32", "Q4_0", "BF16")]
+        kind = kinds[i % len(kinds)] if len(shape) == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    if extra:
+        writer.add_tensor(extra, np.ones(8, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def loaded_by_transformers(path) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tied"),
+    [(name, tied) for name in ARCHITECTURES for tied in (True, False) if tied or name != "gemma2"],  # always tied
+)
+def test_equals_transformers_bit_for_bit(tmp_path, architecture, tied):
+    path, out = tmp_path / "m.gguf", tmp_path / "out"
+    write_model(path, architecture, tied)
+    expected = loaded_by_transformers(path)
+    assert convert_gguf(path, out) == out
+    written = load_file(out / "model.safetensors")
+    assert ("lm_head.weight" in written) is not tied
+    assert expected.keys() - written.keys() <= {"lm_head.weight"} and written.keys() <= expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in written.items())
+
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.float32 and type(model).__name__ == model.config.architectures[0]
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    reference = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    assert tokenizer("hello there").input_ids == reference("hello there").input_ids
+    assert model.generation_config.eos_token_id == model.config.eos_token_id
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_is_the_rounded_float32(tmp_path, dtype):
+    write_model(tmp_path / "m.gguf", "llama")
+    full = load_file(convert_gguf(tmp_path / "m.gguf", tmp_path / "full") / "model.safetensors")
+    half = load_file(convert_gguf(tmp_path / "m.gguf", tmp_path / "half", dtype=dtype) / "model.safetensors")
+    assert all(torch.equal(half[name], value.to(getattr(torch, dtype))) for name, value in full.items())
+    assert AutoConfig.from_pretrained(tmp_path / "half").dtype == getattr(torch, dtype)
+    with pytest.raises(CheckpointError, match="choose one of float32"):
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "int", dtype="int8")
+
+
+def test_progress_counts_every_byte(tmp_path):
+    write_model(tmp_path / "m.gguf", "qwen2")
+    seen: list[tuple[int, int]] = []
+    out = convert_gguf(tmp_path / "m.gguf", tmp_path / "out", progress=lambda done, total: seen.append((done, total)))
+    total = open_checkpoint(out).nbytes
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen) and seen[-1] == (total, total)
+
+
+def test_nothing_remains_of_a_failed_conversion(tmp_path):
+    write_model(tmp_path / "m.gguf", "llama", drop="blk.1.ffn_up")
+    with pytest.raises(CheckpointError, match=r"incomplete: no tensor for model\.layers\.1\.mlp\.up_proj\.weight"):
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    write_model(tmp_path / "m.gguf", "llama")
+    with pytest.raises(KeyboardInterrupt):
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "out", progress=interrupt)
+    assert os.listdir(tmp_path) == ["m.gguf"]
+
+
+def test_too_little_space_is_known_before_anything_is_written(tmp_path, monkeypatch):
+    write_model(tmp_path / "m.gguf", "llama")
+    monkeypatch.setattr(checkpoint, "_free_nbytes", lambda folder: 1000)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", None)  # not reached
+    with pytest.raises(CheckpointError, match=r"not enough disk space: .* 1000 free"):
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["m.gguf"]
+
+
+def test_a_killed_conversion_is_not_taken_for_a_finished_one(tmp_path):
+    write_model(tmp_path / "m.gguf", "llama")
+    code = (
+        "import os, signal, sys; from forebay.rewriter.checkpoints.gguf import convert_gguf\n"
+        f"convert_gguf(sys.argv[1], sys.argv[2], progress=lambda *_: os.kill(os.getpid(), {int(signal.SIGKILL)}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "m.gguf", tmp_path / "out"], capture_output=True)
+    assert done.returncode == -signal.SIGKILL and not (tmp_path / "out").exists()
+    convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    open_checkpoint(tmp_path / "out")
+
+
+def test_an_existing_folder_is_not_overwritten(tmp_path):
+    write_model(tmp_path / "m.gguf", "llama")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match="already there"):
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
+
+
+def test_tensors_without_a_place_are_named(tmp_path):
+    write_model(tmp_path / "m.gguf", "llama", extra="rope_freqs.weight")
+    with pytest.warns(UserWarning, match=r"rope_freqs\.weight"):
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
+
+
+@pytest.mark.parametrize("architecture", ["falcon", "bloom", "mamba"])
+def test_unknown_architectures_are_refused_by_name(tmp_path, architecture):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=f"architecture '{architecture}'; those converted are gemma2"):
+        convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
+
+
+def test_damaged_files_are_refused(tmp_path):
+    path, out = tmp_path / "m.gguf", tmp_path / "out"
+    write_model(path, "llama")
+    whole = path.read_bytes()
+
+    def refused(data: bytes, message: str) -> None:
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match=message):
+            convert_gguf(path, out)
+
+    data_start = gguf.GGUFReader(path).data_offset
+    for keep in (6, 20, 30, 200, 1000, data_start - 100):
+        refused(whole[:keep], "is truncated: its header")
+    for keep in (data_start, data_start + 5000):
+        refused(whole[:keep], f"is truncated: expected .* bytes, the file has {keep}")
+    refused(b"PK\3\4" + whole[4:], "is not a GGUF file")
+    refused(b"", "is not a GGUF file")
+    refused(whole[:4] + struct.pack("<I", 9) + whole[8:], "GGUF version 9")
+    refused(whole[:4] + struct.pack(">I", 3) + whole[8:], "corrupt header: GGUF version")
+    refused(whole[:16] + struct.pack("<Q", 1 << 62) + whole[24:], "corrupt header|truncated")
+    name = b"blk.0.attn_q.weight"
+    at = whole.index(name) + len(name)
+    refused(whole[:at] + struct.pack("<I", 2) + struct.pack("<Q", 1 << 50) + whole[at + 12 :], "truncated: expected")
+    kind = at + 4 + 16
+    refused(whole[:kind] + struct.pack("<I", 999) + whole[kind + 4 :], "corrupt header: 999")
+    with pytest.raises(CheckpointError, match="no GGUF file at"):
+        convert_gguf(tmp_path / "absent.gguf", out)
+    assert os.listdir(tmp_path) == ["m.gguf"]

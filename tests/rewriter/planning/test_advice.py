@@ -1,0 +1,42 @@
+"""What binds a plan's step is named, and what would move it is costed from the plan itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from forebay.rewriter.ir.plan import Budget, GemmChoice, Plan, Prediction, Schedule, WeightPlacement, Workload
+from forebay.rewriter.planning.advice import advise
+
+
+def plan(compute: float, disk: float, dtype: str = "bfloat16", resident: int = 0) -> Plan:
+    weights = (WeightPlacement("a", "disk", 1000), WeightPlacement("b", "device", resident, offset=0))
+    return Plan("f", "m", Budget(2000), Workload(), Schedule(1), weights, gemm=(GemmChoice(dtype, 1, 8, 8, "flat"),),
+                prediction=Prediction(1.0, max(compute, disk), {"compute": compute, "disk": disk}, 1000))
+
+
+def test_a_disk_bound_step_gains_in_proportion_to_bytes_until_computation_binds() -> None:
+    first, *rest = advise(plan(0.1, 1.0))
+    assert first == "disk-bound: copies are busy 100 % of the step, computation 10 %"
+    assert rest == ["a device budget of 2.9 KiB, in which all stays, would give 10.0x",
+                    "w4g64 weights (forebay quantize) would give 3.6x", "twice the sequences at once would give 2.0x",
+                    "a link twice as fast would give 2.0x"]
+
+
+@pytest.mark.parametrize(("dtype", "resident", "gain"), [("float32", 0, "7.1x"), ("bfloat16", 200, "7.3x")])
+def test_4_bit_weights_gain_what_they_save_beside_what_stays(dtype: str, resident: int, gain: str) -> None:
+    assert f"w4g64 weights (forebay quantize) would give {gain}" in advise(plan(0.01, 1.0, dtype, resident))
+
+
+def test_what_gains_nothing_is_not_said() -> None:
+    assert advise(plan(1.0, 0.5)) == ["compute-bound: copies are busy 50 % of the step, computation 100 %"]
+    packed = plan(0.1, 1.0)
+    packed = replace(packed, weights=tuple(replace(w, format="w4g64") for w in packed.weights))
+    assert not any("w4g64" in line for line in advise(packed))
+
+
+def test_a_plan_that_streams_nothing_or_predicts_nothing() -> None:
+    still = replace(plan(1.0, 0.0), prediction=Prediction(1.0, 1.0, {"compute": 1.0}, 0))
+    assert len(advise(still)) == 1 and "nothing streams" in advise(still)[0]
+    assert advise(replace(still, prediction=Prediction())) == []

@@ -1,0 +1,109 @@
+"""Plans edited by hand are refused by the field that does not fit the model, before anything runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from forebay.api import LanguageModel, open_model
+from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.planning.planner import Wishes
+
+Opened = Callable[[dict[str, Any] | None], LanguageModel]
+
+
+@pytest.fixture(scope="module")
+def opened(llama_checkpoint: Any) -> Opened:
+    """A LanguageModel by a plan given as JSON, or by one of its own."""
+    parts, budget = open_model(llama_checkpoint.folder), Budget(llama_checkpoint.nbytes * 3 // 4)
+
+    def make(plan: dict[str, Any] | None) -> LanguageModel:
+        return LanguageModel(*parts, budget, Workload(1, 8, 4), Wishes(), Machine.default(),
+                             None if plan is None else plan_from_dict(plan))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def saved(opened: Opened) -> str:
+    return opened(None).plan.to_json()
+
+
+def _weight(plan: dict[str, Any], streamed: bool) -> dict[str, Any]:
+    return next(w for w in plan["weights"] if (w["tier"] == "disk") == streamed and not w["gather"])
+
+
+def _rename(plan: dict[str, Any]) -> None:
+    _weight(plan, True)["name"] = "other.weight"
+
+
+def _remove(plan: dict[str, Any]) -> None:
+    plan["weights"].remove(_weight(plan, True))
+
+
+def _resize(plan: dict[str, Any]) -> None:
+    _weight(plan, True)["nbytes"] += 64
+
+
+def _reformat(plan: dict[str, Any]) -> None:
+    _weight(plan, True)["format"] = "w4g64"
+
+
+def _move_to_host(plan: dict[str, Any]) -> None:
+    _weight(plan, True)["tier"] = "host"
+
+
+def _move_to_device(plan: dict[str, Any]) -> None:
+    _weight(plan, True).update(tier="device", offset=0, tile_rows=0)
+
+
+def _move_from_its_buffer(plan: dict[str, Any]) -> None:
+    _weight(plan, False)["offset"] += 64
+
+
+def _gather(plan: dict[str, Any]) -> None:
+    _weight(plan, True)["gather"] = True
+
+
+def _enlarge_tiles(plan: dict[str, Any]) -> None:
+    plan["schedule"]["slot_nbytes"] = 64
+
+
+def _more_slots(plan: dict[str, Any]) -> None:
+    plan["schedule"]["slots"] = 10**9
+
+
+def _no_buffers(plan: dict[str, Any]) -> None:
+    plan["buffers"] = []
+
+
+def _no_cache(plan: dict[str, Any]) -> None:
+    plan["buffers"] = [b for b in plan["buffers"] if b["kind"] != "cache"]
+
+
+def _no_arena(plan: dict[str, Any]) -> None:
+    plan["arenas"] = {}
+
+
+@pytest.mark.parametrize(("edit", "message"), [
+    (_rename, "the model has no weight other.weight"), (_remove, "is missing"), (_resize, "bytes in format native"),
+    (_reformat, "in format w4g64, but the model's"), (_move_to_host, "needs a weight buffer .* in the host arena"),
+    (_move_to_device, "needs a weight buffer .* in the device arena"), (_move_from_its_buffer, "its buffer at"),
+    (_gather, "not read by row"), (_enlarge_tiles, "a staging slot has 64"), (_more_slots, "needs a slot buffer"),
+    (_no_buffers, "buffer of"), (_no_cache, "needs a cache buffer"), (_no_arena, "no device arena"),
+])
+def test_edited_plans_are_refused_by_field(opened: Opened, saved: str, edit: Callable[[dict[str, Any]], None],
+                                           message: str) -> None:
+    plan = json.loads(saved)
+    edit(plan)
+    with pytest.raises(PlanError, match=message) as caught:
+        opened(plan)
+    assert str(caught.value).startswith("plan.")
+
+
+def test_a_plan_as_it_was_saved_is_taken(opened: Opened, saved: str) -> None:
+    assert opened(json.loads(saved)).plan.to_json() == saved

@@ -1,0 +1,115 @@
+"""Model shapes: closed forms and captured graphs give the same bytes and operations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forebay.rewriter.predict.model_shapes import (
+    ATTENTION,
+    MLP,
+    PRESET_MODELS,
+    ModelError,
+    ModelShape,
+    load_model_shape,
+    shape_from_config,
+    shape_from_graphs,
+)
+
+TINY: dict[str, dict[str, Any]] = {
+    "opt": {"hidden_size": 64, "num_hidden_layers": 3, "ffn_dim": 256, "num_attention_heads": 4,
+            "word_embed_proj_dim": 64, "vocab_size": 128, "max_position_embeddings": 64},
+    "llama": {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 160, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "vocab_size": 128},
+    "qwen2": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 160, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "vocab_size": 128, "tie_word_embeddings": True},
+    "qwen3": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 160, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "vocab_size": 128, "head_dim": 32},
+}
+
+
+def captured(kind: str, dtype: torch.dtype = torch.float16, **values: Any) -> ModelShape:
+    from transformers import CONFIG_MAPPING
+
+    from forebay.rewriter.capture.language_model import capture_model
+
+    return shape_from_graphs(capture_model(CONFIG_MAPPING[kind](**values), dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_graphs_agree_with_closed_forms(kind: str) -> None:
+    graphs = captured(kind, **TINY[kind])
+    numbers = shape_from_config({"model_type": kind, "dtype": "float16", **TINY[kind]})
+    assert graphs.weight_nbytes == numbers.weight_nbytes
+    assert (graphs.head_elements, graphs.head_flops) == (numbers.head_elements, numbers.head_flops)
+    assert len(graphs.layers) == len(numbers.layers) == 1
+    ours, theirs = graphs.layers[0], numbers.layers[0]
+    for stage in (ATTENTION, MLP):
+        assert ours.elements(stage) == theirs.elements(stage)
+        assert ours.flops(stage) == theirs.flops(stage)
+    for field in ("count", "hidden", "heads", "kv_heads", "head_dim", "window", "kv_elements", "recompute_flops"):
+        assert getattr(ours, field) == getattr(theirs, field)
+    assert theirs.activation_elements <= ours.activation_elements <= 2 * theirs.activation_elements
+
+
+def test_windows_make_kinds_of_layers() -> None:
+    shape = captured("gemma3_text", hidden_size=64, num_hidden_layers=7, intermediate_size=160, num_attention_heads=4,
+                     num_key_value_heads=2, vocab_size=128, head_dim=16, sliding_window=32)
+    assert [(k.count, k.window) for k in shape.layers] == [(6, 32), (1, 0)]
+    assert shape.kv_nbytes(100) == 2 * 64 * (6 * 32 + 100)
+
+
+def test_experts_cost_what_one_token_uses() -> None:
+    shape = captured("mixtral", torch.bfloat16, hidden_size=64, num_hidden_layers=2, intermediate_size=160,
+                     num_attention_heads=4, num_key_value_heads=2, vocab_size=128, num_local_experts=4,
+                     num_experts_per_tok=2)
+    layer = shape.layers[0]
+    assert layer.elements(MLP) == 4 * 3 * 64 * 160 + 4 * 64 + 64  # four experts, the router, a norm
+    assert layer.mlp_flops == 2 * (2 * 3 * 64 * 160 + 4 * 64)  # two of them
+
+
+def test_published_sizes() -> None:
+    billions = {"opt-6.7b": 6.66, "opt-30b": 29.97, "opt-175b": 174.6, "llama-2-7b": 6.74, "llama-3-8b": 8.03,
+                "codellama-34b": 33.74, "llama-3.1-405b": 405.9, "qwen2.5-7b": 7.62, "qwen3-8b": 8.19}
+    for name, wanted in billions.items():
+        assert PRESET_MODELS[name].weight_nbytes / 2e9 == pytest.approx(wanted, rel=0.003), name
+
+
+def test_opt_layer_is_the_papers_closed_form() -> None:
+    layer = PRESET_MODELS["opt-175b"].layers[0]
+    h1, h2 = 12288, 49152
+    assert layer.attention_flops + layer.mlp_flops == 8 * h1 * h1 + 4 * h1 * h2
+    assert 2 * (layer.elements(ATTENTION) + layer.elements(MLP)) == pytest.approx(8 * h1 * h1 + 4 * h1 * h2, rel=1e-3)
+    assert 2 * layer.kv_elements == 4 * h1
+
+
+def test_loading(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **TINY["llama"]}))
+    assert load_model_shape(str(folder)).name == "mine"
+    assert load_model_shape("facebook/OPT-30B") is PRESET_MODELS["opt-30b"]
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ({"hidden_size": 0}, "config.hidden_size"), ({"num_hidden_layers": "many"}, "config.num_hidden_layers"),
+    ({"num_attention_heads": 5}, "does not divide"), ({"num_key_value_heads": 3}, "num_key_value_heads"),
+    ({"model_type": "no-such"}, "model_type"), ({"model_type": None}, "model_type"),
+    ({"dtype": "int3"}, "config.dtype"),
+])
+def test_bad_configs_are_refused_by_field(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        shape_from_config({"model_type": "llama", **TINY["llama"], **change})
+
+
+def test_unknown_model_lists_presets(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="opt-30b"):
+        load_model_shape("opt-31b")
+    bad = tmp_path / "c.json"
+    bad.write_text("[]")
+    with pytest.raises(ModelError, match="expected an object"):
+        load_model_shape(str(bad))

@@ -1,0 +1,33 @@
+"""The adapted roofline and the recursion over launches."""
+
+from __future__ import annotations
+
+import pytest
+
+from forebay.rewriter.predict.roofline import Module, Operator, Roofline, asynchronous_time_s
+
+ROOF = Roofline(100e12, 1e12, 0.5, 0.8)
+
+
+def test_an_operator_takes_the_longer_of_work_and_traffic() -> None:
+    assert ROOF.time_s(Operator("product", 50e12, 1.0)) == pytest.approx(1.0)
+    assert ROOF.time_s(Operator("copy", 1.0, 0.8e12)) == pytest.approx(1.0)
+    # Equation 4: the intensity at which both are equal.
+    intensity = 0.5 / 0.8 * 100e12 / 1e12
+    assert ROOF.time_s(Operator("ridge", intensity * 1e12, 1e12)) == pytest.approx(1e12 / 0.8e12)
+
+
+@pytest.mark.parametrize(("dispatch_s", "compute_s", "layers", "expected"), [
+    (1.0, 10.0, 5, 1.0 + 50.0),  # compute-bound: only the first launch shows
+    (10.0, 1.0, 5, 50.0 + 1.0),  # dispatch-bound: only the last result shows
+    (0.0, 2.0, 3, 6.0)])
+def test_the_slower_of_host_and_device_sets_the_pace(
+    dispatch_s: float, compute_s: float, layers: int, expected: float
+) -> None:
+    module = Module("m", (Operator("copy", 0.0, compute_s * 0.8e12),), dispatch_s)
+    assert asynchronous_time_s([module], ROOF, layers) == pytest.approx(expected)
+
+
+def test_communication_delays_the_device() -> None:
+    module = Module("m", (Operator("copy", 0.0, 0.8e12),), 0.0, 0.5)
+    assert asynchronous_time_s([module], ROOF, 4) == pytest.approx(4 * 1.5)

@@ -1,0 +1,121 @@
+"""The CUDA device's ordering and its errors, with stand-ins for streams and events: no GPU is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from forebay.rewriter.ir.program import COMPUTE, DISK, UPLOAD, Copy, FileSlice, Record, Span, Wait
+from forebay.runtime.devices.cuda import CudaDevice
+
+
+class Stream:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Event:
+    def record(self, stream: Stream) -> None:
+        if stream.name == "stream 1":  # uploads
+            raise RuntimeError("an illegal memory access was encountered")
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the stand-ins were told."""
+    told: list[str] = []
+    made: list[Stream] = []
+    current = threading.local()
+
+    def new() -> Stream:
+        made.append(Stream(f"stream {len(made)}", told))
+        return made[-1]
+
+    @contextlib.contextmanager
+    def entered(stream: Stream) -> Iterator[None]:
+        before, current.stream = current_stream(), stream
+        yield
+        current.stream = before
+
+    def current_stream() -> Stream:
+        return getattr(current, "stream", None) or Stream(threading.current_thread().name, told)
+
+    for name, value in (("is_available", lambda: True), ("Event", Event), ("Stream", new), ("stream", entered),
+                        ("current_stream", current_stream)):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    return told
+
+
+class Reader:
+    def submit(self, read: object) -> None:
+        raise RuntimeError("this disk reader is closed")
+
+    def close(self) -> None: ...
+
+
+def test_kernels_go_to_the_compute_stream_of_whichever_thread_calls(log: list[str]) -> None:
+    """Behind what the caller's stream holds, and the caller's stream goes on behind them."""
+    device = CudaDevice(Reader())  # type: ignore[arg-type]
+
+    def step() -> None:
+        with device.issuing():
+            log.append(f"kernel on {torch.cuda.current_stream().name}")  # type: ignore[attr-defined]
+        log.append(f"then {torch.cuda.current_stream().name}")  # type: ignore[attr-defined]
+
+    for name in ("main", "other"):
+        thread = threading.Thread(target=step, name=name)
+        thread.start()
+        thread.join()
+    assert log == [line for name in ("main", "other") for line in (
+        f"stream 0 waits for {name}", "kernel on stream 0", f"{name} waits for stream 0", f"then {name}")]
+    device.close()
+
+
+@pytest.mark.parametrize("waits", [COMPUTE, DISK])
+def test_an_upload_whose_event_cannot_be_recorded_is_told_to_who_waits(log: list[str], waits: str) -> None:
+    device = CudaDevice(Reader())  # type: ignore[arg-type]
+    device._record(Record(UPLOAD, 1))
+    seen: list[str] = []
+
+    def run() -> None:
+        try:
+            device._wait(Wait(waits, 1))
+            device.finish()
+        except RuntimeError as error:
+            seen.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert seen == ["an illegal memory access was encountered"]
+    device.close()
+
+
+def test_a_read_that_cannot_be_issued_is_told(log: list[str]) -> None:
+    device = CudaDevice(Reader())  # type: ignore[arg-type]
+    device.host = SimpleNamespace(address=4096)  # type: ignore[assignment]
+    copy = Copy(DISK, FileSlice("weights", 0, 64), Span("host", 0, 64, "host_slot0"), "fetch w")
+    call = device.bind(copy, None)
+    assert call is not None
+    call()
+    device._record(Record(DISK, 1))
+    with pytest.raises(RuntimeError, match="closed"):
+        device._wait(Wait(COMPUTE, 1))
+    with pytest.raises(RuntimeError, match="closed"):
+        device.finish()
+    device.host = None
+    device.close()

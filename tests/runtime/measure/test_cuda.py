@@ -1,0 +1,191 @@
+"""A GPU's profile: device time apart from issuing, products by the launchers that plans name, memory of the device.
+
+The GPU is a clock here, and Triton's kernels run under its interpreter on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from forebay.kernels.gpu import choices
+from forebay.rewriter.machine.profile import Contention, GemmPoint, Link, Machine
+from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.measure import cuda as measure_cuda
+from forebay.runtime.measure import machine as measure
+
+NAME = "NVIDIA H200"
+
+
+class Clock:
+    """A thread that issues, and a GPU that does what was issued in order; seconds of both."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.free = 0.0
+        clock = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+                self.at = 0.0
+
+            def record(self) -> None:
+                self.at = max(clock.free, clock.now)
+
+            def query(self) -> bool:
+                return self.at <= clock.now
+
+            def synchronize(self) -> None:
+                clock.now = max(clock.now, self.at)
+
+            def elapsed_time(self, other: Event) -> float:
+                return 1e3 * (other.at - self.at)
+
+        def wait() -> None:
+            clock.now = max(clock.now, clock.free)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", wait)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.launch(0.0, cycles / 2e9))
+
+    def launch(self, issue_s: float, time_s: float) -> None:
+        self.now += issue_s
+        self.free = max(self.free, self.now) + time_s
+
+
+@pytest.mark.parametrize("issue_s", (0.0, 20e-6, 300e-6, 1e-3))
+def test_the_time_of_a_call_is_that_of_the_device_whatever_issuing_takes(
+    issue_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    assert measure_cuda.device_time_s(lambda: clock.launch(issue_s, 5e-6), 3) == pytest.approx(5e-6)
+    slow = (lambda: clock.launch(issue_s, 1e-3), lambda: clock.launch(issue_s, 3e-3))
+    assert measure_cuda.device_burst_s(itertools.cycle(slow), 4) == pytest.approx(2e-3)
+
+
+def test_calls_that_the_gpu_cannot_be_kept_busy_for_are_timed_as_they_are_issued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    assert measure_cuda.device_time_s(lambda: clock.launch(10e-3, 5e-6), 1) >= 5e-3
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small sizes on the CPU, where any call takes 2 s; each is made once, before it is timed."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(measure_cuda, "_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(measure_cuda, "device_burst_s", lambda turn, count: 2.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: NAME)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(L2_cache_size=32 << 10))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for name, value in (("STREAM_NBYTES", 1 << 12), ("TOKENS", 64), ("LAUNCHES", 1), ("QUICK_M", (2, 16)),
+                        ("GEMM_SHAPES", ((64, 128), (64, 256)))):
+        monkeypatch.setattr(measure_cuda, name, value)
+
+
+@pytest.mark.parametrize(("capability", "half", "other"), (((9, 0), "bfloat16", "float16"),
+                                                           ((7, 5), "float16", "bfloat16")))
+def test_products_are_measured_as_plans_run_them(
+    gpu: None, capability: tuple[int, int], half: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    ran: list[tuple[str, str]] = []
+    kernels = measure_cuda._kernels
+
+    def spied(name: str) -> SimpleNamespace:
+        bind = getattr(kernels(name), f"bind_{name}")
+
+        def spy(*operands: object) -> Callable[[], object]:
+            ran.append((name, operands[-1]))  # type: ignore[arg-type]
+            return bind(*operands)
+
+        return SimpleNamespace(**{f"bind_{name}": spy})
+
+    monkeypatch.setattr(measure_cuda, "_kernels", spied)
+    done: list[float] = []
+    points = measure_cuda.gemm_points(True, lambda stage, share: done.append(share))
+    kinds = ("float32", half, "w4g64", "w8g128")
+    rows, shapes = (2, 16), ((64, 128), (64, 256))
+    assert {(p.dtype, p.m, p.n, p.k) for p in points} == {(d, m, n, k) for d in kinds for m in rows for n, k in shapes}
+    chosen = {(d, m, k): choices.choose_linear(d, m, 64, k, NAME) for d in kinds for m in rows for k in (128, 256)}
+    assert all(p.impl == chosen[p.dtype, p.m, p.k].split("_")[0] and p.time_s == 2.0 for p in points)
+    ops = {"float32": "", half: "linear", "w4g64": "linear_w4", "w8g128": "linear_w8"}
+    assert set(ran) == {(ops[d], impl) for (d, _, _), impl in chosen.items() if ops[d]}
+    assert done == sorted(done)
+    machine = replace(Machine.default(), device_kind=NAME, gemm=points)
+    for dtype in (other, "w4g32", "w8g64"):
+        assert machine.gemm_time_s(machine.best_gemm(dtype, 16, 64, 256), dtype, 16, 64, 256) == pytest.approx(2.0)
+
+
+def test_weights_take_turns_over_more_than_the_l2(gpu: None) -> None:
+    device = torch.device("cpu")
+    for kind, weight_nbytes in (("float32", 64 * 128 * 4), ("bfloat16", 64 * 128 * 2), ("w4g64", 64 * 80)):
+        calls = next(measure_cuda.products((2,), device, kind, 64, 128))[2]
+        assert len(calls) * weight_nbytes >= 4 * (32 << 10)
+
+
+def test_rates_are_bytes_of_the_device_over_its_time(gpu: None) -> None:
+    assert measure_cuda.copy_bytes_per_s(1) == (1 << 12) / 2.0
+    assert measure_cuda.read_bytes_per_s(1) == (1 << 12) / 2.0
+    assert measure_cuda.attention_bytes_per_s(1) == 2 * 8 * 64 * 128 * 2 / 2.0
+
+
+def test_dispatch_is_what_a_launch_takes_of_the_issuing_thread(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = 0
+
+    def kernels(name: str) -> SimpleNamespace:
+        def launch() -> None:
+            nonlocal launches
+            launches += 1
+
+        return SimpleNamespace(bind_rms_norm=lambda *_: launch, bind_linear=lambda *_: launch)
+
+    monkeypatch.setattr(measure_cuda, "_kernels", kernels)
+    monkeypatch.setattr(measure_cuda, "LAUNCHES", 50)
+    monkeypatch.setattr(measure_cuda, "time", SimpleNamespace(perf_counter=lambda: 12e-6 * launches))
+    assert measure_cuda.dispatch_s(3) == pytest.approx(12e-6)
+    assert launches == 4 * 100
+
+
+def test_dispatch_binds_what_the_launchers_take(gpu: None) -> None:
+    assert measure_cuda.dispatch_s(1) > 0
+
+
+def test_missing_triton_is_said(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "forebay.kernels.gpu.linear", None)
+    with pytest.raises(RuntimeFault, match="measuring a GPU needs Triton"):
+        measure_cuda.gemm_points(True, lambda stage, share: None)
+
+
+def test_the_profile_of_a_gpu_holds_what_was_measured_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    point = GemmPoint("flat", "w4g64", 2, 64, 128, 1e-5)
+    for module, name, value in (
+        (torch.cuda, "is_available", True), (torch.cuda, "get_device_name", NAME),
+        (torch.cuda, "synchronize", None), (torch.cuda, "empty_cache", None),
+        (torch.cuda, "mem_get_info", (1 << 37, 1 << 38)),
+        (measure, "_disk_links", (Link("disk", "host", 2e9, 1e-4, "direct"), Link("host", "disk", 1e9, 1e-4, "write"),
+                                  Contention())),
+        (measure, "_cuda_links", [Link("host", "device", 5e10, 1e-5, "pinned")]),
+        (measure_cuda, "copy_bytes_per_s", 2e12), (measure_cuda, "read_bytes_per_s", 4e12),
+        (measure_cuda, "gemm_points", (point,)), (measure_cuda, "attention_bytes_per_s", 3e12),
+        (measure_cuda, "dispatch_s", 12e-6), (measure, "choice_elements_per_s", 1e9),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, value=value: value)
+    machine = measure.measure_machine(tmp_path, quick=True)
+    assert (machine.memory_bytes_per_s, machine.attention_bytes_per_s, machine.dispatch_s) == (2e12, 3e12, 12e-6)
+    assert machine.tiers["device"].bandwidth_bytes_per_s == 4e12 and machine.tiers["device"].capacity_nbytes == 1 << 37
+    assert 0 < machine.tiers["host"].bandwidth_bytes_per_s < 1e12, "that of RAM"
+    assert (machine.gemm, machine.attention, machine.device_kind) == ((point,), (), NAME)

@@ -1,0 +1,164 @@
+"""Prefill in chunks and decoding, on a real session and on a counting stand-in for one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.rewriter.ir.plan import Budget, BufferPlacement, Plan, Schedule, Workload
+from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.run.generation import CHUNK_STEP, Stop, generate_tokens, next_logits
+from forebay.runtime.run.sampling import Sampling
+
+VOCAB = 50
+
+
+@dataclass
+class Recalling:
+    """A session whose logits depend on every token of a row up to the wanted one, through a cache as the model's:
+    a step writes its tokens at `start`, and sees what stands before."""
+
+    plan: Plan
+    cache: torch.Tensor = field(init=False)
+    chunks: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cache = torch.full((self.plan.workload.batch, self.plan.workload.context), -1)
+
+    def grow(self) -> None:
+        """Before it, a lending plan's prefill has a cache of the prompt alone."""
+        self.grown = True
+
+    grown = False
+
+    def step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        ids, start, last = inputs["input_ids"], inputs["start"], inputs["last"]
+        assert self.grown is (ids.shape[1] == 1) or not self.plan.lends
+        if not self.grown and self.plan.lends:
+            assert int(start.max()) + ids.shape[1] <= self.plan.workload.prompt
+        assert ids.shape[0] == start.shape[0] == last.shape[0] == self.plan.workload.batch
+        assert ids.dtype == start.dtype == last.dtype == torch.int64
+        assert ((last >= 0) & (last < ids.shape[1])).all()
+        self.chunks.append(ids.shape[1])
+        logits = torch.zeros(ids.shape[0], VOCAB)
+        for row in range(ids.shape[0]):
+            at = int(start[row])
+            assert at + ids.shape[1] <= self.cache.shape[1], "a position beyond the cache is written"
+            self.cache[row, at : at + ids.shape[1]] = ids[row]
+            logits[row, token_after(self.cache[row, : at + int(last[row]) + 1].tolist())] = 1.0
+        return logits
+
+
+def token_after(seen: list[int]) -> int:
+    assert -1 not in seen, "a position that was never written is read"
+    return sum((i + 1) * (t + 1) for i, t in enumerate(seen)) % VOCAB
+
+
+def answer(prompt: list[int], count: int) -> list[int]:
+    seen = list(prompt)
+    for _ in range(count):
+        seen.append(token_after(seen))
+    return seen[len(prompt) :]
+
+
+def session(batch: int, prompt: int, new_tokens: int, chunk: int, lends: bool = False) -> Any:
+    """`lends`: 10 bytes of cache per token of all sequences, and a decode step's activations 100 bytes above it."""
+    schedule, workload = Schedule(batch, prefill_chunk=chunk), Workload(batch, prompt, new_tokens)
+    top = 10 * workload.context
+    buffers = (BufferPlacement("cache", "cache", "device", 0, 10 * prompt, "prefill"),
+               BufferPlacement("cache", "cache", "device", 0, top, "decode"),
+               BufferPlacement("x", "activation", "device", top + 100, 50, "decode"),
+               BufferPlacement("x", "activation", "device", top - 10, 160, "prefill"))
+    return Recalling(Plan("f", "m", Budget(1), workload, schedule, (), {"device": top + 150},
+                          buffers=buffers if lends else ()))
+
+
+def run(target: Any, prompts: list[list[int]], new: int, **stop: Any) -> list[list[int]]:
+    tensors = [torch.tensor(p) for p in prompts]
+    return generate_tokens(target, tensors, Sampling(), Stop(new, **stop)).tolist()
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_any_prompts_in_any_chunks_see_exactly_their_own_tokens(data: st.DataObject) -> None:
+    planned = data.draw(st.integers(1, 40))
+    chunk = data.draw(st.integers(1, planned))
+    batch = data.draw(st.integers(1, 4))
+    new = data.draw(st.integers(1, 5))
+    lends = chunk > 1 and data.draw(st.booleans())
+    lengths = data.draw(st.lists(st.integers(1, planned), min_size=1, max_size=batch))
+    prompts = [[(7 * i + 3 * j) % VOCAB for j in range(n)] for i, n in enumerate(lengths)]
+    target = session(batch, planned, data.draw(st.integers(new, new + 3)), chunk, lends)
+    for _ in range(2):
+        assert run(target, prompts, new) == [answer(p, new) for p in prompts]
+        target.grown = False
+
+
+@pytest.mark.parametrize(("count", "longest", "new", "lends"), [
+    (3, 4, 2, False), (2, 8, 6, False), (2, 13, 1, False), (3, 4, 2, True), (2, 8, 6, True), (1, 9, 1, True)])
+def test_a_batch_that_would_cross_is_refused_before_it_starts(count: int, longest: int, new: int, lends: bool) -> None:
+    target = session(2, 8, 4, 4, lends)
+    message = rf"{count} prompts of up to {longest} tokens with {new} new ones do not fit the plan.* 2 of 8 with 4"
+    if lends:
+        message += ": its cache ends at byte 120 .* begin at byte 220, .* 2 sequences they would meet at 22 tokens each"
+    prompts = [[1] * longest] * count
+    with pytest.raises(RuntimeFault, match=message):
+        run(target, prompts, new)
+    assert target.chunks == []
+    if new == 1:
+        with pytest.raises(RuntimeFault, match="do not fit the plan"):
+            next_logits(target, [torch.tensor(p) for p in prompts])
+    fitting = [[1] * min(longest, 8)] * min(count, 2)
+    assert run(target, fitting, 5) == [answer(p, 5) for p in fitting], "the last token is never appended"
+
+
+def test_prefill_never_runs_more_at_once_than_planned() -> None:
+    """Ten tokens in chunks of three: the last chunk is moved back to end with the prompt."""
+    target = session(2, 10, 4, 3)
+    prompts = [list(range(10)), [5, 6]]
+    assert run(target, prompts, 4) == [answer(p, 4) for p in prompts]
+    assert target.chunks == [3, 3, 3, 3, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("longest", "expected"), [(1, CHUNK_STEP), (16, 16), (17, 32), (50, 48 + 2), (99, 99)])
+def test_short_prompts_run_in_few_sizes(longest: int, expected: int) -> None:
+    target = session(1, 100, 2, 100)
+    run(target, [[3] * longest], 2)
+    assert target.chunks[0] in (expected, -(-longest // CHUNK_STEP) * CHUNK_STEP, 100)
+    assert sum(target.chunks[:-1]) <= max(CHUNK_STEP, longest + CHUNK_STEP)
+    assert target.chunks[-1] == 1
+
+
+def test_ended_rows_are_padded_and_the_rest_runs_on() -> None:
+    prompts = [[1], [2, 3]]
+    whole = run(session(2, 4, 12, 4), prompts, 12)
+    at = next(i for i in range(1, 7) if whole[0][i] not in whole[0][:i] + whole[1][:8])
+    found = run(session(2, 4, 12, 4), prompts, 8, eos=frozenset([whole[0][at]]), pad=49)
+    assert found[0] == whole[0][: at + 1] + [49] * (7 - at) and found[1] == whole[1][:8]
+
+
+def test_it_ends_when_every_row_has() -> None:
+    whole = run(session(1, 4, 12, 4), [[1]], 12)
+    target = session(1, 4, 12, 4)
+    assert run(target, [[1]], 12, eos=frozenset([whole[0][2], 48])) == [whole[0][:3]]
+    assert len(target.chunks) == 3, "no step is run for an answer that is complete"
+
+
+def test_on_token_sees_every_column_as_it_is_chosen() -> None:
+    seen: list[list[int]] = []
+    target = session(3, 4, 5, 2)
+    tokens = generate_tokens(target, [torch.tensor([1]), torch.tensor([2, 3])], Sampling(), Stop(5), None,
+                             lambda column: seen.append([*column.tolist(), len(target.chunks)]))
+    assert [s[:2] for s in seen] == tokens.t().tolist()
+    assert [s[2] for s in seen] == [1, 2, 3, 4, 5]
+
+
+def test_next_logits_are_those_of_each_last_token() -> None:
+    target = session(3, 9, 2, 4)
+    logits = next_logits(target, [torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([7])])
+    assert logits.argmax(-1).tolist() == [token_after([1, 2, 3, 4, 5, 6]), token_after([7])]

@@ -1,0 +1,94 @@
+"""Choosing tokens: greedy, temperature, top-k and top-p with Hugging Face's meaning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.runtime.run.sampling import Sampling, choose
+
+LOGITS = torch.randn(4, 30, generator=torch.Generator().manual_seed(0)) * 3
+
+
+def support(sampling: Sampling, logits: torch.Tensor = LOGITS, draws: int = 300) -> list[set[int]]:
+    """The tokens that are ever chosen, per row."""
+    generator = torch.Generator().manual_seed(1)
+    found: list[set[int]] = [set() for _ in logits]
+    for _ in range(draws):
+        for row, token in zip(found, choose(logits, sampling, generator).tolist(), strict=True):
+            row.add(token)
+    return found
+
+
+def allowed(warpers: list, logits: torch.Tensor = LOGITS) -> list[set[int]]:
+    """The tokens that transformers leaves possible."""
+    scores = logits
+    for warper in warpers:
+        scores = warper(None, scores)
+    return [set(row.isfinite().nonzero().flatten().tolist()) for row in scores]
+
+
+def test_greedy_takes_the_largest_and_needs_no_generator() -> None:
+    for sampling in (Sampling(), Sampling(temperature=9.0, top_k=3, top_p=0.1)):
+        tokens = choose(LOGITS, sampling)
+        assert tokens.dtype == torch.int64 and torch.equal(tokens, LOGITS.argmax(-1))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(True, top_k=1), Sampling(True, top_p=1e-6, top_k=0),
+                                      Sampling(True, temperature=1e-4)])
+def test_the_narrowest_sampling_is_greedy(sampling: Sampling) -> None:
+    assert support(sampling, draws=20) == [{t} for t in LOGITS.argmax(-1).tolist()]
+
+
+def test_the_same_generator_gives_the_same_tokens() -> None:
+    first, second = (choose(LOGITS, Sampling(True), torch.Generator().manual_seed(7)) for _ in range(2))
+    assert torch.equal(first, second)
+    others = [choose(LOGITS, Sampling(True), torch.Generator().manual_seed(i)) for i in range(9)]
+    assert any(not torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [
+    (1.0, 5, 1.0), (1.0, 0, 0.8), (0.7, 12, 0.9), (2.0, 7, 0.5), (1.0, 500, 1.0), (1.0, 30, 0.999),
+])
+def test_only_tokens_that_transformers_allows_are_chosen(temperature: float, top_k: int, top_p: float) -> None:
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    warpers: list = [TemperatureLogitsWarper(temperature)] if temperature != 1 else []
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    found, possible = support(Sampling(True, temperature, top_k, top_p)), allowed(warpers)
+    assert all(f <= p for f, p in zip(found, possible, strict=True))
+    assert sum(map(len, found)) > 0.5 * sum(min(len(p), 12) for p in possible), "as good as nothing was tried"
+
+
+def test_frequencies_follow_the_softmax() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0]]).expand(6000, 3)
+    for temperature in (1.0, 0.5):
+        counts = choose(logits, Sampling(True, temperature, 0), torch.Generator().manual_seed(3)).bincount(minlength=3)
+        expected = (logits[0] / temperature).softmax(-1)
+        assert (counts / 6000 - expected).abs().max() < 0.03  # five standard deviations
+
+
+def test_half_precision_logits() -> None:
+    tokens = choose(LOGITS.to(torch.bfloat16), Sampling(True, 0.8, 5, 0.9), torch.Generator().manual_seed(0))
+    assert tokens.shape == (4,) and tokens.dtype == torch.int64
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 40), st.floats(0.01, 1.0), st.floats(0.05, 5.0), st.integers(0, 999))
+def test_every_row_always_has_a_token(top_k: int, top_p: float, temperature: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, 20, generator=generator) * 10
+    tokens = choose(logits, Sampling(True, temperature, top_k, top_p), generator)
+    assert ((tokens >= 0) & (tokens < 20)).all()
+
+
+@pytest.mark.parametrize(("bad", "names"), [(dict(temperature=0.0), "temperature: 0.0.*do_sample=False"),
+                                            (dict(temperature=-1.0), "temperature"), (dict(top_k=-1), "top_k: -1"),
+                                            (dict(top_p=-0.1), "top_p: -0.1"), (dict(top_p=1.1), "top_p: 1.1"),
+                                            (dict(temperature=float("nan")), "temperature: nan")])
+def test_bad_settings_are_refused_by_name(bad: dict, names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        Sampling(True, **bad)
