@@ -288,6 +288,9 @@ def _on_curve(curve: Sequence[tuple[int, float]], m: int) -> float:
     return curve[-1][1] * m / curve[-1][0]
 
 
+ROUNDING = 1e-12  # of relative least squares: what is smaller is no measurement
+
+
 def fit_times(points: Sequence[tuple[tuple[float, ...], float]]) -> Fit:
     """Times, above 0, as a sum of a constant and multiples of the variables, none negative.
 
@@ -306,8 +309,9 @@ def fit_times(points: Sequence[tuple[tuple[float, ...], float]]) -> Fit:
         for others in itertools.combinations(range(last), count):
             chosen = [*others, last]
             found, _, rank, _ = np.linalg.lstsq(relative[:, chosen], np.ones(len(times)), rcond=1e-6)
+            found[np.abs(found) < ROUNDING] = 0.0  # a slope of nothing has either sign, as the processor rounds
             error = float(((relative[:, chosen] @ found - 1) ** 2).sum())
-            if (rank == len(chosen) and found.min() >= 0 and found[-1] > 0 and error < least - 1e-12) or not count:
+            if (rank == len(chosen) and found.min() >= 0 and error < least - 1e-12) or not count:
                 least = error
                 best = np.zeros(last + 1)
                 best[chosen] = found
@@ -325,6 +329,9 @@ def fit_link(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
     if len({nbytes for nbytes, _ in points}) < 2:
         raise ValueError("fit_link needs transfers of at least two sizes")
     fit = fit_times([((nbytes,), time_s) for nbytes, time_s in points])
+    if not fit.slopes_s[0]:  # all took as long: the largest tells the least rate that this can be
+        nbytes, time_s = max(points)
+        return nbytes / time_s, 0.0, fit.r2
     return 1 / fit.slopes_s[0], fit.intercept_s, fit.r2
 
 

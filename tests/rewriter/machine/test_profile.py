@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -117,6 +118,15 @@ def test_fit_recovers_a_line(bandwidth: float, latency: float) -> None:
     assert fitted == pytest.approx(bandwidth, rel=1e-6)
     assert intercept == pytest.approx(latency, abs=1e-8)
     assert r2 == pytest.approx(1.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("nudge", itertools.product((-1, 0, 1), repeat=2))
+def test_equal_times_stay_equal_however_the_processor_rounds(nudge: tuple[int, int]) -> None:
+    times = [2.0 + step * 2**-51 for step in nudge]
+    fit = fit_times([((64.0, 64.0 * k), time_s) for k, time_s in zip((128, 256), times, strict=True)])
+    assert fit.time_s(64, 64 * 128) == pytest.approx(2.0) and fit.time_s(64, 64 * 256) == pytest.approx(2.0)
+    link = fit_link([(1 << 20, times[0]), (1 << 22, times[1])])
+    assert link[0] == pytest.approx((1 << 22) / 2.0) and link[1] == 0.0
 
 
 def test_fit_keeps_latency_at_zero_and_tells_noise() -> None:
