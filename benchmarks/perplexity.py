@@ -183,7 +183,7 @@ def text_ids(folder: Path, text: Path) -> torch.Tensor:
     """The tokens [T] of a text file by the model's tokenizer."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return torch.tensor(tokenizer(text.read_text(encoding="utf-8"), verbose=False)["input_ids"])
 
 

@@ -12,7 +12,7 @@ import forebay
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint
 
 folder = demo_checkpoint()
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 question = [{"role": "user", "content": "Where does a river begin?"}]
 inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 

@@ -1,16 +1,21 @@
 """A model folder's config.json, read by transformers, and what ends the model's answers, with one kind of error for all
-that can be wrong with them."""
+that can be wrong with them. Python that a model brings along is never run: transformers is told so in every call."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+# What the transformers loaders are given. Left out, `trust_remote_code` asks on stdin, and a `y` there runs the file.
+LOCAL_ONLY: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
@@ -21,9 +26,30 @@ def read_config(folder: Path) -> PreTrainedConfig:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: a model's folder needs it beside the weights")
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        return AutoConfig.from_pretrained(folder, **LOCAL_ONLY)
     except Exception as error:  # each architecture checks its config in its own way
+        if brings_code(path):
+            raise CheckpointError(f"{path} names Python code of its own (auto_map), which is never run; transformers "
+                                  "has no model of that type, and only those that it has itself can be used") from error
         raise CheckpointError(f"{path} describes no model that transformers knows: {error}") from error
+
+
+def brings_code(path: Path) -> bool:
+    """Whether a JSON file of a model's folder names Python to be loaded with it."""
+    try:
+        settings = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(settings, dict) and "auto_map" in settings
+
+
+def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """The causal language model of a config on the meta device, for its names and shapes; raises what its own code
+    objects to."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):  # its attention is never run; one that the config names could be fetched and loaded
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
 
 
 def read_eos(folder: Path) -> tuple[int, ...]:

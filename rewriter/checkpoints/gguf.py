@@ -9,6 +9,8 @@ import shutil
 import struct
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ import numpy as np
 import torch
 
 from forebay.rewriter.checkpoints.checkpoint import SINGLE, CheckpointError, Progress, Spec, require_free, write_tensors
+from forebay.rewriter.checkpoints.config import LOCAL_ONLY, meta_model
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -185,17 +188,24 @@ def _parse(fields: _Fields) -> _Header:
     return _Header(str(metadata.get("general.architecture")), "tokenizer.ggml.tokens" in metadata, tensors)
 
 
+@contextmanager
+def alone(path: Path) -> Iterator[Path]:
+    """A folder in which `path` is the only file: transformers would read the settings of another model beside it."""
+    with tempfile.TemporaryDirectory(prefix="forebay-gguf-") as folder:
+        (Path(folder) / path.name).symlink_to(path.resolve())
+        yield Path(folder)
+
+
 def _write_config(path: Path, header: _Header, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Write all that is not a weight; the model it describes, on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     try:
-        config = AutoConfig.from_pretrained(path.parent, **source)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        if header.has_tokenizer:
-            AutoTokenizer.from_pretrained(path.parent, **source).save_pretrained(folder)
+        with alone(path) as only:
+            config = AutoConfig.from_pretrained(only, gguf_file=path.name, **LOCAL_ONLY)
+            model = meta_model(config)
+            if header.has_tokenizer:
+                AutoTokenizer.from_pretrained(only, gguf_file=path.name, **LOCAL_ONLY).save_pretrained(folder)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError) as error:
         raise CheckpointError(f"{path}: its metadata does not describe a usable model: {error}") from error
     config.dtype = dtype

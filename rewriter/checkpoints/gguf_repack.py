@@ -20,7 +20,8 @@ import torch
 
 from forebay.kernels import packing
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
-from forebay.rewriter.checkpoints.gguf import _dequantize, _Header, _read_header, _Tensor, _write_config
+from forebay.rewriter.checkpoints.config import LOCAL_ONLY, meta_model
+from forebay.rewriter.checkpoints.gguf import _dequantize, _Header, _read_header, _Tensor, _write_config, alone
 
 FORMATS = {"Q4_0": "w4g32", "Q4_1": "w4g32", "Q8_0": "w8g32"}
 GROUP = 32
@@ -45,13 +46,13 @@ class GgufSource:
 
 def open_gguf(path: Path) -> GgufSource:
     """The tensors of a GGUF file that the transformers model of its architecture has; no weight is read."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     header = _read_header(path)
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    with alone(path) as only:
+        config = AutoConfig.from_pretrained(only, gguf_file=path.name, **LOCAL_ONLY)
+    model = meta_model(config)
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
     flat = SimpleNamespace(config=config, state_dict=model.state_dict, named_children=tuple)  # see gguf.py
     targets = get_gguf_hf_weights_map(flat, processor)

@@ -23,7 +23,7 @@ from forebay.rewriter.checkpoints.checkpoint import (
     open_checkpoint,
     read_tensor,
 )
-from forebay.rewriter.checkpoints.config import read_config
+from forebay.rewriter.checkpoints.config import meta_model, read_config
 from forebay.rewriter.checkpoints.packed import NATIVE, Packed, is_quantized, parse_format
 from forebay.rewriter.checkpoints.packed_writer import SHARD_NBYTES, Item, Pieces, copy_model_files, write_quantized
 from forebay.rewriter.source import checkpoint_names
@@ -192,15 +192,12 @@ def _check(wish: Wish, path: Path) -> None:
 
 def _open_folder(folder: Path) -> tuple[Checkpoint, Any]:
     """The checkpoint of a folder, and its model on the meta device."""
-    from transformers import AutoModelForCausalLM
-
     if is_quantized(folder):
         raise CheckpointError(f"{folder} is quantised already; quantise the model it was made from")
     checkpoint = open_checkpoint(folder)
     config = read_config(folder)
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        model = meta_model(config)
     except Exception as error:  # whatever the model's own code objects to
         raise CheckpointError(f"{folder}: config.json does not describe a causal language model: {error}") from error
     model.tie_weights()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
-from forebay.rewriter.checkpoints.config import read_eos
+from forebay.rewriter.checkpoints.config import LOCAL_ONLY, read_eos
 
 
 class JobError(ValueError):
@@ -160,7 +160,7 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, **LOCAL_ONLY)
     except ModuleNotFoundError:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception, and transformers whatever it meets
