@@ -7,16 +7,8 @@ another number where it refuses its arguments, having written nothing. `NativeCa
 
 from __future__ import annotations
 
-import concurrent.futures
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import re
-import shutil
-import subprocess
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -24,11 +16,11 @@ from pathlib import Path
 
 import torch
 
+from forebay.kernels.build.compile import BuildError, Library, load_library
+
 SOURCE_FOLDER = Path(__file__).resolve().parent / "cpu"
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-pthread", "-fPIC")
-LINK_FLAGS = ("-shared",)
 DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-COMPILE_LIMIT_S = 300
 KERNELS = (  # exported as forebay_<name>
     "linear", "attention", "rms_norm", "rotary", "kv_append",
     "quantize", "dequantize", "quantized_linear", "kv_append_q", "attention_q",
@@ -197,79 +189,9 @@ def chained(calls: Iterable[Callable[[], object]]) -> list[Callable[[], object]]
     return found
 
 
-def compiler() -> str | None:
-    """Path of the C++ compiler: `$CXX`, else the first of c++, g++ and clang++; None where there is none."""
-    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
-        if path := shutil.which(name):
-            return path
-    return None
-
-
-def cache_folder() -> Path:
-    """`$FOREBAY_CACHE`, else ~/.cache/forebay."""
-    chosen = os.environ.get("FOREBAY_CACHE")
-    return Path(chosen) if chosen else Path.home() / ".cache" / "forebay"
-
-
-def _cpu_name() -> str:
-    """Text that differs between processors for which -march=native gives different code."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
-
-
-def _text_of(source: Path) -> bytes:
-    """A source and every header of its folder that it includes, itself or through another."""
-    found: dict[Path, bytes] = {}
-    pending = [source]
-    while pending:
-        path = pending.pop()
-        if path not in found and path.exists():
-            found[path] = path.read_bytes()
-            pending += [path.parent / name.decode() for name in re.findall(rb'^#include "([^"]+)"', found[path], re.M)]
-    return b"".join(found[path] for path in sorted(found))
-
-
-def _digest(*parts: bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(hashlib.sha256(part).digest())
-    return digest.hexdigest()[:20]
-
-
-def _make(target: Path, command: Sequence[str]) -> None:
-    """Run a compiler's command that writes target, unless it is there; a rename puts it in place whole."""
-    if target.exists():
-        return
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        made = Path(scratch) / target.name
-        subprocess.run([*command, "-o", str(made)], capture_output=True, check=True, timeout=COMPILE_LIMIT_S)
-        os.replace(made, target)
-
-
-def build(cxx: str, folder: Path) -> Path:
-    """Compile `kernels/cpu` into folder, several sources at once, and return the library's path.
-
-    Each source becomes an object whose name is a hash of it, the headers it includes, flags, compiler version and
-    processor: an edit compiles what it touches, what is there stays, and processes may build at once. Raises OSError
-    or subprocess.SubprocessError.
-    """
-    version = subprocess.run([cxx, "--version"], capture_output=True, check=True, timeout=COMPILE_LIMIT_S).stdout
-    common = version, cxx.encode(), " ".join((*FLAGS, *LINK_FLAGS)).encode(), _cpu_name().encode()
-    sources = {path: _text_of(path) for path in sorted(SOURCE_FOLDER.glob("*.cpp"))}
-    objects = {path: folder / f"{path.stem}-{_digest(text, *common)}.o" for path, text in sources.items()}
-    library = folder / f"cpu-{_digest(*(made.name.encode() for made in objects.values()))}.so"
-    if library.exists():
-        return library
-    folder.mkdir(parents=True, exist_ok=True)
-    longest_first = sorted(sources, key=lambda path: -len(sources[path]))
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(lambda path: _make(objects[path], [cxx, *FLAGS, "-c", str(path)]), longest_first))
-    _make(library, [cxx, *FLAGS, *LINK_FLAGS, *map(str, objects.values())])
-    return library
+def library() -> Library:
+    """The C++ kernels and what they share."""
+    return Library("cpu", tuple(SOURCE_FOLDER.glob("*.cpp")), FLAGS, of_processor=True)
 
 
 @functools.cache
@@ -279,24 +201,17 @@ def load() -> ctypes.CDLL | None:
     The first call on a machine compiles (30 s of CPU, on all cores); later processes only load.
     `load.cache_clear()` tries again.
     """
-    cxx = compiler()
-    reason = "no C++ compiler ($CXX, c++, g++ or clang++) was found"
-    if cxx is not None:
-        try:
-            library = ctypes.CDLL(str(build(cxx, cache_folder())))
-        except subprocess.CalledProcessError as error:
-            reason = f"{cxx} failed: {error.stderr.decode(errors='replace').strip()[-600:]}"
-        except (OSError, subprocess.SubprocessError) as error:
-            reason = str(error)
-        else:
-            pointer = ctypes.c_void_p
-            for name in KERNELS:
-                kernel = getattr(library, f"forebay_{name}")
-                kernel.argtypes = (pointer, pointer, ctypes.c_int64, ctypes.c_int)
-                kernel.restype = ctypes.c_int
-            library.forebay_chain.argtypes = (pointer, ctypes.c_int64, pointer, ctypes.c_int64, ctypes.c_int)
-            library.forebay_chain.restype = ctypes.c_int64
-            library.forebay_attention_max_head_dim.restype = ctypes.c_int64
-            return library
-    warnings.warn(f"CPU kernels fall back to torch, which is slower: {reason}", RuntimeWarning, stacklevel=2)
-    return None
+    try:
+        found = load_library(library())
+    except BuildError as error:
+        warnings.warn(f"CPU kernels fall back to torch, which is slower: {error}", RuntimeWarning, stacklevel=2)
+        return None
+    pointer = ctypes.c_void_p
+    for name in KERNELS:
+        kernel = getattr(found, f"forebay_{name}")
+        kernel.argtypes = (pointer, pointer, ctypes.c_int64, ctypes.c_int)
+        kernel.restype = ctypes.c_int
+    found.forebay_chain.argtypes = (pointer, ctypes.c_int64, pointer, ctypes.c_int64, ctypes.c_int)
+    found.forebay_chain.restype = ctypes.c_int64
+    found.forebay_attention_max_head_dim.restype = ctypes.c_int64
+    return found

@@ -132,9 +132,10 @@ class _LoggedReader:
 def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own, in which the compiled kernels lie already."""
     from forebay.kernels import native
+    from forebay.kernels.build.cache_folder import cache_folder
 
     native.load()
-    kept = Path(os.environ.get("FOREBAY_CACHE") or Path.home() / ".cache" / "forebay")
+    kept = cache_folder()
     folder = tmp_path / "cache"
     folder.mkdir()
     for file in (f for f in kept.iterdir() if f.suffix in (".so", ".o")) if kept.is_dir() else ():

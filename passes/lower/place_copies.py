@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from forebay.passes.lower.draft import Arrive, Draft, Fetch, Found, Free, Lookup, Move
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
 from forebay.rewriter.ir.program import (
     COMPUTE,
@@ -18,8 +19,6 @@ from forebay.rewriter.ir.program import (
     Span,
     Wait,
 )
-
-PAGE = 4096  # direct reads are aligned to this, in the file and in memory
 
 
 def place_copies(draft: Draft, plan: Plan) -> Program:
@@ -135,8 +134,8 @@ def landing_of(
     where elements stay aligned, so that it can be read in place. ValueError where they do not fit."""
     shift = after = 0
     if source is not None and source.offset % itemsize == 0:
-        shift = source.offset % PAGE
-        after = -(shift + nbytes) % PAGE
+        shift = source.offset % PAGE_NBYTES
+        after = -(shift + nbytes) % PAGE_NBYTES
     if shift + nbytes + after > slot.nbytes:
         raise ValueError(f"lower: {nbytes} bytes do not fit {slot.name} of {slot.nbytes} bytes")
     return Span(slot.arena, slot.offset + shift, nbytes, buffer), (shift, after)

@@ -11,11 +11,11 @@ from torch import fx
 from forebay.passes.allocators import Buffer, allocate
 from forebay.passes.lower.out_variants import mutated_arguments, named_arguments
 from forebay.rewriter.ir import ops
+from forebay.rewriter.ir.alignment import ALIGNMENT
 from forebay.rewriter.ir.graph import META, Layout, storage_of, values_of
 from forebay.rewriter.ir.plan import KEPT, BufferPlacement, Plan, PlanError
 
 aten = torch.ops.aten
-ALIGNMENT = 64  # one cache line, and the widest vector load
 TIME_LIMIT_S = 1.0
 
 # of our own operators: the operands whose every element is read just before the element of the result that may replace

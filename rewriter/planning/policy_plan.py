@@ -6,13 +6,13 @@ import hashlib
 from dataclasses import asdict, replace
 from typing import Any, Literal, cast
 
+from forebay.rewriter.ir.alignment import ALIGNMENT
 from forebay.rewriter.ir.plan import Budget, CacheShare, Plan, Prediction, Schedule, WeightPlacement, Workload
 from forebay.rewriter.planning.placement import place, tensor_tiers
 from forebay.rewriter.planning.policy_search import Policy
 from forebay.rewriter.predict.block_costs import INDEX, TIERS, Block, weight_ratio
 from forebay.rewriter.predict.model_shapes import ATTENTION, MLP
 
-ALIGNMENT = 64
 LANES = {"host_to_device": "the link from host to device", "device_to_host": "the link from device to host",
          "disk_read": "disk reads", "disk_write": "disk writes", "compute": "compute"}
 

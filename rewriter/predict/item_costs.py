@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.program import Copy, FileRows, FileSlice, Item, Launch, TensorRef
 from forebay.rewriter.machine.profile import Machine
 
-PAGE = 4096  # a row lookup reads whole pages
 LOOKUPS = ("aten.embedding.out", "aten.gather.out", "aten.index_select.out")  # they read as much as they write
 APPENDS = ("forebay.kv_append", "forebay.kv_append_q")  # they write new positions of caches, as large as what they read
 ATTENTION = ("forebay.attention", "forebay.attention_q")
@@ -29,7 +29,7 @@ def copy_time_s(item: Copy, machine: Machine) -> float:
     link = machine.link(source_tier(item), item.dst.arena)
     if isinstance(src, FileRows):
         rows = math.prod(src.index.shape)
-        return link.latency_s + rows * max(src.row_nbytes, PAGE) / link.bandwidth_bytes_per_s
+        return link.latency_s + rows * max(src.row_nbytes, PAGE_NBYTES) / link.bandwidth_bytes_per_s
     return item.dst.nbytes / link.bandwidth_bytes_per_s
 
 

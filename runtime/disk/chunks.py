@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-PAGE_NBYTES = 4096  # O_DIRECT wants file offset, length and address aligned to the logical block: 512 or 4096
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
 
 OnDone = Callable[[BaseException | None], None]
 

@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from forebay.runtime.disk.chunks import PAGE_NBYTES, Chunk, OnDone, Read, page_ceil, split_read, split_rows
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.runtime.disk.chunks import Chunk, OnDone, Read, page_ceil, split_read, split_rows
 from forebay.runtime.disk.page_cache import cached_nbytes
 
 BOUNCE_NBYTES = 4 << 20  # aligned memory one reader takes for edges and incongruent reads, shared out over its depth

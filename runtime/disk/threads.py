@@ -9,7 +9,8 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 
-from forebay.runtime.disk.chunks import PAGE_NBYTES, Chunk, OnDone, Read, copy_out, page_floor, pieces
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.runtime.disk.chunks import Chunk, OnDone, Read, copy_out, page_floor, pieces
 from forebay.runtime.disk.reader import BOUNCE_NBYTES, ChunkQueue, Job
 
 

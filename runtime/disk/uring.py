@@ -12,7 +12,8 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 
-from forebay.runtime.disk.chunks import PAGE_NBYTES, Chunk, OnDone, Read, copy_out, page_floor, pieces
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.runtime.disk.chunks import Chunk, OnDone, Read, copy_out, page_floor, pieces
 from forebay.runtime.disk.reader import BOUNCE_NBYTES, ChunkQueue, Job
 
 SYS_SETUP, SYS_ENTER = 425, 426  # the same on every architecture

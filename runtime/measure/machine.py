@@ -22,8 +22,10 @@ from statistics import median
 
 import torch
 
+from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.machine.profile import Contention, Link, Machine, Tier, fit_link, load_machine, save_machine
-from forebay.runtime.disk.reader import PAGE_NBYTES, DiskReader, Read, available_kinds, open_reader
+from forebay.runtime.disk.reader import DiskReader, Read, available_kinds, open_reader
 from forebay.runtime.measure import cuda as measure_cuda
 from forebay.runtime.measure.kernels import (
     MIB,
@@ -107,9 +109,8 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: Pr
 
 
 def machine_cache_path() -> Path:
-    """Where the measured profile is kept: $FOREBAY_CACHE, or ~/.cache/forebay, / machine.json."""
-    folder = os.environ.get("FOREBAY_CACHE")
-    return (Path(folder) if folder else Path.home() / ".cache" / "forebay") / "machine.json"
+    """Where the measured profile is kept."""
+    return cache_folder() / "machine.json"
 
 
 def kept_machine(folder: str | os.PathLike[str]) -> Machine | None:
@@ -128,6 +129,7 @@ def cached_machine(folder: str | os.PathLike[str]) -> Machine:
     machine = kept_machine(folder)
     if machine is None:
         machine = measure_machine(folder, quick=True)
+        make_cache_folder()
         save_machine(machine, machine_cache_path())
     return machine
 

@@ -10,7 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from forebay.commands.allocate import allocate
-from forebay.passes.allocators import Allocation, Buffer, check, native, read_csv, write_csv
+from forebay.kernels.build import compile
+from forebay.passes.allocators import Allocation, Buffer, check, read_csv, write_csv
 
 app = typer.Typer(pretty_exceptions_enable=False)
 app.command()(allocate)
@@ -40,7 +41,7 @@ def written(path: Path, buffers: list[Buffer], height: int) -> None:
     check(buffers, Allocation(tuple(int(r["offset"]) for r in rows), height, 0, "", 0.0))
 
 
-@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler: needs the compiled search")
+@pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler: needs the compiled search")
 def test_published_instance_fits_and_its_offsets_are_written() -> None:
     path = DATA / "A.1048576.csv"
     code, stdout, _ = run(path, "--capacity", "1MiB")
@@ -71,7 +72,7 @@ def test_capacity_below_the_live_bytes_is_refused_with_the_least() -> None:
     assert run("in.csv", "--capacity", 160)[0] == 0
 
 
-@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler: needs the compiled search")
+@pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler: needs the compiled search")
 def test_capacity_that_the_search_proves_impossible_has_an_exit_code_of_its_own() -> None:
     """Seven bytes are live at every moment, and no order of these buffers fits seven."""
     spans = [(0, 1, 2), (0, 2, 5), (1, 3, 1), (2, 3, 4), (1, 4, 1), (2, 4, 1), (3, 5, 5), (4, 5, 2)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from forebay.kernels import native
+from forebay.kernels.build import compile
 
-needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
 
 
 @pytest.fixture(params=(pytest.param("native", marks=needs_compiler), "torch"))

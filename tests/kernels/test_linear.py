@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from forebay.kernels import linear, native
+from forebay.kernels.build import compile
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Relative to the sum of magnitudes: half a unit of the output's last place, and fp32 sums.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1.05 * 2.0**-8, torch.float16: 1.05 * 2.0**-11}
-needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
 IMPLS = ("aten", pytest.param("flat", marks=needs_compiler), "upcast")
 
 
@@ -199,7 +200,7 @@ def test_refuses_unknown_names_and_aten_of_mixed_dtypes() -> None:
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(native, "compiler", lambda: None)
+    monkeypatch.setattr(compile, "compiler", lambda: None)
     native.load.cache_clear()
     yield
     native.load.cache_clear()
@@ -217,7 +218,7 @@ def test_missing_compiler_falls_back_with_one_warning(no_compiler: None) -> None
             linear.run("flat", torch.ones(1, 1), torch.ones(1, 1), None, torch.ones(1, 1))
 
 
-@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+@pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
 def test_failing_compiler_falls_back(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     broken = tmp_path / "c++"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no such flag >&2\nexit 1\n')

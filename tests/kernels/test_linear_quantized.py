@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels import linear_w4, linear_w8, native, packing
+from forebay.kernels.build import compile
 from forebay.kernels.linear import ACTIVATIONS, After
 from forebay.kernels.quantize import quantize_rows
 
@@ -18,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 # Largest error of x as an integer, as a part of its group's largest magnitude.
 STEP = {"int16": 0.5 / 32767, "int8": 0.5 / 127, "flat": 0.0, "upcast": 0.0}
-needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
 OPS = {4: linear_w4, 8: linear_w8}
 BIND = {4: linear_w4.bind_linear_w4, 8: linear_w8.bind_linear_w8}
 ALL = ((4, "int16"), (4, "int8"), (4, "flat"), (4, "upcast"), (8, "int16"), (8, "flat"), (8, "upcast"))

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
 
 from forebay.kernels import native
 from forebay.kernels.attention import bind_attention
+from forebay.kernels.build import compile
 from forebay.kernels.kv_append import bind_kv_append
 from forebay.kernels.linear import bind_linear
 from forebay.kernels.rms_norm import bind_rms_norm
 
-pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
 
 
 def small_model(dtype: torch.dtype):
@@ -72,31 +69,3 @@ def test_only_neighbours_are_chained_and_not_too_many() -> None:
     many = native.chained(calls[:1] * (native.CHAIN_MOST + 2))
     assert len(many) == 2
     assert native.chained([]) == []
-
-
-def test_an_edit_compiles_what_it_touches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources, cache = tmp_path / "sources", tmp_path / "cache"
-    sources.mkdir()
-    (sources / "inner.h").write_text("#define VALUE 1\n")
-    (sources / "outer.h").write_text('#include "inner.h"\n')
-    (sources / "a.cpp").write_text('#include "outer.h"\nextern "C" int a() { return VALUE; }\n')
-    (sources / "b.cpp").write_text('extern "C" int b() { return 2; }\n')
-    monkeypatch.setattr(native, "SOURCE_FOLDER", sources)
-    cxx = native.compiler()
-    assert cxx is not None
-
-    def made() -> tuple[ctypes.CDLL, set[str]]:
-        before = set(cache.glob("*"))
-        library = ctypes.CDLL(str(native.build(cxx, cache)))
-        return library, {path.name.split("-")[0] for path in set(cache.glob("*")) - before}
-
-    first, names = made()
-    assert (first.a(), first.b()) == (1, 2) and names == {"a", "b", "cpu"}
-    assert made()[1] == set()
-    (sources / "inner.h").write_text("#define VALUE 3\n")
-    second, names = made()
-    assert (second.a(), second.b()) == (3, 2) and names == {"a", "cpu"}
-    (sources / "b.cpp").write_text("this is no C++\n")
-    with pytest.raises(subprocess.CalledProcessError):
-        native.build(cxx, cache)
-    assert not list(cache.glob("*/")), "no scratch is left"

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from forebay.kernels import native, packing
+from forebay.kernels.build import compile
 from forebay.kernels.quantize import dequantize, quantize, quantize_rows, reference
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16)
-needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
 
 
 def per_element(part: Tensor, x: Tensor, group: int, dim: int) -> Tensor:

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from forebay.kernels import native
 from forebay.kernels import rms_norm as module
+from forebay.kernels.build import compile
 from forebay.kernels.rms_norm import bind_rms_norm, reference, rms_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Sums are taken in another order than torch's: y may round to its neighbour, and weight * y once more.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 SMALLEST = 2.0**-23  # two units of fp16's subnormals
-needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
 
 
 def make(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

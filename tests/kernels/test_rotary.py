@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from forebay.kernels import native
+from forebay.kernels.build import compile
 from forebay.kernels.rotary import bind_rotary, rotary
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
 
 
 def make(shape: tuple[int, int, int, int], dtype: torch.dtype, tables: int = 1) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from forebay.kernels import native
+from forebay.kernels.build import compile
 from forebay.kernels.linear import bind_linear
 from forebay.kernels.native import NativeCall
 from forebay.kernels.quantize import quantize_rows
 from forebay.kernels.quantized_linear import bind
 
-pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
 
 
 @pytest.fixture(autouse=True)

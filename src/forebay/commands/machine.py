@@ -104,11 +104,11 @@ def _measure(folder: Path, *, quick: bool) -> Machine:
 
 def _unwritable_cache() -> str:
     """Why a file cannot be written in the folder of the kept profile; "" where it can."""
-    from forebay.runtime.measure.machine import machine_cache_path
+    from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
 
-    folder = machine_cache_path().parent
+    folder = cache_folder()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_cache_folder()
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(PROFILE_NBYTES))
     except OSError as error:
@@ -119,7 +119,7 @@ def _unwritable_cache() -> str:
 def _writable(folder: Path) -> Path:
     """`folder`, or where it may not be written to the cache's, or the one for temporary files: measuring needs a file
     there."""
-    from forebay.rewriter.checkpoints.resolve import cache_folder
+    from forebay.kernels.build.cache_folder import cache_folder
 
     if os.access(folder, os.W_OK):
         return folder

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forebay.kernels.build import compile
 from forebay.passes.allocators import (
     Allocation,
     Buffer,
@@ -26,7 +27,7 @@ from forebay.passes.allocators.problem import occupied
 from forebay.passes.allocators.search import Verdict, search, search_in_python
 from forebay.passes.allocators.select import GREEDY
 
-WITH_COMPILER = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler on this machine")
+WITH_COMPILER = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler on this machine")
 
 
 def buffers_of(spans: list[tuple[int, int, int]]) -> list[Buffer]:
@@ -267,10 +268,12 @@ def test_allocation_without_a_compiler(
 @WITH_COMPILER
 def test_compiled_search_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path))
-    built = native.build()
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert native.build() == built
-    assert [path.name for path in built.parent.iterdir()] == [built.name]
+    cxx = compile.compiler()
+    assert cxx is not None
+    built = compile.build(native.SEARCH, cxx)
+    monkeypatch.setattr(compile, "_make", pytest.fail)
+    assert compile.build(native.SEARCH, cxx) == built
+    assert sorted(path.suffix for path in built.parent.iterdir()) == [".o", ".so"]
 
 
 @pytest.mark.parametrize("alignment", [1, 256])

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from forebay.passes.allocators import Allocation, allocate, check, native, read_csv
+from forebay.kernels.build import compile
+from forebay.passes.allocators import Allocation, allocate, check, read_csv
 from forebay.passes.allocators.search import search
 
 DATA = Path(__file__).parents[2] / "data" / "minimalloc"
 INSTANCES = sorted(DATA.glob("*.csv"))
 
-pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler: these need the compiled search")
+pytestmark = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler: these need the compiled search")
 
 
 def test_all_five_instances_are_here() -> None:

@@ -16,6 +16,7 @@ from forebay.passes.lower.launches import LoweringError
 from forebay.passes.lower.lower import lower
 from forebay.passes.place.allocate_buffers import allocate_buffers
 from forebay.passes.place.insert_transfers import insert_transfers
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.plan import Budget, Plan
 from forebay.rewriter.ir.program import (
     COMPUTE,
@@ -32,8 +33,6 @@ from forebay.rewriter.ir.program import (
 )
 from forebay.rewriter.planning.planner import Wishes
 from forebay.rewriter.verify.program import ProgramError, verify_program
-
-PAGE = 4096
 
 
 def no_workspace(node: fx.Node) -> int:
@@ -112,7 +111,7 @@ def test_copies_land_where_direct_reads_need_no_second_copy(tmp_path: Path) -> N
         if isinstance(item, Copy):
             assert isinstance(item.src, FileSlice)
             slot = slots[item.dst.buffer.split(":")[0]]
-            assert (item.dst.offset - slot.offset - item.src.offset) % PAGE == 0
+            assert (item.dst.offset - slot.offset - item.src.offset) % PAGE_NBYTES == 0
             before, after = item.room
             assert slot.offset <= item.dst.offset - before
             assert item.dst.offset + item.dst.nbytes + after <= slot.offset + slot.nbytes

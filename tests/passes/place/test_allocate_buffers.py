@@ -16,8 +16,9 @@ from torch import fx
 from forebay.passes.lower.lower import lower
 from forebay.passes.lower.out_variants import mutated_arguments, out_variant
 from forebay.passes.lower.place_copies import place_copies
-from forebay.passes.place.allocate_buffers import ALIGNMENT, allocate_buffers, plan_activations
+from forebay.passes.place.allocate_buffers import allocate_buffers, plan_activations
 from forebay.passes.place.insert_transfers import insert_transfers
+from forebay.rewriter.ir.alignment import ALIGNMENT
 from forebay.rewriter.ir.graph import META, Layout, storage_of, values_of
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.verify.program import verify_program

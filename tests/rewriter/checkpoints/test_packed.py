@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 from forebay.kernels import packing
 from forebay.kernels.quantize import dequantize, quantize
 from forebay.rewriter.checkpoints import packed_writer as quantized_writer
-from forebay.rewriter.checkpoints.checkpoint import PAGE_NBYTES, CheckpointError, open_checkpoint, read_tensor
+from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint, read_tensor
 from forebay.rewriter.checkpoints.gguf import convert_gguf
 from forebay.rewriter.checkpoints.packed import (
     FILLER,
@@ -30,6 +30,7 @@ from forebay.rewriter.checkpoints.packed import (
     read_dequantized,
 )
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
 
 pytestmark = pytest.mark.usefixtures("private_cache")  # notes on verified checkpoints are kept there
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, plan_from_dict, validate
-from forebay.rewriter.planning.planner import PAGE, Facts, PhaseNeed, WeightUse, Wishes, make_plan, smallest_budget
+from forebay.rewriter.planning.planner import Facts, PhaseNeed, WeightUse, Wishes, make_plan, smallest_budget
 from forebay.rewriter.predict.closed_form import Rates, side_by_side_s
 
 MACHINE = "m"
@@ -84,7 +85,8 @@ def assert_sound(plan: Plan, facts: Facts, budget: Budget) -> None:
     slots = [b for b in plan.buffers if b.kind == "slot" and b.arena == "device"]
     if any(w.tier != "device" and u.product for w, u in zip(plan.weights, facts.uses, strict=True)):
         assert len(slots) == plan.schedule.slots
-        assert all(b.offset % PAGE == 0 and b.nbytes >= plan.schedule.slot_nbytes + PAGE - 1 for b in slots)
+        assert all(b.offset % PAGE_NBYTES == 0 for b in slots)
+        assert all(b.nbytes >= plan.schedule.slot_nbytes + PAGE_NBYTES - 1 for b in slots)
     assert 1 <= plan.schedule.lead <= plan.schedule.slots
     assert 1 <= chunk <= plan.workload.prompt
     validate(plan)
@@ -123,7 +125,7 @@ def test_smallest_budget_is_exact_and_named(facts: Facts, workload: Workload) ->
 def predicted_s(plan: Plan, facts: Facts) -> float:
     """Prompt and answer by the costs that the planner compares with, every byte beside its alignment counted."""
     s, w = plan.schedule, plan.workload
-    products = [u for u in facts.uses if u.product and not (u.nbytes <= PAGE or u.rows == 1)]
+    products = [u for u in facts.uses if u.product and not (u.nbytes <= PAGE_NBYTES or u.rows == 1)]
     streams = sum(-(-p.nbytes // 64) * 64 for p, u in zip(plan.weights, facts.uses, strict=True)
                   if p.tier != "device" and u.product)
     total = sum(-(-u.nbytes // 64) * 64 for u in products)
@@ -168,7 +170,7 @@ def test_streamed_bytes_are_near_the_bound_of_a_budget_fully_used(
     chosen = total - resident
     assert bound <= chosen
     if bound >= 0.4 * budget and max(u.nbytes for u in uses) <= 0.02 * budget:
-        assert chosen <= 1.05 * bound + 2 * PAGE
+        assert chosen <= 1.05 * bound + 2 * PAGE_NBYTES
 
 
 @settings(deadline=None, max_examples=100)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.program import (
     COMPUTE,
     DISK,
@@ -21,7 +22,7 @@ from forebay.rewriter.ir.program import (
     Wait,
 )
 from forebay.rewriter.machine.profile import GemmPoint, Link, Machine, Tier
-from forebay.rewriter.predict.item_costs import PAGE, item_time_s
+from forebay.rewriter.predict.item_costs import item_time_s
 from forebay.rewriter.predict.simulate import item_cost
 
 MACHINE = replace(
@@ -55,7 +56,7 @@ def test_time_of_one_item(item: object, time_s: float) -> None:
     assert item_time_s(item, MACHINE) == pytest.approx(time_s)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("row_nbytes", "counted"), [(64, PAGE), (3 * PAGE, 3 * PAGE)])
+@pytest.mark.parametrize(("row_nbytes", "counted"), [(64, PAGE_NBYTES), (3 * PAGE_NBYTES, 3 * PAGE_NBYTES)])
 def test_a_lookup_reads_whole_pages_and_waits_for_them(row_nbytes: int, counted: int) -> None:
     rows = FileRows("f", 0, row_nbytes, 100, ref(2, 3, dtype="int64"))
     time_s = item_time_s(Copy(DISK, rows, span(6 * row_nbytes), "c"), MACHINE)

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.runtime.disk import chunks as disk_chunks
 from forebay.runtime.disk import reader as disk
 from forebay.runtime.disk.page_cache import in_page_cache_filesystem, resident_nbytes
-from forebay.runtime.disk.reader import PAGE_NBYTES, Read, ReaderClosedError, TruncatedFileError, open_reader
+from forebay.runtime.disk.reader import Read, ReaderClosedError, TruncatedFileError, open_reader
 
 FILE_NBYTES = (3 << 20) + 1234
 CANARY = 0xA5
