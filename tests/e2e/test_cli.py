@@ -373,18 +373,15 @@ def test_plan_of_a_config_alone(tmp_path: Path) -> None:
     text = _forebay("plan", *shape)
     assert text.exit_code == 0, text.output
     assert "opt-1.3b on t4, prompt 64, 8 new tokens" in text.stdout and "tokens/s" in text.stdout
-    saved, picture = tmp_path / "plan.json", tmp_path / "frontier.png"
-    result = _forebay("plan", *shape, "--budget", "device=1GB,host=16GB", "--save", saved, "--json",
-                      "--pareto", picture)
+    picture = tmp_path / "frontier.png"
+    result = _forebay("plan", *shape, "--budget", "device=1GB,host=16GB", "--json", "--pareto", picture)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert load_plan(saved) == plan_from_dict(found["plan"])
-    assert load_plan(saved).workload.batch == 4 and found["workload"] == {"prompt": 64, "new_tokens": 8}
+    assert found["policy"]["block"]["sequences"] == 4 and found["workload"] == {"prompt": 64, "new_tokens": 8}
     assert found["policy"]["capacity_nbytes"]["device"] == 10**9
     assert 0 < found["policy"]["peak_nbytes"]["device"] <= 10**9
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert json.loads(picture.with_suffix(".json").read_text()) == found["pareto"]
-    assert _forebay("explain", saved).exit_code == 0
 
 
 def test_terminal_gets_a_table_and_a_pipe_plain_text(folder: Path, tmp_path: Path) -> None:

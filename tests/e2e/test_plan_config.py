@@ -9,23 +9,22 @@ from typing import Any
 import pytest
 
 from forebay.commands.plan_config import plan_config, plan_config_text
-from forebay.rewriter.ir.plan import PlanError, plan_from_dict
+from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.machine.presets import PresetError
 from forebay.rewriter.planning.policy_search import BudgetError
 from forebay.rewriter.predict.model_shapes import ModelError
 
 
-def test_a_preset_model_gives_a_whole_plan() -> None:
+def test_a_preset_model_gives_a_whole_policy() -> None:
     found = json.loads(json.dumps(plan_config("opt-175b", "t4", batch=32)))
-    plan = plan_from_dict(found["plan"])
-    assert plan.workload.batch == 32 and plan.machine == "t4"
-    assert len(plan.weights) == 96 * (2 * 6 + 2) + 3  # per layer six products with bias and two norms; outside three
+    assert found["policy"]["block"]["sequences"] == 32 and found["machine"] == "t4"
+    assert len(found["weights"]) == 96 * (2 * 6 + 2) + 3  # six products with bias and two norms a layer
     policy = found["policy"]
     assert policy["tokens_per_s"] == pytest.approx(32 * 32 / policy["latency_s"])
     for tier, nbytes in policy["peak_nbytes"].items():
         assert nbytes <= policy["capacity_nbytes"][tier]
     text = plan_config_text(found)
-    assert "tokens/s" in text and "bound by" in text
+    assert "tokens/s" in text and "bound by" in text and "a policy, which nothing runs yet" in text
 
 
 def test_frontier_is_drawn_and_saved(tmp_path: Path) -> None:

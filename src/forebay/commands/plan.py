@@ -66,10 +66,12 @@ def plan(
         if config is not None:
             if slots is not None or cache != "native":
                 raise PlanError("--slots and --cache are for plans of a MODEL; with --config the policy is searched")
+            if save is not None:
+                raise PlanError("--save writes plans that run, and --config finds a policy that does not; see --json")
             found = _search(config, machine, budget, prompt=prompt or 512, output=new_tokens or 32,
                             objective=objective, batch=batch or 0, latency_s=latency, tokens_per_s=tokens_per_s,
                             quantise=quantise, checkpoints=checkpoints, diagonal=diagonal, pareto=pareto)
-            _show_policy(found, as_json, save)
+            _show_policy(found, as_json)
             return
         only = {"--objective": objective != "throughput", "--latency": latency is not None,
                 "--tokens-per-s": tokens_per_s is not None, "--quantise": quantise, "--no-checkpoints": not checkpoints,
@@ -140,14 +142,11 @@ def _search(config: str, machine: str | None, budget: str | None, **wishes: Any)
         raise PlanError(str(error)) from error
 
 
-def _show_policy(found: dict[str, Any], as_json: bool, save: Path | None) -> None:
+def _show_policy(found: dict[str, Any], as_json: bool) -> None:
     import json
 
     from forebay.commands.plan_config import plan_config_text
-    from forebay.rewriter.ir.plan import plan_from_dict
 
-    if save:
-        plan_from_dict(json.loads(json.dumps(found["plan"]))).save(save)  # tuples as lists, as in a file
     print(json.dumps(found, indent=1) if as_json else plan_config_text(found))
 
 

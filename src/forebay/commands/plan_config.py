@@ -1,8 +1,8 @@
-"""`forebay plan --config`: a whole policy from a config alone, for a machine that need not be here."""
+"""`forebay plan --config`: a policy from a config alone, for a machine that need not be here. It is no Plan: nothing
+lowers several micro-batches, or a cache that is not on the device."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +12,8 @@ from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.machine.presets import load_rates
 from forebay.rewriter.planning.placement import NO_CHECKPOINTS
-from forebay.rewriter.planning.policy_plan import plan_of, summary
 from forebay.rewriter.planning.policy_search import Objective, Policy, Problem, Space, frontier, search
+from forebay.rewriter.planning.policy_summary import summary, weight_tiers
 from forebay.rewriter.predict.model_shapes import load_model_shape
 
 OBJECTIVES = ("throughput", "latency", "budget")
@@ -27,7 +27,7 @@ def plan_config(
     host_nbytes: int | None = None, disk_nbytes: int | None = None, quantise: bool = False, checkpoints: bool = True,
     diagonal: bool = False, pareto: Path | None = None,
 ) -> dict[str, Any]:
-    """The best policy and its Plan as JSON-able data; with `pareto`, the frontier too, drawn to that PNG and JSON.
+    """The best policy as JSON-able data; with `pareto`, the frontier too, drawn to that PNG and JSON.
 
     `config` is a preset model's name or a config.json; `machine` a preset's name or a file. objective "throughput"
     (within `latency_s` for a whole block, if given), "latency" (of `batch` sequences) or "budget" (the least device
@@ -60,7 +60,7 @@ def plan_config(
     found: dict[str, Any] = {
         "model": problem.model.name, "machine": problem.rates.name,
         "workload": {"prompt": prompt, "new_tokens": output}, "objective": objective, "policy": summary(policy),
-        "plan": dataclasses.asdict(plan_of(policy))}
+        "weights": weight_tiers(policy)}
     if pareto is not None:
         policies = frontier(problem, space)
         found["pareto"] = [_point(p) for p in policies]
@@ -73,6 +73,7 @@ def plan_config_text(found: dict[str, Any]) -> str:
     """What `plan_config` found, for reading: the block, where things lie, the prediction and the advice."""
     policy, lines = found["policy"], []
     block, work = policy["block"], found["workload"]
+    lines.append("a policy, which nothing runs yet: block schedules and tiers of the cache are not lowered")
     lines.append(f"{found['model']} on {found['machine']}, prompt {work['prompt']}, {work['new_tokens']} new tokens")
     lines.append(f"  block      {block['micro_batch']} x {block['micro_batches']} sequences, {block['order']}, weights "
                  f"{block['weight_format']}, cache {block['cache_format']}"
