@@ -1,0 +1,21 @@
+"""The one folder that Forebay keeps things in between processes: compiled code, converted models, the machine's profile."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """`$FOREBAY_CACHE`, else ~/.cache/forebay; it need not exist."""
+    return Path(os.environ.get("FOREBAY_CACHE") or "~/.cache/forebay").expanduser()
+
+
+def make_cache_folder() -> Path:
+    """`cache_folder()`, made for its owner alone (0700) where it is missing; OSError where it cannot be."""
+    folder = cache_folder()
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+

@@ -1,0 +1,116 @@
+"""Compiling and loading C++: what is made anew, and what is not trusted."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from forebay.kernels.build import compile
+from forebay.kernels.build.compile import BuildError, Library, load_library
+
+pytestmark = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
+FLAGS = ("-O1", "-fPIC")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder that is not there yet."""
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "deep" / "cache"))
+    return tmp_path / "deep" / "cache"
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Library:
+    sources, headers = tmp_path / "sources", tmp_path / "headers"
+    sources.mkdir()
+    headers.mkdir()
+    (headers / "inner.h").write_text("#define VALUE 1\n")
+    (sources / "outer.h").write_text('#include "inner.h"\n')
+    (sources / "a.cpp").write_text('#include "outer.h"\nextern "C" int a() { return VALUE; }\n')
+    (sources / "b.cpp").write_text('extern "C" int b() { return 2; }\n')
+    return Library("cpu", (sources / "a.cpp", sources / "b.cpp"), FLAGS, (headers,))
+
+
+def test_an_edit_compiles_what_it_touches(library: Library, cache: Path) -> None:
+    def made() -> tuple[tuple[int, int], set[str]]:
+        before = set(cache.glob("*"))
+        loaded = load_library(library)
+        return (loaded.a(), loaded.b()), {path.name.split("-")[0] for path in set(cache.glob("*")) - before}
+
+    assert made() == ((1, 2), {"a", "b", "cpu"})
+    assert made()[1] == set()
+    (library.include[0] / "inner.h").write_text("#define VALUE 3\n")
+    assert made() == ((3, 2), {"a", "cpu"})
+    library.sources[1].write_text("this is no C++\n")
+    cxx = compile.compiler()
+    assert cxx is not None
+    with pytest.raises(subprocess.CalledProcessError):
+        compile.build(library, cxx)
+    with pytest.raises(BuildError, match=r"failed: .*b\.cpp"):
+        load_library(library)
+    assert not list(cache.glob("*/")), "no scratch is left"
+
+
+def test_the_cache_is_its_owners_alone(library: Library, cache: Path) -> None:
+    mask = os.umask(0)
+    try:
+        load_library(library)
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) & 0o022 for path in cache.iterdir()} == {0}, "whatever the umask"
+
+
+def _others_write(cache: Path) -> Path:
+    return cache
+
+
+def _others_write_library(cache: Path) -> Path:
+    return next(cache.glob("*.so"))
+
+
+def _others_write_object(cache: Path) -> Path:
+    next(cache.glob("*.so")).unlink()
+    return next(cache.glob("*.o"))
+
+
+@pytest.mark.parametrize("victim", (_others_write, _others_write_library, _others_write_object))
+@pytest.mark.parametrize("mode", (0o020, 0o002))
+def test_what_others_can_write_is_not_loaded(library: Library, cache: Path, victim, mode: int) -> None:
+    load_library(library)
+    path = victim(cache)
+    before = path.stat().st_mode
+    path.chmod(before | mode)
+    with pytest.raises(BuildError, match=f"can be written by other users; run chmod go-w {path}"):
+        load_library(library)
+    path.chmod(before)
+    load_library(library)
+
+
+def test_a_link_is_judged_by_what_it_leads_to(library: Library, cache: Path, tmp_path: Path) -> None:
+    load_library(library)
+    made, elsewhere = next(cache.glob("*.so")), tmp_path / "open"
+    elsewhere.mkdir()
+    elsewhere.chmod(0o777)
+    made.rename(elsewhere / made.name)
+    made.symlink_to(elsewhere / made.name)
+    with pytest.raises(BuildError, match=f"{elsewhere} can be written by other users"):
+        load_library(library)
+
+
+def test_another_users_code_is_not_loaded(library: Library, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_library(library)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(BuildError, match="belongs to another user; set FOREBAY_CACHE"):
+        load_library(library)
+
+
+def test_without_a_compiler_it_says_what_to_install(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler found; install"):
+        load_library(library)
