@@ -1,4 +1,4 @@
-"""The one folder that Forebay keeps things in between processes: compiled code, converted models, the machine's profile."""
+"""The one folder that Forebay keeps things in between processes: compiled code, models, the profile of the machine."""
 
 from __future__ import annotations
 
