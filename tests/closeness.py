@@ -14,7 +14,8 @@ def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def assert_near(got: Tensor, want: Tensor) -> None:
-    """The relative error over all elements is below the limit of got's dtype, and NaN and infinities are the same."""
+    """The relative error over all elements, and that of the worst element over the largest magnitude, are below the
+    limit of got's dtype, and NaN and infinities are the same."""
     assert got.shape == want.shape
     wide, exact = got.double(), want.double()
     torch.testing.assert_close(wide.isnan(), exact.isnan())
@@ -22,5 +23,9 @@ def assert_near(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(wide[infinite], exact[infinite])
     finite = exact.isfinite()
     assert wide[finite].isfinite().all()
-    error = (wide[finite] - exact[finite]).norm() / exact[finite].norm().clamp_min(1e-30)
+    away = wide[finite] - exact[finite]
+    error = away.norm() / exact[finite].norm().clamp_min(1e-30)
     assert error <= LIMITS[got.dtype], f"relative error {error:.2e}"
+    if away.numel():
+        worst = away.abs().max() / exact[finite].abs().max().clamp_min(1e-30)
+        assert worst <= LIMITS[got.dtype], f"an element is off by {worst:.2e} of the largest"

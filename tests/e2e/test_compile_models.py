@@ -47,8 +47,9 @@ def test_models_with_indexing_are_offloaded(name, tmp_path):
     model_class, config_class, sizes, inputs = MODELS[name]
     model: nn.Module = getattr(transformers, model_class)(getattr(transformers, config_class)(**sizes)).eval()
     expected = model(**inputs)[0]
-    budget = {"device": "640KiB", "disk": str(tmp_path)}
+    budget = {"device": "250KiB", "disk": str(tmp_path)}
     run = torch.compile(model, backend="forebay", fullgraph=True, options={"budget": budget, "strict": True})
     for _ in range(2):
         torch.testing.assert_close(run(**inputs)[0], expected, rtol=1e-3, atol=1e-4)
-    assert len(prepared_for(model)) == 1
+    (prepared,) = prepared_for(model)
+    assert prepared.program.streamed_nbytes() > 0, "a model that stays whole tells nothing"
