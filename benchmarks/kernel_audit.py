@@ -1,11 +1,13 @@
 """Compile every Triton kernel configuration ahead of time, without a GPU, and print what the compiler made of it.
 
-    python -m benchmarks.kernel_audit [--json] [--suite] [--arch sm_90 ...] [--only linear_w4/flat ...]
+    python -m benchmarks.kernel_audit [--json] [--suite] [--changed] [--record] [--arch sm_90 ...] [--only PART ...]
 
 For each configuration that `kernels/gpu/*.py` names in `audit_cases()` and each target: registers and stack of a
 thread, shared memory of a block, 128-bit loads, tensor-core instructions, spills, bytes moved by a call and the share
 of them that is the minimum. On NVIDIA these are read from SASS by the disassembler that Triton carries; for gfx942 from
-the assembly. `problems` lists what breaks the bounds that the test suite holds. Results are kept in Triton's own cache.
+the assembly. `problems` lists what breaks the bounds that the test suite holds. `--record` keeps what was read from
+machine code in `benchmarks/results`, by a hash of everything it follows from; `--changed`, which the suite asks for,
+takes what it finds there and compiles the rest (`benchmarks/audit_record.py`).
 
 NVIDIA targets also show what the hot loop allows (a whole program, where no loop loads): its instructions (`hot`), the
 cycles that a scheduler needs for a warp's turn and the pipe that takes them, programs that a multiprocessor holds at
@@ -28,11 +30,12 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import audit_record
 from benchmarks.chips import Hot, measure
 from benchmarks.sass import WARP, Instruction, hot_turn, parse
 
@@ -218,9 +221,12 @@ def problems_of(
     return tuple(found)
 
 
-def audit_case(case: AuditCase, arch: str) -> Audited:
-    """Compile one case for one target; a compiler's refusal is a problem, not an error."""
+def audit_case(case: AuditCase, arch: str, known: Mapping[str, Any] | None = None) -> Audited:
+    """Compile one case for one target, or take its facts from `known`. A compiler's refusal is a problem, no error."""
     share = case.minimum_bytes / max(1, case.bytes_moved)
+    if known is not None:
+        counts, hot = Counts(**{f.name: known[f.name] for f in fields(Counts)}), audit_record.hot_of(known)
+        return _judged(case, arch, counts, known["shared_nbytes"], hot)
     try:
         compiled = compile_case(case, arch)
     except Exception as error:
@@ -238,15 +244,19 @@ def audit_case(case: AuditCase, arch: str) -> Audited:
         turn = hot_turn(listing)
         sizes = case.num_warps, case.turn_nbytes, case.cached_nbytes
         hot = measure(turn, arch, counts.registers, shared_nbytes, *sizes)
+    return _judged(case, arch, counts, shared_nbytes, hot)
+
+
+def _judged(case: AuditCase, arch: str, counts: Counts, shared_nbytes: int, hot: Hot | None) -> Audited:
     return Audited(
         case.name, arch, counts.registers, counts.stack_nbytes, counts.spills, shared_nbytes, counts.loads_128,
-        counts.loads_64, counts.tensor_instructions, case.bytes_moved, share,
+        counts.loads_64, counts.tensor_instructions, case.bytes_moved, case.minimum_bytes / max(1, case.bytes_moved),
         problems_of(case, arch, counts, shared_nbytes, hot), hot,
     )  # fmt: skip
 
 
-def _audit_by_name(name: str, arch: str) -> Audited:
-    return audit_case(_cases_by_name()[name], arch)
+def _audit_by_name(name: str, arch: str, known: Mapping[str, Any] | None) -> Audited:
+    return audit_case(_cases_by_name()[name], arch, known)
 
 
 @functools.cache
@@ -268,15 +278,18 @@ def select(
 
 
 def audit(
-    archs: Sequence[str] = ARCHS, only: Sequence[str] = (), suite: bool = False, jobs: int = 2
+    archs: Sequence[str] = ARCHS, only: Sequence[str] = (), suite: bool = False, jobs: int = 2,
+    known: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Audited]:
-    """Audit the cases selected, `jobs` at a time; with suite only those that the test suite builds."""
+    """Audit the cases selected, `jobs` at a time; with suite only those that the test suite builds. What stands in
+    `known`, by `audit_record.key_of`, is not compiled."""
     chosen = select(_cases_by_name().values(), archs, only, suite)
-    if jobs == 1:
-        return [audit_case(case, arch) for case, arch in chosen]
+    facts = [known.get(audit_record.key_of(*pair)) for pair in chosen] if known else [None] * len(chosen)
+    if jobs == 1 or None not in facts:
+        return [audit_case(case, arch, found) for (case, arch), found in zip(chosen, facts, strict=True)]
     context = multiprocessing.get_context("fork")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        return list(pool.map(_audit_by_name, (c.name for c, _ in chosen), (a for _, a in chosen)))
+        return list(pool.map(_audit_by_name, (c.name for c, _ in chosen), (a for _, a in chosen), facts))
 
 
 def _hot_cells(hot: Hot | None) -> tuple[str, ...]:
@@ -315,13 +328,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.kernel_audit", description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print a JSON list in place of the table")
     parser.add_argument("--suite", action="store_true", help="only the cases that the test suite builds")
+    parser.add_argument("--changed", action="store_true", help="compile only what the record does not hold")
+    parser.add_argument("--record", action="store_true", help="keep the facts, in place of the record")
     parser.add_argument("--arch", nargs="+", choices=ARCHS, default=ARCHS)
     parser.add_argument("--only", nargs="+", default=(), metavar="PART", help="cases with one of these in their names")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
     chosen = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 replaces the compiler; unset it")
-    results = audit(chosen.arch, chosen.only, chosen.suite, chosen.jobs)
+    if chosen.record and (chosen.suite or chosen.only or set(chosen.arch) != set(ARCHS)):
+        parser.error("--record keeps all configurations on all targets; leave out --suite, --only and --arch")
+    known = audit_record.load() if chosen.changed else None
+    results = audit(chosen.arch, chosen.only, chosen.suite, chosen.jobs, known)
+    if chosen.record:
+        pairs = select(_cases_by_name().values(), chosen.arch, (), False)
+        audit_record.save({audit_record.key_of(*pair): found for pair, found in zip(pairs, results, strict=True)})
     print(json.dumps([asdict(r) for r in results], indent=1) if chosen.json else table(results))
     return int(any(r.problems for r in results))
 

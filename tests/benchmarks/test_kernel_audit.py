@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +20,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # benchmarks
 
-from benchmarks import kernel_audit  # noqa: E402
+from benchmarks import audit_record, kernel_audit  # noqa: E402
 from benchmarks.chips import Hot  # noqa: E402
 from benchmarks.kernel_audit import Audited, Counts, problems_of  # noqa: E402
 from benchmarks.sass import parse  # noqa: E402
@@ -29,8 +31,10 @@ ENVIRONMENT = os.environ | {"TRITON_INTERPRET": "0"}
 
 @pytest.fixture(scope="module")
 def audited() -> list[dict]:
-    """What the command line prints for the cases of the suite, made in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.kernel_audit", "--json", "--suite", "--jobs", "2"]
+    """What the command line prints for the cases of the suite, made in a process of its own. What is as it was when the
+    record was made is not compiled again, but for all of it under FOREBAY_TEST_ALL."""
+    changed = () if os.environ.get("FOREBAY_TEST_ALL") else ("--changed",)
+    command = [sys.executable, "-m", "benchmarks.kernel_audit", "--json", "--suite", "--jobs", "2", *changed]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=1800)
     assert done.returncode in (0, 1), done.stderr
     return json.loads(done.stdout)
@@ -72,6 +76,39 @@ def test_hot_loops_are_found_in_real_kernels(audited: list[dict]) -> None:
             seen.add("rms_norm")
             assert not hot["looped"] and hot["async_nbytes"] == 0 and hot["exposed_loads"] > 0
     assert seen == {"linear", "decode_attention", "rms_norm"}
+
+
+SAMPLE = """
+import json
+from benchmarks import audit_record, kernel_audit
+cases = {c.name: c for c in kernel_audit.discover()}
+known = audit_record.load()
+pairs = [(cases[f["name"]], f["arch"], f) for key, f in known.items()
+         if f["name"] in cases and audit_record.key_of(cases[f["name"]], f["arch"]) == key]
+pairs = sorted(pairs, key=lambda pair: (pair[0].name, pair[1]))[%d::97]
+print(json.dumps([[kernel_audit.audit_case(c, a) == kernel_audit.audit_case(c, a, f), c.name, a] for c, a, f in pairs]))
+"""
+
+
+def test_the_record_says_what_the_compiler_makes() -> None:
+    """Five or so of its rows, others every day of the month, are compiled again."""
+    if not audit_record.record_path().is_file():
+        pytest.skip("no record is kept of this Triton's code: all of it was compiled")
+    command = [sys.executable, "-c", SAMPLE % time.localtime().tm_mday]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert all(same for same, *_ in rows), rows
+
+
+def test_a_changed_kernel_is_not_taken_from_the_record() -> None:
+    one = AuditCase("op/a", SimpleNamespace(cache_key="a kernel"), {"x": "*fp16"}, {"N": 8})
+    keys = {audit_record.key_of(case, arch) for case, arch in (
+        (one, "sm_80"), (one, "sm_90"), (replace(one, fn=SimpleNamespace(cache_key="another")), "sm_80"),
+        (replace(one, constants={"N": 9}), "sm_80"), (replace(one, num_warps=8), "sm_80"),
+        (replace(one, signature={"x": "*bf16"}), "sm_80"), (replace(one, turn_nbytes=1), "sm_80"))}
+    assert len(keys) == 7
+    assert audit_record.key_of(replace(one, name="op/b", aim=0.5), "sm_80") in keys  # what only bounds look at
 
 
 def test_every_file_with_kernels_has_cases() -> None:
