@@ -13,12 +13,13 @@ import time
 from statistics import median
 
 from forebay.rewriter.capture.language_model import capture_model
+from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.planning.planner import Wishes
-from forebay.rewriter.source import fuse_blocks, model_source
+from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 STAGES = ("capture and fuse", "fix sizes", "plan, lower, prove")
@@ -33,13 +34,13 @@ def compile_once(layers: int, hidden: int, workload: Workload) -> tuple[float, .
                          tie_word_embeddings=False)
     gc.collect()
     times = [time.perf_counter()]
-    captured = fuse_blocks(capture_model(config), Switches())
+    captured = rewrite_captured(capture_model(config), Switches())
     times.append(time.perf_counter())
     files, end = {}, 0
     for spec in captured.weights.values():
         files[spec.name] = FileSlice("model.safetensors", end, spec.nbytes)
         end += spec.nbytes
-    source = model_source(captured, files, workload, "compile-time")
+    source = step_graphs(captured, files, workload, "compile-time")
     pipeline = Pipeline(source, workload, Machine.default(), Switches())
     times.append(time.perf_counter())
     cache = sum(pipeline.facts.cache.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -38,10 +38,11 @@ from forebay.passes.place.select_gemm import product_shape, select_gemm
 from forebay.passes.place.shorten_lifetimes import shorten_lifetimes
 from forebay.passes.place.specialise_blocks import block_graphs, specialise_blocks
 from forebay.rewriter.capture.concretise import inline_blocks
+from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import META, Gemm, Layout, values_of
 from forebay.rewriter.ir.plan import Budget, GemmChoice, Plan, Prediction, Workload
-from forebay.rewriter.ir.program import FileSlice, Program, TensorRef
+from forebay.rewriter.ir.program import Program, TensorRef
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.graph_needs import cache_buffers, cache_rows, weight_products, weight_uses
 from forebay.rewriter.planning.planner import Facts, PhaseNeed, Wishes, make_plan, smallest_budget
@@ -78,34 +79,12 @@ OPERATORS = (attention, attention_q, dequantize_rows, kv_append_q, linear, linea
 OPTIONAL = ("hoist_prefetch", "select_gemm", "fuse_rms_norm", "fuse_rotary", "fuse_swiglu", "fuse_residual",
             "shorten_lifetimes")
 
-StepGraph = Callable[[int], fx.GraphModule]  # tokens per sequence in one step -> a fresh graph of concrete sizes
-
-
-@dataclass
-class Source:
-    """What a model is to the pipeline, whatever captured it.
-
-    `step(tokens)` builds a new concrete graph, flat or with block calls, for steps of that many tokens per sequence;
-    `sample(tokens)`, if it has block calls, a flat one of a few of its layers, and for each layer the one there that it
-    is like. `files` tells where the weights lie on disk; `constants` are small tensors that always stay in memory.
-    `prefill(tokens)`, if the cache may grow, is `step(tokens)` with a cache of the workload's prompt alone.
-    """
-
-    fingerprint: str
-    step: StepGraph
-    files: Mapping[str, FileSlice]
-    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    host_hop: bool = False
-    weight_tier: str = "disk"
-    sample: Callable[[int], tuple[fx.GraphModule, dict[int, int]]] | None = None
-    prefill: StepGraph | None = None
-
 
 class Pipeline:
-    """Plans and lowers one `Source` for one workload; programs are made when first asked for and kept."""
+    """Plans and lowers one model's `StepGraphs` for one workload; programs are made when first asked for and kept."""
 
     @no_collection()
-    def __init__(self, source: Source, workload: Workload, machine: Machine, switches: Switches) -> None:
+    def __init__(self, source: StepGraphs, workload: Workload, machine: Machine, switches: Switches) -> None:
         known = [run_pass.__name__ for run_pass, _ in (*PASSES, *DRAFT_PASSES)]
         for name in switches.skip:
             if name not in OPTIONAL:

@@ -15,11 +15,12 @@ from forebay.passes.lower.place_copies import place_copies
 from forebay.passes.place.allocate_buffers import allocate_buffers
 from forebay.passes.place.insert_transfers import insert_transfers
 from forebay.rewriter.capture.concretise import concretise
+from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.ir.graph import META, WeightInput
 from forebay.rewriter.ir.plan import Budget, BufferPlacement, Plan, Schedule, WeightPlacement, Workload
 from forebay.rewriter.ir.program import DISK, Copy, FileSlice, Program, Span
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline, Source
+from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.planning.planner import Wishes
 from forebay.rewriter.switches import Switches
 from forebay.runtime.devices.threads import ThreadDevice
@@ -64,8 +65,8 @@ class Tiny:
     def graph(self) -> fx.GraphModule:
         return flat_graph(self.build, self.inputs, self.weights)
 
-    def source(self, **options: object) -> Source:
-        return Source("tiny", lambda tokens: self.graph(), self.files, **options)  # type: ignore[arg-type]
+    def source(self, **options: object) -> StepGraphs:
+        return StepGraphs("tiny", lambda tokens: self.graph(), self.files, **options)  # type: ignore[arg-type]
 
     def pipeline(self, switches: Switches | None = None, **options: object) -> Pipeline:
         return Pipeline(self.source(**options), Workload(1, 1, 1), Machine.default(), switches or Switches())

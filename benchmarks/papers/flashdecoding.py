@@ -21,10 +21,11 @@ from benchmarks.papers.tables import Row, show
 from forebay.passes.place.allocate_buffers import plan_activations
 from forebay.rewriter.capture.concretise import concretise, inline_blocks
 from forebay.rewriter.capture.language_model import capture_model
+from forebay.rewriter.capture.step_graphs import step_inputs
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Workload
 from forebay.rewriter.planning.graph_needs import cache_buffers
-from forebay.rewriter.source import fuse_blocks, step_inputs
+from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 # What CUDA reports of an A100 80GB (79.15 GiB), less 0.5 GiB for the CUDA context and the libraries' own memory.
@@ -83,7 +84,7 @@ class Arithmetic:
 
 def measure(config: Any) -> Arithmetic:
     """Capture the model's graphs and plan a prefill and a decode step of one sequence."""
-    captured = fuse_blocks(capture_model(config, dtype=torch.float16), Switches())
+    captured = rewrite_captured(capture_model(config, dtype=torch.float16), Switches())
     prefill, decode = _flat(captured, TOKENS), _flat(captured, 1)
     layout = plan_activations(prefill)
     nodes = [n for n in prefill.graph.nodes if n.meta.get("layer") == LAYER]

@@ -15,8 +15,10 @@ from typing import Any, Literal
 import torch
 
 from forebay.rewriter.capture.language_model import capture_model
+from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from forebay.rewriter.checkpoints.config import read_config, read_eos
+from forebay.rewriter.checkpoints.match_weights import checkpoint_names, weight_files, with_stored_formats
 from forebay.rewriter.checkpoints.module_weights import spill_module
 from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.byte_sizes import parse_budget
@@ -28,7 +30,7 @@ from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.planning.check_plan import check_plan
 from forebay.rewriter.planning.planner import Wishes
 from forebay.rewriter.report.explain import explain_plan
-from forebay.rewriter.source import checkpoint_names, fuse_blocks, model_source, weight_files, with_stored_formats
+from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
 from forebay.runtime.measure.machine import kept_machine
@@ -154,8 +156,8 @@ class LanguageModel:
             if workload.prompt + 1 > limit:
                 raise PlanError(f"a prompt of {workload.prompt} tokens does not fit the model's {limit} positions")
             workload = replace(workload, new_tokens=limit - workload.prompt)
-        fused = self._fused = self._fused or fuse_blocks(self.captured, self.switches, self.wishes.cache_format)
-        source = model_source(fused, self.files, workload, self.checkpoint.fingerprint,
+        fused = self._fused = self._fused or rewrite_captured(self.captured, self.switches, self.wishes.cache_format)
+        source = step_graphs(fused, self.files, workload, self.checkpoint.fingerprint,
                               host_hop=self.machine.device_kind != "cpu")
         pipeline = Pipeline(source, workload, self.machine, self.switches)
         if plan is not None:

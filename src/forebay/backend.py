@@ -34,12 +34,13 @@ from forebay.compiled.options import Options, parse_options
 from forebay.compiled.parameter_store import StoreMap, bring_back, map_of, move_out
 from forebay.compiled.step_memory import Memory, Prepared
 from forebay.rewriter.capture.compiled_module import ModuleGraph, OffloadError, Scalar, capture_module
+from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline, Source, StoppedAfter
+from forebay.rewriter.pipeline import Pipeline, StoppedAfter
 from forebay.rewriter.planning.planner import Wishes, make_plan, refuse_wishes, smallest_budget
 from forebay.rewriter.switches import SwitchError, read_switches
 from forebay.rewriter.verify.bisect import PassChangedResult
@@ -174,7 +175,7 @@ class OffloadedGraph:
         self._refuse_devices(args)
         captured = capture_module(self.gm, args, self.weights)
         files: dict[str, FileSlice] = {}
-        source = Source(_fingerprint(captured), lambda _: captured.flat(), files, captured.constants,
+        source = StepGraphs(_fingerprint(captured), lambda _: captured.flat(), files, captured.constants,
                         self.machine.device_kind != "cpu")
         pipeline = Pipeline(source, ONCE, self.machine, self.switches)
         budget, wishes = self.options.budget, replace(self.options.wishes, reuse=not self.switches.no_reuse)

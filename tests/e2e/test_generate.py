@@ -171,8 +171,8 @@ def test_the_program_of_a_gpu_computes_the_same_here(
     llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, slots: int, host: int
 ) -> None:
     """Disk to pinned host slots to the device, rows of lookups too: the Program that a GPU runs, proved and run."""
-    source = model_module.model_source
-    monkeypatch.setattr(model_module, "model_source", lambda *a, **k: source(*a, **k | {"host_hop": True}))
+    source = model_module.step_graphs
+    monkeypatch.setattr(model_module, "step_graphs", lambda *a, **k: source(*a, **k | {"host_hop": True}))
     with llama_checkpoint.language_model(0.4, host=host, slots=slots) as lm:
         assert lm.plan.schedule.host_hop and lm.plan.schedule.slots == slots
         assert (lm.plan.nbytes_on("host") > 0) is (host > 0) and lm.plan.nbytes_on("disk") > 0

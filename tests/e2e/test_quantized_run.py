@@ -19,7 +19,7 @@ from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import read_dequantized
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.program import Copy, FileSlice, Launch
-from forebay.rewriter.source import fuse_blocks
+from forebay.rewriter.rewrite_captured import rewrite_captured
 
 pytestmark = pytest.mark.usefixtures("private_cache")  # notes on verified checkpoints are kept there
 
@@ -106,7 +106,7 @@ def test_layers_stored_otherwise_have_blocks_of_their_own(tmp_path: Path) -> Non
     ids, mask = prompts()
     expected = unpacked(original, packed)(ids, attention_mask=mask).logits[:, -1]
     with forebay.wrap(packed, 1 << 30, batch=3, prompt=9, new_tokens=1) as lm:
-        assert len(set(fuse_blocks(lm.captured, lm.switches).layers)) == 3
+        assert len(set(rewrite_captured(lm.captured, lm.switches).layers)) == 3
         got = lm.next_logits(ids, mask)
         torch.testing.assert_close(got.float(), expected.float(), rtol=2e-3, atol=2e-3)
         formats = {w.format for w in lm.plan.weights}
@@ -120,7 +120,7 @@ def test_left_unfused_it_still_computes_right(tmp_path: Path, monkeypatch: pytes
     ids, mask = prompts()
     with forebay.wrap(packed, 1 << 30, batch=3, prompt=9, new_tokens=4) as lm:
         expected = lm.generate(ids, attention_mask=mask, max_new_tokens=4, eos_token_id=None, pad_token_id=0)
-    monkeypatch.setattr("forebay.rewriter.source.fuse_dequantize", lambda gm: None)
+    monkeypatch.setattr("forebay.rewriter.rewrite_captured.fuse_dequantize", lambda gm: None)
     with forebay.wrap(packed, 1 << 30, batch=3, prompt=9, new_tokens=4) as lm:
         got = lm.generate(ids, attention_mask=mask, max_new_tokens=4, eos_token_id=None, pad_token_id=0)
         assert any(i.op == "forebay.dequantize_rows" for i in lm._pipeline.program(lm.plan, 1).step

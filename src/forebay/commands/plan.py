@@ -89,10 +89,11 @@ def _plan_model(
     as_json: bool, save: Path | None,
 ) -> None:
     from forebay.api import open_model
+    from forebay.rewriter.capture.step_graphs import step_graphs
     from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
     from forebay.rewriter.ir.plan import PlanError, Workload
     from forebay.rewriter.pipeline import Pipeline
-    from forebay.rewriter.source import fuse_blocks, model_source
+    from forebay.rewriter.rewrite_captured import rewrite_captured
     from forebay.rewriter.switches import read_switches
 
     if budget is None:
@@ -103,8 +104,8 @@ def _plan_model(
     with console().status("capturing the model"):
         captured, checkpoint, files = open_model(folder)
     with console().status("planning"):
-        fused = fuse_blocks(captured, switches, wishes.cache_format)
-        source = model_source(fused, files, workload, checkpoint.fingerprint, host_hop=profile.device_kind != "cpu")
+        fused = rewrite_captured(captured, switches, wishes.cache_format)
+        source = step_graphs(fused, files, workload, checkpoint.fingerprint, host_hop=profile.device_kind != "cpu")
         pipeline = Pipeline(source, workload, profile, switches)
         made = pipeline.plan(sizes, wishes)
         smallest = pipeline.smallest_budget(wishes)

@@ -13,9 +13,10 @@ from forebay.passes.place.allocate_buffers import plan_activations
 from forebay.rewriter.capture.compiled_module import capture_module
 from forebay.rewriter.capture.concretise import concretise, inline_blocks
 from forebay.rewriter.capture.language_model import capture_model
+from forebay.rewriter.capture.step_graphs import step_inputs
 from forebay.rewriter.ir.graph import CapturedModel, Layout
 from forebay.rewriter.ir.plan import Workload
-from forebay.rewriter.source import fuse_blocks, step_inputs
+from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 NEAR = 1.01  # of the lower bound
@@ -30,7 +31,7 @@ def flat_graph(captured: CapturedModel, tokens: int, batch: int = 2) -> fx.Graph
 @pytest.mark.parametrize("family", FAMILIES)
 def test_language_models_take_what_is_live(family: str, fused: bool) -> None:
     """Decode, a short chunk and a long prefill."""
-    model = fuse_blocks(captured(family), Switches()) if fused else captured(family)
+    model = rewrite_captured(captured(family), Switches()) if fused else captured(family)
     for tokens, batch in ((1, 1), (1, 8), (7, 3), (96, 2)):
         layout = plan_activations(flat_graph(model, tokens, batch))
         assert layout.lower_bound <= layout.height <= NEAR * layout.lower_bound, f"{tokens} tokens, batch {batch}"
@@ -84,7 +85,7 @@ def live_in_layer(gm: fx.GraphModule, layout: Layout, layer: int) -> list[list[i
 def test_decoder_layer_takes_three_buffers(shape: str) -> None:
     """Two of hidden size and one of feed-forward size (FlashDecoding++Next, figure 9), found by the allocator."""
     config = SHAPES[shape]()
-    model = fuse_blocks(capture_model(config), Switches())
+    model = rewrite_captured(capture_model(config), Switches())
     for tokens in (1, 64):
         gm = flat_graph(model, tokens)
         layout = plan_activations(gm)

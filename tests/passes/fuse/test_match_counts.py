@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from families import captured
 
-from forebay.rewriter.source import fuse_blocks
+from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 PASSES = ("fuse_rms_norm", "fuse_rotary", "fuse_swiglu", "fuse_residual")
@@ -23,6 +23,6 @@ COUNTS = {
 
 @pytest.mark.parametrize("family", COUNTS)
 def test_each_pass_fires_as_often_as_its_pattern_occurs(family: str) -> None:
-    for block in fuse_blocks(captured(family), Switches()).blocks().values():
+    for block in rewrite_captured(captured(family), Switches()).blocks().values():
         made = Counter(n.meta.get("made_by") for n in block.graph.nodes if n.op == "call_function")
         assert tuple(made[name] for name in PASSES) == COUNTS[family]

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_fuse_rms_norm import traced
 
 from forebay.passes.place.shorten_lifetimes import shorten_lifetimes
-from forebay.rewriter.source import fuse_blocks
+from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 aten = torch.ops.aten
@@ -97,7 +97,7 @@ def test_writes_and_their_readers_keep_their_order() -> None:
 
 @pytest.mark.parametrize("family", ["opt", "qwen3", "gpt_neox"])
 def test_queries_wait_until_keys_and_values_are_stored(family: str) -> None:
-    block = next(iter(fuse_blocks(captured(family), Switches(skip=("shorten_lifetimes",))).blocks().values()))
+    block = next(iter(rewrite_captured(captured(family), Switches(skip=("shorten_lifetimes",))).blocks().values()))
     gm = copy.deepcopy(block)
     shorten_lifetimes(gm)
     gm.graph.lint()
@@ -130,7 +130,7 @@ def test_queries_wait_until_keys_and_values_are_stored(family: str) -> None:
 
 
 def test_a_graph_that_calls_blocks_is_left_alone() -> None:
-    step = fuse_blocks(captured("opt"), Switches()).step
+    step = rewrite_captured(captured("opt"), Switches()).step
     before = str(step.graph)
     shorten_lifetimes(step)
     assert str(step.graph) == before

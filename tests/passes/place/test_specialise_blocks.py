@@ -14,12 +14,13 @@ from forebay.passes.place.repeat_layout import repeats
 from forebay.passes.place.specialise_blocks import block_graphs, specialise_blocks
 from forebay.rewriter.capture.concretise import concretise, few_layers, inline_blocks
 from forebay.rewriter.capture.language_model import capture_model
+from forebay.rewriter.capture.step_graphs import step_graphs, step_inputs
 from forebay.rewriter.ir.graph import META, CacheInput, CapturedModel, WeightInput, weight_name
 from forebay.rewriter.ir.plan import Budget, Plan, Workload
 from forebay.rewriter.ir.program import FileSlice, Launch, Program
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.source import fuse_blocks, model_source, step_inputs
+from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 from forebay.rewriter.verify.program import verify_program
 
@@ -27,9 +28,9 @@ WORK = Workload(batch=2, prompt=6, new_tokens=4)
 
 
 def pipeline(family: str) -> Pipeline:
-    lm = fuse_blocks(captured(family), Switches())
+    lm = rewrite_captured(captured(family), Switches())
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
-    return Pipeline(model_source(lm, files, WORK, family), WORK, Machine.default(), Switches())
+    return Pipeline(step_graphs(lm, files, WORK, family), WORK, Machine.default(), Switches())
 
 
 def streaming(family: str) -> tuple[Pipeline, Plan]:
@@ -101,7 +102,7 @@ def deep_llama(layers: int) -> CapturedModel:
 
     config = LlamaConfig(hidden_size=32, num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=1,
                          intermediate_size=48, vocab_size=64)
-    return fuse_blocks(capture_model(config), Switches())
+    return rewrite_captured(capture_model(config), Switches())
 
 
 def test_layers_whose_inputs_move_do_not_share_addresses() -> None:
@@ -124,7 +125,7 @@ def test_a_deep_model_is_lowered_layer_by_layer_where_layers_do_not_repeat(monke
     files = {spec.name: FileSlice("weights", i << 20, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
 
     def programs() -> tuple[Pipeline, list[Program]]:
-        made = Pipeline(model_source(lm, files, WORK, "deep"), WORK, Machine.default(), Switches())
+        made = Pipeline(step_graphs(lm, files, WORK, "deep"), WORK, Machine.default(), Switches())
         plan = made.plan(Budget(made.smallest_budget() + lm.weight_nbytes // 2))
         return made, [made.program(plan, tokens) for tokens in (1, plan.schedule.prefill_chunk)]
 

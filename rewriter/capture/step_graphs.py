@@ -1,0 +1,97 @@
+"""Step graphs of a captured model at fixed sizes, as the pipeline takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from forebay.rewriter.capture.concretise import concretise, few_layers, inline_blocks
+from forebay.rewriter.garbage import no_collection
+from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput
+from forebay.rewriter.ir.plan import Workload
+from forebay.rewriter.ir.program import FileSlice
+
+StepGraph = Callable[[int], fx.GraphModule]  # tokens per sequence in one step -> a fresh graph of concrete sizes
+
+_META = torch.device("meta")
+
+
+@dataclass
+class StepGraphs:
+    """The step graphs of a model, whatever captured it, and where what they read is kept.
+
+    `step(tokens)` builds a new concrete graph, flat or with block calls, for steps of that many tokens per sequence;
+    `sample(tokens)`, if it has block calls, a flat one of a few of its layers, and for each layer the one there that it
+    is like. `files` tells where the weights lie on disk; `constants` are small tensors that always stay in memory.
+    `prefill(tokens)`, if the cache may grow, is `step(tokens)` with a cache of the workload's prompt alone.
+    """
+
+    fingerprint: str
+    step: StepGraph
+    files: Mapping[str, FileSlice]
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    host_hop: bool = False
+    weight_tier: str = "disk"
+    sample: Callable[[int], tuple[fx.GraphModule, dict[int, int]]] | None = None
+    prefill: StepGraph | None = None
+
+
+@no_collection()
+def step_graphs(
+    captured: CapturedModel, files: Mapping[str, FileSlice], workload: Workload, fingerprint: str, *,
+    host_hop: bool = False
+) -> StepGraphs:
+    """The step graphs of `captured` for the batch and context of `workload`."""
+    weights = _weight_inputs(captured)
+
+    def step(tokens: int, cached: int | None = None) -> fx.GraphModule:
+        return concretise(captured.step, step_inputs(captured, workload, tokens, cached, weights))
+
+    short, likes = few_layers(captured.step)
+    few = {node.name for node in short.graph.find_nodes(op="placeholder")}
+
+    def sample(tokens: int) -> tuple[fx.GraphModule, dict[int, int]]:
+        inputs = step_inputs(captured, workload, tokens, None, weights)
+        return inline_blocks(concretise(short, {name: inputs[name] for name in few & inputs.keys()})), likes
+
+    return StepGraphs(fingerprint, step, files, captured.constants, host_hop, sample=sample,
+                      prefill=lambda tokens: step(tokens, workload.prompt))
+
+
+def step_inputs(
+    captured: CapturedModel, workload: Workload, tokens: int, cached: int | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Meta tensors for every placeholder of the step graph, by name; the cache holds `cached` tokens per sequence, all
+    of the context by default. `weights`, if they were made before, are those of the weights and constants."""
+    batch, context = workload.batch, workload.context if cached is None else cached
+    inputs = {"input_ids": _meta((batch, tokens)), "start": _meta((batch,)), "last": _meta((batch,))}
+    for i, spec in enumerate(captured.cache):
+        for side in "kv":
+            inputs[f"cache_{side}_{i}"] = _meta((batch, spec.kv_heads, context, spec.head_dim), spec.dtype)
+    inputs.update(_weight_inputs(captured) if weights is None else weights)
+    return inputs
+
+
+def _weight_inputs(captured: CapturedModel) -> dict[str, torch.Tensor]:
+    """Meta tensors for the weights and constants of the step graph, by the placeholder's name."""
+    inputs = {}
+    for node in captured.step.graph.find_nodes(op="placeholder"):
+        mark = node.meta.get(META)
+        if not isinstance(mark, WeightInput):
+            continue
+        known, value = captured.weights.get(mark.name), captured.constants.get(mark.name)
+        if known is not None and known.stored is not None:
+            inputs[str(node.target)] = _meta((known.stored.out_features, known.stored.row_nbytes), torch.uint8)
+        elif known is not None:
+            inputs[str(node.target)] = _meta(known.shape, known.dtype)
+        elif value is not None:
+            inputs[str(node.target)] = _meta(value.shape, value.dtype)
+    return inputs
+
+
+def _meta(shape: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=_META)
