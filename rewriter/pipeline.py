@@ -165,7 +165,7 @@ class Pipeline:
     @no_collection()
     def plan(self, budget: Budget, wishes: Wishes | None = None) -> Plan:
         """The plan for `budget`, with its table of matrix products and its prediction filled in."""
-        wishes = replace(wishes or Wishes(), reuse=not self.switches.no_reuse)
+        wishes = wishes or Wishes()
         try:
             return self.complete(make_plan(self.facts, budget, self.workload, wishes, self.machine.name))
         except _LayersDiffer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,12 +12,12 @@ from torch import fx
 from forebay.passes.lower.hoist_prefetch import hoist_prefetch
 from forebay.passes.lower.lower import lower
 from forebay.passes.lower.place_copies import place_copies
-from forebay.passes.place.allocate_buffers import allocate_buffers
+from forebay.passes.place.allocate_buffers import allocate_buffers, plan_activations
 from forebay.passes.place.insert_transfers import insert_transfers
 from forebay.rewriter.capture.concretise import concretise
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.ir.graph import META, WeightInput
-from forebay.rewriter.ir.plan import Budget, BufferPlacement, Plan, Schedule, WeightPlacement, Workload
+from forebay.rewriter.ir.plan import Budget, BufferPlacement, Limits, Plan, Schedule, WeightPlacement, Workload
 from forebay.rewriter.ir.program import DISK, Copy, FileSlice, Program, Span
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
@@ -108,19 +108,17 @@ def chain(folder: Path, layers: int = 3, width: int = 32, rows: int = 2) -> Tiny
 
 def plan_for(
     weights: Mapping[str, WeightPlacement], slots: int = 2, lead: int | None = None, slot_nbytes: int = 8192,
-    arena: int = 1 << 16, reuse: bool = True,
+    arena: int = 1 << 16,
 ) -> Plan:
     """A plan made by hand: slots at the bottom of the arena, then the resident weights, activations on top."""
     buffers = [BufferPlacement(f"slot{i}", "slot", "device", i * slot_nbytes, slot_nbytes) for i in range(slots)]
-    end, placed = slots * slot_nbytes, []
+    end = slots * slot_nbytes
     for w in weights.values():
         if w.tier == "device":
-            w = replace(w, offset=end)
             buffers.append(BufferPlacement(w.name, "weight", "device", end, w.nbytes))
             end += -(-w.nbytes // 64) * 64
-        placed.append(w)
-    schedule = Schedule(1, slots=slots, lead=lead or slots, slot_nbytes=slot_nbytes, prefill_chunk=1, reuse=reuse)
-    return Plan("tiny", "", Budget(arena), Workload(1, 1, 1), schedule, tuple(placed), {"device": arena},
+    schedule = Schedule(slots, slot_nbytes, lead or slots, prefill_chunk=1)
+    return Plan("tiny", "", Limits(arena), Workload(1, 1, 1), schedule, tuple(weights.values()), {"device": arena},
                 buffers=tuple(buffers))
 
 
@@ -131,17 +129,18 @@ def placements(model: Tiny, stream: Mapping[str, int | str]) -> dict[str, Weight
         nbytes = value.numel() * value.element_size()
         how = stream.get(name)
         if how is None:
-            found[name] = WeightPlacement(name, "device", nbytes, offset=0)
+            found[name] = WeightPlacement(name, "device", nbytes)
         else:
             found[name] = WeightPlacement(name, "disk", nbytes, tile_rows=0 if how == "gather" else int(how),
                                           gather=how == "gather")
     return found
 
 
-def lowered(model: Tiny, plan: Plan, hoist: bool = True) -> Program:
+def lowered(model: Tiny, plan: Plan, hoist: bool = True, reuse: bool = True) -> Program:
     """The Program of the model's graph under a plan made by hand, not verified."""
     gm = model.graph()
     insert_transfers(gm, plan)
+    gm.meta[META] = plan_activations(gm, reuse)
     allocate_buffers(gm, plan)
     draft = lower(gm, plan, model.files, lambda node: 0)
     if hoist:

@@ -34,7 +34,7 @@ def allocate_buffers(gm: fx.GraphModule, plan: Plan) -> None:
 
     PlanError when activations would meet what the plan keeps at the lower end (weights, slots, cache).
     """
-    layout = gm.meta.get(META) or plan_activations(gm, plan.schedule.reuse)
+    layout = gm.meta.get(META) or plan_activations(gm)
     top = plan.arenas["device"]
     floor = max((b.offset + b.nbytes for b in plan.buffers if b.arena == "device" and b.kind in KEPT), default=0)
     if layout.height > top - floor:

@@ -14,11 +14,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-VERSION = 1
+VERSION = 2
 TIERS = ("device", "host", "disk")
 WEIGHT_FORMATS = ("native", "w4g32", "w4g64", "w4g128", "w8")  # and, of other even group sizes, w4g48 or w8g32
 CACHE_FORMATS = ("native", "kv8", "kv4", "act8")
-ORDERS = ("row", "zigzag", "diagonal")
 KEPT = ("weight", "constant", "slot", "cache")  # kinds of buffers that live as long as their phase
 
 
@@ -27,11 +26,27 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Bytes per tier that a run may use for everything together; None is no limit, `disk` is a folder."""
+class Limits:
+    """Bytes per tier that a Program may use for everything together; None is no limit."""
 
     device: int
     host: int | None = 0
+
+    @property
+    def limits(self) -> Limits:
+        """The bytes alone."""
+        return Limits(self.device, self.host)
+
+    def hold(self, other: Limits) -> bool:
+        """Whether what keeps to `other` keeps to these."""
+        return self.device >= other.device and (
+            self.host is None or (other.host is not None and self.host >= other.host))
+
+
+@dataclass(frozen=True)
+class Budget(Limits):
+    """What a run may use: `Limits`, and the folder for weights that move out of memory."""
+
     disk: str | None = None
 
 
@@ -51,44 +66,29 @@ class Workload:
 
 @dataclass(frozen=True)
 class WeightPlacement:
-    """Where one weight lives and how it is consumed.
+    """Where one weight lives and how it is consumed; what is not on the disk has a buffer of its name.
 
-    `tier` device: resident at arena `offset`. Otherwise it streams: in tiles of `tile_rows` rows (0: whole), or, with
-    `gather`, only the rows that a lookup names. `nbytes` counts the stored format.
+    `tier` device: resident. Otherwise it streams: in tiles of `tile_rows` rows (0: whole), or, with `gather`, only the
+    rows that a lookup names. `nbytes` counts the stored format.
     """
 
     name: str
     tier: Literal["device", "host", "disk"]
     nbytes: int
     format: str = "native"
-    offset: int = -1
     tile_rows: int = 0
     gather: bool = False
 
 
 @dataclass(frozen=True)
-class CacheShare:
-    """A share of every layer's cache blocks: what is stored, in which format, on which tier."""
-
-    share: float = 1.0
-    representation: Literal["kv", "checkpoint"] = "kv"
-    format: str = "native"
-    tier: Literal["device", "host", "disk"] = "device"
-
-
-@dataclass(frozen=True)
 class Schedule:
-    """How a step runs: FlexGen's micro-batches and order, the staging slots, and how far ahead copies are issued."""
+    """How a step runs: the staging slots, how far ahead copies are issued (all three 0 where nothing streams), and how
+    many of a prompt's tokens run at once."""
 
-    micro_batch: int
-    micro_batches: int = 1
-    order: Literal["row", "zigzag", "diagonal"] = "row"
-    slots: int = 2
+    slots: int = 0
     slot_nbytes: int = 0
-    lead: int = 2
+    lead: int = 0
     prefill_chunk: int = 64
-    cpu_attention: bool = False
-    reuse: bool = True  # activation memory is used again once its contents are dead
     host_hop: bool = False  # disk reads land in pinned host slots first (a GPU cannot read the disk)
 
 
@@ -149,12 +149,12 @@ class Plan:
 
     fingerprint: str
     machine: str
-    budget: Budget
+    budget: Limits
     workload: Workload
     schedule: Schedule
     weights: tuple[WeightPlacement, ...]
     arenas: dict[str, int] = field(default_factory=dict)  # nbytes of each tier's one arena
-    cache: tuple[CacheShare, ...] = (CacheShare(),)
+    cache_format: str = "native"
     buffers: tuple[BufferPlacement, ...] = ()
     gemm: tuple[GemmChoice, ...] = ()
     prediction: Prediction = field(default_factory=Prediction)
@@ -278,11 +278,9 @@ def validate(plan: Plan) -> None:
         ("workload.batch", plan.workload.batch, 1),
         ("workload.prompt", plan.workload.prompt, 1),
         ("workload.new_tokens", plan.workload.new_tokens, 1),
-        ("schedule.micro_batch", s.micro_batch, 1),
-        ("schedule.micro_batches", s.micro_batches, 1),
-        ("schedule.slots", s.slots, 1),
+        ("schedule.slots", s.slots, 1 if s.slot_nbytes else 0),
         ("schedule.slot_nbytes", s.slot_nbytes, 0),
-        ("schedule.lead", s.lead, 1),
+        ("schedule.lead", s.lead, 1 if s.slot_nbytes else 0),
         ("schedule.prefill_chunk", s.prefill_chunk, 1),
     ):
         if value < low:
@@ -299,13 +297,8 @@ def validate(plan: Plan) -> None:
             raise PlanError(f"{at}.format: {w.format!r} is not one of {', '.join(WEIGHT_FORMATS)}")
         if w.nbytes < 0 or w.tile_rows < 0:
             raise PlanError(f"{at}: negative size")
-        if w.tier == "device" and w.offset < 0:
-            raise PlanError(f"{at}.offset: a resident weight needs its arena offset")
-    for i, share in enumerate(plan.cache):
-        if share.format not in CACHE_FORMATS:
-            raise PlanError(f"plan.cache[{i}].format: {share.format!r} is not one of {', '.join(CACHE_FORMATS)}")
-    if abs(sum(c.share for c in plan.cache) - 1.0) > 1e-9:
-        raise PlanError("plan.cache: the shares do not add up to 1")
+    if plan.cache_format not in CACHE_FORMATS:
+        raise PlanError(f"plan.cache_format: {plan.cache_format!r} is not one of {', '.join(CACHE_FORMATS)}")
     for i, b in enumerate(plan.buffers):
         if b.offset < 0 or b.nbytes < 0:
             raise PlanError(f"plan.buffers[{i}]: negative offset or size")

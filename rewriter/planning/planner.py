@@ -13,7 +13,6 @@ from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import (
     Budget,
     BufferPlacement,
-    CacheShare,
     Plan,
     PlanError,
     Schedule,
@@ -60,7 +59,6 @@ class Wishes:
     slot_nbytes: int | None = None
     lead: int | None = None
     prefill_chunk: int | None = None
-    reuse: bool = True
     cache_format: str = "native"
 
 
@@ -265,13 +263,10 @@ def _planned(
     if budget.host and facts.weight_tier == "disk":
         staging = _staging(facts, fit.chunk, fit.slots, fit.slot_nbytes) if facts.host_hop else 0
         weights = _fill_host(weights, budget.host - staging)
-    slots = max(1, fit.slots)
-    schedule = Schedule(
-        micro_batch=workload.batch, slots=slots, slot_nbytes=fit.slot_nbytes, lead=min(wishes.lead or slots, slots),
-        prefill_chunk=fit.chunk, reuse=wishes.reuse, host_hop=facts.host_hop)
+    schedule = Schedule(fit.slots, fit.slot_nbytes, min(wishes.lead or fit.slots, fit.slots), fit.chunk, facts.host_hop)
     rows = max(facts.need(fit.chunk).activations, facts.need(1).activations)
-    plan = Plan(facts.fingerprint, machine, budget, workload, schedule, tuple(weights),
-                cache=(CacheShare(format=wishes.cache_format),))
+    plan = Plan(facts.fingerprint, machine, budget.limits, workload, schedule, tuple(weights),
+                cache_format=wishes.cache_format)
     return _lay_out(plan, facts, rows)
 
 
@@ -340,7 +335,7 @@ def _halving_order(products: tuple[WeightUse, ...]) -> tuple[WeightUse, ...]:
 
 def _place(u: WeightUse, resident: bool, slot: int, tier: str) -> WeightPlacement:
     if resident:
-        return WeightPlacement(u.name, "device", u.nbytes, u.format, offset=0)
+        return WeightPlacement(u.name, "device", u.nbytes, u.format)
     tile_rows = 0
     if u.product and u.nbytes > slot:
         row = u.nbytes // u.rows
@@ -355,7 +350,7 @@ def _fill_host(weights: list[WeightPlacement], room: int) -> list[WeightPlacemen
     for w in weights:
         if w.tier == "disk" and not w.gather and _aligned(w.nbytes) <= room:
             room -= _aligned(w.nbytes)
-            w = replace(w, tier="host", offset=-1)
+            w = replace(w, tier="host")
         moved.append(w)
     return moved
 
@@ -366,17 +361,14 @@ def _lay_out(plan: Plan, facts: Facts, height: int) -> Plan:
     buffers: list[BufferPlacement] = []
     ends = {"device": 0, "host": 0}
 
-    def put(name: str, kind: str, arena: str, nbytes: int, alignment: int = ALIGNMENT, phase: str = "all") -> int:
+    def put(name: str, kind: str, arena: str, nbytes: int, alignment: int = ALIGNMENT, phase: str = "all") -> None:
         offset = -(-ends[arena] // alignment) * alignment
         buffers.append(BufferPlacement(name, kind, arena, offset, nbytes, phase))  # type: ignore[arg-type]
         ends[arena] = offset + nbytes
-        return offset
 
-    weights = []
     for w in plan.weights:
         if w.tier != "disk":
-            w = replace(w, offset=put(w.name, "weight", w.tier, w.nbytes))
-        weights.append(w)
+            put(w.name, "weight", w.tier, w.nbytes)
     for name, nbytes in facts.constants.items():
         put(name, "constant", "device", nbytes)
     if plan.schedule.slot_nbytes:
@@ -393,9 +385,9 @@ def _lay_out(plan: Plan, facts: Facts, height: int) -> Plan:
         ends["device"] = bottom
         for name, nbytes in cache.items():
             put(name, "cache", "device", nbytes, phase=phase)
-    if plan.schedule.host_hop and any(w.gather and w.tier == "disk" for w in weights):
+    if plan.schedule.host_hop and any(w.gather and w.tier == "disk" for w in plan.weights):
         put("host_rows", "io", "host", height, PAGE_NBYTES)
     arenas = {"device": bottom + upper}
     if ends["host"]:
         arenas["host"] = ends["host"]
-    return replace(plan, weights=tuple(weights), buffers=tuple(buffers), arenas=arenas)
+    return replace(plan, buffers=tuple(buffers), arenas=arenas)

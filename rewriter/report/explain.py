@@ -96,7 +96,7 @@ def _head(plan: Plan) -> str:
     lines = [
         ("model", f"fingerprint {plan.fingerprint}"),
         ("machine", plan.machine or "not named"),
-        ("budget", f"device {format_nbytes(b.device)}, host {host}" + (f", disk {b.disk}" if b.disk else "")),
+        ("budget", f"device {format_nbytes(b.device)}, host {host}"),
         ("workload", f"batch {w.batch}, prompt {w.prompt} tokens, {w.new_tokens} new tokens: "
                      f"{w.context} cache positions per sequence, {format_nbytes(cache)} of cache"),
         ("weights", f"{format_nbytes(total)}: {format_nbytes(on_device)} stay in device memory"
@@ -104,7 +104,7 @@ def _head(plan: Plan) -> str:
                     + f", {format_nbytes(p.streamed_nbytes)} stream per decode step"),
         ("schedule", _schedule(plan)),
         ("prefill", f"chunks of {s.prefill_chunk} tokens, {passes} pass{'es' if passes > 1 else ''} over the weights"),
-        ("cache", "; ".join(f"{100 * c.share:.0f} % {c.representation}, {c.format}, on {c.tier}" for c in plan.cache)),
+        ("cache", f"{plan.cache_format}, on the device"),
     ]
     return "\n".join(f"{name:<10}{text}" for name, text in lines)
 
@@ -118,9 +118,7 @@ def _schedule(plan: Plan) -> str:
         text = f"{slots} of {format_nbytes(s.slot_nbytes)}, copies issued {s.lead} ahead"
         if s.host_hop:
             text += ", disk reads by way of host memory"
-    if s.micro_batches > 1:
-        text += f"; {s.micro_batches} micro-batches of {s.micro_batch}, order {s.order}"
-    return text + ("; attention on the CPU" if s.cpu_attention else "")
+    return text
 
 
 def _table(rows: Sequence[LayerRow]) -> str:

@@ -21,7 +21,7 @@ from forebay.rewriter.checkpoints.config import read_config, read_eos
 from forebay.rewriter.checkpoints.match_weights import checkpoint_names, weight_files, with_stored_formats
 from forebay.rewriter.checkpoints.module_weights import spill_module
 from forebay.rewriter.checkpoints.resolve import resolve_model
-from forebay.rewriter.ir.byte_sizes import parse_budget
+from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
@@ -143,11 +143,15 @@ class LanguageModel:
         self._session: Session | None = None
         self._lock = threading.RLock()  # one caller at a time has the arenas
         _check_choices(workload, wishes)
+        if plan is not None and not budget.hold(plan.budget):
+            raise PlanError(f"plan.budget: the plan may take {format_nbytes(plan.budget.device)} of device memory and "
+                            f"{format_nbytes(plan.budget.host or 0)} of host memory, the run is given "
+                            f"{format_nbytes(budget.device)} and {format_nbytes(budget.host or 0)}; plan again")
         if plan is not None and plan.fingerprint != checkpoint.fingerprint:
             raise PlanError(f"this plan was made for another model (fingerprint {plan.fingerprint}, this one is "
                             f"{checkpoint.fingerprint}); plan again")
         if plan is not None:
-            self.wishes = replace(wishes, cache_format=plan.cache[0].format)
+            self.wishes = replace(wishes, cache_format=plan.cache_format)
         self._prepare(plan.workload if plan else workload, plan)
 
     def _prepare(self, workload: Workload, plan: Plan | None = None) -> None:

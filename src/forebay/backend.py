@@ -24,7 +24,6 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -178,7 +177,7 @@ class OffloadedGraph:
         source = StepGraphs(_fingerprint(captured), lambda _: captured.flat(), files, captured.constants,
                         self.machine.device_kind != "cpu")
         pipeline = Pipeline(source, ONCE, self.machine, self.switches)
-        budget, wishes = self.options.budget, replace(self.options.wishes, reuse=not self.switches.no_reuse)
+        budget, wishes = self.options.budget, self.options.wishes
         try:
             make_plan(pipeline.facts, budget, ONCE, wishes, self.machine.name)
         except PlanError as error:

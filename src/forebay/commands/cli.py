@@ -90,18 +90,18 @@ def run(
         from forebay.commands import jobs
         from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids
         from forebay.rewriter.ir.byte_sizes import parse_budget
-        from forebay.rewriter.ir.plan import PlanError, load_plan
+        from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
         from forebay.rewriter.planning.planner import Wishes
         from forebay.runtime.run.sampling import Sampling
 
         saved = load_plan(plan) if plan else None
         if budget is None and saved is None:
             raise PlanError("say how much memory may be used, as --budget device=120MiB, or name a --plan")
-        sizes = parse_budget(budget) if budget is not None else saved.budget  # type: ignore[union-attr]
-        if saved is not None and saved.budget != sizes:
+        sizes = parse_budget(budget) if budget is not None else Budget(saved.budget.device, saved.budget.host)  # type: ignore[union-attr]
+        if saved is not None and saved.budget != sizes.limits:
             raise PlanError(f"the plan {plan} was made for {saved.budget}, not for --budget {budget}; leave one out")
-        if saved is not None and cache not in ("native", saved.cache[0].format):
-            raise PlanError(f"the plan {plan} keeps its cache in {saved.cache[0].format}; leave --cache out")
+        if saved is not None and cache not in ("native", saved.cache_format):
+            raise PlanError(f"the plan {plan} keeps its cache in {saved.cache_format}; leave --cache out")
         if saved is not None and slots is not None:
             raise PlanError(f"the plan {plan} has {saved.schedule.slots} staging slots; leave --slots out")
         try:

@@ -199,8 +199,8 @@ def assorted(folder: Path) -> Tiny:
 @pytest.mark.parametrize("reuse", [True, False])
 def test_permuted_sliced_and_many_results(tmp_path: Path, reuse: bool) -> None:
     model = assorted(tmp_path)
-    plan = plan_for(placements(model, {"w0": 5}), reuse=reuse)
-    program = lowered(model, plan)
+    plan = plan_for(placements(model, {"w0": 5}))
+    program = lowered(model, plan, reuse=reuse)
     verify_program(program)
     for ours, expected in zip(run_program(program, plan, model, poison=True), model.expected(), strict=True):
         assert ours.shape == expected.shape and ours.dtype == expected.dtype

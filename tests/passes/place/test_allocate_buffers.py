@@ -264,7 +264,8 @@ def streamed(model: Tiny, **options: object) -> tuple[fx.GraphModule, Plan]:
 @pytest.mark.parametrize("reuse", [True, False])
 def test_activations_stand_at_the_top_of_the_arena_and_compute_the_same(tmp_path: Path, reuse: bool) -> None:
     model = chain(tmp_path, layers=3)
-    gm, plan = streamed(model, reuse=reuse)
+    gm, plan = streamed(model)
+    gm.meta[META] = plan_activations(gm, reuse)
     allocate_buffers(gm, plan)
     layout = gm.meta[META]
     top = plan.arenas["device"]

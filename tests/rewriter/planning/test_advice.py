@@ -11,8 +11,8 @@ from forebay.rewriter.planning.advice import advise
 
 
 def plan(compute: float, disk: float, dtype: str = "bfloat16", resident: int = 0) -> Plan:
-    weights = (WeightPlacement("a", "disk", 1000), WeightPlacement("b", "device", resident, offset=0))
-    return Plan("f", "m", Budget(2000), Workload(), Schedule(1), weights, gemm=(GemmChoice(dtype, 1, 8, 8, "flat"),),
+    weights = (WeightPlacement("a", "disk", 1000), WeightPlacement("b", "device", resident))
+    return Plan("f", "m", Budget(2000), Workload(), Schedule(), weights, gemm=(GemmChoice(dtype, 1, 8, 8, "flat"),),
                 prediction=Prediction(1.0, max(compute, disk), {"compute": compute, "disk": disk}, 1000))
 
 

@@ -58,11 +58,7 @@ def _move_to_host(plan: dict[str, Any]) -> None:
 
 
 def _move_to_device(plan: dict[str, Any]) -> None:
-    _weight(plan, True).update(tier="device", offset=0, tile_rows=0)
-
-
-def _move_from_its_buffer(plan: dict[str, Any]) -> None:
-    _weight(plan, False)["offset"] += 64
+    _weight(plan, True).update(tier="device", tile_rows=0)
 
 
 def _gather(plan: dict[str, Any]) -> None:
@@ -92,7 +88,7 @@ def _no_arena(plan: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("edit", "message"), [
     (_rename, "the model has no weight other.weight"), (_remove, "is missing"), (_resize, "bytes in format native"),
     (_reformat, "in format w4g64, but the model's"), (_move_to_host, "needs a weight buffer .* in the host arena"),
-    (_move_to_device, "needs a weight buffer .* in the device arena"), (_move_from_its_buffer, "its buffer at"),
+    (_move_to_device, "needs a weight buffer .* in the device arena"),
     (_gather, "not read by row"), (_enlarge_tiles, "a staging slot has 64"), (_more_slots, "needs a slot buffer"),
     (_no_buffers, "buffer of"), (_no_cache, "needs a cache buffer"), (_no_arena, "no device arena"),
 ])

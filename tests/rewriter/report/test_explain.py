@@ -9,8 +9,8 @@ import pytest
 
 from forebay.commands.pictures import draw_memory
 from forebay.rewriter.ir.plan import (
-    Budget,
     BufferPlacement,
+    Limits,
     Plan,
     PlanError,
     Prediction,
@@ -35,10 +35,10 @@ KIB, MIB = 1 << 10, 1 << 20
 def _plan() -> Plan:
     weights = (
         WeightPlacement("model.embed_tokens.weight", "disk", 8 * MIB, gather=True),
-        WeightPlacement("model.layers.0.mlp.weight", "device", 3 * MIB, offset=0),
-        WeightPlacement("model.layers.0.norm.weight", "device", 2 * KIB, offset=3 * MIB),
+        WeightPlacement("model.layers.0.mlp.weight", "device", 3 * MIB),
+        WeightPlacement("model.layers.0.norm.weight", "device", 2 * KIB),
         WeightPlacement("model.layers.1.mlp.weight", "disk", 3 * MIB, tile_rows=100),
-        WeightPlacement("model.layers.1.norm.weight", "host", 2 * KIB, offset=0),
+        WeightPlacement("model.layers.1.norm.weight", "host", 2 * KIB),
         WeightPlacement("lm_head.weight", "disk", 8 * MIB, tile_rows=50),
     )
     at = 3 * MIB + 4 * KIB
@@ -53,8 +53,8 @@ def _plan() -> Plan:
         BufferPlacement("d", "activation", "device", at + 2 * MIB, 128 * KIB, "prefill", 0, 9),
     )
     return Plan(
-        "abc123", "bench", Budget(6 * MIB, 0, "/spill"), Workload(2, 64, 16),
-        Schedule(2, slots=1, slot_nbytes=MIB, lead=1, prefill_chunk=32), weights,
+        "abc123", "bench", Limits(6 * MIB), Workload(2, 64, 16),
+        Schedule(slots=1, slot_nbytes=MIB, lead=1, prefill_chunk=32), weights,
         arenas={"device": at + 2 * MIB + 128 * KIB}, buffers=buffers,
         prediction=Prediction(0.5, 0.05, {"compute": 0.01, "disk": 0.05}, 11 * MIB, {"device": 6 * MIB}, "disk"))
 
@@ -80,7 +80,7 @@ def test_layer_number_is_the_first_in_the_name(name: str, layer: int) -> None:
 
 def test_text_says_what_the_plan_says() -> None:
     text = explain_plan(_plan())
-    for part in ("abc123", "bench", "6.0 MiB", "/spill", "batch 2", "80 cache positions", "1 staging slot of 1.0 MiB",
+    for part in ("abc123", "bench", "6.0 MiB", "batch 2", "80 cache positions", "1 staging slot of 1.0 MiB",
                  "chunks of 32 tokens, 2 passes", "11.0 MiB stream per decode step", "lm_head.weight", "from host",
                  "bottleneck is disk", "50 ms per decode step", "40 tokens/s"):
         assert part in text, part

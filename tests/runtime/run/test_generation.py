@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.rewriter.ir.plan import Budget, BufferPlacement, Plan, Schedule, Workload
+from forebay.rewriter.ir.plan import BufferPlacement, Limits, Plan, Schedule, Workload
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.generation import CHUNK_STEP, Stop, generate_tokens, next_logits
 from forebay.runtime.run.sampling import Sampling
@@ -68,13 +68,13 @@ def answer(prompt: list[int], count: int) -> list[int]:
 
 def session(batch: int, prompt: int, new_tokens: int, chunk: int, lends: bool = False) -> Any:
     """`lends`: 10 bytes of cache per token of all sequences, and a decode step's activations 100 bytes above it."""
-    schedule, workload = Schedule(batch, prefill_chunk=chunk), Workload(batch, prompt, new_tokens)
+    schedule, workload = Schedule(prefill_chunk=chunk), Workload(batch, prompt, new_tokens)
     top = 10 * workload.context
     buffers = (BufferPlacement("cache", "cache", "device", 0, 10 * prompt, "prefill"),
                BufferPlacement("cache", "cache", "device", 0, top, "decode"),
                BufferPlacement("x", "activation", "device", top + 100, 50, "decode"),
                BufferPlacement("x", "activation", "device", top - 10, 160, "prefill"))
-    return Recalling(Plan("f", "m", Budget(1), workload, schedule, (), {"device": top + 150},
+    return Recalling(Plan("f", "m", Limits(1), workload, schedule, (), {"device": top + 150},
                           buffers=buffers if lends else ()))
 
 
