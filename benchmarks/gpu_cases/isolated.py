@@ -7,6 +7,7 @@ stopped from within.
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import subprocess
@@ -24,13 +25,14 @@ class Worker:
         self.command = command
         self.process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, number: int, limit_s: float) -> dict[str, Any]:
+    def ask(self, number: int, limit_s: float, most_s: float = math.inf) -> dict[str, Any]:
         """What job `number` answers, or {"failed": why} where its process died, or said nothing for `limit_s` seconds
-        (longer in a new process) and was killed. A job that leaves its process useless answers "lost" as well."""
+        (longer in a new process, but never than `most_s`) and was killed. A job that leaves its process useless answers
+        "lost" as well."""
         if self.process is None:
             self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             limit_s += START_S
-        found = self._answer(self.process, number, limit_s)
+        found = self._answer(self.process, number, min(limit_s, most_s))
         if found.pop("lost", False):
             self.close()
         return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,9 @@ def test_closing_leaves_no_process(worker) -> None:
     worker.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_new_process_gets_no_more_time_than_is_left(worker) -> None:
+    begin = time.monotonic()
+    assert worker.ask(2, 0.2, 0.3) == {"failed": "no answer in 0 s"}
+    assert time.monotonic() - begin < 15  # it would have 20 s to start in

@@ -46,6 +46,31 @@ def test_every_op_has_a_case() -> None:
     assert ops <= set(done.stdout.split()), done.stderr
 
 
+def test_what_cannot_be_captured_is_timed_by_events_and_a_ceiling_that_fails_costs_itself_alone() -> None:
+    code = """
+import math, torch
+from benchmarks import gpu
+from benchmarks.gpu_cases import timing
+def refuse(calls, repeats=30):
+    raise RuntimeError("operation not permitted when stream is capturing")
+timing.graph_time_s, timing.event_time_s = refuse, lambda calls, repeats=30: 0.5
+timing._upload_rate = lambda: refuse([])
+torch.cuda.is_available = lambda: True
+empty = torch.empty
+torch.empty = lambda *shape, device=None, pin_memory=False, **kw: empty(*shape, **kw)
+torch.randn = lambda *shape, device=None, **kw: empty(*shape, **kw)
+found = timing.ceilings()
+assert found["copy_bytes_per_s"] == 2 * (1 << 30) / 0.5, found
+assert math.isnan(found["host_to_device_bytes_per_s"]) and found["matmul_bf16_flop_per_s"] > 0
+assert len(timing.uncaptured) == 3 and "capturing" in timing.uncaptured[0] and "not measured" in timing.uncaptured[2]
+assert abs(gpu.bandwidth_met(4_000_000, 3.5e-6, 4e12) - 1) < 1e-9, "bytes take 1 us, and 2.5 us are anybody's"
+assert abs(gpu.bandwidth_met(40_000_000, 20e-6, 4e12) - 0.5) < 1e-9
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_wrong_result_is_a_failure() -> None:
     code = """
 import torch

@@ -20,12 +20,16 @@ machine = Machine.default()
 Machine.link = lambda self, src, dst, find=Machine.link: find(self, "disk", "device")  # the only one here
 jobs = bench.jobs()
 assert {job["part"] for job in jobs} == set(bench.PARTS)
-few = [jobs[3], next(j for j in jobs if j.get("cache") == "kv4" != j["weights"] != "native"),
+formats = [job for job in jobs if job["part"] == "formats"]
+few = [jobs[3], *formats[1:4:2], next(j for j in jobs if j.get("cache") == "kv4" != j["weights"] != "native"),
        next(j for j in jobs if j["part"] == "throughput" and j["source"] == "disk")]
 for job in few:
     row = bench.PARTS[job["part"]](Path(sys.argv[1]), machine, job)
     print(bench.line(job, row), flush=True)
     assert "failed" not in row, row
+    assert job not in formats or row["streamed_nbytes"] > row["weights_nbytes"] / 4, row
+torch.cuda.max_memory_allocated = lambda: 1 << 40
+assert "the budget is" in bench.PARTS["throughput"](Path(sys.argv[1]), machine, few[-1])["failed"]
 """
 
 
@@ -34,4 +38,4 @@ def test_the_checks_and_measurements_of_every_kind(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", CODE, str(tmp_path)], cwd=ROOT, env=environment, capture_output=True,
                           text=True, timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split(",")[0] for line in done.stdout.splitlines()] == ["tokens", "formats", "throughput"]
+    assert [line.split(",")[0] for line in done.stdout.splitlines()] == ["tokens", *["formats"] * 3, "throughput"]
