@@ -10,7 +10,7 @@ from torch import nn
 
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.garbage import no_collection
-from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.ir.graph import CapturedModel, Gives
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -19,21 +19,22 @@ __all__ = ["CaptureError", "capture_model"]
 
 
 def capture_model(
-    config_or_model: PreTrainedConfig | nn.Module, *, dtype: torch.dtype | None = None, all_positions: bool = False,
-    scores: bool = False,
+    config_or_model: PreTrainedConfig | nn.Module, *, dtype: torch.dtype | None = None, gives: Gives = "last",
+    architecture: type[PreTrainedModel] | None = None,
 ) -> CapturedModel:
     """Capture a causal language model from its transformers config, or from a model in memory.
 
     No weight is allocated or copied: a model in memory is read for its config and its parameters' names and shapes.
-    `dtype` overrides the config's (or the model's). The step graph returns logits [B, V] at the token `last`, or
-    [B, S, V] with `all_positions`. With `scores` it returns float32 [B, S, 2]: the natural logarithm of the
-    probability that each token gives to the one after it, and 1 where none was likelier, else 0; `last` [B] is then
-    the token that follows the chunk. Sizes B, S and L stay symbolic and may be 1. Raises `CaptureError` for a model
-    whose attention cannot be replaced, or whose layers are not a plain chain.
+    `dtype` overrides the config's (or the model's), `architecture` the class that transformers has for the config. The
+    step graph gives logits [B, V] at the token `last`; logits [B, S, V] of "all"; or "scores", float32 [B, S, 2]: the
+    natural logarithm of the probability that each token gives to the one after it, and 1 where none was likelier, else
+    0; `last` [B] is then the token that follows the chunk. Sizes B, S and L stay symbolic and may be 1. Raises
+    `CaptureError` for a model whose attention cannot be replaced, or whose layers are not a plain chain.
     """
     from forebay.rewriter.capture.trace import trace_model
 
     cls, config = _model_class(config_or_model)
+    cls = architecture or cls
     title = f"{cls.__name__} (model type {config.model_type!r}) cannot be captured"
     if not cls._supports_attention_backend:
         raise CaptureError(
@@ -49,7 +50,7 @@ def capture_model(
             model = _build(cls, config, dtype)
             if given is not None:
                 _check_same_parameters(given, model)
-            return trace_model(model, "scores" if scores else "all" if all_positions else "last")
+            return trace_model(model, gives)
         except CaptureError as error:
             raise CaptureError(f"{title}: {error}") from error
         except Exception as error:  # whatever the model's own code or the tracer objects to

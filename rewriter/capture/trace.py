@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Hashable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,12 +28,11 @@ from forebay.rewriter.capture.layers import (
     layer_signature,
 )
 from forebay.rewriter.capture.merge import Kind, join
-from forebay.rewriter.ir.graph import CacheSpec, CapturedModel
+from forebay.rewriter.ir.graph import CacheSpec, CapturedModel, Gives
 
 # Example sizes: unequal, so that a size mistaken for another shows, and none is 1, which tracing would specialise.
 _B, _S, _L = 3, 7, 19
 _last: ContextVar[torch.Tensor] = ContextVar("forebay_last")  # read by the hook on the head
-Wanted = Literal["last", "all", "scores"]  # logits of the token `last`, of every token, or what `_score` gives
 _BATCH, _SEQ, _LEN = Dim("B", min=1), Dim("S", min=1), Dim("L", min=1)
 
 
@@ -51,7 +50,7 @@ class _Probe:
 class _Step(nn.Module):
     """The model with its layers taken out: tokens in, logits or scores out."""
 
-    def __init__(self, model: Any, calls: LayerCalls, wanted: Wanted) -> None:
+    def __init__(self, model: Any, calls: LayerCalls, wanted: Gives) -> None:
         super().__init__()
         self.model = model
         self.calls = calls
@@ -118,7 +117,7 @@ def _no_store(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     raise CaptureError("it stores keys and values outside its repeated layers")
 
 
-def trace_model(model: Any, wanted: Wanted) -> CapturedModel:
+def trace_model(model: Any, wanted: Gives) -> CapturedModel:
     """Trace `model`, which is on the meta device and has our attention, into a `CapturedModel`."""
     found = find_layers(model)
     if found is None:
@@ -132,13 +131,14 @@ def trace_model(model: Any, wanted: Wanted) -> CapturedModel:
     except LayerIndexUsed:  # then layers that differ in nothing but their index are different kinds
         kinds, kind_of_layer = tracer.trace_layers(())
     joined = join(model, list(layers), path, tracer.names, tracer.program, tracer.calls, kinds, kind_of_layer)
-    return replace(joined, vocab_size=model.get_output_embeddings().weight.shape[0]) if wanted == "scores" else joined
+    vocab_size = model.get_output_embeddings().weight.shape[0] if wanted == "scores" else joined.vocab_size
+    return replace(joined, vocab_size=vocab_size, gives=wanted)
 
 
 class _Tracer:
     """Holds the model while its outer part is traced, at once, and its kinds of layers, afterwards."""
 
-    def __init__(self, model: Any, path: str, layers: list[nn.Module], wanted: Wanted) -> None:
+    def __init__(self, model: Any, path: str, layers: list[nn.Module], wanted: Gives) -> None:
         self.layers = layers
         self.names = _canonical_names(model)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())

@@ -12,7 +12,7 @@ import torch
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 # What the transformers loaders are given. Left out, `trust_remote_code` asks on stdin, and a `y` there runs the file.
 LOCAL_ONLY: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
@@ -50,6 +50,28 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
 
     with torch.device("meta"):  # its attention is never run; one that the config names could be fetched and loaded
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False, attn_implementation="eager")
+
+
+def read_generation_config(folder: Path) -> GenerationConfig:
+    """What the model in `folder` is to be asked for unless told otherwise: of generation_config.json where there is
+    one, else of config.json; the tokens that end an answer as `read_eos` finds them. CheckpointError for a file that
+    cannot be read as such."""
+    from transformers import GenerationConfig
+
+    eos = read_eos(folder)
+    path = folder / "generation_config.json"
+    try:
+        if path.exists():
+            found = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        else:
+            found = GenerationConfig.from_model_config(read_config(folder))
+    except CheckpointError:
+        raise
+    except Exception as error:  # it checks each of its fields in its own way
+        raise CheckpointError(f"{path} is no generation config: {error}; mend it or take it away") from error
+    if found.eos_token_id is None and eos:
+        found.eos_token_id = list(eos)
+    return found
 
 
 def read_eos(folder: Path) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -14,6 +14,7 @@ from forebay.rewriter.ir.plan import BufferPlacement
 
 STREAMED = "_streamed"  # ends the name of a node that takes over from one that read a weight in device memory
 PRODUCT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the matrices our products take
+Gives = Literal["last", "all", "scores"]  # of a step: logits of the token `last`, of every token, or scores of targets
 META = "forebay"  # the one key of ours in node.meta, and in the meta of a whole graph
 
 
@@ -127,7 +128,8 @@ class CapturedModel:
 
     `step` has the placeholders input_ids [B, S], start [B] (tokens already cached), last [B] (index within this
     chunk of the token whose logits are wanted), then cache_k_i / cache_v_i [B, Hkv, L, D] for each layer i, then
-    weights; it returns logits [B, V]. Its `call_module` nodes call block graphs (its submodules), whose
+    weights; it returns what `gives` says: logits [B, V] of the token `last`, or something for all tokens
+    (`capture_model`). Its `call_module` nodes call block graphs (its submodules), whose
     placeholders are matched by position. Equal layers share one block graph.
     """
 
@@ -142,6 +144,7 @@ class CapturedModel:
     dtype: torch.dtype
     model_type: str
     extra: dict[str, object] = field(default_factory=dict)
+    gives: Gives = "last"
 
     @property
     def weight_nbytes(self) -> int:

@@ -38,7 +38,7 @@ def generate_tokens(
     RuntimeFault, before anything runs, for sequences whose cache would reach into the activations.
     """
     rows, count = session.plan.workload.batch, len(prompts)
-    _refuse_crossing(session.plan, prompts, stop.max_new_tokens)
+    refuse_crossing(session.plan, prompts, stop.max_new_tokens)
     lengths = _lengths(session, prompts)
     logits = prefill(session, prompts, lengths)
     ended = torch.zeros(count, dtype=torch.bool)
@@ -66,11 +66,11 @@ def generate_tokens(
 
 def next_logits(session: Session, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Logits [len(prompts), V] of the token after each prompt; RuntimeFault as for `generate_tokens`."""
-    _refuse_crossing(session.plan, prompts, 1)
+    refuse_crossing(session.plan, prompts, 1)
     return prefill(session, prompts, _lengths(session, prompts))[: len(prompts)].clone()
 
 
-def _refuse_crossing(plan: Plan, prompts: Sequence[torch.Tensor], new_tokens: int) -> None:
+def refuse_crossing(plan: Plan, prompts: Sequence[torch.Tensor], new_tokens: int) -> None:
     """RuntimeFault if the plan's cache has no room for so many prompts, or for them and their new tokens."""
     w, count, longest = plan.workload, len(prompts), max(p.numel() for p in prompts)
     need = longest + new_tokens - 1  # the last token is never appended

@@ -33,7 +33,8 @@ def resident_copies(plan: Plan, files: Mapping[str, FileSlice]) -> list[Copy]:
 
 class Session:
     """Holds the arenas of `plan` until `close`. `program` gives the Program for a number of tokens per sequence,
-    `growth` the one between prefill and decoding where the cache then gets more room."""
+    `growth` the one between prefill and decoding where the cache then gets more room. With `every_position` the
+    Programs give logits of every token of a step."""
 
     def __init__(
         self,
@@ -44,10 +45,12 @@ class Session:
         device: Device,
         trace: Trace | None = None,
         growth: Program | None = None,
+        every_position: bool = False,
     ) -> None:
         if plan.lends and growth is None:
             raise RuntimeFault("this plan's cache grows after the prefill; give the session the program that does it")
         self.plan, self.device, self.trace = plan, device, trace
+        self.every_position = every_position
         self._program, self._growth = program, growth
         self._grow: BoundProgram | None = None
         self._bound: dict[int, BoundProgram] = {}
@@ -83,8 +86,8 @@ class Session:
         return found
 
     def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Run one step over input_ids [B, S], start [B], last [B] (int64); returns logits [B, V], valid until the
-        next step."""
+        """Run one step over input_ids [B, S], start [B], last [B] (int64); returns logits [B, V], or with
+        `every_position` [B, S, V], valid until the next step."""
         bound = self.bound(inputs["input_ids"].shape[1])
         for name, value in inputs.items():
             if name in bound.inputs:

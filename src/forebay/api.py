@@ -5,24 +5,26 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forebay.huggingface.inputs import read_prompts
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from forebay.rewriter.checkpoints.config import read_config, read_eos
+from forebay.rewriter.checkpoints.config import read_config, read_generation_config
 from forebay.rewriter.checkpoints.match_weights import checkpoint_names, weight_files, with_stored_formats
 from forebay.rewriter.checkpoints.module_weights import spill_module
 from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
-from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
@@ -35,10 +37,15 @@ from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
 from forebay.runtime.measure.machine import kept_machine
 from forebay.runtime.run.arena import return_freed_memory
-from forebay.runtime.run.generation import Stop, generate_tokens, next_logits
-from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.generation import next_logits
+from forebay.runtime.run.rows import Rows
 from forebay.runtime.run.session import Session, resident_copies
 from forebay.runtime.run.trace import Trace, write_trace
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig
+
+    from forebay.huggingface.causal_lm import StreamedCausalLM
 
 OnToken = Callable[[torch.Tensor], None]
 
@@ -86,26 +93,27 @@ def wrap(
     lm = LanguageModel(captured, checkpoint, files, sizes, workload, wishes, machine, plan)
     if isinstance(model, torch.nn.Module):  # only now: a budget that cannot work leaves the module as it was
         _empty(model)
-        lm.eos = _eos_of(model)
+        given: Any = model
+        lm.config, lm.generation_config = given.config, given.generation_config
+        lm._capture = partial(capture_model, given.config, dtype=captured.dtype, architecture=type(given))
     return lm
 
 
 def open_model(
-    model: str | os.PathLike[str], *, scores: bool = False
+    model: str | os.PathLike[str], *, gives: Gives = "last"
 ) -> tuple[CapturedModel, Checkpoint, dict[str, FileSlice]]:
-    """Capture a model from its folder (or "demo", or a GGUF file) and find its weights, without reading any. With
-    `scores` its steps give scores of given tokens instead of logits (`capture_model`)."""
+    """Capture a model from its folder (or "demo", or a GGUF file) and find its weights, without reading any. `gives`
+    says what its steps give (`capture_model`)."""
     folder = resolve_model(model)
     checkpoint = open_checkpoint(folder)
     config = read_config(folder)
-    captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint), scores=scores)
+    captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint), gives=gives)
     names = checkpoint_names(config)
     return with_stored_formats(captured, checkpoint, *names), checkpoint, weight_files(captured, checkpoint, *names)
 
 
-def _eos_of(module: torch.nn.Module) -> tuple[int, ...]:
-    eos = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+def _capture_folder(folder: Path, gives: Gives) -> CapturedModel:
+    return open_model(folder, gives=gives)[0]
 
 
 def _empty(module: torch.nn.Module) -> None:
@@ -142,6 +150,10 @@ class LanguageModel:
         self._fused: CapturedModel | None = None  # the captured graphs after the block passes, whatever the workload
         self._session: Session | None = None
         self._lock = threading.RLock()  # one caller at a time has the arenas
+        self._held: Rows | None = None  # whose tokens the cache holds between calls
+        self._variants: dict[Gives, LanguageModel] = {}  # the same model with steps that give something else
+        self._origin: weakref.ref[LanguageModel] | None = None  # of a variant; weak, for a cycle would keep the memory
+        self._capture: Callable[..., CapturedModel] = partial(_capture_folder, checkpoint.folder)
         _check_choices(workload, wishes)
         if plan is not None and not budget.hold(plan.budget):
             raise PlanError(f"plan.budget: the plan may take {format_nbytes(plan.budget.device)} of device memory and "
@@ -163,6 +175,8 @@ class LanguageModel:
         fused = self._fused = self._fused or rewrite_captured(self.captured, self.switches, self.wishes.cache_format)
         source = step_graphs(fused, self.files, workload, self.checkpoint.fingerprint,
                               host_hop=self.machine.device_kind != "cpu")
+        if self.captured.gives == "all":
+            source = replace(source, prefill=None)  # chunks may follow decode steps, so the cache has its full length
         pipeline = Pipeline(source, workload, self.machine, self.switches)
         if plan is not None:
             check_plan(plan, pipeline.facts)
@@ -176,9 +190,24 @@ class LanguageModel:
         return explain_plan(self.plan, self.captured)
 
     @cached_property
-    def eos(self) -> tuple[int, ...]:
-        """The token ids that end an answer, as the model's generation config has them."""
-        return read_eos(self.checkpoint.folder)
+    def config(self) -> PreTrainedConfig:
+        """The model's config, as transformers reads it."""
+        return read_config(self.checkpoint.folder)
+
+    @cached_property
+    def generation_config(self) -> GenerationConfig:
+        """What `generate` does unless told: the folder's own."""
+        return read_generation_config(self.checkpoint.folder)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self.captured.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids are expected and results lie, whatever computes."""
+        return torch.device("cpu")
 
     @property
     def session(self) -> Session:
@@ -188,18 +217,59 @@ class LanguageModel:
             self._session = Session(
                 self.plan, partial(self._pipeline.program, self.plan),  # without `self`: no cycle keeps the memory
                 resident_copies(self.plan, self.files), self.captured.constants, device, self.trace,
-                self._pipeline.growth(self.plan))
+                self._pipeline.growth(self.plan), self.captured.gives == "all")
         return self._session
+
+    def giving(self, gives: Gives) -> LanguageModel:
+        """This model with steps that give something else (`capture_model`), under the same budget: only one of them
+        has memory at a time."""
+        if gives == self.captured.gives:
+            return self
+        with self._lock:
+            if gives not in self._variants:
+                batch, prompt = self.plan.workload.batch, self.plan.workload.prompt
+                wishes = Wishes(cache_format=self.wishes.cache_format)
+                other = LanguageModel(self._capture(gives=gives), self.checkpoint, self.files, self.budget,
+                                      Workload(batch, prompt, self.plan.workload.new_tokens), wishes, self.machine)
+                other._lock, other._capture, other._origin = self._lock, self._capture, weakref.ref(self)
+                other.config, other.generation_config = self.config, self.generation_config
+                self._variants[gives] = other
+            return self._variants[gives]
+
+    def _family(self) -> list[LanguageModel]:
+        """The model and all that share its budget."""
+        origin = self if self._origin is None else self._origin() or self
+        return [origin, *origin._variants.values()]
 
     @contextmanager
     def running(self, batch: int, prompt: int, new_tokens: int) -> Iterator[Session]:
         """The session, with a plan that serves so much (`reserve`), to run steps; other threads wait. An exception
         closes it, as a step that breaks off leaves copies under way that the next one does not expect."""
         with self._lock:
+            for other in self._family():
+                if other is not self:
+                    other._end_session()
             self.reserve(batch, prompt, new_tokens)
-            session = self.session
+            session, self._held = self.session, None
             try:
                 yield session
+            except BaseException:
+                self.close()
+                raise
+
+    def hold(self, rows: Rows) -> None:
+        """Let `resuming` go on with these rows until the session is used for others."""
+        self._held = rows
+
+    @contextmanager
+    def resuming(self, rows: Rows) -> Iterator[None]:
+        """The session that holds `rows`, to run further steps; RuntimeError if it has been used for others since."""
+        with self._lock:
+            if self._held is not rows or self._session is not rows.session:
+                raise RuntimeError("this cache was given up when the model was used for something else; begin again "
+                                   "with the whole prompt")
+            try:
+                yield
             except BaseException:
                 self.close()
                 raise
@@ -214,68 +284,39 @@ class LanguageModel:
 
     def generate(
         self,
-        input_ids: torch.Tensor | None = None,
+        inputs: Any = None,
+        generation_config: GenerationConfig | None = None,
         *,
-        inputs: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        max_new_tokens: int | None = None,
-        max_length: int | None = None,
-        do_sample: bool = False,
-        temperature: float | None = 1.0,
-        top_k: int | None = 50,
-        top_p: float | None = 1.0,
-        eos_token_id: int | Sequence[int] | Literal["model"] | None = "model",
-        pad_token_id: int | None = None,
         generator: torch.Generator | None = None,
         on_token: OnToken | None = None,
-    ) -> torch.Tensor:
-        """Continue the prompts, as transformers' `generate` does; returns [B, T + N] int64, prompts included.
+        **options: Any,
+    ) -> Any:
+        """Continue the prompts, as transformers' `generate` does and with its arguments; returns [B, T + N] int64,
+        prompts included, or what `return_dict_in_generate` asks for.
 
-        `input_ids` [B, T] with left padding where `attention_mask` [B, T] is 0. Greedy unless `do_sample`. Ends at
-        `max_new_tokens` (default 20) or where every sequence has met one of `eos_token_id` (default: what the model's
-        generation config names; None: run on); ended sequences are filled with `pad_token_id` (default: the first eos).
-        Calls from several threads take turns. Raises ValueError for arguments that do not fit together.
+        `inputs` (or `input_ids`) [B, T]: a tensor, lists, or all that a tokenizer returns; `attention_mask` [B, T] is 0
+        on padding, which may stand at either end of a row. What is not given comes from `generation_config`, then from
+        the model's own. `generator` draws in place of torch's global one; `on_token` sees each column [B] of tokens as
+        it is chosen. Calls from several threads take turns. Raises ValueError for arguments that do not fit together.
         """
-        input_ids = inputs if input_ids is None else input_ids
-        prompts = self._prompts(input_ids, attention_mask)
-        assert input_ids is not None
-        longest = max(p.numel() for p in prompts)
-        if max_new_tokens is None:
-            max_new_tokens = 20 if max_length is None else max_length - input_ids.shape[1]
-            if max_new_tokens < 1:
-                raise ValueError(f"generate: max_length {max_length} leaves no room for a new token behind a prompt of "
-                                 f"{input_ids.shape[1]}")
-        if max_new_tokens < 1:
-            raise ValueError(f"generate: max_new_tokens must be at least 1, found {max_new_tokens}")
-        limit = self.captured.max_positions
-        if limit and longest + max_new_tokens > limit:
-            raise ValueError(f"generate: {longest} prompt tokens and {max_new_tokens} new ones exceed the model's "
-                             f"{limit} positions")
-        if eos_token_id == "model":
-            eos_token_id = self.eos
-        eos = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else [*eos_token_id]
-        pad = pad_token_id if pad_token_id is not None else eos[0] if eos else 0
-        sampling = Sampling(do_sample, 1.0 if temperature is None else temperature, top_k or 0,
-                            1.0 if top_p is None else top_p)
-        with self.running(len(prompts), longest, max_new_tokens) as session:
-            new = generate_tokens(session, prompts, sampling, Stop(max_new_tokens, frozenset(eos), pad), generator,
-                                  on_token)
-        return torch.cat((input_ids.to(torch.int64).cpu(), new), 1)
+        prompts = self._causal_lm.take_prompts(inputs, options)
+        return self._causal_lm.answer(prompts, generation_config, generator, on_token, options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Logits at every position, and the loss of `labels`: see `StreamedCausalLM.forward`."""
+        return self._causal_lm(*args, **kwargs)
+
+    @property  # made each time: kept, it would be a cycle that keeps the memory
+    def _causal_lm(self) -> StreamedCausalLM:
+        from forebay.huggingface.causal_lm import StreamedCausalLM
+
+        return StreamedCausalLM(self)
 
     def next_logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [B, V] of the token after each prompt; prompts as for `generate`."""
-        prompts = self._prompts(input_ids, attention_mask)
-        with self.running(len(prompts), max(p.numel() for p in prompts), 1) as session:
-            return next_logits(session, prompts).cpu()
-
-    def _prompts(self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None) -> list[torch.Tensor]:
-        if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
-            raise ValueError("input_ids must be a tensor [B, T] with at least one token")
-        if input_ids.is_floating_point():
-            raise ValueError(f"input_ids must be whole numbers, found {input_ids.dtype}")
-        if input_ids.min() < 0 or input_ids.max() >= self.captured.vocab_size:
-            raise ValueError(f"input_ids must lie in [0, {self.captured.vocab_size})")
-        return _unpad(input_ids, attention_mask)
+        prompts = read_prompts(input_ids, attention_mask, self.captured.vocab_size)
+        with self.running(len(prompts.ids), prompts.longest, 1) as session:
+            return next_logits(session, prompts.rows()).cpu()
 
     def start_trace(self) -> None:
         """Record every launch, wait and copy from here on (slower by a few microseconds each)."""
@@ -293,6 +334,10 @@ class LanguageModel:
 
     def close(self) -> None:
         """Give back memory; the next `generate` takes it again."""
+        for lm in self._family():
+            lm._end_session()
+
+    def _end_session(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -312,22 +357,3 @@ def _check_choices(workload: Workload, wishes: Wishes) -> None:
             raise PlanError(f"{name} must be at least 1, found {value}")
     if wishes.lead and wishes.slots and wishes.lead > wishes.slots:
         raise PlanError(f"lead {wishes.lead} needs as many slots; {wishes.slots} were asked for")
-
-
-def _unpad(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[torch.Tensor]:
-    """Each row's real tokens; only left padding is accepted."""
-    ids = input_ids.to(torch.int64).cpu()
-    if attention_mask is None:
-        return list(ids)
-    mask = attention_mask.cpu().bool()
-    if mask.shape != ids.shape:
-        raise ValueError(f"attention_mask has shape {list(mask.shape)}, input_ids {list(ids.shape)}")
-    prompts = []
-    for i, (row, keep) in enumerate(zip(ids, mask, strict=True)):
-        count = int(keep.sum())
-        if count == 0:
-            raise ValueError(f"row {i} has no token; attention_mask is all 0")
-        if not bool(keep[-count:].all()):
-            raise ValueError(f"row {i} is not left-padded; pad on the left (padding_side='left')")
-        prompts.append(row[-count:])
-    return prompts

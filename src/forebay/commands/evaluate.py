@@ -66,7 +66,7 @@ def open_scorer(
     from forebay.rewriter.planning.planner import Wishes
 
     folder = resolve_model(model)
-    scoring, checkpoint, files = open_model(folder, scores=True)
+    scoring, checkpoint, files = open_model(folder, gives="scores")
     limit = scoring.max_positions
     if limit and context >= limit:
         raise JobError(f"a context of {context} tokens is too long: at most {limit - 1} fit the model's positions")

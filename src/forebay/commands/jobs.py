@@ -193,7 +193,7 @@ class Model(Protocol):
     """What a job needs of a language model."""
 
     def generate(
-        self, input_ids: torch.Tensor, *, attention_mask: torch.Tensor, max_new_tokens: int, do_sample: bool,
+        self, input_ids: torch.Tensor, /, *, attention_mask: torch.Tensor, max_new_tokens: int, do_sample: bool,
         temperature: float, top_k: int, top_p: float, eos_token_id: Sequence[int] | None, generator: torch.Generator,
         on_token: Callable[[torch.Tensor], None],
     ) -> torch.Tensor: ...

@@ -241,7 +241,7 @@ def test_dtype_overrides_the_config(dtype):
 
 
 def test_all_positions_keeps_every_logit():
-    lm = capture_model(FAMILIES["qwen2"](), all_positions=True)
+    lm = capture_model(FAMILIES["qwen2"](), gives="all")
     model = eager_model("qwen2")
     tokens = torch.randint(3, VOCAB, (2, 6))
     zeros = torch.zeros(2, dtype=torch.int64)

@@ -1,0 +1,131 @@
+"""Sequences in the rows of a session's cache: begun, continued by any number of tokens, reordered and shortened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from forebay.rewriter.ir.program import TensorRef
+from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.run.generation import CHUNK_STEP, prefill, refuse_crossing
+from forebay.runtime.run.session import Session
+
+SCRATCH_NBYTES = 1 << 20  # at most so much of the cache is copied aside at once where rows change places
+
+
+class Rows:
+    """The cache rows of `session` from the first prompt to the last token of a call.
+
+    `heads` are the KV heads of each layer. A session whose steps give logits [B, V] can be asked for those of the last
+    token alone, one that gives [B, S, V] for those of every token.
+    """
+
+    def __init__(self, session: Session, heads: Sequence[int]) -> None:
+        self.session, self.heads = session, tuple(heads)
+        self.lengths = torch.zeros(0, dtype=torch.int64)  # [n] tokens that each row holds
+        self._grown = False
+
+    def begin(self, prompts: Sequence[torch.Tensor], new_tokens: int = 1) -> torch.Tensor:
+        """Run prompts (each int64 [P]) from the start; logits [n, V] after each, or [n, longest, V] at every token,
+        zeros past a prompt's end. RuntimeFault where the plan has no room for them and `new_tokens` more."""
+        plan = self.session.plan
+        refuse_crossing(plan, prompts, new_tokens)
+        self.lengths, self._grown = torch.zeros(len(prompts), dtype=torch.int64), False
+        lengths = torch.tensor([p.numel() for p in prompts])
+        if not self.session.every_position:
+            padded = torch.ones(plan.workload.batch, dtype=torch.int64)
+            padded[: len(prompts)] = lengths
+            logits = prefill(self.session, prompts, padded)[: len(prompts)].clone()
+        else:
+            ids = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
+            for row, prompt in zip(ids, prompts, strict=True):
+                row[: prompt.numel()] = prompt
+            logits = self._run(ids, ids.shape[1])
+            logits[torch.arange(ids.shape[1]) >= lengths[:, None]] = 0
+        self.lengths = lengths
+        return logits
+
+    def extend(self, ids: torch.Tensor, keep: int = 1) -> torch.Tensor:
+        """Append ids [n, S] to the rows; logits [n, keep, V] of the last `keep` tokens. RuntimeFault where the cache
+        has no room for them."""
+        room = self.session.plan.workload.context - int(self.lengths.max())
+        if ids.shape[1] > room:
+            raise RuntimeFault(f"the cache has room for {room} more tokens, not for {ids.shape[1]}: plan for more "
+                               "(wrap(new_tokens=…))")
+        if not self._grown:
+            self.session.grow()
+            self._grown = True
+        logits = self._run(ids, keep)
+        self.lengths = self.lengths + ids.shape[1]
+        return logits
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last `tokens` tokens of every row."""
+        if not 0 <= tokens <= int(self.lengths.min()):
+            raise ValueError(f"crop: {tokens} is not between 0 and the {int(self.lengths.min())} tokens of a row")
+        self.lengths = self.lengths - tokens
+
+    def reorder(self, index: torch.Tensor) -> None:
+        """Row i takes the contents that row index[i] had."""
+        index, count = index.to("cpu", torch.int64), self.lengths.numel()
+        if index.shape != (count,) or int(index.min()) < 0 or int(index.max()) >= count:
+            raise ValueError(f"reorder: {index.tolist()} does not name one of {count} rows for each")
+        moved = (index != torch.arange(count)).nonzero()[:, 0]
+        if moved.numel() == 0:
+            return
+        if not self._grown:
+            self.session.grow()
+            self._grown = True
+        source, plan = index[moved], self.session.plan
+        used = int(self.lengths[source].max())
+        batch, context = plan.workload.batch, plan.workload.context
+        for b in plan.buffers_of("decode"):
+            if b.kind != "cache" or not b.nbytes:
+                continue
+            heads = self.heads[int(b.name.rpartition("_")[2])]
+            width = b.nbytes // (batch * heads * context)
+            shape = (batch, heads, context, width)
+            strides = (heads * context * width, context * width, width, 1)
+            cache = self.session.device.tensor(TensorRef(b.arena, b.offset, "uint8", shape, strides, b.name))
+            tokens = max(1, SCRATCH_NBYTES // (moved.numel() * heads * width))
+            to, found = moved.to(cache.device), source.to(cache.device)
+            for first in range(0, used, tokens):
+                part = cache[:, :, first : min(first + tokens, used)]
+                part[to] = part[found]  # the right side is a copy, so no row is read after it was written
+        self.lengths = self.lengths[index]
+
+    def _run(self, ids: torch.Tensor, keep: int) -> torch.Tensor:
+        """Steps over ids [n, S] behind what the rows hold; logits [n, keep, V] of the last `keep`."""
+        plan, (count, span) = self.session.plan, ids.shape
+        batch, context = plan.workload.batch, plan.workload.context
+        if keep > 1 and not self.session.every_position:
+            raise ValueError("this session's steps give logits of one token only")
+        fed = torch.zeros(batch, span, dtype=torch.int64)
+        fed[:count] = ids
+        start = torch.zeros(batch, dtype=torch.int64)
+        start[:count] = self.lengths
+        most = 1 if plan.lends else plan.schedule.prefill_chunk  # grown, the cache lies where a chunk would compute
+        chunk = min(most, span)
+        if 1 < span < most:  # few sizes, so few programs; what is written past the end is overwritten later
+            rounded = min(most, -(-span // CHUNK_STEP) * CHUNK_STEP)
+            if int(start.max()) + rounded <= context:
+                fed = torch.nn.functional.pad(fed, (0, rounded - span))
+                chunk = rounded
+        end = fed.shape[1]
+        logits: torch.Tensor | None = None
+        for at in (*range(0, end - chunk, chunk), end - chunk):
+            last = min(max(span - 1 - at, 0), chunk - 1)
+            found = self.session.step({"input_ids": fed[:, at : at + chunk], "start": start + at,
+                                       "last": torch.full((batch,), last)})
+            if found.dim() == 2:
+                logits = found[:count, None].clone() if at == end - chunk else None
+                continue
+            first = max(at, span - keep)
+            upper = min(at + chunk, span)
+            if logits is None:
+                logits = torch.zeros(count, keep, found.shape[-1], dtype=found.dtype)
+            if first < upper:
+                logits[:, first - span + keep : upper - span + keep] = found[:count, first - at : upper - at].to("cpu")
+        assert logits is not None
+        return logits

@@ -1,0 +1,1 @@
+"""The wrapped model as transformers and lm-eval know models."""

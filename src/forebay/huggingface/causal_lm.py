@@ -1,0 +1,287 @@
+"""transformers' `generate` and `forward` over a LanguageModel's steps and cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
+from transformers.generation import BaseStreamer, GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from forebay.huggingface.inputs import Prompts, read_prompts, take_prompts
+from forebay.huggingface.row_cache import RowCache
+from forebay.runtime.run.generation import Stop, generate_tokens
+from forebay.runtime.run.rows import Rows
+from forebay.runtime.run.sampling import Sampling
+
+if TYPE_CHECKING:
+    from forebay.api import LanguageModel
+
+OnToken = Callable[[torch.Tensor], None]
+DEFAULT_NEW_TOKENS = 20  # as transformers has it
+# what the loop of `generate_tokens` serves by itself, or what changes no token
+_SERVED = {"max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id",
+           "bos_token_id", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size",
+           "disable_compile", "compile_config", "transformers_version"}
+_PASSED_ON = ("tokenizer", "assistant_tokenizer")  # by generate, which needed them itself
+
+
+class StreamedCausalLM(GenerationMixin):
+    """What transformers' generation needs of a model, over `lm`: its forward runs steps, its cache is the session's.
+
+    Calls that need nothing beyond greedy decoding or sampling by temperature, top-k and top-p take the runtime's own
+    loop instead; the tokens are the same.
+    """
+
+    main_input_name = "input_ids"
+    base_model_prefix = "model"
+    _is_stateful = False
+
+    def __init__(self, lm: LanguageModel) -> None:
+        self.lm = lm
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.lm.config
+
+    @property
+    def generation_config(self) -> GenerationConfig:  # type: ignore[override]
+        return self.lm.generation_config
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm.dtype
+
+    def can_generate(self) -> bool:
+        return True
+
+    def is_remote_code(self) -> bool:
+        return False
+
+    def get_experts_implementation(self) -> dict[str, str]:
+        return {}
+
+    def take_prompts(self, inputs: Any, options: dict[str, Any]) -> Prompts:
+        """The prompts of a call, taken out of its arguments."""
+        reads_types = "token_type_ids" in inspect.signature(_model_class(self.config).forward).parameters
+        return take_prompts(inputs, options, self.lm.captured.vocab_size, reads_types)
+
+    def answer(
+        self, prompts: Prompts, generation_config: GenerationConfig | None, generator: torch.Generator | None,
+        on_token: OnToken | None, options: dict[str, Any],
+    ) -> Any:
+        """What transformers' `generate` returns for these prompts and arguments."""
+        if any(options.get(name) is not None for name in ("max_new_tokens", "max_length")):
+            _check_lengths(options, prompts)
+        config, rest = cast(Any, self)._prepare_generation_config(generation_config, **options)
+        rest = {name: value for name, value in rest.items() if value is not None}
+        new_tokens = self._new_tokens(config, prompts, options)
+        if rest or not self._plain(config):
+            return self._answer_through_mixin(prompts, config, new_tokens, generation_config, generator, on_token,
+                                              options)
+        eos = config.eos_token_id
+        ends = [] if eos is None else [eos] if isinstance(eos, int) else [*torch.as_tensor(eos).tolist()]
+        pad = config.pad_token_id if config.pad_token_id is not None else ends[0] if ends else 0
+        sampling = Sampling(bool(config.do_sample), 1.0 if config.temperature is None else config.temperature,
+                            config.top_k or 0, 1.0 if config.top_p is None else config.top_p)
+        rows = prompts.rows()
+        with self.lm.running(len(rows), prompts.longest, new_tokens) as session:
+            new = generate_tokens(session, rows, sampling, Stop(new_tokens, frozenset(ends), int(pad)), generator,
+                                  on_token)
+        return torch.cat((prompts.ids, new), 1)
+
+    def _plain(self, config: GenerationConfig) -> bool:
+        """Whether the runtime's loop gives what `config` asks for."""
+        plain = GenerationConfig().to_dict() | self.generation_config._get_default_generation_params()
+        return all(name in _SERVED or name.startswith("_") or value is None or value == plain.get(name)
+                   or (value is False and plain.get(name) is None) for name, value in config.to_dict().items())
+
+    def _new_tokens(self, config: GenerationConfig, prompts: Prompts, options: dict[str, Any]) -> int:
+        """How many tokens are to follow the prompts at most; ValueError where the model has no positions for them."""
+        limit, longest, width = self.lm.captured.max_positions, prompts.longest, prompts.ids.shape[1]
+        if config.max_new_tokens is not None:
+            wanted = config.max_new_tokens
+        elif options.get("max_length") is not None or self.generation_config.max_length is not None:
+            wanted = config.max_length - width
+        else:
+            wanted = min(DEFAULT_NEW_TOKENS, max(1, limit - longest)) if limit else DEFAULT_NEW_TOKENS
+        if wanted < 1:
+            raise ValueError(f"generate: max_length {config.max_length} leaves no room for a new token behind a prompt "
+                             f"of {width}")
+        if limit and longest + wanted > limit:
+            raise ValueError(f"generate: {longest} prompt tokens and {wanted} new ones exceed the model's "
+                             f"{limit} positions")
+        return wanted
+
+    def _answer_through_mixin(
+        self, prompts: Prompts, config: GenerationConfig, new_tokens: int, given: GenerationConfig | None,
+        generator: torch.Generator | None, on_token: OnToken | None, options: dict[str, Any],
+    ) -> Any:
+        for name in ("output_attentions", "output_hidden_states"):
+            if getattr(config, name):
+                raise ValueError(f"generate: {name} cannot be had, only logits leave a step")
+        if options.pop("trust_remote_code", None) or isinstance(options.get("custom_generate"), str):
+            raise ValueError("generate: Python that a model or a repository brings along is never run; give "
+                             "custom_generate as a function")
+        if config.guidance_scale not in (None, 1, 1.0):
+            raise ValueError("generate: guidance_scale needs a second cache, and the plan has one; leave it out")
+        if on_token is not None:
+            if options.get("streamer") is not None:
+                raise ValueError("generate: give a streamer or on_token, not both")
+            options["streamer"] = _Listener(on_token)
+        mode = config.get_generation_mode(options.get("assistant_model"))
+        copies = max(config.num_beams or 1, config.num_return_sequences or 1)
+        shown, count = prompts.at_the_right(), len(prompts.ids) * copies
+        held = options.pop("past_key_values", None)
+        if held is not None and not isinstance(held, RowCache):
+            raise ValueError(f"generate: past_key_values must be what this model returned, not a "
+                             f"{type(held).__name__}; leave it out")
+        # one pass checks several tokens there, so every position's logits are wanted
+        assisted = mode == GenerationMode.ASSISTED_GENERATION
+        lm = held.model if held is not None else self.lm.giving("all") if assisted else self.lm
+        with _drawing_from(generator):
+            if held is not None:
+                return self._generate(shown, given, options, past_key_values=held)
+            if not config.use_cache:
+                with lm.running(count, prompts.longest + new_tokens, 1):
+                    return self._restored(self._generate(shown, given, options), prompts, copies)
+            with lm.running(count, prompts.longest, new_tokens):
+                cache = RowCache(lm)
+                cache.new_tokens = new_tokens
+                return self._restored(self._generate(shown, given, options, past_key_values=cache), prompts, copies)
+
+    def _generate(self, prompts: Prompts, config: GenerationConfig | None, options: dict[str, Any], **more: Any) -> Any:
+        """`GenerationMixin.generate`; where the cache lies and how a prompt is cut into chunks is the plan's affair."""
+        planned = dict.fromkeys(("cache_implementation", "cache_config", "prefill_chunk_size"))
+        return cast(Any, self).generate(input_ids=prompts.ids, attention_mask=prompts.mask.long(),
+                                        generation_config=config, trust_remote_code=False,
+                                        **{**options, **planned, **more})
+
+    @staticmethod
+    def _restored(result: Any, prompts: Prompts, copies: int) -> Any:
+        """`result` with the prompts as they were given, wherever their padding was."""
+        sequences = result if isinstance(result, torch.Tensor) else result.sequences
+        each = len(sequences) // len(prompts.ids)
+        sequences[:, : prompts.ids.shape[1]] = prompts.ids.repeat_interleave(each, 0)
+        return result
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: RowCache | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool | None = None,
+        **others: Any,
+    ) -> Any:
+        """Logits [B, T, V] of input_ids [B, T], or of the last `logits_to_keep` tokens, and with `labels` [B, T] (-100
+        does not count) the loss: the mean cross-entropy of each label given the tokens before it.
+
+        The logits at padding are 0. They are the caller's memory, beside the budget. Attention masks as for
+        `generate`; `use_cache` returns the cache as past_key_values, for tokens that follow. ValueError for other
+        inputs of transformers' models, which a step does not have.
+        """
+        unknown = [name for name, value in others.items() if value is not None and value is not False
+                   and name not in _PASSED_ON]
+        if unknown:
+            raise ValueError(f"{unknown[0]}: a captured step reads input_ids and attention_mask alone; leave it out")
+        if past_key_values is not None and past_key_values.seen:
+            keep = logits_to_keep or _width(input_ids)
+            logits = past_key_values.extend(torch.as_tensor(input_ids).cpu(), attention_mask, keep)
+            cache: RowCache | None = past_key_values
+        else:
+            prompts = read_prompts(input_ids, attention_mask, self.lm.captured.vocab_size)
+            logits, cache = self._begin(prompts, past_key_values, bool(use_cache), logits_to_keep)
+        loss = None
+        if labels is not None:
+            if logits.shape[1] != labels.shape[1]:
+                raise ValueError(f"labels has {labels.shape[1]} columns, the logits {logits.shape[1]}")
+            targets = labels[:, 1:].reshape(-1).cpu()
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(len(targets), -1).float(), targets)
+        made = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)  # type: ignore[arg-type]
+        return made.to_tuple() if return_dict is False else made
+
+    def _begin(
+        self, prompts: Prompts, cache: RowCache | None, use_cache: bool, keep: int
+    ) -> tuple[torch.Tensor, RowCache | None]:
+        """Run prompts from the start, on the model of `cache` where one is given, else on the one that serves."""
+        count, width = prompts.ids.shape
+        ends_alike = bool(prompts.mask[:, -1].all())
+        lm = cache.model if cache is not None else self.lm if keep == 1 and ends_alike else self.lm.giving("all")
+        new_tokens = cache.new_tokens if cache is not None else 1
+        if cache is None and use_cache:
+            cache, new_tokens = RowCache(lm), self.lm.plan.workload.new_tokens
+        with lm.running(count, prompts.longest, new_tokens) as session:
+            rows = Rows(session, [spec.kv_heads for spec in lm.captured.cache])
+            if cache is None:
+                found = rows.begin(prompts.rows())
+            else:
+                found = cache.begin(rows, prompts.rows(), width, new_tokens)
+                lm.hold(rows)
+        if found.dim() == 2:
+            return found[:, None], cache
+        logits = torch.zeros(count, width, found.shape[-1], dtype=found.dtype)
+        for i, keeps in enumerate(prompts.mask):
+            logits[i, keeps] = found[i, : int(keeps.sum())]
+        return logits[:, -keep:], cache
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return self.forward(*args, **kwargs)
+
+
+class _Listener(BaseStreamer):
+    """Hands on each column of new tokens; the first thing a streamer gets is the prompt."""
+
+    def __init__(self, on_token: OnToken) -> None:
+        self.on_token, self.begun = on_token, False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.begun:
+            for column in value.reshape(len(value), -1).T if value.dim() > 1 else (value,):
+                self.on_token(column)
+        self.begun = True
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def _check_lengths(options: dict[str, Any], prompts: Prompts) -> None:
+    wanted, most = options.get("max_new_tokens"), options.get("max_length")
+    if wanted is not None and wanted < 1:
+        raise ValueError(f"generate: max_new_tokens must be at least 1, found {wanted}")
+    if wanted is None and most is not None and most <= prompts.ids.shape[1]:
+        raise ValueError(f"generate: max_length {most} leaves no room for a new token behind a prompt of "
+                         f"{prompts.ids.shape[1]}")
+
+
+@contextmanager
+def _drawing_from(generator: torch.Generator | None) -> Iterator[None]:
+    """Let torch's global draws come from `generator`, which must be on the CPU, and go on where they end."""
+    if generator is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(generator.get_state())
+        yield
+        generator.set_state(torch.get_rng_state())
+
+
+def _width(ids: torch.Tensor | None) -> int:
+    return 0 if ids is None else ids.shape[1]
+
+
+def _model_class(config: PreTrainedConfig) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]

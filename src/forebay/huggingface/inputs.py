@@ -1,0 +1,95 @@
+"""Prompts as callers give them: tensors, lists or a tokenizer's whole output, padded on either side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Token ids [B, T] int64 as they were given, and which of them count; the rest is padding."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor  # [B, T] bool, one run of ones in each row
+
+    def rows(self) -> list[torch.Tensor]:
+        """The tokens of each row."""
+        return [row[keep] for row, keep in zip(self.ids, self.mask, strict=True)]
+
+    @property
+    def longest(self) -> int:
+        return int(self.mask.sum(1).max())
+
+    def at_the_right(self) -> Prompts:
+        """The same with every row's padding on its left."""
+        after = self.mask.flip(1).int().argmax(1)  # [B] padding behind the tokens
+        if not bool(after.any()):
+            return self
+        ids, mask = (torch.stack([row.roll(int(n)) for row, n in zip(t, after, strict=True)])
+                     for t in (self.ids, self.mask))
+        return Prompts(ids, mask)
+
+
+def read_prompts(ids: Any, attention_mask: Any, vocab_size: int) -> Prompts:
+    """Prompts from ids [B, T] or [T], as a tensor, an array or lists; lists of unequal length are padded on the left.
+
+    `attention_mask` [B, T] is 0 on padding, at either end of a row. ValueError for anything else, naming the row.
+    """
+    if isinstance(ids, list | tuple) and ids and isinstance(ids[0], list | tuple):
+        if attention_mask is None and len({len(row) for row in ids}) > 1:
+            longest = max(map(len, ids))
+            attention_mask = [[0] * (longest - len(row)) + [1] * len(row) for row in ids]
+            ids = [[0] * (longest - len(row)) + list(row) for row in ids]
+        elif len({len(row) for row in ids}) > 1:
+            raise ValueError("input_ids has rows of unequal length; pad them as attention_mask is padded, or leave the "
+                             "mask out")
+    found = None if ids is None else torch.as_tensor(ids)
+    if found is not None and found.dim() == 1 and not isinstance(ids, torch.Tensor):
+        found = found[None]
+    if found is None or found.dim() != 2 or found.numel() == 0:
+        raise ValueError("input_ids must be a tensor [B, T] with at least one token")
+    if found.is_floating_point():
+        raise ValueError(f"input_ids must be whole numbers, found {found.dtype}")
+    if found.min() < 0 or found.max() >= vocab_size:
+        raise ValueError(f"input_ids must lie in [0, {vocab_size})")
+    found = found.to("cpu", torch.int64)
+    if attention_mask is None:
+        return Prompts(found, torch.ones_like(found, dtype=torch.bool))
+    mask = torch.as_tensor(attention_mask).cpu().bool()
+    if mask.dim() == 1 and not isinstance(attention_mask, torch.Tensor):
+        mask = mask[None]
+    if mask.shape != found.shape:
+        raise ValueError(f"attention_mask has shape {list(mask.shape)}, input_ids {list(found.shape)}")
+    edges = mask.int().diff(dim=1, prepend=torch.zeros_like(mask[:, :1]).int()) == 1  # where runs of ones begin
+    for row, runs in enumerate(edges.sum(1).tolist()):
+        if runs == 0:
+            raise ValueError(f"row {row} has no token; attention_mask is all 0")
+        if runs > 1:
+            raise ValueError(f"row {row} has a hole: attention_mask may be 0 at the left and right end only")
+    return Prompts(found, mask)
+
+
+def take_prompts(inputs: Any, options: dict[str, Any], vocab_size: int, token_types: bool) -> Prompts:
+    """The prompts of a call, taken out of `inputs` (ids, or a mapping such as a BatchEncoding) and `options`.
+
+    `token_type_ids` are dropped unless the model gives them a meaning (`token_types`), which is refused: a step reads
+    input_ids alone.
+    """
+    if isinstance(inputs, Mapping):
+        twice = sorted(inputs.keys() & options.keys())
+        if twice:
+            raise ValueError(f"{twice[0]} is given twice, in the first argument and by name")
+        options.update(inputs)
+        inputs = None
+    names = {"input_ids": options.pop("input_ids", None), "inputs": options.pop("inputs", None)}
+    given = [ids for ids in (inputs, *names.values()) if ids is not None]
+    if len(given) > 1:
+        raise ValueError("prompts are given twice; name input_ids once")
+    if options.pop("token_type_ids", None) is not None and token_types:
+        raise ValueError("this model adds token_type_ids to its embeddings, which a captured step does not; leave them "
+                         "out (tokenizer(…, return_token_type_ids=False))")
+    return read_prompts(given[0] if given else None, options.pop("attention_mask", None), vocab_size)

@@ -1,0 +1,66 @@
+"""The rows of a session's KV cache as transformers' generation handles a cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import Cache
+
+from forebay.runtime.run.rows import Rows
+
+if TYPE_CHECKING:
+    from forebay.api import LanguageModel
+
+
+class RowCache(Cache):
+    """The cache of one call: `seen` columns of tokens, padding included, of which each row holds its own tokens.
+
+    It lasts until the model is used for something else. Beams reorder its rows, assisted decoding crops them.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__(layers=[])
+        self.model = model
+        self.rows: Rows | None = None
+        self.seen = 0
+        self.new_tokens = 1  # room to plan for behind the prompts
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.seen
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: tokens that are taken back are overwritten by those that follow."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last -`tokens_to_remove` tokens of every row; positive numbers are lengths to keep."""
+        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
+        self._held().crop(removed)
+        self.seen -= removed
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        with self.model.resuming(self._held()):
+            self._held().reorder(beam_idx)
+
+    def begin(self, rows: Rows, prompts: list[torch.Tensor], width: int, new_tokens: int) -> torch.Tensor:
+        """Logits of `Rows.begin`; `width` counts the columns of the prompts with their padding."""
+        self.rows, self.seen = rows, width
+        return rows.begin(prompts, new_tokens)
+
+    def extend(self, ids: torch.Tensor, attention_mask: torch.Tensor | None, keep: int) -> torch.Tensor:
+        """Logits [B, keep, V] of the last `keep` of ids [B, S]; the mask, if given, covers what was seen and these."""
+        rows = self._held()
+        if ids.shape[0] != rows.lengths.numel():
+            raise ValueError(f"the cache holds {rows.lengths.numel()} sequences, input_ids {ids.shape[0]}")
+        if attention_mask is not None and not torch.equal(attention_mask.cpu().bool().sum(1),
+                                                          rows.lengths + ids.shape[1]):
+            raise ValueError("attention_mask must keep every token behind the prompt, and the prompt's own padding")
+        with self.model.resuming(rows):
+            logits = rows.extend(ids, keep)
+        self.seen += ids.shape[1]
+        return logits
+
+    def _held(self) -> Rows:
+        if self.rows is None:
+            raise ValueError("the cache is empty; give the model a prompt first")
+        return self.rows
