@@ -47,6 +47,7 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.graph_needs import cache_buffers, cache_rows, weight_products, weight_uses
 from forebay.rewriter.planning.planner import Facts, PhaseNeed, Wishes, make_plan, smallest_budget
 from forebay.rewriter.predict.closed_form import rates_of
+from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.simulate import STEPS, Timeline, simulate
 from forebay.rewriter.report.dump import Dump
 from forebay.rewriter.switches import SwitchError, Switches
@@ -106,7 +107,7 @@ class Pipeline:
             {name: t.numel() * t.element_size() for name, t in source.constants.items()}, cache_buffers(decode),
             self.need, source.weight_tier, source.host_hop,
             {name: rows.nbytes(workload.prompt) for name, rows in self._cache_rows.items()},
-            rates_of(machine, weight_products(uses), workload.batch, source.weight_tier))
+            rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, source.weight_tier))
 
     def need(self, tokens: int) -> PhaseNeed:
         """Activation and workspace bytes of a step over `tokens` tokens per sequence."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from benchmarks.papers.tables import Row, show
 from forebay.rewriter.machine.presets import PRESETS
+from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS, ModelShape
-from forebay.rewriter.predict.roofline import Module, Operator, asynchronous_time_s, roofline_of
+from forebay.rewriter.predict.roofline import Module, Operator, asynchronous_time_s, attaining, module_s
 
 MODEL, MACHINE = "codellama-34b", "ascend-910b3"
 TENSOR_PARALLEL, BATCH, PROMPT, NEW = 4, 1, 2048, 63
@@ -88,15 +89,15 @@ def rows() -> list[Row]:
     """Totals within 5 %, and each module's compute time."""
     model, found = PRESET_MODELS[MODEL], []
     for phase in ("prefill", "decode"):
-        roofline = roofline_of(PRESETS[MACHINE], *EFFICIENCY[phase][:2])
+        times = MachineEstimator(attaining(PRESETS[MACHINE], *EFFICIENCY[phase][:2]))
         layer = modules(model, phase)
-        total = asynchronous_time_s(layer, roofline, model.n_layers)
+        total = asynchronous_time_s(layer, times, model.n_layers)
         found.append(Row("BestServe, Table 3", f"{phase}, total of {model.n_layers} layers", "ms", TOTAL_MS[phase],
                          total * 1e3, 0.05))
         for module in (layer[0], layer[1], layer[3]):
             if COMPUTE_MS[phase][module.name]:
                 found.append(Row("BestServe, Table 3", f"{phase}, {module.name}, compute", "ms",
-                                 COMPUTE_MS[phase][module.name], roofline.module_s(module) * 1e3))
+                                 COMPUTE_MS[phase][module.name], module_s(module, times) * 1e3))
     return found
 
 

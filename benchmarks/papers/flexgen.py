@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+from benchmarks.papers.published_runtime import UNPINNED, Runtime, Unpinned, running
 from benchmarks.papers.tables import Row, show
-from forebay.rewriter.machine.presets import PRESETS, MachineRates
+from forebay.rewriter.machine.presets import PRESETS
+from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.placement import NO_CHECKPOINTS
 from forebay.rewriter.planning.policy_search import Problem, Space, search
-from forebay.rewriter.predict.block_costs import Block, BlockCosts, Runtime, block_costs, shares
+from forebay.rewriter.predict.block_costs import Block
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS
+from forebay.rewriter.predict.shares import shares
 
 MACHINE, NEW_TOKENS = "t4", 32
 HEADLINE, ABLATION = 0.25, 0.30  # errors allowed
@@ -22,14 +25,15 @@ HEADLINE, ABLATION = 0.25, 0.30  # errors allowed
 # not pinned (to save memory); activations move on the compute stream; disk and device copies share a thread; quantised
 # tensors are expanded before use. OPT-175B runs with weights that are not pinned either (its benchmark suite).
 FLEXGEN = Runtime("step", pinned_cache=False, activation_stream=False, one_hop_thread=True, fused=False, scores=True)
-UNPINNED = replace(FLEXGEN, host_weights="relayed")
+RELAYED = replace(FLEXGEN, host_weights="relayed")
 DEEPSPEED = replace(FLEXGEN, host_weights="staged")  # fetches ahead, through pinned staging
 ACCELERATE = replace(FLEXGEN, overlap="none", host_weights="pageable")  # hooks that copy when a layer is reached
 RUNTIMES = {"Accelerate": ACCELERATE, "DeepSpeed": DEEPSPEED}
 
-# The constants of the t4 preset that were fitted, each on one row of Table 2, at prompt 512.
+# The constants of the T4 that were fitted, each on one row of Table 2: of the preset, by their paths, and of what only
+# FlexGen's runtime does.
 FITTED = {"host_attention_bytes_per_s": ("FlexGen", "opt-30b", 512),
-          "disk_read_bytes_per_s": ("FlexGen", "opt-175b", 512),
+          "links.disk.host.bandwidth_bytes_per_s": ("FlexGen", "opt-175b", 512),
           "dequantise_bytes_per_s": ("FlexGen (c)", "opt-6.7b", 512),
           "packed_pageable_bytes_per_s": ("FlexGen (c)", "opt-30b", 1024)}
 
@@ -54,24 +58,24 @@ class Case:
 
     @property
     def runtime(self) -> Runtime:
-        return RUNTIMES.get(self.system, UNPINNED if self.model == "opt-175b" else FLEXGEN)
+        return RUNTIMES.get(self.system, RELAYED if self.model == "opt-175b" else FLEXGEN)
 
     @property
     def projected(self) -> bool:
         """FlexGen's benchmark suite times prefill and the first decode step of all but OPT-6.7B, and multiplies."""
         return self.system.startswith("FlexGen") and self.model != "opt-6.7b"
 
-    def costs(self, rates: MachineRates, projected: bool) -> BlockCosts:
-        delegated = self.host_attention and self.cache_format == "native"  # section 5: off with quantisation
-        block = Block(self.micro_batch, self.micro_batches, "zigzag", self.weight_format, self.cache_format, delegated)
+    def problem(self, machine: Machine = PRESETS[MACHINE], unpinned: Unpinned = UNPINNED[MACHINE]) -> Problem:
         runtime = replace(self.runtime, overlap="none") if self.serial else self.runtime
-        return block_costs(PRESET_MODELS[self.model], rates, block, self.prompt, self.new_tokens, runtime=runtime,
-                           context=self.prompt + 1 if projected else None)
+        return Problem(PRESET_MODELS[self.model], machine, self.prompt, self.new_tokens,
+                       runs=running(runtime, unpinned))
 
-    def predicted(self, rates: MachineRates = PRESETS[MACHINE], *, whole: bool = False) -> float:
+    def predicted(self, problem: Problem | None = None, *, whole: bool = False) -> float:
         """Tokens per second under the model, with the paper's policy; `whole`: of a run that is not projected."""
         wg, wc, cg, cc, hg, hc = (p / 100 for p in self.percent)
-        costs = self.costs(rates, self.projected and not whole)
+        delegated = self.host_attention and self.cache_format == "native"  # section 5: off with quantisation
+        block = Block(self.micro_batch, self.micro_batches, "zigzag", self.weight_format, self.cache_format, delegated)
+        costs = (problem or self.problem()).costs(block, self.prompt + 1 if self.projected and not whole else 0.0)
         x = shares((wg, wc, 1 - wg - wc), (cg, cc, 1 - cg - cc), (hg, hc, 1 - hg - hc))
         return costs.tokens / costs.time_s(x)
 
@@ -160,14 +164,35 @@ def table_2() -> Iterator[Row]:
                   case.tokens_per_s, case.predicted(), bound, "fitted" if fitted else "")
 
 
+def constant(field: str) -> tuple[float, str]:
+    """A constant of the T4 by its path, and its source."""
+    machine, unpinned = PRESETS[MACHINE], UNPINNED[MACHINE]
+    if field in unpinned.sources:
+        return getattr(unpinned, field), unpinned.sources[field]
+    return machine.numbers()[field], machine.source(field)
+
+
+def changed(field: str, value: float) -> tuple[Machine, Unpinned]:
+    """The T4 with another value of one constant."""
+    machine, unpinned = PRESETS[MACHINE], UNPINNED[MACHINE]
+    new: dict[str, Any] = {field: value}
+    if field in unpinned.sources:
+        return machine, replace(unpinned, **new)
+    if field.startswith("links."):
+        _, src, dst, number = field.split(".")
+        links = tuple(replace(link, **{number: value}) if (link.src, link.dst) == (src, dst) else link  # type: ignore[arg-type]
+                      for link in machine.links)
+        return replace(machine, links=links), unpinned
+    return replace(machine, **new), unpinned
+
+
 def fit(field: str) -> float:
     """The value of a fitted constant that reproduces its row, by bisection: throughput grows with it."""
     case = next(c for c in TABLE_2 if (c.system, c.model, c.prompt) == FITTED[field])
     low, high = 1e8, 1e12
     while high / low > 1.0001:
         middle = math.sqrt(low * high)
-        changed: dict[str, Any] = {field: middle}
-        slow = case.predicted(rates=replace(PRESETS[MACHINE], **changed)) < case.tokens_per_s
+        slow = case.predicted(case.problem(*changed(field, middle))) < case.tokens_per_s
         low, high = (middle, high) if slow else (low, middle)
     return low
 
@@ -189,8 +214,7 @@ def planned() -> Iterator[Row]:
         if case.system.startswith("FlexGen"):
             space = Space(weight_formats=(case.weight_format,), cache_formats=(case.cache_format,),
                           closed=NO_CHECKPOINTS)
-            problem = Problem(PRESET_MODELS[case.model], PRESETS[MACHINE], case.prompt, case.new_tokens, case.runtime)
-            policy = search(problem, space)
+            policy = search(case.problem(), space)
             yield Row("The planner's policy beside the paper's, same model of FlexGen's runtime",
                       f"{case.system}, {case.model}, prompt {case.prompt}: {policy.block.micro_batch} x "
                       f"{policy.block.micro_batches} for {case.micro_batch} x {case.micro_batches}",

@@ -13,13 +13,17 @@ from dataclasses import dataclass, replace
 from scipy.optimize import brentq
 
 from benchmarks.papers.flexgen import DEEPSPEED, FLEXGEN
+from benchmarks.papers.published_runtime import UNPINNED, Runtime, running
 from benchmarks.papers.tables import Row, show
-from forebay.rewriter.machine.presets import PRESETS, MachineRates
+from forebay.rewriter.machine.presets import PRESETS
+from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.placement import NO_CHECKPOINTS, Closed, place
 from forebay.rewriter.planning.policy_search import Problem
 from forebay.rewriter.predict.activation_ratio import CacheBalance, Line, fill_host, layer_times
-from forebay.rewriter.predict.block_costs import Block, Runtime, block_costs, shares
+from forebay.rewriter.predict.block_costs import Block
+from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS
+from forebay.rewriter.predict.shares import shares
 
 MACHINE, BATCH, NEW_TOKENS = "rtx4090", 128, 128
 MODELS = ("opt-6.7b", "opt-13b", "opt-30b", "opt-66b")
@@ -59,7 +63,7 @@ SYSTEMS = {
 def tokens_per_s(system: System, model: str, prompt: int) -> float:
     """The best throughput over micro-batch sizes for the batch of 128 (for a row system, over batches that fit)."""
     shape = PRESET_MODELS[model]
-    problem = Problem(shape, PRESETS[MACHINE], prompt, NEW_TOKENS, system.runtime)
+    problem = Problem(shape, PRESETS[MACHINE], prompt, NEW_TOKENS, runs=running(system.runtime, UNPINNED[MACHINE]))
     blocks = [Block(size, BATCH // size) for size in MICRO_BATCHES]
     if system.cache_nbytes:
         held = int(system.cache_nbytes // shape.kv_nbytes(prompt + NEW_TOKENS))
@@ -109,39 +113,40 @@ def figure_15(figure: dict[str, dict[tuple[str, int], float]]) -> Iterator[Row]:
 RATIOS = {"opt-6.7b": 1.0, "opt-13b": 1.0, "opt-30b": 2.0, "opt-66b": 1.78}
 
 
-def balance(model: str, rates: MachineRates, *, printed: bool) -> CacheBalance:
+def balance(model: str, machine: Machine, *, printed: bool) -> CacheBalance:
     """The balance that fills host memory at a prompt of 1920, with checkpoints in what device memory is left over.
 
     `printed`: by Algorithm 1 as it stands, which weighs loading weights, K and V against recomputation alone;
     otherwise loading checkpoints and the forward pass count too.
     """
     shape = PRESET_MODELS[model]
-    times = layer_times(shape, rates, batch=BATCH, context=PROMPTS[-1] + NEW_TOKENS / 2)
+    times = layer_times(shape, MachineEstimator(machine), batch=BATCH, context=PROMPTS[-1] + NEW_TOKENS / 2)
     if printed:
         times = replace(times, forward_s=0.0, load_checkpoint=Line(0.0))
     size = MICRO_BATCHES[0]
-    work = block_costs(shape, rates, Block(size, BATCH // size), PROMPTS[-1], NEW_TOKENS, runtime=HYBRID)
-    free = rates.device_nbytes - float(work.memory["device"] @ shares((0, 1, 0), (0, 1, 0), (0, 1, 0)))
+    problem = Problem(shape, machine, PROMPTS[-1], NEW_TOKENS, runs=running(HYBRID, UNPINNED[MACHINE]))
+    work = problem.costs(Block(size, BATCH // size))
+    free = work.capacity["device"] - float(work.memory["device"] @ shares((0, 1, 0), (0, 1, 0), (0, 1, 0)))
     held = max(0.0, free) / (shape.n_layers * times.checkpoint_nbytes)
-    return fill_host(times, rates.host_nbytes - shape.weight_nbytes, shape.n_layers, device_tokens=held)
+    return fill_host(times, work.capacity["host"] - shape.weight_nbytes, shape.n_layers, device_tokens=held)
 
 
 def balances() -> Iterator[Row]:
     """The balances under both readings of "KV-to-ACT ratio"."""
-    rates = PRESETS[MACHINE]
+    machine = PRESETS[MACHINE]
     for model, paper in RATIOS.items():
         yield Row("HybridServe, section 5.5: KV blocks per checkpoint block, Algorithm 1 as printed", model, "blocks",
-                  paper, balance(model, rates, printed=True).kv_to_checkpoint_tokens, BOUND)
+                  paper, balance(model, machine, printed=True).kv_to_checkpoint_tokens, BOUND)
     for model, paper in RATIOS.items():
         yield Row("HybridServe, section 5.5: host bytes of K and V per byte of checkpoints, everything counted", model,
-                  "bytes", paper, balance(model, rates, printed=False).kv_to_checkpoint_nbytes)
+                  "bytes", paper, balance(model, machine, printed=False).kv_to_checkpoint_nbytes)
 
 
 def required_flops(model: str, *, printed: bool) -> float:
     """The attained product rate at which this model's ratio would be the paper's (in blocks if `printed`)."""
 
     def excess(flops: float) -> float:
-        found = balance(model, replace(PRESETS[MACHINE], gemm_flops=flops), printed=printed)
+        found = balance(model, replace(PRESETS[MACHINE], product_flops=flops, peak_flops=0.0), printed=printed)
         return (found.kv_to_checkpoint_tokens if printed else found.kv_to_checkpoint_nbytes) - RATIOS[model]
 
     return float(brentq(excess, 2e13, 4e14, rtol=1e-6))

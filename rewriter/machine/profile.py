@@ -1,21 +1,26 @@
-"""What a machine can do, as measured: tiers, links and kernels; JSON both ways, validated on load."""
+"""What a machine can do, measured here or read off data sheets: tiers, links and kernels; JSON both ways, validated on
+load."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import os
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from forebay.rewriter.machine.fits import Fit, fit_times, on_curve
 
 FORMAT = 2  # of the JSON file; a kept profile of another format is measured anew
 TIERS = ("device", "host", "disk")
 HALVES = ("bfloat16", "float16")
+# Of the computing thread, to issue a copy and be woken by it: on two cores steps in tiles of 1 MiB took 0.15 to 0.3 ms
+# more per additional copy than in tiles of 2 to 4 MiB. To a GPU copies are issued by threads of their own.
+CPU_COPY_ISSUE_S = 1e-4
 
 
 @dataclass(frozen=True)
@@ -91,27 +96,20 @@ class Contention:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """time_s = intercept_s + sum of slopes_s * x, none of them negative, and how well that explains the measured times
-    (R²: below 0 for worse than a constant)."""
-
-    intercept_s: float
-    slopes_s: tuple[float, ...]
-    r2: float
-
-    def time_s(self, *x: float) -> float:
-        return self.intercept_s + sum(slope * value for slope, value in zip(self.slopes_s, x, strict=True))
-
-
-@dataclass(frozen=True)
 class Machine:
-    """A machine profile.
+    """A machine: what was measured of it, and attained (not peak) rates for what was not.
 
     memory_bytes_per_s: plain copy in the memory of `device`, bytes copied per second. dispatch_s: seconds that a launch
     takes of the thread that issues it; a GPU computes meanwhile.
-    attention_bytes_per_s: bytes of K and V read per second by decode attention of one long sequence.
+    copy_issue_s: seconds that a copy takes of the thread that computes.
+    attention_bytes_per_s: bytes of K and V read per second by decode attention of one long sequence;
+    host_attention_bytes_per_s is the same of a host beside a GPU (0: it does not compute).
+    product_flops, attention_flops: operations per second of large products and of attention over whole prompts, for
+    dtypes without points of their own (0: such work takes as long as reading its bytes).
     choice_elements_per_s: logits looked at per second when a step's tokens are chosen (0: at no cost). `folder` is
     where the disk tier was measured, empty for a profile that stands for no disk in particular.
+    peak_* and interconnect_bytes_per_s are the vendor's (0: not known). `sources` says where a number is from, by its
+    path (`numbers`); what it does not name was measured on `date`.
     """
 
     name: str
@@ -130,18 +128,26 @@ class Machine:
     attention: tuple[AttentionPoint, ...] = ()
     contention: Contention = Contention()
     choice_elements_per_s: float = 0.0
+    copy_issue_s: float = CPU_COPY_ISSUE_S
+    host_attention_bytes_per_s: float = 0.0
+    product_flops: float = 0.0
+    attention_flops: float = 0.0
+    peak_flops: float = 0.0
+    peak_memory_bytes_per_s: float = 0.0
+    interconnect_bytes_per_s: float = 0.0
+    sources: Mapping[str, str] = field(default_factory=dict)
     format: int = field(default=FORMAT)
 
     def validate(self) -> None:
         """Raise ValueError naming the first field that cannot be true."""
         _require(self.format == FORMAT, "format", f"must be {FORMAT} (measure the machine again)", self.format)
         _require(bool(self.name), "name", "must not be empty", self.name)
-        for name in ("cores", "threads"):
+        for name in ("cores", "threads", "memory_bytes_per_s", "attention_bytes_per_s"):
             _positive(name, getattr(self, name))
-        for name in ("memory_bytes_per_s", "attention_bytes_per_s"):
-            _positive(name, getattr(self, name))
-        _not_negative("dispatch_s", self.dispatch_s)
-        _not_negative("choice_elements_per_s", self.choice_elements_per_s)
+        for name in ("dispatch_s", "choice_elements_per_s", "copy_issue_s", "host_attention_bytes_per_s",
+                     "product_flops", "attention_flops", "peak_flops", "peak_memory_bytes_per_s",
+                     "interconnect_bytes_per_s"):
+            _not_negative(name, getattr(self, name))
         for tier in ("device", "disk"):
             _require(tier in self.tiers, f"tiers.{tier}", "is missing", sorted(self.tiers))
         for tier, facts in self.tiers.items():
@@ -165,6 +171,36 @@ class Machine:
                 _positive(f"attention[{i}].{name}", getattr(seen, name))
         for name, factor in vars(self.contention).items():
             _require(math.isfinite(factor) and factor >= 1, f"contention.{name}", "must be at least 1", factor)
+        read = self.tiers["device"].bandwidth_bytes_per_s
+        for name, rate, peak in (("product_flops", self.product_flops, self.peak_flops),
+                                 ("attention_flops", self.attention_flops, self.peak_flops),
+                                 ("tiers.device.bandwidth_bytes_per_s", read, self.peak_memory_bytes_per_s),
+                                 ("attention_bytes_per_s", self.attention_bytes_per_s, self.peak_memory_bytes_per_s)):
+            _require(not peak or rate <= peak, name, f"exceeds the peak of {peak:.4g}", rate)
+        if not self.gemm and self.product_flops:  # a data sheet: none of it was measured
+            for name, number in self.numbers().items():
+                _require(not number or bool(self.sources.get(name)), f"sources.{name}",
+                         "is missing; say where it is from", self.sources.get(name))
+
+    def numbers(self) -> dict[str, float]:
+        """Every number by its path, but for points of measurement and how links were measured."""
+        found: dict[str, float] = {}
+        for tier, held in self.tiers.items():
+            found |= {f"tiers.{tier}.capacity_nbytes": held.capacity_nbytes,
+                      f"tiers.{tier}.bandwidth_bytes_per_s": held.bandwidth_bytes_per_s}
+        for link in self.links:
+            at = f"links.{link.src}.{link.dst}"
+            found |= {f"{at}.bandwidth_bytes_per_s": link.bandwidth_bytes_per_s, f"{at}.latency_s": link.latency_s}
+        return found | {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "float"}
+
+    def source(self, number: str) -> str:
+        """Where a number is from, by its path."""
+        return self.sources.get(number, f"measured by forebay machine on {self.date or 'an unknown day'}")
+
+    @property
+    def near_disk(self) -> str:
+        """The tier that reads from disk land in: a GPU cannot read the disk."""
+        return "device" if self.device_kind == "cpu" else "host"
 
     def link(self, src: str, dst: str, method: str | None = None) -> Link:
         """The fastest link from `src` to `dst` (by `method` if given); raises KeyError naming the links there are."""
@@ -198,7 +234,7 @@ class Machine:
         """The implementations measured for `dtype`, by name."""
         return self._gemm_dtypes.get(self.measured_as(dtype), [])
 
-    def gemm_time_s(self, impl: str, dtype: str, m: int, n: int, k: int) -> float:
+    def gemm_time_s(self, impl: str, dtype: str, m: float, n: int, k: int) -> float:
         """Seconds of one product of [m, k] with [n, k] transposed.
 
         For each measured m a fit over n and n * k; between measured m the times are interpolated on a log-log scale.
@@ -209,7 +245,7 @@ class Machine:
         if fits is None:
             known = ", ".join(sorted({f"{p.impl}/{p.dtype}" for p in self.gemm})) or "none"
             raise KeyError(f"machine {self.name!r} has no GEMM measured for {impl}/{dtype}; it has: {known}")
-        return _on_curve([(m0, fit.time_s(n, n * k)) for m0, fit in fits.items()], m)
+        return on_curve([(m0, fit.time_s(n, n * k)) for m0, fit in fits.items()], m)
 
     def gemm_fits(self) -> Mapping[tuple[str, str], Mapping[int, Fit]]:
         """By (impl, dtype), for every measured m in rising order: time over n (rows cost something, however short) and
@@ -226,12 +262,6 @@ class Machine:
             found.setdefault((impl, dtype), {})[m] = fit_times(points[impl, dtype, m])
         return found
 
-    def attention_time_s(self, dtype: str, nbytes: int, flops: int) -> float:
-        """Seconds of attention over `nbytes` of K and V with `flops` operations; of dtypes that were not measured, by
-        attention_bytes_per_s."""
-        fit = self.attention_fits().get(dtype)
-        return nbytes / self.attention_bytes_per_s if fit is None else fit.time_s(flops, nbytes)
-
     def attention_fits(self) -> Mapping[str, Fit]:
         """By dtype: time over operations and bytes of K and V."""
         return self._attention_fits
@@ -241,7 +271,7 @@ class Machine:
         return {dtype: fit_times([((p.flops, p.nbytes), p.time_s) for p in self.attention if p.dtype == dtype])
                 for dtype in sorted({p.dtype for p in self.attention})}
 
-    def best_gemm(self, dtype: str, m: int, n: int, k: int, among: Collection[str] | None = None) -> str:
+    def best_gemm(self, dtype: str, m: float, n: int, k: int, among: Collection[str] | None = None) -> str:
         """The implementation with the smallest predicted time, of those `among` if given; raises KeyError when none was
         measured for `dtype`."""
         impls = [impl for impl in self.gemm_impls(dtype) if among is None or impl in among]
@@ -278,69 +308,14 @@ class Machine:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
 
-def _on_curve(curve: Sequence[tuple[int, float]], m: int) -> float:
-    if m <= curve[0][0]:
-        return curve[0][1]
-    for (m0, t0), (m1, t1) in itertools.pairwise(curve):
-        if m <= m1:
-            share = math.log(m / m0) / math.log(m1 / m0)
-            return math.exp(math.log(t0) + share * math.log(t1 / t0))
-    return curve[-1][1] * m / curve[-1][0]
-
-
-ROUNDING = 1e-12  # of relative least squares: what is smaller is no measurement
-
-
-def fit_times(points: Sequence[tuple[tuple[float, ...], float]]) -> Fit:
-    """Times, above 0, as a sum of a constant and multiples of the variables, none negative.
-
-    The least squares are those of relative errors, so that short times count as long ones do. Of the models that the
-    points determine, all with the last variable, the one that errs least, and of equals the one with fewest terms.
-    """
-    import numpy as np
-
-    times = np.array([time_s for _, time_s in points])
-    columns = np.array([(1.0, *x) for x, _ in points])
-    scale = columns.max(0)
-    relative = columns / scale / times[:, None]
-    last = columns.shape[1] - 1
-    best, least = np.zeros(last + 1), math.inf
-    for count in range(last + 1):
-        for others in itertools.combinations(range(last), count):
-            chosen = [*others, last]
-            found, _, rank, _ = np.linalg.lstsq(relative[:, chosen], np.ones(len(times)), rcond=1e-6)
-            found[np.abs(found) < ROUNDING] = 0.0  # a slope of nothing has either sign, as the processor rounds
-            error = float(((relative[:, chosen] @ found - 1) ** 2).sum())
-            if (rank == len(chosen) and found.min() >= 0 and error < least - 1e-12) or not count:
-                least = error
-                best = np.zeros(last + 1)
-                best[chosen] = found
-    best /= scale
-    variance = float(((times - times.mean()) ** 2).sum())
-    residual = float(((columns @ best - times) ** 2).sum())
-    return Fit(float(best[0]), tuple(map(float, best[1:])), 1 - residual / variance if variance > 0 else 1.0)
-
-
-def fit_link(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
-    """(bandwidth in bytes/s, latency in s, R²) of time = latency + nbytes / bandwidth, as `fit_times` fits it.
-
-    `points` are (nbytes, time_s); raises ValueError with fewer than two sizes.
-    """
-    if len({nbytes for nbytes, _ in points}) < 2:
-        raise ValueError("fit_link needs transfers of at least two sizes")
-    fit = fit_times([((nbytes,), time_s) for nbytes, time_s in points])
-    if not fit.slopes_s[0]:  # all took as long: the largest tells the least rate that this can be
-        nbytes, time_s = max(points)
-        return nbytes / time_s, 0.0, fit.r2
-    return 1 / fit.slopes_s[0], fit.intercept_s, fit.r2
-
-
 def machine_from_json(text: str) -> Machine:
     """Read and validate a profile; raises ValueError naming the field that is missing, unknown, ill-typed or untrue."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"machine profile is not JSON: {error}") from error
+    if isinstance(value, dict) and "copy_issue_s" not in value and value.get("device_kind", "cpu") != "cpu":
+        value["copy_issue_s"] = 0.0  # a profile of a GPU, older than this number
     machine = _decode(Machine, value, "")
     machine.validate()
     return machine
@@ -378,7 +353,8 @@ def _decode(kind: typing.Any, value: typing.Any, at: str) -> typing.Any:
         for name in value:
             _require(name in fields, prefix + name, "is not a known field", value[name])
         for name, f in fields.items():
-            _require(name in value or f.default is not dataclasses.MISSING, prefix + name, "is missing", None)
+            optional = f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
+            _require(name in value or optional, prefix + name, "is missing", None)
         return kind(**{name: _decode(hints[name], value[name], prefix + name) for name in value})
     if origin is tuple:
         _require(isinstance(value, list), at, "must be a list", value)

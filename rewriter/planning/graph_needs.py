@@ -71,7 +71,7 @@ def weight_products(uses: Sequence[WeightUse]) -> list[Product]:
         packed = re.fullmatch(r"w([48])g(\d+)", u.format)
         kind = u.format if packed else u.dtype
         bits = int(packed[1]) + 32 / int(packed[2]) if packed else 8 * getattr(torch, u.dtype).itemsize
-        found.append(Product(kind, u.rows, max(1, round(8 * u.nbytes / u.rows / bits))))
+        found.append(Product(kind, u.rows, max(1, round(8 * u.nbytes / u.rows / bits)), u.nbytes))
     return found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Literal
@@ -10,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from forebay.rewriter.ir.byte_sizes import format_nbytes
-from forebay.rewriter.machine.presets import MachineRates
+from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.placement import (
     FASTEST,
     Closed,
@@ -21,8 +22,10 @@ from forebay.rewriter.planning.placement import (
     place,
     round_placement,
 )
-from forebay.rewriter.predict.block_costs import ONE, TIERS, Block, BlockCosts, Runtime, block_costs
+from forebay.rewriter.predict.block_costs import Block, BlockCosts, BlockModel
+from forebay.rewriter.predict.estimator import Estimator, MachineEstimator
 from forebay.rewriter.predict.model_shapes import ModelShape
+from forebay.rewriter.predict.shares import ONE, TIERS
 
 MICRO_BATCHES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -66,18 +69,31 @@ class Space:
 
 @dataclass(frozen=True)
 class Problem:
-    """A model on a machine with a workload; `capacity` overrides bytes per tier."""
+    """A model on a machine with a workload. `capacity` overrides the machine's bytes per tier; `runs` makes the model
+    of a block, by default of this runtime; `times` stand in the place of the machine's own."""
 
     model: ModelShape
-    rates: MachineRates
+    machine: Machine
     prompt: int
     new_tokens: int
-    runtime: Runtime = field(default_factory=Runtime)
     capacity: Mapping[str, int] = field(default_factory=dict)
+    runs: Callable[..., BlockModel] = BlockModel
+    times: Estimator | None = None
 
-    def costs(self, block: Block) -> BlockCosts:
-        return block_costs(self.model, self.rates, block, self.prompt, self.new_tokens, runtime=self.runtime,
-                           capacity=self.capacity)
+    def model_of(self, block: Block, context: float = 0.0) -> BlockModel:
+        capacity = {tier: self.machine.tiers[tier].capacity_nbytes if tier in self.machine.tiers else 0
+                    for tier in TIERS} | dict(self.capacity)
+        times = self.times or MachineEstimator(self.machine)
+        return self.runs(self.model, times, block, self.prompt, self.new_tokens, capacity, context)
+
+    def host_attends(self) -> bool:
+        """Whether there is a host that may compute attention."""
+        times, host = self.times or MachineEstimator(self.machine), self.machine.tiers.get("host")
+        return host is not None and host.capacity_nbytes > 0 and math.isfinite(times.host_attention_s(1.0))
+
+    def costs(self, block: Block, context: float = 0.0) -> BlockCosts:
+        """Costs of a block; decode sees `context` cached tokens, by default the average."""
+        return self.model_of(block, context).costs()
 
 
 @dataclass(frozen=True)
@@ -110,11 +126,10 @@ class _Candidate:
     bound: Placement
 
 
-def candidates(space: Space, rates: MachineRates) -> Iterator[Block]:
+def candidates(space: Space, host_attends: bool) -> Iterator[Block]:
     """Every block of the space. A row-by-row block of several micro-batches is the same block of one, again and again,
     so rows come with one micro-batch; other orders with several."""
-    delegates = space.host_attention and rates.host_attention_bytes_per_s and rates.host_nbytes
-    hosts = (False, True) if delegates else (False,)
+    hosts = (False, True) if space.host_attention and host_attends else (False,)
     for size, count in product(space.micro_batches, space.blocks):
         if (space.batch and size * count != space.batch) or size * count > space.largest:
             continue
@@ -151,7 +166,7 @@ def search(problem: Problem, space: Space | None = None, objective: Objective | 
     if best is None:
         quickest = min((c.bound.time_s for c in _bounds(problem, space, Objective(), prune=False)), default=0.0)
         if quickest:
-            raise BudgetError(f"no block of {problem.model.name} on {problem.rates.name} ends within "
+            raise BudgetError(f"no block of {problem.model.name} on {problem.machine.name} ends within "
                               f"{objective.latency_s:g} s; the quickest takes {quickest:.4g} s")
         raise BudgetError(explain_infeasible(problem, space))
     return best
@@ -177,7 +192,7 @@ def frontier(problem: Problem, space: Space | None = None) -> list[Policy]:
 
 def explain_infeasible(problem: Problem, space: Space) -> str:
     """Which tier binds for the smallest block of the space, and the least bytes on it that something fits in."""
-    blocks = list(candidates(space, problem.rates))
+    blocks = list(candidates(space, problem.host_attends()))
     smallest = min(b.size for b in blocks)
     tried = [problem.costs(b) for b in blocks if b.size == smallest]
     capacity = tried[0].capacity
@@ -188,7 +203,7 @@ def explain_infeasible(problem: Problem, space: Space) -> str:
         if needed > capacity[tier]:
             parts.append(f"{tier}: {format_nbytes(capacity[tier])} given, at least "
                          f"{format_nbytes(int(needed) + 1)} ({int(needed) + 1} bytes) needed")
-    what = (f"{problem.model.name} on {problem.rates.name}, block of {smallest}, prompt {problem.prompt}, "
+    what = (f"{problem.model.name} on {problem.machine.name}, block of {smallest}, prompt {problem.prompt}, "
             f"{problem.new_tokens} new tokens")
     if not parts:
         totals = ", ".join(f"{tier} {format_nbytes(capacity[tier])}" for tier in TIERS)
@@ -215,7 +230,7 @@ def _floor_s(costs: BlockCosts) -> float:
 
 def _bounds(problem: Problem, space: Space, objective: Objective, prune: bool = True) -> list[_Candidate]:
     """LP placements of the blocks that may hold the best policy; the others are left out by cheaper bounds."""
-    blocks = [(block, problem.costs(block)) for block in candidates(space, problem.rates)]
+    blocks = [(block, problem.costs(block)) for block in candidates(space, problem.host_attends())]
     blocks = [(b, c) for b, c in blocks if all(c.memory[t][-1] <= c.capacity[t] for t in TIERS)]
     blocks.sort(key=lambda pair: _floor_s(pair[1]) / pair[1].tokens)
     best, found = np.inf, []
@@ -244,7 +259,7 @@ def _smallest(problem: Problem, space: Space, objective: Objective) -> Policy:
     if objective.tokens_per_s <= 0:
         raise BudgetError(f"tokens_per_s: must be above 0, is {objective.tokens_per_s}")
     found = []
-    for block in candidates(space, problem.rates):
+    for block in candidates(space, problem.host_attends()):
         costs = problem.costs(block)
         allowed = costs.tokens / objective.tokens_per_s
         if _floor_s(costs) > allowed:
@@ -262,5 +277,5 @@ def _smallest(problem: Problem, space: Space, objective: Objective) -> Policy:
             best, least = policy, float(policy.costs.memory["device"] @ policy.placement.x)
     if best is None:
         raise BudgetError(f"no device budget reaches {objective.tokens_per_s:g} tokens/s with {problem.model.name} on "
-                          f"{problem.rates.name}")
+                          f"{problem.machine.name}")
     return best

@@ -7,8 +7,9 @@ from typing import Any
 
 from forebay.rewriter.planning.placement import place, tensor_tiers
 from forebay.rewriter.planning.policy_search import Policy
-from forebay.rewriter.predict.block_costs import INDEX, TIERS, Block, weight_ratio
+from forebay.rewriter.predict.block_costs import Block
 from forebay.rewriter.predict.model_shapes import ATTENTION, MLP
+from forebay.rewriter.predict.shares import INDEX, TIERS
 
 LANES = {"host_to_device": "the link from host to device", "device_to_host": "the link from device to host",
          "disk_read": "disk reads", "disk_write": "disk writes", "compute": "compute"}
@@ -59,7 +60,7 @@ def weight_tiers(policy: Policy) -> dict[str, dict[str, Any]]:
     model, block = policy.problem.model, policy.block
     totals = {stage: sum(k.count * k.elements(stage) for k in model.layers) for stage in (ATTENTION, MLP)}
     totals["outside"] = sum(t.elements for t in model.outside)
-    stored = model.itemsize * weight_ratio(model, block)
+    stored = model.itemsize * policy.problem.model_of(block).weight_ratio()
     sizes = {name: round(item.share * totals[item.tensor] * stored) for item, _ in policy.placement.items
              for name in item.names}
     return {name: {"tier": tier, "nbytes": sizes[name], "format": block.weight_format}

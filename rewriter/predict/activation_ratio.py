@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forebay.rewriter.machine.presets import MachineRates
+from forebay.rewriter.machine.operations import attention_flops
+from forebay.rewriter.predict.estimator import Estimator
 from forebay.rewriter.predict.model_shapes import ATTENTION, MLP, LayerShape, ModelShape
 
 
@@ -112,16 +113,21 @@ def fill_host(times: LayerTimes, host_nbytes: float, layers: int, *, device_toke
     return balance_cache(times, low, device_tokens=device_tokens)
 
 
-def layer_times(model: ModelShape, rates: MachineRates, *, batch: int, context: float, resident_weights: float = 0.0,
+def layer_times(model: ModelShape, times: Estimator, *, batch: int, context: float, resident_weights: float = 0.0,
                 layer: LayerShape | None = None) -> LayerTimes:
-    """Times of a layer on a machine in decode: `batch` sequences with `context` cached tokens each, with a share of the
-    weights resident on the device."""
+    """Times of a layer in decode: `batch` sequences with `context` cached tokens each, with a share of the weights
+    resident on the device."""
     layer = layer or model.layers[0]
-    itemsize, link = model.itemsize, rates.host_to_device_bytes_per_s
+    itemsize, link, tokens = model.itemsize, times.byte_s("host", "device"), batch * context
+
+    def products_s(shapes: list[tuple[int, int]], rows: float) -> float:
+        return sum(times.product_s(model.dtype, rows, n, k, nbytes=n * k * itemsize) for n, k in shapes)
+
     weights = (layer.elements(ATTENTION) + layer.elements(MLP)) * itemsize
     kv, checkpoint = layer.kv_elements * itemsize, layer.hidden * itemsize
-    flops = layer.flops(ATTENTION) + layer.flops(MLP)
-    forward = max(flops * batch / rates.gemm_flops, weights / rates.memory_bytes_per_s)
-    forward += batch * context * kv / rates.attention_bytes_per_s
-    return LayerTimes((1 - resident_weights) * weights / link, forward, Line(kv / link), Line(checkpoint / link),
-                      Line(layer.recompute_flops / rates.gemm_flops), kv, checkpoint)
+    forward = sum(products_s(layer.matrices(stage), batch * layer.active_share(stage)) for stage in (ATTENTION, MLP))
+    forward += times.attention_s(model.dtype, tokens * kv,
+                                 attention_flops(batch, layer.heads, 1, context, layer.head_dim))
+    recompute = products_s([(layer.kv_elements, layer.hidden)], tokens) / tokens
+    return LayerTimes((1 - resident_weights) * weights * link, forward, Line(kv * link), Line(checkpoint * link),
+                      Line(recompute), kv, checkpoint)

@@ -1,4 +1,4 @@
-"""Seconds that one item of a Program takes alone, from the measured machine, and what it takes of the memory's rate."""
+"""Seconds that one item of a Program takes alone, and what it takes of the memory's rate."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ import math
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.program import Copy, FileRows, FileSlice, Item, Launch, TensorRef
-from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.machine.operations import attention_flops
+from forebay.rewriter.predict.estimator import Estimator
 
 LOOKUPS = ("aten.embedding.out", "aten.gather.out", "aten.index_select.out")  # they read as much as they write
 APPENDS = ("forebay.kv_append", "forebay.kv_append_q")  # they write new positions of caches, as large as what they read
 ATTENTION = ("forebay.attention", "forebay.attention_q")
 
 
-def item_time_s(item: Item, machine: Machine) -> float:
+def item_time_s(item: Item, times: Estimator) -> float:
     """Time of `item` with nothing beside it, in seconds; 0 for items that only order others."""
     if isinstance(item, Copy):
-        return copy_time_s(item, machine)
+        return copy_time_s(item, times)
     if isinstance(item, Launch):
-        return launch_time_s(item, machine)
+        return launch_time_s(item, times)
     return 0.0
 
 
-def copy_time_s(item: Copy, machine: Machine) -> float:
+def copy_time_s(item: Copy, times: Estimator) -> float:
     """bytes / bandwidth of the link; a lookup, which the step waits for, takes its latency too. That of other copies
     (`copy_latency_s`) is hidden while others are in flight."""
-    src = item.src
-    link = machine.link(source_tier(item), item.dst.arena)
+    src, tiers = item.src, (source_tier(item), item.dst.arena)
     if isinstance(src, FileRows):
         rows = math.prod(src.index.shape)
-        return link.latency_s + rows * max(src.row_nbytes, PAGE_NBYTES) / link.bandwidth_bytes_per_s
-    return item.dst.nbytes / link.bandwidth_bytes_per_s
+        return times.latency_s(*tiers) + rows * max(src.row_nbytes, PAGE_NBYTES) * times.byte_s(*tiers)
+    return item.dst.nbytes * times.byte_s(*tiers)
 
 
-def copy_latency_s(item: Copy, machine: Machine) -> float:
+def copy_latency_s(item: Copy, times: Estimator) -> float:
     """Seconds that a copy takes longer when nothing was in flight before it; a lookup's stand in its time."""
     if isinstance(item.src, FileRows):
         return 0.0
-    return machine.link(source_tier(item), item.dst.arena).latency_s
+    return times.latency_s(source_tier(item), item.dst.arena)
 
 
 def source_tier(item: Copy) -> str:
@@ -45,21 +45,21 @@ def source_tier(item: Copy) -> str:
     return "disk" if isinstance(item.src, FileSlice | FileRows) else item.src.arena
 
 
-def launch_time_s(item: Launch, machine: Machine) -> float:
+def launch_time_s(item: Launch, times: Estimator) -> float:
     """For matrix products the measured time of the implementation; for attention that of the bytes it sees and the
     operations it does; for the rest bytes touched / memory bandwidth. On a CPU, whose issuing thread computes, after
     dispatch; a GPU computes while its launches are issued (`launch_issue_s`)."""
-    dispatch_s = machine.dispatch_s if machine.device_kind == "cpu" else 0.0
+    dispatch_s = times.dispatch_s if times.serial else 0.0
     if item.op.startswith("forebay.linear"):
-        return dispatch_s + _product_time_s(item, machine)
+        return dispatch_s + _product_time_s(item, times)
     if item.op in ATTENTION:
-        return dispatch_s + _attention_time_s(item, machine)
-    return dispatch_s + touched_nbytes(item) / (2 * machine.memory_bytes_per_s)  # a copy moves each byte twice
+        return dispatch_s + _attention_time_s(item, times)
+    return dispatch_s + times.touch_s(touched_nbytes(item))
 
 
-def launch_issue_s(machine: Machine) -> float:
+def launch_issue_s(times: Estimator) -> float:
     """Seconds that a launch takes of the issuing thread beside what computes it; 0 where that is the same thread."""
-    return 0.0 if machine.device_kind == "cpu" else machine.dispatch_s
+    return 0.0 if times.serial else times.dispatch_s
 
 
 def touched_nbytes(item: Launch) -> int:
@@ -73,16 +73,7 @@ def touched_nbytes(item: Launch) -> int:
     return sum(s.nbytes for s in item.reads) + writes
 
 
-def memory_share(item: Launch, machine: Machine, time_s: float) -> float:
-    """Share (0..1) of the rate at which computation can read the device that a launch of `time_s` takes."""
-    return min(1.0, touched_nbytes(item) / (time_s * _read_bytes_per_s(machine))) if time_s > 0 else 0.0
-
-
-def _read_bytes_per_s(machine: Machine) -> float:
-    return machine.tiers["device"].bandwidth_bytes_per_s or 2 * machine.memory_bytes_per_s
-
-
-def _product_time_s(item: Launch, machine: Machine) -> float:
+def _product_time_s(item: Launch, times: Estimator) -> float:
     x, weight, _ = item.args
     k = x.shape[-1]
     m, n, dtype = math.prod(x.shape[:-1]), weight.shape[0], weight.dtype
@@ -90,22 +81,17 @@ def _product_time_s(item: Launch, machine: Machine) -> float:
         dtype = f"w{item.op[-1]}g{item.kwargs['group_size']}"
     elif item.kwargs["form"] == "kn":
         n = weight.shape[1]
-    measured = machine.gemm_impls(dtype)
-    if not measured:  # at least its bytes must be read
-        return touched_nbytes(item) / _read_bytes_per_s(machine)
-    name = item.impl.split("_")[0]  # of "flat_64x256_s4": settings are those that shapes were measured with
-    impl = name if name in measured else machine.best_gemm(dtype, m, n, k)
-    return machine.gemm_time_s(impl, dtype, m, n, k)
+    return times.product_s(dtype, m, n, k, nbytes=touched_nbytes(item), impl=item.impl)
 
 
-def _attention_time_s(item: Launch, machine: Machine) -> float:
+def _attention_time_s(item: Launch, times: Estimator) -> float:
     """As if every sequence were as long as the cache holds; queries of a chunk see on average half of it less."""
     refs = [ref for ref in item.args if isinstance(ref, TensorRef)]
     if len(refs) < 3 or len(refs[0].shape) != 4:
-        return touched_nbytes(item) / machine.attention_bytes_per_s
+        return times.attention_s("", touched_nbytes(item), 0.0)
     q, k, v = refs[:3]
     batch, heads, queries, width = q.shape
     itemsize = 1 if k.dtype == "uint8" else 4 if k.dtype == "float32" else 2
     nbytes = (math.prod(k.shape) + math.prod(v.shape)) * itemsize
-    flops = 2 * batch * heads * width * queries * (2 * k.shape[2] - queries + 1)
-    return machine.attention_time_s(q.dtype, nbytes, flops)
+    flops = attention_flops(batch, heads, queries, k.shape[2], width)
+    return times.attention_s(q.dtype, nbytes, flops)

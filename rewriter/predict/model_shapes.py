@@ -15,6 +15,7 @@ from torch import fx
 from forebay.rewriter.ir.graph import CapturedModel, storage_of, values_of, weight_name
 
 ATTENTION, MLP = "attention", "mlp"
+ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 class ModelError(ValueError):
@@ -23,10 +24,11 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True)
 class TensorShape:
-    """A weight by its number of elements."""
+    """A weight by its number of elements; `columns` of one that is multiplied by, 0 of others."""
 
     name: str
     elements: int
+    columns: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,15 @@ class LayerShape:
         """Matrix-product operations per token of a stage."""
         return self.attention_flops if stage == ATTENTION else self.mlp_flops
 
+    def matrices(self, stage: str) -> list[tuple[int, int]]:
+        """Rows and columns of the weights that a stage multiplies by; experts one below the other."""
+        weights = self.attention if stage == ATTENTION else self.mlp
+        return [(t.elements // t.columns, t.columns) for t in weights if t.columns]
+
+    def active_share(self, stage: str) -> float:
+        """Share of a stage's products that one token takes part in: 1 but for experts."""
+        return self.flops(stage) / (2 * sum(n * k for n, k in self.matrices(stage)))
+
     @property
     def kv_elements(self) -> int:
         """Elements of K and V that one token leaves in the cache of one layer."""
@@ -70,14 +81,20 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder: layers, and what lies outside them. `head_elements` are multiplied by once per new token."""
+    """A decoder: layers, and what lies outside them. `dtype` is torch's name of that of weights and cache;
+    `head_elements` are multiplied by once per new token."""
 
     name: str
-    itemsize: int
+    dtype: str
     layers: tuple[LayerShape, ...]
     outside: tuple[TensorShape, ...]
     head_elements: int
     head_flops: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in the model's own format."""
+        return ITEMSIZES[self.dtype]
 
     @property
     def n_layers(self) -> int:
@@ -99,7 +116,7 @@ def decoder_shape(
     name: str, *, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int,
     head_dim: int = 0, gated: bool, bias: tuple[bool, bool, bool] = (False, False, False), positions: int = 0,
     norm_elements: int = 1, qk_norm: bool = False, tied: bool = False, window: int = 0, windowed_layers: int = 0,
-    itemsize: int = 2,
+    dtype: str = "float16",
 ) -> ModelShape:
     """A dense decoder from a config's numbers (the papers' closed forms).
 
@@ -110,7 +127,7 @@ def decoder_shape(
     q, kv = heads * head_dim, kv_heads * head_dim
 
     def product(label: str, n: int, k: int, with_bias: bool) -> list[TensorShape]:
-        made = [TensorShape(f"{label}.weight", n * k)]
+        made = [TensorShape(f"{label}.weight", n * k, k)]
         return [*made, TensorShape(f"{label}.bias", n)] if with_bias else made
 
     norm = norm_elements * hidden
@@ -134,7 +151,7 @@ def decoder_shape(
     outside = [TensorShape("embed_tokens", vocab * hidden), TensorShape("norm", norm)]
     outside += [TensorShape("embed_positions", positions * hidden)] if positions else []
     outside += [] if tied else [TensorShape("lm_head", vocab * hidden)]
-    return ModelShape(name, itemsize, tuple(kinds), tuple(outside), vocab * hidden, 2 * vocab * hidden)
+    return ModelShape(name, dtype, tuple(kinds), tuple(outside), vocab * hidden, 2 * vocab * hidden)
 
 
 def _opt(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
@@ -195,7 +212,7 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
             intermediate=_positive(config, "ffn_dim"), heads=heads, kv_heads=heads,
             vocab=_positive(config, "vocab_size"), gated=False, bias=(True, True, True),
             positions=_positive(config, "max_position_embeddings", 2048) + 2, norm_elements=2,
-            tied=bool(config.get("tie_word_embeddings", True)), itemsize=_itemsize(config))
+            tied=bool(config.get("tie_word_embeddings", True)), dtype=_dtype(config))
     if kind in ("llama", "mistral", "qwen2", "qwen3") and not config.get("use_sliding_window") \
             and not (kind == "mistral" and config.get("sliding_window")):
         hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
@@ -212,7 +229,7 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
             intermediate=_positive(config, "intermediate_size"), heads=heads, kv_heads=kv_heads,
             vocab=_positive(config, "vocab_size"), head_dim=int(head_dim), gated=True,
             bias=(qkv, kind != "qwen2" and qkv, bool(config.get("mlp_bias", False))), qk_norm=kind == "qwen3",
-            tied=bool(config.get("tie_word_embeddings", False)), itemsize=_itemsize(config))
+            tied=bool(config.get("tie_word_embeddings", False)), dtype=_dtype(config))
     return _captured_shape(config, kind, name)
 
 
@@ -267,7 +284,7 @@ def shape_from_graphs(captured: CapturedModel, name: str = "") -> ModelShape:
         weight, flops = _product(node)
         if weight is not None:
             head_elements, head_flops = head_elements + _elements(weight), head_flops + flops
-    return ModelShape(name or captured.model_type, captured.dtype.itemsize, tuple(kinds), outside, head_elements,
+    return ModelShape(name or captured.model_type, str(captured.dtype)[6:], tuple(kinds), outside, head_elements,
                       head_flops)
 
 
@@ -281,7 +298,8 @@ def _layer_of_graph(graph: fx.GraphModule, count: int, kv_heads: int, head_dim: 
         name = weight_name(node)
         if name is not None:
             stage = min((stages[u] for u in node.users), default=MLP)
-            weights[stage].append(TensorShape(name, _elements(node)))
+            shape = _ones(values_of(node)[0].shape)
+            weights[stage].append(TensorShape(name, math.prod(shape), shape[-1] if len(shape) > 1 else 0))
         flops[stages[node]] += _product(node)[1]
     heads = _ones(values_of(attention)[0].shape)[2]
     hidden = _ones(values_of(nodes[0])[0].shape)[-1]
@@ -381,9 +399,8 @@ def _divides(heads: int, hidden: int) -> None:
         raise ModelError(f"config.num_attention_heads: {heads} does not divide hidden_size {hidden}")
 
 
-def _itemsize(config: Mapping[str, Any]) -> int:
+def _dtype(config: Mapping[str, Any]) -> str:
     dtype = config.get("dtype") or config.get("torch_dtype") or "float16"
-    sizes = {"float16": 2, "bfloat16": 2, "float32": 4}
-    if dtype not in sizes:
-        raise ModelError(f"config.dtype: {dtype!r} is not one of {', '.join(sizes)}")
-    return sizes[dtype]
+    if dtype not in ITEMSIZES:
+        raise ModelError(f"config.dtype: {dtype!r} is not one of {', '.join(ITEMSIZES)}")
+    return dtype

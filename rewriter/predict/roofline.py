@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from forebay.rewriter.machine.presets import MachineRates
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.predict.estimator import Estimator
 
 
 @dataclass(frozen=True)
@@ -28,31 +29,19 @@ class Module:
     communication_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Roofline:
-    """Peak rates and the shares of them that are attained: P = min(e_c S_c, I e_m S_m), equation 3."""
-
-    flops: float
-    bytes_per_s: float
-    compute_efficiency: float = 1.0
-    memory_efficiency: float = 1.0
-
-    def time_s(self, operator: Operator) -> float:
-        """Seconds of an operator: W / P, which is the longer of its operations and its traffic."""
-        return max(operator.flops / (self.compute_efficiency * self.flops),
-                   operator.nbytes / (self.memory_efficiency * self.bytes_per_s))
-
-    def module_s(self, module: Module) -> float:
-        """Seconds of a module's operators one after another (equation 7)."""
-        return sum(self.time_s(operator) for operator in module.operators)
+def module_s(module: Module, times: Estimator) -> float:
+    """Seconds of a module's operators one after another (equation 7), each the longer of its work and its traffic."""
+    return sum(times.work_s(operator.flops, operator.nbytes) for operator in module.operators)
 
 
-def roofline_of(rates: MachineRates, compute_efficiency: float, memory_efficiency: float) -> Roofline:
-    """A machine's roofline with efficiencies given."""
-    return Roofline(rates.peak_flops, rates.peak_memory_bytes_per_s, compute_efficiency, memory_efficiency)
+def attaining(machine: Machine, compute_efficiency: float, memory_efficiency: float) -> Machine:
+    """`machine` attaining these shares of its peaks: P = min(e_c S_c, I e_m S_m), equation 3."""
+    read = memory_efficiency * machine.peak_memory_bytes_per_s
+    tiers = {**machine.tiers, "device": replace(machine.tiers["device"], bandwidth_bytes_per_s=read)}
+    return replace(machine, product_flops=compute_efficiency * machine.peak_flops, tiers=tiers)
 
 
-def asynchronous_time_s(modules: Sequence[Module], roofline: Roofline, layers: int) -> float:
+def asynchronous_time_s(modules: Sequence[Module], times: Estimator, layers: int) -> float:
     """Seconds from first launch to last result, over `layers` repetitions of `modules` (BestServe's Algorithm 1).
 
     The host launches without waiting and the device starts a module once it is launched and the one before is done:
@@ -63,5 +52,5 @@ def asynchronous_time_s(modules: Sequence[Module], roofline: Roofline, layers: i
     for _ in range(layers):
         for module in modules:
             launched += module.dispatch_s
-            done = max(done, launched) + roofline.module_s(module) + module.communication_s
+            done = max(done, launched) + module_s(module, times) + module.communication_s
     return done

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from forebay.rewriter.ir.program import COMPUTE, Copy, Item, Launch, Program, TensorRef
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.predict.closed_form import COPY_S
-from forebay.rewriter.predict.item_costs import copy_latency_s, item_time_s, launch_issue_s, memory_share
+from forebay.rewriter.predict.estimator import Estimator, MachineEstimator
+from forebay.rewriter.predict.item_costs import copy_latency_s, item_time_s, launch_issue_s, touched_nbytes
 from forebay.runtime.devices.virtual import Cost, run_on_streams
 from forebay.runtime.devices.virtual_threads import run_on_threads
 
@@ -26,20 +26,21 @@ class Timeline:
     spans: tuple[tuple[str, str, float, float], ...]
 
 
-def simulate(program: Program, machine: Machine, steps: int = STEPS) -> Timeline:
+def simulate(program: Program, machine: Machine, steps: int = STEPS, times: Estimator | None = None) -> Timeline:
     """The last of so many steps of `program` on `machine`, in seconds: with the default the steady state, with 1 the
-    first step, which finds only the prologue issued."""
+    first step, which finds only the prologue issued. `times` stand in the place of the machine's own."""
+    times = times or MachineEstimator(machine)
     known: dict[tuple, Cost] = {}  # equal layers cost the same
 
     def cost(item: Item) -> Cost:
         key = _likeness(item)
         found = known.get(key)
         if found is None:
-            found = known[key] = item_cost(item, machine)
+            found = known[key] = item_cost(item, times)
         return found
 
-    run = run_on_threads if machine.device_kind == "cpu" else run_on_streams
-    ends, ran = run(program, cost, steps, choice_time_s(program, machine))
+    run = run_on_threads if times.serial else run_on_streams
+    ends, ran = run(program, cost, steps, choice_time_s(program, times))
     start, end = ends[-2:]
     spans = tuple((s, label, a - start, b - start) for s, label, a, b in ran if start < b <= end)
     busy: dict[str, float] = {}
@@ -49,22 +50,20 @@ def simulate(program: Program, machine: Machine, steps: int = STEPS) -> Timeline
     return Timeline(end - start, busy, bottleneck, spans)
 
 
-def item_cost(item: Item, machine: Machine) -> Cost:
+def item_cost(item: Item, times: Estimator) -> Cost:
     """What an item costs on the virtual device, alone and beside others."""
-    time_s = item_time_s(item, machine)
+    time_s = item_time_s(item, times)
     if isinstance(item, Launch):
-        share = memory_share(item, machine, time_s)
-        return Cost(time_s, machine.contention.slowed(share), machine.contention.slows(share),
-                    issue_s=launch_issue_s(machine))
+        share = times.memory_share(touched_nbytes(item), time_s)
+        return Cost(time_s, times.slowed(share), times.slows(share), issue_s=launch_issue_s(times))
     if isinstance(item, Copy):
-        return Cost(time_s, latency_s=copy_latency_s(item, machine), issue_s=COPY_S)
+        return Cost(time_s, latency_s=copy_latency_s(item, times), issue_s=times.copy_issue_s)
     return Cost(time_s)
 
 
-def choice_time_s(program: Program, machine: Machine) -> float:
+def choice_time_s(program: Program, times: Estimator) -> float:
     """Seconds between two steps: the tokens are chosen from the logits [B, V], while reads go on."""
-    rate = machine.choice_elements_per_s
-    return math.prod(program.outputs["out0"].shape) / rate if rate and "out0" in program.outputs else 0.0
+    return times.choice_s(math.prod(program.outputs["out0"].shape)) if "out0" in program.outputs else 0.0
 
 
 def _likeness(item: Item) -> tuple:

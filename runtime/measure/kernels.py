@@ -20,6 +20,7 @@ from statistics import median
 
 import torch
 
+from forebay.rewriter.machine.operations import attention_flops
 from forebay.rewriter.machine.profile import AttentionPoint, Contention, GemmPoint, Link
 from forebay.runtime.disk.chunks import Read
 from forebay.runtime.disk.reader import open_reader
@@ -160,7 +161,7 @@ def attention_points(quick: bool) -> tuple[AttentionPoint, ...]:
                 out = torch.empty(batch, queries, HEADS, HEAD_DIM, dtype=dtype)
                 start = torch.full((batch,), tokens - queries)
                 calls.append(bind_attention(q, k, v, start, HEAD_DIM**-0.5, 0, 0.0, out))
-            flops = attention_flops(batch, HEADS, queries, tokens, HEAD_DIM)
+            flops = int(attention_flops(batch, HEADS, queries, tokens, HEAD_DIM))
             timed["flat", str(dtype).removeprefix("torch."), nbytes, flops] = calls
     found = medians_s(timed, 9 if quick else 15)
     return tuple(AttentionPoint(dtype, nbytes, flops, t) for (_, dtype, nbytes, flops), t in found.items())
@@ -171,11 +172,6 @@ def choice_elements_per_s(quick: bool) -> float:
     logits = torch.ones(8, 32768)
     timed: dict[tuple, Sequence[Call]] = {("aten",): [lambda: logits.argmax(-1)]}
     return logits.numel() / medians_s(timed, 9 if quick else 15)["aten",]
-
-
-def attention_flops(batch: int, heads: int, queries: int, tokens: int, head_dim: int) -> int:
-    """Operations of two products per query and token before it, the last of `queries` seeing all `tokens`."""
-    return 4 * batch * heads * head_dim * queries * tokens - 2 * batch * heads * head_dim * queries * (queries - 1)
 
 
 # Beside reads from disk

@@ -24,7 +24,16 @@ import torch
 
 from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
-from forebay.rewriter.machine.profile import Contention, Link, Machine, Tier, fit_link, load_machine, save_machine
+from forebay.rewriter.machine.fits import fit_link
+from forebay.rewriter.machine.profile import (
+    CPU_COPY_ISSUE_S,
+    Contention,
+    Link,
+    Machine,
+    Tier,
+    load_machine,
+    save_machine,
+)
 from forebay.runtime.disk.reader import DiskReader, Read, available_kinds, open_reader
 from forebay.runtime.measure import cuda as measure_cuda
 from forebay.runtime.measure.kernels import (
@@ -102,6 +111,8 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: Pr
         attention=() if cuda else attention_points(quick),
         contention=contention,
         choice_elements_per_s=choice_elements_per_s(quick),
+        copy_issue_s=0.0 if cuda else CPU_COPY_ISSUE_S,
+        sources={"copy_issue_s": "threads of their own issue copies" if cuda else "measured once, on two cores"},
     )
     machine.validate()
     say("done", 1.0)

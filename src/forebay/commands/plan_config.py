@@ -10,7 +10,7 @@ from typing import Any
 
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import PlanError
-from forebay.rewriter.machine.presets import load_rates
+from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.planning.placement import NO_CHECKPOINTS
 from forebay.rewriter.planning.policy_search import Objective, Policy, Problem, Space, frontier, search
 from forebay.rewriter.planning.policy_summary import summary, weight_tiers
@@ -48,7 +48,7 @@ def plan_config(
     for tier, nbytes in given.items():
         if nbytes is not None and nbytes < (1 if tier == "device" else 0):
             raise PlanError(f"{tier}_nbytes: {nbytes} is too small")
-    problem = Problem(load_model_shape(config), load_rates(machine), prompt, output,
+    problem = Problem(load_model_shape(config), load_machine_or_preset(machine), prompt, output,
                       capacity={tier: n for tier, n in given.items() if n is not None})
     space = Space(batch=batch, closed=frozenset() if checkpoints else NO_CHECKPOINTS,
                   weight_formats=WEIGHT_FORMATS if quantise else ("native",),
@@ -58,7 +58,7 @@ def plan_config(
                        tokens_per_s or 0.0, batch or 1)
     policy = search(problem, space, wanted)
     found: dict[str, Any] = {
-        "model": problem.model.name, "machine": problem.rates.name,
+        "model": problem.model.name, "machine": problem.machine.name,
         "workload": {"prompt": prompt, "new_tokens": output}, "objective": objective, "policy": summary(policy),
         "weights": weight_tiers(policy)}
     if pareto is not None:

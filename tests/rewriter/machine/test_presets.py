@@ -8,70 +8,75 @@ from pathlib import Path
 
 import pytest
 
-from forebay.rewriter.machine.presets import (
-    PRESETS,
-    MachineRates,
-    PresetError,
-    load_rates,
-    rates_from_json,
-    rates_of_machine,
-)
-from forebay.rewriter.machine.profile import Machine, save_machine
+from forebay.rewriter.machine.presets import PRESETS, PresetError, load_machine_or_preset
+from forebay.rewriter.machine.profile import Machine, machine_from_json, save_machine
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_number_has_a_source(name: str) -> None:
-    rates = PRESETS[name]
-    rates.validate()
-    numbers = {f.name for f in dataclasses.fields(MachineRates)} - {"name", "sources"}
-    assert set(rates.sources) == numbers
-    assert rates.name == name
+    machine = PRESETS[name]
+    machine.validate()
+    assert {path for path, number in machine.numbers().items() if number} <= set(machine.sources)
+    assert set(machine.sources) <= set(machine.numbers()) and machine.name == name
+    assert machine.source("dispatch_s") == "assumed: an asynchronous launch"
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_json_both_ways(name: str) -> None:
-    assert rates_from_json(PRESETS[name].to_json()) == PRESETS[name]
+    assert machine_from_json(PRESETS[name].to_json()) == PRESETS[name]
 
 
-@pytest.mark.parametrize(("field", "value", "says"), [
-    ("gemm_flops", -1.0, "gemm_flops"), ("gemm_flops", 1e15, "exceeds peak_flops"),
-    ("device_nbytes", 0, "device_nbytes"), ("device_nbytes", 1.5, "expected int"),
-    ("disk_read_bytes_per_s", 0.0, "a disk needs rates"), ("memory_bytes_per_s", float("nan"), "memory_bytes_per_s"),
-    ("sources", {}, "sources.device_nbytes"), ("name", "", "name"), ("dispatch_s", "fast", "expected float"),
-    ("colour", "red", "colour: is not a known field"), ("host_nbytes", True, "host_nbytes"),
+def test_what_a_profile_does_not_name_was_measured() -> None:
+    measured = dataclasses.replace(Machine.default(), date="2026-01-01")
+    assert measured.source("dispatch_s") == "measured by forebay machine on 2026-01-01"
+
+
+@pytest.mark.parametrize(("where", "value", "says"), [
+    (("product_flops",), -1.0, "product_flops"), (("product_flops",), 1e15, "product_flops exceeds the peak"),
+    (("attention_bytes_per_s",), 1e15, "attention_bytes_per_s exceeds the peak"),
+    (("tiers", "device", "capacity_nbytes"), 0, "tiers.device.capacity_nbytes"),
+    (("tiers", "device", "capacity_nbytes"), 1.5, "must be of type int"),
+    (("tiers", "device", "bandwidth_bytes_per_s"), 1e15, "exceeds the peak"),
+    (("links", 2, "bandwidth_bytes_per_s"), 0.0, r"links\[2\].bandwidth_bytes_per_s"),
+    (("memory_bytes_per_s",), float("nan"), "memory_bytes_per_s"), (("links",), [], "none from host to device"),
+    (("sources",), {}, "sources.tiers.device.capacity_nbytes"), (("name",), "", "name"),
+    (("dispatch_s",), "fast", "must be of type float"), (("colour",), "red", "colour is not a known field"),
+    (("tiers", "host", "capacity_nbytes"), True, "tiers.host.capacity_nbytes"),
 ])
-def test_nonsense_is_refused_by_field(field: str, value: object, says: str) -> None:
+def test_nonsense_is_refused_by_field(tmp_path: Path, where: tuple, value: object, says: str) -> None:
     data = json.loads(PRESETS["t4"].to_json())
-    data[field] = value
-    with pytest.raises(PresetError, match=says):
-        rates_from_json(json.dumps(data))
+    target = data
+    for key in where[:-1]:
+        target = target[key]
+    target[where[-1]] = value
+    (tmp_path / "mine.json").write_text(json.dumps(data))
+    with pytest.raises(PresetError, match=rf"mine\.json: .*{says}"):
+        load_machine_or_preset(str(tmp_path / "mine.json"))
 
 
-def test_missing_field_is_named() -> None:
-    data = json.loads(PRESETS["t4"].to_json())
-    del data["disk_nbytes"]
-    with pytest.raises(PresetError, match="disk_nbytes: is missing"):
-        rates_from_json(json.dumps(data))
+def test_missing_field_and_a_missing_link_are_named(tmp_path: Path) -> None:
+    data, path = json.loads(PRESETS["t4"].to_json()), tmp_path / "mine.json"
+    data["links"] = [link for link in data["links"] if link["dst"] != "disk"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(PresetError, match="none from host to disk"):
+        load_machine_or_preset(str(path))
+    del data["links"]
+    path.write_text(json.dumps(data))
+    with pytest.raises(PresetError, match="links is missing"):
+        load_machine_or_preset(str(path))
 
 
 def test_files(tmp_path: Path) -> None:
-    preset, profile, broken = (tmp_path / n for n in ("preset.json", "profile.json", "broken.json"))
+    preset, profile, broken, old = (tmp_path / n for n in ("preset.json", "profile.json", "broken.json", "old.json"))
     preset.write_text(dataclasses.replace(PRESETS["t4"], name="mine").to_json())
-    assert load_rates(str(preset)).name == "mine"
+    assert load_machine_or_preset(str(preset)).name == "mine"
     save_machine(Machine.default(), profile)
-    assert load_rates(str(profile)) == rates_of_machine(Machine.default())
+    assert load_machine_or_preset(str(profile)) == Machine.default()
     broken.write_text("{")
     with pytest.raises(PresetError, match=r"broken\.json"):
-        load_rates(str(broken))
+        load_machine_or_preset(str(broken))
+    old.write_text('{"name": "t4", "gemm_flops": 1e13}')
+    with pytest.raises(PresetError, match="of an older release"):
+        load_machine_or_preset(str(old))
     with pytest.raises(PresetError, match="presets are t4"):
-        load_rates("t5")
-
-
-def test_a_measured_machine_keeps_its_own_rates() -> None:
-    machine = Machine.default()
-    rates = rates_of_machine(machine)
-    assert rates.gemm_flops == pytest.approx(max(2 * p.m * p.n * p.k / p.time_s for p in machine.gemm))
-    assert rates.disk_read_bytes_per_s == 1.5e9
-    assert rates.host_attention_bytes_per_s == machine.attention_bytes_per_s  # its device is the CPU
-    with pytest.raises(PresetError, match="gemm"):
-        rates_of_machine(dataclasses.replace(machine, gemm=()))
+        load_machine_or_preset("t5")

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.rewriter.machine.fits import fit_link, fit_times
 from forebay.rewriter.machine.profile import (
     Contention,
     GemmPoint,
     Machine,
-    fit_link,
-    fit_times,
     load_machine,
     machine_from_json,
     save_machine,

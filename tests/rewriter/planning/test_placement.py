@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +15,18 @@ from hypothesis import strategies as st
 
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.planning.placement import NO_CHECKPOINTS, Goal, items_of, place, round_placement, tensor_tiers
-from forebay.rewriter.predict.block_costs import INDEX, TIERS, Block, BlockCosts, N, Runtime, block_costs, shares
+from forebay.rewriter.planning.policy_search import Problem
+from forebay.rewriter.predict.block_costs import Block, BlockCosts, BlockModel
 from forebay.rewriter.predict.model_shapes import ATTENTION, MLP, PRESET_MODELS, ModelShape, decoder_shape
+from forebay.rewriter.predict.shares import INDEX, TIERS, N, shares
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # benchmarks
+
+from benchmarks.papers.published_runtime import UNPINNED, Runtime, running
 
 T4 = PRESETS["t4"]
+FLEXGEN = running(Runtime("step", pinned_cache=False, one_hop_thread=True, fused=False), UNPINNED["t4"])
+Runs = Callable[..., BlockModel]
 FREE: frozenset[tuple[str, str]] = frozenset()
 
 
@@ -26,13 +37,13 @@ def decoder(layers: int, hidden: int, kv_heads: int, gated: bool) -> ModelShape:
 
 models = st.builds(decoder, st.integers(24, 48), st.sampled_from([256, 512]), st.sampled_from([1, 2, 8]), st.booleans())
 blocks = st.builds(Block, st.integers(1, 8), st.integers(1, 4), host_attention=st.booleans())
-runtimes = st.sampled_from([Runtime(), Runtime("step", pinned_cache=False, one_hop_thread=True, fused=False)])
+runtimes: st.SearchStrategy[Runs] = st.sampled_from([BlockModel, FLEXGEN])
 parts = st.floats(0.15, 1.1)
 
 
-def costs_of(model: ModelShape, block: Block, runtime: Runtime, device: float, host: float) -> BlockCosts:
+def costs_of(model: ModelShape, block: Block, runs: Runs, device: float, host: float) -> BlockCosts:
     """Budgets as parts of what the whole problem takes on the device."""
-    free = block_costs(model, T4, block, 64, 16, runtime=runtime)
+    free = Problem(model, T4, 64, 16, runs=runs).costs(block)
     whole = float(free.memory["device"] @ shares((1, 0, 0), (1, 0, 0), (1, 0, 0)))
     return replace(free, capacity={"device": int(device * whole), "host": int(host * whole), "disk": int(2 * whole)})
 
@@ -40,9 +51,9 @@ def costs_of(model: ModelShape, block: Block, runtime: Runtime, device: float, h
 @settings(max_examples=25, deadline=None)
 @given(models, blocks, runtimes, parts, parts)
 def test_rounded_is_feasible_and_near_the_bound(
-    model: ModelShape, block: Block, runtime: Runtime, device: float, host: float
+    model: ModelShape, block: Block, runs: Runs, device: float, host: float
 ) -> None:
-    costs = costs_of(model, block, runtime, device, host)
+    costs = costs_of(model, block, runs, device, host)
     bound = place(costs, closed=FREE)
     rounded = round_placement(costs, items_of(model, block.size, 80), closed=FREE)
     if bound is None:
@@ -66,8 +77,8 @@ def test_rounded_is_feasible_and_near_the_bound(
 def test_the_best_whole_placement_may_be_a_twelfth_over_the_bound() -> None:
     """Tensors below 2 % of every budget, and still: the price is of whole tensors, not of how they are rounded."""
     model = decoder(37, 256, 1, False)
-    runtime = Runtime("step", pinned_cache=False, one_hop_thread=True, fused=False)
-    costs = costs_of(model, Block(1), runtime, 0.8817, 1.024)
+    runs = FLEXGEN
+    costs = costs_of(model, Block(1), runs, 0.8817, 1.024)
     largest = 2 * max(t.elements for t in (*model.layers[0].attention, *model.layers[0].mlp, *model.outside))
     assert largest <= 0.02 * min(costs.capacity.values())
     bound, rounded = place(costs, closed=FREE), round_placement(costs, items_of(model, 1, 80), closed=FREE)
@@ -76,12 +87,12 @@ def test_the_best_whole_placement_may_be_a_twelfth_over_the_bound() -> None:
 
 
 @pytest.mark.parametrize("device", [0.5, 0.65, 0.8, 0.95])
-@pytest.mark.parametrize("runtime", [Runtime(), Runtime("step", pinned_cache=False, fused=False)])
-def test_no_whole_placement_is_better(device: float, runtime: Runtime) -> None:
+@pytest.mark.parametrize("runs", [BlockModel, FLEXGEN])
+def test_no_whole_placement_is_better(device: float, runs: Runs) -> None:
     """Against every way to lay two layers, the embeddings, two cache blocks and an activation on two tiers."""
     model = decoder(2, 256, 1, False)
     block = Block(1)
-    free = block_costs(model, T4, block, 24, 8, runtime=runtime)
+    free = Problem(model, T4, 24, 8, runs=runs).costs(block)
     whole = float(free.memory["device"] @ shares((1, 0, 0), (1, 0, 0), (1, 0, 0)))
     costs = replace(free, capacity={"device": int(device * whole), "host": int(2 * whole), "disk": 0})
     items = items_of(model, 1, 32)
@@ -104,9 +115,9 @@ def test_no_whole_placement_is_better(device: float, runtime: Runtime) -> None:
 @settings(max_examples=15, deadline=None)
 @given(models, blocks, runtimes, parts, parts, st.sampled_from(["device", "host"]))
 def test_more_memory_is_never_slower(
-    model: ModelShape, block: Block, runtime: Runtime, device: float, host: float, tier: str
+    model: ModelShape, block: Block, runs: Runs, device: float, host: float, tier: str
 ) -> None:
-    less = costs_of(model, block, runtime, device, host)
+    less = costs_of(model, block, runs, device, host)
     more = replace(less, capacity={**less.capacity, tier: int(1.3 * less.capacity[tier])})
     a, b = place(less, closed=FREE), place(more, closed=FREE)
     if a is not None:
@@ -115,8 +126,8 @@ def test_more_memory_is_never_slower(
 
 @settings(max_examples=10, deadline=None)
 @given(models, blocks, runtimes, parts, parts)
-def test_whole_items_add_up(model: ModelShape, block: Block, runtime: Runtime, device: float, host: float) -> None:
-    costs = costs_of(model, block, runtime, device, host)
+def test_whole_items_add_up(model: ModelShape, block: Block, runs: Runs, device: float, host: float) -> None:
+    costs = costs_of(model, block, runs, device, host)
     rounded = round_placement(costs, items_of(model, block.size, 80), closed=FREE)
     if rounded is None:
         return
@@ -133,7 +144,7 @@ def test_whole_items_add_up(model: ModelShape, block: Block, runtime: Runtime, d
 def test_lp_finds_the_exhaustive_optimum() -> None:
     """Against every placement on a grid of quarters, on a machine with three small tiers."""
     model = decoder(8, 256, 2, True)
-    costs = costs_of(model, Block(4, 2), Runtime(), 0.6, 0.3)
+    costs = costs_of(model, Block(4, 2), BlockModel, 0.6, 0.3)
     found = place(costs, closed=NO_CHECKPOINTS)
     assert found is not None
     steps = [(a / 4, b / 4, (4 - a - b) / 4) for a in range(5) for b in range(5 - a)]
@@ -150,7 +161,7 @@ def test_lp_finds_the_exhaustive_optimum() -> None:
 
 def test_closed_shares_stay_empty() -> None:
     model = PRESET_MODELS["opt-30b"]
-    costs = block_costs(model, T4, Block(16, 4), 512, 32)
+    costs = Problem(model, T4, 512, 32).costs(Block(16, 4))
     closed = NO_CHECKPOINTS | {("kv", "device"), (ATTENTION, "disk"), (MLP, "disk")}
     for found in (place(costs, closed=closed), round_placement(costs, items_of(model, 64, 544), closed=closed)):
         assert found is not None
@@ -158,7 +169,7 @@ def test_closed_shares_stay_empty() -> None:
 
 
 def test_ties_go_to_the_fastest_tier() -> None:
-    costs = block_costs(PRESET_MODELS["opt-6.7b"], T4, Block(2), 512, 32)
+    costs = Problem(PRESET_MODELS["opt-6.7b"], T4, 512, 32).costs(Block(2))
     found = place(costs)
     assert found is not None
     assert all(found.x[INDEX[tensor, "device"]] == pytest.approx(1) for tensor in ("attention", "mlp", "kv"))
@@ -166,7 +177,7 @@ def test_ties_go_to_the_fastest_tier() -> None:
 
 def test_least_memory_within_a_time() -> None:
     model = PRESET_MODELS["opt-6.7b"]
-    costs = block_costs(model, T4, Block(2), 512, 32)
+    costs = Problem(model, T4, 512, 32).costs(Block(2))
     fastest = place(costs)
     assert fastest is not None
     least = place(costs, goal=Goal("device"))

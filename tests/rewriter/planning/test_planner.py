@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, plan_from_dict, validate
 from forebay.rewriter.planning.planner import Facts, PhaseNeed, WeightUse, Wishes, make_plan, smallest_budget
-from forebay.rewriter.predict.closed_form import Rates, side_by_side_s
+from forebay.rewriter.predict.closed_form import Rates
+from forebay.rewriter.predict.estimator import side_by_side_s
 
 MACHINE = "m"
 

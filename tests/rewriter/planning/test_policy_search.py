@@ -11,8 +11,9 @@ from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.planning.placement import NO_CHECKPOINTS
 from forebay.rewriter.planning.policy_search import BudgetError, Objective, Problem, Space, candidates, frontier, search
 from forebay.rewriter.planning.policy_summary import advice, bottleneck, summary, weight_tiers
-from forebay.rewriter.predict.block_costs import TIERS, Block
+from forebay.rewriter.predict.block_costs import Block
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS, decoder_shape
+from forebay.rewriter.predict.shares import TIERS
 
 SMALL = decoder_shape("small", layers=24, hidden=1024, intermediate=4096, heads=16, kv_heads=16, vocab=32000,
                       gated=False)
@@ -100,7 +101,7 @@ def test_grouped_queries_keep_no_checkpoints() -> None:
 
 
 def test_candidates_hold_no_duplicate_work() -> None:
-    found = list(candidates(Space(orders=("row", "zigzag", "diagonal")), PRESETS["t4"]))
+    found = list(candidates(Space(orders=("row", "zigzag", "diagonal")), host_attends=True))
     assert len(set(found)) == len(found)
     assert {b.order for b in found if b.micro_batches == 1} == {"row"}
     assert {b.order for b in found if b.micro_batches > 1} == {"diagonal"}

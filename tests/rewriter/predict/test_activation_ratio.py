@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.predict.activation_ratio import LayerTimes, Line, balance_cache, fill_host, fit_line, layer_times
+from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS
 
-R4090 = PRESETS["rtx4090"]
+R4090 = MachineEstimator(PRESETS["rtx4090"])
 positive = st.floats(1e-8, 1e-5)
 
 

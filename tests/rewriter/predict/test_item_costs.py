@@ -22,6 +22,7 @@ from forebay.rewriter.ir.program import (
     Wait,
 )
 from forebay.rewriter.machine.profile import GemmPoint, Link, Machine, Tier
+from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.item_costs import item_time_s
 from forebay.rewriter.predict.simulate import item_cost
 
@@ -30,6 +31,7 @@ MACHINE = replace(
     links=(Link("disk", "device", 1e8, 1e-3, "direct"), Link("disk", "host", 2e8, 1e-3, "direct"),
            Link("host", "device", 4e8, 1e-5, "memcpy")),
     gemm=(GemmPoint("slow", "float32", 4, 8, 16, 5e-3), GemmPoint("fast", "float32", 4, 8, 16, 2e-3)))
+TIMES = MachineEstimator(MACHINE)
 
 
 def span(nbytes: int, arena: str = "device") -> Span:
@@ -53,13 +55,13 @@ def launch(op: str, reads: int = 0, writes: int = 0, args: tuple = (), impl: str
     (Record(COMPUTE, 1), 0.0), (Wait(COMPUTE, 1), 0.0), (Release(COMPUTE, span(8)), 0.0),
 ])
 def test_time_of_one_item(item: object, time_s: float) -> None:
-    assert item_time_s(item, MACHINE) == pytest.approx(time_s)  # type: ignore[arg-type]
+    assert item_time_s(item, TIMES) == pytest.approx(time_s)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("row_nbytes", "counted"), [(64, PAGE_NBYTES), (3 * PAGE_NBYTES, 3 * PAGE_NBYTES)])
 def test_a_lookup_reads_whole_pages_and_waits_for_them(row_nbytes: int, counted: int) -> None:
     rows = FileRows("f", 0, row_nbytes, 100, ref(2, 3, dtype="int64"))
-    time_s = item_time_s(Copy(DISK, rows, span(6 * row_nbytes), "c"), MACHINE)
+    time_s = item_time_s(Copy(DISK, rows, span(6 * row_nbytes), "c"), TIMES)
     assert time_s == pytest.approx(1e-3 + 6 * counted / 1e8)
 
 
@@ -69,16 +71,16 @@ def test_a_product_takes_what_its_implementation_was_measured_to_take(
     impl: str, time_s: float, form: str, weight: tuple[int, int]
 ) -> None:
     item = launch("forebay.linear", 9, 9, (ref(2, 2, 16), ref(*weight), None), impl, form=form, accumulate=False)
-    assert item_time_s(item, MACHINE) == pytest.approx(1e-6 + time_s)
+    assert item_time_s(item, TIMES) == pytest.approx(1e-6 + time_s)
 
 
 def test_a_product_of_an_unmeasured_dtype_takes_at_least_its_bytes() -> None:
     weight = ref(8, 16, dtype="float16")
     item = launch("forebay.linear", 3000, 1000, (ref(4, 16), weight, None), form="nk", accumulate=False)
-    tiers = MACHINE.tiers | {"device": Tier(1 << 30, 5e9)}
-    assert item_time_s(item, replace(MACHINE, tiers=tiers)) == pytest.approx(1e-6 + 4000 / 5e9)
-    tiers = MACHINE.tiers | {"device": Tier(1 << 30, 0.0)}
-    assert item_time_s(item, replace(MACHINE, tiers=tiers)) == pytest.approx(1e-6 + 4000 / 2e9), "as a copy goes"
+    read, copied = (MachineEstimator(replace(MACHINE, tiers=MACHINE.tiers | {"device": Tier(1 << 30, rate)}))
+                    for rate in (5e9, 0.0))
+    assert item_time_s(item, read) == pytest.approx(1e-6 + 4000 / 5e9)
+    assert item_time_s(item, copied) == pytest.approx(1e-6 + 4000 / 2e9), "as a copy goes"
 
 
 GPU = replace(
@@ -86,6 +88,7 @@ GPU = replace(
     tiers={"device": Tier(140 << 30, 4e12), "host": Tier(100 << 30, 1e10), "disk": Tier(1 << 40, 0.0)},
     gemm=tuple(GemmPoint(impl, "w4g64", m, n, k, 1e-6 + n * k * slower / 6e12) for n, k in ((8192, 2048), (8192, 8192))
                for impl, m, slower in (("flat", 2, 1), ("flat", 16, 1), ("large", 256, 4))))
+GPU_TIMES = MachineEstimator(GPU)
 PACKED_NBYTES = 8192 * (8192 // 2 + 8192 // 64 * 4)  # rows of w4g64: codes, scales and lows
 
 
@@ -102,21 +105,22 @@ def packed(m: int, impl: str, op: str = "forebay.linear_w4") -> Launch:
 def test_a_packed_product_on_a_gpu_takes_what_kernels_of_its_name_were_measured_to_take(
     m: int, impl: str, time_s: float
 ) -> None:
-    assert item_time_s(packed(m, impl), GPU) == pytest.approx(time_s), "not what the host's memory would"
+    assert item_time_s(packed(m, impl), GPU_TIMES) == pytest.approx(time_s), "not what the host's memory would"
 
 
 def test_what_was_not_measured_on_a_gpu_goes_at_the_rate_of_its_memory() -> None:
-    times = [item_time_s(item, GPU) for item in (
+    times = [item_time_s(item, GPU_TIMES) for item in (
         packed(1, "flat_64x128_s1", "forebay.linear_w8"), launch("forebay.rms_norm", 10**6, 10**6))]
     assert times == pytest.approx([(PACKED_NBYTES + 2 * 8192) / 4e12, 2e6 / 4e12])
 
 
 def test_a_gpu_computes_while_its_launches_are_issued() -> None:
     item = launch("forebay.rms_norm", 10**6, 10**6)
-    assert item_cost(item, GPU).issue_s == 1e-5 and item_cost(item, GPU).time_s == item_time_s(item, GPU)
-    assert item_cost(item, MACHINE).issue_s == 0.0 and item_time_s(item, MACHINE) > 1e-6
+    cost = item_cost(item, GPU_TIMES)
+    assert (cost.issue_s, cost.time_s) == (1e-5, item_time_s(item, GPU_TIMES))
+    assert item_cost(item, TIMES).issue_s == 0.0 and item_time_s(item, TIMES) > 1e-6
 
 
 def test_a_link_the_machine_lacks_is_named() -> None:
     with pytest.raises(KeyError, match="device->host"):
-        item_time_s(Copy(UPLOAD, span(8), span(8, "host"), "c"), MACHINE)
+        item_time_s(Copy(UPLOAD, span(8), span(8, "host"), "c"), TIMES)

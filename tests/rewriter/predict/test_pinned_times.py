@@ -21,6 +21,7 @@ from forebay.rewriter.ir.program import (
     TensorRef,
 )
 from forebay.rewriter.machine.profile import AttentionPoint, Contention, GemmPoint, Link, Machine, Tier
+from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.simulate import item_cost, simulate
 
 CPU = Machine(
@@ -113,7 +114,7 @@ PINNED: dict[str, dict[str, tuple[float, ...]]] = {
 @pytest.mark.parametrize("name", ITEMS)
 @pytest.mark.parametrize(("kind", "machine"), [("cpu", CPU), ("gpu", GPU)])
 def test_an_item_takes_what_it_took(kind: str, machine: Machine, name: str) -> None:
-    found, pinned = tuple(item_cost(ITEMS[name], machine)), PINNED[kind][name]
+    found, pinned = tuple(item_cost(ITEMS[name], MachineEstimator(machine))), PINNED[kind][name]
     if kind == "gpu" and isinstance(ITEMS[name], Copy):  # nothing waits for the thread that issues copies to a GPU
         found, pinned = found[:4], pinned[:4]
     assert found == pytest.approx(pinned, rel=1e-9, abs=0.0)

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from forebay.rewriter.predict.roofline import Module, Operator, Roofline, asynchronous_time_s
+from forebay.rewriter.machine.presets import PRESETS
+from forebay.rewriter.predict.estimator import MachineEstimator
+from forebay.rewriter.predict.roofline import Module, Operator, asynchronous_time_s, attaining, module_s
 
-ROOF = Roofline(100e12, 1e12, 0.5, 0.8)
+SHEET = replace(PRESETS["h100"], peak_flops=100e12, peak_memory_bytes_per_s=1e12)
+ROOF = MachineEstimator(attaining(SHEET, 0.5, 0.8))
+
+
+def operator_s(name: str, flops: float, nbytes: float) -> float:
+    return module_s(Module("m", (Operator(name, flops, nbytes),)), ROOF)
 
 
 def test_an_operator_takes_the_longer_of_work_and_traffic() -> None:
-    assert ROOF.time_s(Operator("product", 50e12, 1.0)) == pytest.approx(1.0)
-    assert ROOF.time_s(Operator("copy", 1.0, 0.8e12)) == pytest.approx(1.0)
+    assert operator_s("product", 50e12, 1.0) == pytest.approx(1.0)
+    assert operator_s("copy", 1.0, 0.8e12) == pytest.approx(1.0)
     # Equation 4: the intensity at which both are equal.
     intensity = 0.5 / 0.8 * 100e12 / 1e12
-    assert ROOF.time_s(Operator("ridge", intensity * 1e12, 1e12)) == pytest.approx(1e12 / 0.8e12)
+    assert operator_s("ridge", intensity * 1e12, 1e12) == pytest.approx(1e12 / 0.8e12)
 
 
 @pytest.mark.parametrize(("dispatch_s", "compute_s", "layers", "expected"), [

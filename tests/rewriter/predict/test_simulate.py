@@ -11,8 +11,7 @@ from tiny import chain, lowered, placements, plan_for, planned
 
 from forebay.rewriter.ir.plan import Budget
 from forebay.rewriter.ir.program import COMPUTE, DISK, Program
-from forebay.rewriter.machine.profile import Link, Machine, Tier
-from forebay.rewriter.predict import closed_form as plan_cost
+from forebay.rewriter.machine.profile import CPU_COPY_ISSUE_S, Link, Machine, Tier
 from forebay.rewriter.predict.simulate import simulate
 
 
@@ -30,7 +29,7 @@ def streamed(folder: Path, slots: int, layers: int = 6, lead: int | None = None,
 
 COMPUTE_S = 12e-3  # six layers of two launches, 1 ms each
 COPY_S = 6 * 4096 / 1e6  # at 1 MB/s
-ISSUE_S = plan_cost.COPY_S  # of the computing thread, per copy
+ISSUE_S = CPU_COPY_ISSUE_S  # of the computing thread, per copy
 
 
 def test_a_disk_bound_step_takes_as_long_as_its_reads(tmp_path: Path) -> None:

@@ -1,0 +1,13 @@
+"""Operations as they are counted wherever a rate or a measurement is in operations per second."""
+
+from __future__ import annotations
+
+
+def attention_flops(batch: int, heads: int, queries: float, tokens: float, head_dim: int, window: int = 0) -> float:
+    """Operations of two products per query and token that it sees: itself and those before it, the last of `queries`
+    all `tokens`, and with a `window` no more than that many."""
+    seen_twice = queries * (2 * tokens - queries + 1)
+    if window and tokens > window:  # the last queries see so many tokens too few
+        late = min(queries, tokens - window)
+        seen_twice -= late * (2 * (tokens - window) - late + 1)
+    return 2 * batch * heads * head_dim * seen_twice

@@ -1,0 +1,148 @@
+"""Seconds of what steps are made of, each alone: the one place where shapes, formats and a machine become times."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from forebay.rewriter.machine.profile import Machine
+
+
+class Estimator(Protocol):
+    """What every prediction asks; another one than the machine's own may stand in its place.
+
+    Bytes and operations are counts, m, n and k those of a product [m, k] times [n, k] transposed; tiers are "device",
+    "host" and "disk". All times are in seconds.
+    """
+
+    @property
+    def serial(self) -> bool:
+        """Whether the thread that issues launches also computes them."""
+
+    @property
+    def near_disk(self) -> str:
+        """The tier that reads from disk land in."""
+
+    @property
+    def dispatch_s(self) -> float:
+        """Of the issuing thread, per launch."""
+
+    @property
+    def copy_issue_s(self) -> float:
+        """Of the computing thread, per copy."""
+
+    def work_s(self, flops: float, nbytes: float) -> float:
+        """Matrix work nobody measured: the longer of its operations and its traffic (the roofline)."""
+
+    def product_s(self, dtype: str, m: float, n: int, k: int, *, nbytes: float, impl: str = "") -> float:
+        """A product with a weight of this dtype or packed format, by `impl` if that is known, else by the fastest;
+        `nbytes` is what it touches."""
+
+    def attention_s(self, dtype: str, nbytes: float, flops: float) -> float:
+        """Attention on the device over `nbytes` of K and V."""
+
+    def host_attention_s(self, nbytes: float) -> float:
+        """The same on a host beside a GPU; inf where it does not compute."""
+
+    def touch_s(self, nbytes: float) -> float:
+        """Pointwise work on the device that reads and writes so many bytes."""
+
+    def byte_s(self, src: str, dst: str) -> float:
+        """A byte more in a copy from tier to tier; KeyError names the links there are."""
+
+    def latency_s(self, src: str, dst: str) -> float:
+        """What a copy takes beside its bytes."""
+
+    def choice_s(self, elements: int) -> float:
+        """Choosing tokens from so many logits."""
+
+    def memory_share(self, nbytes: float, time_s: float) -> float:
+        """Share (0..1) of the rate at which the device is read that touching `nbytes` in `time_s` takes."""
+
+    def slowed(self, share: float) -> float:
+        """How many times as long such work takes while copies from disk run."""
+
+    def slows(self, share: float) -> float:
+        """How many times as long these take beside it."""
+
+
+@dataclass(frozen=True)
+class MachineEstimator:
+    """Times by a machine: fits of what was measured of it, and its rates for the rest."""
+
+    machine: Machine
+
+    @property
+    def serial(self) -> bool:
+        return self.machine.device_kind == "cpu"
+
+    @property
+    def near_disk(self) -> str:
+        return self.machine.near_disk
+
+    @property
+    def dispatch_s(self) -> float:
+        return self.machine.dispatch_s
+
+    @property
+    def copy_issue_s(self) -> float:
+        return self.machine.copy_issue_s
+
+    def work_s(self, flops: float, nbytes: float) -> float:
+        rate = self.machine.product_flops
+        return max(flops / rate if rate else 0.0, nbytes / self._read_bytes_per_s)
+
+    def product_s(self, dtype: str, m: float, n: int, k: int, *, nbytes: float, impl: str = "") -> float:
+        machine = self.machine
+        measured = machine.gemm_impls(dtype)
+        if not measured:
+            return self.work_s(2.0 * m * n * k, nbytes)
+        name = impl.split("_")[0]  # of "flat_64x256_s4": settings are those that shapes were measured with
+        return machine.gemm_time_s(name if name in measured else machine.best_gemm(dtype, m, n, k), dtype, m, n, k)
+
+    def attention_s(self, dtype: str, nbytes: float, flops: float) -> float:
+        fit, rate = self.machine.attention_fits().get(dtype), self.machine.attention_flops
+        if fit is not None:
+            return fit.time_s(flops, nbytes)
+        return max(flops / rate if rate else 0.0, nbytes / self.machine.attention_bytes_per_s)
+
+    def host_attention_s(self, nbytes: float) -> float:
+        rate = self.machine.attention_bytes_per_s if self.serial else self.machine.host_attention_bytes_per_s
+        return nbytes / rate if rate else math.inf
+
+    def touch_s(self, nbytes: float) -> float:
+        return nbytes / (2 * self.machine.memory_bytes_per_s)  # a copy moves each byte twice
+
+    def byte_s(self, src: str, dst: str) -> float:
+        return 1 / self.machine.link(src, dst).bandwidth_bytes_per_s
+
+    def latency_s(self, src: str, dst: str) -> float:
+        return self.machine.link(src, dst).latency_s
+
+    def choice_s(self, elements: int) -> float:
+        rate = self.machine.choice_elements_per_s
+        return elements / rate if rate else 0.0
+
+    def memory_share(self, nbytes: float, time_s: float) -> float:
+        return min(1.0, nbytes / (time_s * self._read_bytes_per_s)) if time_s > 0 else 0.0
+
+    def slowed(self, share: float) -> float:
+        return self.machine.contention.slowed(share)
+
+    def slows(self, share: float) -> float:
+        return self.machine.contention.slows(share)
+
+    @property
+    def _read_bytes_per_s(self) -> float:
+        return self.machine.tiers["device"].bandwidth_bytes_per_s or 2 * self.machine.memory_bytes_per_s
+
+
+def side_by_side_s(compute: float, stream: float, slowed: float, slows: float) -> float:
+    """Seconds until both are done, where each takes that many times as long while the other runs, and no more than one
+    after the other."""
+    if compute * slowed >= stream * slows:
+        together = stream * slows + compute - stream * slows / slowed
+    else:
+        together = compute * slowed + stream - compute * slowed / slows
+    return min(compute + stream, together)
