@@ -1,15 +1,17 @@
 """`forebay::attention`: causal attention of new queries over the whole cache, with a length for each sequence.
 
-Query s of sequence b stands at position p = start[b] + s and sees the cache positions t <= p, with a window also
-t > p - window. Head h reads KV head h // (H / Hkv). With softcap c > 0 a score x becomes c tanh(x / c). K and V of the
-new positions are in the cache already. The C++ kernel (`cpu/flat_attention.cpp`) reads every visible K and V once per
-32 query rows and nothing beyond; without a compiler torch's scaled dot product attention does the work.
+Query s of sequence b stands at position p = start[b] + s and sees the cache positions t <= p, with window w > 0 also
+t > p - w, and with w < 0 only those of its own chunk of -w tokens, t >= p // -w * -w. Head h reads KV head
+h // (H / Hkv). With softcap c > 0 a score x becomes c tanh(x / c). K and V of the new positions are in the cache
+already. The C++ kernel (`cpu/flat_attention.cpp`) reads every visible K and V once per 32 query rows and nothing
+beyond; without a compiler torch's scaled dot product attention does the work.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,10 +19,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from forebay.kernels import native
 
+Position = TypeVar("Position", int, Tensor)
 # Queries per piece without the C++ kernel: bounds mask and scores.
 QUERY_STEP = 128
 # Stack per thread of the C++ kernel: 32 query rows and their results of at most 512 floats, and 32 x 64 scores.
 NATIVE_NBYTES = 4 * (2 * 32 * 512 + 32 * 64)
+
+
+def first_seen(position: Position, window: int) -> Position:
+    """The lowest position that a query at `position` sees; negative where a window reaches before the first."""
+    return position // -window * -window if window < 0 else position - window + 1 if window else position * 0
 
 
 def reference(
@@ -41,9 +49,7 @@ def reference(
         scores = softcap * torch.tanh(scores / softcap)
     position = start[:, None, None, None] + torch.arange(q.shape[2], device=q.device)[:, None]
     t = torch.arange(k.shape[2], device=q.device)
-    hidden = t > position
-    if window > 0:
-        hidden = hidden | (t <= position - window)
+    hidden = (t > position) | (t < first_seen(position, window))
     weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
     # What is beyond a sequence's end may be anything, NaN too: it must not be multiplied, not even by zero.
     unwritten = (t >= start[:, None] + q.shape[2])[:, None, :, None]
@@ -112,13 +118,11 @@ def _torch_piece(
 ) -> None:
     """Queries q [B, H, S, D] at positions begin .. begin + S - 1 of every sequence, into out [B, S, H, D]."""
     queries = q.shape[2]
-    low = max(0, begin - window + 1) if window > 0 else 0
+    low = max(0, first_seen(begin, window))
     k, v = k[:, :, low : begin + queries], v[:, :, low : begin + queries]
     position = torch.arange(begin, begin + queries)[:, None]
     t = torch.arange(low, begin + queries)
-    seen = t <= position
-    if window > 0:
-        seen &= t > position - window
+    seen = (t <= position) & (t >= first_seen(position, window))
     if softcap > 0:
         batch, heads, _, dim = q.shape
         grouped = q.float().reshape(batch, k.shape[1], -1, dim)
@@ -196,7 +200,8 @@ def attention_out(
 
 @torch.library.custom_op("forebay::attention", mutates_args=(), device_types="cpu")
 def attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-    """q [B, H, S, D], caches k and v [B, Hkv, L, D], start int64 [B] -> [B, S, H, D]; window 0 and softcap 0: none.
+    """q [B, H, S, D], caches k and v [B, Hkv, L, D], start int64 [B] -> [B, S, H, D]; window 0 and softcap 0: none;
+    a negative window: chunks.
 
     q and caches may be strided. ValueError names the argument that is wrong.
     """

@@ -1,7 +1,8 @@
 """`forebay::decode_attention`: one new query per sequence over the blocks of a paged cache, whatever their format.
 
-The query of sequence b stands at position lengths[b] - 1 and sees positions t < lengths[b], with a window also
-t >= lengths[b] - window; K and V of its own position are in the cache already. Head h reads KV head h // (H / Hkv), and
+The query of sequence b stands at position lengths[b] - 1 and sees positions t < lengths[b], with window
+w > 0 only the last w of them, with w < 0 those of its own chunk of -w; K and V of its own position are in the cache
+already. Head h reads KV head h // (H / Hkv), and
 with softcap c > 0 a score x becomes c tanh(x / c). A sequence of length 0 gives zeros.
 
 phi, low and high describe the scores of a layer (FlashDecoding++Next, section III; `forebay calibrate` measures them):
@@ -45,7 +46,7 @@ def _fail(argument: str, problem: str) -> None:
 
 
 def check(
-    q: Tensor, pool: Tensor, table: Tensor, lengths: Tensor, layout: BlockLayout, window: int, low: float, high: float
+    q: Tensor, pool: Tensor, table: Tensor, lengths: Tensor, layout: BlockLayout, low: float, high: float
 ) -> None:
     """ValueError names the argument whose dtype, shape or value is wrong."""
     if q.dim() != 3 or q.dtype not in (torch.float16, torch.bfloat16):
@@ -61,8 +62,6 @@ def check(
     for tensor, name in ((pool, "pool"), (lengths, "lengths")):
         if tensor.device != q.device:
             _fail(name, f"must be on {q.device}, got {tensor.device}")
-    if window < 0:
-        _fail("window", f"must not be negative, got {window}")
     least, most = HELD[q.dtype]
     if high > low and not (least <= low and high <= most):
         _fail("high" if least <= low else "low", f"must keep exp within {q.dtype}: {least} <= low < high <= {most}")
@@ -91,7 +90,7 @@ def decode_attention(
     that is wrong; on a GPU lengths and table entries are not looked at, and must be right.
     """
     layout = BlockLayout(block_tokens, kv_heads, q.shape[-1], format, q.dtype, group_size)
-    check(q, pool, table, lengths, layout, window, low, high)
+    check(q, pool, table, lengths, layout, low, high)
     paged.check_used_blocks("decode_attention", pool, table, lengths, layout)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     blocks = -(-int(lengths.max()) // block_tokens) if lengths.numel() else 0
@@ -114,7 +113,7 @@ def _(
     from forebay.kernels.gpu import decode_attention as gpu
 
     layout = BlockLayout(block_tokens, kv_heads, q.shape[-1], format, q.dtype, group_size)
-    check(q, pool, table, lengths, layout, window, low, high)
+    check(q, pool, table, lengths, layout, low, high)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     gpu.decode_attention(q, pool, table, lengths, layout, scale, window, softcap, phi, low, high, out)
     return out

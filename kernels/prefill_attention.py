@@ -1,9 +1,10 @@
 """`forebay::prefill_attention` and `forebay::prefill_attention_paged`: causal attention of a chunk of new queries.
 
 The definition is that of `forebay::attention`: query s of sequence b stands at position p = start[b] + s and sees
-t <= p, with a window also t > p - window; head h reads KV head h // (H / Hkv); with softcap c > 0 a score x becomes
-c tanh(x / c). K and V of the new positions are in the cache already. The cache is a pair of tensors [B, Hkv, L, D], or
-the blocks of a pool that a table names (`paged.BlockLayout`), whatever their format.
+t <= p, with window w > 0 also t > p - w, with w < 0 also t >= p // -w * -w (chunks of -w); head h reads KV head
+h // (H / Hkv); with softcap c > 0 a score x becomes c tanh(x / c). K and V of the new positions are in the cache
+already. The cache is a pair of tensors [B, Hkv, L, D], or the blocks of a pool that a table names
+(`paged.BlockLayout`), whatever their format.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _fail(op: str, argument: str, problem: str) -> None:
     raise ValueError(f"{op}: {argument} {problem}")
 
 
-def check_paged(q: Tensor, pool: Tensor, table: Tensor, start: Tensor, layout: BlockLayout, window: int) -> None:
+def check_paged(q: Tensor, pool: Tensor, table: Tensor, start: Tensor, layout: BlockLayout) -> None:
     """ValueError names the argument of the paged operator whose dtype, shape or value is wrong."""
     op = "prefill_attention_paged"
     if q.dim() != 4 or q.dtype not in (torch.float16, torch.bfloat16):
@@ -53,8 +54,6 @@ def check_paged(q: Tensor, pool: Tensor, table: Tensor, start: Tensor, layout: B
     for tensor, name in ((pool, "pool"), (start, "start")):
         if tensor.device != q.device:
             _fail(op, name, f"must be on {q.device}, got {tensor.device}")
-    if window < 0:
-        _fail(op, "window", f"must not be negative, got {window}")
 
 
 @torch.library.custom_op("forebay::prefill_attention", mutates_args=(), device_types="cpu")
@@ -65,8 +64,6 @@ def prefill_attention(
 
     ValueError names the argument that is wrong; on a GPU the values of start are not looked at, and must be right.
     """
-    if window < 0:
-        _fail("prefill_attention", "window", f"must not be negative, got {window}")
     attention.check(q, k, v, start)
     batch, heads, queries, dim = q.shape
     out = q.new_empty(batch, queries, heads, dim)
@@ -115,7 +112,7 @@ def prefill_attention_paged(
     that is wrong; on a GPU start and table entries are not looked at, and must be right.
     """
     layout = BlockLayout(block_tokens, kv_heads, q.shape[-1], format, q.dtype, group_size)
-    check_paged(q, pool, table, start, layout, window)
+    check_paged(q, pool, table, start, layout)
     batch, heads, queries, dim = q.shape
     if start.numel() and int(start.min()) < 0:
         _fail("prefill_attention_paged", "start", f"must not be negative, got {start.tolist()}")
@@ -136,7 +133,7 @@ def _(
     from forebay.kernels.gpu import prefill_attention as gpu
 
     layout = BlockLayout(block_tokens, kv_heads, q.shape[-1], format, q.dtype, group_size)
-    check_paged(q, pool, table, start, layout, window)
+    check_paged(q, pool, table, start, layout)
     batch, heads, queries, dim = q.shape
     out = q.new_empty(batch, queries, heads, dim)
     gpu.prefill_attention_paged(q, pool, table, start, layout, scale, window, softcap, out)

@@ -63,6 +63,13 @@ def gpt_neox(layers: int = 2, **overrides: Any) -> T.GPTNeoXConfig:
     return T.GPTNeoXConfig(**_BASE | dict(num_hidden_layers=layers, intermediate_size=96) | _TOKENS | overrides)
 
 
+def llama4(layers: int = 4, **overrides: Any) -> T.Llama4TextConfig:
+    """Attention within chunks of 6 tokens, but for every fourth layer, whose queries grow every 3 positions."""
+    base = _BASE | dict(num_hidden_layers=layers, intermediate_size=96, intermediate_size_mlp=96, num_key_value_heads=2)
+    special = dict(head_dim=16, attention_chunk_size=6, floor_scale=3, attn_scale=0.7, moe_layers=[])
+    return T.Llama4TextConfig(**base | special | _TOKENS | overrides)
+
+
 FAMILIES = {
     "llama": llama,
     "opt": opt,
@@ -73,6 +80,7 @@ FAMILIES = {
     "mistral": mistral,
     "phi3": phi3,
     "gpt_neox": gpt_neox,
+    "llama4": llama4,
 }
 
 

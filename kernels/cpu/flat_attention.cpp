@@ -17,7 +17,7 @@ extern "C" struct AttentionArgs {
   void* out;             // [B, S, H, D]
   int64_t batch, heads, kv_heads, queries, length, head_dim;
   int64_t q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_row, out_head;
-  int64_t window;  // 0: none
+  int64_t window;  // as first_seen has it
   float scale, softcap;
   int32_t dtype;
 };
@@ -37,8 +37,7 @@ template <class T> void run_task(const AttentionArgs& a, int64_t b, int64_t kv, 
   for (int64_t i = 0; i < m; ++i) {
     const int64_t s = (r0 + i) / group, h = kv * group + (r0 + i) % group, high = start + s + 1;
     upcast(static_cast<const T*>(a.q) + b * a.q_batch + h * a.q_head + s * a.q_row, q + i * d, d);
-    rows[i] = {a.window > 0 ? std::max<int64_t>(0, high - a.window) : 0, high,
-               -std::numeric_limits<float>::infinity(), 0.0f};
+    rows[i] = {first_seen(start + s, a.window), high, -std::numeric_limits<float>::infinity(), 0.0f};
   }
   std::memset(o, 0, size_t(m * ds) * 4);
   const T* k = static_cast<const T*>(a.k) + b * a.k_batch + kv * a.k_head;

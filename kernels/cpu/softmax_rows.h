@@ -14,6 +14,13 @@ struct Row {
   float largest, sum;
 };
 
+// The lowest position that a query sees at `position`: window > 0 looks back over so many positions, its own among them,
+// window < 0 over its own chunk of -window, window 0 over all.
+static int64_t first_seen(int64_t position, int64_t window) {
+  if (window < 0) return position / -window * -window;
+  return window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0;
+}
+
 // scores[0, n) become probabilities relative to the running maximum; returns the factor for what was gathered before.
 static float soften(float* scores, int64_t n, Row& row, int64_t t0, float scale, float softcap) {
   const int64_t low = std::clamp<int64_t>(row.low - t0, 0, n), high = std::clamp<int64_t>(row.high - t0, 0, n);

@@ -16,7 +16,7 @@ from torch import Tensor
 from forebay.kernels import attention_q as operator
 from forebay.kernels import packing
 from forebay.kernels.gpu import decode_attention, prefill_attention
-from forebay.kernels.gpu.arguments import check_tensor, fail
+from forebay.kernels.gpu.arguments import check_tensor
 from forebay.kernels.gpu.audit_case import AuditCase
 from forebay.kernels.gpu.cache_rows import check_rows, packed_view, unit_of
 
@@ -24,7 +24,7 @@ OP = "attention_q"
 
 
 def _check(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, window: int, bits: int, group: int, out: Tensor
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, bits: int, group: int, out: Tensor
 ) -> None:
     operator.check(q, k_cache, v_cache, start, bits, group)
     check_tensor(OP, "q", q)
@@ -34,8 +34,6 @@ def _check(
         check_rows(OP, cache, name, dim)
     check_tensor(OP, "start", start, device=q.device, dtype=torch.int64)
     check_tensor(OP, "out", out, device=q.device, dtype=q.dtype, shape=(batch, queries, heads, dim))
-    if window < 0:
-        fail(OP, "window", f"must not be negative, got {window}")
 
 
 def bind_attention_q(
@@ -43,7 +41,7 @@ def bind_attention_q(
     group: int, out: Tensor,
 ) -> Callable[[], None]:  # fmt: skip
     """attention_q as a call without arguments, on the tensors' contents at each call; the checks are made here."""
-    _check(q, k_cache, v_cache, start, window, bits, group, out)
+    _check(q, k_cache, v_cache, start, bits, group, out)
     view = packed_view(k_cache, v_cache, q.shape[3], bits, group)
     _, kv_heads, capacity, row_nbytes = k_cache.shape
     if q.shape[2] != 1:

@@ -31,6 +31,7 @@ from forebay.kernels.gpu.paged import (
     LOG2E,
     CacheView,
     contiguous_view,
+    first_seen,
     lane_values,
     paged_view,
     round_to,
@@ -75,9 +76,7 @@ def decode_attention_kernel(
     share = ((b * kv_heads * group_heads + head) * splits + split).to(tl.int64)
 
     length = (tl.load(length_ptr + b) + length_more).to(tl.int32)
-    oldest = 0
-    if window > 0:
-        oldest = tl.maximum(0, length - window)
+    oldest = first_seen(length - 1, window)
     first = oldest // T * T
     each = tl.cdiv(tl.cdiv(tl.maximum(length - first, 0), T), splits) * T
     begin = first + split * each
@@ -243,7 +242,7 @@ def bind_view(
     return run
 
 
-def _check(op: str, q: Tensor, lengths: Tensor, name: str, kv_heads: int, window: int, out: Tensor) -> None:
+def _check(op: str, q: Tensor, lengths: Tensor, name: str, kv_heads: int, out: Tensor) -> None:
     if q.dim() != 3:
         fail(op, "q", f"must be [B, H, D], got shape {tuple(q.shape)}")
     check_tensor(op, "q", q)
@@ -251,8 +250,6 @@ def _check(op: str, q: Tensor, lengths: Tensor, name: str, kv_heads: int, window
         fail(op, "kv_heads", f"must divide q's {q.shape[1]} heads, got {kv_heads}")
     if not 1 <= q.shape[2] <= 256:
         fail(op, "q", f"must have a head_dim of 1 .. 256, got {q.shape[2]}")
-    if window < 0:
-        fail(op, "window", f"must not be negative, got {window}")
     check_device(op, name, lengths, q.device)
     check_tensor(op, name, lengths, dtype=torch.int64, shape=(q.shape[0],))
     check_tensor(op, "out", out, device=q.device, dtype=q.dtype, shape=q.shape)
@@ -269,7 +266,7 @@ def decode_attention(
     ValueError names the argument that is wrong, before the launch.
     """
     op = "decode_attention"
-    _check(op, q, lengths, "lengths", layout.kv_heads, window, out)
+    _check(op, q, lengths, "lengths", layout.kv_heads, out)
     check_pool(op, pool, layout)
     check_tensor(op, "q", q, dtype=layout.dtype, shape=(q.shape[0], q.shape[1], layout.head_dim))
     check_device(op, "pool", pool, q.device)
@@ -288,7 +285,7 @@ def bind_decode_attention_contiguous(
     op = "attention"
     if k.dim() != 4:
         fail(op, "k", f"must be [B, Hkv, L, D], got shape {tuple(k.shape)}")
-    _check(op, q, start, "start", k.shape[1], window, out)
+    _check(op, q, start, "start", k.shape[1], out)
     wanted = (q.shape[0], k.shape[1], k.shape[2], q.shape[2])
     for tensor, name in ((k, "k"), (v, "v")):
         check_tensor(op, name, tensor, device=q.device, dtype=q.dtype, shape=wanted)

@@ -39,6 +39,14 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def first_seen(position, window):
+    """The lowest position that a query at `position` sees, never negative; `kernels.attention` has it in Python."""
+    chunk = tl.maximum(-window, 1)
+    recent = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
+    return tl.where(window < 0, position // chunk * chunk, recent)
+
+
+@triton.jit
 def round_to(x, dtype: tl.constexpr):
     """fp32 x in dtype, to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:

@@ -23,6 +23,7 @@ from forebay.kernels.gpu.paged import (
     contiguous_view,
     dot,
     find_block,
+    first_seen,
     load_tile,
     paged_view,
     place_in_block,
@@ -59,10 +60,10 @@ EXACT_ROTATED = {"usual": Tile(16, 32, 4, 2), "wide": Tile(16, 16, 4, 2)}
 
 @triton.jit
 def attend(
-    acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position, begin, end, window,
+    acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position, oldest, begin, end,
     kb, kr, vb, vr, pb, scale_log2, softcap,
-    MASKED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr, T: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
+    T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     """The online softmax's state after positions begin .. end - 1; unless MASKED every row sees all of them."""
     block = find_block(table_ptr, begin, end, TOKENS, T)
@@ -75,8 +76,8 @@ def attend(
         s = score_log2(q, k, scale_log2, softcap, CAPPED)
         if MASKED:
             seen = t[None, :] <= position[:, None]
-            if window > 0:
-                seen = seen & (t[None, :] > position[:, None] - window)
+            if WINDOWED:
+                seen = seen & (t[None, :] >= oldest[:, None])
             s = tl.where(seen, s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -131,9 +132,11 @@ def prefill_attention_kernel(
     high = start + (tl.minimum(first_row + ROWS, queries * group_heads) - 1) // group_heads
     begin = 0
     plain_begin = 0
+    oldest = position
     if WINDOWED:
-        begin = tl.maximum(0, low - window + 1) // T * T
-        plain_begin = tl.maximum(begin, tl.cdiv(tl.maximum(0, high - window + 1), T) * T)
+        oldest = first_seen(position, window)
+        begin = first_seen(low, window) // T * T
+        plain_begin = tl.maximum(begin, tl.cdiv(first_seen(high, window), T) * T)
     plain_end = tl.maximum(plain_begin, (low + 1) // T * T)
     acc = tl.zeros((ROWS, DP), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -141,20 +144,20 @@ def prefill_attention_kernel(
     if POWER == 0:
         if WINDOWED:
             acc, total, top = attend(
-                acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position,
-                begin, tl.minimum(plain_begin, high + 1), window, kb, kr, vb, vr, pb, scale_log2, softcap,
-                True, CAPPED, BITS, TOKENS, T, D, DP, G, GP,
+                acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position, oldest,
+                begin, tl.minimum(plain_begin, high + 1), kb, kr, vb, vr, pb, scale_log2, softcap,
+                True, WINDOWED, CAPPED, BITS, TOKENS, T, D, DP, G, GP,
             )  # fmt: skip
         acc, total, top = attend(
-            acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position,
-            plain_begin, plain_end, window, kb, kr, vb, vr, pb, scale_log2, softcap,
-            False, CAPPED, BITS, TOKENS, T, D, DP, G, GP,
+            acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position, oldest,
+            plain_begin, plain_end, kb, kr, vb, vr, pb, scale_log2, softcap,
+            False, WINDOWED, CAPPED, BITS, TOKENS, T, D, DP, G, GP,
         )  # fmt: skip
     else:  # one loop: rotated queries that two loops read would stay in registers, and 200 to 500 values spill
         plain_end = begin
     acc, total, top = attend(
-        acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position, plain_end, high + 1, window,
-        kb, kr, vb, vr, pb, scale_log2, softcap, True, CAPPED, BITS, TOKENS, T, D, DP, G, GP,
+        acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position, oldest, plain_end, high + 1,
+        kb, kr, vb, vr, pb, scale_log2, softcap, True, WINDOWED, CAPPED, BITS, TOKENS, T, D, DP, G, GP,
     )  # fmt: skip
     out, d, valid = rotated_values(acc / total[:, None], D, DP, G, GP, POWER)
     out = round_to(out, out_ptr.dtype.element_ty)
@@ -190,13 +193,13 @@ def bind_view(
         prefill_attention_kernel[(triton.cdiv(rows, chosen.rows), batch * kv_heads)],
         q, *view.pointers, table, start, out, *q.stride()[:3], *view.strides,
         table.stride(0) if table is not None else 0, *out.stride()[:3], queries, kv_heads, group_heads, window,
-        scale_log2, cap, WINDOWED=window > 0, CAPPED=softcap > 0, UNIT=view.unit, POWER=view.power,
+        scale_log2, cap, WINDOWED=window != 0, CAPPED=softcap > 0, UNIT=view.unit, POWER=view.power,
         ROWS=chosen.rows, T=chosen.positions, **view.constants, num_warps=chosen.num_warps,
         num_stages=stages(chosen.num_stages),
     )  # fmt: skip
 
 
-def _check(op: str, q: Tensor, start: Tensor, kv_heads: int, window: int, out: Tensor) -> None:
+def _check(op: str, q: Tensor, start: Tensor, kv_heads: int, out: Tensor) -> None:
     if q.dim() != 4:
         fail(op, "q", f"must be [B, H, S, D], got shape {tuple(q.shape)}")
     check_tensor(op, "q", q)
@@ -205,8 +208,6 @@ def _check(op: str, q: Tensor, start: Tensor, kv_heads: int, window: int, out: T
         fail(op, "kv_heads", f"must divide q's {heads} heads, got {kv_heads}")
     if not 1 <= dim <= 256:
         fail(op, "q", f"must have a head_dim of 1 .. 256, got {dim}")
-    if window < 0:
-        fail(op, "window", f"must not be negative, got {window}")
     check_device(op, "start", start, q.device)
     check_tensor(op, "start", start, dtype=torch.int64, shape=(batch,))
     check_tensor(op, "out", out, device=q.device, dtype=q.dtype, shape=(batch, queries, heads, dim))
@@ -219,7 +220,7 @@ def bind_prefill_attention(
     op = "prefill_attention"
     if k.dim() != 4:
         fail(op, "k", f"must be [B, Hkv, L, D], got shape {tuple(k.shape)}")
-    _check(op, q, start, k.shape[1], window, out)
+    _check(op, q, start, k.shape[1], out)
     wanted = (q.shape[0], k.shape[1], k.shape[2], q.shape[3])
     for tensor, name in ((k, "k"), (v, "v")):
         check_tensor(op, name, tensor, device=q.device, dtype=q.dtype, shape=wanted)
@@ -243,7 +244,7 @@ def prefill_attention_paged(
 ) -> None:  # fmt: skip
     """As prefill_attention, over the blocks of `layout` that table [B, M] names."""
     op = "prefill_attention_paged"
-    _check(op, q, start, layout.kv_heads, window, out)
+    _check(op, q, start, layout.kv_heads, out)
     check_pool(op, pool, layout)
     check_tensor(op, "q", q, dtype=layout.dtype, shape=(*q.shape[:3], layout.head_dim))
     check_device(op, "pool", pool, q.device)
@@ -272,7 +273,7 @@ def case(
     cache_strides = ("kb", "kh", "kr", "vb", "vh", "vr", "pb", "ph", "table_stride")
     signature |= dict.fromkeys((*strides, *cache_strides, "queries", "kv_heads", "group_heads", "window"), "i32")
     signature |= dict.fromkeys(("scale_log2", "softcap"), "fp32")
-    constants: dict[str, Any] = {"WINDOWED": window > 0, "CAPPED": softcap > 0, "UNIT": view.unit, "POWER": view.power}
+    constants: dict[str, Any] = {"WINDOWED": window != 0, "CAPPED": softcap > 0, "UNIT": view.unit, "POWER": view.power}
     # Tiles of K and V that programs of one wave share come from L2: counted is what crosses from device memory.
     nbytes = queries * (kv_heads * position_nbytes + 2 * heads * dim * itemsize)
     return AuditCase(

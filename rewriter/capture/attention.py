@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 import forebay.kernels.attention
 import forebay.kernels.kv_append  # noqa: F401  # both define the ops used below
 from forebay.rewriter.capture.layers import CaptureError
+from forebay.rewriter.capture.patterns import Temperature, window_of
 
 NAME = "forebay"  # value of config._attn_implementation
 
@@ -57,11 +58,17 @@ def _attention(
     for name in ("s_aux", "sinks", "position_bias", "head_mask", "alibi", "indexer_scores"):
         if kwargs.get(name) is not None:
             raise CaptureError(f"{type(module).__name__} passes {name} to attention, which has no place for it")
-    # Some families hand the window over only as an attribute of the module.
-    window = kwargs["sliding_window"] if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
+    if getattr(module, "is_causal", True) is False:
+        raise CaptureError(f"{type(module).__name__} has attention that is not causal")
+    # Some families hand the window over only as an attribute of the module, some by the name of the layer alone.
+    sliding = kwargs["sliding_window"] if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
+    window = window_of(module, sliding)
+    temperature: Temperature | None = vars(module).get("query_temperature")
+    if temperature is not None:
+        query = temperature.scale(query, _start.get()[:, None] + torch.arange(query.shape[2], device=query.device))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = torch.ops.forebay.attention(
-        query, key, value, _start.get(), float(scale), int(window or 0), float(softcap or 0.0)
+        query, key, value, _start.get(), float(scale), window, float(softcap or 0.0)
     )
     return out, None
 
@@ -103,10 +110,12 @@ class TracedCache(Cache):
         self,
         store: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
         length: int | torch.SymInt = 1,
+        in_layer: bool = False,
     ) -> None:
         super().__init__(layers=[_CacheLayer(length)])
         self.store = store
         self.length = length
+        self.in_layer = in_layer
 
     def update(  # type: ignore[override]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: object, *args: Any, **kwargs: Any
@@ -114,7 +123,9 @@ class TracedCache(Cache):
         return self.store(key_states, value_states)
 
     def get_seq_length(self, layer_idx: object = 0, *args: Any) -> int:
-        return 0
+        if self.in_layer:
+            raise CaptureError("a layer computes with the number of cached tokens, which differs between sequences")
+        return 0  # positions always come from `position_ids`
 
     def get_mask_sizes(self, query_length: Any, layer_idx: object = 0) -> tuple[int, int]:
         return self.length, 0  # type: ignore[return-value]
@@ -127,4 +138,4 @@ def append_into(cache_k: torch.Tensor, cache_v: torch.Tensor, start: torch.Tenso
         torch.ops.forebay.kv_append(cache_k, cache_v, k, v, start)
         return cache_k, cache_v
 
-    return TracedCache(store, cache_k.shape[2])
+    return TracedCache(store, cache_k.shape[2], in_layer=True)

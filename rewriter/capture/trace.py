@@ -28,6 +28,7 @@ from forebay.rewriter.capture.layers import (
     layer_signature,
 )
 from forebay.rewriter.capture.merge import Kind, join
+from forebay.rewriter.capture.patterns import mark_patterns
 from forebay.rewriter.ir.graph import CacheSpec, CapturedModel, Gives
 
 # Example sizes: unequal, so that a size mistaken for another shows, and none is 1, which tracing would specialise.
@@ -125,6 +126,7 @@ def trace_model(model: Any, wanted: Gives) -> CapturedModel:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise CaptureError("it does not accept position_ids, so sequences of unequal length cannot share a batch")
     path, layers = found
+    mark_patterns(model.config, list(layers))
     tracer = _Tracer(model, path, list(layers), wanted)
     try:
         kinds, kind_of_layer = tracer.trace_layers(("layer_idx",))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forebay.kernels.attention import first_seen
 from forebay.kernels.decode_attention import HELD
 from forebay.rewriter.ir.program import Item, Launch
 from forebay.runtime.run.trace import Trace
@@ -108,9 +109,7 @@ def score_extremes(
                 scores = softcap * torch.tanh(scores / softcap)
             position = torch.arange(begin + s0, begin + s1).repeat(group)[:, None]
             t = torch.arange(begin + s1)
-            hidden = t > position
-            if window > 0:
-                hidden |= t <= position - window
+            hidden = (t > position) | (t < first_seen(position, window))
             least = min(least, scores.masked_fill(hidden, math.inf).min().item())
             maxima = [m.amax(-1) for m in scores.masked_fill(hidden, -math.inf).split(SHARE, -1)]
             shares = torch.stack(maxima, -1)

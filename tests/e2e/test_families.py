@@ -1,4 +1,4 @@
-"""Greedy output equals transformers' on nine families, at three budgets and three slot counts."""
+"""Greedy output equals transformers' on ten families, at three budgets and three slot counts."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ RENAMED = {
     "opt": dict(hidden_size=192, ffn_dim=512, vocab_size=2048, word_embed_proj_dim=192),
     "gpt2": dict(n_embd=192, vocab_size=2048),
     "gpt_neox": dict(hidden_size=192, intermediate_size=512, vocab_size=2048),
+    "llama4": WIDE | dict(intermediate_size_mlp=512, floor_scale=8192),  # transformers counts padding as positions
 }
 PROMPT, NEW = 11, 12
 BUDGETS = ((1.0, None), (0.5, 1), (0.5, 2), (0.5, 3), (0.15, 1), (0.15, 2), (0.15, 3))

@@ -31,7 +31,7 @@ def make(
     ("start", "queries"),
     (([0], 1), ([70], 1), ([5, 130, 64], 1), ([0, 0], 7), ([0], 200), ([9, 9], 33), ([3, 0, 65], 20)),
 )
-@pytest.mark.parametrize(("window", "softcap"), ((0, 0.0), (5, 0.0), (0, 2.0), (64, 1.5)))
+@pytest.mark.parametrize(("window", "softcap"), ((0, 0.0), (5, 0.0), (0, 2.0), (64, 1.5), (-5, 0.0), (-64, 1.5)))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_matches_float64(
     path: str, start: list[int], queries: int, window: int, softcap: float, dtype: torch.dtype
@@ -167,3 +167,14 @@ def test_refuses_by_name(path: str, argument: str, change: dict[str, Tensor]) ->
 @pytest.mark.parametrize(("start", "queries"), (([2, 5], 1), ([0, 0], 3)))
 def test_opcheck(start: list[int], queries: int) -> None:
     torch.library.opcheck(torch.ops.forebay.attention.default, (*make(start, queries), 0.3, 4, 2.0))
+
+
+def test_a_negative_window_is_a_chunk(path: str) -> None:
+    """A query sees no position of an earlier chunk, and every one of its own up to itself."""
+    q, k, v, start = make([3], 9)
+    out = attention(q, k, v, start, 0.3, -4, 0.0)
+    for s in range(9):
+        position = 3 + s
+        seen = slice(position // 4 * 4, position + 1)
+        alone = reference(q[:, :, s : s + 1], k[:, :, seen], v[:, :, seen], torch.tensor([position % 4]), 0.3)
+        assert (out[:, s : s + 1] - alone).abs().max() < TOLERANCE[torch.float32], position

@@ -102,7 +102,7 @@ def test_what_cannot_be_held_reads_back_as_nan(path: str) -> None:
 @pytest.mark.parametrize(
     ("start", "queries"), (([0], 1), ([70], 1), ([5, 130, 64], 1), ([0, 0], 7), ([9, 9], 33), ([3, 0, 65], 20))
 )
-@pytest.mark.parametrize(("window", "softcap"), ((0, 0.0), (5, 2.0)))
+@pytest.mark.parametrize(("window", "softcap"), ((0, 0.0), (5, 2.0), (-6, 0.0)))
 @pytest.mark.parametrize("bits", (4, 8))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_attention_matches_float64(

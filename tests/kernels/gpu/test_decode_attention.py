@@ -56,7 +56,8 @@ def test_matches_the_definition(
 ) -> None:
     cache = fill_cache(BlockLayout(tokens, kv_heads, dim, format, dtype), [2 * tokens + 9, 5])
     q = queries(cache, heads)
-    for scores, window, softcap in ((RANGE[dtype], 0, 0.0), (SAFE, 0, 0.0), (RANGE[dtype], 11, 3.0)):
+    ranges = ((RANGE[dtype], 0, 0.0), (SAFE, 0, 0.0), (RANGE[dtype], 11, 3.0), (RANGE[dtype], -10, 0.0))
+    for scores, window, softcap in ranges:
         found = run(cache, q, scores, window, softcap)
         assert relative_error(found, expected(cache, q, window, softcap)) <= LIMIT[dtype]
 

@@ -282,3 +282,46 @@ def test_tracing_work_does_not_grow_with_depth(monkeypatch):
         capture_model(FAMILIES["gemma2"](layers))
         counts.append(nodes.count("call_function"))
     assert counts[0] == counts[1] > 50
+
+
+def test_layers_of_a_type_that_is_not_implemented_are_refused_by_name():
+    config = FAMILIES["llama"](3)
+    config.layer_types = ["full_attention", "indexed_attention", "full_attention"]
+    with pytest.raises(CaptureError, match="layer 1 is of type 'indexed_attention'; full_attention, sliding_attention"):
+        capture_model(config)
+
+
+def test_a_window_in_a_layer_of_full_attention_is_refused():
+    """Eager attention goes by the layer's type, others by the window: one of them would be wrong."""
+    config = FAMILIES["mistral"]()
+    config.layer_types = ["sliding_attention", "full_attention"]
+    with pytest.raises(CaptureError, match="has a window of 6 in a layer of full attention"):
+        capture_model(config)
+
+
+def test_chunks_need_their_size():
+    with pytest.raises(CaptureError, match="chunked_attention but no attention_chunk_size"):
+        capture_model(FAMILIES["llama4"](attention_chunk_size=None))
+
+
+def test_layers_are_of_one_kind_where_their_attention_sees_the_same():
+    lm = captured("llama4")
+    assert lm.layers == ("block_0", "block_0", "block_0", "block_1")
+    windows = {name: node.args[5] for name, block in lm.blocks().items()
+               for node in block.graph.find_nodes(op="call_function", target=torch.ops.forebay.attention.default)}
+    assert windows == {"block_0": -6, "block_1": 0}
+
+
+def test_a_layer_that_counts_cached_tokens_is_refused(monkeypatch):
+    """The number differs between sequences; the cache has none to give."""
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    plain = LlamaAttention.forward
+
+    def counting(self, hidden_states, past_key_values=None, **kwargs):
+        return plain(self, hidden_states * (1 + past_key_values.get_seq_length()), past_key_values=past_key_values,
+                     **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", counting)
+    with pytest.raises(CaptureError, match="number of cached tokens"):
+        capture_model(FAMILIES["llama"](2))
