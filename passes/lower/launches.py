@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from forebay.passes.lower.out_trials import keeps_memory
 from forebay.passes.lower.out_variants import (
     COPIES,
     is_view,
@@ -159,8 +160,10 @@ class Launches:
             into = out[0] if source.shape == out[0].shape else _reshaped(out[0], source.shape, node)
             return [Launch(COMPUTE, "copy", (source,), {}, (into,), (span_of(source),), (span_of(into),), node.name,
                            layer)]
+        if target in (aten.as_strided_copy.default, aten.as_strided_scatter.default):
+            return self._as_strided(node, arguments)
         variant, results = out_variant(target), sum(v.untyped_storage().nbytes() for v in values_of(node))
-        if variant is not None:
+        if variant is not None and keeps_memory(variant, target, node, arguments):
             names = {a.name for a in variant._schema.arguments if not a.is_out}
             kwargs = self._map({k: v for k, v in arguments.items() if k in names})
             op, workspace = str(variant), results if torch.Tag.generated in variant.tags else 0
@@ -172,6 +175,19 @@ class Launches:
         reads = tuple(span_of(r) for r in _refs(tuple(kwargs.values())))
         return [Launch(COMPUTE, op, (), kwargs, out, reads, tuple(span_of(r) for r in out), node.name, layer, flops,
                        workspace)]
+
+    def _as_strided(self, node: fx.Node, arguments: Mapping[str, Any]) -> list[Launch]:
+        """Copies: an explicit offset counts from the memory of the operand, which lies anywhere in an arena here."""
+        operand, out = arguments["self"], self.ref(node)
+        whole, at = self.ref(operand), arguments.get("storage_offset")
+        value = operand.meta["val"]
+        shift = (0 if at is None else at - value.storage_offset()) * value.element_size()
+        seen = whole if node.target is aten.as_strided_copy.default else out
+        layout = tuple(arguments["size"]), tuple(arguments["stride"])
+        part = TensorRef(seen.arena, seen.offset + shift, seen.dtype, *layout, seen.buffer)
+        moves = [(part, out)] if seen is whole else [(whole, out), (self.ref(arguments["src"]), part)]
+        return [Launch(COMPUTE, "copy", (source,), {}, (into,), (span_of(source),), (span_of(into),), node.name,
+                       node.meta.get("layer", -1)) for source, into in moves]
 
     def _outputs(self, node: fx.Node) -> list[TensorRef]:
         return [self.ref(node, i) for i in range(len(values_of(node)))]

@@ -275,6 +275,20 @@ def _refuse_offsets(gm: fx.GraphModule, offsets: Mapping[str, int]) -> None:
     for node in gm.graph.nodes:
         if node.target in STRIDED and offsets.get(storage_of(node.args[0])[0].name):
             raise OffloadError(f"{node.target} depends on where an argument lies in a larger memory")
+        if node.target is aten.as_strided_scatter.default and not _scatters_inside(node):
+            raise OffloadError(f"{node.target} writes memory beside its operand's elements")
+
+
+def _scatters_inside(node: fx.Node) -> bool:
+    """Whether `as_strided_scatter` writes only what a copy of its operand, laid out alike, holds."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    given: dict[str, Any] = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
+    value, made = given["self"].meta["val"], node.meta["val"]
+    at = given.get("storage_offset")
+    first = 0 if at is None else at - value.storage_offset()
+    last = first + sum((n - 1) * s for n, s in zip(given["size"], given["stride"], strict=True))
+    end = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    return made.stride() == value.stride() and first >= 0 and (last < end or 0 in given["size"])
 
 
 def recover_linear(gm: fx.GraphModule) -> None:

@@ -1,0 +1,71 @@
+"""Operators through torch.compile whose results once differed from eager's in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+SIZE = 48
+
+
+class After(nn.Module):
+    """`function` of a linear layer's results in 0 .. 1, which lie amid other values in an arena."""
+
+    def __init__(self, function: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(SIZE, SIZE), function
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.function(torch.sigmoid(self.linear(x)))
+
+
+def whole(y: torch.Tensor) -> torch.Tensor:
+    return (y > 0.5).float()
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], object]] = {
+    "binary_cross_entropy, mean": lambda y: F.binary_cross_entropy(y, whole(y)),
+    "binary_cross_entropy, sum": lambda y: F.binary_cross_entropy(y, whole(y), reduction="sum"),
+    "binary_cross_entropy, none": lambda y: F.binary_cross_entropy(y, whole(y), reduction="none"),
+    "linalg.qr": torch.linalg.qr,
+    "linalg.qr, complete": lambda y: torch.linalg.qr(y[:, :9], mode="complete"),
+    "as_strided": lambda y: torch.as_strided(y, (4, 5), (7, 1), 3) + 1,
+    "as_strided_copy": lambda y: torch.as_strided_copy(y, (4, 5), (7, 1), 3),
+    "as_strided_copy, of a slice": lambda y: torch.as_strided_copy(y[2:], (4, 5), (7, 1), 3),
+    "as_strided_copy, without offset": lambda y: torch.as_strided_copy(y[2:, 1:], (4, 5), (7, 1)),
+    "as_strided_scatter": lambda y: torch.as_strided_scatter(y, y[:4, :5] - 2, (4, 5), (7, 1), 11),
+    "as_strided_scatter, transposed": lambda y: torch.as_strided_scatter(y.t(), y[:4, :5] - 2, (4, 5), (7, 1), 11),
+    "as_strided_scatter, without offset": lambda y: torch.as_strided_scatter(y, y[:4, :5] - 2, (4, 5), (7, 1)),
+}
+
+
+@pytest.mark.filterwarnings("error", "ignore:.*lies in memory", "ignore:OpenMP threads spin")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_results_are_those_of_eager(name: str, tmp_path) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module, x = After(FUNCTIONS[name]).eval(), torch.randn(SIZE, SIZE)
+    with torch.no_grad():
+        wanted = module(x)
+        found = torch.compile(module, backend="forebay", options={
+            "budget": {"device": "1MiB", "disk": str(tmp_path)}, "strict": True})(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*lies in memory", "ignore:OpenMP threads spin")
+def test_a_write_beside_the_operand_is_refused(tmp_path) -> None:
+    """`as_strided_scatter` into a slice may write what lies around it, of which a copy has nothing."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module, x = After(lambda y: torch.as_strided_scatter(y[2:4], y[:4, :5], (4, 5), (7, 1), 0)).eval(), torch.randn(
+        SIZE, SIZE)
+    with torch.no_grad():
+        wanted = module(x)
+        compiled = torch.compile(module, backend="forebay", options={
+            "budget": {"device": "1MiB", "disk": str(tmp_path)}})
+        with pytest.warns(RuntimeWarning, match="writes memory beside its operand's elements"):
+            assert torch.equal(compiled(x), wanted)
