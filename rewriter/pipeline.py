@@ -100,14 +100,18 @@ class Pipeline:
         self._planned: Plan | None = None
         decode = source.step(1)
         self._steps: dict[int, fx.GraphModule] = {1: decode}  # made and not yet used up by passes
-        self._cache_rows = cache_rows(decode) if source.prefill is not None else {}
+        count = source.block.micro_batches
+        self._cache_rows = {} if source.prefill is None else {
+            name: replace(rows, rows=count * rows.rows) for name, rows in cache_rows(decode).items()}
         uses = weight_uses(decode, set(source.constants))
         self.facts = Facts(
             source.fingerprint, uses,
-            {name: t.numel() * t.element_size() for name, t in source.constants.items()}, cache_buffers(decode),
+            {name: t.numel() * t.element_size() for name, t in source.constants.items()},
+            {name: count * nbytes for name, nbytes in cache_buffers(decode).items()},
             self.need, source.weight_tier, source.host_hop,
             {name: rows.nbytes(workload.prompt) for name, rows in self._cache_rows.items()},
-            rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, source.weight_tier))
+            rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, source.weight_tier, count),
+            source.block)
 
     def need(self, tokens: int) -> PhaseNeed:
         """Activation and workspace bytes of a step over `tokens` tokens per sequence."""
@@ -117,7 +121,8 @@ class Pipeline:
                 flat, likes = self.source.sample(tokens)
             else:
                 flat, likes = inline_blocks(self.source.step(tokens)), {}
-            layout = self._layouts[tokens] = replace(plan_activations(flat, not self.switches.no_reuse), likes=likes)
+            layout = plan_activations(flat, not self.switches.no_reuse, self.source.block)
+            self._layouts[tokens] = replace(layout, likes=likes)
             found = self._needs[tokens] = PhaseNeed(layout.height, self._most_workspace(flat))
         return found
 

@@ -1,4 +1,5 @@
-"""Where the values of a graph lie: planned buffers for what it makes, symbols for what differs from layer to layer."""
+"""Where the values of a graph lie: symbols stand for the memory that differs from layer to layer, or from micro-batch
+to micro-batch."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from torch import fx
 
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import META, STREAMED, CacheInput, Layout, WeightInput, storage_of, values_of
-from forebay.rewriter.ir.plan import BufferPlacement
 from forebay.rewriter.ir.program import Span, TensorRef
 
 # A symbol stands in place of an arena where the address is known only when a layer is stamped: "?w3" is the memory that
-# the graph's placeholder 3 stands for, "?t2" the tile that its fetch number 2 brings.
-WEIGHT, TILE = "?w", "?t"
+# the graph's placeholder 3 stands for, "?t2" the tile that its fetch number 2 brings, "?ax" the planned buffer x of the
+# micro-batch whose turn it is.
+WEIGHT, TILE, ACTIVATION = "?w", "?t", "?a"
 Place = tuple[str, int, str]  # arena, byte address, buffer name
 Symbols = Mapping[str, Place]
 
@@ -57,8 +58,8 @@ class Addresses:
                 return self.inputs[base]
         if base.op == "call_module":
             return self.made[base, element]
-        b = self.layout.buffers[self.buffer(base, element)]
-        return b.arena, b.offset, b.name
+        symbol = ACTIVATION + self.buffer(base, element)
+        return symbol, 0, symbol
 
     def buffer(self, node: fx.Node, element: int) -> str:
         """Name of the planned buffer that holds (an element of) what `node` makes."""
@@ -69,10 +70,10 @@ class Addresses:
             raise KeyError(f"lower: allocate_buffers planned no memory for {name}")
         return found
 
-    def ends(self, node: fx.Node) -> list[BufferPlacement]:
+    def ends(self, node: fx.Node) -> list[Span]:
         """The buffers whose contents die with `node`; those that die with a product computed in tiles die with its
         last tile."""
-        ends, buffers = self.layout.ends, self.layout.buffers
+        ends = self.layout.ends
         name = self.prefix + node.name
         dying = ends.get(name, ())
         if node.target in ops.TILES:
@@ -80,7 +81,25 @@ class Addresses:
             assert isinstance(out, fx.Node)
             if node is [u for u in out.users if u.target in ops.TILES and u.args[0] is out][-1]:
                 dying = (*dying, *ends.get(self.prefix + out.name.removesuffix(STREAMED), ()))
-        return [buffers[b] for b in dying]
+        return [Span(ACTIVATION + name, 0, self._nbytes(name), ACTIVATION + name) for name in dying]
+
+    def _nbytes(self, name: str) -> int:
+        buffers = self.layout.buffers
+        return (buffers.get(name) or buffers[f"{name}@0"]).nbytes
+
+
+def micro_batch_symbols(layout: Layout, number: int, count: int) -> dict[str, Place]:
+    """What the symbols of planned buffers stand for during a turn of micro-batch `number` of `count`. Contents go by
+    its name, so that nobody takes them for those of another that uses the same memory."""
+    if count == 1:
+        return {ACTIVATION + b.name: (b.arena, b.offset, b.name) for b in layout.buffers.values()}
+    found = {}
+    for name in dict.fromkeys(layout.home.values()):
+        own, shared = f"{name}@{number}", layout.buffers.get(name)
+        b = shared or layout.buffers[own]
+        whole = b.kind == "io"  # the caller's, of all micro-batches
+        found[ACTIVATION + name] = (b.arena, b.offset + number * (b.nbytes // count) * whole, name if whole else own)
+    return found
 
 
 def settled(value: Any, symbols: Symbols) -> Any:

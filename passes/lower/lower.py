@@ -1,83 +1,55 @@
 """Turn a step graph with planned buffers into a draft of its `Program`: every launch at its addresses, in order.
 
 A block graph is recorded once, with symbols for what differs between the layers that call it (weights, cache, staged
-tiles), and stamped for every layer: that is why compile time hardly grows with depth.
+tiles) and between micro-batches (activations). The recording is settled for each micro-batch, and then stamped for
+every layer: that is why compile time hardly grows with depth.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
-from forebay.passes.lower.addresses import TILE, Addresses, Place, has_symbols, settled
+from forebay.passes.lower.addresses import TILE, Addresses, Place, Symbols, micro_batch_symbols, settled
 from forebay.passes.lower.draft import Arrive, Draft, Fetch, Found, Free, Lookup, Move
-from forebay.passes.lower.launches import Launches
-from forebay.passes.lower.out_variants import mutated_arguments
+from forebay.passes.lower.launches import LoweringError
 from forebay.passes.lower.place_copies import landing_of
-from forebay.rewriter.ir import ops
-from forebay.rewriter.ir.graph import META, CacheInput, Layout, Transfer, WeightInput, storage_of, values_of
-from forebay.rewriter.ir.plan import Plan
-from forebay.rewriter.ir.program import COMPUTE, FileRows, FileSlice, Launch, Release, Span, TensorRef, span_of
-
-Workspace = Callable[[fx.Node], int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """A launch to be stamped, and which of its parts name memory that differs from layer to layer: args, kwargs, out,
-    reads, writes."""
-
-    launch: Launch
-    symbolic: tuple[bool, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Gather:
-    """A row lookup to be stamped: rows named by `index`, of the weight [rows, ...] of symbol `table`, to `out`."""
-
-    number: int
-    table: str  # a symbol
-    rows: int
-    index: TensorRef
-    out: TensorRef
-
-
-@dataclass(frozen=True, slots=True)
-class _Fetched:
-    """A copy to be stamped: rows [lower, upper) of the weight [rows, ...] that `source` stands for."""
-
-    number: int
-    source: str  # a symbol
-    rows: int
-    itemsize: int
-    lower: int
-    upper: int
-
-
-Entry = _Recorded | _Gather | _Fetched | Release | Arrive | Free | Found  # numbers in marks count within the graph
-
-
-@dataclass(frozen=True)
-class _Recording:
-    """What one graph, or a piece of one, does, and where its results lie."""
-
-    entries: tuple[Entry, ...]
-    results: tuple[Place, ...] = ()
+from forebay.passes.lower.recording import (
+    Fetched,
+    Gather,
+    Recorded,
+    Recorder,
+    Recording,
+    Workspace,
+    flatten,
+    parts_of,
+    place_of,
+)
+from forebay.passes.lower.take_turns import Turn, turns
+from forebay.rewriter.ir.graph import META, CacheInput, Layout, WeightInput, values_of
+from forebay.rewriter.ir.plan import BufferPlacement, Plan
+from forebay.rewriter.ir.program import FileRows, FileSlice, Launch, Release, Span, TensorRef, span_of
 
 
 @dataclass
 class _Instance:
-    """One use of a graph: what its symbols stand for, and the step's numbers of its copies and lookups."""
+    """One use of a graph: what its symbols stand for, and the step's numbers of its copies, and of its lookups by
+    micro-batch. Every micro-batch has an equal part of the memory that a symbol of `cache` stands for."""
 
     layer: int
     symbols: dict[str, Place]
     names: dict[str, str]  # symbol -> weight
+    cache: dict[str, tuple[Place, int]]  # where it begins, and the bytes of a part
     moves: dict[int, int] = field(default_factory=dict)
-    lookups: dict[int, int] = field(default_factory=dict)
+    lookups: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def of_turn(self, micro_batch: int) -> dict[str, Place]:
+        """What the symbols stand for in a turn of this micro-batch."""
+        parts = {symbol: (arena, offset + micro_batch * nbytes, buffer)
+                 for symbol, ((arena, offset, buffer), nbytes) in self.cache.items()}
+        return self.symbols | parts
 
 
 def lower(
@@ -95,11 +67,14 @@ class _Lowering:
         layout = gm.meta[META]
         assert isinstance(layout, Layout), "allocate_buffers runs before lower"
         self.gm, self.plan, self.files, self.workspace, self.layout = gm, plan, files, workspace, layout
-        self.places: dict[str, Place] = {b.name: (b.arena, b.offset, b.name) for b in plan.buffers}
+        self.count = plan.schedule.block.micro_batches
+        self.buffers: dict[str, BufferPlacement] = {b.name: b for b in plan.buffers}
         self.slots = [b for b in plan.buffers if b.kind == "slot" and b.arena == "device"]
         self.draft = Draft(name)
         self.outer = Addresses(gm, layout, "", {})
-        self.recorded: dict[object, tuple[_Recording, list[tuple[int, str]]]] = {}
+        self.recorded: dict[object, tuple[Recording, list[tuple[int, str]]]] = {}
+        self.pieces: list[tuple[Recording, _Instance]] = []
+        self.activations = [micro_batch_symbols(layout, k, self.count) for k in range(self.count)]
         self.lookups = 0
 
     def run(self) -> Draft:
@@ -108,92 +83,127 @@ class _Lowering:
         draft.resident = {b.name: Span(b.arena, b.offset, b.nbytes, b.name)
                           for b in self.plan.buffers if b.kind in kept}
         placeholders = self.gm.graph.find_nodes(op="placeholder")
-        outer = _instance(-1, ((self.outer.symbols[n], n) for n in placeholders), self.places)
-        recorder = _Recorder(self.outer, self.workspace)
+        outer = self.whole = self._instance(-1, ((self.outer.symbols[n], n) for n in placeholders))
+        recorder = Recorder(self.outer, self.workspace)
         pending: list[fx.Node] = []  # nodes since the last block call
         for node in self.gm.graph.nodes:
             pending.append(node)
             if node.op == "placeholder" and node.meta.get(META) is None and values_of(node):
-                draft.inputs[str(node.target)] = self.outer.ref(node)
+                draft.inputs[str(node.target)] = self._boundary(node)
                 b = self.layout.buffers[self.outer.buffer(node, 0)]
-                draft.resident[node.name] = Span(b.arena, b.offset, b.nbytes, b.name)
+                draft.resident[b.name] = Span(b.arena, b.offset, b.nbytes, b.name)
             elif node.op == "call_module":
-                self._stamp(recorder.record(pending), outer)
+                self.pieces += [(recording, outer) for recording in recorder.record(pending)]
                 pending = []
-                self._call(node, outer)
+                self.pieces.append(self._call(node))
             elif node.op == "output":
-                self._stamp(recorder.record(pending), outer)
-                for i, value in enumerate(_flatten(node.args[0])):
+                self.pieces += [(recording, outer) for recording in recorder.record(pending)]
+                for i, value in enumerate(flatten(node.args[0])):
                     if isinstance(value, fx.Node) and values_of(value):
-                        draft.outputs[f"out{i}"] = settled(self.outer.ref(value), outer.symbols)
+                        draft.outputs[f"out{i}"] = settled(self._boundary(value), outer.symbols)
+        for turn in turns(len(self.pieces), self.plan.schedule.block):
+            self._stamp(*self.pieces[turn.piece], turn)
         return draft
+
+    def _boundary(self, node: fx.Node) -> TensorRef:
+        """Where an input or output lies, of all micro-batches together: one after the other along the first
+        dimension."""
+        ref: TensorRef = settled(self.outer.ref(node), self.activations[0])
+        if self.count == 1:
+            return ref
+        value = values_of(node)[0]
+        if not value.is_contiguous() or value.untyped_storage().nbytes() != value.numel() * value.element_size():
+            raise LoweringError(f"lower: {node.name} is not contiguous, so micro-batches cannot share it")
+        return TensorRef(ref.arena, ref.offset, ref.dtype, (self.count * ref.shape[0], *ref.shape[1:]), ref.stride,
+                         ref.buffer)
 
     # -- one layer
 
-    def _call(self, call: fx.Node, outer: _Instance) -> None:
+    def _call(self, call: fx.Node) -> tuple[Recording, _Instance]:
+        """A layer as a piece of the step."""
         layer = call.meta.get("layer", -1)
         like = self.layout.likes.get(layer, layer)
-        given = tuple(_place(settled(self.outer.ref(arg), outer.symbols)) for arg in _activations(call))
+        given = tuple(place_of(settled(self.outer.ref(arg), self.whole.symbols)) for arg in _activations(call))
         key = (call.target, like, given)
         known = self.recorded.get(key)
         if known is None:
             known = self.recorded[key] = self._record_block(call, like, given)
         recording, own = known
-        instance = _instance(layer, ((symbol, call.args[i]) for i, symbol in own), self.places)  # type: ignore[misc]
-        self._stamp(recording, instance)
+        instance = self._instance(layer, ((symbol, call.args[i]) for i, symbol in own))  # type: ignore[misc]
         for element, (arena, address, buffer) in enumerate(recording.results):
             base = instance.symbols.get(arena)
             self.outer.made[call, element] = (
                 (arena, address, buffer) if base is None else (base[0], base[1] + address, base[2]))
+        return recording, instance
 
     def _record_block(
         self, call: fx.Node, like: int, given: tuple[Place, ...]
-    ) -> tuple[_Recording, list[tuple[int, str]]]:
+    ) -> tuple[Recording, list[tuple[int, str]]]:
         """The recording of a block, and which arguments of a call its symbols stand for."""
         block = self.gm.get_submodule(str(call.target))
         assert isinstance(block, fx.GraphModule)
         placeholders = block.graph.find_nodes(op="placeholder")
         inputs = [n for n in placeholders if n.meta.get(META) is None and values_of(n)]
         addresses = Addresses(block, self.layout, f"layer{like}_", dict(zip(inputs, given, strict=True)))
-        recording = _Recorder(addresses, self.workspace).record(list(block.graph.nodes))
+        recording = Recorder(addresses, self.workspace, whole=True).record(list(block.graph.nodes))[0]
         own = [(i, addresses.symbols[n]) for i, n in enumerate(placeholders) if n.meta.get(META) is not None]
         return recording, own
 
+    def _instance(self, layer: int, given: Iterable[tuple[str, fx.Node]]) -> _Instance:
+        """A use of a graph whose symbols stand for these placeholders of the step graph."""
+        symbols, names, cache = {}, {}, {}
+        for symbol, node in given:
+            mark = node.meta.get(META)
+            if isinstance(mark, WeightInput):
+                names[symbol] = mark.name
+                b = self.buffers.get(mark.name)
+                if b is not None:  # else it streams from disk
+                    symbols[symbol] = b.arena, b.offset, b.name
+            elif isinstance(mark, CacheInput):
+                b = self.buffers[f"cache_{mark.side}_{mark.layer}"]
+                cache[symbol] = (b.arena, b.offset, b.name), b.nbytes // self.count
+        return _Instance(layer, symbols, names, cache)
+
     # -- stamping
 
-    def _stamp(self, recording: _Recording, instance: _Instance) -> None:
-        """Append a recording with its symbols settled; in layers, labels get the layer's name in front."""
-        layer, symbols = instance.layer, instance.symbols
-        prefix = f"layer{layer}_" if layer >= 0 else ""
+    def _stamp(self, recording: Recording, instance: _Instance, turn: Turn) -> None:
+        """Append a recording with its symbols settled; in layers, labels get the layer's name in front, and of several
+        micro-batches their number behind. Weights are fetched in the turn that opens, and freed in the one that
+        closes."""
+        layer, k = instance.layer, turn.micro_batch
+        symbols = instance.of_turn(k)
+        for fetch, move in instance.moves.items():
+            symbols[f"{TILE}{fetch}"] = self._landing(move)
+        before, after = f"layer{layer}_" if layer >= 0 else "", f"@{k}" if self.count > 1 else ""
         add = self.draft.items.append
-        for entry in recording.entries:
-            if isinstance(entry, _Recorded):
-                k = entry.launch
-                at = layer if layer >= 0 else k.layer
-                args, kwargs, out, reads, writes = k.args, k.kwargs, k.out, k.reads, k.writes
-                if True in entry.symbolic:  # layers share the parts that are the same for all
-                    in_args, in_kwargs, in_out, in_reads, in_writes = entry.symbolic
-                    args = settled(args, symbols) if in_args else args
-                    kwargs = {name: settled(v, symbols) for name, v in kwargs.items()} if in_kwargs else kwargs
-                    out = settled(out, symbols) if in_out else out
-                    reads = settled(reads, symbols) if in_reads else reads
-                    writes = settled(writes, symbols) if in_writes else writes
-                add(Launch(k.stream, k.op, args, kwargs, out, reads, writes, prefix + k.label, at, k.flops,
-                           k.workspace_nbytes, k.impl))
+        for entry in recording.of_turn(k, self.activations[k]):
+            if isinstance(entry, Recorded):
+                launch = entry.launch
+                args, kwargs, out, reads, writes = parts_of(entry, symbols)
+                add(Launch(launch.stream, launch.op, args, kwargs, out, reads, writes, f"{before}{launch.label}{after}",
+                           layer if layer >= 0 else launch.layer, launch.flops, launch.workspace_nbytes, launch.impl))
             elif isinstance(entry, Release):
                 add(entry)
-            elif isinstance(entry, _Fetched):
-                self._fetch(entry, instance)
+            elif isinstance(entry, Fetched):
+                if turn.opens:
+                    self._fetch(entry, instance)
+                    symbols[f"{TILE}{entry.number}"] = self._landing(instance.moves[entry.number])
             elif isinstance(entry, Arrive):
-                add(Arrive(instance.moves[entry.index]))
+                if turn.opens:
+                    add(Arrive(instance.moves[entry.index]))
             elif isinstance(entry, Free):
-                add(Free(instance.moves[entry.index]))
+                if turn.closes:
+                    add(Free(instance.moves[entry.index]))
             elif isinstance(entry, Found):
-                add(Found(instance.lookups[entry.index]))
+                add(Found(instance.lookups[k, entry.index]))
             else:
-                self._gather(entry, instance)
+                self._gather(entry, instance, symbols, k)
 
-    def _fetch(self, entry: _Fetched, instance: _Instance) -> None:
+    def _landing(self, move: int) -> Place:
+        span = self.draft.moves[move].span
+        return span.arena, span.offset, span.buffer
+
+    def _fetch(self, entry: Fetched, instance: _Instance) -> None:
         index = instance.moves[entry.number] = len(self.draft.moves)
         weight = instance.names[entry.source]
         placement = self.plan.weight(weight)
@@ -208,125 +218,26 @@ class _Lowering:
             source = FileSlice(spec.path, spec.offset + lower, nbytes)
             direct = None if self.plan.schedule.host_hop else source
         else:
-            arena, offset, _ = self.places[weight]
-            source = Span(arena, offset + lower, nbytes, weight)
+            b = self.buffers[weight]
+            source = Span(b.arena, b.offset + lower, nbytes, weight)
         number = index % self.plan.schedule.slots
         slot, buffer = self.slots[number], f"slot{number}:{index}"
         span, room = landing_of(direct, slot, nbytes, buffer, entry.itemsize)
         whole = entry.lower == 0 and entry.upper == entry.rows
         label = f"fetch {weight}" if whole else f"fetch {weight}[{entry.lower}:{entry.upper}]"
         self.draft.moves.append(Move(label, source, number, span, room))
-        instance.symbols[f"{TILE}{entry.number}"] = (span.arena, span.offset, buffer)
         self.draft.items.append(Fetch(index))
 
-    def _gather(self, entry: _Gather, instance: _Instance) -> None:
-        number = instance.lookups[entry.number] = self.lookups
+    def _gather(self, entry: Gather, instance: _Instance, symbols: Symbols, micro_batch: int) -> None:
+        number = instance.lookups[micro_batch, entry.number] = self.lookups
         self.lookups += 1
         name = instance.names[entry.table]
         spec, row_nbytes = self.files[name], self.plan.weight(name).nbytes // entry.rows
-        index, out = settled(entry.index, instance.symbols), settled(entry.out, instance.symbols)
+        index, out = settled(entry.index, symbols), settled(entry.out, symbols)
         source = FileRows(spec.path, spec.offset, row_nbytes, entry.rows, index)
         self.draft.items.append(Lookup(number, f"gather {name}", instance.layer, source, span_of(out)))
-
-
-class _Recorder:
-    """Records nodes of one graph: launches with symbols, and marks with numbers of the graph's own."""
-
-    def __init__(self, addresses: Addresses, workspace: Workspace) -> None:
-        self.addresses = addresses
-        self.launches = Launches(addresses.ref, workspace)
-        self.entries: list[Entry] = []
-        self.landing: dict[fx.Node, Arrive | Found] = {}  # storage node -> the mark before its first reader
-        self.found = 0
-
-    def record(self, nodes: list[fx.Node]) -> _Recording:
-        """What these nodes do, which follow those recorded before."""
-        self.entries = []
-        results: tuple[Place, ...] = ()
-        for node in nodes:
-            if node.op == "output":
-                results = tuple(_place(self.addresses.ref(v)) for v in _flatten(node.args[0])
-                                if isinstance(v, fx.Node) and values_of(v))
-            elif node.op == "call_module":
-                self._arrive(*node.all_input_nodes)
-            elif node.target is ops.fetch:
-                self._fetch(node)
-            elif node.target is ops.release:
-                self.entries.append(Free(self.addresses.tiles[node.args[0]]))  # type: ignore[index]
-            elif node.target is ops.gather_rows:
-                self._gather(node)
-            elif node.op == "call_function" and node.target is not operator.getitem and (
-                    node.meta.get("alias_of") is None or _writes_argument(node)):
-                self._launch(node)
-            for b in self.addresses.ends(node):
-                self.entries.append(Release(COMPUTE, Span(b.arena, b.offset, b.nbytes, b.name)))
-        return _Recording(tuple(self.entries), results)
-
-    def _fetch(self, node: fx.Node) -> None:
-        source, transfer, number = node.args[0], node.meta[META], self.addresses.tiles[node]
-        assert isinstance(source, fx.Node) and isinstance(transfer, Transfer)
-        value = source.meta["val"]
-        self.landing[node] = Arrive(number)
-        self.entries.append(_Fetched(number, self.addresses.symbols[source], _rows(value), value.element_size(),
-                                     transfer.lower, transfer.upper))
-
-    def _gather(self, node: fx.Node) -> None:
-        table, index = node.args
-        assert isinstance(table, fx.Node) and isinstance(index, fx.Node)
-        self._arrive(index)
-        self.landing[node] = Found(self.found)
-        self.entries.append(_Gather(self.found, self.addresses.symbols[table], _rows(table.meta["val"]),
-                                    self.addresses.ref(index), self.addresses.ref(node)))
-        self.found += 1
-
-    def _arrive(self, *nodes: fx.Node) -> None:
-        for node in nodes:
-            mark = self.landing.pop(storage_of(node)[0], None)
-            if mark is not None:
-                self.entries.append(mark)
-
-    def _launch(self, node: fx.Node) -> None:
-        self._arrive(*node.all_input_nodes)
-        for launch in self.launches.of(node):
-            parts = (launch.args, launch.kwargs, launch.out, launch.reads, launch.writes)
-            self.entries.append(_Recorded(launch, tuple(map(has_symbols, parts))))
-
-
-def _instance(layer: int, given: Iterable[tuple[str, fx.Node]], places: Mapping[str, Place]) -> _Instance:
-    """A use of a graph whose symbols stand for these placeholders of the step graph."""
-    symbols, names = {}, {}
-    for symbol, node in given:
-        mark = node.meta.get(META)
-        if isinstance(mark, WeightInput):
-            names[symbol] = name = mark.name
-        elif isinstance(mark, CacheInput):
-            name = f"cache_{mark.side}_{mark.layer}"
-        else:
-            continue
-        place = places.get(name)
-        if place is not None:  # else it streams from disk
-            symbols[symbol] = place
-    return _Instance(layer, symbols, names)
-
-
-def _rows(value: torch.Tensor) -> int:
-    return max(1, value.shape[0] if value.dim() else 1)
 
 
 def _activations(call: fx.Node) -> list[fx.Node]:
     """The arguments of a block call that are neither weights nor cache."""
     return [arg for arg in call.args if isinstance(arg, fx.Node) and arg.meta.get(META) is None and values_of(arg)]
-
-
-def _place(ref: TensorRef) -> Place:
-    return ref.arena, ref.offset, ref.buffer
-
-
-def _writes_argument(node: fx.Node) -> bool:
-    """Whether an operator works in place (and may return, as an alias, what it wrote)."""
-    return isinstance(node.target, torch._ops.OpOverload) and bool(mutated_arguments(node.target))
-
-
-def _flatten(value: object) -> list[object]:
-    return [v for item in value for v in _flatten(item)] if isinstance(value, tuple | list) else [value]
-

@@ -8,15 +8,15 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from forebay.passes.allocators import Buffer, allocate
+from forebay.passes.allocators import Buffer
 from forebay.passes.lower.out_variants import mutated_arguments, named_arguments
+from forebay.passes.place.arrange_block import arrange, outlive_turns
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.alignment import ALIGNMENT
 from forebay.rewriter.ir.graph import META, Layout, storage_of, values_of
-from forebay.rewriter.ir.plan import KEPT, BufferPlacement, Plan, PlanError
+from forebay.rewriter.ir.plan import ALONE, KEPT, Block, BufferPlacement, Plan, PlanError
 
 aten = torch.ops.aten
-TIME_LIMIT_S = 1.0
 
 # of our own operators: the operands whose every element is read just before the element of the result that may replace
 # it; matrix products read all of x for any element
@@ -34,7 +34,7 @@ def allocate_buffers(gm: fx.GraphModule, plan: Plan) -> None:
 
     PlanError when activations would meet what the plan keeps at the lower end (weights, slots, cache).
     """
-    layout = gm.meta.get(META) or plan_activations(gm)
+    layout = gm.meta.get(META) or plan_activations(gm, block=plan.schedule.block)
     top = plan.arenas["device"]
     floor = max((b.offset + b.nbytes for b in plan.buffers if b.arena == "device" and b.kind in KEPT), default=0)
     if layout.height > top - floor:
@@ -46,10 +46,11 @@ def allocate_buffers(gm: fx.GraphModule, plan: Plan) -> None:
     gm.meta[META] = replace(layout, buffers=placed)
 
 
-def plan_activations(gm: fx.GraphModule, reuse: bool = True) -> Layout:
+def plan_activations(gm: fx.GraphModule, reuse: bool = True, block: Block = ALONE) -> Layout:
     """Lifetimes and relative addresses (from 0) of all values of a flat graph that are neither weights nor cache.
 
-    Without `reuse` every value keeps an address of its own for the whole step.
+    Without `reuse` every value keeps an address of its own for the whole step. `gm` is the graph of one micro-batch of
+    `block`; the layout holds all of them.
     """
     nodes = list(gm.graph.nodes)
     end = len(nodes)
@@ -89,17 +90,17 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True) -> Layout:
         requests.append(Buffer(name, lower, upper + 1, -(-nbytes // ALIGNMENT) * ALIGNMENT))
         boundary = any(n.op == "placeholder" for n, _ in keys) or live[name][1] == end
         kinds[name] = "io" if boundary else "activation"
-    result = allocate(requests, time_limit_s=TIME_LIMIT_S, alignment=ALIGNMENT)
-    buffers: dict[str, BufferPlacement] = {}
+    boundary_names = {name for name, kind in kinds.items() if kind == "io"}
+    placed = arrange(requests, boundary_names, outlive_turns(nodes, live, block), exact, block)
     ends: dict[str, list[str]] = {}
-    for request, offset in zip(requests, result.offsets, strict=True):
-        start, stop = live[request.id]
-        buffers[request.id] = BufferPlacement(
-            request.id, kinds[request.id], "device", offset, exact[request.id], "step", start, stop)  # type: ignore[arg-type]
+    for name, (_, stop) in live.items():
         if stop < end:
-            ends.setdefault(nodes[stop].name, []).append(request.id)
+            ends.setdefault(nodes[stop].name, []).append(name)
+    buffers = {
+        name: BufferPlacement(name, kinds[base], "device", offset, nbytes, "step", *live[base])  # type: ignore[arg-type]
+        for name, base, offset, nbytes in placed.places}
     named = {(node.name, element): buffer for (node, element), buffer in home.items()}
-    return Layout(buffers, named, ends, result.height, result.lower_bound, result.method)
+    return Layout(buffers, named, ends, placed.height, placed.lower_bound, placed.method)
 
 
 def _owns_memory(node: fx.Node) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -11,7 +11,7 @@ from torch import fx
 from forebay.rewriter.capture.concretise import concretise, few_layers, inline_blocks
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput
-from forebay.rewriter.ir.plan import Workload
+from forebay.rewriter.ir.plan import ALONE, Block, Workload
 from forebay.rewriter.ir.program import FileSlice
 
 StepGraph = Callable[[int], fx.GraphModule]  # tokens per sequence in one step -> a fresh graph of concrete sizes
@@ -26,7 +26,8 @@ class StepGraphs:
     `step(tokens)` builds a new concrete graph, flat or with block calls, for steps of that many tokens per sequence;
     `sample(tokens)`, if it has block calls, a flat one of a few of its layers, and for each layer the one there that it
     is like. `files` tells where the weights lie on disk; `constants` are small tensors that always stay in memory.
-    `prefill(tokens)`, if the cache may grow, is `step(tokens)` with a cache of the workload's prompt alone.
+    `prefill(tokens)`, if the cache may grow, is `step(tokens)` with a cache of the workload's prompt alone. All graphs
+    are those of one micro-batch of `block`.
     """
 
     fingerprint: str
@@ -37,15 +38,17 @@ class StepGraphs:
     weight_tier: str = "disk"
     sample: Callable[[int], tuple[fx.GraphModule, dict[int, int]]] | None = None
     prefill: StepGraph | None = None
+    block: Block = ALONE
 
 
 @no_collection()
 def step_graphs(
     captured: CapturedModel, files: Mapping[str, FileSlice], workload: Workload, fingerprint: str, *,
-    host_hop: bool = False
+    host_hop: bool = False, block: Block = ALONE
 ) -> StepGraphs:
-    """The step graphs of `captured` for the batch and context of `workload`."""
+    """The step graphs of `captured` for the batch and context of `workload`, whose batch `block` divides."""
     weights = _weight_inputs(captured)
+    workload = replace(workload, batch=workload.batch // block.micro_batches)
 
     def step(tokens: int, cached: int | None = None) -> fx.GraphModule:
         return concretise(captured.step, step_inputs(captured, workload, tokens, cached, weights))
@@ -58,7 +61,7 @@ def step_graphs(
         return inline_blocks(concretise(short, {name: inputs[name] for name in few & inputs.keys()})), likes
 
     return StepGraphs(fingerprint, step, files, captured.constants, host_hop, sample=sample,
-                      prefill=lambda tokens: step(tokens, workload.prompt))
+                      prefill=lambda tokens: step(tokens, workload.prompt), block=block)
 
 
 def step_inputs(

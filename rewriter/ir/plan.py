@@ -81,6 +81,24 @@ class WeightPlacement:
 
 
 @dataclass(frozen=True)
+class Block:
+    """The sequences that share passes over the weights: `micro_batches` parts of equal size, computed one after the
+    other (FlexGen, section 4.1). In `row` order each runs through all layers before the next one, and brings the
+    weights anew; in `zigzag` order all run through a layer before the next layer, and its weights come once."""
+
+    micro_batches: int = 1
+    order: Literal["row", "zigzag"] = "zigzag"
+
+    @property
+    def fetches(self) -> int:
+        """How many times a step brings each streamed weight."""
+        return self.micro_batches if self.order == "row" else 1
+
+
+ALONE = Block()
+
+
+@dataclass(frozen=True)
 class Schedule:
     """How a step runs: the staging slots, how far ahead copies are issued (all three 0 where nothing streams), and how
     many of a prompt's tokens run at once."""
@@ -90,11 +108,16 @@ class Schedule:
     lead: int = 0
     prefill_chunk: int = 64
     host_hop: bool = False  # disk reads land in pinned host slots first (a GPU cannot read the disk)
+    block: Block = ALONE
 
 
 @dataclass(frozen=True)
 class BufferPlacement:
-    """One planned buffer: bytes [offset, offset + nbytes) of `arena`, live over steps [first, last] of `phase`."""
+    """One planned buffer: bytes [offset, offset + nbytes) of `arena`, live over steps [first, last] of `phase`.
+
+    Of cache, inputs and outputs every micro-batch has an equal part, in order. Of other activations it has a buffer of
+    its own, named name@number, where they outlive its turn; the rest are used by one micro-batch after the other.
+    """
 
     name: str
     kind: Literal["weight", "constant", "slot", "cache", "activation", "io", "workspace"]
@@ -282,11 +305,15 @@ def validate(plan: Plan) -> None:
         ("schedule.slot_nbytes", s.slot_nbytes, 0),
         ("schedule.lead", s.lead, 1 if s.slot_nbytes else 0),
         ("schedule.prefill_chunk", s.prefill_chunk, 1),
+        ("schedule.block.micro_batches", s.block.micro_batches, 1),
     ):
         if value < low:
             raise PlanError(f"plan.{name}: {value} is below {low}")
     if s.lead > s.slots:
         raise PlanError(f"plan.schedule.lead: {s.lead} copies ahead need {s.lead} slots, the plan has {s.slots}")
+    if plan.workload.batch % s.block.micro_batches:
+        raise PlanError(f"plan.schedule.block.micro_batches: {s.block.micro_batches} do not divide a batch of "
+                        f"{plan.workload.batch}")
     seen: set[str] = set()
     for i, w in enumerate(plan.weights):
         at = f"plan.weights[{i}]"

@@ -57,7 +57,9 @@ def weight_uses(step: fx.GraphModule, constants: set[str]) -> list[WeightUse]:
         tiles = value.dim() == 2 and all(r.tiles for _, r in readings)
         nbytes = value.numel() * value.element_size()
         found.append((first, WeightUse(name, nbytes, rows, tiles, any(r.lookup for _, r in readings), bool(products),
-                                       node.meta[META].format, str(value.dtype)[6:])))
+                                       node.meta[META].format, str(value.dtype)[6:],
+                                       max((call.meta["layer"] for call in node.users if call.op == "call_module"),
+                                           default=-1))))
     return [use for _, use in sorted(found, key=lambda pair: pair[0])]
 
 

@@ -7,10 +7,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import (
+    ALONE,
+    Block,
     Budget,
     BufferPlacement,
     Plan,
@@ -41,6 +44,7 @@ class WeightUse:
     product: bool  # read by something other than a lookup
     format: str = "native"
     dtype: str = "float32"  # of the values where they are stored as they are
+    layer: int = -1  # that reads it; -1: none
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,12 @@ class Wishes:
     lead: int | None = None
     prefill_chunk: int | None = None
     cache_format: str = "native"
+    micro_batches: int = 1
+    order: Literal["row", "zigzag"] = "zigzag"
+
+    def block(self, batch: int) -> Block:
+        """The block for `batch` sequences; no micro-batch is empty."""
+        return Block(min(self.micro_batches, batch), self.order)
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,7 @@ class Facts:
     # bytes of the same buffers for the prompt's tokens alone; empty where a prefill needs the cache in its full length
     cache_prompt: Mapping[str, int] = field(default_factory=dict)
     rates: Rates = field(default_factory=Rates)
+    block: Block = ALONE
 
 
 def make_plan(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes, machine: str) -> Plan:
@@ -174,7 +185,7 @@ class _Fit:
 def _candidates(facts: Facts, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes) -> list[_Fit]:
     """Every way to spend the budget that is worth a look, larger chunks first."""
     chunks = [min(wishes.prefill_chunk, workload.prompt)] if wishes.prefill_chunk else _halvings(workload.prompt)
-    choices = _slot_choices(kinds.products, wishes)
+    choices = _slot_choices(kinds.products, wishes, facts.block)
     staged = budget.host if facts.weight_tier == "disk" and facts.host_hop else 0
     found = []
     for chunk in chunks:
@@ -207,6 +218,7 @@ def _cheapest(facts: Facts, kinds: _Kinds, workload: Workload, fits: Sequence[_F
 
     def cost(fit: _Fit, nbytes: int) -> float:
         passes = -(-workload.prompt // fit.chunk)
+        nbytes *= facts.block.fetches
         copies = nbytes / kinds.products_nbytes * tiles(fit.slot_nbytes) if nbytes else 0
         steps = ((passes, fit.chunk), (workload.new_tokens - 1, 1))
         return sum(count * facts.rates.step_time_s(tokens, nbytes, copies, fit.slots) for count, tokens in steps)
@@ -263,7 +275,8 @@ def _planned(
     if budget.host and facts.weight_tier == "disk":
         staging = _staging(facts, fit.chunk, fit.slots, fit.slot_nbytes) if facts.host_hop else 0
         weights = _fill_host(weights, budget.host - staging)
-    schedule = Schedule(fit.slots, fit.slot_nbytes, min(wishes.lead or fit.slots, fit.slots), fit.chunk, facts.host_hop)
+    schedule = Schedule(fit.slots, fit.slot_nbytes, min(wishes.lead or fit.slots, fit.slots), fit.chunk, facts.host_hop,
+                        facts.block)
     rows = max(facts.need(fit.chunk).activations, facts.need(1).activations)
     plan = Plan(facts.fingerprint, machine, budget.limits, workload, schedule, tuple(weights),
                 cache_format=wishes.cache_format)
@@ -297,8 +310,9 @@ def _smallest_tile(u: WeightUse) -> int:
     return max(row, min(u.nbytes, PAGE_NBYTES)) if u.tileable else u.nbytes
 
 
-def _slot_choices(products: Sequence[WeightUse], wishes: Wishes) -> list[tuple[int, int]]:
-    """Numbers and bytes of staging slots; PlanError for a wish that some piece does not fit."""
+def _slot_choices(products: Sequence[WeightUse], wishes: Wishes, block: Block) -> list[tuple[int, int]]:
+    """Numbers and bytes of staging slots; PlanError for a wish that some piece does not fit. Where micro-batches take
+    turns layer by layer, slots hold a layer's weights until the last of them has run through it."""
     if not products:
         return []
     low = max(max(_smallest_tile(u) for u in products), max((u.nbytes for u in products if not u.tileable), default=0))
@@ -308,7 +322,23 @@ def _slot_choices(products: Sequence[WeightUse], wishes: Wishes) -> list[tuple[i
     small = [low << i for i in range(8) if low << i < SLOT_NBYTES[-1]]
     sizes = [wishes.slot_nbytes] if wishes.slot_nbytes else list(dict.fromkeys(
         [*(max(low, min(largest, n)) for n in SLOT_NBYTES), *small, low]))
-    return [(slots, slot) for slots in ([wishes.slots] if wishes.slots else SLOTS) for slot in sizes]
+    if block.micro_batches == 1 or block.order == "row" or wishes.slots:
+        return [(slots, slot) for slots in ([wishes.slots] if wishes.slots else SLOTS) for slot in sizes]
+    least = {slot: _most_tiles(products, slot) for slot in sizes}
+    return [(least[slot] + ahead, slot) for slot in sizes
+            for ahead in dict.fromkeys((0, 1, 2, least[slot] // 2, least[slot]))]
+
+
+def _most_tiles(products: Sequence[WeightUse], slot: int) -> int:
+    """The most tiles that any layer, or any weight outside the layers one at a time, comes in."""
+    counts: Counter[int] = Counter()
+    for u in products:
+        counts[u.layer] += _tile_count(u, slot) if u.layer >= 0 else 0
+    return max(1, *counts.values())
+
+
+def _tile_count(u: WeightUse, slot: int) -> int:
+    return -(-u.rows // (slot // (u.nbytes // u.rows))) if u.nbytes > slot else 1
 
 
 def _spread(products: Sequence[WeightUse], room: int) -> list[WeightUse]:
@@ -338,9 +368,7 @@ def _place(u: WeightUse, resident: bool, slot: int, tier: str) -> WeightPlacemen
         return WeightPlacement(u.name, "device", u.nbytes, u.format)
     tile_rows = 0
     if u.product and u.nbytes > slot:
-        row = u.nbytes // u.rows
-        tiles = -(-u.rows // (slot // row))
-        tile_rows = -(-u.rows // tiles)
+        tile_rows = -(-u.rows // _tile_count(u, slot))
     return WeightPlacement(u.name, tier, u.nbytes, u.format, tile_rows=tile_rows, gather=u.lookup)  # type: ignore[arg-type]
 
 

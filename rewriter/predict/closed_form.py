@@ -62,14 +62,17 @@ class Rates:
         return together + short**2 / long / slots**2 + HIDDEN * stream
 
 
-def rates_of(times: Estimator, products: Sequence[Product], batch: int, tier: str) -> Rates:
-    """The rates for streaming from `tier` and for steps of `batch` sequences over `products`."""
+def rates_of(
+    times: Estimator, products: Sequence[Product], batch: int, tier: str, micro_batches: int = 1
+) -> Rates:
+    """The rates for streaming from `tier` and for steps of `batch` sequences over `products`, in so many parts."""
     counts = Counter(products)
 
     @functools.cache
     def compute_s(tokens: int) -> float:
-        m = batch * tokens
-        return sum(count * times.product_s(p.dtype, m, p.n, p.k, nbytes=p.nbytes) for p, count in counts.items())
+        m = batch // micro_batches * tokens
+        return micro_batches * sum(
+            count * times.product_s(p.dtype, m, p.n, p.k, nbytes=p.nbytes) for p, count in counts.items())
 
     link = (tier, "device" if tier == "host" else times.near_disk)
     return Rates(1 / times.byte_s(*link), times.latency_s(*link), times.copy_issue_s + times.dispatch_s,

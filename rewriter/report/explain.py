@@ -118,6 +118,9 @@ def _schedule(plan: Plan) -> str:
         text = f"{slots} of {format_nbytes(s.slot_nbytes)}, copies issued {s.lead} ahead"
         if s.host_hop:
             text += ", disk reads by way of host memory"
+    if s.block.micro_batches > 1:
+        each = plan.workload.batch // s.block.micro_batches
+        text += f"; {s.block.micro_batches} micro-batches of {each}, {s.block.order} order"
     return text
 
 

@@ -64,6 +64,8 @@ def wrap(
     lead: int | None = None,
     prefill_chunk: int | None = None,
     cache: str = "native",
+    micro_batches: int = 1,
+    order: Literal["row", "zigzag"] = "zigzag",
 ) -> LanguageModel:
     """Make `model` run within `budget`.
 
@@ -73,14 +75,16 @@ def wrap(
     positions where they are few) and `new_tokens` are what the first plan is made for; `generate` plans anew for calls
     that need more. `machine` is what `forebay machine` measured; by default the profile it has kept, or else a cautious
     guess. `slots`, `slot_nbytes`, `lead` and `prefill_chunk` force choices that are otherwise the planner's. `cache` is
-    the KV cache's format: native, kv8 or kv4 (rotated rows, groups along the head dimension). `plan` replays a saved
-    plan.
+    the KV cache's format: native, kv8 or kv4 (rotated rows, groups along the head dimension). The batch is computed in
+    `micro_batches` parts, which need activations one at a time; in "zigzag" `order` they share each pass over the
+    weights. `plan` replays a saved plan.
 
     Raises PlanError for a budget that cannot work, CheckpointError for files that cannot be used, CaptureError for an
     architecture that is not supported.
     """
     sizes = parse_budget(budget)
-    wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk, cache_format=cache)
+    wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk, cache_format=cache, micro_batches=micro_batches,
+                    order=order)
     if isinstance(model, torch.nn.Module):
         captured = capture_model(model)
         checkpoint = spill_module(model, sizes.disk or tempfile.gettempdir())
@@ -172,9 +176,11 @@ class LanguageModel:
             if workload.prompt + 1 > limit:
                 raise PlanError(f"a prompt of {workload.prompt} tokens does not fit the model's {limit} positions")
             workload = replace(workload, new_tokens=limit - workload.prompt)
+        block = plan.schedule.block if plan else self.wishes.block(workload.batch)
+        workload = replace(workload, batch=-(-workload.batch // block.micro_batches) * block.micro_batches)
         fused = self._fused = self._fused or rewrite_captured(self.captured, self.switches, self.wishes.cache_format)
         source = step_graphs(fused, self.files, workload, self.checkpoint.fingerprint,
-                              host_hop=self.machine.device_kind != "cpu")
+                             host_hop=self.machine.device_kind != "cpu", block=block)
         if self.captured.gives == "all":
             source = replace(source, prefill=None)  # chunks may follow decode steps, so the cache has its full length
         pipeline = Pipeline(source, workload, self.machine, self.switches)
@@ -351,7 +357,8 @@ class LanguageModel:
 
 def _check_choices(workload: Workload, wishes: Wishes) -> None:
     chosen = {"batch": workload.batch, "prompt": workload.prompt, "new_tokens": workload.new_tokens,
-              "slots": wishes.slots, "lead": wishes.lead, "prefill_chunk": wishes.prefill_chunk}
+              "slots": wishes.slots, "lead": wishes.lead, "prefill_chunk": wishes.prefill_chunk,
+              "micro_batches": wishes.micro_batches}
     for name, value in chosen.items():
         if value is not None and value < 1:
             raise PlanError(f"{name} must be at least 1, found {value}")

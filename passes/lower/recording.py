@@ -1,0 +1,198 @@
+"""What a graph does, recorded once with symbols for the memory that differs from use to use."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from forebay.passes.lower.addresses import Addresses, Place, Symbols, has_symbols, settled
+from forebay.passes.lower.draft import Arrive, Found, Free
+from forebay.passes.lower.launches import Launches
+from forebay.passes.lower.out_variants import mutated_arguments
+from forebay.passes.place.arrange_block import reads_matrix
+from forebay.rewriter.ir import ops
+from forebay.rewriter.ir.graph import META, Transfer, storage_of, values_of
+from forebay.rewriter.ir.program import COMPUTE, Launch, Release, TensorRef
+
+Workspace = Callable[[fx.Node], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A launch to be stamped, and which of its parts name memory that differs from layer to layer: args, kwargs, out,
+    reads, writes."""
+
+    launch: Launch
+    symbolic: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """A row lookup to be stamped: rows named by `index`, of the weight [rows, ...] of symbol `table`, to `out`."""
+
+    number: int
+    table: str  # a symbol
+    rows: int
+    index: TensorRef
+    out: TensorRef
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A copy to be stamped: rows [lower, upper) of the weight [rows, ...] that `source` stands for."""
+
+    number: int
+    source: str  # a symbol
+    rows: int
+    itemsize: int
+    lower: int
+    upper: int
+
+
+Entry = Recorded | Gather | Fetched | Release | Arrive | Free | Found  # numbers in marks count within the graph
+
+
+@dataclass
+class Recording:
+    """What one graph, or a piece of one, does, and where its results lie; `settled` for each micro-batch."""
+
+    entries: tuple[Entry, ...]
+    results: tuple[Place, ...] = ()
+    settled: dict[int, tuple[Entry, ...]] = field(default_factory=dict)
+
+    def of_turn(self, micro_batch: int, symbols: Symbols) -> tuple[Entry, ...]:
+        """The entries for a micro-batch whose activations these symbols stand for."""
+        found = self.settled.get(micro_batch)
+        if found is None:
+            found = self.settled[micro_batch] = tuple([with_symbols(entry, symbols) for entry in self.entries])
+        return found
+
+
+def parts_of(entry: Recorded, symbols: Symbols) -> tuple[Any, ...]:
+    """args, kwargs, out, reads and writes of a launch with symbols settled; layers share the parts that are the same
+    for all."""
+    k = entry.launch
+    args, kwargs, out, reads, writes = k.args, k.kwargs, k.out, k.reads, k.writes
+    if True in entry.symbolic:
+        in_args, in_kwargs, in_out, in_reads, in_writes = entry.symbolic
+        args = settled(args, symbols) if in_args else args
+        kwargs = {name: settled(v, symbols) for name, v in kwargs.items()} if in_kwargs else kwargs
+        out = settled(out, symbols) if in_out else out
+        reads = settled(reads, symbols) if in_reads else reads
+        writes = settled(writes, symbols) if in_writes else writes
+    return args, kwargs, out, reads, writes
+
+
+def with_symbols(entry: Entry, symbols: Symbols) -> Entry:
+    """An entry with some of its symbols settled."""
+    if isinstance(entry, Recorded):
+        args, kwargs, out, reads, writes = parts = parts_of(entry, symbols)
+        k = entry.launch
+        return Recorded(Launch(k.stream, k.op, args, kwargs, out, reads, writes, k.label, k.layer, k.flops,
+                               k.workspace_nbytes, k.impl), tuple(map(has_symbols, parts)))
+    if isinstance(entry, Release):
+        return Release(entry.stream, settled(entry.span, symbols))
+    if isinstance(entry, Gather):
+        return replace(entry, index=settled(entry.index, symbols), out=settled(entry.out, symbols))
+    return entry
+
+
+class Recorder:
+    """Records nodes of one graph: launches with symbols, and marks with numbers of the graph's own.
+
+    Unless it is recorded as a `whole`, the graph is cut into pieces where all micro-batches may take their turns:
+    behind each tile of a matrix, so that the tile need not stay longer, and behind lookups, so that all are under way.
+    """
+
+    def __init__(self, addresses: Addresses, workspace: Workspace, whole: bool = False) -> None:
+        self.addresses, self.whole = addresses, whole
+        self.launches = Launches(addresses.ref, workspace)
+        self.entries: list[Entry] = []
+        self.landing: dict[fx.Node, Arrive | Found] = {}  # storage node -> the mark before its first reader
+        self.found = 0
+
+    def record(self, nodes: list[fx.Node]) -> list[Recording]:
+        """What these nodes do, which follow those recorded before, in one piece or several."""
+        pieces: list[Recording] = []
+        self.entries = []
+        results: tuple[Place, ...] = ()
+        for node in nodes:
+            if node.op == "output":
+                results = tuple(place_of(self.addresses.ref(v)) for v in flatten(node.args[0])
+                                if isinstance(v, fx.Node) and values_of(v))
+            elif node.op == "call_module":
+                self._arrive(*node.all_input_nodes)
+            elif node.target is ops.fetch:
+                self._fetch(node)
+            elif node.target is ops.release:
+                self.entries.append(Free(self.addresses.tiles[node.args[0]]))  # type: ignore[index]
+            elif node.target is ops.gather_rows:
+                self._gather(node)
+            elif node.op == "call_function" and node.target is not operator.getitem and (
+                    node.meta.get("alias_of") is None or _writes_argument(node)):
+                self._launch(node)
+            self.entries += [Release(COMPUTE, span) for span in self.addresses.ends(node)]
+            if not self.whole and _ends_turn(node):
+                pieces.append(Recording(tuple(self.entries)))
+                self.entries = []
+        return [*pieces, Recording(tuple(self.entries), results)]
+
+    def _fetch(self, node: fx.Node) -> None:
+        source, transfer, number = node.args[0], node.meta[META], self.addresses.tiles[node]
+        assert isinstance(source, fx.Node) and isinstance(transfer, Transfer)
+        value = source.meta["val"]
+        self.landing[node] = Arrive(number)
+        self.entries.append(Fetched(number, self.addresses.symbols[source], _rows(value), value.element_size(),
+                                     transfer.lower, transfer.upper))
+
+    def _gather(self, node: fx.Node) -> None:
+        table, index = node.args
+        assert isinstance(table, fx.Node) and isinstance(index, fx.Node)
+        self._arrive(index)
+        self.landing[node] = Found(self.found)
+        self.entries.append(Gather(self.found, self.addresses.symbols[table], _rows(table.meta["val"]),
+                                    self.addresses.ref(index), self.addresses.ref(node)))
+        self.found += 1
+
+    def _arrive(self, *nodes: fx.Node) -> None:
+        for node in nodes:
+            mark = self.landing.pop(storage_of(node)[0], None)
+            if mark is not None:
+                self.entries.append(mark)
+
+    def _launch(self, node: fx.Node) -> None:
+        self._arrive(*node.all_input_nodes)
+        for launch in self.launches.of(node):
+            parts = (launch.args, launch.kwargs, launch.out, launch.reads, launch.writes)
+            self.entries.append(Recorded(launch, tuple(map(has_symbols, parts))))
+
+
+def _ends_turn(node: fx.Node) -> bool:
+    """Whether micro-batches may take turns behind this node: what then lives has memory in each (`outlive_turns`)."""
+    if node.target is ops.gather_rows:
+        return True
+    tile = node.args[0] if node.target is ops.release else None
+    return isinstance(tile, fx.Node) and reads_matrix(tile.args[0])  # type: ignore[arg-type]
+
+
+def _rows(value: torch.Tensor) -> int:
+    return max(1, value.shape[0] if value.dim() else 1)
+
+
+def place_of(ref: TensorRef) -> Place:
+    return ref.arena, ref.offset, ref.buffer
+
+
+def _writes_argument(node: fx.Node) -> bool:
+    """Whether an operator works in place (and may return, as an alias, what it wrote)."""
+    return isinstance(node.target, torch._ops.OpOverload) and bool(mutated_arguments(node.target))
+
+
+def flatten(value: object) -> list[object]:
+    return [v for item in value for v in flatten(item)] if isinstance(value, tuple | list) else [value]
+

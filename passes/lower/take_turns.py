@@ -1,0 +1,32 @@
+"""The order in which the micro-batches of a block run through the pieces of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from forebay.rewriter.ir.plan import Block
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Micro-batch `micro_batch` runs through piece number `piece`. It is the first to read the weights that the piece
+    brings (`opens`), or the last (`closes`)."""
+
+    piece: int
+    micro_batch: int
+    opens: bool
+    closes: bool
+
+
+def turns(pieces: int, block: Block) -> Iterator[Turn]:
+    """Every piece for every micro-batch, each micro-batch through the pieces in order (FlexGen, figure 3)."""
+    count = block.micro_batches
+    if block.order == "row":
+        for k in range(count):
+            for piece in range(pieces):
+                yield Turn(piece, k, True, True)
+        return
+    for piece in range(pieces):
+        for k in range(count):
+            yield Turn(piece, k, k == 0, k == count - 1)

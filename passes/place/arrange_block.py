@@ -1,0 +1,90 @@
+"""Addresses for the activations of all micro-batches of a block, from the lifetimes that they have in one of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from forebay.passes.allocators import Allocation, Buffer, allocate
+from forebay.rewriter.ir.alignment import ALIGNMENT
+from forebay.rewriter.ir.graph import storage_of, weight_name
+from forebay.rewriter.ir.plan import Block
+
+TIME_LIMIT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Each buffer as (name, name within a micro-batch, offset, nbytes), and what they take together in bytes."""
+
+    places: tuple[tuple[str, str, int, int], ...]
+    height: int
+    lower_bound: int
+    method: str
+
+
+def outlive_turns(
+    nodes: Sequence[fx.Node], live: Mapping[str, tuple[int, int]], block: Block
+) -> frozenset[str]:
+    """Of buffers that live over [first, last] of a flat graph's nodes, those that another micro-batch's turn meets.
+
+    In zigzag order turns end where a layer ends; outside the layers also within each operator that reads a matrix,
+    which may come in tiles that all micro-batches use in turn, and behind a lookup. In row order no turn ends early.
+    """
+    if block.micro_batches == 1 or block.order == "row":
+        return frozenset()
+    layers = [node.meta.get("layer", -1) for node in nodes]
+    borders = [i for i in range(1, len(nodes)) if layers[i] != layers[i - 1]]  # the turn ends before node i
+    within = [i for i, node in enumerate(nodes) if layers[i] < 0 and node.op == "call_function" and any(
+        reads_matrix(operand) for operand in node.all_input_nodes)]
+    return frozenset(
+        name for name, (first, last) in live.items()
+        if bisect_right(borders, first) < bisect_right(borders, last)
+        or bisect_left(within, first) < bisect_right(within, last))
+
+
+def reads_matrix(operand: fx.Node) -> bool:
+    """Whether a value is a weight that may stream in tiles, or a view of one."""
+    base = storage_of(operand)[0]
+    value = base.meta.get("val")
+    return weight_name(base) is not None and isinstance(value, torch.Tensor) and value.dim() > 1
+
+
+def arrange(
+    requests: Sequence[Buffer], boundary: Collection[str], outlive: Collection[str], exact: Mapping[str, int],
+    block: Block,
+) -> Arrangement:
+    """Places for every request in `block.micro_batches` micro-batches: from below those that they use one after the
+    other, then a stretch for each micro-batch with what outlives its turn, then inputs and outputs (`boundary`), which
+    lie without gaps, `exact` bytes a micro-batch."""
+    count = block.micro_batches
+    if count == 1:
+        found = _allocated(requests)
+        places = [(r.id, r.id, at, exact[r.id]) for r, at in zip(requests, found.offsets, strict=True)]
+        return Arrangement(tuple(places), found.height, found.lower_bound, found.method)
+    own = [r for r in requests if r.id in outlive and r.id not in boundary]
+    shared = [r for r in requests if r.id not in outlive and r.id not in boundary]
+    below, each = _allocated(shared), _allocated(own)
+    places = [(r.id, r.id, at, exact[r.id]) for r, at in zip(shared, below.offsets, strict=True)]
+    base, stretch = _aligned(below.height), _aligned(each.height)
+    places += [(f"{r.id}@{k}", r.id, base + k * stretch + at, exact[r.id])
+               for k in range(count) for r, at in zip(own, each.offsets, strict=True)]
+    top = base + count * stretch
+    for r in requests:
+        if r.id in boundary:
+            places.append((r.id, r.id, top, count * exact[r.id]))
+            top += _aligned(count * exact[r.id])
+    bound = below.lower_bound + count * each.lower_bound + top - base - count * stretch
+    return Arrangement(tuple(places), top, bound, below.method)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _allocated(requests: Sequence[Buffer]) -> Allocation:
+    return allocate(requests, time_limit_s=TIME_LIMIT_S, alignment=ALIGNMENT)
