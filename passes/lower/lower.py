@@ -73,7 +73,7 @@ class _Lowering:
         self.draft = Draft(name)
         self.outer = Addresses(gm, layout, "", {})
         self.recorded: dict[object, tuple[Recording, list[tuple[int, str]]]] = {}
-        self.pieces: list[tuple[Recording, _Instance]] = []
+        self.pieces: list[list[tuple[Recording, _Instance]]] = []
         self.activations = [micro_batch_symbols(layout, k, self.count) for k in range(self.count)]
         self.lookups = 0
 
@@ -93,16 +93,18 @@ class _Lowering:
                 b = self.layout.buffers[self.outer.buffer(node, 0)]
                 draft.resident[b.name] = Span(b.arena, b.offset, b.nbytes, b.name)
             elif node.op == "call_module":
-                self.pieces += [(recording, outer) for recording in recorder.record(pending)]
+                *before, last = recorder.record(pending)
                 pending = []
-                self.pieces.append(self._call(node))
+                self.pieces += [[(recording, outer)] for recording in before]
+                self.pieces.append([(last, outer), self._call(node)])  # waits for lookups stand in their readers' turn
             elif node.op == "output":
-                self.pieces += [(recording, outer) for recording in recorder.record(pending)]
+                self.pieces += [[(recording, outer)] for recording in recorder.record(pending)]
                 for i, value in enumerate(flatten(node.args[0])):
                     if isinstance(value, fx.Node) and values_of(value):
                         draft.outputs[f"out{i}"] = settled(self._boundary(value), outer.symbols)
         for turn in turns(len(self.pieces), self.plan.schedule.block):
-            self._stamp(*self.pieces[turn.piece], turn)
+            for recording, instance in self.pieces[turn.piece]:
+                self._stamp(recording, instance, turn)
         return draft
 
     def _boundary(self, node: fx.Node) -> TensorRef:
