@@ -14,7 +14,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from forebay.commands.evaluate import eval_command, next_word_accuracy, open_scorer, perplexity, token_scores
+from forebay.commands.evaluate import (
+    eval_command,
+    next_word_accuracy,
+    open_scorer,
+    perplexity,
+    read_passages,
+    token_scores,
+)
 from forebay.commands.prompts import JobError
 from forebay.rewriter.ir.plan import Budget
 from forebay.rewriter.machine.profile import Machine, save_machine
@@ -140,7 +147,7 @@ def test_next_words(llama: Path, tmp_path: Path) -> None:
     path = tmp_path / "words.jsonl"
     path.write_text("\n".join(lines) + "\n\n")
     with open_scorer(llama, Budget(NBYTES), context=8, batch=4, machine=Machine.default()) as lm:
-        found = next_word_accuracy(lm, path)
+        found = next_word_accuracy(lm, read_passages(llama, path))
     assert (found.right, found.words, found.accuracy) == (4, 6, 4 / 6)
 
 

@@ -67,6 +67,42 @@ def streamed(folder: str) -> dict[str, Any]:
     }
 
 
+def evaluated(folder: str) -> dict[str, Any]:
+    """What `forebay eval` says that it took, of a text for a tokenizer whose vocabulary is larger than the budget."""
+    import contextlib
+    import io
+
+    import torch
+
+    from forebay.commands.evaluate import eval_command
+    from forebay.rewriter.machine.profile import Machine, save_machine
+
+    torch.set_num_threads(2)
+    _warm_up_threads()
+    words = _save_tokenizer(Path(folder), 400_000)
+    text, machine = Path(folder, "text.txt"), Path(folder, "machine.json")
+    text.write_text(" ".join(words))
+    save_machine(Machine.default(), machine)
+    # Of mapped memory the tokenizer, which is gone before, takes its part too; what is touched is in the answer.
+    cap = anonymous_mapped_nbytes() + 300_000_000 + BUDGET_NBYTES + OVERHEAD_NBYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        eval_command(folder, text, None, f"device={BUDGET_NBYTES}", 64, None, 2, "native", None, True, machine, False)
+    return json.loads(said.getvalue()) | {"tokenizer": os.path.getsize(Path(folder, "tokenizer.json"))}
+
+
+def _save_tokenizer(folder: Path, size: int) -> list[str]:
+    """A tokenizer of `size` words; words of which it makes ids that the model has."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.WordLevel({"</s>": 0} | {f"word{i}": i for i in range(1, size)}, unk_token="</s>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>").save_pretrained(folder)
+    return [f"word{5 + i * 7 % 1000}" for i in range(260)]
+
+
 def plainly(folder: str) -> dict[str, Any]:
     """The control: the same cap above what the imports took, and every weight held."""
     import torch
@@ -129,6 +165,16 @@ def test_generates_within_the_budget(folder: Path) -> None:
     assert seen["read"] >= seen["streamed"], "the bytes that the plan streams did not come from storage"
 
 
+def test_eval_keeps_its_budget(folder: Path) -> None:
+    """A tokenizer is no part of what the budget counts, and must not be measured as if it were."""
+    seen = in_process("evaluated", folder)
+    print(f"\neval under {BUDGET_NBYTES / 1e6:.0f} MB: planned {seen['planned_peak'] / 1e6:.1f} MB, measured "
+          f"{seen['measured_peak'] / 1e6:.1f} MB")
+    assert seen["tokens"] == 259 and seen["tokenizer"] > 8_000_000
+    assert 0 < seen["planned_peak"] <= seen["budget"] == BUDGET_NBYTES
+    assert seen["measured_peak"] <= BUDGET_NBYTES + (8 << 20)
+
+
 def test_loading_plainly_breaks_the_same_cap(folder: Path) -> None:
     failed = in_process("plainly", folder)["failed"]
     assert failed, "the cap does not hold: the whole model fits under it"
@@ -137,6 +183,6 @@ def test_loading_plainly_breaks_the_same_cap(folder: Path) -> None:
 
 if __name__ == "__main__":
     began = time.perf_counter()
-    answer = {"streamed": streamed, "plainly": plainly}[sys.argv[1]](sys.argv[2])
+    answer = {"streamed": streamed, "evaluated": evaluated, "plainly": plainly}[sys.argv[1]](sys.argv[2])
     print(f"{time.perf_counter() - began:.1f} s", file=sys.stderr)
     print(json.dumps(answer))

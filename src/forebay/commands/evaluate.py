@@ -27,7 +27,16 @@ if TYPE_CHECKING:
 CONTEXT = 512
 CHUNK_STEP = 16  # short rows run in the next multiple of this, so that few programs serve all lengths
 
+Passage = tuple[torch.Tensor, int]  # token ids, and how many of them stand before the last word
 Progress = Callable[[int, int], None]  # (tokens done, tokens in all)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A text's token ids [T], and those that stand before every text of the tokenizer."""
+
+    opening: torch.Tensor
+    ids: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -75,18 +84,22 @@ def open_scorer(
 
 
 def perplexity(
-    lm: LanguageModel, text: str | torch.Tensor, window: int = CONTEXT, stride: int | None = None, *,
+    lm: LanguageModel, text: str | Tokens | torch.Tensor, window: int = CONTEXT, stride: int | None = None, *,
     limit: int | None = None, progress: Progress | None = None,
 ) -> Perplexity:
     """Perplexity of a text, or of token ids [T], by a model from `open_scorer`; of its first `limit` tokens, if given.
 
-    The text is tokenised once, and cut into windows of `window` tokens that begin `stride` (default: as far as they
-    are long) apart. In each, the tokens count that no earlier window has predicted, so every token counts once: save
-    the text's first, unless the tokenizer puts a beginning-of-text token before texts, which then opens every window.
+    A text is tokenised here, which may take more memory than a small budget: `tokenize` does it before. It is cut into
+    windows of `window` tokens that begin `stride` (default: as far as they are long) apart. In each, the tokens count
+    that no earlier window has predicted, so every token counts once: save the text's first, unless the tokenizer puts a
+    beginning-of-text token before texts, which then opens every window.
     Raises JobError for a text that is too short.
     """
-    prefix, ids = tokenize(lm, text) if isinstance(text, str) else (torch.zeros(0, dtype=torch.int64), text.cpu())
-    ids = ids[:limit].to(torch.int64)
+    if isinstance(text, str):
+        text = tokenize(lm.checkpoint.folder, text)
+    elif isinstance(text, torch.Tensor):
+        text = Tokens(torch.zeros(0, dtype=torch.int64), text.cpu())
+    prefix, ids = text.opening, text.ids[:limit].to(torch.int64)
     longest, count = window - prefix.numel(), ids.numel()
     if count < 2:
         raise JobError(f"the text has {count} token(s); at least 2 are needed")
@@ -108,19 +121,17 @@ def perplexity(
     return Perplexity(math.exp(min(mean, 700.0)), mean, done, len(spans), time.monotonic() - began)
 
 
-def next_word_accuracy(lm: LanguageModel, jsonl: str | os.PathLike[str], progress: Progress | None = None
+def next_word_accuracy(lm: LanguageModel, passages: Sequence[Passage], progress: Progress | None = None
                        ) -> WordAccuracy:
-    """Share of the lines {"text": …} of a file whose last word the model from `open_scorer` predicts.
+    """Share of the passages whose last word the model from `open_scorer` predicts.
 
     As on LAMBADA a word counts when every one of its tokens is the likeliest after the passage and the tokens before
-    it, which is what greedy decoding gives. Raises JobError naming the line that has no text of two words.
+    it, which is what greedy decoding gives. Raises JobError where one is too long for the model.
     """
-    tokenizer = load_tokenizer(lm.checkpoint.folder)
-    passages = [_passage(text, tokenizer) for text in _read_texts(Path(jsonl))]
     longest = max(ids.numel() for ids, _ in passages)
     limit = lm.captured.max_positions
     if limit and longest >= limit:
-        raise JobError(f"{jsonl} has a passage of {longest} tokens; at most {limit - 1} fit the model's positions")
+        raise JobError(f"a passage has {longest} tokens; at most {limit - 1} fit the model's positions")
     began, right, rows = time.monotonic(), 0, lm.plan.workload.batch
     lm.reserve(rows, longest, 1)
     order = sorted(passages, key=lambda p: -p[0].numel())
@@ -133,12 +144,19 @@ def next_word_accuracy(lm: LanguageModel, jsonl: str | os.PathLike[str], progres
     return WordAccuracy(right / len(order), right, len(order), time.monotonic() - began)
 
 
-def tokenize(lm: LanguageModel, text: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the tokenizer in the model's folder puts before every text, and the ids [T] of this one."""
-    tokenizer = load_tokenizer(lm.checkpoint.folder)
+def tokenize(folder: Path, text: str) -> Tokens:
+    """A text by the tokenizer in a model's folder."""
+    tokenizer = load_tokenizer(folder)
     opening = [i for i in tokenizer("")["input_ids"] if i != tokenizer.eos_token_id]
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(opening, dtype=torch.int64), torch.tensor(ids, dtype=torch.int64)
+    return Tokens(torch.tensor(opening, dtype=torch.int64), torch.tensor(ids, dtype=torch.int64))
+
+
+def read_passages(folder: Path, jsonl: Path) -> list[Passage]:
+    """The lines {"text": …} of a file by the tokenizer in a model's folder. Raises JobError naming the line that has no
+    text of two words."""
+    texts, tokenizer = _read_texts(jsonl), load_tokenizer(folder)
+    return [_passage(text, tokenizer) for text in texts]
 
 
 def token_scores(lm: LanguageModel, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -198,7 +216,7 @@ def _read_texts(path: Path) -> list[str]:
     return texts
 
 
-def _passage(text: str, tokenizer: Any) -> tuple[torch.Tensor, int]:
+def _passage(text: str, tokenizer: Any) -> Passage:
     """Ids of a text, and how many of them stand before the tokens of its last word."""
     before = text[: text.rindex(text.split()[-1])].rstrip()
     ids, known = tokenizer(text)["input_ids"], tokenizer(before)["input_ids"]
@@ -243,6 +261,9 @@ def eval_command(
         if words is not None:
             _read_texts(words)  # before a model is opened: mistakes show at once
         folder = resolve_model(model)
+        # Before the budget counts, as all input is: a tokenizer takes tens of MB, and none is needed afterwards.
+        told = tokenize(folder, given) if text is not None else None
+        passages = read_passages(folder, words) if words is not None else []
         profile = machine_profile(machine, folder) if machine else kept_machine(folder)
         sizes = parse_budget(budget) if budget else Budget(_available_nbytes() // 2)
         with console().status("capturing and planning"):
@@ -252,15 +273,15 @@ def eval_command(
             drop_file(path)  # what others left in the page cache would be memory beyond the budget
         result: dict[str, Any] = {"model": str(model), "budget": sizes.device}
         with lm, MemoryWatch(files) as memory, progress_bar() as bar:
-            if text is not None:
+            if told is not None:
                 task = bar.add_task("perplexity", total=None, note="")
-                found = perplexity(lm, given, context, stride, limit=tokens, progress=lambda done, total: bar.update(
+                found = perplexity(lm, told, context, stride, limit=tokens, progress=lambda done, total: bar.update(
                     task, completed=done, total=total, note=f"{done}/{total} tokens"))
                 result |= asdict(found) | {"text": str(text), "context": context, "stride": stride,
                                            "tokens_per_s": found.tokens / found.time_s}
-            if words is not None:
+            if passages:
                 task = bar.add_task("next words", total=None, note="")
-                said = next_word_accuracy(lm, words, lambda done, total: bar.update(
+                said = next_word_accuracy(lm, passages, lambda done, total: bar.update(
                     task, completed=done, total=total, note=f"{done}/{total} passages"))
                 result |= {"next_word_accuracy": said.accuracy, "words": said.words, "words_right": said.right}
         result |= {"planned_peak": sum(lm.plan.prediction.peak_nbytes.values()),
