@@ -4,19 +4,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from forebay.rewriter.ir.program import FileRows, FileSlice, Item, Span, TensorRef, record
+from forebay.rewriter.ir.program import FileSlice, Item, Rows, Span, TensorRef, record
 
 
 @record
 class Move:
-    """Copy number i of a step: the bytes of `source` into staging slot `slot`, where they are read at `span`; `room`
-    bytes around it may be overwritten by direct reads, unless the bytes pass through a host slot."""
+    """Copy number i of a step: the bytes of `source` into staging slot `slot` of a ring of slots, where they are read
+    at `span`; `room` bytes around it may be overwritten by direct reads, unless the bytes pass through a host slot."""
 
     label: str
-    source: FileSlice | Span
+    source: FileSlice | Rows | Span
     slot: int
     span: Span
     room: tuple[int, int]
+    ring: str = "slot"  # slots are the buffers slot0, slot1, …; those that the host lends them host_slot0, …
+    layer: int = -1
+
+
+@record
+class Outgoing:
+    """Store number i of a step: the bytes of `source`, on the device, to `target` in host memory or a spill file.
+
+    `room` bytes behind a target in a file complete its last page. Where copies hop, bytes for a file pass through slot
+    `slot` of the host's ring. `keeps`: the source lives on after it has been stored.
+    """
+
+    label: str
+    source: Rows | Span
+    target: Rows | Span
+    room: int = 0
+    slot: int = 0
+    ring: str = "out"  # slots are the buffers host_out0, host_out1, …
+    keeps: bool = False
+    layer: int = -1
 
 
 @record
@@ -41,13 +61,27 @@ class Free:
 
 
 @record
+class Store:
+    """Store number `index` is issued here: its source is written by launches before this point."""
+
+    index: int
+
+
+@record
+class Evict:
+    """From here on the memory that store number `index` reads is used for something else."""
+
+    index: int
+
+
+@record
 class Lookup:
     """Rows that `source` names are read here into `span`, apart from the moves and in any order with them."""
 
     index: int
     label: str
     layer: int
-    source: FileRows
+    source: Rows
     span: Span
 
 
@@ -58,7 +92,7 @@ class Found:
     index: int
 
 
-Mark = Fetch | Arrive | Free | Lookup | Found
+Mark = Fetch | Arrive | Free | Store | Evict | Lookup | Found
 
 
 @dataclass
@@ -73,3 +107,5 @@ class Draft:
     resident: dict[str, Span] = field(default_factory=dict)
     inputs: dict[str, TensorRef] = field(default_factory=dict)
     outputs: dict[str, TensorRef] = field(default_factory=dict)
+    stores: list[Outgoing] = field(default_factory=list)
+    files: dict[str, int] = field(default_factory=dict)  # nbytes of each spill file

@@ -30,7 +30,7 @@ from forebay.passes.lower.recording import (
 from forebay.passes.lower.take_turns import Turn, turns
 from forebay.rewriter.ir.graph import META, CacheInput, Layout, WeightInput, values_of
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
-from forebay.rewriter.ir.program import FileRows, FileSlice, Launch, Release, Span, TensorRef, span_of
+from forebay.rewriter.ir.program import FileSlice, Launch, Release, Rows, Span, TensorRef, span_of
 
 
 @dataclass
@@ -236,7 +236,7 @@ class _Lowering:
         name = instance.names[entry.table]
         spec, row_nbytes = self.files[name], self.plan.weight(name).nbytes // entry.rows
         index, out = settled(entry.index, symbols), settled(entry.out, symbols)
-        source = FileRows(spec.path, spec.offset, row_nbytes, entry.rows, index)
+        source = Rows(FileSlice(spec.path, spec.offset, entry.rows * row_nbytes), row_nbytes, index)
         self.draft.items.append(Lookup(number, f"gather {name}", instance.layer, source, span_of(out)))
 
 

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from forebay.passes.lower.draft import Arrive, Draft, Fetch, Found, Free, Lookup, Move
+from forebay.passes.lower.draft import Arrive, Draft, Evict, Fetch, Found, Free, Lookup, Move, Outgoing, Store
+from forebay.passes.lower.order_copies import Order
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
 from forebay.rewriter.ir.program import (
     COMPUTE,
     DISK,
+    DOWNLOAD,
+    LOAD,
     LOOKUP,
     UPLOAD,
+    WRITE,
     Copy,
     FileSlice,
     Item,
     Program,
     Record,
     Release,
+    Rows,
     Span,
     Wait,
+    place_of,
+    tier_of,
 )
+
+AFAR = (LOAD, UPLOAD, DOWNLOAD, WRITE)  # streams that touch what outlives a step on the slower tiers
 
 
 def place_copies(draft: Draft, plan: Plan) -> Program:
     """The Program of a draft. A Fetch becomes a Copy behind a Wait for its slot and before a Record; an Arrive waits
-    for that Record; a Free becomes a Release and a Record, which the slot's next Copy waits for. With `host_hop` reads
-    land in host slots first, and a second Copy takes them to the device."""
+    for that Record; a Free becomes a Release and a Record, which the slot's next Copy waits for. A Store becomes a
+    Record behind its source's launches and a Copy that waits for it, and for whoever still touches its target; an
+    Evict waits until the source has been read. With `host_hop` bytes from and to files land in host slots first, and a
+    second Copy takes them on."""
     return _Placing(draft, plan).run()
 
 
@@ -36,99 +47,206 @@ class _Placing:
         self.prologue: list[Item] = []
         self.events: dict[object, int] = {}
         self.freed: dict[str, int] = {}  # slot -> event recorded when its last contents were released
+        self.leaving: dict[str, tuple[Span, int]] = {}  # host slot -> what is on its way out of it, and the event then
+        self.order = Order()
+        self.orders = bool(draft.stores)  # without any, slots order all there is
 
     def run(self) -> Program:
         draft = self.draft
-        self._open_free_slots()
+        self.order.watch(_afar(draft))
         for index in draft.prologue:
             self._fetch(index, self.prologue)
-        add = self.items.append
-        for item in draft.items:
+        self._step()
+        if self.orders:
+            self._later_step()
+        return Program(draft.name, tuple(self.items), tuple(self.prologue), dict(self.plan.arenas), draft.resident,
+                       draft.inputs, draft.outputs, files=draft.files)
+
+    def _step(self) -> None:
+        self.items = []
+        self._open_free_slots()
+        for item in self.draft.items:
             kind = type(item)
             if kind is Fetch:
                 self._fetch(item.index, self.items)  # type: ignore[union-attr]
             elif kind is Arrive:
-                add(Wait(COMPUTE, self._event("landed", item.index)))  # type: ignore[union-attr]
+                self._wait(COMPUTE, self._event("landed", item.index))  # type: ignore[union-attr]
             elif kind is Free:
                 self._free(item.index)  # type: ignore[union-attr]
+            elif kind is Store:
+                self._store(item.index)  # type: ignore[union-attr]
+            elif kind is Evict:
+                self._evict(item.index)  # type: ignore[union-attr]
             elif kind is Lookup:
                 self._lookup(item)  # type: ignore[arg-type]
             elif kind is Found:
-                add(Wait(COMPUTE, self._event("found", item.index)))  # type: ignore[union-attr]
+                self._wait(COMPUTE, self._event("found", item.index))  # type: ignore[union-attr]
             else:
-                add(item)  # type: ignore[arg-type]
-        return Program(draft.name, tuple(self.items), tuple(self.prologue), dict(self.plan.arenas), draft.resident,
-                       draft.inputs, draft.outputs)
+                self._add(item)  # type: ignore[arg-type]
+        for slot in tuple(self.leaving):
+            self._vacate(slot)
+
+    def _later_step(self) -> None:
+        """The step anew, as one that follows another: what it waits for of the step before are the copies in flight
+        that a prologue records too, else all that was issued on their stream."""
+        before = {stream: self._event("before", stream) for stream in AFAR}
+        self.order.next_step(before, {self._event("landed", index) for index in self.draft.prologue})
+        self._step()
+        waited = {item.event for item in self.items if type(item) is Wait}
+        self.items[:0] = [Record(stream, event) for stream, event in before.items() if event in waited]
 
     def _event(self, *key: object) -> int:
         """One event per key: a copy issued in the prologue and again at the end of a step records the same one."""
         return self.events.setdefault(key, len(self.events) + 1)
 
+    def _add(self, item: Item, into: list[Item] | None = None) -> None:
+        (self.items if into is None else into).append(item)
+        if self.orders:
+            self.order.follow(item)
+
+    def _wait(self, stream: str, *events: int, into: list[Item] | None = None) -> None:
+        if self.orders:
+            events = tuple(self.order.missing(stream, events))
+        for event in events:
+            self._add(Wait(stream, event), into)
+
     def _open_free_slots(self) -> None:
         """Slots that no copy in flight occupies are free for this step once the step before has computed. Host slots
         count one by one: a copy in flight may come from host memory and leave its host slot alone."""
-        slots, moves = self.plan.schedule.slots, len(self.draft.moves)
-        if len(self.draft.prologue) < min(slots, moves) or (self.plan.schedule.host_hop and moves):
+        moves, self.freed = self.draft.moves, {}
+        slots = {f"{move.ring}{move.slot}" for move in moves}
+        taken = {f"{moves[index].ring}{moves[index].slot}" for index in self.draft.prologue}
+        if slots - taken or (self.plan.schedule.host_hop and moves):
             top = self._event("top")
-            self.items.append(Record(COMPUTE, top))
-            self.freed = {f"{kind}{i}": top for kind in ("slot", "host_slot") for i in range(slots)}
+            self._add(Record(COMPUTE, top))
+            self.freed = {kind + slot: top for kind in ("", "host_") for slot in slots}
+        for index in self.draft.prologue:
+            if ("left", index) in self.events:
+                self.freed[f"host_{moves[index].ring}{moves[index].slot}"] = self._event("left", index)
 
     def _fetch(self, index: int, into: list[Item]) -> None:
         move = self.draft.moves[index]
-        slot = f"slot{move.slot}"
+        slot, source = f"{move.ring}{move.slot}", place_of(move.source)
         landed = self._event("landed", index)  # the same in every program's prologue: steps hand copies to each other
         waits = into is self.items
-        if self.plan.schedule.host_hop and isinstance(move.source, FileSlice):
-            self._two_hops(index, move, into, waits)
-            into.append(Record(UPLOAD, landed))
-            return
-        stream = DISK if isinstance(move.source, FileSlice) else UPLOAD
-        if waits and slot in self.freed:
-            into.append(Wait(stream, self.freed[slot]))
-        into.append(Copy(stream, move.source, move.span, move.label, room=move.room))
-        into.append(Record(stream, landed))
+        hops = self.plan.schedule.host_hop and tier_of(source) == "disk"
+        stream = UPLOAD if tier_of(source) == "host" else DISK if isinstance(source, FileSlice) else LOAD
+        if hops:
+            self._two_hops(index, move, stream, into, waits)
+        else:
+            free = (self.freed[slot],) if waits and slot in self.freed else ()
+            copy = Copy(stream, move.source, move.span, move.label, move.layer, move.room)
+            self._afar(copy, source, landed, free, into)
+        self._add(Record(UPLOAD if hops else stream, landed), into)
 
-    def _two_hops(self, index: int, move: Move, into: list[Item], waits: bool) -> None:
-        slot, host = f"slot{move.slot}", f"host_slot{move.slot}"
-        assert isinstance(move.source, FileSlice)
-        landing, room = landing_of(move.source, self.slots[host], move.span.nbytes, f"{host}:{index}")
-        if waits and host in self.freed:
-            into.append(Wait(DISK, self.freed[host]))
-        into.append(Copy(DISK, move.source, landing, move.label, room=room))
+    def _two_hops(self, index: int, move: Move, stream: str, into: list[Item], waits: bool) -> None:
+        slot, host, source = f"{move.ring}{move.slot}", f"host_{move.ring}{move.slot}", place_of(move.source)
+        landing, room = landing_of(source, self.slots[host], move.span.nbytes, f"{host}:{index}")
+        free = (self.freed[host],) if waits and host in self.freed else ()
         arrived = self._event("arrived", index)
-        into += [Record(DISK, arrived), Wait(UPLOAD, arrived)]
-        if waits and slot in self.freed:
-            into.append(Wait(UPLOAD, self.freed[slot]))
-        into.append(Copy(UPLOAD, landing, move.span, move.label.replace("fetch", "upload")))
-        into.append(Release(UPLOAD, _widen(landing, room)))
+        self._afar(Copy(stream, move.source, landing, move.label, move.layer, room), source, arrived, free, into)
+        self._add(Record(stream, arrived), into)
+        self._wait(UPLOAD, arrived, *((self.freed[slot],) if waits and slot in self.freed else ()), into=into)
+        self._add(Copy(UPLOAD, landing, move.span, move.label.replace("fetch", "upload"), move.layer), into)
+        self._add(Release(UPLOAD, _widen(landing, room)), into)
         left = self.freed[host] = self._event("left", index)
-        into.append(Record(UPLOAD, left))
+        self._add(Record(UPLOAD, left), into)
+
+    def _afar(self, copy: Copy, place: FileSlice | Span, event: int, after: tuple[int, ...], into: list[Item]) -> None:
+        """Place a copy that touches `place` on a slower tier, behind the events `after` and whoever must have touched
+        it before; `event` will stand for it."""
+        writes = place is place_of(copy.dst)
+        span = place if isinstance(place, Span) and self.orders else None
+        if self.orders:
+            after = tuple(self.order.missing(copy.stream, after, span, writes))
+        for earlier in after:
+            self._add(Wait(copy.stream, earlier), into)
+        self._add(copy, into)
+        if span is not None:
+            self.order.touch(copy.stream, span, event, writes)
 
     def _free(self, index: int) -> None:
         move = self.draft.moves[index]
-        event = self.freed[f"slot{move.slot}"] = self._event("freed", index)
-        self.items += [Release(COMPUTE, _widen(move.span, move.room)), Record(COMPUTE, event)]
+        event = self.freed[f"{move.ring}{move.slot}"] = self._event("freed", index)
+        self._add(Release(COMPUTE, _widen(move.span, move.room)))
+        self._add(Record(COMPUTE, event))
+
+    def _store(self, index: int) -> None:
+        out = self.draft.stores[index]
+        ready, stored = self._event("ready to store", index), self._event("stored", index)
+        stream = DOWNLOAD if tier_of(out.target) == "host" else WRITE
+        self._add(Record(COMPUTE, ready))
+        source: Rows | Span = out.source
+        if stream == WRITE and self.plan.schedule.host_hop:
+            source, ready = self._download(index, out, ready)
+        copy = Copy(stream, source, out.target, out.label, out.layer, (0, out.room))
+        self._afar(copy, place_of(out.target), stored, (ready,), self.items)
+        self._add(Record(stream, stored))
+        if isinstance(source, Span) and source.arena == "host":
+            self.leaving[f"host_{out.ring}{out.slot}"] = source, stored
+
+    def _download(self, index: int, out: Outgoing, ready: int) -> tuple[Span, int]:
+        """Bring what is to be stored into its host slot; where it lies then, and the event of that."""
+        host, nbytes = f"host_{out.ring}{out.slot}", out.source.nbytes
+        landing, _ = landing_of(None, self.slots[host], nbytes, f"{host}:{index}")
+        self._vacate(host)
+        self._wait(DOWNLOAD, ready)
+        self._add(Copy(DOWNLOAD, out.source, landing, out.label.replace("store", "download"), out.layer))
+        downloaded = self._event("downloaded", index)
+        self._add(Record(DOWNLOAD, downloaded))
+        return landing, downloaded
+
+    def _vacate(self, slot: str) -> None:
+        """End the contents of a host slot once they have been written."""
+        if slot in self.leaving:
+            landing, stored = self.leaving.pop(slot)
+            self._wait(DOWNLOAD, stored)
+            self._add(Release(DOWNLOAD, landing))
+
+    def _evict(self, index: int) -> None:
+        """Wait until the source has been read, and what says which rows of the target."""
+        out = self.draft.stores[index]
+        told = isinstance(out.target, Rows) and out.target.told_by
+        hopped = ("downloaded", index) in self.events and not told
+        self._wait(COMPUTE, self._event("downloaded" if hopped else "stored", index))
+        if not out.keeps:
+            source = place_of(out.source)
+            assert isinstance(source, Span)
+            self._add(Release(COMPUTE, source))
 
     def _lookup(self, found: Lookup) -> None:
         ready, landed = self._event("ready", found.index), self._event("found", found.index)
-        self.items += [Record(COMPUTE, ready), Wait(LOOKUP, ready)]
+        self._add(Record(COMPUTE, ready))
+        self._wait(LOOKUP, ready)
         if not self.plan.schedule.host_hop:
-            self.items += [Copy(LOOKUP, found.source, found.span, found.label, found.layer), Record(LOOKUP, landed)]
+            self._add(Copy(LOOKUP, found.source, found.span, found.label, found.layer))
+            self._add(Record(LOOKUP, landed))
             return
         rows = self.slots["host_rows"]
         landing = Span(rows.arena, rows.offset, found.span.nbytes, f"host_rows:{found.index}")
         arrived, uploaded = self._event("rows", found.index), self.freed.get("host_rows")
         if uploaded is not None:
-            self.items.append(Wait(LOOKUP, uploaded))
-        self.items += [Copy(LOOKUP, found.source, landing, found.label, found.layer), Record(LOOKUP, arrived),
-                       Wait(UPLOAD, arrived), Wait(UPLOAD, ready),
-                       Copy(UPLOAD, landing, found.span, found.label, found.layer), Release(UPLOAD, landing),
-                       Record(UPLOAD, landed)]
+            self._wait(LOOKUP, uploaded)
+        self._add(Copy(LOOKUP, found.source, landing, found.label, found.layer))
+        self._add(Record(LOOKUP, arrived))
+        self._wait(UPLOAD, arrived)
+        self._wait(UPLOAD, ready)
+        self._add(Copy(UPLOAD, landing, found.span, found.label, found.layer))
+        self._add(Release(UPLOAD, landing))
+        self._add(Record(UPLOAD, landed))
         self.freed["host_rows"] = landed
 
 
+def _afar(draft: Draft) -> list[Span]:
+    """The bytes on slower tiers that a draft with stores touches, but for those of read-only files."""
+    if not draft.stores:
+        return []
+    places = [*(place_of(move.source) for move in draft.moves), *(place_of(out.target) for out in draft.stores)]
+    return [place for place in places if isinstance(place, Span)]
+
+
 def landing_of(
-    source: FileSlice | None, slot: BufferPlacement, nbytes: int, buffer: str, itemsize: int = 1
+    source: FileSlice | Span | None, slot: BufferPlacement, nbytes: int, buffer: str, itemsize: int = 1
 ) -> tuple[Span, tuple[int, int]]:
     """Where in a slot bytes land, and the room around them: what comes from a file lies congruent with it to a page,
     where elements stay aligned, so that it can be read in place. ValueError where they do not fit."""

@@ -6,6 +6,7 @@ order them, as CUDA events do: a Wait refers to the latest Record of its event t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, dataclass_transform
@@ -13,9 +14,11 @@ from typing import Any, TypeVar, dataclass_transform
 T = TypeVar("T")
 COMPUTE, DISK, UPLOAD = "compute", "disk", "upload"  # streams: kernels; file reads; host -> device copies
 LOOKUP = "lookup"  # file reads of single rows, which must not queue behind the long reads of weights
-UNORDERED = (DISK, LOOKUP)  # streams on which reads finish in any order
+LOAD = "load"  # reads of spill files, which must not queue behind them either
+DOWNLOAD, WRITE = "download", "write"  # the outward streams: device -> host copies; writes of spill files
+READS = (DISK, LOOKUP, LOAD)
+UNORDERED = (*READS, WRITE)  # streams on which copies finish in any order
 DEVICE, HOST = "device", "host"  # arenas, named after their tier
-
 
 
 @dataclass_transform(frozen_default=True)
@@ -27,7 +30,7 @@ def record(cls: type[T]) -> type[T]:
 
 @record
 class Span:
-    """Bytes [offset, offset + nbytes) of an arena, holding (part of) the buffer `buffer`."""
+    """Bytes [offset, offset + nbytes) of an arena or a spill file, holding (part of) the buffer `buffer`."""
 
     arena: str
     offset: int
@@ -49,7 +52,7 @@ class TensorRef:
 
 @record
 class FileSlice:
-    """Bytes of a file, on the disk tier."""
+    """Bytes of a file that is only read, on the disk tier."""
 
     path: str
     offset: int
@@ -57,14 +60,34 @@ class FileSlice:
 
 
 @record
-class FileRows:
-    """Rows of a matrix in a file, named by the int64 `index` in device memory; row i is at offset + i * row_nbytes."""
+class Rows:
+    """Those rows of `table` that int64 tensors name when the copy runs; its other end lies densely, row after row.
 
-    path: str
-    offset: int
+    Row i of the other end is row index[i] of the table (without `index`: row i); where `skips`, one with a negative
+    number is left out. With `count` [1] only the first count[0] rows are moved. What is left out keeps what it held in
+    a table, and is undefined in the dense end. The proof takes all of both ends to be touched.
+    """
+
+    table: FileSlice | Span
     row_nbytes: int
-    rows: int
-    index: TensorRef
+    index: TensorRef | None = None
+    count: TensorRef | None = None
+    skips: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of the table."""
+        return self.table.nbytes // self.row_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the dense end: of all rows that may be moved."""
+        return self.row_nbytes * (self.rows if self.index is None else math.prod(self.index.shape))
+
+    @property
+    def told_by(self) -> tuple[TensorRef, ...]:
+        """The tensors that say which rows."""
+        return tuple(ref for ref in (self.index, self.count) if ref is not None)
 
 
 @record
@@ -87,11 +110,12 @@ class Launch:
 
 @record
 class Copy:
-    """Move bytes into `dst`. `room` bytes before and after dst (within its slot) may be overwritten (direct I/O)."""
+    """Move bytes of `src` into `dst`. `room` bytes before and after dst (within its slot, or its pages of a spill file)
+    may be overwritten (direct I/O)."""
 
     stream: str
-    src: FileSlice | FileRows | Span
-    dst: Span
+    src: FileSlice | Rows | Span
+    dst: Rows | Span
     label: str
     layer: int = -1
     room: tuple[int, int] = (0, 0)
@@ -137,6 +161,7 @@ class Program:
     inputs: dict[str, TensorRef] = field(default_factory=dict)
     outputs: dict[str, TensorRef] = field(default_factory=dict)
     once: bool = False  # the step runs a single time: memory need not be left as it was found
+    files: dict[str, int] = field(default_factory=dict)  # nbytes of each spill file; spans name them as they do arenas
 
     def items(self, steps: int = 1) -> Iterator[Item]:
         """Prologue and `steps` steps, as they are issued."""
@@ -155,11 +180,28 @@ class Program:
     def moved_nbytes(self) -> int:
         """Bytes of weights that one step copies into staging slots on the device, from wherever they are kept."""
         return sum(i.dst.nbytes for i in self.step
-                   if isinstance(i, Copy) and i.dst.arena == DEVICE and i.dst.buffer.startswith("slot"))
+                   if isinstance(i, Copy) and isinstance(i.dst, Span) and i.dst.arena == DEVICE
+                   and i.dst.buffer.startswith("slot"))
 
     def workspace_nbytes(self) -> int:
         """Largest transient memory any launch takes outside the arenas."""
         return max((i.workspace_nbytes for i in self.step if isinstance(i, Launch)), default=0)
+
+
+def place_of(end: FileSlice | Rows | Span) -> FileSlice | Span:
+    """The bytes at an end of a copy: a table whole."""
+    return end.table if isinstance(end, Rows) else end
+
+
+def tier_of(end: FileSlice | Rows | Span) -> str:
+    """The tier at an end of a copy: device, host or disk."""
+    place = place_of(end)
+    return place.arena if isinstance(place, Span) and place.arena in (DEVICE, HOST) else "disk"
+
+
+def copy_nbytes(copy: Copy) -> int:
+    """Bytes that a copy moves, at most."""
+    return (copy.src if isinstance(copy.src, Rows) else copy.dst).nbytes
 
 
 def dtype_itemsize(dtype: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
-from forebay.rewriter.ir.program import Copy, FileRows, FileSlice, Item, Launch, TensorRef
+from forebay.rewriter.ir.program import Copy, FileSlice, Item, Launch, Rows, TensorRef, copy_nbytes, tier_of
 from forebay.rewriter.machine.operations import attention_flops
 from forebay.rewriter.predict.estimator import Estimator
 
@@ -26,23 +26,18 @@ def item_time_s(item: Item, times: Estimator) -> float:
 def copy_time_s(item: Copy, times: Estimator) -> float:
     """bytes / bandwidth of the link; a lookup, which the step waits for, takes its latency too. That of other copies
     (`copy_latency_s`) is hidden while others are in flight."""
-    src, tiers = item.src, (source_tier(item), item.dst.arena)
-    if isinstance(src, FileRows):
-        rows = math.prod(src.index.shape)
+    src, tiers = item.src, (tier_of(item.src), tier_of(item.dst))
+    if isinstance(src, Rows) and isinstance(src.table, FileSlice):
+        rows = src.nbytes // src.row_nbytes  # whole pages are read
         return times.latency_s(*tiers) + rows * max(src.row_nbytes, PAGE_NBYTES) * times.byte_s(*tiers)
-    return item.dst.nbytes * times.byte_s(*tiers)
+    return copy_nbytes(item) * times.byte_s(*tiers)
 
 
 def copy_latency_s(item: Copy, times: Estimator) -> float:
     """Seconds that a copy takes longer when nothing was in flight before it; a lookup's stand in its time."""
-    if isinstance(item.src, FileRows):
+    if isinstance(item.src, Rows) and isinstance(item.src.table, FileSlice):
         return 0.0
-    return times.latency_s(source_tier(item), item.dst.arena)
-
-
-def source_tier(item: Copy) -> str:
-    """The tier that a copy reads."""
-    return "disk" if isinstance(item.src, FileSlice | FileRows) else item.src.arena
+    return times.latency_s(tier_of(item.src), tier_of(item.dst))
 
 
 def launch_time_s(item: Launch, times: Estimator) -> float:

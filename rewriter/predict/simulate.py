@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from forebay.rewriter.ir.program import COMPUTE, Copy, Item, Launch, Program, TensorRef
+from forebay.rewriter.ir.program import COMPUTE, Copy, Item, Launch, Program, Rows, TensorRef, copy_nbytes, tier_of
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.predict.estimator import Estimator, MachineEstimator
 from forebay.rewriter.predict.item_costs import copy_latency_s, item_time_s, launch_issue_s, touched_nbytes
@@ -73,6 +73,6 @@ def _likeness(item: Item) -> tuple:
         return item.op, item.impl, shapes, item.kwargs.get("form"), sum([s.nbytes for s in item.reads]), sum(
             [s.nbytes for s in item.writes])
     if isinstance(item, Copy):
-        src = item.src
-        return type(src), getattr(src, "arena", ""), getattr(src, "nbytes", id(item)), item.dst.arena, item.dst.nbytes
+        rows = [(end.row_nbytes, type(end.table)) if isinstance(end, Rows) else None for end in (item.src, item.dst)]
+        return tier_of(item.src), tier_of(item.dst), copy_nbytes(item), *rows
     return ()

@@ -7,7 +7,19 @@ from pathlib import Path
 from torch import fx
 
 from forebay.rewriter.ir.plan import Plan
-from forebay.rewriter.ir.program import Copy, FileRows, FileSlice, Item, Launch, Program, Record, Release, Span, Wait
+from forebay.rewriter.ir.program import (
+    Copy,
+    FileSlice,
+    Item,
+    Launch,
+    Program,
+    Record,
+    Release,
+    Rows,
+    Span,
+    Wait,
+    place_of,
+)
 
 
 class Dump:
@@ -55,7 +67,8 @@ def graph_text(gm: fx.GraphModule) -> str:
 
 def program_text(program: Program) -> str:
     """One line per item: stream, what, where."""
-    lines = [f"# {program.name}; arenas {program.arenas}", "# prologue"]
+    files = f"; spill files {program.files}" if program.files else ""
+    lines = [f"# {program.name}; arenas {program.arenas}{files}", "# prologue"]
     lines += [item_text(item) for item in program.prologue]
     lines.append("# step")
     lines += [item_text(item) for item in program.step]
@@ -69,18 +82,21 @@ def item_text(item: Item) -> str:
         writes = ", ".join(map(_span, item.writes))
         return f"{item.stream:8} launch {item.label}: {item.op}{impl} -> {writes}"
     if isinstance(item, Copy):
-        if isinstance(item.src, Span):
-            source = _span(item.src)
-        elif isinstance(item.src, FileRows):
-            source = f"{Path(item.src.path).name} rows named by {item.src.index.buffer}"
-        else:
-            assert isinstance(item.src, FileSlice)
-            source = f"{Path(item.src.path).name}[{item.src.offset}:+{item.src.nbytes}]"
-        return f"{item.stream:8} copy   {item.label}: {source} -> {_span(item.dst)}"
+        return f"{item.stream:8} copy   {item.label}: {_end(item.src)} -> {_end(item.dst)}"
     if isinstance(item, Record | Wait):
         return f"{item.stream:8} {'record' if isinstance(item, Record) else 'wait  '} event {item.event}"
     assert isinstance(item, Release)
     return f"{item.stream:8} free   {_span(item.span)}"
+
+
+def _end(end: FileSlice | Rows | Span) -> str:
+    """An end of a copy, and what says which rows of it are moved."""
+    place = place_of(end)
+    text = _span(place) if isinstance(place, Span) else f"{Path(place.path).name}[{place.offset}:+{place.nbytes}]"
+    if isinstance(end, Rows):
+        named = f" named by {end.index.buffer}" if end.index is not None else ""
+        text += f" rows of {end.row_nbytes}{named}" + (f", the first {end.count.buffer}" if end.count else "")
+    return text
 
 
 def _span(span: Span) -> str:

@@ -2,8 +2,9 @@
 
 The proof covers prologue and two steps, so it holds for any number of them (each step starts in the state that the
 prologue leaves, and must leave it again; one that runs a single time need not). Happens-before is tracked with vector
-clocks over streams and events. Reads from the disk complete out of order, so a copy on the disk stream is ordered
-before another item only by a Record after it and a Wait on that Record.
+clocks over streams and events. Copies from and to the disk complete out of order, so a copy on such a stream is ordered
+before another item only by a Record after it and a Wait on that Record. A byte range of a spill file is memory like any
+other: its contents have a name, and who reads them must have waited for who wrote them.
 """
 
 from __future__ import annotations
@@ -13,18 +14,23 @@ from typing import Any
 
 from forebay.rewriter.ir.program import (
     COMPUTE,
+    DOWNLOAD,
     UNORDERED,
+    WRITE,
     Copy,
     Item,
     Launch,
     Program,
     Record,
     Release,
+    Rows,
     Span,
     Wait,
     span_of,
 )
 from forebay.rewriter.verify.items import ItemFault, check_items, copy_spans, span_text
+
+OUTWARD = (DOWNLOAD, WRITE)
 
 
 class ProgramError(RuntimeError):
@@ -66,9 +72,10 @@ _Prepared = tuple[Item, int, _Touched, _Touched]  # the number of its stream, wh
 
 def verify_program(program: Program, budget: Mapping[str, int | None] | None = None) -> None:
     """Raise ProgramError unless every copy fills its target, launches declare all they touch, every read follows the
-    write it needs, no bytes are reused while someone may still touch them, all spans lie in their arenas, every load is
-    read, every release is single, every wait has its record, the steady state repeats (unless the program runs once),
-    and arenas plus workspace fit the budget (bytes per arena; None or absent: no limit)."""
+    write it needs, no bytes are reused while someone may still touch them, all spans lie in their arenas and spill
+    files, every load is read (and every store, unless it updates what is kept), every release is single, every wait has
+    its record, the steady state repeats (unless the program runs once), and arenas plus workspace and spill files fit
+    the budget (bytes per arena, and of `disk`; None or absent: no limit)."""
     _check_sizes(program, budget or {})
     try:
         check_items(program)
@@ -102,6 +109,12 @@ def _check_sizes(program: Program, budget: Mapping[str, int | None]) -> None:
         if limit is not None and total > limit:
             raise ProgramError(f"{program.name}: {arena} needs {total} bytes (arena {nbytes} and workspace "
                                f"{total - nbytes}), the budget is {limit}")
+    limit, total = budget.get("disk"), sum(program.files.values())
+    if limit is not None and total > limit:
+        raise ProgramError(f"{program.name}: the spill files need {total} bytes, the budget of the disk is {limit}")
+    both = sorted(program.files.keys() & program.arenas.keys())
+    if both:
+        raise ProgramError(f"{program.name}: {both[0]} is both an arena and a spill file; name one of them otherwise")
 
 
 class _State:
@@ -112,13 +125,14 @@ class _State:
         self._touched: list[_Touched] = []
         self._copied: list[Span] = []  # touched by a Copy, or by another stream than COMPUTE
         self._nothing = _Touched(())
+        self.kept = {span.buffer for span in program.resident.values()}
         self.number = {COMPUTE: 0}
         given = [Launch(COMPUTE, "", (), {}, (), (), (span_of(ref),), f"the caller's {name}")
                  for name, ref in program.inputs.items()]  # between steps the caller writes them, on the compute stream
         self.prologue, self.given, self.step = (self._prepared(i) for i in (program.prologue, given, program.step))
         kept = [self._new((span,)) for span in program.resident.values()]
         self.results = [self._new((span_of(ref),)) for ref in program.outputs.values()]
-        self._cut(program.arenas)
+        self._cut({**program.arenas, **program.files})
         self.streams = list(self.number)
         self.ordered = [stream not in UNORDERED for stream in self.streams]
         self.items: list[list[Launch | Copy | None]] = [[None] for _ in self.streams]  # by position on the stream
@@ -174,7 +188,8 @@ class _State:
         return touched
 
     def _cut(self, arenas: Mapping[str, int]) -> None:
-        """Cut every arena where any span begins or ends, and look all spans up; what copies touch becomes segments."""
+        """Cut every arena and file where any span begins or ends, and look all spans up; what copies touch becomes
+        segments."""
         cuts: dict[str, set[int]] = {arena: {0, nbytes} for arena, nbytes in arenas.items()}
         spans = {(s.arena, s.offset, s.nbytes): s for touched in self._touched for s in touched.spans}
         for (arena, offset, nbytes), span in spans.items():
@@ -279,7 +294,9 @@ class _State:
                         if found is not None:
                             self._check_free(item, writes, run)
                         owners[where] = meant
-                copied = kind is Copy  # what it brings must be read
+                copied = kind is Copy  # what it brings must be read; what it takes out may update what is kept
+                if copied and (type(item.dst) is Rows or item.stream in OUTWARD):  # type: ignore[union-attr]
+                    copied = self._check_outward(item, writes)  # type: ignore[arg-type]
                 for segments, buffer in writes.shared:
                     for segment in segments:
                         if ((segment.owner is not None and (segment.copied or segment.owner != buffer))
@@ -306,9 +323,24 @@ class _State:
                     if clock[i] < count:
                         clock[i] = count
             else:
-                self._release(item.span, reads)  # type: ignore[union-attr]
+                self._release(item, stream, reads)  # type: ignore[arg-type]
 
-    def _release(self, span: Span, freed: _Touched) -> None:
+    def _check_outward(self, item: Copy, writes: _Touched) -> bool:
+        """Raise unless a target that may be written in part holds what the rest of it is to keep; whether what the copy
+        brings must be read."""
+        if not writes.shared:
+            return False
+        segments, buffer = writes.shared[0]
+        if type(item.dst) is Rows:
+            for segment in segments:
+                if segment.owner != buffer:
+                    raise ProgramError(f"{self.name}: {item.label} writes some rows of "
+                                       f"{self._spanat(segment, buffer, writes.spans)}, which holds "
+                                       f"{segment.owner or 'nothing'} by then")
+        return item.stream not in OUTWARD or buffer not in self.kept
+
+    def _release(self, item: Release, stream: int, freed: _Touched) -> None:
+        span, clock = item.span, self.clocks[stream]
         for run in freed.private if self.private else ():
             owners, where, meant = run
             if owners[where] != meant:
@@ -318,6 +350,11 @@ class _State:
             for segment in segments:
                 if segment.owner != buffer or segment.copied:
                     self._refuse_release(segment.owner, span)
+                for other, read in segment.reads.items():
+                    if read > clock[other]:
+                        raise ProgramError(f"{self.name}: {span_text(span)} is released on {item.stream} while "
+                                           f"{_label(self.items[other][read])} on {self.streams[other]} may still "
+                                           "read it")
                 segment.owner = None
 
     def _check_free(self, item: Item, touched: _Touched, run: _Run) -> None:

@@ -1,4 +1,4 @@
-"""The CUDA device: kernels on one stream, host-to-device copies on another, disk reads into pinned memory."""
+"""The CUDA device: kernels on one stream, copies each way on one of their own, the disk through pinned memory."""
 
 from __future__ import annotations
 
@@ -14,23 +14,29 @@ import torch
 from forebay.rewriter.ir.program import (
     COMPUTE,
     DISK,
+    DOWNLOAD,
+    LOAD,
     LOOKUP,
     UNORDERED,
     UPLOAD,
+    WRITE,
     Copy,
-    FileRows,
     FileSlice,
     Item,
     Launch,
     Record,
     Release,
+    Rows,
     Span,
     TensorRef,
     Wait,
+    place_of,
 )
 from forebay.runtime.devices.device import Call, RuntimeFault
+from forebay.runtime.devices.outward import copy_runs, read_rows, runs, write_rows
 from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, told
 from forebay.runtime.disk.reader import DiskReader, Read
+from forebay.runtime.disk.spill import SpillSpace
 from forebay.runtime.run.arena import Arena, view
 from forebay.runtime.run.trace import Trace
 
@@ -47,24 +53,25 @@ class _Event:
 
 
 class CudaDevice:
-    """Streams as CUDA has them. The caller's thread issues kernels; a worker thread issues uploads, and another issues
-    disk reads, because both may have to wait on the host for the other before they can issue. Host memory is one slab,
-    pinned in place (an allocator of pinned memory would round it up to a power of two)."""
+    """Streams as CUDA has them. The caller's thread issues kernels; worker threads issue uploads, downloads, disk reads
+    and writes, one each, because all may have to wait on the host for another before they can issue. Host memory is one
+    slab, pinned in place (an allocator of pinned memory would round it up to a power of two)."""
 
     def __init__(
         self, reader: DiskReader, *, lookups: DiskReader | None = None, poison: bool = False, sync: bool = False,
-        trace: Trace | None = None,
+        trace: Trace | None = None, spill: SpillSpace | None = None,
     ) -> None:
         if not torch.cuda.is_available():
             raise RuntimeFault("this plan is for a GPU, and torch finds none; plan for this machine instead")
-        self.readers = {DISK: reader, LOOKUP: lookups or reader}
+        self.readers = {DISK: reader, LOOKUP: lookups or reader, LOAD: lookups or reader}
+        self.spill = spill
         self.poison, self.sync, self.trace = poison, sync, trace
         self.device_memory: torch.Tensor | None = None
         self.host: Arena | None = None
         self.landing: Arena | None = None
         self.compute = torch.cuda.Stream()
-        self.uploads = torch.cuda.Stream()
-        self.workers = {stream: Worker(stream) for stream in (UPLOAD, *UNORDERED)}
+        self.streams = {stream: torch.cuda.Stream() for stream in (UPLOAD, DOWNLOAD)}
+        self.workers = {stream: Worker(stream) for stream in (UPLOAD, DOWNLOAD, *UNORDERED)}
         self.ledgers = {stream: CopyLedger() for stream in UNORDERED}
         self.events: dict[int, _Event] = {}
 
@@ -84,6 +91,15 @@ class CudaDevice:
         with torch.cuda.stream(self.compute):
             yield
         caller.wait_stream(self.compute)
+
+    def open_files(self, files: Mapping[str, int]) -> None:
+        self._spill.open(files)
+
+    @property
+    def _spill(self) -> SpillSpace:
+        if self.spill is None:
+            raise RuntimeFault("this program spills to disk, and its device was given no folder to do so")
+        return self.spill
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
         if ref.arena == "host":
@@ -121,51 +137,82 @@ class CudaDevice:
         memory = self._bytes(item.span)
         if item.stream == COMPUTE:
             return lambda: memory.fill_(0xFF)
-        return lambda: self.workers[item.stream].submit(lambda: memory.fill_(0xFF) if not memory.is_cuda else None)
+
+        def fill() -> None:
+            self.streams[item.stream].synchronize()  # it may still read there
+            memory.fill_(0xFF)
+
+        return lambda: self.workers[item.stream].submit(fill if not memory.is_cuda else lambda: None)
 
     # -- copies
 
     def _bind_copy(self, item: Copy) -> Call:
-        src = item.src
-        if isinstance(src, Span):
-            source, target, label = self._bytes(src), self._bytes(item.dst), item.label
-            return lambda: self.workers[UPLOAD].submit(lambda: self._upload(source, target, label))
-        if item.dst.arena == "device":
-            if isinstance(src, FileRows):
-                raise RuntimeFault(f"{item.label}: rows from disk reach a GPU through host memory; plan with host_hop")
-            return lambda: self._load(src, item.dst)
+        if item.stream in (UPLOAD, DOWNLOAD):
+            return self._bind_move(item)
+        place, target = place_of(item.src), place_of(item.dst)
+        assert isinstance(target, Span)
+        if item.stream == WRITE:
+            assert isinstance(place, Span)
+            return self._bind_write(item, self._host_address(item, place))
+        if isinstance(item.src, FileSlice) and target.arena == "device":
+            return lambda: self._load(place, target)  # type: ignore[arg-type]
+        return self._bind_read(item, self._host_address(item, target))
+
+    def _host_address(self, item: Copy, span: Span) -> int:
+        """Where a span lies in host memory, which alone files are read to and written from."""
+        if span.arena != "host":
+            raise RuntimeFault(f"{item.label}: between disk and GPU bytes pass through host memory; plan with host_hop")
         assert self.host is not None
-        address = self.host.address + item.dst.offset
-        disk = self.workers[item.stream]
+        return self.host.address + span.offset
+
+    def _bind_read(self, item: Copy, address: int) -> Call:
+        src, disk, reader, (before, after) = item.src, self.workers[item.stream], self.readers[item.stream], item.room
         if isinstance(src, FileSlice):
-            before, after = item.room
-            reader = self.readers[item.stream]
 
             def read(src: FileSlice = src) -> None:
                 with told(self._begin(item)) as done:
                     reader.submit(Read(src.path, src.offset, src.nbytes, address, before, after, done))
 
             return lambda: disk.submit(read)
-        index = self.tensor(src.index)
 
         def gather() -> None:
-            rows = index.flatten().tolist()  # waits for the device; the Wait before it made the index valid
-            if rows and not 0 <= min(rows) <= max(rows) < src.rows:
-                raise RuntimeFault(f"{item.label}: row {max(rows)} (lowest {min(rows)}) of a table of {src.rows}")
-            with told(self._begin(item)) as done:
-                self.readers[item.stream].read_rows(src.path, src.offset, src.row_nbytes, rows, address, done)
+            # What names rows waits for the device; the Wait before it made that valid.
+            if isinstance(src, Rows) and isinstance(src.table, FileSlice) and not src.skips and src.count is None:
+                assert src.index is not None
+                rows = self.tensor(src.index).flatten().tolist()
+                if rows and not 0 <= min(rows) <= max(rows) < src.rows:
+                    raise RuntimeFault(f"{item.label}: row {max(rows)} (lowest {min(rows)}) of a table of {src.rows}")
+                with told(self._begin(item)) as done:
+                    reader.read_rows(src.table.path, src.table.offset, src.row_nbytes, rows, address, done)
+                return
+            moved = runs(item, self.tensor)
+            read_rows(item, self.spill, reader, address, moved, self._begin(item))
 
         return lambda: disk.submit(gather)
 
-    def _upload(self, source: torch.Tensor, target: torch.Tensor, label: str) -> None:
-        with torch.cuda.stream(self.uploads):
-            if self.trace is None:
-                target.copy_(source, non_blocking=True)
-                return
+    def _bind_write(self, item: Copy, address: int) -> Call:
+        def write() -> None:
+            moved = runs(item, self.tensor)
+            write_rows(item, self._spill, address, moved, self._begin(item))
+
+        return lambda: self.workers[WRITE].submit(write)
+
+    def _bind_move(self, item: Copy) -> Call:
+        """A copy between arenas, issued on the stream of its direction by that stream's worker."""
+        place, target = place_of(item.src), place_of(item.dst)
+        assert isinstance(place, Span) and isinstance(target, Span)
+        source, end, label, worker = self._bytes(place), self._bytes(target), item.label, self.workers[item.stream]
+        return lambda: worker.submit(lambda: self._move(item, source, end, label))
+
+    def _move(self, item: Copy, source: torch.Tensor, target: torch.Tensor, label: str) -> None:
+        stream = self.streams[item.stream]
+        with torch.cuda.stream(stream):
+            moved = runs(item, self.tensor)  # what names rows is read behind what the stream has waited for
             start = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            self.uploads.synchronize()
-            self.trace.add(UPLOAD, label, start, time.perf_counter())
+            copy_runs(moved, source, target, non_blocking=True)
+            if self.trace is not None:
+                stream.synchronize()
+                self.trace.add(item.stream, label, start, time.perf_counter())
 
     def _begin(self, item: Copy) -> Callable[[BaseException | None], None]:
         """Note an asynchronous read; with a trace, also when it began and ended."""
@@ -202,7 +249,7 @@ class CudaDevice:
                 return
             try:
                 event.cuda = torch.cuda.Event()
-                event.cuda.record(self.uploads)
+                event.cuda.record(self.streams[item.stream])
             except BaseException as error:  # whoever waits for it must be told
                 event.issued.done(error)
                 raise
@@ -224,16 +271,16 @@ class CudaDevice:
             event.issued.wait()
             if event.cuda is None:
                 return
-            if item.stream == UPLOAD:
-                self.uploads.wait_event(event.cuda)
+            if item.stream in self.streams:
+                self.streams[item.stream].wait_event(event.cuda)
             else:
-                event.cuda.synchronize()  # the disk writes from the host
+                event.cuda.synchronize()  # engines of the disk work from the host
 
         self.workers[item.stream].submit(wait)
 
     def finish(self) -> None:
         """Wait for everything issued; raise the first error any of it met."""
-        for worker in (*(self.workers[s] for s in UNORDERED), self.workers[UPLOAD]):
+        for worker in self.workers.values():
             idle = threading.Event()
             worker.submit(idle.set)
             idle.wait()
@@ -241,7 +288,8 @@ class CudaDevice:
                 raise worker.error
         for ledger in self.ledgers.values():
             ledger.record().wait()
-        self.uploads.synchronize()
+        for stream in self.streams.values():
+            stream.synchronize()
         self.compute.synchronize()
 
     def close(self) -> None:
@@ -249,6 +297,8 @@ class CudaDevice:
             worker.close()
         for reader in set(self.readers.values()):
             reader.close()
+        if self.spill is not None:
+            self.spill.close()
         for arena in (self.host, self.landing):
             if arena is not None:
                 torch.cuda.cudart().cudaHostUnregister(arena.address)

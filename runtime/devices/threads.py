@@ -1,4 +1,4 @@
-"""The device of a machine without a GPU: the caller's thread computes, a reader streams the disk, a worker copies."""
+"""The device of a machine without a GPU: the caller's thread computes, engines stream the disk, workers copy."""
 
 from __future__ import annotations
 
@@ -14,45 +14,64 @@ import torch
 from forebay.rewriter.ir.program import (
     COMPUTE,
     DISK,
+    DOWNLOAD,
+    LOAD,
     LOOKUP,
+    READS,
     UNORDERED,
     UPLOAD,
+    WRITE,
     Copy,
-    FileRows,
     FileSlice,
     Item,
     Launch,
     Record,
     Release,
+    Rows,
+    Span,
     TensorRef,
     Wait,
+    place_of,
 )
 from forebay.runtime.devices.device import Call, RuntimeFault
+from forebay.runtime.devices.outward import copy_runs, faults_named, read_rows, runs, write_rows
 from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, told
-from forebay.runtime.disk.chunks import Read
+from forebay.runtime.disk.chunks import OnDone, Read, Write
 from forebay.runtime.disk.reader import DiskReader
+from forebay.runtime.disk.spill import SpillSpace
 from forebay.runtime.run.arena import Arena
 from forebay.runtime.run.trace import Trace
 
 
 class ThreadDevice:
     """`device` is a budgeted slice of RAM. Launches run inline, so work issued to the compute stream is complete when
-    its call returns; disk reads are asynchronous with several in flight; other copies run on a FIFO worker."""
+    its call returns; disk reads and writes are asynchronous with several in flight; other copies run on a FIFO worker
+    for each direction."""
 
     def __init__(
         self, reader: DiskReader, *, lookups: DiskReader | None = None, poison: bool = False, sync: bool = False,
-        trace: Trace | None = None,
+        trace: Trace | None = None, spill: SpillSpace | None = None,
     ) -> None:
-        self.readers = {DISK: reader, LOOKUP: lookups or reader}
+        self.readers = {DISK: reader, LOOKUP: lookups or reader, LOAD: lookups or reader}
         self.poison, self.sync, self.trace = poison, sync, trace
         self.arenas: dict[str, Arena] = {}
         self.ledgers = {stream: CopyLedger() for stream in UNORDERED}
         self.events: dict[int, Call] = {}  # what blocks until the event's latest record is complete
         self.inline: set[int] = set()  # events that the compute stream records: complete whenever they are asked for
-        self.worker: Worker | None = None
+        self.workers: dict[str, Worker] = {}
+        self.spill = spill
 
     def allocate(self, arenas: Mapping[str, int]) -> None:
         self.arenas = {name: Arena(nbytes) for name, nbytes in arenas.items()}
+
+    def open_files(self, files: Mapping[str, int]) -> None:
+        self._spill.open(files)
+
+    @property
+    def _spill(self) -> SpillSpace:
+        if self.spill is None:
+            raise RuntimeFault("this program spills to disk, and its device was given no folder to do so")
+        return self.spill
 
     def tensor(self, ref: TensorRef) -> torch.Tensor:
         return self.arenas[ref.arena].tensor(ref)
@@ -82,58 +101,107 @@ class ThreadDevice:
         done = self.ledgers[stream].begin()
         return done if self.trace is None else self.trace.until(stream, label, done)
 
-    def _bind_read(self, item: Copy, src: FileSlice, address: int) -> Call:
-        reader, ledger, (before, after) = self.readers[item.stream], self.ledgers[item.stream], item.room
+    def _bind_copy(self, item: Copy) -> Call:
+        place, target = place_of(item.src), place_of(item.dst)
+        assert isinstance(target, Span)
+        if item.stream == WRITE:
+            assert isinstance(place, Span)
+            return self._bind_write(item, self.arenas[place.arena].address + place.offset)
+        if item.stream not in READS:
+            return self._bind_move(item)
+        address = self.arenas[target.arena].address + target.offset
+        if isinstance(item.src, Rows) or isinstance(item.dst, Rows):
+            return self._bind_rows(item, address)
+        path = place.path if isinstance(place, FileSlice) else self._spill[place.arena].path
+        return self._bind_read(item, path, place, address)
+
+    def _bind_read(self, item: Copy, path: str, src: FileSlice | Span, address: int) -> Call:
+        reader, (before, after) = self.readers[item.stream], item.room
+
+        def prepare(done: OnDone) -> Call:
+            named = done if isinstance(src, FileSlice) else faults_named(item, done)
+            return reader.prepare(Read(path, src.offset, src.nbytes, address, before, after, named))
+
+        return self._bind_asynchronous(item, prepare)
+
+    def _bind_asynchronous(self, item: Copy, prepare: Callable[[OnDone], Call]) -> Call:
+        """A call that issues what `prepare` made ready, once for all, to tell whom it is given that it is done."""
         if self.trace is not None:
-            return lambda: reader.submit(Read(
-                src.path, src.offset, src.nbytes, address, before, after, self._begin(item.stream, item.label)))
+            return lambda: prepare(self._begin(item.stream, item.label))()
+        ledger = self.ledgers[item.stream]
         numbers: deque[int] = deque()  # one at most, but for a program that overwrites what is still landing
 
         def done(error: BaseException | None) -> None:
             ledger.end(numbers.popleft(), error)
 
-        queue = reader.prepare(Read(src.path, src.offset, src.nbytes, address, before, after, done))
+        queue = prepare(done)
 
-        def read() -> None:
+        def issue() -> None:
             numbers.append(ledger.number())
-            queue()
+            with told(done):
+                queue()
 
-        return read
+        return issue
 
-    def _bind_copy(self, item: Copy) -> Call:
-        arena = self.arenas[item.dst.arena]
-        address = arena.address + item.dst.offset
-        src, label = item.src, item.label
-        if isinstance(src, FileSlice):
-            return self._bind_read(item, src, address)
-        begin = functools.partial(self._begin, item.stream)
-        if isinstance(src, FileRows):
+    def _bind_rows(self, item: Copy, address: int) -> Call:
+        """Rows that are named when the copy is issued."""
+        src, label, reader = item.src, item.label, self.readers[item.stream]
+        if isinstance(src, Rows) and isinstance(src.table, FileSlice) and not src.skips and src.count is None:
+            table, row_nbytes, count = src.table, src.row_nbytes, src.rows
+            assert src.index is not None
             index = self.tensor(src.index)
 
-            def gather(src: FileRows = src) -> None:
+            def gather() -> None:
                 rows = index.flatten().tolist()
-                if rows and not 0 <= min(rows) <= max(rows) < src.rows:
-                    raise RuntimeFault(f"{label}: row {max(rows)} (lowest {min(rows)}) of a table of {src.rows}")
-                with told(begin(label)) as done:
-                    self.readers[item.stream].read_rows(src.path, src.offset, src.row_nbytes, rows, address, done)
+                if rows and not 0 <= min(rows) <= max(rows) < count:
+                    raise RuntimeFault(f"{label}: row {max(rows)} (lowest {min(rows)}) of a table of {count}")
+                with told(self._begin(item.stream, label)) as done:
+                    reader.read_rows(table.path, table.offset, row_nbytes, rows, address, done)
 
             return gather
-        source = self.arenas[src.arena].bytes[src.offset : src.offset + src.nbytes]
-        target = arena.bytes[item.dst.offset : item.dst.offset + item.dst.nbytes]
-        worker = self._worker()
-        return lambda: worker.submit(lambda: target.copy_(source))
 
-    def _worker(self) -> Worker:
-        if self.worker is None:
-            self.worker = Worker("upload")
-        return self.worker
+        def load() -> None:
+            moved = runs(item, self.tensor)
+            read_rows(item, self.spill, reader, address, moved, self._begin(item.stream, label))
+
+        return load
+
+    def _bind_write(self, item: Copy, address: int) -> Call:
+        if not isinstance(item.src, Rows) and not isinstance(item.dst, Rows):
+            file, dst = self._spill[item.dst.arena], item.dst
+            pieces, nbytes = ((address, dst.nbytes),), dst.nbytes + item.room[1]
+            return self._bind_asynchronous(item, lambda done: self._spill.writer.prepare_write(
+                file, Write(dst.offset, nbytes, pieces, faults_named(item, done))))
+
+        def write() -> None:
+            moved = runs(item, self.tensor)
+            write_rows(item, self._spill, address, moved, self._begin(item.stream, item.label))
+
+        return write
+
+    def _bind_move(self, item: Copy) -> Call:
+        """A copy between arenas, on the worker of its stream."""
+        source, target = self._bytes(place_of(item.src)), self._bytes(place_of(item.dst))
+        worker = self._worker(item.stream)
+        if not isinstance(item.src, Rows) and not isinstance(item.dst, Rows):
+            return lambda: worker.submit(lambda: target.copy_(source))
+        return lambda: worker.submit(lambda: copy_runs(runs(item, self.tensor), source, target))
+
+    def _bytes(self, span: FileSlice | Span) -> torch.Tensor:
+        assert isinstance(span, Span)
+        return self.arenas[span.arena].bytes[span.offset : span.offset + span.nbytes]
+
+    def _worker(self, stream: str) -> Worker:
+        if stream not in self.workers:
+            self.workers[stream] = Worker(stream)
+        return self.workers[stream]
 
     def _bind_poison(self, item: Release) -> Call:
         """Fill with a NaN in every float format and an index out of range in every integer one, when its turn comes."""
         span = item.span
-        memory = self.arenas[span.arena].bytes[span.offset : span.offset + span.nbytes]
-        if item.stream == UPLOAD:
-            worker = self._worker()
+        memory = self._bytes(span)
+        if item.stream in (UPLOAD, DOWNLOAD):
+            worker = self._worker(item.stream)
             return lambda: worker.submit(lambda: memory.fill_(0xFF))
         return lambda: memory.fill_(0xFF)
 
@@ -150,7 +218,7 @@ class ThreadDevice:
                 events[number] = functools.partial(ledger.wait, ledger.mark())
 
             return record_disk
-        worker = self._worker()
+        worker = self._worker(item.stream)
 
         def record_upload() -> None:
             ticket = Ticket()
@@ -171,7 +239,7 @@ class ThreadDevice:
                     ready()
 
             return wait
-        worker = self._worker()
+        worker = self._worker(item.stream)
 
         def wait_upload() -> None:
             ready = events.get(number)
@@ -187,16 +255,18 @@ class ThreadDevice:
         """Wait for all copies under way; raise the first error any of them met."""
         for ledger in self.ledgers.values():
             ledger.wait(ledger.mark())
-        if self.worker is not None:
+        for worker in self.workers.values():
             idle = threading.Event()
-            self.worker.submit(idle.set)
+            worker.submit(idle.set)
             idle.wait()
-            if self.worker.error is not None:
-                raise self.worker.error
+            if worker.error is not None:
+                raise worker.error
 
     def close(self) -> None:
         for reader in set(self.readers.values()):
             reader.close()
-        if self.worker is not None:
-            self.worker.close()
+        for worker in self.workers.values():
+            worker.close()
+        if self.spill is not None:
+            self.spill.close()
         self.arenas = {}

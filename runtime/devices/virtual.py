@@ -45,6 +45,9 @@ class VirtualDevice:
     def allocate(self, arenas: Mapping[str, int]) -> None:
         """Nothing to allocate."""
 
+    def open_files(self, files: Mapping[str, int]) -> None:
+        """Nothing to open."""
+
     def tensor(self, ref: TensorRef) -> torch.Tensor:
         """A tensor of the right shape without memory."""
         return torch.empty_strided(ref.shape, ref.stride, dtype=getattr(torch, ref.dtype), device="meta")

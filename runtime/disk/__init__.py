@@ -1,1 +1,1 @@
-"""Asynchronous disk reads that leave nothing in the page cache."""
+"""Asynchronous disk reads and writes that leave nothing in the page cache."""

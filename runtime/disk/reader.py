@@ -1,8 +1,8 @@
-"""Asynchronous disk reads straight into memory: the interface, the queue, and the choice of engine.
+"""Asynchronous disk reads and writes straight from and to memory: the interface, the queue, the choice of engine.
 
 Three engines run the same queue of chunks (Linux only): `direct` (threads, O_DIRECT), `buffered` (threads, pages
-dropped after use) and `uring` (io_uring, O_DIRECT). Files on tmpfs are the page cache themselves: O_DIRECT is refused
-there, reads fall back to buffered, and nothing can be dropped.
+dropped after use) and `uring` (io_uring, O_DIRECT). A write goes as its spill file was opened. Files on tmpfs are the
+page cache themselves: O_DIRECT is refused there, reads fall back to buffered, and nothing can be dropped.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
-from forebay.runtime.disk.chunks import Chunk, OnDone, Read, page_ceil, split_read, split_rows
+from forebay.runtime.disk.chunks import Chunk, OnDone, Read, Write, page_ceil, split_read, split_rows, split_write
 from forebay.runtime.disk.page_cache import cached_nbytes
+
+if TYPE_CHECKING:
+    from forebay.runtime.disk.spill import SpillFile
+    from forebay.runtime.disk.threads import ThreadEngine
+    from forebay.runtime.disk.uring import UringEngine
 
 BOUNCE_NBYTES = 4 << 20  # aligned memory one reader takes for edges and incongruent reads, shared out over its depth
 SETTLE_TRIES = 20  # of 1 ms: a read-ahead window of 16 MiB takes 4 ms from a fast disk; pages mapped elsewhere stay
@@ -49,6 +54,20 @@ class DiskReader(Protocol):
 
     def close(self) -> None:
         """Wait for the chunks in flight, end every other read with `ReaderClosedError`, close the files."""
+
+
+class DiskWriter(Protocol):
+    """Writes run with several in flight, from the order of submission on; what they wrote does not stay cached."""
+
+    def prepare_write(self, file: SpillFile, write: Write) -> Callable[[], None]:
+        """A call that queues the write and returns at once, each time anew, as a reader's `prepare`. ValueError here
+        for a write that is not of whole pages within the file."""
+
+    def write(self, file: SpillFile, write: Write) -> None:
+        """Queue the write once."""
+
+    def close(self) -> None:
+        """As a reader's; files that were written stay open."""
 
 
 class TruncatedFileError(OSError):
@@ -105,16 +124,19 @@ def _open_direct(path: str) -> int:
 
 
 class Task:
-    """What is to be read, whenever it is asked for; `chunks` and `file` are known once the file has been opened."""
+    """What is to be read, or written to `spill`, whenever it is asked for; `chunks` and `file` are known once the file
+    has been opened."""
 
-    __slots__ = ("chunks", "file", "nbytes", "offset", "on_done", "path", "split")
+    __slots__ = ("chunks", "file", "nbytes", "offset", "on_done", "path", "spill", "split")
 
     def __init__(
-        self, path: str, offset: int, nbytes: int, split: Callable[[bool], list[Chunk]], on_done: OnDone
+        self, path: str, offset: int, nbytes: int, split: Callable[[bool], list[Chunk]], on_done: OnDone,
+        spill: SpillFile | None = None,
     ) -> None:
         self.path, self.offset, self.nbytes, self.split, self.on_done = path, offset, nbytes, split, on_done
         self.chunks: list[Chunk] = []
         self.file: OpenFile | None = None
+        self.spill = spill
 
 
 class Job:
@@ -152,6 +174,17 @@ class ChunkQueue:
             return split_read(read, direct, self.chunk_nbytes, self.bounce_nbytes)
 
         return Task(read.path, read.offset, read.nbytes, split, read.on_done)
+
+    def write_task(self, file: SpillFile, write: Write) -> Task:
+        inside = 0 <= write.offset <= file.nbytes - write.nbytes
+        full = 0 <= sum(nbytes for _, nbytes in write.pieces) <= write.nbytes
+        if write.offset % PAGE_NBYTES or write.nbytes % PAGE_NBYTES or not inside or not full:
+            raise ValueError(f"{file.name}: a write needs whole pages within the file of {file.nbytes} bytes: {write}")
+
+        def split(direct: bool) -> list[Chunk]:
+            return split_write(write, direct, self.chunk_nbytes, self.bounce_nbytes)
+
+        return Task(file.name, write.offset, write.nbytes, split, write.on_done, file)
 
     def rows_task(
         self, path: str, offset: int, row_nbytes: int, rows: Sequence[int], address: int, on_done: OnDone
@@ -212,7 +245,9 @@ class ChunkQueue:
         if task.file is None:
             try:
                 path = task.path
-                file = self._files.get(path) or self._files.setdefault(path, OpenFile(path, self.direct))
+                file: OpenFile | None = task.spill or self._files.get(path)
+                if file is None:
+                    file = self._files[path] = OpenFile(path, self.direct)
                 task.chunks, task.file = task.split(file.direct), file
             except Exception as error:
                 job.error = error
@@ -229,7 +264,7 @@ class ChunkQueue:
                     self.jobs.popleft()
             ended = job.flying == 0 and job.next == job.end
             after = self.jobs[0] if self.jobs else None
-        if job.file and not job.file.direct and chunk:
+        if job.file and not job.file.direct and chunk and job.task.spill is None:
             # Read-ahead past the end of a read is of use only to a read that goes on from there.
             task, following = job.task, after.task if after else None
             goes_on = not ended or (
@@ -283,13 +318,22 @@ def available_kinds() -> tuple[str, ...]:
     return KINDS if uring_available() else KINDS[:2]
 
 
+def open_writer(path_kind: str = "auto", depth: int | None = None, chunk_nbytes: int | None = None) -> DiskWriter:
+    """Start an engine for writes, as `open_reader` does one for reads."""
+    return _open_engine(path_kind, depth, chunk_nbytes)
+
+
 def open_reader(path_kind: str = "auto", depth: int | None = None, chunk_nbytes: int | None = None) -> DiskReader:
     """Start an engine with `depth` chunks of at most `chunk_nbytes` in flight; "auto" is "direct".
 
     Raises ValueError for an unknown kind, depth or chunk size, and OSError when io_uring is asked for and not allowed.
     """
-    from forebay.runtime.disk.threads import ThreadReader
-    from forebay.runtime.disk.uring import UringReader
+    return _open_engine(path_kind, depth, chunk_nbytes)
+
+
+def _open_engine(path_kind: str, depth: int | None, chunk_nbytes: int | None) -> ThreadEngine | UringEngine:
+    from forebay.runtime.disk.threads import ThreadEngine
+    from forebay.runtime.disk.uring import UringEngine
 
     kind = "direct" if path_kind == "auto" else path_kind
     if kind not in KINDS:
@@ -300,4 +344,4 @@ def open_reader(path_kind: str = "auto", depth: int | None = None, chunk_nbytes:
         raise ValueError(f"depth must be within 1..{MAX_DEPTH}, is {depth}")
     if chunk_nbytes < PAGE_NBYTES:
         raise ValueError(f"chunk_nbytes must be at least {PAGE_NBYTES}, is {chunk_nbytes}")
-    return UringReader(depth, chunk_nbytes) if kind == "uring" else ThreadReader(kind == "direct", depth, chunk_nbytes)
+    return UringEngine(depth, chunk_nbytes) if kind == "uring" else ThreadEngine(kind == "direct", depth, chunk_nbytes)

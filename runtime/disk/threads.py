@@ -1,4 +1,4 @@
-"""Disk reads on a few threads, each blocked in preadv with the interpreter lock released."""
+"""Disk reads and writes on a few threads, each blocked in preadv or pwritev with the interpreter lock released."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import threading
 from collections.abc import Callable, Sequence
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
-from forebay.runtime.disk.chunks import Chunk, OnDone, Read, copy_out, page_floor, pieces
+from forebay.runtime.disk.chunks import Chunk, OnDone, Read, Write, copy_in, copy_out, page_floor, pieces
 from forebay.runtime.disk.reader import BOUNCE_NBYTES, ChunkQueue, Job
+from forebay.runtime.disk.spill import SpillFile
 
 
-class ThreadReader:
+class ThreadEngine:
     """`depth` threads take chunks in order and read them with O_DIRECT or through the page cache.
 
     Its bounce memory is at most `BOUNCE_NBYTES`, touched only by reads that need it.
@@ -37,6 +38,14 @@ class ThreadReader:
     def submit(self, read: Read) -> None:
         """Queue the read; see `DiskReader`."""
         self.prepare(read)()
+
+    def prepare_write(self, file: SpillFile, write: Write) -> Callable[[], None]:
+        """Make the write ready; see `DiskWriter`."""
+        return functools.partial(self._queue.put, self._queue.write_task(file, write))
+
+    def write(self, file: SpillFile, write: Write) -> None:
+        """Queue the write; see `DiskWriter`."""
+        self.prepare_write(file, write)()
 
     def read_rows(
         self, path: str, offset: int, row_nbytes: int, rows: Sequence[int], address: int, on_done: OnDone
@@ -67,7 +76,7 @@ class ThreadReader:
             error: BaseException | None = None
             if chunk is not None:
                 try:
-                    _read_chunk(job, chunk, bounce_address)
+                    (_read_chunk if job.task.spill is None else _write_chunk)(job, chunk, bounce_address)
                 except Exception as failure:
                     error = failure
             self._queue.finish(job, chunk, error)
@@ -85,3 +94,18 @@ def _read_chunk(job: Job, chunk: Chunk, bounce_address: int) -> None:
         if got < chunk.need and (n == 0 or (file.direct and n % PAGE_NBYTES)):
             raise file.truncated(job.task)
     copy_out(chunk, bounce_address)
+
+
+def _write_chunk(job: Job, chunk: Chunk, bounce_address: int) -> None:
+    """Write one chunk to the end, through partial results; raises OSError where the disk takes no more."""
+    file = job.task.spill
+    assert file is not None
+    copy_in(chunk, bounce_address)
+    put = 0
+    while put < chunk.nbytes:
+        buffers = [(ctypes.c_char * nbytes).from_address(start) for start, nbytes in pieces(chunk, bounce_address, put)]
+        n = os.pwritev(file.fd, buffers, chunk.offset + put)
+        put += n
+        if put < chunk.nbytes and (n == 0 or (file.direct and n % PAGE_NBYTES)):
+            raise file.took_part(chunk, put)
+    file.settle(chunk.offset, chunk.nbytes)

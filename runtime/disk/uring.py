@@ -1,4 +1,4 @@
-"""Disk reads through io_uring by raw system calls: one thread issues every read and reaps every completion."""
+"""Disk reads and writes through io_uring by raw system calls: one thread issues all and reaps every completion."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import threading
 from collections.abc import Callable, Sequence
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
-from forebay.runtime.disk.chunks import Chunk, OnDone, Read, copy_out, page_floor, pieces
+from forebay.runtime.disk.chunks import Chunk, OnDone, Read, Write, copy_in, copy_out, page_floor, pieces
 from forebay.runtime.disk.reader import BOUNCE_NBYTES, ChunkQueue, Job
+from forebay.runtime.disk.spill import SpillFile
 
 SYS_SETUP, SYS_ENTER = 425, 426  # the same on every architecture
-OP_NOP, OP_READV = 0, 1
+OP_NOP, OP_READV, OP_WRITEV = 0, 1, 2
 ENTER_GETEVENTS = 1
 FEATURE_SINGLE_MMAP = 1
 OFFSET_RING, OFFSET_SQES = 0, 0x10000000
@@ -153,7 +154,7 @@ class _Flight:
         self.job, self.chunk, self.got = job, chunk, 0
 
 
-class UringReader:
+class UringEngine:
     """`depth` chunks in flight, O_DIRECT where the file allows it.
 
     One thread issues all reads, because the kernel runs a completion in the thread that issued its request and would
@@ -188,6 +189,20 @@ class UringReader:
     def submit(self, read: Read) -> None:
         """Queue the read; see `DiskReader`."""
         self.prepare(read)()
+
+    def prepare_write(self, file: SpillFile, write: Write) -> Callable[[], None]:
+        """Make the write ready; see `DiskWriter`."""
+        task = self._queue.write_task(file, write)
+
+        def queue() -> None:
+            self._queue.put(task)
+            self._wake()
+
+        return queue
+
+    def write(self, file: SpillFile, write: Write) -> None:
+        """Queue the write; see `DiskWriter`."""
+        self.prepare_write(file, write)()
 
     def read_rows(
         self, path: str, offset: int, row_nbytes: int, rows: Sequence[int], address: int, on_done: OnDone
@@ -244,6 +259,8 @@ class UringReader:
                 continue
             slot = self._free.pop()
             self._flights[slot] = _Flight(job, chunk)
+            if job.task.spill is not None:
+                copy_in(chunk, self._bounce_address + slot * self._bounce_nbytes)
             with self._push_lock:
                 self._push(slot)
             count += 1
@@ -258,7 +275,8 @@ class UringReader:
             self._vectors[6 * slot + 2 * i], self._vectors[6 * slot + 2 * i + 1] = address, nbytes
         assert flight.job.file is not None
         vectors = self._vectors_address + 48 * slot
-        self._ring.push(OP_READV, flight.job.file.fd, flight.chunk.offset + flight.got, vectors, len(parts), slot)
+        opcode = OP_READV if flight.job.task.spill is None else OP_WRITEV
+        self._ring.push(opcode, flight.job.file.fd, flight.chunk.offset + flight.got, vectors, len(parts), slot)
 
     def _land(self, slot: int, result: int) -> None:
         """Account for one completion: go on with a partial read, or finish the chunk and free its slot."""
@@ -271,14 +289,17 @@ class UringReader:
             error = OSError(-result, os.strerror(-result), job.task.path)
         elif flight.got < chunk.need:
             if result == 0 or (job.file.direct and result > 0 and result % PAGE_NBYTES):
-                error = job.file.truncated(job.task)
+                spill = job.task.spill
+                error = job.file.truncated(job.task) if spill is None else spill.took_part(chunk, flight.got)
             else:
                 with self._push_lock:
                     self._push(slot)
                     self._ring.submit(1)
                 return
-        else:
+        elif job.task.spill is None:
             copy_out(chunk, self._bounce_address + slot * self._bounce_nbytes)
+        else:
+            job.task.spill.settle(chunk.offset, chunk.nbytes)
         del self._flights[slot]
         self._free.append(slot)
         self._queue.finish(job, chunk, error)

@@ -21,6 +21,8 @@ class BoundProgram:
 
     def __init__(self, program: Program, device: Device, trace: Trace | None = None) -> None:
         self.program, self.device, self.trace = program, device, trace
+        if program.files:
+            device.open_files(program.files)
         self.inputs = {name: device.tensor(ref) for name, ref in program.inputs.items()}
         self.outputs = {name: device.tensor(ref) for name, ref in program.outputs.items()}
         self._prologue = self._bind(program.prologue)

@@ -20,7 +20,7 @@ import forebay.api as model_module
 from forebay.api import LanguageModel, wrap
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.ir.plan import PlanError, load_plan
-from forebay.rewriter.ir.program import UNORDERED, UPLOAD, Copy, FileRows
+from forebay.rewriter.ir.program import UNORDERED, UPLOAD, Copy, Rows
 from forebay.rewriter.planning.planner import Wishes
 from forebay.rewriter.verify.program import verify_program
 from forebay.runtime.disk.reader import TruncatedFileError
@@ -181,7 +181,7 @@ def test_the_program_of_a_gpu_computes_the_same_here(
             verify_program(program, {"device": lm.plan.budget.device, "host": host or None})
             from_disk = [i for i in (*program.prologue, *program.step) if isinstance(i, Copy) and i.stream in UNORDERED]
             assert from_disk and all(i.dst.arena == "host" for i in from_disk)
-            assert any(isinstance(i.src, FileRows) for i in from_disk)
+            assert any(isinstance(i.src, Rows) for i in from_disk)
         check(lm, llama_checkpoint)
 
 
@@ -420,7 +420,7 @@ def test_a_failed_copy_is_told_once_and_closing_does_not_wait_for_ever(llama_che
     device = int(0.5 * llama_checkpoint.nbytes)
     with wrap(llama_checkpoint.folder, {"device": device} | host, batch=3, prompt=10, new_tokens=8, slots=2) as lm:
         check(lm, llama_checkpoint)
-        lm.session.device._worker().error = OSError("a copy failed")
+        lm.session.device._worker(UPLOAD).error = OSError("a copy failed")
         with pytest.raises(OSError, match="a copy failed"):
             answer(lm, llama_checkpoint)
         check(lm, llama_checkpoint)

@@ -23,12 +23,12 @@ from forebay.rewriter.ir.program import (
     DISK,
     UPLOAD,
     Copy,
-    FileRows,
     FileSlice,
     Launch,
     Program,
     Record,
     Release,
+    Rows,
     Wait,
 )
 from forebay.rewriter.planning.planner import Wishes
@@ -142,7 +142,7 @@ def test_lookup_moves_only_the_rows_it_names_and_the_tied_head_streams(tmp_path:
     plan = tied_plan(model)
     program = lowered(model, plan)
     verify_program(program)
-    rows = [i for i in program.step if isinstance(i, Copy) and isinstance(i.src, FileRows)]
+    rows = [i for i in program.step if isinstance(i, Copy) and isinstance(i.src, Rows)]
     assert [(i.src.row_nbytes, i.src.rows, i.dst.nbytes) for i in rows] == [(64, 50, 6 * 64)] * 2
     assert program.streamed_nbytes() == 50 * 64 + 16 * 64, "the table is not copied twice for its two uses"
     got = run_program(program, plan, model, poison=True)[0]

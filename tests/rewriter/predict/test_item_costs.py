@@ -12,11 +12,11 @@ from forebay.rewriter.ir.program import (
     DISK,
     UPLOAD,
     Copy,
-    FileRows,
     FileSlice,
     Launch,
     Record,
     Release,
+    Rows,
     Span,
     TensorRef,
     Wait,
@@ -60,7 +60,7 @@ def test_time_of_one_item(item: object, time_s: float) -> None:
 
 @pytest.mark.parametrize(("row_nbytes", "counted"), [(64, PAGE_NBYTES), (3 * PAGE_NBYTES, 3 * PAGE_NBYTES)])
 def test_a_lookup_reads_whole_pages_and_waits_for_them(row_nbytes: int, counted: int) -> None:
-    rows = FileRows("f", 0, row_nbytes, 100, ref(2, 3, dtype="int64"))
+    rows = Rows(FileSlice("f", 0, 100 * row_nbytes), row_nbytes, ref(2, 3, dtype="int64"))
     time_s = item_time_s(Copy(DISK, rows, span(6 * row_nbytes), "c"), TIMES)
     assert time_s == pytest.approx(1e-3 + 6 * counted / 1e8)
 

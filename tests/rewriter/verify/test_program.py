@@ -13,13 +13,13 @@ from forebay.rewriter.ir.program import (
     LOOKUP,
     UPLOAD,
     Copy,
-    FileRows,
     FileSlice,
     Item,
     Launch,
     Program,
     Record,
     Release,
+    Rows,
     Span,
     TensorRef,
     Wait,
@@ -173,7 +173,8 @@ def test_an_upload_fills_its_target() -> None:
 
 def looking_up(row_nbytes: int, index: TensorRef) -> Program:
     """Rows named by `index`, which holds x, into 64 bytes."""
-    step = (Record(COMPUTE, 1), Wait(LOOKUP, 1), Copy(LOOKUP, FileRows("f", 0, row_nbytes, 10, index), SLOT, "gather"),
+    rows = Rows(FileSlice("f", 0, 10 * row_nbytes), row_nbytes, index)
+    step = (Record(COMPUTE, 1), Wait(LOOKUP, 1), Copy(LOOKUP, rows, SLOT, "gather"),
             Record(LOOKUP, 2), Wait(COMPUTE, 2), launch("l", (SLOT,), (Y,)), Release(COMPUTE, SLOT))
     return Program("rows", step, (), {"device": 192}, {"x": X, "y": Y})
 

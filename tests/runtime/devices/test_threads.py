@@ -156,7 +156,7 @@ def test_poison_on_the_upload_stream_waits_its_turn(tmp_path: Path) -> None:
     gate = threading.Event()
     host, end = Span("host", 0, 64, "h"), Span("device", 0, 64, "d")
     bytes_of(poisoned, host).fill_(7)
-    poisoned._worker().submit(gate.wait)
+    poisoned._worker(UPLOAD).submit(gate.wait)
     run(poisoned, Copy(UPLOAD, host, end, "up"), Release(UPLOAD, host))
     gate.set()
     poisoned.finish()
@@ -259,6 +259,6 @@ def submit_error(call: Callable[[], object]) -> str:
 
 def test_an_error_of_the_upload_worker_comes_out_of_finish() -> None:
     target = device()
-    target._worker().submit(lambda: 1 / 0)
+    target._worker(UPLOAD).submit(lambda: 1 / 0)
     assert "division" in submit_error(target.finish)
     target.close()

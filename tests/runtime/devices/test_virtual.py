@@ -22,7 +22,6 @@ from forebay.rewriter.ir.program import (
     DISK,
     UPLOAD,
     Copy,
-    FileRows,
     FileSlice,
     Item,
     Launch,
@@ -35,6 +34,7 @@ from forebay.rewriter.ir.program import (
     span_of,
 )
 from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.verify.items import copy_spans
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.virtual import Cost, CostOf, VirtualDevice, run_on_streams
 from forebay.runtime.devices.virtual_threads import run_on_threads
@@ -122,10 +122,10 @@ def effects(item: Item) -> tuple[tuple[Span, ...], tuple[Span, ...], tuple[Span,
     if isinstance(item, Release):
         return (), (item.span,), ()
     if isinstance(item, Copy):
-        reads = (span_of(item.src.index),) if isinstance(item.src, FileRows) else (
-            (item.src,) if isinstance(item.src, Span) else ())
+        reads = copy_spans(item)[0]
         before, after = item.room
         dst = item.dst
+        assert isinstance(dst, Span)
         end = dst.offset + dst.nbytes
         margins = (Span(dst.arena, dst.offset - before, before, ""), Span(dst.arena, end, after, ""))
         return reads, (dst,), tuple(m for m in margins if m.nbytes)

@@ -1,0 +1,146 @@
+"""What devices share about copies to and from spill files, and of rows that are named when the copy runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+
+from forebay.rewriter.ir.program import Copy, Rows, Span, TensorRef, place_of, tier_of
+from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.disk.chunks import OnDone, Read, Write
+from forebay.runtime.disk.reader import DiskReader
+from forebay.runtime.disk.spill import SpillSpace
+
+Run = tuple[int, int, int]  # bytes that stay together: offset in the source, offset in the target, nbytes
+
+
+class SpillFault(RuntimeFault):
+    """A copy to or from a spill file failed; the message names tier, tensor and layer."""
+
+
+def runs(item: Copy, tensor: Callable[[TensorRef], torch.Tensor]) -> list[Run]:
+    """What a copy is to move now, offsets counted from where each end begins; rows that follow each other at both ends
+    are one run. RuntimeFault where a row is named that the table lacks."""
+    rows, inward = (item.src, True) if isinstance(item.src, Rows) else (item.dst, False)
+    if not isinstance(rows, Rows):
+        return [(0, 0, item.src.nbytes)]
+    named = None if rows.index is None else tensor(rows.index).flatten().tolist()
+    total = rows.rows if named is None else len(named)
+    count = total if rows.count is None else int(tensor(rows.count).item())
+    if not 0 <= count <= total:
+        raise RuntimeFault(f"{item.label}: {count} rows are to be moved, of {total} at most")
+    found: list[Run] = []
+    nbytes, near, far, length = rows.row_nbytes, 0, 0, 0
+    for i, row in enumerate(range(count) if named is None else named[:count]):
+        if not 0 <= row < rows.rows:
+            if row < 0 and rows.skips:
+                continue
+            raise RuntimeFault(f"{item.label}: row {row} of a table of {rows.rows}")
+        if length and row * nbytes == far + length and i * nbytes == near + length:
+            length += nbytes
+            continue
+        if length:
+            found.append((far, near, length) if inward else (near, far, length))
+        near, far, length = i * nbytes, row * nbytes, nbytes
+    if length:
+        found.append((far, near, length) if inward else (near, far, length))
+    return found
+
+
+class Together:
+    """Calls `done` once, when `parts` parts have ended, with the first error among them."""
+
+    def __init__(self, parts: int, done: OnDone) -> None:
+        self._left, self._done = parts, done
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def part(self, error: BaseException | None) -> None:
+        """Tell that one part has ended."""
+        with self._lock:
+            self._left -= 1
+            self._error = self._error or error
+            if self._left:
+                return
+        self._done(self._error)
+
+
+def read_rows(
+    item: Copy, spill: SpillSpace | None, reader: DiskReader, address: int, moved: list[Run], done: OnDone
+) -> None:
+    """Read runs of a file to the memory at `address`; `done` is called once."""
+    place, path = place_of(item.src), ""
+    if isinstance(place, Span):
+        assert spill is not None
+        path, done = spill[place.arena].path, faults_named(item, done)
+    else:
+        path = place.path
+    if not moved:
+        done(None)
+        return
+    together, (before, after) = Together(len(moved), done), item.room if len(moved) == 1 else (0, 0)
+    _each(moved, together, lambda run: reader.submit(
+        Read(path, place.offset + run[0], run[2], address + run[1], before, after, together.part)))
+
+
+def write_rows(item: Copy, spill: SpillSpace, address: int, moved: list[Run], done: OnDone) -> None:
+    """Write runs of the memory at `address` to a spill file, those that follow each other there in one piece; `done` is
+    called once."""
+    place = place_of(item.dst)
+    assert isinstance(place, Span)
+    file, done = spill[place.arena], faults_named(item, done)
+    if not moved:
+        done(None)
+        return
+    parts: list[tuple[int, int, list[tuple[int, int]]]] = []  # offset in the file, nbytes, pieces
+    for source, target, nbytes in sorted(moved, key=lambda run: run[1]):
+        if parts and parts[-1][0] + parts[-1][1] == place.offset + target:
+            offset, before, pieces = parts.pop()
+            parts.append((offset, before + nbytes, [*pieces, (address + source, nbytes)]))
+        else:
+            parts.append((place.offset + target, nbytes, [(address + source, nbytes)]))
+    together = Together(len(parts), done)
+    _each(parts, together, lambda part: spill.writer.write(
+        file, Write(part[0], part[1] + item.room[1], tuple(part[2]), together.part)))
+
+
+def _each(parts: Iterable, together: Together, issue: Callable) -> None:
+    """Issue all parts; what cannot be issued has ended, with the error."""
+    failed: BaseException | None = None
+    for part in parts:
+        if failed is None:
+            try:
+                issue(part)
+                continue
+            except BaseException as error:
+                failed = error
+        together.part(failed)
+
+
+def faults_named(item: Copy, done: OnDone) -> OnDone:
+    """`done`, which is told of an error as a SpillFault that names tier, tensor and layer."""
+
+    def named(error: BaseException | None) -> None:
+        if error is None or isinstance(error, SpillFault):
+            done(error)
+            return
+        outward = tier_of(item.dst) == "disk"
+        place = place_of(item.dst if outward else item.src)
+        assert isinstance(place, Span)
+        layer = f" of layer {item.layer}" if item.layer >= 0 else ""
+        reason = getattr(error, "strerror", None) or str(error)
+        what, where = ("writing", "to") if outward else ("reading", "from")
+        fault = SpillFault(f"disk: {what} {place.buffer}{layer} {where} the spill file {place.arena} failed "
+                           f"({item.label}): {reason}")
+        fault.__cause__ = error
+        done(fault)
+
+    return named
+
+
+def copy_runs(moved: list[Run], source: torch.Tensor, target: torch.Tensor, **how: bool) -> None:
+    """Copy runs between two byte tensors."""
+    for at, to, nbytes in moved:
+        target[to : to + nbytes].copy_(source[at : at + nbytes], **how)

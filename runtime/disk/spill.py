@@ -1,0 +1,143 @@
+"""Spill files: bytes of a run that fit no faster tier, in files without a name that end with the process."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.runtime.disk.chunks import Chunk
+from forebay.runtime.disk.page_cache import in_page_cache_filesystem
+from forebay.runtime.disk.reader import DiskWriter, OpenFile, open_writer
+
+_NO_SUCH_FLAG = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR)  # what file systems answer to O_TMPFILE and O_DIRECT
+_libc = ctypes.CDLL(None, use_errno=True)
+_sync_range = getattr(_libc, "sync_file_range", None)  # Linux's own
+if _sync_range is not None:
+    _sync_range.argtypes = (ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong, ctypes.c_uint)
+WRITE_AND_WAIT = 7  # SYNC_FILE_RANGE_WAIT_BEFORE | WRITE | WAIT_AFTER
+
+
+class SpillError(RuntimeError):
+    """A spill file that cannot be had; the message says where and what would help."""
+
+
+class SpillFile(OpenFile):
+    """`nbytes` of zeros on the disk of `folder`, taken at once: a disk without room is refused here, by SpillError.
+
+    The file has no name, so nothing is left of it once it is closed, however the process ends. It is written directly;
+    where the file system cannot, what was written is brought to the disk and dropped from the page cache.
+    """
+
+    __slots__ = ("name", "nbytes")
+
+    def __init__(self, name: str, folder: str, nbytes: int) -> None:
+        self.name, self.nbytes, self.stale = name, nbytes, False
+        try:
+            self.fd, self.direct = _open_nameless(folder)
+        except OSError as error:
+            raise SpillError(f"{folder}: no spill file can be made here ({error.strerror}); choose another folder on a "
+                             "local disk (budget disk=FOLDER)") from error
+        self.path = f"/proc/{os.getpid()}/fd/{self.fd}"  # under which readers can open it
+        try:
+            if nbytes:
+                os.posix_fallocate(self.fd, 0, nbytes)
+        except OSError as error:
+            os.close(self.fd)
+            raise SpillError(f"{folder}: the disk does not give the {nbytes} bytes of the spill file {name} "
+                             f"({error.strerror}); free space there or choose another folder (budget disk=FOLDER)"
+                             ) from error
+
+    def took_part(self, chunk: Chunk, nbytes: int) -> OSError:
+        """The error of a write of which the disk took only so many bytes."""
+        return OSError(errno.EIO, f"the disk took {nbytes} of {chunk.nbytes} bytes at offset {chunk.offset}", self.name)
+
+    def settle(self, offset: int, nbytes: int) -> None:
+        """Bring what was written through the page cache to the disk, and drop it there."""
+        if self.direct:
+            return
+        if _sync_range is None or _sync_range(self.fd, offset, nbytes, WRITE_AND_WAIT) != 0:
+            os.fdatasync(self.fd)
+        self.drop(offset + nbytes)
+
+    def close(self) -> None:
+        """Give the disk space back."""
+        os.close(self.fd)
+
+
+def _open_nameless(folder: str) -> tuple[int, bool]:
+    """A descriptor of a file without a name, and whether O_DIRECT holds for it."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    direct = 0 if in_page_cache_filesystem(folder) else os.O_DIRECT
+    for attempt in dict.fromkeys((direct, 0)):
+        try:
+            return os.open(folder, flags | os.O_TMPFILE | attempt, 0o600), bool(attempt)
+        except OSError as error:
+            if error.errno not in _NO_SUCH_FLAG:
+                raise
+    made, path = tempfile.mkstemp(dir=folder, prefix=".forebay-spill-")
+    try:
+        for attempt in dict.fromkeys((direct, 0)):
+            try:
+                return os.open(path, flags | attempt), bool(attempt)
+            except OSError as error:
+                if error.errno not in _NO_SUCH_FLAG or not attempt:
+                    raise
+        raise AssertionError
+    finally:
+        os.close(made)
+        os.unlink(path)
+
+
+class SpillSpace:
+    """The spill files of one device, all in `folder`, and their writer, which is started with the first of them."""
+
+    def __init__(self, folder: str, method: str = "auto", depth: int | None = None, chunk_nbytes: int | None = None
+                 ) -> None:
+        self.folder = folder
+        self._options = (method, depth, chunk_nbytes)
+        self._files: dict[str, SpillFile] = {}
+        self._writer: DiskWriter | None = None
+
+    def open(self, files: Mapping[str, int]) -> None:
+        """Take the files that are not there yet (nbytes by name). Programs share a file by its name; SpillError where
+        they mean different sizes, or where the disk has no room."""
+        for name, nbytes in files.items():
+            there = self._files.get(name)
+            if there is None:
+                Path(self.folder).mkdir(parents=True, exist_ok=True)
+                self._files[name] = SpillFile(name, self.folder, nbytes)
+            elif there.nbytes != nbytes:
+                raise SpillError(f"the spill file {name} has {there.nbytes} bytes, and a program means {nbytes}: plan "
+                                 "the programs of one run together")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def __getitem__(self, name: str) -> SpillFile:
+        return self._files[name]
+
+    @property
+    def writer(self) -> DiskWriter:
+        """The engine that writes to the files."""
+        if self._writer is None:
+            self._writer = open_writer(*self._options)
+        return self._writer
+
+    def close(self) -> None:
+        """End the writes and give the files' space back, which no reader may have open any more."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+def padded_nbytes(nbytes: int) -> int:
+    """Bytes that a piece of a spill file takes: whole pages."""
+    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
