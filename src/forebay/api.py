@@ -6,7 +6,7 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from forebay.huggingface.emptied import empty_module
 from forebay.huggingface.inputs import read_prompts
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_graphs
@@ -36,9 +37,9 @@ from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
 from forebay.runtime.measure.machine import kept_machine
-from forebay.runtime.run.arena import return_freed_memory
 from forebay.runtime.run.generation import next_logits
 from forebay.runtime.run.rows import Rows
+from forebay.runtime.run.scoring import token_scores
 from forebay.runtime.run.session import Session, resident_copies
 from forebay.runtime.run.trace import Trace, write_trace
 
@@ -96,7 +97,7 @@ def wrap(
     workload = Workload(batch, prompt, new_tokens)
     lm = LanguageModel(captured, checkpoint, files, sizes, workload, wishes, machine, plan)
     if isinstance(model, torch.nn.Module):  # only now: a budget that cannot work leaves the module as it was
-        _empty(model)
+        empty_module(model)
         given: Any = model
         lm.config, lm.generation_config = given.config, given.generation_config
         lm._capture = partial(capture_model, given.config, dtype=captured.dtype, architecture=type(given))
@@ -118,13 +119,6 @@ def open_model(
 
 def _capture_folder(folder: Path, gives: Gives) -> CapturedModel:
     return open_model(folder, gives=gives)[0]
-
-
-def _empty(module: torch.nn.Module) -> None:
-    """Give back the memory of a module's parameters and persistent buffers, whose values now lie on disk."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data = tensor.new_empty(0)
-    return_freed_memory()
 
 
 def _checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -204,6 +198,25 @@ class LanguageModel:
     def generation_config(self) -> GenerationConfig:
         """What `generate` does unless told: the folder's own."""
         return read_generation_config(self.checkpoint.folder)
+
+    @property
+    def name_or_path(self) -> str:
+        return str(self.checkpoint.folder)
+
+    def __repr__(self) -> str:
+        plan, stays = self.plan, sum(w.nbytes for w in self.plan.weights if w.tier == "device")
+        state = "not loaded" if self._session is None else "loaded"
+        return (f"LanguageModel({self.captured.model_type}, {len(self.captured.layers)} layers, {str(self.dtype)[6:]}, "
+                f"{format_nbytes(self.captured.weight_nbytes)} of weights, {format_nbytes(stays)} of them resident; "
+                f"budget {format_nbytes(plan.budget.device)}, planned for {plan.workload.batch} of "
+                f"{plan.workload.prompt} + {plan.workload.new_tokens} tokens, {state})")
+
+    def can_generate(self) -> bool:
+        return True
+
+    def eval(self) -> LanguageModel:
+        """The model itself: it only ever predicts."""
+        return self
 
     @property
     def dtype(self) -> torch.dtype:
@@ -323,6 +336,30 @@ class LanguageModel:
         prompts = read_prompts(input_ids, attention_mask, self.captured.vocab_size)
         with self.running(len(prompts.ids), prompts.longest, 1) as session:
             return next_logits(session, prompts.rows()).cpu()
+
+    def token_scores(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """For each row of ids [T] (T >= 2) the scores [T - 1, 2] of its tokens but the first: the natural logarithm of
+        the probability that the tokens before give it, and 1 where none was likelier, else 0. The softmax is part of
+        the step, so logits count against the budget and never leave it."""
+        lm = self.giving("scores")
+        with lm.running(len(rows), max(row.numel() for row in rows) - 1, 1) as session:
+            return token_scores(session, rows)
+
+    def loglikelihood(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
+        """For each (context, continuation) of token ids the log-likelihood in nats of the continuation, and whether
+        greedy decoding would give it; as many at once as the plan's batch. ValueError for an empty half."""
+        for i, (context, continuation) in enumerate(pairs):
+            if not len(context) or not len(continuation):
+                raise ValueError(f"loglikelihood: pair {i} needs a context and a continuation of at least one token")
+        rows = [torch.tensor([*context, *continuation]) for context, continuation in pairs]
+        order = sorted(range(len(rows)), key=lambda i: -rows[i].numel())  # the longest first: what does not fit shows
+        found: dict[int, tuple[float, bool]] = {}
+        size = self.plan.workload.batch
+        for part in (order[i : i + size] for i in range(0, len(order), size)):
+            for i, scores in zip(part, self.token_scores([rows[i] for i in part]), strict=True):
+                said = scores[-len(pairs[i][1]) :]
+                found[i] = (float(said[:, 0].double().sum()), bool(said[:, 1].all()))
+        return [found[i] for i in range(len(rows))]
 
     def start_trace(self) -> None:
         """Record every launch, wait and copy from here on (slower by a few microseconds each)."""

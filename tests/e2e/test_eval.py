@@ -14,14 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from forebay.commands.evaluate import (
-    eval_command,
-    next_word_accuracy,
-    open_scorer,
-    perplexity,
-    read_passages,
-    token_scores,
-)
+from forebay.commands.evaluate import eval_command, next_word_accuracy, open_scorer, perplexity, read_passages
 from forebay.commands.prompts import JobError
 from forebay.rewriter.ir.plan import Budget
 from forebay.rewriter.machine.profile import Machine, save_machine
@@ -130,7 +123,7 @@ def test_scores_tell_the_likeliest_token(llama: Path) -> None:
         ids = model.generate(IDS[None, :10], max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
         best = model(ids[None, :-1]).logits[0].argmax(-1)
     with open_scorer(llama, Budget(NBYTES), context=32, batch=2, machine=Machine.default()) as lm:
-        scores, shorter = token_scores(lm, [ids, ids[:13]])
+        scores, shorter = lm.token_scores([ids, ids[:13]])
     assert torch.equal(scores[:, 1].bool(), best == ids[1:]) and scores[9:, 1].all()
     assert torch.equal(shorter, scores[:12])
 

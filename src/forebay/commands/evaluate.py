@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from forebay.rewriter.machine.profile import Machine
 
 CONTEXT = 512
-CHUNK_STEP = 16  # short rows run in the next multiple of this, so that few programs serve all lengths
 
 Passage = tuple[torch.Tensor, int]  # token ids, and how many of them stand before the last word
 Progress = Callable[[int, int], None]  # (tokens done, tokens in all)
@@ -110,7 +109,7 @@ def perplexity(
     began, loss, done, rows = time.monotonic(), 0.0, 0, lm.plan.workload.batch
     for i in range(0, len(spans), rows):
         part = spans[i : i + rows]
-        scores = token_scores(lm, [torch.cat((prefix, ids[start : end + 1])) for start, end, _ in part])
+        scores = lm.token_scores([torch.cat((prefix, ids[start : end + 1])) for start, end, _ in part])
         for found, (start, _, fresh) in zip(scores, part, strict=True):
             counted = found[fresh - start - 1 + prefix.numel() :, 0].double()
             loss -= counted.sum().item()
@@ -137,7 +136,7 @@ def next_word_accuracy(lm: LanguageModel, passages: Sequence[Passage], progress:
     order = sorted(passages, key=lambda p: -p[0].numel())
     for i in range(0, len(order), rows):
         part = order[i : i + rows]
-        for found, (_, known) in zip(token_scores(lm, [ids for ids, _ in part]), part, strict=True):
+        for found, (_, known) in zip(lm.token_scores([ids for ids, _ in part]), part, strict=True):
             right += bool(found[known - 1 :, 1].all())
         if progress is not None:
             progress(i + len(part), len(order))
@@ -157,29 +156,6 @@ def read_passages(folder: Path, jsonl: Path) -> list[Passage]:
     text of two words."""
     texts, tokenizer = _read_texts(jsonl), load_tokenizer(folder)
     return [_passage(text, tokenizer) for text in texts]
-
-
-def token_scores(lm: LanguageModel, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """For each row of ids [T] (T >= 2) the scores [T - 1, 2] of its tokens but the first, see `capture_model`.
-
-    Rows stand left-aligned; what a shorter one computes past its end is never seen. The last chunk is moved back to end
-    with the longest row, so that no cache position beyond it is touched.
-    """
-    lengths = [row.numel() - 1 for row in rows]
-    longest = max(lengths)
-    with lm.running(len(rows), longest, 1) as session:
-        plan = lm.plan
-        chunk = min(plan.schedule.prefill_chunk, plan.workload.prompt, -(-longest // CHUNK_STEP) * CHUNK_STEP)
-        span = max(longest, chunk)
-        ids = torch.zeros(plan.workload.batch, span + 1, dtype=torch.int64)
-        for i, row in enumerate(rows):
-            ids[i, : row.numel()] = row
-        scores = torch.zeros(plan.workload.batch, span, 2)
-        for start in (*range(0, span - chunk, chunk), span - chunk):
-            scores[:, start : start + chunk] = session.step({
-                "input_ids": ids[:, start : start + chunk], "start": torch.full((plan.workload.batch,), start),
-                "last": ids[:, start + chunk]})
-    return [scores[i, :length] for i, length in enumerate(lengths)]
 
 
 def _spans(count: int, window: int, stride: int, fresh: int) -> list[tuple[int, int, int]]:

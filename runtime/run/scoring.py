@@ -1,0 +1,31 @@
+"""Scores of given tokens, on a session whose steps give scores instead of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from forebay.runtime.run.generation import CHUNK_STEP
+from forebay.runtime.run.session import Session
+
+
+def token_scores(session: Session, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """For each row of ids [T] (T >= 2) the scores [T - 1, 2] of its tokens but the first, see `capture_model`.
+
+    Rows stand left-aligned; what a shorter one computes past its end is never seen. The last chunk is moved back to end
+    with the longest row, so that no cache position beyond it is touched.
+    """
+    lengths, plan = [row.numel() - 1 for row in rows], session.plan
+    longest = max(lengths)
+    chunk = min(plan.schedule.prefill_chunk, plan.workload.prompt, -(-longest // CHUNK_STEP) * CHUNK_STEP)
+    span = max(longest, chunk)
+    ids = torch.zeros(plan.workload.batch, span + 1, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        ids[i, : row.numel()] = row
+    scores = torch.zeros(plan.workload.batch, span, 2)
+    for start in (*range(0, span - chunk, chunk), span - chunk):
+        scores[:, start : start + chunk] = session.step({
+            "input_ids": ids[:, start : start + chunk], "start": torch.full((plan.workload.batch,), start),
+            "last": ids[:, start + chunk]})
+    return [scores[i, :length] for i, length in enumerate(lengths)]

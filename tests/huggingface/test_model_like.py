@@ -1,0 +1,177 @@
+"""The wrapped model where transformers expects one of its own: forward, loss, pipelines, attributes, likelihoods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from forebay.api import LanguageModel, wrap
+from forebay.runtime.run.session import Session
+
+TOLERANCE: dict[str, Any] = dict(rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def streamed(llama_checkpoint: Any) -> Iterator[LanguageModel]:
+    with llama_checkpoint.language_model(0.6, batch=3, prompt=16, new_tokens=8) as lm:
+        yield lm
+
+
+def test_logits_at_every_position_and_the_loss(streamed: LanguageModel, llama_checkpoint: Any) -> None:
+    ids, mask = llama_checkpoint.ids, llama_checkpoint.mask
+    labels = torch.where(mask.bool(), ids, -100)
+    labels[2, 7] = -100
+    ours = streamed(ids, attention_mask=mask, labels=labels)
+    with torch.no_grad():
+        theirs = llama_checkpoint.model(ids, attention_mask=mask, labels=labels)
+    assert ours.logits.shape == theirs.logits.shape and ours.past_key_values is None
+    torch.testing.assert_close(ours.logits[mask.bool()], theirs.logits[mask.bool()], **TOLERANCE)
+    assert not ours.logits[~mask.bool()].any()
+    whole = streamed(ids, labels=ids)
+    torch.testing.assert_close(whole.loss, llama_checkpoint.model(ids, labels=ids).loss.detach(), **TOLERANCE)
+    assert not whole.loss.requires_grad
+    loss, logits = streamed(input_ids=ids, labels=ids, return_dict=False)[:2]
+    assert torch.equal(loss, whole.loss) and torch.equal(logits, whole.logits)
+
+
+def test_few_logits_and_right_padding(streamed: LanguageModel, llama_checkpoint: Any) -> None:
+    ids = llama_checkpoint.ids
+    whole = streamed(ids).logits
+    for keep in (1, 3):
+        torch.testing.assert_close(streamed(ids, logits_to_keep=keep).logits, whole[:, -keep:], **TOLERANCE)
+    mask = torch.ones_like(ids)
+    mask[0, 6:] = 0
+    padded = streamed(ids, attention_mask=mask).logits
+    torch.testing.assert_close(padded[0, :6], whole[0, :6], **TOLERANCE)
+    torch.testing.assert_close(padded[1:], whole[1:], **TOLERANCE)
+    torch.testing.assert_close(streamed(ids, attention_mask=mask, logits_to_keep=1).logits, padded[:, -1:], **TOLERANCE)
+
+
+def test_a_loop_of_ones_own_over_the_cache(streamed: LanguageModel, llama_checkpoint: Any) -> None:
+    """Greedy by hand, as with any transformers model; and several tokens at once behind the cache."""
+    ids, mask = llama_checkpoint.ids, llama_checkpoint.mask
+    found = streamed(ids, attention_mask=mask, use_cache=True)
+    tokens = ids
+    for _ in range(4):
+        tokens = torch.cat((tokens, found.logits[:, -1:].argmax(-1)), 1)
+        mask = torch.cat((mask, torch.ones(3, 1, dtype=mask.dtype)), 1)
+        found = streamed(tokens[:, -1:], attention_mask=mask, past_key_values=found.past_key_values, use_cache=True)
+        assert found.past_key_values.get_seq_length() == tokens.shape[1]
+    assert torch.equal(tokens, llama_checkpoint.expected[:, :14])
+    more = streamed(llama_checkpoint.expected[:, 14:16], past_key_values=found.past_key_values)
+    assert more.logits.shape[:2] == (3, 2)
+    with torch.no_grad():
+        whole = llama_checkpoint.model(llama_checkpoint.expected[2:, :16]).logits
+    torch.testing.assert_close(more.logits[2:], whole[:, -2:], **TOLERANCE)
+    with pytest.raises(ValueError, match="attention_mask must keep every token"):
+        streamed(tokens[:, -1:], attention_mask=torch.ones(3, 17), past_key_values=found.past_key_values)
+    with pytest.raises(ValueError, match="holds 3 sequences, input_ids 1"):
+        streamed(tokens[:1, -1:], past_key_values=found.past_key_values)
+    streamed.next_logits(ids)
+    with pytest.raises(RuntimeError, match="cache was given up"):
+        streamed(tokens[:, -1:], past_key_values=found.past_key_values)
+
+
+def test_the_cache_that_generate_returns_goes_on(streamed: LanguageModel, llama_checkpoint: Any) -> None:
+    ids = llama_checkpoint.ids[2:]
+    options = dict(pad_token_id=0, eos_token_id=None, return_dict_in_generate=True)
+    with llama_checkpoint.language_model(0.6, batch=1, prompt=10, new_tokens=12) as lm:
+        first = lm.generate(ids, max_new_tokens=12, stopping_criteria=[lambda ids, scores: ids.shape[1] >= 14],
+                            **options)
+        second = lm.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=4, **options)
+    assert torch.equal(second.sequences, llama_checkpoint.expected[2:])
+
+
+def test_labels_and_inputs_that_cannot_be(streamed: LanguageModel, llama_checkpoint: Any) -> None:
+    ids = llama_checkpoint.ids
+    with pytest.raises(ValueError, match="labels has 3 columns, the logits 10"):
+        streamed(ids, labels=ids[:, :3])
+    with pytest.raises(ValueError, match="position_ids: a captured step reads"):
+        streamed(ids, position_ids=ids)
+    with pytest.raises(ValueError, match="output_attentions: a captured step"):
+        streamed(ids, output_attentions=True)
+    with pytest.raises(ValueError, match="at least one token"):
+        streamed()
+
+
+def test_only_one_kind_of_steps_has_memory(streamed: LanguageModel, llama_checkpoint: Any,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generating, scoring and forward take turns within the one budget, whatever the order."""
+    streamed.close()
+    alive: list[Session] = []
+    made, ended = Session.__init__, Session.close
+    monkeypatch.setattr(Session, "__init__", lambda self, *a, **k: (made(self, *a, **k), alive.append(self))[0])
+    monkeypatch.setattr(Session, "close", lambda self: (ended(self), alive.remove(self))[0])
+    ids = llama_checkpoint.ids
+    for use in (streamed.generate, streamed, streamed.next_logits, lambda x: streamed.token_scores(list(x)), streamed,
+                streamed.generate):
+        use(ids)
+        assert len(alive) == 1
+    streamed(ids)
+    streamed.close()
+    assert not alive
+
+
+def test_attributes(streamed: LanguageModel, llama_checkpoint: Any) -> None:
+    assert streamed.config.model_type == "llama" and streamed.config.hidden_size == 96
+    assert streamed.dtype == torch.float32 and streamed.device == torch.device("cpu")
+    assert streamed.generation_config.eos_token_id == llama_checkpoint.model.generation_config.eos_token_id
+    assert streamed.can_generate() and streamed.eval() is streamed
+    assert streamed.name_or_path == str(llama_checkpoint.folder)
+    text, have = repr(streamed), streamed.plan.workload
+    for part in ("llama", "3 layers", "float32", "1.9 MiB of weights", f"planned for {have.batch} of {have.prompt} + {have.new_tokens} tokens"):
+        assert part in text, text
+
+
+def test_pipeline() -> None:
+    """Text in, text out, through transformers' own pipeline, as for a model of its own."""
+    from forebay.rewriter.checkpoints.resolve import resolve_model
+
+    folder = resolve_model("demo")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    with wrap(folder, "300MB", batch=2, prompt=16, new_tokens=8) as lm:
+        pipe = transformers.pipeline("text-generation", model=lm, tokenizer=tokenizer)
+        texts = ["The capital of France is", "One, two, three,"]
+        options = dict(max_new_tokens=6, do_sample=False, return_full_text=False, batch_size=2)
+        found = [answer[0]["generated_text"] for answer in pipe(texts, **options)]
+        for text, answer in zip(texts, found, strict=True):
+            ids = tokenizer(text, return_tensors="pt").input_ids
+            new = lm.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+            assert answer == tokenizer.decode(new, skip_special_tokens=True)
+
+
+def test_loglikelihood(streamed: LanguageModel, llama_checkpoint: Any) -> None:
+    whole = llama_checkpoint.expected[2].tolist()
+    pairs = [(whole[:10], whole[10:]), (whole[:4], whole[4:9]), (whole[:1], whole[1:3]), (whole[:12], whole[12:13]),
+             (whole[:3], whole[3:18])]
+    found = streamed.loglikelihood(pairs)
+    for (context, continuation), (likelihood, greedy) in zip(pairs, found, strict=True):
+        with torch.no_grad():
+            logits = llama_checkpoint.model(torch.tensor([context + continuation])).logits[0, len(context) - 1 : -1]
+        chosen = logits.log_softmax(-1).gather(1, torch.tensor(continuation)[:, None])
+        assert likelihood == pytest.approx(chosen.sum().item(), abs=1e-3)
+        assert greedy is (logits.argmax(-1).tolist() == continuation)
+    assert [greedy for _, greedy in found][::3] == [True, True]
+    with pytest.raises(ValueError, match="pair 1 needs a context and a continuation"):
+        streamed.loglikelihood([([1], [2]), ([1], [])])
+
+
+def test_an_emptied_module_says_so_and_its_wrapping_scores_too(llama_checkpoint: Any, tmp_path: Path) -> None:
+    module = transformers.AutoModelForCausalLM.from_pretrained(llama_checkpoint.folder)
+    module.generation_config.max_new_tokens = 3
+    with wrap(module, {"device": int(0.7 * llama_checkpoint.nbytes), "disk": str(tmp_path)}) as lm:
+        with pytest.raises(RuntimeError, match=r"LlamaForCausalLM was emptied by forebay\.wrap"):
+            module(llama_checkpoint.ids)
+        with pytest.raises(RuntimeError, match="was emptied"):
+            module.generate(llama_checkpoint.ids)
+        assert lm.generate(llama_checkpoint.ids).shape == (3, 13)
+        with torch.no_grad():
+            expected = llama_checkpoint.model(llama_checkpoint.ids).logits
+        torch.testing.assert_close(lm(llama_checkpoint.ids).logits, expected, **TOLERANCE)
+        assert len(lm.token_scores(list(llama_checkpoint.ids))) == 3
