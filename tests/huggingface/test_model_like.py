@@ -124,7 +124,8 @@ def test_attributes(streamed: LanguageModel, llama_checkpoint: Any) -> None:
     assert streamed.can_generate() and streamed.eval() is streamed
     assert streamed.name_or_path == str(llama_checkpoint.folder)
     text, have = repr(streamed), streamed.plan.workload
-    for part in ("llama", "3 layers", "float32", "1.9 MiB of weights", f"planned for {have.batch} of {have.prompt} + {have.new_tokens} tokens"):
+    for part in ("llama", "3 layers", "float32", "1.9 MiB of weights",
+                 f"planned for {have.batch} of {have.prompt} + {have.new_tokens} tokens"):
         assert part in text, text
 
 
