@@ -19,7 +19,7 @@ from benchmarks.chips import Hot
 
 if TYPE_CHECKING:
     from benchmarks.kernel_audit import Audited
-    from forebay.kernels.gpu.audit_case import AuditCase
+    from forebay.kernels.gpu_support.audit_case import AuditCase
 
 FOLDER = Path(__file__).parent
 READERS = ("chips.py", "sass.py")  # what facts are read from machine code with

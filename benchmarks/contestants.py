@@ -272,7 +272,7 @@ def read_rates(path: str, cache: PageCache) -> dict[str, float]:
 def compute_rates(batch: int) -> dict[str, Any]:
     """Memory bandwidth by a sum over 256 MiB, and bf16 products [batch, k] x [n, k]^T on weights outside the caches,
     by every implementation there is, in seconds."""
-    from forebay.kernels import linear
+    from forebay.kernels.products.linear import cpu as linear
 
     values = torch.ones(64 * MIB, dtype=torch.float32)
     times = []

@@ -170,7 +170,7 @@ def write(rows: list[Row], ceilings: dict[str, float]) -> list[Path]:
     """Write the results so far, and the table of inflection points where plans find it; both to $OUT too. All files."""
     import triton
 
-    from forebay.kernels.gpu import selection
+    from forebay.kernels.products.linear import selection
 
     gpu, date = torch.cuda.get_device_name(), datetime.date.today().isoformat()
     out = [Path(os.environ["OUT"])] if os.environ.get("OUT") else []
@@ -230,7 +230,7 @@ def main() -> int:
         return 0
     from benchmarks.gpu_cases.isolated import Worker
     from benchmarks.gpu_cases.timing import ceilings, uncaptured
-    from forebay.kernels.gpu import selection
+    from forebay.kernels.products.linear import selection
 
     selection.table_of(torch.cuda.get_device_name())  # one that cannot be read, and so not added to, is refused now
     limits = ceilings()

@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernel_audit [--json] [--suite] [--changed] [--record] [--arch sm_90 ...] [--only PART ...]
 
-For each configuration that `kernels/gpu/*.py` names in `audit_cases()` and each target: registers and stack of a
+For each configuration that an operator's `gpu.py` names in `audit_cases()` and each target: registers and stack of a
 thread, shared memory of a block, 128-bit loads, tensor-core instructions, spills, bytes moved by a call and the share
 of them that is the minimum. On NVIDIA these are read from SASS by the disassembler that Triton carries; for gfx942 from
 the assembly. `problems` lists what breaks the bounds that the test suite holds. `--record` keeps what was read from
@@ -40,7 +40,7 @@ from benchmarks.chips import Hot, measure
 from benchmarks.sass import WARP, Instruction, hot_turn, parse
 
 if TYPE_CHECKING:
-    from forebay.kernels.gpu.audit_case import AuditCase
+    from forebay.kernels.gpu_support.audit_case import AuditCase
 
 ARCHS = ("sm_80", "sm_90", "gfx942")
 # Dynamic shared memory that one block may take (CUDA C++ programming guide, table of compute capabilities; CDNA 3 ISA).
@@ -72,15 +72,13 @@ class Audited:
 
 
 def discover() -> list[AuditCase]:
-    """The cases of every file in kernels/gpu, by name; ValueError where two have one name."""
-    import forebay.kernels.gpu
+    """The cases of every operator's gpu.py, by name; ValueError where two have one name."""
+    from forebay.kernels.cpu_support import native
 
     cases: list[AuditCase] = []
-    for folder in forebay.kernels.gpu.__path__:
-        for path in sorted(Path(folder).glob("*.py")):
-            module = importlib.import_module(f"forebay.kernels.gpu.{path.stem}")
-            if hasattr(module, "audit_cases"):
-                cases += module.audit_cases()
+    for path in sorted(native.KERNELS.glob("*/*/gpu.py")):
+        module = importlib.import_module(".".join(("forebay", "kernels", *path.relative_to(native.KERNELS).parts))[:-3])
+        cases += module.audit_cases()
     names = [case.name for case in cases]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

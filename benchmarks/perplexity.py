@@ -27,8 +27,11 @@ from typing import Any
 
 import torch
 
-from forebay.kernels import activation_append_q, kv_append_q, packing
-from forebay.kernels.quantize import dequantize, quantize
+from forebay.kernels.cache.activation_append_q import reference as activation_append_q
+from forebay.kernels.cache.kv_append_q import reference as kv_append_q
+from forebay.kernels.formats import row_sizes
+from forebay.kernels.formats.table import ACTIVATION_FORMATS, CACHE_FORMATS
+from forebay.kernels.quantization.quantize.operator import dequantize, quantize
 from forebay.rewriter.checkpoints.packed import parse_format
 from forebay.rewriter.checkpoints.resolve import demo_gguf, resolve_model
 
@@ -49,7 +52,7 @@ def rounded(x: torch.Tensor, bits: int, group_size: int, rounding: str = "minmax
 
 def cached(x: torch.Tensor, bits: int) -> torch.Tensor:
     """What a cache of packed rows gives back for keys or values x [B, Hkv, L, D]."""
-    width, group = x.shape[-1], packing.cache_group_size(x.shape[-1], bits)
+    width, group = x.shape[-1], row_sizes.cache_group_size(x.shape[-1], bits)
     return kv_append_q.unpack(kv_append_q.pack(x, bits, group), width, bits, group, x.dtype)
 
 
@@ -163,14 +166,14 @@ def by_llama_cpp(path: Path, ids: torch.Tensor, vocabulary: int, threads: int) -
 
 def contestants() -> Mapping[str, tuple[Treat | None, ...]]:
     """Name -> what happens to weights, to keys and values, and to the activations that these are made from again."""
-    kv = {name: (lambda x, bits=bits: cached(x, bits)) for name, bits in packing.CACHE_FORMATS.items()}
+    kv = {f.name: (lambda x, bits=f.bits: cached(x, bits)) for f in CACHE_FORMATS.values() if f.bits}
     rows: dict[str, tuple[Treat | None, ...]] = {"reference": (None, None)}
     for name in ("w8", "w4g32", "w4g64", "w4g128"):
         rows[name] = (by_format(name), None)
     rows |= {f"{name} mse": (by_format(name, "mse"), None) for name in ("w4g64", "w4g128")}
     rows |= {name: (None, treat) for name, treat in kv.items()}
-    rows |= {name: (None, None, functools.partial(checkpointed, bits=bits, group=group))
-             for name, (bits, group) in packing.ACTIVATION_FORMATS.items()}  # fmt: skip
+    rows |= {f.name: (None, None, functools.partial(checkpointed, bits=f.bits, group=f.group_size))
+             for f in ACTIVATION_FORMATS.values()}  # fmt: skip
     rows |= {"w4g32 + kv4": (by_format("w4g32"), kv["kv4"]), "w4g64 mse + kv4": (by_format("w4g64", "mse"), kv["kv4"])}
     if importlib.util.find_spec("torchao"):
         rows[f"torchao int4 g{GROUP}"] = (by_torchao, None)

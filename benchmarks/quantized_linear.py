@@ -2,7 +2,7 @@
 
 For each shape and number of rows M, every contestant computes once in turn, over as many copies of its weight as exceed
 the caches, and the round repeats: medians of one contestant share the machine's noise with those of the others. Besides
-ours (see `kernels/quantized_linear.py`) stand torch's int4pack product (bf16, group 64), its dynamically quantised int8
+ours (see `kernels/products/linear_q`) stand torch's int4pack product (bf16, group 64), its dynamically quantised int8
 linear (per tensor), its bf16 linear, and our bf16 `flat`. GB/s counts the bytes of the weight as that contestant stores
 it; the ceiling is a sum over 256 MiB. Last comes one decoded token of SmolLM2-135M: all its products, without the head.
 """
@@ -23,7 +23,12 @@ from pathlib import Path
 
 import torch
 
-from forebay.kernels import linear, native, packing, quantized_linear
+from forebay.kernels.cpu_support import native
+from forebay.kernels.formats import row_sizes
+from forebay.kernels.formats.packing import Packing
+from forebay.kernels.formats.table import WEIGHT_FORMATS
+from forebay.kernels.products.linear import cpu as linear
+from forebay.kernels.products.linear_q.cpu import bind_linear_q, implementations
 
 Call = Callable[[], object]
 SHAPES = ((5632, 2048), (2048, 5632), (2048, 2048))  # (N, K) of a 1.1B Llama
@@ -46,13 +51,12 @@ def ceiling_bytes_per_s(repeats: int) -> float:
 
 def packed_calls(bits: int, group: int, impl: str, m: int, n: int, k: int) -> tuple[list[Call], int]:
     """One call per copy of a packed weight, and the bytes of one copy."""
-    rows = torch.randint(0, 256, (n, packing.row_nbytes(k, bits, group)), dtype=torch.uint8)
-    rows[:, packing.codes_nbytes(k, bits, group) :] = 0x11
+    rows = torch.randint(0, 256, (n, row_sizes.row_nbytes(k, bits, group)), dtype=torch.uint8)
+    rows[:, row_sizes.codes_nbytes(k, bits, group) :] = 0x11
     copies = max(2, COLD_NBYTES // rows.nbytes)
     x, out = torch.randn(m, k).bfloat16(), torch.empty(m, n, dtype=torch.bfloat16)
-    op = f"linear_w{bits}"
     calls: list[Call] = [
-        quantized_linear.bind(op, bits, impl, x, rows.clone(), None, out, k, group) for _ in range(copies)
+        bind_linear_q(impl, x, rows.clone(), None, out, Packing(bits, k, group)) for _ in range(copies)
     ]
     return calls, rows.nbytes
 
@@ -89,7 +93,7 @@ def bf16_calls(impl: str, m: int, n: int, k: int) -> tuple[list[Call], int]:
 def contestants(m: int, n: int, k: int, slow: bool) -> dict[str, tuple[list[Call], int]]:
     found = {}
     for name, (bits, group) in {"w4g64": (4, 64), "w8": (8, 128)}.items():
-        for impl in quantized_linear.implementations(bits):
+        for impl in implementations(bits):
             if slow or impl != "upcast" or m >= 64:
                 found[f"{name} {impl}"] = packed_calls(bits, group, impl, m, n, k)
     found["torch int4pack"] = int4pack_calls(m, n, k)
@@ -122,10 +126,10 @@ def token_s(bits: int, group: int, impl: str, repeats: int) -> tuple[float, int]
     calls, nbytes = [], 0
     for _ in range(SMOLLM2_LAYERS):
         for n, k in SMOLLM2:
-            rows = torch.randint(0, 256, (n, packing.row_nbytes(k, bits, group)), dtype=torch.uint8)
-            rows[:, packing.codes_nbytes(k, bits, group) :] = 0x11
+            rows = torch.randint(0, 256, (n, row_sizes.row_nbytes(k, bits, group)), dtype=torch.uint8)
+            rows[:, row_sizes.codes_nbytes(k, bits, group) :] = 0x11
             x, out = torch.randn(1, k).bfloat16(), torch.empty(1, n, dtype=torch.bfloat16)
-            calls.append(quantized_linear.bind(f"linear_w{bits}", bits, impl, x, rows, None, out, k, group))
+            calls.append(bind_linear_q(impl, x, rows, None, out, Packing(bits, k, group)))
             nbytes += rows.nbytes
     steps = native.chained(calls)
     return statistics.median(timed_s(lambda: [step() for step in steps]) for _ in range(repeats)), nbytes
@@ -156,8 +160,8 @@ def main() -> None:
                 results.append(result)
     print("\nSmolLM2-135M, the products of one token without the head")
     tokens = []
-    for name, (bits, group) in packing.WEIGHT_FORMATS.items():
-        for impl in quantized_linear.implementations(bits):
+    for name, bits, group in ((f.name, f.bits, f.group_size) for f in WEIGHT_FORMATS.values() if f.bits):
+        for impl in implementations(bits):
             if impl != "upcast":
                 time_s, nbytes = token_s(bits, group, impl, args.repeats)
                 print(f"  {name:6} {impl:6} {time_s * 1e3:6.2f} ms {nbytes / time_s / 1e9:6.1f} GB/s")

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from forebay.kernels.formats.packing import Packing
+from forebay.kernels.operators import LINEAR, LINEAR_Q
 from forebay.rewriter.ir.graph import PRODUCT_DTYPES
 
 aten = torch.ops.aten
-
-
-PACKED = {"forebay.linear_w4.default": 4, "forebay.linear_w8.default": 8}
 
 
 class Linear(NamedTuple):
@@ -24,20 +23,17 @@ class Linear(NamedTuple):
     multiplier: Any = None
     residual: Any = None
     activation: str = ""
-    packing: tuple[int, int, int, torch.dtype] | None = None  # packed rows: bits, K, group size, dtype of scales
+    packing: Packing | None = None  # where weight is packed rows
 
 
 def linear_arguments(node: Any) -> Linear | None:
     """The arguments of a product x W^T, however it is written, or None for another node."""
     if not isinstance(node, fx.Node) or node.kwargs:
         return None
-    if node.target is aten.linear.default or str(node.target) == "forebay.linear.default":
+    if node.target in (aten.linear.default, LINEAR.overload):
         return Linear(*node.args)  # type: ignore[arg-type]
-    bits = PACKED.get(str(node.target))
-    if bits is not None:
-        x, rows, bias, residual, in_features, group_size, activation, scale_dtype, *rest = node.args
-        multiplier = rest[0] if rest else None
-        return Linear(x, rows, bias, multiplier, residual, activation, (bits, in_features, group_size, scale_dtype))  # type: ignore[arg-type]
+    if node.target is LINEAR_Q.overload:
+        return Linear(*node.args[:6])._replace(packing=Packing(*node.args[6:]))  # type: ignore[arg-type]
     return None
 
 
@@ -54,14 +50,8 @@ def foldable(node: Any) -> Linear | None:
 def fold(graph: fx.Graph, node: fx.Node, arguments: Linear, made_by: str) -> None:
     """Put the product `arguments` in the place of `node`, the last operator that it takes over."""
     with graph.inserting_before(node):
-        if arguments.packing is None:
-            fused = graph.call_function(torch.ops.forebay.linear.default, tuple(arguments[:6]))
-        else:
-            bits, in_features, group_size, scale_dtype = arguments.packing
-            x, rows, bias, multiplier, residual, activation, _ = arguments
-            target = torch.ops.forebay.linear_w4 if bits == 4 else torch.ops.forebay.linear_w8
-            fused = graph.call_function(
-                target.default, (x, rows, bias, residual, in_features, group_size, activation, scale_dtype, multiplier))
+        operator, packing = (LINEAR, ()) if arguments.packing is None else (LINEAR_Q, arguments.packing)
+        fused = graph.call_function(operator.overload, (*arguments[:6], *packing))
     fused.meta = {**node.meta, "made_by": made_by}
     node.replace_all_uses_with(fused)
     graph.erase_node(node)

@@ -5,22 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import torch
 from torch import fx
 
-from forebay.kernels import (
-    attention,
-    attention_q,
-    dequantize_rows,
-    kv_append_q,
-    linear,
-    linear_w4,
-    linear_w8,
-    quantized_linear,
-    rms_norm,
-    rotary,
-)
-from forebay.kernels.gpu import choices as gpu_choices
+from forebay.kernels import operators
+from forebay.kernels.operator import Product
 from forebay.passes.fuse.fuse_residual import fuse_residual
 from forebay.passes.fuse.fuse_rms_norm import fuse_rms_norm
 from forebay.passes.fuse.fuse_rotary import fuse_rotary
@@ -40,9 +28,9 @@ from forebay.passes.place.specialise_blocks import block_graphs, specialise_bloc
 from forebay.rewriter.capture.concretise import inline_blocks
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.garbage import no_collection
-from forebay.rewriter.ir.graph import META, Gemm, Layout, values_of
+from forebay.rewriter.ir.graph import META, Layout, values_of
 from forebay.rewriter.ir.plan import Budget, GemmChoice, Plan, Prediction, Workload
-from forebay.rewriter.ir.program import Program, TensorRef
+from forebay.rewriter.ir.program import Launch, Program, TensorRef
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.graph_needs import cache_buffers, cache_rows, weight_products, weight_uses
 from forebay.rewriter.planning.planner import Facts, PhaseNeed, Wishes, make_plan, smallest_budget
@@ -74,8 +62,6 @@ BLOCK_PASSES: tuple[tuple[Callable[[fx.GraphModule], None], str], ...] = (
     (fuse_residual, "it takes the products that the others leave"),
     (shorten_lifetimes, "last: it orders what the others left; queries are made after keys and values are stored"),
 )
-# imported, so that torch knows the operators that passes put in
-OPERATORS = (attention, attention_q, dequantize_rows, kv_append_q, linear, linear_w4, linear_w8, rms_norm, rotary)
 # without: slower, not wrong
 OPTIONAL = ("hoist_prefetch", "select_gemm", "fuse_rms_norm", "fuse_rotary", "fuse_swiglu", "fuse_residual",
             "shorten_lifetimes")
@@ -126,41 +112,30 @@ class Pipeline:
             found = self._needs[tokens] = PhaseNeed(layout.height, self._most_workspace(flat))
         return found
 
-    def _workspace(self, node: fx.Node) -> int:
-        """Transient bytes that one of our own operators takes beside its operands."""
-        on_gpu = self.machine.device_kind != "cpu"
-        shape = product_shape(node)
-        if shape is not None:
-            mark = node.meta.get(META)
-            impl = mark.impl if isinstance(mark, Gemm) else self._best_gemm(shape)
-            dtype, m, n, k = shape
-            if on_gpu:
-                return gpu_choices.linear_workspace_nbytes(impl, dtype, m, n, k)
-            if dtype.startswith("w"):  # packed rows: w4g64
-                return quantized_linear.scratch_nbytes(impl, torch.bfloat16, m, n, k, int(dtype[3:]))
-            return linear.scratch_nbytes(impl, getattr(torch, dtype), m, n, k)
-        if node.target is torch.ops.forebay.dequantize_rows.default:
-            rows, in_features, bits, group_size = node.args[:4]
-            return dequantize_rows.workspace_nbytes(
-                rows.meta["val"], in_features, bits, group_size)  # type: ignore[union-attr, arg-type]
-        if str(node.target) in ("forebay.attention.default", "forebay.attention_q.default"):
-            return _gpu_attention_nbytes(node) if on_gpu else _attention_nbytes(node)
-        return 0
+    def _workspace(self, launch: Launch) -> int:
+        """Transient bytes that a launch of one of our own operators takes beside its operands."""
+        operator = operators.find(launch.op)
+        if operator is None:
+            return 0
+        if operator.implementations is not None and not launch.impl:
+            launch = replace(launch, impl=self._best_gemm(operator.implementations.shape(launch)))
+        return operator.workspace_nbytes(launch, self._device)
+
+    @property
+    def _device(self) -> str:
+        """Which of an operator's bindings runs here."""
+        return "cpu" if self.machine.device_kind == "cpu" else "cuda"
 
     def _best_gemm(self, shape: tuple[str, int, int, int]) -> str:
         """The fastest implementation measured on this machine; where not all were measured, the kernels' own choice."""
-        dtype, m, n, k = shape
-        if self.machine.device_kind != "cpu":
-            return gpu_choices.choose_linear(dtype, m, n, k, self.machine.device_kind)
-        measured = set(self.machine.gemm_impls(dtype))
-        if dtype.startswith("w"):
-            known = set(quantized_linear.implementations(int(dtype[1])))
-            return self.machine.best_gemm(dtype, m, n, k) if measured and measured <= known else (
-                quantized_linear.default_choice(int(dtype[1]), m))
-        known = set(linear.implementations(getattr(torch, dtype)))
-        if known and measured >= known:  # a profile made where there was a compiler names kernels that need one
-            return self.machine.best_gemm(dtype, m, n, k, known)
-        return linear.default_choice(getattr(torch, dtype), m, n, k)
+        product = Product(*shape)
+        choice = operators.product_with(product.weight).implementations
+        assert choice is not None
+        if self._device == "cpu":
+            measured, known = set(self.machine.gemm_impls(product.weight)), set(choice.candidates(product.weight))
+            if known and measured >= known:  # a profile made where there was a compiler names kernels that need one
+                return self.machine.best_gemm(*product, known)
+        return choice.default[self._device](product, self.machine.device_kind)
 
     def _most_workspace(self, flat: fx.GraphModule) -> int:
         """The largest transient memory of any node of a flat graph."""
@@ -283,21 +258,6 @@ class _LayersDiffer(RuntimeError):
 
 class StoppedAfter(RuntimeError):
     """FOREBAY_STOP_AFTER stopped the pipeline on purpose."""
-
-
-def _attention_nbytes(node: fx.Node) -> int:
-    q, k = node.args[0].meta["val"], node.args[1].meta["val"]  # type: ignore[union-attr]
-    batch, heads, tokens, width = q.shape
-    softcap = float(node.args[6]) if len(node.args) > 6 else 0.0  # type: ignore[arg-type]
-    module = attention_q if node.target is torch.ops.forebay.attention_q.default else attention
-    return module.workspace_nbytes(batch, heads, k.shape[1], tokens, k.shape[2], width, q.dtype, softcap)
-
-
-def _gpu_attention_nbytes(node: fx.Node) -> int:
-    q, cache = node.args[0].meta["val"], node.args[1].meta["val"]  # type: ignore[union-attr]
-    packed = node.target is torch.ops.forebay.attention_q.default
-    bits, group = node.args[7:9] if packed else (0, 0)
-    return gpu_choices.attention_workspace_nbytes(q, cache, bits, group)  # type: ignore[arg-type]
 
 
 def _nowhere(node: fx.Node, result: int = 0) -> TensorRef:

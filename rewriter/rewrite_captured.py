@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from forebay.kernels import packing
+from forebay.kernels.formats.table import cache_format as format_of
 from forebay.passes.quantise.quantize_cache import quantize_cache
 from forebay.passes.quantise.quantize_weights import fuse_dequantize, quantize_weights
 from forebay.rewriter.garbage import no_collection
@@ -44,18 +44,18 @@ def rewrite_captured(captured: CapturedModel, switches: Switches, cache_format: 
 
 
 def _with_packed_cache(captured: CapturedModel, cache_format: str, dump: Dump) -> CapturedModel:
-    if cache_format not in packing.CACHE_FORMATS:
-        raise PlanError(f"cache: there is no format {cache_format!r}; there are native, "
-                        f"{', '.join(packing.CACHE_FORMATS)}")
-    bits = packing.CACHE_FORMATS[cache_format]
+    try:
+        found = format_of(cache_format)
+    except ValueError as error:
+        raise PlanError(f"cache: {error}") from error
     dims = dict(zip(captured.layers, (spec.head_dim for spec in captured.cache), strict=True))  # block -> head_dim
     widest = max(dims.values())
     for name, gm in (("", captured.step), *captured.blocks().items()):
         dim = dims.get(name, widest)
         dump.before(gm, "quantize_cache")
-        quantize_cache(gm, bits, packing.cache_group_size(dim, bits), packing.cache_row_nbytes(dim, bits))
+        quantize_cache(gm, found.bits, found.group_of(dim), found.row_nbytes(dim, captured.dtype.itemsize))
         dump.after(gm, "quantize_cache")
-    cache = tuple(replace(spec, head_dim=packing.cache_row_nbytes(spec.head_dim, bits), dtype=torch.uint8,
+    cache = tuple(replace(spec, head_dim=found.row_nbytes(spec.head_dim, spec.dtype.itemsize), dtype=torch.uint8,
                           format=cache_format) for spec in captured.cache)
     for node in captured.step.graph.find_nodes(op="placeholder"):
         mark = node.meta.get(META)

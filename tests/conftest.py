@@ -131,8 +131,8 @@ class _LoggedReader:
 @pytest.fixture
 def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own, in which the compiled kernels lie already."""
-    from forebay.kernels import native
     from forebay.kernels.build.cache_folder import cache_folder
+    from forebay.kernels.cpu_support import native
 
     native.load()
     kept = cache_folder()

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from forebay.kernels import paged
-from forebay.kernels.paged import BlockLayout
+from forebay.kernels.formats import paged
+from forebay.kernels.formats.paged import BlockLayout
 
 
 @dataclass(frozen=True)

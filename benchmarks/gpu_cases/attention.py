@@ -11,15 +11,14 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, relative_error, repeated
-from forebay.kernels import (
-    activation_append_q,
-    attention,
-    decode_attention,
-    kv_append_q,
-    kv_from_activation,
-    packing,
-    paged,
-)
+from forebay.kernels.attention.attention import reference as attention
+from forebay.kernels.attention.decode_attention import reference as decode_attention
+from forebay.kernels.cache.activation_append_q import reference as activation_append_q
+from forebay.kernels.cache.kv_append_q import reference as kv_append_q
+from forebay.kernels.cache.kv_from_activation import operator as kv_from_activation_operator
+from forebay.kernels.cache.kv_from_activation import reference as kv_from_activation_reference
+from forebay.kernels.formats import paged, row_sizes
+from forebay.kernels.formats.table import ACTIVATION_FORMATS, BLOCK_FORMATS, NATIVE
 
 DTYPE = torch.bfloat16
 DIM = 128
@@ -28,7 +27,7 @@ SHARED = (0.0, -60.0, 60.0)
 
 
 def decode_work(place: Place, batch: int, heads: int, kv_heads: int, context: int, format: str) -> Work:
-    from forebay.kernels.gpu.decode_attention import decode_attention as launch
+    from forebay.kernels.attention.decode_attention.gpu import decode_attention as launch
 
     batch, heads, kv_heads = place.size(batch, 2), place.size(heads, 4), place.size(kv_heads, 2)
     context = place.size(context, 150)
@@ -73,7 +72,7 @@ def decode_work(place: Place, batch: int, heads: int, kv_heads: int, context: in
 
 
 def prefill_work(place: Place, heads: int, kv_heads: int, queries: int, window: int, softcap: float) -> Work:
-    from forebay.kernels.gpu.prefill_attention import prefill_attention
+    from forebay.kernels.attention.prefill_attention.gpu import prefill_attention
 
     heads, kv_heads, queries = place.size(heads, 4), place.size(kv_heads, 2), place.size(queries, 37)
     window = place.size(window, min(window, 11))
@@ -102,11 +101,11 @@ def prefill_work(place: Place, heads: int, kv_heads: int, queries: int, window: 
 def attention_q_work(
     place: Place, bits: int, batch: int, heads: int, kv_heads: int, context: int, queries: int
 ) -> Work:
-    from forebay.kernels.gpu.attention_q import attention_q as launch
+    from forebay.kernels.attention.attention_q.gpu import attention_q as launch
 
     batch, heads, kv_heads = place.size(batch, 2), place.size(heads, 4), place.size(kv_heads, 2)
     queries, context = place.size(queries, min(queries, 13)), place.size(context, 90)
-    group, row_nbytes = packing.cache_group_size(DIM, bits), packing.cache_row_nbytes(DIM, bits)
+    group, row_nbytes = row_sizes.cache_group_size(DIM, bits), row_sizes.cache_row_nbytes(DIM, bits)
     nbytes = batch * (kv_heads * context * 2 * row_nbytes + 2 * 2 * queries * heads * DIM)
     start = torch.full((batch,), context - queries, device=place.device)
     x = normal(place, 2, 1, kv_heads, context, DIM)
@@ -129,8 +128,8 @@ def kv_from_activation_work(place: Place, kv_heads: int, features: int, tokens: 
     kv_heads, features, tokens = place.size(kv_heads, 2), place.size(features, 72), place.size(tokens, 21)
     layout = paged.BlockLayout(64, kv_heads, DIM, "native", DTYPE)
     weight_nbytes = 2 * 2 * kv_heads * DIM * features
-    bits, group = packing.ACTIVATION_FORMATS.get(format, (0, 0))
-    row_nbytes = packing.row_nbytes(features, bits, group) if bits else 2 * features
+    stored = ACTIVATION_FORMATS.get(format, NATIVE)
+    bits, group, row_nbytes = stored.bits, stored.group_size, stored.row_nbytes(features, 2)
     nbytes = tokens * row_nbytes + weight_nbytes + 4 * tokens * kv_heads * DIM
     blocks = -(-tokens // 64)
     slots = torch.randperm(blocks * 64, device=place.device)[:tokens]
@@ -142,12 +141,12 @@ def kv_from_activation_work(place: Place, kv_heads: int, features: int, tokens: 
     weights = [(w, w.flip(1)) for w in repeated(make, place.copies(nbytes))]
     pool = paged.allocate(layout, blocks, place.device).zero_()
     last = (gain, None, None, None, cos, sin, features, bits, group, "rms", 1e-5, "native", layout)
-    ours = [functools.partial(kv_from_activation.launch, pool, given, slots, *w, *last) for w in weights]
+    ours = [functools.partial(kv_from_activation_operator.launch, pool, given, slots, *w, *last) for w in weights]
     table = torch.arange(blocks, dtype=torch.int32, device=place.device)[None]
 
     def verify() -> float:
         options = {"norm": "rms", "eps": 1e-5, "dtype": torch.float32}
-        want = kv_from_activation.reference(values, *weights[0], gain, cos=cos, sin=sin, **options)
+        want = kv_from_activation_reference.reference(values, *weights[0], gain, cos=cos, sin=sin, **options)
         ours[0]()
         got = (t[0, :, slots].transpose(0, 1) for t in paged.read(pool, layout, table, torch.float32))
         return max(relative_error(a, b) for a, b in zip(got, want, strict=True))
@@ -166,17 +165,17 @@ def cases(tiny: bool) -> list[Case]:
     kinds = ((0, 0.0), (512, 0.0), (0, 30.0))
     return [
         *(Case("decode_attention", functools.partial(decode, batch=b, heads=32, kv_heads=8, format=f))
-          for f in paged.FORMATS for b in (1, 16)),
+          for f in BLOCK_FORMATS for b in (1, 16)),
         Case("decode_attention", functools.partial(decode, batch=2, heads=56, kv_heads=56, format="native")),
         *(Case("decode_attention", functools.partial(decode_work, batch=3, heads=24, kv_heads=8, context=4099,
-                                                     format=f)) for f in paged.FORMATS),
+                                                     format=f)) for f in BLOCK_FORMATS),
         *(Case("prefill_attention", functools.partial(prefill, window=w, softcap=c)) for w, c in kinds),
         Case("prefill_attention", functools.partial(prefill_work, heads=24, kv_heads=8, queries=2011, window=509,
                                                     softcap=0.0)),
         *(Case("attention_q", functools.partial(packed, bits=bits, batch=b, context=c, queries=s))
-          for bits in packing.BITS for b, c, s in ((1, 16384, 1), (16, 16384, 1), (1, 2048, 2048))),
+          for bits in row_sizes.BITS for b, c, s in ((1, 16384, 1), (16, 16384, 1), (1, 2048, 2048))),
         *(Case("kv_from_activation", functools.partial(kv_from_activation_work, kv_heads=h, features=n, tokens=t,
                                                        format=f))
           for h, n, t in ((8, 4096, 2048), (56, 7168, 1024), (3, 4104, 2011))
-          for f in ("native", *packing.ACTIVATION_FORMATS)),
+          for f in ("native", *ACTIVATION_FORMATS)),
     ]  # fmt: skip

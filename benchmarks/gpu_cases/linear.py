@@ -1,4 +1,4 @@
-"""linear, linear_w4 and linear_w8 at few rows: every candidate of kernels/gpu/selection.py, beside cuBLAS in bf16."""
+"""linear, and linear_q of 4 and 8 bits, at few rows: every candidate of `selection`, beside cuBLAS in bf16."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.gpu_cases.case import LIMITS, Aim, Call, Case, Place, Work, normal, relative_error, repeated
-from forebay.kernels import linear as plain
-from forebay.kernels import linear_w4, linear_w8, packing
+from forebay.kernels.formats import packing, row_sizes
+from forebay.kernels.formats.packing import Packing
+from forebay.kernels.products.linear import reference as plain
+from forebay.kernels.products.linear import selection
+from forebay.kernels.products.linear_q import reference as packed
 
 GROUP = 128
+BITS = {kind: bits for bits, kind in selection.KIND_OF_BITS.items()}
 DTYPE = torch.bfloat16
 # (N, K) of Llama-3-8B: down, gate or up, fused QKV, output; and of OPT-30B: up, down, QKV or output.
 SHAPES = ((4096, 14336), (14336, 4096), (6144, 4096), (4096, 4096), (28672, 7168), (7168, 28672), (7168, 7168))
@@ -24,7 +28,7 @@ TAILS = ((1, 4099, 4104), (13, 4099, 4104), (5, 999, 14344), (61, 4099, 4104))
 def packed_rows(place: Place, n: int, k: int, bits: int) -> Tensor:
     """A weight of random codes, about normal with variance 1 / K once dequantised."""
     generator = torch.Generator(place.device).manual_seed(n + k)
-    groups = packing.group_count(k, GROUP)
+    groups = row_sizes.group_count(k, GROUP)
     nbytes = groups * GROUP * bits // 8
     codes = torch.randint(0, 256, (n, nbytes), dtype=torch.uint8, device=place.device, generator=generator)
     scale = torch.rand(n, groups, device=place.device, generator=generator) * (2**-bits * 8 / k**0.5)
@@ -33,26 +37,24 @@ def packed_rows(place: Place, n: int, k: int, bits: int) -> Tensor:
 
 def _calls(kind: str, x: Tensor, weights: list[Tensor], k: int, impl: str, out: Tensor) -> list[Call]:
     if kind == "linear":
-        from forebay.kernels.gpu.linear import linear
+        from forebay.kernels.products.linear.gpu import linear
 
         return [functools.partial(linear, x, w, out=out, impl=impl) for w in weights]
-    from forebay.kernels.gpu import linear_w4, linear_w8
+    from forebay.kernels.products.linear_q.gpu import linear_q
 
-    launch = linear_w4.linear_w4 if kind == "linear_w4" else linear_w8.linear_w8
-    return [functools.partial(launch, x, w, None, None, k, GROUP, "", DTYPE, out=out, impl=impl) for w in weights]
+    stored = Packing(BITS[kind], k, GROUP, DTYPE)
+    return [functools.partial(linear_q, x, w, None, stored, out=out, impl=impl) for w in weights]
 
 
 def linear_work(place: Place, kind: str, m: int, n: int, k: int) -> Work:
-    from forebay.kernels.gpu import selection
-
     n, k = place.size(n, 72), place.size(k, 272)
     x, out = normal(place, m, k, dtype=DTYPE), torch.empty(m, n, dtype=DTYPE, device=place.device)
     if kind == "linear":
         weight_nbytes = 2 * n * k
         make = functools.partial(normal, place, n, k, dtype=DTYPE, scale=k**-0.5)
     else:
-        weight_nbytes = n * packing.row_nbytes(k, 4 if kind == "linear_w4" else 8, GROUP)
-        make = functools.partial(packed_rows, place, n, k, 4 if kind == "linear_w4" else 8)
+        weight_nbytes = n * Packing(BITS[kind], k, GROUP).row_nbytes
+        make = functools.partial(packed_rows, place, n, k, BITS[kind])
     nbytes = weight_nbytes + 2 * m * (n + k)
     weights = list(repeated(make, place.copies(weight_nbytes)))
     processors = torch.cuda.get_device_properties(place.device).multi_processor_count if not place.tiny else 4
@@ -64,8 +66,7 @@ def linear_work(place: Place, kind: str, m: int, n: int, k: int) -> Work:
         if kind == "linear":
             want = plain.reference(x, weights[0])
         else:
-            op = linear_w4 if kind == "linear_w4" else linear_w8
-            want = op.reference(x, weights[0], None, None, k, GROUP, "", DTYPE)
+            want = packed.reference(x, weights[0], None, Packing(BITS[kind], k, GROUP, DTYPE))
         errors = []
         for calls in (ours, *candidates.values()):
             out.fill_(torch.nan)
@@ -79,7 +80,7 @@ def linear_work(place: Place, kind: str, m: int, n: int, k: int) -> Work:
     rivals = {"cuBLAS bf16": [functools.partial(functional.linear, x, w) for w in dense]}
     aims = (Aim("cuBLAS bf16", 1.0),) if kind == "linear" else (Aim("bandwidth", 0.75), Aim("cuBLAS bf16", 3.0))
     return Work(f"M={m} N={n} K={k}", ours, verify, LIMITS[DTYPE], nbytes, 2 * m * n * k, rivals,
-                aims if m <= 16 and kind != "linear_w8" and (n, k) in SHAPES else (), candidates,
+                aims if m <= 16 and BITS.get(kind) != 8 and (n, k) in SHAPES else (), candidates,
                 (kind, m, n, k) if (n, k) in SHAPES else None)  # fmt: skip
 
 
@@ -90,5 +91,5 @@ def cases(tiny: bool) -> list[Case]:
     return [
         Case(kind, functools.partial(linear_work, kind=kind, m=m, n=n, k=k))
         for m, n, k in (sizes if tiny else (*sizes[:first], *TAILS, *sizes[first:]))
-        for kind in ("linear_w4", "linear", "linear_w8")
+        for kind in (selection.KIND_OF_BITS[4], "linear", selection.KIND_OF_BITS[8])
     ]

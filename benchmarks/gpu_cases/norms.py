@@ -8,12 +8,12 @@ import torch
 from torch.nn import functional
 
 from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, repeated
-from forebay.kernels import layer_norm as layer
-from forebay.kernels import rms_norm as rms
+from forebay.kernels.norms.layer_norm import reference as layer
+from forebay.kernels.norms.rms_norm import reference as rms
 
 
 def rms_work(place: Place, rows: int, columns: int, residual: bool) -> Work:
-    from forebay.kernels.gpu.rms_norm import rms_norm
+    from forebay.kernels.norms.rms_norm.gpu import rms_norm
 
     rows, columns = place.size(rows, 3), place.size(columns, 77)
     nbytes = rows * columns * 2 * (4 if residual else 2)
@@ -36,7 +36,7 @@ def rms_work(place: Place, rows: int, columns: int, residual: bool) -> Work:
 
 
 def layer_work(place: Place, rows: int, columns: int, residual: bool) -> Work:
-    from forebay.kernels.gpu.layer_norm import layer_norm
+    from forebay.kernels.norms.layer_norm.gpu import layer_norm
 
     rows, columns, dtype = place.size(rows, 3), place.size(columns, 77), torch.float16
     nbytes = rows * columns * 2 * (4 if residual else 2)

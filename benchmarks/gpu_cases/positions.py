@@ -8,16 +8,21 @@ import functools
 import torch
 
 from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, relative_error, repeated
-from forebay.kernels import activation_append_q, kv_append_q, packing, paged, rotary_append
-from forebay.kernels import kv_append as append
-from forebay.kernels import rotary as rotation
+from forebay.kernels.cache.activation_append_q import operator as activation_append_q_operator
+from forebay.kernels.cache.activation_append_q import reference as activation_append_q_reference
+from forebay.kernels.cache.kv_append import reference as append
+from forebay.kernels.cache.kv_append_q import reference as kv_append_q
+from forebay.kernels.cache.rotary_append import reference as rotary_append
+from forebay.kernels.formats import paged, row_sizes
+from forebay.kernels.formats.table import ACTIVATION_FORMATS, BLOCK_FORMATS
+from forebay.kernels.positions.rotary import reference as rotation
 
 LIMIT = LIMITS[torch.bfloat16]
 DIM = 128
 
 
 def rotary_work(place: Place) -> Work:
-    from forebay.kernels.gpu.rotary import rotary
+    from forebay.kernels.positions.rotary.gpu import rotary
 
     heads, tokens = place.size(32, 3), place.size(4096, 5)
     nbytes = 2 * tokens * DIM * (2 * heads + 2)
@@ -30,7 +35,7 @@ def rotary_work(place: Place) -> Work:
 
 
 def kv_append_work(place: Place) -> Work:
-    from forebay.kernels.gpu.kv_append import kv_append
+    from forebay.kernels.cache.kv_append.gpu import kv_append
 
     heads, tokens = place.size(8, 3), place.size(4096, 5)
     nbytes = 2 * 4 * tokens * heads * DIM
@@ -48,10 +53,10 @@ def kv_append_work(place: Place) -> Work:
 
 
 def kv_append_q_work(place: Place, bits: int) -> Work:
-    from forebay.kernels.gpu.kv_append_q import kv_append_q as launch
+    from forebay.kernels.cache.kv_append_q.gpu import kv_append_q as launch
 
     heads, tokens = place.size(8, 3), place.size(4096, 5)
-    group, row_nbytes = packing.cache_group_size(DIM, bits), packing.cache_row_nbytes(DIM, bits)
+    group, row_nbytes = row_sizes.cache_group_size(DIM, bits), row_sizes.cache_row_nbytes(DIM, bits)
     nbytes = 2 * tokens * heads * (2 * DIM + row_nbytes)
     start = torch.tensor([7], device=place.device)
     ks = [k.transpose(1, 2) for k in repeated(lambda: normal(place, 1, tokens, heads, DIM), place.copies(nbytes))]
@@ -69,7 +74,7 @@ def kv_append_q_work(place: Place, bits: int) -> Work:
 
 
 def rotary_append_work(place: Place, format: str) -> Work:
-    from forebay.kernels.gpu.rotary_append import rotary_append_paged
+    from forebay.kernels.cache.rotary_append.gpu import rotary_append_paged
 
     q_heads, heads, tokens = place.size(32, 4), place.size(8, 2), place.size(4096, 5)
     layout = paged.BlockLayout(64, heads, DIM, format, torch.bfloat16)
@@ -97,18 +102,18 @@ def rotary_append_work(place: Place, format: str) -> Work:
 
 
 def activation_append_q_work(place: Place, format: str) -> Work:
-    bits, group = packing.ACTIVATION_FORMATS[format]
+    bits, group = ACTIVATION_FORMATS[format].bits, ACTIVATION_FORMATS[format].group_size
     features, tokens = place.size(4096, 100), place.size(4096, 5)
-    row_nbytes = packing.row_nbytes(features, bits, group)
+    row_nbytes = row_sizes.row_nbytes(features, bits, group)
     nbytes = tokens * (2 * features + row_nbytes)
     start = torch.tensor([7], device=place.device)
     xs = list(repeated(lambda: normal(place, 1, tokens, features), place.copies(nbytes)))
     caches = [torch.zeros(1, tokens + 16, row_nbytes, dtype=torch.uint8, device=place.device) for _ in xs]
-    launch = activation_append_q.launch
+    launch = activation_append_q_operator.launch
     ours = [functools.partial(launch, cache, x, start, bits, group) for cache, x in zip(caches, xs, strict=True)]
 
     def verify() -> float:
-        want = activation_append_q.reference(caches[0], xs[0], start, bits, group)
+        want = activation_append_q_reference.reference(caches[0], xs[0], start, bits, group)
         ours[0]()
         return float((caches[0] != want).double().mean())
 
@@ -120,8 +125,8 @@ def cases(tiny: bool) -> list[Case]:
     return [
         Case("rotary", rotary_work),
         Case("kv_append", kv_append_work),
-        *(Case("kv_append_q", functools.partial(kv_append_q_work, bits=bits)) for bits in packing.BITS),
-        *(Case("rotary_append", functools.partial(rotary_append_work, format=f)) for f in paged.FORMATS),
+        *(Case("kv_append_q", functools.partial(kv_append_q_work, bits=bits)) for bits in row_sizes.BITS),
+        *(Case("rotary_append", functools.partial(rotary_append_work, format=f)) for f in BLOCK_FORMATS),
         *(Case("activation_append_q", functools.partial(activation_append_q_work, format=f))
-          for f in packing.ACTIVATION_FORMATS),
+          for f in ACTIVATION_FORMATS),
     ]  # fmt: skip

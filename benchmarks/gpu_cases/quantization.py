@@ -7,14 +7,14 @@ import functools
 import torch
 
 from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, repeated
-from forebay.kernels import quantize as op
+from forebay.kernels.quantization.quantize import reference as op
 
 DTYPE = torch.bfloat16
 GROUP = 64
 
 
 def quantize_work(place: Place, bits: int, dim: int) -> Work:
-    from forebay.kernels.gpu.quantize import quantize
+    from forebay.kernels.quantization.quantize.gpu import quantize
 
     rows, columns = place.size(4096, 5), place.size(4096, 5)
     count = rows * columns
@@ -30,7 +30,7 @@ def quantize_work(place: Place, bits: int, dim: int) -> Work:
 
 
 def dequantize_work(place: Place, bits: int, dim: int) -> Work:
-    from forebay.kernels.gpu.quantize import dequantize
+    from forebay.kernels.quantization.quantize.gpu import dequantize
 
     rows, columns = place.size(4096, 5), place.size(4096, 5)
     count = rows * columns

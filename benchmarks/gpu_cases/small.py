@@ -8,14 +8,14 @@ import torch
 from torch.nn import functional
 
 from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, relative_error, repeated
-from forebay.kernels import block_copy as blocks
-from forebay.kernels import sampling as sample
-from forebay.kernels import sparse_values as sparse
-from forebay.kernels import swiglu as gated
+from forebay.kernels.attention.sparse_values import reference as sparse
+from forebay.kernels.cache.block_copy import reference as blocks
+from forebay.kernels.logits.sampling import reference as sample
+from forebay.kernels.products.swiglu import reference as gated
 
 
 def swiglu_work(place: Place, m: int) -> Work:
-    from forebay.kernels.gpu.swiglu import swiglu
+    from forebay.kernels.products.swiglu.gpu import swiglu
 
     k, n = place.size(4096, 72), place.size(14336, 37)
     nbytes = 2 * (2 * n * k + m * (n + k))
@@ -33,7 +33,7 @@ def swiglu_work(place: Place, m: int) -> Work:
 
 
 def sparse_values_work(place: Place) -> Work:
-    from forebay.kernels.gpu.sparse_values import sparse_values
+    from forebay.kernels.attention.sparse_values.gpu import sparse_values
 
     batch, heads, seen, dim = place.size(16, 2), place.size(56, 3), place.size(4096, 70), place.size(128, 40)
     keep = seen // 10
@@ -50,7 +50,7 @@ def sparse_values_work(place: Place) -> Work:
 
 
 def sampling_work(place: Place, rule: tuple[float, int, float] | None) -> Work:
-    from forebay.kernels.gpu.sampling import sampling
+    from forebay.kernels.logits.sampling.gpu import sampling
 
     batch, vocabulary = place.size(64, 2), place.size(128256, 500)
     nbytes = batch * vocabulary * 2
@@ -72,7 +72,7 @@ def sampling_work(place: Place, rule: tuple[float, int, float] | None) -> Work:
 
 
 def block_copy_work(place: Place, pinned: bool) -> Work:
-    from forebay.kernels.gpu.block_copy import block_copy
+    from forebay.kernels.cache.block_copy.gpu import block_copy
 
     count, size = place.size(8192, 6), place.size(4096, 48)
     host = pinned and not place.tiny

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from forebay.kernels.operators import RMS_NORM
+
 aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten._to_copy.default)
 
@@ -22,7 +24,7 @@ def fuse_rms_norm(gm: fx.GraphModule) -> None:
             continue
         x, weight, eps = found
         with graph.inserting_before(node):
-            fused = graph.call_function(torch.ops.forebay.rms_norm.default, (x, weight, eps))
+            fused = graph.call_function(RMS_NORM.overload, (x, weight, eps))
         fused.meta = {**node.meta, "made_by": "fuse_rms_norm"}
         node.replace_all_uses_with(fused)
         changed = True

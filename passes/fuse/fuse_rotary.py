@@ -7,6 +7,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from forebay.kernels.operators import ROTARY
+
 aten = torch.ops.aten
 
 
@@ -22,7 +24,7 @@ def fuse_rotary(gm: fx.GraphModule) -> None:
         if found is None:
             continue
         with graph.inserting_before(node):
-            fused = graph.call_function(torch.ops.forebay.rotary.default, found)
+            fused = graph.call_function(ROTARY.overload, found)
         fused.meta = {**node.meta, "made_by": "fuse_rotary"}
         node.replace_all_uses_with(fused)
         changed = True

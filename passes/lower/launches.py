@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from forebay.kernels.formats.packing import Packing
+from forebay.kernels.operator import Operator
+from forebay.kernels.operators import LINEAR, LINEAR_Q, of_target
 from forebay.passes.lower.out_trials import keeps_memory
 from forebay.passes.lower.out_variants import (
     COPIES,
@@ -27,6 +31,7 @@ from forebay.rewriter.ir.program import COMPUTE, Launch, TensorRef, dtype_itemsi
 aten = torch.ops.aten
 
 
+Workspace = Callable[[Launch], int]  # transient bytes of a launch of one of our own operators
 AFTER = ("multiplier", "residual", "activation")  # what may follow a product
 
 
@@ -35,10 +40,10 @@ class LoweringError(RuntimeError):
 
 
 class Launches:
-    """Builds Launch items. `ref` tells where (an element of) a node's value lies; `workspace` how many bytes one of
-    our own operators takes beside its operands."""
+    """Builds Launch items. `ref` tells where (an element of) a node's value lies; `workspace` how many bytes a launch
+    of one of our own operators takes beside its operands."""
 
-    def __init__(self, ref: Callable[..., TensorRef], workspace: Callable[[fx.Node], int]) -> None:
+    def __init__(self, ref: Callable[..., TensorRef], workspace: Workspace) -> None:
         self.ref, self.workspace = ref, workspace
 
     def of(self, node: fx.Node) -> list[Launch]:
@@ -63,8 +68,9 @@ class Launches:
         if target is aten.addmm.default and self._is_product(node):
             bias, x, weight = node.args
             return [self._product(node, Linear(x, weight, bias), "kn")]
-        if target.namespace == "forebay":
-            return [self._own(node, target)]
+        operator = of_target(target)
+        if operator is not None:
+            return [self._own(node, operator)]
         return self._aten(node, target)
 
     # -- matrix products
@@ -101,16 +107,13 @@ class Launches:
         self, node: fx.Node, args: tuple, out: TensorRef, form: str, accumulate: bool, after: dict[str, Any],
         packing: tuple | None = None,
     ) -> Launch:
-        x, weight, _ = args
         reads = tuple(span_of(r) for r in _refs((*args, *after.values()))) + ((span_of(out),) if accumulate else ())
-        flops = 2 * math.prod(x.shape) * (weight.shape[0] if form == "nk" else weight.shape[1])
-        op, how = "forebay.linear", {"form": form, "accumulate": accumulate}
+        operator, how = LINEAR, {"form": form, "accumulate": accumulate}
         if packing is not None:
-            op = f"forebay.linear_w{packing[0]}"
-            how = dict(zip(("in_features", "group_size", "scale_dtype"), packing[1:], strict=True))
-        return Launch(COMPUTE, op, args, {**how, **after}, (out,), reads,
-                      (span_of(out),), node.name, node.meta.get("layer", -1), flops, self.workspace(node),
-                      self._impl(node))
+            operator, how = LINEAR_Q, Packing(*packing)._asdict()
+        return self._counted(operator, Launch(
+            COMPUTE, operator.name, args, {**how, **after}, (out,), reads, (span_of(out),), node.name,
+            node.meta.get("layer", -1), impl=self._impl(node)))
 
     def _linear_tile(self, node: fx.Node) -> Launch:
         out, x, tile, bias, lower, *rest = node.args
@@ -132,15 +135,19 @@ class Launches:
 
     # -- everything else
 
-    def _own(self, node: fx.Node, target: torch._ops.OpOverload) -> Launch:
+    def _counted(self, operator: Operator, launch: Launch) -> Launch:
+        """A launch of one of our own operators, with its operations and its workspace."""
+        return replace(launch, flops=operator.cost(launch).flops, workspace_nbytes=self.workspace(launch))
+
+    def _own(self, node: fx.Node, operator: Operator) -> Launch:
         args = self._map(node.args)
         out = tuple(self._outputs(node))
-        mutated = [args[i] for i in mutated_arguments(target) if i < len(args)]
+        mutated = [operator.argument(args, name) for name in operator.writes]
         reads = tuple(span_of(r) for r in _refs(args))
         writes = tuple(span_of(r) for r in (*out, *_refs(mutated)))
-        return Launch(COMPUTE, str(target).removesuffix(".default"), args, dict(self._map(node.kwargs)), out, reads,
-                      writes, node.name, node.meta.get("layer", -1), _flops(node, target),
-                      workspace_nbytes=self.workspace(node))
+        return self._counted(operator, Launch(
+            COMPUTE, operator.name, args, dict(self._map(node.kwargs)), out, reads, writes, node.name,
+            node.meta.get("layer", -1)))
 
     def _aten(self, node: fx.Node, target: torch._ops.OpOverload) -> list[Launch]:
         mutated = mutated_arguments(target)
@@ -235,10 +242,7 @@ def _refs(value: Any) -> list[TensorRef]:
 
 
 def _flops(node: fx.Node, target: torch._ops.OpOverload) -> int:
-    """Floating-point operations: torch's own counts where it has them, 4 B H S L D for attention over a cache."""
-    if str(target) in ("forebay.attention.default", "forebay.attention_q.default"):
-        q, k = node.args[0].meta["val"], node.args[1].meta["val"]  # type: ignore[union-attr]
-        return 4 * math.prod(q.shape) * k.shape[2]
+    """Floating-point operations of one of torch's operators, where it counts them."""
     count = flop_registry.get(target.overloadpacket)
     if count is None:
         return 0

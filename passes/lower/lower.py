@@ -14,7 +14,7 @@ from torch import fx
 
 from forebay.passes.lower.addresses import TILE, Addresses, Place, Symbols, micro_batch_symbols, settled
 from forebay.passes.lower.draft import Arrive, Draft, Fetch, Found, Free, Lookup, Move
-from forebay.passes.lower.launches import LoweringError
+from forebay.passes.lower.launches import LoweringError, Workspace
 from forebay.passes.lower.place_copies import landing_of
 from forebay.passes.lower.recording import (
     Fetched,
@@ -22,7 +22,6 @@ from forebay.passes.lower.recording import (
     Recorded,
     Recorder,
     Recording,
-    Workspace,
     flatten,
     parts_of,
     place_of,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,14 +11,12 @@ from torch import fx
 
 from forebay.passes.lower.addresses import Addresses, Place, Symbols, has_symbols, settled
 from forebay.passes.lower.draft import Arrive, Found, Free
-from forebay.passes.lower.launches import Launches
+from forebay.passes.lower.launches import Launches, Workspace
 from forebay.passes.lower.out_variants import mutated_arguments
 from forebay.passes.place.arrange_block import reads_matrix
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import META, Transfer, storage_of, values_of
 from forebay.rewriter.ir.program import COMPUTE, Launch, Release, TensorRef
-
-Workspace = Callable[[fx.Node], int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from forebay.kernels.operators import of_target
 from forebay.passes.allocators import Buffer
 from forebay.passes.lower.out_variants import mutated_arguments, named_arguments
 from forebay.passes.place.arrange_block import arrange, outlive_turns
@@ -17,14 +18,6 @@ from forebay.rewriter.ir.graph import META, Layout, storage_of, values_of
 from forebay.rewriter.ir.plan import ALONE, KEPT, Block, BufferPlacement, Plan, PlanError
 
 aten = torch.ops.aten
-
-# of our own operators: the operands whose every element is read just before the element of the result that may replace
-# it; matrix products read all of x for any element
-OVERWRITABLE = {
-    "forebay.linear.default": ("multiplier", "residual"),
-    "forebay.linear_w4.default": ("multiplier", "residual"),
-    "forebay.linear_w8.default": ("multiplier", "residual"),
-}
 
 
 def allocate_buffers(gm: fx.GraphModule, plan: Plan) -> None:
@@ -130,8 +123,8 @@ def overwritable(node: fx.Node) -> list[fx.Node]:
         return []
     if target.namespace == "aten":
         return list(node.all_input_nodes) if torch.Tag.pointwise in target.tags else []
-    arguments = named_arguments(node, target)
-    named = [arguments.get(name) for name in OVERWRITABLE.get(str(target), ())]
+    arguments, own = named_arguments(node, target), of_target(target)
+    named = [] if own is None else [arguments.get(name) for name in own.overwrites]
     given = [*node.args, *node.kwargs.values()]
     return [operand for operand in named if isinstance(operand, fx.Node) and given.count(operand) == 1]
 

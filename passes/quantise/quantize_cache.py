@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from forebay.kernels.operators import of_target
 from forebay.rewriter.ir.graph import META, CacheInput
 
 
@@ -14,17 +15,14 @@ def quantize_cache(gm: fx.GraphModule, bits: int, group: int, row_nbytes: int) -
 
     A graph without cache operators keeps its nodes.
     """
-    operators = {torch.ops.forebay.kv_append.default: torch.ops.forebay.kv_append_q.default,
-                 torch.ops.forebay.attention.default: torch.ops.forebay.attention_q.default}
     caches: dict[fx.Node, None] = {n: None for n in gm.graph.find_nodes(op="placeholder")
                                    if isinstance(n.meta.get(META), CacheInput)}
     for node in gm.graph.nodes:
-        target = operators.get(node.target)
-        if target is None:
+        operator = of_target(node.target)
+        if operator is None or operator.over_rows is None:
             continue
-        first = 0 if target is torch.ops.forebay.kv_append_q.default else 1
-        caches |= dict.fromkeys(node.args[first : first + 2])
-        node.target = target
+        caches |= dict.fromkeys(operator.argument(node.args, name) for name in operator.caches)
+        node.target = operator.over_rows.overload
         node.args = (*node.args, bits, group)
         node.meta["made_by"] = "quantize_cache"
     for cache in caches:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from forebay.kernels.formats.packing import Packing
+from forebay.kernels.operators import DEQUANTIZE_ROWS
 from forebay.passes.product_nodes import Linear, fold, linear_arguments
 from forebay.rewriter.ir.graph import META, RowFormat, WeightInput, weight_name
 
@@ -31,7 +33,7 @@ def quantize_weights(gm: fx.GraphModule, formats: Mapping[str, RowFormat]) -> No
         if not readers:
             continue
         with gm.graph.inserting_before(min(readers, key=list(gm.graph.nodes).index)):
-            value = gm.graph.call_function(torch.ops.forebay.dequantize_rows.default, (
+            value = gm.graph.call_function(DEQUANTIZE_ROWS.overload, (
                 node, stored.in_features, stored.bits, stored.group_size, stored.scale_dtype, stored.dtype,
                 stored.transposed))
         value.meta = {"val": original, "layer": readers[0].meta.get("layer", -1), "made_by": "quantize_weights"}
@@ -42,7 +44,7 @@ def quantize_weights(gm: fx.GraphModule, formats: Mapping[str, RowFormat]) -> No
 def fuse_dequantize(gm: fx.GraphModule) -> None:
     """Fold `forebay::dequantize_rows` into the products and lookups that alone consume it: a product reads the packed
     rows itself, a lookup unpacks the rows it names and no others."""
-    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.forebay.dequantize_rows.default):
+    for node in gm.graph.find_nodes(op="call_function", target=DEQUANTIZE_ROWS.overload):
         for user in list(node.users):
             if user.target is aten.embedding.default and user.args[0] is node and not node.args[6]:
                 _unpack_after_lookup(gm.graph, node, user)
@@ -63,7 +65,7 @@ def _fold_into_product(graph: fx.Graph, node: fx.Node, user: fx.Node) -> None:
         return
     if found.x.meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return
-    packing = (bits, in_features, group_size, scale_dtype)
+    packing = Packing(bits, in_features, group_size, scale_dtype)  # type: ignore[arg-type]
     fold(graph, user, found._replace(weight=rows, packing=packing), "fuse_dequantize")  # type: ignore[arg-type]
 
 
@@ -80,7 +82,7 @@ def _unpack_after_lookup(graph: fx.Graph, node: fx.Node, user: fx.Node) -> None:
     index, width = user.args[1], rows.meta["val"].shape[1]  # type: ignore[union-attr]
     with graph.inserting_before(user):
         found = graph.call_function(aten.embedding.default, (rows, index))
-        value = graph.call_function(torch.ops.forebay.dequantize_rows.default, (found, *how))
+        value = graph.call_function(DEQUANTIZE_ROWS.overload, (found, *how))
     shape = index.meta["val"].shape  # type: ignore[union-attr]
     found.meta = {**user.meta, "val": index.meta["val"].new_empty((*shape, width), dtype=torch.uint8),  # type: ignore[union-attr]
                   "made_by": "fuse_dequantize"}

@@ -12,8 +12,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-import forebay.kernels.attention
-import forebay.kernels.kv_append  # noqa: F401  # both define the ops used below
+from forebay.kernels.operators import ATTENTION, KV_APPEND
 from forebay.rewriter.capture.layers import CaptureError
 from forebay.rewriter.capture.patterns import Temperature, window_of
 
@@ -67,7 +66,7 @@ def _attention(
     if temperature is not None:
         query = temperature.scale(query, _start.get()[:, None] + torch.arange(query.shape[2], device=query.device))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = torch.ops.forebay.attention(
+    out = ATTENTION.overload(
         query, key, value, _start.get(), float(scale), window, float(softcap or 0.0)
     )
     return out, None
@@ -135,7 +134,7 @@ def append_into(cache_k: torch.Tensor, cache_v: torch.Tensor, start: torch.Tenso
     """A cache over the given tensors [B, Hkv, L, D]: storing appends at `start` [B] and reads the whole length."""
 
     def store(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        torch.ops.forebay.kv_append(cache_k, cache_v, k, v, start)
+        KV_APPEND.overload(cache_k, cache_v, k, v, start)
         return cache_k, cache_v
 
     return TracedCache(store, cache_k.shape[2], in_layer=True)

@@ -12,6 +12,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 
+from forebay.kernels.operators import ATTENTION, KV_APPEND
 from forebay.rewriter.capture.layers import CaptureError, LayerCall, LayerCalls, Slot
 from forebay.rewriter.ir.graph import META, CacheInput, CacheSpec, CapturedModel, WeightInput, WeightSpec
 
@@ -161,14 +162,15 @@ def _make_block(kind: Kind) -> _Block:
         if node.op not in ("placeholder", "output"):
             env[node] = _copy_node(graph, node, env)
     graph.output(env[traced.result])
-    (attention,) = graph.find_nodes(op="call_function", target=torch.ops.forebay.attention.default)
-    cache = CacheSpec(kind.cache.kv_heads, kind.cache.head_dim, kind.cache.dtype, int(attention.args[5]))
+    (attention,) = graph.find_nodes(op="call_function", target=ATTENTION.overload)
+    window = int(ATTENTION.argument(attention.args, "window"))
+    cache = CacheSpec(kind.cache.kv_heads, kind.cache.head_dim, kind.cache.dtype, window)
     vals = {name: node.meta["val"] for node, name in weights.items()}
     return _Block(_LazyGraphModule({}, graph), used, vals, tuple(constants.values()), cache, cache_k.meta["val"])
 
 
 def _check_ops(graph: fx.Graph) -> None:
-    for op in (torch.ops.forebay.attention.default, torch.ops.forebay.kv_append.default):
+    for op in (ATTENTION.overload, KV_APPEND.overload):
         count = len(graph.find_nodes(op="call_function", target=op))
         if count != 1:
             raise CaptureError(

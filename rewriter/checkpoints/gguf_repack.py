@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from forebay.kernels import packing
+from forebay.kernels.formats import packing
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY, meta_model
 from forebay.rewriter.checkpoints.gguf import _dequantize, _Header, _read_header, _Tensor, _write_config, alone

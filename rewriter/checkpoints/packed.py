@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,9 +19,10 @@ from typing import Any
 
 import torch
 
-from forebay.kernels import packing
 from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
-from forebay.kernels.quantize import dequantize
+from forebay.kernels.formats import packing, row_sizes
+from forebay.kernels.formats.table import weight_format
+from forebay.kernels.quantization.quantize.operator import dequantize
 from forebay.rewriter.checkpoints.checkpoint import (
     DTYPE_NAMES,
     DTYPES,
@@ -68,16 +68,16 @@ class Packed:
 
     @property
     def row_nbytes(self) -> int:
-        return packing.row_nbytes(self.in_features, self.bits, self.group_size)
+        return row_sizes.row_nbytes(self.in_features, self.bits, self.group_size)
 
 
 def parse_format(name: str) -> tuple[int, int]:
-    """(bits, group size) of w4g32, w4g64, w4g128, w8g32, …; w8 has groups of 128. CheckpointError for other names."""
-    found = re.fullmatch(r"w(4|8)(?:g([1-9]\d*))?", name)
-    if found is None or (found[2] is None and found[1] == "4") or int(found[2] or 2) % 2:
-        raise CheckpointError(f"no weight format {name!r}; there are native, w4g32, w4g64, w4g128, w8 and, for other "
-                              "even group sizes, names like w8g32")
-    return int(found[1]), int(found[2] or 128)
+    """(bits, group size) of a weight format; (0, 0) of native. CheckpointError for a name that is none."""
+    try:
+        found = weight_format(name)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    return found.bits, found.group_size
 
 
 def is_quantized(folder: Path) -> bool:

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from forebay.kernels import packing
-from forebay.kernels.quantize import ROUNDINGS, quantize
+from forebay.kernels.formats import packing, row_sizes
+from forebay.kernels.quantization.quantize.operator import quantize
+from forebay.kernels.quantization.quantize.reference import ROUNDINGS
 from forebay.rewriter.checkpoints.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -280,7 +281,7 @@ def _item(tensor: SourceTensor, format: str, matrix: Matrix | None, rounding: st
     bits, group_size = parse_format(format)
     outer, inner = tensor.shape
     inputs, outputs = (outer, inner) if matrix.transposed else (inner, outer)
-    width = packing.row_nbytes(inputs, bits, group_size)
+    width = row_sizes.row_nbytes(inputs, bits, group_size)
     step = max(1, PIECE_NBYTES // (4 * inputs))
 
     def packed(scale_dtype: torch.dtype) -> Packed:

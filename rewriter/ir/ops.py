@@ -39,10 +39,8 @@ def linear_tile(
     columns = slice(lower, lower + tile.shape[0])
     part = None if bias is None else bias[columns]
     if packing is not None:
-        bits, in_features, group_size, scale_dtype = packing
-        product = torch.ops.forebay.linear_w4 if bits == 4 else torch.ops.forebay.linear_w8
-        times, plus = (None if t is None else t[..., columns] for t in (multiplier, residual))
-        out[..., columns] = product(x, tile, part, plus, in_features, group_size, activation, scale_dtype, times)
+        after = (None if t is None else t[..., columns] for t in (multiplier, residual))
+        out[..., columns] = torch.ops.forebay.linear_q(x, tile, part, *after, activation, *packing)
     elif multiplier is None and residual is None and not activation:
         out[..., columns] = torch.nn.functional.linear(x, tile, part)
     else:

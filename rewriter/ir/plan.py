@@ -7,17 +7,16 @@ load, and refused by the path of the first bad field.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from forebay.kernels.formats.table import cache_format, weight_format
+
 VERSION = 2
 TIERS = ("device", "host", "disk")
-WEIGHT_FORMATS = ("native", "w4g32", "w4g64", "w4g128", "w8")  # and, of other even group sizes, w4g48 or w8g32
-CACHE_FORMATS = ("native", "kv8", "kv4", "act8")
 KEPT = ("weight", "constant", "slot", "cache")  # kinds of buffers that live as long as their phase
 
 
@@ -320,12 +319,16 @@ def validate(plan: Plan) -> None:
         if w.name in seen:
             raise PlanError(f"{at}.name: {w.name} is placed twice")
         seen.add(w.name)
-        if w.format not in WEIGHT_FORMATS and not re.fullmatch(r"w[48]g[1-9]\d*", w.format):
-            raise PlanError(f"{at}.format: {w.format!r} is not one of {', '.join(WEIGHT_FORMATS)}")
+        try:
+            weight_format(w.format)
+        except ValueError as error:
+            raise PlanError(f"{at}.format: {error}") from error
         if w.nbytes < 0 or w.tile_rows < 0:
             raise PlanError(f"{at}: negative size")
-    if plan.cache_format not in CACHE_FORMATS:
-        raise PlanError(f"plan.cache_format: {plan.cache_format!r} is not one of {', '.join(CACHE_FORMATS)}")
+    try:
+        cache_format(plan.cache_format)
+    except ValueError as error:
+        raise PlanError(f"plan.cache_format: {error}") from error
     for i, b in enumerate(plan.buffers):
         if b.offset < 0 or b.nbytes < 0:
             raise PlanError(f"plan.buffers[{i}]: negative offset or size")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 
+from forebay.kernels.operator import Operator
+from forebay.kernels.operators import find
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.program import Copy, FileSlice, Item, Launch, Rows, TensorRef, copy_nbytes, tier_of
-from forebay.rewriter.machine.operations import attention_flops
 from forebay.rewriter.predict.estimator import Estimator
 
 LOOKUPS = ("aten.embedding.out", "aten.gather.out", "aten.index_select.out")  # they read as much as they write
-APPENDS = ("forebay.kv_append", "forebay.kv_append_q")  # they write new positions of caches, as large as what they read
-ATTENTION = ("forebay.attention", "forebay.attention_q")
 
 
 def item_time_s(item: Item, times: Estimator) -> float:
@@ -45,10 +44,12 @@ def launch_time_s(item: Launch, times: Estimator) -> float:
     operations it does; for the rest bytes touched / memory bandwidth. On a CPU, whose issuing thread computes, after
     dispatch; a GPU computes while its launches are issued (`launch_issue_s`)."""
     dispatch_s = times.dispatch_s if times.serial else 0.0
-    if item.op.startswith("forebay.linear"):
-        return dispatch_s + _product_time_s(item, times)
-    if item.op in ATTENTION:
-        return dispatch_s + _attention_time_s(item, times)
+    operator = find(item.op)
+    if operator is not None and operator.implementations is not None:
+        shape = operator.implementations.shape(item)
+        return dispatch_s + times.product_s(*shape, nbytes=touched_nbytes(item), impl=item.impl)
+    if operator is not None and operator.timed_as == "attention":
+        return dispatch_s + _attention_time_s(item, operator, times)
     return dispatch_s + times.touch_s(touched_nbytes(item))
 
 
@@ -62,31 +63,19 @@ def touched_nbytes(item: Launch) -> int:
     writes = sum(s.nbytes for s in item.writes)
     if item.op in LOOKUPS:
         return 2 * writes
-    if item.op in APPENDS:
+    operator = find(item.op)
+    if operator is not None and operator.caches and operator.writes:  # new positions, as large as what it reads else
         grown = {s.buffer for s in item.writes}
         return 2 * sum(s.nbytes for s in item.reads if s.buffer not in grown)
     return sum(s.nbytes for s in item.reads) + writes
 
 
-def _product_time_s(item: Launch, times: Estimator) -> float:
-    x, weight, _ = item.args
-    k = x.shape[-1]
-    m, n, dtype = math.prod(x.shape[:-1]), weight.shape[0], weight.dtype
-    if "group_size" in item.kwargs:  # packed rows
-        dtype = f"w{item.op[-1]}g{item.kwargs['group_size']}"
-    elif item.kwargs["form"] == "kn":
-        n = weight.shape[1]
-    return times.product_s(dtype, m, n, k, nbytes=touched_nbytes(item), impl=item.impl)
-
-
-def _attention_time_s(item: Launch, times: Estimator) -> float:
+def _attention_time_s(item: Launch, operator: Operator, times: Estimator) -> float:
     """As if every sequence were as long as the cache holds; queries of a chunk see on average half of it less."""
     refs = [ref for ref in item.args if isinstance(ref, TensorRef)]
     if len(refs) < 3 or len(refs[0].shape) != 4:
         return times.attention_s("", touched_nbytes(item), 0.0)
     q, k, v = refs[:3]
-    batch, heads, queries, width = q.shape
     itemsize = 1 if k.dtype == "uint8" else 4 if k.dtype == "float32" else 2
     nbytes = (math.prod(k.shape) + math.prod(v.shape)) * itemsize
-    flops = attention_flops(batch, heads, queries, k.shape[2], width)
-    return times.attention_s(q.dtype, nbytes, flops)
+    return times.attention_s(q.dtype, nbytes, operator.cost(item).flops)

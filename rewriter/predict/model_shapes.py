@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from forebay.kernels import operators
 from forebay.rewriter.ir.graph import CapturedModel, storage_of, values_of, weight_name
 
 ATTENTION, MLP = "attention", "mlp"
@@ -290,7 +291,7 @@ def shape_from_graphs(captured: CapturedModel, name: str = "") -> ModelShape:
 
 def _layer_of_graph(graph: fx.GraphModule, count: int, kv_heads: int, head_dim: int, window: int) -> LayerShape:
     nodes = list(graph.graph.nodes)
-    attention = next(n for n in nodes if str(n.target) == "forebay.attention.default")
+    attention = next(n for n in nodes if n.target is operators.ATTENTION.overload)
     stages = _stages(nodes, attention)
     flops = {ATTENTION: 0, MLP: 0}
     weights: dict[str, list[TensorShape]] = {ATTENTION: [], MLP: []}
@@ -315,7 +316,7 @@ def _stages(nodes: list[fx.Node], attention: fx.Node) -> dict[fx.Node, str]:
             if source not in before:
                 before.add(source)
                 stack.append(source)
-    appends = [n for n in nodes if str(n.target) == "forebay.kv_append.default"]
+    appends = [n for n in nodes if n.target is operators.KV_APPEND.overload]
     for node in appends:
         stack.append(node)
         before.add(node)

@@ -7,20 +7,20 @@ therefore few: the quick measurement compiles about a dozen.
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
-from types import ModuleType
 
 import torch
 
-from forebay.kernels import packing
-from forebay.kernels.gpu import choices
+from forebay.kernels.formats.packing import Packing
+from forebay.kernels.operator import Operator, Tensors
+from forebay.kernels.operator import Product as Shape
+from forebay.kernels.operators import ATTENTION, RMS_NORM
 from forebay.rewriter.machine.profile import GemmPoint
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.measure.kernels import Call, Product, timed_products
+from forebay.runtime.measure.kernels import Call, Product, product_of, timed_products
 
 # The GPU is kept busy so long while calls are issued, the next where that was too short; 2, 8 and 34 ms at 2 GHz.
 BUSY_CYCLES = (4 << 20, 16 << 20, 64 << 20)
@@ -94,23 +94,20 @@ def gemm_points(quick: bool, say: Callable[[str, float], None]) -> tuple[GemmPoi
 
 def products(rows: Sequence[int], device: torch.device, kind: str, n: int, k: int) -> Iterator[Product]:
     """By the implementation that a plan would name, for weights of a dtype, or packed rows for 16-bit x."""
-    packed = kind.startswith("w")
-    bits, group_size = (int(part) for part in kind[1:].split("g")) if packed else (0, 0)
-    dtype = half(device) if packed else getattr(torch, kind)
-    width, stored = (packing.row_nbytes(k, bits, group_size), torch.uint8) if packed else (k, dtype)
+    operator, how, dtype = product_of(kind, k, half(device))
+    assert operator.implementations is not None
+    packed = "bits" in how
+    width, stored = (Packing(**how).row_nbytes, torch.uint8) if packed else (k, dtype)
     count = max(2, -(-_cold_nbytes(device) // (n * width * stored.itemsize)))
     weights = torch.full((count, n, width), 0x11 if packed else 1, dtype=stored, device=device)  # 0x11: small scales
     for m in rows:
         x, out = torch.ones(m, k, dtype=dtype, device=device), torch.empty(m, n, dtype=dtype, device=device)
-        name = choices.choose_linear(kind, m, n, k, torch.cuda.get_device_name(device))
+        shape = Shape(kind, m, n, k)
+        name = operator.implementations.default["cuda"](shape, torch.cuda.get_device_name(device))
         if name == "aten":
             calls: list[Call] = [functools.partial(torch.mm, x, weight.mT, out=out) for weight in weights]
-        elif packed:
-            bind = getattr(_kernels(f"linear_w{bits}"), f"bind_linear_w{bits}")
-            calls = [bind(x, weight, None, None, k, group_size, "", dtype, out, name) for weight in weights]
         else:
-            bind = _kernels("linear").bind_linear
-            calls = [bind(x, weight, None, None, "", out, name) for weight in weights]
+            calls = [_bound(operator, Tensors((x, weight, None), how, (out,), name)) for weight in weights]
         yield name.split("_")[0], m, calls
 
 
@@ -118,11 +115,12 @@ def attention_bytes_per_s(rounds: int) -> float:
     """Bytes of K and V per second of decode attention of one long sequence in 16 bits, by Triton."""
     device = _device()
     dtype = half(device)
-    q, out = (torch.ones(1, HEADS, HEAD_DIM, dtype=dtype, device=device) for _ in range(2))
+    q = torch.ones(1, HEADS, 1, HEAD_DIM, dtype=dtype, device=device)
+    out = torch.ones(1, 1, HEADS, HEAD_DIM, dtype=dtype, device=device)
     k, v = (torch.ones(1, KV_HEADS, TOKENS, HEAD_DIM, dtype=dtype, device=device) for _ in range(2))
     start = torch.full((1,), TOKENS - 1, device=device)
-    bind = _kernels("decode_attention").bind_decode_attention_contiguous
-    return (k.nbytes + v.nbytes) / device_time_s(bind(q, k, v, start, HEAD_DIM**-0.5, 0, 0.0, out), rounds)
+    call = _bound(ATTENTION, Tensors((q, k, v, start, HEAD_DIM**-0.5, 0, 0.0), {}, (out,)))
+    return (k.nbytes + v.nbytes) / device_time_s(call, rounds)
 
 
 def dispatch_s(rounds: int) -> float:
@@ -130,7 +128,7 @@ def dispatch_s(rounds: int) -> float:
     device = _device()
     dtype, (n, k) = half(device), GEMM_SHAPES[0]
     x = torch.ones(QUICK_M[0], k, dtype=dtype, device=device)
-    norm = _kernels("rms_norm").bind_rms_norm(x, x[0], 1e-5, torch.empty_like(x))
+    norm = _bound(RMS_NORM, Tensors((x, x[0], 1e-5), {}, (torch.empty_like(x),)))
     product = next(iter(products(QUICK_M[:1], device, str(dtype).removeprefix("torch."), n, k)))[2][0]
     times = []
     for _ in range(1 + rounds):  # the first, which compiles, is not counted
@@ -152,10 +150,10 @@ def _cold_nbytes(device: torch.device) -> int:
     return COLD * torch.cuda.get_device_properties(device).L2_cache_size
 
 
-def _kernels(name: str) -> ModuleType:
-    """kernels/gpu/<name>.py, which imports Triton."""
+def _bound(operator: Operator, use: Tensors) -> Call:
+    """The call of one of our operators on a GPU, whose kernels import Triton."""
     try:
-        return importlib.import_module(f"forebay.kernels.gpu.{name}")
+        return operator.bind["cuda"](use)
     except ImportError as error:
         raise RuntimeFault(
             f"measuring a GPU needs Triton, which cannot be imported ({error}); install the triton that belongs to "

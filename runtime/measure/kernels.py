@@ -9,17 +9,20 @@ second can be slow as a whole, and must not fall on one candidate alone.
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import itertools
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
+from typing import Any
 
 import torch
 
+from forebay.kernels.formats.packing import Packing
+from forebay.kernels.formats.table import weight_format
+from forebay.kernels.operator import Operator, Tensors
+from forebay.kernels.operators import product_with
 from forebay.rewriter.machine.operations import attention_flops
 from forebay.rewriter.machine.profile import AttentionPoint, Contention, GemmPoint, Link
 from forebay.runtime.disk.chunks import Read
@@ -107,33 +110,32 @@ def timed_products(
 
 
 def _products(kind: str, n: int, k: int) -> Iterator[Product]:
-    """By every implementation, for weights of a dtype, or packed rows for bfloat16 x."""
-    if kind.startswith("w"):
-        yield from _packed_products(int(kind[1]), int(kind[3:]), n, k)
-        return
-    from forebay.kernels import linear
-
-    dtype = getattr(torch, kind)
-    weights = cold_weights(n, k, dtype)
+    """By every implementation as accurate as floats, for weights of a dtype, or packed rows for bfloat16 x."""
+    operator, how, dtype = product_of(kind, k, torch.bfloat16)
+    assert operator.implementations is not None
+    weights = cold_product_weights(how, n, k, dtype)
     for m in GEMM_M:
         x, out = torch.ones(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
-        for impl in linear.implementations(dtype):
-            yield impl, m, [linear.bind_linear(impl, x, weight, None, out) for weight in weights]
+        for impl in operator.implementations.candidates(kind):
+            uses = (Tensors((x, weight, None), how, (out,), impl) for weight in weights)
+            yield impl, m, [operator.bind["cpu"](use) for use in uses]
 
 
-def _packed_products(bits: int, group_size: int, n: int, k: int) -> Iterator[Product]:
-    """By the implementations that keep the accuracy of floats."""
-    from forebay.kernels import packing, quantized_linear
+def product_of(kind: str, k: int, half: torch.dtype) -> tuple[Operator, dict[str, Any], torch.dtype]:
+    """The product of weights of a dtype, or of packed rows with x and scales of dtype `half`; how a launch of it says
+    what it reads, and x's dtype."""
+    operator = product_with(kind)
+    if not kind.startswith("w"):
+        return operator, {"form": "nk", "accumulate": False}, getattr(torch, kind)
+    stored = weight_format(kind)
+    return operator, Packing(stored.bits, k, stored.group_size, half)._asdict(), half
 
-    module = importlib.import_module(f"forebay.kernels.linear_w{bits}")
-    nbytes = packing.row_nbytes(k, bits, group_size)
-    weights = cold_weights(n, nbytes, torch.uint8).fill_(0x11)  # small scales and lows
-    for m in GEMM_M:
-        x, out = torch.ones(m, k, dtype=torch.bfloat16), torch.empty(m, n, dtype=torch.bfloat16)
-        for impl in module.implementations():
-            if impl != "int8":  # it rounds x to 8 bits
-                bind = functools.partial(quantized_linear.bind, f"linear_w{bits}", bits, impl)
-                yield impl, m, [bind(x, weight, None, out, k, group_size) for weight in weights]
+
+def cold_product_weights(how: dict[str, Any], n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+    """Weights for products to take turns over: ones, or packed rows of small scales and lows."""
+    if "bits" in how:
+        return cold_weights(n, Packing(**how).row_nbytes, torch.uint8).fill_(0x11)
+    return cold_weights(n, k, dtype)
 
 
 def cold_weights(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
@@ -148,7 +150,7 @@ def cold_weights(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
 
 def attention_points(quick: bool) -> tuple[AttentionPoint, ...]:
     """Times of causal attention by our CPU kernel; the new tokens are the last that are seen."""
-    from forebay.kernels.attention import bind_attention
+    from forebay.kernels.attention.attention.cpu import bind_attention
 
     timed: dict[tuple, Sequence[Call]] = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -225,7 +227,7 @@ class _Flow:
 
 def measure_contention(path: str, nbytes: int, link: Link, memory: Arena, quick: bool) -> Contention:
     """Slowdowns of products and of cold reads of `path` beside each other, each the median of turns taken."""
-    from forebay.kernels import linear
+    from forebay.kernels.products.linear import cpu as linear
 
     turn_s, rounds = 0.06, (25 if quick else 49)  # short turns: each pair is compared within the machine's mood
     n, k = GEMM_SHAPES[0]

@@ -8,56 +8,24 @@ from typing import Any
 
 import torch
 
-from forebay.kernels import (
-    attention,
-    attention_q,
-    dequantize_rows,
-    kv_append,
-    kv_append_q,
-    linear,
-    linear_w4,
-    linear_w8,
-    rms_norm,
-    rotary,
-)
+from forebay.kernels import operators
+from forebay.kernels.operator import Operator, Tensors
 from forebay.rewriter.ir.program import Launch, TensorRef
 from forebay.runtime.devices.device import Call, RuntimeFault
-from forebay.runtime.run.bind_cuda import bind_cuda
 
-Tensors = Callable[[TensorRef], torch.Tensor]
+TensorOf = Callable[[TensorRef], torch.Tensor]
 
 
-def bind_launch(launch: Launch, tensor: Tensors) -> Call:
+def bind_launch(launch: Launch, tensor: TensorOf) -> Call:
     """The call that runs `launch` on memory given by `tensor`; RuntimeFault if its operator is not known here."""
     args = _tensors(launch.args, tensor)
     kwargs = {k: _tensors(v, tensor) for k, v in launch.kwargs.items()}
     out = [tensor(ref) for ref in launch.out]
-    if any(isinstance(t, torch.Tensor) and t.is_cuda for t in (*out, *args)):
-        call = bind_cuda(launch, args, kwargs, out)
-        if call is not None:
-            return call
-    if launch.op == "forebay.linear":
-        return _bind_linear(launch, args, kwargs, out[0])
-    if launch.op in ("forebay.linear_w4", "forebay.linear_w8"):
-        return _bind_packed_linear(launch, args, kwargs, out[0])
-    if launch.op == "forebay.dequantize_rows":
-        return dequantize_rows.bind_dequantize_rows(*args, out=out[0])
-    if launch.op == "forebay.attention":
-        q, k, v, start, scale, window, softcap = args
-        return attention.bind_attention(q, k, v, start, scale, window, softcap, out[0])
-    if launch.op == "forebay.kv_append_q":
-        return kv_append_q.bind_kv_append_q(*args)
-    if launch.op == "forebay.attention_q":
-        q, k, v, start, scale, window, softcap, bits, group = args
-        return attention_q.bind_attention_q(q, k, v, start, scale, window, softcap, bits, group, out[0])
-    if launch.op == "forebay.kv_append":
-        return kv_append.bind_kv_append(*args)
-    if launch.op == "forebay.rms_norm":
-        x, weight, eps = args
-        return rms_norm.bind_rms_norm(x, weight, eps, out[0])
-    if launch.op == "forebay.rotary":
-        x, cos, sin = args
-        return rotary.bind_rotary(x, cos, sin, out[0])
+    operator = operators.find(launch.op)
+    if operator is not None:
+        on_gpu = any(isinstance(t, torch.Tensor) and t.is_cuda for t in (*out, *args))
+        use = Tensors(args, kwargs, tuple(out), launch.impl)
+        return bind_operator(operator, launch, use, "cuda" if on_gpu else "cpu")
     if launch.op == "copy":
         return functools.partial(out[0].copy_, args[0])
     if launch.op.startswith("call:"):
@@ -84,23 +52,23 @@ def _bind_out_variant(op: Any, kwargs: dict[str, Any], out: list[torch.Tensor]) 
     return functools.partial(op, *ordered, **kwargs, **dict(zip(names, out, strict=True)))
 
 
-def _bind_linear(launch: Launch, args: Any, kwargs: dict[str, Any], out: torch.Tensor) -> Call:
-    x, weight, bias = args
-    conv1d, accumulate = kwargs["form"] == "kn", kwargs["accumulate"]
-    after = linear.After(kwargs.get("activation", ""), kwargs.get("multiplier"), kwargs.get("residual"))
-    k, n = x.shape[-1], out.shape[-1]
-    impl = launch.impl or linear.default_choice(weight.dtype, x.numel() // max(1, k), n, k)
-    return linear.bind_linear(impl, x, weight, bias, out, accumulate=accumulate, conv1d=conv1d, after=after)
-
-
-def _bind_packed_linear(launch: Launch, args: Any, kwargs: dict[str, Any], out: torch.Tensor) -> Call:
-    x, rows, bias = args
-    after = linear.After(kwargs.get("activation", ""), kwargs.get("multiplier"), kwargs.get("residual"))
-    op = linear_w4 if launch.op == "forebay.linear_w4" else linear_w8
-    in_features, group_size, scale_dtype = (kwargs[name] for name in ("in_features", "group_size", "scale_dtype"))
-    impl = launch.impl or op.default_choice(x.numel() // max(1, in_features))
-    bind = linear_w4.bind_linear_w4 if op is linear_w4 else linear_w8.bind_linear_w8
-    return bind(impl, x, rows, bias, out, in_features, group_size, scale_dtype, after)
+def bind_operator(operator: Operator, launch: Launch, use: Tensors, device: str) -> Call:
+    """The call of one of our own operators on a device, "cpu" or "cuda"; RuntimeFault names the launch where Triton
+    cannot be imported, or where a GPU's launcher refuses its tensors."""
+    bind = operator.bind.get(device)
+    if bind is None:
+        raise RuntimeFault(f"{launch.label}: {launch.op} has no kernel for {'a GPU' if device == 'cuda' else 'a CPU'}")
+    try:
+        return bind(use)
+    except ImportError as error:
+        raise RuntimeFault(
+            f"{launch.label}: {launch.op} on a GPU needs Triton, which cannot be imported ({error}); install the "
+            "triton that belongs to this torch (`pip install triton`)"
+        ) from error
+    except ValueError as error:
+        if device == "cpu":
+            raise
+        raise RuntimeFault(f"{launch.label}: {launch.op} does not run on this GPU: {error}") from error
 
 
 def _bind_functional(op: Any, args: Any, kwargs: dict[str, Any], out: list[torch.Tensor]) -> Call:
@@ -123,7 +91,7 @@ def _operator(name: str, launch: Launch) -> Any:
         raise RuntimeFault(f"{launch.label}: the operator {name} is not known to torch {torch.__version__}") from error
 
 
-def _tensors(value: Any, tensor: Tensors) -> Any:
+def _tensors(value: Any, tensor: TensorOf) -> Any:
     if isinstance(value, TensorRef):
         return tensor(value)
     if isinstance(value, tuple | list):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from forebay.kernels.native import chained
+from forebay.kernels.cpu_support.native import chained
 from forebay.rewriter.ir.program import Item, Launch, Program
 from forebay.runtime.devices.device import Call, Device
 from forebay.runtime.run.bind import bind_launch

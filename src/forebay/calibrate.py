@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forebay.kernels.attention import first_seen
-from forebay.kernels.decode_attention import HELD
+from forebay.kernels.attention.attention.reference import first_seen
+from forebay.kernels.attention.decode_attention.reference import HELD
+from forebay.kernels.operators import ATTENTION
 from forebay.rewriter.ir.program import Item, Launch
 from forebay.runtime.run.trace import Trace
 
@@ -129,7 +130,7 @@ class ScoreTrace(Trace):
         self.seen: dict[int, LayerScores] = {}
 
     def timed(self, item: Item, call: Call) -> Call:
-        if not (isinstance(item, Launch) and item.op == "forebay.attention"):
+        if not (isinstance(item, Launch) and item.op == ATTENTION.name):
             return call
         layer, args = item.layer, item.args
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forebay.kernels.gpu.audit_case import AuditCase
+from forebay.kernels.gpu_support.audit_case import AuditCase
 
 pytest.importorskip("triton")
 

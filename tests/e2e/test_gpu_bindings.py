@@ -15,14 +15,15 @@ pytest.importorskip("triton")
 from families import llama
 
 from forebay.api import LanguageModel, open_model
-from forebay.kernels.gpu import choices
+from forebay.kernels import operators
+from forebay.kernels.attention.costs import gpu_workspace_nbytes
+from forebay.kernels.operator import Tensors
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Launch
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.planner import Wishes
 from forebay.runtime.devices.open_device import open_device
 from forebay.runtime.run import bind, executor
-from forebay.runtime.run.bind_cuda import bind_cuda
 
 OURS = {"forebay.linear", "forebay.attention", "forebay.kv_append", "forebay.rms_norm", "forebay.rotary"}
 
@@ -38,11 +39,12 @@ class GpuOfThreads:
     def bind_launch(self, launch: Any, tensor: Any) -> Any:
         args = bind._tensors(launch.args, tensor)
         kwargs = {name: bind._tensors(value, tensor) for name, value in launch.kwargs.items()}
-        call = bind_cuda(launch, args, kwargs, [tensor(ref) for ref in launch.out])
-        if call is None:
+        operator = operators.find(launch.op)
+        if operator is None:
             return bind.bind_launch(launch, tensor)
         self.bound.add((launch.op, launch.impl))
-        return call
+        use = Tensors(args, kwargs, tuple(tensor(ref) for ref in launch.out), launch.impl)
+        return bind.bind_operator(operator, launch, use, "cuda")
 
 
 def test_a_half_precision_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,4 +92,4 @@ def test_a_quantised_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert not {"forebay.attention", "forebay.kv_append"} & {op for op, _ in gpu.bound}
     assert (found["NVIDIA H200"] - found["cpu"]).norm() < 1e-2 * found["cpu"].norm()
     shares = {i.workspace_nbytes for i in program.step if isinstance(i, Launch) and i.op == "forebay.attention_q"}
-    assert len(shares) == 1 and min(shares) > choices.attention_workspace_nbytes(torch.empty(2, 4, 2, 16), prompt)
+    assert len(shares) == 1 and min(shares) > gpu_workspace_nbytes(Tensors((torch.empty(2, 4, 2, 16), prompt), {}, ()))

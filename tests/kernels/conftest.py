@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from forebay.kernels import native
 from forebay.kernels.build import compile
+from forebay.kernels.cpu_support import native
 
 needs_compiler = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
 

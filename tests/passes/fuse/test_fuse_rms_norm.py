@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import fx
 
-from forebay.kernels import rms_norm  # registers the operator
+from forebay.kernels import operators
+from forebay.kernels.norms.rms_norm import operator as rms_norm  # registers the operator
 from forebay.passes.fuse.fuse_rms_norm import fuse_rms_norm
 
 aten = torch.ops.aten
-FUSED = torch.ops.forebay.rms_norm.default
+FUSED = operators.RMS_NORM.overload
 assert rms_norm is not None
 
 

@@ -11,11 +11,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from test_fuse_rms_norm import count, traced
 
-from forebay.kernels import rotary  # registers the operator
+from forebay.kernels import operators
+from forebay.kernels.positions.rotary import operator as rotary  # registers the operator
 from forebay.passes.fuse.fuse_rotary import fuse_rotary
 
 aten = torch.ops.aten
-FUSED = torch.ops.forebay.rotary.default
+FUSED = operators.ROTARY.overload
 assert rotary is not None
 
 

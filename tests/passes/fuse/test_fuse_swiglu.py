@@ -15,13 +15,14 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).parent))
 from test_fuse_rms_norm import count, traced
 
-from forebay.kernels import linear  # registers the operator
+from forebay.kernels import operators
+from forebay.kernels.products.linear import operator as linear  # registers the operator
 from forebay.passes.fuse.fuse_residual import fuse_residual
 from forebay.passes.fuse.fuse_swiglu import fuse_swiglu
 from forebay.rewriter.ir.plan import Budget
 from forebay.rewriter.ir.program import Copy, Launch
 
-FUSED = torch.ops.forebay.linear.default
+FUSED = operators.LINEAR.overload
 assert linear is not None
 
 

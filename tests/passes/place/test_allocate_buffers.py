@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tiny import Tiny, aten, chain, flat_graph, placements, plan_for, run_program, tiny
 from torch import fx
 
+from forebay.kernels import operators
 from forebay.passes.lower.lower import lower
 from forebay.passes.lower.out_variants import mutated_arguments, out_variant
 from forebay.passes.lower.place_copies import place_copies
@@ -220,7 +221,7 @@ def test_every_pointwise_operator_may_write_over_an_operand() -> None:
 
 def gated(graph: fx.Graph, nodes: Mapping[str, fx.Node]) -> tuple[fx.Node, fx.Node]:
     """2x + silu(x G^T) * (x U^T), and the gate."""
-    linear = torch.ops.forebay.linear.default
+    linear = operators.LINEAR.overload
     residual = graph.call_function(aten.mul.Tensor, (nodes["x"], 2.0))
     gate = graph.call_function(linear, (nodes["x"], nodes["g"], None, None, None, "silu"))
     return graph.call_function(linear, (nodes["x"], nodes["u"], None, gate, residual, "")), gate
@@ -248,7 +249,7 @@ def test_product_never_takes_the_place_of_its_input(through_a_view: bool) -> Non
     def build(graph: fx.Graph, nodes: Mapping[str, fx.Node]) -> object:
         x = graph.call_function(aten.mul.Tensor, (nodes["x"], 2.0))
         same = graph.call_function(aten.view.default, (x, [3, 8])) if through_a_view else x
-        return (graph.call_function(torch.ops.forebay.linear.default, (x, nodes["u"], None, None, same, "")),)
+        return (graph.call_function(operators.LINEAR.overload, (x, nodes["u"], None, None, same, "")),)
 
     layout = plan_activations(graph_of(build, x=torch.randn(3, 8), u=torch.randn(8, 8)))
     assert len(set(layout.home.values())) == len(layout.home)
@@ -313,7 +314,7 @@ def test_random_graphs_compute_the_same_in_their_planned_memory(
                 case _:
                     x, by, more = (call(aten.clone.default, v) for v in (a, b, c))
                     x = call(aten.contiguous.default, x)
-                    made = call(torch.ops.forebay.linear.default, x, w, None,
+                    made = call(operators.LINEAR.overload, x, w, None,
                                 call(aten.contiguous.default, by) if picks[0] % 2 else None,
                                 call(aten.contiguous.default, more), "silu" if picks[1] % 2 else "")
             values.append(made)

@@ -9,8 +9,11 @@ import torch
 from tiny import Build, aten, flat_graph, run_graph
 from torch import fx
 
-from forebay.kernels import dequantize_rows, linear, linear_w4, linear_w8, packing  # noqa: F401
-from forebay.kernels.quantize import quantize_rows
+from forebay.kernels import operators
+from forebay.kernels.formats import row_sizes
+from forebay.kernels.products.linear import operator as linear  # noqa: F401
+from forebay.kernels.quantization.dequantize_rows import operator as dequantize_rows  # noqa: F401
+from forebay.kernels.quantization.quantize.cpu import quantize_rows
 from forebay.passes.quantise.quantize_weights import fuse_dequantize, quantize_weights
 from forebay.rewriter.capture.concretise import concretise
 from forebay.rewriter.ir.graph import META, RowFormat, WeightInput
@@ -20,7 +23,7 @@ def stored(weight: torch.Tensor, bits: int = 4, group: int = 32, transposed: boo
     """A weight's format and its packed rows."""
     matrix = weight.T.contiguous() if transposed else weight
     n, k = matrix.shape
-    form = RowFormat(f"w{bits}g{group}", bits, group, torch.float16, k, n, packing.row_nbytes(k, bits, group),
+    form = RowFormat(f"w{bits}g{group}", bits, group, torch.float16, k, n, row_sizes.row_nbytes(k, bits, group),
                      weight.dtype, transposed)
     return form, quantize_rows(matrix, bits, group)
 
@@ -31,7 +34,7 @@ def packed_graph(build: Build, inputs: Mapping[str, torch.Tensor], weights: Mapp
     made = {name: stored(w, transposed=name == "t0", **how) for name, w in weights.items()}  # type: ignore[arg-type]
     gm = flat_graph(build, inputs, weights)
     quantize_weights(gm, {name: form for name, (form, _) in made.items()})
-    values = {name: torch.ops.forebay.dequantize_rows(
+    values = {name: operators.DEQUANTIZE_ROWS.overload(
         rows, f.in_features, f.bits, f.group_size, f.scale_dtype, f.dtype, f.transposed)
         for name, (f, rows) in made.items()}
     return gm, {name: rows for name, (_, rows) in made.items()}, run_graph(flat_graph(build, inputs, weights), inputs,
@@ -46,7 +49,7 @@ def products(graph: fx.Graph, n: Mapping[str, fx.Node]) -> object:
     """A table looked up, a plain product, one with all that may follow, and GPT-2's x W + b."""
     x = graph.call_function(aten.embedding.default, (n["table"], n["ids"]))
     y = graph.call_function(aten.linear.default, (x, n["w0"], n["b0"]))
-    z = graph.call_function(torch.ops.forebay.linear.default, (y, n["w1"], None, x, x, "silu"))
+    z = graph.call_function(operators.LINEAR.overload, (y, n["w1"], None, x, x, "silu"))
     flat = graph.call_function(aten.view.default, (z, [6, 64]))
     return (graph.call_function(aten.addmm.default, (n["b1"], flat, n["t0"])),)
 
@@ -74,7 +77,7 @@ def test_folded_and_unfolded_compute_the_same(bits: int, group: int) -> None:
     fuse_dequantize(gm)
     gm.graph.lint()
     found = targets(gm)
-    assert found.count(f"forebay.linear_w{bits}.default") == 3 and "aten.addmm.default" not in found
+    assert found.count("forebay.linear_q.default") == 3 and "aten.addmm.default" not in found
     assert found.index("aten.embedding.default") < found.index("forebay.dequantize_rows.default"), "rows, then values"
     assert found.count("forebay.dequantize_rows.default") == 1
     torch.testing.assert_close(run_graph(gm, inputs, rows)[0], expected[0], rtol=1e-3, atol=1e-3)

@@ -8,6 +8,7 @@ import transformers
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from forebay.kernels import operators
 from forebay.rewriter.capture.concretise import concretise, inline_blocks
 from forebay.rewriter.capture.language_model import CaptureError, capture_model
 from forebay.rewriter.ir.graph import META, CacheInput, CapturedModel, weight_name
@@ -124,7 +125,7 @@ def test_graphs_hold_no_checks_no_state_and_no_meta_device(family):
             assert "dropout" not in str(node.target) and "detach" not in str(node.target)
             assert node.kwargs.get("device") != torch.device("meta")
             if node.op == "call_function" and not node.users:
-                assert node.target is torch.ops.forebay.kv_append.default
+                assert node.target is operators.KV_APPEND.overload
         assert not list(gm.parameters()) and not list(gm.buffers())
 
 
@@ -141,7 +142,7 @@ def test_layers_scaled_by_their_index_are_different_kinds():
     lm = capture_model(config)
     assert lm.layers == ("block_0", "block_1", "block_2")
     scales = [
-        b.graph.find_nodes(op="call_function", target=torch.ops.forebay.attention.default)[0].args[4]
+        b.graph.find_nodes(op="call_function", target=operators.ATTENTION.overload)[0].args[4]
         for b in lm.blocks().values()
     ]
     assert scales == [pytest.approx(0.25 / (i + 1)) for i in range(3)]

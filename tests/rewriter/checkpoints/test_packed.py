@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from forebay.kernels import packing
-from forebay.kernels.quantize import dequantize, quantize
+from forebay.kernels.formats import packing, row_sizes
+from forebay.kernels.quantization.quantize.operator import dequantize, quantize
 from forebay.rewriter.checkpoints import packed_writer as quantized_writer
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint, read_tensor
 from forebay.rewriter.checkpoints.gguf import convert_gguf
@@ -65,7 +65,7 @@ def test_weights_read_back_as_the_operator_rounds_them(llama, tmp_path, format, 
         expected = source[name]
         if "_proj." in name:
             assert record.packed is not None and record.packed.format == format
-            assert record.shape == (expected.shape[0], packing.row_nbytes(expected.shape[1], *parse_format(format)))
+            assert record.shape == (expected.shape[0], row_sizes.row_nbytes(expected.shape[1], *parse_format(format)))
             expected = _reference(expected, *parse_format(format), rounding)
         else:
             assert record.packed is None, f"{name} was to keep its precision"

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.kernels.formats.table import CACHE_FORMATS, WEIGHT_FORMATS
 from forebay.rewriter.ir.plan import (
-    CACHE_FORMATS,
     TIERS,
-    WEIGHT_FORMATS,
     BufferPlacement,
     GemmChoice,
     Limits,
@@ -51,7 +50,7 @@ def test_json_and_back(tmp_path: Path) -> None:
 
 weights = st.builds(
     WeightPlacement, st.text(min_size=1), st.sampled_from(TIERS), st.integers(0, 1 << 50),
-    st.sampled_from(WEIGHT_FORMATS), st.integers(0, 1 << 20), st.booleans())
+    st.sampled_from((*WEIGHT_FORMATS, "w4g48", "w8g32")), st.integers(0, 1 << 20), st.booleans())
 plans = st.builds(
     Plan, st.text(), st.text(),
     st.builds(Limits, st.integers(1, 1 << 45), st.none() | st.integers(0, 1 << 45)),
@@ -60,7 +59,7 @@ plans = st.builds(
         Schedule, st.just(slots), st.integers(0, 1 << 30), st.integers(1, slots), st.integers(1, 999), st.booleans())),
     st.lists(weights, unique_by=lambda w: w.name, max_size=5).map(tuple),
     st.dictionaries(st.sampled_from(["device", "host"]), st.integers(0, 1 << 40)),
-    st.sampled_from(CACHE_FORMATS),
+    st.sampled_from(list(CACHE_FORMATS)),
 )
 
 
@@ -92,12 +91,12 @@ def edit(change: Callable[[dict], object]) -> dict:
     (lambda d: d["budget"].update(host="much"), r"plan\.budget\.host: expected int"),
     (lambda d: d["weights"][1].update(tier="tape"), r"plan\.weights\[1\]\.tier: 'tape' is not one of device, host"),
     (lambda d: d["weights"][1].update(name="w"), r"plan\.weights\[1\]\.name: w is placed twice"),
-    (lambda d: d["weights"][1].update(format="w3"), r"plan\.weights\[1\]\.format: 'w3' is not one of native"),
+    (lambda d: d["weights"][1].update(format="w3"), r"plan\.weights\[1\]\.format: no weight format 'w3'; there are"),
     (lambda d: d["weights"][1].update(nbytes=-1), r"plan\.weights\[1\]: negative size"),
     (lambda d: d["weights"][0].pop("nbytes"), r"plan\.weights\[0\]: .*nbytes"),
     (lambda d: d.update(weights={}), r"plan\.weights: expected a list, found dict"),
     (lambda d: d["weights"].append(3), r"plan\.weights\[2\]: expected an object, found int"),
-    (lambda d: d.update(cache_format="kv2"), r"plan\.cache_format: 'kv2' is not one of native"),
+    (lambda d: d.update(cache_format="kv2"), r"plan\.cache_format: no cache format 'kv2'; there are native"),
     (lambda d: d["buffers"][1].update(offset=-8), r"plan\.buffers\[1\]: negative offset"),
     (lambda d: d["buffers"][1].update(kind="soup"), r"plan\.buffers\[1\]\.kind: 'soup'"),
     (lambda d: d["buffers"][1].update(kind="cache", offset=63), r"w and a both lie at byte 63 of the device arena dur"),

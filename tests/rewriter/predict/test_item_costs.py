@@ -92,9 +92,10 @@ GPU_TIMES = MachineEstimator(GPU)
 PACKED_NBYTES = 8192 * (8192 // 2 + 8192 // 64 * 4)  # rows of w4g64: codes, scales and lows
 
 
-def packed(m: int, impl: str, op: str = "forebay.linear_w4") -> Launch:
+def packed(m: int, impl: str, bits: int = 4) -> Launch:
     args = (ref(m, 8192, dtype="bfloat16"), ref(8192, PACKED_NBYTES // 8192, dtype="uint8"), None)
-    return launch(op, PACKED_NBYTES, m * 8192 * 2, args, impl, group_size=64, in_features=8192)
+    how = {"bits": bits, "in_features": 8192, "group_size": 64, "scale_dtype": "float16"}
+    return launch("forebay.linear_q", PACKED_NBYTES, m * 8192 * 2, args, impl, **how)
 
 
 @pytest.mark.parametrize(("m", "impl", "time_s"), [
@@ -110,7 +111,7 @@ def test_a_packed_product_on_a_gpu_takes_what_kernels_of_its_name_were_measured_
 
 def test_what_was_not_measured_on_a_gpu_goes_at_the_rate_of_its_memory() -> None:
     times = [item_time_s(item, GPU_TIMES) for item in (
-        packed(1, "flat_64x128_s1", "forebay.linear_w8"), launch("forebay.rms_norm", 10**6, 10**6))]
+        packed(1, "flat_64x128_s1", 8), launch("forebay.rms_norm", 10**6, 10**6))]
     assert times == pytest.approx([(PACKED_NBYTES + 2 * 8192) / 4e12, 2e6 / 4e12])
 
 

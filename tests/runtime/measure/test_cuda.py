@@ -19,7 +19,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from forebay.kernels.gpu import choices
+from forebay.kernels.operator import Operator, Product, Tensors
+from forebay.kernels.products.linear import choices
 from forebay.rewriter.machine.profile import Contention, GemmPoint, Link, Machine
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.measure import cuda as measure_cuda
@@ -103,26 +104,21 @@ def test_products_are_measured_as_plans_run_them(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     ran: list[tuple[str, str]] = []
-    kernels = measure_cuda._kernels
+    bound = measure_cuda._bound
 
-    def spied(name: str) -> SimpleNamespace:
-        bind = getattr(kernels(name), f"bind_{name}")
+    def spied(operator: Operator, use: Tensors) -> Callable[[], object]:
+        ran.append((f"{operator.name} {use.kwargs.get('bits', '')}", use.impl))
+        return bound(operator, use)
 
-        def spy(*operands: object) -> Callable[[], object]:
-            ran.append((name, operands[-1]))  # type: ignore[arg-type]
-            return bind(*operands)
-
-        return SimpleNamespace(**{f"bind_{name}": spy})
-
-    monkeypatch.setattr(measure_cuda, "_kernels", spied)
+    monkeypatch.setattr(measure_cuda, "_bound", spied)
     done: list[float] = []
     points = measure_cuda.gemm_points(True, lambda stage, share: done.append(share))
     kinds = ("float32", half, "w4g64", "w8g128")
     rows, shapes = (2, 16), ((64, 128), (64, 256))
     assert {(p.dtype, p.m, p.n, p.k) for p in points} == {(d, m, n, k) for d in kinds for m in rows for n, k in shapes}
-    chosen = {(d, m, k): choices.choose_linear(d, m, 64, k, NAME) for d in kinds for m in rows for k in (128, 256)}
+    chosen = {(d, m, k): choices.choose(Product(d, m, 64, k), NAME) for d in kinds for m in rows for k in (128, 256)}
     assert all(p.impl == chosen[p.dtype, p.m, p.k].split("_")[0] and p.time_s == 2.0 for p in points)
-    ops = {"float32": "", half: "linear", "w4g64": "linear_w4", "w8g128": "linear_w8"}
+    ops = {"float32": "", half: "forebay.linear ", "w4g64": "forebay.linear_q 4", "w8g128": "forebay.linear_q 8"}
     assert set(ran) == {(ops[d], impl) for (d, _, _), impl in chosen.items() if ops[d]}
     assert done == sorted(done)
     machine = replace(Machine.default(), device_kind=NAME, gemm=points)
@@ -146,14 +142,11 @@ def test_rates_are_bytes_of_the_device_over_its_time(gpu: None) -> None:
 def test_dispatch_is_what_a_launch_takes_of_the_issuing_thread(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = 0
 
-    def kernels(name: str) -> SimpleNamespace:
-        def launch() -> None:
-            nonlocal launches
-            launches += 1
+    def launch() -> None:
+        nonlocal launches
+        launches += 1
 
-        return SimpleNamespace(bind_rms_norm=lambda *_: launch, bind_linear=lambda *_: launch)
-
-    monkeypatch.setattr(measure_cuda, "_kernels", kernels)
+    monkeypatch.setattr(measure_cuda, "_bound", lambda *_: launch)
     monkeypatch.setattr(measure_cuda, "LAUNCHES", 50)
     monkeypatch.setattr(measure_cuda, "time", SimpleNamespace(perf_counter=lambda: 12e-6 * launches))
     assert measure_cuda.dispatch_s(3) == pytest.approx(12e-6)
@@ -165,7 +158,7 @@ def test_dispatch_binds_what_the_launchers_take(gpu: None) -> None:
 
 
 def test_missing_triton_is_said(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "forebay.kernels.gpu.linear", None)
+    monkeypatch.setitem(sys.modules, "forebay.kernels.products.linear.gpu", None)
     with pytest.raises(RuntimeFault, match="measuring a GPU needs Triton"):
         measure_cuda.gemm_points(True, lambda stage, share: None)
 

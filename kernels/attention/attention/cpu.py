@@ -1,0 +1,149 @@
+"""`forebay::attention` on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from forebay.kernels.attention.attention.reference import check, fail, first_seen, refuse_start
+from forebay.kernels.cpu_support import native
+
+
+class AttentionArgs(ctypes.Structure):
+    """Mirror of `AttentionArgs` in flat_attention.cpp; strides are in elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "start", "out")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "queries", "length", "head_dim")),
+        *((f"{t}_{d}", ctypes.c_int64) for t in "qkv" for d in ("batch", "head", "row")),
+        *((name, ctypes.c_int64) for name in ("out_batch", "out_row", "out_head", "window")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        ("dtype", ctypes.c_int32),
+    )
+
+
+# Queries per piece without the C++ kernel: bounds mask and scores.
+QUERY_STEP = 128
+# Stack per thread of the C++ kernel: 32 query rows and their results of at most 512 floats, and 32 x 64 scores.
+NATIVE_NBYTES = 4 * (2 * 32 * 512 + 32 * 64)
+
+
+def workspace_nbytes(
+    batch: int, heads: int, kv_heads: int, queries: int, length: int, head_dim: int, dtype: torch.dtype, softcap: float
+) -> int:
+    """Upper bound, in bytes, of what attention_out takes beside its arguments, for the kernel present here."""
+    if head_dim <= 512 and native.load() is not None:
+        return NATIVE_NBYTES * torch.get_num_threads()
+    rows = min(queries, QUERY_STEP)
+    itemsize = max(4, dtype.itemsize)
+    # Explicit scores, probabilities and mask of a piece, K and V in fp32 and expanded for groups, and the result. The
+    # count is for every sequence of equal length at once; torch's fused kernel takes less.
+    scores = 6 * batch * heads * rows * length * itemsize
+    expanded = 4 * batch * heads * length * head_dim * itemsize
+    del kv_heads, softcap
+    return scores + expanded + 6 * batch * heads * rows * head_dim * itemsize + (1 << 20)
+
+
+def _check_out(q: Tensor, out: Tensor) -> None:
+    batch, heads, queries, dim = q.shape
+    if out.shape != (batch, queries, heads, dim) or out.dtype != q.dtype:
+        wanted = (batch, queries, heads, dim)
+        fail("out", f"must be {wanted} of {q.dtype}, got {tuple(out.shape)} of {out.dtype}")
+
+
+def _begins(q: Tensor, k: Tensor, start: Tensor) -> list[int]:
+    """start as numbers; ValueError where the queries would stand outside the cache."""
+    begins: list[int] = start.tolist()
+    if begins and (min(begins) < 0 or max(begins) + q.shape[2] > k.shape[2]):
+        refuse_start(q, k, start)
+    return begins
+
+
+def _torch_piece(
+    q: Tensor, k: Tensor, v: Tensor, begin: int, scale: float, window: int, softcap: float, out: Tensor
+) -> None:
+    """Queries q [B, H, S, D] at positions begin .. begin + S - 1 of every sequence, into out [B, S, H, D]."""
+    queries = q.shape[2]
+    low = max(0, first_seen(begin, window))
+    k, v = k[:, :, low : begin + queries], v[:, :, low : begin + queries]
+    position = torch.arange(begin, begin + queries)[:, None]
+    t = torch.arange(low, begin + queries)
+    seen = (t <= position) & (t >= first_seen(position, window))
+    if softcap > 0:
+        batch, heads, _, dim = q.shape
+        grouped = q.float().reshape(batch, k.shape[1], -1, dim)
+        scores = torch.matmul(grouped, k.float().mT).mul_(scale / softcap).tanh_().mul_(softcap)
+        scores = scores.view(batch, heads, queries, -1).masked_fill_(~seen, -math.inf).softmax(-1)
+        y = torch.matmul(scores.view(batch, k.shape[1], -1, t.numel()), v.float()).view(q.shape)
+    else:
+        mask = None if queries == 1 else seen
+        y = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    out.copy_(y.transpose(1, 2))
+
+
+def _torch_attention(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float, out: Tensor
+) -> None:
+    """By torch, sequences of equal start together: nothing beyond a sequence's end is read, be it NaN or not."""
+    begins = _begins(q, k, start)
+    for begin in dict.fromkeys(begins):
+        rows = [b for b, other in enumerate(begins) if other == begin]
+        spans = [slice(None)] if len(rows) == len(begins) else [slice(b, b + 1) for b in rows]
+        for span in spans:
+            for s0 in range(0, q.shape[2], QUERY_STEP):
+                s1 = min(q.shape[2], s0 + QUERY_STEP)
+                piece = q[span, :, s0:s1], k[span], v[span], begin + s0
+                _torch_piece(*piece, scale, window, softcap, out[span, s0:s1])
+
+
+def bind_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    out: Tensor,
+) -> Callable[[], None]:
+    """A closure over CPU tensors that fills out [B, S, H, D] from their present contents, start's too.
+
+    Strides and pointers are settled here, the closure keeps the tensors alive. ValueError for a wrong shape or dtype
+    here, and for a start outside the cache at the call, before anything is written.
+    """
+    check(q, k, v, start)
+    _check_out(q, out)
+    if start.device.type != "cpu" or q.device.type != "cpu":
+        fail("q" if q.device.type != "cpu" else "start", "must be on the CPU")
+    library = native.load()
+    plain = all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in (q, k, v, out))
+    if library is None or not plain or q.shape[3] > library.forebay_attention_max_head_dim():
+        return lambda: _torch_attention(q, k, v, start, scale, window, softcap, out)
+    if not start.is_contiguous():
+        fail("start", "must be contiguous")
+    args = AttentionArgs(
+        *(t.data_ptr() for t in (q, k, v, start, out)),
+        q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3],
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        window, scale, softcap, native.DTYPES[q.dtype],
+    )  # fmt: skip
+    return native.NativeCall("attention", args, (q, k, v, start, out), refuse=lambda: refuse_start(q, k, start))
+
+
+def attention_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    out: Tensor,
+) -> None:
+    """Fill out [B, S, H, D]; see the module's docstring and bind_attention."""
+    bind_attention(q, k, v, start, scale, window, softcap, out)()

@@ -1,0 +1,77 @@
+"""`forebay::attention`: causal attention of new queries over the whole cache, with a length for each sequence.
+
+Query s of sequence b stands at position p = start[b] + s and sees the cache positions t <= p, with window w > 0 also
+t > p - w, and with w < 0 only those of its own chunk of -w tokens, t >= p // -w * -w. Head h reads KV head
+h // (H / Hkv). With softcap c > 0 a score x becomes c tanh(x / c). K and V of the new positions are in the cache
+already. The C++ kernel (`attention.cpp`) reads every visible K and V once per 32 query rows and nothing beyond; without
+a compiler torch's scaled dot product attention does the work.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.attention.attention import cpu
+from forebay.kernels.attention.attention.cpu import attention_out
+from forebay.kernels.attention.attention.reference import check, reference
+from forebay.kernels.attention.attention_q.operator import ATTENTION_Q
+from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
+from forebay.kernels.operator import Call, Operator, Use
+
+
+@torch.library.custom_op("forebay::attention", mutates_args=(), device_types="cpu")
+def attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+    """q [B, H, S, D], caches k and v [B, Hkv, L, D], start int64 [B] -> [B, S, H, D]; window 0 and softcap 0: none;
+    a negative window: chunks.
+
+    q and caches may be strided. ValueError names the argument that is wrong.
+    """
+    check(q, k, v, start)
+    batch, heads, queries, dim = q.shape
+    out = q.new_empty(batch, queries, heads, dim)
+    attention_out(q, k, v, start.contiguous(), scale, window, softcap, out)
+    return out
+
+
+@attention.register_kernel("cuda")
+def _(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+    from forebay.kernels.attention.decode_attention import gpu as decode_attention
+    from forebay.kernels.attention.prefill_attention import gpu as prefill_attention
+
+    check(q, k, v, start)
+    batch, heads, queries, dim = q.shape
+    out = q.new_empty(batch, queries, heads, dim)
+    if queries == 1:
+        decode_attention.decode_attention_contiguous(q[:, :, 0], k, v, start, scale, window, softcap, out[:, 0])
+    else:
+        prefill_attention.prefill_attention(q, k, v, start, scale, window, softcap, out)
+    return out
+
+
+@attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+    batch, heads, queries, dim = q.shape
+    return q.new_empty(batch, queries, heads, dim)
+
+
+def _bind_cuda(use: Use) -> Call:
+    from forebay.kernels.attention.decode_attention.gpu import bind_decode_attention_contiguous
+    from forebay.kernels.attention.prefill_attention.gpu import bind_prefill_attention
+
+    (q, k, v, start, scale, window, softcap), (out,) = use.args, use.out
+    if q.shape[2] == 1:
+        return bind_decode_attention_contiguous(q[:, :, 0], k, v, start, scale, window, softcap, out[:, 0])
+    return bind_prefill_attention(q, k, v, start, scale, window, softcap, out)
+
+
+ATTENTION = Operator(
+    torch.ops.forebay.attention.default,
+    reference,
+    attention_cost,
+    bind={"cpu": lambda use: cpu.bind_attention(*(*use.args, *use.out)), "cuda": _bind_cuda},
+    workspace={"cpu": lambda use: cpu.workspace_nbytes(*cpu_shape(use)), "cuda": gpu_workspace_nbytes},
+    caches=("k", "v"),
+    over_rows=ATTENTION_Q,
+    timed_as="attention",
+)

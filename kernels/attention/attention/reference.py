@@ -1,0 +1,69 @@
+"""The definition of `forebay::attention`, and the checks of its arguments."""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.cpu_support import native
+
+Position = TypeVar("Position", int, Tensor)
+
+
+def first_seen(position: Position, window: int) -> Position:
+    """The lowest position that a query at `position` sees; negative where a window reaches before the first."""
+    return position // -window * -window if window < 0 else position - window + 1 if window else position * 0
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Attention in dtype by the definition, on any device: q [B, H, S, D], k and v [B, Hkv, L, D] -> [B, S, H, D]."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(group, 1), v.to(dtype).repeat_interleave(group, 1)
+    scores = q @ k.mT * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    position = start[:, None, None, None] + torch.arange(q.shape[2], device=q.device)[:, None]
+    t = torch.arange(k.shape[2], device=q.device)
+    hidden = (t > position) | (t < first_seen(position, window))
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    # What is beyond a sequence's end may be anything, NaN too: it must not be multiplied, not even by zero.
+    unwritten = (t >= start[:, None] + q.shape[2])[:, None, :, None]
+    return (weights @ v.masked_fill(unwritten, 0.0)).transpose(1, 2)
+
+
+def fail(argument: str, problem: str) -> None:
+    raise ValueError(f"attention: {argument} {problem}")
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
+    """ValueError names the argument whose shape or dtype is wrong."""
+    for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
+        if tensor.dim() != 4:
+            fail(name, f"must have four dimensions, got shape {tuple(tensor.shape)}")
+        if tensor.dtype not in native.DTYPES or tensor.dtype != q.dtype:
+            fail(name, f"must be fp32, bf16 or fp16 and of q's dtype {q.dtype}, got {tensor.dtype}")
+    batch, heads, _, dim = q.shape
+    if k.shape[0] != batch or k.shape[3] != dim:
+        fail("k", f"must be [{batch}, Hkv, L, {dim}] as q asks, got shape {tuple(k.shape)}")
+    if k.shape[1] == 0 or heads % k.shape[1]:
+        fail("k", f"must have a number of heads that divides q's {heads}, got {k.shape[1]}")
+    if v.shape != k.shape:
+        fail("v", f"must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
+    if start.dtype != torch.int64 or start.shape != (batch,):
+        fail("start", f"must be int64 of shape {(batch,)}, got {start.dtype} {tuple(start.shape)}")
+
+
+def refuse_start(q: Tensor, k: Tensor, start: Tensor) -> None:
+    fail("start", f"must leave positions within 0 .. {k.shape[2]}, got {start.tolist()} and {q.shape[2]} queries")

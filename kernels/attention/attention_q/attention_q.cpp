@@ -1,0 +1,91 @@
+// Causal attention over a KV cache of rotated rows, packed in groups along the head dimension. Positions are unpacked to
+// fp32 in tiles on the stack, and stay rotated: queries are rotated to meet the keys, results are rotated back. Memory
+// holds the packed rows only. Scales are fp16.
+#include "cache_rows.h"
+#include "softmax_rows.h"
+#include "team.h"
+
+using namespace forebay;
+
+extern "C" struct CacheAttentionArgs {
+  const void* q;           // [B, H, S, D]
+  const uint8_t* k_cache;  // [B, Hkv, L, R] packed rows
+  const uint8_t* v_cache;
+  const int64_t* start;    // [B], read at every call
+  void* out;               // [B, S, H, D]
+  int64_t batch, heads, kv_heads, queries, length, head_dim, group;
+  int64_t q_batch, q_head, q_row;                             // elements
+  int64_t k_batch, k_head, k_row, v_batch, v_head, v_row;     // bytes
+  int64_t out_batch, out_row, out_head;                       // elements
+  int64_t window;  // as first_seen has it
+  float scale, softcap;
+  int32_t bits, dtype;
+};
+
+namespace {
+
+constexpr int64_t ROWS = 32;           // query rows (positions x group of heads) per task
+constexpr int64_t KEYS = 64;           // cache positions per step
+
+// One task: query rows [r0, r1) of one sequence and one KV head, row r being position r / group of head r % group.
+template <class T> void run_task(const CacheAttentionArgs& a, int64_t b, int64_t kv, int64_t r0, int64_t r1) {
+  alignas(64) float q[ROWS * MAX_HEAD_DIM], o[ROWS * MAX_HEAD_DIM], scores[ROWS * KEYS], tile[KEYS * MAX_HEAD_DIM];
+  Row rows[ROWS];
+  const int64_t group = a.heads / a.kv_heads, d = a.head_dim, ds = (d + VL - 1) / VL * VL, m = r1 - r0;
+  const int64_t start = a.start[b];
+  const GroupFormat f = format_of(d, a.group, a.bits);
+  const float unrotated = read_factor(rotation_size(d));
+  for (int64_t i = 0; i < m; ++i) {
+    const int64_t s = (r0 + i) / group, h = kv * group + (r0 + i) % group, high = start + s + 1;
+    upcast(static_cast<const T*>(a.q) + b * a.q_batch + h * a.q_head + s * a.q_row, q + i * d, d);
+    rotate(q + i * d, d, unrotated);
+    rows[i] = {first_seen(start + s, a.window), high, -std::numeric_limits<float>::infinity(), 0.0f};
+  }
+  std::memset(o, 0, size_t(m * ds) * 4);
+  const uint8_t* k = a.k_cache + b * a.k_batch + kv * a.k_head;
+  const uint8_t* v = a.v_cache + b * a.v_batch + kv * a.v_head;
+  // Rows are in order of position, so the first sees the lowest key and the last the highest.
+  for (int64_t t0 = rows[0].low; t0 < rows[m - 1].high; t0 += KEYS) {
+    const int64_t n = std::min(KEYS, rows[m - 1].high - t0);
+    for (int64_t i = 0; i < m; ++i) std::memset(scores + i * KEYS, 0, size_t(n) * 4);
+    for (int64_t t = 0; t < n; ++t) dequantize_row(k + (t0 + t) * a.k_row, f, 0, d, tile + t * d);
+    multiply_dot(q, d, tile, d, m, n, d, scores, KEYS);
+    for (int64_t i = 0; i < m; ++i) {
+      const float factor = soften(scores + i * KEYS, n, rows[i], t0, a.scale, a.softcap);
+      if (factor != 1.0f)
+        for (int64_t j = 0; j < ds; j += VL) store(o + i * ds + j, load(o + i * ds + j) * factor);
+    }
+    for (int64_t t = 0; t < n; ++t) dequantize_row(v + (t0 + t) * a.v_row, f, 0, d, tile + t * d);
+    multiply_outer(scores, KEYS, tile, d, m, d, n, o, ds);
+  }
+  for (int64_t i = 0; i < m; ++i) {
+    const int64_t s = (r0 + i) / group, h = kv * group + (r0 + i) % group;
+    T* out = static_cast<T*>(a.out) + b * a.out_batch + s * a.out_row + h * a.out_head;
+    rotate(o + i * ds, d, unrotated);
+    for (int64_t j = 0; j < d; ++j) store_one(out + j, o[i * ds + j] / rows[i].sum);
+  }
+}
+
+template <class T> void attend(const CacheAttentionArgs& a, int threads) {
+  const int64_t rows = a.queries * (a.heads / a.kv_heads), blocks = (rows + ROWS - 1) / ROWS;
+  const int64_t tasks = a.batch * a.kv_heads * blocks;
+  int64_t keys = 0;
+  for (int64_t b = 0; b < a.batch; ++b) keys += a.start[b] + a.queries;
+  // 4 products a ns, and each key and value unpacked once a task.
+  parallel_for(tasks, threads, keys * (a.queries * a.heads + 2 * a.kv_heads * blocks) * a.head_dim / 4, [&](int64_t i) {
+    const int64_t block = blocks - 1 - i % blocks, head = i / blocks;  // the longest block of a head comes first
+    run_task<T>(a, head / a.kv_heads, head % a.kv_heads, block * ROWS, std::min(rows, (block + 1) * ROWS));
+  });
+}
+
+}  // namespace
+
+// Needs D and R contiguous everywhere and D <= MAX_HEAD_DIM. Writes all of `out` and nothing else; returns 1, and writes
+// nothing, where a position would lie outside the cache.
+extern "C" int forebay_attention_q(const CacheAttentionArgs* a, float*, int64_t, int threads) {
+  if (!inside(a->start, a->batch, a->queries, a->length) || a->head_dim > MAX_HEAD_DIM) return 1;
+  if (a->dtype == F32) attend<float>(*a, threads);
+  else if (a->dtype == BF16) attend<bf16>(*a, threads);
+  else attend<f16>(*a, threads);
+  return 0;
+}

@@ -1,0 +1,103 @@
+"""`forebay::attention_q` on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.attention.attention import cpu as attention_cpu
+from forebay.kernels.attention.attention_q.reference import check, fail, refuse_start
+from forebay.kernels.cache.kv_append_q import reference as kv_append_q
+from forebay.kernels.cpu_support import native
+
+
+class CacheAttentionArgs(ctypes.Structure):
+    """Mirror of `CacheAttentionArgs` in quantized_cache.cpp; cache strides in bytes, the others in elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k_cache", "v_cache", "start", "out")),
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "queries", "length", "head_dim", "group")),
+        *((f"{t}_{d}", ctypes.c_int64) for t in "qkv" for d in ("batch", "head", "row")),
+        *((name, ctypes.c_int64) for name in ("out_batch", "out_row", "out_head", "window")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        *((name, ctypes.c_int32) for name in ("bits", "dtype")),
+    )
+
+
+# Stack per thread of the C++ kernel: 32 query rows and their results of at most 256 floats, 32 x 64 scores, and 64
+# unpacked positions.
+NATIVE_NBYTES = 4 * (2 * 32 * 256 + 32 * 64 + 64 * 256)
+
+
+def workspace_nbytes(
+    batch: int, heads: int, kv_heads: int, queries: int, length: int, head_dim: int, dtype: torch.dtype, softcap: float
+) -> int:
+    """Upper bound, in bytes, of what a call takes beside its arguments, for the kernel present here."""
+    library = native.load()
+    if library is not None and head_dim <= library.forebay_cache_max_head_dim():
+        return NATIVE_NBYTES * torch.get_num_threads()
+    unpacked = 2 * batch * kv_heads * length * head_dim * (dtype.itemsize + 16)
+    plain = attention_cpu.workspace_nbytes(batch, heads, kv_heads, queries, length, head_dim, dtype, softcap)
+    return unpacked + plain
+
+
+def _torch_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    start: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    bits: int,
+    group: int,
+    out: Tensor,
+) -> None:
+    begins = start.tolist()
+    if begins and (min(begins) < 0 or max(begins) + q.shape[2] > k_cache.shape[2]):
+        refuse_start(q, k_cache, start)
+    end = max(begins, default=0) + q.shape[2]
+    k, v = (kv_append_q.unpack(cache[:, :, :end], q.shape[3], bits, group, q.dtype) for cache in (k_cache, v_cache))
+    attention_cpu.attention_out(q, k, v, start.contiguous(), scale, window, softcap, out)
+
+
+def bind_attention_q(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    start: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    bits: int,
+    group: int,
+    out: Tensor,
+) -> Callable[[], None]:
+    """A closure over CPU tensors that fills out [B, S, H, D] from their present contents, start's too.
+
+    Strides and pointers are settled here, the closure keeps the tensors alive. ValueError for a wrong shape or dtype
+    here, and for a start outside the cache at the call, before anything is written.
+    """
+    check(q, k_cache, v_cache, start, bits, group)
+    batch, heads, queries, dim = q.shape
+    if out.shape != (batch, queries, heads, dim) or out.dtype != q.dtype:
+        fail("out", f"must be {(batch, queries, heads, dim)} of {q.dtype}, got {tuple(out.shape)} of {out.dtype}")
+    tensors = (q, k_cache, v_cache, start, out)
+    for tensor, name in zip(tensors, ("q", "k_cache", "v_cache", "start", "out"), strict=True):
+        if tensor.device.type != "cpu":
+            fail(name, f"must be on the CPU, got {tensor.device}")
+    library = native.load()
+    plain = all(t.stride(-1) == 1 or t.shape[-1] <= 1 for t in (q, k_cache, v_cache, out))
+    if library is None or not plain or dim > library.forebay_cache_max_head_dim() or q.numel() == 0:
+        return lambda: _torch_attention(q, k_cache, v_cache, start, scale, window, softcap, bits, group, out)
+    if not start.is_contiguous():
+        fail("start", "must be contiguous")
+    args = CacheAttentionArgs(
+        *(t.data_ptr() for t in tensors), batch, heads, k_cache.shape[1], queries, k_cache.shape[2], dim, group,
+        *(stride for t in (q, k_cache, v_cache, out) for stride in t.stride()[:3]),
+        window, scale, softcap, bits, native.DTYPES[q.dtype],
+    )  # fmt: skip
+    return native.NativeCall("attention_q", args, tensors, refuse=lambda: refuse_start(q, k_cache, start))

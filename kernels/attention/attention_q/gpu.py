@@ -1,0 +1,111 @@
+"""`forebay::attention_q` in Triton: attention over packed rows, dequantised in registers.
+
+The kernels are those of `decode_attention` and `prefill_attention`. Keys and values stay rotated: a tile of queries is
+rotated as it is loaded, in decoding by every share of a sequence, and a result before it is rounded, in decoding where
+the shares are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.attention.attention_q import reference as operator
+from forebay.kernels.attention.decode_attention import gpu as decode_attention
+from forebay.kernels.attention.prefill_attention import gpu as prefill_attention
+from forebay.kernels.formats import row_sizes
+from forebay.kernels.gpu_support.arguments import check_tensor
+from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.cache_rows import check_rows, packed_view, unit_of
+
+OP = "attention_q"
+
+
+def _check(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, bits: int, group: int, out: Tensor
+) -> None:
+    operator.check(q, k_cache, v_cache, start, bits, group)
+    check_tensor(OP, "q", q)
+    batch, heads, queries, dim = q.shape
+    for cache, name in ((k_cache, "k_cache"), (v_cache, "v_cache")):
+        check_tensor(OP, name, cache, device=q.device, dtype=torch.uint8)
+        check_rows(OP, cache, name, dim)
+    check_tensor(OP, "start", start, device=q.device, dtype=torch.int64)
+    check_tensor(OP, "out", out, device=q.device, dtype=q.dtype, shape=(batch, queries, heads, dim))
+
+
+def bind_attention_q(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, scale: float, window: int, softcap: float, bits: int,
+    group: int, out: Tensor,
+) -> Callable[[], None]:  # fmt: skip
+    """attention_q as a call without arguments, on the tensors' contents at each call; the checks are made here."""
+    _check(q, k_cache, v_cache, start, bits, group, out)
+    view = packed_view(k_cache, v_cache, q.shape[3], bits, group)
+    _, kv_heads, capacity, row_nbytes = k_cache.shape
+    if q.shape[2] != 1:
+        return prefill_attention.bind_view(q, view, None, start, kv_heads, scale, window, softcap, out)
+    return decode_attention.bind_view(
+        q[:, :, 0], view, 2 * row_nbytes, None, start, 1, kv_heads, capacity, scale, window, softcap,
+        0.0, 0.0, 0.0, None, out[:, 0],
+    )  # fmt: skip
+
+
+def attention_q(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, scale: float, window: int, softcap: float, bits: int,
+    group: int, out: Tensor,
+) -> None:  # fmt: skip
+    """q [B, H, S, D], caches uint8 [B, Hkv, L, R], start int64 [B] -> out [B, S, H, D]; window 0, softcap 0: none.
+
+    Any strides but D's and a row's. The host is not synchronised, so start is not checked against L. ValueError names
+    the argument that is wrong, before the launch.
+    """
+    bind_attention_q(q, k_cache, v_cache, start, scale, window, softcap, bits, group, out)()
+
+
+def _case(
+    kind: str, bits: int, dtype: str, heads: int, kv_heads: int, dim: int, queries: int = 1, **how: Any
+) -> AuditCase:
+    """Rows of kv8 (but of 256 elements) and of kv4 of 64 are no multiple of 16 bytes, nor are groups of 40: loads are
+    8 or 4 bytes wide there."""
+    group, row_nbytes = row_sizes.cache_group_size(dim, bits), row_sizes.cache_row_nbytes(dim, bits)
+    rows = torch.empty(1, kv_heads, 2, row_nbytes, dtype=torch.uint8)
+    view = packed_view(rows, rows, dim, bits, group)
+    name = f"attention_q/{kind}-kv{bits}"
+    how["load_nbytes"] = unit_of(view.unit, group * bits // 8 if group < dim else 0)
+    if queries == 1:
+        how["aim"] = 0.7 if dim == 128 and dtype != "fp32" else 0.0
+        return decode_attention.case(name, dtype, view, heads, kv_heads, 2 * row_nbytes, **how)
+    return prefill_attention.case(name, dtype, view, queries, heads, kv_heads, 2 * row_nbytes, **how)
+
+
+def audit_cases() -> list[AuditCase]:
+    """Llama-3-8B, SmolLM2-135M, Gemma-2-9B, and heads of 80, whose groups are not whole blocks of a rotation."""
+    cases = [
+        _case("decode", 4, "bf16", 32, 8, 128),
+        _case("decode", 8, "bf16", 32, 8, 128),
+        _case("decode", 4, "fp16", 9, 3, 64),
+        _case("decode", 8, "fp16", 9, 3, 64, in_suite=False),
+        _case("decode", 4, "bf16", 16, 8, 256, in_suite=False),
+        _case("decode", 8, "bf16", 16, 8, 256, in_suite=False),
+        _case("decode", 4, "fp16", 32, 32, 80),
+        _case("decode", 8, "fp16", 32, 32, 80, in_suite=False),
+        _case("decode", 4, "fp32", 9, 3, 64),
+        _case("decode", 8, "fp32", 32, 8, 128, in_suite=False),
+        _case("decode", 4, "bf16", 32, 8, 128, amd=True),
+        _case("decode", 8, "fp16", 32, 32, 80, amd=True, in_suite=False),
+    ]
+    for ampere in (False, True):
+        cases += [
+            _case("long", 4, "bf16", 32, 8, 128, 2048, ampere=ampere),
+            _case("long", 8, "bf16", 32, 8, 128, 2048, ampere=ampere),
+            _case("chunk", 4, "bf16", 32, 8, 128, 64, ampere=ampere, in_suite=False),
+            _case("short", 4, "fp16", 32, 32, 80, 16, ampere=ampere),
+            _case("long", 8, "fp16", 32, 32, 80, 2048, ampere=ampere, in_suite=False),
+            _case("window-softcap", 4, "bf16", 16, 8, 256, 2048, window=4096, softcap=50.0, ampere=ampere),
+            _case("fp32", 4, "fp32", 9, 3, 64, 64, ampere=ampere),
+            _case("fp32", 8, "fp32", 32, 8, 128, 64, ampere=ampere, in_suite=False),
+        ]
+    return cases

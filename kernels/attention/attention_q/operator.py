@@ -1,0 +1,98 @@
+"""`forebay::attention_q`: `forebay::attention` over a cache of packed rows (see `kv_append_q` for their layout).
+
+The C++ kernel (`cpu/quantized_cache.cpp`) unpacks 64 positions at a time on its stack, once per 32 query rows; memory
+holds packed rows only. Keys and values stay rotated: it is the queries, and once the result, that the kernel rotates.
+Without a compiler the visible part of the cache is unpacked by torch. On a GPU it is Triton's kernels of `attention`
+that read packed rows, in registers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.attention.attention_q import cpu
+from forebay.kernels.attention.attention_q.cpu import bind_attention_q
+from forebay.kernels.attention.attention_q.reference import check, reference
+from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
+from forebay.kernels.operator import Call, Operator, Use
+
+
+@torch.library.custom_op("forebay::attention_q", mutates_args=(), device_types="cpu")
+def attention_q(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    start: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    bits: int,
+    group: int,
+) -> Tensor:
+    """q [B, H, S, D], packed caches uint8 [B, Hkv, L, R], start int64 [B] -> [B, S, H, D]; window 0, softcap 0: none.
+
+    q and caches may be strided. ValueError names the argument that is wrong.
+    """
+    check(q, k_cache, v_cache, start, bits, group)
+    batch, heads, queries, dim = q.shape
+    out = q.new_empty(batch, queries, heads, dim)
+    bind_attention_q(q, k_cache, v_cache, start.contiguous(), scale, window, softcap, bits, group, out)()
+    return out
+
+
+@attention_q.register_kernel("cuda")
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    start: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    bits: int,
+    group: int,
+) -> Tensor:
+    from forebay.kernels.attention.attention_q.gpu import attention_q as launch
+
+    check(q, k_cache, v_cache, start, bits, group)
+    batch, heads, queries, dim = q.shape
+    out = q.new_empty(batch, queries, heads, dim)
+    launch(q, k_cache, v_cache, start, scale, window, softcap, bits, group, out)
+    return out
+
+
+@attention_q.register_fake
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    start: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    bits: int,
+    group: int,
+) -> Tensor:
+    batch, heads, queries, dim = q.shape
+    return q.new_empty(batch, queries, heads, dim)
+
+
+def _bind_cuda(use: Use) -> Call:
+    from forebay.kernels.attention.attention_q.gpu import bind_attention_q as bind
+
+    return bind(*(*use.args, *use.out))
+
+
+ATTENTION_Q = Operator(
+    torch.ops.forebay.attention_q.default,
+    reference,
+    attention_cost,
+    bind={"cpu": lambda use: cpu.bind_attention_q(*(*use.args, *use.out)), "cuda": _bind_cuda},
+    workspace={
+        "cpu": lambda use: cpu.workspace_nbytes(*cpu_shape(use)),
+        "cuda": lambda use: gpu_workspace_nbytes(use, *use.args[7:9]),
+    },
+    caches=("k_cache", "v_cache"),
+    timed_as="attention",
+)

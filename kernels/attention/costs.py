@@ -1,0 +1,35 @@
+"""What attention over a whole cache costs, and takes beside its operands, whatever the cache is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forebay.kernels.attention.decode_attention import decode_shares
+from forebay.kernels.operator import Cost, Use, dtype_of, each_once
+from forebay.kernels.products.linear.selection import HELD_COUNTERS_NBYTES
+
+
+def attention_cost(use: Use) -> Cost:
+    """As if every sequence were as long as the cache: the last of S queries sees all L positions, the others fewer; two
+    products for each, of which each is a multiplication and an addition."""
+    q, k = use.args[:2]
+    batch, heads, queries, width = q.shape
+    return each_once(use)._replace(flops=2 * batch * heads * width * queries * (2 * k.shape[2] - queries + 1))
+
+
+def gpu_workspace_nbytes(use: Use, bits: int = 0, group: int = 0) -> int:
+    """Bytes that attention takes beside its operands on a GPU; bits and group are those of packed rows."""
+    q, k = use.args[:2]
+    batch, heads, queries, width = q.shape
+    if queries > 1:
+        return HELD_COUNTERS_NBYTES
+    itemsize, processors = dtype_of(q).itemsize, decode_shares.processors()
+    return HELD_COUNTERS_NBYTES + decode_shares.workspace_nbytes(
+        batch, heads, k.shape[1], k.shape[2], width, itemsize, processors, bits, group)
+
+
+def cpu_shape(use: Use) -> tuple[Any, ...]:
+    """(B, H, Hkv, S, L, D, dtype, softcap) of a use, as the CPU's workspace counts it."""
+    q, k = use.args[:2]
+    batch, heads, queries, width = q.shape
+    return batch, heads, k.shape[1], queries, k.shape[2], width, dtype_of(q), use.args[6]

@@ -1,0 +1,122 @@
+"""How decode attention is split over a sequence, and the memory that takes; without Triton, so that plans count it."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from forebay.kernels.formats import row_sizes
+
+
+class Tile(NamedTuple):
+    """Positions of a tile, warps and pipeline stages."""
+
+    positions: int
+    num_warps: int
+    num_stages: int
+
+
+# By bytes of a row of K once dequantised: tiles of K and V in two stages of flight, two programs or more to a
+# multiprocessor. Four warps at 256 bytes spill on sm_90 with Triton 3.9; dequantised rows do not, and need less room.
+TILES = {"narrow": Tile(64, 4, 3), "usual": Tile(64, 8, 3), "wide": Tile(32, 8, 3), "widest": Tile(16, 4, 2)}
+DEQUANTISED = Tile(64, 4, 3)
+# Dequantised to fp32, by lanes: three products take the place of one, and their factors registers.
+EXACT = {"usual": Tile(32, 4, 3), "wide": Tile(16, 8, 2)}
+# Programs that are made where the sequences are long enough: eight for each multiprocessor even out the last wave.
+PROGRAMS_PER_PROCESSOR = 8
+# Multiprocessors where there is no GPU to ask: an H100's or H200's.
+PROCESSORS = 132
+AMD = torch.version.hip is not None
+
+
+class Product(NamedTuple):
+    """How a program multiplies: rows of the scores, query heads among them, codes as they are (`decode_codes`)."""
+
+    rows: int
+    heads: int
+    folded: bool
+
+
+def product(head_dim: int, group: int, bits: int, itemsize: int, group_heads: int, amd: bool = AMD) -> Product:
+    """The product for queries of itemsize bytes, `group_heads` to a KV head, over rows whose strides are words."""
+    heads = _power_of_two(group_heads)
+    lanes = lane_count(head_dim, group)
+    groups = lanes // lane_width(head_dim, group)
+    rows = max(16, groups * heads)
+    # Rows of codes that are whole words by group, words for both products, registers for 256 lanes of 4 bits.
+    # On AMD, without the byte permutations, it would spill up to 124 values of 512 registers.
+    if bits and itemsize == 2 and not amd and group * bits % 32 == 0 and 256 <= lanes * bits <= 1024 and rows <= 64:
+        return Product(rows, max(8, heads) if groups == 1 else rows // groups, True)
+    rows = min(64, max(16, heads))
+    return Product(rows, rows, False)
+
+
+def tile(lanes: int, itemsize: int, bits: int, folded: bool) -> Tile:
+    """The tile for rows of K that take so many lanes of itemsize bytes once dequantised from bits (0: as they are).
+
+    Where folded, each of four warps takes 16 positions.
+    """
+    row_nbytes = lanes * itemsize
+    if bits and itemsize == 4:
+        return EXACT["wide" if lanes > 64 else "usual"]
+    if bits and (folded or row_nbytes <= 256):
+        return DEQUANTISED
+    sizes = ((128, "narrow"), (256, "usual"), (512, "wide"))
+    return TILES[next((name for most, name in sizes if row_nbytes <= most), "widest")]
+
+
+def lane_count(head_dim: int, group: int) -> int:
+    """Lanes over which a row in groups of `group` is spread, each group from a power of two on; 16 at least."""
+    return max(16, _power_of_two(group) * _power_of_two(row_sizes.group_count(head_dim, group)))
+
+
+def lane_width(head_dim: int, group: int) -> int:
+    """Lanes from one group to the next; all of them where there is one group."""
+    wide = _power_of_two(group)
+    return lane_count(head_dim, group) if wide >= head_dim else wide
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def part_nbytes(group_heads: int, dim: int) -> int:
+    """Bytes of one share's partial results."""
+    return 4 * group_heads * (dim + 2)
+
+
+def split_count(
+    rows: int, capacity: int, positions: int, part_nbytes: int, position_nbytes: int, processors: int
+) -> int:
+    """Shares per sequence: programs enough for the chip, and partial results of at most 1 / 24 of the cache's bytes.
+
+    A share writes and reads part_nbytes; a position takes position_nbytes in the cache of one head.
+    """
+    shortest = max(4 * positions, 24 * 2 * part_nbytes // position_nbytes)
+    return max(1, min(-(-PROGRAMS_PER_PROCESSOR * processors // max(1, rows)), capacity // shortest))
+
+
+@functools.cache
+def processor_count(device: torch.device) -> int:
+    """Multiprocessors of a GPU; PROCESSORS for anything else."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
+
+
+def workspace_nbytes(
+    batch: int, heads: int, kv_heads: int, capacity: int, dim: int, itemsize: int, processors: int = PROCESSORS,
+    bits: int = 0, group: int = 0,
+) -> int:  # fmt: skip
+    """Bytes that the shares of `attention` of one query take beside its arguments, or of `attention_q` with bits."""
+    part = part_nbytes(heads // kv_heads, dim)
+    row_nbytes = row_sizes.row_nbytes(dim, bits, group, row_sizes.CACHE_ALIGN) if bits else dim * itemsize
+    folded = product(dim, group or dim, bits, itemsize, heads // kv_heads).folded
+    positions = tile(lane_count(dim, group or dim), itemsize, bits, folded).positions
+    splits = split_count(batch * kv_heads, capacity, positions, part, 2 * row_nbytes, processors)
+    return batch * kv_heads * splits * part
+
+
+def processors() -> int:
+    """Multiprocessors of the GPU here, or of an H200 where there is none."""
+    return processor_count(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))

@@ -1,0 +1,395 @@
+"""`forebay::decode_attention` in Triton: one query per sequence over its cache, the sequence split over programs.
+
+A program takes all query heads of a KV head (padded to 16 rows for the tensor cores) and one share of the positions, so
+K and V are read once. With a unified maximum (FlashDecoding++Next, section III) every share uses exp(x - phi): the loop
+holds no reduction over a row and no rescaling of the accumulator, only element-wise maxima and sums that are reduced
+once at the end. A share whose largest score x of a row leaves phi + low < x < phi + high is computed again for that
+row, in the same program, by the synchronised online softmax; shares carry the maximum they used, so the merge is exact
+for both kinds. Below, the largest score decides rather than each score: a term far below the largest adds nothing.
+
+Loops over values are in `decode_values`; over rows whose codes the tensor cores take as they are, in `decode_codes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forebay.kernels.attention.decode_attention import decode_shares
+from forebay.kernels.attention.decode_attention.decode_shares import (
+    PROCESSORS,
+    Tile,
+    part_nbytes,
+    processor_count,
+    split_count,
+    tile,
+)
+from forebay.kernels.attention.decode_attention.gpu_codes import synchronised_codes, unified_codes
+from forebay.kernels.attention.decode_attention.gpu_values import synchronised_share, unified_share
+from forebay.kernels.formats.paged import BlockLayout, check_pool, check_table
+from forebay.kernels.gpu_support.arguments import check_device, check_tensor, fail
+from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.paged import (  # fmt: skip
+    INTERPRETED,
+    LOG2E,
+    CacheView,
+    contiguous_view,
+    first_seen,
+    lane_values,
+    paged_view,
+    round_to,
+    score_factors,
+)
+from forebay.kernels.gpu_support.rotation import load_query, rotated
+
+MERGED = 16  # shares that the merge takes at a time
+
+
+@triton.jit
+def store_share(part_ptr, stat_ptr, share, acc, total, top, keep, d, valid, D: tl.constexpr):
+    """Write rows `keep` of a share: acc at part [share, D], (maximum used, sum) at stat [share, 2]."""
+    tl.store(part_ptr + share[:, None] * D + d[None, :], acc, mask=keep[:, None] & valid[None, :])
+    tl.store(stat_ptr + share * 2, top, mask=keep)
+    tl.store(stat_ptr + share * 2 + 1, total, mask=keep)
+
+
+@triton.jit
+def decode_attention_kernel(
+    q_ptr, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, length_ptr, part_ptr, stat_ptr,
+    qb, qh, kb, kh, kr, vb, vh, vr, pb, ph, table_stride,
+    length_more, kv_heads, group_heads, splits, window, scale_log2, softcap, phi, low, high,
+    UNIFIED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
+    UNIT: tl.constexpr, POWER: tl.constexpr, FOLDED: tl.constexpr, PTX: tl.constexpr,
+    M: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """Program (share, sequence and KV head, H of its query heads); strides of k and v are multiples of UNIT."""
+    split = tl.program_id(0)
+    b = tl.program_id(1) // kv_heads
+    kv_head = tl.program_id(1) % kv_heads
+    R: tl.constexpr = 8 if H < 8 else H
+    place = tl.arange(0, R)
+    member = tl.program_id(2) * H + place
+    present = (place < H) & (member < group_heads)
+    head = kv_head * group_heads + member
+    d, valid = lane_values(D, DP, G, GP)
+    kb, kh, kr = kb // UNIT * UNIT, kh // UNIT * UNIT, kr // UNIT * UNIT
+    vb, vh, vr = vb // UNIT * UNIT, vh // UNIT * UNIT, vr // UNIT * UNIT
+    share = ((b * kv_heads * group_heads + head) * splits + split).to(tl.int64)
+
+    length = (tl.load(length_ptr + b) + length_more).to(tl.int32)
+    oldest = first_seen(length - 1, window)
+    first = oldest // T * T
+    each = tl.cdiv(tl.cdiv(tl.maximum(length - first, 0), T), splits) * T
+    begin = first + split * each
+    end = tl.minimum(length, begin + each)
+    if begin >= end:
+        nothing = tl.zeros((R,), tl.float32)
+        tl.store(stat_ptr + share * 2, nothing + float("-inf"), mask=present)
+        tl.store(stat_ptr + share * 2 + 1, nothing, mask=present)
+        return
+
+    asked = tl.program_id(2) * H + tl.arange(0, M) % H
+    q_at = b.to(tl.int64) * qb + (kv_head * group_heads + asked) * qh
+    q = load_query(q_ptr + q_at, asked < group_heads, D, DP, G, GP, POWER)
+    if FOLDED and POWER != 0:
+        # Rotated queries would be read from shared memory for every tile. By way of the share's place in memory they
+        # come to the registers of the product's factor as queries do that are loaded.
+        asked_share = ((b * kv_heads + kv_head) * group_heads + asked) * splits + split
+        at = part_ptr + asked_share.to(tl.int64)[:, None] * D + d[None, :]
+        mask = (asked < group_heads)[:, None] & valid[None, :]
+        tl.store(at, q.to(tl.float32), mask=mask)
+        tl.debug_barrier()
+        q = tl.load(at, mask=mask, other=0.0).to(q.dtype)
+    k_ptr += kv_head.to(tl.int64) * kh
+    v_ptr += kv_head.to(tl.int64) * vh
+    if TOKENS == 0:
+        k_ptr += b.to(tl.int64) * kb
+        v_ptr += b.to(tl.int64) * vb
+    else:
+        table_ptr += b.to(tl.int64) * table_stride
+    if k_pairs_ptr is not None:
+        k_pairs_ptr += kv_head.to(tl.int64) * ph
+        v_pairs_ptr += kv_head.to(tl.int64) * ph
+
+    redo = present
+    if UNIFIED:
+        if FOLDED:
+            acc, total, top = unified_codes(
+                q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, begin, end, oldest, kb, kr, vb, vr, pb,
+                scale_log2, softcap, phi, CAPPED, BITS, TOKENS, H, T, D, DP, G, GP, UNIT, PTX,
+            )  # fmt: skip
+        else:
+            acc, total, top = unified_share(
+                q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, begin, end, oldest, kb, kr, vb, vr, pb,
+                scale_log2, softcap, phi, CAPPED, BITS, TOKENS, M, T, D, DP, G, GP,
+            )  # fmt: skip
+        # Written so that a row whose maximum is NaN is computed again.
+        inside = (top > phi + low) & (top < phi + high)
+        store_share(part_ptr, stat_ptr, share, acc, total, tl.zeros_like(top) + phi, present & inside, d, valid, D)
+        redo = present & (inside == 0)
+    if tl.max(redo.to(tl.int32), 0) > 0:
+        if FOLDED:
+            acc, total, top = synchronised_codes(
+                q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, begin, end, oldest, kb, kr, vb, vr, pb,
+                scale_log2, softcap, CAPPED, BITS, TOKENS, H, T, D, DP, G, GP, UNIT, PTX,
+            )  # fmt: skip
+        else:
+            acc, total, top = synchronised_share(
+                q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, begin, end, oldest, kb, kr, vb, vr, pb,
+                scale_log2, softcap, CAPPED, BITS, TOKENS, M, T, D, DP, G, GP,
+            )  # fmt: skip
+        store_share(part_ptr, stat_ptr, share, acc, total, top, redo, d, valid, D)
+
+
+@triton.jit
+def merge_kernel(
+    part_ptr, stat_ptr, length_ptr, out_ptr, ob, oh, length_more, heads, splits,
+    D: tl.constexpr, DP: tl.constexpr, SHARES: tl.constexpr, POWER: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence and head): the shares of a row, each with the maximum it used, into out; no position: zeros.
+
+    Shares of rotated rows are rotated back.
+    """
+    row = tl.program_id(0)
+    b = row // heads
+    d = tl.arange(0, DP)
+    acc = tl.zeros((DP,), tl.float32)
+    total = 0.0
+    top = float("-inf")
+    for s0 in range(0, splits, SHARES):
+        split = s0 + tl.arange(0, SHARES)
+        share = row.to(tl.int64) * splits + split
+        held = split < splits
+        used = tl.load(stat_ptr + share * 2, mask=held, other=float("-inf"))
+        sums = tl.load(stat_ptr + share * 2 + 1, mask=held, other=0.0)
+        # A share without positions wrote no part.
+        mask = (held & (sums != 0))[:, None] & (d < D)[None, :]
+        part = tl.load(part_ptr + share[:, None] * D + d[None, :], mask=mask, other=0.0)
+        higher = tl.maximum(top, tl.max(used, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(used - base)
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(sums * weight, 0)
+        acc = acc * shrink + tl.sum(part * weight[:, None], 0)
+        top = higher
+    written = tl.load(length_ptr + b) + length_more > 0
+    out = tl.where(written, acc / total, 0.0)
+    if POWER != 0:
+        out = tl.reshape(rotated(tl.reshape(out, (1, DP)), POWER, POWER // 2), (DP,))
+    at = b.to(tl.int64) * ob + (row % heads) * oh
+    tl.store(out_ptr + at + d, round_to(out, out_ptr.dtype.element_ty), mask=d < D)
+
+
+def choose(
+    view: CacheView, itemsize: int, group_heads: int, amd: bool = decode_shares.AMD
+) -> tuple[Tile, dict[str, Any]]:
+    """(tile, constants of the product) for queries of itemsize bytes over a view."""
+    dim, lanes, group, bits = (view.constants[name] for name in ("D", "DP", "G", "BITS"))
+    product = decode_shares.product(dim, group, bits, itemsize, group_heads, amd)
+    # Codes are read as words, and from 64 rows at offsets that 32 bits hold.
+    if product.folded and (view.unit % 4 or max(view.strides[2], view.strides[5]) >= 1 << 27):
+        product = decode_shares.product(dim, group, 0, itemsize, group_heads)
+    chosen = tile(lanes, itemsize, bits, product.folded)
+    return chosen, {"FOLDED": product.folded, "M": product.rows, "H": product.heads}
+
+
+def register_limit(view: CacheView, folded: bool, bf16: bool) -> dict[str, int]:
+    """The compiler's option that keeps three programs of 4-bit rows on a multiprocessor: 65536 / (3 * 128) registers.
+
+    Triton 3.6 and 3.9 take up to 226 by themselves, without need; fp16 would spill with 3.6.
+    """
+    few = folded and bf16 and not decode_shares.AMD and view.constants["BITS"] == 4 and view.constants["D"] == 128
+    return {"maxnreg": 168} if few else {}
+
+
+def bind_view(
+    q: Tensor, view: CacheView, position_nbytes: int, table: Tensor | None, lengths: Tensor, length_more: int,
+    kv_heads: int, capacity: int, scale: float, window: int, softcap: float, phi: float, low: float, high: float,
+    splits: int | None, out: Tensor,
+) -> Callable[[], None]:  # fmt: skip
+    """A call that fills out [B, H, D] from q and a view of the cache, of arguments that have been checked.
+
+    A sequence has lengths[b] + length_more positions, at most `capacity`, each of position_nbytes for a KV head.
+    """
+    batch, heads, dim = q.shape
+    if q.numel() == 0:
+        return lambda: None
+    group_heads = heads // kv_heads
+    chosen, product = choose(view, q.dtype.itemsize, group_heads)
+    if splits is None:
+        sizes = (capacity, chosen.positions, part_nbytes(group_heads, dim), position_nbytes)
+        splits = split_count(batch * kv_heads, *sizes, processor_count(q.device))
+    scale_log2, cap = score_factors(scale, softcap)
+    limit = register_limit(view, product["FOLDED"], q.dtype == torch.bfloat16)
+    attend: Any = decode_attention_kernel[(splits, batch * kv_heads, triton.cdiv(group_heads, product["H"]))]
+    merge: Any = merge_kernel[(batch * heads,)]
+
+    def run() -> None:
+        part = torch.empty(batch, heads, splits, dim, dtype=torch.float32, device=q.device)
+        stat = torch.empty(batch, heads, splits, 2, dtype=torch.float32, device=q.device)
+        attend(
+            q, *view.pointers, table, lengths, part, stat, q.stride(0), q.stride(1), *view.strides,
+            table.stride(0) if table is not None else 0, length_more, kv_heads, group_heads, splits, window,
+            scale_log2, cap, phi * LOG2E, low * LOG2E, high * LOG2E,
+            UNIFIED=high > low, CAPPED=softcap > 0, UNIT=view.unit, POWER=view.power, T=chosen.positions,
+            PTX=not INTERPRETED, **product, **view.constants,
+            num_warps=chosen.num_warps, num_stages=chosen.num_stages, **limit,
+        )  # fmt: skip
+        merge(
+            part, stat, lengths, out, out.stride(0), out.stride(1), length_more, heads, splits,
+            D=dim, DP=triton.next_power_of_2(dim), SHARES=MERGED, POWER=view.power, num_warps=4,
+        )  # fmt: skip
+
+    return run
+
+
+def _check(op: str, q: Tensor, lengths: Tensor, name: str, kv_heads: int, out: Tensor) -> None:
+    if q.dim() != 3:
+        fail(op, "q", f"must be [B, H, D], got shape {tuple(q.shape)}")
+    check_tensor(op, "q", q)
+    if kv_heads < 1 or q.shape[1] % kv_heads:
+        fail(op, "kv_heads", f"must divide q's {q.shape[1]} heads, got {kv_heads}")
+    if not 1 <= q.shape[2] <= 256:
+        fail(op, "q", f"must have a head_dim of 1 .. 256, got {q.shape[2]}")
+    check_device(op, name, lengths, q.device)
+    check_tensor(op, name, lengths, dtype=torch.int64, shape=(q.shape[0],))
+    check_tensor(op, "out", out, device=q.device, dtype=q.dtype, shape=q.shape)
+
+
+def decode_attention(
+    q: Tensor, pool: Tensor, table: Tensor, lengths: Tensor, layout: BlockLayout, scale: float, window: int,
+    softcap: float, phi: float, low: float, high: float, out: Tensor, splits: int | None = None,
+) -> None:  # fmt: skip
+    """Fill out [B, H, D] from q [B, H, D] and the blocks of `layout` that table [B, M] names; see the operator.
+
+    phi, low and high as in `SoftmaxRange`; high <= low takes the synchronised softmax throughout. `splits` forces the
+    number of shares per sequence. Nothing is synchronised with the host, so lengths and block numbers are not checked.
+    ValueError names the argument that is wrong, before the launch.
+    """
+    op = "decode_attention"
+    _check(op, q, lengths, "lengths", layout.kv_heads, out)
+    check_pool(op, pool, layout)
+    check_tensor(op, "q", q, dtype=layout.dtype, shape=(q.shape[0], q.shape[1], layout.head_dim))
+    check_device(op, "pool", pool, q.device)
+    check_table(op, table, q.shape[0], q.device)
+    bind_view(
+        q, paged_view(pool, layout), layout.position_nbytes, table, lengths, 0, layout.kv_heads,
+        table.shape[1] * layout.tokens, scale, window, softcap, phi, low, high, splits, out,
+    )()  # fmt: skip
+
+
+def bind_decode_attention_contiguous(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float, out: Tensor,
+    phi: float = 0.0, low: float = 0.0, high: float = 0.0, splits: int | None = None,
+) -> Callable[[], None]:  # fmt: skip
+    """decode_attention_contiguous as a call without arguments, on the tensors' contents then; checks are made here."""
+    op = "attention"
+    if k.dim() != 4:
+        fail(op, "k", f"must be [B, Hkv, L, D], got shape {tuple(k.shape)}")
+    _check(op, q, start, "start", k.shape[1], out)
+    wanted = (q.shape[0], k.shape[1], k.shape[2], q.shape[2])
+    for tensor, name in ((k, "k"), (v, "v")):
+        check_tensor(op, name, tensor, device=q.device, dtype=q.dtype, shape=wanted)
+    return bind_view(
+        q, contiguous_view(k, v), 2 * q.shape[2] * q.dtype.itemsize, None, start, 1, k.shape[1], k.shape[2],
+        scale, window, softcap, phi, low, high, splits, out,
+    )  # fmt: skip
+
+
+def decode_attention_contiguous(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float, out: Tensor,
+    phi: float = 0.0, low: float = 0.0, high: float = 0.0, splits: int | None = None,
+) -> None:  # fmt: skip
+    """`forebay::attention` of one query per sequence: q [B, H, D], k, v [B, Hkv, L, D], start int64 [B] -> out as q.
+
+    The query stands at position start[b] and sees positions up to it. fp32, bf16 or fp16; any strides but D's.
+    """
+    bind_decode_attention_contiguous(
+        q, k, v, start, scale, window, softcap, out, phi, low, high, splits
+    )()  # fmt: skip
+
+
+def case(
+    name: str, dtype: str, view: CacheView, heads: int, kv_heads: int, position_nbytes: int, unified: bool = False,
+    load_nbytes: int = 16, in_suite: bool = True, amd: bool = False, aim: float = 0.0,
+) -> AuditCase:  # fmt: skip
+    """One sequence of 16384 positions, each of position_nbytes in the cache of a KV head, seen through `view`."""
+    length, dim, bits, tokens = 16384, *(view.constants[n] for n in ("D", "BITS", "TOKENS"))
+    itemsize = 4 if dtype == "fp32" else 2
+    chosen, product = choose(view, itemsize, heads // kv_heads, amd)
+    partial = part_nbytes(heads // kv_heads, dim)
+    splits = split_count(kv_heads, length, chosen.positions, partial, position_nbytes, PROCESSORS)
+    pointer = "*u8" if bits else f"*{dtype}"
+    pairs = ("k_pairs_ptr", "v_pairs_ptr")
+    absent = (*(pairs if view.pointers[2] is None else ()), *(() if tokens else ("table_ptr",)))
+    signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer, "table_ptr": "*i32"}
+    signature |= dict.fromkeys(pairs, "*i32") | dict.fromkeys(absent, "constexpr")
+    signature |= {"length_ptr": "*i64", "part_ptr": "*fp32", "stat_ptr": "*fp32"}
+    strides = ("qb", "qh", "kb", "kh", "kr", "vb", "vh", "vr", "pb", "ph")
+    signature |= dict.fromkeys((*strides, "table_stride"), "i32")
+    signature |= dict.fromkeys(("length_more", "kv_heads", "group_heads", "splits", "window"), "i32")
+    signature |= dict.fromkeys(("scale_log2", "softcap", "phi", "low", "high"), "fp32")
+    minimum = length * kv_heads * position_nbytes + 2 * heads * dim * itemsize + (4 * length // 64 if tokens else 0)
+    constants: dict[str, Any] = {"UNIFIED": unified, "CAPPED": False, "UNIT": view.unit, "POWER": view.power}
+    constants |= product | {"PTX": True}
+    plain = dtype != "fp32" and not product["FOLDED"]
+    return AuditCase(
+        name=f"{name}/{dim}x{heads}/{kv_heads}-{dtype}{'/amd' if amd else ''}",
+        fn=decode_attention_kernel,
+        signature=signature,
+        constants=constants | {"T": chosen.positions} | view.constants | dict.fromkeys(absent),
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        max_registers=register_limit(view, product["FOLDED"], dtype == "bf16").get("maxnreg", 0),
+        # What strides of packed rows are multiples of is said by UNIT.
+        divisible=(*(n for n, kind in signature.items() if kind.startswith("*")),
+                   *(strides[:2] if view.unit > 1 else strides)),
+        uses_dot=True,
+        main_operands=2,
+        load_nbytes=load_nbytes,
+        bytes_moved=minimum + 2 * kv_heads * splits * partial,
+        minimum_bytes=minimum,
+        aim=aim,
+        turn_nbytes=chosen.positions * position_nbytes,
+        cached_nbytes=4 if tokens else 0,
+        archs=("gfx942",) if amd else (("sm_80", "sm_90", "gfx942") if plain else ("sm_80", "sm_90")),
+        in_suite=in_suite,
+    )  # fmt: skip
+
+
+def _case(
+    name: str, format: str, dtype: str, heads: int, kv_heads: int, dim: int, unified: bool, paged: bool,
+    amd: bool = False,
+) -> AuditCase:  # fmt: skip
+    """Blocks of 64 where paged."""
+    torch_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    layout = BlockLayout(64, kv_heads, dim, format, torch_dtype)
+    row = torch.empty(1, kv_heads, 1, dim, dtype=torch_dtype)
+    pool = torch.empty(1, layout.record_nbytes, dtype=torch.uint8)
+    view = paged_view(pool, layout) if paged else contiguous_view(row, row)
+    nbytes = layout.position_nbytes
+    return case(f"decode_attention/{name}", dtype, view, heads, kv_heads, nbytes, unified, amd=amd, aim=0.85)
+
+
+def audit_cases() -> list[AuditCase]:
+    """Llama-3-8B (32 query heads on 8), OPT-30B (56 on 56) and Gemma-2-9B (16 on 8, D = 256), at 16384 positions."""
+    return [
+        _case("unified", "native", "bf16", 32, 8, 128, True, True),
+        _case("synchronised", "native", "bf16", 32, 8, 128, False, True),
+        _case("contiguous", "native", "fp16", 32, 8, 128, True, False),
+        _case("unified", "native", "fp16", 56, 56, 128, True, True),
+        _case("unified", "native", "bf16", 16, 8, 256, True, True),
+        _case("unified", "native", "fp16", 9, 3, 64, True, True),
+        _case("unified-block8", "block8", "bf16", 32, 8, 128, True, True),
+        _case("unified-block4", "block4", "bf16", 32, 8, 128, True, True),
+        _case("unified-block8", "block8", "fp16", 56, 56, 128, True, True),
+        _case("unified-block4", "block4", "fp16", 56, 56, 128, True, True),
+        _case("unified-block8", "block8", "bf16", 32, 8, 128, True, True, amd=True),
+        _case("unified-block4", "block4", "fp16", 56, 56, 128, True, True, amd=True),
+    ]

@@ -1,0 +1,333 @@
+"""`forebay::prefill_attention` in Triton: causal attention of many queries per sequence, by the online softmax.
+
+A program takes ROWS rows of one KV head, a row being a pair (query, query head of that KV head), query by query: K and
+V are read once for all heads of a group, and few queries still fill a tile. Only tiles of K that cross the causal edge,
+or the window's, are masked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forebay.kernels.formats.paged import BlockLayout, check_pool, check_table
+from forebay.kernels.gpu_support.arguments import AMD_STAGES, before_hopper, check_device, check_tensor, fail, stages
+from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.paged import (  # fmt: skip
+    CacheView,
+    contiguous_view,
+    dot,
+    find_block,
+    first_seen,
+    load_tile,
+    paged_view,
+    place_in_block,
+    round_to,
+    score_factors,
+    score_log2,
+)
+from forebay.kernels.gpu_support.rotation import load_query, rotated_values
+
+
+class Tile(NamedTuple):
+    """Rows and positions of a tile, warps and pipeline stages."""
+
+    rows: int
+    positions: int
+    num_warps: int
+    num_stages: int
+
+
+# By rows there are, then by bytes of a row of K once dequantised: 16 rows suit the smallest tensor-core tile, 128 two
+# warp groups; D = 256 leaves room for 64 rows. fp32 takes three products for one, and their split factors registers.
+FEW = {"usual": Tile(16, 64, 4, 3), "wide": Tile(16, 32, 4, 3)}
+SOME = {"usual": Tile(64, 64, 4, 3), "wide": Tile(64, 32, 8, 2)}
+MANY = {"usual": Tile(128, 64, 8, 3), "wide": Tile(64, 32, 8, 2)}
+# Before Hopper, where the tiles above for more than 16 rows spill up to 72 values a thread of 255 registers.
+AMPERE = {"usual": Tile(64, 64, 8, 3), "wide": Tile(32, 32, 8, 2)}
+EXACT = {"usual": Tile(32, 32, 4, 2), "wide": Tile(16, 16, 4, 2)}
+# Over rotated rows, where the first of each kind would spill up to 70 values.
+FEW_ROTATED = {"usual": Tile(16, 64, 4, 2), "wide": Tile(16, 32, 4, 2)}
+AMPERE_ROTATED = {"usual": Tile(64, 64, 8, 2), "wide": AMPERE["wide"]}
+EXACT_ROTATED = {"usual": Tile(16, 32, 4, 2), "wide": Tile(16, 16, 4, 2)}
+
+
+@triton.jit
+def attend(
+    acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position, oldest, begin, end,
+    kb, kr, vb, vr, pb, scale_log2, softcap,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
+    T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """The online softmax's state after positions begin .. end - 1; unless MASKED every row sees all of them."""
+    block = find_block(table_ptr, begin, end, TOKENS, T)
+    for t0 in range(begin, end, T):
+        t = t0 + tl.arange(0, T)
+        inside = place_in_block(t, TOKENS)
+        block_after = find_block(table_ptr, t0 + T, end, TOKENS, T)
+        written = t < end
+        k = load_tile(k_ptr, k_pairs_ptr, block, inside, written, kb, kr, pb, q.dtype, BITS, D, DP, G, GP)
+        s = score_log2(q, k, scale_log2, softcap, CAPPED)
+        if MASKED:
+            seen = t[None, :] <= position[:, None]
+            if WINDOWED:
+                seen = seen & (t[None, :] >= oldest[:, None])
+            s = tl.where(seen, s, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(s - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(p, 1)
+        v = load_tile(v_ptr, v_pairs_ptr, block, inside, written, vb, vr, pb, q.dtype, BITS, D, DP, G, GP)
+        acc = dot(round_to(p, q.dtype), v, acc * shrink[:, None])
+        top = higher
+        block = block_after
+    return acc, total, top
+
+
+@triton.jit
+def prefill_attention_kernel(
+    q_ptr, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, start_ptr, out_ptr,
+    qb, qh, qs, kb, kh, kr, vb, vh, vr, pb, ph, table_stride, ob, os, oh,
+    queries, kv_heads, group_heads, window, scale_log2, softcap,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
+    UNIT: tl.constexpr, POWER: tl.constexpr,
+    ROWS: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of rows, last first as it is the longest; sequence and KV head).
+
+    Strides of k and v are multiples of UNIT.
+    """
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    b = (tl.program_id(1) // kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    row = first_row + tl.arange(0, ROWS)
+    present = row < queries * group_heads
+    query = row // group_heads
+    head = kv_head * group_heads + row % group_heads
+    kb, kh, kr = kb // UNIT * UNIT, kh // UNIT * UNIT, kr // UNIT * UNIT
+    vb, vh, vr = vb // UNIT * UNIT, vh // UNIT * UNIT, vr // UNIT * UNIT
+    q_at = b * qb + query.to(tl.int64) * qs + head * qh
+    q = load_query(q_ptr + q_at, present, D, DP, G, GP, POWER)
+    k_ptr += kv_head * kh
+    v_ptr += kv_head * vh
+    if TOKENS == 0:
+        k_ptr += b * kb
+        v_ptr += b * vb
+    else:
+        table_ptr += b * table_stride
+    if k_pairs_ptr is not None:
+        k_pairs_ptr += kv_head * ph
+        v_pairs_ptr += kv_head * ph
+
+    start = tl.load(start_ptr + b).to(tl.int32)
+    position = start + query
+    low = start + first_row // group_heads  # positions of the first and of the last row
+    high = start + (tl.minimum(first_row + ROWS, queries * group_heads) - 1) // group_heads
+    begin = 0
+    plain_begin = 0
+    oldest = position
+    if WINDOWED:
+        oldest = first_seen(position, window)
+        begin = first_seen(low, window) // T * T
+        plain_begin = tl.maximum(begin, tl.cdiv(first_seen(high, window), T) * T)
+    plain_end = tl.maximum(plain_begin, (low + 1) // T * T)
+    acc = tl.zeros((ROWS, DP), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    if POWER == 0:
+        if WINDOWED:
+            acc, total, top = attend(
+                acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position, oldest,
+                begin, tl.minimum(plain_begin, high + 1), kb, kr, vb, vr, pb, scale_log2, softcap,
+                True, WINDOWED, CAPPED, BITS, TOKENS, T, D, DP, G, GP,
+            )  # fmt: skip
+        acc, total, top = attend(
+            acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position, oldest,
+            plain_begin, plain_end, kb, kr, vb, vr, pb, scale_log2, softcap,
+            False, WINDOWED, CAPPED, BITS, TOKENS, T, D, DP, G, GP,
+        )  # fmt: skip
+    else:  # one loop: rotated queries that two loops read would stay in registers, and 200 to 500 values spill
+        plain_end = begin
+    acc, total, top = attend(
+        acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position, oldest, plain_end, high + 1,
+        kb, kr, vb, vr, pb, scale_log2, softcap, True, WINDOWED, CAPPED, BITS, TOKENS, T, D, DP, G, GP,
+    )  # fmt: skip
+    out, d, valid = rotated_values(acc / total[:, None], D, DP, G, GP, POWER)
+    out = round_to(out, out_ptr.dtype.element_ty)
+    out_at = b * ob + query.to(tl.int64) * os + head * oh
+    tl.store(out_ptr + out_at[:, None] + d[None, :], out, mask=present[:, None] & valid[None, :])
+
+
+def tile(rows: int, lanes: int, itemsize: int, ampere: bool = False, rotated: bool = False) -> Tile:
+    """The tile for so many rows, of K rows that take so many lanes of itemsize bytes once dequantised."""
+    size = "wide" if lanes > (64 if itemsize == 4 else 128) else "usual"
+    if itemsize == 4:
+        return (EXACT_ROTATED if rotated else EXACT)[size]
+    if rows <= 16:
+        return (FEW_ROTATED if rotated else FEW)[size]
+    if ampere:
+        return (AMPERE_ROTATED if rotated else AMPERE)[size]
+    return (SOME if rows <= 512 else MANY)[size]
+
+
+def bind_view(
+    q: Tensor, view: CacheView, table: Tensor | None, start: Tensor, kv_heads: int, scale: float, window: int,
+    softcap: float, out: Tensor,
+) -> Callable[[], None]:  # fmt: skip
+    """A call that fills out [B, S, H, D] from q and a view of the cache, of arguments that have been checked."""
+    batch, heads, queries, _ = q.shape
+    if q.numel() == 0:
+        return lambda: None
+    group_heads = heads // kv_heads
+    rows = queries * group_heads
+    chosen = tile(rows, view.constants["DP"], q.dtype.itemsize, before_hopper(q.device), view.power > 0)
+    scale_log2, cap = score_factors(scale, softcap)
+    return functools.partial(
+        prefill_attention_kernel[(triton.cdiv(rows, chosen.rows), batch * kv_heads)],
+        q, *view.pointers, table, start, out, *q.stride()[:3], *view.strides,
+        table.stride(0) if table is not None else 0, *out.stride()[:3], queries, kv_heads, group_heads, window,
+        scale_log2, cap, WINDOWED=window != 0, CAPPED=softcap > 0, UNIT=view.unit, POWER=view.power,
+        ROWS=chosen.rows, T=chosen.positions, **view.constants, num_warps=chosen.num_warps,
+        num_stages=stages(chosen.num_stages),
+    )  # fmt: skip
+
+
+def _check(op: str, q: Tensor, start: Tensor, kv_heads: int, out: Tensor) -> None:
+    if q.dim() != 4:
+        fail(op, "q", f"must be [B, H, S, D], got shape {tuple(q.shape)}")
+    check_tensor(op, "q", q)
+    batch, heads, queries, dim = q.shape
+    if kv_heads < 1 or heads % kv_heads:
+        fail(op, "kv_heads", f"must divide q's {heads} heads, got {kv_heads}")
+    if not 1 <= dim <= 256:
+        fail(op, "q", f"must have a head_dim of 1 .. 256, got {dim}")
+    check_device(op, "start", start, q.device)
+    check_tensor(op, "start", start, dtype=torch.int64, shape=(batch,))
+    check_tensor(op, "out", out, device=q.device, dtype=q.dtype, shape=(batch, queries, heads, dim))
+
+
+def bind_prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float, out: Tensor
+) -> Callable[[], None]:
+    """prefill_attention as a call without arguments, on the tensors' contents at each call; checks are made here."""
+    op = "prefill_attention"
+    if k.dim() != 4:
+        fail(op, "k", f"must be [B, Hkv, L, D], got shape {tuple(k.shape)}")
+    _check(op, q, start, k.shape[1], out)
+    wanted = (q.shape[0], k.shape[1], k.shape[2], q.shape[3])
+    for tensor, name in ((k, "k"), (v, "v")):
+        check_tensor(op, name, tensor, device=q.device, dtype=q.dtype, shape=wanted)
+    return bind_view(q, contiguous_view(k, v), None, start, k.shape[1], scale, window, softcap, out)
+
+
+def prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float, out: Tensor
+) -> None:
+    """`forebay::attention`: q [B, H, S, D], caches k, v [B, Hkv, L, D], start int64 [B] -> out [B, S, H, D].
+
+    fp32, bf16 or fp16; any strides but D's. The host is not synchronised, so start is not checked against L. ValueError
+    names the argument that is wrong, before the launch.
+    """
+    bind_prefill_attention(q, k, v, start, scale, window, softcap, out)()
+
+
+def prefill_attention_paged(
+    q: Tensor, pool: Tensor, table: Tensor, start: Tensor, layout: BlockLayout, scale: float, window: int,
+    softcap: float, out: Tensor,
+) -> None:  # fmt: skip
+    """As prefill_attention, over the blocks of `layout` that table [B, M] names."""
+    op = "prefill_attention_paged"
+    _check(op, q, start, layout.kv_heads, out)
+    check_pool(op, pool, layout)
+    check_tensor(op, "q", q, dtype=layout.dtype, shape=(*q.shape[:3], layout.head_dim))
+    check_device(op, "pool", pool, q.device)
+    check_table(op, table, q.shape[0], q.device)
+    bind_view(q, paged_view(pool, layout), table, start, layout.kv_heads, scale, window, softcap, out)()
+
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def case(
+    name: str, dtype: str, view: CacheView, queries: int, heads: int, kv_heads: int, position_nbytes: int,
+    window: int = 0, softcap: float = 0.0, ampere: bool = False, load_nbytes: int = 16, in_suite: bool = True,
+) -> AuditCase:  # fmt: skip
+    """One sequence, nothing cached before, seen through `view`; for GPUs before Hopper, or the others."""
+    dim, bits, tokens = (view.constants[n] for n in ("D", "BITS", "TOKENS"))
+    itemsize = DTYPES[dtype].itemsize
+    chosen = tile(queries * heads // kv_heads, view.constants["DP"], itemsize, ampere, view.power > 0)
+    pointer = "*u8" if bits else f"*{dtype}"
+    pairs = ("k_pairs_ptr", "v_pairs_ptr")
+    absent = (*(pairs if view.pointers[2] is None else ()), *(() if tokens else ("table_ptr",)))
+    signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer, "table_ptr": "*i32"}
+    signature |= dict.fromkeys(pairs, "*i32") | dict.fromkeys(absent, "constexpr")
+    signature |= {"start_ptr": "*i64", "out_ptr": f"*{dtype}"}
+    strides = ("qb", "qh", "qs", "ob", "os", "oh")
+    cache_strides = ("kb", "kh", "kr", "vb", "vh", "vr", "pb", "ph", "table_stride")
+    signature |= dict.fromkeys((*strides, *cache_strides, "queries", "kv_heads", "group_heads", "window"), "i32")
+    signature |= dict.fromkeys(("scale_log2", "softcap"), "fp32")
+    constants: dict[str, Any] = {"WINDOWED": window != 0, "CAPPED": softcap > 0, "UNIT": view.unit, "POWER": view.power}
+    # Tiles of K and V that programs of one wave share come from L2: counted is what crosses from device memory.
+    nbytes = queries * (kv_heads * position_nbytes + 2 * heads * dim * itemsize)
+    return AuditCase(
+        name=f"{name}/{queries}x{dim}x{heads}/{kv_heads}-{dtype}{'/ampere' if ampere else ''}",
+        fn=prefill_attention_kernel,
+        signature=signature,
+        constants=constants
+        | {"ROWS": chosen.rows, "T": chosen.positions}
+        | view.constants
+        | dict.fromkeys(absent),
+        num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
+        amd_stages=min(chosen.num_stages, AMD_STAGES),
+        # What strides of packed rows are multiples of is said by UNIT.
+        divisible=(*(n for n, kind in signature.items() if kind.startswith("*")), *strides,
+                   *(() if view.unit > 1 else cache_strides)),
+        uses_dot=True,
+        main_operands=3,
+        load_nbytes=load_nbytes,
+        bytes_moved=nbytes,
+        minimum_bytes=nbytes,
+        archs=("sm_80",) if ampere else ("sm_90",) if dtype == "fp32" else ("sm_90", "gfx942"),
+        in_suite=in_suite,
+    )  # fmt: skip
+
+
+def _case(
+    name: str, dtype: str, queries: int, heads: int, kv_heads: int, dim: int, format: str = "", window: int = 0,
+    softcap: float = 0.0, ampere: bool = False,
+) -> AuditCase:  # fmt: skip
+    """Format "": a contiguous cache."""
+    if format:
+        layout = BlockLayout(64, kv_heads, dim, format, DTYPES[dtype])
+        view = paged_view(torch.empty(1, layout.record_nbytes, dtype=torch.uint8), layout)
+        nbytes = layout.position_nbytes
+    else:
+        row = torch.empty(1, kv_heads, 1, dim, dtype=DTYPES[dtype])
+        view, nbytes = contiguous_view(row, row), 2 * dim * row.itemsize
+    full = f"prefill_attention/{name}"
+    return case(full, dtype, view, queries, heads, kv_heads, nbytes, window, softcap, ampere)
+
+
+def audit_cases() -> list[AuditCase]:
+    """Llama-3-8B, OPT-30B, Gemma-2-9B's windowed and soft-capped layers, SmolLM in fp32; short chunks and long ones."""
+    cases = []
+    for ampere in (False, True):
+        cases += [
+            _case("long", "bf16", 2048, 32, 8, 128, ampere=ampere),
+            _case("chunk", "bf16", 64, 32, 8, 128, ampere=ampere),
+            _case("short", "fp16", 16, 56, 56, 128, ampere=ampere),
+            _case("window-softcap", "bf16", 2048, 16, 8, 256, window=4096, softcap=50.0, ampere=ampere),
+            _case("fp32", "fp32", 64, 9, 3, 64, ampere=ampere),
+            _case("paged", "fp16", 2048, 56, 56, 128, "native", ampere=ampere),
+            _case("paged-block8", "bf16", 2048, 32, 8, 128, "block8", ampere=ampere),
+            _case("paged-block4", "bf16", 2048, 32, 8, 128, "block4", ampere=ampere),
+        ]
+    return cases

@@ -1,0 +1,112 @@
+"""`forebay::activation_append_q` in Triton: hidden states to packed rows of a checkpoint, every byte moved once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forebay.kernels.formats import packing, row_sizes
+from forebay.kernels.formats.table import ACT8
+from forebay.kernels.gpu_support.arguments import check_device, fail
+from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.quantization.quantize.gpu import group_codes, group_range, pack_codes
+
+SCALE_DTYPE = torch.float16
+TILE = 2048  # features of one program at most
+ROW_ALIGN = tl.constexpr(row_sizes.WEIGHT_ALIGN)
+
+
+@triton.jit
+def activation_append_q_kernel(
+    x_ptr, start_ptr, codes_ptr, scale_ptr, low_ptr, queries, features, groups, capacity, row_nbytes,
+    xb, xs, cb, cl, sb, sl,
+    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Program (token, tile of groups); a token whose position is outside the cache is left out.
+
+    FULL: GROUP divides features.
+    """
+    token = tl.program_id(0)
+    b = (token // queries).to(tl.int64)
+    s = (token % queries).to(tl.int64)
+    position = tl.load(start_ptr + b) + s
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    kept = group < tl.where((position >= 0) & (position < capacity), groups, 0)
+    place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    valid = None
+    if not FULL:
+        valid = place < features
+    there = (group < groups)[:, None] if FULL else valid
+    x = tl.load(x_ptr + b * xb + s * xs + place, mask=there, other=0.0).to(tl.float32)
+    scale, low = group_range(x, valid, scale_ptr.dtype.element_ty, BITS)
+    codes = pack_codes(group_codes(x, valid, scale, low, BITS, False), scale, BITS, 1)
+    NBYTES: tl.constexpr = GROUP * BITS // 8
+    row = codes_ptr + b * cb + position * cl
+    at = group[:, None] * NBYTES + tl.arange(0, NBYTES)[None, :]
+    tl.store(row + at, codes, mask=kept[:, None])
+    tl.store(scale_ptr + b * sb + position * sl + group, scale, mask=kept)
+    tl.store(low_ptr + b * sb + position * sl + group, low, mask=kept)
+    # What is left of the row is zeros; the program of the first groups writes them.
+    used = groups * (NBYTES + 4) + tl.arange(0, ROW_ALIGN)
+    ending = (position >= 0) & (position < capacity) & (tl.program_id(1) == 0)
+    tl.store(row + used, tl.zeros((ROW_ALIGN,), tl.uint8), mask=ending & (used < row_nbytes))
+
+
+def tile(features: int, group: int) -> tuple[int, int]:
+    """(groups, warps) of one program: 16 features a thread."""
+    wide = max(group, min(TILE, triton.next_power_of_2(features)))
+    return wide // group, max(1, wide // 512)
+
+
+def activation_append_q(cache: Tensor, x: Tensor, start: Tensor, bits: int, group: int) -> None:
+    """Write x [B, S, H] into packed rows cache [B, L, R] at start[b] + s; arguments checked as the operator does.
+
+    A position outside the cache is left out.
+    """
+    op = "activation_append_q"
+    check_device(op, "cache", cache)
+    if x.stride(2) != 1 and x.shape[2] > 1:
+        fail(op, "x", f"must have a contiguous last dimension, got strides {x.stride()}")
+    if x.numel() == 0:
+        return
+    batch, queries, features = x.shape
+    parts = packing.unpack_rows(cache, features, bits, group, SCALE_DTYPE)
+    count = parts[1].shape[2]
+    wide, warps = tile(features, group)
+    activation_append_q_kernel[(batch * queries, triton.cdiv(count, wide))](
+        x, start.contiguous(), *parts, queries, features, count, *cache.shape[1:],
+        *x.stride()[:2], *cache.stride()[:2], *parts[1].stride()[:2],
+        BITS=bits, GROUP=group, GROUPS=wide, FULL=features % group == 0, num_warps=warps,
+    )  # fmt: skip
+
+
+def audit_cases() -> list[AuditCase]:
+    """act8 at the hidden sizes of SmolLM2-135M, Llama-3-8B and OPT-30B, 512 tokens."""
+    cases = []
+    bits, group = ACT8.bits, ACT8.group_size
+    for features, dtype in ((576, "bf16"), (4096, "bf16"), (7168, "fp16")):
+        row = row_sizes.row_nbytes(features, bits, group)
+        wide, warps = tile(features, group)
+        nbytes = 512 * (2 * features + row + 8)
+        strides = ("xb", "xs", "cb", "cl", "sb", "sl")
+        signature = {"x_ptr": f"*{dtype}", "start_ptr": "*i64", "codes_ptr": "*u8"}
+        signature |= dict.fromkeys(("scale_ptr", "low_ptr"), "*fp16")
+        numbers = ("queries", "features", "groups", "capacity", "row_nbytes", *strides)
+        cases.append(
+            AuditCase(
+                name=f"activation_append_q/act8/{features}-{dtype}",
+                fn=activation_append_q_kernel,
+                signature=signature | dict.fromkeys(numbers, "i32"),
+                constants={"BITS": bits, "GROUP": group, "GROUPS": wide, "FULL": features % group == 0},
+                num_warps=warps,
+                divisible=("x_ptr", "codes_ptr", "features", "row_nbytes", "xb", "xs", "cb", "cl"),
+                bytes_moved=nbytes,
+                minimum_bytes=nbytes,
+                aim=0.6 if features >= 4096 else 0.0,
+                turn_nbytes=nbytes // (512 * triton.cdiv(features, wide * group)),
+                in_suite=features == 4096,
+            )
+        )
+    return cases

@@ -1,0 +1,117 @@
+"""`forebay::kv_append` in Triton: K and V of new positions into the cache by one launch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forebay.kernels.gpu_support.arguments import check_device, check_tensor, fail
+from forebay.kernels.gpu_support.audit_case import AuditCase
+
+# Elements of a token that one program copies, of K and of V each: 16 heads of D = 128.
+TILE = 2048
+
+
+@triton.jit
+def kv_append_kernel(
+    k_ptr, v_ptr, start_ptr, k_cache_ptr, v_cache_ptr, queries, heads, capacity, k_dim, v_dim,
+    kb, kh, ks, vb, vh, vs, kcb, kch, kcl, vcb, vch, vcl,
+    HEADS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Program (token, block of heads); a token whose position is outside the cache is left out."""
+    token = tl.program_id(0)
+    b = (token // queries).to(tl.int64)
+    s = (token % queries).to(tl.int64)
+    position = tl.load(start_ptr + b) + s
+    present = tl.where((position >= 0) & (position < capacity), heads, 0)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
+    d = tl.arange(0, D)[None, :]
+    k_used = (head < present) & (d < k_dim)
+    k = tl.load(k_ptr + b * kb + s * ks + head * kh + d, mask=k_used)
+    tl.store(k_cache_ptr + b * kcb + position * kcl + head * kch + d, k, mask=k_used)
+    v_used = (head < present) & (d < v_dim)
+    v = tl.load(v_ptr + b * vb + s * vs + head * vh + d, mask=v_used)
+    tl.store(v_cache_ptr + b * vcb + position * vcl + head * vch + d, v, mask=v_used)
+
+
+def tile(heads: int, dim: int) -> tuple[int, int, int]:
+    """(dim, heads, warps) of one program: 512 elements a warp at most."""
+    wide = triton.next_power_of_2(dim)
+    block = min(triton.next_power_of_2(heads), max(1, TILE // wide))
+    return wide, block, min(4, max(1, block * wide // 256))
+
+
+def check_cache(op: str, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
+    """New k, v [B, Hkv, S, D] suit the caches [B, Hkv, L, D] in all but the last dimension, and start is int64 [B]."""
+    check_tensor(op, "k_cache", k_cache)
+    for tensor, name in ((k_cache, "k_cache"), (k, "k"), (v, "v")):
+        if tensor.dim() != 4:
+            fail(op, name, f"must have four dimensions, got shape {tuple(tensor.shape)}")
+    batch, heads, queries, dim = k.shape
+    capacity = k_cache.shape[2]
+    for tensor, name, shape in (
+        (k, "k", (batch, heads, queries, dim)),
+        (v, "v", (batch, heads, queries, v.shape[3])),
+        (k_cache, "k_cache", (batch, heads, capacity, dim)),
+        (v_cache, "v_cache", (batch, heads, capacity, v.shape[3])),
+    ):
+        check_tensor(op, name, tensor, dtype=k_cache.dtype, device=k_cache.device, shape=shape)
+    check_device(op, "start", start, k_cache.device)
+    check_tensor(op, "start", start, dtype=torch.int64, shape=(batch,))
+
+
+def bind_kv_append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> Callable[[], None]:
+    """kv_append as a call without arguments, on the tensors' contents at each call; the checks are made here."""
+    check_cache("kv_append", k_cache, v_cache, k, v, start)
+    if k.numel() + v.numel() == 0:
+        return lambda: None
+    batch, heads, queries, dim = k.shape
+    wide, block, warps = tile(heads, max(dim, v.shape[3]))
+    return functools.partial(
+        kv_append_kernel[(batch * queries, triton.cdiv(heads, block))],
+        k, v, start, k_cache, v_cache, queries, heads, k_cache.shape[2], dim, v.shape[3],
+        *k.stride()[:3], *v.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        HEADS=block, D=wide, num_warps=warps,
+    )  # fmt: skip
+
+
+def kv_append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:
+    """Write k [B, Hkv, S, D] and v into the caches [B, Hkv, L, D] at positions start[b] .. start[b] + S - 1.
+
+    Any strides but D's. A position outside the cache is left out, as its value is not known to the host. ValueError
+    names the argument that is wrong, before the launch.
+    """
+    bind_kv_append(k_cache, v_cache, k, v, start)()
+
+
+def audit_cases() -> list[AuditCase]:
+    """Llama-3-8B's 8 heads of 128 and SmolLM's 3 of 64, 512 tokens each."""
+    cases = []
+    for heads, dim, dtype in ((8, 128, "bf16"), (3, 64, "fp16")):
+        wide, block, warps = tile(heads, dim)
+        pointers = {"k_ptr": f"*{dtype}", "v_ptr": f"*{dtype}", "start_ptr": "*i64",
+                    "k_cache_ptr": f"*{dtype}", "v_cache_ptr": f"*{dtype}"}  # fmt: skip
+        strides = ("kb", "kh", "ks", "vb", "vh", "vs", "kcb", "kch", "kcl", "vcb", "vch", "vcl")
+        numbers = ("queries", "heads", "capacity", "k_dim", "v_dim", *strides)
+        nbytes = 512 * 4 * heads * dim * 2
+        cases.append(
+            AuditCase(
+                name=f"kv_append/{heads}x{dim}/{dtype}",
+                fn=kv_append_kernel,
+                signature=pointers | {n: "i32" for n in numbers},
+                constants={"HEADS": block, "D": wide},
+                num_warps=warps,
+                divisible=(*pointers, *strides, "k_dim", "v_dim"),
+                main_operands=2,
+                bytes_moved=nbytes,
+                minimum_bytes=nbytes,
+                aim=0.75 if dim == 128 else 0.0,
+                turn_nbytes=nbytes // (512 * triton.cdiv(heads, block)),
+            )
+        )
+    return cases

@@ -1,0 +1,243 @@
+"""`forebay::kv_append_q` in Triton: K and V of new positions rotated, quantised and packed in registers, one launch.
+
+The reference fits ranges in float64. Sums here are in float32, of codes and of distances from the group's low: so
+nothing is cancelled, and ranges come out as the reference's but for the rounding of ties to fp16.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forebay.kernels.attention.decode_attention.decode_shares import AMD
+from forebay.kernels.cache.kv_append_q import reference as operator
+from forebay.kernels.cache.rotary_append.gpu import tile, valid_lanes
+from forebay.kernels.formats import row_sizes
+from forebay.kernels.gpu_support.arguments import check_tensor
+from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.cache_rows import check_rows, rotation_power, row_strides, unit_of
+from forebay.kernels.gpu_support.paged import lane_values, lanes, round_to
+from forebay.kernels.gpu_support.rotation import load_rotated, rotated
+from forebay.kernels.quantization.quantize.gpu import CODE_BASE, group_codes, group_range, pack_codes
+
+
+@triton.jit
+def squared_error(x, valid, codes, scale, low):
+    """The sum over each row of x of what codes in this range are off by, squared."""
+    error = codes * scale.to(tl.float32)[:, None] - (x - low.to(tl.float32)[:, None])
+    if valid is not None:
+        error = tl.where(valid, error, 0.0)
+    return tl.sum(error * error, 1)
+
+
+@triton.jit
+def refitted(x, valid, based, scale, low):
+    """(CODE_BASE + code, scale, low) of 4 bits anew, by the range that fits these codes best, where that lowers the
+    error."""
+    base = low.to(tl.float32)
+    code = based - CODE_BASE
+    above = x - base[:, None]
+    n = tl.full(base.shape, x.shape[1], tl.float32)
+    if valid is not None:
+        above = tl.where(valid, above, 0.0)
+        n = tl.sum(valid.to(tl.float32), 1)
+    total = tl.sum(above, 1)
+    code_total = tl.sum(code, 1)
+    spread = n * tl.sum(code * code, 1) - code_total * code_total
+    slope = (n * tl.sum(code * above, 1) - code_total * total) / tl.where(spread > 0.0, spread, 1.0)
+    new_scale = round_to(slope, scale.dtype)
+    new_low = round_to(base + (total - slope * code_total) / tl.maximum(n, 1.0), scale.dtype)
+    renewed = group_codes(x, valid, new_scale, new_low, 4, True)
+    step = new_scale.to(tl.float32)
+    better = (spread > 0.0) & (step > 0.0) & (step < float("inf")) & (tl.abs(new_low.to(tl.float32)) < float("inf"))
+    error = squared_error(x, valid, code, scale, low)
+    better = better & (squared_error(x, valid, renewed - CODE_BASE, new_scale, new_low) < error)
+    based = tl.where(better[:, None], renewed, based)
+    return based, tl.where(better, new_scale, scale), tl.where(better, new_low, low)
+
+
+@triton.jit
+def load_blocks(source, stride, heads, HEADS: tl.constexpr, D: tl.constexpr):
+    """Rotated blocks [HEADS * D / 32, 32] in fp32 of the first HEADS of some heads, 0 from `heads` on.
+
+    A thread holds whole blocks: stages of strides 1, 2 and 4 are within quarters, of 16 bytes of the source, and those
+    of 8 and 16 add and subtract quarters.
+    """
+    BLOCKS: tl.constexpr = D // 32
+    block = tl.arange(0, HEADS * BLOCKS)[:, None]
+    head = block // BLOCKS
+    there = head < heads
+    at = source + head.to(tl.int64) * stride + block % BLOCKS * 32 + tl.arange(0, 8)[None, :]
+    a = tl.load(at, mask=there, other=0.0)
+    b = tl.load(at + 8, mask=there, other=0.0)
+    c = tl.load(at + 16, mask=there, other=0.0)
+    d = tl.load(at + 24, mask=there, other=0.0)
+    a = rotated(a.to(tl.float32), 3, 0)
+    b = rotated(b.to(tl.float32), 3, 0)
+    c = rotated(c.to(tl.float32), 3, 0)
+    d = rotated(d.to(tl.float32), 3, 0)
+    even = tl.join(a + b + (c + d), a + b - (c + d))
+    odd = tl.join(a - b + (c - d), a - b - (c - d))
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 1)), (HEADS * BLOCKS, 32)) * 0.125
+
+
+@triton.jit
+def store_rotated(
+    source, stride, row, row_stride, heads, fits,
+    HEADS: tl.constexpr, BLOCKWISE: tl.constexpr, BITS: tl.constexpr, POWER: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """D elements from each of HEADS heads at `source` to packed rows at `row`; heads from `heads` on are not there."""
+    GROUPS: tl.constexpr = (D + G - 1) // G
+    GROUPS_P: tl.constexpr = DP // GP
+    CODES: tl.constexpr = GROUPS * G * BITS // 8
+    UNIT: tl.constexpr = 4 if D == DP and G == GP and G * BITS % 32 == 0 else 1
+    PER_UNIT: tl.constexpr = 8 * UNIT // BITS
+    head = tl.arange(0, HEADS)
+    if BLOCKWISE:
+        x = load_blocks(source, stride, heads, HEADS, D)
+    else:
+        x = load_rotated(source + head.to(tl.int64) * stride, head < heads, (POWER + 1) // 2, D, DP, G, GP, POWER)
+    x = tl.reshape(x, (HEADS * GROUPS_P, GP))
+    valid = valid_lanes(HEADS, D, DP, G, GP)
+    scale, low = group_range(x, valid, tl.float16, BITS)
+    codes = group_codes(x, valid, scale, low, BITS, False)
+    if BITS == 4:
+        codes, scale, low = refitted(x, valid, codes, scale, low)
+    kept = head < tl.where(fits, heads, 0)
+    rows = row + head.to(tl.int64) * row_stride
+    at, held = lane_values(CODES // UNIT, DP // PER_UNIT, G // PER_UNIT, GP // PER_UNIT)
+    units = tl.reshape(pack_codes(codes, scale, BITS, UNIT), (HEADS, DP // PER_UNIT))
+    starts = rows.to(tl.pointer_type(tl.int32)) if UNIT == 4 else rows
+    tl.store(starts[:, None] + at[None, :], units, mask=kept[:, None] & held[None, :])
+    halves = (rows + CODES).to(tl.pointer_type(tl.float16))
+    group = tl.arange(0, GROUPS_P)[None, :]
+    mask = kept[:, None] & (group < GROUPS)
+    tl.store(halves[:, None] + group, tl.reshape(scale, (HEADS, GROUPS_P)), mask=mask)
+    tl.store(halves[:, None] + (group + GROUPS), tl.reshape(low, (HEADS, GROUPS_P)), mask=mask)
+    if CODES % 4 != 0:  # a row ends with two bytes of zeros
+        tl.store(halves + 2 * GROUPS, tl.zeros((HEADS,), tl.float16), mask=kept)
+
+
+@triton.jit
+def kv_append_q_kernel(
+    k_ptr, v_ptr, start_ptr, k_cache_ptr, v_cache_ptr, queries, heads, capacity,
+    kb, kh, ks, vb, vh, vs, kcb, kch, kcl, vcb, vch, vcl,
+    HEADS: tl.constexpr, BLOCKWISE: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, POWER: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """Program (token, block of heads, K or V); a token whose position is outside the cache is left out.
+
+    Strides of the caches are multiples of UNIT.
+    """
+    token = tl.program_id(0)
+    b = (token // queries).to(tl.int64)
+    s = (token % queries).to(tl.int64)
+    position = tl.load(start_ptr + b) + s
+    first = (tl.program_id(1) * HEADS).to(tl.int64)
+    fits = (position >= 0) & (position < capacity)
+    if tl.program_id(2) == 0:
+        stride = kch // UNIT * UNIT
+        row = k_cache_ptr + b * (kcb // UNIT * UNIT) + position * (kcl // UNIT * UNIT) + first * stride
+        store_rotated(k_ptr + b * kb + s * ks + first * kh, kh, row, stride, heads - first, fits,
+                      HEADS, BLOCKWISE, BITS, POWER, D, DP, G, GP)  # fmt: skip
+    else:
+        stride = vch // UNIT * UNIT
+        row = v_cache_ptr + b * (vcb // UNIT * UNIT) + position * (vcl // UNIT * UNIT) + first * stride
+        store_rotated(v_ptr + b * vb + s * vs + first * vh, vh, row, stride, heads - first, fits,
+                      HEADS, BLOCKWISE, BITS, POWER, D, DP, G, GP)  # fmt: skip
+
+
+def _constants(
+    heads: int, dim: int, group: int, bits: int, itemsize: int, amd: bool = AMD
+) -> tuple[dict[str, int], int]:
+    """(constants but UNIT, warps) for heads of dim elements.
+
+    Blockwise, a block of 32 to each thread of a warp, rotations and groups of 32 need no exchange between threads.
+    """
+    constants = lanes(dim, group) | {"BITS": bits, "POWER": rotation_power(dim)}
+    blockwise = itemsize == 2 and (constants["DP"], constants["GP"]) == (dim, group) and min(dim, group) >= 32
+    block, warps = (32 * (64 if amd else 32) // dim, 1) if blockwise else tile(heads, constants["DP"])
+    return constants | {"BLOCKWISE": blockwise, "HEADS": block}, warps
+
+
+def bind_kv_append_q(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int
+) -> Callable[[], None]:
+    """kv_append_q as a call without arguments, on the tensors' contents at each call; the checks are made here."""
+    op = "kv_append_q"
+    operator.check(k_cache, v_cache, k, v, start, bits, group)
+    check_tensor(op, "k", k, device=k_cache.device)
+    check_tensor(op, "v", v, device=k_cache.device, shape=k.shape)
+    check_tensor(op, "start", start, device=k_cache.device, dtype=torch.int64)
+    if k.numel() == 0:
+        return lambda: None
+    batch, heads, queries, dim = k.shape
+    for cache, name in ((k_cache, "k_cache"), (v_cache, "v_cache")):
+        check_rows(op, cache, name, dim)
+    strides = (*row_strides(k_cache), *row_strides(v_cache))
+    constants, warps = _constants(heads, dim, group, bits, k.element_size())
+    return functools.partial(
+        kv_append_q_kernel[(batch * queries, triton.cdiv(heads, constants["HEADS"]), 2)],
+        k, v, start, k_cache, v_cache, queries, heads, k_cache.shape[2], *k.stride()[:3], *v.stride()[:3], *strides,
+        UNIT=unit_of(*strides), **constants, num_warps=warps,
+    )  # fmt: skip
+
+
+def kv_append_q(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int
+) -> None:
+    """Write k and v [B, Hkv, S, D] into packed rows [B, Hkv, L, R] at positions start[b] .. start[b] + S - 1.
+
+    Any strides but D's and a row's. A position outside the cache is left out, as its value is not known to the host.
+    ValueError names the argument that is wrong, before the launch.
+    """
+    bind_kv_append_q(k_cache, v_cache, k, v, start, bits, group)()
+
+
+def _case(bits: int, heads: int, dim: int, dtype: str, in_suite: bool = True, amd: bool = False) -> AuditCase:
+    """512 tokens."""
+    group = row_sizes.cache_group_size(dim, bits)
+    row_nbytes = row_sizes.cache_row_nbytes(dim, bits)
+    constants, warps = _constants(heads, dim, group, bits, 4 if dtype == "fp32" else 2, amd)
+    pointers = dict.fromkeys(("k_ptr", "v_ptr"), f"*{dtype}") | {"start_ptr": "*i64"}
+    pointers |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*u8")
+    strides = ("kb", "kh", "ks", "vb", "vh", "vs")
+    numbers = ("queries", "heads", "capacity", *strides, "kcb", "kch", "kcl", "vcb", "vch", "vcl")
+    nbytes = 2 * 512 * heads * (dim * (4 if dtype == "fp32" else 2) + row_nbytes)
+    return AuditCase(
+        name=f"kv_append_q/kv{bits}/{heads}x{dim}-{dtype}{'/amd' if amd else ''}",
+        fn=kv_append_q_kernel,
+        signature=pointers | dict.fromkeys(numbers, "i32"),
+        constants=constants | {"UNIT": unit_of(row_nbytes)},
+        num_warps=warps,
+        divisible=(*pointers, *strides),
+        main_operands=1,  # the compiler makes one code of the two branches, K's and V's
+        bytes_moved=nbytes,
+        minimum_bytes=nbytes,
+        # What fits ranges to 4-bit codes is arithmetic; other shapes take the general way and have no aim.
+        aim={4: 0.35, 8: 0.5}[bits] if dim >= 128 and dtype != "fp32" else 0.0,
+        turn_nbytes=nbytes // (2 * 512 * triton.cdiv(heads, constants["HEADS"])),
+        archs=("gfx942",) if amd else (("sm_80", "sm_90") if constants["BLOCKWISE"] else ("sm_80", "sm_90", "gfx942")),
+        in_suite=in_suite,
+    )
+
+
+def audit_cases() -> list[AuditCase]:
+    """Llama-3-8B, SmolLM2-135M, Gemma-2-9B, and heads of 80, whose groups are not whole blocks of a rotation."""
+    return [
+        _case(4, 8, 128, "bf16"),
+        _case(8, 8, 128, "bf16"),
+        _case(4, 3, 64, "fp16"),
+        _case(8, 3, 64, "fp32", in_suite=False),
+        _case(4, 8, 256, "bf16", in_suite=False),
+        _case(4, 32, 80, "fp16"),
+        _case(8, 32, 80, "fp16", in_suite=False),
+        _case(4, 8, 128, "bf16", amd=True),
+        _case(8, 8, 128, "bf16", amd=True),
+    ]

@@ -1,0 +1,76 @@
+"""`forebay::kv_append_q`: write the K and V of new positions, quantised, into a cache of packed rows.
+
+A quantised cache is uint8 [B, Hkv, L, R]: one packed row (`packing`) for each position of each KV head, groups along
+the head dimension, scales and lows in fp16, R = row_nbytes(D, bits, group, CACHE_ALIGN). What writes it and what reads
+it, `attention_q`, must be told the same bits and group; `packing.cache_group_size` says the usual group.
+
+Rows are rotated before they are quantised, by Hadamard blocks along the head dimension (QuaRot, Ashkboos et al. 2024):
+some channels of K are ten times as large as the rest, and would set the step of their whole group; a rotation shares
+them out. It comes after rotary embeddings and is orthogonal, so scores of rotated queries with rotated keys are those
+of the plain ones, and a result over rotated values is rotated back once: softcap, window, scale and grouped queries
+never see it. Codes of 4 bits are made twice: the range is min-max first, then the least-squares fit to these codes
+where that lowers the squared error.
+
+On SmolLM2 the divergence of the predictions (KL, nats a token; about what a 4-bit K adds to log perplexity) is 0.083
+for plain groups of 64, 0.033 rotated by blocks of 64, 0.026 in groups of 32 too, 0.021 in blocks of 32, 0.018 fitted.
+K in groups along 64 positions (KIVI, Liu et al. 2024) gives 0.010, but a block's range needs all its tokens: a row here
+depends on nothing but its own position, so appends may come in any pieces, be repeated, and be cut off.
+
+NaN, infinity, or a magnitude beyond fp16's range makes NaN of all groups that its block touches: nothing is lost in
+silence.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.cache.kv_append_q.cpu import bind_kv_append_q
+from forebay.kernels.cache.kv_append_q.reference import check, reference
+from forebay.kernels.operator import Call, Cost, Operator, Use, nbytes_of
+
+
+@torch.library.custom_op("forebay::kv_append_q", mutates_args=("k_cache", "v_cache"), device_types="cpu")
+def kv_append_q(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int) -> None:
+    """Write k [B, Hkv, S, D] and v, as codes of `bits`, into the caches [B, Hkv, L, R] at start[b] .. start[b] + S - 1.
+
+    start is int64 [B]. Any strides. ValueError, before anything is written, where a shape, a dtype or a position is
+    wrong; on fake tensors only shapes are known.
+    """
+    bind_kv_append_q(k_cache, v_cache, k, v, start.contiguous(), bits, group)()
+
+
+@kv_append_q.register_kernel("cuda")
+def _(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int) -> None:
+    from forebay.kernels.cache.kv_append_q.gpu import kv_append_q as launch
+
+    launch(k_cache, v_cache, k, v, start, bits, group)
+
+
+@kv_append_q.register_fake
+def _(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int) -> None:
+    check(k_cache, v_cache, k, v, start, bits, group)
+
+
+def _cost(use: Use) -> Cost:
+    """The new positions alone."""
+    k_cache, v_cache, k, v, start = use.args[:5]
+    rows = math.prod(k.shape[:3]) * (k_cache.shape[3] + v_cache.shape[3])
+    return Cost(0, nbytes_of(k, v, start), rows)
+
+
+def _bind_cuda(use: Use) -> Call:
+    from forebay.kernels.cache.kv_append_q.gpu import bind_kv_append_q as bind
+
+    return bind(*use.args)
+
+
+KV_APPEND_Q = Operator(
+    torch.ops.forebay.kv_append_q.default,
+    reference,
+    _cost,
+    bind={"cpu": lambda use: bind_kv_append_q(*use.args), "cuda": _bind_cuda},
+    caches=("k_cache", "v_cache"),
+)

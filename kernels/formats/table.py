@@ -1,0 +1,89 @@
+"""The formats that numbers are kept in: bits of a code, elements that share a scale and a low, and bytes of a row.
+
+| format | of | codes | groups | a row (layout in `packing`) |
+|---|---|---|---|---|
+| native | weights, caches | none: values as they are | - | size * itemsize |
+| w4gN, w8gN; w8 is w8g128 | weights [N, K] | 4 or 8 bits | N along K, N even | padded to 16 bytes |
+| kv8, kv4 | caches, rotated rows of one position and head | 8 or 4 bits | by the size of the head | to 4 bytes |
+| act8 | hidden states kept in place of K and V | 8 bits | 64 | padded to 16 bytes |
+| block8, block4 | blocks of a paged cache, rows not rotated | 8 or 4 bits | of at most 64 | codes apart from scales |
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from forebay.kernels.formats import row_sizes
+
+
+@dataclass(frozen=True)
+class Format:
+    """How rows of numbers are kept; group_size 0: by the size of a row (caches, blocks), or no groups (native)."""
+
+    name: str
+    holds: Literal["values", "weight", "cache", "activation", "block"]
+    bits: int = 0
+    group_size: int = 0
+
+    def group_of(self, size: int) -> int:
+        """Elements of a row of `size` that share a scale and a low; 0 where values are kept as they are."""
+        if self.holds == "cache":
+            return row_sizes.cache_group_size(size, self.bits)
+        if self.holds == "block":
+            return row_sizes.equal_group_size(size, row_sizes.group_count(size, 64))
+        return self.group_size
+
+    def row_nbytes(self, size: int, itemsize: int) -> int:
+        """Bytes of a row of `size` elements, whose values as they are take itemsize bytes each."""
+        if not self.bits:
+            return size * itemsize
+        if self.holds == "block":
+            group = self.group_of(size)
+            return row_sizes.codes_nbytes(size, self.bits, group) + 4 * row_sizes.group_count(size, group)
+        align = row_sizes.CACHE_ALIGN if self.holds == "cache" else row_sizes.WEIGHT_ALIGN
+        return row_sizes.row_nbytes(size, self.bits, self.group_of(size), align)
+
+    def ratio(self, size: int, itemsize: int) -> float:
+        """Bytes of a row of `size` elements over those of its values as they are."""
+        return self.row_nbytes(size, itemsize) / (size * itemsize)
+
+
+NATIVE = Format("native", "values")
+WEIGHT_FORMATS = {
+    f.name: f
+    for f in (
+        NATIVE,
+        Format("w4g32", "weight", 4, 32),
+        Format("w4g64", "weight", 4, 64),
+        Format("w4g128", "weight", 4, 128),
+        Format("w8", "weight", 8, 128),
+    )
+}
+CACHE_FORMATS = {f.name: f for f in (NATIVE, Format("kv8", "cache", 8), Format("kv4", "cache", 4))}
+ACT8 = Format("act8", "activation", 8, 64)
+ACTIVATION_FORMATS = {ACT8.name: ACT8}
+BLOCK_FORMATS = {f.name: f for f in (NATIVE, Format("block8", "block", 8), Format("block4", "block", 4))}
+
+
+def weight_format(name: str) -> Format:
+    """The format of a weight: one of WEIGHT_FORMATS, or of another even group size, as in w4g48 and w8g32.
+
+    ValueError for other names.
+    """
+    found = WEIGHT_FORMATS.get(name)
+    if found is not None:
+        return found
+    parts = re.fullmatch(r"w(4|8)g([1-9]\d{0,5})", name)
+    if parts is None or int(parts[2]) % 2:
+        raise ValueError(f"no weight format {name!r}; there are {', '.join(WEIGHT_FORMATS)} and, for other even group "
+                         "sizes, names like w8g32")
+    return Format(name, "weight", int(parts[1]), int(parts[2]))
+
+
+def cache_format(name: str) -> Format:
+    """One of CACHE_FORMATS; ValueError for other names."""
+    if name not in CACHE_FORMATS:
+        raise ValueError(f"no cache format {name!r}; there are {', '.join(CACHE_FORMATS)}")
+    return CACHE_FORMATS[name]

@@ -1,0 +1,130 @@
+"""One record per operator: what capture, passes, planner, prediction and runtime ask about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+
+
+class Use(Protocol):
+    """One use of an operator, as a `Launch` has it: arguments by position and by name, what is filled, and by which
+    implementation ("": the default). To count bytes and operations, tensors are anything with a `shape` and a `dtype`
+    (torch's, or its name, "float32"); to bind, they are torch's."""
+
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+    @property
+    def kwargs(self) -> Mapping[str, Any]: ...
+    @property
+    def out(self) -> tuple[Any, ...]: ...
+    @property
+    def impl(self) -> str: ...
+
+
+class Tensors(NamedTuple):
+    """A use on torch's tensors."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    out: tuple[Any, ...]
+    impl: str = ""
+
+
+class Cost(NamedTuple):
+    """Floating-point operations, and bytes that the operator must read and write at least."""
+
+    flops: int
+    read_nbytes: int
+    written_nbytes: int
+
+
+class Product(NamedTuple):
+    """The shape by which a product's implementations are measured and chosen: x [m, k] times a weight [n, k] of a dtype
+    ("float32") or a format of packed rows ("w4g64")."""
+
+    weight: str
+    m: int
+    n: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Implementations:
+    """How a product can be computed. `candidates(weight)` are the implementations on the CPU here from which the
+    measurements of a machine choose; `default[device](shape, device name)` names one where nothing was measured."""
+
+    shape: Callable[[Use], Product]
+    candidates: Callable[[str], tuple[str, ...]]
+    default: Mapping[str, Callable[[Product, str], str]]
+
+
+Call = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator of ours.
+
+    `bind` makes a use on torch's tensors a call without arguments, by device ("cpu", "cuda"; this imports Triton);
+    without an entry the operator does not run there as a launch. `workspace` gives transient bytes beside operands and
+    results, by device. `overwrites` names arguments whose every element is read just before the element of the result
+    that may take its place. `caches` names the arguments that are K and V, and `over_rows` the same operator over
+    packed rows of them, with bits and group size as its last arguments. `timed_as` says which of a machine's
+    measurements tell its time.
+    """
+
+    overload: torch._ops.OpOverload
+    reference: Callable[..., Any]
+    cost: Callable[[Use], Cost]
+    bind: Mapping[str, Callable[[Use], Call]] = field(default_factory=dict)
+    workspace: Mapping[str, Callable[[Use], int]] = field(default_factory=dict)
+    overwrites: tuple[str, ...] = ()
+    caches: tuple[str, ...] = ()
+    over_rows: Operator | None = None
+    implementations: Implementations | None = None
+    timed_as: Literal["product", "attention", "memory"] = "memory"
+
+    @property
+    def name(self) -> str:
+        """As a Launch has it: "forebay.linear"."""
+        return str(self.overload).removesuffix(".default")
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of the arguments, in the order of the schema."""
+        return tuple(a.name for a in self.overload._schema.arguments)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Names of the arguments that it writes."""
+        written = (a for a in self.overload._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+        return tuple(a.name for a in written)
+
+    def argument(self, args: tuple[Any, ...], name: str) -> Any:
+        """What positional arguments hold for `name`; the schema's default where they end before it."""
+        place = self.arguments.index(name)
+        return args[place] if place < len(args) else self.overload._schema.arguments[place].default_value
+
+    def workspace_nbytes(self, use: Use, device: str) -> int:
+        """Transient bytes that a use takes on a device; 0 for an operator that takes none."""
+        count = self.workspace.get(device)
+        return 0 if count is None else count(use)
+
+
+def dtype_of(tensor: Any) -> torch.dtype:
+    """The dtype of a tensor, or of what only describes one."""
+    return tensor.dtype if isinstance(tensor.dtype, torch.dtype) else getattr(torch, tensor.dtype)
+
+
+def nbytes_of(*values: Any) -> int:
+    """Bytes of all tensors among values; whatever has no shape counts nothing."""
+    return sum(math.prod(v.shape) * dtype_of(v).itemsize for v in values if hasattr(v, "shape"))
+
+
+def each_once(use: Use) -> Cost:
+    """No operations, each operand read once and each result written once: what pointwise work and norms cost."""
+    return Cost(0, nbytes_of(*use.args, *use.kwargs.values()), nbytes_of(*use.out))

@@ -1,0 +1,51 @@
+"""The list of our operators, and how to find one: by the name that a Launch has, or by the target of a node."""
+
+from __future__ import annotations
+
+from forebay.kernels.attention.attention.operator import ATTENTION
+from forebay.kernels.attention.attention_q.operator import ATTENTION_Q
+from forebay.kernels.attention.decode_attention.operator import DECODE_ATTENTION
+from forebay.kernels.attention.prefill_attention.operator import PREFILL_ATTENTION, PREFILL_ATTENTION_PAGED
+from forebay.kernels.attention.sparse_values.operator import SPARSE_VALUES
+from forebay.kernels.cache.activation_append_q.operator import ACTIVATION_APPEND_Q
+from forebay.kernels.cache.block_copy.operator import BLOCK_COPY
+from forebay.kernels.cache.kv_append.operator import KV_APPEND
+from forebay.kernels.cache.kv_append_q.operator import KV_APPEND_Q
+from forebay.kernels.cache.kv_from_activation.operator import KV_FROM_ACTIVATION
+from forebay.kernels.cache.rotary_append.operator import KV_APPEND_PAGED, ROTARY_APPEND, ROTARY_APPEND_PAGED
+from forebay.kernels.logits.sampling.operator import SAMPLING
+from forebay.kernels.norms.add_rms_norm.operator import ADD_RMS_NORM
+from forebay.kernels.norms.layer_norm.operator import ADD_LAYER_NORM, LAYER_NORM
+from forebay.kernels.norms.rms_norm.operator import RMS_NORM
+from forebay.kernels.operator import Operator
+from forebay.kernels.positions.rotary.operator import ROTARY
+from forebay.kernels.products.linear.operator import LINEAR
+from forebay.kernels.products.linear_q.operator import LINEAR_Q
+from forebay.kernels.products.swiglu.operator import SWIGLU
+from forebay.kernels.quantization.dequantize_rows.operator import DEQUANTIZE_ROWS
+from forebay.kernels.quantization.quantize.operator import DEQUANTIZE, QUANTIZE
+
+OPERATORS = (
+    LINEAR, LINEAR_Q, SWIGLU,
+    ATTENTION, ATTENTION_Q, DECODE_ATTENTION, PREFILL_ATTENTION, PREFILL_ATTENTION_PAGED, SPARSE_VALUES,
+    KV_APPEND, KV_APPEND_Q, KV_APPEND_PAGED, ROTARY_APPEND, ROTARY_APPEND_PAGED, KV_FROM_ACTIVATION,
+    ACTIVATION_APPEND_Q, BLOCK_COPY,
+    RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ADD_LAYER_NORM, ROTARY, QUANTIZE, DEQUANTIZE, DEQUANTIZE_ROWS, SAMPLING,
+)  # fmt: skip
+_OF_NAME = {operator.name: operator for operator in OPERATORS}
+_OF_OVERLOAD = {operator.overload: operator for operator in OPERATORS}
+
+
+def find(name: str) -> Operator | None:
+    """The operator that a Launch names; None for torch's own."""
+    return _OF_NAME.get(name)
+
+
+def of_target(target: object) -> Operator | None:
+    """The operator that a node calls; None for everything else."""
+    return _OF_OVERLOAD.get(target)  # type: ignore[call-overload]
+
+
+def product_with(weight: str) -> Operator:
+    """The product that reads weights of a dtype ("float32") or of a format of packed rows ("w4g64")."""
+    return LINEAR_Q if weight.startswith("w") else LINEAR

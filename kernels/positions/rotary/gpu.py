@@ -1,0 +1,125 @@
+"""`forebay::rotary` in Triton: one program turns up to 64 heads of one token, so cos and sin are read once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forebay.kernels.gpu_support.arguments import check_tensor, fail
+from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.paged import round_to
+
+# Elements of each half of the heads that one program holds: 32 heads of D = 128.
+TILE = 2048
+
+
+@triton.jit
+def turn(x, partner, cos, sin, sign):
+    """round(round(x cos) + round(sign partner sin)), as torch's operators round one after the other; x's dtype."""
+    dtype = x.dtype
+    straight = round_to(x.to(tl.float32) * cos.to(tl.float32), dtype).to(tl.float32)
+    across = round_to(partner.to(tl.float32) * sin.to(tl.float32), dtype).to(tl.float32)
+    return round_to(straight + sign * across, dtype)
+
+
+@triton.jit
+def rotary_kernel(
+    x_ptr, cos_ptr, sin_ptr, out_ptr, queries, heads, xb, xh, xs, cb, cs, nb, ns, ob, oh, os,
+    D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Program (token, block of heads): both halves of every head, turned."""
+    token = tl.program_id(0)
+    b = (token // queries).to(tl.int64)
+    s = (token % queries).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    d = tl.arange(0, HALF)
+    used = d < D // 2
+    inside = (head < heads)[:, None] & used[None, :]
+    x_at = x_ptr + b * xb + s * xs + head.to(tl.int64)[:, None] * xh + d[None, :]
+    lower = tl.load(x_at, mask=inside, other=0.0)
+    upper = tl.load(x_at + D // 2, mask=inside, other=0.0)
+    cos_at = cos_ptr + b * cb + s * cs + d
+    sin_at = sin_ptr + b * nb + s * ns + d
+    out_at = out_ptr + b * ob + s * os + head.to(tl.int64)[:, None] * oh + d[None, :]
+    cos = tl.load(cos_at, mask=used)[None, :]
+    sin = tl.load(sin_at, mask=used)[None, :]
+    tl.store(out_at, turn(lower, upper, cos, sin, -1.0), mask=inside)
+    cos = tl.load(cos_at + D // 2, mask=used)[None, :]
+    sin = tl.load(sin_at + D // 2, mask=used)[None, :]
+    tl.store(out_at + D // 2, turn(upper, lower, cos, sin, 1.0), mask=inside)
+
+
+def tile(heads: int, dim: int) -> tuple[int, int, int]:
+    """(half, heads, warps) of one program: 512 elements a warp at most."""
+    half = triton.next_power_of_2(dim // 2)
+    block = min(triton.next_power_of_2(heads), max(1, TILE // half))
+    return half, block, min(4, max(1, block * half // 256))
+
+
+def check_tables(op: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """x is [B, H, S, D] with an even D, cos and sin [B or 1, S, D] of its dtype and device."""
+    if x.dim() != 4 or x.shape[3] % 2:
+        fail(op, "x" if op == "rotary" else "q", f"must be [B, H, S, D] with an even D, got shape {tuple(x.shape)}")
+    batch, _, queries, dim = x.shape
+    for table, name in ((cos, "cos"), (sin, "sin")):
+        rows = 1 if table.dim() == 3 and table.shape[0] == 1 else batch
+        check_tensor(op, name, table, device=x.device, dtype=x.dtype, shape=(rows, queries, dim))
+
+
+def table_strides(table: Tensor) -> tuple[int, int]:
+    """(over sequences, over positions) of a table [B or 1, S, D]."""
+    return (table.stride(0) if table.shape[0] > 1 else 0), table.stride(1)
+
+
+def bind_rotary(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Callable[[], None]:
+    """rotary as a call without arguments, on the tensors' contents at each call; the checks are made here."""
+    check_tensor("rotary", "x", x)
+    check_tables("rotary", x, cos, sin)
+    check_tensor("rotary", "out", out, device=x.device, dtype=x.dtype, shape=x.shape)
+    if x.numel() == 0:
+        return lambda: None
+    batch, heads, queries, dim = x.shape
+    half, block, warps = tile(heads, dim)
+    return functools.partial(
+        rotary_kernel[(batch * queries, triton.cdiv(heads, block))],
+        x, cos, sin, out, queries, heads, *x.stride()[:3], *table_strides(cos), *table_strides(sin), *out.stride()[:3],
+        D=dim, HALF=half, HEADS=block, num_warps=warps,
+    )  # fmt: skip
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    """Fill out [B, H, S, D] from x of that shape and cos, sin [B or 1, S, D]; any strides but D's, one dtype.
+
+    out may be x itself: a program reads both halves of a head before it writes either. ValueError names the argument
+    that is wrong, before the launch.
+    """
+    bind_rotary(x, cos, sin, out)()
+
+
+def audit_cases() -> list[AuditCase]:
+    """Queries of Llama-3-8B and heads of 64 and 80, 512 tokens each."""
+    cases = []
+    for heads, dim, dtype in ((32, 128, "bf16"), (9, 64, "fp16"), (32, 80, "fp16"), (32, 128, "fp32")):
+        half, block, warps = tile(heads, dim)
+        pointers = ("x_ptr", "cos_ptr", "sin_ptr", "out_ptr")
+        strides = ("xb", "xh", "xs", "cb", "cs", "nb", "ns", "ob", "oh", "os")
+        nbytes = 512 * (2 * heads + 2) * dim * (4 if dtype == "fp32" else 2)
+        cases.append(
+            AuditCase(
+                name=f"rotary/{heads}x{dim}/{dtype}",
+                fn=rotary_kernel,
+                signature={p: f"*{dtype}" for p in pointers} | {n: "i32" for n in ("queries", "heads", *strides)},
+                constants={"D": dim, "HALF": half, "HEADS": block},
+                num_warps=warps,
+                divisible=(*pointers, *strides),
+                bytes_moved=nbytes,
+                minimum_bytes=nbytes,
+                aim=0.75,
+                turn_nbytes=nbytes // (512 * triton.cdiv(heads, block)),
+            )
+        )
+    return cases

@@ -1,0 +1,42 @@
+"""What a plan for a GPU needs to know of its products: names and transient memory; needs neither Triton nor a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from forebay.kernels.attention.decode_attention import decode_shares
+from forebay.kernels.formats.table import weight_format
+from forebay.kernels.operator import Product
+from forebay.kernels.products.linear import selection
+
+# Products that Triton's kernels take; torch multiplies the rest ("aten").
+HALVES = ("float16", "bfloat16")
+
+
+def _kind(weight: str) -> tuple[str, int]:
+    """(kind of selection, group size) of a weight's dtype, or of its packed rows ("w4g64")."""
+    if not weight.startswith("w"):
+        return "linear", 0
+    stored = weight_format(weight)
+    return selection.KIND_OF_BITS[stored.bits], stored.group_size
+
+
+def choose(product: Product, device_name: str) -> str:
+    """The implementation of a product on a GPU of that name, in full, from its measured table, or where it has none the
+    default one."""
+    weight, m, n, k = product
+    kind, _ = _kind(weight)
+    if kind == "linear" and weight not in HALVES:
+        return "aten"
+    name = selection.choose(kind, m, n, k, selection.table_of(device_name))
+    return selection.explicit(kind, name, m, n, k, decode_shares.processors())
+
+
+def workspace_nbytes(impl: str, product: Product) -> int:
+    """Bytes that a product takes beside its operands; "aten" makes its result apart, and again with what follows it."""
+    weight, m, n, k = product
+    kind, group_size = _kind(weight)
+    if impl == "aten":
+        return 2 * m * n * getattr(torch, weight).itemsize
+    split = selection.workspace_nbytes(kind, impl, m, n, k, group_size, decode_shares.processors())
+    return selection.HELD_COUNTERS_NBYTES + split

@@ -1,0 +1,129 @@
+"""What launchers of `linear` and `linear_q` share: checked operands as matrices, and the workspace."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.gpu_support.arguments import check_tensor, fail
+from forebay.kernels.products.linear import selection
+from forebay.kernels.products.linear.gpu_epilogue import ACTIVATIONS
+from forebay.kernels.products.linear.selection import HELD_COUNTERS_NBYTES, Grid
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """x [M, K] and what the epilogue reads and writes, [M, N] each but for bias [N]; all share the caller's memory."""
+
+    x: Tensor
+    out: Tensor
+    bias: Tensor | None
+    multiplier: Tensor | None
+    residual: Tensor | None
+    activation: str
+    accumulate: bool
+
+    def arguments(self) -> tuple[Any, ...]:
+        """out, bias, multiplier and residual pointers, m, n, and the strides of the three matrices over rows."""
+        out, (m, n) = self.out, self.out.shape
+        multiplier = out if self.multiplier is None else self.multiplier
+        residual = out if self.residual is None else self.residual
+        bias = out if self.bias is None else self.bias
+        return out, bias, multiplier, residual, m, n, out.stride(0), multiplier.stride(0), residual.stride(0)
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "ACTIVATION": self.activation,
+            "HAS_BIAS": self.bias is not None,
+            "HAS_MULTIPLIER": self.multiplier is not None,
+            "HAS_RESIDUAL": self.residual is not None,
+            "ACCUMULATE": self.accumulate,
+        }
+
+
+def _matrix(op: str, argument: str, tensor: Tensor) -> Tensor:
+    """tensor [..., C] as [R, C] sharing memory; ValueError where its leading dimensions have no one stride."""
+    if tensor.dim() == 2:
+        return tensor
+    if tensor.numel() == 0:
+        return tensor.new_empty(0, tensor.shape[-1])
+    try:
+        return tensor.view(-1, tensor.shape[-1])
+    except RuntimeError:
+        fail(op, argument, f"must have leading dimensions of one stride, got strides {tensor.stride()}")
+
+
+def prepare(
+    op: str,
+    x: Tensor,
+    n: int,
+    k: int,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: str,
+    out: Tensor | None,
+    multiplier: Tensor | None,
+    accumulate: bool,
+) -> Operands:
+    """Checked operands; out is made where it is None. ValueError names op and argument."""
+    if activation not in ACTIVATIONS:
+        fail(op, "activation", f"must be one of {ACTIVATIONS}, got {activation!r}")
+    check_tensor(op, "x", x, dtype=HALVES)
+    if x.dim() == 0 or x.shape[-1] != k:
+        fail(op, "x", f"must end in {k} columns as the weight asks, got shape {tuple(x.shape)}")
+    shape = (*x.shape[:-1], n)
+    for tensor, argument in ((residual, "residual"), (multiplier, "multiplier"), (out, "out")):
+        if tensor is not None:
+            check_tensor(op, argument, tensor, device=x.device, dtype=x.dtype, shape=shape)
+    if bias is not None:
+        check_tensor(op, "bias", bias, device=x.device, shape=(n,))
+    if accumulate and (out is None or activation):
+        fail(op, "accumulate", "needs an out to add to, and no activation")
+    made = x.new_empty(shape) if out is None else out
+    return Operands(
+        _matrix(op, "x", x),
+        _matrix(op, "out", made),
+        bias,
+        None if multiplier is None else _matrix(op, "multiplier", multiplier),
+        None if residual is None else _matrix(op, "residual", residual),
+        activation,
+        accumulate,
+    )
+
+
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors of a GPU; selection.SM_COUNT for anything else."""
+    if device.type != "cuda":
+        return selection.SM_COUNT
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_held: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def workspace_parts(op: str, grid: Grid, device: torch.device, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(counters int32, partials fp32) of a launch, from `given`, or counters held for each device and stream.
+
+    given is uint8 of at least grid.workspace_nbytes whose counters, its first bytes, are 0; a launch leaves them 0.
+    """
+    counters, partials = grid.counters_nbytes, grid.workspace_nbytes - grid.counters_nbytes
+    if given is not None:
+        check_tensor(op, "workspace", given, device=device, dtype=torch.uint8)
+        if given.numel() < grid.workspace_nbytes or given.dim() != 1:
+            fail(op, "workspace", f"must be {grid.workspace_nbytes} bytes in one dimension, got {tuple(given.shape)}")
+        return given[:counters].view(torch.int32), given[counters : counters + partials].view(torch.float32)
+    if counters > HELD_COUNTERS_NBYTES:
+        zeros = torch.zeros(counters, dtype=torch.uint8, device=device)
+    else:
+        key = device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        if key not in _held:
+            _held[key] = torch.zeros(HELD_COUNTERS_NBYTES, dtype=torch.uint8, device=device)
+        zeros = _held[key][:counters]
+    return zeros.view(torch.int32), torch.empty(partials // 4, dtype=torch.float32, device=device)

@@ -1,0 +1,195 @@
+"""`forebay::linear_q` on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.cpu_support import native
+from forebay.kernels.formats import packing
+from forebay.kernels.formats.packing import Packing
+from forebay.kernels.products.linear.cpu import SCRATCH_NBYTES
+from forebay.kernels.products.linear.reference import ACTIVATIONS, PLAIN, After, finish_
+from forebay.kernels.products.linear_q.reference import check, fail
+from forebay.kernels.quantization.quantize.reference import dequantize_reference
+
+
+class QuantizedLinearArgs(ctypes.Structure):
+    """Mirror of `QuantizedLinearArgs` in linear_q.cpp; rows_stride in bytes, the other strides in elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "rows", "bias", "multiplier", "residual", "out")),
+        *((name, ctypes.c_int64) for name in ("m", "n", "k", "x_stride", "rows_stride")),
+        *((name, ctypes.c_int64) for name in ("multiplier_stride", "residual_stride", "out_stride", "group")),
+        *((name, ctypes.c_int32) for name in ("bits", "scale_dtype", "x_dtype", "bias_dtype", "out_dtype")),
+        *((name, ctypes.c_int32) for name in ("activation", "integer_nbytes")),
+    )
+
+
+NAMES = ("int16", "int8", "flat", "upcast")
+INTEGER_NBYTES = {"int16": 2, "int8": 1, "flat": 0}
+M_BLOCK = 64  # rows of x that the C++ kernels hold at a time
+
+
+def _matrix(tensor: Tensor, argument: str) -> Tensor:
+    """tensor as [rows, columns] sharing memory; the last dimension must be contiguous."""
+    if tensor.dim() == 0 or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
+        fail(argument, f"must have a contiguous last dimension, got strides {tensor.stride()}")
+    if tensor.dim() == 2:
+        return tensor
+    try:
+        return tensor.view(-1, tensor.shape[-1]) if tensor.numel() else tensor.new_empty(0, tensor.shape[-1])
+    except RuntimeError:
+        fail(argument, f"must have leading dimensions of one stride, got strides {tensor.stride()}")
+        raise
+
+
+def _check_out(x: Tensor, rows: Tensor, out: Tensor, after: After) -> tuple[Tensor, After]:
+    """out and the operands that have its shape, as matrices."""
+    shape = (*x.shape[:-1], rows.shape[0])
+    if out.shape != shape or out.dtype not in native.DTYPES:
+        fail("out", f"must be {shape} of fp32, bf16 or fp16, got {tuple(out.shape)} {out.dtype}")
+    if out.device.type != "cpu":
+        fail("out", f"must be on the CPU, got {out.device}")
+    made: list[Tensor | None] = []
+    for tensor, argument in ((after.multiplier, "multiplier"), (after.residual, "residual")):
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != out.dtype):
+            fail(argument, f"must be {shape} of {out.dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
+        made.append(None if tensor is None else _matrix(tensor, argument))
+    return _matrix(out, "out"), After(after.activation, *made)
+
+
+def scratch_nbytes(impl: str, dtype: torch.dtype, m: int, n: int, k: int, group_size: int) -> int:
+    """Upper bound, in bytes, of the scratch that a call holds for x [m, k] of dtype and n outputs."""
+    if impl == "upcast":
+        return SCRATCH_NBYTES + 64 * max(1, k) + 8 * m
+    return 4 * _scratch_floats(impl, dtype, m, k, group_size)
+
+
+def _scratch_floats(impl: str, dtype: torch.dtype, m: int, k: int, group_size: int) -> int:
+    rows = max(1, min(m, M_BLOCK))
+    if impl == "flat":
+        per_row, rest = 0 if dtype == torch.float32 else k, 0
+    else:
+        groups = packing.group_count(k, group_size)
+        per_row, rest = 2 * (-(-groups // 8) * 8) + groups * group_size * INTEGER_NBYTES[impl] // 4, k
+    return max(min(rows * per_row + rest, SCRATCH_NBYTES // 4), per_row + rest)
+
+
+def _upcast(
+    x: Tensor,
+    rows: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    stored: Packing,
+    after: After,
+) -> None:
+    bits, k, group_size, scale_dtype = stored
+    m, n = x.shape[0], rows.shape[0]
+    # A quarter of the scratch for rows of x and for their results, a half for a tile of weight being unpacked: about
+    # six fp32 numbers an element.
+    m_step = max(1, SCRATCH_NBYTES // 16 // max(1, k))
+    n_step = max(1, min(SCRATCH_NBYTES // 8 // 6 // max(1, k), SCRATCH_NBYTES // 16 // max(1, min(m, m_step))))
+    for m0 in range(0, m, m_step):
+        x32 = x[m0 : m0 + m_step].float()
+        for n0 in range(0, n, n_step):
+            columns = slice(n0, min(n, n0 + n_step))
+            if k:
+                parts = packing.unpack_rows(rows[columns], k, bits, group_size, scale_dtype)
+                y = x32 @ dequantize_reference(*parts, bits, group_size, 1, k).t()
+            else:
+                y = x32.new_zeros(x32.shape[0], columns.stop - n0)
+            if bias is not None:
+                y.add_(bias[columns])
+            piece = slice(m0, m0 + m_step)
+            out[piece, columns].copy_(finish_(y.to(out.dtype), after.part(piece, columns)))
+
+
+def bind_linear_q(
+    impl: str,
+    x: Tensor,
+    rows: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    stored: Packing,
+    after: After = PLAIN,
+) -> Callable[[], None]:
+    """A closure that computes out from the tensors' contents at each call; shapes and pointers are settled here.
+
+    x [..., K], rows uint8 [N, R] (any rows of a larger matrix, at any address), bias [N] or None, out [..., N] and what
+    `after` holds like it; only last dimensions must be contiguous. out may be the memory of multiplier or residual,
+    element on element. The closure keeps the tensors alive. A call costs about 1 µs over the kernel.
+    """
+    check(x, rows, bias, stored, after)
+    bits, in_features, group_size, scale_dtype = stored
+    if x.device.type != "cpu":
+        fail("x", f"must be on the CPU, got {x.device}")
+    out2, after = _check_out(x, rows, out, after)
+    x2 = _matrix(x, "x")
+    if impl not in NAMES or (impl == "int8" and bits != 4):
+        fail("impl", f"must be one of {implementations(bits)}, got {impl!r}")
+    if impl == "upcast" or 0 in (*out2.shape, in_features):
+        return functools.partial(_upcast, x2, rows, bias, out2, stored, after)
+    if impl not in implementations(bits):
+        names = implementations(bits)
+        fail("impl", f"{impl!r} needs a C++ compiler and, but for 'flat', AVX2; use one of {names}")
+    _, multiplier, residual = after
+    given = (x2, rows, bias, multiplier, residual, out2)
+    args = QuantizedLinearArgs(
+        *(None if t is None else t.data_ptr() for t in given), *out2.shape, in_features, x2.stride(0), rows.stride(0),
+        *(0 if t is None else t.stride(0) for t in (multiplier, residual)), out2.stride(0), group_size,
+        bits, native.DTYPES[scale_dtype], native.DTYPES[x.dtype], native.DTYPES[(x if bias is None else bias).dtype],
+        native.DTYPES[out.dtype], ACTIVATIONS.index(after.activation), INTEGER_NBYTES[impl],
+    )  # fmt: skip
+    floats = _scratch_floats(impl, x.dtype, x2.shape[0], in_features, group_size)
+    return native.NativeCall("linear_q", args, given, floats)
+
+
+def implementations(bits: int) -> tuple[str, ...]:
+    """Names that work here for codes of `bits`; the first use compiles the C++ kernels."""
+    library = native.load()
+    if library is None:
+        return ("upcast",)
+    integer = (("int16", "int8") if bits == 4 else ("int16",)) if library.forebay_integer_dot() else ()
+    return (*integer, "flat", "upcast")
+
+
+def default_choice(bits: int, m: int) -> str:
+    """The implementation for m rows of x where no machine profile says better: never int8, which costs accuracy.
+
+    int16 where there is AVX2. Otherwise flat, and without a compiler upcast.
+    """
+    del m
+    return implementations(bits)[0]
+
+
+def measure(
+    impl: str,
+    dtype: torch.dtype,
+    m: int,
+    n: int,
+    stored: Packing,
+    repeats: int = 5,
+    cache_nbytes: int = 64 << 20,
+) -> float:
+    """Median time_s of one call with x and out of dtype, over packed weights that together exceed cache_nbytes."""
+    bits, k, group_size, _ = stored
+    nbytes = stored.row_nbytes
+    count = max(2, -(-cache_nbytes // max(1, n * nbytes)))
+    weights = torch.randint(0, 256, (count, n, nbytes), dtype=torch.uint8)
+    weights[..., packing.codes_nbytes(k, bits, group_size) :] = 0x11  # small scales and lows in fp16 and bf16 alike
+    x, out = torch.empty(m, k, dtype=dtype).uniform_(-1, 1), torch.empty(m, n, dtype=dtype)
+    calls = [bind_linear_q(impl, x, weight, None, out, stored) for weight in weights]
+    calls[-1]()
+    times_s = []
+    for i in range(repeats):
+        begin_s = time.perf_counter()
+        calls[i % (count - 1)]()
+        times_s.append(time.perf_counter() - begin_s)
+    return statistics.median(times_s)

@@ -1,0 +1,193 @@
+// y = act(x W^T + b) * multiplier + residual for a W of packed 4- or 8-bit groups (packing.py), by two routes: integer
+// dot products (integer_dot.h), and fp32, which unpacks a few rows at a time and takes any x on any processor.
+#include <algorithm>
+
+#include "finish.h"
+#include "groups.h"
+#include "integer_dot.h"
+#include "team.h"
+
+using namespace forebay;
+
+extern "C" struct QuantizedLinearArgs {
+  const void* x;
+  const uint8_t* rows;     // [n, rows_stride] bytes
+  const void* bias;        // may be null
+  const void* multiplier;  // [m, n] of out's dtype, may be null or out
+  const void* residual;    // [m, n] of out's dtype, may be null or out
+  void* out;
+  int64_t m, n, k, x_stride, rows_stride, multiplier_stride, residual_stride, out_stride, group;
+  int32_t bits, scale_dtype, x_dtype, bias_dtype, out_dtype, activation;
+  int32_t integer_nbytes;  // 2 or 1: x as integers of so many bytes; 0: x as fp32
+};
+
+namespace {
+
+constexpr int64_t M_BLOCK = 64;
+constexpr int64_t MAX_CHUNK = 256;         // weight rows per task
+constexpr int64_t CHUNK_NBYTES = 1 << 16;  // packed bytes per task: small beside L2, and a task takes some 5 µs
+constexpr int64_t PRODUCTS = 4096;         // results that a task holds
+constexpr int64_t UNPACK_ROWS = 8, UNPACK_K = 512;  // 16 KiB of fp32 weights at a time
+
+float bias_at(const QuantizedLinearArgs& a, int64_t n) {
+  if (!a.bias) return 0.0f;
+  if (a.bias_dtype == F32) return load_one(static_cast<const float*>(a.bias) + n);
+  if (a.bias_dtype == BF16) return load_one(static_cast<const bf16*>(a.bias) + n);
+  return load_one(static_cast<const f16*>(a.bias) + n);
+}
+
+// c[m, n] += x[m, k] times rows [n0, n1) unpacked to fp32.
+void float_product(const QuantizedLinearArgs& a, const GroupFormat& f, const float* x, int64_t xs, int64_t m,
+                   int64_t n0, int64_t n1, float* c, int64_t cs) {
+  alignas(64) float w[UNPACK_ROWS * UNPACK_K];
+  const int64_t step = std::max(a.group, UNPACK_K / a.group * a.group);
+  for (int64_t n = n0; n < n1; n += UNPACK_ROWS) {
+    const int64_t rows = std::min(UNPACK_ROWS, n1 - n);
+    for (int64_t k = 0; k < a.k; k += step) {
+      const int64_t left = std::min(step, a.k - k);
+      for (int64_t j = 0; j < rows; ++j) dequantize_row(a.rows + (n + j) * a.rows_stride, f, k, left, w + j * step);
+      multiply_dot(x + k, xs, w, step, m, rows, left, c + (n - n0), cs);
+    }
+  }
+}
+
+void upcast_row(const QuantizedLinearArgs& a, int64_t m, float* to) {
+  if (a.x_dtype == F32) upcast(static_cast<const float*>(a.x) + m * a.x_stride, to, a.k);
+  else if (a.x_dtype == BF16) upcast(static_cast<const bf16*>(a.x) + m * a.x_stride, to, a.k);
+  else upcast(static_cast<const f16*>(a.x) + m * a.x_stride, to, a.k);
+}
+
+struct Work {
+  GroupFormat f;
+  const float* x;  // fp32 rows of the block
+  int64_t xs;
+  const bool* left;  // rows of the block that are not to be written, or null
+#if FB_INTEGER_DOT
+  IntegerRows integers;
+#endif
+};
+
+void run_chunk(const QuantizedLinearArgs& a, const Work& work, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+  alignas(64) float c[PRODUCTS];
+  const int64_t m = m1 - m0, n = n1 - n0;
+  for (int64_t j = 0; j < n; ++j) c[j] = bias_at(a, n0 + j);
+  for (int64_t i = 1; i < m; ++i) std::memcpy(c + i * n, c, size_t(n) * 4);
+#if FB_INTEGER_DOT
+  const uint8_t* rows = a.rows + n0 * a.rows_stride;
+#define FB_PRODUCT(BITS, BYTES, SUB) \
+  integer_product<BITS, BYTES, SUB>(work.integers, m, rows, a.rows_stride, n, work.f, c, n)
+  const bool whole = a.group % 64 == 0;
+  if (a.integer_nbytes == 2 && a.bits == 4) whole ? FB_PRODUCT(4, 2, 64) : FB_PRODUCT(4, 2, 32);
+  else if (a.integer_nbytes == 2) whole ? FB_PRODUCT(8, 2, 64) : FB_PRODUCT(8, 2, 32);
+  else if (a.integer_nbytes == 1) whole ? FB_PRODUCT(4, 1, 64) : FB_PRODUCT(4, 1, 32);
+  else
+#undef FB_PRODUCT
+#endif
+    float_product(a, work.f, work.x, work.xs, m, n0, n1, c, n);
+  for (int64_t i = 0, end; i < m; i = end + 1) {
+    for (end = i; end < m && !(work.left && work.left[end]); ++end) {}
+    write_product(a, c + i * n, n, m0 + i, m0 + end, n0, n1);
+  }
+}
+
+void run_block(const QuantizedLinearArgs& a, const Work& work, int64_t m0, int64_t m1, int threads) {
+  const int64_t m = m1 - m0, unit = 8;
+  // Four tasks a thread even out a busy core.
+  const int64_t share = (a.n + 4 * threads - 1) / (4 * threads);
+  const int64_t fitting = std::min({MAX_CHUNK, PRODUCTS / m, std::max<int64_t>(unit, CHUNK_NBYTES / a.rows_stride)});
+  const int64_t chunk = std::min((share + unit - 1) / unit, fitting / unit) * unit;
+  const int64_t chunks = (a.n + chunk - 1) / chunk;
+  parallel_for(chunks, threads, m * a.n * a.k / 32 + a.n * a.k / 32, [&](int64_t i) {  // 32 products, codes a ns
+    run_chunk(a, work, m0, m1, i * chunk, std::min(a.n, (i + 1) * chunk));
+  });
+}
+
+void run_float(const QuantizedLinearArgs& a, Work work, int64_t m0, int64_t m1, float* x, int threads) {
+  QuantizedLinearArgs plain = a;
+  plain.integer_nbytes = 0;
+  if (a.x_dtype == F32) {
+    work.x = static_cast<const float*>(a.x) + m0 * a.x_stride;
+    work.xs = a.x_stride;
+  } else {
+    parallel_parts(m1 - m0, threads, (m1 - m0) * a.k / 8, [&](int64_t begin, int64_t end) {
+      for (int64_t m = begin; m < end; ++m) upcast_row(a, m0 + m, x + m * a.k);
+    });
+    work.x = x;
+    work.xs = a.k;
+  }
+  run_block(plain, work, m0, m1, threads);
+}
+
+int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+#if FB_INTEGER_DOT
+template <int BYTES>
+bool round_any(const QuantizedLinearArgs& a, const IntegerRows& rows, int64_t row, int64_t i, int64_t m) {
+  const int64_t at = row * a.x_stride;
+  if (a.x_dtype == F32) return round_row<BYTES>(static_cast<const float*>(a.x) + at, a.k, a.group, a.bits, rows, i, m);
+  if (a.x_dtype == BF16) return round_row<BYTES>(static_cast<const bf16*>(a.x) + at, a.k, a.group, a.bits, rows, i, m);
+  return round_row<BYTES>(static_cast<const f16*>(a.x) + at, a.k, a.group, a.bits, rows, i, m);
+}
+
+void run_integer(const QuantizedLinearArgs& a, Work work, int64_t m0, int64_t m1, float* scratch, int threads) {
+  const int64_t m = m1 - m0;
+  IntegerRows& rows = work.integers;
+  rows.k = work.f.count * a.group;
+  rows.g8 = round_up(work.f.count, 8);
+  rows.scale = scratch;
+  rows.sum = scratch + m * rows.g8;
+  rows.values = reinterpret_cast<uint8_t*>(scratch + 2 * m * rows.g8);
+  float* spare = scratch + 2 * m * rows.g8 + m * rows.k * a.integer_nbytes / 4;
+  bool left[M_BLOCK];
+  parallel_for(m, threads, m * a.k / 2, [&](int64_t i) {
+    left[i] = !(a.integer_nbytes == 2 ? round_any<2>(a, rows, m0 + i, i, m) : round_any<1>(a, rows, m0 + i, i, m));
+  });
+  work.left = left;
+  run_block(a, work, m0, m1, threads);
+  work.left = nullptr;
+  for (int64_t i = 0; i < m; ++i)
+    if (left[i]) run_float(a, work, m0 + i, m0 + i + 1, spare, threads);
+}
+#endif
+
+// Floats of scratch that `rows` rows of x take.
+int64_t scratch_floats_for(const QuantizedLinearArgs& a, int64_t rows) {
+  const int64_t count = (a.k + a.group - 1) / a.group;
+  if (!a.integer_nbytes) return a.x_dtype == F32 ? 0 : rows * a.k;
+  return rows * (2 * round_up(count, 8) + count * a.group * a.integer_nbytes / 4) + a.k;
+}
+
+void run(const QuantizedLinearArgs& a, float* scratch, int64_t scratch_floats, int threads) {
+  Work work = {};
+  work.f = {a.group, (a.k + a.group - 1) / a.group, a.bits, a.scale_dtype};
+  int64_t block = std::min(M_BLOCK, a.m);
+  while (block > 1 && scratch_floats_for(a, block) > scratch_floats) block = (block + 1) / 2;
+  for (int64_t m0 = 0; m0 < a.m; m0 += block) {
+    const int64_t m1 = std::min(a.m, m0 + block);
+#if FB_INTEGER_DOT
+    if (a.integer_nbytes) { run_integer(a, work, m0, m1, scratch, threads); continue; }
+#endif
+    run_float(a, work, m0, m1, scratch, threads);
+  }
+}
+
+}  // namespace
+
+// 1 where the routes by integers exist.
+extern "C" int forebay_integer_dot() {
+#if FB_INTEGER_DOT
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+// Needs a group that is a multiple of 32 up to 512, and scratch for one row of x. Writes out[m, n] only.
+extern "C" int forebay_linear_q(const QuantizedLinearArgs* a, float* scratch, int64_t scratch_floats,
+                                        int threads) {
+  if (a->m == 0 || a->n == 0) return 0;
+  if (a->group % 32 || a->group > UNPACK_K || scratch_floats_for(*a, 1) > scratch_floats) return 1;
+  if (a->integer_nbytes && !forebay_integer_dot()) return 1;
+  run(*a, scratch, scratch_floats, threads);
+  return 0;
+}

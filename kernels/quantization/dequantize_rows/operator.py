@@ -1,0 +1,53 @@
+"""`forebay::dequantize_rows`: packed rows back to numbers, where no operator consumes them packed.
+
+Layout: `packing`. The product `linear_q` reads rows themselves; this is for everything else, such as
+the rows of a quantised embedding.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from forebay.kernels.operator import Call, Operator, Use, each_once
+from forebay.kernels.quantization.dequantize_rows.cpu import bind_dequantize_rows, workspace_nbytes
+from forebay.kernels.quantization.dequantize_rows.reference import check, reference
+
+
+@torch.library.custom_op("forebay::dequantize_rows", mutates_args=())
+def dequantize_rows(
+    rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
+    transposed: bool,
+) -> Tensor:
+    """rows uint8 [..., R] -> [..., K] of dtype; with transposed, rows [N, R] -> [K, N]. Any device."""
+    check(rows, in_features, bits, group_size, transposed)
+    return reference(rows, in_features, bits, group_size, scale_dtype, dtype, transposed)
+
+
+@dequantize_rows.register_fake
+def _(
+    rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
+    transposed: bool,
+) -> Tensor:
+    shape = (in_features, rows.shape[0]) if transposed else (*rows.shape[:-1], in_features)
+    return rows.new_empty(shape, dtype=dtype)
+
+
+def _bind(use: Use) -> Call:
+    return bind_dequantize_rows(*use.args, out=use.out[0])
+
+
+def _workspace(use: Use) -> int:
+    rows, in_features, _, group_size = use.args[:4]
+    return workspace_nbytes(math.prod(rows.shape[:-1]), in_features, group_size)
+
+
+DEQUANTIZE_ROWS = Operator(
+    torch.ops.forebay.dequantize_rows.default,
+    reference,
+    each_once,
+    bind={"cpu": _bind, "cuda": _bind},
+    workspace={"cpu": _workspace, "cuda": _workspace},
+)

@@ -1,0 +1,162 @@
+"""Attention over packed rows in Triton, interpreted, against the definition in float64."""
+
+from __future__ import annotations
+
+import math
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from kernels_blocks import LIMIT, relative_error
+
+from forebay.kernels.attention.attention import reference as attention
+from forebay.kernels.attention.attention_q import gpu
+from forebay.kernels.attention.attention_q import reference as attention_q
+from forebay.kernels.attention.costs import gpu_workspace_nbytes
+from forebay.kernels.cache.kv_append_q import reference as kv_append_q
+from forebay.kernels.formats import row_sizes
+from forebay.kernels.gpu_support import cache_rows
+from forebay.kernels.operator import Tensors
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def made(ends: list[int], kv_heads: int, dim: int, bits: int, group: int, length: int = 0) -> tuple[Tensor, Tensor]:
+    """Caches with spare rows between heads; positions from ends[b] on are 0xff, which reads as NaN."""
+    generator = torch.Generator().manual_seed(dim + bits)
+    row = row_sizes.row_nbytes(dim, bits, group, row_sizes.CACHE_ALIGN)
+    length = length or max(ends) + 3
+    caches = torch.full((2, len(ends), kv_heads, length + 2, row), 0xFF, dtype=torch.uint8)[..., :length, :]
+    for cache in caches:
+        for b, end in enumerate(ends):
+            x = torch.randn(kv_heads, end, dim, generator=generator)
+            x[..., 0] += 3.0
+            cache[b, :, :end] = kv_append_q.pack(x, bits, group)
+    return caches[0], caches[1]
+
+
+def queries(ends: list[int], heads: int, new: int, dim: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(heads + new)
+    return torch.randn(len(ends), new, heads, dim, generator=generator).to(dtype).transpose(1, 2)
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, start: Tensor, window: int, softcap: float, bits: int, group: int) -> Tensor:
+    batch, heads, new, dim = q.shape
+    wide = torch.full((batch, new, heads, dim + 6), 7.0, dtype=q.dtype)
+    out = wide[..., :dim].fill_(math.nan)
+    gpu.attention_q(q, k, v, start, dim**-0.5, window, softcap, bits, group, out)
+    assert (wide[..., dim:] == 7).all()
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=("fp16", "bf16", "fp32"))
+@pytest.mark.parametrize("new", (1, 11))
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "bits", "group", "window", "softcap"),
+    [(6, 2, 64, 4, 32, 0, 0.0), (2, 1, 128, 8, 64, 0, 0.0), (2, 2, 80, 4, 40, 19, 4.0), (4, 1, 64, 8, 64, 13, 0.0),
+     (2, 1, 128, 4, 32, 0, 5.0), (3, 1, 96, 8, 48, 0, 0.0), (2, 2, 37, 4, 12, 0, 0.0), (2, 1, 64, 4, 32, -7, 0.0),
+     (4, 2, 64, 8, 64, -40, 2.0)],
+)  # fmt: skip
+def test_matches_the_definition(
+    heads: int, kv_heads: int, dim: int, bits: int, group: int, window: int, softcap: float, new: int,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    ends = [85, new]
+    q, (k, v) = queries(ends, heads, new, dim, dtype), made(ends, kv_heads, dim, bits, group)
+    start = torch.tensor(ends) - new
+    found = run(q, k, v, start, window, softcap, bits, group)
+    wanted = attention_q.reference(q, k, v, start, dim**-0.5, window, softcap, bits, group)
+    assert not wanted.isnan().any()
+    assert relative_error(found, wanted) <= LIMIT[dtype]
+
+
+@pytest.mark.parametrize(("dim", "group"), [(64, 32), (80, 40)])
+def test_a_long_sequence_is_split(dim: int, group: int) -> None:
+    """The shares of a sequence, each of rotated rows, merged; the second sequence leaves some without a position."""
+    ends = [1100, 200]
+    q, (k, v) = queries(ends, 2, 1, dim, torch.float16), made(ends, 1, dim, 4, group)
+    start = torch.tensor(ends) - 1
+    assert gpu.decode_attention.split_count(2, k.shape[2], 64, 4 * 2 * (dim + 2), 2 * k.shape[3], 132) > 1
+    for window in (0, 90, -300):
+        found = run(q, k, v, start, window, 0.0, 4, group)
+        wanted = attention_q.reference(q, k, v, start, dim**-0.5, window, 0.0, 4, group)
+        assert relative_error(found, wanted) <= LIMIT[torch.float16]
+
+
+@pytest.mark.parametrize("new", (1, 20))
+@pytest.mark.parametrize("value", (math.nan, math.inf))
+@pytest.mark.parametrize("where", ("q", "k", "v"))
+def test_nan_and_infinity_do_as_torch(where: str, value: float, new: int) -> None:
+    """Infinity that was stored reads as NaN, as does what shares its block of a rotation."""
+    ends = [20]
+    q, (k, v) = queries(ends, 1, new, 64, torch.bfloat16), made(ends, 1, 64, 4, 32)
+    if where == "q":
+        q[0, 0, -1, 5] = value
+    else:
+        x = torch.randn(64)
+        x[5] = value
+        (k if where == "k" else v)[0, 0, 7] = kv_append_q.pack(x, 4, 32)
+    start = torch.tensor(ends) - new
+    found = run(q, k, v, start, 0, 0.0, 4, 32)
+    unpacked = (kv_append_q.unpack(cache, 64, 4, 32) for cache in (k, v))
+    wanted = attention.reference(q, *unpacked, start, 64**-0.5, dtype=torch.float32)
+    # What a query does not see is multiplied by 0 or not at all, as the tiles fall: torch's kernels differ there too.
+    seen = slice(7, None) if where == "v" and new > 1 else slice(None)
+    assert torch.equal(found[:, seen].isnan(), wanted[:, seen].isnan()) and wanted.isnan().any()
+    finite = wanted.isfinite()
+    assert torch.allclose(found[finite].float(), wanted[finite], atol=0.03)
+
+
+@pytest.mark.parametrize(("dim", "bits"), [(64, 4), (128, 8), (112, 4), (80, 8)])
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
+def test_decode_counts_the_shares_that_it_makes(
+    monkeypatch: pytest.MonkeyPatch, dim: int, bits: int, dtype: torch.dtype
+) -> None:
+    group, row = row_sizes.cache_group_size(dim, bits), row_sizes.cache_row_nbytes(dim, bits)
+    q, cache = torch.zeros(1, 4, 1, dim, dtype=dtype), torch.zeros(1, 1, 2048, row, dtype=torch.uint8)
+    call = gpu.bind_attention_q(q, cache, cache, torch.zeros(1, dtype=torch.int64), 1.0, 0, 0.0, bits, group,
+                                torch.empty(1, 1, 4, dim, dtype=dtype))  # fmt: skip
+    taken, empty = [], torch.empty
+
+    def counted(*shape: int, **options: object) -> Tensor:
+        taken.append(empty(*shape, **options))  # type: ignore[call-overload]
+        return taken[-1]
+
+    monkeypatch.setattr(torch, "empty", counted)
+    call()
+    monkeypatch.undo()
+    nbytes = sum(t.nbytes for t in taken)
+    assert nbytes > 4 * 4 * (dim + 2)  # more than one share
+    assert nbytes <= gpu_workspace_nbytes(Tensors((q, cache), {}, ()), bits, group) <= nbytes + (64 << 10)
+
+
+def test_loads_are_as_wide_as_rows_permit() -> None:
+    def unit(dim: int, bits: int) -> int:
+        rows = torch.empty(2, 3, 5, row_sizes.cache_row_nbytes(dim, bits), dtype=torch.uint8)
+        return cache_rows.packed_view(rows, rows, dim, bits, row_sizes.cache_group_size(dim, bits)).unit
+
+    assert [unit(dim, 4) for dim in (64, 80, 128, 256)] == [8, 16, 16, 16]
+    assert [unit(dim, 8) for dim in (64, 80, 128, 256)] == [4, 8, 8, 16]
+
+
+@pytest.mark.parametrize("new", (1, 3))
+@pytest.mark.parametrize(
+    ("index", "argument", "wrong"),
+    [(0, "q", lambda x: x.double()), (0, "q", lambda x: torch.stack((x, x), -1)[..., 0]),
+     (1, "k_cache", lambda x: x[..., :-4]),
+     (2, "v_cache", lambda x: x[:, :, 1:]), (3, "start", lambda x: x.int()),
+     (1, "k_cache", lambda x: x.new_zeros(x.numel() + 2)[2:].view(x.shape)), (9, "out", lambda x: x[:, :, :1])],
+)  # fmt: skip
+def test_bad_arguments_are_named_before_a_launch(index: int, argument: str, wrong: object, new: int) -> None:
+    k, v = made([9], 2, 64, 4, 32)
+    q = queries([9], 4, new, 64, torch.float16)
+    args: list = [q, k, v, torch.tensor([5]), 1.0, 0, 0.0, 4, 32, torch.empty(1, new, 4, 64, dtype=q.dtype)]
+    args[index] = wrong(args[index])  # type: ignore[operator]
+    with pytest.raises(ValueError, match=f"^attention_q: {argument} "):
+        gpu.bind_attention_q(*args)

@@ -1,0 +1,102 @@
+"""Prefill attention in Triton, interpreted, against the definition in float64."""
+
+from __future__ import annotations
+
+import math
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels_blocks import LIMIT, fill_cache, relative_error
+
+from forebay.kernels.attention.attention import reference as attention
+from forebay.kernels.attention.prefill_attention import gpu
+from forebay.kernels.attention.prefill_attention import reference as prefill_attention
+from forebay.kernels.formats.paged import BlockLayout
+
+
+def made(dtype: torch.dtype, batch: int, heads: int, kv_heads: int, queries: int, length: int, dim: int) -> list:
+    """q [B, H, S, D] and k, v [B, Hkv, L, D], none of them contiguous."""
+    generator = torch.Generator().manual_seed(heads + queries)
+    shapes = ((batch, queries, heads, dim), (batch, length, kv_heads, dim), (batch, length, kv_heads, dim))
+    return [torch.randn(shape, generator=generator).to(dtype).transpose(1, 2) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "queries", "dim", "starts", "window", "softcap"),
+    [(6, 2, 37, 40, [0, 90], 0, 0.0), (4, 1, 1, 64, [70, 3], 0, 0.0), (2, 2, 33, 24, [101, 5], 19, 4.0),
+     (4, 2, 33, 24, [101, 5], -19, 4.0), (2, 1, 40, 64, [80, 0], -64, 0.0)],
+)
+def test_matches_the_definition(
+    dtype: torch.dtype, heads: int, kv_heads: int, queries: int, dim: int, starts: list[int], window: int,
+    softcap: float,
+) -> None:  # fmt: skip
+    q, k, v = made(dtype, 2, heads, kv_heads, queries, 140, dim)
+    start = torch.tensor(starts)
+    for cache in (k, v):  # what is beyond the last query was never written
+        for b, begin in enumerate(starts):
+            cache[b, :, begin + queries :] = math.nan
+    out = torch.full((2, queries, heads, dim), math.nan, dtype=dtype)
+    gpu.prefill_attention(q, k, v, start, dim**-0.5, window, softcap, out)
+    wanted = attention.reference(q, k.nan_to_num(), v.nan_to_num(), start, dim**-0.5, window, softcap)
+    assert relative_error(out, wanted) <= LIMIT[dtype]
+
+
+@pytest.mark.parametrize("format", ["native", "block8", "block4"])
+@pytest.mark.parametrize("tokens", [16, 64])
+def test_blocks_of_every_format(format: str, tokens: int) -> None:
+    layout = BlockLayout(tokens, 2, 32, format, torch.float16)
+    cache = fill_cache(layout, [83, 30])
+    q = torch.randn(2, 4, 21, 32, generator=torch.Generator().manual_seed(5)).half()
+    start = cache.lengths - 21
+    out = torch.full((2, 21, 4, 32), math.nan, dtype=torch.float16)
+    gpu.prefill_attention_paged(q, cache.pool, cache.table, start, layout, 0.2, 0, 0.0, out)
+    pool = cache.pool.clone()
+    wanted = prefill_attention.paged_reference(q, pool, cache.table, start, layout, 0.2)
+    assert relative_error(out, wanted) <= 1e-3
+
+
+def test_scores_that_overflow_exp() -> None:
+    q, k, v = made(torch.float16, 1, 2, 1, 20, 20, 32)
+    out = torch.full((1, 20, 2, 32), math.nan, dtype=torch.float16)
+    gpu.prefill_attention(q * 30, k * 30, v, torch.tensor([0]), 1.0, 0, 0.0, out)
+    assert relative_error(out, attention.reference(q * 30, k * 30, v, torch.tensor([0]), 1.0)) <= 1e-3
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_nan_and_infinity_do_as_torch(value: float, where: str) -> None:
+    q, k, v = (t.abs() + 0.1 for t in made(torch.bfloat16, 1, 1, 1, 20, 20, 16))
+    {"q": q, "k": k, "v": v}[where][0, 0, 7, 5] = value
+    out = torch.full((1, 20, 1, 16), 7.0, dtype=torch.bfloat16)
+    gpu.prefill_attention(q, k, v, torch.tensor([0]), 0.25, 0, 0.0, out)
+    wanted = attention.reference(q, k, v, torch.tensor([0]), 0.25, dtype=torch.float32)
+    # What a query does not see is multiplied by 0 or not at all, as the tiles fall: torch's kernels differ there too.
+    seen = slice(7, None) if where == "v" else slice(None)
+    assert torch.equal(out[:, seen].isnan(), wanted[:, seen].isnan())
+    assert torch.equal(out[:, seen].isinf(), wanted[:, seen].isinf())
+    finite = wanted.isfinite()
+    assert torch.allclose(out[finite].float(), wanted[finite], atol=0.02)
+
+
+def test_bad_arguments_are_named_before_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "bind_view", lambda *args: pytest.fail("launched"))
+    q, k, v = made(torch.float16, 1, 4, 2, 3, 9, 16)
+    start, out = torch.tensor([6]), torch.empty(1, 3, 4, 16, dtype=torch.float16)
+    cases = {
+        "q": (q[0], k, v, start, 1.0, 0, 0.0, out),
+        "k": (q, k.float(), v, start, 1.0, 0, 0.0, out),
+        "v": (q, k, v[:, :, 1:], start, 1.0, 0, 0.0, out),
+        "kv_heads": (q[:, :3], k, v, start, 1.0, 0, 0.0, out),
+        "start": (q, k, v, start.int(), 1.0, 0, 0.0, out),
+        "out": (q, k, v, start, 1.0, 0, 0.0, out[:, 1:]),
+    }
+    for name, arguments in cases.items():
+        with pytest.raises(ValueError, match=f"^prefill_attention: {name} "):
+            gpu.prefill_attention(*arguments)

@@ -1,0 +1,100 @@
+"""The threads that kernels share their loops with: same results by any number, from several callers, after a fork."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from forebay.kernels.build import compile
+from forebay.kernels.cpu_support import native
+from forebay.kernels.cpu_support.native import NativeCall
+from forebay.kernels.formats.packing import Packing
+from forebay.kernels.products.linear.cpu import bind_linear
+from forebay.kernels.products.linear_q.cpu import bind_linear_q
+from forebay.kernels.quantization.quantize.cpu import quantize_rows
+
+pytestmark = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def calls(seed: int) -> tuple[list[NativeCall], list[torch.Tensor]]:
+    """Loops of some 10 to 500 µs, long enough to be shared, and their results."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(3, 512, generator=generator)
+    weight = torch.randn(1500, 512, generator=generator)
+    rows, made = quantize_rows(weight, 4, 32), [torch.empty(3, 1500), torch.empty(1, 1500), torch.empty(3, 1500)]
+    return [bind_linear_q("flat", x, rows, None, made[0], Packing(4, 512, 32)),
+            bind_linear_q("flat", x[:1], rows, None, made[1], Packing(4, 512, 32)),
+            bind_linear("flat", x, weight, None, made[2])], made  # type: ignore[list-item]
+
+
+def run(steps: list[NativeCall], made: list[torch.Tensor]) -> list[torch.Tensor]:
+    for tensor in made:
+        tensor.fill_(torch.nan)
+    for step in native.chained(steps):
+        step()
+    return [tensor.clone() for tensor in made]
+
+
+def test_any_number_of_threads_gives_the_same_bits() -> None:
+    steps, made = calls(0)
+    torch.set_num_threads(1)
+    want = run(steps, made)
+    assert not any(tensor.isnan().any() for tensor in want)
+    for count in (2, 5, 3, 1, 2):
+        torch.set_num_threads(count)
+        for _ in range(20):
+            assert all(map(torch.equal, run(steps, made), want))
+        native.rest()
+
+
+def test_callers_at_once_do_not_meet() -> None:
+    """One has the team, the others work alone."""
+    torch.set_num_threads(3)
+    cases = [calls(seed) for seed in range(4)]
+    want = [run(*case) for case in cases]
+    wrong: list[int] = []
+
+    def repeat(i: int) -> None:
+        torch.set_num_threads(3)
+        if not all(all(map(torch.equal, run(*cases[i]), want[i])) for _ in range(50)):
+            wrong.append(i)
+
+    callers = [threading.Thread(target=repeat, args=(i,)) for i in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+FORKING = """
+import os, torch
+from tests.kernels.cpu_support.test_team import calls, run
+torch.set_num_threads(2)
+steps, made = calls(1)
+want = run(steps, made)
+child = os.fork()
+if child == 0:
+    os._exit(0 if all(map(torch.equal, run(steps, made), want)) else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert all(map(torch.equal, run(steps, made), want))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_has_a_team_of_its_own(request: pytest.FixtureRequest) -> None:
+    """Threads do not cross a fork; waiting for the parent's would never end."""
+    subprocess.run([sys.executable, "-c", FORKING], cwd=request.config.rootpath, check=True, timeout=120)

@@ -1,0 +1,161 @@
+"""Attention over codes as they are: the PTX by itself, and within the kernels, interpreted, against the definition."""
+
+from __future__ import annotations
+
+import math
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton.language as tl
+from kernels_blocks import LIMIT, fill_cache, relative_error
+from ptx_blocks import evaluate, execute
+from triton.runtime.interpreter import TensorHandle
+
+from forebay.kernels.attention.attention_q import gpu as attention_q
+from forebay.kernels.attention.attention_q import reference as attention_q_operator
+from forebay.kernels.attention.decode_attention import decode_shares
+from forebay.kernels.attention.decode_attention import gpu as decode_attention
+from forebay.kernels.attention.decode_attention import reference as decode_operator
+from forebay.kernels.cache.kv_append_q import reference as kv_append_q
+from forebay.kernels.formats import row_sizes
+from forebay.kernels.formats.paged import BlockLayout
+from forebay.kernels.gpu_support import cache_codes
+
+HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def words_of(seed: int) -> torch.Tensor:
+    return torch.randint(0, 1 << 32, (4096,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_keys_stand_above_a_power_of_two(bits: int) -> None:
+    words = words_of(0)
+    for part in range(16 // bits):
+        odd = part % 2 == 1
+        if bits == 4:
+            block, moved = (cache_codes.KEY4_ODD if odd else cache_codes.KEY4_EVEN), words >> (part // 2 * 8)
+        else:
+            block, moved = (cache_codes.KEY8_ODD if odd else cache_codes.KEY8_EVEN), words
+        made = evaluate(block.value, [moved], torch.float16)
+        for half in range(2):
+            codes = (words >> (part * bits + half * 16)) & ((1 << bits) - 1)
+            assert torch.equal(made[:, half], codes.double() + (64 if bits == 4 and odd else 1024))
+            assert codes.unique().numel() == 1 << bits
+
+
+def test_bytes_as_fp16_and_fp32() -> None:
+    words = words_of(1)
+    scale, low = torch.rand(4096).half() / 16, torch.randn(4096).half()
+    twice = [value.view(torch.uint16).long() * 0x10001 for value in (scale, low)]
+    for part, block in enumerate((cache_codes.VALUE8_EVEN, cache_codes.VALUE8_ODD)):
+        made = evaluate(block.value, [words, *twice], torch.float16)
+        for half in range(2):
+            codes = (words >> (part * 8 + half * 16)) & 0xFF
+            assert torch.equal(made[:, half], (codes.double() * scale.double() + low.double()).half().double())
+    for k in range(4):
+        made = execute(getattr(cache_codes, f"BYTE_{k}").value, [words], torch.float16)
+        assert torch.equal(made.to(torch.int32).view(torch.float32).long() - 32768, (words >> 8 * k) & 0xFF)
+
+
+def test_halves_are_put_together() -> None:
+    first, second = words_of(2), words_of(3)
+    low = (first & 0xFFFF) | ((second & 0xFFFF) << 16)
+    high = (first >> 16) | ((second >> 16) << 16)
+    for block, more, wanted in (
+        (cache_codes.LOW_HALVES, [], low), (cache_codes.HIGH_HALVES, [], high),
+        (cache_codes.CHOSEN_HALVES, [torch.full_like(first, 0x5410)], low),
+        (cache_codes.CHOSEN_HALVES, [torch.full_like(first, 0x7632)], high),
+    ):  # fmt: skip
+        assert torch.equal(execute(block.value, [first, second, *more], torch.float16), wanted)
+    x, y = torch.randn(2, 4096)
+    made = evaluate(cache_codes.TWO_BF16.value, [x, y], torch.bfloat16)
+    assert torch.equal(made, torch.stack((x.bfloat16(), y.bfloat16()), 1).double())
+
+
+@pytest.fixture
+def with_ptx(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The interpreter evaluates inline PTX and takes the kernels' path with it; the blocks that it met."""
+    met: list[str] = []
+
+    def inline(asm: Any, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
+        ptx: str = getattr(asm, "value", asm)
+        met.append(ptx)
+        args = [a if a.shape == args[0].shape else tl.broadcast_to(a, args[0].shape) for a in args]
+        data = [np.ascontiguousarray(a.handle.data) for a in args]
+        fp32 = data[0].dtype == np.float32
+        inputs = [
+            torch.from_numpy(d.reshape(-1) if fp32 else d.reshape(-1).astype(np.int64) & 0xFFFFFFFF) for d in data
+        ]
+        bf16 = "bf16" in ptx
+        words = execute(ptx, inputs, torch.bfloat16 if bf16 else torch.float16).numpy().astype(np.uint32)
+        words = words.view(np.int32 if dtype == tl.int32 else np.uint32).reshape(data[0].shape)
+        return tl.tensor(TensorHandle(words, dtype), tl.block_type(dtype, list(data[0].shape)))
+
+    monkeypatch.setattr(tl, "inline_asm_elementwise", inline)
+    monkeypatch.setattr(decode_attention, "INTERPRETED", False)
+    return met
+
+
+@pytest.mark.parametrize("dtype", tuple(HALVES), ids=HALVES.values())
+@pytest.mark.parametrize(
+    ("format", "heads", "kv_heads", "dim", "tokens"),
+    [("block4", 4, 1, 128, 64), ("block8", 3, 1, 80, 32), ("block4", 9, 1, 64, 16), ("block8", 2, 1, 128, 64)],
+)
+def test_paged_rows_as_compiled(
+    with_ptx: list[str], dtype: torch.dtype, format: str, heads: int, kv_heads: int, dim: int, tokens: int
+) -> None:
+    layout = BlockLayout(tokens, kv_heads, dim, format, dtype)
+    assert decode_shares.product(dim, layout.group, layout.bits, 2, heads // kv_heads, False).folded
+    cache = fill_cache(layout, [2 * tokens + 9, 5])
+    q = torch.randn(2, heads, dim, generator=torch.Generator().manual_seed(3)).to(dtype)
+    scale = dim**-0.5
+    arguments = (q, cache.pool, cache.table, cache.lengths, layout, scale)
+    for scores, window, softcap in (((0.0, -9.0, 11.0), 0, 0.0), ((0.0, 0.0, 0.0), 11, 3.0)):
+        out = torch.full_like(q, math.nan)
+        decode_attention.decode_attention(*arguments, window, softcap, *scores, out, 2)
+        wanted = decode_operator.reference(*arguments, window, softcap)
+        assert relative_error(out, wanted) <= LIMIT[dtype]
+    assert with_ptx
+
+
+@pytest.mark.parametrize("dtype", tuple(HALVES), ids=HALVES.values())
+@pytest.mark.parametrize(
+    ("heads", "dim", "bits"), [(4, 128, 4), (4, 128, 8), (3, 64, 4), (2, 64, 8), (1, 80, 4), (2, 96, 4), (2, 256, 4)]
+)
+def test_packed_rows_as_compiled(with_ptx: list[str], dtype: torch.dtype, heads: int, dim: int, bits: int) -> None:
+    group = row_sizes.cache_group_size(dim, bits)
+    assert decode_shares.product(dim, group, bits, 2, heads, False).folded
+    generator = torch.Generator().manual_seed(dim + bits)
+    start = torch.tensor([70])
+    shape = (2, 1, 1, 75, row_sizes.cache_row_nbytes(dim, bits))
+    caches = torch.full(shape, 0xFF, dtype=torch.uint8)  # what is not written reads as NaN
+    for cache in caches:
+        x = torch.randn(1, 71, dim, generator=generator)
+        x[..., 0] += 3.0
+        cache[0, :, :71] = kv_append_q.pack(x, bits, group)
+    q = torch.randn(1, heads, 1, dim, generator=generator).to(dtype)
+    out = torch.full((1, 1, heads, dim), math.nan, dtype=dtype)
+    arguments = (q, *caches, start, dim**-0.5, 0, 0.0, bits, group)
+    attention_q.attention_q(*arguments, out)
+    wanted = attention_q_operator.reference(*arguments)
+    assert relative_error(out, wanted) <= LIMIT[dtype]
+    assert with_ptx
+
+
+def test_rows_that_no_words_hold_are_dequantised_first() -> None:
+    assert not decode_shares.product(72, 36, 4, 2, 1, False).folded  # groups of 18 bytes
+    assert not decode_shares.product(32, 32, 4, 2, 1, False).folded  # four words to a row
+    assert not decode_shares.product(128, 64, 4, 2, 64, False).folded  # 128 rows of heads and groups
+    assert not decode_shares.product(128, 32, 4, 4, 1, False).folded  # fp32
+    assert decode_shares.product(128, 32, 4, 2, 4, False) == (16, 4, True)
+    assert decode_shares.product(64, 64, 8, 2, 3, False) == (16, 8, True)

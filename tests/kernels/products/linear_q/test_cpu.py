@@ -1,0 +1,284 @@
+"""linear_q: every implementation against float64, at odd shapes, row tiles and addresses, and what they
+must refuse."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from forebay.kernels import operators
+from forebay.kernels.build import compile
+from forebay.kernels.cpu_support import native
+from forebay.kernels.formats import packing
+from forebay.kernels.formats.packing import Packing
+from forebay.kernels.products.linear.reference import ACTIVATIONS, After
+from forebay.kernels.products.linear_q.cpu import (
+    bind_linear_q,
+    default_choice,
+    implementations,
+    measure,
+    scratch_nbytes,
+)
+from forebay.kernels.products.linear_q.reference import reference
+from forebay.kernels.quantization.quantize.cpu import quantize_rows
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+# Largest error of x as an integer, as a part of its group's largest magnitude.
+STEP = {"int16": 0.5 / 32767, "int8": 0.5 / 127, "flat": 0.0, "upcast": 0.0}
+needs_compiler = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
+ALL = ((4, "int16"), (4, "int8"), (4, "flat"), (4, "upcast"), (8, "int16"), (8, "flat"), (8, "upcast"))
+IMPLS = [pytest.param(*each, marks=() if each[1] == "upcast" else needs_compiler) for each in ALL]
+
+
+@pytest.fixture(autouse=True)
+def skip_without_avx2(request: pytest.FixtureRequest) -> None:
+    given = getattr(request.node, "callspec", None) and request.node.callspec.params
+    if given and "impl" in given and given["impl"] not in implementations(given["bits"]):
+        pytest.skip(f"no {given['impl']} here")
+
+
+def make(bits: int, n: int, k: int, group: int, scale_dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
+    """Packed rows at an address that is a multiple of 2 only, and the weight they stand for."""
+    packed = quantize_rows(torch.randn(n, k) * 0.1, bits, group, scale_dtype)
+    raw = bytearray(packed.numel() + 128)
+    begin = -torch.frombuffer(raw, dtype=torch.uint8).data_ptr() % 64 + 2
+    rows = torch.frombuffer(raw, dtype=torch.uint8, count=packed.numel(), offset=begin).view(packed.shape)
+    rows.copy_(packed)
+    return rows, reference(torch.eye(k), rows, None, Packing(bits, k, group, scale_dtype)).t()
+
+
+def tolerance(impl: str, x: Tensor, weight: Tensor, group: int, out: Tensor, bias: Tensor | None) -> Tensor:
+    """A bound on each element's error: rounding of the result, fp32 sums, and each x off by an integer's half step."""
+    k = x.shape[-1]
+    absolute = torch.nn.functional.pad(x.double().abs(), (0, -k % group)).unflatten(-1, (-1, group))
+    off = (absolute.amax(-1, keepdim=True) * STEP[impl]).expand_as(absolute).flatten(-2)[..., :k]
+    sums = x.double().abs() @ weight.abs().mT + (0 if bias is None else bias.double().abs())
+    return off @ weight.abs().mT + sums * (ROUNDING[out.dtype] + 2e-6) + 1e-7
+
+
+@pytest.mark.parametrize(("bits", "impl"), IMPLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", (1, 2, 7, 8, 67))
+def test_matches_float64(bits: int, impl: str, dtype: torch.dtype, m: int) -> None:
+    torch.manual_seed(m)
+    for n, k, group, scale_dtype in (
+        (1, 1, 32, torch.float16), (29, 83, 32, torch.bfloat16), (13, 576, 64, torch.float16),
+        (3, 1100, 64, torch.float16), (9, 300, 128, torch.bfloat16), (5, 530, 512, torch.float16),
+    ):  # fmt: skip
+        rows, weight = make(bits, n, k, group, scale_dtype)
+        x = (torch.randn(m, k) * torch.randn(m, 1).exp()).to(dtype)
+        for bias in (None, torch.randn(n)):
+            wide = torch.full((m, n + 11), 7.0, dtype=dtype)
+            out = wide[:, 5 : 5 + n]
+            out.fill_(torch.nan)  # stale contents must not leak
+            bind_linear_q(impl, x, rows, bias, out, Packing(bits, k, group, scale_dtype))()
+            want = reference(x, rows, bias, Packing(bits, k, group, scale_dtype))
+            assert ((out.double() - want).abs() <= tolerance(impl, x, weight, group, out, bias)).all()
+            assert (wide[:, :5] == 7).all() and (wide[:, 5 + n :] == 7).all()
+
+
+@pytest.mark.parametrize(("bits", "impl"), IMPLS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_multiplier_and_residual(bits: int, impl: str, activation: str) -> None:
+    """They round as operators apart would, and out may be the residual's memory."""
+    torch.manual_seed(0)
+    rows, _ = make(bits, 37, 200, 64)
+    for dtype in DTYPES:
+        x, multiplier = torch.randn(2, 3, 200).to(dtype), torch.randn(2, 3, 37).to(dtype)
+        plain = torch.empty(2, 3, 37, dtype=dtype)
+        bind_linear_q(impl, x, rows, None, plain, Packing(bits, 200, 64))()
+        activate = {"": lambda y: y, "silu": torch.nn.functional.silu, "relu": torch.relu,
+                    "gelu": torch.nn.functional.gelu,
+                    "gelu_tanh": lambda y: torch.nn.functional.gelu(y, approximate="tanh")}[activation]  # fmt: skip
+        out = torch.randn(2, 3, 37).to(dtype)
+        want = activate(plain) * multiplier + out
+        bind_linear_q(impl, x, rows, None, out, Packing(bits, 200, 64), after=After(activation, multiplier, out))()
+        # The activation itself is known to some 2e-7, which may round to the neighbouring number.
+        assert ((out - want).double().abs() <= (want.double().abs() + 3) * 2 * ROUNDING[dtype]).all()
+        exact = activation in ("", "relu") or dtype == torch.float32
+        assert exact <= bool(((out - want).double().abs() <= 4e-6 * (want.double().abs() + 3)).all())
+
+
+@pytest.mark.parametrize(("bits", "impl"), IMPLS)
+def test_row_tiles_give_the_same_bits(bits: int, impl: str) -> None:
+    """Rows [n0, n1) of the packed matrix, into a column slice of out, are what the whole gives there."""
+    rows, _ = make(bits, 70, 150, 64)
+    x, bias = torch.randn(9, 150).bfloat16(), torch.randn(70).bfloat16()
+    whole, out = torch.empty(2, 9, 70, dtype=torch.bfloat16).unbind()
+    bind_linear_q(impl, x, rows, bias, whole, Packing(bits, 150, 64))()
+    for n0 in range(0, 70, 27):
+        tile = rows[n0 : n0 + 27].clone()
+        bind_linear_q(impl, x, tile, bias[n0 : n0 + 27], out[:, n0 : n0 + 27], Packing(bits, 150, 64))()
+    if impl == "upcast":  # torch's sums depend on the shape
+        assert ((out - whole).double().abs() <= 2.0**-7 * whole.double().abs() + 1e-3).all()
+    else:
+        assert torch.equal(out, whole)
+
+
+@pytest.mark.parametrize(("bits", "impl"), IMPLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_integers_cannot_hold(bits: int, impl: str, dtype: torch.dtype) -> None:
+    """NaN and infinity give what torch gives, tiny rows keep their digits, and other rows are as without them."""
+    torch.manual_seed(1)
+    rows, weight = make(bits, 21, 90, 32)
+    x = torch.randn(12, 90).to(dtype)
+    residual = torch.randn(12, 21)
+    clean, out = torch.empty(12, 21), residual.clone()
+    bind_linear_q(impl, x, rows, None, clean, Packing(bits, 90, 32), after=After(residual=residual))()
+    x[1, 3], x[4, 89], x[4, 0], x[10, 7] = torch.inf, torch.inf, -torch.inf, torch.nan
+    if dtype != torch.float16:
+        x[6] = torch.randn(90).to(dtype) * 1e-33
+    bind_linear_q(impl, x, rows, None, out, Packing(bits, 90, 32), after=After(residual=out))()
+    want = x.float() @ weight.float().t() + residual
+    assert torch.equal(out.isnan(), want.isnan())
+    assert torch.equal(out.isposinf(), want.isposinf()) and torch.equal(out.isneginf(), want.isneginf())
+    usual = [i for i in range(12) if i not in (1, 4, 6, 10)]
+    assert torch.equal(out[usual], clean[usual])
+    assert (out[6] - want[6]).abs().max() < 1e-5 if dtype != torch.float16 else True
+    alone = torch.empty(1, 21)
+    bind_linear_q(impl, x[6:7], rows, None, alone, Packing(bits, 90, 32))()
+    exact = x[6:7].double() @ weight.mT
+    assert ((alone.double() - exact).abs() <= tolerance(impl, x[6:7], weight, 32, alone, None)).all()
+    zero = torch.zeros(1, 90).to(dtype)
+    bind_linear_q(impl, zero, rows, None, alone, Packing(bits, 90, 32))()
+    assert (alone == 0).all()
+
+
+@pytest.mark.parametrize(("bits", "impl"), IMPLS)
+def test_negative_scales(bits: int, impl: str) -> None:
+    """GGUF's blocks may have them."""
+    rows, _ = make(bits, 5, 64, 32)
+    scale = packing.unpack_rows(rows, 64, bits, 32, torch.float16)[1]
+    scale.neg_()
+    x, out = torch.randn(3, 64), torch.empty(3, 5)
+    bind_linear_q(impl, x, rows, None, out, Packing(bits, 64, 32))()
+    want = reference(x, rows, None, Packing(bits, 64, 32))
+    assert (out.double() - want).norm() < {"int8": 2e-2}.get(impl, 1e-4) * want.norm()
+
+
+@pytest.mark.parametrize(("bits", "impl"), IMPLS)
+def test_scratch_stays_within_its_bound(bits: int, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a small limit rows are taken fewer at a time, and the result stands."""
+    monkeypatch.setattr("forebay.kernels.products.linear_q.cpu.SCRATCH_NBYTES", 1 << 14)
+    monkeypatch.setattr(native, "_held", threading.local())
+    rows, weight = make(bits, 30, 333, 64)
+    x, out = torch.randn(70, 333).bfloat16(), torch.empty(70, 30)
+    call = bind_linear_q(impl, x, rows, None, out, Packing(bits, 333, 64))
+    call()
+    want = x.double() @ weight.mT
+    assert ((out.double() - want).abs() <= tolerance(impl, x, weight, 64, out, None)).all()
+    if impl != "upcast":
+        held = native._held.floats.nbytes
+        assert 0 < held <= scratch_nbytes(impl, torch.bfloat16, 70, 30, 333, 64) <= 1 << 14
+
+
+@pytest.mark.parametrize(("bits", "impl"), IMPLS)
+def test_bound_call_reads_present_contents_from_any_thread(bits: int, impl: str) -> None:
+    rows, _ = make(bits, 48, 64, 32)
+    x, out = torch.randn(4, 64), torch.empty(4, 48)
+    call = bind_linear_q(impl, x, rows, None, out, Packing(bits, 64, 32))
+    for _ in range(2):
+        x.normal_()
+        rows.copy_(quantize_rows(torch.randn(48, 64), bits, 32))
+        worker = threading.Thread(target=call)
+        worker.start()
+        worker.join()
+        want = reference(x, rows, None, Packing(bits, 64, 32))
+        assert (out.double() - want).norm() < {"int8": 2e-2}.get(impl, 1e-4) * want.norm()
+
+
+@pytest.mark.parametrize(("bits", "impl"), IMPLS)
+def test_empty_sizes(bits: int, impl: str) -> None:
+    out = torch.full((3, 4), torch.nan)
+    nothing, bias = torch.empty(4, 0, dtype=torch.uint8), torch.arange(4.0)
+    bind_linear_q(impl, torch.empty(3, 0), nothing, bias, out, Packing(bits, 0, 32))()
+    assert torch.equal(out, torch.arange(4.0).expand(3, 4))
+    rows, _ = make(bits, 4, 5, 32)
+    bind_linear_q(impl, torch.empty(0, 5), rows, None, torch.empty(0, 4), Packing(bits, 5, 32))()
+    bind_linear_q(impl, torch.ones(2, 5), rows[:0], None, torch.empty(2, 0), Packing(bits, 5, 32))()
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    (
+        ("x", {"x": torch.ones(3, 9)}),
+        ("x", {"x": torch.ones(3, 8, dtype=torch.int32)}),
+        ("x", {"x": torch.ones(8, 3).t()}),
+        ("rows", {"rows": torch.zeros(4, 33, dtype=torch.uint8)}),
+        ("rows", {"rows": torch.zeros(4, 48)}),
+        ("rows", {"rows": torch.zeros(48, 4, dtype=torch.uint8).t()}),
+        ("bias", {"bias": torch.ones(5)}),
+        ("out", {"out": torch.ones(3, 5)}),
+        ("out", {"out": torch.ones(4, 3).t()}),
+        ("group_size", {"group_size": 48}),
+        ("group_size", {"group_size": 0}),
+        ("group_size", {"group_size": 1024}),
+        ("scale_dtype", {"scale_dtype": torch.float32}),
+        ("bits", {"bits": 3}),
+        ("activation", {"after": After("swish")}),
+        ("multiplier", {"after": After(multiplier=torch.ones(4))}),
+        ("residual", {"after": After(residual=torch.ones(3, 4).half())}),
+        ("impl", {"impl": "fast"}),
+    ),
+)
+def test_refuses_by_name(bits: int, argument: str, change: dict) -> None:
+    rows, _ = make(bits, 4, 8, 32)
+    given = {"impl": "upcast", "x": torch.ones(3, 8), "rows": rows, "bias": torch.ones(4), "out": torch.ones(3, 4),
+             "stored": Packing(bits, 8, 32)} | change  # fmt: skip
+    given["stored"] = given["stored"]._replace(**{name: given.pop(name) for name in Packing._fields if name in given})
+    before = given["out"].clone()
+    with pytest.raises(ValueError, match=f"linear_q: {argument} "):
+        bind_linear_q(**given)
+    assert torch.equal(given["out"], before)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(native, "load", lambda: None)
+    yield
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_without_a_compiler_torch_does_the_work(bits: int, no_compiler: None) -> None:
+    rows, _ = make(bits, 7, 100, 64)
+    assert implementations(bits) == ("upcast",) and default_choice(bits, 1) == "upcast"
+    x = torch.randn(2, 5, 100)
+    got = operators.LINEAR_Q.overload(x, rows, None, None, None, "silu", bits, 100, 64, torch.float16)
+    want = reference(x, rows, None, Packing(bits, 100, 64), After("silu"))
+    assert (got.double() - want).abs().max() < 1e-5
+    with pytest.raises(ValueError, match="needs a C"):
+        bind_linear_q("flat", x, rows, None, got, Packing(bits, 100, 64))
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_default_choice_is_available_measurable_and_close(bits: int) -> None:
+    """The default adds nothing that bf16 or 4 bits had not lost many times over: 1e-4 of the product's norm."""
+    rows, _ = make(bits, 64, 640, 64)
+    for m in (1, 8, 70):
+        impl = default_choice(bits, m)
+        assert impl in implementations(bits) and impl != "int8"
+        x, out = torch.randn(m, 640) * torch.randn(m, 640).exp(), torch.empty(m, 64)
+        bind_linear_q(impl, x, rows, None, out, Packing(bits, 640, 64))()
+        want = reference(x, rows, None, Packing(bits, 640, 64))
+        assert (out.double() - want).norm() < 1e-4 * want.norm()
+    for impl in implementations(bits):
+        assert measure(impl, torch.bfloat16, 2, 32, Packing(bits, 64, 32), repeats=3, cache_nbytes=1 << 14) > 0
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_opcheck(bits: int, dtype: torch.dtype) -> None:
+    rows, _ = make(bits, 21, 70, 32)
+    x, residual, multiplier = (torch.randn(2, 3, size).to(dtype) for size in (70, 21, 21))
+    for args in (
+        (x, rows, None, None, None, "", bits, 70, 32, torch.float16),
+        (x.transpose(0, 1), rows, torch.randn(21), None, residual.transpose(0, 1), "silu", bits, 70, 32, torch.float16),
+        (x, rows, None, multiplier, residual, "gelu", bits, 70, 32, torch.float16),
+    ):
+        torch.library.opcheck(operators.LINEAR_Q.overload, args)

@@ -1,0 +1,107 @@
+"""linear_q in Triton against float64."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+import pytest
+import torch
+from closeness import assert_near, poisoned
+from torch import Tensor
+from torch.nn import functional
+
+from forebay.kernels.formats import packing
+from forebay.kernels.formats.packing import Packing
+from forebay.kernels.products.linear.reference import PLAIN, After
+from forebay.kernels.products.linear_q.gpu import linear_q
+from forebay.kernels.quantization.quantize.reference import dequantize_reference, reference
+
+
+def weight(n: int, k: int, bits: int, group: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(rows, what they stand for in fp32)."""
+    parts = reference(torch.randn(n, k) / k**0.5, bits, group, 1, scale_dtype)
+    return packing.pack_rows(*parts), dequantize_reference(*parts, bits, group, 1, k)
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+@pytest.mark.parametrize(
+    ("impl", "m", "n", "k", "group"),
+    (
+        ("gemv", 1, 9, 203, 32),
+        ("gemv_32x512_s2", 2, 13, 1100, 128),
+        ("flat", 1, 70, 203, 64),
+        ("flat_64x128_s2", 7, 66, 331, 32),
+        ("flat", 16, 33, 259, 128),
+        ("large", 70, 37, 70, 64),
+        ("", 3, 40, 72, 64),
+        ("flat", 12, 67, 512, 64),  # K in whole tiles, of several groups and of one
+        ("flat", 5, 20, 512, 32),
+        ("flat_64x128_s2", 16, 33, 256, 128),
+        ("large", 66, 37, 256, 128),
+    ),
+)
+def test_near_float64(impl: str, m: int, n: int, k: int, group: int, dtype: torch.dtype, bits: int) -> None:
+    torch.manual_seed(m + n + k)
+    rows, w = weight(n, k, bits, group, dtype)
+    x, bias, residual = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype), torch.randn(m, n).to(dtype)
+    out = poisoned(m, n, dtype=dtype)
+    assert linear_q(x, rows, bias, Packing(bits, k, group, dtype), After("gelu", residual=residual), out, impl) is out
+    assert_near(out, functional.gelu(x.double() @ w.double().T + bias.double()) + residual.double())
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_rows_of_a_wider_matrix_other_scales_and_a_multiplier(bits: int) -> None:
+    torch.manual_seed(0)
+    rows, w = weight(20, 100, bits, 32, torch.float16)
+    wide = torch.full((20, rows.shape[1] + 32), 255, dtype=torch.uint8)
+    wide[:, 16:-16] = rows
+    x, other = torch.randn(1, 4, 100).bfloat16(), torch.randn(1, 4, 20).bfloat16()
+    got = linear_q(x, wide[:, 16:-16], None, Packing(bits, 100, 32), After(multiplier=other))
+    assert_near(got, x.double() @ w.double().T * other.double())
+
+
+@pytest.mark.parametrize("impl", ("gemv", "flat"))
+@pytest.mark.parametrize("bits", (4, 8))
+def test_special_values_as_torch(bits: int, impl: str) -> None:
+    torch.manual_seed(0)
+    rows, w = weight(6, 70, bits, 32, torch.float16)
+    x = torch.randn(2, 70).half()
+    x[0, 3], x[1, 50] = torch.nan, torch.inf
+    packing.unpack_rows(rows, 70, bits, 32, torch.float16)[1][2, 0] = torch.nan  # the scale of a group of row 2
+    w[2, :32] = torch.nan
+    got = linear_q(x, rows, None, Packing(bits, 70, 32), impl=impl)
+    assert_near(got, x.double() @ w.to(x.dtype).double().T)
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_bad_arguments_are_named(bits: int) -> None:
+    rows, _ = weight(8, 64, bits, 32, torch.float16)
+    x, out = torch.ones(2, 64).half(), poisoned(2, 8, dtype=torch.float16)
+
+    def refused(message: str, **changed: object) -> None:
+        arguments: dict[str, object] = {
+            "x": x, "rows": rows, "bias": None, "stored": Packing(bits, 64, 32), "after": PLAIN, "out": out,
+        }  # fmt: skip
+        with pytest.raises(ValueError, match=f"^linear_q: {message}"):
+            linear_q(**(arguments | changed))  # type: ignore[arg-type]
+
+    refused("x must be of", x=x.float())
+    refused("x must end in 64 columns", x=x[:, :60])
+    refused("rows must be of", rows=rows.to(torch.int32))
+    refused("rows must be \\[N, ", rows=rows[:, :-16])
+    refused("rows must be on", rows=rows.to("meta"))
+    wide = torch.zeros(8, rows.shape[1] + 8, dtype=torch.uint8)
+    refused("rows must lie a multiple of 16", rows=wide[:, : rows.shape[1]])
+    refused("rows must start at", rows=torch.zeros(rows.numel() + 8, dtype=torch.uint8)[8:].view(rows.shape))
+    refused("group_size must be one of", stored=Packing(bits, 64, 48))
+    refused("scale_dtype must be one of", stored=Packing(bits, 64, 32, torch.float32))
+    refused("bias must have shape", bias=torch.ones(7).half())
+    refused("residual must have shape", after=After(residual=torch.ones(2, 7).half()))
+    refused("out must have shape", out=out[:1])
+    refused("activation must be one of", after=After("tanh"))
+    refused("impl must be one of", impl="int16")
+    assert out.isnan().all()
