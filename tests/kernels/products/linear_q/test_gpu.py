@@ -16,6 +16,7 @@ from torch.nn import functional
 from forebay.kernels.formats import packing
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.products.linear.reference import PLAIN, After
+from forebay.kernels.products.linear.selection import KIND_OF_BITS
 from forebay.kernels.products.linear_q.gpu import linear_q
 from forebay.kernels.quantization.quantize.reference import dequantize_reference, reference
 
@@ -82,11 +83,11 @@ def test_bad_arguments_are_named(bits: int) -> None:
     rows, _ = weight(8, 64, bits, 32, torch.float16)
     x, out = torch.ones(2, 64).half(), poisoned(2, 8, dtype=torch.float16)
 
-    def refused(message: str, **changed: object) -> None:
+    def refused(message: str, op: str = "linear_q", **changed: object) -> None:
         arguments: dict[str, object] = {
             "x": x, "rows": rows, "bias": None, "stored": Packing(bits, 64, 32), "after": PLAIN, "out": out,
         }  # fmt: skip
-        with pytest.raises(ValueError, match=f"^linear_q: {message}"):
+        with pytest.raises(ValueError, match=f"^{op}: {message}"):
             linear_q(**(arguments | changed))  # type: ignore[arg-type]
 
     refused("x must be of", x=x.float())
@@ -103,5 +104,5 @@ def test_bad_arguments_are_named(bits: int) -> None:
     refused("residual must have shape", after=After(residual=torch.ones(2, 7).half()))
     refused("out must have shape", out=out[:1])
     refused("activation must be one of", after=After("tanh"))
-    refused("impl must be one of", impl="int16")
+    refused("impl must be one of", KIND_OF_BITS[bits], impl="int16")
     assert out.isnan().all()

@@ -50,7 +50,7 @@ def test_bad_arguments_are_named() -> None:
 
 def test_workspace_covers_what_a_call_takes() -> None:
     rows = quantize_rows(torch.randn(64, 256), 4, 64)
-    bound = module_cpu.workspace_nbytes(rows, 256, 4, 64)
+    bound = module_cpu.workspace_nbytes(rows.shape[:-1].numel(), 256, 64)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         module_reference.reference(rows, 256, 4, 64, torch.float16, torch.float32, False)
     taken = sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
