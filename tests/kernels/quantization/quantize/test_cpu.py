@@ -209,7 +209,7 @@ def test_mse_has_less_squared_error(bits: int, scale_dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("rounding", ("minmax", "mse"))
 def test_quantize_rows_is_quantize_and_pack(path: str, rounding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.kernels.quantize.PIECE_ELEMENTS", 700)  # several pieces
+    monkeypatch.setattr("forebay.kernels.quantization.quantize.cpu.PIECE_ELEMENTS", 700)  # several pieces
     weight = torch.randn(11, 150).bfloat16()
     want = packing.pack_rows(*reference(weight, 4, 64, 1, torch.float16, rounding))
     assert torch.equal(quantize_rows(weight, 4, 64, torch.float16, rounding), want)
@@ -221,7 +221,7 @@ def test_quantize_rows_is_quantize_and_pack(path: str, rounding: str, monkeypatc
 def test_torch_path_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is held beside input and result does not grow with the weight."""
     monkeypatch.setattr(native, "load", lambda: None)
-    monkeypatch.setattr("forebay.kernels.quantize.PIECE_ELEMENTS", 1 << 13)
+    monkeypatch.setattr("forebay.kernels.quantization.quantize.cpu.PIECE_ELEMENTS", 1 << 13)
     peaks = []
     for rows in (64, 256):
         weight = torch.randn(rows, 256)
