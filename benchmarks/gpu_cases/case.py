@@ -54,13 +54,13 @@ class Work:
     rivals: dict[str, list[Call]] = field(default_factory=dict)
     aims: tuple[Aim, ...] = ()
     candidates: dict[str, list[Call]] = field(default_factory=dict)
-    key: tuple[str, int, int, int] | None = None  # (kind, m, n, k) of kernels/gpu/selection.py
+    key: tuple[str, int, int, int] | None = None  # (kind, m, n, k) of products/linear/selection.py
     link: bool = False  # the bytes cross to the host, so the copy rate of device memory is no measure
 
 
 @dataclass(frozen=True)
 class Case:
-    """An op of kernels/gpu and how to make its work; made late, so that one case's memory is gone before the next."""
+    """An operator and how to make its work; made late, so that one case's memory is gone before the next."""
 
     op: str
     make: Callable[[Place], Work]

@@ -11,7 +11,7 @@ from typing import Any
 class AuditCase:
     """What `triton.compile` needs to build one configuration without a GPU, and what is expected of the result.
 
-    Every file `kernels/gpu/<op>.py` with a kernel has a function `audit_cases() -> list[AuditCase]`.
+    Every file `gpu.py` of an operator with a kernel has a function `audit_cases() -> list[AuditCase]`.
     """
 
     name: str  # "<op>/<implementation>/<configuration>", unique

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 
+from forebay.kernels.formats.table import weight_format
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import COMPUTE, DISK, UPLOAD
 from forebay.rewriter.predict.estimator import side_by_side_s
 
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
-PACKED_BITS = 4 + 32 / 64  # w4g64: a scale and a low of 16 bits for 64 codes
+PACKED_BITS = 16 * weight_format("w4g64").ratio(4096, 2)
 WORTH = 1.05  # what moves less is not said
 
 

@@ -14,15 +14,13 @@ from typing import Literal
 
 import numpy as np
 
+from forebay.kernels.formats.table import cache_format, weight_format
 from forebay.rewriter.machine.operations import attention_flops
 from forebay.rewriter.predict.estimator import Estimator
 from forebay.rewriter.predict.model_shapes import ATTENTION, MLP, LayerShape, ModelShape
 from forebay.rewriter.predict.shares import ONE, TIERS, Affine, added, scaled, var
 
 Phase = Literal["prefill", "decode"]
-# Stored bits per element: codes, and two half-precision numbers per group (FlexGen, section 5).
-WEIGHT_BITS = {"native": 0.0, "w4g32": 5.0, "w4g64": 4.5, "w4g128": 4.25, "w8": 8.25}
-CACHE_BITS = {"native": 0.0, "kv4": 4.5, "kv8": 8.25}
 
 
 @dataclass(frozen=True)
@@ -137,12 +135,10 @@ class BlockModel:
 
     def weight_ratio(self) -> float:
         """Stored bytes per byte of the model's own format."""
-        bits = WEIGHT_BITS[self.block.weight_format]
-        return bits / (8 * self.model.itemsize) if bits else 1.0
+        return weight_format(self.block.weight_format).ratio(self.model.layers[0].hidden, self.model.itemsize)
 
     def cache_ratio(self) -> float:
-        bits = CACHE_BITS[self.block.cache_format]
-        return bits / (8 * self.model.itemsize) if bits else 1.0
+        return cache_format(self.block.cache_format).ratio(self.model.layers[0].head_dim, self.model.itemsize)
 
     @property
     def product_format(self) -> str:

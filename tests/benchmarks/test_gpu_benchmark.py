@@ -1,4 +1,4 @@
-"""benchmarks.gpu has a case of every op of kernels/gpu, its checks pass under the interpreter, and it needs no GPU."""
+"""benchmarks.gpu has a case of every operator, its checks pass under the interpreter, and it needs no GPU."""
 
 from __future__ import annotations
 

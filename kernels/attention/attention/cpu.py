@@ -15,7 +15,7 @@ from forebay.kernels.cpu_support import native
 
 
 class AttentionArgs(ctypes.Structure):
-    """Mirror of `AttentionArgs` in flat_attention.cpp; strides are in elements."""
+    """Mirror of `AttentionArgs` in attention.cpp; strides are in elements."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "start", "out")),

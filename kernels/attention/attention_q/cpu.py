@@ -15,7 +15,7 @@ from forebay.kernels.cpu_support import native
 
 
 class CacheAttentionArgs(ctypes.Structure):
-    """Mirror of `CacheAttentionArgs` in quantized_cache.cpp; cache strides in bytes, the others in elements."""
+    """Mirror of `CacheAttentionArgs` in attention_q.cpp; cache strides in bytes, the others in elements."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k_cache", "v_cache", "start", "out")),

@@ -1,6 +1,6 @@
 """`forebay::attention_q`: `forebay::attention` over a cache of packed rows (see `kv_append_q` for their layout).
 
-The C++ kernel (`cpu/quantized_cache.cpp`) unpacks 64 positions at a time on its stack, once per 32 query rows; memory
+The C++ kernel (`attention_q.cpp`) unpacks 64 positions at a time on its stack, once per 32 query rows; memory
 holds packed rows only. Keys and values stay rotated: it is the queries, and once the result, that the kernel rotates.
 Without a compiler the visible part of the cache is unpacked by torch. On a GPU it is Triton's kernels of `attention`
 that read packed rows, in registers.

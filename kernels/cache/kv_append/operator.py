@@ -1,6 +1,6 @@
 """`forebay::kv_append`: write the K and V of new positions into the cache, each sequence at its own start.
 
-The C++ kernel (`cpu/kv_append.cpp`) copies rows; without a compiler, or where D is not contiguous, torch does it.
+The C++ kernel (`kv_append.cpp`) copies rows; without a compiler, or where D is not contiguous, torch does it.
 """
 
 from __future__ import annotations

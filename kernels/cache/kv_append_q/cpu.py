@@ -12,7 +12,7 @@ from forebay.kernels.cpu_support import native
 
 
 class CacheAppendArgs(ctypes.Structure):
-    """Mirror of `CacheAppendArgs` in quantized_cache.cpp; cache strides in bytes, the others in elements."""
+    """Mirror of `CacheAppendArgs` in kv_append_q.cpp; cache strides in bytes, the others in elements."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "k", "v", "start")),

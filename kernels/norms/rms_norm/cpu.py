@@ -12,7 +12,7 @@ from forebay.kernels.norms.rms_norm.reference import check, reference
 
 
 class RmsNormArgs(ctypes.Structure):
-    """Mirror of `RmsNormArgs` in rows.cpp; strides are in elements."""
+    """Mirror of `RmsNormArgs` in rms_norm.cpp; strides are in elements."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weight", "out")),

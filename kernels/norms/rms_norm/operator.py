@@ -1,7 +1,7 @@
 """`forebay::rms_norm`: root-mean-square norm with a weight, rounded as Llama's.
 
 y = round(x rsqrt(mean(x^2) + eps)) and out = round(weight y), the mean in fp32 over the last dimension (Zhang and
-Sennrich 2019). x, weight and out are of one dtype: fp32, bf16 or fp16. The C++ kernel (`cpu/rows.cpp`) reads x twice
+Sennrich 2019). x, weight and out are of one dtype: fp32, bf16 or fp16. The C++ kernel (`rms_norm.cpp`) reads x twice
 and allocates nothing; without a compiler, or for strides that it does not know, torch does the work.
 """
 

@@ -12,7 +12,7 @@ from forebay.kernels.positions.rotary.reference import check, fail, reference
 
 
 class RotaryArgs(ctypes.Structure):
-    """Mirror of `RotaryArgs` in rows.cpp; strides are in elements."""
+    """Mirror of `RotaryArgs` in rotary.cpp; strides are in elements."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "out")),

@@ -1,7 +1,7 @@
 """`forebay::rotary`: rotary position embedding of queries or keys (Su et al. 2021), halves turned as Llama does.
 
 out = round(round(x cos) + round(turned sin)), turned = cat(-x[..., D/2:], x[..., :D/2]), equal to the bit to torch's
-operators in fp32, bf16 and fp16. The C++ kernel (`cpu/rows.cpp`) reads x once and allocates nothing; without a
+operators in fp32, bf16 and fp16. The C++ kernel (`rotary.cpp`) reads x once and allocates nothing; without a
 compiler, or where D is not contiguous, torch does the work.
 """
 

@@ -16,7 +16,7 @@ from forebay.kernels.products.linear.reference import ACTIVATIONS, PLAIN, After,
 
 
 class LinearArgs(ctypes.Structure):
-    """Mirror of `LinearArgs` in flat_linear.cpp; strides are in elements."""
+    """Mirror of `LinearArgs` in linear.cpp; strides are in elements."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "w", "bias", "multiplier", "residual", "out")),

@@ -1,7 +1,7 @@
 """`forebay::linear`: out = act(x W^T + b) * multiplier + residual (or x W, GPT-2's Conv1D), by several implementations.
 
     aten    torch's matmul; x and weight of one dtype
-    flat    C++ (`cpu/flat_linear.cpp`): each weight is read from memory once per 64 rows of x, upcast in registers
+    flat    C++ (`linear.cpp`): each weight is read from memory once per 64 rows of x, upcast in registers
     upcast  tiles of weight upcast to fp32 in a bounded scratch, then sgemm; for bf16 and fp16 weights and many rows
 
 Shapes: x [..., K]; weight [N, K], or [K, N] with conv1d; bias [N] or None; out, multiplier and residual [..., N]. Only

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-ACTIVATIONS = ("", "silu", "gelu", "gelu_tanh", "relu")  # in the order of `Activation` in cpu/vector_math.h
+ACTIVATIONS = ("", "silu", "gelu", "gelu_tanh", "relu")  # in the order of `Activation` in vector_math.h
 
 
 class After(NamedTuple):

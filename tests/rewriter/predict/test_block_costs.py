@@ -99,7 +99,7 @@ def test_diagonal_stores_less_cache() -> None:
 
 
 @pytest.mark.parametrize(("formats", "lane", "ratio"), [
-    ({"weight_format": "w4g64"}, "attention", 4.5 / 16), ({"cache_format": "kv4"}, "kv", 4.5 / 16)])
+    ({"weight_format": "w4g64"}, "attention", 4.5 / 16), ({"cache_format": "kv4"}, "kv", 5.0 / 16)])
 def test_formats_shrink_what_moves(formats: dict[str, str], lane: str, ratio: float) -> None:
     plain, packed = (layer_piece("decode", replace(Block(8, 2), **f)) for f in ({}, formats))  # type: ignore[arg-type]
     i = INDEX[lane, "host"]

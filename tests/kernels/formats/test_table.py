@@ -1,0 +1,57 @@
+"""The table of formats: bytes of rows as they are packed, and names that are none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forebay.kernels.cache.kv_append_q.reference import pack
+from forebay.kernels.formats.table import (
+    ACT8,
+    BLOCK_FORMATS,
+    CACHE_FORMATS,
+    NATIVE,
+    WEIGHT_FORMATS,
+    cache_format,
+    weight_format,
+)
+from forebay.kernels.quantization.quantize.cpu import quantize_rows
+
+
+@pytest.mark.parametrize("size", (64, 128, 576, 4096))
+@pytest.mark.parametrize("name", [*WEIGHT_FORMATS, "w4g48", "w8g32"])
+def test_rows_of_weights_are_as_long_as_the_table_says(name: str, size: int) -> None:
+    found = weight_format(name)
+    if found is NATIVE:
+        assert found.row_nbytes(size, 2) == 2 * size and found.ratio(size, 4) == 1.0
+        return
+    rows = quantize_rows(torch.randn(3, size), found.bits, found.group_of(size), torch.float16)
+    assert rows.shape[1] == found.row_nbytes(size, 4) == found.ratio(size, 4) * 4 * size
+
+
+@pytest.mark.parametrize("size", (32, 64, 80, 96, 128, 256))
+@pytest.mark.parametrize("name", ("kv8", "kv4"))
+def test_rows_of_caches_are_as_long_as_the_table_says(name: str, size: int) -> None:
+    found = cache_format(name)
+    assert pack(torch.randn(1, 1, 2, size), found.bits, found.group_of(size)).shape[-1] == found.row_nbytes(size, 2)
+
+
+def test_bits_of_an_element() -> None:
+    """Codes, and a scale and a low of 16 bits for each group."""
+    bits = {name: 8 * f.row_nbytes(128, 2) / 128 for name, f in CACHE_FORMATS.items()}
+    assert bits == {"native": 16.0, "kv8": 8.5, "kv4": 5.0}
+    weights = {name: 8 * f.row_nbytes(4096, 2) / 4096 for name, f in WEIGHT_FORMATS.items()}
+    assert weights == {"native": 16.0, "w4g32": 5.0, "w4g64": 4.5, "w4g128": 4.25, "w8": 8.25}
+    assert ACT8.row_nbytes(4096, 2) == 4352
+
+
+@pytest.mark.parametrize("name", ("w4", "w3", "w4g33", "w8g0", "kv4", "act8", "W8", ""))
+def test_what_is_no_format_of_a_weight_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"no weight format '{name}'; there are native"):
+        weight_format(name)
+
+
+def test_no_two_layouts_have_one_name() -> None:
+    assert set(CACHE_FORMATS) & set(BLOCK_FORMATS) == {"native"}
+    with pytest.raises(ValueError, match="no cache format 'block4'"):
+        cache_format("block4")

@@ -1,0 +1,106 @@
+"""The records of operators: what they say is so, and nobody else knows operators by name."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from forebay.kernels import operators
+from forebay.kernels.operator import Operator, Tensors
+from forebay.kernels.operators import OPERATORS
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("passes", "rewriter", "runtime", "src/forebay")
+MARKERS = {"forebay::layer_run"}  # capture's own, gone before there is a plan
+
+
+def sources() -> list[Path]:
+    found = [path for part in PARTS for path in (ROOT / part).rglob("*.py")]
+    return [path for path in found if not any(place.is_symlink() for place in (path, *path.parents))]
+
+
+def test_every_operator_of_ours_has_a_record() -> None:
+    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("forebay::")}
+    assert {operator.name.replace(".", "::") for operator in OPERATORS} == registered - MARKERS
+    assert len({operator.name for operator in OPERATORS}) == len(OPERATORS)
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
+def test_a_record_names_arguments_that_are_there(operator: Operator) -> None:
+    assert operators.find(operator.name) is operator and operators.of_target(operator.overload) is operator
+    assert set(operator.overwrites) | set(operator.caches) <= set(operator.arguments)
+    assert not set(operator.overwrites) & set(operator.writes)
+    assert set(operator.bind) <= {"cpu", "cuda"} and set(operator.workspace) <= set(operator.bind)
+    if operator.over_rows is not None:
+        kept = len(operator.arguments)
+        assert operator.over_rows.arguments[kept:] == ("bits", "group"), "what quantize_cache appends"
+        assert [operator.arguments.index(name) for name in operator.caches] == [
+            operator.over_rows.arguments.index(name) for name in operator.over_rows.caches]
+
+
+def test_torchs_own_operators_have_no_record() -> None:
+    assert operators.find("aten.add.out") is None and operators.of_target(torch.ops.aten.add.Tensor) is None
+    assert operators.of_target("block_0") is None
+
+
+@pytest.mark.parametrize("form", ("nk", "kn"))
+def test_cost_of_a_product(form: str) -> None:
+    x, weight = torch.empty(2, 3, 16), torch.empty(*((8, 16) if form == "nk" else (16, 8)))
+    out, times = torch.empty(2, 3, 8), torch.empty(2, 3, 8)
+    use = Tensors((x, weight, None), {"form": form, "accumulate": False, "multiplier": times}, (out,))
+    read = x.nbytes + weight.nbytes + times.nbytes
+    assert operators.LINEAR.cost(use) == (2 * 6 * 8 * 16, read, out.nbytes)
+    added = use._replace(kwargs={**use.kwargs, "accumulate": True})
+    assert operators.LINEAR.cost(added).read_nbytes == read + out.nbytes
+
+
+def test_cost_of_attention_counts_what_each_query_sees() -> None:
+    q, k, out = torch.empty(2, 4, 3, 8), torch.empty(2, 2, 10, 8), torch.empty(2, 3, 4, 8)
+    start = torch.zeros(2, dtype=torch.int64)
+    cost = operators.ATTENTION.cost(Tensors((q, k, k, start, 1.0, 0, 0.0), {}, (out,)))
+    assert cost.flops == 2 * 4 * 8 * 4 * (8 + 9 + 10)
+    assert (cost.read_nbytes, cost.written_nbytes) == (q.nbytes + 2 * k.nbytes + start.nbytes, out.nbytes)
+
+
+def test_cost_of_appending_is_of_the_new_positions() -> None:
+    k, start = torch.empty(2, 2, 3, 64), torch.zeros(2, dtype=torch.int64)
+    for length in (10, 1000):
+        cache = torch.empty(2, 2, length, 64)
+        cost = operators.KV_APPEND.cost(Tensors((cache, cache, k, k, start), {}, ()))
+        assert cost == (0, 2 * k.nbytes + start.nbytes, 2 * k.nbytes)
+        rows = torch.empty(2, 2, length, 40, dtype=torch.uint8)
+        cost = operators.KV_APPEND_Q.cost(Tensors((rows, rows, k, k, start, 4, 32), {}, ()))
+        assert cost == (0, 2 * k.nbytes + start.nbytes, 2 * 2 * 2 * 3 * 40)
+
+
+def test_no_module_outside_kernels_knows_an_operator_by_name() -> None:
+    """Not by a string of its name, nor by the text of a node's target that is compared with one."""
+    names = {operator.name for operator in OPERATORS}
+    names |= {name + ".default" for name in names} | {name.replace(".", "::") for name in names}
+    found = []
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and node.value in names:
+                found.append((str(path), node.lineno, node.value))
+    assert len(sources()) > 100 and found == []
+
+
+def test_kernels_import_nothing_of_ours_but_kernels() -> None:
+    upward = []
+    for path in (ROOT / "kernels").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [
+                alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            upward += [(str(path), m) for m in modules if m.split(".")[0] == "forebay" and m.split(".")[1] != "kernels"]
+    assert upward == [] and not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_triton_is_imported_by_gpu_files_alone() -> None:
+    for path in (ROOT / "kernels").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        takes = any(alias.name.split(".")[0] == "triton" for node in ast.walk(tree) if isinstance(node, ast.Import)
+                    for alias in node.names)
+        assert not takes or path.stem.startswith("gpu") or path.parent.name == "gpu_support", path
