@@ -5,7 +5,8 @@
     PYTHONPATH=src python -m benchmarks.gpu --interpret   the same without a GPU, under Triton's interpreter
 
 Writes benchmarks/results/<gpu>-<date>.json, and the table of inflection points to selection-<gpu>.json in
-kernels/products/linear, where plans for such a GPU find it from then on; the same to $OUT where it is set. Shapes that were not timed keep what
+kernels/products/linear, where plans for such a GPU find it from then on; the same to $OUT where it is set. Shapes that
+were not timed keep what
 the table held for them. Times are medians of 30 CUDA graphs of calls over rotating buffers that together exceed the L2
 (`gpu_cases/timing.py`). An aim that is missed says so in the table of results. Cases run in a process apart, so that
 one that faults or hangs is one failed row; results are written after each module.
