@@ -37,6 +37,37 @@ def linear_arguments(node: Any) -> Linear | None:
     return None
 
 
+def is_product(node: fx.Node) -> bool:
+    """Whether a product of whole matrices is computed by our kernels: what it reads lies in memory as rows of one
+    stride, and its weight is of a dtype that they take or packed; bias [N] + x [M, K] W [K, N] wants W row-major."""
+    linear = linear_arguments(node)
+    if linear is not None:
+        rows = [value for value in (linear.x, linear.multiplier, linear.residual) if value is not None]
+        return all(map(_in_rows, rows)) and (linear.packing is not None or _dtype(linear.weight) in PRODUCT_DTYPES)
+    if node.target is not aten.addmm.default or node.kwargs:
+        return False
+    bias, x, weight = node.args
+    return _dtype(weight) in PRODUCT_DTYPES and bias.meta["val"].dim() == 1 and _in_rows(x) and (  # type: ignore[union-attr]
+        bool(weight.meta["val"].is_contiguous()))  # type: ignore[union-attr]
+
+
+def _dtype(node: Any) -> torch.dtype:
+    return node.meta["val"].dtype  # type: ignore[no-any-return]
+
+
+def _in_rows(x: Any) -> bool:
+    """Whether [..., K] can be read as a row-major [M, K] without a copy."""
+    value = x.meta["val"]
+    if value.dim() < 1 or value.stride(-1) != 1:
+        return False
+    expected = value.stride(-2) if value.dim() > 1 else 0
+    for size, stride in zip(reversed(value.shape[:-1]), reversed(value.stride()[:-1]), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected = stride * size if size != 1 else expected
+    return True
+
+
 def foldable(node: Any) -> Linear | None:
     """The arguments of a product that what follows may be folded into: x and weight of one dtype that our products
     take, and no second reader."""

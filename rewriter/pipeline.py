@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 
+import torch
 from torch import fx
 
 from forebay.kernels import operators
@@ -19,21 +22,23 @@ from forebay.passes.lower.hoist_prefetch import hoist_prefetch
 from forebay.passes.lower.launches import Launches
 from forebay.passes.lower.lower import lower
 from forebay.passes.lower.place_copies import place_copies
-from forebay.passes.place.allocate_buffers import allocate_buffers, plan_activations
+from forebay.passes.place.allocate_buffers import allocate_buffers, place_activations, plan_activations
 from forebay.passes.place.insert_transfers import insert_transfers
 from forebay.passes.place.repeat_layout import repeats
-from forebay.passes.place.select_gemm import product_shape, select_gemm
+from forebay.passes.place.select_gemm import Shape, product_shape, select_gemm
 from forebay.passes.place.shorten_lifetimes import shorten_lifetimes
 from forebay.passes.place.specialise_blocks import block_graphs, specialise_blocks
 from forebay.rewriter.capture.concretise import inline_blocks
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.garbage import no_collection
-from forebay.rewriter.ir.graph import META, Layout, values_of
-from forebay.rewriter.ir.plan import Budget, GemmChoice, Plan, Prediction, Workload
+from forebay.rewriter.ir.graph import META, Gemm, Layout, values_of
+from forebay.rewriter.ir.plan import Budget, GemmChoice, Plan, PlanError, Prediction, Workload, validate
 from forebay.rewriter.ir.program import Launch, Program, TensorRef
 from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.planning.check_plan import check_plan, check_prediction, check_products
 from forebay.rewriter.planning.graph_needs import cache_buffers, cache_rows, weight_products, weight_uses
 from forebay.rewriter.planning.planner import Facts, PhaseNeed, Wishes, make_plan, smallest_budget
+from forebay.rewriter.planning.product_shapes import planned_shapes, product_uses, weights_of_layers
 from forebay.rewriter.predict.closed_form import rates_of
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.simulate import STEPS, Timeline, simulate
@@ -63,7 +68,7 @@ BLOCK_PASSES: tuple[tuple[Callable[[fx.GraphModule], None], str], ...] = (
     (shorten_lifetimes, "last: it orders what the others left; queries are made after keys and values are stored"),
 )
 # without: slower, not wrong
-OPTIONAL = ("hoist_prefetch", "select_gemm", "fuse_rms_norm", "fuse_rotary", "fuse_swiglu", "fuse_residual",
+OPTIONAL = ("hoist_prefetch", "fuse_rms_norm", "fuse_rotary", "fuse_swiglu", "fuse_residual",
             "shorten_lifetimes")
 
 
@@ -71,45 +76,151 @@ class Pipeline:
     """Plans and lowers one model's `StepGraphs` for one workload; programs are made when first asked for and kept."""
 
     @no_collection()
-    def __init__(self, source: StepGraphs, workload: Workload, machine: Machine, switches: Switches) -> None:
+    def __init__(self, graphs: StepGraphs, workload: Workload, machine: Machine, switches: Switches) -> None:
         known = [run_pass.__name__ for run_pass, _ in (*PASSES, *DRAFT_PASSES)]
         for name in switches.skip:
             if name not in OPTIONAL:
                 raise SwitchError(f"FOREBAY_SKIP: {name!r} cannot be skipped; those that can: {', '.join(OPTIONAL)}")
         if switches.stop_after and switches.stop_after not in known:
             raise SwitchError(f"FOREBAY_STOP_AFTER: no pass {switches.stop_after!r}; they are {', '.join(known)}")
-        self.source, self.workload, self.machine, self.switches = source, workload, machine, switches
-        self._needs: dict[int, PhaseNeed] = {}
-        self._layouts: dict[int, Layout] = {}
+        self.graphs, self.workload, self.machine, self.switches = graphs, workload, machine, switches
         self._each_layer = False  # activations are planned layer by layer: equal ones cannot share addresses
-        self._programs: dict[tuple[int, int], Program] = {}
-        self._planned: Plan | None = None
-        decode = source.step(1)
-        self._steps: dict[int, fx.GraphModule] = {1: decode}  # made and not yet used up by passes
-        count = source.block.micro_batches
-        self._cache_rows = {} if source.prefill is None else {
+        self._needs: dict[int, PhaseNeed] = {}
+        self._planned: Plan | None = None  # the plan that `_programs` are of
+        self._programs: dict[int, Program] = {}
+        decode = graphs.step(1)
+        self._steps: dict[object, fx.GraphModule] = {(1, False): decode}  # made and not yet used up by passes
+        count = graphs.block.micro_batches
+        self._cache_rows = {} if graphs.prefill is None else {
             name: replace(rows, rows=count * rows.rows) for name, rows in cache_rows(decode).items()}
-        uses = weight_uses(decode, set(source.constants))
+        uses = weight_uses(decode, set(graphs.constants))
         self.facts = Facts(
-            source.fingerprint, uses,
-            {name: t.numel() * t.element_size() for name, t in source.constants.items()},
+            graphs.fingerprint, uses,
+            {name: t.numel() * t.element_size() for name, t in graphs.constants.items()},
             {name: count * nbytes for name, nbytes in cache_buffers(decode).items()},
-            self.need, source.weight_tier, source.host_hop,
+            self.need, graphs.weight_tier, graphs.host_hop,
             {name: rows.nbytes(workload.prompt) for name, rows in self._cache_rows.items()},
-            rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, source.weight_tier, count),
-            source.block)
+            rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, graphs.weight_tier, count),
+            graphs.block, weights_of_layers(decode), graphs.cache_format)
+
+    @no_collection()
+    def plan(self, budget: Budget, wishes: Wishes | None = None) -> Plan:
+        """The complete plan for `budget`."""
+        plan = self._choose(budget, wishes or Wishes())
+        if not self._layers_repeat(plan):
+            plan = self._choose(budget, wishes or Wishes())
+        return self.complete(plan)
+
+    @no_collection()
+    def replay(self, plan: Plan) -> Plan:
+        """`plan`, perhaps edited by hand, once it is found to suit the model; predicted anew where it comes from
+        another machine. PlanError names the field that does not suit."""
+        validate(plan)
+        self._layers_repeat(plan)
+        check_plan(plan, self.facts, self.workload)
+        check_products(plan, self._shapes(plan), self._implementations(plan))
+        found = self._predicted(plan)
+        check_prediction(plan.prediction, found, plan.machine == self._record)
+        return self._keep(replace(plan, machine=self._record, prediction=found))
+
+    def complete(self, plan: Plan) -> Plan:
+        """A plan of the planner with activations placed, implementations chosen and times predicted: after this nobody
+        decides anything."""
+        largest, chunks = self._layout(plan.schedule.prefill_chunk), plan.schedule.prefill_chunks
+        chunks = tuple(c for c in chunks if self._layout(c).within(largest))
+        moving = [b for tokens, phase in ((1, "decode"), (chunks[0], "prefill")) if tokens > 1 or phase == "decode"
+                  for b in place_activations(self._layout(tokens), plan.during(tokens), phase)]
+        plan = replace(plan, schedule=replace(plan.schedule, prefill_chunks=chunks), buffers=(*plan.buffers, *moving))
+        plan = replace(plan, gemm=tuple(GemmChoice(*s, impl=self._best_gemm(s)) for s in sorted(self._shapes(plan))))
+        return self._keep(replace(plan, prediction=self._predicted(plan)))
+
+    def smallest_budget(self, wishes: Wishes | None = None) -> int:
+        """The least device budget in bytes that a plan exists for."""
+        return smallest_budget(self.facts, self.workload, wishes or Wishes())[0]
+
+    @no_collection()
+    def program(self, plan: Plan, tokens: int) -> Program:
+        """The verified Program of a step over `tokens` tokens per sequence, one of those that the plan names."""
+        if plan != self._planned:
+            self._planned, self._programs = plan, {}
+        if tokens not in self._programs:
+            self._programs[tokens] = self._lowered(plan, tokens)
+        return self._programs[tokens]
+
+    def growth(self, plan: Plan) -> Program | None:
+        """The verified Program that runs between prefill and decoding where the cache is then given more room."""
+        if not plan.lends:
+            return None
+        narrow, wide = ([b for b in plan.buffers if b.kind == "cache" and b.phase == phase]
+                        for phase in ("prefill", "decode"))
+        lengths = plan.workload.prompt, plan.workload.context
+        program = grow_cache(narrow, wide, self._cache_rows, lengths, plan.arenas)
+        if self.switches.verify:
+            verify_program(program, {"device": plan.budget.device, "host": plan.budget.host or None})
+        return program
+
+    # -- what plans are made from
+
+    def _choose(self, budget: Budget, wishes: Wishes) -> Plan:
+        return make_plan(self.facts, budget, self.workload, wishes, self._record)
+
+    @cached_property
+    def _record(self) -> str:
+        """The machine that predictions hold for: its name, and a digest of all that they are made from."""
+        known = f"{self.machine} {torch.get_num_threads()} {torch.__version__}"
+        return f"{self.machine.name} #{hashlib.sha256(known.encode()).hexdigest()[:12]}"
 
     def need(self, tokens: int) -> PhaseNeed:
-        """Activation and workspace bytes of a step over `tokens` tokens per sequence."""
+        """What a step over `tokens` tokens per sequence takes beside weights and cache."""
         found = self._needs.get(tokens)
         if found is None:
-            if self.source.sample is not None and not self._each_layer:
-                flat, likes = self.source.sample(tokens)
+            if self.graphs.sample is not None and not self._each_layer:
+                flat, likes = self.graphs.sample(tokens)
             else:
-                flat, likes = inline_blocks(self.source.step(tokens)), {}
-            layout = plan_activations(flat, not self.switches.no_reuse, self.source.block)
-            self._layouts[tokens] = replace(layout, likes=likes)
-            found = self._needs[tokens] = PhaseNeed(layout.height, self._most_workspace(flat))
+                flat, likes = inline_blocks(self.graphs.step(tokens)), {}
+            layout = replace(plan_activations(flat, not self.switches.no_reuse, self.graphs.block), likes=likes)
+            found = self._needs[tokens] = PhaseNeed(
+                layout.height, self._most_workspace(flat), layout, product_uses(flat))
+        return found
+
+    def _layout(self, tokens: int) -> Layout:
+        layout = self.need(tokens).layout
+        assert layout is not None
+        return layout
+
+    def _step(self, plan: Plan, tokens: int) -> fx.GraphModule:
+        """A fresh graph of a step, which passes may use up."""
+        key = tokens, plan.lends and tokens > 1
+        made = self.graphs.prefill if key[1] and self.graphs.prefill is not None else self.graphs.step
+        return self._steps.pop(key, None) or made(tokens)
+
+    def _layers_repeat(self, plan: Plan) -> bool:
+        """Whether equal layers can share addresses in the steps of `plan`; if not, each is planned by itself from here
+        on, and takes more memory than the planner knew."""
+        if self._each_layer:
+            return True
+        for tokens in {1, plan.schedule.prefill_chunk}:
+            gm = self._step(plan, tokens)
+            self._steps[tokens, plan.lends and tokens > 1] = gm
+            self._each_layer |= not repeats(gm, self._layout(tokens))
+        if self._each_layer:
+            self._needs.clear()
+        return not self._each_layer
+
+    def _shapes(self, plan: Plan) -> set[Shape]:
+        """The shapes of all matrix products of all steps of `plan`."""
+        return {shape for tokens in {1, *plan.schedule.prefill_chunks} for shape in planned_shapes(
+            plan, self.need(tokens).products, self.facts.layers, self._layout(tokens).likes)}
+
+    def _implementations(self, plan: Plan) -> dict[str, tuple[str, ...]]:
+        """What may compute products of each dtype or format here; on a GPU whatever its kernels can be named."""
+        if self._device != "cpu":
+            return {}
+        found: dict[str, tuple[str, ...]] = {}
+        for dtype, *_ in self._shapes(plan):
+            choice = operators.product_with(dtype).implementations
+            assert choice is not None
+            found[dtype] = choice.candidates(dtype)
         return found
 
     def _workspace(self, launch: Launch) -> int:
@@ -117,8 +228,6 @@ class Pipeline:
         operator = operators.find(launch.op)
         if operator is None:
             return 0
-        if operator.implementations is not None and not launch.impl:
-            launch = replace(launch, impl=self._best_gemm(operator.implementations.shape(launch)))
         return operator.workspace_nbytes(launch, self._device)
 
     @property
@@ -140,91 +249,44 @@ class Pipeline:
     def _most_workspace(self, flat: fx.GraphModule) -> int:
         """The largest transient memory of any node of a flat graph."""
         launches = Launches(_nowhere, self._workspace)
+        for node in flat.graph.nodes:
+            shape = product_shape(node)
+            if shape is not None:
+                node.meta[META] = Gemm(self._best_gemm(shape))
         nodes = [n for n in flat.graph.nodes if n.op == "call_function" and n.meta.get("alias_of") is None]
         return max((launch.workspace_nbytes for n in nodes for launch in launches.of(n)), default=0)
 
-    @no_collection()
-    def plan(self, budget: Budget, wishes: Wishes | None = None) -> Plan:
-        """The plan for `budget`, with its table of matrix products and its prediction filled in."""
-        wishes = wishes or Wishes()
-        try:
-            return self.complete(make_plan(self.facts, budget, self.workload, wishes, self.machine.name))
-        except _LayersDiffer:
-            return self.complete(make_plan(self.facts, budget, self.workload, wishes, self.machine.name))
+    # -- from a plan to Programs
 
-    def smallest_budget(self, wishes: Wishes | None = None) -> int:
-        """The least device budget in bytes that a plan exists for."""
-        return smallest_budget(self.facts, self.workload, wishes or Wishes())[0]
-
-    def complete(self, plan: Plan) -> Plan:
-        """`plan` with implementations chosen, activations placed and times predicted, from its own Programs."""
-        chunk = plan.schedule.prefill_chunk
-        programs, buffers, choices = {}, list(plan.buffers), []
-        for tokens in sorted({1, chunk}):
-            programs[tokens], layout, chosen = self._lowered(_kept(plan, tokens), tokens)
-            choices += [c for c in chosen if c not in choices]
-            phase = "decode" if tokens == 1 else "prefill"
-            buffers += [replace(b, phase=phase) for b in layout.buffers.values()]
-        passes = -(-plan.workload.prompt // chunk)  # of a prefill, which need not reach its steady state
-        lines = {tokens: simulate(program, self.machine, STEPS if tokens == 1 else min(STEPS, passes))
-                 for tokens, program in programs.items()}
-        plan = replace(plan, buffers=tuple(buffers), gemm=tuple(choices), prediction=_prediction(plan, programs, lines))
-        self._programs = {(id(plan), tokens): program for tokens, program in programs.items()}
-        self._planned = plan  # keeps the id valid
+    def _keep(self, plan: Plan) -> Plan:
+        """`plan`, whose Programs are those made last: it adds a prediction to the plan that they were made from."""
+        self._planned = plan
         Dump(self.switches.dump, "").plan(plan)
         return plan
 
-    @no_collection()
-    def program(self, plan: Plan, tokens: int) -> Program:
-        """The verified Program of a step over `tokens` tokens per sequence."""
-        found = self._programs.get((id(plan), tokens))
-        if found is None:
-            bare = _kept(plan, tokens)
-            try:
-                found, _, _ = self._lowered(bare, tokens)
-            except _LayersDiffer:
-                found, _, _ = self._lowered(bare, tokens)
-            if plan is self._planned:
-                self._programs[id(plan), tokens] = found
-        return found
+    def _predicted(self, plan: Plan) -> Prediction:
+        """What the Programs of `plan` are expected to take on this machine."""
+        chunk = plan.schedule.prefill_chunk
+        passes = -(-plan.workload.prompt // chunk)  # of a prefill, which need not reach its steady state
+        programs = {tokens: self.program(plan, tokens) for tokens in sorted({1, chunk})}
+        lines = {tokens: simulate(program, self.machine, STEPS if tokens == 1 else min(STEPS, passes))
+                 for tokens, program in programs.items()}
+        return _prediction(plan, programs, lines)
 
-    def growth(self, plan: Plan) -> Program | None:
-        """The verified Program that runs between prefill and decoding where the cache is then given more room."""
-        if not plan.lends:
-            return None
-        narrow, wide = ([b for b in plan.buffers if b.kind == "cache" and b.phase == phase]
-                        for phase in ("prefill", "decode"))
-        lengths = plan.workload.prompt, plan.workload.context
-        program = grow_cache(narrow, wide, self._cache_rows, lengths, plan.arenas)
-        if self.switches.verify:
-            verify_program(program, {"device": plan.budget.device, "host": plan.budget.host or None})
-        return program
-
-    def _choose_gemms(self, gm: fx.GraphModule, known: tuple[GemmChoice, ...]) -> list[GemmChoice]:
-        shapes = {shape for graph in (gm, *block_graphs(gm)) for node in graph.graph.nodes
-                  if (shape := product_shape(node))}
-        shapes -= {(c.dtype, c.m, c.n, c.k) for c in known}
-        return [GemmChoice(*shape, impl=self._best_gemm(shape)) for shape in sorted(shapes)]
-
-    def _lowered(self, plan: Plan, tokens: int) -> tuple[Program, Layout, tuple[GemmChoice, ...]]:
-        """Run all passes on a fresh graph, lower it and prove the Program. Shapes the plan's table of matrix products
-        does not hold yet are chosen from the machine's measurements."""
-        self.need(tokens)
-        graph_of = self.source.prefill if plan.lends and self.source.prefill is not None else self.source.step
-        gm = self._steps.pop(tokens, None) or graph_of(tokens)
-        if not repeats(gm, self._layouts[tokens]):
-            self._each_layer = True
-            self._needs.clear()
-            raise _LayersDiffer
-        gm.meta[META] = self._layouts[tokens]
+    def _lowered(self, plan: Plan, tokens: int) -> Program:
+        """Run all passes on a fresh graph, lower it and prove the Program."""
+        if tokens not in (1, *plan.schedule.prefill_chunks):
+            raise PlanError(f"plan.schedule.prefill_chunks: no step over {tokens} tokens is planned, only over 1 and "
+                            f"{', '.join(map(str, plan.schedule.prefill_chunks))}")
+        gm = self._step(plan, tokens)
+        plan = plan.during(tokens)
+        gm.meta[META] = self._layout(tokens)
         dump = Dump(self.switches.dump, f"{tokens}_tokens")
         bisection = Bisection(gm) if self.switches.bisect else None
         for run_pass, _ in PASSES:
             name = run_pass.__name__
             if name in self.switches.skip:
                 continue
-            if run_pass is select_gemm:
-                plan = replace(plan, gemm=(*plan.gemm, *self._choose_gemms(gm, plan.gemm)))
             dump.before(gm, name)
             for graph in (gm,) if run_pass in WHOLE_STEP else (gm, *block_graphs(gm)):
                 run_pass(graph, plan)
@@ -233,7 +295,7 @@ class Pipeline:
                 bisection.compare(gm, name)
             if name == self.switches.stop_after:
                 raise StoppedAfter(f"FOREBAY_STOP_AFTER={name}: stopped there as asked, nothing was lowered")
-        draft = lower(gm, plan, self.source.files, self._workspace, f"step of {tokens} tokens")
+        draft = lower(gm, plan, self.graphs.files, self._workspace, f"step of {tokens} tokens")
         for order_copies, _ in DRAFT_PASSES:
             if order_copies.__name__ not in self.switches.skip:
                 order_copies(draft, plan)
@@ -241,19 +303,13 @@ class Pipeline:
                 raise StoppedAfter(f"FOREBAY_STOP_AFTER={self.switches.stop_after}: stopped there as asked")
         program = place_copies(draft, plan)
         dump.program(program)
+        taken = plan.arenas["device"] + program.workspace_nbytes()
+        if taken > plan.budget.device:
+            raise PlanError(f"plan.budget.device: {program.name} takes {taken} bytes, with the workspace of its "
+                            f"operators, {plan.budget.device} are allowed")
         if self.switches.verify:
             verify_program(program, {"device": plan.budget.device, "host": plan.budget.host or None})
-        return program, gm.meta["forebay"], plan.gemm
-
-
-def _kept(plan: Plan, tokens: int) -> Plan:
-    """`plan` with only those buffers that live throughout steps over `tokens` tokens: no activations, one cache."""
-    kept = plan.buffers_of("decode" if tokens == 1 else "prefill")
-    return replace(plan, buffers=tuple(b for b in kept if b.phase == "all" or b.kind == "cache"))
-
-
-class _LayersDiffer(RuntimeError):
-    """Equal layers do not find their inputs in the same places."""
+        return program
 
 
 class StoppedAfter(RuntimeError):

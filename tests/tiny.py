@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,12 +12,22 @@ from torch import fx
 from forebay.passes.lower.hoist_prefetch import hoist_prefetch
 from forebay.passes.lower.lower import lower
 from forebay.passes.lower.place_copies import place_copies
-from forebay.passes.place.allocate_buffers import allocate_buffers, plan_activations
+from forebay.passes.place.allocate_buffers import allocate_buffers, place_activations, plan_activations
 from forebay.passes.place.insert_transfers import insert_transfers
+from forebay.passes.place.select_gemm import product_shape, select_gemm
 from forebay.rewriter.capture.concretise import concretise
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.ir.graph import META, WeightInput
-from forebay.rewriter.ir.plan import Budget, BufferPlacement, Limits, Plan, Schedule, WeightPlacement, Workload
+from forebay.rewriter.ir.plan import (
+    Budget,
+    BufferPlacement,
+    GemmChoice,
+    Limits,
+    Plan,
+    Schedule,
+    WeightPlacement,
+    Workload,
+)
 from forebay.rewriter.ir.program import DISK, Copy, FileSlice, Program, Span
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
@@ -117,7 +127,7 @@ def plan_for(
         if w.tier == "device":
             buffers.append(BufferPlacement(w.name, "weight", "device", end, w.nbytes))
             end += -(-w.nbytes // 64) * 64
-    schedule = Schedule(slots, slot_nbytes, lead or slots, prefill_chunk=1)
+    schedule = Schedule(slots, slot_nbytes, lead or slots, prefill_chunks=(1,))
     return Plan("tiny", "", Limits(arena), Workload(1, 1, 1), schedule, tuple(weights.values()), {"device": arena},
                 buffers=tuple(buffers))
 
@@ -136,12 +146,28 @@ def placements(model: Tiny, stream: Mapping[str, int | str]) -> dict[str, Weight
     return found
 
 
+def completed(gm: fx.GraphModule, plan: Plan, reuse: bool = True) -> Plan:
+    """A plan made by hand with what else the last passes want: places for the activations of a tiled graph, which gets
+    its `Layout`, and torch's own products."""
+    layout = gm.meta[META] = plan_activations(gm, reuse)
+    shapes = {shape for node in gm.graph.nodes if (shape := product_shape(node)) is not None}
+    return replace(plan, buffers=(*plan.buffers, *place_activations(layout, plan, "decode")),
+                   gemm=tuple(GemmChoice(*shape, impl="aten") for shape in sorted(shapes)))
+
+
+def allocated(gm: fx.GraphModule, plan: Plan, reuse: bool = True) -> Plan:
+    """The last passes on a tiled graph, and the completed plan."""
+    plan = completed(gm, plan, reuse)
+    select_gemm(gm, plan)
+    allocate_buffers(gm, plan)
+    return plan
+
+
 def lowered(model: Tiny, plan: Plan, hoist: bool = True, reuse: bool = True) -> Program:
     """The Program of the model's graph under a plan made by hand, not verified."""
     gm = model.graph()
     insert_transfers(gm, plan)
-    gm.meta[META] = plan_activations(gm, reuse)
-    allocate_buffers(gm, plan)
+    plan = allocated(gm, plan, reuse)
     draft = lower(gm, plan, model.files, lambda node: 0)
     if hoist:
         hoist_prefetch(draft, plan)

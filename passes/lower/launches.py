@@ -23,9 +23,9 @@ from forebay.passes.lower.out_variants import (
     out_variant,
     transient_nbytes,
 )
-from forebay.passes.product_nodes import Linear, linear_arguments
+from forebay.passes.product_nodes import Linear, is_product, linear_arguments
 from forebay.rewriter.ir import ops
-from forebay.rewriter.ir.graph import META, PRODUCT_DTYPES, Gemm, values_of
+from forebay.rewriter.ir.graph import META, Gemm, values_of
 from forebay.rewriter.ir.program import COMPUTE, Launch, TensorRef, dtype_itemsize, span_of
 
 aten = torch.ops.aten
@@ -59,15 +59,14 @@ class Launches:
             if callable(target) and not values_of(node):
                 return []  # arithmetic on sizes, already folded
             raise LoweringError(f"lower: {node.name} calls {target}, which is no operator")
-        linear = linear_arguments(node)
-        if linear is not None:
-            rows = [value for value in (linear.x, linear.multiplier, linear.residual) if value is not None]
-            if all(self._flat(r) for r in rows) and (linear.packing or _of_product_dtype(linear.weight)):
+        if is_product(node):
+            linear = linear_arguments(node)
+            if linear is not None:
                 return [self._product(node, linear, "nk")]
-            return self._aten(node, target)
-        if target is aten.addmm.default and self._is_product(node):
             bias, x, weight = node.args
             return [self._product(node, Linear(x, weight, bias), "kn")]
+        if linear_arguments(node) is not None:
+            return self._aten(node, target)
         operator = of_target(target)
         if operator is not None:
             return [self._own(node, operator)]
@@ -75,28 +74,12 @@ class Launches:
 
     # -- matrix products
 
-    def _flat(self, x: Any) -> bool:
-        """Whether [..., K] can be read as a row-major [M, K] without a copy."""
-        value = x.meta["val"]
-        if value.dim() < 1 or value.stride(-1) != 1:
-            return False
-        expected = value.stride(-2) if value.dim() > 1 else 0
-        for size, stride in zip(reversed(value.shape[:-1]), reversed(value.stride()[:-1]), strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected = stride * size if size != 1 else expected
-        return True
-
-    def _is_product(self, node: fx.Node) -> bool:
-        """Whether an addmm is bias [N] + x [M, K] times a row-major weight [K, N]."""
-        bias, weight = (node.args[i].meta["val"] for i in (0, 2))  # type: ignore[union-attr]
-        if not _of_product_dtype(node.args[2]):
-            return False
-        return not node.kwargs and bias.dim() == 1 and self._flat(node.args[1]) and weight.is_contiguous()
-
     def _impl(self, node: fx.Node) -> str:
         mark = node.meta.get(META)
-        return mark.impl if isinstance(mark, Gemm) else ""
+        if not isinstance(mark, Gemm):
+            raise LoweringError(f"lower: {node.name} is a matrix product without an implementation; select_gemm gives "
+                                "it the one that stands in plan.gemm")
+        return mark.impl
 
     def _product(self, node: fx.Node, linear: Linear, form: str) -> Launch:
         args = (self.ref(linear.x), self.ref(linear.weight), self.ref(linear.bias) if linear.bias is not None else None)
@@ -208,10 +191,6 @@ class Launches:
         if isinstance(value, dict):
             return {k: self._map(v) for k, v in value.items()}
         return value
-
-
-def _of_product_dtype(weight: Any) -> bool:
-    return weight.meta["val"].dtype in PRODUCT_DTYPES
 
 
 def _narrow(ref: TensorRef, dim: int, lower: int, length: int) -> TensorRef:

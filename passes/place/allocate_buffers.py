@@ -15,28 +15,43 @@ from forebay.passes.place.arrange_block import arrange, outlive_turns
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.alignment import ALIGNMENT
 from forebay.rewriter.ir.graph import META, Layout, storage_of, values_of
-from forebay.rewriter.ir.plan import ALONE, KEPT, Block, BufferPlacement, Plan, PlanError
+from forebay.rewriter.ir.plan import ALONE, KEPT, MOVING, Block, BufferPlacement, Plan, PlanError
 
 aten = torch.ops.aten
 
 
 def allocate_buffers(gm: fx.GraphModule, plan: Plan) -> None:
-    """Place the activations of a step graph at the top end of the device arena, growing downwards; leaves a `Layout` in
-    `gm.meta`. A `Layout` with addresses from 0 on may stand there before (that of a graph with block calls must);
-    otherwise the graph is flat, and is planned here.
-
-    PlanError when activations would meet what the plan keeps at the lower end (weights, slots, cache).
+    """Give the activations of a step graph the addresses that stand in the plan. The `Layout` in `gm.meta` tells which
+    buffers there are, how large, and who lives in them. PlanError, naming it, for a buffer that the plan has not, or
+    has smaller.
     """
-    layout = gm.meta.get(META) or plan_activations(gm, block=plan.schedule.block)
+    layout = gm.meta[META]
+    assert isinstance(layout, Layout)
+    planned = {b.name: b for b in plan.buffers if b.kind in MOVING}
+    for name, b in layout.buffers.items():
+        if name not in planned:
+            raise PlanError(f"plan.buffers: allocate_buffers finds no buffer {name} of {b.nbytes} bytes; plan again")
+        if planned[name].nbytes < b.nbytes:
+            raise PlanError(f"plan.buffers: {name} has {planned[name].nbytes} bytes, and needs {b.nbytes}; plan again")
+    placed = {name: replace(b, arena=planned[name].arena, offset=planned[name].offset)
+              for name, b in layout.buffers.items()}
+    gm.meta[META] = replace(layout, buffers=placed)
+
+
+def place_activations(layout: Layout, plan: Plan, phase: str) -> tuple[BufferPlacement, ...]:
+    """The buffers of `layout` for the steps of one phase, at the top end of the device arena, growing downwards.
+
+    PlanError when activations would meet what `plan`, which has no other phase's buffers, keeps at the lower end
+    (weights, slots, cache).
+    """
     top = plan.arenas["device"]
     floor = max((b.offset + b.nbytes for b in plan.buffers if b.arena == "device" and b.kind in KEPT), default=0)
     if layout.height > top - floor:
-        raise PlanError(f"allocate_buffers: activations need {layout.height} bytes, but the arena of {top} bytes has "
+        raise PlanError(f"plan.arenas.device: activations need {layout.height} bytes, but the arena of {top} bytes has "
                         f"{top - floor} left above weights, slots and cache; a smaller prefill chunk or batch needs "
                         "less")
     base = (top - layout.height) // ALIGNMENT * ALIGNMENT
-    placed = {name: replace(b, offset=base + b.offset) for name, b in layout.buffers.items()}
-    gm.meta[META] = replace(layout, buffers=placed)
+    return tuple(replace(b, offset=base + b.offset, phase=phase) for b in layout.buffers.values())
 
 
 def plan_activations(gm: fx.GraphModule, reuse: bool = True, block: Block = ALONE) -> Layout:

@@ -7,26 +7,36 @@ import math
 import torch
 from torch import fx
 
-from forebay.passes.product_nodes import linear_arguments
+from forebay.passes.product_nodes import is_product, linear_arguments
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import META, PRODUCT_DTYPES, Gemm
-from forebay.rewriter.ir.plan import Plan
+from forebay.rewriter.ir.plan import Plan, PlanError
 
 aten = torch.ops.aten
 
 
+Shape = tuple[str, int, int, int]  # dtype of the weight, or its format where it is packed rows; M, N, K
+
+
 def select_gemm(gm: fx.GraphModule, plan: Plan) -> None:
-    """Stamp each matrix product with the implementation that the plan's table names for its shape; a shape the table
-    does not hold keeps the kernel's own default."""
+    """Stamp each matrix product with the implementation that the plan's table names for its shape; PlanError for a
+    shape that the table does not hold."""
     table = {(c.dtype, c.m, c.n, c.k): c.impl for c in plan.gemm}
     for node in gm.graph.nodes:
         shape = product_shape(node)
-        if shape is not None and shape in table:
-            node.meta[META] = Gemm(table[shape])
+        if shape is None:
+            continue
+        if shape not in table:
+            dtype, m, n, k = shape
+            raise PlanError(f"plan.gemm: {node.name} is a product of {dtype} with m={m}, n={n}, k={k}, for which the "
+                            "plan names no implementation; add one, or plan again")
+        node.meta[META] = Gemm(table[shape])
 
 
-def product_shape(node: fx.Node) -> tuple[str, int, int, int] | None:
-    """(weight dtype, M, N, K) of a product with a weight matrix, or None."""
+def product_shape(node: fx.Node) -> Shape | None:
+    """The shape of a product that our kernels compute, or of a tile of one; else None."""
+    if node.target not in ops.TILES and not is_product(node):
+        return None
     linear = linear_arguments(node)
     if linear is not None:
         x, weight, transposed = linear.x, linear.weight, True

@@ -39,6 +39,7 @@ class StepGraphs:
     sample: Callable[[int], tuple[fx.GraphModule, dict[int, int]]] | None = None
     prefill: StepGraph | None = None
     block: Block = ALONE
+    cache_format: str = "native"
 
 
 @no_collection()
@@ -61,7 +62,8 @@ def step_graphs(
         return inline_blocks(concretise(short, {name: inputs[name] for name in few & inputs.keys()})), likes
 
     return StepGraphs(fingerprint, step, files, captured.constants, host_hop, sample=sample,
-                      prefill=lambda tokens: step(tokens, workload.prompt), block=block)
+                      prefill=lambda tokens: step(tokens, workload.prompt),
+                      cache_format=captured.cache[0].format if captured.cache else "native", block=block)
 
 
 def step_inputs(

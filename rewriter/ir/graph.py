@@ -70,6 +70,12 @@ class Layout:
     method: str
     likes: dict[int, int] = field(default_factory=dict)
 
+    def within(self, other: Layout) -> bool:
+        """Whether these are the buffers of `other`, of the same lifetimes and none larger, so that they can lie where
+        those lie."""
+        return (self.home, self.ends, self.likes) == (other.home, other.ends, other.likes) and all(
+            b.nbytes <= other.buffers[name].nbytes for name, b in self.buffers.items())
+
 
 @dataclass(frozen=True)
 class RowFormat:

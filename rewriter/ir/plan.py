@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -17,7 +17,9 @@ from forebay.kernels.formats.table import cache_format, weight_format
 
 VERSION = 2
 TIERS = ("device", "host", "disk")
+ARENAS = ("device", "host")  # one for each tier but the disk
 KEPT = ("weight", "constant", "slot", "cache")  # kinds of buffers that live as long as their phase
+MOVING = ("activation", "io")  # kinds of buffers that come and go within a step
 
 
 class PlanError(ValueError):
@@ -99,15 +101,25 @@ ALONE = Block()
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a step runs: the staging slots, how far ahead copies are issued (all three 0 where nothing streams), and how
-    many of a prompt's tokens run at once."""
+    """How a step runs: the staging slots, the largest piece that streams through one, how far ahead copies are issued
+    (all three 0 where nothing streams), and how many of a prompt's tokens run at once."""
 
     slots: int = 0
     slot_nbytes: int = 0
     lead: int = 0
-    prefill_chunk: int = 64
+    prefill_chunks: tuple[int, ...] = (64,)  # tokens per sequence of every prefill step that may run, largest first
     host_hop: bool = False  # disk reads land in pinned host slots first (a GPU cannot read the disk)
     block: Block = ALONE
+
+    @property
+    def prefill_chunk(self) -> int:
+        """The most tokens per sequence that run at once."""
+        return self.prefill_chunks[0]
+
+    def chunk_for(self, tokens: int) -> int:
+        """Tokens per sequence of the steps in which a prompt of `tokens` runs: the fewest that hold it, else the
+        most."""
+        return min((c for c in self.prefill_chunks if c >= tokens), default=self.prefill_chunk)
 
 
 @dataclass(frozen=True)
@@ -119,7 +131,7 @@ class BufferPlacement:
     """
 
     name: str
-    kind: Literal["weight", "constant", "slot", "cache", "activation", "io", "workspace"]
+    kind: Literal["weight", "constant", "slot", "cache", "activation", "io"]
     arena: str
     offset: int
     nbytes: int
@@ -208,6 +220,10 @@ class Plan:
         """The buffers of one phase, with those that live throughout."""
         return tuple(b for b in self.buffers if b.phase in ("all", phase))
 
+    def during(self, tokens: int) -> Plan:
+        """The plan as a step over `tokens` tokens per sequence sees it: with the buffers of its phase alone."""
+        return replace(self, buffers=self.buffers_of("decode" if tokens == 1 else "prefill"))
+
     def meeting(self) -> Meeting | None:
         """Where cache and activations of a decode step would meet; None without a cache on the device."""
         here = [b for b in self.buffers_of("decode") if b.arena == "device"]
@@ -245,7 +261,8 @@ def load_plan(path: str | Path) -> Plan:
 def plan_from_dict(data: object) -> Plan:
     """Build a plan from parsed JSON; PlanError names the first bad field by its path."""
     if isinstance(data, dict) and data.get("version") != VERSION:
-        raise PlanError(f"version: this plan says {data.get('version')!r}, this release reads {VERSION}; plan again")
+        raise PlanError(f"plan.version: this plan says {data.get('version')!r}, this release reads {VERSION}; plan "
+                        "again")
     plan = from_json(Plan, data, "plan")
     validate(plan)
     return plan
@@ -300,16 +317,27 @@ def validate(plan: Plan) -> None:
         ("workload.batch", plan.workload.batch, 1),
         ("workload.prompt", plan.workload.prompt, 1),
         ("workload.new_tokens", plan.workload.new_tokens, 1),
-        ("schedule.slots", s.slots, 1 if s.slot_nbytes else 0),
+        ("schedule.slots", s.slots, 0),
         ("schedule.slot_nbytes", s.slot_nbytes, 0),
-        ("schedule.lead", s.lead, 1 if s.slot_nbytes else 0),
-        ("schedule.prefill_chunk", s.prefill_chunk, 1),
+        ("schedule.lead", s.lead, 0),
+        ("schedule.prefill_chunks", min(s.prefill_chunks, default=0), 1),
         ("schedule.block.micro_batches", s.block.micro_batches, 1),
     ):
         if value < low:
             raise PlanError(f"plan.{name}: {value} is below {low}")
+    if not bool(s.slots) == bool(s.slot_nbytes) == bool(s.lead):
+        raise PlanError(f"plan.schedule: slots {s.slots}, slot_nbytes {s.slot_nbytes} and lead {s.lead} must all be 0, "
+                        "as where nothing streams, or none of them")
     if s.lead > s.slots:
-        raise PlanError(f"plan.schedule.lead: {s.lead} copies ahead need {s.lead} slots, the plan has {s.slots}")
+        raise PlanError(f"plan.schedule.lead: {s.lead} copies ahead need {s.lead} slots, the plan has {s.slots} "
+                        "(plan.schedule.slots)")
+    if list(s.prefill_chunks) != sorted(set(s.prefill_chunks), reverse=True) or s.prefill_chunk > plan.workload.prompt:
+        raise PlanError(f"plan.schedule.prefill_chunks: {list(s.prefill_chunks)} must be different, the largest first, "
+                        f"and none above the prompt's {plan.workload.prompt} tokens (plan.workload.prompt)")
+    for tier, nbytes in plan.arenas.items():
+        if tier not in ARENAS or nbytes < 0:
+            raise PlanError(f"plan.arenas.{tier}: {nbytes} bytes; there are arenas of at least 0 bytes for "
+                            f"{' and '.join(ARENAS)}")
     if plan.workload.batch % s.block.micro_batches:
         raise PlanError(f"plan.schedule.block.micro_batches: {s.block.micro_batches} do not divide a batch of "
                         f"{plan.workload.batch}")
@@ -337,6 +365,7 @@ def validate(plan: Plan) -> None:
         kept = [b for b in plan.buffers_of(phase) if b.kind in KEPT and b.nbytes]
         for b in sorted(kept, key=lambda b: (b.arena, b.offset)):
             if below is not None and below.arena == b.arena and b.offset < below.offset + below.nbytes:
-                raise PlanError(f"plan.buffers: {below.name} and {b.name} both lie at byte {b.offset} of the {b.arena} "
-                                f"arena during {phase}")
+                raise PlanError(f"plan.buffers: {below.name} and {b.name} both lie at offset {b.offset} of the "
+                                f"{b.arena} arena in phase {phase} ({below.name} takes nbytes {below.nbytes}), and "
+                                "both are of kinds that keep their contents")
             below = b

@@ -1,76 +1,225 @@
-"""Whether a plan, perhaps edited by hand, suits the model: its weights, and memory for all that is kept."""
+"""Whether a plan, perhaps edited by hand, suits the model: each field that does not is named."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
-from forebay.rewriter.ir.plan import BufferPlacement, Plan, PlanError
-from forebay.rewriter.planning.planner import Facts
+from forebay.passes.place.select_gemm import Shape
+from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES
+from forebay.rewriter.ir.plan import MOVING, BufferPlacement, Plan, PlanError, Prediction, Workload
+from forebay.rewriter.planning.planner import Facts, host_rows_nbytes, slot_stride
+
+SAME_TIME = 1e-6  # relative: the simulator's own sums, in another order
 
 
-def check_plan(plan: Plan, facts: Facts) -> None:
-    """Raise PlanError, naming the field, where `plan` has other weights than the model, in other sizes or formats, or
-    gives no memory to a resident weight, a constant, the cache or the staging slots.
+@dataclass(frozen=True)
+class _Expected:
+    """What a buffer must be, apart from where it lies."""
 
-    Whether what is placed lies well is the verifier's task.
-    """
+    kind: str
+    arena: str
+    nbytes: int
+    first: int = 0
+    last: int = 0
+
+
+def check_plan(plan: Plan, facts: Facts, workload: Workload) -> None:
+    """Raise PlanError, naming the field, where a valid plan was made for another model or workload, has other weights
+    than the model, or other buffers than its steps need, or has them in places that cannot serve."""
+    if plan.fingerprint != facts.fingerprint:
+        raise PlanError(f"plan.fingerprint: this plan was made for another model (fingerprint {plan.fingerprint}, this "
+                        f"one is {facts.fingerprint}); plan again")
+    for name, there in asdict(plan.workload).items():
+        if there != getattr(workload, name):
+            raise PlanError(f"plan.workload.{name}: the model is to run with {getattr(workload, name)}, the plan says "
+                            f"{there}; plan again")
+    if plan.cache_format != facts.cache_format:
+        raise PlanError(f"plan.cache_format: the cache is kept in {facts.cache_format}, the plan says "
+                        f"{plan.cache_format}; plan again")
     _check_weights(plan, facts)
-    if "device" not in plan.arenas:
-        raise PlanError("plan.arenas: there is no device arena")
-    for phase in ("prefill", "decode"):
-        have: dict[tuple[str, str], BufferPlacement] = {
-            (b.kind, b.name): b for b in plan.buffers_of(phase) if b.kind != "activation"}
-        for kind, needed in (("constant", facts.constants), ("cache", _cache(plan, facts, phase))):
-            for name, nbytes in needed.items():
-                _require(have.get((kind, name)), name, f"{kind} buffer", "device", nbytes, phase)
-        for w in plan.weights:
-            if w.tier != "disk" and w.nbytes:
-                _require(have.get(("weight", w.name)), w.name, "weight buffer", w.tier, w.nbytes, phase)
-        for name, arena in _slots(plan, facts):
-            _require(have.get(("slot", name)), name, "slot buffer", arena, plan.schedule.slot_nbytes, phase)
+    _check_schedule(plan, facts)
+    _check_buffers(plan, _expected(plan, facts))
+    _check_places(plan)
+
+
+def check_products(plan: Plan, shapes: set[Shape], known: Mapping[str, Sequence[str]]) -> None:
+    """Raise PlanError where the plan's table has other matrix products than those of `shapes`, or implementations that
+    are not `known` for their dtype (without an entry: any is)."""
+    missing = set(shapes)
+    makers = "plan.schedule.prefill_chunks and plan.weights[].tile_rows"
+    for i, c in enumerate(plan.gemm):
+        shape = c.dtype, c.m, c.n, c.k
+        if shape not in missing:
+            raise PlanError(f"plan.gemm[{i}]: no matrix product has dtype={c.dtype}, m={c.m}, n={c.n}, k={c.k} with "
+                            f"{makers} as they are, or it is there twice; plan again")
+        missing.remove(shape)
+        if c.dtype in known and c.impl not in known[c.dtype]:
+            raise PlanError(f"plan.gemm[{i}].impl: {c.impl!r} is not one of {', '.join(known[c.dtype])}, which this "
+                            f"machine has for {c.dtype}")
+    if missing:
+        dtype, m, n, k = min(missing)
+        raise PlanError(f"plan.gemm: no implementation for the matrix product of {dtype} with m={m}, n={n}, k={k} "
+                        f"({len(missing)} in all) with {makers} as they are; add it, or plan again")
+
+
+def check_prediction(said: Prediction, found: Prediction, same_machine: bool) -> None:
+    """Raise PlanError where a plan expects something else than its Programs move or, on the machine that it was
+    predicted for, take. A prediction without times is none."""
+    if not said.decode_time_s:
+        return
+    again = "remove plan.prediction to have it made anew"
+    if said.streamed_nbytes != found.streamed_nbytes:
+        raise PlanError(f"plan.prediction.streamed_nbytes: the plan says {said.streamed_nbytes}, its decode step "
+                        f"streams {found.streamed_nbytes}; {again}")
+    if not same_machine:
+        return
+    times = {"prefill_time_s": (said.prefill_time_s, found.prefill_time_s),
+             "decode_time_s": (said.decode_time_s, found.decode_time_s)}
+    for lane in (*found.busy_time_s, *said.busy_time_s):
+        times[f"busy_time_s.{lane}"] = said.busy_time_s.get(lane, -1.0), found.busy_time_s.get(lane, -1.0)
+    for name, (a, b) in times.items():
+        if abs(a - b) > SAME_TIME * max(abs(a), abs(b)):
+            raise PlanError(f"plan.prediction.{name}: the plan says {a:.6g} s, its Programs give {b:.6g} s; {again}")
+    for name in ("peak_nbytes", "bottleneck"):
+        if getattr(said, name) != getattr(found, name):
+            raise PlanError(f"plan.prediction.{name}: the plan says {getattr(said, name)}, its Programs give "
+                            f"{getattr(found, name)}; {again}")
 
 
 def _check_weights(plan: Plan, facts: Facts) -> None:
     used = {u.name: u for u in facts.uses}
+    pieces: dict[int, int] = {}  # bytes that stream at once, by the weight's number
     for i, w in enumerate(plan.weights):
         at, use = f"plan.weights[{i}]", used.pop(w.name, None)
         if use is None:
             raise PlanError(f"{at}.name: the model has no weight {w.name}; plan again")
-        if (w.nbytes, w.format) != (use.nbytes, use.format):
-            raise PlanError(f"{at}: {w.name} has {w.nbytes} bytes in format {w.format}, but the model's has "
-                            f"{use.nbytes} in format {use.format}; plan again")
-        if w.tier != "device" and w.gather != use.lookup:
-            raise PlanError(f"{at}.gather: {w.name} is {'' if use.lookup else 'not '}read by row; plan again")
+        for name in ("nbytes", "format"):
+            if getattr(w, name) != getattr(use, name):
+                raise PlanError(f"{at}.{name}: {w.name} has {w.nbytes} bytes in format {w.format}, but the model's has "
+                                f"{use.nbytes} in format {use.format}; plan again")
+        buffers = [b.arena for b in plan.buffers if b.name == w.name]
+        if buffers != ([] if w.tier == "disk" else [w.tier]):
+            raise PlanError(f"{at}.tier: {w.name} is to lie on the {w.tier}, and plan.buffers has "
+                            f"{'none of that name' if not buffers else f'one in the arena of the {buffers[0]}'}; plan "
+                            "again")
+        if w.gather != (use.lookup and w.tier != "device"):
+            raise PlanError(f"{at}.gather: {w.name} is {'' if use.lookup else 'not '}read by row, and is on the "
+                            f"{w.tier}; plan again")
         if w.tile_rows and (w.tier == "device" or not use.product or not use.tileable):
             raise PlanError(f"{at}.tile_rows: {w.name} cannot be streamed in row tiles; it must be 0")
-        tile_nbytes = use.nbytes // max(1, use.rows) * min(w.tile_rows or use.rows, use.rows)
-        if w.tier != "device" and use.product and tile_nbytes > plan.schedule.slot_nbytes:
-            raise PlanError(f"{at}.tile_rows: tiles of {w.name} are {tile_nbytes} bytes, a staging slot has "
-                            f"{plan.schedule.slot_nbytes}; fewer rows fit")
+        if w.tile_rows >= use.rows and w.tile_rows:
+            raise PlanError(f"{at}.tile_rows: {w.name} has {use.rows} rows; 0 streams it whole")
+        if w.tier != "device" and use.product:
+            pieces[i] = use.nbytes // max(1, use.rows) * (w.tile_rows or use.rows)
     if used:
         raise PlanError(f"plan.weights: the model's {next(iter(used))} is missing ({len(used)} in all); plan again")
+    largest = max(pieces, key=lambda i: pieces[i], default=-1)
+    if pieces.get(largest, 0) != plan.schedule.slot_nbytes:
+        raise PlanError(f"plan.schedule.slot_nbytes: the largest piece that streams is {pieces.get(largest, 0)} bytes "
+                        f"(plan.weights[{largest}].tile_rows), the plan says {plan.schedule.slot_nbytes}")
 
 
-def _cache(plan: Plan, facts: Facts, phase: str) -> dict[str, int]:
-    return dict(facts.cache_prompt if plan.lends and phase == "prefill" else facts.cache)
+def _check_schedule(plan: Plan, facts: Facts) -> None:
+    s = plan.schedule
+    if s.host_hop != facts.host_hop:
+        raise PlanError(f"plan.schedule.host_hop: it must be {str(facts.host_hop).lower()} on this device; plan again")
+    for name, there in asdict(s.block).items():
+        if there != getattr(facts.block, name):
+            raise PlanError(f"plan.schedule.block.{name}: the model is to run with {getattr(facts.block, name)}, the "
+                            f"plan says {there}; plan again")
+    slots = [b for b in plan.buffers if b.kind == "slot" and b.arena == "device"]
+    if s.slots != len(slots):
+        raise PlanError(f"plan.schedule.slots: {s.slots} slots need as many buffers of kind slot in the device arena, "
+                        f"plan.buffers has {len(slots)}")
+    if any(b.nbytes != slot_stride(s.slot_nbytes) for b in slots):
+        raise PlanError(f"plan.schedule.slot_nbytes: slots of {s.slot_nbytes} bytes take buffers of "
+                        f"{slot_stride(s.slot_nbytes)} bytes, which is not the nbytes of those in plan.buffers")
+    for i, chunk in enumerate(s.prefill_chunks):
+        layout, largest = facts.need(chunk).layout, facts.need(s.prefill_chunk).layout
+        if layout is not None and largest is not None and not layout.within(largest):
+            raise PlanError(f"plan.schedule.prefill_chunks[{i}]: steps over {chunk} tokens need other buffers than "
+                            f"those over {s.prefill_chunk}; leave it out")
 
 
-def _slots(plan: Plan, facts: Facts) -> Iterator[tuple[str, str]]:
-    """Name and arena of every staging slot that the plan's streamed products need."""
-    products = {u.name for u in facts.uses if u.product}
-    if not any(w.tier != "device" and w.name in products for w in plan.weights):
-        return
+def _expected(plan: Plan, facts: Facts) -> dict[tuple[str, str], _Expected]:
+    """Every buffer that the plan must have, by name and phase."""
+    found = {(w.name, "all"): _Expected("weight", w.tier, w.nbytes) for w in plan.weights if w.tier != "disk"}
+    found |= {(name, "all"): _Expected("constant", "device", nbytes) for name, nbytes in facts.constants.items()}
+    stride = slot_stride(plan.schedule.slot_nbytes)
     for i in range(plan.schedule.slots):
-        yield f"slot{i}", "device"
+        found[f"slot{i}", "all"] = _Expected("slot", "device", stride)
         if plan.schedule.host_hop:
-            yield f"host_slot{i}", "host"
-
-
-def _require(
-    found: BufferPlacement | None, name: str, what: str, arena: str, nbytes: int, phase: str
-) -> BufferPlacement:
-    if found is None or found.arena != arena or found.nbytes < nbytes:
-        have = "has none" if found is None else f"has {found.nbytes} in the {found.arena} arena"
-        raise PlanError(f"plan.buffers: {name} needs a {what} of {nbytes} bytes in the {arena} arena during {phase}, "
-                        f"the plan {have}; plan again")
+            found[f"host_slot{i}", "all"] = _Expected("slot", "host", stride)
+    whole = [b.phase == "all" for b in plan.buffers if b.kind == "cache"]
+    lends = 2 * sum(whole) < len(whole)
+    for phase, sizes in {"prefill": facts.cache_prompt, "decode": facts.cache}.items() if lends else (
+            ("all", facts.cache),):
+        found |= {(name, phase): _Expected("cache", "device", nbytes) for name, nbytes in sizes.items()}
+    if plan.schedule.host_hop and any(w.gather and w.tier == "disk" for w in plan.weights):
+        found["host_rows", "all"] = _Expected("io", "host", host_rows_nbytes(facts, plan.schedule.prefill_chunk))
+    for phase, tokens in (("decode", 1), ("prefill", plan.schedule.prefill_chunk)):
+        layout = facts.need(tokens).layout
+        for b in layout.buffers.values() if layout is not None and (tokens > 1 or phase == "decode") else ():
+            found[b.name, phase] = _Expected(b.kind, "device", b.nbytes, b.first, b.last)
     return found
+
+
+def _check_buffers(plan: Plan, expected: dict[tuple[str, str], _Expected]) -> None:
+    """Every buffer is one that is expected, and all that are expected are there."""
+    missing = dict(expected)
+    chunks = f" (plan.schedule.prefill_chunks begins with {plan.schedule.prefill_chunk})"
+    because = {"prefill": chunks, "all": chunks if plan.schedule.host_hop else ""}
+    for i, b in enumerate(plan.buffers):
+        must = missing.pop((b.name, b.phase), None)
+        if must is None:
+            field = "phase" if any(name == b.name for name, _ in missing) else "name"
+            raise PlanError(f"plan.buffers[{i}].{field}: no step needs a buffer {b.name} in phase {b.phase}, or it is "
+                            "there twice; plan again")
+        for field in ("kind", "arena", "nbytes", "first", "last"):
+            if getattr(b, field) != getattr(must, field):
+                raise PlanError(f"plan.buffers[{i}].{field}: {b.name} needs a {must.kind} buffer of {must.nbytes} "
+                                f"bytes in the {must.arena} arena, live over steps {must.first} to {must.last}"
+                                f"{because.get(b.phase, '')}; the plan's {field} is {getattr(b, field)}; plan again")
+    for (name, phase), must in missing.items():
+        raise PlanError(f"plan.buffers: {name} needs a {must.kind} buffer of {must.nbytes} bytes in the {must.arena} "
+                        f"arena in phase {phase}{because.get(phase, '')}, the plan has none; plan again")
+
+
+def _check_places(plan: Plan) -> None:
+    """Buffers lie aligned, in their arenas, and where nothing else is alive; a cache only moves up."""
+    if "device" not in plan.arenas:
+        raise PlanError("plan.arenas.device: there is none")
+    for tier, nbytes in plan.arenas.items():
+        limit = {"device": plan.budget.device, "host": plan.budget.host}.get(tier, 0)
+        if limit is not None and nbytes > limit:
+            raise PlanError(f"plan.budget.{tier}: the {tier} arena takes {nbytes} bytes, {limit} are allowed")
+    number = {id(b): i for i, b in enumerate(plan.buffers)}
+    for i, b in enumerate(plan.buffers):
+        step = PAGE_NBYTES if b.kind == "slot" or b.name == "host_rows" else ALIGNMENT
+        if b.offset % step or b.offset + b.nbytes > plan.arenas.get(b.arena, 0):
+            raise PlanError(f"plan.buffers[{i}].offset: {b.name} [{b.offset}:+{b.nbytes}] must lie in the {b.arena} "
+                            f"arena of {plan.arenas.get(b.arena, 0)} bytes (plan.arenas.{b.arena}), at a multiple of "
+                            f"{step}")
+    for phase in ("prefill", "decode"):
+        for b, other in _meetings(plan.buffers_of(phase)):
+            raise PlanError(f"plan.buffers[{number[id(b)]}].offset: during {phase} {b.name} would lie on {other.name}, "
+                            "which is alive at the same time")
+    wide = {b.name: b for b in plan.buffers if b.kind == "cache" and b.phase == "decode"}
+    for i, b in enumerate(plan.buffers):
+        if b.kind == "cache" and b.phase == "prefill" and b.offset > wide[b.name].offset:
+            raise PlanError(f"plan.buffers[{i}].offset: {b.name} lies higher during prefill than later; a cache only "
+                            "moves up")
+
+
+def _meetings(buffers: Sequence[BufferPlacement]) -> Iterator[tuple[BufferPlacement, BufferPlacement]]:
+    """Pairs that share bytes while both are alive; what does not come and go is alive throughout."""
+    ordered = sorted((b for b in buffers if b.nbytes), key=lambda b: (b.arena, b.offset))
+    open_: list[BufferPlacement] = []
+    for b in ordered:
+        open_ = [o for o in open_ if o.arena == b.arena and o.offset + o.nbytes > b.offset]
+        for other in open_:
+            comes = [x for x in (b, other) if x.kind in MOVING and x.phase != "all"]
+            if len(comes) < 2 or (b.first <= other.last and other.first <= b.last):
+                yield b, other
+        open_.append(b)

@@ -11,6 +11,7 @@ from typing import Literal
 
 from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES
 from forebay.rewriter.ir.byte_sizes import format_nbytes
+from forebay.rewriter.ir.graph import Layout
 from forebay.rewriter.ir.plan import (
     ALONE,
     Block,
@@ -22,6 +23,7 @@ from forebay.rewriter.ir.plan import (
     WeightPlacement,
     Workload,
 )
+from forebay.rewriter.planning.product_shapes import ProductUse
 from forebay.rewriter.predict.closed_form import Rates
 
 SMALL_NBYTES = 64 << 10  # below this a copy costs more in latency (~0.1 ms) than in bytes
@@ -30,6 +32,9 @@ LIGHT_NBYTES = 1 << 20  # below this what a copy costs beside its bytes (0.1 ms 
 SLOTS = (1, 2, 3, 4, 6, 8)
 SLOT_NBYTES = (4 << 20, 8 << 20, 2 << 20, 1 << 20)  # of equals the first: 4 MiB are near an NVMe disk's best rate
 GROWTH_PARTS = 128  # a cache of 32 layers that grows by this part of itself moves in 1000 copies, by a token in 7000
+
+
+SHORTEST_CHUNK = 16  # tokens; below this a step over fewer tokens is hardly faster
 
 
 @dataclass(frozen=True)
@@ -49,10 +54,13 @@ class WeightUse:
 
 @dataclass(frozen=True)
 class PhaseNeed:
-    """Bytes that a step over chunks of this many tokens takes beside weights and cache."""
+    """What a step over chunks of this many tokens takes beside weights and cache, in bytes; for the activations also
+    their `layout`, with addresses from 0 on, and the matrix products that it makes."""
 
     activations: int
     workspace: int
+    layout: Layout | None = None
+    products: tuple[ProductUse, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,8 @@ class Facts:
     cache_prompt: Mapping[str, int] = field(default_factory=dict)
     rates: Rates = field(default_factory=Rates)
     block: Block = ALONE
+    layers: Mapping[int, tuple[str | None, ...]] = field(default_factory=dict)  # the weights that each layer is given
+    cache_format: str = "native"
 
 
 def make_plan(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes, machine: str) -> Plan:
@@ -196,7 +206,7 @@ def _candidates(facts: Facts, kinds: _Kinds, budget: Budget, workload: Workload,
         if room < 0:
             continue
         for slots, slot in ((0, 0),) if kinds.products_nbytes <= room else choices:
-            left = room - (slots * _slot_stride(slot) + PAGE_NBYTES if slots else 0)
+            left = room - (slots * slot_stride(slot) + PAGE_NBYTES if slots else 0)
             if left >= 0 and not (staged and _staging(facts, chunk, slots, slot) > staged):
                 found.append(_Fit(chunk, left, slots, slot))
     return found
@@ -262,8 +272,12 @@ def _resident(kinds: _Kinds, fit: _Fit) -> set[str]:
 
 def _staging(facts: Facts, chunk: int, slots: int, slot_nbytes: int) -> int:
     """Host bytes that copies from disk pass through on their way to a GPU: slots, and the rows of a lookup."""
-    rows = max(facts.need(chunk).activations, facts.need(1).activations)
-    return slots * _slot_stride(slot_nbytes) + rows + 2 * PAGE_NBYTES
+    return slots * slot_stride(slot_nbytes) + host_rows_nbytes(facts, chunk) + 2 * PAGE_NBYTES
+
+
+def host_rows_nbytes(facts: Facts, chunk: int) -> int:
+    """Host bytes for the rows of a lookup, which are activations of a step."""
+    return max(facts.need(chunk).activations, facts.need(1).activations)
 
 
 def _planned(
@@ -275,12 +289,24 @@ def _planned(
     if budget.host and facts.weight_tier == "disk":
         staging = _staging(facts, fit.chunk, fit.slots, fit.slot_nbytes) if facts.host_hop else 0
         weights = _fill_host(weights, budget.host - staging)
-    schedule = Schedule(fit.slots, fit.slot_nbytes, min(wishes.lead or fit.slots, fit.slots), fit.chunk, facts.host_hop,
-                        facts.block)
-    rows = max(facts.need(fit.chunk).activations, facts.need(1).activations)
+    rows = {u.name: u.rows for u in facts.uses if u.product}
+    piece = max((w.nbytes // rows[w.name] * (w.tile_rows or rows[w.name])
+                 for w in weights if w.tier != "device" and w.name in rows), default=0)
+    schedule = Schedule(fit.slots, piece, min(wishes.lead or fit.slots, fit.slots), _chunk_sizes(fit.chunk),
+                        facts.host_hop, facts.block)
     plan = Plan(facts.fingerprint, machine, budget.limits, workload, schedule, tuple(weights),
-                cache_format=wishes.cache_format)
-    return _lay_out(plan, facts, rows)
+                cache_format=facts.cache_format)
+    return _lay_out(plan, facts, host_rows_nbytes(facts, fit.chunk))
+
+
+def _chunk_sizes(largest: int) -> tuple[int, ...]:
+    """The sizes that prefill steps may have: two to each halving, so that a short prompt wastes at most a third."""
+    sizes = {largest}
+    n = largest
+    while n // 2 >= SHORTEST_CHUNK:
+        sizes |= {-(-3 * n // 4), n // 2}
+        n //= 2
+    return tuple(sorted(sizes, reverse=True))
 
 
 def _halvings(n: int) -> list[int]:
@@ -300,7 +326,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _slot_stride(nbytes: int) -> int:
+def slot_stride(nbytes: int) -> int:
     """Arena bytes of a slot: its contents may begin anywhere in a page, as they do in the file."""
     return -(-(nbytes + PAGE_NBYTES - 1) // PAGE_NBYTES) * PAGE_NBYTES
 
@@ -400,7 +426,7 @@ def _lay_out(plan: Plan, facts: Facts, height: int) -> Plan:
     for name, nbytes in facts.constants.items():
         put(name, "constant", "device", nbytes)
     if plan.schedule.slot_nbytes:
-        stride = _slot_stride(plan.schedule.slot_nbytes)
+        stride = slot_stride(plan.schedule.slot_nbytes)
         for i in range(plan.schedule.slots):
             put(f"slot{i}", "slot", "device", stride, PAGE_NBYTES)
         if plan.schedule.host_hop:

@@ -12,8 +12,6 @@ from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.sampling import Sampling, choose
 from forebay.runtime.run.session import Session
 
-CHUNK_STEP = 16  # short prompts run in the next multiple of this, so that few programs serve all lengths
-
 
 @dataclass(frozen=True)
 class Stop:
@@ -101,8 +99,7 @@ def prefill(session: Session, prompts: Sequence[torch.Tensor], lengths: torch.Te
     """
     rows = session.plan.workload.batch
     longest = int(lengths.max())
-    planned = session.plan.workload.prompt
-    chunk = min(session.plan.schedule.prefill_chunk, planned, -(-longest // CHUNK_STEP) * CHUNK_STEP)
+    chunk = session.plan.schedule.chunk_for(longest)
     span = max(longest, chunk)
     ids = torch.zeros(rows, span, dtype=torch.int64)
     for i, prompt in enumerate(prompts):

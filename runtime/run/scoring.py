@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from forebay.runtime.run.generation import CHUNK_STEP
 from forebay.runtime.run.session import Session
 
 
@@ -18,7 +17,7 @@ def token_scores(session: Session, rows: Sequence[torch.Tensor]) -> list[torch.T
     """
     lengths, plan = [row.numel() - 1 for row in rows], session.plan
     longest = max(lengths)
-    chunk = min(plan.schedule.prefill_chunk, plan.workload.prompt, -(-longest // CHUNK_STEP) * CHUNK_STEP)
+    chunk = plan.schedule.chunk_for(longest)
     span = max(longest, chunk)
     ids = torch.zeros(plan.workload.batch, span + 1, dtype=torch.int64)
     for i, row in enumerate(rows):

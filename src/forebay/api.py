@@ -30,7 +30,6 @@ from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.planning.check_plan import check_plan
 from forebay.rewriter.planning.planner import Wishes
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.rewrite_captured import rewrite_captured
@@ -157,9 +156,6 @@ class LanguageModel:
             raise PlanError(f"plan.budget: the plan may take {format_nbytes(plan.budget.device)} of device memory and "
                             f"{format_nbytes(plan.budget.host or 0)} of host memory, the run is given "
                             f"{format_nbytes(budget.device)} and {format_nbytes(budget.host or 0)}; plan again")
-        if plan is not None and plan.fingerprint != checkpoint.fingerprint:
-            raise PlanError(f"this plan was made for another model (fingerprint {plan.fingerprint}, this one is "
-                            f"{checkpoint.fingerprint}); plan again")
         if plan is not None:
             self.wishes = replace(wishes, cache_format=plan.cache_format)
         self._prepare(plan.workload if plan else workload, plan)
@@ -178,10 +174,7 @@ class LanguageModel:
         if self.captured.gives == "all":
             source = replace(source, prefill=None)  # chunks may follow decode steps, so the cache has its full length
         pipeline = Pipeline(source, workload, self.machine, self.switches)
-        if plan is not None:
-            check_plan(plan, pipeline.facts)
-        else:
-            plan = pipeline.plan(self.budget, self.wishes)
+        plan = pipeline.plan(self.budget, self.wishes) if plan is None else pipeline.replay(plan)
         self.close()  # only now: where there is no plan, the one before still serves
         self._pipeline, self.plan = pipeline, plan
 

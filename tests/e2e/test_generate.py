@@ -106,8 +106,9 @@ def test_steps_of_every_size_hand_each_other_the_same_copies(
 ) -> None:
     """Prefill leaves copies in flight that decoding waits for: same bytes, same slots, same events."""
     monkeypatch.setenv("FOREBAY_SKIP", skip)
-    with llama_checkpoint.language_model(0.5, slots=3) as lm:
-        programs = [lm._pipeline.program(lm.plan, tokens) for tokens in (1, 7, 10)]
+    with llama_checkpoint.language_model(0.5, slots=3, prompt=40) as lm:
+        programs = [lm._pipeline.program(lm.plan, tokens) for tokens in (1, *lm.plan.schedule.prefill_chunks)]
+        assert len(programs) > 2
         assert len(programs[0].prologue) == (0 if skip else 6)
         assert all(p.prologue == programs[0].prologue for p in programs[1:])
         assert len({p.streamed_nbytes() for p in programs}) == 1
@@ -118,7 +119,7 @@ def test_steps_of_every_size_hand_each_other_the_same_copies(
 
 @pytest.mark.parametrize("switch", [
     {"FOREBAY_POISON": "1"}, {"FOREBAY_SYNC": "1"}, {"FOREBAY_NO_REUSE": "1"}, {"FOREBAY_SKIP": "hoist_prefetch"},
-    {"FOREBAY_SKIP": "hoist_prefetch,select_gemm", "FOREBAY_POISON": "1", "FOREBAY_SYNC": "1"},
+    {"FOREBAY_SKIP": "hoist_prefetch,fuse_residual", "FOREBAY_POISON": "1", "FOREBAY_SYNC": "1"},
     {"FOREBAY_BISECT": "1"}, {"FOREBAY_VERIFY": "0"},
 ])
 def test_same_tokens_under_every_switch(

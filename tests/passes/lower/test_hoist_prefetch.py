@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import Tiny, aten, chain, lowered, placements, plan_for, run_program, tiny
+from tiny import Tiny, allocated, aten, chain, lowered, placements, plan_for, run_program, tiny
 from torch import fx
 
 from forebay.passes.lower.draft import Draft, Fetch, Free
 from forebay.passes.lower.hoist_prefetch import hoist_prefetch
 from forebay.passes.lower.lower import lower
-from forebay.passes.place.allocate_buffers import allocate_buffers
 from forebay.passes.place.insert_transfers import insert_transfers
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.verify.program import verify_program
@@ -26,7 +25,7 @@ def streamed(model: Tiny, slots: int, lead: int, tile_rows: int = 0) -> Plan:
 def drafted(model: Tiny, plan: Plan) -> Draft:
     gm = model.graph()
     insert_transfers(gm, plan)
-    allocate_buffers(gm, plan)
+    plan = allocated(gm, plan)
     return lower(gm, plan, model.files, lambda node: 0)
 
 

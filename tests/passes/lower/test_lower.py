@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import Tiny, aten, chain, lowered, placements, plan_for, planned, run_program, tiny
+from tiny import Tiny, allocated, aten, chain, lowered, placements, plan_for, planned, run_program, tiny
 from torch import fx
 
 from forebay.passes.lower.launches import LoweringError
 from forebay.passes.lower.lower import lower
-from forebay.passes.place.allocate_buffers import allocate_buffers
 from forebay.passes.place.insert_transfers import insert_transfers
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.plan import Budget, Plan
@@ -263,13 +262,13 @@ def test_weight_without_a_file_and_slot_too_small_are_named(tmp_path: Path) -> N
     plan = streaming(model)
     gm = model.graph()
     insert_transfers(gm, plan)
-    allocate_buffers(gm, plan)
+    plan = allocated(gm, plan)
     with pytest.raises(KeyError, match="w1 is on the disk tier, but no file"):
         lower(gm, plan, {k: v for k, v in model.files.items() if k != "w1"}, no_workspace)
     small = plan_for(placements(model, {"w0": 0}), slot_nbytes=4096)
     gm = model.graph()
     insert_transfers(gm, small)
-    allocate_buffers(gm, small)
+    small = allocated(gm, small)
     with pytest.raises(ValueError, match="4096 bytes do not fit slot0 of 4096 bytes"):
         lower(gm, small, model.files, no_workspace)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import Tiny, aten, chain, flat_graph, placements, plan_for, run_program, tiny
+from tiny import Tiny, allocated, aten, chain, flat_graph, placements, plan_for, run_program, tiny
 from torch import fx
 
 from forebay.kernels import operators
@@ -266,11 +266,10 @@ def streamed(model: Tiny, **options: object) -> tuple[fx.GraphModule, Plan]:
 def test_activations_stand_at_the_top_of_the_arena_and_compute_the_same(tmp_path: Path, reuse: bool) -> None:
     model = chain(tmp_path, layers=3)
     gm, plan = streamed(model)
-    gm.meta[META] = plan_activations(gm, reuse)
-    allocate_buffers(gm, plan)
+    floor = max(b.offset + b.nbytes for b in plan.buffers)
+    plan = allocated(gm, plan, reuse)
     layout = gm.meta[META]
     top = plan.arenas["device"]
-    floor = max(b.offset + b.nbytes for b in plan.buffers)
     assert min(b.offset for b in layout.buffers.values()) >= floor
     assert max(b.offset + b.nbytes for b in layout.buffers.values()) <= top
     assert all(b.offset % ALIGNMENT == 0 for b in layout.buffers.values())
@@ -324,7 +323,7 @@ def test_random_graphs_compute_the_same_in_their_planned_memory(
     model = tiny(tmp_path_factory.mktemp("random"), build, {"x": torch.rand(4, 4, generator=generator) - 0.5},
                  {"w": torch.rand(4, 4, generator=generator) - 0.5})
     gm, plan = model.graph(), plan_for(placements(model, {}))
-    allocate_buffers(gm, plan)
+    plan = allocated(gm, plan)
     assert_no_overlap(gm.meta[META])
     program = place_copies(lower(gm, plan, model.files, lambda node: 0), plan)
     verify_program(program)
@@ -345,5 +344,22 @@ def test_arena_that_is_too_small_is_refused_with_what_is_missing(tmp_path: Path)
     floor = max(b.offset + b.nbytes for b in plan.buffers)
     need = plan_activations(gm).height
     with pytest.raises(PlanError, match=rf"activations need {need} bytes.*{need - 1} left"):
-        allocate_buffers(gm, replace(plan, arenas={"device": floor + need - 1}))
-    allocate_buffers(gm, replace(plan, arenas={"device": floor + need + ALIGNMENT}))
+        allocated(gm, replace(plan, arenas={"device": floor + need - 1}))
+    allocated(gm, replace(plan, arenas={"device": floor + need + ALIGNMENT}))
+
+
+def test_addresses_are_the_plans_and_one_that_is_not_there_is_named(tmp_path: Path) -> None:
+    model = chain(tmp_path, layers=2)
+    gm, plan = streamed(model)
+    plan = allocated(gm, plan)
+    moved = plan.buffers[-1]
+    elsewhere = replace(moved, offset=moved.offset - 2 * moved.nbytes - 4 * ALIGNMENT)
+    for change, message in ((elsewhere, ""), (replace(moved, nbytes=moved.nbytes - 1), f"has {moved.nbytes - 1} bytes"),
+                            (replace(moved, name="other"), f"no buffer {moved.name} of {moved.nbytes} bytes")):
+        edited = replace(plan, buffers=(*plan.buffers[:-1], change))
+        if message:
+            with pytest.raises(PlanError, match=message):
+                allocate_buffers(gm, edited)
+        else:
+            allocate_buffers(gm, edited)
+            assert gm.meta[META].buffers[moved.name].offset == elsewhere.offset

@@ -6,17 +6,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
-from tiny import Tiny, aten, chain, placements, plan_for, planned, run_graph, run_program, tiny
+from tiny import Tiny, aten, chain, completed, placements, plan_for, planned, run_graph, run_program, tiny
 from torch import fx
 
+from forebay.passes.lower.launches import LoweringError
+from forebay.passes.lower.lower import lower
+from forebay.passes.place.allocate_buffers import allocate_buffers
 from forebay.passes.place.insert_transfers import insert_transfers
 from forebay.passes.place.select_gemm import product_shape, select_gemm
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import META, Gemm
-from forebay.rewriter.ir.plan import Budget, GemmChoice, Plan
+from forebay.rewriter.ir.plan import Budget, GemmChoice, Plan, PlanError
 from forebay.rewriter.ir.program import Launch
-from forebay.rewriter.switches import Switches
 
 
 def products(folder: Path) -> Tiny:
@@ -48,22 +51,24 @@ def test_tiles_have_shapes_of_their_own(tmp_path: Path) -> None:
     assert shapes == [("float32", 12, 5, 8), ("float32", 12, 5, 8), ("float32", 12, 2, 8)]
 
 
-def test_only_the_shapes_in_the_table_are_stamped(tmp_path: Path) -> None:
+def test_the_table_is_obeyed_and_a_shape_that_it_lacks_is_named(tmp_path: Path) -> None:
     model = products(tmp_path)
     gm = model.graph()
-    table = (GemmChoice("float32", 12, 8, 12, "aten"), GemmChoice("bfloat16", 12, 12, 8, "other"))
+    table = (GemmChoice("float32", 12, 8, 12, "aten"), GemmChoice("float32", 12, 12, 8, "other"))
     select_gemm(gm, replace(plan_for(placements(model, {})), gemm=table))
-    linears = [n.name for n in gm.graph.nodes if n.target is aten.linear.default]
-    assert stamped(gm) == {linears[1]: "aten"}
+    kinds = {n.name: n.target for n in gm.graph.nodes}
+    assert [(kinds[name], impl) for name, impl in stamped(gm).items()] == [
+        (aten.linear.default, "other"), (aten.linear.default, "aten"), (aten.addmm.default, "other")]
     assert torch.equal(run_graph(gm, model.inputs, model.weights)[0], model.expected()[0])
+    with pytest.raises(PlanError, match=r"plan\.gemm: linear.* m=12, n=12, k=8, for which the plan names no"):
+        select_gemm(model.graph(), replace(plan_for(placements(model, {})), gemm=table[:1]))
 
 
-def test_an_empty_table_and_other_operators_are_left_alone(tmp_path: Path) -> None:
-    model = chain(tmp_path)
-    gm = model.graph()
-    select_gemm(gm, plan_for(placements(model, {})))
-    assert stamped(gm) == {}
-    assert all(product_shape(n) is None for n in gm.graph.nodes if n.target is aten.relu.default)
+def test_other_operators_are_left_alone(tmp_path: Path) -> None:
+    gm = tiny(tmp_path, lambda g, n: (g.call_function(aten.relu.default, (n["x"],)),), {"x": torch.ones(2, 2)},
+              {"w": torch.zeros(1)}).graph()
+    select_gemm(gm, plan_for({}))
+    assert stamped(gm) == {} and all(product_shape(n) is None for n in gm.graph.nodes)
 
 
 def launches(plan: Plan, program: object) -> list[Launch]:
@@ -80,8 +85,10 @@ def test_the_planned_implementation_reaches_the_launch_and_computes_the_same(tmp
     torch.testing.assert_close(run_program(program, plan, model)[0], model.expected()[0], rtol=1e-5, atol=1e-5)
 
 
-def test_skipped_it_leaves_the_choice_to_the_kernel(tmp_path: Path) -> None:
-    model = chain(tmp_path, width=64)
-    plan, program = planned(model, Budget(40_000), switches=Switches(skip=("select_gemm",)))
-    assert plan.gemm == () and all(item.impl == "" for item in launches(plan, program))
-    torch.testing.assert_close(run_program(program, plan, model)[0], model.expected()[0], rtol=1e-5, atol=1e-5)
+def test_a_product_without_an_implementation_is_not_lowered(tmp_path: Path) -> None:
+    model = chain(tmp_path)
+    gm = model.graph()
+    plan = completed(gm, plan_for(placements(model, {})))
+    allocate_buffers(gm, plan)
+    with pytest.raises(LoweringError, match=r"linear.* is a matrix product without an implementation; select_gemm"):
+        lower(gm, plan, model.files, lambda node: 0)

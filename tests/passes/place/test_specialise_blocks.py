@@ -16,7 +16,7 @@ from forebay.rewriter.capture.concretise import concretise, few_layers, inline_b
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_graphs, step_inputs
 from forebay.rewriter.ir.graph import META, CacheInput, CapturedModel, WeightInput, weight_name
-from forebay.rewriter.ir.plan import Budget, Plan, Workload
+from forebay.rewriter.ir.plan import Budget, Limits, Plan, Workload
 from forebay.rewriter.ir.program import FileSlice, Launch, Program
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
@@ -45,7 +45,7 @@ def streaming(family: str) -> tuple[Pipeline, Plan]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_copy_for_every_way_to_place_a_layer(family: str) -> None:
     made, plan = streaming(family)
-    gm = made.source.step(1)
+    gm = made.graphs.step(1)
     calls = gm.graph.find_nodes(op="call_module")
     kinds = [str(call.target) for call in calls]
     specialise_blocks(gm, plan)
@@ -68,7 +68,7 @@ def test_a_copy_for_every_way_to_place_a_layer(family: str) -> None:
 
 def test_a_graph_without_calls_is_left_alone() -> None:
     made, plan = streaming("llama")
-    gm = inline_blocks(made.source.step(1))
+    gm = inline_blocks(made.graphs.step(1))
     before = [n.name for n in gm.graph.nodes]
     specialise_blocks(gm, plan)
     assert [n.name for n in gm.graph.nodes] == before and block_graphs(gm) == []
@@ -87,8 +87,10 @@ def test_stamped_layers_do_what_each_layer_by_itself_would(family: str, tokens: 
     assert not made._each_layer, "equal layers find their inputs in the same places"
     apart = pipeline(family)
     apart._each_layer = True
+    kept = tuple(b for b in plan.buffers if b.phase == "all" or b.kind == "cache")
     roomy = {"device": plan.arenas["device"] + (1 << 20)}
-    program = apart.program(replace(plan, arenas=roomy, budget=Budget(1 << 30)), tokens)
+    by_itself = apart.complete(replace(plan, arenas=roomy, budget=Limits(1 << 30), buffers=kept))
+    program = apart.program(by_itself, tokens)
     for p in (shared, program):
         verify_program(p)
     assert launches(shared) == launches(program)

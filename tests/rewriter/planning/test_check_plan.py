@@ -86,11 +86,15 @@ def _no_arena(plan: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("edit", "message"), [
-    (_rename, "the model has no weight other.weight"), (_remove, "is missing"), (_resize, "bytes in format native"),
-    (_reformat, "in format w4g64, but the model's"), (_move_to_host, "needs a weight buffer .* in the host arena"),
-    (_move_to_device, "needs a weight buffer .* in the device arena"),
-    (_gather, "not read by row"), (_enlarge_tiles, "a staging slot has 64"), (_more_slots, "needs a slot buffer"),
-    (_no_buffers, "buffer of"), (_no_cache, "needs a cache buffer"), (_no_arena, "no device arena"),
+    (_rename, "name: the model has no weight other.weight"), (_remove, "is missing"),
+    (_resize, "nbytes: .* bytes in format native"), (_reformat, "format: .* in format w4g64, but the model's"),
+    (_move_to_host, "tier: .* is to lie on the host, and plan.buffers has none"),
+    (_move_to_device, "tier: .* is to lie on the device, and plan.buffers has none"),
+    (_gather, "gather: .* not read by row"),
+    (_enlarge_tiles, "slot_nbytes: the largest piece that streams is .* the plan says 64"),
+    (_more_slots, "schedule.slots: 1000000000 slots need as many buffers"),
+    (_no_buffers, "plan.buffers has none of that name"), (_no_cache, "needs a cache buffer"),
+    (_no_arena, "arenas.device: there is none"),
 ])
 def test_edited_plans_are_refused_by_field(opened: Opened, saved: str, edit: Callable[[dict[str, Any]], None],
                                            message: str) -> None:

@@ -54,7 +54,7 @@ def _plan() -> Plan:
     )
     return Plan(
         "abc123", "bench", Limits(6 * MIB), Workload(2, 64, 16),
-        Schedule(slots=1, slot_nbytes=MIB, lead=1, prefill_chunk=32), weights,
+        Schedule(slots=1, slot_nbytes=MIB, lead=1, prefill_chunks=(32,)), weights,
         arenas={"device": at + 2 * MIB + 128 * KIB}, buffers=buffers,
         prediction=Prediction(0.5, 0.05, {"compute": 0.01, "disk": 0.05}, 11 * MIB, {"device": 6 * MIB}, "disk"))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from forebay.rewriter.ir.plan import BufferPlacement, Limits, Plan, Schedule, Workload
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.run.generation import CHUNK_STEP, Stop, generate_tokens, next_logits
+from forebay.runtime.run.generation import Stop, generate_tokens, next_logits
 from forebay.runtime.run.sampling import Sampling
 
 VOCAB = 50
@@ -66,9 +66,9 @@ def answer(prompt: list[int], count: int) -> list[int]:
     return seen[len(prompt) :]
 
 
-def session(batch: int, prompt: int, new_tokens: int, chunk: int, lends: bool = False) -> Any:
+def session(batch: int, prompt: int, new_tokens: int, *chunks: int, lends: bool = False) -> Any:
     """`lends`: 10 bytes of cache per token of all sequences, and a decode step's activations 100 bytes above it."""
-    schedule, workload = Schedule(prefill_chunk=chunk), Workload(batch, prompt, new_tokens)
+    schedule, workload = Schedule(prefill_chunks=chunks), Workload(batch, prompt, new_tokens)
     top = 10 * workload.context
     buffers = (BufferPlacement("cache", "cache", "device", 0, 10 * prompt, "prefill"),
                BufferPlacement("cache", "cache", "device", 0, top, "decode"),
@@ -87,13 +87,13 @@ def run(target: Any, prompts: list[list[int]], new: int, **stop: Any) -> list[li
 @given(st.data())
 def test_any_prompts_in_any_chunks_see_exactly_their_own_tokens(data: st.DataObject) -> None:
     planned = data.draw(st.integers(1, 40))
-    chunk = data.draw(st.integers(1, planned))
+    chunks = sorted(data.draw(st.sets(st.integers(1, planned), min_size=1, max_size=3)), reverse=True)
     batch = data.draw(st.integers(1, 4))
     new = data.draw(st.integers(1, 5))
-    lends = chunk > 1 and data.draw(st.booleans())
+    lends = chunks[-1] > 1 and data.draw(st.booleans())
     lengths = data.draw(st.lists(st.integers(1, planned), min_size=1, max_size=batch))
     prompts = [[(7 * i + 3 * j) % VOCAB for j in range(n)] for i, n in enumerate(lengths)]
-    target = session(batch, planned, data.draw(st.integers(new, new + 3)), chunk, lends)
+    target = session(batch, planned, data.draw(st.integers(new, new + 3)), *chunks, lends=lends)
     for _ in range(2):
         assert run(target, prompts, new) == [answer(p, new) for p in prompts]
         target.grown = False
@@ -102,7 +102,7 @@ def test_any_prompts_in_any_chunks_see_exactly_their_own_tokens(data: st.DataObj
 @pytest.mark.parametrize(("count", "longest", "new", "lends"), [
     (3, 4, 2, False), (2, 8, 6, False), (2, 13, 1, False), (3, 4, 2, True), (2, 8, 6, True), (1, 9, 1, True)])
 def test_a_batch_that_would_cross_is_refused_before_it_starts(count: int, longest: int, new: int, lends: bool) -> None:
-    target = session(2, 8, 4, 4, lends)
+    target = session(2, 8, 4, 4, lends=lends)
     message = rf"{count} prompts of up to {longest} tokens with {new} new ones do not fit the plan.* 2 of 8 with 4"
     if lends:
         message += ": its cache ends at byte 120 .* begin at byte 220, .* 2 sequences they would meet at 22 tokens each"
@@ -125,13 +125,12 @@ def test_prefill_never_runs_more_at_once_than_planned() -> None:
     assert target.chunks == [3, 3, 3, 3, 1, 1, 1]
 
 
-@pytest.mark.parametrize(("longest", "expected"), [(1, CHUNK_STEP), (16, 16), (17, 32), (50, 48 + 2), (99, 99)])
-def test_short_prompts_run_in_few_sizes(longest: int, expected: int) -> None:
-    target = session(1, 100, 2, 100)
+@pytest.mark.parametrize(("longest", "expected"), [
+    (1, [16]), (16, [16]), (17, [48]), (48, [48]), (49, [64]), (64, [64]), (65, [64, 64]), (99, [64, 64])])
+def test_a_prompt_runs_in_the_smallest_planned_chunk_that_holds_it(longest: int, expected: list[int]) -> None:
+    target = session(1, 100, 2, 64, 48, 16)
     run(target, [[3] * longest], 2)
-    assert target.chunks[0] in (expected, -(-longest // CHUNK_STEP) * CHUNK_STEP, 100)
-    assert sum(target.chunks[:-1]) <= max(CHUNK_STEP, longest + CHUNK_STEP)
-    assert target.chunks[-1] == 1
+    assert target.chunks == [*expected, 1]
 
 
 def test_ended_rows_are_padded_and_the_rest_runs_on() -> None:

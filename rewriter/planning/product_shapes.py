@@ -1,0 +1,80 @@
+"""The shapes of a step's matrix products, as the tiles that a plan streams weights in make them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from forebay.passes.place.insert_transfers import tileable
+from forebay.passes.place.select_gemm import Shape, product_shape
+from forebay.passes.product_nodes import linear_arguments
+from forebay.rewriter.ir.graph import weight_name
+from forebay.rewriter.ir.plan import Plan
+
+
+@dataclass(frozen=True)
+class ProductUse:
+    """A product of a flat graph: its shape (dtype, M, N, K) while its weight is whole, the weight's name (empty where
+    it is no input), and the dimension that row tiles of the weight cut ("" where it is never tiled)."""
+
+    shape: Shape | None  # None: a product only once it is tiled
+    weight: str
+    cut: Literal["n", "k", ""]
+    tiled: Shape  # in tiles of one row
+
+
+def product_uses(flat: fx.GraphModule) -> tuple[ProductUse, ...]:
+    """The products of a flat graph, before any pass, each once."""
+    found: dict[ProductUse, None] = {}
+    for node in flat.graph.nodes:
+        shape = product_shape(node)
+        weights = [arg for arg in node.all_input_nodes if weight_name(arg) is not None and tileable(node, arg)]
+        if not weights:
+            if shape is not None:
+                linear = linear_arguments(node)
+                weight = linear.weight if linear is not None else node.args[2]
+                found[ProductUse(shape, weight_name(weight) or "", "", shape)] = None
+            continue
+        weight = weights[0]
+        cut: Literal["n", "k"] = "n" if linear_arguments(node) is not None else "k"
+        if shape is None:  # a plain matrix product x @ w
+            value, matrix = node.meta["val"], weight.meta["val"]
+            rows = value.numel() // max(1, matrix.shape[1])
+            tiled = str(matrix.dtype)[6:], rows, matrix.shape[1], matrix.shape[0]
+        else:
+            tiled = shape
+        found[ProductUse(shape, weight_name(weight) or "", cut, tiled)] = None
+    return tuple(found)
+
+
+def weights_of_layers(step: fx.GraphModule) -> dict[int, tuple[str | None, ...]]:
+    """For each layer that a step graph calls, the weights that it is given, by position."""
+    return {call.meta["layer"]: tuple(weight_name(arg) if isinstance(arg, fx.Node) else None for arg in call.args)
+            for call in step.graph.find_nodes(op="call_module")}
+
+
+def planned_shapes(
+    plan: Plan, uses: Iterable[ProductUse], layers: Mapping[int, tuple[str | None, ...]], likes: Mapping[int, int]
+) -> set[Shape]:
+    """The shapes of all products of a step, given those of the layers that all are like (`Layout.likes`)."""
+    alike: dict[str, set[str]] = {}
+    for layer, like in likes.items():
+        for name, of_like in zip(layers[layer], layers[like], strict=True):
+            if name is not None and of_like is not None:
+                alike.setdefault(of_like, {of_like}).add(name)
+    return {shape for use in uses for name in alike.get(use.weight, {use.weight}) for shape in _shapes(plan, use, name)}
+
+
+def _shapes(plan: Plan, use: ProductUse, name: str) -> Iterator[Shape]:
+    dtype, m, n, k = use.tiled
+    rows = n if use.cut == "n" else k
+    tile = plan.weight(name).tile_rows if use.cut and plan.streams(name) else 0
+    if not 0 < tile < rows:
+        if use.shape is not None:
+            yield use.shape
+        return
+    for size in {tile, rows % tile or tile}:
+        yield (dtype, m, size, k) if use.cut == "n" else (dtype, m, n, size)

@@ -1,0 +1,154 @@
+"""Whatever field of a plan is changed, the Programs change with it, or a PlanError names the field.
+
+Fields are found by walking the dataclasses, so that one that is added and not obeyed fails here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+from families import captured
+
+from forebay.rewriter.capture.step_graphs import step_graphs
+from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, plan_from_dict
+from forebay.rewriter.ir.program import FileSlice, Program
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.switches import Switches
+
+WORK = Workload(batch=2, prompt=200, new_tokens=1)  # too little to come for the cache to grow
+LENDING = Workload(batch=2, prompt=40, new_tokens=4)
+# what records an expectation and decides nothing: replaying restores it, where it does not refuse it
+RECORDS = ("plan.machine", "plan.prediction")
+LIMITS = ("plan.budget.",)  # may be more than is taken; less is refused
+
+
+def pipeline(work: Workload, host_hop: bool) -> Pipeline:
+    lm = rewrite_captured(captured("llama"), Switches())
+    files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
+    return Pipeline(step_graphs(lm, files, work, "llama", host_hop=host_hop), work, Machine.default(), Switches())
+
+
+def planned(kind: str) -> tuple[Pipeline, Plan]:
+    made = pipeline(LENDING if kind == "lending" else WORK, kind == "by way of the host")
+    wishes = Wishes(prefill_chunk=36)
+    weights = sum(u.nbytes for u in made.facts.uses)
+    device = made.smallest_budget(wishes) + (4 * weights if kind == "resident" else weights // 2)
+    plan = made.plan(Budget(device, weights // 4 if "host" in kind else 0), wishes)
+    assert plan.lends is (kind == "lending")
+    assert (plan.prediction.streamed_nbytes > 0) is (kind != "resident") and len(plan.schedule.prefill_chunks) > 1
+    assert (plan.nbytes_on("host") > 0) is ("host" in kind)
+    return made, plan
+
+
+def programs(made: Pipeline, plan: Plan) -> list[Program | None]:
+    return [*(made.program(plan, tokens) for tokens in (1, *plan.schedule.prefill_chunks)), made.growth(plan)]
+
+
+def other_values(hint: Any, value: Any) -> Iterator[Any]:
+    """Values that a field of this type may have instead."""
+    kinds = {*get_args(hint)} if get_origin(hint) not in (Literal, None) else {hint}
+    if get_origin(hint) is Literal:
+        yield from (v for v in get_args(hint) if v != value)
+    elif bool in kinds:
+        yield not value
+    elif int in kinds:
+        yield from {v for v in ((value or 0) + 1, (value or 0) + 64, max(0, (value or 0) - 64), (value or 0) // 2, 0)
+                    if v != value}
+    elif float in kinds:
+        yield 2 * value + 1
+    else:
+        assert str in kinds, f"say how a {hint} is changed"
+        yield value + "x"
+
+
+def changes(kind: Any, data: Any, path: str) -> Iterator[tuple[str, list[object], Any]]:
+    """Every change of one value in a plan's JSON, as (path of the field, keys that lead to it, value; None: removed).
+    Of records that are alike in all that is not a name or number one stands for all."""
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        for field in dataclasses.fields(kind):
+            for where, keys, value in changes(hints[field.name], data[field.name], f"{path}.{field.name}"):
+                yield where, [field.name, *keys], value
+        return
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is tuple:
+        alike = {}
+        for i, item in enumerate(data):
+            alike.setdefault(str([v if isinstance(v, bool) else "" if isinstance(v, int) else v
+                                  for k, v in item.items() if k != "name"]) if isinstance(item, dict) else str(item), i)
+        for i in alike.values():
+            yield f"{path}[{i}]", [i], None
+            for where, keys, value in changes(args[0], data[i], f"{path}[{i}]"):
+                yield where, [i, *keys], value
+    elif origin is dict:
+        yield f"{path}.other", ["other"], next(other_values(args[1], 1))
+        for key, item in data.items():
+            yield f"{path}.{key}", [key], None
+            for where, keys, value in changes(args[1], item, f"{path}.{key}"):
+                yield where, [key, *keys], value
+    else:
+        for value in other_values(kind, data):
+            yield path, [], value
+
+
+def changed(plan: Plan, keys: list[object], value: Any) -> dict:
+    """The plan's JSON with one change, without the prediction that no longer holds, unless that is what changes."""
+    data = json.loads(plan.to_json())
+    if keys[0] != "prediction":
+        del data["prediction"]
+    at: Any = data
+    for key in keys[:-1]:
+        at = at[key]
+    if value is None:
+        del at[keys[-1]]
+    else:
+        at[keys[-1]] = value
+    return data
+
+
+def names(message: str, path: str) -> bool:
+    """Whether an error names a field: the record that it is in, perhaps another of its kind, and the field."""
+    record, _, field = re.sub(r"\[\d+\]", "", path).rpartition(".")
+    bare = re.sub(r"\[\d*\]", "", message)
+    return (record if record != "plan" else "plan." + field) in bare and field in bare
+
+
+@pytest.mark.parametrize("kind", ["lending", "resident", "by way of the host"])
+def test_every_field_is_obeyed_or_refused_by_name(kind: str) -> None:
+    made, plan = planned(kind)
+    before = programs(made, plan)
+    assert made.replay(plan_from_dict(json.loads(plan.to_json()))) == plan
+    silent, unnamed, found = [], [], 0
+    effects: dict[str, bool] = {}
+    for path, keys, value in changes(Plan, json.loads(plan.to_json()), "plan"):
+        found += 1
+        told = f"{path} = {value!r}"
+        try:
+            replayed = made.replay(plan_from_dict(changed(plan, keys, value)))
+            effect = programs(made, replayed) != before
+        except PlanError as error:
+            if not names(str(error), path):
+                unnamed.append(f"{told}: {error}")
+            effect = True
+        else:
+            if path.startswith(RECORDS):
+                effect = effect or replayed == plan
+        if path == "plan.budget.host" and "host" not in plan.arenas:
+            effect = True  # nothing is below none
+        effects[path] = effects.get(path, False) or effect
+        if not effect and not path.startswith(LIMITS):
+            silent.append(told)
+    assert not unnamed, "refused by another name: " + "\n".join(unnamed)
+    assert not silent, "changed nothing and were not refused: " + "; ".join(silent)
+    assert all(effects.values()), [path for path, effect in effects.items() if not effect]
+    fields = {re.sub(r"\[\d+\]", "", path) for path in effects}
+    assert found > 100 and {"plan.version", "plan.fingerprint", "plan.schedule.lead", "plan.buffers.last",
+                            "plan.weights.tile_rows", "plan.gemm.impl", "plan.prediction.bottleneck"} <= fields
