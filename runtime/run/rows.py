@@ -8,7 +8,7 @@ import torch
 
 from forebay.rewriter.ir.program import TensorRef
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.run.generation import CHUNK_STEP, prefill, refuse_crossing
+from forebay.runtime.run.generation import prefill, refuse_crossing
 from forebay.runtime.run.session import Session
 
 SCRATCH_NBYTES = 1 << 20  # at most so much of the cache is copied aside at once where rows change places
@@ -105,13 +105,8 @@ class Rows:
         fed[:count] = ids
         start = torch.zeros(batch, dtype=torch.int64)
         start[:count] = self.lengths
-        most = 1 if plan.lends else plan.schedule.prefill_chunk  # grown, the cache lies where a chunk would compute
-        chunk = min(most, span)
-        if 1 < span < most:  # few sizes, so few programs; what is written past the end is overwritten later
-            rounded = min(most, -(-span // CHUNK_STEP) * CHUNK_STEP)
-            if int(start.max()) + rounded <= context:
-                fed = torch.nn.functional.pad(fed, (0, rounded - span))
-                chunk = rounded
+        chunk = self._chunk(span, context - int(start.max()))
+        fed = torch.nn.functional.pad(fed, (0, max(0, chunk - span)))  # overwritten later
         end = fed.shape[1]
         logits: torch.Tensor | None = None
         for at in (*range(0, end - chunk, chunk), end - chunk):
@@ -129,3 +124,12 @@ class Rows:
                 logits[:, first - span + keep : upper - span + keep] = found[:count, first - at : upper - at].to("cpu")
         assert logits is not None
         return logits
+
+    def _chunk(self, span: int, room: int) -> int:
+        """Tokens of each step over `span` tokens behind which the cache has room for `room` in all: of the sizes that
+        are planned the smallest that holds them, or, where that is too long, the largest below."""
+        plan = self.session.plan
+        if span == 1 or plan.lends:  # grown, the cache lies where a chunk would compute
+            return 1
+        chunk = plan.schedule.chunk_for(span)
+        return chunk if chunk <= max(span, room) else max(c for c in (*plan.schedule.prefill_chunks, 1) if c <= span)
