@@ -32,7 +32,7 @@ from forebay.rewriter.capture.concretise import inline_blocks
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import META, Gemm, Layout, values_of
-from forebay.rewriter.ir.plan import Budget, GemmChoice, Plan, PlanError, Prediction, Workload, validate
+from forebay.rewriter.ir.plan import MOVING, Budget, GemmChoice, Plan, PlanError, Prediction, Workload, validate
 from forebay.rewriter.ir.program import Launch, Program, TensorRef
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.check_plan import check_plan, check_prediction, check_products
@@ -114,9 +114,11 @@ class Pipeline:
     @no_collection()
     def replay(self, plan: Plan) -> Plan:
         """`plan`, perhaps edited by hand, once it is found to suit the model; predicted anew where it comes from
-        another machine. PlanError names the field that does not suit."""
+        another machine. All activations, all products or the prediction may be left out, and are then planned.
+        PlanError names the field that does not suit."""
         validate(plan)
         self._layers_repeat(plan)
+        plan = self._filled(plan)
         check_plan(plan, self.facts, self.workload)
         check_products(plan, self._shapes(plan), self._implementations(plan))
         found = self._predicted(plan)
@@ -128,10 +130,7 @@ class Pipeline:
         decides anything."""
         largest, chunks = self._layout(plan.schedule.prefill_chunk), plan.schedule.prefill_chunks
         chunks = tuple(c for c in chunks if self._layout(c).within(largest))
-        moving = [b for tokens, phase in ((1, "decode"), (chunks[0], "prefill")) if tokens > 1 or phase == "decode"
-                  for b in place_activations(self._layout(tokens), plan.during(tokens), phase)]
-        plan = replace(plan, schedule=replace(plan.schedule, prefill_chunks=chunks), buffers=(*plan.buffers, *moving))
-        plan = replace(plan, gemm=tuple(GemmChoice(*s, impl=self._best_gemm(s)) for s in sorted(self._shapes(plan))))
+        plan = self._filled(replace(plan, schedule=replace(plan.schedule, prefill_chunks=chunks)))
         return self._keep(replace(plan, prediction=self._predicted(plan)))
 
     def smallest_budget(self, wishes: Wishes | None = None) -> int:
@@ -163,6 +162,16 @@ class Pipeline:
 
     def _choose(self, budget: Budget, wishes: Wishes) -> Plan:
         return make_plan(self.facts, budget, self.workload, wishes, self._record)
+
+    def _filled(self, plan: Plan) -> Plan:
+        """`plan` with activations placed and implementations chosen, if it has none."""
+        if not any(b.kind in MOVING and b.phase != "all" for b in plan.buffers):
+            phases = {"decode": 1, "prefill": plan.schedule.prefill_chunk}
+            moving = [b for phase, tokens in phases.items() if tokens > 1 or phase == "decode"
+                      for b in place_activations(self._layout(tokens), plan.during(tokens), phase)]
+            plan = replace(plan, buffers=(*plan.buffers, *moving))
+        shapes = () if plan.gemm else sorted(self._shapes(plan))
+        return replace(plan, gemm=(*plan.gemm, *(GemmChoice(*shape, impl=self._best_gemm(shape)) for shape in shapes)))
 
     @cached_property
     def _record(self) -> str:

@@ -106,7 +106,7 @@ def test_steps_of_every_size_hand_each_other_the_same_copies(
 ) -> None:
     """Prefill leaves copies in flight that decoding waits for: same bytes, same slots, same events."""
     monkeypatch.setenv("FOREBAY_SKIP", skip)
-    with llama_checkpoint.language_model(0.5, slots=3, prompt=40) as lm:
+    with llama_checkpoint.language_model(0.6, slots=3, prompt=40, prefill_chunk=32) as lm:
         programs = [lm._pipeline.program(lm.plan, tokens) for tokens in (1, *lm.plan.schedule.prefill_chunks)]
         assert len(programs) > 2
         assert len(programs[0].prologue) == (0 if skip else 6)
