@@ -15,7 +15,7 @@ from pathlib import Path
 
 from forebay.rewriter.machine.fits import Fit, fit_times, on_curve
 
-FORMAT = 2  # of the JSON file; a kept profile of another format is measured anew
+FORMAT = 3  # of the JSON file; a kept profile of another format is measured anew
 TIERS = ("device", "host", "disk")
 HALVES = ("bfloat16", "float16")
 # Of the computing thread, to issue a copy and be woken by it: on two cores steps in tiles of 1 MiB took 0.15 to 0.3 ms
@@ -96,6 +96,15 @@ class Contention:
 
 
 @dataclass(frozen=True)
+class BothWays:
+    """How many times as long writes of `nbytes` and reads take side by side on the disk as each alone."""
+
+    nbytes: int
+    write_slowed: float
+    read_slowed: float
+
+
+@dataclass(frozen=True)
 class Machine:
     """A machine: what was measured of it, and attained (not peak) rates for what was not.
 
@@ -106,6 +115,7 @@ class Machine:
     host_attention_bytes_per_s is the same of a host beside a GPU (0: it does not compute).
     product_flops, attention_flops: operations per second of large products and of attention over whole prompts, for
     dtypes without points of their own (0: such work takes as long as reading its bytes).
+    both_ways: by the size of writes, in rising order (none: reads and writes share the disk evenly).
     choice_elements_per_s: logits looked at per second when a step's tokens are chosen (0: at no cost). `folder` is
     where the disk tier was measured, empty for a profile that stands for no disk in particular.
     peak_* and interconnect_bytes_per_s are the vendor's (0: not known). `sources` says where a number is from, by its
@@ -127,6 +137,7 @@ class Machine:
     folder: str = ""
     attention: tuple[AttentionPoint, ...] = ()
     contention: Contention = Contention()
+    both_ways: tuple[BothWays, ...] = ()
     choice_elements_per_s: float = 0.0
     copy_issue_s: float = CPU_COPY_ISSUE_S
     host_attention_bytes_per_s: float = 0.0
@@ -171,6 +182,12 @@ class Machine:
                 _positive(f"attention[{i}].{name}", getattr(seen, name))
         for name, factor in vars(self.contention).items():
             _require(math.isfinite(factor) and factor >= 1, f"contention.{name}", "must be at least 1", factor)
+        for i, both in enumerate(self.both_ways):
+            _positive(f"both_ways[{i}].nbytes", both.nbytes)
+            for name, factor in (("write_slowed", both.write_slowed), ("read_slowed", both.read_slowed)):
+                _require(math.isfinite(factor) and factor >= 1, f"both_ways[{i}].{name}", "must be at least 1", factor)
+            _require(not i or both.nbytes > self.both_ways[i - 1].nbytes, f"both_ways[{i}].nbytes",
+                     "must rise", both.nbytes)
         read = self.tiers["device"].bandwidth_bytes_per_s
         for name, rate, peak in (("product_flops", self.product_flops, self.peak_flops),
                                  ("attention_flops", self.attention_flops, self.peak_flops),
@@ -210,6 +227,19 @@ class Machine:
             by = f" by {method}" if method else ""
             raise KeyError(f"machine {self.name!r} has no link {src}->{dst}{by}; it has: {known}")
         return max(found, key=lambda x: x.bandwidth_bytes_per_s)
+
+    def side_by_side(self, nbytes: int) -> tuple[float, float]:
+        """How many times as long a write of `nbytes` takes beside reads, and reads beside it; between measured sizes
+        on a log scale."""
+        points = self.both_ways
+        if not points:
+            return 2.0, 2.0
+        below = [x for x in points if x.nbytes <= nbytes] or [points[0]]
+        above = [x for x in points if x.nbytes >= nbytes] or [points[-1]]
+        low, high = below[-1], above[0]
+        share = math.log(nbytes / low.nbytes) / math.log(high.nbytes / low.nbytes) if low.nbytes < high.nbytes else 0.0
+        return (low.write_slowed + share * (high.write_slowed - low.write_slowed),
+                low.read_slowed + share * (high.read_slowed - low.read_slowed))
 
     def measured_as(self, dtype: str) -> str:
         """The dtype, or format of packed rows, whose measurements stand for `dtype`: itself, or, where it was not

@@ -66,6 +66,9 @@ class Estimator(Protocol):
     def slows(self, share: float) -> float:
         """How many times as long these take beside it."""
 
+    def both_ways(self, nbytes: int) -> tuple[float, float]:
+        """How many times as long a write of so many bytes to disk takes beside reads, and reads beside it."""
+
 
 @dataclass(frozen=True)
 class MachineEstimator:
@@ -132,6 +135,9 @@ class MachineEstimator:
 
     def slows(self, share: float) -> float:
         return self.machine.contention.slows(share)
+
+    def both_ways(self, nbytes: int) -> tuple[float, float]:
+        return self.machine.side_by_side(nbytes)
 
     @property
     def _read_bytes_per_s(self) -> float:

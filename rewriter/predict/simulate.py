@@ -5,7 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from forebay.rewriter.ir.program import COMPUTE, Copy, Item, Launch, Program, Rows, TensorRef, copy_nbytes, tier_of
+from forebay.rewriter.ir.program import (
+    COMPUTE,
+    WRITE,
+    Copy,
+    Item,
+    Launch,
+    Program,
+    Rows,
+    TensorRef,
+    copy_nbytes,
+    tier_of,
+)
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.predict.estimator import Estimator, MachineEstimator
 from forebay.rewriter.predict.item_costs import copy_latency_s, item_time_s, launch_issue_s, touched_nbytes
@@ -57,7 +68,8 @@ def item_cost(item: Item, times: Estimator) -> Cost:
         share = times.memory_share(touched_nbytes(item), time_s)
         return Cost(time_s, times.slowed(share), times.slows(share), issue_s=launch_issue_s(times))
     if isinstance(item, Copy):
-        return Cost(time_s, latency_s=copy_latency_s(item, times), issue_s=times.copy_issue_s)
+        both_ways = times.both_ways(copy_nbytes(item)) if item.stream == WRITE and copy_nbytes(item) else (1.0, 1.0)
+        return Cost(time_s, latency_s=copy_latency_s(item, times), issue_s=times.copy_issue_s, both_ways=both_ways)
     return Cost(time_s)
 
 

@@ -10,20 +10,22 @@ from typing import NamedTuple
 
 import torch
 
-from forebay.rewriter.ir.program import COMPUTE, Copy, Item, Launch, Program, Record, TensorRef, Wait
+from forebay.rewriter.ir.program import COMPUTE, READS, WRITE, Copy, Item, Launch, Program, Record, TensorRef, Wait
 from forebay.runtime.devices.device import Call
 
 
 class Cost(NamedTuple):
     """Seconds of an item alone. A launch takes `slowed` times as long while copies run, and they take `slows` times as
     long beside it; a copy takes `latency_s` more, of which those under way before it on its stream hide their share.
-    `issue_s` is what an item takes of the thread that issues it."""
+    `issue_s` is what an item takes of the thread that issues it. `both_ways`: a write of a file takes the first number
+    of times as long while files are read, and they the second while it is under way."""
 
     time_s: float
     slowed: float = 1.0
     slows: float = 1.0
     latency_s: float = 0.0
     issue_s: float = 0.0
+    both_ways: tuple[float, float] = (1.0, 1.0)
 
 
 CostOf = Callable[[Item], Cost]
@@ -32,15 +34,17 @@ Span = tuple[str, str, float, float]  # stream, label, start and end in seconds
 
 @dataclass
 class VirtualDevice:
-    """Advances a clock per stream by the cost of each item, as a GPU's streams do; what the streams do to each other
-    beside events is not counted. A launch starts when it has been issued, at the earliest: until then it stands in its
-    stream, and counts as busy. Copies are issued by threads of their own."""
+    """Advances a clock per stream by the cost of each item, as a GPU's streams do; of what the streams do to each other
+    beside events only reads and writes of the disk count, for the one that is issued later. A launch starts when it
+    has been issued, at the earliest: until then it stands in its stream, and counts as busy. Copies are issued by
+    threads of their own."""
 
     cost: CostOf
     issued_s: float = 0.0  # when the thread that issues launches had issued the last
     clocks: dict[str, float] = field(default_factory=dict)
     events: dict[int, float] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
+    writing: float = 1.0  # how many times as long reads take beside the last write
 
     def allocate(self, arenas: Mapping[str, int]) -> None:
         """Nothing to allocate."""
@@ -67,7 +71,7 @@ class VirtualDevice:
                 if launches:
                     self.issued_s += cost.issue_s
                     begin = max(start, self.issued_s)
-                end = clocks[stream] = begin + cost.time_s + cost.latency_s
+                end = clocks[stream] = begin + self._disk_time_s(stream, cost, begin)
                 note((stream, label, start, end))
 
             return advance
@@ -86,6 +90,17 @@ class VirtualDevice:
 
             return wait
         return None
+
+    def _disk_time_s(self, stream: str, cost: Cost, begin: float) -> float:
+        """Seconds of an item from `begin` on: longer where it goes the other way on the disk than what is under way."""
+        alone, factor, until = cost.time_s + cost.latency_s, 1.0, begin
+        if stream == WRITE:
+            self.writing, factor = cost.both_ways[1], cost.both_ways[0]
+            until = max((self.clocks.get(other, 0.0) for other in READS), default=begin)
+        elif stream in READS:
+            factor, until = self.writing, self.clocks.get(WRITE, 0.0)
+        together = min(alone * factor, max(0.0, until - begin))
+        return together + alone - together / factor
 
     def issuing(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -5,17 +5,31 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from forebay.rewriter.ir.program import COMPUTE, UNORDERED, Copy, Item, Launch, Program, Record, Wait
+from forebay.rewriter.ir.program import (
+    COMPUTE,
+    DISK,
+    LOAD,
+    READS,
+    UNORDERED,
+    WRITE,
+    Copy,
+    Item,
+    Launch,
+    Program,
+    Record,
+    Wait,
+)
 from forebay.runtime.devices.virtual import CostOf, Span
 
 
 class _Under:
-    """A copy under way or queued: seconds it still takes alone, and when it began."""
+    """A copy under way or queued: seconds it still takes alone, when it began, and if it writes a file, how many times
+    as long it and reads take side by side."""
 
-    __slots__ = ("label", "left", "start")
+    __slots__ = ("both_ways", "label", "left", "start")
 
-    def __init__(self, label: str, left: float) -> None:
-        self.label, self.left, self.start = label, left, -1.0
+    def __init__(self, label: str, left: float, both_ways: tuple[float, float]) -> None:
+        self.label, self.left, self.start, self.both_ways = label, left, -1.0, both_ways
 
 
 class _Mark:
@@ -27,6 +41,7 @@ class _Mark:
         self.gate, self.passed = gate, False
 
 
+_Front = tuple["_Under", str, "_Queue", float]  # a copy under way, its stream, and how many times as long it takes
 _Queue = deque["_Under | _Mark"]
 _LAUNCH, _COPY, _RECORD, _WAIT_HERE, _WAIT_THERE = range(5)
 
@@ -71,8 +86,8 @@ def _prepared(items: Iterable[Item], cost: CostOf, clock: _Clock) -> list[tuple]
             else:
                 add((_WAIT_THERE, queue_of(item.stream), item.event))  # type: ignore[union-attr]
         elif kind is Copy:
-            time_s, _, _, latency_s, issue_s = cost(item)
-            add((_COPY, queue_of(item.stream), item.label, time_s, latency_s, issue_s))  # type: ignore[union-attr]
+            time_s, _, _, latency_s, issue_s, both_ways = cost(item)
+            add((_COPY, queue_of(item.stream), item.label, time_s, latency_s, issue_s, both_ways))  # type: ignore[union-attr]
     return found
 
 
@@ -84,7 +99,7 @@ class _Clock:
         self.spans: list[Span] = []
         self.queues: dict[str, _Queue] = {}
         self.marks: dict[int, _Mark] = {}  # of the latest record of each event
-        self.fronts: list[tuple[_Under, str, _Queue]] | None = None  # copies under way; None: look
+        self.fronts: list[_Front] | None = None  # copies under way; None: look
 
     def queue_of(self, stream: str) -> _Queue:
         return self.queues.setdefault(stream, deque())
@@ -112,11 +127,11 @@ class _Clock:
                 while awaited is not None and not awaited.passed:
                     self.elapse(float("inf"), 1.0)
             elif kind == _COPY:
-                _, queue, label, time_s, latency_s, issue_s = item
+                _, queue, label, time_s, latency_s, issue_s, both_ways = item
                 if not queue:
                     self.fronts = None
                 ahead = sum([type(x) is _Under for x in queue])
-                queue.append(_Under(label, time_s + latency_s / (1 + ahead)))
+                queue.append(_Under(label, time_s + latency_s / (1 + ahead), both_ways))
                 compute(issue_s, 1.0, 1.0)
             else:
                 awaited = marks.get(item[2])
@@ -136,28 +151,47 @@ class _Clock:
         """Let at most `most` seconds pass, until a copy ends; 0 where none is under way."""
         fronts = self.fronts
         if fronts is None:
-            fronts = self.fronts = [
-                (queue[0], stream, queue) for stream, queue in self.queues.items()  # type: ignore[misc]
-                if queue and (type(queue[0]) is _Under or _settled(queue))]
+            fronts = self.fronts = _beside([
+                (queue[0], stream, queue, 1.0) for stream, queue in self.queues.items()  # type: ignore[misc]
+                if queue and (type(queue[0]) is _Under or _settled(queue))])
         if not fronts:
             return 0.0
         span = most
-        for front, _, _ in fronts:
-            if front.left * slows < span:
-                span = front.left * slows
+        for front, _, _, longer in fronts:
+            if front.left * slows * longer < span:
+                span = front.left * slows * longer
         begin = self.now
         end = self.now = begin + span
         passed = span / slows
-        for front, stream, queue in fronts:
+        for front, stream, queue, longer in fronts:
             if front.start < 0:
                 front.start = begin
-            front.left -= passed
+            front.left -= passed / longer
             if front.left <= 1e-12:
                 self.spans.append((stream, front.label, front.start, end))
                 queue.popleft()
                 _settled(queue)
                 self.fronts = None
         return span if span > 0 else 1e-15
+
+
+def _beside(fronts: list[_Front]) -> list[_Front]:
+    """The copies under way, each as much slower as it is beside the others on the disk: streams that read it share its
+    rate, lookups of a few rows aside, and reading and writing slow each other."""
+    streams = {stream for _, stream, _, _ in fronts}
+    writing = next((front.both_ways for front, stream, _, _ in fronts if stream == WRITE), None)
+    if writing is None and not {DISK, LOAD} <= streams:
+        return fronts
+    sharing = len(streams & {DISK, LOAD})
+    found = []
+    for front, stream, queue, _ in fronts:
+        longer = 1.0
+        if stream == WRITE and streams & set(READS):
+            longer = front.both_ways[0]
+        elif stream in READS:
+            longer = (writing[1] if writing else 1.0) * (sharing if stream in (DISK, LOAD) else 1)
+        found.append((front, stream, queue, longer))
+    return found
 
 
 def _settled(queue: _Queue) -> bool:

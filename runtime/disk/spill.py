@@ -22,7 +22,7 @@ if _sync_range is not None:
 WRITE_AND_WAIT = 7  # SYNC_FILE_RANGE_WAIT_BEFORE | WRITE | WAIT_AFTER
 
 
-class SpillError(RuntimeError):
+class SpillError(OSError):
     """A spill file that cannot be had; the message says where and what would help."""
 
 

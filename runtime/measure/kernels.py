@@ -179,7 +179,7 @@ def choice_elements_per_s(quick: bool) -> float:
 # Beside reads from disk
 
 
-class _Flow:
+class ReadFlow:
     """Reads without end of a file, a few in flight, between `start` and `stop`."""
 
     def __init__(self, path: str, nbytes: int, link: Link, memory: Arena) -> None:
@@ -238,7 +238,7 @@ def measure_contention(path: str, nbytes: int, link: Link, memory: Arena, quick:
         impl = linear.default_choice(torch.bfloat16, m, n, k)
         calls[m] = itertools.cycle([linear.bind_linear(impl, x, weight, None, out) for weight in weights])
     found: dict[int, list[tuple[float, float]]] = {m: [] for m in calls}
-    flow = _Flow(path, nbytes, link, memory)
+    flow = ReadFlow(path, nbytes, link, memory)
     with contextlib.closing(flow.reader):
         for _ in range(rounds):
             flow.start()

@@ -27,6 +27,7 @@ from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.machine.fits import fit_link
 from forebay.rewriter.machine.profile import (
     CPU_COPY_ISSUE_S,
+    BothWays,
     Contention,
     Link,
     Machine,
@@ -44,6 +45,7 @@ from forebay.runtime.measure.kernels import (
     gemm_points,
     measure_contention,
 )
+from forebay.runtime.measure.writes import measure_writes
 from forebay.runtime.run.arena import Arena
 
 BUFFER_NBYTES = 64 * MIB
@@ -86,7 +88,7 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: Pr
     cuda = torch.cuda.is_available()
     near = "host" if cuda else "device"  # where disk reads land
     say("disk", 0.0)
-    read, write, contention = _disk_links(folder, near, quick, say)
+    read, write, contention, both_ways = _disk_links(folder, near, quick, say)
     say("memory", 0.4)
     links = [read, write, *(_cuda_links(quick) if cuda else _cpu_links(read, write, quick))]
     rounds = 5 if quick else 15
@@ -110,6 +112,7 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: Pr
         folder=os.path.abspath(folder),
         attention=() if cuda else attention_points(quick),
         contention=contention,
+        both_ways=both_ways,
         choice_elements_per_s=choice_elements_per_s(quick),
         copy_issue_s=0.0 if cuda else CPU_COPY_ISSUE_S,
         sources={"copy_issue_s": "threads of their own issue copies" if cuda else "measured once, on two cores"},
@@ -210,7 +213,7 @@ def choose_trial(trials: list[DiskTrial]) -> DiskTrial:
 
 def _disk_links(
     folder: str | os.PathLike[str], near: str, quick: bool, say: Progress
-) -> tuple[Link, Link, Contention]:
+) -> tuple[Link, Link, Contention, tuple[BothWays, ...]]:
     nbytes = (128 if quick else 512) * MIB
     free = shutil.disk_usage(folder).free
     if free < 2 * nbytes:
@@ -218,7 +221,7 @@ def _disk_links(
             errno.ENOSPC, f"measuring the disk needs {2 * nbytes} free bytes, there are {free}", os.fspath(folder)
         )
     with tempfile.TemporaryFile(dir=folder, prefix="forebay-measure-") as file:
-        written = _write_points(file.fileno(), nbytes)
+        _fill(file.fileno(), nbytes)
         path = f"/proc/self/fd/{file.fileno()}"
         best = choose_trial(disk_trials(path, nbytes, quick))
         times: dict[int, list[float]] = {size: [] for size in LINK_NBYTES}
@@ -232,30 +235,22 @@ def _disk_links(
         say("disk beside products", 0.3)
         contention = Contention() if torch.cuda.is_available() else measure_contention(
             path, nbytes, Link("disk", near, 1.0, 0.0, best.kind, best.depth, best.chunk_nbytes), memory, quick)
-    bandwidth, latency, r2 = fit_link(points)
-    read = Link("disk", near, bandwidth, latency, best.kind, best.depth, best.chunk_nbytes, r2)
-    bandwidth, latency, r2 = fit_link(written)
-    return read, Link(near, "disk", bandwidth, latency, "write", 1, 0, r2), contention
+        bandwidth, latency, r2 = fit_link(points)
+        read = Link("disk", near, bandwidth, latency, best.kind, best.depth, best.chunk_nbytes, r2)
+        say("disk writes", 0.35)
+        write, both_ways = measure_writes(os.fspath(folder), near, path, nbytes, read, memory, quick)
+    return read, write, contention, both_ways
 
 
-def _write_points(fd: int, nbytes: int) -> list[tuple[int, float]]:
-    """Fill a file up to `nbytes`, each write followed by fdatasync: (nbytes, seconds) of each."""
-    block = os.urandom(16 * MIB)  # nothing a disk could compress
-    points: list[tuple[int, float]] = []
-    done = 0
-    sizes = (4 * MIB, 16 * MIB, 32 * MIB)
-    while done < nbytes:
-        size = min(sizes[len(points) % len(sizes)], nbytes - done)
-        start = time.perf_counter()
-        for at in range(0, size, len(block)):
-            part = memoryview(block)[: min(len(block), size - at)]
-            while part:
-                part = part[os.write(fd, part) :]
-        os.fdatasync(fd)
-        points.append((size, time.perf_counter() - start))
-        done += size
+def _fill(fd: int, nbytes: int) -> None:
+    """Fill a file up to `nbytes` with what no disk could compress, and leave none of it in the page cache."""
+    block = os.urandom(16 * MIB)
+    for at in range(0, nbytes, len(block)):
+        part = memoryview(block)[: min(len(block), nbytes - at)]
+        while part:
+            part = part[os.write(fd, part) :]
+    os.fdatasync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    return points
 
 
 def read_time_s(reader: DiskReader, path: str, offset: int, nbytes: int, memory: Arena) -> float:

@@ -53,6 +53,9 @@ def machine_command(
         c = found.contention
         print(f"side by side: products take {c.flops_slowed:.2f}x (bound by memory: {c.memory_slowed:.2f}x) as long "
               f"while the disk is read, reads {c.link_beside_flops:.2f}x ({c.link_beside_memory:.2f}x)")
+        for both in found.both_ways:
+            print(f"the disk both ways: writes of {format_nbytes(both.nbytes)} take {both.write_slowed:.2f}x as long "
+                  f"while it is read, reads {both.read_slowed:.2f}x")
         print("products, time = a + b n + c n k, for m rows of x:")
         for (impl, dtype), fits in found.gemm_fits().items():
             shown = [f"m {m}: {1e6 * fit.intercept_s:.0f} us + {1e9 * fit.slopes_s[0]:.0f} ns n + "

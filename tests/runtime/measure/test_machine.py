@@ -32,6 +32,8 @@ def test_a_measured_profile_is_complete(measured) -> None:
     assert machine.link("disk", near).chunk_nbytes > 0
     for src, dst in ((near, "disk"), ("host", "device"), ("device", "host")):
         machine.link(src, dst)
+    assert machine.link(near, "disk").method in available_kinds()
+    assert [both.nbytes for both in machine.both_ways] == [64 << 10, 1 << 20, 4 << 20]
     rows = set(measure_cuda.QUICK_M) if torch.cuda.is_available() else {1, 2, 4, 8, 16, 32, 64, 256}
     for dtype in ("float32", "bfloat16", "w4g64", "w8g128"):
         assert {p.m for p in machine.gemm if p.dtype == dtype} == rows

@@ -1,0 +1,151 @@
+"""Measure direct writes to a spill file: by size, and what writing and reading the disk do to each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from statistics import median
+
+from forebay.rewriter.machine.fits import fit_link
+from forebay.rewriter.machine.profile import BothWays, Link
+from forebay.runtime.disk.chunks import Write
+from forebay.runtime.disk.reader import DiskWriter, available_kinds, open_writer
+from forebay.runtime.disk.spill import SpillFile
+from forebay.runtime.measure.kernels import MIB, ReadFlow
+from forebay.runtime.run.arena import Arena
+
+FILE_NBYTES = 64 * MIB
+LINK_NBYTES = (64 << 10, 256 << 10, MIB, 4 * MIB, 16 * MIB)  # of the writes that the link is fitted to
+BOTH_NBYTES = (64 << 10, MIB, 4 * MIB)  # of those that stand beside reads
+IN_FLIGHT = 4  # writes at once, as stores of a block's micro-batches are
+# (engine, depth, chunk nbytes) worth trying
+CANDIDATES = (("direct", 2, MIB), ("uring", 4, MIB), ("direct", 4, 4 * MIB))
+
+
+def measure_writes(
+    folder: str, near: str, path: str, nbytes: int, read: Link, memory: Arena, quick: bool
+) -> tuple[Link, tuple[BothWays, ...]]:
+    """The link `near` -> disk, and what writes of each size do to reads of the file at `path` and these to them.
+
+    Takes 64 MiB of the disk of `folder` for a file without a name. Raises SpillError where it cannot be had.
+    """
+    with contextlib.closing(SpillFile("measured", folder, FILE_NBYTES)) as file:
+        _fill(file, memory)
+        best, rate = ("direct", 1, MIB), 0.0
+        for candidate in (c for c in CANDIDATES if c[0] in available_kinds()):
+            with _flow(file, candidate, memory, 16 * MIB) as flow:
+                found = median(_rates(flow, 0.1, 3 if quick else 5))
+            if found > rate:
+                best, rate = candidate, found
+        with contextlib.closing(open_writer(*best)) as writer:
+            points = [(size, median(_write_s(writer, file, memory, size, turn) for turn in range(5 if quick else 11)))
+                      for size in LINK_NBYTES]
+        bandwidth, latency, r2 = fit_link(points)
+        reads = ReadFlow(path, nbytes, read, memory)
+        with contextlib.closing(reads.reader):
+            both = tuple(_both_ways(file, best, memory, size, reads, 3 if quick else 9) for size in BOTH_NBYTES)
+    return Link(near, "disk", bandwidth, latency, *best, r2), both
+
+
+class _WriteFlow:
+    """Writes without end of `nbytes` each, a few in flight, between `start` and `stop`."""
+
+    def __init__(self, file: SpillFile, writer: DiskWriter, memory: Arena, nbytes: int) -> None:
+        self.file, self.writer, self.memory, self.nbytes = file, writer, memory, nbytes
+        self.at = self.flying = self.written = 0
+        self.flows = False
+        self.error: BaseException | None = None
+        self.idle, self.lock = threading.Event(), threading.Lock()
+        self.begin_s = 0.0
+
+    def start(self) -> None:
+        self.flows, self.written, self.flying, self.begin_s = True, 0, IN_FLIGHT, time.perf_counter()
+        self.idle.clear()
+        for _ in range(IN_FLIGHT):
+            self._submit()
+
+    def _submit(self) -> None:
+        with self.lock:
+            at, self.at = self.at, (self.at + self.nbytes) % FILE_NBYTES
+        self.writer.write(self.file, Write(at, self.nbytes, ((self.memory.address, self.nbytes),), self._landed))
+
+    def _landed(self, error: BaseException | None) -> None:
+        with self.lock:
+            self.error = self.error or error
+            self.written += self.nbytes
+            goes_on = self.flows and error is None
+            self.flying -= not goes_on
+            if self.flying == 0:
+                self.idle.set()
+        if goes_on:
+            self._submit()
+
+    def stop(self) -> float:
+        """Bytes per second since `start`."""
+        rate = self.written / (time.perf_counter() - self.begin_s)
+        self.flows = False
+        self.idle.wait()
+        if self.error is not None:
+            raise self.error
+        return rate
+
+
+@contextlib.contextmanager
+def _flow(file: SpillFile, engine: tuple[str, int, int], memory: Arena, nbytes: int) -> Iterator[_WriteFlow]:
+    with contextlib.closing(open_writer(*engine)) as writer:
+        yield _WriteFlow(file, writer, memory, nbytes)
+
+
+def _rates(flow: _WriteFlow | ReadFlow, turn_s: float, turns: int) -> list[float]:
+    found = []
+    for _ in range(turns):
+        flow.start()
+        time.sleep(turn_s)
+        found.append(flow.stop())
+    return found
+
+
+def _both_ways(
+    file: SpillFile, engine: tuple[str, int, int], memory: Arena, nbytes: int, reads: ReadFlow, turns: int
+) -> BothWays:
+    """Rates alone and side by side, in turns: the median of the ratios."""
+    found: list[tuple[float, float]] = []
+    with _flow(file, engine, memory, nbytes) as writes:
+        for _ in range(turns):
+            written, read = _rates(writes, 0.08, 1)[0], _rates(reads, 0.08, 1)[0]
+            reads.start()
+            writes.start()
+            time.sleep(0.08)
+            beside = writes.stop(), reads.stop()
+            found.append((written / max(beside[0], 1.0), read / max(beside[1], 1.0)))
+    write_slowed, read_slowed = (max(1.0, median(pair[i] for pair in found)) for i in range(2))
+    return BothWays(nbytes, write_slowed, read_slowed)
+
+
+def _fill(file: SpillFile, memory: Arena) -> None:
+    """Write the file once, of bytes that no disk compresses: space that was only promised is slower to write."""
+    block = os.urandom(16 * MIB)
+    memory.bytes[: len(block)].numpy()[:] = memoryview(block)
+    with contextlib.closing(open_writer("direct")) as writer:
+        for at in range(0, FILE_NBYTES, len(block)):
+            _write_s(writer, file, memory, len(block), at // len(block))
+
+
+def _write_s(writer: DiskWriter, file: SpillFile, memory: Arena, nbytes: int, turn: int) -> float:
+    """Seconds of one write, with nothing else in flight; raises its error."""
+    ended, errors = threading.Event(), list[BaseException | None]()
+
+    def done(error: BaseException | None) -> None:
+        errors.append(error)
+        ended.set()
+
+    start = time.perf_counter()
+    writer.write(file, Write(turn * nbytes % FILE_NBYTES, nbytes, ((memory.address, nbytes),), done))
+    ended.wait()
+    time_s = time.perf_counter() - start
+    if errors[0] is not None:
+        raise errors[0]
+    return time_s
