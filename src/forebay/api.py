@@ -225,7 +225,7 @@ class LanguageModel:
     def session(self) -> Session:
         """The running session; made, and its resident weights loaded, when first asked for."""
         if self._session is None:
-            device = open_device(self.machine, self.switches, self.trace)
+            device = open_device(self.machine, self.switches, self.trace, self.budget.disk)
             self._session = Session(
                 self.plan, partial(self._pipeline.program, self.plan),  # without `self`: no cycle keeps the memory
                 resident_copies(self.plan, self.files), self.captured.constants, device, self.trace,
