@@ -6,6 +6,7 @@ tensors' bytes without holes).
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from forebay.rewriter.checkpoints.identity import FileState, changed_file, file_state, sample_tensors
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 
 if TYPE_CHECKING:
@@ -76,8 +78,9 @@ class TensorRecord:
 class Checkpoint:
     """An opened checkpoint, none of whose weights has been read.
 
-    `ties` maps each further name of a tensor to the name it is stored under; both are keys of `tensors`. `backing`
-    keeps an unnamed file alive: the records of a spilled module are valid as long as their Checkpoint is referenced.
+    `ties` maps each further name of a tensor to the name it is stored under; both are keys of `tensors`. `states` holds
+    what each file was when it was opened. `backing` keeps an unnamed file alive: the records of a spilled module are
+    valid as long as their Checkpoint is referenced.
     """
 
     folder: Path
@@ -85,11 +88,19 @@ class Checkpoint:
     fingerprint: str
     ties: Mapping[str, str] = field(default_factory=dict)
     backing: object = field(default=None, repr=False, compare=False)
+    states: Mapping[str, FileState] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, a tied one counted once."""
         return sum(record.nbytes for name, record in self.tensors.items() if name not in self.ties)
+
+    def require_unchanged(self) -> None:
+        """Raise CheckpointError if a file is no longer the one that was opened, or was written to since."""
+        path = changed_file(self.states)
+        if path is not None:
+            raise CheckpointError(f"{path} was changed or replaced while it was in use; what was computed since is not "
+                                  "used. Start again with files that nobody writes to")
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -100,6 +111,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     duplicate raises CheckpointError here and not in the middle of a run. Pickle checkpoints are refused.
     """
     path = Path(path).expanduser()
+    states: dict[str, FileState] = {}
     if path.is_dir():
         from forebay.rewriter.checkpoints.packed import is_quantized, open_quantized
 
@@ -107,18 +119,18 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             return open_quantized(path)
         folder = path
         if (path / SINGLE).exists():
-            tensors = read_header(path / SINGLE)
+            tensors = _read_noted(path / SINGLE, states)
         elif (path / INDEX).exists():
-            tensors = _open_shards(path)
+            tensors = _open_shards(path, states)
         else:
             raise CheckpointError(_explain_missing(path))
     elif path.exists():
         refuse_other_formats(path)
         folder = path.parent
-        tensors = read_header(path)
+        tensors = _read_noted(path, states)
     else:
         raise CheckpointError(f"no checkpoint at {path}: no such file or folder")
-    return Checkpoint(folder, tensors, fingerprint_of(tensors, folder))
+    return Checkpoint(folder, tensors, fingerprint_of(tensors, folder), states=states)
 
 
 def read_tensor(record: TensorRecord) -> torch.Tensor:
@@ -266,12 +278,15 @@ def require_free(where: Path, needed_nbytes: int) -> None:
 
 
 def fingerprint_of(tensors: Mapping[str, TensorRecord], folder: Path | None) -> str:
-    """SHA-256 over names, shapes, dtypes, file sizes and config.json: equal for a moved copy, reads no weight."""
+    """SHA-256 over names, shapes, dtypes and file sizes, and, of the files in `folder`, config.json and what
+    `sample_tensors` reads of each tensor: equal for a moved copy, another for another model of that architecture."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         record = tensors[name]
         digest.update(json.dumps([name, DTYPE_NAMES[record.dtype], record.shape]).encode())
     digest.update(json.dumps(sorted(os.stat(path).st_size for path in {r.path for r in tensors.values()})).encode())
+    if folder is not None:
+        digest.update(sample_tensors(tensors).encode())
     if folder is not None and (folder / "config.json").is_file():
         digest.update((folder / "config.json").read_bytes())
     return digest.hexdigest()
@@ -287,7 +302,14 @@ def refuse_other_formats(path: Path) -> None:
         raise CheckpointError(f"{path} is not a checkpoint: expected a folder, a .safetensors or a .gguf file")
 
 
-def _open_shards(folder: Path) -> dict[str, TensorRecord]:
+def _read_noted(path: Path, states: dict[str, FileState]) -> dict[str, TensorRecord]:
+    """`read_header`, with the file's state from before noted in `states`."""
+    with contextlib.suppress(OSError):  # what cannot be read is `read_header`'s to say
+        states[str(path)] = file_state(path)
+    return read_header(path)
+
+
+def _open_shards(folder: Path, states: dict[str, FileState]) -> dict[str, TensorRecord]:
     try:
         weight_map = json.loads((folder / INDEX).read_bytes())["weight_map"]
         named = {str(name): str(shard) for name, shard in weight_map.items()}
@@ -299,7 +321,7 @@ def _open_shards(folder: Path) -> dict[str, TensorRecord]:
             raise CheckpointError(f"{folder / INDEX}: shard {shard!r} does not lie in the folder itself")
         if not (folder / shard).exists():
             raise CheckpointError(f"{folder}: shard {shard} is named in {INDEX} but missing; fetch it again")
-        for name, record in read_header(folder / shard).items():
+        for name, record in _read_noted(folder / shard, states).items():
             if name in tensors:
                 raise CheckpointError(
                     f"{folder}: tensor {name!r} is both in {Path(tensors[name].path).name} and {shard}"

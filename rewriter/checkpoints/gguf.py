@@ -21,6 +21,7 @@ import torch
 
 from forebay.rewriter.checkpoints.checkpoint import SINGLE, CheckpointError, Progress, Spec, require_free, write_tensors
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY, meta_model
+from forebay.rewriter.checkpoints.identity import changed_file, file_states
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -58,6 +59,7 @@ def convert_gguf(
     for package in ("gguf", "transformers"):
         if importlib.util.find_spec(package) is None:
             raise CheckpointError(f"reading GGUF files needs {package}: pip install 'forebay[models]'")
+    states = file_states([str(path)]) if path.is_file() else {}
     header = _read_header(path)
     out.parent.mkdir(parents=True, exist_ok=True)
     # before anything is written: a tokenizer that does not fit is an error of whatever kind its library has
@@ -66,6 +68,8 @@ def convert_gguf(
     try:
         model = _write_config(path, header, partial, OUTPUT_DTYPES[dtype])
         _write_weights(path, header, model, partial, OUTPUT_DTYPES[dtype], progress)
+        if changed_file(states):
+            raise CheckpointError(f"{path} was changed while it was being converted; try again when nobody writes it")
         partial.chmod(0o755)  # mkdtemp makes it private
         try:
             partial.rename(out)

@@ -71,7 +71,8 @@ def open_gguf(path: Path) -> GgufSource:
     if missing:
         raise CheckpointError(f"{path} is incomplete: no tensor for {', '.join(missing[:5])} ({len(missing)} in all)")
     status = os.stat(path)
-    return GgufSource(path, header, model, tensors, f"{path.name} {status.st_size} {status.st_mtime_ns}")
+    identity = f"{path.name} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+    return GgufSource(path, header, model, tensors, identity)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from forebay.rewriter.checkpoints.checkpoint import (
     read_header,
     read_tensor,
 )
+from forebay.rewriter.checkpoints.identity import FileState, file_state
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 
 MANIFEST, UNFINISHED = "forebay.json", "forebay.unfinished.json"
@@ -92,7 +93,7 @@ def open_quantized(
 
     Manifest, headers, sizes and config.json are checked every time. `check` says when the weights are read and
     compared with their checksums: "always", "never", or, by default, only where a shard is not the very file that
-    passed here before (by size, time of change and inode). Raises CheckpointError naming what is missing, torn or
+    passed here before (by size, times of change and inode). Raises CheckpointError naming what is missing, torn or
     altered. In `Checkpoint.tensors` a quantised weight has the dtype and shape of its rows, and `packed` says what
     they mean.
     """
@@ -100,12 +101,13 @@ def open_quantized(
     if check not in _CHECKS:
         raise ValueError(f"check must be one of {', '.join(_CHECKS)}, not {check!r}")
     manifest = read_manifest(folder)
-    tensors, checksums = _records(folder, manifest)
+    states: dict[str, FileState] = {}
+    tensors, checksums = _records(folder, manifest, states)
     altered = "altered since the model was quantised; restore it, or quantise again"
     if not (folder / "config.json").is_file() or file_checksum(folder / "config.json") != manifest["config"]:
         raise CheckpointError(f"{folder / 'config.json'} is missing or was {altered}")
-    checkpoint = Checkpoint(folder, tensors, manifest["checksum"])
-    if check == "always" or (check == "changed" and _seen(checkpoint) != _state(checkpoint)):
+    checkpoint = Checkpoint(folder, tensors, manifest["checksum"], states=states)
+    if check == "always" or (check == "changed" and _seen(checkpoint) != _noted(checkpoint)):
         verify_tensors(tensors, checksums, progress)
         remember_verified(checkpoint)
     return checkpoint
@@ -223,19 +225,24 @@ def remember_verified(checkpoint: Checkpoint) -> None:
     try:
         make_cache_folder()
         path.parent.mkdir(exist_ok=True)
-        draft.write_text(json.dumps(_state(checkpoint)))
+        draft.write_text(json.dumps(_noted(checkpoint)))
         draft.replace(path)
     except OSError:
         draft.unlink(missing_ok=True)
 
 
-def _records(folder: Path, manifest: Mapping[str, Any]) -> tuple[dict[str, TensorRecord], dict[str, str]]:
+def _records(
+    folder: Path, manifest: Mapping[str, Any], states: dict[str, FileState]
+) -> tuple[dict[str, TensorRecord], dict[str, str]]:
+    """The tensors that a manifest lists and their checksums; `states` gets each shard's from before it was opened."""
     try:
         shards = manifest["shards"]
         tensors: dict[str, TensorRecord] = {}
         for name, entries in shards.items():
             if Path(name).name != name:
                 raise CheckpointError(f"{folder / MANIFEST}: shard {name!r} does not lie in the folder itself")
+            if (folder / name).exists():
+                states[str(folder / name)] = file_state(folder / name)
             tensors |= shard_records(folder / name, entries)
         return tensors, {name: e["sha256"] for entries in shards.values() for name, e in entries.items()}
     except (KeyError, TypeError, AttributeError) as error:
@@ -262,7 +269,6 @@ def _seen(checkpoint: Checkpoint) -> object:
         return None
 
 
-def _state(checkpoint: Checkpoint) -> dict[str, list[int]]:
-    """Size, time of change and inode of every shard."""
-    status = {path: os.stat(path) for path in sorted({r.path for r in checkpoint.tensors.values()})}
-    return {Path(path).name: [s.st_size, s.st_mtime_ns, s.st_ino] for path, s in status.items()}
+def _noted(checkpoint: Checkpoint) -> dict[str, list[int]]:
+    """The state of every shard as it was opened."""
+    return {Path(path).name: list(state) for path, state in sorted(checkpoint.states.items())}

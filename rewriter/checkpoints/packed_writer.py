@@ -74,12 +74,14 @@ def write_quantized(
     *,
     shard_nbytes: int = SHARD_NBYTES,
     progress: Progress | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Checkpoint:
     """Write `items` into the folder `out` and open it.
 
     `prepare(out)` writes config.json and the like. `settings`, JSON values, say what the result depends on: a folder
     begun with equal ones is continued, its finished shards checked against their checksums and kept; a finished one
-    is left as it is. One tensor's pieces are held at a time. Raises CheckpointError for a folder that holds anything
+    is left as it is. `check` raises if the source is no longer what `settings` say, and is called before each shard is
+    noted as done. One tensor's pieces are held at a time. Raises CheckpointError for a folder that holds anything
     else, for one another process writes, and for a full disk, after which nothing half-written is left.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -104,7 +106,9 @@ def write_quantized(
                 if progress is not None:
                     progress(start + nbytes, total)
 
-            done[name] = _write_shard(out / name, part, report)
+            entries = _write_shard(out / name, part, report)
+            check()
+            done[name] = entries
             before += sum(item.nbytes for item in part)
             _write_json(out / UNFINISHED, {"settings": settings, "shards": done})
         manifest: dict[str, Any] = {"format": FORMAT, "version": VERSION, "settings": settings,

@@ -26,6 +26,7 @@ from forebay.rewriter.checkpoints.checkpoint import (
 )
 from forebay.rewriter.checkpoints.config import meta_model, read_config
 from forebay.rewriter.checkpoints.match_weights import checkpoint_names
+from forebay.rewriter.checkpoints.identity import FileState, changed_file, file_states
 from forebay.rewriter.checkpoints.packed import NATIVE, Packed, is_quantized, parse_format
 from forebay.rewriter.checkpoints.packed_writer import SHARD_NBYTES, Item, Pieces, copy_model_files, write_quantized
 
@@ -104,9 +105,11 @@ def quantize_model(
     path, out = Path(model).expanduser(), Path(out).expanduser()
     _check(wish, path)
     tensors: Sequence[SourceTensor]
+    states: Mapping[str, FileState]
     if path.suffix == ".gguf":
         from forebay.rewriter.checkpoints.gguf_repack import open_gguf
 
+        states = file_states([str(path)]) if path.is_file() else {}
         source = open_gguf(path)
         tensors, skeleton, prepare, fingerprint = source.tensors, source.model, source.write_files, source.fingerprint
         names = {tensor.name: tensor.name for tensor in tensors}
@@ -114,7 +117,7 @@ def quantize_model(
         checkpoint, skeleton = _open_folder(path)
         tensors = [_FileTensor(record) for record in _file_order(checkpoint)]
         names = _match(skeleton, [tensor.name for tensor in tensors])
-        fingerprint = _contents_fingerprint(checkpoint)
+        fingerprint, states = _contents_fingerprint(checkpoint), checkpoint.states
 
         def prepare(folder: Path) -> None:
             copy_model_files(path, folder)
@@ -124,7 +127,14 @@ def quantize_model(
     items = [_item(t, formats[t.name], matrices[names[t.name]] if formats[t.name] != NATIVE else None, wish.rounding)
              for t in tensors if t.name in formats]
     settings = {"source": fingerprint, "formats": formats, "rounding": wish.rounding}
-    return write_quantized(out, items, settings, prepare, shard_nbytes=shard_nbytes, progress=progress)
+
+    def check() -> None:
+        changed = changed_file(states)
+        if changed is not None:
+            raise CheckpointError(f"{changed} was changed while it was being quantised; quantise into a "
+                                  "new folder when nobody writes to it")
+
+    return write_quantized(out, items, settings, prepare, shard_nbytes=shard_nbytes, progress=progress, check=check)
 
 
 def find_matrices(model: nn.Module) -> dict[str, Matrix]:
@@ -227,7 +237,7 @@ def _file_order(checkpoint: Checkpoint) -> list[TensorRecord]:
 
 def _contents_fingerprint(checkpoint: Checkpoint) -> str:
     """The checkpoint's fingerprint with its files' times of change: an interrupted run must not go on with others."""
-    times = [os.stat(path).st_mtime_ns for path in sorted({r.path for r in checkpoint.tensors.values()})]
+    times = [[state.mtime_ns, state.ctime_ns] for _, state in sorted(checkpoint.states.items())]
     return hashlib.sha256(f"{checkpoint.fingerprint} {times}".encode()).hexdigest()
 
 

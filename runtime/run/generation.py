@@ -27,25 +27,27 @@ def generate_tokens(
     prompts: Sequence[torch.Tensor],
     sampling: Sampling,
     stop: Stop,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
     on_token: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
     """New tokens [len(prompts), N] int64 for prompts of unequal length (each int64 [P], P >= 1), N <= max_new_tokens.
 
-    Fewer prompts than the plan's batch leave rows idle. `on_token` sees each column [len(prompts)] as it is chosen.
+    Fewer prompts than the plan's batch leave rows idle. `generator` is one for all, or one for each prompt. `on_token`
+    sees each column [len(prompts)] as it is chosen.
     RuntimeFault, before anything runs, for sequences whose cache would reach into the activations.
     """
     rows, count = session.plan.workload.batch, len(prompts)
     refuse_crossing(session.plan, prompts, stop.max_new_tokens)
     lengths = _lengths(session, prompts)
     logits = prefill(session, prompts, lengths)
+    first = generator if generator is None or isinstance(generator, torch.Generator) else generator[0]
     ended = torch.zeros(count, dtype=torch.bool)
     eos = torch.tensor(sorted(stop.eos), dtype=torch.int64)
     columns: list[torch.Tensor] = []
     position = lengths.clone()
     last = torch.zeros(rows, dtype=torch.int64)
     while True:
-        scores = logits[:count] if generator is None else logits[:count].to(generator.device)
+        scores = logits[:count] if first is None else logits[:count].to(first.device)
         token = choose(scores, sampling, generator).to("cpu")
         token = torch.where(ended, torch.full_like(token, stop.pad), token)
         columns.append(token)

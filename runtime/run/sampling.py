@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +29,10 @@ class Sampling:
             raise ValueError(f"top_p: {self.top_p} is not in [0, 1]")
 
 
-def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Token ids [B] int64 for logits [B, V]."""
+def choose(
+    logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | Sequence[torch.Generator] | None = None
+) -> torch.Tensor:
+    """Token ids [B] int64 for logits [B, V]; with a generator for each row, its draws are those of the row alone."""
     if not sampling.do_sample:
         return logits.argmax(-1)
     scores = logits.float() / sampling.temperature
@@ -41,4 +44,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator 
         drop = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
         drop[:, -1] = False
         scores = scores.masked_fill(drop.scatter(-1, order, drop), float("-inf"))
-    return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(-1)
+    chances = scores.softmax(-1)
+    if generator is None or isinstance(generator, torch.Generator):
+        return torch.multinomial(chances, 1, generator=generator).squeeze(-1)
+    return torch.cat([torch.multinomial(row, 1, generator=g) for row, g in zip(chances, generator, strict=True)])

@@ -256,15 +256,18 @@ class LanguageModel:
     @contextmanager
     def running(self, batch: int, prompt: int, new_tokens: int) -> Iterator[Session]:
         """The session, with a plan that serves so much (`reserve`), to run steps; other threads wait. An exception
-        closes it, as a step that breaks off leaves copies under way that the next one does not expect."""
+        closes it, as a step that breaks off leaves copies under way that the next one does not expect. Raises
+        CheckpointError, at the end too, if the weights' files are no longer those that were opened."""
         with self._lock:
             for other in self._family():
                 if other is not self:
                     other._end_session()
             self.reserve(batch, prompt, new_tokens)
+            self.check_files()
             session, self._held = self.session, None
             try:
                 yield session
+                self.check_files()
             except BaseException:
                 self.close()
                 raise
@@ -280,11 +283,18 @@ class LanguageModel:
             if self._held is not rows or self._session is not rows.session:
                 raise RuntimeError("this cache was given up when the model was used for something else; begin again "
                                    "with the whole prompt")
+            self.check_files()
             try:
                 yield
+                self.check_files()
             except BaseException:
                 self.close()
                 raise
+
+    def check_files(self) -> None:
+        """Raise CheckpointError if a file of the weights was changed or replaced since the model was opened: what was
+        computed so far may come from both. A few microseconds per file."""
+        self.checkpoint.require_unchanged()
 
     def reserve(self, batch: int, prompt: int, new_tokens: int) -> None:
         """Plan for (at least) this many sequences, prompt tokens and new tokens; nothing happens if the present plan
@@ -299,7 +309,7 @@ class LanguageModel:
         inputs: Any = None,
         generation_config: GenerationConfig | None = None,
         *,
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
         on_token: OnToken | None = None,
         **options: Any,
     ) -> Any:
@@ -308,8 +318,8 @@ class LanguageModel:
 
         `inputs` (or `input_ids`) [B, T]: a tensor, lists, or all that a tokenizer returns; `attention_mask` [B, T] is 0
         on padding, which may stand at either end of a row. What is not given comes from `generation_config`, then from
-        the model's own. `generator` draws in place of torch's global one; `on_token` sees each column [B] of tokens as
-        it is chosen. Calls from several threads take turns. Raises ValueError for arguments that do not fit together.
+        the model's own. `generator` draws in place of torch's global one (one for each prompt: its draws are then its own,
+        whatever batch it stands in); `on_token` sees each column [B] of tokens as it is chosen. Calls from several threads take turns. Raises ValueError for arguments that do not fit together.
         """
         prompts = self._causal_lm.take_prompts(inputs, options)
         return self._causal_lm.answer(prompts, generation_config, generator, on_token, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import stat
@@ -194,9 +195,12 @@ class Model(Protocol):
 
     def generate(
         self, input_ids: torch.Tensor, /, *, attention_mask: torch.Tensor, max_new_tokens: int, do_sample: bool,
-        temperature: float, top_k: int, top_p: float, eos_token_id: Sequence[int] | None, generator: torch.Generator,
-        on_token: Callable[[torch.Tensor], None],
+        temperature: float, top_k: int, top_p: float, eos_token_id: Sequence[int] | None,
+        generator: Sequence[torch.Generator], on_token: Callable[[torch.Tensor], None],
     ) -> torch.Tensor: ...
+
+    def check_files(self) -> None:
+        """Raise if the files that answers are computed from are no longer those that were opened."""
 
 
 @dataclass
@@ -223,7 +227,8 @@ def run_job(
     """Answer the batches that are not answered yet, each answer written the moment its sequence ends.
 
     `progress` is called after every step with the counts, the batch's index and the steps done in it. When `stop`
-    turns true the step under way is completed and Interrupted raised.
+    turns true the step under way is completed and Interrupted raised. No answer is written unless the model's files are
+    still those that it was opened with.
     """
     counts = Counts()
     for index, batch in enumerate(batches):
@@ -266,6 +271,7 @@ def _run_batch(
             counts.tokens += 1
             ended[row] = token in ask.eos or len(new[row]) == ask.max_new_tokens
             if ended[row] and batch[row].request.id not in output.answered:
+                model.check_files()
                 _write_answer(batch[row], new[row], output, ask, decode, counts)
         progress(counts, index, steps)
         if stop():
@@ -275,7 +281,13 @@ def _run_batch(
         input_ids, attention_mask=mask, max_new_tokens=ask.max_new_tokens, do_sample=ask.sampling.do_sample,
         temperature=ask.sampling.temperature, top_k=ask.sampling.top_k, top_p=ask.sampling.top_p,
         eos_token_id=list(ask.eos) or None, on_token=on_token,
-        generator=torch.Generator().manual_seed(ask.seed * 1_000_003 + index))
+        generator=[_draws(ask.seed, prompt.request.id) for prompt in batch])
+
+
+def _draws(seed: int, name: str | int) -> torch.Generator:
+    """The generator of one prompt's draws, which depend on the seed and its id and on nothing beside it."""
+    digest = hashlib.sha256(json.dumps([seed, name]).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def _write_answer(

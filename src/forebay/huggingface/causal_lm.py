@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from forebay.api import LanguageModel
 
 OnToken = Callable[[torch.Tensor], None]
+Generators = torch.Generator | Sequence[torch.Generator] | None
 DEFAULT_NEW_TOKENS = 20  # as transformers has it
 # what the loop of `generate_tokens` serves by itself, or what changes no token
 _SERVED = {"max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id",
@@ -75,7 +76,7 @@ class StreamedCausalLM(GenerationMixin):
         return take_prompts(inputs, options, self.lm.captured.vocab_size, reads_types)
 
     def answer(
-        self, prompts: Prompts, generation_config: GenerationConfig | None, generator: torch.Generator | None,
+        self, prompts: Prompts, generation_config: GenerationConfig | None, generator: Generators,
         on_token: OnToken | None, options: dict[str, Any],
     ) -> Any:
         """What transformers' `generate` returns for these prompts and arguments."""
@@ -85,6 +86,9 @@ class StreamedCausalLM(GenerationMixin):
         rest = {name: value for name, value in rest.items() if value is not None}
         new_tokens = self._new_tokens(config, prompts, options)
         if rest or not self._plain(config):
+            if generator is not None and not isinstance(generator, torch.Generator):
+                raise ValueError("generate: a generator for each prompt goes with temperature, top_k and top_p alone; "
+                                 "give one generator")
             return self._answer_through_mixin(prompts, config, new_tokens, generation_config, generator, on_token,
                                               options)
         eos = config.eos_token_id
