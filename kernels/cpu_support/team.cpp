@@ -11,7 +11,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
-#include <thread>
+#include <new>
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
 #endif
@@ -22,6 +22,9 @@ namespace {
 constexpr int64_t WAKING_NS = 20000;                     // waking a sleeper costs the caller some 5 µs
 constexpr auto WATCH = std::chrono::microseconds(50);    // how long a thread looks for work before it sleeps
 constexpr int PAUSES = 64;                               // between looks at the clock
+// Of each thread, whatever `ulimit -s` says: tiles of quantised attention, the largest that a kernel keeps there, take
+// 0.2 MiB.
+constexpr size_t STACK_NBYTES = 1 << 20;
 constexpr int PATIENCE = 1024;                           // pauses before the processor is offered to others
 
 inline void pause() {
@@ -41,7 +44,7 @@ class Team {
       for (int64_t i = 0; i < count; ++i) task(context, i);
       return;
     }
-    while (members_ < threads - 1) std::thread(&Team::serve, this, ++members_).detach();
+    while (members_ < threads - 1 && !full_) full_ = !start(members_ + 1);
     task_.store(task, std::memory_order_relaxed);
     context_.store(context, std::memory_order_relaxed);
     count_.store(count, std::memory_order_relaxed);
@@ -60,6 +63,31 @@ class Team {
   void rest() { resting_.store(number(ticket_.load(std::memory_order_relaxed)), std::memory_order_relaxed); }
 
  private:
+  struct Member {
+    Team* team;
+    int number;
+  };
+
+  // Whether one more thread serves; where the system gives none, those there are (none at all, it may be) do the loops.
+  bool start(int member) {
+    pthread_attr_t how;
+    if (pthread_attr_init(&how)) return false;
+    pthread_attr_setdetachstate(&how, PTHREAD_CREATE_DETACHED);
+    pthread_attr_setstacksize(&how, STACK_NBYTES);
+    auto* mine = new (std::nothrow) Member{this, member};
+    pthread_t thread;
+    const bool made = mine && !pthread_create(&thread, &how, [](void* given) -> void* {
+      const Member me = *static_cast<Member*>(given);
+      delete static_cast<Member*>(given);
+      me.team->serve(me.number);
+      return nullptr;
+    }, mine);
+    pthread_attr_destroy(&how);
+    if (made) members_ = member;
+    else delete mine;
+    return made;
+  }
+
   static uint64_t number(uint64_t ticket) { return ticket >> 32; }
   static int64_t left(uint64_t ticket) { return int64_t(ticket & 0xffffffffu); }
 
@@ -108,6 +136,7 @@ class Team {
   alignas(64) std::atomic<uint64_t> resting_{0};  // the number of the loop after which nobody looks for work
   std::atomic<bool> busy_{false};
   int members_ = 0;
+  bool full_ = false;  // a thread could not be started: none is tried again, which would cost every loop a system call
   std::atomic<int> sleeping_{0};
   std::mutex mutex_;
   std::condition_variable work_;

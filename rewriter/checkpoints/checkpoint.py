@@ -103,12 +103,13 @@ class Checkpoint:
                                   "used. Start again with files that nobody writes to")
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, verify: bool = False) -> Checkpoint:
     """Open a folder (model.safetensors, or model.safetensors.index.json and its shards; or a quantised model) or one
     .safetensors file.
 
     Only headers are read and every one is checked against its file, so a truncated file, a hole, an overlap or a
-    duplicate raises CheckpointError here and not in the middle of a run. Pickle checkpoints are refused.
+    duplicate raises CheckpointError here and not in the middle of a run. Pickle checkpoints are refused. With `verify`
+    every weight is read and compared with its checksum, which only a quantised model has.
     """
     path = Path(path).expanduser()
     states: dict[str, FileState] = {}
@@ -116,7 +117,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         from forebay.rewriter.checkpoints.packed import is_quantized, open_quantized
 
         if is_quantized(path):
-            return open_quantized(path)
+            return open_quantized(path, check="always" if verify else "changed")
         folder = path
         if (path / SINGLE).exists():
             tensors = _read_noted(path / SINGLE, states)
@@ -130,6 +131,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         tensors = _read_noted(path, states)
     else:
         raise CheckpointError(f"no checkpoint at {path}: no such file or folder")
+    if verify:
+        raise CheckpointError(f"{path} has no checksums to compare its weights with; `forebay quantize` writes models "
+                              "that have")
     return Checkpoint(folder, tensors, fingerprint_of(tensors, folder), states=states)
 
 

@@ -43,6 +43,14 @@ def file_states(paths: Iterable[str]) -> dict[str, FileState]:
     return {path: file_state(path) for path in sorted(set(paths))}
 
 
+def states_checksum(states: Mapping[str, FileState]) -> str:
+    """SHA-256 over names, sizes and times of change: differs for files that were written to, or copied, since."""
+    digest = hashlib.sha256()
+    for path, state in sorted(states.items(), key=lambda entry: Path(entry[0]).name):
+        digest.update(f"{Path(path).name} {list(state[:3])}\n".encode())
+    return digest.hexdigest()
+
+
 def changed_file(states: Mapping[str, FileState]) -> str | None:
     """The first file that is not in the state noted, or is gone; None where all are."""
     for path, state in states.items():

@@ -25,8 +25,8 @@ from forebay.rewriter.checkpoints.checkpoint import (
     read_tensor,
 )
 from forebay.rewriter.checkpoints.config import meta_model, read_config
-from forebay.rewriter.checkpoints.match_weights import checkpoint_names
 from forebay.rewriter.checkpoints.identity import FileState, changed_file, file_states
+from forebay.rewriter.checkpoints.match_weights import checkpoint_names
 from forebay.rewriter.checkpoints.packed import NATIVE, Packed, is_quantized, parse_format
 from forebay.rewriter.checkpoints.packed_writer import SHARD_NBYTES, Item, Pieces, copy_model_files, write_quantized
 

@@ -184,8 +184,8 @@ class Program:
                    and i.dst.buffer.startswith("slot"))
 
     def workspace_nbytes(self) -> int:
-        """Largest transient memory any launch takes outside the arenas."""
-        return max((i.workspace_nbytes for i in self.step if isinstance(i, Launch)), default=0)
+        """Largest transient memory any launch takes outside the arenas, those of the prologue among them."""
+        return max((i.workspace_nbytes for i in self.items() if isinstance(i, Launch)), default=0)
 
 
 def place_of(end: FileSlice | Rows | Span) -> FileSlice | Span:

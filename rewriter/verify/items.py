@@ -26,11 +26,15 @@ from forebay.rewriter.ir.program import (
     Rows,
     Span,
     TensorRef,
+    dtype_itemsize,
     place_of,
     span_of,
 )
 
-Extents = dict[tuple[Any, ...], int]  # of views: by shape, stride and dtype, the bytes up to behind the last element
+# Operators in place that read nothing of what they write.
+OVERWRITING = ("call:aten.zero_.default", "call:aten.fill_.Scalar", "call:aten.fill_.Tensor", "call:aten.copy_.default")
+# Of views: by shape, stride and dtype, the bytes up to behind the last element, and those of one.
+Extents = dict[tuple[Any, ...], tuple[int, int]]
 
 
 class ItemFault(ValueError):
@@ -38,10 +42,14 @@ class ItemFault(ValueError):
 
 
 def check_items(program: Program) -> None:
-    """Raise ItemFault unless every copy brings as many bytes as its target has, whole pages where that is a file, every
-    tensor that an operator gets lies in a span of the same buffer that its launch reads or, if the operator writes it,
-    writes, nothing but copies touches a file, and copies and launches stand on streams that run them in order."""
+    """Raise ItemFault unless sizes are sizes, every copy brings as many bytes as its target has from elsewhere, whole
+    pages where that is a file, every tensor that an operator gets is aligned and lies in a span of the same buffer that
+    its launch reads and, if the operator writes it, writes, no result is written over part of what is read, nothing but
+    copies touches a file, and copies and launches stand on streams that run them in order."""
     extents: Extents = {}
+    for arena, nbytes in program.arenas.items():
+        if nbytes < 0:
+            raise ItemFault(f"the arena {arena} has {nbytes} bytes")
     files = program.files
     for name, ref in chain(program.inputs.items(), program.outputs.items()):
         _extent(ref, f"the caller's {name}", extents)
@@ -68,6 +76,9 @@ def _check_copy(copy: Copy, files: Collection[str], extents: Extents) -> None:
     for end in (src, dst):
         if type(end) is Rows:
             _check_rows(end, copy.label, files, extents)
+    places = [place_of(end) for end in (src, dst)]
+    if min(*copy.room, *(n for place in places for n in (place.offset, place.nbytes))) < 0:
+        raise ItemFault(f"{copy.label} has a negative offset, size or room: {copy}")
     if type(src) is Rows and type(dst) is Rows:
         raise ItemFault(f"{copy.label} has rows at both ends: one end must lie densely")
     if src.nbytes != dst.nbytes:
@@ -75,6 +86,10 @@ def _check_copy(copy: Copy, files: Collection[str], extents: Extents) -> None:
         assert type(where) is Span
         raise ItemFault(f"{copy.label} brings {src.nbytes} bytes into {span_text(where)}, which has {dst.nbytes}")
     _check_stream(copy, files)
+    source, target = places
+    assert type(target) is Span
+    if type(source) is Span and source.arena == target.arena and _meet(source, target):
+        raise ItemFault(f"{copy.label} copies {span_text(source)} to {span_text(target)}, which overlap")
 
 
 def _check_stream(copy: Copy, files: Collection[str]) -> None:
@@ -116,30 +131,48 @@ def _check_rows(rows: Rows, label: str, files: Collection[str], extents: Extents
 def _check_launch(launch: Launch, extents: Extents) -> None:
     if launch.stream != COMPUTE:
         raise ItemFault(f"{launch.label} is on the stream {launch.stream}: launches run on {COMPUTE}")
+    if launch.workspace_nbytes < 0:
+        raise ItemFault(f"{launch.label} has a workspace of {launch.workspace_nbytes} bytes")
     kwargs, changed = launch.kwargs, launch.out
     written = _written(launch.op)
     if written is None:
         raise ItemFault(f"{launch.label} runs {launch.op}, which torch {torch.__version__} does not know")
-    if not written:
-        taken = _refs(launch.args)
-        if kwargs:
-            taken += _refs(kwargs.values())
-    else:  # cache appends, and what works in place
+    taken = _refs(launch.args)
+    if kwargs:
+        taken += _refs(kwargs.values())
+    if written:  # cache appends, and what works in place: what is written is read before, unless all of it is written
         given = (*enumerate(launch.args), *kwargs.items())
-        taken = _refs(value for key, value in given if key not in written)
         changed = (*changed, *_refs(value for key, value in given if key in written))
+        if launch.op in OVERWRITING:
+            taken = _refs(value for key, value in given if key not in written)
     if kwargs and kwargs.get("accumulate"):
         taken += launch.out
     _check_within(taken, launch.reads, "reads", launch, extents)
     _check_within(changed, launch.writes, "writes", launch, extents)
+    for ref in changed:
+        for other in taken:
+            if other.buffer == ref.buffer and other != ref:
+                _check_apart(ref, other, launch)
+
+
+def _check_apart(ref: TensorRef, other: TensorRef, launch: Launch) -> None:
+    """Two views of one buffer of which one is written: the same elements in the same order, or no byte in common."""
+    written, read = span_of(ref), span_of(other)
+    same = (ref.offset, ref.shape, ref.stride, ref.dtype) == (other.offset, other.shape, other.stride, other.dtype)
+    if not same and ref.arena == other.arena and _meet(written, read):
+        raise ItemFault(f"{launch.label} writes {span_text(written)} over part of what it reads there, [{read.offset}, "
+                        f"{read.offset + read.nbytes})")
+
+
+def _meet(a: Span, b: Span) -> bool:
+    """Whether two spans of one arena have a byte in common."""
+    return a.nbytes > 0 and b.nbytes > 0 and a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
 
 
 def _check_within(refs: Iterable[TensorRef], spans: tuple[Span, ...], what: str, launch: Launch, extents: Extents
                   ) -> None:
     for ref in refs:
-        nbytes = extents.get((ref.shape, ref.stride, ref.dtype))
-        if nbytes is None:
-            nbytes = _extent(ref, launch.label, extents)
+        nbytes = _extent(ref, launch.label, extents)
         offset, buffer = ref.offset, ref.buffer
         for span in spans:
             if (span.buffer == buffer and span.offset <= offset and offset + nbytes <= span.offset + span.nbytes
@@ -172,11 +205,15 @@ def copy_spans(copy: Copy) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
 
 def _extent(ref: TensorRef, label: str, extents: Extents) -> int:
     """Bytes from the first element of a view to behind its last."""
-    if (len(ref.shape) != len(ref.stride) or min((*ref.shape, *ref.stride), default=0) < 0
-            or not isinstance(getattr(torch, ref.dtype, None), torch.dtype)):
-        raise ItemFault(f"{label}: {ref.buffer} is no tensor: {ref.dtype}, shape {ref.shape}, stride {ref.stride}")
-    nbytes = extents[ref.shape, ref.stride, ref.dtype] = span_of(ref).nbytes
-    return nbytes
+    known = extents.get((ref.shape, ref.stride, ref.dtype))
+    if known is None:
+        if (len(ref.shape) != len(ref.stride) or min((*ref.shape, *ref.stride), default=0) < 0
+                or not isinstance(getattr(torch, ref.dtype, None), torch.dtype)):
+            raise ItemFault(f"{label}: {ref.buffer} is no tensor: {ref.dtype}, shape {ref.shape}, stride {ref.stride}")
+        known = extents[ref.shape, ref.stride, ref.dtype] = span_of(ref).nbytes, dtype_itemsize(ref.dtype)
+    if ref.offset % known[1]:
+        raise ItemFault(f"{label}: {ref.buffer} begins at byte {ref.offset} of {ref.arena}, where no {ref.dtype} can")
+    return known[0]
 
 
 @cache
@@ -193,11 +230,13 @@ def _written(op: str) -> frozenset[int | str] | None:
 
 
 def _refs(values: Iterable[Any]) -> list[TensorRef]:
-    """The tensors among some values and in lists of them."""
+    """The tensors among some values and in lists and mappings of them."""
     found: list[TensorRef] = []
     for value in values:
         if type(value) is TensorRef:
             found.append(value)
         elif isinstance(value, (tuple, list)):
             found += _refs(value)
+        elif isinstance(value, dict):
+            found += _refs(value.values())
     return found

@@ -129,7 +129,10 @@ class _State:
         self.number = {COMPUTE: 0}
         given = [Launch(COMPUTE, "", (), {}, (), (), (span_of(ref),), f"the caller's {name}")
                  for name, ref in program.inputs.items()]  # between steps the caller writes them, on the compute stream
-        self.prologue, self.given, self.step = (self._prepared(i) for i in (program.prologue, given, program.step))
+        taken = [Launch(COMPUTE, "", (), {}, (), (span_of(ref),), (), f"the caller, who takes {name},")
+                 for name, ref in program.outputs.items()]
+        self.prologue, self.given, self.step, self.taken = (
+            self._prepared(i) for i in (program.prologue, given, program.step, taken))
         kept = [self._new((span,)) for span in program.resident.values()]
         self.results = [self._new((span_of(ref),)) for ref in program.outputs.values()]
         self._cut({**program.arenas, **program.files})
@@ -261,6 +264,7 @@ class _State:
                 raise ProgramError(f"{self.name}: the output {buffer} is overwritten by {other[0]}")
             if buffer not in program.resident:
                 taken.add(buffer)
+        self.run(self.taken)  # a read like any other: behind the last write, and nothing may overwrite it unordered
         for arena, kept in self.held.items():
             kept[:] = [None if owner in taken else owner for owner in kept]
             for segment in self.segments[arena]:
@@ -391,7 +395,7 @@ class _State:
             if read > clock[other]:
                 raise ProgramError(f"{self.name}: {label} on {here} overwrites {span} while "
                                    f"{_label(self.items[other][read])} on {self.streams[other]} may still read "
-                                   f"{segment.owner} there")
+                                   f"{segment.owner or 'it'} there")
         if segment.write_at > clock[segment.write_stream]:
             raise ProgramError(f"{self.name}: {label} on {here} overwrites {span} while {self._writer(segment)} may "
                                "still write there")

@@ -104,12 +104,13 @@ def wrap(
 
 
 def open_model(
-    model: str | os.PathLike[str], *, gives: Gives = "last"
+    model: str | os.PathLike[str], *, gives: Gives = "last", verify: bool = False
 ) -> tuple[CapturedModel, Checkpoint, dict[str, FileSlice]]:
     """Capture a model from its folder (or "demo", or a GGUF file) and find its weights, without reading any. `gives`
-    says what its steps give (`capture_model`)."""
+    says what its steps give (`capture_model`); with `verify` every weight is read once all the same, and compared with
+    its checksum (`open_checkpoint`)."""
     folder = resolve_model(model)
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder, verify=verify)
     config = read_config(folder)
     captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint), gives=gives)
     names = checkpoint_names(config)
@@ -318,8 +319,9 @@ class LanguageModel:
 
         `inputs` (or `input_ids`) [B, T]: a tensor, lists, or all that a tokenizer returns; `attention_mask` [B, T] is 0
         on padding, which may stand at either end of a row. What is not given comes from `generation_config`, then from
-        the model's own. `generator` draws in place of torch's global one (one for each prompt: its draws are then its own,
-        whatever batch it stands in); `on_token` sees each column [B] of tokens as it is chosen. Calls from several threads take turns. Raises ValueError for arguments that do not fit together.
+        the model's own. `generator` draws in place of torch's global one (one for each prompt: its draws are then its
+        own, whatever batch it stands in); `on_token` sees each column [B] of tokens as it is chosen. Calls from several
+        threads take turns. Raises ValueError for arguments that do not fit together.
         """
         prompts = self._causal_lm.take_prompts(inputs, options)
         return self._causal_lm.answer(prompts, generation_config, generator, on_token, options)

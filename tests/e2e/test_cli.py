@@ -192,7 +192,9 @@ def test_prompts_that_the_budget_cannot_hold_are_named_and_the_others_answered(f
                  "line 4: the prompt is too long: 90 tokens do not fit the budget, 3 do", "; 2 were"):
         assert part in result.stderr, result.stderr
     assert set(_answers(output)) == {2, 3}
-    enough = _forebay(*_run_arguments(folder, output, prompts=prompts, max_new_tokens=4))
+    other = _forebay(*_run_arguments(folder, output, prompts=prompts, max_new_tokens=4))
+    assert other.exit_code == 2 and "made in batches of 1, this job has 2" in other.stderr
+    enough = _forebay(*_run_arguments(folder, output, prompts=prompts, max_new_tokens=4, batch=None))
     assert enough.exit_code == 0 and set(_answers(output)) == {1, 2, 3, 4}
     assert _forebay(*arguments).exit_code == 0, "what is answered needs no room"
 

@@ -357,10 +357,17 @@ def test_a_file_cut_short_while_running_is_named(llama_checkpoint: Any, tmp_path
     answer(lm, llama_checkpoint, max_new_tokens=2)
     path = folder / "model.safetensors"
     os.truncate(path, path.stat().st_size // 2)
-    with pytest.raises(TruncatedFileError, match=r"model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors was changed"):
         answer(lm, llama_checkpoint)
+    shutil.copy(llama_checkpoint.folder / "model.safetensors", path)
+    lm = wrap(folder, {"device": llama_checkpoint.nbytes // 2}, batch=3, prompt=10, new_tokens=8, slots=2)
+    with pytest.raises(TruncatedFileError, match=r"model\.safetensors"):
+        answer(lm, llama_checkpoint, on_token=lambda _: os.truncate(path, path.stat().st_size // 2))
     lm.close()  # told once
     shutil.copy(llama_checkpoint.folder / "model.safetensors", path)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors was changed"):  # the same again, for all one knows
+        answer(lm, llama_checkpoint)
+    lm = wrap(folder, {"device": llama_checkpoint.nbytes // 2}, batch=3, prompt=10, new_tokens=8, slots=2)
     check(lm, llama_checkpoint)
     lm.close()
     os.truncate(path, path.stat().st_size // 2)

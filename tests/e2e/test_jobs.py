@@ -38,10 +38,10 @@ class Counter:
 
     def generate(
         self, input_ids: torch.Tensor, *, attention_mask: torch.Tensor, max_new_tokens: int, do_sample: bool,
-        temperature: float, top_k: int, top_p: float, eos_token_id: Sequence[int] | None, generator: torch.Generator,
-        on_token: Callable[[torch.Tensor], None],
+        temperature: float, top_k: int, top_p: float, eos_token_id: Sequence[int] | None,
+        generator: Sequence[torch.Generator], on_token: Callable[[torch.Tensor], None],
     ) -> torch.Tensor:
-        assert eos_token_id == [EOS]
+        assert eos_token_id == [EOS] and len(generator) == len(input_ids)
         self.asked.append(input_ids[:, -1].tolist())
         last = input_ids[:, -1]
         columns = []
@@ -52,6 +52,9 @@ class Counter:
             if bool((last == EOS).all()):
                 break
         return torch.cat((input_ids, torch.stack(columns, 1)), 1)
+
+    def check_files(self) -> None:
+        pass
 
 
 def _prompts(lasts: Sequence[int]) -> list[Prompt]:
@@ -172,6 +175,87 @@ def test_other_settings_are_refused_by_name_unless_forced(tmp_path: Path) -> Non
     (tmp_path / "out.settings").unlink()
     with pytest.raises(JobError, match="does not say how they were made"):
         AnswerFile(path, SETTINGS)
+
+
+EVERY = {"model": "m", "files": "f", "tokenizer": "t", "chat_template": "c", "chat": False, "eos": [0],
+         "max_new_tokens": 8, "cache": "native", "sampling": "greedy"}
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("change", ["another", "gone", "new"])
+def test_every_setting_is_compared(tmp_path: Path, name: str, change: str) -> None:
+    """Also one that only the job before had, and one that it did not know."""
+    less = {key: value for key, value in EVERY.items() if key != name}
+    before, now = {"another": (EVERY, EVERY | {name: "else"}), "gone": (EVERY, less), "new": (less, EVERY)}[change]
+    with AnswerFile(tmp_path / "out", before) as output:
+        output.note_batch(4)
+        output.write({"id": 1, "prompt": "a", "text": "b"})
+    with pytest.raises(JobError, match=r"answers in .* were made.* --force goes on"):
+        AnswerFile(tmp_path / "out", now)
+    AnswerFile(tmp_path / "out", before).close()
+
+
+def test_a_resumed_job_knows_its_batch(tmp_path: Path) -> None:
+    with AnswerFile(tmp_path / "out", SETTINGS) as output:
+        assert output.batch is None
+        output.note_batch(4)
+        output.write({"id": 1, "prompt": "a", "text": "b"})
+    assert json.loads((tmp_path / "out.settings").read_bytes()) == SETTINGS | {"batch": 4}
+    with AnswerFile(tmp_path / "out", SETTINGS) as output:
+        assert output.batch == 4
+        output.check_batch(None)
+        output.check_batch(4)
+        with pytest.raises(JobError, match="batches of 4, this job has 2"):
+            output.check_batch(2)
+    assert json.loads((tmp_path / "out.settings").read_bytes())["batch"] == 4
+    with AnswerFile(tmp_path / "out", SETTINGS, force=True) as output:
+        output.check_batch(2)
+
+
+class Drawer(Counter):
+    """A model that draws each row's tokens from what it is given to draw from."""
+
+    def generate(self, input_ids: torch.Tensor, *, max_new_tokens: int, generator: Sequence[torch.Generator],
+                 on_token: Callable[[torch.Tensor], None], **rest: Any) -> torch.Tensor:  # type: ignore[override]
+        for _ in range(max_new_tokens):
+            on_token(torch.cat([torch.randint(1, 1 << 40, (1,), generator=g) for g in generator]))
+        return input_ids
+
+
+def test_draws_depend_on_the_prompt_and_the_seed_alone(tmp_path: Path) -> None:
+    def texts(name: str, prompts: Sequence[Prompt], size: int, seed: int = 0) -> dict[str, str]:
+        with AnswerFile(tmp_path / name, SETTINGS) as output:
+            run_job(Drawer(), make_batches(prompts, size), output, Ask(8, (EOS,), seed=seed), _decode)
+        return {key: answer["text"] for key, answer in _answers(tmp_path / name).items()}
+
+    prompts = _prompts([3, 9, 2, 7, 4])
+    whole = texts("whole", prompts, 5)
+    assert len(set(whole.values())) == 5
+    assert texts("single", prompts, 1) == whole and texts("pairs", prompts[::-1], 2) == whole
+    assert texts("fewer", prompts[2:], 2) == {p.request.id: whole[str(p.request.id)] for p in prompts[2:]}
+    assert not set(texts("seed", prompts, 5, seed=1).values()) & set(whole.values())
+    (one,), (text,) = _prompts([3]), [Prompt(Request(1, 1, "a"), (3,))]
+    assert texts("number", [text], 1).keys() == {1} and one.request.id == "p0"
+    assert texts("number", [text], 1) != texts("word", [Prompt(Request(1, "1", "a"), (3,))], 1)
+
+
+class Changed(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_nothing_is_written_once_the_files_have_changed(tmp_path: Path, at: int) -> None:
+    class Changing(Counter):
+        checks = 0
+
+        def check_files(self) -> None:
+            self.checks += 1
+            if self.checks > at:
+                raise Changed
+
+    with pytest.raises(Changed), AnswerFile(tmp_path / "out", SETTINGS) as output:
+        run_job(Changing(), make_batches(_prompts([3, 9, 2, 7, 4, 1]), 2), output, Ask(8, (EOS,)), _decode)
+    assert len(_answers(tmp_path / "out")) == at
 
 
 def test_file_of_something_else_is_refused_and_kept(tmp_path: Path) -> None:

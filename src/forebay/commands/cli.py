@@ -78,6 +78,8 @@ def run(
     top_p: Annotated[float | None, typer.Option(help="Implies --sample.")] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Go on though the answers there have other settings.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="First read every weight of a quantised model and compare it "
+                                         "with its checksum.")] = False,
     machine: MachineOption = None,
     debug: DebugOption = False,
 ) -> None:
@@ -116,16 +118,15 @@ def run(
             say(f"{prompts} holds no prompts: nothing to answer")
         folder = model_folder(model)
         with console().status("capturing the model"):
-            captured, checkpoint, files = open_model(folder)
+            captured, checkpoint, files = open_model(folder, verify=verify)
             tokenizer = load_tokenizer(folder)
             eos = stop_ids(folder, tokenizer)
         most = _most_prompt_tokens(captured.max_positions, saved, max_new_tokens)
         encoded, more = encode(requests, tokenizer, chat=chat, most_tokens=most, vocab_size=captured.vocab_size)
         bad += more
-        settings = {"model": checkpoint.fingerprint, "max_new_tokens": max_new_tokens, "chat": chat,
-                    "sampling": vars(sampling) | {"seed": seed} if sampling.do_sample else "greedy"}
-        if cache != "native":
-            settings["cache"] = cache
+        ask = jobs.Ask(max_new_tokens, eos, sampling, seed)
+        settings = jobs.job_settings(checkpoint, tokenizer, ask, chat=chat,
+                                     cache=cache if saved is None else saved.cache_format)
         with jobs.AnswerFile(output, settings, force=force) as answers:
             answers.check_questions(p.request for p in encoded)
             left = jobs.pending(encoded, answers.answered)
@@ -135,12 +136,16 @@ def run(
                 say(f"{output}: {len(encoded) - len(left)} of {len(encoded)} prompts are answered already")
             if left:
                 profile = machine_profile(machine, folder)
+                answers.check_batch(batch if saved is None else saved.workload.batch)
                 lm, fitting = _fit_batch((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch,
-                                         Wishes(slots, cache_format=cache), saved, profile)
+                                         Wishes(slots, cache_format=cache), saved, profile, first=answers.batch)
+                if answers.batch not in (None, lm.plan.workload.batch):
+                    say(f"{output}: going on in batches of {lm.plan.workload.batch}, not of {answers.batch}, which do "
+                        "not fit: what is computed may differ by rounding")
+                answers.note_batch(lm.plan.workload.batch)
                 bad += _unfit(left, fitting)
                 if save_plan:
                     lm.plan.save(save_plan)
-                ask = jobs.Ask(max_new_tokens, eos, sampling, seed)
                 if jobs.pending(fitting, answers.answered):
                     with lm:
                         _answer(lm, fitting, answers, ask, tokenizer, trace)
@@ -154,12 +159,12 @@ def run(
 
 def _fit_batch(
     opened: tuple[Any, Any, Any], encoded: list[Prompt], sizes: Any, new_tokens: int, batch: int | None,
-    wishes: Wishes, saved: Plan | None, machine: Machine,
+    wishes: Wishes, saved: Plan | None, machine: Machine, first: int | None = None,
 ) -> tuple[LanguageModel, list[Prompt]]:
     """The model planned for the whole job, and the prompts that the budget holds.
 
-    Without a wish, the batch is halved until all fit. Prompts too long even by themselves are left out, and what the
-    longest needs is said; PlanError where not even the shortest fits.
+    Without a wish, the batch is `first` (default: 8, or all prompts), and is halved until all fit. Prompts too long
+    even by themselves are left out, and what the longest needs is said; PlanError where not even the shortest fits.
     """
     from forebay.api import LanguageModel
     from forebay.rewriter.ir.plan import PlanError, Workload
@@ -174,7 +179,7 @@ def _fit_batch(
         with console().status(f"planning for batches of {size}"):
             return LanguageModel(*opened, sizes, Workload(size, longest, new_tokens), wishes, machine)
 
-    size = batch or min(DEFAULT_BATCH, len(encoded))
+    size = batch or first or min(DEFAULT_BATCH, len(encoded))
     while True:
         try:
             return planned(size, lengths[-1]), encoded
@@ -195,7 +200,7 @@ def _fit_batch(
         except PlanError:
             high = middle
     shorter = [p for p in encoded if len(p.ids) <= lengths[low]]
-    return _fit_batch(opened, shorter, sizes, new_tokens, batch, wishes, None, machine)
+    return _fit_batch(opened, shorter, sizes, new_tokens, batch, wishes, None, machine, first)
 
 
 def _unfit(left: list[Prompt], fitting: list[Prompt]) -> list[BadLine]:

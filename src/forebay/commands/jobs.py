@@ -16,6 +16,9 @@ from typing import Any, Protocol
 import torch
 
 from forebay.commands.prompts import JobError, Prompt, Request
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint
+from forebay.rewriter.checkpoints.identity import states_checksum, tokenizer_checksum
+from forebay.rewriter.checkpoints.packed import is_quantized
 from forebay.runtime.run.sampling import Sampling
 
 SETTINGS_SUFFIX = ".settings"  # answers.jsonl.settings says what the answers were made with
@@ -36,16 +39,42 @@ class Ask:
     seed: int = 0
 
 
+# What to say of a setting that differs, where its value says nothing.
+DIFFERENT = {
+    "model": "with another model",
+    "files": "before the model's files were last written or copied; if they are the same all the same",
+    "tokenizer": "with another tokenizer",
+    "chat_template": "with another chat template",
+}
+
+
+def job_settings(
+    checkpoint: Checkpoint, tokenizer: Any, ask: Ask, *, chat: bool, cache: str
+) -> dict[str, Any]:
+    """What answers depend on beside their prompts, as the settings file has it; the batch is noted when it is known
+    (`AnswerFile.note_batch`)."""
+    template = json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)
+    # A quantised model's fingerprint covers every byte, which is why its files may be copied.
+    files = {} if is_quantized(checkpoint.folder) else {"files": states_checksum(checkpoint.states)}
+    return {
+        "model": checkpoint.fingerprint, **files, "tokenizer": tokenizer_checksum(checkpoint.folder),
+        "chat_template": hashlib.sha256(template.encode()).hexdigest(), "chat": chat, "eos": list(ask.eos),
+        "max_new_tokens": ask.max_new_tokens, "cache": cache,
+        "sampling": vars(ask.sampling) | {"seed": ask.seed} if ask.sampling.do_sample else "greedy"}
+
+
 class AnswerFile:
     """The output of a job, held against other jobs until `close`; each answer is one line, whole or absent.
 
     Opening cuts off what a crash left of a line, once everything else in the file is known to be answers of this job;
-    a file refused is left as it was. `answered` maps the ids found to the questions they answer. A device or pipe is
-    written to as well, without resuming.
+    a file refused is left as it was. `answered` maps the ids found to the questions they answer; `batch` is that of the
+    job that wrote them, if known. A device or pipe is written to as well, without resuming.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any], *, force: bool = False) -> None:
         self.path = Path(path)
+        self.settings, self.force = dict(settings), force
+        self.batch: int | None = None
         self.answered: dict[str | int, dict[str, Any]] = {}
         self.cut_nbytes = 0
         try:
@@ -58,9 +87,9 @@ class AnswerFile:
                 self._lock()
                 end = self._end_of_whole_lines()
                 self._read_answers(end)
-                self._check_settings(settings, force)
+                self._check_settings()
                 self._check_torn_line(end)
-                self._write_settings(settings)
+                self._write_settings()
                 self.cut_nbytes = os.fstat(self._fd).st_size - end
                 if self.cut_nbytes:
                     os.ftruncate(self._fd, end)
@@ -107,9 +136,9 @@ class AnswerFile:
                     raise JobError(f"{self.path} line {number} is no answer of a job; name another output") from error
                 self.answered[name] = question
 
-    def _check_settings(self, settings: Mapping[str, Any], force: bool) -> None:
+    def _check_settings(self) -> None:
         """Refuse to mix answers made with other settings, naming the first that differs."""
-        if not self.answered or force:
+        if not self.answered or self.force:
             return
         path = self._settings_path
         advice = "--force goes on and mixes them; else name another output"
@@ -120,10 +149,17 @@ class AnswerFile:
         except (OSError, ValueError, RecursionError) as error:
             raise JobError(f"{self.path} has answers, but {path.name} does not say how they were made; "
                            f"{advice}") from error
-        for name, value in settings.items():
-            if known.get(name) != value:
-                raise JobError(f"the answers in {self.path} were made with {name} {known.get(name)!r}, this job "
-                               f"has {value!r}; {advice}")
+        batch = known.pop("batch", None)
+        self.batch = batch if type(batch) is int and batch > 0 else None
+        for name in (*self.settings, *known):
+            before, now = known.get(name), self.settings.get(name)
+            if before == now:
+                continue
+            if name not in known:
+                raise JobError(f"{path.name} does not say with which {name} the answers in {self.path} were made; "
+                               f"{advice}")
+            how = DIFFERENT.get(name, f"with {name} {before!r}, this job has {now!r}")
+            raise JobError(f"the answers in {self.path} were made {how}; {advice}")
 
     def _check_torn_line(self, end: int) -> None:
         """Refuse a file whose last line, from byte `end` on and without a newline, cannot be the rest of an answer."""
@@ -132,11 +168,24 @@ class AnswerFile:
         if head and not (begins and (self.answered or self._settings_path.exists())):
             raise JobError(f"{self.path} ends in text that is no part of an answer of a job; name another output")
 
-    def _write_settings(self, settings: Mapping[str, Any]) -> None:
+    def check_batch(self, batch: int | None) -> None:
+        """Raise JobError if another batch is asked for than that of the answers there: rounding depends on it."""
+        if batch is not None and not self.force and self.batch not in (None, batch):
+            raise JobError(f"the answers in {self.path} were made in batches of {self.batch}, this job has {batch}; "
+                           "--force goes on and mixes them; else leave --batch out, or name another output")
+
+    def note_batch(self, batch: int) -> None:
+        """Note that prompts are answered `batch` at a time from here on."""
+        self.batch = batch
+        if self.resumable:
+            self._write_settings()
+
+    def _write_settings(self) -> None:
         path = self._settings_path
+        settings = self.settings | ({} if self.batch is None else {"batch": self.batch})
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            draft.write_text(json.dumps(dict(settings), indent=1) + "\n", encoding="utf-8")
+            draft.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
             draft.replace(path)
         except OSError as error:
             raise JobError(f"cannot write {path}: {error.strerror}") from error

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,3 +100,51 @@ assert all(map(torch.equal, run(steps, made), want))
 def test_a_forked_process_has_a_team_of_its_own(request: pytest.FixtureRequest) -> None:
     """Threads do not cross a fork; waiting for the parent's would never end."""
     subprocess.run([sys.executable, "-c", FORKING], cwd=request.config.rootpath, check=True, timeout=120)
+
+
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
+int allowed = 1 << 30, asked = 0;  /* threads that may still be started; those that were asked for */
+size_t stack = 0;                  /* of the last */
+int pthread_create(pthread_t* thread, const pthread_attr_t* how, void* (*run)(void*), void* given) {
+  static int (*real)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
+  if (!real) real = dlsym(RTLD_NEXT, "pthread_create");
+  asked++;
+  if (how) pthread_attr_getstacksize(how, &stack);
+  return allowed-- > 0 ? real(thread, how, run, given) : EAGAIN;
+}
+"""
+WITHOUT_THREADS = """
+import ctypes, sys, torch
+from tests.kernels.test_team import calls, run
+shim = ctypes.CDLL(None)
+allowed, asked = ctypes.c_int.in_dll(shim, "allowed"), ctypes.c_int.in_dll(shim, "asked")
+torch.set_num_threads(1)
+steps, made = calls(1)
+want = run(steps, made)
+torch.set_num_threads(6)
+torch.randn(512, 512) @ torch.randn(512, 512)  # torch's own pool
+asked.value, allowed.value = 0, int(sys.argv[1])
+for _ in range(20):
+    assert all(map(torch.equal, run(steps, made), want))
+assert asked.value == min(5, int(sys.argv[1]) + 1), asked.value  # the one that failed is not tried again
+assert ctypes.c_size_t.in_dll(shim, "stack").value == 1 << 20
+"""
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 3, 9])
+def test_threads_that_cannot_be_started_are_done_without(
+    tmp_path: Path, request: pytest.FixtureRequest, allowed: int
+) -> None:
+    """Also: their stacks are of the size that kernels need, whatever the shell's limit is."""
+    (tmp_path / "shim.c").write_text(SHIM)
+    build = [*shlex.split(str(compile.compiler())), "-x", "c", "-shared", "-fPIC", "-o", tmp_path / "shim.so",
+             tmp_path / "shim.c", "-ldl"]
+    subprocess.run(build, check=True)
+    found = subprocess.run(
+        ["sh", "-c", f'ulimit -s 256; exec "$0" -c "$1" {allowed}', sys.executable, WITHOUT_THREADS],
+        cwd=request.config.rootpath, env=os.environ | {"LD_PRELOAD": str(tmp_path / "shim.so")}, timeout=120)
+    assert found.returncode == 0

@@ -296,3 +296,121 @@ def test_streams_that_would_not_keep_the_order_are_refused() -> None:
 def test_spans_lie_in_their_arenas(where: Span) -> None:
     with pytest.raises(ProgramError, match="leaves the arena"):
         verify_program(doing(reads=(where,)))
+
+
+def test_an_output_is_the_callers_until_the_next_step() -> None:
+    """Whoever overwrites it must have waited for more than the launch that wrote it: for the caller, who takes it."""
+    out = {"y": B}
+    early = (Record(COMPUTE, 9),)  # behind the launch that writes y, before the caller takes it
+    compute = (launch("l", (X,), (Y,)), *early)
+    bring = (Wait(DISK, 9), fetch("w", replace(Y, buffer="w")), Record(DISK, 1), Wait(COMPUTE, 1),
+             launch("use", (replace(Y, buffer="w"),), (X,)), Release(COMPUTE, replace(Y, buffer="w")))
+    prologue = (launch("first", (), (Y,)), Release(COMPUTE, Y), *early)
+    racy = Program("p", (*bring, *compute), prologue, {"device": 128}, {"x": X}, {}, out)
+    with pytest.raises(ProgramError, match=r"w on disk overwrites w at .* while the caller, who takes y, on comp"):
+        verify_program(racy)
+    late = (Record(COMPUTE, 8), Wait(DISK, 8))  # at the top of the next step: the caller has taken it
+    verify_program(replace(racy, step=(*late, *bring, *compute)))
+
+
+def test_the_caller_waits_for_no_other_stream() -> None:
+    """An output that a copy brings is not there for the caller before compute has waited for it."""
+    brought = (fetch("w", Y), Record(DISK, 1))
+    program = Program("p", brought, (), {"device": 128}, {"x": X}, {}, {"y": B})
+    with pytest.raises(ProgramError, match=r"takes y, on compute reads .* without waiting for w on disk"):
+        verify_program(program)
+    with pytest.raises(ProgramError, match=r"may still read it there"):
+        verify_program(replace(program, step=(*brought, Wait(COMPUTE, 1))))
+    verify_program(replace(program, step=(Record(COMPUTE, 2), Wait(DISK, 2), *brought, Wait(COMPUTE, 1))))
+
+
+def test_what_works_in_place_reads_what_it_writes() -> None:
+    with pytest.raises(ProgramError, match=r"l reads x at .* not among what it says it reads"):
+        verify_program(doing("call:aten.add_.Tensor", (A, B), reads=(Y,), writes=(X,)))
+    unwritten = replace(doing("call:aten.add_.Tensor", (A, B), reads=(X, Y), writes=(X,)), resident={"y": Y})
+    with pytest.raises(ProgramError, match=r"l reads x at .* which holds nothing"):
+        verify_program(unwritten)
+    filled = (doing("call:aten.zero_.default", (A,), writes=(X,)).step[0], *unwritten.step, Release(COMPUTE, X))
+    verify_program(replace(unwritten, step=filled))
+
+
+@pytest.mark.parametrize(("dtype", "offset"), [("float32", 2), ("float32", 1), ("int64", 4), ("float16", 1),
+                                               ("bfloat16", 3), ("complex64", 4)])
+def test_tensors_begin_where_their_type_can(dtype: str, offset: int) -> None:
+    ref = TensorRef("device", offset, dtype, (1,), (1,), "x")
+    for args in ((ref,), (replace(ref, offset=0), ref), ([ref],)):  # also one whose like was seen before
+        with pytest.raises(ProgramError, match=rf"l: x begins at byte {offset} of device, where no {dtype} can"):
+            verify_program(doing(args=args, reads=(X,)))
+    with pytest.raises(ProgramError, match=r"x begins at byte"):
+        verify_program(replace(doing(), outputs={"a": ref}))
+    verify_program(doing(args=(replace(ref, offset=0), replace(ref, offset=16)), reads=(X,)))
+
+
+def test_tensors_in_mappings_are_declared_too() -> None:
+    for args, kwargs in ((({"a": B},), {}), ((), {"options": {"a": [B]}}), (([{"b": (A, {"c": B})}],), {})):
+        with pytest.raises(ProgramError, match=r"l reads y .* not among"):
+            verify_program(doing(args=args, reads=(X,), **kwargs))
+        verify_program(doing(args=args, reads=(X, Y), **kwargs))
+
+
+@pytest.mark.parametrize("change", [
+    {"src": FileSlice("f", -4096, 64)}, {"src": FileSlice("f", 0, -64), "dst": replace(SLOT, nbytes=-64)},
+    {"room": (-1, 0)}, {"room": (0, -64)},
+])
+def test_negative_sizes_of_copies_are_refused(change: dict) -> None:
+    program = streaming(3, 2)
+    with pytest.raises(ProgramError, match=r"w0 has a negative offset, size or room"):
+        verify_program(replace(program, prologue=(replace(program.prologue[0], **change), *program.prologue[1:])))
+
+
+@pytest.mark.parametrize("change", [{"offset": -64}, {"row_nbytes": -8}, {"rows": -1}])
+def test_negative_sizes_of_lookups_are_refused(change: dict) -> None:
+    program = looking_up(8, TensorRef("device", 0, "int64", (4, 2), (2, 1), "x"))
+    step = [replace(i, src=replace(i.src, **change)) if isinstance(i, Copy) else i for i in program.step]
+    with pytest.raises(ProgramError, match=r"gather has a negative offset, size or room"):
+        verify_program(replace(program, step=tuple(step)))
+
+
+def test_negative_arenas_and_workspaces_are_refused() -> None:
+    with pytest.raises(ProgramError, match=r"the arena host has -64 bytes"):
+        verify_program(Program("p", (), (), {"device": 64, "host": -64}, {}))
+    for place in ("step", "prologue"):
+        items = (replace(launch("op"), workspace_nbytes=-1),)
+        with pytest.raises(ProgramError, match=r"op has a workspace of -1 bytes"):
+            verify_program(replace(Program("p", (), (), {"device": 64}, {}), **{place: items}))
+
+
+@pytest.mark.parametrize(("offset", "sound"), [(0, False), (32, False), (63, False), (64, True), (-32, False)])
+def test_copies_do_not_overlap_themselves(offset: int, sound: bool) -> None:
+    src = span(64, 64, "x")
+    dst = span(64 + offset, 64, "x" if abs(offset) < 64 else "z")
+    step = (Copy(UPLOAD, src, dst, "move"), Record(UPLOAD, 1), Wait(COMPUTE, 1), launch("l", (dst,)),
+            *((Release(COMPUTE, dst), Record(COMPUTE, 2), Wait(UPLOAD, 2)) if sound else ()))
+    program = Program("p", step, (), {"device": 256}, {"x": replace(src, offset=min(64, 64 + offset),
+                                                                    nbytes=64 + abs(offset) % 64)})
+    if sound:
+        verify_program(program)
+    else:
+        with pytest.raises(ProgramError, match=r"move copies x at .* to x at .*, which overlap"):
+            verify_program(program)
+
+
+def test_results_are_not_written_over_part_of_what_is_read() -> None:
+    whole = {"reads": (X, Y), "writes": (X,)}
+    verify_program(doing(args=(A,), out=(A,), **whole))  # in place, element by element
+    half = replace(A, shape=(2, 4))
+    verify_program(doing(args=(half,), out=(replace(half, offset=32),), **whole))
+    for out in (replace(half, offset=16), replace(A, shape=(4, 4), stride=(1, 4)), replace(A, dtype="int32")):
+        with pytest.raises(ProgramError, match=r"l writes x at .* over part of what it reads there"):
+            verify_program(doing(args=(A,), out=(out,), **whole))
+    with pytest.raises(ProgramError, match=r"l writes x at .* over part of what it reads there"):
+        verify_program(doing("call:aten.add_.Tensor", (half, replace(half, offset=16)), reads=(X,), writes=(X,)))
+
+
+def test_workspace_of_the_prologue_counts() -> None:
+    big = replace(launch("op", (X,), (X,)), workspace_nbytes=100)
+    program = Program("p", (), (big,), {"device": 128}, {"x": X, "y": Y})
+    assert program.workspace_nbytes() == 100
+    verify_program(program, {"device": 228})
+    with pytest.raises(ProgramError, match=r"workspace 100"):
+        verify_program(program, {"device": 227})

@@ -49,6 +49,18 @@ def test_the_same_generator_gives_the_same_tokens() -> None:
     assert any(not torch.equal(first, other) for other in others)
 
 
+def test_a_generator_for_each_row_draws_for_it_alone() -> None:
+    def generators(rows: range) -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(row) for row in rows]
+
+    for _ in range(3):
+        together = choose(LOGITS, Sampling(True), generators(range(4)))
+        alone = [choose(LOGITS[i : i + 1], Sampling(True), generators(range(i, i + 1))) for i in range(4)]
+        assert torch.equal(together, torch.cat(alone))
+    with pytest.raises(ValueError):
+        choose(LOGITS, Sampling(True), generators(range(3)))
+
+
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [
     (1.0, 5, 1.0), (1.0, 0, 0.8), (0.7, 12, 0.9), (2.0, 7, 0.5), (1.0, 500, 1.0), (1.0, 30, 0.999),
 ])
