@@ -124,6 +124,9 @@ class _LoggedReader:
         self.log.rows += row_nbytes * len(rows)
         self.reader.read_rows(path, offset, row_nbytes, rows, address, on_done)
 
+    def fault(self) -> BaseException | None:
+        return self.reader.fault()
+
     def close(self) -> None:
         self.reader.close()
 

@@ -1,4 +1,7 @@
-"""Host-side streams and events: a FIFO worker thread, and tickets that say when something is done."""
+"""Host-side streams and events: a FIFO worker thread, and tickets that say when something is done.
+
+No wait is for ever: each looks, once a second, whether the threads that could end it are still there.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,35 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.disk.chunks import OnDone
+
+WATCH_S = 1.0
+
+Watch = Callable[[], BaseException | None]  # what has ended the threads that would end a wait; None while they live
+
+
+def wait_watched(wait: Callable[[float], bool], watch: Watch) -> None:
+    """Repeat `wait`, which takes seconds and tells whether what it waits for has come, until it has; RuntimeFault once
+    `watch` says that nobody is left to bring it."""
+    while not wait(WATCH_S):
+        fault = watch()
+        if fault is not None and not wait(0):
+            raise RuntimeFault(f"what a step waits for will not come: {fault}") from fault
+
+
+def nobody() -> None:
+    """The watch of a wait that the waiting thread itself ends, or that another one watches."""
 
 
 class Ticket:
-    """Done when `parts` parts are; carries the first error among them."""
+    """Done when `parts` parts are; carries the first error among them. `watch` looks after who is to be done."""
 
-    __slots__ = ("_event", "error", "parts")
+    __slots__ = ("_event", "error", "parts", "watch")
 
-    def __init__(self, parts: int = 1) -> None:
+    def __init__(self, parts: int = 1, watch: Watch = nobody) -> None:
         self._event = threading.Event()
-        self.parts = parts
+        self.parts, self.watch = parts, watch
         self.error: BaseException | None = None
 
     def done(self, error: BaseException | None = None) -> None:
@@ -34,7 +55,7 @@ class Ticket:
 
     def wait(self) -> None:
         """Block until done; raise the error if one came."""
-        self._event.wait()
+        wait_watched(self._event.wait, self.watch)
         if self.error is not None:
             raise self.error
 
@@ -56,6 +77,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"forebay-{name}", daemon=True)
         self._thread.start()
 
@@ -69,16 +91,32 @@ class Worker:
             except BaseException as error:  # handed to whoever waits
                 self.error = self.error or error
 
+    def fault(self) -> BaseException | None:
+        """Why nothing that was submitted is done any more; None while it is."""
+        if self._closed or self._thread.is_alive():
+            return None
+        return self.error or RuntimeError(f"the thread {self._thread.name} has ended")
+
+    def wait_idle(self) -> None:
+        """Block until everything submitted so far has run; raise the first error any of it met."""
+        idle = threading.Event()
+        self.submit(idle.set)
+        wait_watched(idle.wait, self.fault)
+        if self.error is not None:
+            raise self.error
+
     def close(self) -> None:
+        self._closed = True
         self._queue.put(None)
         self._thread.join()
 
 
 class CopyLedger:
     """Which asynchronous copies have ended, so that 'all issued so far' can be waited for: copies are numbered as they
-    begin, and a mark n stands for all with smaller numbers."""
+    begin, and a mark n stands for all with smaller numbers. `watch` looks after who is to end them."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch = nobody) -> None:
+        self.watch = watch
         self._lock = threading.Lock()
         self._sleepers: list[tuple[int, threading.Lock]] = []  # marks waited for, each with a lock to open then
         self._begun = 0
@@ -129,14 +167,14 @@ class CopyLedger:
                     self._sleepers.append((mark, gate))
                 else:
                     gate.release()
-            with gate:  # a Condition would wake for every copy that ends, and takes several times as long
-                pass
+            # a Condition would wake for every copy that ends, and takes several times as long
+            wait_watched(lambda wait_s: gate.acquire(timeout=wait_s), self.watch)
         if self.error is not None:
             raise self.error
 
     def record(self, ticket: Ticket | None = None) -> Ticket:
         """A ticket (the one given, or a new one) that is done when all copies begun so far are."""
-        ticket = ticket or Ticket()
+        ticket = ticket or Ticket(watch=self.watch)
         with self._lock:
             if self._low == self._begun:
                 ticket.done(self.error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -55,7 +54,7 @@ class ThreadDevice:
         self.readers = {DISK: reader, LOOKUP: lookups or reader, LOAD: lookups or reader}
         self.poison, self.sync, self.trace = poison, sync, trace
         self.arenas: dict[str, Arena] = {}
-        self.ledgers = {stream: CopyLedger() for stream in UNORDERED}
+        self.ledgers = {stream: CopyLedger(self.readers[stream].fault) for stream in UNORDERED}
         self.events: dict[int, Call] = {}  # what blocks until the event's latest record is complete
         self.inline: set[int] = set()  # events that the compute stream records: complete whenever they are asked for
         self.workers: dict[str, Worker] = {}
@@ -221,7 +220,7 @@ class ThreadDevice:
         worker = self._worker(item.stream)
 
         def record_upload() -> None:
-            ticket = Ticket()
+            ticket = Ticket(watch=worker.fault)
             events[number] = ticket.wait
             worker.submit(lambda: ticket.done(worker.error))
 
@@ -255,12 +254,17 @@ class ThreadDevice:
         """Wait for all copies under way; raise the first error any of them met."""
         for ledger in self.ledgers.values():
             ledger.wait(ledger.mark())
+<<<<<<< HEAD
         for worker in self.workers.values():
             idle = threading.Event()
             worker.submit(idle.set)
             idle.wait()
             if worker.error is not None:
                 raise worker.error
+=======
+        if self.worker is not None:
+            self.worker.wait_idle()
+>>>>>>> b6af510 (A reader or worker whose thread ends is an error for whoever waits: every wait looks after those who are to end it)
 
     def close(self) -> None:
         for reader in set(self.readers.values()):

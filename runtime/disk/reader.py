@@ -52,6 +52,10 @@ class DiskReader(Protocol):
     ) -> None:
         """Gather `rows` of the table at `offset` to `address`, one after the other; a repeated row is read once."""
 
+    def fault(self) -> BaseException | None:
+        """What ended the engine's threads, so that no read will be done any more; None while they live, or once the
+        reader is closed."""
+
     def close(self) -> None:
         """Wait for the chunks in flight, end every other read with `ReaderClosedError`, close the files."""
 
@@ -163,6 +167,7 @@ class ChunkQueue:
         self.changed = threading.Condition(threading.Lock())
         self.jobs: deque[Job] = deque()
         self.closed = False
+        self.error: BaseException | None = None  # what broke the engine off
         self.waiting = 0  # threads that wait for a job, or are about to
         self._files: dict[str, OpenFile] = {}
 
@@ -210,6 +215,8 @@ class ChunkQueue:
                 if not self.closed or job not in self.jobs or job.error is not None:
                     return
                 self.jobs.remove(job)  # closed meanwhile, and `close` has not seen it
+        if self.error is not None:
+            raise RuntimeError(f"the disk reader broke off: {self.error}") from self.error
         raise RuntimeError("this disk reader is closed; open another with open_reader()")
 
     def take(self, wait: bool) -> tuple[Job, Chunk | None] | None:
@@ -277,12 +284,19 @@ class ChunkQueue:
             except BaseException:  # a faulty callback must not end the engine's thread and hang every other read
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
+    def fail(self, error: BaseException) -> None:
+        """A thread of the engine ends by `error`: so do all reads that are not in another's hands, and the engine."""
+        self.error = self.error or error
+        self.close()
+        while (taken := self.take(wait=False)) is not None:
+            self.finish(*taken, None)
+
     def close(self) -> None:
         """Let no further chunk be issued; jobs with nothing in flight are left for `take` to hand out for finishing."""
         with self.changed:
             self.closed = True
             for job in tuple(self.jobs):
-                job.error = job.error or ReaderClosedError(
+                job.error = job.error or self.error or ReaderClosedError(
                     f"{job.task.path}: the disk reader was closed before this read")
                 job.begun, job.end = True, job.next
                 if job.flying:

@@ -24,12 +24,17 @@ class ThreadEngine:
     def __init__(self, direct: bool, depth: int, chunk_nbytes: int) -> None:
         bounce_nbytes = page_floor(BOUNCE_NBYTES // depth)
         self._queue = ChunkQueue(direct, chunk_nbytes, bounce_nbytes)
-        self._threads = [
-            threading.Thread(target=self._run, args=(bounce_nbytes,), name=f"forebay-disk-{i}", daemon=True)
-            for i in range(depth)
-        ]
-        for thread in self._threads:
-            thread.start()
+        bounces = [mmap.mmap(-1, bounce_nbytes) for _ in range(depth)]  # page-aligned, zero pages until written
+        self._threads: list[threading.Thread] = []
+        for i, bounce in enumerate(bounces):
+            thread = threading.Thread(target=self._run, args=(bounce,), name=f"forebay-disk-{i}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system gives no more threads
+                if not self._threads:
+                    raise
+                break  # fewer do the same work
+            self._threads.append(thread)
 
     def prepare(self, read: Read) -> Callable[[], None]:
         """Make the read ready; see `DiskReader`."""
@@ -53,6 +58,12 @@ class ThreadEngine:
         """Queue the gather; see `DiskReader`."""
         self._queue.put(self._queue.rows_task(path, offset, row_nbytes, rows, address, on_done))
 
+    def fault(self) -> BaseException | None:
+        """What ended a thread; see `DiskReader`."""
+        if self._queue.error is None and not self._queue.closed and not all(t.is_alive() for t in self._threads):
+            return RuntimeError("a thread that reads the disk has ended")
+        return self._queue.error
+
     def close(self) -> None:
         """End all reads and threads; idempotent, and waits for no thread when called from `on_done`."""
         self._queue.close()
@@ -62,8 +73,13 @@ class ThreadEngine:
             thread.join()
         self._queue.close_files()
 
-    def _run(self, bounce_nbytes: int) -> None:
-        bounce = mmap.mmap(-1, bounce_nbytes)  # page-aligned, zero pages until written
+    def _run(self, bounce: mmap.mmap) -> None:
+        try:
+            self._serve(bounce)
+        except BaseException as error:  # told to whoever waits; nobody would hear of it here
+            self._queue.fail(error)
+
+    def _serve(self, bounce: mmap.mmap) -> None:
         bounce_address = ctypes.addressof(ctypes.c_char.from_buffer(bounce))
         while True:
             taken = self._queue.take(wait=False)
@@ -76,8 +92,13 @@ class ThreadEngine:
             error: BaseException | None = None
             if chunk is not None:
                 try:
+<<<<<<< HEAD
                     (_read_chunk if job.task.spill is None else _write_chunk)(job, chunk, bounce_address)
                 except Exception as failure:
+=======
+                    _read_chunk(job, chunk, bounce_address)
+                except BaseException as failure:
+>>>>>>> b6af510 (A reader or worker whose thread ends is an error for whoever waits: every wait looks after those who are to end it)
                     error = failure
             self._queue.finish(job, chunk, error)
 

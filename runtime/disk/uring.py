@@ -10,6 +10,7 @@ import os
 import platform
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
@@ -24,6 +25,7 @@ FEATURE_SINGLE_MMAP = 1
 OFFSET_RING, OFFSET_SQES = 0, 0x10000000
 SQE = struct.Struct("<BBHiQQIIQQQQ")  # struct io_uring_sqe: opcode, flags, ioprio, fd, off, addr, len, …, user_data
 CQE = struct.Struct("<QiI")  # struct io_uring_cqe: user_data, res, flags
+BREAK_OFF_S = 5.0  # how long a broken engine waits for what is in flight
 WAKE = (1 << 64) - 1  # user_data of the NOP that wakes the thread
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -164,17 +166,21 @@ class UringEngine:
     def __init__(self, depth: int, chunk_nbytes: int) -> None:
         self._bounce_nbytes = page_floor(BOUNCE_NBYTES // depth)
         self._queue = ChunkQueue(True, chunk_nbytes, self._bounce_nbytes)
+        self._bounce = mmap.mmap(-1, depth * self._bounce_nbytes)
         self._ring = _Ring(2 * depth + 2)
         self._push_lock = threading.Lock()
         self._asleep = False  # the thread is about to block, or blocked, with a free slot
-        self._bounce = mmap.mmap(-1, depth * self._bounce_nbytes)
         self._bounce_address = ctypes.addressof(ctypes.c_char.from_buffer(self._bounce))
         self._vectors = (ctypes.c_uint64 * (6 * depth))()  # three (address, nbytes) pairs a slot
         self._vectors_address = ctypes.addressof(self._vectors)
         self._free = list(range(depth))
         self._flights: dict[int, _Flight] = {}
         self._thread = threading.Thread(target=self._run, name="forebay-uring", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system gives no more threads
+            self._ring.close()
+            raise
 
     def prepare(self, read: Read) -> Callable[[], None]:
         """Make the read ready; see `DiskReader`."""
@@ -211,6 +217,12 @@ class UringEngine:
         self._queue.put(self._queue.rows_task(path, offset, row_nbytes, rows, address, on_done))
         self._wake()
 
+    def fault(self) -> BaseException | None:
+        """What ended the thread; see `DiskReader`."""
+        if self._queue.error is None and not self._queue.closed and not self._thread.is_alive():
+            return RuntimeError("the thread that reads the disk has ended")
+        return self._queue.error
+
     def close(self) -> None:
         """End all reads and the thread; idempotent, and does not wait when called from `on_done`."""
         self._queue.close()
@@ -229,6 +241,27 @@ class UringEngine:
                 self._ring.wake()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # told to whoever waits; nobody would hear of it here
+            self._break_off(error)
+
+    def _break_off(self, error: BaseException) -> None:
+        """End every read by `error`; those in flight once the kernel no longer writes to their memory."""
+        until = time.monotonic() + BREAK_OFF_S
+        while self._flights and time.monotonic() < until:
+            time.sleep(0.001)  # the kernel's completions run when the thread enters it
+            for slot, _ in self._ring.reap():
+                if slot in self._flights:
+                    flight = self._flights.pop(slot)
+                    self._queue.finish(flight.job, flight.chunk, error)
+        for flight in self._flights.values():
+            self._queue.finish(flight.job, flight.chunk, error)
+        self._flights.clear()
+        self._queue.fail(error)
+        self._close_ring()
+
+    def _serve(self) -> None:
         while True:
             self._issue()
             if not self._flights:
@@ -245,6 +278,9 @@ class UringEngine:
             for slot, result in self._ring.reap():
                 if slot != WAKE:
                     self._land(slot, result)
+        self._close_ring()
+
+    def _close_ring(self) -> None:
         with self._push_lock:  # a late `_wake` must not push to a ring that is gone
             self._asleep = False
             self._ring.close()

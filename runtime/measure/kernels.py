@@ -25,6 +25,7 @@ from forebay.kernels.operator import Operator, Tensors
 from forebay.kernels.operators import product_with
 from forebay.rewriter.machine.operations import attention_flops
 from forebay.rewriter.machine.profile import AttentionPoint, Contention, GemmPoint, Link
+from forebay.runtime.devices.streams import wait_watched
 from forebay.runtime.disk.chunks import Read
 from forebay.runtime.disk.reader import open_reader
 from forebay.runtime.run.arena import Arena
@@ -219,7 +220,7 @@ class ReadFlow:
         """Bytes per second since `start`."""
         rate = self.nbytes / (time.perf_counter() - self.begin_s)
         self.flows = False
-        self.idle.wait()
+        wait_watched(self.idle.wait, self.reader.fault)
         if self.error is not None:
             raise self.error
         return rate

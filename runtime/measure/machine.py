@@ -35,6 +35,7 @@ from forebay.rewriter.machine.profile import (
     load_machine,
     save_machine,
 )
+from forebay.runtime.devices.streams import wait_watched
 from forebay.runtime.disk.reader import DiskReader, Read, available_kinds, open_reader
 from forebay.runtime.measure import cuda as measure_cuda
 from forebay.runtime.measure.kernels import (
@@ -274,7 +275,7 @@ def read_time_s(reader: DiskReader, path: str, offset: int, nbytes: int, memory:
         size = min(READ_NBYTES, nbytes - at)
         place = memory.address + at % (memory.nbytes - READ_NBYTES + 1) // READ_NBYTES * READ_NBYTES
         reader.submit(Read(path, offset + at, size, place, 0, 0, on_done))
-    ended.wait()
+    wait_watched(ended.wait, reader.fault)
     time_s = time.perf_counter() - start
     if errors:
         raise errors[0]

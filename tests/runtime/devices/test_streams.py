@@ -7,6 +7,8 @@ import threading
 
 import pytest
 
+from forebay.runtime.devices import streams
+from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker
 
 
@@ -162,3 +164,44 @@ def test_a_mark_stands_for_all_copies_begun_so_far() -> None:
     ledger.end(third, Trouble("disk"))
     with pytest.raises(Trouble, match="disk"):
         ledger.wait(ledger.mark())
+
+
+def test_nobody_waits_for_a_worker_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "WATCH_S", 0.01)
+    worker = Worker("test")
+    assert worker.fault() is None
+    ticket = Ticket(watch=worker.fault)
+    worker._queue.put(None)  # what ends it, though nobody closed it
+    worker._thread.join()
+    worker.submit(ticket.done)
+    for wait in (ticket.wait, worker.wait_idle):
+        with pytest.raises(RuntimeFault, match="what a step waits for will not come: the thread forebay-test has end"):
+            wait()
+    worker.close()
+    assert worker.fault() is None  # as it was asked to
+
+
+def test_nobody_waits_for_copies_that_nobody_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "WATCH_S", 0.01)
+    found: list[BaseException] = []
+    ledger = CopyLedger(lambda: found[0] if found else None)
+    end = ledger.begin()
+    waiting = [threading.Thread(target=_expect_fault, args=(wait, found)) for wait in (
+        lambda: ledger.wait(ledger.mark()), ledger.record().wait)]
+    for thread in waiting:
+        thread.start()
+        assert thread.is_alive()
+    found.append(Trouble("gone"))
+    for thread in waiting:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+    assert found[1:] == ["told", "told"]
+    end(None)
+    ledger.wait(ledger.mark())  # what has come has come, whoever has gone
+
+
+def _expect_fault(wait, found: list) -> None:
+    try:
+        wait()
+    except RuntimeFault as error:
+        found.append("told" if "gone" in str(error) else error)

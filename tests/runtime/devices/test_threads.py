@@ -77,6 +77,9 @@ class SlowReader:
         for i, row in enumerate(rows):
             self.submit(Read(path, offset + row * row_nbytes, row_nbytes, address + i * row_nbytes, 0, 0, one))
 
+    def fault(self) -> None:
+        pass
+
     def close(self) -> None:
         for thread in self.threads:
             thread.join()

@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.runtime.disk import chunks as disk_chunks
 from forebay.runtime.disk import reader as disk
+from forebay.runtime.disk import threads, uring
 from forebay.runtime.disk.page_cache import in_page_cache_filesystem, resident_nbytes
-from forebay.runtime.disk.reader import Read, ReaderClosedError, TruncatedFileError, open_reader
+from forebay.runtime.disk.reader import ChunkQueue, Read, ReaderClosedError, TruncatedFileError, open_reader
 
 FILE_NBYTES = (3 << 20) + 1234
 CANARY = 0xA5
@@ -364,3 +366,101 @@ def test_pieces_resume_where_a_partial_read_ended(head: int, tail: int, middle: 
     got = draw.draw(st.integers(0, len(whole)))
     left = [i for start, n in disk_chunks.pieces(chunk, 0, got) for i in range(start, start + n)]
     assert left == whole[got:]
+
+
+KINDS = [kind for kind in disk.KINDS if kind in disk.available_kinds()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("error", [MemoryError("none left"), OSError(12, "Cannot allocate memory"), SystemExit()])
+def test_a_thread_that_breaks_off_ends_every_read(
+    kind: str, error: BaseException, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those queued, those in flight and those that come later are told, each once, and nothing hangs."""
+    monkeypatch.setattr(uring, "BREAK_OFF_S", 0.2)
+    memory, waiter = Memory(1 << 20), Waiter()
+    reader = open_reader(kind, 2, 4096)
+    take, broken = ChunkQueue.take, threading.Event()
+
+    def breaking(self: ChunkQueue, wait: bool):
+        if self.jobs and not broken.is_set():
+            broken.set()
+            raise error
+        return take(self, wait)
+
+    monkeypatch.setattr(ChunkQueue, "take", breaking)
+    try:
+        for i in range(5):
+            try:
+                reader.submit(Read(path, 8192 * i, 8192, memory.address + 8192 * i, 0, 0, waiter.callback(i)))
+            except RuntimeError as refused:
+                assert "the disk reader broke off" in str(refused)
+                waiter.callback(i)(refused)
+        ended = waiter.wait(5)
+        assert {tag for tag, _ in ended} == set(range(5)) and any(found is not None for _, found in ended)
+        assert reader.fault() is not None
+        with pytest.raises(RuntimeError, match="the disk reader broke off"):
+            reader.submit(Read(path, 0, 4096, memory.address, 0, 0, waiter.callback(9)))
+    finally:
+        monkeypatch.undo()
+        reader.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thread_that_vanishes_is_a_fault(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of ours ran in it any more, so nobody was told; the watch of a wait sees it."""
+    from forebay.runtime.disk.threads import ThreadReader
+
+    for engine in (ThreadReader, uring.UringReader):
+        monkeypatch.setattr(engine, "_run", lambda self, *given: None)
+    reader = open_reader(kind)
+    for _ in range(1000):
+        if reader.fault() is not None:
+            break
+        time.sleep(0.01)
+    assert "has ended" in str(reader.fault())
+    reader.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_that_a_reader_cannot_have_is_its_openers_error(
+    kind: str, monkeypatch: pytest.MonkeyPatch, others: set[threading.Thread]
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+
+    def full(*given: object, **how: object):
+        raise OSError(12, "Cannot allocate memory")
+
+    for module in (threads, uring):
+        monkeypatch.setattr(module.mmap, "mmap", full)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        open_reader(kind)
+    assert len(os.listdir("/proc/self/fd")) == before and set(threading.enumerate()) <= others
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("allowed", [0, 1, 3])
+def test_a_reader_does_with_the_threads_it_gets(
+    kind: str, allowed: int, path: str, data: bytes, monkeypatch: pytest.MonkeyPatch, others: set[threading.Thread]
+) -> None:
+    before, start, left = len(os.listdir("/proc/self/fd")), threading.Thread.start, allowed
+
+    def limited(self: threading.Thread) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    if not allowed:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            open_reader(kind, 8)
+        assert len(os.listdir("/proc/self/fd")) == before and set(threading.enumerate()) <= others
+        return
+    reader, memory, waiter = open_reader(kind, 8, 4096), Memory(1 << 20), Waiter()
+    assert reader.fault() is None
+    reader.submit(Read(path, 0, 1 << 20, memory.address, 0, 0, waiter.callback(0)))
+    assert waiter.wait(1) == [(0, None)] and memory.map[:] == data[: 1 << 20]
+    reader.close()
+    assert reader.fault() is None
