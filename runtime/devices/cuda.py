@@ -33,7 +33,7 @@ from forebay.rewriter.ir.program import (
 )
 from forebay.runtime.devices.device import Call, RuntimeFault
 from forebay.runtime.devices.outward import copy_runs, read_rows, runs, write_rows
-from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, told
+from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, first_fault, told
 from forebay.runtime.disk.reader import DiskReader, Read
 from forebay.runtime.disk.spill import SpillSpace
 from forebay.runtime.run.arena import Arena, view
@@ -69,15 +69,9 @@ class CudaDevice:
         self.host: Arena | None = None
         self.landing: Arena | None = None
         self.compute = torch.cuda.Stream()
-<<<<<<< HEAD
         self.streams = {stream: torch.cuda.Stream() for stream in (UPLOAD, DOWNLOAD)}
         self.workers = {stream: Worker(stream) for stream in (UPLOAD, DOWNLOAD, *UNORDERED)}
-        self.ledgers = {stream: CopyLedger() for stream in UNORDERED}
-=======
-        self.uploads = torch.cuda.Stream()
-        self.workers = {stream: Worker(stream) for stream in (UPLOAD, *UNORDERED)}
         self.ledgers = {stream: CopyLedger(self._fault) for stream in UNORDERED}
->>>>>>> b6af510 (A reader or worker whose thread ends is an error for whoever waits: every wait looks after those who are to end it)
         self.events: dict[int, _Event] = {}
 
     def allocate(self, arenas: Mapping[str, int]) -> None:
@@ -284,23 +278,13 @@ class CudaDevice:
         self.workers[item.stream].submit(wait)
 
     def _fault(self) -> BaseException | None:
-        """What ended a thread that copies or reads; None while all live."""
-        faults = (*(w.fault() for w in self.workers.values()), *(r.fault() for r in self.readers.values()))
-        return next(filter(None, faults), None)
+        """What ended a thread that copies, reads or writes; None while all live."""
+        return first_fault((*self.workers.values(), *self.readers.values(), self.spill))
 
     def finish(self) -> None:
         """Wait for everything issued; raise the first error any of it met."""
-<<<<<<< HEAD
         for worker in self.workers.values():
-            idle = threading.Event()
-            worker.submit(idle.set)
-            idle.wait()
-            if worker.error is not None:
-                raise worker.error
-=======
-        for worker in (*(self.workers[s] for s in UNORDERED), self.workers[UPLOAD]):
             worker.wait_idle()
->>>>>>> b6af510 (A reader or worker whose thread ends is an error for whoever waits: every wait looks after those who are to end it)
         for ledger in self.ledgers.values():
             ledger.record().wait()
         for stream in self.streams.values():

@@ -26,18 +26,14 @@ def open_device(
     link, back = machine.link("disk", near), machine.link(near, "disk")
     reader = open_reader(link.method or "auto", depth=link.depth, chunk_nbytes=link.chunk_nbytes)
     # single rows: many small reads, twice as fast with 32 in flight (71 ms for 2048 rows, 143 ms with 2)
-<<<<<<< HEAD
-    lookups = open_reader("uring", depth=32) if "uring" in available_kinds() else open_reader("direct", depth=8)
-    method = back.method if back.method in KINDS else "auto"
-    spill = SpillSpace(folder or machine.folder or tempfile.gettempdir(), method, back.depth or None,
-                       back.chunk_nbytes or None)
-=======
     try:
         lookups = open_reader("uring", depth=32) if "uring" in available_kinds() else open_reader("direct", depth=8)
     except BaseException:
         reader.close()
         raise
->>>>>>> b6af510 (A reader or worker whose thread ends is an error for whoever waits: every wait looks after those who are to end it)
+    method = back.method if back.method in KINDS else "auto"
+    spill = SpillSpace(folder or machine.folder or tempfile.gettempdir(), method, back.depth or None,
+                       back.chunk_nbytes or None)
     if machine.device_kind != "cpu":
         from forebay.runtime.devices.cuda import CudaDevice
 

@@ -10,7 +10,8 @@ import functools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.disk.chunks import OnDone
@@ -27,6 +28,17 @@ def wait_watched(wait: Callable[[float], bool], watch: Watch) -> None:
         fault = watch()
         if fault is not None and not wait(0):
             raise RuntimeFault(f"what a step waits for will not come: {fault}") from fault
+
+
+class Engine(Protocol):
+    """Threads that work for others."""
+
+    def fault(self) -> BaseException | None: ...
+
+
+def first_fault(engines: Iterable[Engine | None]) -> BaseException | None:
+    """What ended one of the engines; None while all of them live."""
+    return next((fault for engine in engines if engine is not None and (fault := engine.fault()) is not None), None)
 
 
 def nobody() -> None:

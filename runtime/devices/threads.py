@@ -34,7 +34,7 @@ from forebay.rewriter.ir.program import (
 )
 from forebay.runtime.devices.device import Call, RuntimeFault
 from forebay.runtime.devices.outward import copy_runs, faults_named, read_rows, runs, write_rows
-from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, told
+from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, first_fault, told
 from forebay.runtime.disk.chunks import OnDone, Read, Write
 from forebay.runtime.disk.reader import DiskReader
 from forebay.runtime.disk.spill import SpillSpace
@@ -54,7 +54,7 @@ class ThreadDevice:
         self.readers = {DISK: reader, LOOKUP: lookups or reader, LOAD: lookups or reader}
         self.poison, self.sync, self.trace = poison, sync, trace
         self.arenas: dict[str, Arena] = {}
-        self.ledgers = {stream: CopyLedger(self.readers[stream].fault) for stream in UNORDERED}
+        self.ledgers = {stream: CopyLedger(self._fault) for stream in UNORDERED}
         self.events: dict[int, Call] = {}  # what blocks until the event's latest record is complete
         self.inline: set[int] = set()  # events that the compute stream records: complete whenever they are asked for
         self.workers: dict[str, Worker] = {}
@@ -220,7 +220,7 @@ class ThreadDevice:
         worker = self._worker(item.stream)
 
         def record_upload() -> None:
-            ticket = Ticket(watch=worker.fault)
+            ticket = Ticket(watch=self._fault)
             events[number] = ticket.wait
             worker.submit(lambda: ticket.done(worker.error))
 
@@ -250,21 +250,16 @@ class ThreadDevice:
     def issuing(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()  # launches run in the caller's thread, one after the other
 
+    def _fault(self) -> BaseException | None:
+        """What ended a thread that copies, reads or writes; None while all live."""
+        return first_fault((*self.workers.values(), *self.readers.values(), self.spill))
+
     def finish(self) -> None:
         """Wait for all copies under way; raise the first error any of them met."""
         for ledger in self.ledgers.values():
             ledger.wait(ledger.mark())
-<<<<<<< HEAD
         for worker in self.workers.values():
-            idle = threading.Event()
-            worker.submit(idle.set)
-            idle.wait()
-            if worker.error is not None:
-                raise worker.error
-=======
-        if self.worker is not None:
-            self.worker.wait_idle()
->>>>>>> b6af510 (A reader or worker whose thread ends is an error for whoever waits: every wait looks after those who are to end it)
+            worker.wait_idle()
 
     def close(self) -> None:
         for reader in set(self.readers.values()):

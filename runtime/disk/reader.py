@@ -70,6 +70,9 @@ class DiskWriter(Protocol):
     def write(self, file: SpillFile, write: Write) -> None:
         """Queue the write once."""
 
+    def fault(self) -> BaseException | None:
+        """As a reader's."""
+
     def close(self) -> None:
         """As a reader's; files that were written stay open."""
 

@@ -128,6 +128,10 @@ class SpillSpace:
             self._writer = open_writer(*self._options)
         return self._writer
 
+    def fault(self) -> BaseException | None:
+        """What ended the engine that writes; None while it lives, or before there is one."""
+        return None if self._writer is None else self._writer.fault()
+
     def close(self) -> None:
         """End the writes and give the files' space back, which no reader may have open any more."""
         if self._writer is not None:

@@ -92,13 +92,8 @@ class ThreadEngine:
             error: BaseException | None = None
             if chunk is not None:
                 try:
-<<<<<<< HEAD
                     (_read_chunk if job.task.spill is None else _write_chunk)(job, chunk, bounce_address)
-                except Exception as failure:
-=======
-                    _read_chunk(job, chunk, bounce_address)
                 except BaseException as failure:
->>>>>>> b6af510 (A reader or worker whose thread ends is an error for whoever waits: every wait looks after those who are to end it)
                     error = failure
             self._queue.finish(job, chunk, error)
 
