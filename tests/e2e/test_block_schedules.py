@@ -161,6 +161,9 @@ class _LateReader:
     def read_rows(self, *args: Any) -> None:
         threading.Timer(self.chance.choice((0.0, 0.002)), self.reader.read_rows, args).start()
 
+    def fault(self) -> BaseException | None:
+        return self.reader.fault()
+
     def close(self) -> None:
         self.reader.close()
 

@@ -363,11 +363,15 @@ def test_negative_sizes_of_copies_are_refused(change: dict) -> None:
         verify_program(replace(program, prologue=(replace(program.prologue[0], **change), *program.prologue[1:])))
 
 
-@pytest.mark.parametrize("change", [{"offset": -64}, {"row_nbytes": -8}, {"rows": -1}])
-def test_negative_sizes_of_lookups_are_refused(change: dict) -> None:
+@pytest.mark.parametrize(("change", "message"), [
+    ({"table": FileSlice("f", -64, 80)}, "gather has a negative offset, size or room"),
+    ({"table": FileSlice("f", 0, -80)}, "gather has a negative offset, size or room"),
+    ({"row_nbytes": -8}, "has no rows of -8 bytes"),
+])
+def test_negative_sizes_of_lookups_are_refused(change: dict, message: str) -> None:
     program = looking_up(8, TensorRef("device", 0, "int64", (4, 2), (2, 1), "x"))
     step = [replace(i, src=replace(i.src, **change)) if isinstance(i, Copy) else i for i in program.step]
-    with pytest.raises(ProgramError, match=r"gather has a negative offset, size or room"):
+    with pytest.raises(ProgramError, match=message):
         verify_program(replace(program, step=tuple(step)))
 
 

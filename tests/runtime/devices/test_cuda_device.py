@@ -64,6 +64,8 @@ class Reader:
     def submit(self, read: object) -> None:
         raise RuntimeError("this disk reader is closed")
 
+    def fault(self) -> None: ...
+
     def close(self) -> None: ...
 
 
