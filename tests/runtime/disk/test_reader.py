@@ -409,9 +409,9 @@ def test_a_thread_that_breaks_off_ends_every_read(
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thread_that_vanishes_is_a_fault(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of ours ran in it any more, so nobody was told; the watch of a wait sees it."""
-    from forebay.runtime.disk.threads import ThreadReader
+    from forebay.runtime.disk.threads import ThreadEngine
 
-    for engine in (ThreadReader, uring.UringReader):
+    for engine in (ThreadEngine, uring.UringEngine):
         monkeypatch.setattr(engine, "_run", lambda self, *given: None)
     reader = open_reader(kind)
     for _ in range(1000):
