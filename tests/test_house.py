@@ -1,0 +1,107 @@
+"""Who may import whom, no circles, and nothing too long: the table in docs/architecture.md, read off the sources."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx as nx
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("rewriter", "passes", "kernels", "runtime")
+MOST_LINES, MOST_IN_FUNCTION = 400, 60
+# What each part may import of ours; None: everything. The longest prefix that fits a file counts.
+MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
+    "forebay": None,
+    "forebay.rewriter": ("forebay.rewriter", "forebay.kernels", "forebay.passes", "forebay.runtime.devices"),
+    "forebay.rewriter.ir": ("forebay.rewriter.ir", "forebay.kernels.formats"),
+    "forebay.rewriter.pipeline": None,
+    "forebay.passes": ("forebay.passes", "forebay.rewriter.ir", "forebay.kernels.operator", "forebay.kernels.operators",
+                       "forebay.kernels.formats", "forebay.kernels.build"),
+    "forebay.kernels": ("forebay.kernels",),
+    "forebay.runtime": ("forebay.runtime", "forebay.kernels", "forebay.rewriter.ir", "forebay.rewriter.machine",
+                        "forebay.rewriter.switches"),
+}
+# Longer than they should be, each to be cut; the list only shrinks. (Kernels that Triton compiles are one function.)
+LONG_FILES = {"rewriter/planning/planner.py", "rewriter/predict/model_shapes.py", "rewriter/verify/program.py"}
+LONG_FUNCTIONS = {"run", "join", "eval_command", "plan", "write_tensors"}
+
+
+def sources() -> dict[str, Path]:
+    """Every module of the package by name; the parts lie at the top of the repository."""
+    inner = [p for part in PARTS for p in (ROOT / part).rglob("*.py")]
+    public = ROOT / "src/forebay"
+    face = [p for p in public.rglob("*.py") if p.relative_to(public).parts[0] not in PARTS]
+    found = {}
+    for path in (*inner, *face):
+        parts = path.relative_to(public if path in face else ROOT).with_suffix("").parts
+        found[".".join(("forebay", *(parts[:-1] if parts[-1] == "__init__" else parts)))] = path
+    return found
+
+
+SOURCES = sources()
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """The modules of ours that a tree imports, anywhere in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "forebay":
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in SOURCES else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "forebay")
+
+
+def within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == p or name.startswith(p + ".") for p in packages)
+
+
+def at_import(tree: ast.Module) -> ast.Module:
+    """What runs when a module is imported: not the bodies of functions, not what only a type checker sees."""
+    body = [n for n in tree.body if not isinstance(n, ast.FunctionDef | ast.ClassDef)
+            and not (isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test))]
+    return ast.Module(body, [])
+
+
+def test_every_part_imports_only_what_it_may() -> None:
+    broken = []
+    for name, path in SOURCES.items():
+        rule = max((p for p in MAY_IMPORT if within(name, (p,))), key=len)
+        allowed = MAY_IMPORT[rule]
+        if allowed is not None:
+            broken += [f"{name} imports {other}" for other in imports(ast.parse(path.read_text()))
+                       if not within(other, allowed)]
+    assert len(SOURCES) > 150 and not broken, "\n".join(broken)
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    graph = nx.DiGraph([(name, other) for name, path in SOURCES.items()
+                        for other in imports(at_import(ast.parse(path.read_text()))) if other in SOURCES])
+    assert graph.number_of_edges() > 500
+    assert [c for c in nx.strongly_connected_components(graph) if len(c) > 1] == []
+
+
+def test_fx_is_no_business_of_the_runtime() -> None:
+    for name, path in SOURCES.items():
+        if within(name, ("forebay.runtime",)):
+            assert not [n for n in ast.walk(ast.parse(path.read_text())) if (isinstance(n, ast.ImportFrom)
+                        and (n.module or "").startswith("torch.fx")) or (isinstance(n, ast.ImportFrom)
+                        and n.module == "torch" and any(a.name == "fx" for a in n.names))], name
+
+
+def test_files_are_short() -> None:
+    long = {str(p.relative_to(ROOT)) for p in SOURCES.values() if len(p.read_text().splitlines()) > MOST_LINES}
+    assert long <= LONG_FILES, f"cut in two: {sorted(long - LONG_FILES)}"
+
+
+def test_functions_are_short() -> None:
+    long = set()
+    for path in SOURCES.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef) or "triton.jit" in map(ast.unparse, node.decorator_list):
+                continue
+            if (node.end_lineno or 0) - node.lineno >= MOST_IN_FUNCTION:
+                long.add(node.name)
+    assert long <= LONG_FUNCTIONS, f"cut in parts: {sorted(long - LONG_FUNCTIONS)}"
