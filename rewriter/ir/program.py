@@ -177,6 +177,17 @@ class Program:
         """Bytes that one step copies out of files by fixed slices (row lookups not counted)."""
         return sum(i.src.nbytes for i in self.step if isinstance(i, Copy) and isinstance(i.src, FileSlice))
 
+    def link_nbytes(self, steps: int = 1, started: bool = True) -> dict[tuple[str, str], int]:
+        """Bytes that `steps` steps copy from tier to tier, at most where rows are told at run time; with the prologue
+        where they are the first (`started`: not)."""
+        found: dict[tuple[str, str], int] = {}
+        for items, times in ((self.step, steps), (self.prologue, 0 if started else 1)):
+            for item in items if times else ():
+                if isinstance(item, Copy):
+                    link = tier_of(item.src), tier_of(item.dst)
+                    found[link] = found.get(link, 0) + times * copy_nbytes(item)
+        return found
+
     def moved_nbytes(self) -> int:
         """Bytes of weights that one step copies into staging slots on the device, from wherever they are kept."""
         return sum(i.dst.nbytes for i in self.step

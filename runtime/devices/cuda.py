@@ -32,7 +32,7 @@ from forebay.rewriter.ir.program import (
     place_of,
 )
 from forebay.runtime.devices.device import Call, RuntimeFault
-from forebay.runtime.devices.outward import copy_runs, read_rows, runs, write_rows
+from forebay.runtime.devices.outward import copy_runs, read_rows, runs, runs_nbytes, write_rows
 from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, first_fault, told
 from forebay.runtime.disk.reader import DiskReader, Read
 from forebay.runtime.disk.spill import SpillSpace
@@ -169,7 +169,7 @@ class CudaDevice:
         if isinstance(src, FileSlice):
 
             def read(src: FileSlice = src) -> None:
-                with told(self._begin(item)) as done:
+                with told(self._begin(item, src.nbytes)) as done:
                     reader.submit(Read(src.path, src.offset, src.nbytes, address, before, after, done))
 
             return lambda: disk.submit(read)
@@ -181,18 +181,18 @@ class CudaDevice:
                 rows = self.tensor(src.index).flatten().tolist()
                 if rows and not 0 <= min(rows) <= max(rows) < src.rows:
                     raise RuntimeFault(f"{item.label}: row {max(rows)} (lowest {min(rows)}) of a table of {src.rows}")
-                with told(self._begin(item)) as done:
+                with told(self._begin(item, len(rows) * src.row_nbytes)) as done:
                     reader.read_rows(src.table.path, src.table.offset, src.row_nbytes, rows, address, done)
                 return
             moved = runs(item, self.tensor)
-            read_rows(item, self.spill, reader, address, moved, self._begin(item))
+            read_rows(item, self.spill, reader, address, moved, self._begin(item, runs_nbytes(moved)))
 
         return lambda: disk.submit(gather)
 
     def _bind_write(self, item: Copy, address: int) -> Call:
         def write() -> None:
             moved = runs(item, self.tensor)
-            write_rows(item, self._spill, address, moved, self._begin(item))
+            write_rows(item, self._spill, address, moved, self._begin(item, runs_nbytes(moved)))
 
         return lambda: self.workers[WRITE].submit(write)
 
@@ -200,10 +200,10 @@ class CudaDevice:
         """A copy between arenas, issued on the stream of its direction by that stream's worker."""
         place, target = place_of(item.src), place_of(item.dst)
         assert isinstance(place, Span) and isinstance(target, Span)
-        source, end, label, worker = self._bytes(place), self._bytes(target), item.label, self.workers[item.stream]
-        return lambda: worker.submit(lambda: self._move(item, source, end, label))
+        source, end, worker = self._bytes(place), self._bytes(target), self.workers[item.stream]
+        return lambda: worker.submit(lambda: self._move(item, source, end))
 
-    def _move(self, item: Copy, source: torch.Tensor, target: torch.Tensor, label: str) -> None:
+    def _move(self, item: Copy, source: torch.Tensor, target: torch.Tensor) -> None:
         stream = self.streams[item.stream]
         with torch.cuda.stream(stream):
             moved = runs(item, self.tensor)  # what names rows is read behind what the stream has waited for
@@ -211,12 +211,12 @@ class CudaDevice:
             copy_runs(moved, source, target, non_blocking=True)
             if self.trace is not None:
                 stream.synchronize()
-                self.trace.add(item.stream, label, start, time.perf_counter())
+                self.trace.add_copy(item, runs_nbytes(moved), start, time.perf_counter())
 
-    def _begin(self, item: Copy) -> Callable[[BaseException | None], None]:
-        """Note an asynchronous read; with a trace, also when it began and ended."""
+    def _begin(self, item: Copy, nbytes: int) -> Callable[[BaseException | None], None]:
+        """Note an asynchronous copy; with a trace, also its bytes and when it began and ended."""
         done = self.ledgers[item.stream].begin()
-        return done if self.trace is None else self.trace.until(item.stream, item.label, done)
+        return done if self.trace is None else self.trace.until(item, nbytes, done)
 
     def _load(self, src: FileSlice, dst: Span) -> None:
         """Read a resident weight into device memory, piece by piece through pinned memory."""

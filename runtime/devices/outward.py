@@ -49,6 +49,11 @@ def runs(item: Copy, tensor: Callable[[TensorRef], torch.Tensor]) -> list[Run]:
     return found
 
 
+def runs_nbytes(moved: list[Run]) -> int:
+    """Bytes of some runs."""
+    return sum(nbytes for _, _, nbytes in moved)
+
+
 class Together:
     """Calls `done` once, when `parts` parts have ended, with the first error among them."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -30,10 +31,11 @@ from forebay.rewriter.ir.program import (
     Span,
     TensorRef,
     Wait,
+    copy_nbytes,
     place_of,
 )
 from forebay.runtime.devices.device import Call, RuntimeFault
-from forebay.runtime.devices.outward import copy_runs, faults_named, read_rows, runs, write_rows
+from forebay.runtime.devices.outward import copy_runs, faults_named, read_rows, runs, runs_nbytes, write_rows
 from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, first_fault, told
 from forebay.runtime.disk.chunks import OnDone, Read, Write
 from forebay.runtime.disk.reader import DiskReader
@@ -95,10 +97,10 @@ class ThreadDevice:
 
         return run
 
-    def _begin(self, stream: str, label: str) -> Callable[[BaseException | None], None]:
-        """Note an asynchronous read; with a trace, also when it began and ended."""
-        done = self.ledgers[stream].begin()
-        return done if self.trace is None else self.trace.until(stream, label, done)
+    def _begin(self, item: Copy, nbytes: int) -> Callable[[BaseException | None], None]:
+        """Note an asynchronous copy; with a trace, also its bytes and when it began and ended."""
+        done = self.ledgers[item.stream].begin()
+        return done if self.trace is None else self.trace.until(item, nbytes, done)
 
     def _bind_copy(self, item: Copy) -> Call:
         place, target = place_of(item.src), place_of(item.dst)
@@ -126,7 +128,7 @@ class ThreadDevice:
     def _bind_asynchronous(self, item: Copy, prepare: Callable[[OnDone], Call]) -> Call:
         """A call that issues what `prepare` made ready, once for all, to tell whom it is given that it is done."""
         if self.trace is not None:
-            return lambda: prepare(self._begin(item.stream, item.label))()
+            return lambda: prepare(self._begin(item, copy_nbytes(item)))()
         ledger = self.ledgers[item.stream]
         numbers: deque[int] = deque()  # one at most, but for a program that overwrites what is still landing
 
@@ -154,14 +156,14 @@ class ThreadDevice:
                 rows = index.flatten().tolist()
                 if rows and not 0 <= min(rows) <= max(rows) < count:
                     raise RuntimeFault(f"{label}: row {max(rows)} (lowest {min(rows)}) of a table of {count}")
-                with told(self._begin(item.stream, label)) as done:
+                with told(self._begin(item, len(rows) * row_nbytes)) as done:
                     reader.read_rows(table.path, table.offset, row_nbytes, rows, address, done)
 
             return gather
 
         def load() -> None:
             moved = runs(item, self.tensor)
-            read_rows(item, self.spill, reader, address, moved, self._begin(item.stream, label))
+            read_rows(item, self.spill, reader, address, moved, self._begin(item, runs_nbytes(moved)))
 
         return load
 
@@ -174,7 +176,7 @@ class ThreadDevice:
 
         def write() -> None:
             moved = runs(item, self.tensor)
-            write_rows(item, self._spill, address, moved, self._begin(item.stream, item.label))
+            write_rows(item, self._spill, address, moved, self._begin(item, runs_nbytes(moved)))
 
         return write
 
@@ -182,9 +184,16 @@ class ThreadDevice:
         """A copy between arenas, on the worker of its stream."""
         source, target = self._bytes(place_of(item.src)), self._bytes(place_of(item.dst))
         worker = self._worker(item.stream)
-        if not isinstance(item.src, Rows) and not isinstance(item.dst, Rows):
+        if self.trace is None and not isinstance(item.src, Rows) and not isinstance(item.dst, Rows):
             return lambda: worker.submit(lambda: target.copy_(source))
-        return lambda: worker.submit(lambda: copy_runs(runs(item, self.tensor), source, target))
+
+        def move() -> None:
+            moved, start = runs(item, self.tensor), time.perf_counter()
+            copy_runs(moved, source, target)
+            if self.trace is not None:
+                self.trace.add_copy(item, runs_nbytes(moved), start, time.perf_counter())
+
+        return lambda: worker.submit(move)
 
     def _bytes(self, span: FileSlice | Span) -> torch.Tensor:
         assert isinstance(span, Span)

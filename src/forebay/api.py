@@ -372,13 +372,14 @@ class LanguageModel:
         self.trace = Trace()
 
     def save_trace(self, path: str | Path) -> None:
-        """Write what was recorded, beside the predicted decode step, for ui.perfetto.dev."""
+        """Write what was recorded, bytes per link too, beside the predicted decode step, for ui.perfetto.dev."""
         if self.trace is None:
             raise RuntimeError("save_trace: call start_trace before generate")
         from forebay.rewriter.predict.simulate import simulate
 
-        planned = simulate(self._pipeline.program(self.plan, 1), self.machine)
-        write_trace(path, self.trace.spans, planned.spans)
+        program = self._pipeline.program(self.plan, 1)
+        planned = simulate(program, self.machine)
+        write_trace(path, self.trace.spans, planned.spans, self.trace.moved, program.link_nbytes())
 
     def close(self) -> None:
         """Give back memory; the next `generate` takes it again."""

@@ -41,6 +41,7 @@ from forebay.runtime.disk.page_cache import cached_nbytes, in_page_cache_filesys
 from forebay.runtime.disk.reader import DiskReader, available_kinds, open_reader
 from forebay.runtime.disk.spill import SpillSpace
 from forebay.runtime.run.executor import BoundProgram
+from forebay.runtime.run.trace import Trace
 
 KINDS = [Carried(layers, k, tier, hop, ahead) for layers, k in ((3, 2), (2, 3), (1, 1))
          for tier, hop in (("disk", False), ("disk", True), ("host", False)) for ahead in (False, True)]
@@ -115,6 +116,41 @@ def test_every_engine_gives_the_same(tmp_path: Path, method: str) -> None:
         target.readers[LOAD].close()
         assert cached_nbytes(file.fd) == 0
     check(kind, target, 3)
+    target.close()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_bytes_on_every_link_are_the_programs(tmp_path: Path, kind: Carried) -> None:
+    """In both directions, prologue and steps, to the byte; of rows those that were named."""
+    program, trace = kind.program(), Trace()
+    target = ThreadDevice(open_reader("direct"), spill=SpillSpace(str(tmp_path)), trace=trace)
+    bound = begin(kind, target, program)
+    bound.start()
+    for _ in range(3):
+        bound.run()
+    target.finish()
+    far = "host" if kind.tier == "host" else "disk"
+    expected = program.link_nbytes(3, started=False)
+    assert trace.link_nbytes() == expected
+    loads = 3 * kind.turns + kind.ahead
+    there, back = ({("disk", "host"), ("host", "device")}, {("device", "host"), ("host", "disk")}) if kind.hop else (
+        {(far, "device")}, {("device", far)})
+    assert expected == {link: loads * 4 * COUNT for link in there} | {link: 3 * kind.turns * 4 * COUNT for link in back}
+    target.close()
+
+
+def test_a_trace_counts_the_rows_that_were_moved_and_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                ) -> None:
+    target = rows_device(tmp_path)
+    target.trace = Trace()
+    say(target, [4, -1, 0, -1])
+    store_and_load(target, Rows(POOL, PAGE, INDEX, skips=True), Rows(POOL, PAGE), 6)
+    assert target.trace.link_nbytes() == {("device", "disk"): 2 * PAGE, ("disk", "device"): 6 * PAGE}
+    monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+    issue(target, Copy(WRITE, DENSE, Rows(POOL, PAGE, INDEX, skips=True), "store"))
+    with pytest.raises(SpillFault):
+        target.finish()
+    assert target.trace.link_nbytes()["device", "disk"] == 2 * PAGE
     target.close()
 
 
@@ -389,6 +425,50 @@ def test_an_error_while_downloading_comes_out_of_the_step_or_its_end(tmp_path: P
         bound.run()
         target.finish()
     target.close()
+
+
+def killed(target: ThreadDevice, who: str) -> None:
+    """A writer's thread, or a worker, ends as no error of a copy ends it."""
+    if who != WRITE:
+        target._worker(who)._queue.put(None)
+        return
+    assert target.spill is not None
+    queue = target.spill.writer._queue  # type: ignore[attr-defined]
+
+    def die(wait: bool) -> None:
+        raise SystemExit
+
+    queue.take = die
+    with queue.changed:
+        queue.changed.notify_all()
+
+
+@pytest.mark.parametrize(("kind", "who"), [
+    (Carried(3, 2), WRITE), (Carried(3, 2, hop=True), WRITE), (Carried(3, 2, hop=True), DOWNLOAD),
+    (Carried(3, 2, hop=True), UPLOAD), (Carried(3, 2, tier="host"), DOWNLOAD)], ids=str)
+def test_a_killed_worker_is_an_error_and_not_a_hang(tmp_path: Path, kind: Carried, who: str) -> None:
+    target = device(tmp_path)
+    bound = begin(kind, target, kind.program())
+    bound.start()
+    bound.run()
+    killed(target, who)
+    errors: list[BaseException] = []
+
+    def steps() -> None:
+        try:
+            for _ in range(3):
+                bound.run()
+            target.finish()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=steps, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "it hangs"
+    assert len(errors) == 1 and isinstance(errors[0], RuntimeError), errors
+    target.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_device_without_a_folder_says_so(tmp_path: Path) -> None:

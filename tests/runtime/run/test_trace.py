@@ -49,6 +49,17 @@ def test_spans_from_many_threads_are_all_kept() -> None:
     assert len(trace.spans) == 4000
 
 
+def test_a_file_has_counters_of_bytes_per_link_in_order_of_time(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write_trace(path, [], [], [("disk", "device", 2.0, 30), ("device", "disk", 1.5, 7), ("disk", "device", 1.0, 12)],
+                {("disk", "device"): 42})
+    counters = [(e["pid"], e["name"], e["ts"], e["args"]) for e in json.loads(path.read_text())["traceEvents"]
+                if e["ph"] == "C"]
+    assert counters == [
+        (1, "disk to device", 1e6, {"bytes": 12}), (1, "device to disk", 1.5e6, {"bytes": 7}),
+        (1, "disk to device", 2e6, {"bytes": 42}), (2, "disk to device", 0.0, {"bytes per step": 42})]
+
+
 def test_file_has_a_process_each_for_actual_and_planned_and_a_lane_per_stream(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     write_trace(path, [("disk", "w0", 0.5, 1.0), ("compute", "mul", 1.0, 1.25)], iter([("compute", "mul", 0.0, 2.0)]))
