@@ -434,13 +434,14 @@ def killed(target: ThreadDevice, who: str) -> None:
         return
     assert target.spill is not None
     queue = target.spill.writer._queue  # type: ignore[attr-defined]
+    take = queue.take
 
-    def die(wait: bool) -> None:
-        raise SystemExit
+    def die(wait: bool) -> object:
+        if wait:
+            raise SystemExit
+        return take(wait)
 
     queue.take = die
-    with queue.changed:
-        queue.changed.notify_all()
 
 
 @pytest.mark.parametrize(("kind", "who"), [
