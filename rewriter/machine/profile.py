@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from forebay.rewriter.machine.both_ways import BothWays, side_by_side
 from forebay.rewriter.machine.fits import Fit, fit_times, on_curve
 
 FORMAT = 3  # of the JSON file; a kept profile of another format is measured anew
@@ -93,15 +94,6 @@ class Contention:
     def slows(self, share: float) -> float:
         """Slowdown of reads from disk beside it."""
         return self.link_beside_flops + min(1.0, share) * (self.link_beside_memory - self.link_beside_flops)
-
-
-@dataclass(frozen=True)
-class BothWays:
-    """How many times as long writes of `nbytes` and reads take side by side on the disk as each alone."""
-
-    nbytes: int
-    write_slowed: float
-    read_slowed: float
 
 
 @dataclass(frozen=True)
@@ -229,17 +221,8 @@ class Machine:
         return max(found, key=lambda x: x.bandwidth_bytes_per_s)
 
     def side_by_side(self, nbytes: int) -> tuple[float, float]:
-        """How many times as long a write of `nbytes` takes beside reads, and reads beside it; between measured sizes
-        on a log scale."""
-        points = self.both_ways
-        if not points:
-            return 2.0, 2.0
-        below = [x for x in points if x.nbytes <= nbytes] or [points[0]]
-        above = [x for x in points if x.nbytes >= nbytes] or [points[-1]]
-        low, high = below[-1], above[0]
-        share = math.log(nbytes / low.nbytes) / math.log(high.nbytes / low.nbytes) if low.nbytes < high.nbytes else 0.0
-        return (low.write_slowed + share * (high.write_slowed - low.write_slowed),
-                low.read_slowed + share * (high.read_slowed - low.read_slowed))
+        """How many times as long a write of `nbytes` takes beside reads, and reads beside it."""
+        return side_by_side(self.both_ways, nbytes)
 
     def measured_as(self, dtype: str) -> str:
         """The dtype, or format of packed rows, whose measurements stand for `dtype`: itself, or, where it was not

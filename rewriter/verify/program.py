@@ -10,7 +10,6 @@ other: its contents have a name, and who reads them must have waited for who wro
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from forebay.rewriter.ir.program import (
     COMPUTE,
@@ -28,6 +27,7 @@ from forebay.rewriter.ir.program import (
     Wait,
     span_of,
 )
+from forebay.rewriter.verify.held import Prepared, Range, Run, Segment, Touched, buffer_of, owners_of
 from forebay.rewriter.verify.items import ItemFault, check_items, copy_spans, span_text
 
 OUTWARD = (DOWNLOAD, WRITE)
@@ -35,39 +35,6 @@ OUTWARD = (DOWNLOAD, WRITE)
 
 class ProgramError(RuntimeError):
     """A Program that could go wrong; the message names the item, the buffer and the two conflicting intervals."""
-
-
-class _Segment:
-    """One indivisible byte range: whose contents it holds, who wrote them, and the last read on each stream."""
-
-    __slots__ = ("copied", "owner", "reads", "write_at", "write_stream")
-
-    def __init__(self) -> None:
-        self.owner: str | None = None
-        self.write_stream = self.write_at = 0  # position 0: never written
-        self.copied = False  # last written by a Copy and not read since
-        self.reads: dict[int, int] = {}  # by stream the position of the last read since the write, which is behind all
-
-
-# Owners of an arena's indivisible ranges, which of them (one or a slice), and the buffer meant (for each of a slice).
-_Run = tuple[list[str | None], Any, Any]
-
-
-class _Touched:
-    """The memory of some spans: of that which launches alone touch, where order is issue order, runs; of the rest its
-    segments, and the buffer meant."""
-
-    __slots__ = ("private", "shared", "spans")
-
-    def __init__(self, spans: tuple[Span, ...]) -> None:
-        self.spans = spans
-        self.private: list[_Run] = []
-        self.shared: list[tuple[list[_Segment], str]] = []
-
-
-# Where bytes lie among the cuts of their arena: first indivisible range, end of the last, the segments among them.
-_Range = tuple[int, int, list[_Segment]]
-_Prepared = tuple[Item, int, _Touched, _Touched]  # the number of its stream, what it reads (or frees) and writes
 
 
 def verify_program(program: Program, budget: Mapping[str, int | None] | None = None) -> None:
@@ -97,7 +64,7 @@ def verify_program(program: Program, budget: Mapping[str, int | None] | None = N
     state.compare(before)
 
 
-def _sharing(items: list[_Prepared]) -> list[_Prepared]:
+def _sharing(items: list[Prepared]) -> list[Prepared]:
     """Those that order others, or touch memory that not launches alone do."""
     return [entry for entry in items if entry[2].shared or entry[3].shared or type(entry[0]) in (Record, Wait)]
 
@@ -121,10 +88,10 @@ class _State:
     def __init__(self, program: Program) -> None:
         self.name = program.name
         self.private = True  # what launches alone touch is looked at too
-        self._known: dict[int, _Touched] = {}  # by the identity of spans (items of equal layers share theirs)
-        self._touched: list[_Touched] = []
+        self._known: dict[int, Touched] = {}  # by the identity of spans (items of equal layers share theirs)
+        self._touched: list[Touched] = []
         self._copied: list[Span] = []  # touched by a Copy, or by another stream than COMPUTE
-        self._nothing = _Touched(())
+        self._nothing = Touched(())
         self.kept = {span.buffer for span in program.resident.values()}
         self.number = {COMPUTE: 0}
         given = [Launch(COMPUTE, "", (), {}, (), (), (span_of(ref),), f"the caller's {name}")
@@ -153,9 +120,9 @@ class _State:
                 for segment in segments:
                     segment.owner = span.buffer
 
-    def _prepared(self, items: Iterable[Item]) -> list[_Prepared]:
+    def _prepared(self, items: Iterable[Item]) -> list[Prepared]:
         """The items with their memory, which is looked up once for those that share their spans."""
-        found: list[_Prepared] = []
+        found: list[Prepared] = []
         number, known, nothing, new, copied = self.number, self._known, self._nothing, self._new, self._copied
         for item in items:
             stream = number.get(item.stream)
@@ -185,8 +152,8 @@ class _State:
                 found.append((item, stream, nothing, nothing))
         return found
 
-    def _new(self, spans: tuple[Span, ...]) -> _Touched:
-        touched = _Touched(spans)
+    def _new(self, spans: tuple[Span, ...]) -> Touched:
+        touched = Touched(spans)
         self._touched.append(touched)
         return touched
 
@@ -206,14 +173,14 @@ class _State:
             points.add(offset + nbytes)
         self.cuts = {arena: sorted(points) for arena, points in cuts.items()}
         self.held: dict[str, list[str | None]] = {arena: [None] * len(points) for arena, points in self.cuts.items()}
-        self.segments: dict[str, list[_Segment | None]] = {
+        self.segments: dict[str, list[Segment | None]] = {
             arena: [None] * len(points) for arena, points in self.cuts.items()}
         index = {arena: {point: i for i, point in enumerate(points)} for arena, points in self.cuts.items()}
         for arena, offset, nbytes in {(s.arena, s.offset, s.nbytes) for s in self._copied}:
             segments = self.segments[arena]
             for i in range(index[arena][offset], index[arena][offset + nbytes]):
-                segments[i] = segments[i] or _Segment()
-        self._ranges: dict[tuple[str, int, int], _Range] = {}
+                segments[i] = segments[i] or Segment()
+        self._ranges: dict[tuple[str, int, int], Range] = {}
         for arena, offset, nbytes in spans:
             lower, upper = index[arena][offset], index[arena][offset + nbytes]
             among = [s for s in self.segments[arena][lower:upper] if s is not None]
@@ -221,7 +188,7 @@ class _State:
         for touched in self._touched:
             self._look_up(touched)
 
-    def _look_up(self, touched: _Touched) -> None:
+    def _look_up(self, touched: Touched) -> None:
         for span in touched.spans:
             lower, upper, segments = self._ranges[span.arena, span.offset, span.nbytes]
             owners = self.held[span.arena]
@@ -235,11 +202,11 @@ class _State:
             elif upper > lower:
                 touched.private.append((owners, slice(lower, upper), [span.buffer] * (upper - lower)))
 
-    def _owners(self, touched: _Touched) -> list[str | None]:
+    def _owners(self, touched: Touched) -> list[str | None]:
         """Whose contents the memory holds, as far as it is looked at."""
         found = [segment.owner for segments, _ in touched.shared for segment in segments]
         if self.private:
-            found += [owner for run in touched.private for owner in _owners(run)]
+            found += [owner for run in touched.private for owner in owners_of(run)]
         return found
 
     def compare(self, before: dict[str, list[str | None]]) -> None:
@@ -271,7 +238,7 @@ class _State:
                 if segment is not None and segment.owner in taken:
                     segment.owner = None
 
-    def run(self, items: list[_Prepared]) -> None:
+    def run(self, items: list[Prepared]) -> None:
         clocks, events, positions, private = self.clocks, self.events, self.items, self.private
         for item, stream, reads, writes in items:
             kind = type(item)
@@ -329,7 +296,7 @@ class _State:
             else:
                 self._release(item, stream, reads)  # type: ignore[arg-type]
 
-    def _check_outward(self, item: Copy, writes: _Touched) -> bool:
+    def _check_outward(self, item: Copy, writes: Touched) -> bool:
         """Raise unless a target that may be written in part holds what the rest of it is to keep; whether what the copy
         brings must be read."""
         if not writes.shared:
@@ -343,12 +310,12 @@ class _State:
                                        f"{segment.owner or 'nothing'} by then")
         return item.stream not in OUTWARD or buffer not in self.kept
 
-    def _release(self, item: Release, stream: int, freed: _Touched) -> None:
+    def _release(self, item: Release, stream: int, freed: Touched) -> None:
         span, clock = item.span, self.clocks[stream]
         for run in freed.private if self.private else ():
             owners, where, meant = run
             if owners[where] != meant:
-                self._refuse_release(next(o for o in _owners(run) if o != span.buffer), span)
+                self._refuse_release(next(o for o in owners_of(run) if o != span.buffer), span)
             owners[where] = None if type(where) is int else [None] * len(meant)
         for segments, buffer in freed.shared:
             for segment in segments:
@@ -361,15 +328,15 @@ class _State:
                                            "read it")
                 segment.owner = None
 
-    def _check_free(self, item: Item, touched: _Touched, run: _Run) -> None:
-        buffer = _buffer(run)
-        if any(owner is not None and owner != buffer for owner in _owners(run)):
+    def _check_free(self, item: Item, touched: Touched, run: Run) -> None:
+        buffer = buffer_of(run)
+        if any(owner is not None and owner != buffer for owner in owners_of(run)):
             self._refuse_private(item, touched, run, "writes")
 
-    def _refuse_private(self, item: Item, touched: _Touched, run: _Run, what: str) -> None:
+    def _refuse_private(self, item: Item, touched: Touched, run: Run, what: str) -> None:
         owners, where, _ = run
-        buffer, first = _buffer(run), where if type(where) is int else where.start
-        found = _owners(run)
+        buffer, first = buffer_of(run), where if type(where) is int else where.start
+        found = owners_of(run)
         i = next(i for i, owner in enumerate(found) if owner != buffer and (what == "reads" or owner is not None))
         arena = next(arena for arena, kept in self.held.items() if kept is owners)
         point = self.cuts[arena][first + i]
@@ -379,14 +346,14 @@ class _State:
             raise ProgramError(f"{self.name}: {_label(item)} reads {span}, which holds {found[i] or 'nothing'} by then")
         raise ProgramError(f"{self.name}: {_label(item)} writes {span}, where {found[i]} still lives")
 
-    def _refuse_read(self, segment: _Segment, buffer: str, stream: int, item: Item, touched: _Touched) -> None:
+    def _refuse_read(self, segment: Segment, buffer: str, stream: int, item: Item, touched: Touched) -> None:
         label, span = _label(item), self._spanat(segment, buffer, touched.spans)
         if segment.owner != buffer:
             raise ProgramError(f"{self.name}: {label} reads {span}, which holds {segment.owner or 'nothing'} by then")
         raise ProgramError(f"{self.name}: {label} on {self.streams[stream]} reads {span} without waiting for "
                            f"{self._writer(segment)}")
 
-    def _refuse_write(self, segment: _Segment, buffer: str, stream: int, item: Item, touched: _Touched) -> None:
+    def _refuse_write(self, segment: Segment, buffer: str, stream: int, item: Item, touched: Touched) -> None:
         clock, here, label = self.clocks[stream], self.streams[stream], _label(item)
         span = self._spanat(segment, buffer, touched.spans)
         if segment.copied and segment.owner is not None:
@@ -401,11 +368,11 @@ class _State:
                                "still write there")
         raise ProgramError(f"{self.name}: {label} writes {span}, where {segment.owner} still lives")
 
-    def _writer(self, segment: _Segment) -> str:
+    def _writer(self, segment: Segment) -> str:
         stream = segment.write_stream
         return f"{_label(self.items[stream][segment.write_at])} on {self.streams[stream]}"
 
-    def _spanat(self, segment: _Segment, buffer: str, spans: tuple[Span, ...]) -> str:
+    def _spanat(self, segment: Segment, buffer: str, spans: tuple[Span, ...]) -> str:
         """The one of an item's spans that covers the segment, as text."""
         return next((span_text(s) for s in spans if s.buffer == buffer
                      and segment in self._ranges[s.arena, s.offset, s.nbytes][2]), buffer)
@@ -419,17 +386,6 @@ class _State:
 
 def _label(item: Item | None) -> str:
     return item.label if isinstance(item, Launch | Copy) else ""
-
-
-def _buffer(run: _Run) -> str:
-    meant = run[2]
-    return meant if type(meant) is str else meant[0]
-
-
-def _owners(run: _Run) -> list[str | None]:
-    """Whose contents the ranges of a run hold."""
-    owners, where, _ = run
-    return owners[where] if type(where) is slice else [owners[where]]
 
 
 def _difference(before: dict[str, list[str | None]], after: dict[str, list[str | None]]) -> str:

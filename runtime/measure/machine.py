@@ -24,10 +24,10 @@ import torch
 
 from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.machine.both_ways import BothWays
 from forebay.rewriter.machine.fits import fit_link
 from forebay.rewriter.machine.profile import (
     CPU_COPY_ISSUE_S,
-    BothWays,
     Contention,
     Link,
     Machine,

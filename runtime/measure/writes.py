@@ -9,8 +9,9 @@ import time
 from collections.abc import Iterator
 from statistics import median
 
+from forebay.rewriter.machine.both_ways import BothWays
 from forebay.rewriter.machine.fits import fit_link
-from forebay.rewriter.machine.profile import BothWays, Link
+from forebay.rewriter.machine.profile import Link
 from forebay.runtime.disk.chunks import Write
 from forebay.runtime.disk.reader import DiskWriter, available_kinds, open_writer
 from forebay.runtime.disk.spill import SpillFile

@@ -8,7 +8,8 @@ import pytest
 from carried import COUNT, Carried
 
 from forebay.rewriter.ir.program import LOAD, WRITE, Copy, Item, Program, Record, Span, Wait
-from forebay.rewriter.machine.profile import BothWays, Link, Machine, machine_from_json
+from forebay.rewriter.machine.both_ways import BothWays
+from forebay.rewriter.machine.profile import Link, Machine, machine_from_json
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.simulate import item_cost, simulate
 from forebay.runtime.devices.virtual import Cost, run_on_streams
