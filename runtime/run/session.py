@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 
@@ -13,6 +14,8 @@ from forebay.rewriter.ir.program import DISK, Copy, FileSlice, Item, Program, Sp
 from forebay.runtime.devices.device import Device, RuntimeFault
 from forebay.runtime.run.executor import BoundProgram, load_resident
 from forebay.runtime.run.trace import Trace
+
+LOG = logging.getLogger("forebay")
 
 
 def resident_copies(plan: Plan, files: Mapping[str, FileSlice]) -> list[Copy]:
@@ -79,6 +82,7 @@ class Session:
         found = self._bound.get(tokens)
         if found is None:
             program = self._program(tokens)
+            LOG.debug("made %s: %d items", program.name, len(program.step))
             if self._prologue not in (None, program.prologue):
                 raise RuntimeFault(f"{program.name} expects other copies in flight than the steps before it leave")
             self._prologue = program.prologue

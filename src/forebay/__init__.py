@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from forebay.api import LanguageModel, wrap
     from forebay.rewriter.capture.language_model import CaptureError
     from forebay.rewriter.checkpoints.checkpoint import CheckpointError
@@ -24,6 +26,7 @@ __all__ = [
     "PlanError",
     "SwitchError",
     "Workload",
+    "__version__",
     "cached_machine",
     "load_machine",
     "load_plan",
@@ -45,6 +48,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("forebay")
     for module, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(module), name)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
     from forebay.huggingface.causal_lm import StreamedCausalLM
 
+LOG = logging.getLogger("forebay")  # quiet unless the program that uses it, or `forebay -v`, listens
 OnToken = Callable[[torch.Tensor], None]
 
 
@@ -178,6 +181,9 @@ class LanguageModel:
         plan = pipeline.plan(self.budget, self.wishes) if plan is None else pipeline.replay(plan)
         self.close()  # only now: where there is no plan, the one before still serves
         self._pipeline, self.plan = pipeline, plan
+        LOG.info("planned %d of %d + %d tokens within %s: %s of weights stay, %s stream in each step",
+                 plan.workload.batch, plan.workload.prompt, plan.workload.new_tokens, format_nbytes(plan.budget.device),
+                 format_nbytes(plan.nbytes_on("device")), format_nbytes(plan.prediction.streamed_nbytes))
 
     def explain(self) -> str:
         """The plan as text: what lives where, per layer, bytes per tier, predicted times."""
@@ -226,11 +232,14 @@ class LanguageModel:
     def session(self) -> Session:
         """The running session; made, and its resident weights loaded, when first asked for."""
         if self._session is None:
+            began = time.monotonic()
             device = open_device(self.machine, self.switches, self.trace, self.budget.disk)
             self._session = Session(
                 self.plan, partial(self._pipeline.program, self.plan),  # without `self`: no cycle keeps the memory
                 resident_copies(self.plan, self.files), self.captured.constants, device, self.trace,
                 self._pipeline.growth(self.plan), self.captured.gives == "all")
+            LOG.info("loaded %s of weights in %.1f s", format_nbytes(self.plan.nbytes_on("device")),
+                     time.monotonic() - began)
         return self._session
 
     def giving(self, gives: Gives) -> LanguageModel:
@@ -303,6 +312,8 @@ class LanguageModel:
         have = self.plan.workload
         fits = (batch <= have.batch and prompt <= have.prompt and prompt + new_tokens <= have.context)
         if not fits:
+            LOG.info("planning anew for %d of %d + %d tokens; the plan was for %d of %d + %d", batch, prompt,
+                     new_tokens, have.batch, have.prompt, have.new_tokens)
             self._prepare(Workload(max(1, batch), prompt, new_tokens))
 
     def generate(

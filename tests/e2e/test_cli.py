@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from forebay.commands.cli import app
+from forebay.commands.app import app
 from forebay.rewriter.ir.plan import PlanError, load_plan, plan_from_dict
 from forebay.rewriter.machine.profile import Machine, save_machine
 
@@ -520,7 +520,7 @@ def test_profile_that_cannot_be_kept(folder: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_help_and_import_stay_light() -> None:
-    code = ("import sys, forebay, forebay.commands.cli; from forebay import Budget, load_plan; "
+    code = ("import sys, forebay, forebay.commands.app; from forebay import Budget, load_plan; "
             "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'matplotlib')))")
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert "machine" in _forebay("--help").stdout

@@ -13,7 +13,7 @@ import transformers
 from typer.testing import CliRunner
 
 import forebay
-from forebay.commands.cli import app
+from forebay.commands.app import app
 from forebay.passes.quantise.quantize_weights import quantize_weights
 from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import read_dequantized

@@ -224,7 +224,7 @@ def eval_command(
 ) -> None:
     """Measure how well MODEL predicts text, streamed within the budget like any other run."""
     with clean_errors(debug):
-        from forebay.commands.process_memory import MemoryWatch
+        from forebay.commands.process_memory import MemoryWatch, available_nbytes
         from forebay.rewriter.checkpoints.resolve import resolve_model
         from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
         from forebay.rewriter.ir.plan import Budget
@@ -241,7 +241,7 @@ def eval_command(
         told = tokenize(folder, given) if text is not None else None
         passages = read_passages(folder, words) if words is not None else []
         profile = machine_profile(machine, folder) if machine else kept_machine(folder)
-        sizes = parse_budget(budget) if budget else Budget(_available_nbytes() // 2)
+        sizes = parse_budget(budget) if budget else Budget(available_nbytes() // 2)
         with console().status("capturing and planning"):
             lm = open_scorer(folder, sizes, context=context, batch=batch, machine=profile, cache=cache)
         files = {f.path for f in lm.files.values()}
@@ -272,9 +272,3 @@ def eval_command(
             print(f"next word   {result['next_word_accuracy']:.3f}: {result['words_right']} of {result['words']} right")
         print(f"memory      budget {format_nbytes(sizes.device)}, planned peak "
               f"{format_nbytes(result['planned_peak'])}, measured peak {format_nbytes(result['measured_peak'])}")
-
-
-def _available_nbytes() -> int:
-    """Bytes of memory that the system could give to a new process."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))

@@ -89,6 +89,7 @@ def _plan_model(
     as_json: bool, save: Path | None,
 ) -> None:
     from forebay.api import open_model
+    from forebay.commands.process_memory import anonymous_nbytes
     from forebay.rewriter.capture.step_graphs import step_graphs
     from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
     from forebay.rewriter.ir.plan import PlanError, Workload
@@ -115,6 +116,10 @@ def _plan_model(
         print(made.to_json())
         return
     show_plan(made, captured)
+    python, peak = anonymous_nbytes(), sum(made.prediction.peak_nbytes.values())
+    print(f"process     {format_nbytes(python + peak)} of anonymous memory expected at the peak: "
+          f"{format_nbytes(python)} that Python and its imports hold, measured here, which no budget counts, and the "
+          f"{format_nbytes(peak)} that are planned")
     print(f"smallest    a device budget of {format_nbytes(smallest)} ({smallest} bytes) would still work")
 
 

@@ -57,3 +57,9 @@ def disk_read_nbytes() -> int:
             return next((int(line.split()[1]) for line in file if line.startswith("read_bytes:")), 0)
     except OSError:
         return 0
+
+
+def available_nbytes() -> int:
+    """Bytes of memory that the system could give to a new process."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))

@@ -1,0 +1,57 @@
+"""The `forebay` command and where its commands are."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+import typer
+
+import forebay
+from forebay.commands.allocate import allocate
+from forebay.commands.calibrate import calibrate_command
+from forebay.commands.chat import chat
+from forebay.commands.machine import machine_command
+from forebay.commands.plan import explain, plan
+from forebay.commands.quantize import quantize_command
+from forebay.commands.run import run
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False,
+                  help="Run language models larger than the fast memory you have.")
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    verbose: Annotated[int, typer.Option("-v", "--verbose", count=True, help="Say what is planned and loaded; twice: "
+                                         "and what is compiled.")] = 0,
+) -> None:
+    if version:
+        print(forebay.__version__)
+        raise typer.Exit
+    if verbose:
+        logger, handler = logging.getLogger("forebay"), logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("forebay: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO if verbose == 1 else logging.DEBUG)
+
+
+@app.command("eval", add_help_option=False,
+             context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def _eval(context: typer.Context) -> None:
+    """Measure how well MODEL predicts text, streamed within the budget like any other run."""
+    from forebay.commands.evaluate import eval_command  # imports torch: 2 s that no other command's --help should take
+
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    command.command()(eval_command)
+    command(context.args, prog_name=context.command_path)
+
+
+app.command("run")(run)
+app.command("chat")(chat)
+app.command("plan")(plan)
+app.command("explain")(explain)
+app.command("quantize")(quantize_command)
+app.command("calibrate")(calibrate_command)
+app.command("machine")(machine_command)
+app.command("allocate")(allocate)

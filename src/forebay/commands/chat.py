@@ -1,0 +1,157 @@
+"""A model that talks: one prompt answered as its tokens come, or a conversation."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forebay.commands.machine import machine_profile
+from forebay.commands.options import (
+    BudgetOption,
+    CacheOption,
+    DebugOption,
+    MachineOption,
+    ModelArgument,
+    model_folder,
+)
+from forebay.commands.process_memory import available_nbytes
+from forebay.commands.terminal import clean_errors, console, say
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from forebay.api import LanguageModel
+    from forebay.runtime.run.sampling import Sampling
+
+FIRST_PROMPT = 256  # tokens of conversation that the first plan is for; each further plan is for twice what is needed
+
+
+def chat(
+    model: ModelArgument,
+    budget: BudgetOption = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    temperature: Annotated[float, typer.Option(help="Of the draws; 0 takes the most likely tokens.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Draw from the smallest set of tokens that holds this much.")] = 0.9,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    cache: CacheOption = "native",
+    machine: MachineOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Talk with MODEL, line by line, until the end of the input (Ctrl-D)."""
+    with clean_errors(debug):
+        from forebay.commands.prompts import JobError, load_tokenizer
+        from forebay.runtime.run.sampling import Sampling
+
+        try:
+            sampling = Sampling(temperature != 0, temperature or 1.0, 0, top_p)
+        except ValueError as error:
+            raise JobError(str(error)) from error
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        folder = model_folder(model)
+        tokenizer = load_tokenizer(folder)
+        if not getattr(tokenizer, "chat_template", None):
+            raise JobError(f"the tokenizer of {model} has no chat template; try forebay run {model} \"a prompt\"")
+        with _planned(folder, budget, FIRST_PROMPT, max_new_tokens, cache, machine) as lm:
+            for turn, line in enumerate(_lines()):
+                messages.append({"role": "user", "content": line})
+                ids = _templated(tokenizer, messages)
+                text = _stream(lm, tokenizer, ids, max_new_tokens, sampling, seed + turn)
+                messages.append({"role": "assistant", "content": text})
+
+
+def answer_one(
+    model: str, prompt: str, budget: str | None, max_new_tokens: int, sampling: Sampling, seed: int, *, chat: bool,
+    cache: str, machine: Path | None,
+) -> None:
+    """Print the answer to one prompt as its tokens come, then to stderr what time it took."""
+    from forebay.commands.prompts import JobError, load_tokenizer
+
+    if not prompt.strip():
+        raise JobError("the prompt is empty")
+    folder = model_folder(model)
+    tokenizer = load_tokenizer(folder)
+    if chat and not getattr(tokenizer, "chat_template", None):
+        raise JobError("the model's tokenizer has no chat template; leave --chat out")
+    ids = _templated(tokenizer, [{"role": "user", "content": prompt}]) if chat else tokenizer(prompt)["input_ids"]
+    with _planned(folder, budget, len(ids), max_new_tokens, cache, machine) as lm:
+        _stream(lm, tokenizer, ids, max_new_tokens, sampling, seed)
+
+
+def _planned(
+    folder: Path, budget: str | None, prompt: int, new_tokens: int, cache: str, machine: Path | None
+) -> LanguageModel:
+    """The model planned for one sequence; within half of the memory that is free where no budget is named."""
+    from forebay.api import wrap
+    from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
+    from forebay.rewriter.ir.plan import Budget
+
+    sizes = parse_budget(budget) if budget is not None else Budget(available_nbytes() // 2)
+    if budget is None:
+        say(f"no --budget is named: half of the free memory, {format_nbytes(sizes.device)}, may be used")
+    profile = machine_profile(machine, folder)
+    with console().status("capturing and planning"):
+        return wrap(folder, sizes, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache)
+
+
+def _templated(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    from forebay.commands.prompts import JobError
+
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates are programs of their own and raise what they like
+        raise JobError(f"the chat template refuses these messages: {error}") from error
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _stream(
+    lm: LanguageModel, tokenizer: Any, ids: list[int], new_tokens: int, sampling: Sampling, seed: int
+) -> str:
+    """Print an answer as its tokens come, and to stderr what time it took; returns its text."""
+    import torch
+    from transformers import TextStreamer
+
+    from forebay.commands.prompts import JobError, stop_ids
+
+    limit = lm.captured.max_positions
+    if limit and len(ids) + new_tokens > limit:
+        raise JobError(f"{len(ids)} tokens and an answer of {new_tokens} exceed the model's {limit} positions; ask for "
+                       "less with --max-new-tokens" + (", or begin anew" if len(ids) < limit else ""))
+    if len(ids) > lm.plan.workload.prompt:
+        most = limit - new_tokens if limit else 2 * len(ids)
+        lm.reserve(1, min(2 * len(ids), most), new_tokens)
+    began = time.monotonic()
+    _ = lm.session  # loads what is resident
+    times = [time.monotonic()]
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer.put(torch.tensor([ids]))
+
+    def on_token(column: torch.Tensor) -> None:
+        times.append(time.monotonic())
+        streamer.put(column)
+
+    eos = list(stop_ids(lm.checkpoint.folder, tokenizer))
+    drawing = vars(sampling) if sampling.do_sample else {"do_sample": False}
+    out = lm.generate([ids], max_new_tokens=new_tokens, eos_token_id=eos or None, on_token=on_token,
+                      generator=torch.Generator().manual_seed(seed), **drawing)
+    streamer.end()
+    first, last, count = times[1], times[-1], len(times) - 1
+    say(f"{count} tokens: {times[0] - began:.1f} s to load, {first - times[0]:.1f} s of prefill, {last - first:.1f} s "
+        "of decode" + (f" ({(count - 1) / (last - first):.1f} tokens/s)" if count > 1 else ""))
+    return tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
+
+
+def _lines() -> Iterator[str]:
+    """What is typed or piped in, line by line, without the empty ones."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()

@@ -1,0 +1,326 @@
+"""`forebay run`: answer the prompts of a file, or one on the command line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from forebay.commands.machine import machine_profile
+from forebay.commands.options import (
+    BudgetOption,
+    CacheOption,
+    DebugOption,
+    MachineOption,
+    ModelArgument,
+    SlotsOption,
+    model_folder,
+)
+from forebay.commands.terminal import clean_errors, console, progress_bar, say, stopping
+
+if TYPE_CHECKING:
+    from forebay.api import LanguageModel
+    from forebay.commands import jobs
+    from forebay.commands.process_memory import MemoryWatch
+    from forebay.commands.prompts import BadLine, Prompt
+    from forebay.rewriter.ir.plan import Plan
+    from forebay.rewriter.machine.profile import Machine
+    from forebay.rewriter.planning.planner import Wishes
+
+SOME_UNANSWERED = 3  # exit code
+DEFAULT_BATCH = 8
+
+
+def run(
+    model: ModelArgument,
+    prompt: Annotated[str | None, typer.Argument(metavar='["PROMPT"]', help="One prompt, answered here and now.")]
+    = None,
+    prompts: Annotated[Path | None, typer.Option(
+        help='JSONL: {"prompt": "…"} or {"messages": […]}, optionally "id".')] = None,
+    output: Annotated[Path | None, typer.Option(
+        help="JSONL of answers; what it holds already is not done again.")] = None,
+    budget: BudgetOption = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
+    batch: Annotated[int | None, typer.Option(min=1, help="Prompts at once (default: 8, fewer if they do not fit).")]
+    = None,
+    slots: SlotsOption = None,
+    cache: CacheOption = "native",
+    plan: Annotated[Path | None, typer.Option(help="Replay this saved plan.")] = None,
+    save_plan: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write planned and actual lanes for ui.perfetto.dev.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
+    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the most likely.")] = False,
+    temperature: Annotated[float | None, typer.Option(help="Implies --sample.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Implies --sample; 0: all.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Implies --sample.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Go on though the answers there have other settings.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="First read every weight of a quantised model and compare it "
+                                         "with its checksum.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
+    machine: MachineOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Answer one prompt, or those of a file; interrupted, the same command goes on where it stopped.
+
+    Exit code: 0 all answered, 2 failed, 3 some lines could not be answered, 130 interrupted.
+    """
+    with clean_errors(debug):
+        from forebay.api import open_model
+        from forebay.commands import jobs
+        from forebay.commands.chat import answer_one
+        from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids
+        from forebay.rewriter.ir.byte_sizes import parse_budget
+        from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
+        from forebay.rewriter.planning.planner import Wishes
+        from forebay.runtime.run.sampling import Sampling
+
+        drawing = sample or any(x is not None for x in (temperature, top_k, top_p))
+        try:
+            sampling = Sampling(drawing, 1.0 if temperature is None else temperature,
+                                50 if top_k is None else top_k, 1.0 if top_p is None else top_p)
+        except ValueError as error:
+            raise JobError(str(error)) from error
+        if prompt is not None:
+            only = {"--prompts": prompts, "--output": output, "--plan": plan, "--save-plan": save_plan,
+                    "--trace": trace, "--batch": batch, "--slots": slots, "--json": as_json or None, "--verify": verify or None}
+            for name, given in only.items():
+                if given is not None:
+                    raise JobError(f"{name} is for the prompts of a file; leave it or the prompt out")
+            answer_one(model, prompt, budget, max_new_tokens, sampling, seed, chat=chat, cache=cache, machine=machine)
+            return
+        if prompts is None or output is None:
+            raise JobError('name a "PROMPT" to answer here, or a file of --prompts and an --output for the answers')
+        saved = load_plan(plan) if plan else None
+        if budget is None and saved is None:
+            raise PlanError("say how much memory may be used, as --budget device=120MiB, or name a --plan")
+        sizes = parse_budget(budget) if budget is not None else Budget(saved.budget.device, saved.budget.host)  # type: ignore[union-attr]
+        if saved is not None and saved.budget != sizes.limits:
+            raise PlanError(f"the plan {plan} was made for {saved.budget}, not for --budget {budget}; leave one out")
+        if saved is not None and cache not in ("native", saved.cache_format):
+            raise PlanError(f"the plan {plan} keeps its cache in {saved.cache_format}; leave --cache out")
+        if saved is not None and slots is not None:
+            raise PlanError(f"the plan {plan} has {saved.schedule.slots} staging slots; leave --slots out")
+        jobs.refuse_overwriting(prompts, output)
+        requests, bad = read_requests(prompts)
+        if not requests and not bad:
+            say(f"{prompts} holds no prompts: nothing to answer")
+        folder = model_folder(model)
+        with console().status("capturing the model"):
+            captured, checkpoint, files = open_model(folder, verify=verify)
+            tokenizer = load_tokenizer(folder)
+            eos = stop_ids(folder, tokenizer)
+        most = _most_prompt_tokens(captured.max_positions, saved, max_new_tokens)
+        encoded, more = encode(requests, tokenizer, chat=chat, most_tokens=most, vocab_size=captured.vocab_size)
+        bad += more
+        ask = jobs.Ask(max_new_tokens, eos, sampling, seed)
+        settings = jobs.job_settings(checkpoint, tokenizer, ask, chat=chat,
+                                     cache=cache if saved is None else saved.cache_format)
+        with jobs.AnswerFile(output, settings, force=force) as answers:
+            answers.check_questions(p.request for p in encoded)
+            left = jobs.pending(encoded, answers.answered)
+            if answers.cut_nbytes:
+                say(f"{output}: cut off {answers.cut_nbytes} bytes of an unfinished line")
+            if len(left) < len(encoded):
+                say(f"{output}: {len(encoded) - len(left)} of {len(encoded)} prompts are answered already")
+            if left:
+                profile = machine_profile(machine, folder)
+                answers.check_batch(batch if saved is None else saved.workload.batch)
+                lm, fitting = _fit_batch((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch,
+                                         Wishes(slots, cache_format=cache), saved, profile, first=answers.batch)
+                if answers.batch not in (None, lm.plan.workload.batch):
+                    say(f"{output}: going on in batches of {lm.plan.workload.batch}, not of {answers.batch}, which do "
+                        "not fit: what is computed may differ by rounding")
+                answers.note_batch(lm.plan.workload.batch)
+                bad += _unfit(left, fitting)
+                if save_plan:
+                    lm.plan.save(save_plan)
+                if jobs.pending(fitting, answers.answered):
+                    with lm:
+                        _answer(lm, fitting, answers, ask, tokenizer, trace, as_json)
+        for line in sorted(bad, key=lambda b: b.line):
+            say(f"{prompts} line {line.line}: {line.reason}")
+        if bad:
+            answered = len(encoded) - len(jobs.pending(encoded, answers.answered))
+            say(f"{len(bad)} lines of {prompts} were not answered; {answered} were")
+            raise typer.Exit(SOME_UNANSWERED)
+
+
+def _fit_batch(
+    opened: tuple[Any, Any, Any], encoded: list[Prompt], sizes: Any, new_tokens: int, batch: int | None,
+    wishes: Wishes, saved: Plan | None, machine: Machine, first: int | None = None,
+) -> tuple[LanguageModel, list[Prompt]]:
+    """The model planned for the whole job, and the prompts that the budget holds.
+
+    Without a wish, the batch is `first` (default: 8, or all prompts), and is halved until all fit. Prompts too long
+    even by themselves are left out, and what the longest needs is said; PlanError where not even the shortest fits.
+    """
+    from forebay.api import LanguageModel
+    from forebay.rewriter.ir.plan import PlanError, Workload
+
+    if saved is not None:
+        if batch is not None and batch != saved.workload.batch:
+            raise PlanError(f"the plan is for batches of {saved.workload.batch}, not of {batch}; leave --batch out")
+        return LanguageModel(*opened, sizes, saved.workload, wishes, machine, saved), encoded
+    lengths = sorted({len(p.ids) for p in encoded})
+
+    def planned(size: int, longest: int) -> LanguageModel:
+        with console().status(f"planning for batches of {size}"):
+            return LanguageModel(*opened, sizes, Workload(size, longest, new_tokens), wishes, machine)
+
+    size = batch or first or min(DEFAULT_BATCH, len(encoded))
+    while True:
+        try:
+            return planned(size, lengths[-1]), encoded
+        except PlanError as error:
+            if size == 1 and len(lengths) > 1:
+                planned(1, lengths[0])
+                say(f"some prompts are too long for the budget: {error}")
+                break
+            if batch is not None or size == 1:
+                raise
+            size //= 2
+    low, high = 0, len(lengths) - 1  # the first fits, the other does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            planned(1, lengths[middle])
+            low = middle
+        except PlanError:
+            high = middle
+    shorter = [p for p in encoded if len(p.ids) <= lengths[low]]
+    return _fit_batch(opened, shorter, sizes, new_tokens, batch, wishes, None, machine, first)
+
+
+def _unfit(left: list[Prompt], fitting: list[Prompt]) -> list[BadLine]:
+    """The unanswered prompts that the budget does not hold, as lines that are not answered."""
+    from forebay.commands.prompts import BadLine
+
+    longest = max(len(p.ids) for p in fitting)
+    return [BadLine(p.request.line, f"the prompt is too long: {len(p.ids)} tokens do not fit the budget, {longest} do")
+            for p in left if len(p.ids) > longest]
+
+
+def _answer(
+    lm: LanguageModel, encoded: list[Prompt], answers: jobs.AnswerFile, ask: jobs.Ask, tokenizer: Any,
+    trace: Path | None, as_json: bool,
+) -> None:
+    """Run the job with a progress bar, then say what was planned and what was measured."""
+    from forebay.commands import jobs
+    from forebay.commands.process_memory import MemoryWatch, disk_read_nbytes
+    from forebay.commands.prompts import make_batches
+    from forebay.rewriter.report.explain import summarise_plan
+    from forebay.runtime.disk.page_cache import drop_file
+
+    batches = make_batches(encoded, lm.plan.workload.batch)
+    open_batches = [i for i, b in enumerate(batches) if jobs.pending(b, answers.answered)]
+    total = len(jobs.pending(encoded, answers.answered))
+    if trace:
+        lm.start_trace()
+    read_before, began, counts, spent = disk_read_nbytes(), time.monotonic(), jobs.Counts(), Spent()
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    files = {f.path for f in lm.files.values()}
+    for path in files:
+        drop_file(path)  # what others left in the page cache would be memory beyond the budget
+    with stopping() as stopped, MemoryWatch(files) as memory, progress_bar() as bar:
+        _ = lm.session  # loads what is resident
+        started = spent.mark("load_s", began)
+        task = bar.add_task("answering", total=len(open_batches) * ask.max_new_tokens, note="")
+
+        def progress(now: jobs.Counts, index: int, step: int) -> None:
+            nonlocal counts, started
+            counts = now
+            started = spent.mark("prefill_s" if step == 1 else "decode_s", started)
+            rate = now.tokens / (time.monotonic() - began)
+            bar.update(task, completed=open_batches.index(index) * ask.max_new_tokens + step,
+                       note=f"{now.answers}/{total} answers, {rate:.2f} tokens/s")
+
+        try:
+            jobs.run_job(lm, batches, answers, ask, decode, stop=lambda: bool(stopped), progress=progress)
+            bar.update(task, completed=len(open_batches) * ask.max_new_tokens)
+        except (jobs.Interrupted, KeyboardInterrupt):
+            left = len(jobs.pending(encoded, answers.answered))
+            say(f"interrupted: {len(encoded) - left} of {len(encoded)} answers are in {answers.path}; "
+                      "run the same command again for the rest")
+            raise typer.Exit(128 + (stopped[0] if stopped else signal.SIGINT)) from None
+        finally:
+            elapsed_s = time.monotonic() - began
+            if trace:
+                lm.save_trace(trace)
+            lm.close()
+    found = _measured(lm.plan, counts, spent, elapsed_s, memory, disk_read_nbytes() - read_before)
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    print(summarise_plan(lm.plan))
+    print(_measured_text(found))
+
+
+@dataclass
+class Spent:
+    """Seconds of a job by what they went into: resident weights, first tokens, further tokens."""
+
+    load_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    def mark(self, name: str, since: float) -> float:
+        """Count the time from `since` until now, which is returned, to `name`."""
+        now = time.monotonic()
+        setattr(self, name, getattr(self, name) + now - since)
+        return now
+
+
+def _measured(plan: Plan, counts: jobs.Counts, spent: Spent, elapsed_s: float, memory: MemoryWatch, read_nbytes: int
+              ) -> dict[str, Any]:
+    """What a job took, in bytes and seconds."""
+    grown = memory.peak - memory.before
+    return {
+        "answers": counts.answers, "tokens": counts.tokens, "steps": counts.steps, "time_s": elapsed_s, **asdict(spent),
+        "tokens_per_s": counts.tokens / elapsed_s, "steps_per_s": counts.steps / elapsed_s,
+        "budget_nbytes": plan.budget.device, "planned_peak_nbytes": sum(plan.prediction.peak_nbytes.values()),
+        "measured_peak_nbytes": grown + memory.cached_peak, "anonymous_nbytes": grown,
+        "python_nbytes": memory.before, "page_cache_nbytes": memory.cached_peak, "process_peak_nbytes": memory.peak,
+        "streamed_nbytes_per_step": plan.prediction.streamed_nbytes, "read_nbytes": read_nbytes}
+
+
+def _measured_text(found: dict[str, Any]) -> str:
+    from forebay.rewriter.ir.byte_sizes import format_nbytes
+
+    size = {name: format_nbytes(value) for name, value in found.items() if "nbytes" in name}
+    return "\n".join((
+        "",
+        f"memory      budget {size['budget_nbytes']}, planned peak {size['planned_peak_nbytes']}, measured peak "
+        f"{size['measured_peak_nbytes']} ({size['anonymous_nbytes']} of anonymous memory beyond the "
+        f"{size['python_nbytes']} that Python had before, {size['page_cache_nbytes']} of the model's file in the page "
+        "cache)",
+        f"process     {size['process_peak_nbytes']} of anonymous memory at the peak",
+        f"streamed    {size['streamed_nbytes_per_step']} per decode step as planned; {size['read_nbytes']} fetched "
+        f"from disk in all, {format_nbytes(found['read_nbytes'] // max(1, found['steps']))} per step",
+        f"speed       {found['answers']} answers, {found['tokens']} tokens in {found['time_s']:.1f} s: "
+        f"{found['tokens_per_s']:.2f} tokens/s, {found['steps_per_s']:.2f} steps/s",
+        f"time        {found['load_s']:.1f} s to load, {found['prefill_s']:.1f} s of prefill, "
+        f"{found['decode_s']:.1f} s of decode",
+    ))
+
+
+def _most_prompt_tokens(max_positions: int, saved: Plan | None, new_tokens: int) -> int:
+    """The longest prompt that fits the model's positions and the saved plan; 0 for no limit."""
+    from forebay.commands.prompts import JobError
+
+    limits = [max_positions - new_tokens] if max_positions else []
+    if saved is not None:
+        limits += [saved.workload.prompt, saved.workload.context - new_tokens]
+    if limits and min(limits) < 1:
+        raise JobError(f"--max-new-tokens {new_tokens} leaves no room for a prompt: "
+                       + (f"the plan has {saved.workload.context} positions" if saved is not None else
+                          f"the model has {max_positions} positions"))
+    return min(limits, default=0)

@@ -1,0 +1,113 @@
+"""What somebody meets who tries the command for the first time: a prompt, a conversation, what is missing, how much."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import forebay
+from forebay.commands.app import app
+
+RUNNER = CliRunner()
+
+
+def call(*arguments: str, said: str | None = None, exit_code: int = 0) -> Result:
+    result = RUNNER.invoke(app, list(arguments), input=said)
+    assert result.exit_code == exit_code, result.output + repr(result.exception)
+    return result
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
+    """The batch job's greedy answer to a prompt, and what it measured."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "in.jsonl").write_text(json.dumps({"prompt": "The capital of France is"}) + "\n")
+    found = call("run", "demo", "--prompts", str(folder / "in.jsonl"), "--output", str(folder / "out.jsonl"),
+                 "--budget", "200MB", "--max-new-tokens", "10", "--json")
+    return json.loads((folder / "out.jsonl").read_text())["text"], json.loads(found.stdout)
+
+
+def test_one_prompt_is_answered_as_the_job_answers_it(answered: tuple[str, dict]) -> None:
+    found = call("run", "demo", "The capital of France is", "--budget", "200MB", "--max-new-tokens", "10")
+    assert found.stdout.strip() == answered[0].strip()
+    assert re.search(r"10 tokens: .* s to load, .* s of prefill, .* s of decode", found.stderr)
+
+
+def test_what_a_run_measured_as_json(answered: tuple[str, dict]) -> None:
+    found = answered[1]
+    assert found["answers"] == 1 and found["tokens"] == found["steps"] == 10
+    assert found["budget_nbytes"] == 200_000_000 >= found["planned_peak_nbytes"]
+    parts = found["load_s"] + found["prefill_s"] + found["decode_s"]
+    assert min(found["prefill_s"], found["decode_s"], found["load_s"]) > 0 and parts <= found["time_s"]
+
+
+def test_a_process_is_as_large_as_plan_said(tmp_path: Path) -> None:
+    """In a process of its own, for the suite's own memory is not Python's and its imports'."""
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "One, two, three,"}) + "\n")
+    command = [sys.executable, "-m", "forebay"]
+    said = subprocess.run([*command, "plan", "demo", "--budget", "150MB", "--prompt", "16", "--new-tokens", "8"],
+                          capture_output=True, text=True, check=True).stdout
+    line = next(line for line in said.splitlines() if line.startswith("process "))
+    expected, python, planned = (float(x) for x in re.findall(r"([\d.]+) MiB", line))
+    assert expected == pytest.approx(python + planned, abs=0.2)
+    ran = subprocess.run([*command, "run", "demo", "--prompts", str(tmp_path / "in.jsonl"), "--output",
+                          str(tmp_path / "out.jsonl"), "--budget", "150MB", "--max-new-tokens", "8", "--json"],
+                         capture_output=True, text=True, check=True).stdout
+    measured = json.loads(ran)["process_peak_nbytes"] / (1 << 20)
+    assert 0.8 * measured < expected < 1.35 * measured
+
+
+def test_a_conversation_goes_on_from_what_was_said() -> None:
+    options = ("chat", "demo", "--budget", "200MB", "--max-new-tokens", "6", "--temperature", "0")
+    both = call(*options, said="My name is Ada.\n\nWhat is my name?\n")
+    first = call(*options, said="My name is Ada.\n").stdout.strip()
+    alone = call(*options, said="What is my name?\n").stdout.strip()
+    assert both.stdout.startswith(first) and len(both.stderr.splitlines()) == 2
+    assert both.stdout.removeprefix(first).strip() != alone, "the second answer did not see the first turn"
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("run", "demo"), "name a \"PROMPT\" to answer here"), (("run", "demo", "  "), "the prompt is empty"),
+    (("run", "demo", "Hi", "--output", "x"), "--output is for the prompts of a file"),
+    (("run", "demo", "Hi", "--json"), "--json is for the prompts of a file"),
+    (("run", "demo", "Hi", "--budget", "1GB", "--max-new-tokens", "8192"), "exceed the model's 8192 positions"),
+    (("chat", "demo", "--temperature", "-1"), "temperature: -1.0"), (("chat", "demo", "--top-p", "3"), "top_p: 3.0")])
+def test_what_cannot_be_is_said_in_one_line(arguments: tuple[str, ...], message: str) -> None:
+    found = call(*arguments, exit_code=2, said="Hi\n")
+    assert message in found.stderr and "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_the_extra_it_says_what_to_install(tmp_path: Path, package: str) -> None:
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('none', name={package!r})")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    found = subprocess.run([sys.executable, "-m", "forebay", "plan", "demo", "--budget", "200MB"], capture_output=True,
+                           text=True, env=os.environ | {"PYTHONPATH": path})
+    assert found.returncode != 0
+    assert found.stderr.strip().splitlines()[-1].endswith(f"{package} is not installed; pip install "
+                                                          "'forebay[models,cli]'")
+    assert "Traceback" not in found.stderr
+
+
+def test_version_types_and_completion() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", forebay.__version__)
+    assert call("--version").stdout.strip() == forebay.__version__
+    assert (Path(forebay.__file__).parent / "py.typed").exists()
+    assert "--install-completion" in call("--help").stdout
+
+
+def test_the_logger_is_quiet_until_asked() -> None:
+    command = [sys.executable, "-m", "forebay"]
+    run = ["run", "demo", "Hi", "--budget", "200MB", "--max-new-tokens", "2"]
+    quiet, heard = (subprocess.run([*command, *flag, *run], capture_output=True, text=True, check=True).stderr
+                    for flag in ([], ["-vv"]))
+    assert "forebay: " not in quiet
+    for part in ("forebay: planned 1 of", "forebay: loaded", "forebay: made step of 1 tokens"):
+        assert part in heard
