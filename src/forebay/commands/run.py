@@ -88,7 +88,8 @@ def run(
             raise JobError(str(error)) from error
         if prompt is not None:
             only = {"--prompts": prompts, "--output": output, "--plan": plan, "--save-plan": save_plan,
-                    "--trace": trace, "--batch": batch, "--slots": slots, "--json": as_json or None, "--verify": verify or None}
+                    "--trace": trace, "--batch": batch, "--slots": slots, "--json": as_json or None,
+                    "--verify": verify or None}
             for name, given in only.items():
                 if given is not None:
                     raise JobError(f"{name} is for the prompts of a file; leave it or the prompt out")
