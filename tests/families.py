@@ -27,6 +27,11 @@ def opt(layers: int = 2, **overrides: Any) -> T.OPTConfig:
     )
 
 
+def opt_projected(layers: int = 2, **overrides: Any) -> T.OPTConfig:
+    """As OPT-350m: embeddings are narrower than the layers, whose norms come last."""
+    return opt(layers, **dict(word_embed_proj_dim=32, do_layer_norm_before=False) | overrides)
+
+
 def gpt2(layers: int = 2, **overrides: Any) -> T.GPT2Config:
     base = dict(vocab_size=VOCAB, n_embd=64, n_layer=layers, n_head=4, n_positions=128)
     return T.GPT2Config(**base | _TOKENS | overrides)
@@ -73,6 +78,7 @@ def llama4(layers: int = 4, **overrides: Any) -> T.Llama4TextConfig:
 FAMILIES = {
     "llama": llama,
     "opt": opt,
+    "opt_projected": opt_projected,
     "gpt2": gpt2,
     "qwen2": qwen2,
     "qwen3": qwen3,

@@ -241,4 +241,5 @@ class _Lowering:
 
 def _activations(call: fx.Node) -> list[fx.Node]:
     """The arguments of a block call that are neither weights nor cache."""
-    return [arg for arg in call.args if isinstance(arg, fx.Node) and arg.meta.get(META) is None and values_of(arg)]
+    return [arg for arg in call.args if isinstance(arg, fx.Node) and values_of(arg)
+            and not isinstance(arg.meta.get(META), WeightInput | CacheInput)]

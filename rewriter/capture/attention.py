@@ -119,6 +119,10 @@ class TracedCache(Cache):
     def update(  # type: ignore[override]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: object, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        width, other = key_states.shape[-1], value_states.shape[-1]
+        if width != other:
+            raise CaptureError(f"it caches rows of unequal width, {width} and {other} (latent attention), which is not "
+                               "implemented")
         return self.store(key_states, value_states)
 
     def get_seq_length(self, layer_idx: object = 0, *args: Any) -> int:

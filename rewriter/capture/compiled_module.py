@@ -78,7 +78,7 @@ def capture_module(gm: fx.GraphModule, args: Sequence[Any], weights: Mapping[int
     operators with sizes that depend on data, control flow, complex or sparse tensors, a weight that is changed.
     """
     for position, arg in enumerate(args):
-        _refuse_tensor(arg, weights.get(position, f"input {position}"))
+        refuse_tensor(arg, weights.get(position, f"input {position}"))
     first = _first_uses(args)
     positions = sorted(set(first.values()))
     call = _Call(gm, args, [positions.index(first[i]) if i in first else -1 for i in range(len(args))])
@@ -173,10 +173,17 @@ def _export(call: _Call, tensors: Sequence[torch.Tensor]) -> tuple[fx.GraphModul
     return traced, signature
 
 
-def _refuse_tensor(arg: object, name: str) -> None:
+def is_plain(arg: object) -> bool:
+    """Whether an argument is no tensor, or one of strided data of its own."""
+    return not isinstance(arg, torch.Tensor) or not (
+        arg.layout != torch.strided or is_traceable_wrapper_subclass(arg) or arg.is_quantized or arg.is_nested)
+
+
+def refuse_tensor(arg: object, name: str) -> None:
+    """OffloadError, naming the argument, for a tensor that no arena can hold."""
     if not isinstance(arg, torch.Tensor):
         return
-    if arg.layout != torch.strided or is_traceable_wrapper_subclass(arg) or arg.is_quantized or arg.is_nested:
+    if not is_plain(arg):
         raise OffloadError(f"{name} is a {type(arg).__name__} of layout {arg.layout}, without plain strided data")
     if arg.dtype.is_complex:
         raise OffloadError(f"{name} is complex ({arg.dtype})")

@@ -36,6 +36,8 @@ def capture_model(
     cls, config = _model_class(config_or_model)
     cls = architecture or cls
     title = f"{cls.__name__} (model type {config.model_type!r}) cannot be captured"
+    if cls._is_stateful or config.get_text_config(decoder=True).__dict__.get("layers_block_type"):
+        raise CaptureError(f"{title}: its layers keep a recurrent state, where a KV cache is all that is implemented")
     if not cls._supports_attention_backend:
         raise CaptureError(
             f"{title}: its attention does not go through transformers' attention interface, "
@@ -54,7 +56,8 @@ def capture_model(
         except CaptureError as error:
             raise CaptureError(f"{title}: {error}") from error
         except Exception as error:  # whatever the model's own code or the tracer objects to
-            raise CaptureError(f"{title}: {type(error).__name__}: {error}") from error
+            said = " ".join(str(error).split())[:200]
+            raise CaptureError(f"{title}: its own code cannot be traced ({type(error).__name__}: {said})") from error
 
 
 def _model_class(config_or_model: Any) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
@@ -83,10 +86,17 @@ def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
     with torch.device("meta"), initialization.no_init_weights():
         model = cls._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=NAME)
         model.tie_weights()
+    _refuse_experts(model)
     for module in model.modules():
         vars(module)["training"] = False  # as eval() does, a tenth of its time: setting attributes of modules is dear
     _fill_constants(model)
     return model
+
+
+def _refuse_experts(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if name.endswith(".experts") and any(True for _ in module.parameters()):
+            raise CaptureError("its layers choose among experts by token, which is not implemented")
 
 
 def _check_same_parameters(given: nn.Module, built: PreTrainedModel) -> None:

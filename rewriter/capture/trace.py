@@ -28,7 +28,7 @@ from forebay.rewriter.capture.layers import (
     layer_signature,
 )
 from forebay.rewriter.capture.merge import Kind, join
-from forebay.rewriter.capture.patterns import mark_patterns
+from forebay.rewriter.capture.patterns import fix_rotary, mark_patterns
 from forebay.rewriter.ir.graph import CacheSpec, CapturedModel, Gives
 
 # Example sizes: unequal, so that a size mistaken for another shows, and none is 1, which tracing would specialise.
@@ -127,6 +127,7 @@ def trace_model(model: Any, wanted: Gives) -> CapturedModel:
         raise CaptureError("it does not accept position_ids, so sequences of unequal length cannot share a batch")
     path, layers = found
     mark_patterns(model.config, list(layers))
+    positions = fix_rotary(model)
     tracer = _Tracer(model, path, list(layers), wanted)
     try:
         kinds, kind_of_layer = tracer.trace_layers(("layer_idx",))
@@ -134,7 +135,8 @@ def trace_model(model: Any, wanted: Gives) -> CapturedModel:
         kinds, kind_of_layer = tracer.trace_layers(())
     joined = join(model, list(layers), path, tracer.names, tracer.program, tracer.calls, kinds, kind_of_layer)
     vocab_size = model.get_output_embeddings().weight.shape[0] if wanted == "scores" else joined.vocab_size
-    return replace(joined, vocab_size=vocab_size, gives=wanted)
+    limit = min(joined.max_positions or positions, positions) if positions else joined.max_positions
+    return replace(joined, vocab_size=vocab_size, gives=wanted, max_positions=limit)
 
 
 class _Tracer:

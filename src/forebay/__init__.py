@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
     from forebay.api import LanguageModel, wrap
+    from forebay.compiled.report import OffloadReport, is_offloaded, offload_report
     from forebay.rewriter.capture.language_model import CaptureError
     from forebay.rewriter.checkpoints.checkpoint import CheckpointError
     from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, load_plan
@@ -22,15 +23,18 @@ __all__ = [
     "CheckpointError",
     "LanguageModel",
     "Machine",
+    "OffloadReport",
     "Plan",
     "PlanError",
     "SwitchError",
     "Workload",
     "__version__",
     "cached_machine",
+    "is_offloaded",
     "load_machine",
     "load_plan",
     "measure_machine",
+    "offload_report",
     "save_machine",
     "wrap",
 ]
@@ -38,6 +42,7 @@ __all__ = [
 # Found when first asked for, so that `import forebay` loads neither torch nor transformers.
 _HOMES = {
     "forebay.api": ("LanguageModel", "wrap"),
+    "forebay.compiled.report": ("OffloadReport", "is_offloaded", "offload_report"),
     "forebay.rewriter.capture.language_model": ("CaptureError",),
     "forebay.rewriter.checkpoints.checkpoint": ("CheckpointError",),
     "forebay.rewriter.machine.profile": ("Machine", "load_machine", "save_machine"),

@@ -28,11 +28,20 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.convert_frame import compile_lock
 
 from forebay.compiled.options import Options, parse_options
 from forebay.compiled.parameter_store import StoreMap, bring_back, map_of, move_out
+from forebay.compiled.report import is_offloaded, note_reason, offload_report
 from forebay.compiled.step_memory import Memory, Prepared
-from forebay.rewriter.capture.compiled_module import ModuleGraph, OffloadError, Scalar, capture_module
+from forebay.rewriter.capture.compiled_module import (
+    ModuleGraph,
+    OffloadError,
+    Scalar,
+    capture_module,
+    is_plain,
+    refuse_tensor,
+)
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.ir.byte_sizes import format_nbytes
@@ -44,6 +53,7 @@ from forebay.rewriter.planning.planner import Wishes, make_plan, refuse_wishes, 
 from forebay.rewriter.switches import SwitchError, read_switches
 from forebay.rewriter.verify.bisect import PassChangedResult
 
+__all__ = ["forebay_backend", "is_offloaded", "offload_report", "prepared_for", "restore"]
 KEPT = 4  # plans per graph, for as many sets of input sizes
 REFUSED = 64  # sets of input sizes per graph that are known to run eagerly; of more, the oldest are tried again
 ONCE = Workload(batch=1, prompt=1, new_tokens=1)  # a module's call is one step
@@ -52,14 +62,17 @@ SHORTAGES = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)  # of what 
 
 
 def forebay_backend(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> OffloadedGraph:
     """The backend: registered under the entry point group `torch_dynamo_backends`, called by torch.compile.
 
-    Raises ValueError for an unknown option. What cannot be offloaded shows when the graph first runs: a RuntimeWarning
-    that names the reason and an eager run, or with `strict` OffloadError, PlanError (a budget that cannot work, with
-    the smallest that can) or CheckpointError (a disk that is full).
+    Raises ValueError for an unknown option, or a `mode`, which is Inductor's. What cannot be offloaded shows when the
+    graph first runs: a RuntimeWarning that names the reason and an eager run, or with `strict` OffloadError, PlanError
+    (a budget that cannot work, with the smallest that can) or CheckpointError (a disk that is full).
     """
+    if mode is not None:
+        raise ValueError(f"mode={mode!r} is for torch's own compiler; this backend takes options={{'budget': …}} alone")
     return OffloadedGraph(gm, _weight_names(gm, example_inputs), parse_options(options), _memory_of(options))
 
 
@@ -98,7 +111,7 @@ class OffloadedGraph:
         self.differentiable = _wants_gradients(gm)
         self.scalars = [i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if _read_as_number(n)]
         self.prepared: OrderedDict[object, Prepared] = OrderedDict()
-        self.refused: OrderedDict[object, None] = OrderedDict()
+        self.refused: OrderedDict[object, str] = OrderedDict()  # reasons
         self._watched: weakref.WeakSet[StoreMap] = weakref.WeakSet()
         _graphs.add(self)
 
@@ -109,7 +122,9 @@ class OffloadedGraph:
         for i in self.scalars:
             args[i] = Scalar(args[i].item())
         with self.memory.lock:
-            call = (_sizes(args), _aliases(args))  # what a capture depends on, and whether it succeeds
+            plain = all(map(is_plain, args))
+            # what a capture depends on, and whether it succeeds
+            call = (_sizes(args), _aliases(args)) if plain else tuple(map(_kind, args))
             if (call, _autocast()) in self.refused:
                 return self.gm(*given)
             try:
@@ -117,11 +132,11 @@ class OffloadedGraph:
             except DELIBERATE:
                 raise
             except Exception as error:
-                if isinstance(error, OffloadError | PlanError):
-                    self.refused[call, _autocast()] = None
+                if not _passes(error):
+                    self.refused[call, _autocast()] = str(error)
                     while len(self.refused) > REFUSED:
                         self.refused.popitem(last=False)
-                self._refuse(error)
+                self._refuse(error, args)
                 return self.gm(*given)
             self._warn_of_turns(prepared)
             try:
@@ -129,12 +144,14 @@ class OffloadedGraph:
             except Exception as error:
                 if isinstance(error, DELIBERATE) or (isinstance(error, OSError) and error.errno not in SHORTAGES):
                     raise  # eager would read the weights from the same file
-                self._refuse(error)
+                self._refuse(error, args)
                 return self.gm(*given)
             return self.memory.run(args)
 
     def _prepared(self, call: object, args: Sequence[Any]) -> Prepared:
         """What is kept for such a call with these weights, else made and kept."""
+        for i, arg in enumerate(args):
+            refuse_tensor(arg, self.weights.get(i, f"input {i}"))
         prepared = self.prepared.get((call, self._places(args)))
         if prepared is None or prepared.lost:
             prepared = self._prepare(args)
@@ -172,7 +189,8 @@ class OffloadedGraph:
         if _autocast():
             raise OffloadError("autocast is enabled; cast the module itself instead")
         self._refuse_devices(args)
-        captured = capture_module(self.gm, args, self.weights)
+        with compile_lock:  # tracing patches what Dynamo's does, in another thread perhaps
+            captured = capture_module(self.gm, args, self.weights)
         files: dict[str, FileSlice] = {}
         source = StepGraphs(_fingerprint(captured), lambda _: captured.flat(), files, captured.constants,
                         self.machine.device_kind != "cpu")
@@ -199,22 +217,25 @@ class OffloadedGraph:
             raise OffloadError(f"{self.weights.get(i, f'input {i}')} is on {arg.device}; keep module and inputs on the "
                                "CPU: what is needed moves to the device by itself")
 
-    def _refuse(self, error: Exception) -> None:
+    def _refuse(self, error: Exception, args: Sequence[Any]) -> None:
         """Say why this graph is not offloaded: by a warning, or with `strict` by raising."""
         expected = isinstance(error, OffloadError | PlanError | CheckpointError)
         reason = str(error) if expected else f"{type(error).__name__}: {error}"
+        note_reason((args[i] for i in self.weights), reason)
         if self.options.strict:
             if expected:
                 raise error
             raise OffloadError(f"this graph cannot be offloaded: {reason}") from error
-        lasting = isinstance(error, OffloadError | PlanError)
         warnings.warn(f"forebay: this graph is not offloaded and runs eagerly, outside the budget: {reason}"
-                      f"{'' if lasting else ' (the next call tries again)'}", RuntimeWarning, stacklevel=3)
+                      f"{' (the next call tries again)' if _passes(error) else ''}", RuntimeWarning, stacklevel=3)
 
     def _warn_of_turns(self, prepared: Prepared) -> None:
         """Graphs with other weights take turns: each turn reads its resident weights anew."""
         before = self.memory.holds
-        if before is not None and before is not prepared and before.files != prepared.files:
+        if before is None or before is prepared or before.lost:
+            return
+        ours = any(before is other for other in self.prepared.values())  # a parameter of this graph was replaced
+        if before.files != prepared.files and not (ours and set(before.files.values()) & set(prepared.files.values())):
             warnings.warn("forebay: graphs with different weights were compiled with one `options` object, so they "
                           "take turns in its budget and read their resident weights again at every turn. Either graph "
                           "breaks split this model (TORCH_LOGS=graph_breaks shows where), or the object serves several "
@@ -250,6 +271,15 @@ def _wants_gradients(gm: fx.GraphModule) -> bool:
 
 def _read_as_number(node: fx.Node) -> bool:
     return bool(node.users) and all(u.op == "call_method" and u.target == "item" for u in node.users)
+
+
+def _passes(error: Exception) -> bool:
+    """Whether another call may succeed: memory, disk and handles come back, what a graph is does not change."""
+    return isinstance(error, OSError | MemoryError | CheckpointError) or "allocate" in str(error)
+
+
+def _kind(arg: object) -> object:
+    return (type(arg), arg.layout, arg.dtype) if isinstance(arg, torch.Tensor) else type(arg)
 
 
 def _autocast() -> bool:

@@ -1,4 +1,4 @@
-"""Greedy output equals transformers' on ten families, at three budgets and three slot counts."""
+"""Greedy output equals transformers' on eleven families, at three budgets and three slot counts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from forebay.rewriter.planning.planner import Wishes
 WIDE = dict(hidden_size=192, intermediate_size=512, vocab_size=2048, head_dim=48)
 RENAMED = {
     "opt": dict(hidden_size=192, ffn_dim=512, vocab_size=2048, word_embed_proj_dim=192),
+    "opt_projected": dict(hidden_size=192, ffn_dim=512, vocab_size=2048, word_embed_proj_dim=96),
     "gpt2": dict(n_embd=192, vocab_size=2048),
     "gpt_neox": dict(hidden_size=192, intermediate_size=512, vocab_size=2048),
     "llama4": WIDE | dict(intermediate_size_mlp=512, floor_scale=8192),  # transformers counts padding as positions

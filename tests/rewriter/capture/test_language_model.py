@@ -326,3 +326,36 @@ def test_a_layer_that_counts_cached_tokens_is_refused(monkeypatch):
     monkeypatch.setattr(LlamaAttention, "forward", counting)
     with pytest.raises(CaptureError, match="number of cached tokens"):
         capture_model(FAMILIES["llama"](2))
+
+
+def test_other_architectures_are_refused_by_what_they_are():
+    """A recurrent model has no attention to complain of, and experts no dtype."""
+    for config, reason in (
+        (transformers.MambaConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2), "recurrent state"),
+        (transformers.MixtralConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+                                    num_key_value_heads=2, intermediate_size=96), "choose among experts"),
+        (transformers.DeepseekV3Config(
+            vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+            intermediate_size=96, q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8,
+            v_head_dim=16, first_k_dense_replace=2), "rows of unequal width, 16 and 8"),
+    ):
+        with pytest.raises(CaptureError, match=reason) as caught:
+            capture_model(config)
+        assert "\n" not in str(caught.value) and config.model_type in str(caught.value)
+
+
+def test_rotary_frequencies_that_follow_the_length_are_exact_up_to_the_original():
+    rope = dict(rope_theta=10000.0, rope_type="longrope", short_factor=[1.0] * 8, long_factor=[4.0] * 8,
+                original_max_position_embeddings=64)
+    long = FAMILIES["phi3"](max_position_embeddings=256, original_max_position_embeddings=64, rope_parameters=rope)
+    dynamic = FAMILIES["llama"](rope_parameters=dict(rope_theta=10000.0, rope_type="dynamic", factor=2.0))
+    for config, limit in ((long, 64), (dynamic, 128)):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        lm = capture_model(config)
+        assert lm.max_positions == limit
+        tokens = torch.randint(3, VOCAB, (1, 20))
+        with torch.no_grad():
+            expected = model(tokens).logits[0, -1]
+        got = Runner(lm, model, 1, False)(tokens, torch.tensor([0]), torch.tensor([19]))
+        assert (got[0] - expected).abs().max() <= 2e-5 * expected.abs().max()

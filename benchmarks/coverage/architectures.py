@@ -1,0 +1,164 @@
+"""Tiny language models of transformers' architectures: each gives the tokens of transformers, or is refused by name."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.coverage.outcome import EQUAL, Outcome, failed, one_line
+from forebay.api import wrap
+from forebay.rewriter.capture.layers import CaptureError
+from forebay.rewriter.machine.profile import Machine
+
+VOCAB, PROMPTS, NEW = 199, (5, 21), 8
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=96,
+    max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+GROUPED = dict(num_key_value_heads=2)
+GPT = dict(n_embd=64, n_layer=4, n_head=4, n_positions=128, n_inner=96)
+LATENT = dict(GROUPED, num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8,
+              v_head_dim=16, n_routed_experts=4, first_k_dense_replace=4, n_group=1, topk_group=1)
+EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+ROTARY = dict(rope_theta=10000.0)
+
+# name -> (model type, sizes beside SIZES)
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", GROUPED),
+    "Llama, dynamic rope": ("llama", dict(GROUPED, rope_parameters=dict(
+        ROTARY, rope_type="dynamic", factor=2.0))),
+    "Llama, linear rope": ("llama", dict(GROUPED, rope_parameters=dict(ROTARY, rope_type="linear", factor=2.0))),
+    "Llama, YaRN": ("llama", dict(GROUPED, rope_parameters=dict(
+        ROTARY, rope_type="yarn", factor=4.0, original_max_position_embeddings=32))),
+    "Llama 3.1 rope": ("llama", dict(GROUPED, rope_parameters=dict(
+        ROTARY, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=32))),
+    "Llama 4": ("llama4_text", dict(GROUPED, head_dim=16, attention_chunk_size=8, intermediate_size_mlp=96,
+                                    moe_layers=[], floor_scale=5, attn_scale=0.5)),
+    "Mistral": ("mistral", dict(GROUPED, sliding_window=6)),
+    "Ministral": ("ministral", dict(GROUPED, sliding_window=6, head_dim=16)),
+    "Mixtral": ("mixtral", GROUPED | EXPERTS),
+    "Qwen2": ("qwen2", GROUPED),
+    "Qwen2, sliding": ("qwen2", dict(GROUPED, use_sliding_window=True, sliding_window=6, max_window_layers=2)),
+    "Qwen2-MoE": ("qwen2_moe", dict(GROUPED | EXPERTS, shared_expert_intermediate_size=32)),
+    "Qwen3": ("qwen3", dict(GROUPED, head_dim=24)),
+    "Qwen3-MoE": ("qwen3_moe", dict(GROUPED | EXPERTS, head_dim=16)),
+    "Gemma": ("gemma", dict(GROUPED, head_dim=16)),
+    "Gemma 2": ("gemma2", dict(GROUPED, head_dim=16, sliding_window=6, query_pre_attn_scalar=16)),
+    "Gemma 3": ("gemma3_text", dict(GROUPED, head_dim=16, sliding_window=6, query_pre_attn_scalar=16)),
+    "Gemma 3n": ("gemma3n_text", dict(GROUPED, head_dim=16, num_kv_shared_layers=0)),
+    "Phi": ("phi", {}),
+    "Phi-3": ("phi3", dict(GROUPED, original_max_position_embeddings=128)),
+    "Phi-3, longrope": ("phi3", dict(
+        GROUPED, max_position_embeddings=256, original_max_position_embeddings=64, rope_parameters=dict(
+            ROTARY, rope_type="longrope", short_factor=[1.0] * 8, long_factor=[4.0] * 8,
+            original_max_position_embeddings=64))),
+    "PhiMoE": ("phimoe", GROUPED | EXPERTS),
+    "OPT": ("opt", dict(ffn_dim=96, word_embed_proj_dim=64)),
+    "OPT-350m": ("opt", dict(ffn_dim=96, word_embed_proj_dim=32, do_layer_norm_before=False)),
+    "GPT-2": ("gpt2", GPT),
+    "GPT-BigCode": ("gpt_bigcode", GPT),
+    "GPT-NeoX": ("gpt_neox", {}),
+    "GPT-NeoX-Japanese": ("gpt_neox_japanese", {}),
+    "GPT-J": ("gptj", dict(GPT, rotary_dim=8)),
+    "GPT-Neo": ("gpt_neo", dict(num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]], window_size=6)),
+    "CodeGen": ("codegen", dict(GPT, rotary_dim=8)),
+    "gpt-oss": ("gpt_oss", dict(GROUPED | EXPERTS, head_dim=16, sliding_window=6)),
+    "Falcon": ("falcon", {}),
+    "Bloom": ("bloom", dict(n_layer=4, n_head=4)),
+    "MPT": ("mpt", dict(d_model=64, n_layers=4, n_heads=4, max_seq_len=128)),
+    "StableLM": ("stablelm", GROUPED),
+    "StarCoder2": ("starcoder2", GROUPED),
+    "OLMo": ("olmo", GROUPED),
+    "OLMo 2": ("olmo2", GROUPED),
+    "OLMo 3": ("olmo3", dict(GROUPED, sliding_window=6)),
+    "OLMoE": ("olmoe", GROUPED | EXPERTS),
+    "Granite": ("granite", GROUPED),
+    "GraniteMoE": ("granitemoe", GROUPED | EXPERTS),
+    "Cohere": ("cohere", GROUPED),
+    "Cohere 2": ("cohere2", dict(GROUPED, sliding_window=6)),
+    "GLM": ("glm", dict(GROUPED, head_dim=16)),
+    "GLM-4": ("glm4", dict(GROUPED, head_dim=16)),
+    "DeepSeek-V2": ("deepseek_v2", LATENT),
+    "DeepSeek-V3": ("deepseek_v3", LATENT),
+    "Nemotron": ("nemotron", GROUPED),
+    "Persimmon": ("persimmon", {}),
+    "SmolLM3": ("smollm3", GROUPED),
+    "ERNIE 4.5": ("ernie4_5", dict(GROUPED, head_dim=16)),
+    "EXAONE 4": ("exaone4", dict(GROUPED, head_dim=16, sliding_window=6)),
+    "Helium": ("helium", dict(GROUPED, head_dim=16)),
+    "Arcee": ("arcee", GROUPED),
+    "Seed-OSS": ("seed_oss", dict(GROUPED, head_dim=16)),
+    "Apertus": ("apertus", GROUPED),
+    "HunYuan": ("hunyuan_v1_dense", dict(GROUPED, head_dim=16)),
+    "BitNet": ("bitnet", GROUPED),
+    "Diffllama": ("diffllama", GROUPED),
+    "BioGPT": ("biogpt", {}),
+    "XGLM": ("xglm", dict(d_model=64, num_layers=4, attention_heads=4, ffn_dim=96)),
+    "Mamba": ("mamba", dict(state_size=8)),
+    "Mamba 2": ("mamba2", dict(state_size=8, num_heads=8, head_dim=16, n_groups=1)),
+    "RWKV": ("rwkv", dict(attention_hidden_size=64, context_length=128)),
+    "Jamba": ("jamba", dict(GROUPED | EXPERTS, use_mamba_kernels=False, attn_layer_period=2, attn_layer_offset=1)),
+    "LFM2": ("lfm2", dict(GROUPED, full_attn_idxs=[1, 3])),
+    "RecurrentGemma": ("recurrent_gemma", dict(GROUPED, lru_width=64, attention_window_size=16)),
+    "BERT": ("bert", {}),
+}
+
+
+def check(name: str) -> Outcome:
+    """Two prompts of unequal length, streamed at about half of the weights' bytes, against each by itself."""
+    kind, sizes = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    try:
+        config = transformers.AutoConfig.for_model(kind, **SIZES | sizes)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    except Exception as error:  # this table would be wrong about the architecture, so it says so
+        return failed(f"transformers cannot make it: {one_line(error)}")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)  # as made, all logits are nearly the same
+    prompts = [torch.randint(3, VOCAB, (1, n)) for n in PROMPTS]
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        try:
+            found = _streamed(Path(folder), prompts)
+        except CaptureError as error:
+            return Outcome("refused", one_line(error)) if "\n" not in str(error) else failed(one_line(error))
+        except Exception as error:  # anything but a refusal by name is a fault
+            return failed(f"{type(error).__name__}: {one_line(error)}")
+    for prompt, row in zip(prompts, found, strict=True):
+        wrong = _difference(model, prompt[0], row)
+        if wrong:
+            return failed(wrong)
+    return EQUAL
+
+
+def _streamed(folder: Path, prompts: list[torch.Tensor]) -> list[torch.Tensor]:
+    longest = max(PROMPTS)
+    ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for i, prompt in enumerate(prompts):
+        ids[i, longest - prompt.shape[1] :], mask[i, longest - prompt.shape[1] :] = prompt[0], 1
+    budget = 700_000  # attention's workspace is 278 528 bytes of it with two threads
+    with wrap(folder, {"device": budget}, batch=len(prompts), prompt=longest, new_tokens=NEW, prefill_chunk=8,
+              machine=Machine.default()) as lm:
+        out = lm.generate(ids, attention_mask=mask, max_new_tokens=NEW, eos_token_id=None)
+    return [row[longest:] for row in out]
+
+
+@torch.no_grad()
+def _difference(model: Any, prompt: torch.Tensor, found: torch.Tensor) -> str:
+    """Where `found` leaves transformers' own greedy choice by more than a near tie, or "". Without a cache, so that no
+    state of the model's own is trusted."""
+    ids = prompt
+    for i, token in enumerate(found.tolist()):
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, -1].float()
+        best = int(logits.argmax())
+        if best != token and logits[best] - logits[token] > 1e-4 * logits.abs().max():
+            return (f"new token {i} of a prompt of {prompt.numel()} is {token} for {best}, "
+                    f"{(logits[best] - logits[token]).item():.3f} below it")
+        ids = torch.cat((ids, torch.tensor([token])))
+    return ""

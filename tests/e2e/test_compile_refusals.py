@@ -1,0 +1,190 @@
+"""What torch.compile's backend does not take: said once, remembered, reported, and as eager does it."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import forebay
+import forebay.backend as backend
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*lies in memory"), pytest.mark.filterwarnings("ignore:OpenMP threads spin"),
+    pytest.mark.filterwarnings("ignore:.*CSR"), pytest.mark.filterwarnings("ignore:.*nested")]
+SAID = "forebay: this graph is not offloaded"
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+def options(folder, nbytes: int = 1 << 20, **more: object) -> dict:
+    return {"budget": {"device": nbytes, "disk": str(folder)}, **more}
+
+
+class After(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(40, 40), function
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
+def test_a_refusal_that_will_not_change_is_captured_once(tmp_path, monkeypatch) -> None:
+    calls = []
+    real = backend.capture_module
+    monkeypatch.setattr(backend, "capture_module", lambda *args: calls.append(0) or real(*args))
+    module = After(lambda y: torch.fft.fft(y).real)
+    run = torch.compile(module, backend="forebay", options=options(tmp_path))
+    x = torch.randn(3, 40)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert torch.equal(run(x), module(x))
+    assert len(calls) == 1 and sum(str(w.message).startswith(SAID) for w in said) == 1
+
+
+def test_any_error_of_the_pipeline_is_remembered_unless_it_may_pass(tmp_path, monkeypatch) -> None:
+    for error, tries in ((ValueError("zip() argument 2 is shorter"), 1), (OSError(28, "No space left"), 3),
+                         (RuntimeError("can't allocate memory: you tried to allocate 9 bytes"), 3)):
+        torch._dynamo.reset()
+        calls = []
+
+        def fails(*args: object, error: Exception = error, calls: list = calls) -> None:
+            calls.append(0)
+            raise error
+
+        monkeypatch.setattr(backend, "capture_module", fails)
+        module = After(torch.relu)
+        run = torch.compile(module, backend="forebay", options=options(tmp_path))
+        with pytest.warns(RuntimeWarning, match=SAID):
+            for _ in range(3):
+                run(torch.randn(3, 40))
+        assert len(calls) == tries, error
+
+
+@pytest.mark.parametrize("make", [
+    lambda: torch.eye(40).to_sparse_csr(),
+    lambda: torch.nested.nested_tensor([torch.randn(2, 40), torch.randn(3, 40)], layout=torch.jagged),
+], ids=["CSR", "jagged"])
+def test_inputs_without_plain_data_fall_back(make, tmp_path) -> None:
+    """Dynamo keeps most such inputs to itself; a graph that is handed one runs as it is."""
+    linear, x = nn.Linear(40, 40), make()
+    graph = torch.fx.Graph()
+    inputs = [graph.placeholder(name) for name in ("x", "weight")]
+    graph.output((graph.call_function(torch.matmul, tuple(inputs)),))
+    gm = torch.fx.GraphModule({}, graph)
+    given = backend.parse_options(options(tmp_path))
+    offloaded = backend.OffloadedGraph(gm, {1: "weight"}, given, backend.Memory(given))
+    with pytest.warns(RuntimeWarning, match="input 0 is a .* without plain strided data"):
+        (found,) = offloaded(x, linear.weight)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="forebay")
+        offloaded(x, linear.weight)
+    wanted = x @ linear.weight
+    wanted, found = (t.values() if t.is_nested else t for t in (wanted, found))
+    assert torch.equal(found, wanted)
+
+
+def test_what_dynamo_leaves_to_python_is_in_the_report(tmp_path) -> None:
+    """LSTMs are never handed over: nothing moves, and the report is what says so."""
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.lstm, self.head = nn.Linear(40, 40), nn.LSTM(40, 40), nn.Linear(40, 40)
+
+        def forward(self, x):
+            return self.head(self.lstm(torch.relu(self.embed(x)))[0])
+
+    module = Tagger()
+    assert not forebay.is_offloaded(module)
+    run = torch.compile(module, backend="forebay", options=options(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(torch.randn(5, 40))
+    report = forebay.offload_report(module)
+    assert not forebay.is_offloaded(module)
+    assert {name for name, _ in module.lstm.named_parameters("lstm")} <= set(report.kept)
+    assert "left this part to Python (LSTM" in str(report) and "not moved: " in str(report)
+
+
+def test_the_report_has_the_reason_of_a_refusal(tmp_path) -> None:
+    module = After(lambda y: torch.fft.fft(y).real)
+    with pytest.warns(RuntimeWarning, match="complex"):
+        torch.compile(module, backend="forebay", options=options(tmp_path))(torch.randn(3, 40))
+    report = forebay.offload_report(module)
+    assert not report.moved and all("complex" in reason for reason in report.kept.values())
+
+
+def test_a_whole_module_is_offloaded(tmp_path) -> None:
+    module = After(torch.relu)
+    torch.compile(module, backend="forebay", options=options(tmp_path))(torch.randn(3, 40))
+    assert forebay.is_offloaded(module) and not forebay.offload_report(module).kept
+
+
+def test_first_calls_from_several_threads(tmp_path) -> None:
+    """Capture and Dynamo patch the same things while they trace."""
+    modules = [After(f) for f in (torch.relu, torch.tanh, torch.sigmoid, torch.sin)]
+    runs = [torch.compile(m, backend="forebay", options=options(tmp_path, strict=True)) for m in modules]
+    x, found, failed = torch.randn(3, 40), {}, []
+    wanted = [m(x) for m in modules]
+    together = threading.Barrier(len(runs))
+
+    def call(i: int) -> None:
+        try:
+            with torch.no_grad():
+                together.wait()
+                found[i] = runs[i](x)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(runs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert all(torch.allclose(found[i], w, atol=1e-6) for i, w in enumerate(wanted))
+
+
+def test_capture_holds_the_lock_of_dynamo(tmp_path, monkeypatch) -> None:
+    real = backend.capture_module
+    held = []
+
+    def capture(*args):
+        thread = threading.Thread(target=lambda: held.append(not backend.compile_lock.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        return real(*args)
+
+    monkeypatch.setattr(backend, "capture_module", capture)
+    torch.compile(After(torch.relu), backend="forebay", options=options(tmp_path))(torch.randn(3, 40))
+    assert held == [True]
+
+
+def test_a_mode_is_answered() -> None:
+    run = torch.compile(After(torch.relu), backend="forebay", mode="max-autotune")
+    with pytest.raises(Exception, match="mode='max-autotune' is for torch's own compiler"):
+        run(torch.randn(3, 40))
+
+
+def test_replacing_a_parameter_does_not_blame_the_options(tmp_path) -> None:
+    module = After(torch.relu)
+    run, x = torch.compile(module, backend="forebay", options=options(tmp_path)), torch.randn(3, 40)
+    run(x)
+    old = module.linear.weight
+    module.linear.weight = nn.Parameter(torch.randn(40, 40))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="forebay")
+        assert torch.allclose(run(x), torch.relu(x @ module.linear.weight.T + module.linear.bias), atol=1e-5)
+    assert old.shape == (40, 40)
