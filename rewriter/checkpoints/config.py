@@ -4,12 +4,14 @@ that can be wrong with them. Python that a model brings along is never run: tran
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.checkpoints.checkpoint import CheckpointError, TensorRecord
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -18,13 +20,24 @@ if TYPE_CHECKING:
 LOCAL_ONLY: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
-def read_config(folder: Path) -> PreTrainedConfig:
-    """The config of the model in `folder`; CheckpointError, naming the file, where there is none that makes sense."""
+# Fields of a config by what bounds them: a layer has a tensor of its own, and each of these lengths a dimension.
+COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "num_encoder_layers",
+          "decoder_layers", "encoder_layers")
+LENGTHS = ("hidden_size", "n_embd", "d_model", "intermediate_size", "n_inner", "ffn_dim", "vocab_size",
+           "num_attention_heads", "n_head", "num_key_value_heads", "head_dim", "num_experts", "num_local_experts",
+           "n_routed_experts")
+
+
+def read_config(folder: Path, tensors: Mapping[str, TensorRecord] | None = None) -> PreTrainedConfig:
+    """The config of the model in `folder`; CheckpointError, naming the file, where there is none that makes sense.
+    `tensors` are those of its checkpoint: what they cannot hold is refused before anything is built."""
     from transformers import AutoConfig
 
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: a model's folder needs it beside the weights")
+    if tensors is not None:
+        _check_sizes(path, len(tensors), max((math.prod(_shape(r)) for r in tensors.values()), default=0))
     try:
         return AutoConfig.from_pretrained(folder, **LOCAL_ONLY)
     except Exception as error:  # each architecture checks its config in its own way
@@ -32,6 +45,32 @@ def read_config(folder: Path) -> PreTrainedConfig:
             raise CheckpointError(f"{path} names Python code of its own (auto_map), which is never run; transformers "
                                   "has no model of that type, and only those that it has itself can be used") from error
         raise CheckpointError(f"{path} describes no model that transformers knows: {error}") from error
+
+
+def _check_sizes(path: Path, tensors: int, elements: int) -> None:
+    """Refuse counts of layers beyond the number of tensors, and lengths beyond the elements of the largest."""
+    try:
+        waiting = [json.loads(path.read_bytes())]
+    except (OSError, ValueError, RecursionError):
+        return  # said by who reads it
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+            continue
+        if not isinstance(value, dict):
+            continue
+        waiting += value.values()
+        for names, most, what in ((COUNTS, tensors, "tensors"), (LENGTHS, elements, "elements in the largest tensor")):
+            for name in names:
+                found = value.get(name)
+                if isinstance(found, int | float) and found > most:
+                    raise CheckpointError(f"{path}: {name} is {found}, but the checkpoint has {most} {what}: they do "
+                                          "not belong together")
+
+
+def _shape(record: TensorRecord) -> tuple[int, ...]:
+    return record.shape if record.packed is None else record.packed.shape
 
 
 def brings_code(path: Path) -> bool:

@@ -30,9 +30,13 @@ if TYPE_CHECKING:
 # Those in which every GGUF tensor is one parameter of the transformers model.
 ARCHITECTURES = ("gemma2", "gpt2", "llama", "phi3", "qwen2", "qwen3")
 OUTPUT_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# Metadata value types, from https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: scalars by their size in bytes.
-SCALAR_NBYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-UINT32, STRING, ARRAY = 4, 8, 9
+# Metadata value types, from https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: scalars as `struct` has them.
+SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+STRING, ARRAY = 8, 9
+MOST_DIMENSIONS = 4  # as the format has it
+# What a tensor's dimensions bound, of the sizes in the metadata; the layers are bounded by the number of tensors.
+LENGTHS = ("embedding_length", "feed_forward_length", "vocab_size", "attention.head_count", "attention.head_count_kv",
+           "attention.key_length", "attention.value_length", "expert_count")
 
 
 def convert_gguf(
@@ -122,20 +126,18 @@ class _Fields:
         return self.file.read(length).decode()
 
     def value(self, kind: int) -> object:
-        """A string or an unsigned 32-bit integer; any other value is stepped over and gives None."""
+        """A string or a number; an array is stepped over and gives None."""
         if kind == STRING:
             return self.string()
-        if kind == UINT32:
-            return self.unpack("<I")
         if kind == ARRAY:
             inner, count = self.unpack("<IQ")
-            if inner in SCALAR_NBYTES:
-                self.skip(count * SCALAR_NBYTES[inner])
+            if inner in SCALARS:
+                self.skip(count * struct.calcsize(SCALARS[inner]))
             else:
                 for _ in range(count):
                     self.skip(self.unpack("<Q")) if inner == STRING else self.value(inner)
-        elif kind in SCALAR_NBYTES:
-            self.skip(SCALAR_NBYTES[kind])
+        elif kind in SCALARS:
+            return self.unpack(SCALARS[kind])
         else:
             raise ValueError(f"unknown metadata type {kind}")
         return None
@@ -176,6 +178,8 @@ def _parse(fields: _Fields) -> _Header:
     rows: list[tuple[str, tuple[int, ...], GGMLQuantizationType, int, int]] = []
     for _ in range(tensor_count):
         name, dims = fields.string(), fields.unpack("<I")
+        if dims > MOST_DIMENSIONS:
+            raise ValueError(f"tensor {name!r} has {dims} dimensions, at most {MOST_DIMENSIONS} are possible")
         shape = tuple(fields.unpack("<Q") for _ in range(dims))[::-1]
         kind, offset = fields.unpack("<IQ")
         block, block_nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
@@ -184,6 +188,7 @@ def _parse(fields: _Fields) -> _Header:
         rows.append((name, shape, GGMLQuantizationType(kind), offset, math.prod(shape) // block * block_nbytes))
     if len({row[0] for row in rows}) != len(rows):
         raise ValueError("two tensors have one name")
+    _check_sizes(metadata, len(rows), max((math.prod(row[1]) for row in rows), default=0))
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"alignment {alignment}")
@@ -198,6 +203,16 @@ def alone(path: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="forebay-gguf-") as folder:
         (Path(folder) / path.name).symlink_to(path.resolve())
         yield Path(folder)
+
+
+def _check_sizes(metadata: dict[str, object], tensors: int, elements: int) -> None:
+    """Refuse a count of layers beyond the number of tensors, and lengths beyond the elements of the largest."""
+    architecture = metadata.get("general.architecture")
+    for name, most, what in (("block_count", tensors, "tensors"),
+                             *((name, elements, "elements in the largest tensor") for name in LENGTHS)):
+        found = metadata.get(f"{architecture}.{name}")
+        if isinstance(found, int | float) and not 0 <= found <= most:
+            raise ValueError(f"{architecture}.{name} is {found}, but the file has {most} {what}")
 
 
 def _write_config(path: Path, header: _Header, folder: Path, dtype: torch.dtype) -> PreTrainedModel:

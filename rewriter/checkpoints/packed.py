@@ -265,7 +265,7 @@ def _note(checkpoint: Checkpoint) -> Path:
 def _seen(checkpoint: Checkpoint) -> object:
     try:
         return json.loads(_note(checkpoint).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -152,7 +152,7 @@ def _begun(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
         try:
             known = json.loads((out / name).read_bytes())
             before, shards = known["settings"], dict(known["shards"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{out / name} is torn or altered: {error!r}; remove the folder {out}") from error
         if before != settings:
             odd = next(k for k in (*settings, *before) if settings.get(k) != before.get(k))

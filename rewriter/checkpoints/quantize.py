@@ -206,7 +206,7 @@ def _open_folder(folder: Path) -> tuple[Checkpoint, Any]:
     if is_quantized(folder):
         raise CheckpointError(f"{folder} is quantised already; quantise the model it was made from")
     checkpoint = open_checkpoint(folder)
-    config = read_config(folder)
+    config = read_config(folder, checkpoint.tensors)
     try:
         model = meta_model(config)
     except Exception as error:  # whatever the model's own code objects to

@@ -253,7 +253,7 @@ def load_plan(path: str | Path) -> Plan:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{path} is not JSON: {error}") from error
     return plan_from_dict(data)
 
@@ -302,6 +302,8 @@ def from_json(kind: Any, data: object, path: str) -> Any:
         if data is None and type(None) in args:
             return None
         return from_json(next(a for a in args if a is not type(None)), data, path)
+    if isinstance(data, int) and not -(1 << 63) <= data < 1 << 63:
+        raise PlanError(f"{path}: a number of {data.bit_length()} bits; 64 are the most")
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)
     if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):

@@ -325,7 +325,7 @@ def machine_from_json(text: str) -> Machine:
     """Read and validate a profile; raises ValueError naming the field that is missing, unknown, ill-typed or untrue."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"machine profile is not JSON: {error}") from error
     if isinstance(value, dict) and "copy_issue_s" not in value and value.get("device_kind", "cpu") != "cpu":
         value["copy_issue_s"] = 0.0  # a profile of a GPU, older than this number
@@ -375,6 +375,8 @@ def _decode(kind: typing.Any, value: typing.Any, at: str) -> typing.Any:
     if isinstance(origin, type) and issubclass(origin, Mapping):
         _require(isinstance(value, dict), at, "must be an object", value)
         return {key: _decode(arguments[1], item, f"{at}.{key}") for key, item in value.items()}
+    if type(value) is int:
+        _require(abs(value) < 1 << 63, at, "must fit 64 bits", f"{value:.3e}" if abs(value) < 1e300 else "far beyond")
     if kind is float and type(value) is int:
         return float(value)
     _require(type(value) is kind, at, f"must be of type {kind.__name__}", value)

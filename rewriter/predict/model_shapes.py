@@ -260,7 +260,7 @@ def load_model_shape(model: str) -> ModelShape:
                          f"{', '.join(PRESET_MODELS)}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path}: expected an object, found {type(config).__name__}")

@@ -114,7 +114,7 @@ def open_model(
     its checksum (`open_checkpoint`)."""
     folder = resolve_model(model)
     checkpoint = open_checkpoint(folder, verify=verify)
-    config = read_config(folder)
+    config = read_config(folder, checkpoint.tensors)
     captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint), gives=gives)
     names = checkpoint_names(config)
     return with_stored_formats(captured, checkpoint, *names), checkpoint, weight_files(captured, checkpoint, *names)

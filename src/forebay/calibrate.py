@@ -76,7 +76,7 @@ class Calibration:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
             layers = tuple(LayerScores(**entry) for entry in found.pop("layers"))
             return Calibration(layers=layers, **found)
-        except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
+        except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a calibration: {error}") from error
 
     def table(self, dtype: torch.dtype) -> str:

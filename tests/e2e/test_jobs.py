@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -387,16 +387,15 @@ def test_missing_prompts_file_is_an_error(tmp_path: Path) -> None:
 class Letters:
     """A tokenizer of one token per letter, with a chat template that refuses the role `robot`."""
 
-    chat_template = "x"
+    chat_template = ("{% for m in messages %}{% if m['role'] == 'robot' %}{{ raise_exception('no robots') }}"
+                     "{% endif %}<{{ m['content'] }}>{% endfor %}")
+    special_tokens_map: ClassVar = {"bos_token": "<s>"}
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [1] * add_special_tokens * bool(text) + [ord(c) for c in text if c != "?"]}
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
-        assert options == {"tokenize": False, "add_generation_prompt": True}
-        if messages[0]["role"] == "robot":
-            raise RuntimeError("no robots")
-        return "".join(f"<{m['content']}>" for m in messages)
+    def get_chat_template(self) -> str:
+        return self.chat_template
 
 
 def test_encode_reports_what_does_not_fit() -> None:

@@ -246,7 +246,7 @@ def load_table(device_name: str, path: Path) -> tuple[Entry, ...]:
             raise ValueError(f"it is of {data['device']!r}")
         for entry in entries:
             _check(entry)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"selection: {path} is no table of {device_name!r} ({error}); remove it, and make it anew with "
             "`python -m benchmarks.gpu`"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forebay.commands.chat_template import ChatTemplate
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY, read_eos
 
@@ -118,32 +119,54 @@ def encode(
     """
     prompts: list[Prompt] = []
     bad: list[BadLine] = []
-    for request in requests:
-        messages = request.messages
-        if messages is None and chat:
-            messages = [{"role": "user", "content": request.prompt}]
-        if messages is None:
-            ids = tokenizer(request.prompt)["input_ids"]
-        elif not getattr(tokenizer, "chat_template", None):
-            bad.append(BadLine(request.line, "the model's tokenizer has no chat template; use \"prompt\""))
-            continue
-        else:
+    with ChatTemplate(tokenizer) as template:
+        for request in requests:
             try:
-                text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            except Exception as error:  # templates are programs of their own and raise what they like
-                bad.append(BadLine(request.line, f"the chat template refuses these messages: {error}"))
-                continue
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if not ids:
-            bad.append(BadLine(request.line, "the prompt has no token"))
-        elif most_tokens and len(ids) > most_tokens:
-            bad.append(BadLine(request.line, f"the prompt is too long: {len(ids)} tokens, at most {most_tokens} fit"))
-        elif max(ids) >= vocab_size:
-            bad.append(BadLine(request.line, f"the tokenizer gives token {max(ids)}, but the model's vocabulary has "
-                                             f"{vocab_size}: they do not belong together"))
-        else:
-            prompts.append(Prompt(request, tuple(ids)))
+                ids = _ids(request, tokenizer, template, chat)
+                _check_ids(ids, most_tokens, vocab_size)
+            except BadPrompt as error:
+                bad.append(BadLine(request.line, str(error)))
+            else:
+                prompts.append(Prompt(request, tuple(ids)))
     return prompts, bad
+
+
+class BadPrompt(ValueError):
+    """Why a prompt cannot be answered."""
+
+
+def _ids(request: Request, tokenizer: Any, template: ChatTemplate, chat: bool) -> list[int]:
+    messages = request.messages
+    if messages is None and chat:
+        messages = [{"role": "user", "content": request.prompt}]
+    if messages is None:
+        return _tokenized(tokenizer, request.prompt)
+    if not getattr(tokenizer, "chat_template", None):
+        raise BadPrompt('the model\'s tokenizer has no chat template; use "prompt"')
+    try:
+        text = template.render(messages)
+    except ValueError as error:
+        raise BadPrompt(f"the chat template refuses these messages: {error}") from error
+    return _tokenized(tokenizer, text, add_special_tokens=False)
+
+
+def _tokenized(tokenizer: Any, text: str | None, **options: Any) -> list[int]:
+    try:
+        return tokenizer(text, **options)["input_ids"]
+    except MemoryError:
+        raise
+    except Exception as error:  # the tokenizers library raises plain Exception: an unknown word without an [UNK], say
+        raise BadPrompt(f"the tokenizer refuses it: {error}") from error
+
+
+def _check_ids(ids: list[int], most_tokens: int, vocab_size: int) -> None:
+    if not ids:
+        raise BadPrompt("the prompt has no token")
+    if most_tokens and len(ids) > most_tokens:
+        raise BadPrompt(f"the prompt is too long: {len(ids)} tokens, at most {most_tokens} fit")
+    if max(ids) >= vocab_size:
+        raise BadPrompt(f"the tokenizer gives token {max(ids)}, but the model's vocabulary has {vocab_size}: they do "
+                        "not belong together")
 
 
 def make_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:

@@ -167,3 +167,25 @@ def test_the_folder_of_the_fixture_would_run_its_code_if_it_were_trusted(planted
     for name in [n for n in sys.modules if "planted" in n]:
         del sys.modules[name]
     shutil.rmtree(planted.folder)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("num_hidden_layers", 1_000_000), ("num_hidden_layers", 10**30), ("num_hidden_layers", 1e9), ("n_layer", 1 << 40),
+    ("hidden_size", 1 << 40), ("vocab_size", 1 << 50), ("intermediate_size", 1 << 45), ("num_attention_heads", 1 << 33),
+    ("head_dim", 1 << 33), ("num_local_experts", 1 << 33),
+])
+def test_sizes_that_no_tensor_bears_out_are_refused_before_anything_is_built(
+    planted: Planted, monkeypatch: pytest.MonkeyPatch, name: str, value: float
+) -> None:
+    from transformers import AutoConfig
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", None)  # not reached
+    for nested in (False, True):
+        known = json.loads((planted.folder / "config.json").read_bytes())
+        (planted.folder / "config.json").write_text(json.dumps(
+            known | ({"text_config": {name: value}} if nested else {name: value})))
+        with pytest.raises(CheckpointError, match=rf"config.json: {name} is .* but the checkpoint has \d+ "):
+            forebay.wrap(planted.folder, "device=1MiB")
+        with pytest.raises(CheckpointError, match=rf"config.json: {name} is "):
+            quantize_model(planted.folder, planted.folder.with_name("out"), Wish("w8g32"))
+        (planted.folder / "config.json").write_text(json.dumps(known))

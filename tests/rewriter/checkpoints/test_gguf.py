@@ -228,3 +228,31 @@ def test_damaged_files_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no GGUF file at"):
         convert_gguf(tmp_path / "absent.gguf", out)
     assert os.listdir(tmp_path) == ["m.gguf"]
+
+
+@pytest.mark.parametrize(("name", "kind", "value"), [
+    ("llama.block_count", "uint32", 1_000_000), ("llama.block_count", "uint64", 1 << 60),
+    ("llama.block_count", "int32", -1), ("llama.embedding_length", "uint64", 1 << 60),
+    ("llama.vocab_size", "uint32", 4_000_000_000), ("llama.attention.head_count", "uint64", 1 << 62),
+])
+def test_sizes_that_no_tensor_bears_out_are_refused_before_anything_is_built(tmp_path, monkeypatch, name, kind, value):
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    getattr(writer, f"add_{kind}")(name, value)
+    writer.add_tensor("token_embd.weight", np.ones((8, 8), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    monkeypatch.setattr(AutoConfig, "from_pretrained", None)  # not reached
+    with pytest.raises(CheckpointError, match=rf"corrupt header: {name} is {value}, but the file has \d+"):
+        convert_gguf(path, tmp_path / "out")
+
+
+def test_tensors_of_very_many_dimensions_are_refused(tmp_path):
+    """Their product alone would take for ever."""
+    path, dims = tmp_path / "m.gguf", 100_000
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q", 1) + b"t" + struct.pack("<I", dims)
+                     + struct.pack("<Q", (1 << 63) + 1) * dims + struct.pack("<IQ", 0, 0))
+    with pytest.raises(CheckpointError, match="has 100000 dimensions, at most 4 are possible"):
+        convert_gguf(path, tmp_path / "out")

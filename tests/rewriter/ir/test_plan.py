@@ -165,3 +165,13 @@ def test_questions_to_a_plan() -> None:
     changed = replace(PLAN, weights=(replace(PLAN.weights[0], tier="disk"),))
     assert changed.streams("w"), "the index of names is not carried over"
     validate(PLAN)
+
+
+DEEP = ("[" * 100_000, '{"a":' * 100_000, '{"version": 1, "weights": ' + "[" * 5000 + "]" * 5000 + "}")
+
+
+@pytest.mark.parametrize("text", DEEP)
+def test_deep_nesting_is_an_error_of_the_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(PlanError):
+        load_plan(tmp_path / "plan.json")

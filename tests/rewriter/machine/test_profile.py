@@ -186,3 +186,18 @@ def test_measurements_stand_for_formats_alike() -> None:
         assert machine.measured_as("float32") == "float32"
     assert gpu.gemm_impls("float16") == ["flat"], "one kernel takes both 16-bit types, at one rate"
     assert cpu.gemm_impls("float16") == [], "on a CPU they differ"
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000])
+def test_deep_nesting_is_an_error_of_the_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "m.json").write_text(text)
+    with pytest.raises(ValueError, match="not JSON"):
+        load_machine(tmp_path / "m.json")
+
+
+@pytest.mark.parametrize("value", [1 << 63, -(1 << 64), 10**400])
+@pytest.mark.parametrize("field", ["cores", "dispatch_s"])
+def test_numbers_beyond_64_bits_are_refused_by_name(field: str, value: int) -> None:
+    data = json.loads(Machine.default().to_json()) | {field: value}
+    with pytest.raises(ValueError, match=f"{field} must fit 64 bits"):
+        machine_from_json(json.dumps(data))

@@ -1,0 +1,97 @@
+"""Chats are rendered as transformers renders them, and a template that never ends, or takes all memory, is left."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from forebay.commands import chat_template
+from forebay.commands.chat_template import ChatTemplate, TemplateError
+from forebay.commands.prompts import BadLine, Request, encode
+
+CHAT = [{"role": "user", "content": "hé\n\"llo\" <b>"}, {"role": "assistant", "content": "fine"}]
+CHATML = ("{%- for m in messages %}{{ bos_token if loop.first }}<|{{ m.role }}|>{{ m['content'] | trim }}"
+          "{{ m | tojson }}{%- endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
+
+
+class Tokenizer:
+    special_tokens_map: ClassVar = {"bos_token": "<s>", "eos_token": "</s>"}
+
+    def __init__(self, template: str) -> None:
+        self.chat_template = template
+
+    def get_chat_template(self) -> str:
+        return self.chat_template
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [ord(c) for c in text]}
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "TIME_S", 1.0)
+
+
+def test_chats_are_rendered_as_by_transformers() -> None:
+    from tokenizers import Tokenizer as Raw
+    from tokenizers import models
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Raw(models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>")
+    for template in (CHATML, {"default": CHATML, "tool_use": "x"}):
+        tokenizer.chat_template = template  # type: ignore[assignment]
+        with ChatTemplate(tokenizer) as rendered:
+            for _ in range(2):
+                assert rendered.render(CHAT) == tokenizer.apply_chat_template(CHAT, tokenize=False,
+                                                                              add_generation_prompt=True)
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}" * 3
+
+
+@pytest.mark.parametrize("template", [
+    ENDLESS, "{{ range(99999) | map('string') | map('length') | list | sum * 0 }}" + ENDLESS,
+    "{% for a in range(9999) %}{{ 'x' * (a * 99999) }}{% endfor %}",
+])
+def test_a_template_that_does_not_end_is_left(quick: None, template: str) -> None:
+    bad_first = "{% if messages[0].content == 'slow' %}" + template + "{% endif %}<{{ messages[0].content }}>"
+    with ChatTemplate(Tokenizer(bad_first)) as rendered:
+        with pytest.raises(TemplateError, match=r"does not end within 1 s|more than"):
+            rendered.render([{"role": "user", "content": "slow"}])
+        assert rendered.render([{"role": "user", "content": "quick"}]) == "<quick>"  # the others are answered
+
+
+def test_no_more_are_tried_after_some_that_did_not_end(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "TIME_S", 0.1)
+    asked = [Request(i, i, messages=CHAT) for i in range(1, 50)]
+    prompts, bad = encode(asked, Tokenizer(ENDLESS), chat=True, most_tokens=0, vocab_size=999)
+    assert not prompts and len(bad) == 49
+    assert bad[0] == BadLine(1, "the chat template refuses these messages: it does not end within 0.1 s")
+    assert "3 others did not end" in bad[3].reason and "3 others did not end" in bad[48].reason
+
+
+@pytest.mark.parametrize(("template", "part"), [
+    ("{{ 'x' * 40000000 }}", "writes 40000000 characters"), ("{{ 'x' * 10000000000 }}", "MiB of memory"),
+    ("{{ raise_exception('no robots') }}", "no robots"), ("{{ unknown.field }}", "undefined"),
+    ("{% for %}", "Expected an expression|unexpected"), ("{{ ''.__class__.__mro__ }}", "unsafe|undefined"),
+    ("{{ 1 // 0 }}", "division"), ("{{ messages.append(1) }}", "not safely callable"), ("{" * 300, "."),
+])
+def test_what_a_template_may_not_do_is_said_in_one_line(template: str, part: str) -> None:
+    with ChatTemplate(Tokenizer(template)) as rendered:
+        with pytest.raises(TemplateError, match=part) as caught:
+            rendered.render(CHAT)
+        assert "\n" not in str(caught.value)
+
+
+def test_nothing_is_left_running() -> None:
+    rendered = ChatTemplate(Tokenizer(CHATML))
+    rendered.render(CHAT)
+    process = rendered._process
+    assert isinstance(process, subprocess.Popen) and Path(f"/proc/{process.pid}").exists()
+    rendered.close()
+    assert process.poll() is not None
+    rendered.close()
