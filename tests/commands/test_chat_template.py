@@ -78,7 +78,7 @@ def test_no_more_are_tried_after_some_that_did_not_end(quick: None, monkeypatch:
     ("{{ 'x' * 40000000 }}", "writes 40000000 characters"), ("{{ 'x' * 10000000000 }}", "MiB of memory"),
     ("{{ raise_exception('no robots') }}", "no robots"), ("{{ unknown.field }}", "undefined"),
     ("{% for %}", "Expected an expression|unexpected"), ("{{ ''.__class__.__mro__ }}", "unsafe|undefined"),
-    ("{{ 1 // 0 }}", "division"), ("{{ messages.append(1) }}", "not safely callable"), ("{" * 300, "."),
+    ("{{ 1 // 0 }}", "division"), ("{{ messages.append(1) }}", "unsafe"), ("{" * 300, "."),
 ])
 def test_what_a_template_may_not_do_is_said_in_one_line(template: str, part: str) -> None:
     with ChatTemplate(Tokenizer(template)) as rendered:
