@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from forebay.kernels.cpu_support.native import chained
-from forebay.rewriter.ir.program import Item, Launch, Program
+from forebay.rewriter.ir.program import DOWNLOAD, WRITE, Copy, Item, Launch, Program
 from forebay.runtime.devices.device import Call, Device
 from forebay.runtime.run.bind import bind_launch
 from forebay.runtime.run.trace import Trace
@@ -25,6 +25,7 @@ class BoundProgram:
             device.open_files(program.files)
         self.inputs = {name: device.tensor(ref) for name, ref in program.inputs.items()}
         self.outputs = {name: device.tensor(ref) for name, ref in program.outputs.items()}
+        self.stores = any(isinstance(i, Copy) and i.stream in (DOWNLOAD, WRITE) for i in program.step)
         self._prologue = self._bind(program.prologue)
         self._step = self._bind(program.step)
 

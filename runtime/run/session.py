@@ -58,6 +58,7 @@ class Session:
         self._grow: BoundProgram | None = None
         self._bound: dict[int, BoundProgram] = {}
         self._started = False
+        self._ran: BoundProgram | None = None  # last
         self._prologue: tuple[Item, ...] | None = None  # one for all: any step's end serves any start
         self._end = weakref.finalize(self, _end, device)  # memory must outlast the reads that land in it
         self._end.atexit = False
@@ -99,20 +100,28 @@ class Session:
         if not self._started:
             bound.start()
             self._started = True
-        bound.run()
+        self._run(bound)
         return bound.outputs["out0"]
+
+    def _run(self, bound: BoundProgram) -> None:
+        """Run a program. Its proof orders what it stores with what it loads itself; another program's stores have ended
+        before it begins."""
+        if self._ran is not None and self._ran is not bound and self._ran.stores:
+            self.device.finish()
+        self._ran = bound
+        bound.run()
 
     def grow(self) -> None:
         """Give the cache its full length: after the last chunk of the prompts, before the first step of one token."""
         if self._growth is not None:
             self._grow = self._grow or BoundProgram(self._growth, self.device, self.trace)
-            self._grow.run()
+            self._run(self._grow)
 
     def close(self) -> None:
         """Wait for copies under way and give the memory back; a session that is dropped does so by itself. What those
         copies meet no longer matters: no step waits for them."""
         self._bound.clear()
-        self._grow = None
+        self._grow = self._ran = None
         self._end()
 
 

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from forebay.rewriter.ir.plan import Plan, PlanError
-from forebay.rewriter.ir.program import FileSlice
-from forebay.runtime.run.session import resident_copies
+from forebay.rewriter.ir.program import (
+    COMPUTE,
+    LOAD,
+    WRITE,
+    Copy,
+    FileSlice,
+    Launch,
+    Program,
+    Record,
+    Release,
+    Span,
+    TensorRef,
+    Wait,
+)
+from forebay.rewriter.verify.program import verify_program
+from forebay.runtime.devices.threads import ThreadDevice
+from forebay.runtime.disk.reader import open_reader
+from forebay.runtime.disk.spill import SpillSpace
+from forebay.runtime.run.session import Session, resident_copies
+from tests.carried import Carried
 from tests.tiny import chain, placements, plan_for
 
 
@@ -40,3 +61,31 @@ def test_a_weight_of_another_size_is_refused(tmp_path: Path) -> None:
     shorter = {**model.files, "w0": FileSlice(whole.path, whole.offset, whole.nbytes - 1)}
     with pytest.raises(PlanError, match=rf"w0 has {whole.nbytes} bytes, .* {whole.nbytes - 1} in .*weights.bin"):
         resident_copies(plan, shorter)
+
+
+def test_what_one_program_stores_another_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill that stores, and a step that only loads: neither's own proof orders the two."""
+    x, slot, out = (Span("device", 4096 * i, 4096, name) for i, name in enumerate(("x", "slot0:0", "out")))
+    kept, page = Span("cache", 0, 4096, "k"), (4096,)
+    ref = TensorRef("device", 8192, "uint8", page, (1,), "out")
+    plan, files = Carried().plan(), {"cache": 4096}
+    resident = {"x": x, "k": kept, "out": out}
+    landed = replace(ref, offset=4096, buffer="slot0:0")
+    copied = Launch(COMPUTE, "copy", (landed,), {}, (ref,), (slot,), (out,), "copy")
+    before = (Record(WRITE, 3), Wait(WRITE, 3))
+    stores = Program("prefill", (*before, Copy(WRITE, x, kept, "store")), (), plan.arenas, resident,
+                     outputs={"out0": ref}, files=files)
+    loads = Program("decode", (
+        Record(COMPUTE, 2), Wait(LOAD, 2), Copy(LOAD, kept, slot, "load"), Record(LOAD, 1), Wait(COMPUTE, 1), copied,
+        Release(COMPUTE, slot)), (), plan.arenas, resident, outputs={"out0": ref}, files=files)
+    for program in (stores, loads):
+        verify_program(program)
+    wrote = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda *given: (time.sleep(0.2), wrote(*given))[1])
+    device = ThreadDevice(open_reader("direct"), spill=SpillSpace(str(tmp_path), "direct"))
+    session = Session(plan, lambda tokens: stores if tokens == 2 else loads, (), {}, device)
+    device.tensor(replace(ref, offset=0, buffer="x")).fill_(7)
+    session.step({"input_ids": torch.zeros(1, 2, dtype=torch.int64)})
+    found = session.step({"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
+    assert (found == 7).all()
+    session.close()
