@@ -233,7 +233,8 @@ class LanguageModel:
         """The running session; made, and its resident weights loaded, when first asked for."""
         if self._session is None:
             began = time.monotonic()
-            device = open_device(self.machine, self.switches, self.trace, self.budget.disk)
+            folder = self.budget.disk if isinstance(self.budget, Budget) else None  # limits alone name none
+            device = open_device(self.machine, self.switches, self.trace, folder)
             self._session = Session(
                 self.plan, partial(self._pipeline.program, self.plan),  # without `self`: no cycle keeps the memory
                 resident_copies(self.plan, self.files), self.captured.constants, device, self.trace,
