@@ -111,3 +111,10 @@ def test_the_logger_is_quiet_until_asked() -> None:
     assert "forebay: " not in quiet
     for part in ("forebay: planned 1 of", "forebay: loaded", "forebay: made step of 1 tokens"):
         assert part in heard
+
+
+def test_a_picture_of_a_step(tmp_path: Path) -> None:
+    call("plan", "demo", "--budget", "150MB", "--picture", str(tmp_path / "step.png"))
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    wrong = call("plan", "demo", "--budget", "150MB", "--picture", str(tmp_path / "step.xyz"), exit_code=2)
+    assert "cannot write the picture" in wrong.stderr

@@ -8,6 +8,7 @@ from typing import Any
 
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import BufferPlacement, Plan, PlanError
+from forebay.rewriter.predict.simulate import Timeline
 from forebay.rewriter.report.explain import KIND_LETTERS, lasting, peak_nbytes, phases
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
@@ -41,6 +42,37 @@ def draw_memory(plan: Plan, path: str | Path, arena: str = "device") -> None:
                     f"{format_nbytes(plan.budget.device)}, batch {plan.workload.batch}")
     try:
         figure.savefig(path, dpi=120)
+    except ValueError as error:
+        raise PlanError(f"cannot write the picture {path}: {error}") from error
+
+
+def draw_step(plan: Plan, line: Timeline, path: str | Path) -> None:
+    """Write a PNG of one decode step as predicted: above what each stream does over time, below the device arena and
+    what moves in it. PlanError for a path whose ending matplotlib cannot write."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplot_mosaic([["lanes", "lanes"], ["arena", "phase"]], width_ratios=[1, 4], height_ratios=[2, 3])
+    streams = list(dict.fromkeys(stream for stream, *_ in line.spans))
+    for lane, stream in enumerate(streams):
+        colour = COLOURS["activation" if stream == "compute" else "slot"]
+        bars = [(1e3 * start, 1e3 * (end - start)) for name, _, start, end in line.spans if name == stream]
+        axes["lanes"].broken_barh(bars, (lane - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=0.2)
+    axes["lanes"].set_yticks(range(len(streams)), streams)
+    axes["lanes"].set(title=f"a decode step of {1e3 * line.time_s:.0f} ms, bound by {line.bottleneck}", xlabel="ms",
+                      xlim=(0, 1e3 * line.time_s))
+    moving = {phase: buffers for phase, buffers in phases(plan, "device").items() if phase == "decode"}
+    _draw_arena(axes["arena"], plan, moving, "device")
+    if moving:
+        _draw_phase(axes["phase"], "decode", moving["decode"])
+    kinds = dict.fromkeys(b.kind for b in plan.buffers_of("decode") if b.arena == "device")
+    figure.legend(handles=[Patch(color=COLOURS[kind], label=kind) for kind in kinds], loc="outside lower center",
+                  ncols=len(kinds))
+    try:
+        figure.savefig(path, dpi=110)
     except ValueError as error:
         raise PlanError(f"cannot write the picture {path}: {error}") from error
 

@@ -54,6 +54,8 @@ def plan(
     = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
+    picture: Annotated[Path | None, typer.Option(
+        metavar="OUT.png", help="Draw a decode step: what each stream does over time, and the memory.")] = None,
     debug: DebugOption = False,
 ) -> None:
     """Show what would go where, how much memory and time it takes, and the smallest budget; no weight is read."""
@@ -66,6 +68,8 @@ def plan(
         if config is not None:
             if slots is not None or cache != "native":
                 raise PlanError("--slots and --cache are for plans of a MODEL; with --config the policy is searched")
+            if picture is not None:
+                raise PlanError("--picture is for plans of a MODEL; with --config see --pareto")
             if save is not None:
                 raise PlanError("--save writes plans that run, and --config finds a policy that does not; see --json")
             found = _search(config, machine, budget, prompt=prompt or 512, output=new_tokens or 32,
@@ -81,19 +85,21 @@ def plan(
                 raise PlanError(f"{name} needs --config")
         assert model is not None
         shape = (batch or 1, prompt or 64, new_tokens or 64)
-        _plan_model(model, budget, shape, Wishes(slots, cache_format=cache), machine, as_json, save)
+        _plan_model(model, budget, shape, Wishes(slots, cache_format=cache), machine, as_json, save, picture)
 
 
 def _plan_model(
     model: str, budget: str | None, shape: tuple[int, int, int], wishes: Wishes, machine: str | None,
-    as_json: bool, save: Path | None,
+    as_json: bool, save: Path | None, picture: Path | None,
 ) -> None:
     from forebay.api import open_model
+    from forebay.commands.pictures import draw_step
     from forebay.commands.process_memory import anonymous_nbytes
     from forebay.rewriter.capture.step_graphs import step_graphs
     from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
     from forebay.rewriter.ir.plan import PlanError, Workload
     from forebay.rewriter.pipeline import Pipeline
+    from forebay.rewriter.predict.simulate import simulate
     from forebay.rewriter.rewrite_captured import rewrite_captured
     from forebay.rewriter.switches import read_switches
 
@@ -112,6 +118,8 @@ def _plan_model(
         smallest = pipeline.smallest_budget(wishes)
     if save:
         made.save(save)
+    if picture:
+        draw_step(made, simulate(pipeline.program(made, 1), profile), picture)
     if as_json:
         print(made.to_json())
         return
