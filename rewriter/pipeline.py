@@ -39,6 +39,7 @@ from forebay.rewriter.planning.check_plan import check_plan, check_prediction, c
 from forebay.rewriter.planning.graph_needs import cache_buffers, cache_rows, weight_products, weight_uses
 from forebay.rewriter.planning.planner import Facts, PhaseNeed, Wishes, make_plan, smallest_budget
 from forebay.rewriter.planning.product_shapes import planned_shapes, product_uses, weights_of_layers
+from forebay.rewriter.planning.staged_cache import staged_cache
 from forebay.rewriter.predict.closed_form import rates_of
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.simulate import STEPS, Timeline, simulate
@@ -93,15 +94,19 @@ class Pipeline:
         count = graphs.block.micro_batches
         self._cache_rows = {} if graphs.prefill is None else {
             name: replace(rows, rows=count * rows.rows) for name, rows in cache_rows(decode).items()}
+        staged = staged_cache(decode, graphs.block) if graphs.block.cache == "disk" else None
+        if staged is not None and machine.device_kind != "cpu":
+            raise PlanError("a cache on disk is lowered for machines without a GPU only; keep it on the device")
         uses = weight_uses(decode, set(graphs.constants))
         self.facts = Facts(
             graphs.fingerprint, uses,
             {name: t.numel() * t.element_size() for name, t in graphs.constants.items()},
-            {name: count * nbytes for name, nbytes in cache_buffers(decode).items()},
+            staged.tails if staged is not None else {
+                name: count * nbytes for name, nbytes in cache_buffers(decode).items()},
             self.need, graphs.weight_tier, graphs.host_hop,
             {name: rows.nbytes(workload.prompt) for name, rows in self._cache_rows.items()},
             rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, graphs.weight_tier, count),
-            graphs.block, weights_of_layers(decode), graphs.cache_format)
+            graphs.block, weights_of_layers(decode), graphs.cache_format, staged)
 
     @no_collection()
     def plan(self, budget: Budget, wishes: Wishes | None = None) -> Plan:

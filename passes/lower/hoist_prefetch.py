@@ -2,42 +2,79 @@
 
 from __future__ import annotations
 
-from forebay.passes.lower.draft import Draft, Fetch, Free
+from forebay.passes.lower.draft import Draft, Evict, Fetch, Free, Store
+from forebay.passes.lower.stage_cache import RING
 from forebay.rewriter.ir.plan import Plan, PlanError
 
 
 def hoist_prefetch(draft: Draft, plan: Plan) -> None:
-    """Move every Fetch up to the Free that lets it start: number j stands behind Free number j - lead, in order, and
-    never before its slot's last contents are free.
+    """Move every Fetch up to the Free that lets it start.
 
+    Weights: number j stands behind Free number j - lead, in order, and never before its slot's last contents are free.
     The first `lead` of them become the prologue, and stand again at the end of the step, for the next one. PlanError
     where one launch needs more moves at once than there are slots.
+
+    Cache: what is loaded is named by inputs of the step, so the first loads stand at its top, and each other where its
+    slot is given back. That is a turn later than it was, if there are slots for it, so that stores have a turn's time.
     """
-    lead, slots, count = plan.schedule.lead, plan.schedule.slots, len(draft.moves)
+    _hoist_weights(draft, plan)
+    _hoist_cache(draft, plan.schedule.block.cache_slots)
+
+
+def _hoist_weights(draft: Draft, plan: Plan) -> None:
+    moves = [index for index, move in enumerate(draft.moves) if move.ring != RING]
+    number = {index: j for j, index in enumerate(moves)}
+    lead, slots, count = plan.schedule.lead, plan.schedule.slots, len(moves)
     ahead = min(lead, count)
-    draft.prologue = tuple(range(ahead))
+    draft.prologue = tuple(moves[:ahead])
     last_in_slot = {j % slots: j for j in range(count)}
     freed: set[int] = set()
     items: list = []
     following, again = ahead, 0  # the next move to issue: of this step, of the next one
     for item in draft.items:
-        if isinstance(item, Fetch):
-            if item.index < following:
+        j = number.get(item.index, -1) if isinstance(item, Fetch | Free) else -1
+        if isinstance(item, Fetch) and j >= 0:
+            if j < following:
                 continue  # issued already
-            if item.index >= slots and item.index - slots not in freed:
+            if j >= slots and j - slots not in freed:
                 raise PlanError(f"plan.schedule.slots: {slots} slots cannot hold what one operator needs at once: "
                                 f"{draft.moves[item.index].label} is needed before "
-                                f"{draft.moves[item.index - slots].label} leaves its slot; use more slots")
-            following = item.index + 1
+                                f"{draft.moves[moves[j - slots]].label} leaves its slot; use more slots")
+            following = j + 1
         items.append(item)
-        if not isinstance(item, Free):
+        if not isinstance(item, Free) or j < 0:
             continue
-        freed.add(item.index)
+        freed.add(j)
         while following < count and following - lead in freed and (
                 following < slots or following - slots in freed):
-            items.append(Fetch(following))
+            items.append(Fetch(moves[following]))
             following += 1
         while following == count and again < ahead and last_in_slot[again % slots] in freed:
-            items.append(Fetch(again))
+            items.append(Fetch(moves[again]))
             again += 1
+    draft.items = items
+
+
+def _hoist_cache(draft: Draft, slots: int) -> None:
+    """Load n and store n are those of turn n."""
+    loads = [index for index, move in enumerate(draft.moves) if move.ring == RING]
+    if not loads:
+        return
+    later = 1 if slots > 2 else 0
+    items: list = [Fetch(index) for index in loads[:slots]]
+
+    def give_back(turn: int) -> None:
+        items.extend((Evict(turn), Free(loads[turn])))
+        if turn + slots < len(loads):
+            items.append(Fetch(loads[turn + slots]))
+
+    ours = set(loads)
+    for item in draft.items:
+        if isinstance(item, Evict) or (isinstance(item, Fetch | Free) and item.index in ours):
+            continue
+        items.append(item)
+        if isinstance(item, Store) and item.index >= later:
+            give_back(item.index - later)
+    for turn in range(len(loads) - later, len(loads)):
+        give_back(turn)
     draft.items = items

@@ -22,10 +22,12 @@ from forebay.passes.lower.recording import (
     Recorded,
     Recorder,
     Recording,
+    Staging,
     flatten,
     parts_of,
     place_of,
 )
+from forebay.passes.lower.stage_cache import CacheStaging, staged_layers
 from forebay.passes.lower.take_turns import Turn, turns
 from forebay.rewriter.ir.graph import META, CacheInput, Layout, WeightInput, values_of
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
@@ -41,6 +43,7 @@ class _Instance:
     symbols: dict[str, Place]
     names: dict[str, str]  # symbol -> weight
     cache: dict[str, tuple[Place, int]]  # where it begins, and the bytes of a part
+    staged: dict[str, int]  # symbols of a cache that is staged, and where in the slot
     moves: dict[int, int] = field(default_factory=dict)
     lookups: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -73,8 +76,9 @@ class _Lowering:
         self.outer = Addresses(gm, layout, "", {})
         self.recorded: dict[object, tuple[Recording, list[tuple[int, str]]]] = {}
         self.pieces: list[list[tuple[Recording, _Instance]]] = []
+        self.staging: CacheStaging | None = None
         self.activations = [micro_batch_symbols(layout, k, self.count) for k in range(self.count)]
-        self.lookups = 0
+        self.lookups = self.fetched = 0
 
     def run(self) -> Draft:
         draft = self.draft
@@ -82,6 +86,9 @@ class _Lowering:
         draft.resident = {b.name: Span(b.arena, b.offset, b.nbytes, b.name)
                           for b in self.plan.buffers if b.kind in kept}
         placeholders = self.gm.graph.find_nodes(op="placeholder")
+        if self.plan.schedule.block.cache == "disk":
+            tokens = next(n for n in placeholders if n.target == "input_ids").meta["val"].shape[1]
+            self.staging = CacheStaging(draft, self.plan, staged_layers(self.gm, self.plan.schedule.block), tokens)
         outer = self.whole = self._instance(-1, ((self.outer.symbols[n], n) for n in placeholders))
         recorder = Recorder(self.outer, self.workspace)
         pending: list[fx.Node] = []  # nodes since the last block call
@@ -146,13 +153,14 @@ class _Lowering:
         placeholders = block.graph.find_nodes(op="placeholder")
         inputs = [n for n in placeholders if n.meta.get(META) is None and values_of(n)]
         addresses = Addresses(block, self.layout, f"layer{like}_", dict(zip(inputs, given, strict=True)))
-        recording = Recorder(addresses, self.workspace, whole=True).record(list(block.graph.nodes))[0]
+        recorder = Recorder(addresses, self.workspace, True, self.staging is not None)
+        recording = recorder.record(list(block.graph.nodes))[0]
         own = [(i, addresses.symbols[n]) for i, n in enumerate(placeholders) if n.meta.get(META) is not None]
         return recording, own
 
     def _instance(self, layer: int, given: Iterable[tuple[str, fx.Node]]) -> _Instance:
         """A use of a graph whose symbols stand for these placeholders of the step graph."""
-        symbols, names, cache = {}, {}, {}
+        symbols, names, cache, staged = {}, {}, {}, {}
         for symbol, node in given:
             mark = node.meta.get(META)
             if isinstance(mark, WeightInput):
@@ -160,10 +168,12 @@ class _Lowering:
                 b = self.buffers.get(mark.name)
                 if b is not None:  # else it streams from disk
                     symbols[symbol] = b.arena, b.offset, b.name
+            elif isinstance(mark, CacheInput) and self.staging is not None:
+                staged[symbol] = self.staging.layers[mark.layer].beside if mark.side == "v" else 0
             elif isinstance(mark, CacheInput):
                 b = self.buffers[f"cache_{mark.side}_{mark.layer}"]
                 cache[symbol] = (b.arena, b.offset, b.name), b.nbytes // self.count
-        return _Instance(layer, symbols, names, cache)
+        return _Instance(layer, symbols, names, cache, staged)
 
     # -- stamping
 
@@ -177,6 +187,7 @@ class _Lowering:
             symbols[f"{TILE}{fetch}"] = self._landing(move)
         before, after = f"layer{layer}_" if layer >= 0 else "", f"@{k}" if self.count > 1 else ""
         add = self.draft.items.append
+        place: Place = "", 0, ""
         for entry in recording.of_turn(k, self.activations[k]):
             if isinstance(entry, Recorded):
                 launch = entry.launch
@@ -189,6 +200,13 @@ class _Lowering:
                 if turn.opens:
                     self._fetch(entry, instance)
                     symbols[f"{TILE}{entry.number}"] = self._landing(instance.moves[entry.number])
+            elif isinstance(entry, Staging):
+                assert self.staging is not None
+                if entry.ends:
+                    self.staging.keep(layer, k, place)
+                    continue
+                place = self.staging.bring(layer, k)
+                symbols |= {symbol: (place[0], place[1] + at, place[2]) for symbol, at in instance.staged.items()}
             elif isinstance(entry, Arrive):
                 if turn.opens:
                     add(Arrive(instance.moves[entry.index]))
@@ -221,7 +239,8 @@ class _Lowering:
         else:
             b = self.buffers[weight]
             source = Span(b.arena, b.offset + lower, nbytes, weight)
-        number = index % self.plan.schedule.slots
+        number = self.fetched % self.plan.schedule.slots
+        self.fetched += 1
         slot, buffer = self.slots[number], f"slot{number}:{index}"
         span, room = landing_of(direct, slot, nbytes, buffer, entry.itemsize)
         whole = entry.lower == 0 and entry.upper == entry.rows

@@ -15,7 +15,7 @@ from forebay.passes.lower.launches import Launches, Workspace
 from forebay.passes.lower.out_variants import mutated_arguments
 from forebay.passes.place.arrange_block import reads_matrix
 from forebay.rewriter.ir import ops
-from forebay.rewriter.ir.graph import META, Transfer, storage_of, values_of
+from forebay.rewriter.ir.graph import META, CacheInput, Transfer, storage_of, values_of
 from forebay.rewriter.ir.program import COMPUTE, Launch, Release, TensorRef
 
 
@@ -51,7 +51,14 @@ class Fetched:
     upper: int
 
 
-Entry = Recorded | Gather | Fetched | Release | Arrive | Free | Found  # numbers in marks count within the graph
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """Here a cache on disk is brought for its turn, or, where `ends`, kept."""
+
+    ends: bool
+
+
+Entry = Recorded | Gather | Fetched | Staging | Release | Arrive | Free | Found  # numbers in marks: the graph's own
 
 
 @dataclass
@@ -104,10 +111,11 @@ class Recorder:
 
     Unless it is recorded as a `whole`, the graph is cut into pieces where all micro-batches may take their turns:
     behind each tile of a matrix, so that the tile need not stay longer, and behind lookups, so that all are under way.
+    With `staged`, marks stand before the first and behind the last operator that touches the cache.
     """
 
-    def __init__(self, addresses: Addresses, workspace: Workspace, whole: bool = False) -> None:
-        self.addresses, self.whole = addresses, whole
+    def __init__(self, addresses: Addresses, workspace: Workspace, whole: bool = False, staged: bool = False) -> None:
+        self.addresses, self.whole, self.staged = addresses, whole, staged
         self.launches = Launches(addresses.ref, workspace)
         self.entries: list[Entry] = []
         self.landing: dict[fx.Node, Arrive | Found] = {}  # storage node -> the mark before its first reader
@@ -118,7 +126,10 @@ class Recorder:
         pieces: list[Recording] = []
         self.entries = []
         results: tuple[Place, ...] = ()
+        touching = [n for n in nodes if _touches_cache(n)] if self.staged else []
         for node in nodes:
+            if touching and node is touching[0]:
+                self.entries.append(Staging(False))
             if node.op == "output":
                 results = tuple(place_of(self.addresses.ref(v)) for v in flatten(node.args[0])
                                 if isinstance(v, fx.Node) and values_of(v))
@@ -133,6 +144,8 @@ class Recorder:
             elif node.op == "call_function" and node.target is not operator.getitem and (
                     node.meta.get("alias_of") is None or _writes_argument(node)):
                 self._launch(node)
+            if touching and node is touching[-1]:
+                self.entries.append(Staging(True))
             self.entries += [Release(COMPUTE, span) for span in self.addresses.ends(node)]
             if not self.whole and _ends_turn(node):
                 pieces.append(Recording(tuple(self.entries)))
@@ -167,6 +180,11 @@ class Recorder:
         for launch in self.launches.of(node):
             parts = (launch.args, launch.kwargs, launch.out, launch.reads, launch.writes)
             self.entries.append(Recorded(launch, tuple(map(has_symbols, parts))))
+
+
+def _touches_cache(node: fx.Node) -> bool:
+    return node.op == "call_function" and any(
+        isinstance(storage_of(operand)[0].meta.get(META), CacheInput) for operand in node.all_input_nodes)
 
 
 def _ends_turn(node: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,6 +11,7 @@ from torch import fx
 
 from forebay.rewriter.capture.concretise import concretise, few_layers, inline_blocks
 from forebay.rewriter.garbage import no_collection
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput
 from forebay.rewriter.ir.plan import ALONE, Block, Workload
 from forebay.rewriter.ir.program import FileSlice
@@ -52,31 +54,34 @@ def step_graphs(
     workload = replace(workload, batch=workload.batch // block.micro_batches)
 
     def step(tokens: int, cached: int | None = None) -> fx.GraphModule:
-        return concretise(captured.step, step_inputs(captured, workload, tokens, cached, weights))
+        return concretise(captured.step, step_inputs(captured, workload, tokens, cached, weights, block))
 
     short, likes = few_layers(captured.step)
     few = {node.name for node in short.graph.find_nodes(op="placeholder")}
 
     def sample(tokens: int) -> tuple[fx.GraphModule, dict[int, int]]:
-        inputs = step_inputs(captured, workload, tokens, None, weights)
+        inputs = step_inputs(captured, workload, tokens, None, weights, block)
         return inline_blocks(concretise(short, {name: inputs[name] for name in few & inputs.keys()})), likes
 
     return StepGraphs(fingerprint, step, files, captured.constants, host_hop, sample=sample,
-                      prefill=lambda tokens: step(tokens, workload.prompt),
+                      prefill=None if block.cache == "disk" else lambda tokens: step(tokens, workload.prompt),
                       cache_format=captured.cache[0].format if captured.cache else "native", block=block)
 
 
 def step_inputs(
     captured: CapturedModel, workload: Workload, tokens: int, cached: int | None = None,
-    weights: Mapping[str, torch.Tensor] | None = None
+    weights: Mapping[str, torch.Tensor] | None = None, block: Block = ALONE
 ) -> dict[str, torch.Tensor]:
     """Meta tensors for every placeholder of the step graph, by name; the cache holds `cached` tokens per sequence, all
-    of the context by default. `weights`, if they were made before, are those of the weights and constants."""
+    of the context by default. `weights`, if they were made before, are those of the weights and constants. A cache that
+    `block` has on disk is token-major, K and V beside each other, in whole blocks that are whole pages."""
     batch, context = workload.batch, workload.context if cached is None else cached
     inputs = {"input_ids": _meta((batch, tokens)), "start": _meta((batch,)), "last": _meta((batch,))}
     for i, spec in enumerate(captured.cache):
         for side in "kv":
-            inputs[f"cache_{side}_{i}"] = _meta((batch, spec.kv_heads, context, spec.head_dim), spec.dtype)
+            shape = batch, spec.kv_heads, context, spec.head_dim
+            inputs[f"cache_{side}_{i}"] = _meta(shape, spec.dtype) if block.cache == "device" else (
+                _token_major(shape, spec.dtype, block))
     inputs.update(_weight_inputs(captured) if weights is None else weights)
     return inputs
 
@@ -96,6 +101,17 @@ def _weight_inputs(captured: CapturedModel) -> dict[str, torch.Tensor]:
         elif value is not None:
             inputs[str(node.target)] = _meta(value.shape, value.dtype)
     return inputs
+
+
+def _token_major(shape: tuple[int, int, int, int], dtype: torch.dtype, block: Block) -> torch.Tensor:
+    """K or V of [B, Hkv, L, D] as views of [B, blocks, T, 2, Hkv, D], the bytes of a token padded so that T of them are
+    whole pages."""
+    batch, heads, context, width = shape
+    tokens = block.cache_blocks(context) * block.cache_tokens
+    unit = PAGE_NBYTES // math.gcd(PAGE_NBYTES, block.cache_tokens)
+    stride = -(-2 * heads * width * dtype.itemsize // unit) * unit // dtype.itemsize
+    return torch.empty_strided((batch, heads, tokens, width), (tokens * stride, width, stride, 1), dtype=dtype,
+                               device=_META)
 
 
 def _meta(shape: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:

@@ -85,10 +85,21 @@ class WeightPlacement:
 class Block:
     """The sequences that share passes over the weights: `micro_batches` parts of equal size, computed one after the
     other (FlexGen, section 4.1). In `row` order each runs through all layers before the next one, and brings the
-    weights anew; in `zigzag` order all run through a layer before the next layer, and its weights come once."""
+    weights anew; in `zigzag` order all run through a layer before the next layer, and its weights come once.
+
+    A `cache` on disk is loaded into one of `cache_slots` staging slots for each layer and micro-batch, in blocks of
+    `cache_tokens` tokens; the block that is not full yet stays on the device.
+    """
 
     micro_batches: int = 1
     order: Literal["row", "zigzag"] = "zigzag"
+    cache: Literal["device", "disk"] = "device"
+    cache_tokens: int = 0
+    cache_slots: int = 0
+
+    def cache_blocks(self, context: int) -> int:
+        """Blocks of a sequence in a cache on disk: those of `context` tokens, the last of which is never full."""
+        return context // self.cache_tokens + 1
 
     @property
     def fetches(self) -> int:
@@ -227,7 +238,7 @@ class Plan:
     def meeting(self) -> Meeting | None:
         """Where cache and activations of a decode step would meet; None without a cache on the device."""
         here = [b for b in self.buffers_of("decode") if b.arena == "device"]
-        cache = [b for b in here if b.kind == "cache"]
+        cache = [b for b in here if b.kind == "cache" and self.schedule.block.cache == "device"]
         if not cache:
             return None
         top = max(b.offset + b.nbytes for b in cache)
@@ -340,6 +351,10 @@ def validate(plan: Plan) -> None:
         if tier not in ARENAS or nbytes < 0:
             raise PlanError(f"plan.arenas.{tier}: {nbytes} bytes; there are arenas of at least 0 bytes for "
                             f"{' and '.join(ARENAS)}")
+    if s.block.cache == "disk" and (s.block.cache_slots < 1 or s.block.cache_tokens < 1):
+        raise PlanError("plan.schedule.block: a cache on disk needs cache_slots and cache_tokens of at least 1")
+    if s.block.cache == "device" and (s.block.cache_slots or s.block.cache_tokens):
+        raise PlanError("plan.schedule.block: cache_slots and cache_tokens are for a cache on disk")
     if plan.workload.batch % s.block.micro_batches:
         raise PlanError(f"plan.schedule.block.micro_batches: {s.block.micro_batches} do not divide a batch of "
                         f"{plan.workload.batch}")

@@ -65,7 +65,8 @@ class Rows:
 
     Row i of the other end is row index[i] of the table (without `index`: row i); where `skips`, one with a negative
     number is left out. With `count` [1] only the first count[0] rows are moved. What is left out keeps what it held in
-    a table, and is undefined in the dense end. The proof takes all of both ends to be touched.
+    a table, and is undefined in the dense end. The proof takes all of both ends to be touched. `usual` is the share that
+    predictions count.
     """
 
     table: FileSlice | Span
@@ -73,6 +74,7 @@ class Rows:
     index: TensorRef | None = None
     count: TensorRef | None = None
     skips: bool = False
+    usual: float = 1.0
 
     @property
     def rows(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from forebay.passes.place.select_gemm import Shape
 from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES
-from forebay.rewriter.ir.plan import MOVING, BufferPlacement, Plan, PlanError, Prediction, Workload
+from forebay.rewriter.ir.plan import ARENAS, MOVING, BufferPlacement, Plan, PlanError, Prediction, Workload
 from forebay.rewriter.planning.planner import Facts, host_rows_nbytes, slot_stride
 
 SAME_TIME = 1e-6  # relative: the simulator's own sums, in another order
@@ -146,6 +146,8 @@ def _expected(plan: Plan, facts: Facts) -> dict[tuple[str, str], _Expected]:
     """Every buffer that the plan must have, by name and phase."""
     found = {(w.name, "all"): _Expected("weight", w.tier, w.nbytes) for w in plan.weights if w.tier != "disk"}
     found |= {(name, "all"): _Expected("constant", "device", nbytes) for name, nbytes in facts.constants.items()}
+    for name, kind, arena, nbytes, _ in facts.staged.buffers() if facts.staged is not None else ():
+        found[name, "all"] = _Expected(kind, arena, nbytes)
     stride = slot_stride(plan.schedule.slot_nbytes)
     for i in range(plan.schedule.slots):
         found[f"slot{i}", "all"] = _Expected("slot", "device", stride)
@@ -196,8 +198,9 @@ def _check_places(plan: Plan) -> None:
             raise PlanError(f"plan.budget.{tier}: the {tier} arena takes {nbytes} bytes, {limit} are allowed")
     number = {id(b): i for i, b in enumerate(plan.buffers)}
     for i, b in enumerate(plan.buffers):
-        step = PAGE_NBYTES if b.kind == "slot" or b.name == "host_rows" else ALIGNMENT
-        if b.offset % step or b.offset + b.nbytes > plan.arenas.get(b.arena, 0):
+        afar = b.arena not in ARENAS  # in a file, which is as long as it must be
+        step = PAGE_NBYTES if b.kind == "slot" or b.name == "host_rows" or afar else ALIGNMENT
+        if b.offset % step or (b.offset + b.nbytes > plan.arenas.get(b.arena, 0) and not afar):
             raise PlanError(f"plan.buffers[{i}].offset: {b.name} [{b.offset}:+{b.nbytes}] must lie in the {b.arena} "
                             f"arena of {plan.arenas.get(b.arena, 0)} bytes (plan.arenas.{b.arena}), at a multiple of "
                             f"{step}")

@@ -24,6 +24,7 @@ from forebay.rewriter.ir.plan import (
     Workload,
 )
 from forebay.rewriter.planning.product_shapes import ProductUse
+from forebay.rewriter.planning.staged_cache import StagedCache
 from forebay.rewriter.predict.closed_form import Rates
 
 SMALL_NBYTES = 64 << 10  # below this a copy costs more in latency (~0.1 ms) than in bytes
@@ -74,10 +75,16 @@ class Wishes:
     cache_format: str = "native"
     micro_batches: int = 1
     order: Literal["row", "zigzag"] = "zigzag"
+    cache_tier: Literal["device", "disk"] = "device"
+    cache_tokens: int = 32
+    cache_slots: int = 3
 
     def block(self, batch: int) -> Block:
         """The block for `batch` sequences; no micro-batch is empty."""
-        return Block(min(self.micro_batches, batch), self.order)
+        count = min(self.micro_batches, batch)
+        if self.cache_tier == "device":
+            return Block(count, self.order)
+        return Block(count, self.order, "disk", self.cache_tokens, self.cache_slots)
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,7 @@ class Facts:
     block: Block = ALONE
     layers: Mapping[int, tuple[str | None, ...]] = field(default_factory=dict)  # the weights that each layer is given
     cache_format: str = "native"
+    staged: StagedCache | None = None  # of a cache on disk, whose tails stand in `cache`
 
 
 def make_plan(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes, machine: str) -> Plan:
@@ -202,6 +210,7 @@ def _candidates(facts: Facts, kinds: _Kinds, budget: Budget, workload: Workload,
         upper, _ = _upper(facts, chunk)
         workspace = max(facts.need(chunk).workspace, facts.need(1).workspace)
         fixed = upper + workspace + sum(_aligned(n) for n in facts.constants.values())
+        fixed += facts.staged.device_nbytes if facts.staged is not None else 0
         room = budget.device - fixed - kinds.pinned_nbytes
         if room < 0:
             continue
@@ -413,7 +422,7 @@ def _lay_out(plan: Plan, facts: Facts, height: int) -> Plan:
     """Give resident weights, constants, slots and cache their addresses from the bottom of each arena; where a prefill
     borrows from the cache, twice, once for each phase."""
     buffers: list[BufferPlacement] = []
-    ends = {"device": 0, "host": 0}
+    ends = {"device": 0, "host": 0, "cache": 0}
 
     def put(name: str, kind: str, arena: str, nbytes: int, alignment: int = ALIGNMENT, phase: str = "all") -> None:
         offset = -(-ends[arena] // alignment) * alignment
@@ -432,6 +441,8 @@ def _lay_out(plan: Plan, facts: Facts, height: int) -> Plan:
         if plan.schedule.host_hop:
             for i in range(plan.schedule.slots):
                 put(f"host_slot{i}", "slot", "host", stride, PAGE_NBYTES)
+    for staged in facts.staged.buffers() if facts.staged is not None else ():
+        put(*staged)
     upper, lends = _upper(facts, plan.schedule.prefill_chunk)
     bottom = _aligned(ends["device"])
     caches = {"prefill": facts.cache_prompt, "decode": facts.cache} if lends else {"all": facts.cache}

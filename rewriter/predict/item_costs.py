@@ -11,6 +11,7 @@ from forebay.rewriter.ir.program import Copy, FileSlice, Item, Launch, Rows, Ten
 from forebay.rewriter.predict.estimator import Estimator
 
 LOOKUPS = ("aten.embedding.out", "aten.gather.out", "aten.index_select.out")  # they read as much as they write
+APPENDS = ("call:aten.index_copy_.default",)  # they write as much as they read, into something larger
 
 
 def item_time_s(item: Item, times: Estimator) -> float:
@@ -29,7 +30,8 @@ def copy_time_s(item: Copy, times: Estimator) -> float:
     if isinstance(src, Rows) and isinstance(src.table, FileSlice):
         rows = src.nbytes // src.row_nbytes  # whole pages are read
         return times.latency_s(*tiers) + rows * max(src.row_nbytes, PAGE_NBYTES) * times.byte_s(*tiers)
-    return copy_nbytes(item) * times.byte_s(*tiers)
+    usual = min((end.usual for end in (src, item.dst) if isinstance(end, Rows)), default=1.0)
+    return usual * copy_nbytes(item) * times.byte_s(*tiers)
 
 
 def copy_latency_s(item: Copy, times: Estimator) -> float:
@@ -64,7 +66,7 @@ def touched_nbytes(item: Launch) -> int:
     if item.op in LOOKUPS:
         return 2 * writes
     operator = find(item.op)
-    if operator is not None and operator.caches and operator.writes:  # new positions, as large as what it reads else
+    if item.op in APPENDS or (operator is not None and operator.caches and operator.writes):  # new positions, as large as what it reads else
         grown = {s.buffer for s in item.writes}
         return 2 * sum(s.nbytes for s in item.reads if s.buffer not in grown)
     return sum(s.nbytes for s in item.reads) + writes

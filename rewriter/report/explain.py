@@ -104,9 +104,17 @@ def _head(plan: Plan) -> str:
                     + f", {format_nbytes(p.streamed_nbytes)} stream per decode step"),
         ("schedule", _schedule(plan)),
         ("prefill", f"chunks of {s.prefill_chunk} tokens, {passes} pass{'es' if passes > 1 else ''} over the weights"),
-        ("cache", f"{plan.cache_format}, on the device"),
+        ("cache", f"{plan.cache_format}, {_cache_tier(plan)}"),
     ]
     return "\n".join(f"{name:<10}{text}" for name, text in lines)
+
+
+def _cache_tier(plan: Plan) -> str:
+    block = plan.schedule.block
+    if block.cache == "device":
+        return "on the device"
+    return (f"on disk in blocks of {block.cache_tokens} tokens, through {block.cache_slots} staging slots; the blocks "
+            "that are not full yet on the device")
 
 
 def _schedule(plan: Plan) -> str:

@@ -12,6 +12,7 @@ import torch
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.ir.program import DISK, Copy, FileSlice, Item, Program, Span, TensorRef
 from forebay.runtime.devices.device import Device, RuntimeFault
+from forebay.runtime.run.cache_blocks import CacheBlocks
 from forebay.runtime.run.executor import BoundProgram, load_resident
 from forebay.runtime.run.trace import Trace
 
@@ -56,6 +57,7 @@ class Session:
         self.every_position = every_position
         self._program, self._growth = program, growth
         self._grow: BoundProgram | None = None
+        self._blocks = CacheBlocks(plan) if plan.schedule.block.cache == "disk" else None
         self._bound: dict[int, BoundProgram] = {}
         self._started = False
         self._ran: BoundProgram | None = None  # last
@@ -93,7 +95,10 @@ class Session:
     def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Run one step over input_ids [B, S], start [B], last [B] (int64); returns logits [B, V], or with
         `every_position` [B, S, V], valid until the next step."""
-        bound = self.bound(inputs["input_ids"].shape[1])
+        tokens = inputs["input_ids"].shape[1]
+        bound = self.bound(tokens)
+        if self._blocks is not None:
+            inputs = {**inputs, **self._blocks.step(inputs["start"], tokens)}
         for name, value in inputs.items():
             if name in bound.inputs:
                 bound.inputs[name].copy_(value)

@@ -69,6 +69,7 @@ def wrap(
     cache: str = "native",
     micro_batches: int = 1,
     order: Literal["row", "zigzag"] = "zigzag",
+    cache_tier: Literal["device", "disk"] = "device",
 ) -> LanguageModel:
     """Make `model` run within `budget`.
 
@@ -80,14 +81,15 @@ def wrap(
     guess. `slots`, `slot_nbytes`, `lead` and `prefill_chunk` force choices that are otherwise the planner's. `cache` is
     the KV cache's format: native, kv8 or kv4 (rotated rows, groups along the head dimension). The batch is computed in
     `micro_batches` parts, which need activations one at a time; in "zigzag" `order` they share each pass over the
-    weights. `plan` replays a saved plan.
+    weights. With `cache_tier` "disk" the KV cache lies in a spill file in `budget["disk"]`, and is loaded for each
+    layer and micro-batch. `plan` replays a saved plan.
 
     Raises PlanError for a budget that cannot work, CheckpointError for files that cannot be used, CaptureError for an
     architecture that is not supported.
     """
     sizes = parse_budget(budget)
     wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk, cache_format=cache, micro_batches=micro_batches,
-                    order=order)
+                    order=order, cache_tier=cache_tier)
     if isinstance(model, torch.nn.Module):
         captured = capture_model(model)
         checkpoint = spill_module(model, sizes.disk or tempfile.gettempdir())

@@ -20,15 +20,19 @@ from e2e.agreement import assert_same_tokens
 from families import gemma2, gpt2, llama, opt
 
 import forebay.runtime.devices.open_device as open_device_module
+import forebay.runtime.disk.spill as spill_module
 from forebay.api import LanguageModel, open_model
 from forebay.rewriter.ir.plan import Budget, PlanError, Prediction, Workload, load_plan, plan_from_dict
-from forebay.rewriter.ir.program import UNORDERED, Copy, FileSlice, Wait
+from forebay.rewriter.ir.program import LOAD, UNORDERED, Copy, FileSlice, Wait
 from forebay.rewriter.planning.planner import Wishes
 from forebay.rewriter.verify.program import ProgramError, verify_program
+from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.run.rows import Rows
 
 CONFIGS = {"llama": lambda: llama(3, hidden_size=96, intermediate_size=256, vocab_size=997), "opt": opt, "gpt2": gpt2,
            "gemma2": gemma2}
 COUNT, PROMPT, NEW = 5, 11, 6
+DISK = {"cache_tier": "disk", "cache_tokens": 4, "prefill_chunk": 6}
 
 
 class Case:
@@ -61,8 +65,12 @@ class Case:
         assert found
         return self.language_model(1.03 * int(found[1]) / self.nbytes, **wishes)
 
+    def answer(self, lm: LanguageModel, **options: Any) -> torch.Tensor:
+        return lm.generate(self.ids, attention_mask=self.mask, max_new_tokens=NEW, pad_token_id=0, eos_token_id=None,
+                           **options)
+
     def check(self, lm: LanguageModel) -> None:
-        ours = lm.generate(self.ids, attention_mask=self.mask, max_new_tokens=NEW, pad_token_id=0, eos_token_id=None)
+        ours = self.answer(lm)
         found = assert_same_tokens(ours, self.expected, self.mask, self.model, lm.next_logits)
         assert found.tokens >= COUNT * NEW - 3
 
@@ -104,8 +112,7 @@ def test_a_zigzag_pass_brings_each_weight_once(cases: Callable[[str], Case], rea
         with case.language_model(1.0, slots=9, slot_nbytes=65536, prefill_chunk=2, order=order,
                                  micro_batches=micro_batches) as lm:
             marks.clear()
-            lm.generate(case.ids, attention_mask=case.mask, max_new_tokens=NEW, eos_token_id=None,
-                        on_token=lambda column: marks.append(reader_log.slices))
+            case.answer(lm, on_token=lambda column: marks.append(reader_log.slices))
             per_step = {b - a for a, b in itertools.pairwise(marks)}
             streamed = sum(w.nbytes for w in lm.plan.weights if w.tier == "disk" and (w.tile_rows or not w.gather))
             assert streamed > 0.2 * case.nbytes
@@ -124,10 +131,13 @@ def test_activations_of_one_micro_batch_at_a_time(cases: Callable[[str], Case], 
     assert heights[5] < (0.25 if order == "row" else 0.6) * heights[1]
 
 
-@pytest.mark.parametrize("order", ["row", "zigzag"])
-def test_without_any_one_wait_the_program_is_refused(cases: Callable[[str], Case], order: str) -> None:
+@pytest.mark.parametrize(("order", "more"), [
+    ("row", {}), ("zigzag", {}), ("zigzag", DISK), ("row", DISK | {"cache_slots": 2})])
+def test_without_any_one_wait_the_program_is_refused(
+    cases: Callable[[str], Case], order: str, more: dict[str, Any]
+) -> None:
     """Every wait of the compute stream, and those for slots that nothing else orders."""
-    with cases("llama").language_model(0.8, micro_batches=2, order=order) as lm:
+    with cases("llama").language_model(1.0, micro_batches=2, order=order, **more) as lm:
         program = lm._pipeline.program(lm.plan, 1)
         waits = [i for i, item in enumerate(program.step) if isinstance(item, Wait)]
         assert len(waits) > 10
@@ -158,6 +168,9 @@ class _LateReader:
         queue = self.reader.prepare(read)
         return lambda: threading.Timer(self.chance.choice((0.0, 0.002, 0.006)), queue).start()
 
+    def submit(self, read: Any) -> None:
+        self.prepare(read)()
+
     def read_rows(self, *args: Any) -> None:
         threading.Timer(self.chance.choice((0.0, 0.002)), self.reader.read_rows, args).start()
 
@@ -168,16 +181,153 @@ class _LateReader:
         self.reader.close()
 
 
-@pytest.mark.parametrize("order", ["row", "zigzag"])
-def test_reads_that_overtake_each_other(
-    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, order: str
+class _LateWriter:
+    """Writes that begin after a random while, in any order."""
+
+    def __init__(self, writer: Any, seed: int) -> None:
+        self.writer, self.chance = writer, random.Random(seed)
+
+    def write(self, file: Any, write: Any) -> None:
+        threading.Timer(self.chance.choice((0.0, 0.002, 0.01)), self.writer.write, (file, write)).start()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+@pytest.mark.parametrize(("order", "more"), [("row", {}), ("zigzag", {}), ("zigzag", DISK), ("row", DISK)])
+def test_copies_that_overtake_each_other(
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, order: str, more: dict[str, Any]
 ) -> None:
     opened = open_device_module.open_reader
     monkeypatch.setattr(open_device_module, "open_reader", lambda *a, **k: _LateReader(opened(*a, **k), 3))
+    made = spill_module.open_writer
+    monkeypatch.setattr(spill_module, "open_writer", lambda *a: _LateWriter(made(*a), 5))
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases("llama")
-    with case.language_model(0.8, micro_batches=3, order=order) as lm:
+    with case.language_model(1.0, micro_batches=3, order=order, **more) as lm:
         assert lm.plan.prediction.streamed_nbytes > 0
+        case.check(lm)
+
+
+@pytest.mark.parametrize(("name", "micro_batches", "order", "tokens", "slots"), [
+    ("llama", 1, "zigzag", 4, 3), ("llama", 3, "zigzag", 4, 2), ("llama", 5, "row", 2, 3), ("opt", 2, "zigzag", 16, 1),
+    ("gpt2", 2, "zigzag", 4, 4), ("gemma2", 3, "zigzag", 4, 3), ("gemma2", 2, "row", 2, 3)])
+def test_tokens_with_the_cache_on_disk(
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, micro_batches: int, order: str,
+    tokens: int, slots: int,
+) -> None:
+    """Chunks that end within blocks, the last one moved back; twice, as the second answer finds the first one's
+    blocks."""
+    monkeypatch.setenv("FOREBAY_POISON", "1")
+    case = cases(name)
+    with case.language_model(3.0, micro_batches=micro_batches, order=order, cache_tier="disk", cache_tokens=tokens,
+                             cache_slots=slots, prefill_chunk=6) as lm:
+        kept = {b.name for b in lm.plan.buffers if b.kind == "cache" and b.arena == "device"}
+        assert kept and all(name.startswith("tail_") for name in kept)
+        case.check(lm)
+        case.check(lm)
+
+
+@pytest.mark.parametrize("cache", ["kv8", "kv4"])
+def test_packed_rows_move_as_they_are(cases: Callable[[str], Case], cache: str) -> None:
+    case = cases("llama")
+    with case.language_model(3.0, cache_format=cache, prefill_chunk=6) as lm:
+        expected = case.answer(lm)
+    with case.language_model(3.0, cache_format=cache, micro_batches=2, cache_tier="disk", cache_tokens=64,
+                             prefill_chunk=6) as lm:
+        assert torch.equal(case.answer(lm), expected)
+        file = sum(b.nbytes for b in lm.plan.buffers if b.arena == "cache")
+    with case.language_model(3.0, micro_batches=2, cache_tier="disk", cache_tokens=64) as lm:
+        assert file < 0.5 * sum(b.nbytes for b in lm.plan.buffers if b.arena == "cache")
+
+
+def test_a_step_loads_the_blocks_that_exist_and_stores_those_that_got_full(
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, reader_log: Any
+) -> None:
+    """Bytes of every decode step, both ways, and none of them in the page cache's place: the weights are resident."""
+    case, tokens = cases("llama"), 4
+    written: list[int] = []
+    made = spill_module.open_writer
+    monkeypatch.setattr(spill_module, "open_writer", lambda *a: _CountingWriter(made(*a), written))
+    marks: list[tuple[int, int]] = []
+    with case.language_model(4.0, micro_batches=3, **DISK) as lm:
+        assert lm.plan.prediction.streamed_nbytes == 0
+        case.answer(lm, on_token=lambda column: marks.append((reader_log.slices, sum(written))))
+        file = [b for b in lm.plan.buffers if b.arena == "cache"]
+        blocks = lm.plan.schedule.block.cache_blocks(lm.plan.workload.context)
+        block_nbytes = file[0].nbytes // (6 * blocks)
+    lengths = [*case.mask.sum(1).tolist(), 1]  # and the place that is left empty
+    for step, (a, b) in enumerate(itertools.pairwise(marks)):
+        starts = [length + step for length in lengths]
+        assert b[0] - a[0] >= len(file) * block_nbytes * sum(start // tokens for start in starts)
+        begun = sum(start % tokens > 0 for start in starts) if step == 0 else 0  # whose tails chunks had moved on
+        assert b[0] - a[0] <= len(file) * block_nbytes * (sum(start // tokens for start in starts) + begun)
+        full = sum((start + 1) % tokens == 0 for start in starts)
+        assert b[1] - a[1] == len(file) * block_nbytes * full
+    assert marks[-1][0] - marks[0][0] > 0 and marks[-1][1] > marks[0][1]
+
+
+class _CountingWriter:
+    def __init__(self, writer: Any, written: list[int]) -> None:
+        self.writer, self.written = writer, written
+
+    def write(self, file: Any, write: Any) -> None:
+        self.written.append(write.nbytes)
+        self.writer.write(file, write)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def test_more_sequences_than_the_device_could_cache(cases: Callable[[str], Case]) -> None:
+    """A budget that holds a fraction of the cache, whichever way it is laid out."""
+    case = cases("llama")
+    count, length, new = 24, 100, 20
+    ids = torch.randint(3, 997, (count, length), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        expected = case.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
+                                       pad_token_id=0, eos_token_id=None)
+    workload = Workload(count, length, new)
+    with LanguageModel(*case.opened, Budget(1 << 30), workload, Wishes()) as lm:
+        whole = sum(b.nbytes for b in lm.plan.buffers_of("decode") if b.kind == "cache")
+    budget = Budget(int(case.nbytes + 0.55 * whole))
+    wishes = Wishes(micro_batches=12, cache_tier="disk", cache_tokens=16)
+    with LanguageModel(*case.opened, budget, workload, wishes) as lm:
+        assert sum(lm.plan.arenas.values()) <= budget.device
+        ours = lm.generate(ids, max_new_tokens=new, pad_token_id=0, eos_token_id=None)
+        assert_same_tokens(ours, expected, torch.ones_like(ids), case.model, lm.next_logits)
+
+
+def test_rows_on_disk_cannot_change_places(cases: Callable[[str], Case]) -> None:
+    case = cases("llama")
+    with case.language_model(3.0, **DISK) as lm, lm.running(2, PROMPT, 1) as session:
+        rows = Rows(session, [2] * 3)
+        rows.begin([torch.tensor([3, 4]), torch.tensor([5])])
+        rows.reorder(torch.tensor([0, 1]))
+        with pytest.raises(RuntimeFault, match=r"keep the cache on the device \(wrap"):
+            rows.reorder(torch.tensor([1, 0]))
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (dict(cache_slots=0), "cache_slots and cache_tokens of at least 1"),
+    (dict(cache="device"), "cache_slots and cache_tokens are for a cache on disk"),
+    (dict(cache_slots=9), "cache3 needs a slot buffer"),
+    (dict(cache_tokens=64), r"cache_loads needs a io buffer .*the plan's nbytes is"),
+])
+def test_an_edited_staging_is_obeyed_or_refused(cases: Callable[[str], Case], change: dict, message: str) -> None:
+    case = cases("llama")
+    with case.language_model(3.0, **DISK) as lm:
+        plan = lm.plan
+    edited = replace(plan, schedule=replace(plan.schedule, block=replace(plan.schedule.block, **change)))
+    with pytest.raises(PlanError, match=message):
+        again = plan_from_dict(json.loads(edited.to_json()))
+        LanguageModel(*case.opened, Budget(again.budget.device), again.workload, Wishes(), plan=again)
+    fewer = replace(plan, schedule=replace(plan.schedule, block=replace(plan.schedule.block, cache_slots=2)),
+                    buffers=tuple(b for b in plan.buffers if b.name != "cache2"), prediction=Prediction())
+    with LanguageModel(*case.opened, Budget(fewer.budget.device), fewer.workload, Wishes(), plan=fewer) as lm:
+        used = {i.dst.buffer.partition(":")[0] for i in lm._pipeline.program(lm.plan, 1).step
+                if isinstance(i, Copy) and i.stream == LOAD}
+        assert used == {"cache0", "cache1"}
         case.check(lm)
 
 
@@ -187,14 +337,14 @@ def test_a_saved_block_runs_again_and_an_edited_one_is_obeyed(cases: Callable[[s
         plan = lm.plan
         plan.save(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == plan
-    with LanguageModel(*case.opened, plan.budget, plan.workload, Wishes(), plan=plan) as lm:
+    with LanguageModel(*case.opened, Budget(plan.budget.device), plan.workload, Wishes(), plan=plan) as lm:
         assert lm.plan.schedule.block == plan.schedule.block
         case.check(lm)
         fetches = sum(isinstance(i, Copy) and isinstance(i.src, FileSlice) for i in lm._pipeline.program(plan, 1).step)
     kept = tuple(b for b in plan.buffers if b.phase == "all" or b.kind == "cache")
     row = replace(plan, schedule=replace(plan.schedule, block=replace(plan.schedule.block, order="row")), buffers=kept,
                   prediction=Prediction())  # what another order makes other is left out, and planned
-    with LanguageModel(*case.opened, row.budget, row.workload, Wishes(), plan=row) as lm:
+    with LanguageModel(*case.opened, Budget(row.budget.device), row.workload, Wishes(), plan=row) as lm:
         program = lm._pipeline.program(lm.plan, 1)
         again = sum(isinstance(i, Copy) and isinstance(i.src, FileSlice) for i in program.step)
     assert again > 3 * fetches

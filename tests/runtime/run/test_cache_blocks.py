@@ -1,0 +1,77 @@
+"""A cache on disk always holds the last tokens written, wherever steps begin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.rewriter.ir.plan import Block, Limits, Plan, Schedule, Workload
+from forebay.runtime.run.cache_blocks import CacheBlocks
+
+CONTEXT = 23
+
+
+def plan_of(batch: int, micro_batches: int, tokens: int) -> Plan:
+    block = Block(micro_batches, "zigzag", "disk", tokens, 3)
+    return Plan("", "", Limits(1), Workload(batch, 11, CONTEXT - 11), Schedule(block=block), ())
+
+
+@settings(deadline=None)
+@given(st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 2, 4, 7, 32]),
+       st.lists(st.tuples(st.lists(st.integers(0, CONTEXT), min_size=9, max_size=9), st.integers(1, 6)), max_size=12))
+def test_whatever_is_below_start_is_what_was_written_last(
+    micro_batches: int, each: int, tokens: int, steps: list[tuple[list[int], int]]
+) -> None:
+    """File, tail and slot are played with numbers: each token is written with the number of its step."""
+    batch = micro_batches * each
+    known = CacheBlocks(plan_of(batch, micro_batches, tokens))
+    blocks, lost = known.blocks, -5
+    file = torch.full((micro_batches, each * blocks, tokens), lost)
+    tail = torch.full((micro_batches, each, tokens), lost)
+    written = [[lost] * (CONTEXT + tokens) for _ in range(batch)]
+    ends = [0] * batch
+    for step, (wanted, span) in enumerate(steps):
+        start = torch.tensor([min(w, end, CONTEXT - span) for w, end in zip(wanted, ends, strict=False)])
+        given_ = known.step(start, span)
+        for k in range(micro_batches):
+            slot = torch.full((each * blocks, tokens), -9)
+            parts = {name: value.reshape(micro_batches, -1)[k] for name, value in given_.items()}
+            for i, row in enumerate(parts["cache_loads"].tolist()):
+                if row >= 0:
+                    slot[i] = file[k, row]
+            slot[parts["cache_before"]] = tail[k]
+            by_token = slot.view(each, blocks * tokens)
+            for s in range(each):
+                n = k * each + s
+                first = int(start[n])
+                by_token[s, first : first + span] = step
+                written[n][first : first + span] = [step] * span
+                assert by_token[s, : first + span].tolist() == written[n][: first + span]
+                ends[n] = first + span
+            tail[k] = slot[parts["cache_behind"]]
+            for i, row in enumerate(parts["cache_stores"].tolist()):
+                if row >= 0:
+                    file[k, row] = slot[i]
+
+
+def test_a_start_behind_the_end_is_refused() -> None:
+    known = CacheBlocks(plan_of(2, 1, 4))
+    known.step(torch.tensor([0, 0]), 3)
+    with pytest.raises(ValueError, match=r"start: \[3, 4\] does not continue"):
+        known.step(torch.tensor([3, 4]), 1)
+    with pytest.raises(ValueError, match="does not continue"):
+        known.step(torch.tensor([0, 0]), CONTEXT + 1)
+
+
+def test_only_what_exists_is_loaded_and_only_what_got_full_is_stored() -> None:
+    known = CacheBlocks(plan_of(2, 1, 4))
+    known.step(torch.tensor([0, 0]), 10)
+    found = known.step(torch.tensor([10, 5]), 3)  # the second one goes back, into a block that left its tail
+    loads = found["cache_loads"].view(2, -1)
+    assert loads[0].tolist() == [0, 1, -1, -1, -1, -1]
+    assert loads[1].tolist() == [6, 7, -1, -1, -1, -1]
+    stores = found["cache_stores"].view(2, -1)
+    assert stores[0].tolist() == [-1, -1, 2, -1, -1, -1]
+    assert stores[1].tolist() == [-1, 7, -1, -1, -1, -1]
