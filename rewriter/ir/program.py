@@ -65,8 +65,8 @@ class Rows:
 
     Row i of the other end is row index[i] of the table (without `index`: row i); where `skips`, one with a negative
     number is left out. With `count` [1] only the first count[0] rows are moved. What is left out keeps what it held in
-    a table, and is undefined in the dense end. The proof takes all of both ends to be touched. `usual` is the share that
-    predictions count.
+    a table, and is undefined in the dense end. The proof takes all of both ends to be touched. `usual` is the share
+    that predictions count.
     """
 
     table: FileSlice | Span

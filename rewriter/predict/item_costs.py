@@ -66,7 +66,8 @@ def touched_nbytes(item: Launch) -> int:
     if item.op in LOOKUPS:
         return 2 * writes
     operator = find(item.op)
-    if item.op in APPENDS or (operator is not None and operator.caches and operator.writes):  # new positions, as large as what it reads else
+    if item.op in APPENDS or (operator is not None and operator.caches and operator.writes):
+        # new positions, as large as what it reads else
         grown = {s.buffer for s in item.writes}
         return 2 * sum(s.nbytes for s in item.reads if s.buffer not in grown)
     return sum(s.nbytes for s in item.reads) + writes

@@ -155,11 +155,36 @@ def _check_launch(launch: Launch, extents: Extents) -> None:
                 _check_apart(ref, other, launch)
 
 
+def _interleaved(ref: TensorRef, other: TensorRef) -> bool:
+    """Whether two views have no byte in common though their ranges meet, as K and V of tokens that lie beside each
+    other: both are made of pieces a whole number of periods apart, and within a period the pieces lie apart."""
+    size = dtype_itemsize(ref.dtype)
+    if other.dtype != ref.dtype or 0 in ref.shape or 0 in other.shape:
+        return False
+    for period in {stride * size for stride, n in zip(ref.stride, ref.shape, strict=True) if n > 1 and stride}:
+        pieces = [_piece_nbytes(view, period, size) for view in (ref, other)]
+        apart = (other.offset - ref.offset) % period
+        if all(pieces) and pieces[0] <= apart and apart + pieces[1] <= period:
+            return True
+    return False
+
+
+def _piece_nbytes(view: TensorRef, period: int, size: int) -> int:
+    """Bytes from the first to behind the last element of what a view repeats every `period` bytes; 0 if it does not."""
+    extent = size
+    for stride, n in zip(view.stride, view.shape, strict=True):
+        if n > 1 and stride * size < period:
+            extent += (n - 1) * stride * size
+        elif n > 1 and stride * size % period:
+            return 0
+    return extent if extent <= period else 0
+
+
 def _check_apart(ref: TensorRef, other: TensorRef, launch: Launch) -> None:
     """Two views of one buffer of which one is written: the same elements in the same order, or no byte in common."""
     written, read = span_of(ref), span_of(other)
     same = (ref.offset, ref.shape, ref.stride, ref.dtype) == (other.offset, other.shape, other.stride, other.dtype)
-    if not same and ref.arena == other.arena and _meet(written, read):
+    if not same and ref.arena == other.arena and _meet(written, read) and not _interleaved(ref, other):
         raise ItemFault(f"{launch.label} writes {span_text(written)} over part of what it reads there, [{read.offset}, "
                         f"{read.offset + read.nbytes})")
 
