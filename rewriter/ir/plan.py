@@ -357,7 +357,7 @@ def validate(plan: Plan) -> None:
         raise PlanError("plan.schedule.block: cache_slots and cache_tokens are for a cache on disk")
     if plan.workload.batch % s.block.micro_batches:
         raise PlanError(f"plan.schedule.block.micro_batches: {s.block.micro_batches} do not divide a batch of "
-                        f"{plan.workload.batch}")
+                        f"{plan.workload.batch} (plan.workload.batch)")
     seen: set[str] = set()
     for i, w in enumerate(plan.weights):
         at = f"plan.weights[{i}]"

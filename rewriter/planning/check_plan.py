@@ -128,7 +128,7 @@ def _check_schedule(plan: Plan, facts: Facts) -> None:
         if there != getattr(facts.block, name):
             raise PlanError(f"plan.schedule.block.{name}: the model is to run with {getattr(facts.block, name)}, the "
                             f"plan says {there}; plan again")
-    slots = [b for b in plan.buffers if b.kind == "slot" and b.arena == "device"]
+    slots = [b for b in plan.buffers if b.kind == "slot" and b.arena == "device" and b.name.startswith("slot")]
     if s.slots != len(slots):
         raise PlanError(f"plan.schedule.slots: {s.slots} slots need as many buffers of kind slot in the device arena, "
                         f"plan.buffers has {len(slots)}")

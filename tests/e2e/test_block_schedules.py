@@ -311,7 +311,7 @@ def test_rows_on_disk_cannot_change_places(cases: Callable[[str], Case]) -> None
 @pytest.mark.parametrize(("change", "message"), [
     (dict(cache_slots=0), "cache_slots and cache_tokens of at least 1"),
     (dict(cache="device"), "cache_slots and cache_tokens are for a cache on disk"),
-    (dict(cache_slots=9), "cache3 needs a slot buffer"),
+    (dict(cache_slots=9), "cache3 needs a slot buffer"), (dict(cache_slots=2), r"no step needs a buffer cache2"),
     (dict(cache_tokens=64), r"cache_loads needs a io buffer .*the plan's nbytes is"),
 ])
 def test_an_edited_staging_is_obeyed_or_refused(cases: Callable[[str], Case], change: dict, message: str) -> None:

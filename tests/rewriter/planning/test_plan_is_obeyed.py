@@ -15,7 +15,7 @@ import pytest
 from families import captured
 
 from forebay.rewriter.capture.step_graphs import step_graphs
-from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, plan_from_dict
+from forebay.rewriter.ir.plan import ALONE, Block, Budget, Plan, PlanError, Workload, plan_from_dict
 from forebay.rewriter.ir.program import FileSlice, Program
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
@@ -27,20 +27,23 @@ WORK = Workload(batch=2, prompt=200, new_tokens=1)  # too little to come for the
 LENDING = Workload(batch=2, prompt=40, new_tokens=4)
 # what records an expectation and decides nothing: replaying restores it, where it does not refuse it
 RECORDS = ("plan.machine", "plan.prediction")
+BLOCKS = {"row": Block(2, "row"), "cache on disk": Block(2, "zigzag", "disk", 16, 3)}
 LIMITS = ("plan.budget.",)  # may be more than is taken; less is refused
 
 
-def pipeline(work: Workload, host_hop: bool) -> Pipeline:
+def pipeline(work: Workload, host_hop: bool, block: Block = ALONE) -> Pipeline:
     lm = rewrite_captured(captured("llama"), Switches())
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
-    return Pipeline(step_graphs(lm, files, work, "llama", host_hop=host_hop), work, Machine.default(), Switches())
+    graphs = step_graphs(lm, files, work, "llama", host_hop=host_hop, block=block)
+    return Pipeline(graphs, work, Machine.default(), Switches())
 
 
 def planned(kind: str) -> tuple[Pipeline, Plan]:
-    made = pipeline(LENDING if kind == "lending" else WORK, kind == "by way of the host")
+    made = pipeline(LENDING if kind == "lending" else WORK, kind == "by way of the host", BLOCKS.get(kind, ALONE))
     wishes = Wishes(prefill_chunk=36)
     weights = sum(u.nbytes for u in made.facts.uses)
-    device = made.smallest_budget(wishes) + (4 * weights if kind == "resident" else weights // 2)
+    device = made.smallest_budget(wishes) + (
+        4 * weights if kind == "resident" else 0 if kind in BLOCKS else weights // 2)
     plan = made.plan(Budget(device, weights // 4 if "host" in kind else 0), wishes)
     assert plan.lends is (kind == "lending")
     assert (plan.prediction.streamed_nbytes > 0) is (kind != "resident") and len(plan.schedule.prefill_chunks) > 1
@@ -121,7 +124,7 @@ def names(message: str, path: str) -> bool:
     return (record if record != "plan" else "plan." + field) in bare and field in bare
 
 
-@pytest.mark.parametrize("kind", ["lending", "resident", "by way of the host"])
+@pytest.mark.parametrize("kind", ["lending", "resident", "by way of the host", *BLOCKS])
 def test_every_field_is_obeyed_or_refused_by_name(kind: str) -> None:
     made, plan = planned(kind)
     before = programs(made, plan)
