@@ -10,7 +10,7 @@ BUDGET ?= device=120MiB
 export GOMP_SPINCOUNT ?= 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types check clean
+.PHONY: demo test test-opinfo lint types check clean
 
 demo: $(STAMP)
 	mkdir -p out
@@ -29,6 +29,10 @@ types: $(DEV_STAMP)
 
 check: $(DEV_STAMP)
 	$(BIN)/pytest -n 2 --dist loadfile
+
+# Every operator of torch's own database over the compile backend, where the suite has a sample of them.
+test-opinfo: $(DEV_STAMP)
+	FOREBAY_TEST_OPINFO=all $(BIN)/pytest -n 2 tests/e2e/test_compile_opinfo.py
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.11")'

@@ -86,9 +86,8 @@ MODELS: dict[str, Callable[[], Made]] = {
     "MobileBERT": _text("mobilebert", embedding_size=32, intra_bottleneck_size=32, true_hidden_size=32),
     "I-BERT": _text("ibert", max_position_embeddings=80), "RoFormer": _text("roformer"),
     "BERT generation": _text("bert-generation"), "FNet": _text("fnet", mask=False),
-    "Funnel": _hugging_face("funnel", dict(vocab_size=100, d_model=64, n_head=4, d_head=16, d_inner=128,
-                                          block_sizes=[1, 1, 1]), {"input_ids": IDS, "attention_mask": MASK,
-                                                                   "token_type_ids": IDS * 0}),
+    "Funnel": _made_by("FunnelModel", "FunnelConfig", dict(
+        vocab_size=100, d_model=64, n_head=4, d_head=16, d_inner=128, block_sizes=[1, 1, 1]), {"input_ids": IDS}),
     "XLNet": _hugging_face("xlnet", dict(vocab_size=100, d_model=64, n_layer=2, n_head=4, d_inner=128),
                            {"input_ids": IDS}),
     "YOSO": _text("yoso"), "MRA": _text("mra", block_per_row=1), "CANINE": _text("canine"),

@@ -97,7 +97,8 @@ def capture_module(gm: fx.GraphModule, args: Sequence[Any], weights: Mapping[int
             node.meta[META] = WeightInput(weights[by_name[node.name]])
     constants = _lift_constants(traced)
     _keep_made(traced, len(mutated), results)
-    fixed = _fix_layouts(traced, {name: _row_major(args[p], p in weights) for name, p in by_name.items()})
+    with _tracing():  # some operators know no sizes without their values
+        fixed = _fix_layouts(traced, {name: _row_major(args[p], p in weights) for name, p in by_name.items()})
     _refuse_offsets(fixed, {name: args[p].storage_offset() for name, p in by_name.items()})
     recover_linear(fixed)
     _recover_batch_norm(fixed)
@@ -146,6 +147,8 @@ def _tracing() -> Iterator[None]:
     try:
         with torch.inference_mode(False), torch.no_grad():
             yield
+    except OffloadError:
+        raise
     except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError) as error:
         text = str(error).strip().split("\n")[0]
         raise OffloadError(f"it cannot be traced with fixed sizes ({type(error).__name__}: {text})") from error
