@@ -189,12 +189,14 @@ class ReadFlow:
         self.at = self.flying = self.nbytes = 0
         self.flows = False
         self.error: BaseException | None = None
-        self.idle, self.lock = threading.Event(), threading.Lock()  # an engine may have several threads
+        self.idle, self.landed = threading.Event(), threading.Event()
+        self.lock = threading.Lock()  # an engine may have several threads
         self.begin_s = 0.0
 
     def start(self) -> None:
         self.flows, self.nbytes, self.begin_s = True, 0, time.perf_counter()
         self.idle.clear()
+        self.landed.clear()
         self.flying = 3
         for _ in range(3):
             self._submit()
@@ -209,6 +211,7 @@ class ReadFlow:
         with self.lock:
             self.error = self.error or error
             self.nbytes += READ_NBYTES
+            self.landed.set()
             goes_on = self.flows and error is None
             self.flying -= not goes_on
             if self.flying == 0:
@@ -217,7 +220,8 @@ class ReadFlow:
             self._submit()
 
     def stop(self) -> float:
-        """Bytes per second since `start`."""
+        """Bytes per second since `start`, once a read has landed: a busy disk may take longer than a turn for one."""
+        wait_watched(self.landed.wait, self.reader.fault)
         rate = self.nbytes / (time.perf_counter() - self.begin_s)
         self.flows = False
         wait_watched(self.idle.wait, self.reader.fault)
