@@ -34,6 +34,7 @@ from forebay.kernels.attention.decode_attention.gpu_values import synchronised_s
 from forebay.kernels.formats.paged import BlockLayout, check_pool, check_table
 from forebay.kernels.gpu_support.arguments import check_device, check_tensor, fail
 from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.launches import ALIGN, KernelCall, bound_with_scratch, kernel_call
 from forebay.kernels.gpu_support.paged import (  # fmt: skip
     INTERPRETED,
     LOG2E,
@@ -227,13 +228,14 @@ def bind_view(
         splits = split_count(batch * kv_heads, *sizes, processor_count(q.device))
     scale_log2, cap = score_factors(scale, softcap)
     limit = register_limit(view, product["FOLDED"], q.dtype == torch.bfloat16)
-    attend: Any = decode_attention_kernel[(splits, batch * kv_heads, triton.cdiv(group_heads, product["H"]))]
-    merge: Any = merge_kernel[(batch * heads,)]
+    shares = batch * heads * splits
+    part_end = 4 * shares * dim
+    stat_at = -(-part_end // ALIGN) * ALIGN
 
-    def run() -> None:
-        part = torch.empty(batch, heads, splits, dim, dtype=torch.float32, device=q.device)
-        stat = torch.empty(batch, heads, splits, 2, dtype=torch.float32, device=q.device)
-        attend(
+    def launches(scratch: Tensor, _: Tensor) -> tuple[KernelCall, KernelCall]:
+        part, stat = scratch[:part_end].view(torch.float32), scratch[stat_at:].view(torch.float32)
+        attend = kernel_call(
+            decode_attention_kernel, (splits, batch * kv_heads, triton.cdiv(group_heads, product["H"])),
             q, *view.pointers, table, lengths, part, stat, q.stride(0), q.stride(1), *view.strides,
             table.stride(0) if table is not None else 0, length_more, kv_heads, group_heads, splits, window,
             scale_log2, cap, phi * LOG2E, low * LOG2E, high * LOG2E,
@@ -241,12 +243,14 @@ def bind_view(
             PTX=not INTERPRETED, **product, **view.constants,
             num_warps=chosen.num_warps, num_stages=chosen.num_stages, **limit,
         )  # fmt: skip
-        merge(
+        merge = kernel_call(
+            merge_kernel, (batch * heads,),
             part, stat, lengths, out, out.stride(0), out.stride(1), length_more, heads, splits,
             D=dim, DP=triton.next_power_of_2(dim), SHARES=MERGED, POWER=view.power, num_warps=4,
         )  # fmt: skip
+        return attend, merge
 
-    return run
+    return bound_with_scratch(q.device, stat_at + 8 * shares, 0, launches)
 
 
 def _check(op: str, q: Tensor, lengths: Tensor, name: str, kv_heads: int, out: Tensor) -> None:

@@ -7,7 +7,6 @@ or the window's, are masked.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from forebay.kernels.formats.paged import BlockLayout, check_pool, check_table
 from forebay.kernels.gpu_support.arguments import AMD_STAGES, before_hopper, check_device, check_tensor, fail, stages
 from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.gpu_support.paged import (  # fmt: skip
     CacheView,
     contiguous_view,
@@ -189,14 +189,14 @@ def bind_view(
     rows = queries * group_heads
     chosen = tile(rows, view.constants["DP"], q.dtype.itemsize, before_hopper(q.device), view.power > 0)
     scale_log2, cap = score_factors(scale, softcap)
-    return functools.partial(
-        prefill_attention_kernel[(triton.cdiv(rows, chosen.rows), batch * kv_heads)],
+    return bound(kernel_call(
+        prefill_attention_kernel, (triton.cdiv(rows, chosen.rows), batch * kv_heads),
         q, *view.pointers, table, start, out, *q.stride()[:3], *view.strides,
         table.stride(0) if table is not None else 0, *out.stride()[:3], queries, kv_heads, group_heads, window,
         scale_log2, cap, WINDOWED=window != 0, CAPPED=softcap > 0, UNIT=view.unit, POWER=view.power,
         ROWS=chosen.rows, T=chosen.positions, **view.constants, num_warps=chosen.num_warps,
         num_stages=stages(chosen.num_stages),
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def _check(op: str, q: Tensor, start: Tensor, kv_heads: int, out: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_device, check_tensor, fail
 from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.launches import bound, kernel_call
 
 # Elements of a token that one program copies, of K and of V each: 16 heads of D = 128.
 TILE = 2048
@@ -72,12 +72,12 @@ def bind_kv_append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start
         return lambda: None
     batch, heads, queries, dim = k.shape
     wide, block, warps = tile(heads, max(dim, v.shape[3]))
-    return functools.partial(
-        kv_append_kernel[(batch * queries, triton.cdiv(heads, block))],
+    return bound(kernel_call(
+        kv_append_kernel, (batch * queries, triton.cdiv(heads, block)),
         k, v, start, k_cache, v_cache, queries, heads, k_cache.shape[2], dim, v.shape[3],
         *k.stride()[:3], *v.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3],
         HEADS=block, D=wide, num_warps=warps,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def kv_append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor) -> None:

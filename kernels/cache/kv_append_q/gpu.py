@@ -6,7 +6,6 @@ nothing is cancelled, and ranges come out as the reference's but for the roundin
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -21,6 +20,7 @@ from forebay.kernels.formats import row_sizes
 from forebay.kernels.gpu_support.arguments import check_tensor
 from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.cache_rows import check_rows, rotation_power, row_strides, unit_of
+from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.gpu_support.paged import lane_values, lanes, round_to
 from forebay.kernels.gpu_support.rotation import load_rotated, rotated
 from forebay.kernels.quantization.quantize.gpu import CODE_BASE, group_codes, group_range, pack_codes
@@ -182,11 +182,11 @@ def bind_kv_append_q(
         check_rows(op, cache, name, dim)
     strides = (*row_strides(k_cache), *row_strides(v_cache))
     constants, warps = _constants(heads, dim, group, bits, k.element_size())
-    return functools.partial(
-        kv_append_q_kernel[(batch * queries, triton.cdiv(heads, constants["HEADS"]), 2)],
+    return bound(kernel_call(
+        kv_append_q_kernel, (batch * queries, triton.cdiv(heads, constants["HEADS"]), 2),
         k, v, start, k_cache, v_cache, queries, heads, k_cache.shape[2], *k.stride()[:3], *v.stride()[:3], *strides,
         UNIT=unit_of(*strides), **constants, num_warps=warps,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def kv_append_q(

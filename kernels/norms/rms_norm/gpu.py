@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import triton
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_tensor, fail, leading_dimensions
 from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.gpu_support.paged import round_to
 
 # A row of 16384 fp32 values takes 32 registers of each of 512 threads; a longer one would spill.
@@ -86,11 +86,11 @@ def bind_rms_norm(
     rows = x.numel() // columns
     sizes, x_strides, out_strides = leading_dimensions(op, x, out)
     high, wide, warps = tile(columns)
-    return functools.partial(
-        rms_norm_kernel[(triton.cdiv(rows, high),)],
+    return bound(kernel_call(
+        rms_norm_kernel, (triton.cdiv(rows, high),),
         x, residual, weight, out, summed, rows, columns, sizes[1], sizes[2], *x_strides, *out_strides, eps,
         RESIDUAL=residual is not None, ROWS=high, COLUMNS=wide, num_warps=warps,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def rms_norm(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import triton
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_tensor, fail
 from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.gpu_support.paged import round_to
 
 # Elements of each half of the heads that one program holds: 32 heads of D = 128.
@@ -84,11 +84,11 @@ def bind_rotary(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Callable[[]
         return lambda: None
     batch, heads, queries, dim = x.shape
     half, block, warps = tile(heads, dim)
-    return functools.partial(
-        rotary_kernel[(batch * queries, triton.cdiv(heads, block))],
+    return bound(kernel_call(
+        rotary_kernel, (batch * queries, triton.cdiv(heads, block)),
         x, cos, sin, out, queries, heads, *x.stride()[:3], *table_strides(cos), *table_strides(sin), *out.stride()[:3],
         D=dim, HALF=half, HEADS=block, num_warps=warps,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:

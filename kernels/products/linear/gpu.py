@@ -20,8 +20,9 @@ from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_tensor, fail
 from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.launches import KernelCall, kernel_call
 from forebay.kernels.products.linear import selection
-from forebay.kernels.products.linear.gpu_arguments import prepare, sm_count, workspace_parts
+from forebay.kernels.products.linear.gpu_arguments import bind_split, prepare, sm_count
 from forebay.kernels.products.linear.gpu_epilogue import finish
 from forebay.kernels.products.linear.selection import Grid, grid_of
 
@@ -159,17 +160,17 @@ def _bind(
     implementation, setting, grid = _plan(m, n, max(1, k), impl, sm_count(x.device))
     vector = implementation == "gemv"
     kernel: Any = linear_vector_kernel if vector else linear_matrix_kernel
-    launch = kernel[(grid.rows * grid.columns, grid.splits)]
+    programs = grid.rows * grid.columns, grid.splits
     arguments = (*operands.arguments(), k, operands.x.stride(0), weight.stride(0))
     constants = operands.constants() | {
         "KN": form == "kn", "BN": setting.bn, "BK": setting.bk, "BM": grid.tile_elements // setting.bn,
         "SPLITS": grid.splits, "num_warps": setting.warps,
     } | ({} if vector else {"STAGES": setting.stages})  # fmt: skip
 
-    def run() -> None:
-        launch(operands.x, weight, *workspace_parts("linear", grid, x.device, workspace), *arguments, **constants)
+    def launch(counters: Tensor, partials: Tensor) -> KernelCall:
+        return kernel_call(kernel, programs, operands.x, weight, counters, partials, *arguments, **constants)
 
-    return run, result
+    return bind_split("linear", grid, x.device, workspace, launch), result
 
 
 def bind_linear(

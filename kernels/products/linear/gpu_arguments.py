@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_tensor, fail
+from forebay.kernels.gpu_support.launches import KernelCall, bound, bound_with_scratch
 from forebay.kernels.products.linear import selection
 from forebay.kernels.products.linear.gpu_epilogue import ACTIVATIONS
 from forebay.kernels.products.linear.selection import HELD_COUNTERS_NBYTES, Grid
@@ -105,25 +107,24 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-_held: dict[tuple[torch.device, int], Tensor] = {}
-
-
-def workspace_parts(op: str, grid: Grid, device: torch.device, given: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(counters int32, partials fp32) of a launch, from `given`, or counters held for each device and stream.
+def bind_split(
+    op: str, grid: Grid, device: torch.device, given: Tensor | None, launch: Callable[[Tensor, Tensor], KernelCall]
+) -> Callable[[], None]:
+    """launch(counters int32, partials fp32) as a call without arguments, with what the splits of K need: from `given`,
+    or the scratch of the stream.
 
     given is uint8 of at least grid.workspace_nbytes whose counters, its first bytes, are 0; a launch leaves them 0.
     """
-    counters, partials = grid.counters_nbytes, grid.workspace_nbytes - grid.counters_nbytes
+    counters, end = grid.counters_nbytes, grid.workspace_nbytes
     if given is not None:
         check_tensor(op, "workspace", given, device=device, dtype=torch.uint8)
-        if given.numel() < grid.workspace_nbytes or given.dim() != 1:
-            fail(op, "workspace", f"must be {grid.workspace_nbytes} bytes in one dimension, got {tuple(given.shape)}")
-        return given[:counters].view(torch.int32), given[counters : counters + partials].view(torch.float32)
-    if counters > HELD_COUNTERS_NBYTES:
-        zeros = torch.zeros(counters, dtype=torch.uint8, device=device)
-    else:
-        key = device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        if key not in _held:
-            _held[key] = torch.zeros(HELD_COUNTERS_NBYTES, dtype=torch.uint8, device=device)
-        zeros = _held[key][:counters]
-    return zeros.view(torch.int32), torch.empty(partials // 4, dtype=torch.float32, device=device)
+        if given.numel() < end or given.dim() != 1:
+            fail(op, "workspace", f"must be {end} bytes in one dimension, got {tuple(given.shape)}")
+        return bound(launch(given[:counters].view(torch.int32), given[counters:end].view(torch.float32)))
+    if not end:
+        nothing = torch.empty(0, device=device)
+        return bound(launch(nothing.view(torch.int32), nothing))
+    held = max(counters, HELD_COUNTERS_NBYTES)  # rarely more, so that they are rarely made anew
+    return bound_with_scratch(
+        device, end - counters, held // 4, lambda values, zeros: (launch(zeros, values.view(torch.float32)),)
+    )

@@ -22,10 +22,11 @@ from torch import Tensor
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.gpu_support.arguments import AMD_STAGES, check_tensor, fail, stages
 from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.launches import KernelCall, kernel_call
 from forebay.kernels.gpu_support.unpacking import spread, weights_of
 from forebay.kernels.products.linear import selection
 from forebay.kernels.products.linear.gpu import tile_of
-from forebay.kernels.products.linear.gpu_arguments import prepare, sm_count, workspace_parts
+from forebay.kernels.products.linear.gpu_arguments import bind_split, prepare, sm_count
 from forebay.kernels.products.linear.gpu_epilogue import finish
 from forebay.kernels.products.linear.reference import PLAIN, After
 from forebay.kernels.products.linear.selection import Grid, grid_of
@@ -310,7 +311,7 @@ def _bind(
     implementation, setting, grid = plan(m, n, stored, impl, sm_count(x.device))
     vector = implementation == "gemv"
     kernel: Any = linear_quantized_vector_kernel if vector else linear_quantized_matrix_kernel
-    launch = kernel[(grid.rows * grid.columns, grid.splits)]
+    programs = grid.rows * grid.columns, grid.splits
     views = rows.view(torch.uint32), rows.view(scale_dtype)
     strides = k, operands.x.stride(0), rows.stride(0) // 16, triton.cdiv(k, group_size)
     arguments = (*operands.arguments(), *strides)
@@ -323,10 +324,10 @@ def _bind(
         whole = torch.version.hip is None and k > 0 and k % setting.bk == 0
         constants |= {"STAGES": stages(setting.stages), "PTX": ptx, "WHOLE": whole}
 
-    def run() -> None:
-        launch(operands.x, *views, *workspace_parts(OP, grid, x.device, workspace), *arguments, **constants)
+    def launch(counters: Tensor, partials: Tensor) -> KernelCall:
+        return kernel_call(kernel, programs, operands.x, *views, counters, partials, *arguments, **constants)
 
-    return run, result
+    return bind_split(OP, grid, x.device, workspace, launch), result
 
 
 POINTERS = (

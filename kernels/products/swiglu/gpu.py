@@ -7,7 +7,6 @@ cores take rows padded to 16, 32 or 64.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_tensor, fail
 from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.gpu_support.paged import dot, round_to
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -153,15 +153,15 @@ def bind_swiglu(x: Tensor, gate: Tensor, up: Tensor, activation: str, out: Tenso
     s = setting(m, x.dtype)
     strides = x.stride(0), gate.stride(0), up.stride(0), out.stride(0)
     if m <= len(VECTOR):
-        return functools.partial(
-            swiglu_vector_kernel[(triton.cdiv(n, s.bn),)],
+        return bound(kernel_call(
+            swiglu_vector_kernel, (triton.cdiv(n, s.bn),),
             x, gate, up, out, n, k, *strides, ACTIVATION=activation, M=m, BN=s.bn, BK=s.bk, num_warps=s.warps,
-        )  # fmt: skip
-    return functools.partial(
-        swiglu_matrix_kernel[(triton.cdiv(m, s.bm), triton.cdiv(n, s.bn))],
+        ))  # fmt: skip
+    return bound(kernel_call(
+        swiglu_matrix_kernel, (triton.cdiv(m, s.bm), triton.cdiv(n, s.bn)),
         x, gate, up, out, m, n, k, *strides,
         ACTIVATION=activation, BM=s.bm, BN=s.bn, BK=s.bk, STAGES=s.stages, num_warps=s.warps,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, activation: str, out: Tensor) -> None:
