@@ -310,3 +310,20 @@ def test_stop_strings() -> None:
 def test_what_cannot_be_is_refused(streamed: LanguageModel, llama_checkpoint: Any, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         streamed.generate(llama_checkpoint.ids, max_new_tokens=3, **options)
+
+
+def test_a_generator_for_each_prompt_draws_for_it_alone(streamed: LanguageModel, llama_checkpoint: Any) -> None:
+    """Through transformers' loop as through ours: another batch, the same answer; and greedy needs no draws."""
+    ids, mask = llama_checkpoint.ids, llama_checkpoint.mask
+    for more in (dict(), dict(repetition_penalty=1.2)):
+        options = dict(max_new_tokens=NEW, do_sample=True, temperature=2.0, eos_token_id=None, pad_token_id=0) | more
+        draws = [torch.Generator().manual_seed(7 + i) for i in range(3)]
+        whole = streamed.generate(ids, attention_mask=mask, generator=draws, **options)
+        alone = streamed.generate(ids[1:2], attention_mask=mask[1:2], generator=[torch.Generator().manual_seed(8)],
+                                  **options)
+        assert torch.equal(alone[0], whole[1])
+    plain, _ = both(streamed, llama_checkpoint, repetition_penalty=1.2)
+    assert torch.equal(both(streamed, llama_checkpoint)[0], llama_checkpoint.expected[:, : 10 + NEW])
+    got = streamed.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, eos_token_id=None,
+                            repetition_penalty=1.2, generator=draws)
+    assert torch.equal(got, plain)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
-from transformers.generation import BaseStreamer, GenerationMode
+from transformers.generation import BaseStreamer, GenerationMode, LogitsProcessor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from forebay.huggingface.inputs import Prompts, read_prompts, take_prompts
 from forebay.huggingface.row_cache import RowCache
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.rows import Rows
-from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.sampling import Sampling, choose
 
 if TYPE_CHECKING:
     from forebay.api import LanguageModel
@@ -44,6 +44,7 @@ class StreamedCausalLM(GenerationMixin):
 
     def __init__(self, lm: LanguageModel) -> None:
         self.lm = lm
+        self.draws: tuple[torch.Generator, ...] = ()  # one for each prompt, if any
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -86,9 +87,6 @@ class StreamedCausalLM(GenerationMixin):
         rest = {name: value for name, value in rest.items() if value is not None}
         new_tokens = self._new_tokens(config, prompts, options)
         if rest or not self._plain(config):
-            if generator is not None and not isinstance(generator, torch.Generator):
-                raise ValueError("generate: a generator for each prompt goes with temperature, top_k and top_p alone; "
-                                 "give one generator")
             return self._answer_through_mixin(prompts, config, new_tokens, generation_config, generator, on_token,
                                               options)
         eos = config.eos_token_id
@@ -127,7 +125,7 @@ class StreamedCausalLM(GenerationMixin):
 
     def _answer_through_mixin(
         self, prompts: Prompts, config: GenerationConfig, new_tokens: int, given: GenerationConfig | None,
-        generator: torch.Generator | None, on_token: OnToken | None, options: dict[str, Any],
+        generator: Generators, on_token: OnToken | None, options: dict[str, Any],
     ) -> Any:
         for name in ("output_attentions", "output_hidden_states"):
             if getattr(config, name):
@@ -151,6 +149,10 @@ class StreamedCausalLM(GenerationMixin):
         # one pass checks several tokens there, so every position's logits are wanted
         assisted = mode == GenerationMode.ASSISTED_GENERATION
         lm = held.model if held is not None else self.lm.giving("all") if assisted else self.lm
+        if isinstance(generator, Sequence):
+            if config.do_sample and (copies > 1 or len(generator) != len(prompts.ids)):
+                raise ValueError("generate: with several generators each draws for one prompt and one answer to it")
+            self.draws, generator = tuple(generator), None
         with _drawing_from(generator):
             if held is not None:
                 return self._generate(shown, given, options, past_key_values=held)
@@ -161,6 +163,13 @@ class StreamedCausalLM(GenerationMixin):
                 cache = RowCache(lm)
                 cache.new_tokens = new_tokens
                 return self._restored(self._generate(shown, given, options, past_key_values=cache), prompts, copies)
+
+    def _get_logits_processor(self, generation_config: GenerationConfig, *args: Any, **options: Any) -> Any:
+        """transformers' own, and last, where each prompt has a generator, what draws from it."""
+        found = super()._get_logits_processor(generation_config, *args, **options)  # type: ignore[misc]
+        if self.draws and generation_config.do_sample:
+            found.append(_DrawEach(self.draws))
+        return found
 
     def _generate(self, prompts: Prompts, config: GenerationConfig | None, options: dict[str, Any], **more: Any) -> Any:
         """`GenerationMixin.generate`; where the cache lies and how a prompt is cut into chunks is the plan's affair."""
@@ -242,6 +251,17 @@ class StreamedCausalLM(GenerationMixin):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             return self.forward(*args, **kwargs)
+
+
+class _DrawEach(LogitsProcessor):
+    """Leaves of each row's scores the one token that the row's own generator draws."""
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self.generators = generators
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        token = choose(scores, Sampling(True, 1.0, 0, 1.0), self.generators)[:, None]
+        return torch.full_like(scores, float("-inf")).scatter(1, token, 0.0)  # type: ignore[return-value]
 
 
 class _Listener(BaseStreamer):
