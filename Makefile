@@ -1,4 +1,4 @@
-# make demo: the main job on a real model.   make test: lint, types and the whole suite.
+# make demo: the main job on a real model.   make test: lint, types and the whole suite.   make test-all: at full length.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ BUDGET ?= device=120MiB
 export GOMP_SPINCOUNT ?= 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-opinfo lint types check clean
+.PHONY: demo test test-all test-opinfo lint types check check-all clean
 
 demo: $(STAMP)
 	mkdir -p out
@@ -20,6 +20,9 @@ demo: $(STAMP)
 	$(BIN)/python -c 'import json; [print("\n" + a["id"] + ":", a["text"].strip()) for a in map(json.loads, open("out/answers.jsonl"))]'
 
 test: lint types check
+
+# As `make test`, with every random comparison at its full length (some ten minutes more).
+test-all: lint types check-all test-opinfo
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
@@ -33,6 +36,9 @@ check: $(DEV_STAMP)
 # Every operator of torch's own database over the compile backend, where the suite has a sample of them.
 test-opinfo: $(DEV_STAMP)
 	FOREBAY_TEST_OPINFO=all $(BIN)/pytest -n 2 tests/e2e/test_compile_opinfo.py
+
+check-all: $(DEV_STAMP)
+	FOREBAY_TEST_ALL=1 $(BIN)/pytest -n 2 --dist loadfile
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.11")'

@@ -148,7 +148,13 @@ class Pipeline:
         if plan != self._planned:
             self._planned, self._programs = plan, {}
         if tokens not in self._programs:
-            self._programs[tokens] = self._lowered(plan, tokens)
+            try:
+                self._programs[tokens] = self._lowered(plan, tokens)
+            except PlanError:
+                raise
+            except (KeyError, ValueError, IndexError) as error:  # a plan edited by hand may say anything
+                raise PlanError(f"the plan does not fit the model's graph ({type(error).__name__}: {error}); plan again"
+                                ) from error
         return self._programs[tokens]
 
     def growth(self, plan: Plan) -> Program | None:
@@ -158,7 +164,10 @@ class Pipeline:
         narrow, wide = ([b for b in plan.buffers if b.kind == "cache" and b.phase == phase]
                         for phase in ("prefill", "decode"))
         lengths = plan.workload.prompt, plan.workload.context
-        program = grow_cache(narrow, wide, self._cache_rows, lengths, plan.arenas)
+        try:
+            program = grow_cache(narrow, wide, self._cache_rows, lengths, plan.arenas)
+        except (KeyError, ValueError) as error:
+            raise PlanError(f"the plan's cache cannot grow from prefill to decoding: {error}; plan again") from error
         if self.switches.verify:
             verify_program(program, {"device": plan.budget.device, "host": plan.budget.host or None})
         return program

@@ -245,7 +245,9 @@ def _records(
                 states[str(folder / name)] = file_state(folder / name)
             tensors |= shard_records(folder / name, entries)
         return tensors, {name: e["sha256"] for entries in shards.values() for name, e in entries.items()}
-    except (KeyError, TypeError, AttributeError) as error:
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise CheckpointError(f"{folder / MANIFEST} lacks what version {VERSION} has: {error!r}") from error
 
 

@@ -94,7 +94,7 @@ def write_quantized(
         total = sum(item.nbytes for part in plan.values() for item in part)
         kept = sum(item.nbytes for name in done for item in plan[name])
         require_free(out, total - kept)  # before anything is written: what else goes there may not fit either
-        _write_json(out / UNFINISHED, {"settings": settings, "shards": done})
+        write_json(out / UNFINISHED, {"settings": settings, "shards": done})
         prepare(out)
         before = kept
         for name, part in plan.items():
@@ -110,10 +110,10 @@ def write_quantized(
             check()
             done[name] = entries
             before += sum(item.nbytes for item in part)
-            _write_json(out / UNFINISHED, {"settings": settings, "shards": done})
+            write_json(out / UNFINISHED, {"settings": settings, "shards": done})
         manifest: dict[str, Any] = {"format": FORMAT, "version": VERSION, "settings": settings,
                                     "config": file_checksum(out / "config.json"), "shards": done}
-        _write_json(out / MANIFEST, manifest | {"checksum": manifest_checksum(manifest)})
+        write_json(out / MANIFEST, manifest | {"checksum": manifest_checksum(manifest)})
         (out / UNFINISHED).unlink()
         checkpoint = open_quantized(out, check="never")
         remember_verified(checkpoint)
@@ -172,7 +172,7 @@ def _sound(path: Path, entries: Mapping[str, Any]) -> bool:
     """Whether a shard of an interrupted run is whole; a damaged one is written again."""
     try:
         verify_tensors(shard_records(path, entries), {name: entry["sha256"] for name, entry in entries.items()})
-    except CheckpointError:
+    except (CheckpointError, KeyError, TypeError, AttributeError, ValueError):  # also entries that are none
         return False
     return True
 
@@ -223,7 +223,7 @@ def _write_shard(path: Path, items: Sequence[Item], report: Callable[[int], None
         finally:
             os.close(fd)
         draft.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CheckpointError(f"{path.parent}: the disk became full; {start + at} bytes are needed for {path.name}."
@@ -275,7 +275,7 @@ def _entry(dtype: str, shape: tuple[int, ...], at: int, nbytes: int) -> dict[str
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes]}
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Put a whole file in the place of `path` by one rename, on disk before this returns."""
     draft = path.with_name(path.name + DRAFT_SUFFIX)
     try:
@@ -286,10 +286,10 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make a rename in `folder` survive a loss of power."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -95,6 +95,8 @@ class ThreadEngine:
                     (_read_chunk if job.task.spill is None else _write_chunk)(job, chunk, bounce_address)
                 except BaseException as failure:
                     error = failure
+                    if isinstance(failure, OSError) and failure.filename is None:
+                        failure.filename = job.task.path
             self._queue.finish(job, chunk, error)
 
 

@@ -152,7 +152,15 @@ def test_full_disk_takes_the_half_line_back(tmp_path: Path, monkeypatch: pytest.
     with AnswerFile(path, SETTINGS) as output:
         output.write({"id": 1, "prompt": "a", "text": "b"})
         size = path.stat().st_size
-        monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
+        left = 7
+
+        def full(fd: int, data: bytes) -> int:
+            nonlocal left
+            done = write(fd, data[:left]) if left else 0
+            left -= done
+            return done
+
+        monkeypatch.setattr(os, "write", full)
         with pytest.raises(OSError, match="out") as caught:
             output.write({"id": 2, "prompt": "c", "text": "d"})
         assert caught.value.errno == errno.ENOSPC
@@ -316,12 +324,63 @@ def test_settings_that_are_no_object_are_refused(tmp_path: Path) -> None:
 
 
 def test_settings_that_cannot_be_written_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, text: str, **options: Any) -> int:
+    def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(JobError, match=r"out\.settings: No space left"):
         AnswerFile(tmp_path / "out", SETTINGS)
+
+
+def test_settings_are_on_disk_before_an_answer_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss of power must not leave answers without what says how they were made: file, rename and folder are forced
+    out, in this order, before anything is appended."""
+    done: list[str] = []
+    fsync, replace, write = os.fsync, Path.replace, os.write
+
+    def syncing(fd: int) -> None:
+        done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{fd}')).name}")
+        fsync(fd)
+
+    def replacing(self: Path, target: Path) -> Path:
+        done.append(f"rename to {target.name}")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    monkeypatch.setattr(Path, "replace", replacing)
+    monkeypatch.setattr(os, "write", lambda fd, data: (done.append("answer"), write(fd, data))[1])
+    with AnswerFile(tmp_path / "out", SETTINGS) as output:
+        output.write({"id": 1, "prompt": "a", "text": "b"})
+        output.flush()
+    assert done == ["sync out.settings.draft", "rename to out.settings", f"sync {tmp_path.name}", "answer", "sync out",
+                    "sync out"]
+
+
+@pytest.mark.parametrize("code", [errno.EFBIG, errno.EIO, errno.EDQUOT])
+def test_what_stops_an_answer_half_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A limit on the size of files is no full disk: the rest of a line that was written in part is tried."""
+    path, write = tmp_path / "out", os.write
+    with AnswerFile(path, SETTINGS) as output:
+        output.write({"id": 1, "prompt": "a", "text": "b"})
+        size, calls = path.stat().st_size, 0
+
+        def part(fd: int, data: bytes) -> int:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise OSError(code, os.strerror(code))
+            return write(fd, data[:7])
+
+        monkeypatch.setattr(os, "write", part)
+        with pytest.raises(OSError) as caught:
+            output.write({"id": 2, "prompt": "a", "text": "b"})
+        monkeypatch.undo()
+        assert caught.value.errno == code and caught.value.filename == str(path) and path.stat().st_size == size
+    short = iter(range(1, 100))
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: next(short)]))  # part by part, and no error
+    with AnswerFile(path, SETTINGS) as output:
+        output.write({"id": 2, "prompt": "a", "text": "b"})
+    assert set(AnswerFile(path, SETTINGS).answered) == {1, 2}
 
 
 def test_two_jobs_do_not_write_one_file(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from forebay.commands.prompts import JobError, Prompt, Request
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.identity import states_checksum, tokenizer_checksum
 from forebay.rewriter.checkpoints.packed import is_quantized
+from forebay.rewriter.checkpoints.packed_writer import write_json
 from forebay.runtime.run.sampling import Sampling
 
 SETTINGS_SUFFIX = ".settings"  # answers.jsonl.settings says what the answers were made with
@@ -183,14 +184,10 @@ class AnswerFile:
     def _write_settings(self) -> None:
         path = self._settings_path
         settings = self.settings | ({} if self.batch is None else {"batch": self.batch})
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            draft.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-            draft.replace(path)
+            write_json(path, settings)  # on disk before the first answer: it says how that was made
         except OSError as error:
             raise JobError(f"cannot write {path}: {error.strerror}") from error
-        finally:
-            draft.unlink(missing_ok=True)
 
     def check_questions(self, requests: Iterable[Request]) -> None:
         """Raise JobError if an id was answered for another question than the one it has now."""
@@ -205,9 +202,12 @@ class AnswerFile:
         line = json.dumps(answer, ensure_ascii=False).encode("utf-8") + b"\n"
         before = os.fstat(self._fd).st_size
         try:
-            done = os.write(self._fd, line)
-            if done < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            left = memoryview(line)
+            while left:  # what stops a write half-way is said when the rest is tried
+                done = os.write(self._fd, left)
+                if done == 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                left = left[done:]
         except OSError as error:
             if self.resumable:
                 os.ftruncate(self._fd, before)

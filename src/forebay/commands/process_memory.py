@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable
 
@@ -32,12 +33,14 @@ class MemoryWatch:
         self.cached_peak = max(self.cached_peak, sum(resident_nbytes(path) for path in self.files))
 
     def __enter__(self) -> MemoryWatch:
-        self._thread.start()
+        with contextlib.suppress(RuntimeError):  # the system gives no more threads: what is seen at the end counts
+            self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._end.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._sample()
 
 

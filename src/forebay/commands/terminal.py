@@ -61,6 +61,10 @@ def _message(error: Exception) -> str | None:
         return None if missing == "forebay" else f"{missing} is not installed; pip install 'forebay[models,cli]'"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, MemoryError):
+        return "the system gives no more memory; a smaller --budget or --batch needs less, or end other programs"
+    if isinstance(error, RuntimeError) and str(error).startswith("can't start new thread"):
+        return "the system gives no more threads; raise the limit (ulimit -u, or a container's) or end other programs"
     from forebay.commands.prompts import JobError
     from forebay.passes.lower.launches import LoweringError
     from forebay.rewriter.capture.language_model import CaptureError
@@ -70,9 +74,10 @@ def _message(error: Exception) -> str | None:
     from forebay.rewriter.switches import SwitchError
     from forebay.rewriter.verify.program import ProgramError
     from forebay.runtime.devices.device import RuntimeFault
+    from forebay.runtime.disk.spill import SpillError
 
     known = (PlanError, CheckpointError, CaptureError, SwitchError, JobError, StoppedAfter, ProgramError, LoweringError,
-             RuntimeFault, OSError)
+             RuntimeFault, SpillError, OSError)
     return " ".join(str(error).split()) if isinstance(error, known) else None
 
 

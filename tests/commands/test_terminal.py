@@ -1,0 +1,42 @@
+"""Errors that a user can mend are one line, whatever raised them."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+
+from forebay.commands.process_memory import MemoryWatch
+from forebay.commands.terminal import clean_errors
+
+
+@pytest.mark.parametrize(("error", "part"), [
+    (MemoryError(), "gives no more memory"), (RuntimeError("can't start new thread"), "gives no more threads"),
+    (OSError(5, "Input/output error", "weights.bin"), "weights.bin: Input/output error"),
+    (OSError(27, "File too large", "out.jsonl"), "out.jsonl: File too large"),
+])
+def test_what_the_system_refuses_is_one_line(
+    error: Exception, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as ended, clean_errors(False):
+        raise error
+    said = capsys.readouterr().err
+    assert ended.value.exit_code == 2 and part in said and said.startswith("error: ") and said.count("\n") == 1
+    with pytest.raises(type(error)), clean_errors(True):
+        raise error
+
+
+def test_errors_of_our_own_making_keep_their_traceback() -> None:
+    for error in (RuntimeError("else"), KeyError("k"), AssertionError()):
+        with pytest.raises(type(error)), clean_errors(False):
+            raise error
+
+
+def test_memory_is_watched_without_a_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    watch = MemoryWatch([])
+    monkeypatch.setattr(watch._thread, "start", full.__get__(watch._thread))
+    with watch:
+        held = bytearray(1 << 25)
+    assert watch.peak >= watch.before > 0 and held
