@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -396,4 +396,12 @@ def _encoder_layer(
     return norm(src + feed(src), norm_weight_2, norm_bias_2)
 
 
-DECOMPOSITIONS = {aten._transformer_encoder_layer_fwd.default: _encoder_layer}
+def _expand_copy(x: torch.Tensor, size: Sequence[int], *, implicit: bool = False) -> torch.Tensor:
+    """With memory for every element, where the operator's meta kernel says that rows share theirs."""
+    return x.expand(size).clone(memory_format=torch.contiguous_format)
+
+
+DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    aten._transformer_encoder_layer_fwd.default: _encoder_layer,
+    aten.expand_copy.default: _expand_copy,
+}

@@ -33,6 +33,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], object]] = {
     "binary_cross_entropy, none": lambda y: F.binary_cross_entropy(y, whole(y), reduction="none"),
     "linalg.qr": torch.linalg.qr,
     "linalg.qr, complete": lambda y: torch.linalg.qr(y[:, :9], mode="complete"),
+    "expand_copy": lambda y: torch.expand_copy(y[:, None], (SIZE, 3, SIZE)),
     "as_strided": lambda y: torch.as_strided(y, (4, 5), (7, 1), 3) + 1,
     "as_strided_copy": lambda y: torch.as_strided_copy(y, (4, 5), (7, 1), 3),
     "as_strided_copy, of a slice": lambda y: torch.as_strided_copy(y[2:], (4, 5), (7, 1), 3),
