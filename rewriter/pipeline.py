@@ -36,7 +36,13 @@ from forebay.rewriter.ir.plan import MOVING, Budget, GemmChoice, Plan, PlanError
 from forebay.rewriter.ir.program import Launch, Program, TensorRef
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.check_plan import check_plan, check_prediction, check_products
-from forebay.rewriter.planning.graph_needs import cache_buffers, cache_rows, weight_products, weight_uses
+from forebay.rewriter.planning.graph_needs import (
+    cache_buffers,
+    cache_rows,
+    cache_sides,
+    weight_products,
+    weight_uses,
+)
 from forebay.rewriter.planning.planner import Facts, PhaseNeed, Wishes, make_plan, smallest_budget
 from forebay.rewriter.planning.product_shapes import planned_shapes, product_uses, weights_of_layers
 from forebay.rewriter.planning.staged_cache import staged_cache
@@ -105,7 +111,8 @@ class Pipeline:
                 name: count * nbytes for name, nbytes in cache_buffers(decode).items()},
             self.need, graphs.weight_tier, graphs.host_hop,
             {name: rows.nbytes(workload.prompt) for name, rows in self._cache_rows.items()},
-            rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, graphs.weight_tier, count),
+            rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, graphs.weight_tier,
+                     cache_sides(decode), count),
             graphs.block, weights_of_layers(decode), graphs.cache_format, staged)
 
     @no_collection()

@@ -57,8 +57,8 @@ def _sheet(
 
     nbytes: of device, host and disk; disk: reading and writing; peaks: operations, memory, interconnect.
     """
-    links = (Link("host", "device", up, 0.0, "pinned"), Link("device", "host", down, 0.0, "pinned"),
-             Link("disk", "host", disk[0], 0.0, "direct"), Link("host", "disk", disk[1], 0.0, "write"))
+    links = (Link("host", "device", up, 1e-5, "pinned"), Link("device", "host", down, 1e-5, "pinned"),
+             Link("disk", "host", disk[0], 1e-4, "direct"), Link("host", "disk", disk[1], 1e-4, "write"))
     tiers = {"device": Tier(nbytes[0], read), "host": Tier(nbytes[1], 0.0), "disk": Tier(nbytes[2], 0.0)}
     paths = {
         "tiers.device.capacity_nbytes": "device", "tiers.host.capacity_nbytes": "host",
@@ -71,6 +71,8 @@ def _sheet(
         "interconnect_bytes_per_s": "interconnect"}
     found = {path: sources[short] for path, short in paths.items() if short in sources}
     found["memory_bytes_per_s"] += "; a copy reads and writes"
+    found |= {f"links.{link.src}.{link.dst}.latency_s": "assumed: 10 us a copy, 100 us a request of the disk"
+              for link in links}
     found["dispatch_s"] = "assumed: an asynchronous launch"
     found["copy_issue_s"] = "threads of their own issue copies"
     return Machine(

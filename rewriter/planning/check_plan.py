@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from forebay.passes.place.select_gemm import Shape
 from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES
 from forebay.rewriter.ir.plan import ARENAS, MOVING, BufferPlacement, Plan, PlanError, Prediction, Workload
-from forebay.rewriter.planning.planner import Facts, host_rows_nbytes, slot_stride
+from forebay.rewriter.planning.arena_layout import slot_stride
+from forebay.rewriter.planning.planner import Facts, host_rows_nbytes
 
 SAME_TIME = 1e-6  # relative: the simulator's own sums, in another order
 

@@ -14,7 +14,7 @@ from forebay.passes.lower.grow_cache import CacheRows
 from forebay.passes.place.insert_transfers import tileable
 from forebay.rewriter.ir.graph import META, CacheInput, weight_name
 from forebay.rewriter.planning.planner import WeightUse
-from forebay.rewriter.predict.closed_form import Product
+from forebay.rewriter.predict.closed_form import CacheSide, Product
 
 aten = torch.ops.aten
 
@@ -101,6 +101,18 @@ def cache_rows(step: fx.GraphModule) -> dict[str, CacheRows]:
         if isinstance(mark, CacheInput):
             batch, heads, _, width = node.meta["val"].shape
             found[f"cache_{mark.side}_{mark.layer}"] = CacheRows(batch * heads, width, str(node.meta["val"].dtype)[6:])
+    return found
+
+
+def cache_sides(step: fx.GraphModule) -> list[CacheSide]:
+    """Every cache buffer of a step graph, as attention reads it; packed rows count as codes."""
+    found = []
+    for node in step.graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta.get(META), CacheInput):
+            value = node.meta["val"]
+            batch, heads, tokens, width = value.shape
+            found.append(CacheSide(str(value.dtype)[6:], batch * heads, width, tokens,
+                                   value.numel() * value.element_size()))
     return found
 
 

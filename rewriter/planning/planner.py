@@ -16,13 +16,16 @@ from forebay.rewriter.ir.plan import (
     ALONE,
     Block,
     Budget,
-    BufferPlacement,
+    Limits,
     Plan,
     PlanError,
+    Prediction,
     Schedule,
     WeightPlacement,
     Workload,
 )
+from forebay.rewriter.ir.program import COMPUTE, DISK, UPLOAD
+from forebay.rewriter.planning.arena_layout import aligned, lay_out, slot_stride
 from forebay.rewriter.planning.product_shapes import ProductUse
 from forebay.rewriter.planning.staged_cache import StagedCache
 from forebay.rewriter.predict.closed_form import Rates
@@ -32,6 +35,7 @@ LIGHT_NBYTES = 1 << 20  # below this what a copy costs beside its bytes (0.1 ms 
 # What may be chosen. None of it depends on the budget, so that whatever works with less works with more.
 SLOTS = (1, 2, 3, 4, 6, 8)
 SLOT_NBYTES = (4 << 20, 8 << 20, 2 << 20, 1 << 20)  # of equals the first: 4 MiB are near an NVMe disk's best rate
+HUGE_TILES = 16  # of weights over 256 MiB, whose tiles of 8 MiB would be tens of thousands of copies a step
 GROWTH_PARTS = 128  # a cache of 32 layers that grows by this part of itself moves in 1000 copies, by a token in 7000
 
 
@@ -115,7 +119,7 @@ def make_plan(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes, 
     for resident weights. They are compared by `Rates.step_time_s`, and none of them gets worse with more budget.
     """
     kinds = _kinds(facts)
-    best = _cheapest(facts, kinds, workload, _candidates(facts, kinds, budget, workload, wishes))
+    best = _cheapest(facts, kinds, budget, workload, _candidates(facts, kinds, budget, workload, wishes))
     if best is None:
         refuse_wishes(facts, budget, workload, wishes)
         smallest, parts = smallest_budget(facts, workload, wishes)
@@ -145,7 +149,7 @@ def smallest_budget(facts: Facts, workload: Workload, wishes: Wishes) -> tuple[i
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
-    best = _cheapest(facts, kinds, workload, fits(high))
+    best = _cheapest(facts, kinds, Budget(high), workload, fits(high))
     assert best is not None
     plan = _planned(facts, kinds, Budget(high), workload, wishes, "", best)
     parts: dict[str, int] = {}
@@ -180,14 +184,21 @@ class _Kinds:
     tables: tuple[WeightUse, ...]  # of the rest, those read by row alone
     pinned_nbytes: int
     products_nbytes: int
+    tied_nbytes: int  # of products that are looked up too: these never lie in host memory
+    sizes: tuple[tuple[int, int], ...]  # bytes of a product's weight, and how many are as large
+
+    def tiles(self, slot_nbytes: int) -> int:
+        """Copies that all products take through slots of this size."""
+        return sum(count * -(-nbytes // slot_nbytes) for nbytes, count in self.sizes)
 
 
 def _kinds(facts: Facts) -> _Kinds:
     pinned = tuple(u for u in facts.uses if _pinned(u))
     products = tuple(u for u in facts.uses if not _pinned(u) and u.product)
     tables = tuple(u for u in facts.uses if not _pinned(u) and not u.product)
-    return _Kinds(pinned, products, tables, sum(_aligned(u.nbytes) for u in pinned),
-                  sum(_aligned(u.nbytes) for u in products))
+    return _Kinds(pinned, products, tables, sum(aligned(u.nbytes) for u in pinned),
+                  sum(aligned(u.nbytes) for u in products),
+                  sum(u.nbytes for u in products if u.lookup), tuple(Counter(u.nbytes for u in products).items()))
 
 
 @dataclass(frozen=True)
@@ -209,7 +220,7 @@ def _candidates(facts: Facts, kinds: _Kinds, budget: Budget, workload: Workload,
     for chunk in chunks:
         upper, _ = _upper(facts, chunk)
         workspace = max(facts.need(chunk).workspace, facts.need(1).workspace)
-        fixed = upper + workspace + sum(_aligned(n) for n in facts.constants.values())
+        fixed = upper + workspace + sum(aligned(n) for n in facts.constants.values())
         fixed += facts.staged.device_nbytes if facts.staged is not None else 0
         room = budget.device - fixed - kinds.pinned_nbytes
         if room < 0:
@@ -221,26 +232,23 @@ def _candidates(facts: Facts, kinds: _Kinds, budget: Budget, workload: Workload,
     return found
 
 
-def _cheapest(facts: Facts, kinds: _Kinds, workload: Workload, fits: Sequence[_Fit]) -> _Fit | None:
+def _cheapest(
+    facts: Facts, kinds: _Kinds, budget: Limits, workload: Workload, fits: Sequence[_Fit]
+) -> _Fit | None:
     """The fit of least predicted time, of equals the first. Bounds come first, as if weights filled the room."""
-
-    sizes = Counter(u.nbytes for u in kinds.products)
-
-    @functools.cache
-    def tiles(slot_nbytes: int) -> int:
-        """Copies that all products would take through slots of this size."""
-        return sum(count * -(-nbytes // slot_nbytes) for nbytes, count in sizes.items())
+    tiles = functools.cache(kinds.tiles)
 
     @functools.cache
     def kept(room: int) -> int:
-        return sum(_aligned(u.nbytes) for u in _spread(kinds.products, room))
+        return sum(aligned(u.nbytes) for u in _spread(kinds.products, room))
 
     def cost(fit: _Fit, nbytes: int) -> float:
         passes = -(-workload.prompt // fit.chunk)
+        held = facts.block.fetches * min(max(0, nbytes - kinds.tied_nbytes), _host_room(facts, budget, fit))
         nbytes *= facts.block.fetches
         copies = nbytes / kinds.products_nbytes * tiles(fit.slot_nbytes) if nbytes else 0
         steps = ((passes, fit.chunk), (workload.new_tokens - 1, 1))
-        return sum(count * facts.rates.step_time_s(tokens, nbytes, copies, fit.slots) for count, tokens in steps)
+        return sum(count * facts.rates.step_time_s(tokens, nbytes, copies, fit.slots, held) for count, tokens in steps)
 
     bounds = [(cost(fit, kinds.products_nbytes - fit.room if fit.slots else 0), i) for i, fit in enumerate(fits)]
     best, least = None, math.inf
@@ -258,11 +266,11 @@ def _upper(facts: Facts, chunk: int) -> tuple[int, bool]:
     """Bytes that cache, from below, and activations, from above, take together, and whether a prefill's activations
     may lie where decoding has cache, as its own ends with the prompt (FlashDecoding++Next, section V)."""
     need, decode = facts.need(chunk).activations, facts.need(1).activations
-    whole, prompt = (sum(_aligned(n) for n in sizes.values()) for sizes in (facts.cache, facts.cache_prompt))
+    whole, prompt = (sum(aligned(n) for n in sizes.values()) for sizes in (facts.cache, facts.cache_prompt))
     grows = facts.cache_prompt and (whole - prompt) * GROWTH_PARTS >= whole
     if grows and chunk > 1 and need > decode:  # a chunk of one token is a decode step, which has the whole cache
-        return max(prompt + _aligned(need), whole + _aligned(decode)) + ALIGNMENT, True
-    return whole + _aligned(max(need, decode)) + ALIGNMENT, False
+        return max(prompt + aligned(need), whole + aligned(decode)) + ALIGNMENT, True
+    return whole + aligned(max(need, decode)) + ALIGNMENT, False
 
 
 def _resident(kinds: _Kinds, fit: _Fit) -> set[str]:
@@ -273,9 +281,9 @@ def _resident(kinds: _Kinds, fit: _Fit) -> set[str]:
     chosen |= {u.name for u in kinds.products}
     room = fit.room - kinds.products_nbytes
     for u in kinds.tables:  # these come last: on disk they cost little
-        if _aligned(u.nbytes) <= room:
+        if aligned(u.nbytes) <= room:
             chosen.add(u.name)
-            room -= _aligned(u.nbytes)
+            room -= aligned(u.nbytes)
     return chosen
 
 
@@ -289,15 +297,20 @@ def host_rows_nbytes(facts: Facts, chunk: int) -> int:
     return max(facts.need(chunk).activations, facts.need(1).activations)
 
 
+def _host_room(facts: Facts, budget: Limits, fit: _Fit) -> int:
+    """Bytes of host memory for weights beside what copies from disk pass through."""
+    if not budget.host or facts.weight_tier != "disk":
+        return 0
+    return max(0, budget.host - (_staging(facts, fit.chunk, fit.slots, fit.slot_nbytes) if facts.host_hop else 0))
+
+
 def _planned(
     facts: Facts, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes, machine: str, fit: _Fit
 ) -> Plan:
     """The plan that spends the budget as `fit` says."""
     resident = _resident(kinds, fit)
     weights = [_place(u, u.name in resident, fit.slot_nbytes, facts.weight_tier) for u in facts.uses]
-    if budget.host and facts.weight_tier == "disk":
-        staging = _staging(facts, fit.chunk, fit.slots, fit.slot_nbytes) if facts.host_hop else 0
-        weights = _fill_host(weights, budget.host - staging)
+    weights = _fill_host(weights, _host_room(facts, budget, fit))
     rows = {u.name: u.rows for u in facts.uses if u.product}
     piece = max((w.nbytes // rows[w.name] * (w.tile_rows or rows[w.name])
                  for w in weights if w.tier != "device" and w.name in rows), default=0)
@@ -305,7 +318,30 @@ def _planned(
                         facts.host_hop, facts.block)
     plan = Plan(facts.fingerprint, machine, budget.limits, workload, schedule, tuple(weights),
                 cache_format=facts.cache_format)
-    return _lay_out(plan, facts, host_rows_nbytes(facts, fit.chunk))
+    upper, lends = _upper(facts, fit.chunk)
+    caches = {"prefill": facts.cache_prompt, "decode": facts.cache} if lends else {"all": facts.cache}
+    plan = lay_out(plan, facts.constants, caches, upper, host_rows_nbytes(facts, fit.chunk),
+                   facts.staged.buffers() if facts.staged is not None else ())
+    return replace(plan, prediction=_predicted(facts, kinds, plan))
+
+
+def _predicted(facts: Facts, kinds: _Kinds, plan: Plan) -> Prediction:
+    """What the closed form expects of a plan; the simulator's word, once there are Programs, takes its place."""
+    s, streamed = plan.schedule, [w for w, u in zip(plan.weights, facts.uses, strict=True)
+                                  if w.tier != "device" and u.product]
+    nbytes = facts.block.fetches * sum(w.nbytes for w in streamed)
+    held = facts.block.fetches * sum(w.nbytes for w in streamed if w.tier == "host")
+    copies = nbytes / kinds.products_nbytes * kinds.tiles(s.slot_nbytes) if nbytes else 0.0
+    prefill, decode = (facts.rates.step_time_s(tokens, nbytes, copies, s.slots, held) + facts.rates.attend_s(tokens)
+                       for tokens in (s.prefill_chunk, 1))
+    busy = dict(zip((COMPUTE, DISK, UPLOAD), facts.rates.busy_s(1, nbytes, copies, held), strict=True))
+    if facts.weight_tier == "host":
+        busy[UPLOAD] = busy.pop(DISK)
+    workspace = max(facts.need(tokens).workspace for tokens in (s.prefill_chunk, 1))
+    peak = {tier: size + (workspace if tier == "device" else 0) for tier, size in plan.arenas.items()}
+    passes = -(-plan.workload.prompt // s.prefill_chunk)
+    return Prediction(passes * prefill, decode, {stream: t for stream, t in busy.items() if t}, nbytes, peak,
+                      max(busy, key=lambda stream: busy[stream]))
 
 
 def _chunk_sizes(largest: int) -> tuple[int, ...]:
@@ -331,15 +367,6 @@ def _pinned(u: WeightUse) -> bool:
     return u.nbytes <= SMALL_NBYTES and (not u.tileable or u.nbytes <= PAGE_NBYTES or u.rows == 1)
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def slot_stride(nbytes: int) -> int:
-    """Arena bytes of a slot: its contents may begin anywhere in a page, as they do in the file."""
-    return -(-(nbytes + PAGE_NBYTES - 1) // PAGE_NBYTES) * PAGE_NBYTES
-
-
 def _smallest_tile(u: WeightUse) -> int:
     row = -(-u.nbytes // max(1, u.rows))
     return max(row, min(u.nbytes, PAGE_NBYTES)) if u.tileable else u.nbytes
@@ -354,9 +381,10 @@ def _slot_choices(products: Sequence[WeightUse], wishes: Wishes, block: Block) -
     if wishes.slot_nbytes is not None and wishes.slot_nbytes < low:
         raise PlanError(f"slot_nbytes: {wishes.slot_nbytes} is below {low}, the largest piece that must stream whole")
     largest = max(u.nbytes for u in products)
+    huge = [largest // HUGE_TILES] if largest // HUGE_TILES > SLOT_NBYTES[1] * 2 else []
     small = [low << i for i in range(8) if low << i < SLOT_NBYTES[-1]]
     sizes = [wishes.slot_nbytes] if wishes.slot_nbytes else list(dict.fromkeys(
-        [*(max(low, min(largest, n)) for n in SLOT_NBYTES), *small, low]))
+        [*(max(low, min(largest, n)) for n in SLOT_NBYTES), *huge, *small, low]))
     if block.micro_batches == 1 or block.order == "row" or wishes.slots:
         return [(slots, slot) for slots in ([wishes.slots] if wishes.slots else SLOTS) for slot in sizes]
     least = {slot: _most_tiles(products, slot) for slot in sizes}
@@ -382,9 +410,9 @@ def _spread(products: Sequence[WeightUse], room: int) -> list[WeightUse]:
     fit never keeps fewer bytes."""
     chosen = []
     for u in _halving_order(tuple(products)):
-        if _aligned(u.nbytes) <= room:
+        if aligned(u.nbytes) <= room:
             chosen.append(u)
-            room -= _aligned(u.nbytes)
+            room -= aligned(u.nbytes)
     return chosen
 
 
@@ -411,48 +439,8 @@ def _fill_host(weights: list[WeightPlacement], room: int) -> list[WeightPlacemen
     """Move streamed weights from disk to host memory while it lasts; what is only looked up stays on disk."""
     moved = []
     for w in weights:
-        if w.tier == "disk" and not w.gather and _aligned(w.nbytes) <= room:
-            room -= _aligned(w.nbytes)
+        if w.tier == "disk" and not w.gather and aligned(w.nbytes) <= room:
+            room -= aligned(w.nbytes)
             w = replace(w, tier="host")
         moved.append(w)
     return moved
-
-
-def _lay_out(plan: Plan, facts: Facts, height: int) -> Plan:
-    """Give resident weights, constants, slots and cache their addresses from the bottom of each arena; where a prefill
-    borrows from the cache, twice, once for each phase."""
-    buffers: list[BufferPlacement] = []
-    ends = {"device": 0, "host": 0, "cache": 0}
-
-    def put(name: str, kind: str, arena: str, nbytes: int, alignment: int = ALIGNMENT, phase: str = "all") -> None:
-        offset = -(-ends[arena] // alignment) * alignment
-        buffers.append(BufferPlacement(name, kind, arena, offset, nbytes, phase))  # type: ignore[arg-type]
-        ends[arena] = offset + nbytes
-
-    for w in plan.weights:
-        if w.tier != "disk":
-            put(w.name, "weight", w.tier, w.nbytes)
-    for name, nbytes in facts.constants.items():
-        put(name, "constant", "device", nbytes)
-    if plan.schedule.slot_nbytes:
-        stride = slot_stride(plan.schedule.slot_nbytes)
-        for i in range(plan.schedule.slots):
-            put(f"slot{i}", "slot", "device", stride, PAGE_NBYTES)
-        if plan.schedule.host_hop:
-            for i in range(plan.schedule.slots):
-                put(f"host_slot{i}", "slot", "host", stride, PAGE_NBYTES)
-    for staged in facts.staged.buffers() if facts.staged is not None else ():
-        put(*staged)
-    upper, lends = _upper(facts, plan.schedule.prefill_chunk)
-    bottom = _aligned(ends["device"])
-    caches = {"prefill": facts.cache_prompt, "decode": facts.cache} if lends else {"all": facts.cache}
-    for phase, cache in caches.items():
-        ends["device"] = bottom
-        for name, nbytes in cache.items():
-            put(name, "cache", "device", nbytes, phase=phase)
-    if plan.schedule.host_hop and any(w.gather and w.tier == "disk" for w in plan.weights):
-        put("host_rows", "io", "host", height, PAGE_NBYTES)
-    arenas = {"device": bottom + upper}
-    if ends["host"]:
-        arenas["host"] = ends["host"]
-    return replace(plan, buffers=tuple(buffers), arenas=arenas)

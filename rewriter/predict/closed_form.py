@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from forebay.rewriter.machine.operations import attention_flops
 from forebay.rewriter.machine.profile import CPU_COPY_ISSUE_S
 from forebay.rewriter.predict.estimator import Estimator, side_by_side_s
 
@@ -30,9 +33,10 @@ class Product:
 class Rates:
     """What streaming and computing cost on a machine; the default is a cautious guess that computes in no time.
 
-    bytes_per_s and latency_s are of the link that weights stream over; launch_s is what one copy more costs the thread
-    that computes; slowed and slows are what computing and streaming do to each other.
-    compute_s gives the seconds of all products of a step over so many tokens per sequence.
+    bytes_per_s and latency_s are of the link that weights stream over; upload_bytes_per_s is that of what lies in host
+    memory, and with `hop` of what passes through it; launch_s is what one copy more costs the thread that computes;
+    slowed and slows are what computing and streaming do to each other. compute_s gives the seconds of all products of
+    a step over so many tokens per sequence, attend_s those of its attention, which schedules have alike.
     """
 
     bytes_per_s: float = 1.5e9
@@ -41,20 +45,29 @@ class Rates:
     slowed: float = 1.0
     slows: float = 1.0
     compute_s: Callable[[int], float] = lambda tokens: 0.0
+    upload_bytes_per_s: float = math.inf
+    hop: bool = False
+    attend_s: Callable[[int], float] = lambda tokens: 0.0
 
-    def step_time_s(self, tokens: int, nbytes: float, copies: float, slots: int) -> float:
-        """Seconds of a step over `tokens` tokens per sequence that streams `nbytes` in `copies` through `slots` slots.
+    def busy_s(self, tokens: int, nbytes: float, copies: float, from_host: float = 0.0) -> tuple[float, float, float]:
+        """Seconds of computing, of the link that weights stream over, and of uploads, each alone."""
+        upload = (nbytes if self.hop else from_host) / self.upload_bytes_per_s
+        return self.compute_s(tokens) + copies * self.launch_s, (nbytes - from_host) / self.bytes_per_s, upload
+
+    def step_time_s(self, tokens: int, nbytes: float, copies: float, slots: int, from_host: float = 0.0) -> float:
+        """Seconds of a step over `tokens` tokens per sequence that streams `nbytes` in `copies` through `slots` slots;
+        `from_host` of these bytes lie in host memory.
 
         With one slot nothing overlaps. With more, computation and copies run side by side, each slowed by the other,
         until one of them is done; the latency of a copy is shared with those in flight in the other slots. Where both
         take equally long a share 1 / slots² is left exposed, because copies wait for slots and products for copies;
         where one is much shorter, next to nothing. A share `HIDDEN` of streaming counts wherever it hides. Never falls
-        when bytes and copies rise.
+        when bytes and copies rise, nor when fewer of them lie in host memory, which is no slower than the disk.
         """
-        compute = self.compute_s(tokens) + copies * self.launch_s
+        compute, *links = self.busy_s(tokens, nbytes, copies, from_host)
         if not nbytes:
             return compute
-        stream = nbytes / self.bytes_per_s + copies * self.latency_s / slots
+        stream = max(links) + copies * self.latency_s / slots
         if slots == 1:
             return compute + stream
         short, long = sorted((compute, stream))
@@ -62,10 +75,23 @@ class Rates:
         return together + short**2 / long / slots**2 + HIDDEN * stream
 
 
+@dataclass(frozen=True)
+class CacheSide:
+    """K or V of one layer: `rows` (sequences and heads) of `width` elements for each of `tokens`, in `nbytes`."""
+
+    dtype: str
+    rows: int
+    width: int
+    tokens: int
+    nbytes: int
+
+
 def rates_of(
-    times: Estimator, products: Sequence[Product], batch: int, tier: str, micro_batches: int = 1
+    times: Estimator, products: Sequence[Product], batch: int, tier: str, cache: Sequence[CacheSide] = (),
+    micro_batches: int = 1,
 ) -> Rates:
-    """The rates for streaming from `tier` and for steps of `batch` sequences over `products`, in so many parts."""
+    """The rates for streaming from `tier` and for steps of `batch` sequences over `products`, in so many parts, each
+    with a full `cache`, whose heads are taken to serve one query each."""
     counts = Counter(products)
 
     @functools.cache
@@ -74,6 +100,14 @@ def rates_of(
         return micro_batches * sum(
             count * times.product_s(p.dtype, m, p.n, p.k, nbytes=p.nbytes) for p, count in counts.items())
 
+    @functools.cache
+    def attend_s(tokens: int) -> float:  # a side has half of the bytes and of the operations
+        return micro_batches * sum(count * times.attention_s(side.dtype, side.nbytes, attention_flops(
+            1, side.rows, tokens, side.tokens, side.width) / 2) for side, count in Counter(cache).items())
+
     link = (tier, "device" if tier == "host" else times.near_disk)
+    upload = math.inf
+    with contextlib.suppress(KeyError):  # a machine without that link has nothing in host memory
+        upload = 1 / times.byte_s("host", "device")
     return Rates(1 / times.byte_s(*link), times.latency_s(*link), times.copy_issue_s + times.dispatch_s,
-                 times.slowed(0.5), times.slows(0.5), compute_s)
+                 times.slowed(0.5), times.slows(0.5), compute_s, upload, link[1] == "host", attend_s)

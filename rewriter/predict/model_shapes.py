@@ -14,6 +14,7 @@ from torch import fx
 
 from forebay.kernels import operators
 from forebay.rewriter.ir.graph import CapturedModel, storage_of, values_of, weight_name
+from forebay.rewriter.predict.preset_models import PRESET_CONFIGS
 
 ATTENTION, MLP = "attention", "mlp"
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -155,45 +156,6 @@ def decoder_shape(
     return ModelShape(name, dtype, tuple(kinds), tuple(outside), vocab * hidden, 2 * vocab * hidden)
 
 
-def _opt(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
-    return decoder_shape(name, layers=layers, hidden=hidden, intermediate=4 * hidden, heads=heads, kv_heads=heads,
-                         vocab=50272, gated=False, bias=(True, True, True), positions=2050, norm_elements=2, tied=True)
-
-
-def _llama(name: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int,
-           tied: bool = False) -> ModelShape:
-    return decoder_shape(name, layers=layers, hidden=hidden, intermediate=intermediate, heads=heads,
-                         kv_heads=kv_heads, vocab=vocab, gated=True, tied=tied)
-
-
-def _qwen2(name: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int,
-           tied: bool = False) -> ModelShape:
-    return decoder_shape(name, layers=layers, hidden=hidden, intermediate=intermediate, heads=heads,
-                         kv_heads=kv_heads, vocab=vocab, gated=True, bias=(True, False, False), tied=tied)
-
-
-def _qwen3(name: str, layers: int, hidden: int, intermediate: int, heads: int, tied: bool = False) -> ModelShape:
-    return decoder_shape(name, layers=layers, hidden=hidden, intermediate=intermediate, heads=heads, kv_heads=8,
-                         vocab=151936, head_dim=128, gated=True, qk_norm=True, tied=tied)
-
-
-# Numbers of the published configs (OPT: Zhang et al. 2022, Table 1; the rest: config.json of the released models).
-# OPT-350m is absent: its projected embeddings and post-norm layers are unlike its siblings'.
-PRESET_MODELS: dict[str, ModelShape] = {shape.name: shape for shape in (
-    _opt("opt-125m", 12, 768, 12), _opt("opt-1.3b", 24, 2048, 32), _opt("opt-2.7b", 32, 2560, 32),
-    _opt("opt-6.7b", 32, 4096, 32), _opt("opt-13b", 40, 5120, 40), _opt("opt-30b", 48, 7168, 56),
-    _opt("opt-66b", 64, 9216, 72), _opt("opt-175b", 96, 12288, 96),
-    _llama("llama-2-7b", 32, 4096, 11008, 32, 32, 32000), _llama("llama-2-13b", 40, 5120, 13824, 40, 40, 32000),
-    _llama("llama-2-70b", 80, 8192, 28672, 64, 8, 32000), _llama("codellama-34b", 48, 8192, 22016, 64, 8, 32000),
-    _llama("llama-3-8b", 32, 4096, 14336, 32, 8, 128256), _llama("llama-3-70b", 80, 8192, 28672, 64, 8, 128256),
-    _llama("llama-3.1-405b", 126, 16384, 53248, 128, 8, 128256),
-    _qwen2("qwen2.5-0.5b", 24, 896, 4864, 14, 2, 151936, tied=True),
-    _qwen2("qwen2.5-7b", 28, 3584, 18944, 28, 4, 152064), _qwen2("qwen2.5-32b", 64, 5120, 27648, 40, 8, 152064),
-    _qwen2("qwen2.5-72b", 80, 8192, 29568, 64, 8, 152064),
-    _qwen3("qwen3-8b", 36, 4096, 12288, 32), _qwen3("qwen3-32b", 64, 5120, 25600, 64),
-)}
-
-
 def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
     """The shape of the model a transformers `config.json` describes; raises ModelError naming the field at fault.
 
@@ -231,19 +193,26 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
             vocab=_positive(config, "vocab_size"), head_dim=int(head_dim), gated=True,
             bias=(qkv, kind != "qwen2" and qkv, bool(config.get("mlp_bias", False))), qk_norm=kind == "qwen3",
             tied=bool(config.get("tie_word_embeddings", False)), dtype=_dtype(config))
-    return _captured_shape(config, kind, name)
+    return _captured_shape(config, name)
 
 
-def _captured_shape(config: Mapping[str, Any], kind: str, name: str) -> ModelShape:
+def _captured_shape(config: Mapping[str, Any], name: str) -> ModelShape:
+    return shape_from_graphs(capture_config(config), name)
+
+
+def capture_config(config: Mapping[str, Any]) -> CapturedModel:
+    """The graphs of the model that a config describes, captured without weights; ModelError where transformers or the
+    capture refuses it."""
     from transformers import CONFIG_MAPPING
 
     from forebay.rewriter.capture.language_model import CaptureError, capture_model
 
+    kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise ModelError(f"config.model_type: transformers does not know {kind!r}")
     try:
         values = {k: v for k, v in config.items() if k != "model_type"}
-        return shape_from_graphs(capture_model(CONFIG_MAPPING[kind](**values)), name)
+        return capture_model(CONFIG_MAPPING[kind](**values), dtype=getattr(torch, _dtype(config)))
     except (CaptureError, TypeError, ValueError) as error:
         raise ModelError(f"config of a {kind}: {error}") from error
 
@@ -253,18 +222,27 @@ def load_model_shape(model: str) -> ModelShape:
     found = PRESET_MODELS.get(model.lower().rpartition("/")[2])
     if found is not None:
         return found
+    name, config = load_config(model)
+    return shape_from_config(config, name)
+
+
+def load_config(model: str) -> tuple[str, dict[str, Any]]:
+    """Name and config of a preset model, or of a config.json (or of a folder that holds one)."""
+    name = model.lower().rpartition("/")[2]
+    if name in PRESET_CONFIGS:
+        return name, PRESET_CONFIGS[name]
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
         raise ModelError(f"{model!r} is neither a config.json nor a preset model; presets are "
-                         f"{', '.join(PRESET_MODELS)}")
+                         f"{', '.join(PRESET_CONFIGS)}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path}: expected an object, found {type(config).__name__}")
-    return shape_from_config(config, path.parent.name if path.name == "config.json" else path.stem)
+    return path.parent.name if path.name == "config.json" else path.stem, config
 
 
 def shape_from_graphs(captured: CapturedModel, name: str = "") -> ModelShape:
@@ -405,3 +383,6 @@ def _dtype(config: Mapping[str, Any]) -> str:
     if dtype not in ITEMSIZES:
         raise ModelError(f"config.dtype: {dtype!r} is not one of {', '.join(ITEMSIZES)}")
     return dtype
+
+
+PRESET_MODELS = {name: shape_from_config(config, name) for name, config in PRESET_CONFIGS.items()}

@@ -339,9 +339,10 @@ def test_impossible_budget_names_the_smallest_which_works(folder: Path) -> None:
     (["plan", "--config", "opt-1", "--machine", "t4"], "'opt-1' is neither a config.json nor a preset model"),
     (["plan", "--config", "opt-1.3b", "--machine", "t5"], "'t5' is neither a file nor a machine preset"),
     (["plan", "--config", "opt-1.3b", "--machine", "t4", "--budget", "gpu=1MiB"], "unknown tier 'gpu'"),
-    (["plan", "--config", "opt-1.3b", "--machine", "t4", "--budget", "1MiB"], "binding tier is device"),
+    (["plan", "--config", "opt-1.3b", "--machine", "t4", "--budget", "1MiB", "--explore"], "binding tier is device"),
     (["plan", "--config", "opt-1.3b", "--machine", "t4", "--objective", "fame"], "objective"),
-    (["plan", "--config", "opt-1.3b", "--machine", "t4", "--slots", "2"], "--slots and --cache are for plans of a"),
+    (["plan", "--config", "opt-1.3b", "--machine", "t4", "--explore", "--slots", "2"], "--slots, --cache and"),
+    (["plan", "--config", "opt-1.3b", "--machine", "t4", "--quantise"], "--quantise needs --config and --explore"),
     (["quantize", "MODEL", "/tmp/never", "--weights", "w3"], "no weight format 'w3'"),
     (["quantize", "/nowhere", "/tmp/never", "--weights", "w8"], "no model at /nowhere"),
     (["eval", "MODEL"], "name what to measure on"),
@@ -370,8 +371,23 @@ def test_every_command_has_help(command: str, part: str) -> None:
     assert shown.exit_code == 0 and f" {command} " in shown.stdout and part in shown.stdout
 
 
-def test_plan_of_a_config_alone(tmp_path: Path) -> None:
-    shape = ["--config", "opt-1.3b", "--machine", "t4", "--prompt", 64, "--output", 8, "--batch", 4]
+def test_plan_of_a_config_alone(folder: Path, tmp_path: Path) -> None:
+    shape = ["--config", folder / "config.json", "--machine", folder / "machine.json", "--prompt", 8, "--output", 4]
+    saved, picture = tmp_path / "plan.json", tmp_path / "frontier.png"
+    result = _forebay("plan", *shape, "--budget", BUDGET, "--batch", 2, "--save", saved, "--json", "--pareto", picture)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["kind"] == "plan" and load_plan(saved) == plan_from_dict(found["plan"])
+    assert load_plan(saved).workload.batch == 2 and picture.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(picture.with_suffix(".json").read_text()) == found["pareto"]
+    assert _forebay("explain", saved).exit_code == 0
+    text = _forebay("plan", *shape)
+    assert text.exit_code == 0, text.output
+    assert "a plan, as it would run: " in text.stdout and "tokens/s" in text.stdout and "advice" in text.stdout
+
+
+def test_a_policy_of_a_config_alone(tmp_path: Path) -> None:
+    shape = ["--config", "opt-1.3b", "--machine", "t4", "--prompt", 64, "--output", 8, "--batch", 4, "--explore"]
     text = _forebay("plan", *shape)
     assert text.exit_code == 0, text.output
     assert "opt-1.3b on t4, prompt 64, 8 new tokens" in text.stdout and "tokens/s" in text.stdout
@@ -379,10 +395,9 @@ def test_plan_of_a_config_alone(tmp_path: Path) -> None:
     result = _forebay("plan", *shape, "--budget", "device=1GB,host=16GB", "--json", "--pareto", picture)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["policy"]["block"]["sequences"] == 4 and found["workload"] == {"prompt": 64, "new_tokens": 8}
+    assert found["kind"] == "policy" and found["workload"] == {"prompt": 64, "new_tokens": 8}
     assert found["policy"]["capacity_nbytes"]["device"] == 10**9
     assert 0 < found["policy"]["peak_nbytes"]["device"] <= 10**9
-    assert picture.read_bytes().startswith(b"\x89PNG")
     assert json.loads(picture.with_suffix(".json").read_text()) == found["pareto"]
 
 

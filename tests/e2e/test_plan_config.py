@@ -1,57 +1,165 @@
-"""Planning from a config alone: JSON, objectives, the picture of the frontier, and refusals by field."""
+"""Planning from a config alone: the plan is the one that runs, a policy is something else, refusals are by field."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forebay.commands.plan_config import plan_config, plan_config_text
-from forebay.rewriter.ir.plan import PlanError
-from forebay.rewriter.machine.presets import PresetError
+from forebay.commands.explore_config import explore_config, explore_text
+from forebay.commands.plan_config import (
+    Request,
+    draw_frontier,
+    frontier_data,
+    plan_config,
+    plan_data,
+    plan_text,
+    step_copies,
+)
+from forebay.rewriter.ir.plan import PlanError, plan_from_dict
+from forebay.rewriter.machine.presets import PRESETS, PresetError
+from forebay.rewriter.machine.profile import Machine, save_machine
+from forebay.rewriter.planning.planner import Wishes
 from forebay.rewriter.planning.policy_search import BudgetError
 from forebay.rewriter.predict.model_shapes import ModelError
 
+LLAMA = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 1024,
+         "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 2048, "max_position_embeddings": 256,
+         "dtype": "float32"}
+WEIGHTS = 2 * 2048 * 256 * 4 + 4 * (256 * 256 * 3 + 3 * 256 * 1024) * 4
 
-def test_a_preset_model_gives_a_whole_policy() -> None:
-    found = json.loads(json.dumps(plan_config("opt-175b", "t4", batch=32)))
-    assert found["policy"]["block"]["sequences"] == 32 and found["machine"] == "t4"
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model on disk, and the profile of a machine."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    made = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(LlamaConfig(**{k: v for k, v in LLAMA.items() if k not in ("model_type", "dtype")})
+                     ).save_pretrained(made)
+    save_machine(Machine.default(), made / "machine.json")
+    return made
+
+
+def request(folder: Path, **asked: Any) -> Request:
+    return replace(Request(str(folder), str(folder / "machine.json"), 24, 6, batch=2), **asked)
+
+
+@pytest.mark.parametrize("wishes", [Wishes(), Wishes(slots=3, cache_format="kv8")])
+def test_the_plan_is_the_one_that_the_model_runs_with(folder: Path, wishes: Wishes) -> None:
+    """But for whose weights they are."""
+    import forebay
+
+    budget = WEIGHTS // 2
+    found = plan_config(request(folder, capacity=(("device", budget),)), wishes)
+    model = forebay.wrap(folder, {"device": budget}, batch=2, prompt=24, new_tokens=6, machine=Machine.default(),
+                         slots=wishes.slots, cache=wishes.cache_format)
+    try:
+        assert model.plan.nbytes_on("disk") > 0 and found.complete
+        assert replace(found.plan, fingerprint=model.plan.fingerprint) == model.plan
+        assert found.plan.fingerprint.startswith("config:") != model.plan.fingerprint.startswith("config:")
+    finally:
+        model.close()
+
+
+def test_sequences_are_searched_and_the_frontier_drawn(folder: Path, tmp_path: Path) -> None:
+    asked = request(folder, batch=0, capacity=(("device", WEIGHTS),))
+    found = plan_config(asked)
+    assert found.plan.workload.batch > 1 and len(found.frontier) > 1
+    assert [p[0] for p in found.frontier] == sorted(p[0] for p in found.frontier)
+    assert [p[1] for p in found.frontier] == sorted(p[1] for p in found.frontier)
+    data = json.loads(json.dumps(plan_data(found, asked)))
+    assert data["kind"] == "plan" and plan_from_dict(data["plan"]) == found.plan
+    text = plan_text(found)
+    assert text.startswith("a plan, as it would run: ") and "frontier" in text
+    draw_frontier({"tiny": found.frontier}, tmp_path / "f.png")
+    assert (tmp_path / "f.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert json.loads((tmp_path / "f.json").read_text()) == frontier_data(found.frontier) == data["pareto"]
+    with pytest.raises(PlanError, match="cannot write the picture"):
+        draw_frontier({"tiny": found.frontier}, tmp_path / "f.xyz")
+
+
+def test_objectives(folder: Path) -> None:
+    wide = plan_config(request(folder, batch=0, capacity=(("device", WEIGHTS),)))
+    quick = plan_config(request(folder, batch=0, objective="latency", capacity=(("device", WEIGHTS),)))
+    assert quick.plan.workload.batch == 1 < wide.plan.workload.batch
+    fastest = quick.frontier[0]
+    bounded = plan_config(request(folder, batch=0, latency_s=1.01 * fastest[0], capacity=(("device", WEIGHTS),)))
+    assert bounded.plan.workload.batch < wide.plan.workload.batch
+    rate = 0.5 * fastest[1]
+    least = plan_config(request(folder, batch=1, objective="budget", tokens_per_s=rate))
+    assert least.plan.budget.device < WEIGHTS
+    for error, asked in ((BudgetError, {"latency_s": 1e-9}), (BudgetError, {"objective": "budget",
+                                                                            "tokens_per_s": 1e12})):
+        with pytest.raises(error, match=r"the quickest takes|no device budget reaches"):
+            plan_config(request(folder, **asked))
+
+
+def test_a_machine_elsewhere_and_a_step_of_many_copies(folder: Path, tmp_path: Path) -> None:
+    """What lies in host memory is uploaded; a plan of many copies is made and not lowered."""
+    found = plan_config(Request("opt-125m", "t4", 32, 4, batch=1, capacity=(("device", 11 * 10**7),)), Wishes(slots=2))
+    assert found.complete and found.plan.schedule.host_hop and "upload" in found.plan.prediction.busy_time_s
+    assert found.plan.nbytes_on("host") > 10**7 and found.plan.machine == "t4"
+    large = plan_config(Request("opt-30b", "t4", 32, 4, batch=1))
+    assert not large.complete and step_copies(large.plan) > 2500
+    assert "by the closed form" in plan_text(large) and large.plan.prediction.decode_time_s > 1
+    assert PRESETS["t4"].tiers["device"].capacity_nbytes >= large.plan.prediction.peak_nbytes["device"]
+
+
+@pytest.mark.parametrize(("asked", "kind", "says"), [
+    ({"config": "opt-1"}, ModelError, "presets are"), ({"machine": "t5"}, PresetError, "presets are"),
+    ({"prompt": 0}, PlanError, "prompt"), ({"output": 0}, PlanError, "output"), ({"batch": -1}, PlanError, "batch"),
+    ({"objective": "fame"}, PlanError, "objective"), ({"objective": "budget"}, PlanError, "tokens_per_s"),
+    ({"latency_s": 0.0}, PlanError, "latency_s"), ({"capacity": (("device", 0),)}, PlanError, "device_nbytes"),
+])
+def test_bad_input_is_refused(asked: dict[str, Any], kind: type[ValueError], says: str) -> None:
+    for search in (plan_config, explore_config):
+        with pytest.raises(kind, match=says):
+            search(replace(Request("opt-30b", "t4", batch=1), **asked))
+
+
+@pytest.mark.parametrize(("asked", "says"), [
+    ({"capacity": (("device", 10**5),)}, "cannot work for batch 2"), ({"prompt": 255}, "exceed the model's 256"),
+    ({"capacity": (("disk", 10**6),)}, r"budget\.disk: the weights' files take"),
+])
+def test_what_cannot_run_is_refused(folder: Path, asked: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        plan_config(request(folder, **asked))
+
+
+def test_a_preset_model_gives_a_whole_policy_that_is_no_plan(tmp_path: Path) -> None:
+    found = json.loads(json.dumps(explore_config(Request("opt-175b", "t4", batch=32))))
+    assert found["kind"] == "policy" and found["policy"]["block"]["sequences"] == 32 and found["machine"] == "t4"
     assert len(found["weights"]) == 96 * (2 * 6 + 2) + 3  # six products with bias and two norms a layer
     policy = found["policy"]
     assert policy["tokens_per_s"] == pytest.approx(32 * 32 / policy["latency_s"])
     for tier, nbytes in policy["peak_nbytes"].items():
         assert nbytes <= policy["capacity_nbytes"][tier]
-    text = plan_config_text(found)
+    text = explore_text(found)
     assert "tokens/s" in text and "bound by" in text and "a policy, which nothing runs yet" in text
+    with pytest.raises(PlanError, match="version"):
+        plan_from_dict(found)
 
 
-def test_frontier_is_drawn_and_saved(tmp_path: Path) -> None:
+def test_frontier_of_policies_is_drawn_and_saved(tmp_path: Path) -> None:
     path = tmp_path / "frontier.png"
-    found = plan_config("opt-1.3b", "t4", device_nbytes=10**9, pareto=path)
+    found = explore_config(Request("opt-1.3b", "t4", capacity=(("device", 10**9),)), pareto=path)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     points = json.loads(path.with_suffix(".json").read_text())
     assert points == found["pareto"] and len(points) > 2
-    assert "frontier" in plan_config_text(found)
-    with pytest.raises(PlanError, match="cannot write the picture"):
-        plan_config("opt-125m", "t4", pareto=tmp_path / "frontier.xyz")
+    assert "frontier" in explore_text(found)
 
 
 def test_quantising_is_never_slower() -> None:
-    plain, packed = (plan_config("opt-30b", "t4", batch=4, quantise=q)["policy"] for q in (False, True))
+    plain, packed = (explore_config(Request("opt-30b", "t4", batch=4), quantise=q)["policy"] for q in (False, True))
     assert packed["tokens_per_s"] > 1.5 * plain["tokens_per_s"]
 
 
-@pytest.mark.parametrize(("arguments", "kind", "says"), [
-    ({"config": "opt-1"}, ModelError, "presets are"), ({"machine": "t5"}, PresetError, "presets are"),
-    ({"prompt": 0}, PlanError, "prompt"), ({"output": 0}, PlanError, "output"), ({"batch": -1}, PlanError, "batch"),
-    ({"objective": "fame"}, PlanError, "objective"), ({"objective": "budget"}, PlanError, "tokens_per_s"),
-    ({"latency_s": 0.0}, PlanError, "latency_s"), ({"device_nbytes": 0}, PlanError, "device_nbytes"),
-    ({"device_nbytes": 10**8}, BudgetError, "binding tier is device"),
-    ({"host_nbytes": 10**9, "disk_nbytes": 10**9}, BudgetError, "device.*host.*disk"),
-])
-def test_bad_input_is_refused(arguments: dict[str, Any], kind: type[ValueError], says: str) -> None:
-    given: dict[str, Any] = {"config": "opt-30b", "machine": "t4", "batch": 1, **arguments}
-    with pytest.raises(kind, match=says):
-        plan_config(given.pop("config"), given.pop("machine"), **given)
+@pytest.mark.parametrize(("capacity", "says"), [
+    ((("device", 10**8),), "binding tier is device"), ((("host", 10**9), ("disk", 10**9)), "device.*host.*disk")])
+def test_a_policy_that_fits_nowhere_names_the_tier(capacity: tuple, says: str) -> None:
+    with pytest.raises(BudgetError, match=says):
+        explore_config(Request("opt-30b", "t4", batch=1, capacity=capacity))

@@ -13,6 +13,7 @@ from forebay.commands.options import BudgetOption, CacheOption, DebugOption, Slo
 from forebay.commands.terminal import clean_errors, console, say
 
 if TYPE_CHECKING:
+    from forebay.commands.plan_config import Request
     from forebay.rewriter.ir.graph import CapturedModel
     from forebay.rewriter.ir.plan import Plan
     from forebay.rewriter.planning.planner import Wishes
@@ -23,7 +24,7 @@ def plan(
         metavar="MODEL", help="A folder with a safetensors checkpoint, a .gguf file, or 'demo'.")] = None,
     config: Annotated[str | None, typer.Option(
         metavar="FILE|NAME", help="Instead of MODEL: a config.json or a preset model such as opt-30b. No weights are "
-        "needed, the whole policy is searched, and --budget takes a size of every tier.")] = None,
+        "needed, and --budget takes a size of every tier.")] = None,
     budget: BudgetOption = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences (default: 1; with --config: searched).")] = None,
     prompt: Annotated[int | None, typer.Option(
@@ -43,11 +44,14 @@ def plan(
         metavar="SECONDS", help="With --config: the longest a whole block of sequences may take.")] = None,
     tokens_per_s: Annotated[float | None, typer.Option(help="With --objective budget: the throughput to reach.")]
     = None,
-    quantise: Annotated[bool, typer.Option("--quantise", help="With --config: try 4-bit weights and cache too.")]
+    explore: Annotated[bool, typer.Option(
+        "--explore", help="With --config: search policies that do not run yet: several micro-batches, cache on slower "
+        "tiers, checkpoints, attention on the host.")] = False,
+    quantise: Annotated[bool, typer.Option("--quantise", help="With --explore: try 4-bit weights and cache too.")]
     = False,
     checkpoints: Annotated[bool, typer.Option(
-        help="With --config: keep part of the cache as layer inputs, and recompute keys and values.")] = True,
-    diagonal: Annotated[bool, typer.Option("--diagonal", help="With --config: try the diagonal schedule too.")]
+        help="With --explore: keep part of the cache as layer inputs, and recompute keys and values.")] = True,
+    diagonal: Annotated[bool, typer.Option("--diagonal", help="With --explore: try the diagonal schedule too.")]
     = False,
     pareto: Annotated[Path | None, typer.Option(
         metavar="OUT.png", help="With --config: latency against throughput as a picture, and as JSON beside it.")]
@@ -66,20 +70,22 @@ def plan(
         if (model is None) == (config is None):
             raise PlanError("name a MODEL, or a --config to plan without one")
         if config is not None:
-            if slots is not None or cache != "native":
-                raise PlanError("--slots and --cache are for plans of a MODEL; with --config the policy is searched")
-            if picture is not None:
-                raise PlanError("--picture is for plans of a MODEL; with --config see --pareto")
-            if save is not None:
-                raise PlanError("--save writes plans that run, and --config finds a policy that does not; see --json")
-            found = _search(config, machine, budget, prompt=prompt or 512, output=new_tokens or 32,
-                            objective=objective, batch=batch or 0, latency_s=latency, tokens_per_s=tokens_per_s,
-                            quantise=quantise, checkpoints=checkpoints, diagonal=diagonal, pareto=pareto)
-            _show_policy(found, as_json)
+            request = _request(config, machine, budget, prompt=prompt or 512, output=new_tokens or 32,
+                               objective=objective, batch=batch or 0, latency_s=latency, tokens_per_s=tokens_per_s)
+            if explore:
+                if slots is not None or cache != "native" or save is not None:
+                    raise PlanError("--slots, --cache and --save are for plans that run; --explore finds what does not")
+                _explore(request, as_json, quantise=quantise, checkpoints=checkpoints, diagonal=diagonal, pareto=pareto)
+                return
+        only = {"--quantise": quantise, "--no-checkpoints": not checkpoints, "--diagonal": diagonal}
+        for name, given in only.items():
+            if given:
+                raise PlanError(f"{name} needs --config and --explore")
+        if config is not None:
+            _plan_config(request, Wishes(slots, cache_format=cache), as_json, save, pareto)
             return
-        only = {"--objective": objective != "throughput", "--latency": latency is not None,
-                "--tokens-per-s": tokens_per_s is not None, "--quantise": quantise, "--no-checkpoints": not checkpoints,
-                "--diagonal": diagonal, "--pareto": pareto is not None}
+        only = {"--objective": objective != "throughput", "--latency": latency is not None, "--explore": explore,
+                "--tokens-per-s": tokens_per_s is not None, "--pareto": pareto is not None}
         for name, given in only.items():
             if given:
                 raise PlanError(f"{name} needs --config")
@@ -131,37 +137,61 @@ def _plan_model(
     print(f"smallest    a device budget of {format_nbytes(smallest)} ({smallest} bytes) would still work")
 
 
-def _search(config: str, machine: str | None, budget: str | None, **wishes: Any) -> dict[str, Any]:
-    from forebay.commands.plan_config import plan_config
+def _request(config: str, machine: str | None, budget: str | None, **asked: Any) -> Request:
+    from forebay.commands.plan_config import Request
     from forebay.rewriter.ir.byte_sizes import parse_nbytes
     from forebay.rewriter.ir.plan import TIERS, PlanError
     from forebay.runtime.measure.machine import machine_cache_path
 
-    capacity: dict[str, Any] = {}
+    capacity: dict[str, int] = {}
     for part in (budget or "").split(",") if budget else ():
         tier, equals, size = (text.strip() for text in part.partition("="))
         if not equals:
             tier, size = "device", tier
         if tier not in TIERS:
             raise PlanError(f"budget: unknown tier {tier!r}; the tiers are {', '.join(TIERS)}")
-        capacity[f"{tier}_nbytes"] = parse_nbytes(size, f"budget.{tier}")
+        capacity[tier] = parse_nbytes(size, f"budget.{tier}")
     if machine is None:
         if not machine_cache_path().exists():
             raise PlanError("name a --machine, such as t4, or measure this one: forebay machine")
         machine = str(machine_cache_path())
-    try:
-        with console().status("searching"):
-            return plan_config(config, machine, **capacity, **wishes)
-    except ValueError as error:
-        raise PlanError(str(error)) from error
+    return Request(config, machine, capacity=tuple(capacity.items()), **asked)
 
 
-def _show_policy(found: dict[str, Any], as_json: bool) -> None:
+def _explore(request: Request, as_json: bool, **choices: Any) -> None:
     import json
 
-    from forebay.commands.plan_config import plan_config_text
+    from forebay.commands.explore_config import explore_config, explore_text
+    from forebay.rewriter.ir.plan import PlanError
 
-    print(json.dumps(found, indent=1) if as_json else plan_config_text(found))
+    try:
+        with console().status("searching"):
+            found = explore_config(request, **choices)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    print(json.dumps(found, indent=1) if as_json else explore_text(found))
+
+
+def _plan_config(request: Request, wishes: Wishes, as_json: bool, save: Path | None, pareto: Path | None) -> None:
+    import json
+
+    from forebay.commands.plan_config import draw_frontier, plan_config, plan_data, plan_text
+    from forebay.rewriter.ir.plan import PlanError
+
+    try:
+        with console().status("capturing and planning"):
+            found = plan_config(request, wishes, complete=save is not None)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    if save:
+        found.plan.save(save)
+    if pareto is not None:
+        draw_frontier({found.model: found.frontier}, pareto)
+    if as_json:
+        print(json.dumps(plan_data(found, request), indent=1))
+        return
+    print(plan_text(found))
+    show_plan(found.plan, found.captured)
 
 
 def explain(

@@ -1,100 +1,177 @@
-"""`forebay plan --config`: a policy from a config alone, for a machine that need not be here. It is no Plan: nothing
-lowers several micro-batches, or a cache that is not on the device."""
+"""`forebay plan --config`: the plan that would run, from a config alone, for a machine that need not be here.
+
+The model's graphs are captured from its config, without weights, and planned as those of a model are that runs; what
+is searched beside that is the number of sequences.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
+import math
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from forebay.rewriter.capture.step_graphs import step_graphs
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.byte_sizes import format_nbytes
-from forebay.rewriter.ir.plan import PlanError
+from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.ir.plan import Budget, Plan, PlanError
+from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.presets import load_machine_or_preset
-from forebay.rewriter.planning.placement import NO_CHECKPOINTS
-from forebay.rewriter.planning.policy_search import Objective, Policy, Problem, Space, frontier, search
-from forebay.rewriter.planning.policy_summary import summary, weight_tiers
-from forebay.rewriter.predict.model_shapes import load_model_shape
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.planning.planner import Wishes, make_plan
+from forebay.rewriter.planning.policy_search import Objective
+from forebay.rewriter.planning.search import (
+    best_plan,
+    blocks,
+    latency_s,
+    plan_frontier,
+    search_plans,
+    tokens_per_s,
+    workload_of,
+)
+from forebay.rewriter.predict.block_costs import Block
+from forebay.rewriter.predict.model_shapes import capture_config, load_config
+from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.switches import read_switches
 
 OBJECTIVES = ("throughput", "latency", "budget")
-WEIGHT_FORMATS = ("native", "w4g64")
-CACHE_FORMATS = ("native", "kv4")
+COMPLETED_COPIES = 2500  # a copy takes about 1 ms to lower, prove and simulate
+Point = tuple[float, float, int]  # seconds for a block of sequences, tokens per second, sequences
 
 
-def plan_config(
-    config: str, machine: str, *, prompt: int = 512, output: int = 32, objective: str = "throughput", batch: int = 0,
-    latency_s: float | None = None, tokens_per_s: float | None = None, device_nbytes: int | None = None,
-    host_nbytes: int | None = None, disk_nbytes: int | None = None, quantise: bool = False, checkpoints: bool = True,
-    diagonal: bool = False, pareto: Path | None = None,
-) -> dict[str, Any]:
-    """The best policy as JSON-able data; with `pareto`, the frontier too, drawn to that PNG and JSON.
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a model and a machine, however it is searched.
 
-    `config` is a preset model's name or a config.json; `machine` a preset's name or a file. objective "throughput"
-    (within `latency_s` for a whole block, if given), "latency" (of `batch` sequences) or "budget" (the least device
-    memory that reaches `tokens_per_s`). `batch` 0 leaves the block size to the search. `quantise` also tries 4-bit
-    weights and cache. Raises PlanError, BudgetError, ModelError or PresetError (all ValueErrors) that name the
-    field, or the binding tier and the smallest budget for it.
+    objective "throughput" (within `latency_s` for all sequences, if given), "latency" (of `batch` sequences) or
+    "budget" (the least device memory that reaches `tokens_per_s`). `batch` 0 leaves the sequences to the search.
+    `capacity` overrides the machine's bytes per tier.
     """
-    for name, value, low in (("prompt", prompt, 1), ("output", output, 1), ("batch", batch, 0)):
-        if value < low:
-            raise PlanError(f"{name}: {value} is below {low}")
-    if objective not in OBJECTIVES:
-        raise PlanError(f"objective: {objective!r} is not one of {', '.join(OBJECTIVES)}")
-    if objective == "budget" and (tokens_per_s is None or tokens_per_s <= 0):
-        raise PlanError("tokens_per_s: the smallest budget needs a throughput above 0 to reach")
-    if latency_s is not None and latency_s <= 0:
-        raise PlanError(f"latency_s: {latency_s} is not above 0")
-    given = {"device": device_nbytes, "host": host_nbytes, "disk": disk_nbytes}
-    for tier, nbytes in given.items():
-        if nbytes is not None and nbytes < (1 if tier == "device" else 0):
-            raise PlanError(f"{tier}_nbytes: {nbytes} is too small")
-    problem = Problem(load_model_shape(config), load_machine_or_preset(machine), prompt, output,
-                      capacity={tier: n for tier, n in given.items() if n is not None})
-    space = Space(batch=batch, closed=frozenset() if checkpoints else NO_CHECKPOINTS,
-                  weight_formats=WEIGHT_FORMATS if quantise else ("native",),
-                  cache_formats=CACHE_FORMATS if quantise else ("native",),
-                  orders=("row", "zigzag", "diagonal") if diagonal else ("row", "zigzag"))
-    wanted = Objective(objective, float("inf") if latency_s is None else latency_s,  # type: ignore[arg-type]
-                       tokens_per_s or 0.0, batch or 1)
-    policy = search(problem, space, wanted)
-    found: dict[str, Any] = {
-        "model": problem.model.name, "machine": problem.machine.name,
-        "workload": {"prompt": prompt, "new_tokens": output}, "objective": objective, "policy": summary(policy),
-        "weights": weight_tiers(policy)}
-    if pareto is not None:
-        policies = frontier(problem, space)
-        found["pareto"] = [_point(p) for p in policies]
-        draw_frontier({problem.model.name: policies}, pareto)
-        pareto.with_suffix(".json").write_text(json.dumps(found["pareto"], indent=1) + "\n", encoding="utf-8")
-    return found
+
+    config: str  # a preset model's name or a config.json
+    machine: str  # a preset's name or a file
+    prompt: int = 512
+    output: int = 32
+    objective: str = "throughput"
+    batch: int = 0
+    latency_s: float | None = None
+    tokens_per_s: float | None = None
+    capacity: tuple[tuple[str, int], ...] = ()
+
+    def wanted(self) -> Objective:
+        """The objective; PlanError names a field that cannot be meant."""
+        for name, value, low in (("prompt", self.prompt, 1), ("output", self.output, 1), ("batch", self.batch, 0)):
+            if value < low:
+                raise PlanError(f"{name}: {value} is below {low}")
+        if self.objective not in OBJECTIVES:
+            raise PlanError(f"objective: {self.objective!r} is not one of {', '.join(OBJECTIVES)}")
+        if self.objective == "budget" and (self.tokens_per_s is None or self.tokens_per_s <= 0):
+            raise PlanError("tokens_per_s: the smallest budget needs a throughput above 0 to reach")
+        if self.latency_s is not None and self.latency_s <= 0:
+            raise PlanError(f"latency_s: {self.latency_s} is not above 0")
+        for tier, nbytes in self.capacity:
+            if nbytes < (1 if tier == "device" else 0):
+                raise PlanError(f"{tier}_nbytes: {nbytes} is too small")
+        return Objective(self.objective, math.inf if self.latency_s is None else self.latency_s,  # type: ignore[arg-type]
+                         self.tokens_per_s or 0.0, self.batch or 1)
 
 
-def plan_config_text(found: dict[str, Any]) -> str:
-    """What `plan_config` found, for reading: the block, where things lie, the prediction and the advice."""
-    policy, lines = found["policy"], []
-    block, work = policy["block"], found["workload"]
-    lines.append("a policy, which nothing runs yet: block schedules and tiers of the cache are not lowered")
-    lines.append(f"{found['model']} on {found['machine']}, prompt {work['prompt']}, {work['new_tokens']} new tokens")
-    lines.append(f"  block      {block['micro_batch']} x {block['micro_batches']} sequences, {block['order']}, weights "
-                 f"{block['weight_format']}, cache {block['cache_format']}"
-                 f"{', attention on the host' if block['host_attention'] else ''}")
-    for tensor, shares in policy["shares"].items():
-        if any(shares.values()):
-            lines.append(f"  {tensor:10} " + ", ".join(f"{tier} {100 * s:.1f} %" for tier, s in shares.items() if s))
-    lines.append("  memory     " + ", ".join(
-        f"{tier} {format_nbytes(n)} of {format_nbytes(policy['capacity_nbytes'][tier])}"
-        for tier, n in policy["peak_nbytes"].items() if n))
-    lines.append(f"  predicted  {policy['tokens_per_s']:.4g} tokens/s; {policy['latency_s']:.4g} s for the block: "
-                 f"prefill {policy['prefill_s']:.4g} s, then {policy['decode_step_s']:.4g} s per step")
-    lines.append(f"  {policy['advice']}")
-    for point in found.get("pareto", ()):
-        lines.append(f"  frontier   {point['sequences']:5} sequences  {point['latency_s']:10.4g} s  "
-                     f"{point['tokens_per_s']:10.4g} tokens/s")
-    return "\n".join(lines)
+@dataclass(frozen=True)
+class ConfigPlan:
+    """A plan for the model that a config describes, and the quickest plan for each throughput. Where it is not
+    `complete`, a step has so many copies that lowering it takes minutes: what the plan decides is all there, its times
+    are the closed form's, and its activations have no addresses yet."""
+
+    model: str
+    plan: Plan
+    complete: bool
+    captured: CapturedModel
+    frontier: tuple[Point, ...]
 
 
-def draw_frontier(curves: dict[str, Sequence[Policy]], path: Path) -> None:
-    """Latency of a block against throughput, both logarithmic, as FlexGen's Figure 1; one curve per name, to a PNG.
+def plan_config(request: Request, wishes: Wishes | None = None, *, complete: bool = False) -> ConfigPlan:
+    """The best plan that runs, as the model itself would be planned on that machine; lowered and simulated, with
+    `complete` also where that takes long.
+
+    Raises PlanError, BudgetError, ModelError or PresetError (all ValueErrors) that name the field, or the smallest
+    budget that works.
+    """
+    objective, wishes = request.wanted(), wishes or Wishes()
+    (name, values), machine = load_config(request.config), load_machine_or_preset(request.machine)
+    captured = capture_config(values)
+    limit = captured.max_positions
+    if limit and request.prompt + request.output > limit:
+        raise PlanError(f"prompt: {request.prompt} and {request.output} new tokens exceed the model's {limit} "
+                        "positions")
+    switches, budget = read_switches(), _budget(machine, dict(request.capacity), captured)
+    graphs, files = rewrite_captured(captured, switches, wishes.cache_format), _one_file(captured)
+    fingerprint = f"config:{name}:{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]}"
+
+    @functools.cache
+    def pipeline_of(batch: int) -> Pipeline:
+        workload = workload_of(Block(batch, order="row"), request.prompt, request.output)
+        source = step_graphs(graphs, files, workload, fingerprint, host_hop=machine.near_disk == "host")
+        return Pipeline(source, workload, machine, switches)
+
+    def plan_for(block: Block, budget: Budget) -> Plan:
+        pipeline = pipeline_of(block.size)
+        return make_plan(pipeline.facts, budget, pipeline.workload, wishes, machine.name)
+
+    batch = request.batch or (1 if objective.kind == "latency" else 0)
+    plans = search_plans(plan_for, budget, objective, blocks(batch))
+    best = best_plan(plans, objective)
+    frontier = tuple((latency_s(p), tokens_per_s(p), p.workload.batch) for p in plan_frontier(plans))
+    complete = complete or step_copies(best) <= COMPLETED_COPIES
+    if complete:
+        best = pipeline_of(best.workload.batch).plan(Budget(best.budget.device, best.budget.host), wishes)
+    return ConfigPlan(name, best, complete, captured, frontier)
+
+
+def step_copies(plan: Plan) -> int:
+    """Copies of a step: tiles of the weights that stream."""
+    size = plan.schedule.slot_nbytes
+    return sum(-(-w.nbytes // size) for w in plan.weights if w.tier != "device" and (w.tile_rows or not w.gather))
+
+
+def plan_data(found: ConfigPlan, request: Request) -> dict[str, Any]:
+    """What `plan_config` found, for JSON."""
+    return {"kind": "plan", "complete": found.complete, "model": found.model, "machine": found.plan.machine,
+            "objective": request.objective, "tokens_per_s": tokens_per_s(found.plan),
+            "latency_s": latency_s(found.plan), "plan": asdict(found.plan),
+            "pareto": frontier_data(found.frontier)}
+
+
+def plan_text(found: ConfigPlan) -> str:
+    """The first lines of what is printed: which of the two this is, and what it is predicted to do."""
+    plan, work = found.plan, found.plan.workload
+    lines = [f"a plan, as it would run: {found.model} on {plan.machine}, {work.batch} sequences, prompt {work.prompt}, "
+             f"{work.new_tokens} new tokens",
+             f"predicted   {tokens_per_s(plan):.4g} tokens/s; {latency_s(plan):.4g} s for all sequences"]
+    if not found.complete:
+        lines.append(f"            by the closed form: {step_copies(plan)} copies a step, lowered only to --save it")
+    return "\n".join([*lines, *frontier_lines(found.frontier)])
+
+
+def frontier_lines(points: Sequence[Point]) -> list[str]:
+    """A line per point of a frontier of more than one."""
+    return [f"frontier    {size:5} sequences  {time_s:10.4g} s  {rate:10.4g} tokens/s" for time_s, rate, size in points
+            if len(points) > 1]
+
+
+def frontier_data(points: Sequence[Point]) -> list[dict[str, float]]:
+    """A frontier for JSON."""
+    return [{"sequences": size, "latency_s": time_s, "tokens_per_s": rate} for time_s, rate, size in points]
+
+
+def draw_frontier(curves: dict[str, Sequence[Point]], path: Path) -> None:
+    """Latency of a block against throughput, both logarithmic, as FlexGen's Figure 1; one curve per name, to a PNG and
+    to JSON beside it.
 
     Raises PlanError for a path whose ending matplotlib cannot write.
     """
@@ -104,11 +181,10 @@ def draw_frontier(curves: dict[str, Sequence[Policy]], path: Path) -> None:
     figure = Figure(figsize=(7, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
-    for name, policies in curves.items():
-        axis.plot([p.placement.time_s for p in policies], [p.tokens_per_s for p in policies], marker="o", label=name)
-        for p in policies:
-            axis.annotate(str(p.block.size), (p.placement.time_s, p.tokens_per_s), fontsize=7,
-                          textcoords="offset points", xytext=(3, 3))
+    for name, points in curves.items():
+        axis.plot([time_s for time_s, _, _ in points], [rate for _, rate, _ in points], marker="o", label=name)
+        for time_s, rate, size in points:
+            axis.annotate(str(size), (time_s, rate), fontsize=7, textcoords="offset points", xytext=(3, 3))
     axis.set(xscale="log", yscale="log", xlabel="latency of a block, s", ylabel="throughput, tokens/s")
     axis.grid(True, which="both", linewidth=0.3)
     axis.legend(title="numbers: sequences in the block")
@@ -116,10 +192,25 @@ def draw_frontier(curves: dict[str, Sequence[Policy]], path: Path) -> None:
         figure.savefig(path, dpi=120)
     except ValueError as error:
         raise PlanError(f"cannot write the picture {path}: {error}") from error
+    data = [point for points in curves.values() for point in frontier_data(points)]
+    path.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
-def _point(policy: Policy) -> dict[str, Any]:
-    return {"sequences": policy.block.size, "micro_batch": policy.block.micro_batch,
-            "micro_batches": policy.block.micro_batches, "latency_s": policy.placement.time_s,
-            "tokens_per_s": policy.tokens_per_s, "host_attention": policy.block.host_attention,
-            "weight_format": policy.block.weight_format, "cache_format": policy.block.cache_format}
+def _budget(machine: Machine, given: dict[str, int], captured: CapturedModel) -> Budget:
+    """What is given, or what the machine has; where the device is a part of the host's memory, nothing beside it."""
+    room = {tier: held.capacity_nbytes for tier, held in machine.tiers.items()} | given
+    if room["disk"] < captured.weight_nbytes:
+        raise PlanError(f"budget.disk: the weights' files take {format_nbytes(captured.weight_nbytes)} "
+                        f"({captured.weight_nbytes} bytes), {format_nbytes(room['disk'])} are given")
+    beside = room.get("host", 0) if machine.near_disk == "host" else given.get("host", 0)
+    return Budget(room["device"], beside)
+
+
+def _one_file(captured: CapturedModel) -> dict[str, FileSlice]:
+    """Where weights would lie in a checkpoint of one file, each at a page."""
+    files, at = {}, 0
+    for name, spec in captured.weights.items():
+        nbytes = math.prod(spec.shape) * spec.dtype.itemsize
+        files[name] = FileSlice("weights", at, nbytes)
+        at += -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+    return files

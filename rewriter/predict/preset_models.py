@@ -1,0 +1,41 @@
+"""Configs of released models, as their config.json has them: numbers of OPT from Zhang et al. 2022, Table 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Config = dict[str, Any]
+
+
+def _opt(layers: int, hidden: int, heads: int) -> Config:
+    return {"model_type": "opt", "num_hidden_layers": layers, "hidden_size": hidden, "ffn_dim": 4 * hidden,
+            "num_attention_heads": heads, "vocab_size": 50272, "word_embed_proj_dim": hidden,
+            "max_position_embeddings": 2048, "tie_word_embeddings": True, "dtype": "float16"}
+
+
+def _gated(kind: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int,
+           positions: int, **more: Any) -> Config:
+    return {"model_type": kind, "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": intermediate,
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab,
+            "max_position_embeddings": positions, "tie_word_embeddings": False, "dtype": "float16", **more}
+
+
+# OPT-350m is absent: its projected embeddings and post-norm layers are unlike its siblings'.
+PRESET_CONFIGS: dict[str, Config] = {
+    "opt-125m": _opt(12, 768, 12), "opt-1.3b": _opt(24, 2048, 32), "opt-2.7b": _opt(32, 2560, 32),
+    "opt-6.7b": _opt(32, 4096, 32), "opt-13b": _opt(40, 5120, 40), "opt-30b": _opt(48, 7168, 56),
+    "opt-66b": _opt(64, 9216, 72), "opt-175b": _opt(96, 12288, 96),
+    "llama-2-7b": _gated("llama", 32, 4096, 11008, 32, 32, 32000, 4096),
+    "llama-2-13b": _gated("llama", 40, 5120, 13824, 40, 40, 32000, 4096),
+    "llama-2-70b": _gated("llama", 80, 8192, 28672, 64, 8, 32000, 4096),
+    "codellama-34b": _gated("llama", 48, 8192, 22016, 64, 8, 32000, 16384),
+    "llama-3-8b": _gated("llama", 32, 4096, 14336, 32, 8, 128256, 8192),
+    "llama-3-70b": _gated("llama", 80, 8192, 28672, 64, 8, 128256, 8192),
+    "llama-3.1-405b": _gated("llama", 126, 16384, 53248, 128, 8, 128256, 131072),
+    "qwen2.5-0.5b": _gated("qwen2", 24, 896, 4864, 14, 2, 151936, 32768) | {"tie_word_embeddings": True},
+    "qwen2.5-7b": _gated("qwen2", 28, 3584, 18944, 28, 4, 152064, 131072),
+    "qwen2.5-32b": _gated("qwen2", 64, 5120, 27648, 40, 8, 152064, 131072),
+    "qwen2.5-72b": _gated("qwen2", 80, 8192, 29568, 64, 8, 152064, 131072),
+    "qwen3-8b": _gated("qwen3", 36, 4096, 12288, 32, 8, 151936, 40960, head_dim=128),
+    "qwen3-32b": _gated("qwen3", 64, 5120, 25600, 64, 8, 151936, 40960, head_dim=128),
+}
