@@ -50,7 +50,7 @@ def explore_text(found: dict[str, Any]) -> str:
     """What `explore_config` found, for reading: the block, where things lie, the prediction and the advice."""
     policy, lines = found["policy"], []
     block, work = policy["block"], found["workload"]
-    lines.append("a policy, which nothing runs yet: block schedules and tiers of the cache are not lowered")
+    lines.append("a policy, which nothing runs yet: cache and activations off the device are not planned as such")
     lines.append(f"{found['model']} on {found['machine']}, prompt {work['prompt']}, {work['new_tokens']} new tokens")
     lines.append(f"  block      {block['micro_batch']} x {block['micro_batches']} sequences, {block['order']}, weights "
                  f"{block['weight_format']}, cache {block['cache_format']}"

@@ -116,7 +116,8 @@ def plan_config(request: Request, wishes: Wishes | None = None, *, complete: boo
     @functools.cache
     def pipeline_of(batch: int) -> Pipeline:
         workload = workload_of(Block(batch, order="row"), request.prompt, request.output)
-        source = step_graphs(graphs, files, workload, fingerprint, host_hop=machine.near_disk == "host")
+        source = step_graphs(graphs, files, workload, fingerprint, host_hop=machine.near_disk == "host",
+                             block=wishes.block(batch))
         return Pipeline(source, workload, machine, switches)
 
     def plan_for(block: Block, budget: Budget) -> Plan:
