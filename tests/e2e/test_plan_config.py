@@ -102,7 +102,7 @@ def test_a_machine_elsewhere_and_a_step_of_many_copies(folder: Path, tmp_path: P
     """What lies in host memory is uploaded; a plan of many copies is made and not lowered."""
     found = plan_config(Request("opt-125m", "t4", 32, 4, batch=1, capacity=(("device", 11 * 10**7),)), Wishes(slots=2))
     assert found.complete and found.plan.schedule.host_hop and "upload" in found.plan.prediction.busy_time_s
-    assert found.plan.nbytes_on("host") > 10**7 and found.plan.machine == "t4"
+    assert found.plan.nbytes_on("host") > 10**7 and found.plan.machine.startswith("t4")
     large = plan_config(Request("opt-30b", "t4", 32, 4, batch=1))
     assert not large.complete and step_copies(large.plan) > 2500
     assert "by the closed form" in plan_text(large) and large.plan.prediction.decode_time_s > 1
