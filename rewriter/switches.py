@@ -19,6 +19,7 @@ class Switches:
     sync: bool = False
     poison: bool = False
     no_reuse: bool = False
+    graphs: bool = True
 
 
 class SwitchError(ValueError):
@@ -45,4 +46,5 @@ def read_switches(environment: Mapping[str, str] = os.environ) -> Switches:
         sync=flag("FOREBAY_SYNC", False),
         poison=flag("FOREBAY_POISON", False),
         no_reuse=flag("FOREBAY_NO_REUSE", False),
+        graphs=flag("FOREBAY_GRAPHS", True),
     )

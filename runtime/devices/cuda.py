@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +32,7 @@ from forebay.rewriter.ir.program import (
     place_of,
 )
 from forebay.runtime.devices.device import Call, RuntimeFault
+from forebay.runtime.devices.graphs import graphed
 from forebay.runtime.devices.outward import copy_runs, read_rows, runs, runs_nbytes, write_rows
 from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, first_fault, told
 from forebay.runtime.disk.reader import DiskReader, Read
@@ -58,13 +59,14 @@ class CudaDevice:
 
     def __init__(
         self, reader: DiskReader, *, lookups: DiskReader | None = None, poison: bool = False, sync: bool = False,
-        trace: Trace | None = None, spill: SpillSpace | None = None,
+        trace: Trace | None = None, spill: SpillSpace | None = None, graphs: bool = True,
     ) -> None:
         if not torch.cuda.is_available():
             raise RuntimeFault("this plan is for a GPU, and torch finds none; plan for this machine instead")
         self.readers = {DISK: reader, LOOKUP: lookups or reader, LOAD: lookups or reader}
         self.spill = spill
-        self.poison, self.sync, self.trace = poison, sync, trace
+        self.poison, self.sync, self.trace, self.graphs = poison, sync, trace, graphs
+        self.graph_pool: object = None  # memory of the graphs' temporaries
         self.device_memory: torch.Tensor | None = None
         self.host: Arena | None = None
         self.landing: Arena | None = None
@@ -124,6 +126,13 @@ class CudaDevice:
             return lambda: self._record(item)
         assert isinstance(item, Wait)
         return lambda: self._wait(item)
+
+    def joined(self, run: Sequence[tuple[Launch, Call]]) -> list[Call]:
+        """As graphs, unless they are switched off."""
+        if not self.graphs:
+            return [call for _, call in run]
+        self.graph_pool = self.graph_pool or torch.cuda.graph_pool_handle()
+        return graphed(run, self.graph_pool)
 
     def _in_order(self, call: Call) -> Call:
         def run() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
-from forebay.rewriter.ir.program import Item, TensorRef
+from forebay.rewriter.ir.program import Item, Launch, TensorRef
 
 Call = Callable[[], object]
 
@@ -24,7 +24,8 @@ class Device(Protocol):
     order from one thread, within `issuing`; a call may return before its work is done. What the caller did before is
     done when the work issued within begins, and that work is done when what the caller does afterwards begins.
     `open_files` takes the spill files of a program (nbytes by name) before any of its items is bound, unless they are
-    there already. `finish` returns when all work is done, and raises what any of it raised.
+    there already. `joined` gives launches with nothing between them as the device issues them best: fewer calls, in
+    the same order. `finish` returns when all work is done, and raises what any of it raised.
     """
 
     def allocate(self, arenas: Mapping[str, int]) -> None: ...
@@ -34,6 +35,8 @@ class Device(Protocol):
     def tensor(self, ref: TensorRef) -> torch.Tensor: ...
 
     def bind(self, item: Item, launch: Call | None) -> Call | None: ...
+
+    def joined(self, run: Sequence[tuple[Launch, Call]]) -> list[Call]: ...
 
     def issuing(self) -> AbstractContextManager[None]: ...
 

@@ -37,7 +37,8 @@ def open_device(
     if machine.device_kind != "cpu":
         from forebay.runtime.devices.cuda import CudaDevice
 
-        return CudaDevice(reader, lookups=lookups, poison=switches.poison, sync=switches.sync, trace=trace, spill=spill)
+        return CudaDevice(reader, lookups=lookups, poison=switches.poison, sync=switches.sync, trace=trace, spill=spill,
+                          graphs=switches.graphs)
     _warn_of_spinning()
     return ThreadDevice(reader, lookups=lookups, poison=switches.poison, sync=switches.sync, trace=trace, spill=spill)
 

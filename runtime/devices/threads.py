@@ -6,11 +6,12 @@ import contextlib
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
+from forebay.kernels.cpu_support.native import chained
 from forebay.rewriter.ir.program import (
     COMPUTE,
     DISK,
@@ -255,6 +256,10 @@ class ThreadDevice:
                 worker.submit(ready)
 
         return wait_upload
+
+    def joined(self, run: Sequence[tuple[Launch, Call]]) -> list[Call]:
+        """Neighbouring C++ kernels as one call."""
+        return chained(call for _, call in run)
 
     def issuing(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()  # launches run in the caller's thread, one after the other

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -90,6 +90,9 @@ class VirtualDevice:
 
             return wait
         return None
+
+    def joined(self, run: Sequence[tuple[Launch, Call]]) -> list[Call]:
+        return [call for _, call in run]
 
     def _disk_time_s(self, stream: str, cost: Cost, begin: float) -> float:
         """Seconds of an item from `begin` on: longer where it goes the other way on the disk than what is under way."""

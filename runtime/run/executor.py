@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 
-from forebay.kernels.cpu_support.native import chained
 from forebay.rewriter.ir.program import DOWNLOAD, WRITE, Copy, Item, Launch, Program
 from forebay.runtime.devices.device import Call, Device
 from forebay.runtime.run.bind import bind_launch
@@ -30,13 +29,23 @@ class BoundProgram:
         self._step = self._bind(program.step)
 
     def _bind(self, items: Iterable[Item]) -> list[Call]:
+        """The items as calls; launches with nothing between them as the device joins them, but for a trace, which times
+        each."""
         calls: list[Call] = []
+        run: list[tuple[Launch, Call]] = []
         for item in items:
             launch = bind_launch(item, self.device.tensor) if isinstance(item, Launch) else None
             call = self.device.bind(item, launch)
-            if call is not None:
-                calls.append(call if self.trace is None else self.trace.timed(item, call))
-        return chained(calls)
+            if call is None:
+                continue
+            if self.trace is not None:
+                calls.append(self.trace.timed(item, call))
+            elif isinstance(item, Launch):
+                run.append((item, call))
+            else:
+                calls += (*self.device.joined(run), call)
+                run.clear()
+        return [*calls, *self.device.joined(run)]
 
     def start(self) -> None:
         """Issue the copies that the first step expects in flight; once, before the first step of any program that

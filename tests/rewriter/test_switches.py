@@ -26,8 +26,8 @@ def test_every_switch_is_read() -> None:
     assert read_switches({
         "FOREBAY_DUMP": "/d", "FOREBAY_VERIFY": "0", "FOREBAY_SKIP": "a, b,", "FOREBAY_STOP_AFTER": " c ",
         "FOREBAY_BISECT": "1", "FOREBAY_SYNC": "true", "FOREBAY_POISON": "ON", "FOREBAY_NO_REUSE": "yes",
-        "UNRELATED": "x",
-    }) == Switches("/d", False, ("a", "b"), "c", True, True, True, True)
+        "FOREBAY_GRAPHS": "off", "UNRELATED": "x",
+    }) == Switches("/d", False, ("a", "b"), "c", True, True, True, True, False)
 
 
 @pytest.mark.parametrize("off", ["0", "false", "OFF", "no", " 0 "])
@@ -35,7 +35,7 @@ def test_off_in_every_spelling(off: str) -> None:
     assert read_switches({"FOREBAY_VERIFY": off, "FOREBAY_POISON": off}) == Switches(verify=False)
 
 
-@pytest.mark.parametrize("name", ["VERIFY", "BISECT", "SYNC", "POISON", "NO_REUSE"])
+@pytest.mark.parametrize("name", ["VERIFY", "BISECT", "SYNC", "POISON", "NO_REUSE", "GRAPHS"])
 def test_anything_else_is_refused_by_name(name: str) -> None:
     with pytest.raises(SwitchError, match=f"FOREBAY_{name}='maybe'"):
         read_switches({f"FOREBAY_{name}": "maybe"})

@@ -1,0 +1,84 @@
+"""Launches that follow one another as one CUDA graph: captured once, sent to the GPU together after."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import torch
+
+from forebay.rewriter.ir.program import Launch
+from forebay.runtime.devices.device import Call
+
+LOG = logging.getLogger("forebay")
+LEAST = 4  # launches; fewer take the host no longer one by one (1 to 2 us each) than a graph does
+
+
+class LaunchGraph:
+    """Launches as one call: the first makes them one by one, which compiles kernels and takes what memory they keep;
+    the second captures them; it and all later calls replay the capture. What cannot be captured (an operator that
+    waits for the GPU) is launched one by one for good.
+
+    All captures share `pool`, the memory of their temporaries: nothing in it outlives its run, and the runs of a device
+    follow one another on one stream.
+    """
+
+    def __init__(self, label: str, launches: Sequence[Call], pool: object) -> None:
+        self.label, self.launches, self.pool = label, tuple(launches), pool
+        self.ran = self.refused = False
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        if self.graph is None and self.ran and not self.refused:
+            self.graph = self._captured()
+            self.refused = self.graph is None
+        if self.graph is not None:
+            self.graph.replay()
+            return
+        for launch in self.launches:
+            launch()
+        self.ran = True
+
+    def _captured(self) -> torch.cuda.CUDAGraph | None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with _capturing(graph, self.pool):
+                for launch in self.launches:
+                    launch()
+        except RuntimeError as error:
+            LOG.info("%s and what follows it is launched one by one: %s", self.label, error)
+            return None
+        return graph
+
+
+@contextlib.contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: object) -> Iterator[None]:
+    """Capture what this thread launches on the current stream; other threads copy and read on, so theirs is no part."""
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # the capture is invalid, and says so
+            graph.capture_end()
+        raise
+    graph.capture_end()
+
+
+def graphed(run: Sequence[tuple[Launch, Call]], pool: object) -> list[Call]:
+    """The launches of a run with those that may be captured together made graphs. A launch that touches host memory is
+    not captured: where it computes on the host, a replay would leave it out."""
+    calls: list[Call] = []
+    for captured, group in groupby(run, key=lambda pair: _on_device(pair[0])):
+        pairs = tuple(group)
+        launches = [call for _, call in pairs]
+        if captured and len(launches) >= LEAST:
+            calls.append(LaunchGraph(pairs[0][0].label, launches, pool))
+        else:
+            calls += launches
+    return calls
+
+
+def _on_device(launch: Launch) -> bool:
+    return all(span.arena == "device" for span in (*launch.reads, *launch.writes))
