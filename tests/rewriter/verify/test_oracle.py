@@ -90,7 +90,7 @@ def spoiled(program: Program, rng: random.Random) -> Program:
     part = "prologue" if program.prologue and rng.random() < 0.25 else "step"
     items = list(getattr(program, part))
     i, j = rng.randrange(len(items)), rng.randrange(len(items))
-    item, how = items[i], rng.randrange(7)
+    item, how = items[i], rng.randrange(8)
     if how == 0:
         del items[i]
     elif how == 1:
@@ -106,6 +106,10 @@ def spoiled(program: Program, rng: random.Random) -> Program:
         items[i] = replace(item, room=(rng.choice((0, 16)), rng.choice((0, 16))))
     elif how == 6 and isinstance(item, Release):
         items[i] = replace(item, span=replace(item.span, nbytes=rng.choice((16, 32, 64))))
+    elif how == 7 and isinstance(item, Launch) and item.writes:
+        span, other = item.writes[0], rng.choice((item.writes[0].buffer, "else"))
+        items[i] = replace(item, writes=(replace(span, offset=max(0, span.offset + rng.choice((-32, 0, 32))),
+                                                 buffer=other),))
     return replace(program, **{part: tuple(items)})
 
 
