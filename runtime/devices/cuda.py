@@ -6,10 +6,12 @@ import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.program import (
     COMPUTE,
     DISK,
@@ -40,7 +42,8 @@ from forebay.runtime.disk.spill import SpillSpace
 from forebay.runtime.run.arena import Arena, view
 from forebay.runtime.run.trace import Trace
 
-LOAD_NBYTES = 16 << 20  # pinned memory that resident weights pass through while they are loaded
+LOAD_NBYTES = 16 << 20  # pinned memory that resident weights pass through while they are loaded, by halves
+TOUCH_THREADS = 8
 
 
 @dataclass
@@ -228,15 +231,35 @@ class CudaDevice:
         return done if self.trace is None else self.trace.until(item, nbytes, done)
 
     def _load(self, src: FileSlice, dst: Span) -> None:
-        """Read a resident weight into device memory, piece by piece through pinned memory."""
+        """Read a resident weight into device memory, piece by piece through the halves of pinned memory: one is read
+        into while the other is uploaded."""
         assert self.landing is not None
-        for lower in range(0, src.nbytes, LOAD_NBYTES):
-            nbytes = min(LOAD_NBYTES, src.nbytes - lower)
-            self.readers[DISK].submit(Read(src.path, src.offset + lower, nbytes, self.landing.address, 0, 0,
-                                    self.ledgers[DISK].begin()))
-            self.ledgers[DISK].record().wait()
+        if not src.nbytes:
+            return
+        half, stream, ledger, landing = LOAD_NBYTES // 2, self.streams[UPLOAD], self.ledgers[DISK], self.landing
+        uploaded: list[torch.cuda.Event | None] = [None, None]
+
+        def begin(lower: int) -> Ticket:
+            side = lower // half % 2
+            before = uploaded[side]
+            if before is not None:
+                before.synchronize()
+            self.readers[DISK].submit(Read(src.path, src.offset + lower, min(half, src.nbytes - lower),
+                                           landing.address + side * half, 0, 0, ledger.begin()))
+            return ledger.record()
+
+        ticket = begin(0)
+        for lower in range(0, src.nbytes, half):
+            following = begin(lower + half) if lower + half < src.nbytes else None
+            ticket.wait()
+            side, nbytes = lower // half % 2, min(half, src.nbytes - lower)
             piece = Span(dst.arena, dst.offset + lower, nbytes, dst.buffer)
-            self._bytes(piece).copy_(self.landing.bytes[:nbytes])  # returns when the bytes have arrived
+            with torch.cuda.stream(stream):
+                self._bytes(piece).copy_(landing.bytes[side * half :][:nbytes], non_blocking=True)
+                event = uploaded[side] = torch.cuda.Event()
+                event.record(stream)
+            ticket = following or ticket
+        stream.synchronize()
 
     # -- events
 
@@ -313,9 +336,18 @@ class CudaDevice:
         self.host = self.landing = self.device_memory = None
 
 
+def _touch(address: int, nbytes: int) -> None:
+    """Write zeros to pages by several threads: each page is found and cleared by the thread that touches it first."""
+    share = -(-nbytes // TOUCH_THREADS // PAGE_NBYTES) * PAGE_NBYTES or PAGE_NBYTES
+    with ThreadPoolExecutor(TOUCH_THREADS) as pool:
+        for done in [pool.submit(ctypes.memset, address + at, 0, min(share, nbytes - at))
+                     for at in range(0, nbytes, share)]:
+            done.result()
+
+
 def _pinned(nbytes: int) -> Arena:
     arena = Arena(nbytes)
-    ctypes.memset(arena.address, 0, nbytes)  # touch the pages first: pinning untouched memory is slow
+    _touch(arena.address, nbytes)  # pinning untouched memory is slow
     code = torch.cuda.cudart().cudaHostRegister(arena.address, nbytes, 0)
     if int(code) != 0:
         raise RuntimeFault(f"pinning {nbytes} bytes of host memory failed (CUDA error {int(code)}); a smaller host "

@@ -17,7 +17,7 @@ import torch
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.operator import Operator, Tensors
 from forebay.kernels.operator import Product as Shape
-from forebay.kernels.operators import ATTENTION, RMS_NORM
+from forebay.kernels.operators import ATTENTION, KV_APPEND, RMS_NORM, ROTARY
 from forebay.rewriter.machine.profile import GemmPoint
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.measure.kernels import Call, Product, product_of, timed_products
@@ -31,7 +31,7 @@ QUICK_SHAPES = 2
 GEMM_M, QUICK_M = (1, 2, 8, 16, 64, 256), (2, 16, 256)  # 1 and 2 rows take as long: they read the weight
 STREAM_NBYTES = 256 << 20  # several times an L2
 COLD = 4  # weights that products take turns over, in sizes of the L2
-LAUNCHES = 100  # of each of two kernels; far fewer than a stream holds before issuing waits for the device
+LAUNCHES = 20  # of each kind; far fewer than a stream holds before issuing waits for the device
 KV_HEADS, HEADS, HEAD_DIM, TOKENS = 8, 32, 128, 32768  # 128 MiB of K and V in 16 bit
 
 
@@ -124,22 +124,42 @@ def attention_bytes_per_s(rounds: int) -> float:
 
 
 def dispatch_s(rounds: int) -> float:
-    """Seconds of the issuing thread for one launch, of a norm and of a product by turns; the GPU is not waited for."""
-    device = _device()
-    dtype, (n, k) = half(device), GEMM_SHAPES[0]
-    x = torch.ones(QUICK_M[0], k, dtype=dtype, device=device)
-    norm = _bound(RMS_NORM, Tensors((x, x[0], 1e-5), {}, (torch.empty_like(x),)))
-    product = next(iter(products(QUICK_M[:1], device, str(dtype).removeprefix("torch."), n, k)))[2][0]
+    """Seconds of the issuing thread for one launch, the mean of those of a decoder layer; the GPU is not waited for."""
+    calls = _layer_launches(_device())
     times = []
     for _ in range(1 + rounds):  # the first, which compiles, is not counted
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(LAUNCHES):
-            norm()
-            product()
-        times.append((time.perf_counter() - start) / (2 * LAUNCHES))
+            for call in calls:
+                call()
+        times.append((time.perf_counter() - start) / (len(calls) * LAUNCHES))
     torch.cuda.synchronize()
     return median(times[1:])
+
+
+def _layer_launches(device: torch.device) -> list[Call]:
+    """The launches of a decoder layer as often as it has them: 2 norms, 7 products, rotation of q and of k, the append
+    to the cache, attention, and by torch an activation, a product and 2 sums of elements."""
+    dtype, (n, k), batch = half(device), GEMM_SHAPES[0], QUICK_M[0]
+
+    def ones(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, dtype=dtype, device=device)
+
+    x, table, cache = ones(batch, k), ones(batch, 1, HEAD_DIM), (ones(batch, KV_HEADS, LAUNCHES, HEAD_DIM),) * 2
+    q, kv = ones(batch, HEADS, 1, HEAD_DIM), ones(batch, KV_HEADS, 1, HEAD_DIM)
+    start = torch.zeros(batch, dtype=torch.int64, device=device)
+    norm = _bound(RMS_NORM, Tensors((x, x[0], 1e-5), {}, (torch.empty_like(x),)))
+    product = next(iter(products((batch,), device, str(dtype).removeprefix("torch."), n, k)))[2][0]
+    turns = [_bound(ROTARY, Tensors((heads, table, table), {}, (torch.empty_like(heads),))) for heads in (q, kv)]
+    append = _bound(KV_APPEND, Tensors((*cache, kv, kv, start), {}, ()))
+    attended = torch.empty(batch, 1, HEADS, HEAD_DIM, dtype=dtype, device=device)
+    attention = _bound(ATTENTION, Tensors((q, *cache, start, HEAD_DIM**-0.5, 0, 0.0), {}, (attended,)))
+    out = torch.empty_like(x)
+    activate = functools.partial(torch.sigmoid, x, out=out)
+    multiply = functools.partial(torch.mul, x, x, out=out)
+    add = functools.partial(torch.add, x, x, out=out)
+    return [norm] * 2 + [product] * 7 + turns + [append, attention, activate, multiply, add, add]
 
 
 def _device() -> torch.device:

@@ -147,15 +147,27 @@ def test_dispatch_is_what_a_launch_takes_of_the_issuing_thread(gpu: None, monkey
         nonlocal launches
         launches += 1
 
-    monkeypatch.setattr(measure_cuda, "_bound", lambda *_: launch)
+    monkeypatch.setattr(measure_cuda, "_layer_launches", lambda device: [launch, launch, launch])
     monkeypatch.setattr(measure_cuda, "LAUNCHES", 50)
     monkeypatch.setattr(measure_cuda, "time", SimpleNamespace(perf_counter=lambda: 12e-6 * launches))
     assert measure_cuda.dispatch_s(3) == pytest.approx(12e-6)
-    assert launches == 4 * 100
+    assert launches == 4 * 3 * 50
 
 
-def test_dispatch_binds_what_the_launchers_take(gpu: None) -> None:
+def test_dispatch_binds_what_the_launchers_take(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of a decoder layer's launches, as often as the layer has it."""
+    bound: list[str] = []
+    bind = measure_cuda._bound
+
+    def noted(operator: Operator, use: Tensors) -> Callable[[], object]:
+        bound.append(operator.name)
+        return bind(operator, use)
+
+    monkeypatch.setattr(measure_cuda, "_bound", noted)
+    monkeypatch.setattr(measure_cuda, "LAUNCHES", 1)
     assert measure_cuda.dispatch_s(1) > 0
+    assert set(bound) == {f"forebay.{name}" for name in ("rms_norm", "linear", "rotary", "kv_append", "attention")}
+    assert len(measure_cuda._layer_launches(torch.device("cpu"))) == 17
 
 
 def test_missing_triton_is_said(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
