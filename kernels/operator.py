@@ -12,8 +12,8 @@ import torch
 
 class Use(Protocol):
     """One use of an operator, as a `Launch` has it: arguments by position and by name, what is filled, and by which
-    implementation ("": the default). To count bytes and operations, tensors are anything with a `shape` and a `dtype`
-    (torch's, or its name, "float32"); to bind, they are torch's."""
+    implementation ("" for an operator that has but one; others are not bound without). To count bytes and operations,
+    tensors are anything with a `shape` and a `dtype` (torch's, or its name, "float32"); to bind, they are torch's."""
 
     @property
     def args(self) -> tuple[Any, ...]: ...

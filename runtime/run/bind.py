@@ -53,8 +53,12 @@ def _bind_out_variant(op: Any, kwargs: dict[str, Any], out: list[torch.Tensor]) 
 
 
 def bind_operator(operator: Operator, launch: Launch, use: Tensors, device: str) -> Call:
-    """The call of one of our own operators on a device, "cpu" or "cuda"; RuntimeFault names the launch where Triton
-    cannot be imported, or where a GPU's launcher refuses its tensors."""
+    """The call of one of our own operators on a device, "cpu" or "cuda"; RuntimeFault names the launch where it does
+    not say which of several implementations runs, where Triton cannot be imported, or where a GPU's launcher refuses
+    its tensors."""
+    if operator.implementations is not None and not use.impl:
+        raise RuntimeFault(f"{launch.label}: {launch.op} names none of its implementations; lower a plan whose gemm "
+                           "has this product")
     bind = operator.bind.get(device)
     if bind is None:
         raise RuntimeFault(f"{launch.label}: {launch.op} has no kernel for {'a GPU' if device == 'cuda' else 'a CPU'}")

@@ -79,10 +79,8 @@ def _cost(use: Use) -> Cost:
 
 def _bind_cpu(use: Use) -> Call:
     x, weight, bias = use.args
-    (out,), k = use.out, x.shape[-1]
-    impl = use.impl or default_choice(weight.dtype, x.numel() // max(1, k), out.shape[-1], k)
     accumulate, conv1d = use.kwargs["accumulate"], use.kwargs["form"] == "kn"
-    return cpu.bind_linear(impl, x, weight, bias, out, accumulate, conv1d, _after(use))
+    return cpu.bind_linear(use.impl, x, weight, bias, use.out[0], accumulate, conv1d, _after(use))
 
 
 def _bind_cuda(use: Use) -> Call:

@@ -88,9 +88,7 @@ def _cost(use: Use) -> Cost:
 
 def _bind_cpu(use: Use) -> Call:
     x, rows, bias = use.args
-    stored = _stored(use)
-    impl = use.impl or default_choice(stored.bits, x.numel() // max(1, stored.in_features))
-    return cpu.bind_linear_q(impl, x, rows, bias, use.out[0], stored, _after(use))
+    return cpu.bind_linear_q(use.impl, x, rows, bias, use.out[0], _stored(use), _after(use))
 
 
 def _bind_cuda(use: Use) -> Call:

@@ -23,7 +23,7 @@ from forebay.kernels.cache.kv_append_q import reference as kv_append_q
 from forebay.kernels.formats import packing, row_sizes
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.norms.rms_norm import reference as rms_norm
-from forebay.kernels.operator import Product, Tensors
+from forebay.kernels.operator import Operator, Product, Tensors
 from forebay.kernels.positions.rotary import reference as rotary
 from forebay.kernels.products.linear import choices
 from forebay.kernels.products.linear import reference as linear
@@ -62,7 +62,7 @@ def seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("m", "impl"), ((1, ""), (2, "gemv_8x512_s1"), (3, "flat_64x64_s2"), (20, "large_128x64x64_s1"), (3, "aten"))
+    ("m", "impl"), ((1, "gemv"), (2, "gemv_8x512_s1"), (3, "flat_64x64_s2"), (20, "large_128x64x64_s1"), (3, "aten"))
 )
 def test_linear_with_all_that_follows_it(m: int, impl: str) -> None:
     x, weight, bias = halves(1, m, 160), halves(40, 160) / 8, halves(40)
@@ -83,8 +83,8 @@ def test_linear_with_all_that_follows_it(m: int, impl: str) -> None:
 def test_row_tiles_of_a_transposed_weight_add_up(dtype: torch.dtype) -> None:
     x, weight, bias = (t.to(dtype) for t in (halves(3, 96), halves(96, 40) / 8, halves(40)))
     out = torch.empty(3, 40, dtype=dtype)
-    bound("linear", (x[:, :64], weight[:64], bias), out, form="kn", accumulate=False)()
-    bound("linear", (x[:, 64:], weight[64:], None), out, form="kn", accumulate=True)()
+    bound("linear", (x[:, :64], weight[:64], bias), out, "flat", form="kn", accumulate=False)()
+    bound("linear", (x[:, 64:], weight[64:], None), out, "flat", form="kn", accumulate=True)()
     assert_near(out, linear.reference(x, weight, bias, conv1d=True))
 
 
@@ -94,7 +94,7 @@ def test_linear_of_packed_rows(bits: int) -> None:
     rows = packing.pack_rows(*quantize(weight, bits, 32, 1, torch.float16))
     out = torch.empty(2, 1, 24, dtype=torch.float16)
     stored, after = Packing(bits, 200, 32), linear.After(residual=residual)
-    bound("linear_q", (x, rows, None), out, residual=residual, **stored._asdict())()
+    bound("linear_q", (x, rows, None), out, "flat", residual=residual, **stored._asdict())()
     assert_near(out, linear_q.reference(x, rows, None, stored, after))
 
 
@@ -141,6 +141,21 @@ def test_what_is_not_ours_is_left_to_torch() -> None:
     assert out.tolist() == [3.0, 3.0]
 
 
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+@pytest.mark.parametrize("operator", [o for o in operators.OPERATORS if o.implementations is not None], ids=lambda o: o.name)
+def test_nobody_chooses_for_a_launch_that_names_no_implementation(operator: Operator, device: str) -> None:
+    stored = Packing(4, 64, 32)
+    packed = operator is operators.LINEAR_Q
+    weight = packing.pack_rows(*quantize(torch.randn(8, 64), 4, 32, 1, torch.float16)) if packed else torch.randn(8, 64)
+    how = stored._asdict() if packed else {"form": "nk", "accumulate": False}
+    use = Tensors((torch.randn(3, 64), weight, None), how, (torch.empty(3, 8),))
+    launch = Launch(COMPUTE, operator.name, (), {}, (), (), (), "node")
+    with pytest.raises(RuntimeFault, match=rf"^node: {operator.name} names none of its implementations"):
+        bind_operator(operator, launch, use, device)
+    with pytest.raises(ValueError, match="impl must be one of"):
+        operator.bind["cpu"](use)
+
+
 def test_an_operator_of_ours_without_a_gpu_kernel_is_refused() -> None:
     with pytest.raises(RuntimeFault, match=r"^node: forebay\.sparse_values has no kernel for a GPU"):
         bound("sparse_values", (), halves(2))
@@ -167,7 +182,7 @@ def test_a_quantised_cache_is_written_and_read(bits: int) -> None:
     (
         ("takes 3 rows", "linear", ((3, 64), (8, 64), None), (3, 8), "gemv"),
         ("impl must be one of", "linear", ((3, 64), (8, 64), None), (3, 8), "upcast"),
-        ("out must have shape", "linear", ((3, 64), (8, 64), None), (3, 7), ""),
+        ("out must have shape", "linear", ((3, 64), (8, 64), None), (3, 7), "flat"),
         ("head_dim of 1 .. 256", "attention", ((1, 2, 1, 300), (1, 2, 4, 300), (1, 2, 4, 300)), (1, 1, 2, 300), ""),
         ("rows of at most 16384", "rms_norm", ((2, 16385), (16385,)), (2, 16385), ""),
     ),
