@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,7 +17,6 @@ from forebay.passes.fuse.fuse_residual import fuse_residual
 from forebay.passes.fuse.fuse_rms_norm import fuse_rms_norm
 from forebay.passes.fuse.fuse_rotary import fuse_rotary
 from forebay.passes.fuse.fuse_swiglu import fuse_swiglu
-from forebay.passes.lower.draft import Draft
 from forebay.passes.lower.grow_cache import grow_cache
 from forebay.passes.lower.hoist_prefetch import hoist_prefetch
 from forebay.passes.lower.launches import Launches
@@ -27,7 +27,9 @@ from forebay.passes.place.insert_transfers import insert_transfers
 from forebay.passes.place.repeat_layout import repeats
 from forebay.passes.place.select_gemm import Shape, product_shape, select_gemm
 from forebay.passes.place.shorten_lifetimes import shorten_lifetimes
-from forebay.passes.place.specialise_blocks import block_graphs, specialise_blocks
+from forebay.passes.place.specialise_blocks import specialise_blocks
+from forebay.passes.quantise.quantize_cache import quantize_cache
+from forebay.passes.quantise.quantize_weights import fuse_dequantize, quantize_weights
 from forebay.rewriter.capture.concretise import inline_blocks
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.garbage import no_collection
@@ -50,33 +52,43 @@ from forebay.rewriter.predict.closed_form import rates_of
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.simulate import STEPS, Timeline, simulate
 from forebay.rewriter.report.dump import Dump
-from forebay.rewriter.switches import SwitchError, Switches
-from forebay.rewriter.verify.bisect import Bisection
+from forebay.rewriter.run_passes import Pass, Stage, check_switches
+from forebay.rewriter.switches import Switches
 from forebay.rewriter.verify.program import verify_program
 
-# Each pass with the reason why it stands where it does.
-PASSES: tuple[tuple[Callable[[fx.GraphModule, Plan], None], str], ...] = (
-    (specialise_blocks, "first: the rest see a weight's placement, which layers of one kind need not share"),
-    (insert_transfers, "it splits matrix products into tiles, and every later pass must see the tiles"),
-    (select_gemm, "after tiling, because the choice depends on the tile's shape"),
-    (allocate_buffers, "last: addresses depend on the plan's arena alone, lifetimes on the order, which is final"),
+# Every pass in the order in which they run, with its phase, what it is run on, and the reason why it stands there.
+PASSES: tuple[Pass, ...] = (
+    # once per kind of layer, before there is a plan: what these fold, the planner never sees
+    Pass(fuse_rms_norm, "captured", "each graph", optional=True,
+         why="first: the norms stand between everything else, and no other pattern contains one"),
+    Pass(fuse_rotary, "captured", "each graph", "queries and keys, before attention reads them", optional=True),
+    Pass(fuse_swiglu, "captured", "each graph", optional=True,
+         why="before fuse_residual: what it folds comes first in the product that both may end in"),
+    Pass(fuse_residual, "captured", "each graph", "it takes the products that the others leave", optional=True),
+    Pass(shorten_lifetimes, "captured", "each graph", optional=True,
+         why="after fusing: it orders what is left; queries are made after keys and values are stored"),
+    Pass(quantize_cache, "captured", "each graph", rounds=True,
+         why="it changes operators and no order, and is fused with nothing: behind all that fuse"),
+    Pass(quantize_weights, "captured", "each graph", "the products have what they took over, and keep it"),
+    Pass(fuse_dequantize, "captured", "each graph", "it folds what quantize_weights put there into its readers"),
+    # once per step size, on graphs of fixed sizes
+    Pass(specialise_blocks, "planned", "whole step",
+         "first: the rest see a weight's placement, which layers of one kind need not share"),
+    Pass(insert_transfers, "planned", "each graph",
+         "it splits matrix products into tiles, and every later pass must see the tiles"),
+    Pass(select_gemm, "planned", "each graph", "after tiling, because the choice depends on the tile's shape"),
+    Pass(allocate_buffers, "planned", "whole step",
+         "last: addresses depend on the plan's arena alone, lifetimes on the order, which is final"),
+    # on the step as a list of launches, where the order of the whole step can be seen
+    Pass(lower, "lowered", "whole step", "every value has its address: graphs become launches, layers laid end to end"),
+    Pass(hoist_prefetch, "lowered", "draft", "copies cross the borders of layers", optional=True),
+    Pass(place_copies, "lowered", "draft", "the order of copies is final: they get their streams and events"),
 )
-# On the step as a list of launches (lowering's draft), where the order of the whole step can be seen.
-DRAFT_PASSES: tuple[tuple[Callable[[Draft, Plan], None], str], ...] = (
-    (hoist_prefetch, "copies cross the borders of layers, so they are ordered where layers are laid end to end"),
-)
-WHOLE_STEP = (specialise_blocks, allocate_buffers)  # run once on the step graph; the others on its blocks too
-# On captured graphs, once per kind of layer, before there is a plan: what they fold, the planner never sees.
-BLOCK_PASSES: tuple[tuple[Callable[[fx.GraphModule], None], str], ...] = (
-    (fuse_rms_norm, "first: the norms stand between everything else, and no other pattern contains one"),
-    (fuse_rotary, "queries and keys, before attention reads them"),
-    (fuse_swiglu, "before fuse_residual: what it folds comes first in the product that both may end in"),
-    (fuse_residual, "it takes the products that the others leave"),
-    (shorten_lifetimes, "last: it orders what the others left; queries are made after keys and values are stored"),
-)
-# without: slower, not wrong
-OPTIONAL = ("hoist_prefetch", "fuse_rms_norm", "fuse_rotary", "fuse_swiglu", "fuse_residual",
-            "shorten_lifetimes")
+
+
+def phase(name: str) -> list[Pass]:
+    """The passes of a phase, in order."""
+    return [each for each in PASSES if each.phase == name]
 
 
 class Pipeline:
@@ -84,12 +96,7 @@ class Pipeline:
 
     @no_collection()
     def __init__(self, graphs: StepGraphs, workload: Workload, machine: Machine, switches: Switches) -> None:
-        known = [run_pass.__name__ for run_pass, _ in (*PASSES, *DRAFT_PASSES)]
-        for name in switches.skip:
-            if name not in OPTIONAL:
-                raise SwitchError(f"FOREBAY_SKIP: {name!r} cannot be skipped; those that can: {', '.join(OPTIONAL)}")
-        if switches.stop_after and switches.stop_after not in known:
-            raise SwitchError(f"FOREBAY_STOP_AFTER: no pass {switches.stop_after!r}; they are {', '.join(known)}")
+        check_switches(PASSES, switches)
         self.graphs, self.workload, self.machine, self.switches = graphs, workload, machine, switches
         self._each_layer = False  # activations are planned layer by layer: equal ones cannot share addresses
         self._needs: dict[int, PhaseNeed] = {}
@@ -311,28 +318,13 @@ class Pipeline:
         gm = self._step(plan, tokens)
         plan = plan.during(tokens)
         gm.meta[META] = self._layout(tokens)
-        dump = Dump(self.switches.dump, f"{tokens}_tokens")
-        bisection = Bisection(gm) if self.switches.bisect else None
-        for run_pass, _ in PASSES:
-            name = run_pass.__name__
-            if name in self.switches.skip:
-                continue
-            dump.before(gm, name)
-            for graph in (gm,) if run_pass in WHOLE_STEP else (gm, *block_graphs(gm)):
-                run_pass(graph, plan)
-            dump.after(gm, name)
-            if bisection is not None:
-                bisection.compare(gm, name)
-            if name == self.switches.stop_after:
-                raise StoppedAfter(f"FOREBAY_STOP_AFTER={name}: stopped there as asked, nothing was lowered")
-        draft = lower(gm, plan, self.graphs.files, self._workspace, f"step of {tokens} tokens")
-        for order_copies, _ in DRAFT_PASSES:
-            if order_copies.__name__ not in self.switches.skip:
-                order_copies(draft, plan)
-            if order_copies.__name__ == self.switches.stop_after:
-                raise StoppedAfter(f"FOREBAY_STOP_AFTER={self.switches.stop_after}: stopped there as asked")
-        program = place_copies(draft, plan)
-        dump.program(program)
+        stage = Stage(gm, self.switches, f"{tokens}_tokens")
+        for each in phase("planned"):
+            stage.run(each, lambda _: (plan,))
+        program: Any = gm
+        for each in phase("lowered"):
+            beside = (self.graphs.files, self._workspace, f"step of {tokens} tokens") if each.name == "lower" else ()
+            program = stage.lowered(each, program, plan, *beside)
         taken = plan.arenas["device"] + program.workspace_nbytes()
         if taken > plan.budget.device:
             raise PlanError(f"plan.budget.device: {program.name} takes {taken} bytes, with the workspace of its "
@@ -340,10 +332,6 @@ class Pipeline:
         if self.switches.verify:
             verify_program(program, {"device": plan.budget.device, "host": plan.budget.host or None})
         return program
-
-
-class StoppedAfter(RuntimeError):
-    """FOREBAY_STOP_AFTER stopped the pipeline on purpose."""
 
 
 def _nowhere(node: fx.Node, result: int = 0) -> TensorRef:

@@ -20,6 +20,7 @@ class Switches:
     poison: bool = False
     no_reuse: bool = False
     graphs: bool = True
+    verify_graphs: bool = False  # after every pass, beside the Programs
 
 
 class SwitchError(ValueError):
@@ -35,11 +36,13 @@ def read_switches(environment: Mapping[str, str] = os.environ) -> Switches:
             return default if value == "" else True
         if value in ("0", "false", "off", "no"):
             return False
-        raise SwitchError(f"{name}={environment[name]!r}: write 1 or 0")
+        also = ", or graphs" if name == "FOREBAY_VERIFY" else ""
+        raise SwitchError(f"{name}={environment[name]!r}: write 1 or 0{also}")
 
+    graphs = environment.get("FOREBAY_VERIFY", "").strip().lower() == "graphs"
     return Switches(
         dump=environment.get("FOREBAY_DUMP", ""),
-        verify=flag("FOREBAY_VERIFY", True),
+        verify=graphs or flag("FOREBAY_VERIFY", True),
         skip=tuple(s.strip() for s in environment.get("FOREBAY_SKIP", "").split(",") if s.strip()),
         stop_after=environment.get("FOREBAY_STOP_AFTER", "").strip(),
         bisect=flag("FOREBAY_BISECT", False),
@@ -47,4 +50,5 @@ def read_switches(environment: Mapping[str, str] = os.environ) -> Switches:
         poison=flag("FOREBAY_POISON", False),
         no_reuse=flag("FOREBAY_NO_REUSE", False),
         graphs=flag("FOREBAY_GRAPHS", True),
+        verify_graphs=graphs,
     )

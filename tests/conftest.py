@@ -6,7 +6,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,16 @@ def pytest_configure() -> None:
     """Hear SIGINT though a shell that starts the suite in the background ignores it: children would inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def graphs_are_checked() -> Iterator[None]:
+    """Whatever a test puts through the passes, each of them must leave sound graphs."""
+    import forebay.rewriter.run_passes as run_passes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_passes, "ALWAYS_CHECK", True)
+        yield
 
 
 @dataclass(frozen=True)

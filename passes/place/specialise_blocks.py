@@ -28,10 +28,10 @@ def specialise_blocks(gm: fx.GraphModule, plan: Plan) -> None:
     gm.delete_all_unused_submodules()
 
 
-def block_graphs(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    """A step graph's distinct blocks, in order of their first call."""
+def block_graphs(gm: fx.GraphModule) -> dict[str, fx.GraphModule]:
+    """A step graph's distinct blocks by name, in order of their first call."""
     names = dict.fromkeys(str(call.target) for call in gm.graph.find_nodes(op="call_module"))
-    return [gm.get_submodule(name) for name in names]  # type: ignore[misc]
+    return {name: gm.get_submodule(name) for name in names}  # type: ignore[misc]
 
 
 def _placement(call: fx.Node, plan: Plan) -> tuple:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from forebay.kernels.formats.table import Format
 from forebay.kernels.operators import of_target
 from forebay.rewriter.ir.graph import META, CacheInput
 
 
-def quantize_cache(gm: fx.GraphModule, bits: int, group: int, row_nbytes: int) -> None:
-    """Make every cache that `gm` appends to and attends over, and every cache input of a step graph, one of packed
-    rows uint8 [B, Hkv, L, row_nbytes], in groups of `group` along the head dimension.
+def quantize_cache(gm: fx.GraphModule, stored: Format) -> None:
+    """Make every cache that `gm` appends to and attends over, and every cache input of a step graph, one of rows packed
+    in the format `stored`: uint8 [B, Hkv, L, nbytes of a row], in groups along the head dimension.
 
     A graph without cache operators keeps its nodes.
     """
@@ -21,10 +22,12 @@ def quantize_cache(gm: fx.GraphModule, bits: int, group: int, row_nbytes: int) -
         operator = of_target(node.target)
         if operator is None or operator.over_rows is None:
             continue
-        caches |= dict.fromkeys(operator.argument(node.args, name) for name in operator.caches)
+        read = [operator.argument(node.args, name) for name in operator.caches]
+        caches |= dict.fromkeys(read)
         node.target = operator.over_rows.overload
-        node.args = (*node.args, bits, group)
+        node.args = (*node.args, stored.bits, stored.group_of(read[0].meta["val"].shape[-1]))
         node.meta["made_by"] = "quantize_cache"
     for cache in caches:
         value = cache.meta["val"]
-        cache.meta["val"] = value.new_empty((*value.shape[:-1], row_nbytes), dtype=torch.uint8)
+        nbytes = stored.row_nbytes(value.shape[-1], value.dtype.itemsize)
+        cache.meta["val"] = value.new_empty((*value.shape[:-1], nbytes), dtype=torch.uint8)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import fx
 
+from forebay.passes.lower.draft import Draft, Fetch, Store
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import (
     Copy,
@@ -42,6 +43,11 @@ class Dump:
         if self.folder is not None:
             (self.folder / f"{self.number:02d}_{stage}.py").write_text(graph_text(gm), encoding="utf-8")
 
+    def draft(self, draft: Draft, name: str) -> None:
+        if self.folder is not None:
+            (self.folder / f"{self.number:02d}_{name}.txt").write_text(draft_text(draft), encoding="utf-8")
+        self.number += 1
+
     def program(self, program: Program) -> None:
         if self.folder is not None:
             (self.folder / "program.txt").write_text(program_text(program), encoding="utf-8")
@@ -72,6 +78,20 @@ def program_text(program: Program) -> str:
     lines += [item_text(item) for item in program.prologue]
     lines.append("# step")
     lines += [item_text(item) for item in program.step]
+    return "\n".join(lines) + "\n"
+
+
+def draft_text(draft: Draft) -> str:
+    """One line per launch and mark; marks of copies by number, with what is copied where it is issued."""
+    lines = [f"prologue {draft.prologue}"]
+    for item in draft.items:
+        if isinstance(item, Launch):
+            lines.append(f"launch    {item.label}")
+            continue
+        label = getattr(item, "label", "")
+        if isinstance(item, Fetch | Store):
+            label = (draft.moves if isinstance(item, Fetch) else draft.stores)[item.index].label
+        lines.append(f"{type(item).__name__} {getattr(item, 'index', '')}   {label}".rstrip())
     return "\n".join(lines) + "\n"
 
 

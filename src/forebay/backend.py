@@ -48,16 +48,18 @@ from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.pipeline import Pipeline, StoppedAfter
+from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.planning.planner import Wishes, make_plan, refuse_wishes, smallest_budget
+from forebay.rewriter.run_passes import StoppedAfter
 from forebay.rewriter.switches import SwitchError, read_switches
 from forebay.rewriter.verify.bisect import PassChangedResult
+from forebay.rewriter.verify.graph import GraphError
 
 __all__ = ["forebay_backend", "is_offloaded", "offload_report", "prepared_for", "restore"]
 KEPT = 4  # plans per graph, for as many sets of input sizes
 REFUSED = 64  # sets of input sizes per graph that are known to run eagerly; of more, the oldest are tried again
 ONCE = Workload(batch=1, prompt=1, new_tokens=1)  # a module's call is one step
-DELIBERATE = (StoppedAfter, PassChangedResult, SwitchError)  # FOREBAY_ switches that end a run on purpose
+DELIBERATE = (StoppedAfter, PassChangedResult, GraphError, SwitchError)  # FOREBAY_ switches that end a run on purpose
 SHORTAGES = (errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE)  # of what opening takes; eager needs none of it
 
 

@@ -6,15 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import captured
 from tiny import chain, planned, run_program
 
 from forebay.rewriter.ir.plan import Budget, load_plan
 from forebay.rewriter.ir.program import Launch
-from forebay.rewriter.pipeline import OPTIONAL, PASSES, StoppedAfter
+from forebay.rewriter.pipeline import PASSES, phase
+from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.run_passes import StoppedAfter
 from forebay.rewriter.switches import SwitchError, Switches, read_switches
 from forebay.rewriter.verify.program import ProgramError
 
-NAMES = [p.__name__ for p, _ in PASSES]
+OPTIONAL = tuple(each.name for each in PASSES if each.optional)
+FUSING, NAMES, LAST = ([each.name for each in phase(name)] for name in ("captured", "planned", "lowered"))
+STAGES = [f"{i:02d}_{n}.{when}.py" for i, n in enumerate(NAMES) for when in ("before", "after")]
+DRAFTS = [f"{i:02d}_{n}.txt" for i, n in enumerate(LAST[:-1], len(NAMES))]
 SMALL = Budget(30_000)
 
 
@@ -33,6 +39,14 @@ def test_every_switch_is_read() -> None:
 @pytest.mark.parametrize("off", ["0", "false", "OFF", "no", " 0 "])
 def test_off_in_every_spelling(off: str) -> None:
     assert read_switches({"FOREBAY_VERIFY": off, "FOREBAY_POISON": off}) == Switches(verify=False)
+
+
+def test_graphs_are_verified_beside_programs_where_asked() -> None:
+    assert read_switches({"FOREBAY_VERIFY": " Graphs"}) == Switches(verify_graphs=True)
+    with pytest.raises(SwitchError, match="write 1 or 0, or graphs"):
+        read_switches({"FOREBAY_VERIFY": "graph"})
+    with pytest.raises(SwitchError, match=r"write 1 or 0$"):
+        read_switches({"FOREBAY_POISON": "graphs"})
 
 
 @pytest.mark.parametrize("name", ["VERIFY", "BISECT", "SYNC", "POISON", "NO_REUSE", "GRAPHS"])
@@ -70,27 +84,56 @@ def test_no_reuse_gives_every_activation_its_own_memory(tmp_path: Path) -> None:
         assert (shared == 0) is no_reuse
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *LAST])
 def test_stop_after_stops_there_and_leaves_the_dump(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "dump"
     with pytest.raises(StoppedAfter, match=name):
         planned(chain(tmp_path, width=64), SMALL, switches=Switches(stop_after=name, dump=str(folder)))
     written = sorted(p.name for p in (folder / "1_tokens").iterdir())
-    done = NAMES[: NAMES.index(name) + 1]
-    assert written == sorted(f"{i:02d}_{n}.{when}.py" for i, n in enumerate(done) for when in ("before", "after"))
+    whole = [*sorted(STAGES, key=lambda s: (s[:2], "after" in s)), *DRAFTS, "program.txt"]
+    ends = 2 * NAMES.index(name) + 2 if name in NAMES else len(STAGES) + LAST.index(name) + 1
+    assert written == sorted(whole[:ends])
+
+
+@pytest.mark.parametrize("name", FUSING)
+def test_stop_after_a_pass_on_captured_graphs(tmp_path: Path, name: str) -> None:
+    """Whether the pass has something to do or not."""
+    switches = Switches(stop_after=name, dump=str(tmp_path))
+    with pytest.raises(StoppedAfter, match=name):
+        rewrite_captured(captured("llama"), switches)
+    fusing = FUSING[: FUSING.index(name) + 1]
+    done = [n for n in fusing if n not in ("quantize_cache", "quantize_weights")]
+    assert sorted(p.name for p in (tmp_path / "captured").iterdir()) == sorted(
+        f"{i:02d}_{n}.{when}.py" for i, n in enumerate(done) for when in ("before", "after"))
+
+
+def test_a_dump_shows_what_a_pass_did_in_every_block(tmp_path: Path) -> None:
+    rewrite_captured(captured("gemma2"), Switches(dump=str(tmp_path)))
+    after = (tmp_path / "captured" / "01_fuse_rotary.after.py").read_text()
+    assert "# block_0" in after and "# block_1" in after and after.count("by fuse_rotary") == 4
+
+
+def test_a_draft_is_dumped_before_and_after_its_copies_are_ordered(tmp_path: Path) -> None:
+    _, program = planned(chain(tmp_path, width=64), SMALL, switches=Switches(dump=str(tmp_path)))
+    before, after = ((tmp_path / "1_tokens" / name).read_text().splitlines() for name in DRAFTS)
+    assert before[0] == "prologue ()" and after[0] == f"prologue {tuple(range(len(program.prologue) // 2))}"
+    fetches = [line.split()[2] for line in before if line.startswith("Fetch")]
+    assert len(fetches) == sum(line.startswith("Arrive") for line in before) > 2
+    for text in (before, after):
+        assert [line.split()[1] for line in text if line.startswith("launch")] == [
+            i.label for i in program.step if isinstance(i, Launch)]
 
 
 def test_dump_writes_every_stage_and_a_plan_that_loads(tmp_path: Path) -> None:
     folder = tmp_path / "dump"
     plan, program = planned(chain(tmp_path, width=64), SMALL, switches=Switches(dump=str(folder)))
     assert load_plan(folder / "plan.json") == plan
-    phase = folder / "1_tokens"
-    stages = [f"{i:02d}_{n}.{when}.py" for i, n in enumerate(NAMES) for when in ("before", "after")]
-    assert sorted(p.name for p in phase.iterdir()) == sorted([*stages, "program.txt"])
-    before, after = ((phase / f"01_insert_transfers.{when}.py").read_text() for when in ("before", "after"))
+    folder_of_step = folder / "1_tokens"
+    assert sorted(p.name for p in folder_of_step.iterdir()) == sorted([*STAGES, *DRAFTS, "program.txt"])
+    before, after = ((folder_of_step / f"01_insert_transfers.{when}.py").read_text() for when in ("before", "after"))
     assert "fetch" not in before and "by insert_transfers" in after and "Transfer(index=0" in after
     assert "float32[2, 64]" in before
-    text = (phase / "program.txt").read_text()
+    text = (folder_of_step / "program.txt").read_text()
     assert len(text.splitlines()) == 3 + len(program.prologue) + len(program.step)
     assert all(i.label in text for i in program.step if isinstance(i, Launch)) and "weights.bin[" in text
 

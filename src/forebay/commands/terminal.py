@@ -70,14 +70,16 @@ def _message(error: Exception) -> str | None:
     from forebay.rewriter.capture.language_model import CaptureError
     from forebay.rewriter.checkpoints.checkpoint import CheckpointError
     from forebay.rewriter.ir.plan import PlanError
-    from forebay.rewriter.pipeline import StoppedAfter
+    from forebay.rewriter.run_passes import StoppedAfter
     from forebay.rewriter.switches import SwitchError
+    from forebay.rewriter.verify.bisect import PassChangedResult
+    from forebay.rewriter.verify.graph import GraphError
     from forebay.rewriter.verify.program import ProgramError
     from forebay.runtime.devices.device import RuntimeFault
     from forebay.runtime.disk.spill import SpillError
 
-    known = (PlanError, CheckpointError, CaptureError, SwitchError, JobError, StoppedAfter, ProgramError, LoweringError,
-             RuntimeFault, SpillError, OSError)
+    known = (PlanError, CheckpointError, CaptureError, SwitchError, JobError, StoppedAfter, GraphError,
+             PassChangedResult, ProgramError, LoweringError, RuntimeFault, SpillError, OSError)
     return " ".join(str(error).split()) if isinstance(error, known) else None
 
 

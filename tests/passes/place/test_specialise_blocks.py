@@ -71,7 +71,7 @@ def test_a_graph_without_calls_is_left_alone() -> None:
     gm = inline_blocks(made.graphs.step(1))
     before = [n.name for n in gm.graph.nodes]
     specialise_blocks(gm, plan)
-    assert [n.name for n in gm.graph.nodes] == before and block_graphs(gm) == []
+    assert [n.name for n in gm.graph.nodes] == before and block_graphs(gm) == {}
 
 
 def launches(program: Program) -> Counter:

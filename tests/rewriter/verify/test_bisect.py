@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from families import captured
 from tiny import aten, chain, flat_graph, planned
 from torch import fx
 
 import forebay.rewriter.pipeline as pipeline
-from forebay.rewriter.ir.plan import Budget, Plan
+from forebay.kernels.formats import row_sizes
+from forebay.rewriter.ir.graph import CapturedModel, RowFormat, WeightSpec
+from forebay.rewriter.ir.plan import Budget
+from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 from forebay.rewriter.verify.bisect import Bisection, PassChangedResult
 
 SMALL = Budget(30_000)
 
 
-def drop_last_relu(gm: fx.GraphModule, plan: Plan) -> None:
+def drop_last_relu(gm: fx.GraphModule) -> None:
     last = [n for n in gm.graph.nodes if n.target is aten.relu.default][-1]
     last.replace_all_uses_with(last.args[0])
     gm.graph.erase_node(last)
@@ -26,14 +32,15 @@ def drop_last_relu(gm: fx.GraphModule, plan: Plan) -> None:
 @pytest.mark.parametrize("broken", ["insert_transfers", "select_gemm", "allocate_buffers"])
 def test_names_the_pass_that_breaks_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     passes = []
-    for run_pass, reason in pipeline.PASSES:
-        def run(gm: fx.GraphModule, plan: Plan, run_pass=run_pass) -> None:
-            run_pass(gm, plan)
+    for each in pipeline.PASSES:
+        def run(gm: fx.GraphModule, *given: object, run_pass=each.run) -> object:
+            made = run_pass(gm, *given)
             if run_pass.__name__ == broken:
-                drop_last_relu(gm, plan)
+                drop_last_relu(gm)
+            return made
 
-        run.__name__ = run_pass.__name__
-        passes.append((run, reason))
+        run.__name__ = each.name
+        passes.append(replace(each, run=run) if each.name == broken else each)
     monkeypatch.setattr(pipeline, "PASSES", tuple(passes))
     model = chain(tmp_path, width=64)
     with pytest.raises(PassChangedResult, match=rf"{broken} is the first pass .* output 0 differs by"):
@@ -73,3 +80,56 @@ def test_writes_into_inputs_do_not_leak_into_the_next_comparison() -> None:
     bisection = Bisection(gm)
     bisection.compare(gm, "same")
     bisection.compare(gm, "same again")
+
+
+def broken_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the pass of this name also halve the last product or activation of the step graph."""
+    def run(gm: fx.GraphModule, *given: object) -> None:
+        known[name].run(gm, *given)
+        if gm.graph.find_nodes(op="call_module"):
+            output = gm.graph.output_node()
+            (value,) = output.all_input_nodes
+            with gm.graph.inserting_before(output):
+                half = gm.graph.call_function(aten.mul.Tensor, (value, 0.5))
+            half.meta = {"val": value.meta["val"], "layer": -1, "made_by": name}
+            output.replace_input_with(value, half)
+
+    known = {each.name: each for each in pipeline.PASSES}
+    run.__name__ = name
+    passes = [replace(each, run=run) if each.name == name else each for each in pipeline.PASSES]
+    monkeypatch.setattr(pipeline, "PASSES", passes)
+
+
+@pytest.mark.parametrize("broken", ["fuse_rms_norm", "fuse_residual", "shorten_lifetimes"])
+def test_passes_on_captured_graphs_are_compared_as_well(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    rewrite_captured(captured("llama"), Switches(bisect=True))
+    broken_pass(broken, monkeypatch)
+    with pytest.raises(PassChangedResult, match=f"{broken} is the first pass"):
+        rewrite_captured(captured("llama"), Switches(bisect=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # weights [N, K], and [K, N]
+@pytest.mark.parametrize("broken", ["", "quantize_weights", "fuse_dequantize"])
+def test_passes_that_read_packed_rows_are_compared(monkeypatch: pytest.MonkeyPatch, family: str, broken: str) -> None:
+    """With a cache of packed rows, which rounds, before them."""
+    model = packed(captured(family))
+    if broken:
+        broken_pass(broken, monkeypatch)
+    with pytest.raises(PassChangedResult, match=f"{broken} is the first pass") if broken else nullcontext():
+        rewrite_captured(model, Switches(bisect=True), "kv8")
+
+
+def packed(model: CapturedModel) -> CapturedModel:
+    """`model` as if the matrices of its layers were stored as rows of 4 bits."""
+    inner = {name for weights in model.layer_weights for name in weights.values()}
+    transposed = model.model_type == "gpt2"
+
+    def stored(spec: WeightSpec) -> WeightSpec:
+        if len(spec.shape) != 2 or spec.name not in inner:
+            return spec
+        rows, columns = reversed(spec.shape) if transposed else spec.shape
+        nbytes = row_sizes.row_nbytes(columns, 4, 32)
+        kept = RowFormat("w4g32", 4, 32, torch.float16, columns, rows, nbytes, spec.dtype, transposed)
+        return replace(spec, stored=kept)
+
+    return replace(model, weights={name: stored(spec) for name, spec in model.weights.items()})

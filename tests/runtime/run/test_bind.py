@@ -142,7 +142,7 @@ def test_what_is_not_ours_is_left_to_torch() -> None:
 
 
 @pytest.mark.parametrize("device", ("cpu", "cuda"))
-@pytest.mark.parametrize("operator", [o for o in operators.OPERATORS if o.implementations is not None], ids=lambda o: o.name)
+@pytest.mark.parametrize("operator", [o for o in operators.OPERATORS if o.implementations is not None])
 def test_nobody_chooses_for_a_launch_that_names_no_implementation(operator: Operator, device: str) -> None:
     stored = Packing(4, 64, 32)
     packed = operator is operators.LINEAR_Q
