@@ -39,16 +39,33 @@ def linear_arguments(node: Any) -> Linear | None:
 
 def is_product(node: fx.Node) -> bool:
     """Whether a product of whole matrices is computed by our kernels: what it reads lies in memory as rows of one
-    stride, and its weight is of a dtype that they take or packed; bias [N] + x [M, K] W [K, N] wants W row-major."""
+    stride, and its weight is of a dtype that they take or packed; bias [N] + x [M, K] W [K, N] wants W row-major. One
+    without multiplications is torch's."""
     linear = linear_arguments(node)
     if linear is not None:
         rows = [value for value in (linear.x, linear.multiplier, linear.residual) if value is not None]
-        return all(map(_in_rows, rows)) and (linear.packing is not None or _dtype(linear.weight) in PRODUCT_DTYPES)
+        return all(map(_in_rows, rows)) and has_plain_bias(linear) and not _is_empty(linear.x, linear.weight) and (
+            linear.packing is not None or _dtype(linear.weight) in PRODUCT_DTYPES)
     if node.target is not aten.addmm.default or node.kwargs:
         return False
     bias, x, weight = node.args
-    return _dtype(weight) in PRODUCT_DTYPES and bias.meta["val"].dim() == 1 and _in_rows(x) and (  # type: ignore[union-attr]
-        bool(weight.meta["val"].is_contiguous()))  # type: ignore[union-attr]
+    return _dtype(weight) in PRODUCT_DTYPES and is_plain_bias(bias, weight.meta["val"].shape[1]) and _in_rows(x) and (  # type: ignore[union-attr]
+        bool(weight.meta["val"].is_contiguous()) and not _is_empty(x, weight))  # type: ignore[union-attr]
+
+
+def _is_empty(x: Any, weight: Any) -> bool:
+    return 0 in x.meta["val"].shape or 0 in weight.meta["val"].shape
+
+
+def has_plain_bias(linear: Linear) -> bool:
+    """Whether x W^T has no bias, or one that is a number for each row of W, in order."""
+    return linear.bias is None or is_plain_bias(linear.bias, linear.weight.meta["val"].shape[0])
+
+
+def is_plain_bias(bias: Any, n: int) -> bool:
+    """Whether a bias is n numbers in order. torch also spreads one number, and takes steps between them."""
+    value = bias.meta["val"]
+    return value.dim() == 1 and value.shape[0] == n and bool(value.is_contiguous())
 
 
 def _dtype(node: Any) -> torch.dtype:
@@ -72,7 +89,7 @@ def foldable(node: Any) -> Linear | None:
     """The arguments of a product that what follows may be folded into: x and weight of one dtype that our products
     take, and no second reader."""
     found = linear_arguments(node)
-    if found is None or found.packing is not None or len(node.users) != 1:
+    if found is None or found.packing is not None or len(node.users) != 1 or not has_plain_bias(found):
         return None
     dtypes = {value.meta["val"].dtype for value in found[:3] if value is not None}
     return found if len(dtypes) == 1 and dtypes <= set(PRODUCT_DTYPES) else None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from forebay.passes.product_nodes import linear_arguments
+from forebay.passes.product_nodes import has_plain_bias, is_plain_bias, linear_arguments
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import META, PRODUCT_DTYPES, STREAMED, Transfer, weight_name
 from forebay.rewriter.ir.plan import Plan, WeightPlacement
@@ -67,11 +67,12 @@ def tileable(user: fx.Node, weight: fx.Node) -> bool:
         return False
     if linear is not None:
         read = [value for value in (linear.x, linear.multiplier, linear.residual) if value is not None]
-        return linear.weight is weight and weight not in (*read, linear.bias) and all(_is_rows(r) for r in read)
+        return linear.weight is weight and weight not in (*read, linear.bias) and all(_is_rows(r) for r in read) and (
+            has_plain_bias(linear))
     if user.target is aten.addmm.default:
         bias, x, matrix = user.args
         return matrix is weight and x is not weight and not user.kwargs and _is_rows(x) and (
-            isinstance(bias, fx.Node) and bias is not weight and bias.meta["val"].dim() == 1)
+            isinstance(bias, fx.Node) and bias is not weight and is_plain_bias(bias, weight.meta["val"].shape[1]))
     if user.target in (aten.mm.default, aten.matmul.default):
         return user.args[1] is weight and user.args[0] is not weight and weight.meta["val"].dim() == 2 and (
             _is_rows(user.args[0]))

@@ -9,7 +9,7 @@ from torch import fx
 
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.operators import DEQUANTIZE_ROWS
-from forebay.passes.product_nodes import Linear, fold, linear_arguments
+from forebay.passes.product_nodes import Linear, fold, is_plain_bias, linear_arguments
 from forebay.rewriter.ir.graph import META, RowFormat, WeightInput, weight_name
 
 aten = torch.ops.aten
@@ -63,6 +63,8 @@ def _fold_into_product(graph: fx.Graph, node: fx.Node, user: fx.Node) -> None:
         return  # x W^T of a weight whose rows are those of W^T
     if found is None or found.weight is not node or node in (found.x, found.bias, found.multiplier, found.residual):
         return
+    if found.bias is not None and not is_plain_bias(found.bias, user.meta["val"].shape[-1]):
+        return
     if found.x.meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return
     packing = Packing(bits, in_features, group_size, scale_dtype)  # type: ignore[arg-type]
@@ -74,7 +76,8 @@ def _conv1d(user: fx.Node) -> Linear | None:
     if user.target is not aten.addmm.default or user.kwargs:
         return None
     bias, x, weight = user.args
-    return Linear(x, weight, bias) if isinstance(bias, fx.Node) and bias.meta["val"].dim() == 1 else None
+    plain = isinstance(bias, fx.Node) and is_plain_bias(bias, user.meta["val"].shape[-1])
+    return Linear(x, weight, bias) if plain else None
 
 
 def _unpack_after_lookup(graph: fx.Graph, node: fx.Node, user: fx.Node) -> None:

@@ -34,6 +34,12 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], object]] = {
     "linalg.qr": torch.linalg.qr,
     "linalg.qr, complete": lambda y: torch.linalg.qr(y[:, :9], mode="complete"),
     "expand_copy": lambda y: torch.expand_copy(y[:, None], (SIZE, 3, SIZE)),
+    "addmm, one number as bias": lambda y: torch.addmm(y[0, :1], y, y),
+    "addmm, bias in steps": lambda y: torch.addmm(torch.cat((y, y), 1)[0, ::2], y, y),
+    "linear, one number as bias": lambda y: F.linear(y, y, y[0, :1]),
+    "addmm, no column": lambda y: torch.addmm(y[0], y[:, :0], y[:0]),
+    "linear, no row": lambda y: F.linear(y, y[:0]),
+    "linear of nothing": lambda y: F.linear(y[:0], y, y[0]),
     "as_strided": lambda y: torch.as_strided(y, (4, 5), (7, 1), 3) + 1,
     "as_strided_copy": lambda y: torch.as_strided_copy(y, (4, 5), (7, 1), 3),
     "as_strided_copy, of a slice": lambda y: torch.as_strided_copy(y[2:], (4, 5), (7, 1), 3),
@@ -70,3 +76,30 @@ def test_a_write_beside_the_operand_is_refused(tmp_path) -> None:
             "budget": {"device": "1MiB", "disk": str(tmp_path)}})
         with pytest.warns(RuntimeWarning, match="writes memory beside its operand's elements"):
             assert torch.equal(compiled(x), wanted)
+
+
+class Biased(nn.Module):
+    """A product whose weight must stream, with a bias that torch spreads or takes in steps."""
+
+    def __init__(self, transposed: bool, bias: str) -> None:
+        super().__init__()
+        self.weight, self.numbers = nn.Parameter(torch.randn(512, 512)), nn.Parameter(torch.randn(1024))
+        self.transposed, self.bias = transposed, bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.numbers[:1] if self.bias == "one" else self.numbers[::2]
+        return F.linear(x, self.weight, bias) if self.transposed else torch.addmm(bias, x, self.weight)
+
+
+@pytest.mark.filterwarnings("error", "ignore:.*lies in memory", "ignore:OpenMP threads spin")
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("bias", ["one", "in steps"])
+def test_products_with_an_odd_bias_stream(transposed: bool, bias: str, tmp_path) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module, x = Biased(transposed, bias).eval(), torch.randn(3, 512)
+    with torch.no_grad():
+        wanted = module(x)
+        run = torch.compile(module, backend="forebay", options={
+            "budget": {"device": (1 << 20) + (40 << 10), "disk": str(tmp_path)}, "strict": True})
+        torch.testing.assert_close(run(x), wanted, rtol=1e-5, atol=1e-5)
