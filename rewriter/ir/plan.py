@@ -322,6 +322,17 @@ def from_json(kind: Any, data: object, path: str) -> Any:
     return data
 
 
+def _validate_block(plan: Plan) -> None:
+    s = plan.schedule
+    if s.block.cache == "disk" and (s.block.cache_slots < 1 or s.block.cache_tokens < 1):
+        raise PlanError("plan.schedule.block: a cache on disk needs cache_slots and cache_tokens of at least 1")
+    if s.block.cache == "device" and (s.block.cache_slots or s.block.cache_tokens):
+        raise PlanError("plan.schedule.block: cache_slots and cache_tokens are for a cache on disk")
+    if plan.workload.batch % s.block.micro_batches:
+        raise PlanError(f"plan.schedule.block.micro_batches: {s.block.micro_batches} do not divide a batch of "
+                        f"{plan.workload.batch} (plan.workload.batch)")
+
+
 def validate(plan: Plan) -> None:
     """Refuse a plan that contradicts itself, naming the field; whether its Program is safe is the verifier's task."""
     s = plan.schedule
@@ -351,13 +362,7 @@ def validate(plan: Plan) -> None:
         if tier not in ARENAS or nbytes < 0:
             raise PlanError(f"plan.arenas.{tier}: {nbytes} bytes; there are arenas of at least 0 bytes for "
                             f"{' and '.join(ARENAS)}")
-    if s.block.cache == "disk" and (s.block.cache_slots < 1 or s.block.cache_tokens < 1):
-        raise PlanError("plan.schedule.block: a cache on disk needs cache_slots and cache_tokens of at least 1")
-    if s.block.cache == "device" and (s.block.cache_slots or s.block.cache_tokens):
-        raise PlanError("plan.schedule.block: cache_slots and cache_tokens are for a cache on disk")
-    if plan.workload.batch % s.block.micro_batches:
-        raise PlanError(f"plan.schedule.block.micro_batches: {s.block.micro_batches} do not divide a batch of "
-                        f"{plan.workload.batch} (plan.workload.batch)")
+    _validate_block(plan)
     seen: set[str] = set()
     for i, w in enumerate(plan.weights):
         at = f"plan.weights[{i}]"

@@ -77,18 +77,15 @@ class Wishes:
     lead: int | None = None
     prefill_chunk: int | None = None
     cache_format: str = "native"
-    micro_batches: int = 1
+    micro_batches: int | None = None
     order: Literal["row", "zigzag"] = "zigzag"
-    cache_tier: Literal["device", "disk"] = "device"
-    cache_tokens: int = 32
+    cache_tier: Literal["device", "disk"] | None = None
+    cache_tokens: int | None = None
     cache_slots: int = 3
 
     def block(self, batch: int) -> Block:
-        """The block for `batch` sequences; no micro-batch is empty."""
-        count = min(self.micro_batches, batch)
-        if self.cache_tier == "device":
-            return Block(count, self.order)
-        return Block(count, self.order, "disk", self.cache_tokens, self.cache_slots)
+        """The block for `batch` sequences with their cache on the device; no micro-batch is empty."""
+        return Block(min(self.micro_batches or 1, batch), self.order)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from forebay.huggingface.emptied import empty_module
 from forebay.huggingface.inputs import read_prompts
 from forebay.rewriter.capture.language_model import capture_model
-from forebay.rewriter.capture.step_graphs import step_graphs
+from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from forebay.rewriter.checkpoints.config import read_config, read_generation_config
 from forebay.rewriter.checkpoints.match_weights import checkpoint_names, weight_files, with_stored_formats
@@ -28,10 +28,11 @@ from forebay.rewriter.checkpoints.module_weights import spill_module
 from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
 from forebay.rewriter.ir.graph import CapturedModel, Gives
-from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
+from forebay.rewriter.ir.plan import Block, Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.plan_block import plan_block
 from forebay.rewriter.planning.planner import Wishes
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.rewrite_captured import rewrite_captured
@@ -67,9 +68,9 @@ def wrap(
     lead: int | None = None,
     prefill_chunk: int | None = None,
     cache: str = "native",
-    micro_batches: int = 1,
+    micro_batches: int | None = None,
     order: Literal["row", "zigzag"] = "zigzag",
-    cache_tier: Literal["device", "disk"] = "device",
+    cache_tier: Literal["device", "disk"] | None = None,
 ) -> LanguageModel:
     """Make `model` run within `budget`.
 
@@ -79,10 +80,10 @@ def wrap(
     positions where they are few) and `new_tokens` are what the first plan is made for; `generate` plans anew for calls
     that need more. `machine` is what `forebay machine` measured; by default the profile it has kept, or else a cautious
     guess. `slots`, `slot_nbytes`, `lead` and `prefill_chunk` force choices that are otherwise the planner's. `cache` is
-    the KV cache's format: native, kv8 or kv4 (rotated rows, groups along the head dimension). The batch is computed in
-    `micro_batches` parts, which need activations one at a time; in "zigzag" `order` they share each pass over the
-    weights. With `cache_tier` "disk" the KV cache lies in a spill file in `budget["disk"]`, and is loaded for each
-    layer and micro-batch. `plan` replays a saved plan.
+    the KV cache's format: native, kv8 or kv4 (rotated rows, groups along the head dimension). A cache that does not fit
+    the device, or that `cache_tier` "disk" asks for, lies in a spill file in `budget["disk"]`; the batch is then
+    computed in `micro_batches` parts, each of which loads its cache for its turn in each layer (by default the planner
+    says how many); in "zigzag" `order` they share each pass over the weights. `plan` replays a saved plan.
 
     Raises PlanError for a budget that cannot work, CheckpointError for files that cannot be used, CaptureError for an
     architecture that is not supported.
@@ -172,20 +173,26 @@ class LanguageModel:
             if workload.prompt + 1 > limit:
                 raise PlanError(f"a prompt of {workload.prompt} tokens does not fit the model's {limit} positions")
             workload = replace(workload, new_tokens=limit - workload.prompt)
-        block = plan.schedule.block if plan else self.wishes.block(workload.batch)
-        workload = replace(workload, batch=-(-workload.batch // block.micro_batches) * block.micro_batches)
-        fused = self._fused = self._fused or rewrite_captured(self.captured, self.switches, self.wishes.cache_format)
-        source = step_graphs(fused, self.files, workload, self.checkpoint.fingerprint,
-                             host_hop=self.machine.device_kind != "cpu", block=block)
-        if self.captured.gives == "all":
-            source = replace(source, prefill=None)  # chunks may follow decode steps, so the cache has its full length
-        pipeline = Pipeline(source, workload, self.machine, self.switches)
-        plan = pipeline.plan(self.budget, self.wishes) if plan is None else pipeline.replay(plan)
+        self._fused = self._fused or rewrite_captured(self.captured, self.switches, self.wishes.cache_format)
+        if plan is None:
+            pipeline, plan = plan_block(self._graphs, self.budget, workload, self.wishes, self.machine, self.switches)
+        else:
+            pipeline = Pipeline(self._graphs(workload, plan.schedule.block), workload, self.machine, self.switches)
+            plan = pipeline.replay(plan)
         self.close()  # only now: where there is no plan, the one before still serves
         self._pipeline, self.plan = pipeline, plan
         LOG.info("planned %d of %d + %d tokens within %s: %s of weights stay, %s stream in each step",
                  plan.workload.batch, plan.workload.prompt, plan.workload.new_tokens, format_nbytes(plan.budget.device),
                  format_nbytes(plan.nbytes_on("device")), format_nbytes(plan.prediction.streamed_nbytes))
+
+    def _graphs(self, workload: Workload, block: Block) -> StepGraphs:
+        """The step graphs of the model after the block passes."""
+        assert self._fused is not None
+        graphs = step_graphs(self._fused, self.files, workload, self.checkpoint.fingerprint,
+                             host_hop=self.machine.device_kind != "cpu", block=block)
+        if self.captured.gives == "all":
+            graphs = replace(graphs, prefill=None)  # chunks may follow decode steps, so the cache has its full length
+        return graphs
 
     def explain(self) -> str:
         """The plan as text: what lives where, per layer, bytes per tier, predicted times."""

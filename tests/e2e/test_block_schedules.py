@@ -24,6 +24,7 @@ import forebay.runtime.disk.spill as spill_module
 from forebay.api import LanguageModel, open_model
 from forebay.rewriter.ir.plan import Budget, PlanError, Prediction, Workload, load_plan, plan_from_dict
 from forebay.rewriter.ir.program import LOAD, UNORDERED, Copy, FileSlice, Wait
+from forebay.rewriter.plan_block import answer_time_s
 from forebay.rewriter.planning.planner import Wishes
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.device import RuntimeFault
@@ -55,7 +56,7 @@ class Case:
 
     def language_model(self, share: float, **wishes: Any) -> LanguageModel:
         return LanguageModel(*self.opened, Budget(int(share * self.nbytes)), Workload(COUNT, PROMPT, NEW),
-                             Wishes(**wishes))
+                             Wishes(**{"cache_tier": "device"} | wishes))
 
     def tight(self, **wishes: Any) -> LanguageModel:
         """On a budget hardly larger than the smallest."""
@@ -280,7 +281,7 @@ class _CountingWriter:
 
 
 def test_more_sequences_than_the_device_could_cache(cases: Callable[[str], Case]) -> None:
-    """A budget that holds a fraction of the cache, whichever way it is laid out."""
+    """A budget that holds a fraction of the cache, whichever way it is laid out: the planner puts it on disk."""
     case = cases("llama")
     count, length, new = 24, 100, 20
     ids = torch.randint(3, 997, (count, length), generator=torch.Generator().manual_seed(7))
@@ -290,9 +291,19 @@ def test_more_sequences_than_the_device_could_cache(cases: Callable[[str], Case]
     workload = Workload(count, length, new)
     with LanguageModel(*case.opened, Budget(1 << 30), workload, Wishes()) as lm:
         whole = sum(b.nbytes for b in lm.plan.buffers_of("decode") if b.kind == "cache")
-    budget = Budget(int(case.nbytes + 0.55 * whole))
-    wishes = Wishes(micro_batches=12, cache_tier="disk", cache_tokens=16)
-    with LanguageModel(*case.opened, budget, workload, wishes) as lm:
+    budget = Budget(int(0.75 * whole))
+    with pytest.raises(PlanError, match="cannot work for batch 24"):
+        LanguageModel(*case.opened, budget, workload, Wishes(cache_tier="device"))
+    with LanguageModel(*case.opened, budget, workload, Wishes()) as lm:
+        block = lm.plan.schedule.block
+        assert block.cache == "disk" and block.micro_batches > 1
+        others = [Wishes(cache_tier="disk", micro_batches=count) for count in (2, 6, 24)]
+        for other in others:  # none of those that work is predicted to be faster
+            try:
+                with LanguageModel(*case.opened, budget, workload, other) as forced:
+                    assert answer_time_s(lm.plan) <= 1.000001 * answer_time_s(forced.plan)
+            except PlanError:
+                continue
         assert sum(lm.plan.arenas.values()) <= budget.device
         ours = lm.generate(ids, max_new_tokens=new, pad_token_id=0, eos_token_id=None)
         assert_same_tokens(ours, expected, torch.ones_like(ids), case.model, lm.next_logits)

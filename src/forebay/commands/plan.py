@@ -104,7 +104,7 @@ def _plan_model(
     from forebay.rewriter.capture.step_graphs import step_graphs
     from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
     from forebay.rewriter.ir.plan import PlanError, Workload
-    from forebay.rewriter.pipeline import Pipeline
+    from forebay.rewriter.plan_block import plan_block
     from forebay.rewriter.predict.simulate import simulate
     from forebay.rewriter.rewrite_captured import rewrite_captured
     from forebay.rewriter.switches import read_switches
@@ -118,9 +118,10 @@ def _plan_model(
         captured, checkpoint, files = open_model(folder)
     with console().status("planning"):
         fused = rewrite_captured(captured, switches, wishes.cache_format)
-        source = step_graphs(fused, files, workload, checkpoint.fingerprint, host_hop=profile.device_kind != "cpu")
-        pipeline = Pipeline(source, workload, profile, switches)
-        made = pipeline.plan(sizes, wishes)
+        pipeline, made = plan_block(
+            lambda whole, block: step_graphs(fused, files, whole, checkpoint.fingerprint, block=block,
+                                             host_hop=profile.device_kind != "cpu"),
+            sizes, workload, wishes, profile, switches)
         smallest = pipeline.smallest_budget(wishes)
     if save:
         made.save(save)

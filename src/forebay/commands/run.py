@@ -77,7 +77,6 @@ def run(
         from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids
         from forebay.rewriter.ir.byte_sizes import parse_budget
         from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
-        from forebay.rewriter.planning.planner import Wishes
         from forebay.runtime.run.sampling import Sampling
 
         drawing = sample or any(x is not None for x in (temperature, top_k, top_p))
@@ -133,7 +132,7 @@ def run(
                 profile = machine_profile(machine, folder)
                 answers.check_batch(batch if saved is None else saved.workload.batch)
                 lm, fitting = _fit_batch((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch,
-                                         Wishes(slots, cache_format=cache), saved, profile, first=answers.batch)
+                                         _wishes(slots, cache, batch), saved, profile, first=answers.batch)
                 if answers.batch not in (None, lm.plan.workload.batch):
                     say(f"{output}: going on in batches of {lm.plan.workload.batch}, not of {answers.batch}, which do "
                         "not fit: what is computed may differ by rounding")
@@ -150,6 +149,13 @@ def run(
             answered = len(encoded) - len(jobs.pending(encoded, answers.answered))
             say(f"{len(bad)} lines of {prompts} were not answered; {answered} were")
             raise typer.Exit(SOME_UNANSWERED)
+
+
+def _wishes(slots: int | None, cache: str, batch: int | None) -> Wishes:
+    """A batch that is asked for may have its cache on disk; else it is one whose cache fits the device."""
+    from forebay.rewriter.planning.planner import Wishes
+
+    return Wishes(slots, cache_format=cache, cache_tier=None if batch else "device")
 
 
 def _fit_batch(

@@ -1,0 +1,83 @@
+"""Choose how a batch is cut into micro-batches, and where its cache lies, by plans made for each way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from forebay.rewriter.capture.step_graphs import StepGraphs
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.plan import ALONE, Block, Budget, Plan, PlanError, Workload
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.planning.graph_needs import cache_buffers
+from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.switches import Switches
+
+SIZES = (1, 4, 16, 64)  # of micro-batches that are tried; each takes a plan and its Programs
+TOKENS = (16, 32, 64)  # of a cache block
+PADDING = 1 / 8  # of a token's bytes
+
+GraphsOf = Callable[[Workload, Block], StepGraphs]
+
+
+def plan_block(
+    graphs_of: GraphsOf, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine, switches: Switches
+) -> tuple[Pipeline, Plan]:
+    """The plan for (at least) the batch of `workload`, and the pipeline of its Programs.
+
+    A cache that fits the device stays there. For one that does not, every way of `disk_blocks` is planned, and the one
+    whose Programs are predicted to take prompt and answer the least time is taken. PlanError, if none fits, for the way
+    that fits the smallest budget.
+    """
+    refused: list[tuple[Pipeline, PlanError]] = []
+
+    def planned(block: Block) -> tuple[Pipeline, Plan] | None:
+        count = block.micro_batches
+        whole = replace(workload, batch=-(-workload.batch // count) * count)
+        pipeline = Pipeline(graphs_of(whole, block), whole, machine, switches)
+        try:
+            return pipeline, pipeline.plan(budget, wishes)
+        except PlanError as error:
+            refused.append((pipeline, error))
+            return None
+
+    if wishes.cache_tier != "disk":
+        found = planned(wishes.block(workload.batch))
+        if found is not None:
+            return found
+    ways: list[Block] = []
+    if wishes.cache_tier != "device" and machine.device_kind == "cpu":
+        tokens = wishes.cache_tokens or block_tokens(cache_buffers(graphs_of(workload, ALONE).step(1)), workload)
+        ways = disk_blocks(wishes, workload.batch, tokens)
+    fitting = [way for way in map(planned, ways) if way is not None]
+    if fitting:
+        return min(fitting, key=lambda way: answer_time_s(way[1]))
+    if len(refused) == 1:
+        raise refused[0][1]
+    raise min(refused, key=lambda pair: pair[0].smallest_budget(wishes))[1]
+
+
+def block_tokens(cache: Mapping[str, int], workload: Workload) -> int:
+    """Tokens of a cache block, for a cache of these bytes by buffer: the fewest of `TOKENS` that are whole pages
+    without much padding. Loads join a sequence's blocks, and what is not full yet takes memory: fewer are better."""
+    tokens = {nbytes // (workload.batch * workload.context) for nbytes in cache.values()}  # bytes of a K or a V
+    for count in TOKENS:
+        unit = PAGE_NBYTES // count
+        if all(-(-2 * nbytes // unit) * unit <= (1 + PADDING) * 2 * nbytes for nbytes in tokens):
+            return count
+    return TOKENS[-1]
+
+
+def disk_blocks(wishes: Wishes, batch: int, tokens: int) -> list[Block]:
+    """The blocks to try for a cache on disk: as wished, or with micro-batches of several sizes."""
+    counts = [wishes.micro_batches] if wishes.micro_batches else [
+        math.ceil(batch / size) for size in reversed(SIZES) if size == 1 or size < 2 * batch]
+    return [Block(count, wishes.order, "disk", tokens, wishes.cache_slots)
+            for count in dict.fromkeys(min(count, batch) for count in counts)]
+
+
+def answer_time_s(plan: Plan) -> float:
+    """Predicted seconds from the prompts to the last token of the answers."""
+    return plan.prediction.prefill_time_s + (plan.workload.new_tokens - 1) * plan.prediction.decode_time_s

@@ -1,0 +1,96 @@
+"""Ways to cut a batch, and the blocks of a cache on disk."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from families import captured
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.plan import Block, Budget, PlanError, Workload
+from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.machine.presets import load_machine_or_preset
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.plan_block import answer_time_s, block_tokens, disk_blocks, plan_block
+from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.switches import Switches
+
+WORK = Workload(9, 60, 20)
+
+
+@given(st.integers(1, 4096), st.integers(1, 5), st.integers(1, 99))
+def test_blocks_are_whole_pages_with_little_padding_where_that_can_be(token: int, batch: int, context: int) -> None:
+    work = Workload(batch, context, 1)
+    cache = {"cache_k_0": token * batch * work.context, "cache_v_0": token * batch * work.context}
+    tokens = block_tokens(cache, work)
+
+    def padding(count: int) -> float:
+        return math.ceil(2 * token / (PAGE_NBYTES // count)) * (PAGE_NBYTES // count) / (2 * token) - 1
+
+    assert all(padding(count) > 1 / 8 for count in (16, 32, 64) if count < tokens)
+    assert tokens == 64 or padding(tokens) <= 1 / 8
+
+
+@given(st.integers(1, 300))
+def test_every_way_has_room_for_the_batch_and_none_is_empty(batch: int) -> None:
+    ways = disk_blocks(Wishes(), batch, 16)
+    assert len({way.micro_batches for way in ways}) == len(ways) >= 1
+    for way in ways:
+        each = math.ceil(batch / way.micro_batches)
+        assert 1 <= way.micro_batches <= batch and way.cache == "disk" and each <= 128
+    assert any(way.micro_batches == batch for way in ways)
+    wished = disk_blocks(Wishes(micro_batches=7, order="row", cache_slots=4), batch, 32)
+    assert wished == [Block(min(7, batch), "row", "disk", 32, 4)]
+
+
+def graphs(work: Workload, block: Block) -> StepGraphs:
+    lm = rewrite_captured(captured("llama"), Switches())
+    files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
+    return step_graphs(lm, files, work, "llama", block=block)
+
+
+def needed(tier: str) -> int:
+    """The smallest budget for a cache on this tier, of micro-batches of one on disk."""
+    block = Block() if tier == "device" else Block(WORK.batch, "zigzag", "disk", 16, 3)
+    return Pipeline(graphs(WORK, block), WORK, Machine.default(), Switches()).smallest_budget(Wishes())
+
+
+def test_a_cache_that_fits_the_device_stays_there() -> None:
+    for wishes, count in ((Wishes(), 1), (Wishes(micro_batches=3), 3)):
+        _, plan = plan_block(graphs, Budget(1 << 24), WORK, wishes, Machine.default(), Switches())
+        assert plan.schedule.block == Block(count)
+
+
+def test_one_that_does_not_goes_to_disk_in_the_fastest_way() -> None:
+    work = Workload(24, 200, 50)
+    device = Pipeline(graphs(work, Block()), work, Machine.default(), Switches()).smallest_budget(Wishes())
+    budget = Budget(device - 200_000)
+    with pytest.raises(PlanError, match="cannot work for batch 24"):
+        plan_block(graphs, budget, work, Wishes(cache_tier="device"), Machine.default(), Switches())
+    _, plan = plan_block(graphs, budget, work, Wishes(), Machine.default(), Switches())
+    assert plan.schedule.block.cache == "disk" and plan.workload.batch >= 24
+    for count in (6, 24):
+        _, other = plan_block(graphs, budget, work, Wishes(micro_batches=count), Machine.default(), Switches())
+        assert answer_time_s(plan) <= answer_time_s(other)
+
+
+def test_where_nothing_fits_the_smallest_need_is_named() -> None:
+    least = min(needed("device"), needed("disk"))
+    with pytest.raises(PlanError, match=r"the smallest that can is .*?\((\d+) bytes") as refused:
+        plan_block(graphs, Budget(1000), WORK, Wishes(), Machine.default(), Switches())
+    named = int(str(refused.value).split(" bytes: ")[0].rsplit("(", 1)[1])
+    assert named <= least
+    plan_block(graphs, Budget(named), WORK, Wishes(), Machine.default(), Switches())
+    with pytest.raises(PlanError, match="the smallest that can is"):
+        plan_block(graphs, Budget(named - 1), WORK, Wishes(), Machine.default(), Switches())
+
+
+def test_a_gpu_keeps_its_cache() -> None:
+    with pytest.raises(PlanError, match="cannot work"):
+        plan_block(graphs, Budget(1000, None), WORK, Wishes(), load_machine_or_preset("t4"), Switches())
