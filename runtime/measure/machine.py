@@ -12,7 +12,6 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +36,7 @@ from forebay.rewriter.machine.profile import (
 )
 from forebay.runtime.devices.streams import wait_watched
 from forebay.runtime.disk.reader import DiskReader, Read, available_kinds, open_reader
+from forebay.runtime.disk.temporary import temporary_file
 from forebay.runtime.measure import cuda as measure_cuda
 from forebay.runtime.measure.kernels import (
     MIB,
@@ -221,9 +221,8 @@ def _disk_links(
         raise OSError(
             errno.ENOSPC, f"measuring the disk needs {2 * nbytes} free bytes, there are {free}", os.fspath(folder)
         )
-    with tempfile.TemporaryFile(dir=folder, prefix="forebay-measure-") as file:
-        _fill(file.fileno(), nbytes)
-        path = f"/proc/self/fd/{file.fileno()}"
+    with temporary_file(folder) as (descriptor, path):
+        _fill(descriptor, nbytes)
         best = choose_trial(disk_trials(path, nbytes, quick))
         times: dict[int, list[float]] = {size: [] for size in LINK_NBYTES}
         memory = landing_memory(BUFFER_NBYTES)

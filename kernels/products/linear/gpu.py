@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.gpu_support.arguments import check_tensor, fail
+from forebay.kernels.gpu_support.arguments import AMD_STAGES, check_tensor, fail, stages
 from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.launches import KernelCall, kernel_call
 from forebay.kernels.products.linear import selection
@@ -165,7 +165,7 @@ def _bind(
     constants = operands.constants() | {
         "KN": form == "kn", "BN": setting.bn, "BK": setting.bk, "BM": grid.tile_elements // setting.bn,
         "SPLITS": grid.splits, "num_warps": setting.warps,
-    } | ({} if vector else {"STAGES": setting.stages})  # fmt: skip
+    } | ({} if vector else {"STAGES": stages(setting.stages)})  # fmt: skip
 
     def launch(counters: Tensor, partials: Tensor) -> KernelCall:
         return kernel_call(kernel, programs, operands.x, weight, counters, partials, *arguments, **constants)
@@ -222,8 +222,9 @@ NUMBERS = ("m", "n", "om", "pm", "rm", "k", "xm", "ws")
 
 
 def case(
-    implementation: str, setting: selection.Setting, form: str, m: int, n: int, k: int, in_suite: bool
-) -> AuditCase:
+    implementation: str, setting: selection.Setting, form: str, m: int, n: int, k: int, in_suite: bool,
+    amd: bool = False,
+) -> AuditCase:  # fmt: skip
     """The audit's case of one setting at one shape, bias, SiLU and residual included."""
     grid = grid_of(implementation, setting, selection.default_splits("linear", setting, m, n, k), m, n, k)
     vector = implementation == "gemv"
@@ -232,14 +233,14 @@ def case(
     # Split sums are written and read once; they and the repeated reads of x stay in L2, but are counted here.
     partial = 2 * 4 * m * n * grid.splits if grid.splits > 1 else 0
     return AuditCase(
-        name=f"linear/{implementation}/{form}/m{m}/{setting.name}/s{grid.splits}",
+        name=f"linear/{implementation}/{form}/m{m}/{setting.name}/s{grid.splits}{'/amd' if amd else ''}",
         fn=linear_vector_kernel if vector else linear_matrix_kernel,
         signature=signature | {name: "i32" for name in NUMBERS},
         constants={
             "KN": form == "kn", "BM": grid.tile_elements // setting.bn, "BN": setting.bn, "BK": setting.bk,
             "SPLITS": grid.splits, "ACTIVATION": "silu", "HAS_BIAS": True, "HAS_MULTIPLIER": False,
             "HAS_RESIDUAL": True, "ACCUMULATE": False,
-        } | ({} if vector else {"STAGES": setting.stages}),
+        } | ({} if vector else {"STAGES": AMD_STAGES if amd else setting.stages}),
         num_warps=setting.warps,
         num_stages=setting.stages,
         divisible=(*POINTERS, *(name for name in NUMBERS if name != "m")),
@@ -250,6 +251,7 @@ def case(
         aim=0.0 if implementation == "large" else 0.75,
         turn_nbytes=2 * setting.bn * setting.bk,
         in_suite=in_suite,
+        archs=("gfx942",) if amd else (("sm_80", "sm_90", "gfx942") if vector else ("sm_80", "sm_90")),
     )  # fmt: skip
 
 
@@ -261,5 +263,6 @@ def audit_cases() -> list[AuditCase]:
         settings = selection.SETTINGS["linear", implementation]
         for setting in settings:
             for form in FORMS:
-                cases += [case(implementation, setting, form, m, n, k, setting == settings[0]) for m in rows]
+                for amd in (False,) if implementation == "gemv" else (False, True):
+                    cases += [case(implementation, setting, form, m, n, k, setting == settings[0], amd) for m in rows]
     return cases
