@@ -27,7 +27,7 @@ def choose(product: Product, device_name: str) -> str:
     weight, m, n, k = product
     kind, _ = _kind(weight)
     if kind == "linear" and weight not in HALVES:
-        return "aten"
+        return selection.ATEN
     name = selection.choose(kind, m, n, k, selection.table_of(device_name))
     return selection.explicit(kind, name, m, n, k, decode_shares.processors())
 
@@ -36,7 +36,7 @@ def workspace_nbytes(impl: str, product: Product) -> int:
     """Bytes that a product takes beside its operands; "aten" makes its result apart, and again with what follows it."""
     weight, m, n, k = product
     kind, group_size = _kind(weight)
-    if impl == "aten":
+    if impl == selection.ATEN:
         return 2 * m * n * getattr(torch, weight).itemsize
     split = selection.workspace_nbytes(kind, impl, m, n, k, group_size, decode_shares.processors())
     return selection.HELD_COUNTERS_NBYTES + split

@@ -20,6 +20,8 @@ from pathlib import Path
 KINDS = ("linear", "linear_w4", "linear_w8")  # of weights, as tables name them: of 16 bits, and packed rows
 KIND_OF_BITS = {4: "linear_w4", 8: "linear_w8"}
 IMPLEMENTATIONS = ("gemv", "flat", "large")
+# torch's product, cuBLAS on NVIDIA: a candidate for plain weights at more rows than this; fewer wait for the weight.
+ATEN, ATEN_ABOVE = "aten", 64
 MAX_SPLITS = 32
 # Multiprocessors where the device is not known: an H100's or H200's.
 SM_COUNT = 132
@@ -113,7 +115,7 @@ def candidates(kind: str, m: int, n: int, k: int, sm_count: int = SM_COUNT) -> l
             most = max(1, -(-k // setting.bk))
             for splits in sorted({max(1, usual // 2), usual, min(2 * usual, most, MAX_SPLITS)}):
                 names.append(f"{implementation}_{setting.name}_s{splits}")
-    return names
+    return [*names, ATEN] if kind == "linear" and m > ATEN_ABOVE else names
 
 
 def tile_rows(implementation: str, setting: Setting, m: int) -> int:
@@ -183,6 +185,8 @@ def grid_of(implementation: str, setting: Setting, splits: int, m: int, n: int, 
 
 def explicit(kind: str, name: str, m: int, n: int, k: int, sm_count: int = SM_COUNT) -> str:
     """The name in full, "flat_64x128_s4", which stands for one configuration whatever the defaults become."""
+    if kind == "linear" and name == ATEN:
+        return name
     implementation, setting, splits = parse(kind, name, m, n, k, sm_count)
     return f"{implementation}_{setting.name}_s{splits}"
 
@@ -262,4 +266,4 @@ def _check(entry: Entry) -> None:
     if min(entry.n, entry.k) < 1 or not limits or limits != sorted(set(limits)) or limits[0] < 1:
         raise ValueError(f"sizes must be positive and rows rise, got {entry}")
     for m, name in (*entry.points, (1 << 30, entry.points[-1][1])):
-        parse(entry.kind, name, m, entry.n, entry.k)
+        explicit(entry.kind, name, m, entry.n, entry.k)

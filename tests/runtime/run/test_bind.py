@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -25,7 +26,7 @@ from forebay.kernels.formats.packing import Packing
 from forebay.kernels.norms.rms_norm import reference as rms_norm
 from forebay.kernels.operator import Operator, Product, Tensors
 from forebay.kernels.positions.rotary import reference as rotary
-from forebay.kernels.products.linear import choices
+from forebay.kernels.products.linear import choices, selection
 from forebay.kernels.products.linear import reference as linear
 from forebay.kernels.products.linear_q import reference as linear_q
 from forebay.kernels.products.swiglu import reference as swiglu
@@ -212,6 +213,58 @@ def test_plans_name_gpu_implementations_and_count_what_they_take(weight: str, m:
     # Each part of K has an fp32 sum for every element, tiles padded.
     assert counted >= (4 * m * n * splits if splits > 1 else 0)
     assert counted <= (1 << 20) + 4 * max(m, 16) * n * splits * 2
+
+
+class Called(TorchDispatchMode):
+    """Names of the operators that torch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("place", ("apart", "residual", "multiplier"))
+@pytest.mark.parametrize("parts", ("", "bias", "residual", "bias residual", "multiplier", "activation residual",
+                                   "bias activation multiplier residual"))
+def test_torchs_product_is_right_wherever_its_result_lies(parts: str, place: str) -> None:
+    x, weight, bias = halves(5, 64), halves(24, 64) / 8, halves(24)
+    given = {"multiplier": halves(5, 24), "residual": halves(5, 24)}
+    after: dict[str, Any] = {name: tensor for name, tensor in given.items() if name in parts}
+    if "activation" in parts:
+        after["activation"] = "silu"
+    used = bias if "bias" in parts else None
+    want = linear.reference(x, weight, used, linear.After(**after))
+    out = after[place] if place in after else torch.full((5, 24), torch.nan).half()
+    held = out.clone()
+    call = bound("linear", (x, weight, used), out, "aten", form="nk", accumulate=False, **after)
+    out.copy_(held)
+    call()
+    assert_near(out, want)
+
+
+@pytest.mark.parametrize(("parts", "operator"), (("", "aten.mm.out"), ("bias", "aten.addmm.out"),
+                                                 ("residual", "aten.addmm.out"), ("accumulate", "aten.addmm.out")))
+def test_torchs_product_goes_straight_into_the_result(parts: str, operator: str) -> None:
+    x, weight, out = halves(5, 64), halves(24, 64), halves(5, 24)
+    residual = {"residual": out} if parts == "residual" else {}
+    call = bound("linear", (x, weight, halves(24) if parts == "bias" else None), out, "aten", form="nk",
+                 accumulate=parts == "accumulate", **residual)
+    with Called() as called:
+        call()
+    assert called.names == [operator]
+
+
+def test_torchs_product_is_measured_where_it_may_be_the_fastest() -> None:
+    assert "aten" in selection.candidates("linear", 512, 4096, 4096)
+    assert "aten" not in selection.candidates("linear", 64, 4096, 4096)
+    assert "aten" not in selection.candidates("linear_w4", 512, 4096, 4096)
+    assert selection.explicit("linear", "aten", 512, 64, 64) == "aten"
+    with pytest.raises(ValueError, match="impl must be one of"):
+        selection.explicit("linear_w4", "aten", 512, 64, 64)
 
 
 def test_fp32_products_are_torchs() -> None:
