@@ -204,6 +204,7 @@ def join(
     """Put every layer's block call where the outer graph has its marker.
 
     `path` is the name of the list of layers; `names` gives the canonical name of every weight.
+    Long: one graph is made from its first placeholder to its output, and what is made first is read to the end.
     """
     outer = _read(program, "model.")
     by_name = {name: _make_block(kind) for name, kind in kinds.items()}

@@ -1,4 +1,4 @@
-"""Safetensors checkpoints: opened from their headers alone, read and written one tensor at a time.
+"""Safetensors checkpoints: opened from their headers alone, read one tensor at a time.
 
 Format: https://github.com/huggingface/safetensors#format (8-byte little-endian header length, a JSON header, then the
 tensors' bytes without holes).
@@ -7,14 +7,13 @@ tensors' bytes without holes).
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import math
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,10 +47,9 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 MAX_HEADER_NBYTES = 100_000_000  # the reference implementation's own limit
-FLUSH_NBYTES = 64 << 20  # written pages are forced to disk and dropped from the page cache after this many bytes
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
-Spec = tuple[str, torch.dtype, tuple[int, ...]]  # a tensor to be written: name, dtype, shape
+Spec = tuple[str, torch.dtype, tuple[int, ...]]  # of a tensor: name, dtype, shape
 
 
 class CheckpointError(ValueError):
@@ -212,75 +210,6 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, TensorRecord]:
     return {record.name: record for record in records}
 
 
-def write_tensors(
-    fd: int,
-    where: Path,
-    specs: Sequence[Spec],
-    read: Callable[[str], torch.Tensor],
-    *,
-    metadata: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
-) -> None:
-    """Write a whole safetensors file through `fd`, calling `read(name)` once per tensor, in file order.
-
-    Holds one tensor at a time and leaves the file on disk, out of the page cache. Tensors of whole pages come
-    first and start on page boundaries, so that they can be read with O_DIRECT straight into place. `where` is the
-    folder named in errors; CheckpointError if it lacks the space, known before the first byte where possible.
-    """
-    ordered = sorted(specs, key=lambda spec: (_nbytes(spec) % PAGE_NBYTES != 0, -spec[1].itemsize))
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for spec in ordered:
-        name, dtype, shape = spec
-        if dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{name!r} has dtype {dtype}, which a safetensors file cannot hold")
-        header[name] = {
-            "dtype": DTYPE_NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [offset, offset + _nbytes(spec)],
-        }
-        offset += _nbytes(spec)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % PAGE_NBYTES)
-    if len(text) > MAX_HEADER_NBYTES:
-        raise CheckpointError(
-            f"{where}: {len(ordered)} tensors need a header of {len(text)} bytes; the format allows {MAX_HEADER_NBYTES}"
-        )
-    total = 8 + len(text) + offset
-    require_free(where, total)
-    try:
-        _write(fd, struct.pack("<Q", len(text)) + text)
-        done, unflushed = 0, 0
-        for name, dtype, shape in ordered:
-            tensor = read(name).detach()
-            if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
-                raise CheckpointError(f"{name!r} is {tensor.dtype} {tuple(tensor.shape)}, planned {dtype} {shape}")
-            flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            for start in range(0, flat.size, FLUSH_NBYTES):
-                piece = flat[start : start + FLUSH_NBYTES]
-                _write(fd, piece.data)
-                done, unflushed = done + piece.size, unflushed + piece.size
-                if unflushed >= FLUSH_NBYTES:
-                    _flush(fd)
-                    unflushed = 0
-                if progress is not None:
-                    progress(done, offset)
-        _flush(fd)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CheckpointError(_explain_full(where, total, _free_nbytes(where))) from error
-        if error.errno == errno.EFBIG:
-            raise CheckpointError(f"{where}: a file of {total} bytes is larger than the file system or the process's "
-                                  "limit (ulimit -f) allows") from error
-        raise
-
-
-def require_free(where: Path, needed_nbytes: int) -> None:
-    """Raise CheckpointError, naming folder, needed and free bytes, if `where` has less than `needed_nbytes` free."""
-    if _free_nbytes(where) < needed_nbytes:
-        raise CheckpointError(_explain_full(where, needed_nbytes, _free_nbytes(where)))
-
-
 def fingerprint_of(tensors: Mapping[str, TensorRecord], folder: Path | None) -> str:
     """SHA-256 over names, shapes, dtypes and file sizes, and, of the files in `folder`, config.json and what
     `sample_tensors` reads of each tensor: equal for a moved copy, another for another model of that architecture."""
@@ -347,12 +276,17 @@ def _record(path: str, name: str, entry: object, data_offset: int) -> TensorReco
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise CheckpointError(f"{path}: corrupt header: {name!r} has shape {shape} and offsets {begin}, {end}")
     dtype = DTYPES[kind]
-    if end - begin != _nbytes((name, dtype, shape)):
+    if end - begin != nbytes_of((name, dtype, shape)):
         raise CheckpointError(
-            f"{path}: corrupt header: {name!r} is {kind} {list(shape)}, {_nbytes((name, dtype, shape))} bytes, "
+            f"{path}: corrupt header: {name!r} is {kind} {list(shape)}, {nbytes_of((name, dtype, shape))} bytes, "
             f"but its offsets span {end - begin}"
         )
     return TensorRecord(name, path, data_offset + begin, end - begin, dtype, shape)
+
+
+def nbytes_of(spec: Spec) -> int:
+    """Bytes of a tensor."""
+    return spec[1].itemsize * math.prod(spec[2])
 
 
 def _object_without_duplicates(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
@@ -362,33 +296,6 @@ def _object_without_duplicates(pairs: Iterable[tuple[str, object]]) -> dict[str,
             raise CheckpointError(f"duplicate entry {name!r}")
         out[name] = value
     return out
-
-
-def _nbytes(spec: Spec) -> int:
-    return spec[1].itemsize * math.prod(spec[2])
-
-
-def _write(fd: int, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def _flush(fd: int) -> None:
-    os.fsync(fd)  # only clean pages can be dropped
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _free_nbytes(folder: Path) -> int:
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
-
-
-def _explain_full(folder: Path, needed_nbytes: int, free_nbytes: int) -> str:
-    return (
-        f"{folder}: not enough disk space: {needed_nbytes} bytes needed, {free_nbytes} free; "
-        "free some or name a folder on another disk"
-    )
 
 
 def _explain_pickle(path: Path) -> str:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import torch
 
-from forebay.rewriter.checkpoints.checkpoint import SINGLE, CheckpointError, Progress, Spec, require_free, write_tensors
+from forebay.rewriter.checkpoints.checkpoint import SINGLE, CheckpointError, Progress, Spec
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY, meta_model
 from forebay.rewriter.checkpoints.identity import changed_file, file_states
+from forebay.rewriter.checkpoints.write_tensors import require_free, write_tensors
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType

@@ -18,14 +18,7 @@ from typing import Any
 
 import torch
 
-from forebay.rewriter.checkpoints.checkpoint import (
-    DTYPE_NAMES,
-    PICKLE_SUFFIXES,
-    Checkpoint,
-    CheckpointError,
-    Progress,
-    require_free,
-)
+from forebay.rewriter.checkpoints.checkpoint import DTYPE_NAMES, PICKLE_SUFFIXES, Checkpoint, CheckpointError, Progress
 from forebay.rewriter.checkpoints.packed import (
     FILLER,
     FORMAT,
@@ -41,6 +34,7 @@ from forebay.rewriter.checkpoints.packed import (
     shard_records,
     verify_tensors,
 )
+from forebay.rewriter.checkpoints.write_tensors import require_free
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 
 SHARD_NBYTES = 1 << 30

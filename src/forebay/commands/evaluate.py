@@ -222,7 +222,10 @@ def eval_command(
     = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Measure how well MODEL predicts text, streamed within the budget like any other run."""
+    """Measure how well MODEL predicts text, streamed within the budget like any other run.
+    \f
+    Long: a third of it is the options, one by one.
+    """
     with clean_errors(debug):
         from forebay.commands.process_memory import MemoryWatch, available_nbytes
         from forebay.rewriter.checkpoints.resolve import resolve_model

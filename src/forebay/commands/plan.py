@@ -62,7 +62,10 @@ def plan(
         metavar="OUT.png", help="Draw a decode step: what each stream does over time, and the memory.")] = None,
     debug: DebugOption = False,
 ) -> None:
-    """Show what would go where, how much memory and time it takes, and the smallest budget; no weight is read."""
+    """Show what would go where, how much memory and time it takes, and the smallest budget; no weight is read.
+    \f
+    Long: most of it is the options, one by one.
+    """
     with clean_errors(debug):
         from forebay.rewriter.ir.plan import PlanError
         from forebay.rewriter.planning.planner import Wishes

@@ -69,6 +69,8 @@ def run(
     """Answer one prompt, or those of a file; interrupted, the same command goes on where it stopped.
 
     Exit code: 0 all answered, 2 failed, 3 some lines could not be answered, 130 interrupted.
+    \f
+    Long: half of it is the options, one by one.
     """
     with clean_errors(debug):
         from forebay.api import open_model

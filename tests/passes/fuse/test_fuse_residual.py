@@ -11,7 +11,7 @@ from tiny import aten
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_fuse_rms_norm import count, traced
+from traced import count, traced
 
 from forebay.kernels import operators
 from forebay.kernels.products.linear import operator as linear  # registers the operator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import fx
+from traced import count, traced
 
 from forebay.kernels import operators
 from forebay.kernels.norms.rms_norm import operator as rms_norm  # registers the operator
@@ -18,29 +18,6 @@ assert rms_norm is not None
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
     wide = x.to(torch.float32)
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
-
-
-def traced(function, *inputs: torch.Tensor) -> fx.GraphModule:
-    program = torch.export.export(_Module(function), inputs, strict=False)
-    gm = program.module(check_guards=False)
-    asserted = aten._assert_tensor_metadata.default  # capture leaves neither these nor guards in a graph
-    for node in [n for n in gm.graph.nodes if n.op == "call_module" or n.target is asserted]:
-        gm.graph.erase_node(node)
-    gm.recompile()
-    return gm
-
-
-class _Module(torch.nn.Module):
-    def __init__(self, function) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return self.function(*inputs)
-
-
-def count(gm: fx.GraphModule, target: object) -> int:
-    return sum(n.target is target for n in gm.graph.nodes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

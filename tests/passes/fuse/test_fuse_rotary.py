@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_fuse_rms_norm import count, traced
+from traced import count, traced
 
 from forebay.kernels import operators
 from forebay.kernels.positions.rotary import operator as rotary  # registers the operator

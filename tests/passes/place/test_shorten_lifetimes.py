@@ -12,7 +12,7 @@ from families import captured
 from torch import fx
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_fuse_rms_norm import traced
+from traced import traced
 
 from forebay.passes.place.shorten_lifetimes import shorten_lifetimes
 from forebay.rewriter.rewrite_captured import rewrite_captured

@@ -7,14 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forebay.rewriter.checkpoints import checkpoint
-from forebay.rewriter.checkpoints.checkpoint import (
-    DTYPES,
-    CheckpointError,
-    open_checkpoint,
-    read_tensor,
-    write_tensors,
-)
+import forebay.rewriter.checkpoints.write_tensors as writing
+from forebay.rewriter.checkpoints.checkpoint import DTYPES, CheckpointError, open_checkpoint, read_tensor
+from forebay.rewriter.checkpoints.write_tensors import write_tensors
 from forebay.runtime.disk.page_cache import in_page_cache_filesystem, resident_nbytes
 
 
@@ -221,7 +216,7 @@ def test_a_full_disk_is_named_before_and_during_writing(tmp_path, monkeypatch):
         write_tensors(fd, tmp_path, specs, lambda name: torch.zeros(1 << 20))
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_free_nbytes", lambda folder: 1 << 20)
+        patch.setattr(writing, "_free_nbytes", lambda folder: 1 << 20)
         with pytest.raises(CheckpointError, match=f"{tmp_path}: not enough disk space: 4198400 bytes needed, 1048576"):
             write()
     assert os.fstat(fd).st_size == 0

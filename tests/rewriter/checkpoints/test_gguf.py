@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
-from forebay.rewriter.checkpoints import checkpoint
+import forebay.rewriter.checkpoints.write_tensors as writing
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from forebay.rewriter.checkpoints.gguf import ARCHITECTURES, convert_gguf
 
@@ -157,7 +157,7 @@ def test_nothing_remains_of_a_failed_conversion(tmp_path):
 
 def test_too_little_space_is_known_before_anything_is_written(tmp_path, monkeypatch):
     write_model(tmp_path / "m.gguf", "llama")
-    monkeypatch.setattr(checkpoint, "_free_nbytes", lambda folder: 1000)
+    monkeypatch.setattr(writing, "_free_nbytes", lambda folder: 1000)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", None)  # not reached
     with pytest.raises(CheckpointError, match=r"not enough disk space: .* 1000 free"):
         convert_gguf(tmp_path / "m.gguf", tmp_path / "out")

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from forebay.rewriter.checkpoints import checkpoint
+import forebay.rewriter.checkpoints.write_tensors as writing
 from forebay.rewriter.checkpoints import module_weights as spill
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError, read_tensor
 from forebay.rewriter.checkpoints.module_weights import PREFIX, spill_module, spill_tensors
@@ -132,12 +132,12 @@ def test_a_limit_of_file_sizes_is_named(tmp_path):
 def test_a_full_disk_is_named_and_nothing_stays(tmp_path, monkeypatch):
     module = nn.Linear(256, 256)
     before = set(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(checkpoint, "_free_nbytes", lambda folder: 1000)
+    monkeypatch.setattr(writing, "_free_nbytes", lambda folder: 1000)
     with pytest.raises(CheckpointError, match=f"{tmp_path}: not enough disk space: 267264 bytes needed, 1000 free"):
         spill_module(module, tmp_path)
     monkeypatch.undo()
     full = os.open("/dev/full", os.O_RDWR)
-    monkeypatch.setattr(checkpoint, "_flush", lambda fd: os.write(full, b"x"))  # a real ENOSPC after the first bytes
+    monkeypatch.setattr(writing, "_flush", lambda fd: os.write(full, b"x"))  # a real ENOSPC after the first bytes
     with pytest.raises(CheckpointError, match="not enough disk space: 267264 bytes needed"):
         spill_module(module, tmp_path)
     assert os.listdir(tmp_path) == []

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
+import forebay.rewriter.checkpoints.write_tensors as writing
 from forebay.kernels.formats import packing, row_sizes
 from forebay.kernels.quantization.quantize.operator import dequantize, quantize
 from forebay.rewriter.checkpoints import packed_writer as quantized_writer
@@ -372,9 +373,8 @@ def test_a_full_disk_leaves_nothing_that_claims_to_be_whole(llama, tmp_path, mon
 
 
 def test_too_little_space_is_known_before_the_first_byte(llama, tmp_path, monkeypatch):
-    from forebay.rewriter.checkpoints import checkpoint
 
-    monkeypatch.setattr(checkpoint, "_free_nbytes", lambda folder: 1000)
+    monkeypatch.setattr(writing, "_free_nbytes", lambda folder: 1000)
     with pytest.raises(CheckpointError, match="1000 free"):
         quantize_model(llama, tmp_path / "out", Wish("w4g64"))
     assert not list((tmp_path / "out").iterdir())

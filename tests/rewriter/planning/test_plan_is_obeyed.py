@@ -1,19 +1,23 @@
 """Whatever field of a plan is changed, the Programs change with it, or a PlanError names the field.
 
-Fields are found by walking the dataclasses, so that one that is added and not obeyed fails here.
+Fields are found by walking the dataclasses, so that one that is added and not obeyed fails here. Of the records and
+values of a field one stands for all in each plan, another in each; FOREBAY_TEST_ALL=1 (`make test-all`) tries them all.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import zlib
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from families import captured
 
+import forebay.rewriter.run_passes as run_passes
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.plan import ALONE, Block, Budget, Plan, PlanError, Workload, plan_from_dict
 from forebay.rewriter.ir.program import FileSlice, Program
@@ -28,6 +32,7 @@ LENDING = Workload(batch=2, prompt=40, new_tokens=4)
 # what records an expectation and decides nothing: replaying restores it, where it does not refuse it
 RECORDS = ("plan.machine", "plan.prediction")
 BLOCKS = {"row": Block(2, "row"), "cache on disk": Block(2, "zigzag", "disk", 16, 3)}
+EVERY = os.environ.get("FOREBAY_TEST_ALL") == "1"
 LIMITS = ("plan.budget.",)  # may be more than is taken; less is refused
 
 
@@ -102,6 +107,16 @@ def changes(kind: Any, data: Any, path: str) -> Iterator[tuple[str, list[object]
             yield path, [], value
 
 
+def one_of_each(found: Iterator[tuple[str, list[object], Any]], kind: str) -> list[tuple[str, list[object], Any]]:
+    """One change of each field, and one removal, which another kind of plan chooses otherwise; limits, which are obeyed
+    from one side only, with all of theirs."""
+    of_field: dict[tuple[str, bool], list] = {}
+    for change in found:
+        of_field.setdefault((re.sub(r"\[\d+\]", "", change[0]), change[2] is None), []).append(change)
+    return [change for (path, _), all_ in of_field.items() for change in (
+        all_ if path.startswith(LIMITS) else [all_[zlib.crc32((kind + path).encode()) % len(all_)]])]
+
+
 def changed(plan: Plan, keys: list[object], value: Any) -> dict:
     """The plan's JSON with one change, without the prediction that no longer holds, unless that is what changes."""
     data = json.loads(plan.to_json())
@@ -125,13 +140,15 @@ def names(message: str, path: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["lending", "resident", "by way of the host", *BLOCKS])
-def test_every_field_is_obeyed_or_refused_by_name(kind: str) -> None:
+def test_every_field_is_obeyed_or_refused_by_name(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made, plan = planned(kind)
+    monkeypatch.setattr(run_passes, "ALWAYS_CHECK", False)  # graphs of changed plans differ in addresses and tiles
     before = programs(made, plan)
     assert made.replay(plan_from_dict(json.loads(plan.to_json()))) == plan
     silent, unnamed, found = [], [], 0
     effects: dict[str, bool] = {}
-    for path, keys, value in changes(Plan, json.loads(plan.to_json()), "plan"):
+    every = changes(Plan, json.loads(plan.to_json()), "plan")
+    for path, keys, value in every if EVERY else one_of_each(every, kind):
         found += 1
         told = f"{path} = {value!r}"
         try:
@@ -153,5 +170,6 @@ def test_every_field_is_obeyed_or_refused_by_name(kind: str) -> None:
     assert not silent, "changed nothing and were not refused: " + "; ".join(silent)
     assert all(effects.values()), [path for path, effect in effects.items() if not effect]
     fields = {re.sub(r"\[\d+\]", "", path) for path in effects}
-    assert found > 100 and {"plan.version", "plan.fingerprint", "plan.schedule.lead", "plan.buffers.last",
-                            "plan.weights.tile_rows", "plan.gemm.impl", "plan.prediction.bottleneck"} <= fields
+    assert found > (100 if EVERY else 50)
+    assert {"plan.version", "plan.fingerprint", "plan.schedule.lead", "plan.buffers.last",
+            "plan.weights.tile_rows", "plan.gemm.impl", "plan.prediction.bottleneck"} <= fields
