@@ -172,7 +172,7 @@ def calibrate(
     if not prompts or any(p.dim() != 1 or p.numel() == 0 for p in prompts):
         raise ValueError("calibrate: prompts must be at least one tensor [P] of token ids, P >= 1")
     longest = max(p.numel() for p in prompts)
-    with wrap(model, budget, batch=min(batch, len(prompts)), prompt=longest, new_tokens=1) as lm:
+    with wrap(model, budget, batch=min(batch, len(prompts)), prompt=longest, new_tokens=1, cache_tier="device") as lm:
         trace = lm.trace = ScoreTrace(lm)
         rows = lm.plan.workload.batch
         for first in range(0, len(prompts), rows):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from forebay.calibrate import Calibration, LayerScores, calibrate, score_extremes
+from forebay.rewriter.ir.plan import PlanError
 
 
 def scores_of(model: Any, prompts: list[torch.Tensor]) -> dict[int, tuple[float, float]]:
@@ -87,6 +88,15 @@ def test_bad_input_is_refused(llama_checkpoint: Any, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"layers": [{}]}')
     with pytest.raises(ValueError, match="not a calibration"):
         Calibration.load(tmp_path / "x.json")
+
+
+def test_the_cache_stays_where_its_launches_are_looked_at(llama_checkpoint: Any) -> None:
+    """A budget for which a cache on disk would do: 24 prompts of 120 tokens take 3.3 MB of cache."""
+    prompts = [torch.full((120,), 5)] * 24
+    with pytest.raises(PlanError, match="cannot work for batch 24"):
+        calibrate(llama_checkpoint.folder, prompts, 2_500_000, batch=24)
+    with llama_checkpoint.language_model(2_500_000, batch=24, prompt=120, new_tokens=1) as lm:
+        assert lm.plan.schedule.block.cache == "disk"
 
 
 def test_the_command(llama_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
