@@ -109,7 +109,9 @@ def check_tokens(scratch: Path, machine: Any, job: Row) -> Row:
     folder = saved_model(scratch, SMALL, torch.float32)
     ids, expected = reference_tokens(folder)
     nbytes = weights_nbytes(folder)
-    budget = {"device": int(nbytes * job["share"])}
+    from forebay.kernels.products.linear.choices import cublas_nbytes
+
+    budget = {"device": int(nbytes * job["share"]) + cublas_nbytes()}  # products in fp32 are cuBLAS's
     if job["host"]:
         budget["host"] = int(nbytes * job["host"]) + (8 << 20)
     with wrap(folder, budget, batch=3, prompt=12, new_tokens=24, machine=machine, slots=job["slots"]) as lm:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 CODE = """
 import sys, torch, benchmarks.gpu_offload as bench
 from pathlib import Path

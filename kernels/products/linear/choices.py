@@ -32,11 +32,22 @@ def choose(product: Product, device_name: str) -> str:
     return selection.explicit(kind, name, m, n, k, decode_shares.processors())
 
 
+# What torch gives cuBLAS on an H100 or H200, where it cannot be asked; once per stream, and it keeps it.
+CUBLAS_NBYTES = 32 << 20
+
+
+def cublas_nbytes() -> int:
+    """Bytes of the workspace that torch's products on a GPU take once and keep."""
+    ask = getattr(torch.backends.cuda, "cublas_workspace_size", None)
+    return ask() if ask is not None and torch.cuda.is_available() else CUBLAS_NBYTES
+
+
 def workspace_nbytes(impl: str, product: Product) -> int:
-    """Bytes that a product takes beside its operands; "aten" makes its result apart, and again with what follows it."""
+    """Bytes that a product takes beside its operands; "aten" may make its result apart, and again with what
+    follows it, beside cuBLAS's workspace."""
     weight, m, n, k = product
     kind, group_size = _kind(weight)
     if impl == selection.ATEN:
-        return 2 * m * n * getattr(torch, weight).itemsize
+        return cublas_nbytes() + 2 * m * n * getattr(torch, weight).itemsize
     split = selection.workspace_nbytes(kind, impl, m, n, k, group_size, decode_shares.processors())
     return selection.HELD_COUNTERS_NBYTES + split
