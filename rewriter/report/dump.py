@@ -88,10 +88,13 @@ def draft_text(draft: Draft) -> str:
         if isinstance(item, Launch):
             lines.append(f"launch    {item.label}")
             continue
+        if isinstance(item, Release):
+            lines.append(f"release   {item.span.buffer}")
+            continue
         label = getattr(item, "label", "")
         if isinstance(item, Fetch | Store):
             label = (draft.moves if isinstance(item, Fetch) else draft.stores)[item.index].label
-        lines.append(f"{type(item).__name__} {getattr(item, 'index', '')}   {label}".rstrip())
+        lines.append(f"{type(item).__name__} {getattr(item, 'index', '')}   {label.removeprefix('fetch ')}".rstrip())
     return "\n".join(lines) + "\n"
 
 

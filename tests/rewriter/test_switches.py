@@ -118,6 +118,7 @@ def test_a_draft_is_dumped_before_and_after_its_copies_are_ordered(tmp_path: Pat
     before, after = ((tmp_path / "1_tokens" / name).read_text().splitlines() for name in DRAFTS)
     assert before[0] == "prologue ()" and after[0] == f"prologue {tuple(range(len(program.prologue) // 2))}"
     fetches = [line.split()[2] for line in before if line.startswith("Fetch")]
+    assert all(name.startswith("w") for name in fetches) and "release" in {line.split()[0] for line in before}
     assert len(fetches) == sum(line.startswith("Arrive") for line in before) > 2
     for text in (before, after):
         assert [line.split()[1] for line in text if line.startswith("launch")] == [
