@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -35,7 +35,7 @@ from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import META, Gemm, Layout, values_of
 from forebay.rewriter.ir.plan import MOVING, Budget, GemmChoice, Plan, PlanError, Prediction, Workload, validate
-from forebay.rewriter.ir.program import Launch, Program, TensorRef
+from forebay.rewriter.ir.program import COMPUTE, Launch, Program, TensorRef
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.check_plan import check_plan, check_prediction, check_products
 from forebay.rewriter.planning.graph_needs import (
@@ -46,7 +46,7 @@ from forebay.rewriter.planning.graph_needs import (
     weight_uses,
 )
 from forebay.rewriter.planning.planner import Facts, PhaseNeed, Wishes, make_plan, smallest_budget
-from forebay.rewriter.planning.product_shapes import planned_shapes, product_uses, weights_of_layers
+from forebay.rewriter.planning.product_shapes import ProductUse, planned_shapes, product_uses, weights_of_layers
 from forebay.rewriter.planning.staged_cache import staged_cache
 from forebay.rewriter.predict.closed_form import rates_of
 from forebay.rewriter.predict.estimator import MachineEstimator
@@ -199,7 +199,9 @@ class Pipeline:
                       for b in place_activations(self._layout(tokens), plan.during(tokens), phase)]
             plan = replace(plan, buffers=(*plan.buffers, *moving))
         shapes = () if plan.gemm else sorted(self._shapes(plan))
-        return replace(plan, gemm=(*plan.gemm, *(GemmChoice(*shape, impl=self._best_gemm(shape)) for shape in shapes)))
+        most = max(self.need(tokens).workspace for tokens in {1, plan.schedule.prefill_chunk})
+        chosen = (GemmChoice(*shape, impl=self._best_gemm(shape, most)) for shape in shapes)
+        return replace(plan, gemm=(*plan.gemm, *chosen))
 
     @cached_property
     def _record(self) -> str:
@@ -217,7 +219,7 @@ class Pipeline:
                 flat, likes = inline_blocks(self.graphs.step(tokens)), {}
             layout = replace(plan_activations(flat, not self.switches.no_reuse, self.graphs.block), likes=likes)
             found = self._needs[tokens] = PhaseNeed(
-                layout.height, self._most_workspace(flat), layout, product_uses(flat))
+                layout.height, self._most_workspace(flat, uses := product_uses(flat)), layout, uses)
         return found
 
     def _layout(self, tokens: int) -> Layout:
@@ -272,26 +274,41 @@ class Pipeline:
         """Which of an operator's bindings runs here."""
         return "cpu" if self.machine.device_kind == "cpu" else "cuda"
 
-    def _best_gemm(self, shape: tuple[str, int, int, int]) -> str:
-        """The fastest implementation measured on this machine; where not all were measured, the kernels' own choice."""
+    def _best_gemm(self, shape: Shape, most: int | None = None) -> str:
+        """The fastest implementation measured on this machine; where not all were measured, the kernels' own choice. On
+        a CPU one that takes at most `most` bytes of workspace, if any does: a tile may want more than the whole."""
         product = Product(*shape)
         choice = operators.product_with(product.weight).implementations
         assert choice is not None
         if self._device == "cpu":
             measured, known = set(self.machine.gemm_impls(product.weight)), set(choice.candidates(product.weight))
+            within = {n for n in known if most is None or self._product_workspace(product, n) <= most} or known
             if known and measured >= known:  # a profile made where there was a compiler names kernels that need one
-                return self.machine.best_gemm(*product, known)
+                return self.machine.best_gemm(*product, within)
+            own = choice.default["cpu"](product, self.machine.device_kind)
+            return own if own in within or own not in known else min(within)
         return choice.default[self._device](product, self.machine.device_kind)
 
-    def _most_workspace(self, flat: fx.GraphModule) -> int:
-        """The largest transient memory of any node of a flat graph."""
+    def _product_workspace(self, product: Product, impl: str) -> int:
+        """Transient bytes of x [M, K] W^T; of packed weights 0, which leaves the choice free."""
+        if product.weight.startswith("w"):
+            return 0
+        dtype, m, n, k = product
+        sides = [TensorRef("device", 0, dtype, shape, (shape[1], 1), "") for shape in ((m, k), (n, k), (m, n))]
+        return self._workspace(Launch(COMPUTE, operators.LINEAR.name, (*sides[:2], None),
+                                      {"form": "nk", "accumulate": False}, (sides[2],), (), (), "", -1, impl=impl))
+
+    def _most_workspace(self, flat: fx.GraphModule, uses: Iterable[ProductUse]) -> int:
+        """The largest transient memory of any node of a flat graph, and of those that are products of ours once their
+        weights come in tiles."""
         launches = Launches(_nowhere, self._workspace)
         for node in flat.graph.nodes:
             shape = product_shape(node)
             if shape is not None:
                 node.meta[META] = Gemm(self._best_gemm(shape))
         nodes = [n for n in flat.graph.nodes if n.op == "call_function" and n.meta.get("alias_of") is None]
-        return max((launch.workspace_nbytes for n in nodes for launch in launches.of(n)), default=0)
+        tiled = (self._product_workspace(Product(*u.tiled), self._best_gemm(u.tiled)) for u in uses if u.shape is None)
+        return max((*tiled, *(launch.workspace_nbytes for n in nodes for launch in launches.of(n))), default=0)
 
     # -- from a plan to Programs
 

@@ -23,8 +23,8 @@ def lay_out(
     plan: Plan, constants: Mapping[str, int], caches: Mapping[str, Mapping[str, int]], upper: int, height: int,
     staged: Iterable[tuple] = (),
 ) -> Plan:
-    """Give resident weights, constants, slots and cache their addresses from the bottom of each arena; where a prefill
-    borrows from the cache, twice, once for each phase.
+    """Give slots, resident weights, constants and cache their addresses from the bottom of each arena, which begins at
+    a page; where a prefill borrows from the cache, twice, once for each phase.
 
     constants and, by phase, caches are bytes by name; `upper` are the device's bytes from the bottom of the cache up,
     `height` those of the rows of a lookup; `staged` what a cache on disk takes, as arguments of a buffer's placement.
@@ -37,12 +37,7 @@ def lay_out(
         buffers.append(BufferPlacement(name, kind, arena, offset, nbytes, phase))  # type: ignore[arg-type]
         ends[arena] = offset + nbytes
 
-    for w in plan.weights:
-        if w.tier != "disk":
-            put(w.name, "weight", w.tier, w.nbytes)
-    for name, nbytes in constants.items():
-        put(name, "constant", "device", nbytes)
-    if plan.schedule.slot_nbytes:
+    if plan.schedule.slot_nbytes:  # first, where their pages leave no gap
         stride = slot_stride(plan.schedule.slot_nbytes)
         for i in range(plan.schedule.slots):
             put(f"slot{i}", "slot", "device", stride, PAGE_NBYTES)
@@ -51,6 +46,11 @@ def lay_out(
                 put(f"host_slot{i}", "slot", "host", stride, PAGE_NBYTES)
     for buffer in staged:
         put(*buffer)
+    for w in plan.weights:
+        if w.tier != "disk":
+            put(w.name, "weight", w.tier, w.nbytes)
+    for name, nbytes in constants.items():
+        put(name, "constant", "device", nbytes)
     bottom = aligned(ends["device"])
     for phase, cache in caches.items():
         ends["device"] = bottom

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.graph import Layout
 from forebay.rewriter.ir.plan import (
@@ -223,7 +223,7 @@ def _candidates(facts: Facts, kinds: _Kinds, budget: Budget, workload: Workload,
         if room < 0:
             continue
         for slots, slot in ((0, 0),) if kinds.products_nbytes <= room else choices:
-            left = room - (slots * slot_stride(slot) + PAGE_NBYTES if slots else 0)
+            left = room - slots * slot_stride(slot)
             if left >= 0 and not (staged and _staging(facts, chunk, slots, slot) > staged):
                 found.append(_Fit(chunk, left, slots, slot))
     return found
@@ -266,8 +266,8 @@ def _upper(facts: Facts, chunk: int) -> tuple[int, bool]:
     whole, prompt = (sum(aligned(n) for n in sizes.values()) for sizes in (facts.cache, facts.cache_prompt))
     grows = facts.cache_prompt and (whole - prompt) * GROWTH_PARTS >= whole
     if grows and chunk > 1 and need > decode:  # a chunk of one token is a decode step, which has the whole cache
-        return max(prompt + aligned(need), whole + aligned(decode)) + ALIGNMENT, True
-    return whole + aligned(max(need, decode)) + ALIGNMENT, False
+        return max(prompt + aligned(need), whole + aligned(decode)), True
+    return whole + aligned(max(need, decode)), False
 
 
 def _resident(kinds: _Kinds, fit: _Fit) -> set[str]:

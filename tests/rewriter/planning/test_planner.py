@@ -118,6 +118,9 @@ def test_smallest_budget_is_exact_and_named(facts: Facts, workload: Workload) ->
     smallest, parts = smallest_budget(facts, workload, Wishes())
     assert_sound(make_plan(facts, Budget(smallest), workload, Wishes(), MACHINE), facts, Budget(smallest))
     assert sum(parts.values()) <= smallest
+    plan = make_plan(facts, Budget(smallest), workload, Wishes(), MACHINE)
+    workspace = max(facts.need(tokens).workspace for tokens in (1, plan.schedule.prefill_chunk))
+    assert plan.arenas["device"] + workspace == smallest
     if smallest > 1:
         with pytest.raises(PlanError, match=rf"the smallest that can is .*\({smallest} bytes: "):
             make_plan(facts, Budget(smallest - 1), workload, Wishes(), MACHINE)
@@ -194,7 +197,7 @@ def test_what_a_prefill_borrows_never_costs(facts: Facts, workload: Workload, ch
         cache = sum(-(-b.nbytes // 64) * 64 for b in here if b.phase == phase)
         heights.append(cache + -(-facts.need(tokens).activations // 64) * 64)
         assert min(b.offset for b in here if b.phase == phase) == bottom
-    assert plan.arenas["device"] == bottom + max(heights) + 64
+    assert plan.arenas["device"] == bottom + max(heights)
     for b in here:  # a cache only moves up
         assert b.phase != "prefill" or b.offset <= next(
             c.offset for c in here if (c.name, c.phase) == (b.name, "decode"))
@@ -207,7 +210,7 @@ def test_a_prompt_as_long_as_the_answer_borrows_half_the_cache() -> None:
     apart, separate = smallest_budget(replace(facts, cache_prompt={}), workload, wishes)
     # prefill takes 32 000 bytes of activations, a decode step 1 000: the cache's second half is theirs before
     assert apart - smallest == 32_000 - 1024
-    assert (separate["activation"], parts["activation"]) == (32_000, 1024 + 64) and parts["cache"] == 64_000
+    assert (separate["activation"], parts["activation"]) == (32_000, 1024) and parts["cache"] == 64_000
     plan = make_plan(facts, Budget(smallest), workload, wishes, MACHINE)
     assert plan.lends and plan.meeting() is not None
 
