@@ -344,8 +344,8 @@ class Pipeline:
             program = stage.lowered(each, program, plan, *beside)
         taken = plan.arenas["device"] + program.workspace_nbytes()
         if taken > plan.budget.device:
-            raise PlanError(f"plan.budget.device: {program.name} takes {taken} bytes, with the workspace of its "
-                            f"operators, {plan.budget.device} are allowed")
+            raise PlanError(f"plan.arenas.device, plan.budget.device: {program.name} takes {taken} bytes, with the "
+                            f"workspace of its operators, {plan.budget.device} are allowed")
         if self.switches.verify:
             verify_program(program, {"device": plan.budget.device, "host": plan.budget.host or None})
         return program
