@@ -145,8 +145,8 @@ def _check_launch(launch: Launch, extents: Extents) -> None:
         changed = (*changed, *_refs(value for key, value in given if key in written))
         if launch.op in OVERWRITING:
             taken = _refs(value for key, value in given if key not in written)
-    if kwargs and kwargs.get("accumulate"):
-        taken += launch.out
+    if kwargs and kwargs.get("accumulate") and not launch.op.startswith(("aten.", "call:aten.")):
+        taken += launch.out  # torch's `index_put` and `put` add to a copy of an operand
     _check_within(taken, launch.reads, "reads", launch, extents)
     _check_within(changed, launch.writes, "writes", launch, extents)
     for ref in changed:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 SIZE = 48
+ROWS = torch.tensor([0, 3, 3, 7])  # one of them twice
 
 
 class After(nn.Module):
@@ -40,6 +41,11 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], object]] = {
     "addmm, no column": lambda y: torch.addmm(y[0], y[:, :0], y[:0]),
     "linear, no row": lambda y: F.linear(y, y[:0]),
     "linear of nothing": lambda y: F.linear(y[:0], y, y[0]),
+    "index_put, added": lambda y: torch.index_put(y, (ROWS,), y[:4] + 1, accumulate=True),
+    "index_put_, added": lambda y: y.clone().index_put_((ROWS, ROWS), y[0, :4], accumulate=True),
+    "put": lambda y: torch.put(y, ROWS, y[0, :4] + 1),
+    "put, added": lambda y: torch.put(y, ROWS, y[0, :4], accumulate=True),
+    "put_, added": lambda y: y.clone().put_(ROWS, y[0, :4], accumulate=True),
     "as_strided": lambda y: torch.as_strided(y, (4, 5), (7, 1), 3) + 1,
     "as_strided_copy": lambda y: torch.as_strided_copy(y, (4, 5), (7, 1), 3),
     "as_strided_copy, of a slice": lambda y: torch.as_strided_copy(y[2:], (4, 5), (7, 1), 3),

@@ -261,6 +261,10 @@ def test_a_product_that_adds_to_its_result_reads_it() -> None:
     verify_program(doing(**given, reads=(Y, X)))
     with pytest.raises(ProgramError, match="l reads x at device"):
         verify_program(doing(**given, reads=(Y,)))
+    for op in ("aten.put.out", "call:aten.put.default"):  # these add to a copy of their operand
+        verify_program(doing(op, **given, reads=(Y,)))
+    with pytest.raises(ProgramError, match="l reads x at device"):
+        verify_program(doing("call:aten.put_.default", (A,), accumulate=True, writes=(X,)))
 
 
 @pytest.mark.parametrize("ref", [
