@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from forebay.backend import prepared_for
+from forebay.backend import is_offloaded, prepared_for
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
@@ -53,3 +53,15 @@ def test_models_with_indexing_are_offloaded(name, tmp_path):
         torch.testing.assert_close(run(**inputs)[0], expected, rtol=1e-3, atol=1e-4)
     (prepared,) = prepared_for(model)
     assert prepared.program.streamed_nbytes() > 0, "a model that stays whole tells nothing"
+
+
+@pytest.mark.filterwarnings("error:forebay")
+def test_generate_of_a_model_compiled_in_place_gives_the_same_tokens(tmp_path):
+    """`model.compile` has no result to call: transformers' own loop runs over what it compiled."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2})).eval()
+    ids = torch.arange(1, 9).view(1, 8)
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    model.compile(backend="forebay", options={"budget": {"device": "250KiB", "disk": str(tmp_path)}, "strict": True})
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected)
+    assert is_offloaded(model) and all(p.program.streamed_nbytes() > 0 for p in prepared_for(model))

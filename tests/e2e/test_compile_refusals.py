@@ -97,14 +97,20 @@ def test_inputs_without_plain_data_fall_back(make, tmp_path) -> None:
 
 
 def test_what_dynamo_leaves_to_python_is_in_the_report(tmp_path) -> None:
-    """LSTMs are never handed over: nothing moves, and the report is what says so."""
+    """LSTMs and what is disabled are never handed over: nothing moves, and the report is what says so."""
+    class Kept(nn.Linear):
+        @torch.compiler.disable
+        def forward(self, x):
+            return super().forward(x)
+
     class Tagger(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.embed, self.lstm, self.head = nn.Linear(40, 40), nn.LSTM(40, 40), nn.Linear(40, 40)
+            self.disabled = Kept(40, 40)
 
         def forward(self, x):
-            return self.head(self.lstm(torch.relu(self.embed(x)))[0])
+            return self.head(self.disabled(self.lstm(torch.relu(self.embed(x)))[0]))
 
     module = Tagger()
     assert not forebay.is_offloaded(module)
@@ -115,6 +121,7 @@ def test_what_dynamo_leaves_to_python_is_in_the_report(tmp_path) -> None:
     report = forebay.offload_report(module)
     assert not forebay.is_offloaded(module)
     assert {name for name, _ in module.lstm.named_parameters("lstm")} <= set(report.kept)
+    assert {"disabled.weight", "disabled.bias"} <= set(report.kept)
     assert "left this part to Python (LSTM" in str(report) and "not moved: " in str(report)
 
 

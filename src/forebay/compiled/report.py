@@ -13,7 +13,8 @@ from forebay.compiled.parameter_store import map_of
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 
 NEVER_SEEN = ("no graph that reads it has run: either the module was not called, or torch.compile left this part to "
-              "Python (LSTM, GRU and RNN always; TORCH_LOGS=graph_breaks shows the others)")
+              "Python (LSTM, GRU, RNN and what torch.compiler.disable marks always; TORCH_LOGS=graph_breaks shows the "
+              "others)")
 
 _reasons: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> why its graph was not offloaded
 
