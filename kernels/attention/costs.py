@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from forebay.kernels.attention.decode_attention import decode_shares
+from forebay.kernels.attention.operations import attention_flops
 from forebay.kernels.operator import Cost, Use, dtype_of, each_once
 from forebay.kernels.products.linear.selection import HELD_COUNTERS_NBYTES
 
 
 def attention_cost(use: Use) -> Cost:
-    """As if every sequence were as long as the cache: the last of S queries sees all L positions, the others fewer; two
-    products for each, of which each is a multiplication and an addition."""
+    """As if every sequence were as long as the cache, and saw all of it: fits of measured times count so too."""
     q, k = use.args[:2]
     batch, heads, queries, width = q.shape
-    return each_once(use)._replace(flops=2 * batch * heads * width * queries * (2 * k.shape[2] - queries + 1))
+    return each_once(use)._replace(flops=int(attention_flops(batch, heads, queries, k.shape[2], width)))
 
 
 def gpu_workspace_nbytes(use: Use, bits: int = 0, group: int = 0) -> int:

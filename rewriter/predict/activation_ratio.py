@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forebay.rewriter.machine.operations import attention_flops
+from forebay.kernels.attention.operations import attention_flops
 from forebay.rewriter.predict.estimator import Estimator
 from forebay.rewriter.predict.model_shapes import ATTENTION, MLP, LayerShape, ModelShape
 

@@ -14,8 +14,8 @@ from typing import Literal
 
 import numpy as np
 
+from forebay.kernels.attention.operations import attention_flops
 from forebay.kernels.formats.table import cache_format, weight_format
-from forebay.rewriter.machine.operations import attention_flops
 from forebay.rewriter.predict.estimator import Estimator
 from forebay.rewriter.predict.model_shapes import ATTENTION, MLP, LayerShape, ModelShape
 from forebay.rewriter.predict.shares import ONE, TIERS, Affine, added, scaled, var

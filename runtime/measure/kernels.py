@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
+from forebay.kernels.attention.operations import attention_flops
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import weight_format
 from forebay.kernels.operator import Operator, Tensors
 from forebay.kernels.operators import product_with
-from forebay.rewriter.machine.operations import attention_flops
 from forebay.rewriter.machine.profile import AttentionPoint, Contention, GemmPoint, Link
 from forebay.runtime.devices.streams import wait_watched
 from forebay.runtime.disk.chunks import Read
