@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from forebay.rewriter.capture.concretise import concretise
+from forebay.rewriter.capture.recover import recover_batch_norm, recover_linear
 from forebay.rewriter.capture.results import Result, Shown, describe, give_back, made
-from forebay.rewriter.ir.graph import META, WeightInput, storage_of, values_of, weight_name
+from forebay.rewriter.ir.graph import META, WeightInput, storage_of, values_of
 
 aten = torch.ops.aten
 STRIDED = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
-TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 
 class OffloadError(RuntimeError):
@@ -101,7 +101,7 @@ def capture_module(gm: fx.GraphModule, args: Sequence[Any], weights: Mapping[int
         fixed = _fix_layouts(traced, {name: _row_major(args[p], p in weights) for name, p in by_name.items()})
     _refuse_offsets(fixed, {name: args[p].storage_offset() for name, p in by_name.items()})
     recover_linear(fixed)
-    _recover_batch_norm(fixed)
+    recover_batch_norm(fixed)
     _copy_boundary_results(fixed)
     for node in fixed.graph.nodes:
         node.meta["layer"] = -1
@@ -299,51 +299,6 @@ def _scatters_inside(node: fx.Node) -> bool:
     last = first + sum((n - 1) * s for n, s in zip(given["size"], given["stride"], strict=True))
     end = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
     return made.stride() == value.stride() and first >= 0 and (last < end or 0 in given["size"])
-
-
-def recover_linear(gm: fx.GraphModule) -> None:
-    """Write products with a transposed weight as `aten.linear`, whose weight can stream in row tiles."""
-    for node in list(gm.graph.nodes):
-        if node.target in (aten.mm.default, aten.matmul.default):
-            bias, x, turned = None, node.args[0], node.args[1]
-        elif node.target is aten.addmm.default and not node.kwargs and node.args[0].meta["val"].dim() == 1:
-            bias, x, turned = node.args
-        else:
-            continue
-        weight = _transposed_weight(turned)
-        if weight is None or (bias is not None and bias.meta["val"].shape[0] != node.meta["val"].shape[-1]):
-            continue
-        node.target, node.args = aten.linear.default, (x, weight) if bias is None else (x, weight, bias)
-    gm.graph.eliminate_dead_code()
-
-
-def _recover_batch_norm(gm: fx.GraphModule) -> None:
-    """Drop the empty statistics that batch norm returns beside its result: their shape differs between devices."""
-    for node in gm.graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
-        if any(user.args[1] != 0 for user in node.users):
-            continue
-        x, weight, bias, mean, variance, momentum, eps = node.args
-        with gm.graph.inserting_before(node):
-            args = (x, weight, bias, mean, variance, False, momentum, eps, False)
-            whole = gm.graph.call_function(aten.batch_norm.default, args)
-        whole.meta = {**node.meta, "val": node.meta["val"][0]}
-        for user in list(node.users):
-            user.replace_all_uses_with(whole)
-            gm.graph.erase_node(user)
-        gm.graph.erase_node(node)
-
-
-def _transposed_weight(node: fx.Node) -> fx.Node | None:
-    """The matrix weight that `node` is the transpose of, if it is."""
-    if node.target not in TRANSPOSES:
-        return None
-    weight = node.args[0]
-    assert isinstance(weight, fx.Node)
-    whole = weight.meta["val"]
-    turned = node.meta["val"]
-    if weight_name(weight) is None or whole.dim() != 2 or turned.stride() != whole.stride()[::-1]:
-        return None
-    return weight
 
 
 def _copy_boundary_results(gm: fx.GraphModule) -> None:

@@ -19,13 +19,13 @@ import torch
 
 from forebay.huggingface.emptied import empty_module
 from forebay.huggingface.inputs import read_prompts
+from forebay.open_model import capture_folder, open_model
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
-from forebay.rewriter.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.config import read_config, read_generation_config
-from forebay.rewriter.checkpoints.match_weights import checkpoint_names, weight_files, with_stored_formats
+from forebay.rewriter.checkpoints.match_weights import weight_files
 from forebay.rewriter.checkpoints.module_weights import spill_module
-from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.plan import Block, Budget, Plan, PlanError, Workload
@@ -109,36 +109,6 @@ def wrap(
     return lm
 
 
-def open_model(
-    model: str | os.PathLike[str], *, gives: Gives = "last", verify: bool = False
-) -> tuple[CapturedModel, Checkpoint, dict[str, FileSlice]]:
-    """Capture a model from its folder (or "demo", or a GGUF file) and find its weights, without reading any. `gives`
-    says what its steps give (`capture_model`); with `verify` every weight is read once all the same, and compared with
-    its checksum (`open_checkpoint`)."""
-    folder = resolve_model(model)
-    checkpoint = open_checkpoint(folder, verify=verify)
-    config = read_config(folder, checkpoint.tensors)
-    captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint), gives=gives)
-    names = checkpoint_names(config)
-    return with_stored_formats(captured, checkpoint, *names), checkpoint, weight_files(captured, checkpoint, *names)
-
-
-def _capture_folder(folder: Path, gives: Gives) -> CapturedModel:
-    return open_model(folder, gives=gives)[0]
-
-
-def _checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The floating dtype that most of the checkpoint's bytes have."""
-    sizes: dict[torch.dtype, int] = {}
-    for record in checkpoint.tensors.values():
-        dtype = record.dtype if record.packed is None else record.packed.dtype
-        if dtype.is_floating_point:
-            sizes[dtype] = sizes.get(dtype, 0) + record.nbytes
-    if not sizes:
-        raise CheckpointError(f"{checkpoint.folder} holds no tensor of floating-point numbers: not a language model's")
-    return max(sizes, key=lambda d: sizes[d])
-
-
 class LanguageModel:
     """A captured model, its plan, and the session that runs it. Close it (or use `with`) to give memory back."""
 
@@ -157,7 +127,7 @@ class LanguageModel:
         self._held: Rows | None = None  # whose tokens the cache holds between calls
         self._variants: dict[Gives, LanguageModel] = {}  # the same model with steps that give something else
         self._origin: weakref.ref[LanguageModel] | None = None  # of a variant; weak, for a cycle would keep the memory
-        self._capture: Callable[..., CapturedModel] = partial(_capture_folder, checkpoint.folder)
+        self._capture: Callable[..., CapturedModel] = partial(capture_folder, checkpoint.folder)
         _check_choices(workload, wishes)
         if plan is not None and not budget.hold(plan.budget):
             raise PlanError(f"plan.budget: the plan may take {format_nbytes(plan.budget.device)} of device memory and "

@@ -1,0 +1,47 @@
+"""From what a user names to a captured model and the places of its weights, before any of them is read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from forebay.rewriter.capture.language_model import capture_model
+from forebay.rewriter.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from forebay.rewriter.checkpoints.config import read_config
+from forebay.rewriter.checkpoints.match_weights import checkpoint_names, weight_files, with_stored_formats
+from forebay.rewriter.checkpoints.resolve import resolve_model
+from forebay.rewriter.ir.graph import CapturedModel, Gives
+from forebay.rewriter.ir.program import FileSlice
+
+
+def open_model(
+    model: str | os.PathLike[str], *, gives: Gives = "last", verify: bool = False
+) -> tuple[CapturedModel, Checkpoint, dict[str, FileSlice]]:
+    """Capture a model from its folder (or "demo", or a GGUF file) and find its weights, without reading any. `gives`
+    says what its steps give (`capture_model`); with `verify` every weight is read once all the same, and compared with
+    its checksum (`open_checkpoint`)."""
+    folder = resolve_model(model)
+    checkpoint = open_checkpoint(folder, verify=verify)
+    config = read_config(folder, checkpoint.tensors)
+    captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint), gives=gives)
+    names = checkpoint_names(config)
+    return with_stored_formats(captured, checkpoint, *names), checkpoint, weight_files(captured, checkpoint, *names)
+
+
+def capture_folder(folder: Path, gives: Gives) -> CapturedModel:
+    """The model of a folder as `open_model` captures it, alone."""
+    return open_model(folder, gives=gives)[0]
+
+
+def _checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The floating dtype that most of the checkpoint's bytes have."""
+    sizes: dict[torch.dtype, int] = {}
+    for record in checkpoint.tensors.values():
+        dtype = record.dtype if record.packed is None else record.packed.dtype
+        if dtype.is_floating_point:
+            sizes[dtype] = sizes.get(dtype, 0) + record.nbytes
+    if not sizes:
+        raise CheckpointError(f"{checkpoint.folder} holds no tensor of floating-point numbers: not a language model's")
+    return max(sizes, key=lambda d: sizes[d])
