@@ -22,6 +22,7 @@ from forebay.rewriter.ir.graph import META, WeightInput, storage_of, values_of
 
 aten = torch.ops.aten
 STRIDED = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
+BAGS = (aten.embedding_bag, aten._embedding_bag, aten._embedding_bag_forward_only)
 
 
 class OffloadError(RuntimeError):
@@ -217,6 +218,8 @@ def _refuse_nodes(gm: fx.GraphModule) -> None:
             raise OffloadError(f"{node.target} is control flow or a call that is no operator")
         if _depends_on_data(node, node.target):
             raise OffloadError(f"the result of {node.target} depends on data, so its memory cannot be planned")
+        if node.target.overloadpacket in BAGS:  # torch 2.13: [48] and [0] on meta where a CPU gives [0] and [6]
+            raise OffloadError(f"{node.target} has results of other sizes than its meta kernel says")
         if node.target._schema.is_mutable:
             raise OffloadError(f"{node.target} changes its operands")
 

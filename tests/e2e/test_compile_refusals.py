@@ -125,6 +125,14 @@ def test_what_dynamo_leaves_to_python_is_in_the_report(tmp_path) -> None:
     assert "left this part to Python (LSTM" in str(report) and "not moved: " in str(report)
 
 
+def test_bags_of_embeddings_run_eagerly(tmp_path) -> None:
+    """Their meta kernel gives sizes that no memory can be planned by: the first call ended in a RuntimeError."""
+    module, x = nn.EmbeddingBag(40, 8), torch.arange(48).view(6, 8) % 40
+    run = torch.compile(module, backend="forebay", options=options(tmp_path))
+    with pytest.warns(RuntimeWarning, match=f"{SAID}.*embedding_bag.* has results of other sizes"):
+        assert torch.equal(run(x), module(x))
+
+
 def test_the_report_has_the_reason_of_a_refusal(tmp_path) -> None:
     module = After(lambda y: torch.fft.fft(y).real)
     with pytest.warns(RuntimeWarning, match="complex"):
