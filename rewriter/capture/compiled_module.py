@@ -88,6 +88,8 @@ def capture_module(gm: fx.GraphModule, args: Sequence[Any], weights: Mapping[int
         results = _eager_results(call, tensors, positions)
         traced, signature = _export(call, tensors)
     placeholders = traced.graph.find_nodes(op="placeholder")
+    if len(placeholders) != len(positions):  # tokens that keep checks of errors in order, as `linalg.lu_factor` has
+        raise OffloadError("it has operators with effects beside their results")
     by_name = dict(zip((n.name for n in placeholders), positions, strict=True))
     mutated = tuple(by_name[name] for name in signature.user_inputs_to_mutate.values())
     _refuse_mutation(args, mutated, weights)

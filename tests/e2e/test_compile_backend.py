@@ -558,7 +558,8 @@ def test_a_machine_profile_by_path(tmp_path, no_grad):
     expected = model(x)
     close(compiled(model, tmp_path, "700KiB", machine=tmp_path / "machine.json")(x), expected)
     (found,) = prepared_for(model)
-    assert re.fullmatch("default-guess #[0-9a-f]{12}", found.plan.machine) and COMPUTE in found.plan.prediction.busy_time_s
+    assert re.fullmatch("default-guess #[0-9a-f]{12}", found.plan.machine)
+    assert COMPUTE in found.plan.prediction.busy_time_s
 
 
 def test_the_file_goes_with_the_last_tensor_and_program_that_use_it(tmp_path, no_grad):

@@ -125,6 +125,14 @@ def test_what_dynamo_leaves_to_python_is_in_the_report(tmp_path) -> None:
     assert "left this part to Python (LSTM" in str(report) and "not moved: " in str(report)
 
 
+def test_an_operator_that_checks_for_errors_is_refused_in_words(tmp_path) -> None:
+    """The trace has inputs that the call has not: this was `zip() argument 2 is shorter`."""
+    module, x = After(lambda y: torch.linalg.lu_factor(y)[0]), torch.randn(40, 40)
+    run = torch.compile(module, backend="forebay", options=options(tmp_path))
+    with pytest.warns(RuntimeWarning, match=f"{SAID}.*effects beside their results"):
+        assert torch.equal(run(x), module(x))
+
+
 def test_bags_of_embeddings_run_eagerly(tmp_path) -> None:
     """Their meta kernel gives sizes that no memory can be planned by: the first call ended in a RuntimeError."""
     module, x = nn.EmbeddingBag(40, 8), torch.arange(48).view(6, 8) % 40
