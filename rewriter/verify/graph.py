@@ -117,17 +117,24 @@ def _value(node: fx.Node) -> None:
         raise _Unsound(f"{node.name} does not run on the layouts of its operands: {error}") from error
     given = [made] if isinstance(made, torch.Tensor) else [v for v in made or () if isinstance(v, torch.Tensor)]
     stated = values_of(node)
+    if node.target is torch.ops.aten.copy.default:  # its meta kernel lays fresh memory out as no device does
+        given = [torch.empty_strided(v.shape, s.stride(), dtype=v.dtype, device="meta")
+                 for v, s in zip(given, stated, strict=True)]
     if [_layout(v) for v in given] != [_layout(v) for v in stated]:
         raise _Unsound(f"{node.name} gives {[_layout(v) for v in given]}, meta['val'] says "
                        f"{[_layout(v) for v in stated]}")
     shown = {v.untyped_storage()._cdata for v in given}
-    bases = {arg.meta.get("alias_of") or arg for arg in node.all_input_nodes
-             if any(v.untyped_storage()._cdata in shown for v in values_of(arg))}
+    # of an operation with several results, which may show several storages, alias_of names but one
+    bases = {arg.meta.get("alias_of") or arg for arg in node.all_input_nodes if _storages(arg) & shown}
     base = node.meta.get("alias_of")
     if base is None and bases:
         raise _Unsound(f"{node.name} shows the storage of {_names(bases)}, and alias_of says that it has its own")
-    if base is not None and base not in bases:
+    if base is not None and base not in bases and not (base.meta.get("alias_of") is None and _storages(base) & shown):
         raise _Unsound(f"{node.name} shows {_names(bases) or 'storage of its own'}, and alias_of names {base.name}")
+
+
+def _storages(node: fx.Node) -> set[int]:
+    return {value.untyped_storage()._cdata for value in values_of(node)}
 
 
 def _operand(arg: Any) -> Any:
