@@ -20,7 +20,7 @@ __all__ = ["CaptureError", "capture_model"]
 
 def capture_model(
     config_or_model: PreTrainedConfig | nn.Module, *, dtype: torch.dtype | None = None, gives: Gives = "last",
-    architecture: type[PreTrainedModel] | None = None,
+    architecture: type[PreTrainedModel] | None = None, runs: bool = True,
 ) -> CapturedModel:
     """Capture a causal language model from its transformers config, or from a model in memory.
 
@@ -29,7 +29,8 @@ def capture_model(
     step graph gives logits [B, V] at the token `last`; logits [B, S, V] of "all"; or "scores", float32 [B, S, 2]: the
     natural logarithm of the probability that each token gives to the one after it, and 1 where none was likelier, else
     0; `last` [B] is then the token that follows the chunk. Sizes B, S and L stay symbolic and may be 1. Raises
-    `CaptureError` for a model whose attention cannot be replaced, or whose layers are not a plain chain.
+    `CaptureError` for a model whose attention cannot be replaced, or whose layers are not a plain chain; and, unless it
+    is to be looked at alone (not `runs`), for one whose layers choose among experts.
     """
     from forebay.rewriter.capture.trace import trace_model
 
@@ -50,6 +51,8 @@ def capture_model(
     with no_collection(), torch.no_grad():
         try:
             model = _build(cls, config, dtype)
+            if runs:
+                _refuse_experts(model)
             if given is not None:
                 _check_same_parameters(given, model)
             return trace_model(model, gives)
@@ -86,7 +89,6 @@ def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
     with torch.device("meta"), initialization.no_init_weights():
         model = cls._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=NAME)
         model.tie_weights()
-    _refuse_experts(model)
     for module in model.modules():
         vars(module)["training"] = False  # as eval() does, a tenth of its time: setting attributes of modules is dear
     _fill_constants(model)

@@ -197,12 +197,12 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
 
 
 def _captured_shape(config: Mapping[str, Any], name: str) -> ModelShape:
-    return shape_from_graphs(capture_config(config), name)
+    return shape_from_graphs(capture_config(config, runs=False), name)
 
 
-def capture_config(config: Mapping[str, Any]) -> CapturedModel:
+def capture_config(config: Mapping[str, Any], runs: bool = True) -> CapturedModel:
     """The graphs of the model that a config describes, captured without weights; ModelError where transformers or the
-    capture refuses it."""
+    capture refuses it (`capture_model`)."""
     from transformers import CONFIG_MAPPING
 
     from forebay.rewriter.capture.language_model import CaptureError, capture_model
@@ -212,7 +212,7 @@ def capture_config(config: Mapping[str, Any]) -> CapturedModel:
         raise ModelError(f"config.model_type: transformers does not know {kind!r}")
     try:
         values = {k: v for k, v in config.items() if k != "model_type"}
-        return capture_model(CONFIG_MAPPING[kind](**values), dtype=getattr(torch, _dtype(config)))
+        return capture_model(CONFIG_MAPPING[kind](**values), dtype=getattr(torch, _dtype(config)), runs=runs)
     except (CaptureError, TypeError, ValueError) as error:
         raise ModelError(f"config of a {kind}: {error}") from error
 

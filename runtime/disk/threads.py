@@ -95,7 +95,7 @@ class ThreadEngine:
                     (_read_chunk if job.task.spill is None else _write_chunk)(job, chunk, bounce_address)
                 except BaseException as failure:
                     error = failure
-                    if isinstance(failure, OSError) and failure.filename is None:
+                    if isinstance(failure, OSError) and failure.errno is not None and failure.filename is None:
                         failure.filename = job.task.path
             self._queue.finish(job, chunk, error)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 FAST = "rms_norm,layer_norm,rotary,kv_append,kv_append_q,activation_append_q,swiglu,sparse_values,block_copy"
 
 
@@ -37,13 +37,13 @@ def test_without_a_gpu_it_says_so_in_one_line() -> None:
 
 
 def test_every_op_has_a_case() -> None:
-    folders = (ROOT / "kernels" / "gpu", ROOT / "kernels")
-    ops = set.intersection(*({file.stem for file in folder.glob("*.py")} for folder in folders))
-    ops -= {"paged"}  # a layout, not an op
+    ops = {file.parent.name for file in (ROOT / "kernels").glob("*/*/gpu.py")}
+    assert {"linear", "attention_q", "rms_norm"} < ops
     code = "from benchmarks.gpu import all_cases; print(*{c.op for f in all_cases(True, set()).values() for c in f})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
                           capture_output=True, text=True, timeout=120)  # fmt: skip
-    assert ops <= set(done.stdout.split()), done.stderr
+    cases = {"linear_q" if op in ("linear_w4", "linear_w8") else op for op in done.stdout.split()}
+    assert ops <= cases, done.stderr
 
 
 def test_what_cannot_be_captured_is_timed_by_events_and_a_ceiling_that_fails_costs_itself_alone() -> None:

@@ -164,7 +164,7 @@ def test_a_saved_plan_brings_its_cache_format_along(tmp_path: Path) -> None:
     plan = forebay.rewriter.ir.plan.load_plan(tmp_path / "plan.json")
     with forebay.wrap(folder, 1 << 30, plan=plan) as lm:
         assert torch.equal(lm.next_logits(ids, mask), expected)
-    with pytest.raises(forebay.rewriter.ir.plan.PlanError, match="no format 'kv2'"):
+    with pytest.raises(forebay.rewriter.ir.plan.PlanError, match="no cache format 'kv2'"):
         forebay.wrap(folder, 1 << 30, prompt=9, new_tokens=4, cache="kv2")
 
 
@@ -177,9 +177,9 @@ def test_the_commands_take_quantised_folders_and_cache_formats(tmp_path: Path) -
         result = CliRunner().invoke(app, ["plan", str(packed), *shape, "--cache", cache])
         assert result.exit_code == 0, result.output
         found[cache] = json.loads(result.stdout)
-        assert found[cache]["cache"][0]["format"] == cache
+        assert found[cache]["cache_format"] == cache
         assert {w["format"] for w in found[cache]["weights"]} == {"native", "w4g32"}
     sizes = {c: sum(b["nbytes"] for b in p["buffers"] if b["kind"] == "cache") for c, p in found.items()}
     assert sizes["kv4"] < 0.3 * sizes["native"]
     refused = CliRunner().invoke(app, ["plan", str(packed), *shape, "--cache", "kv2"])
-    assert refused.exit_code == 2 and "no format 'kv2'" in refused.output
+    assert refused.exit_code == 2 and "no cache format 'kv2'" in refused.output

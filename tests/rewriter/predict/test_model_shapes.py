@@ -37,7 +37,7 @@ def captured(kind: str, dtype: torch.dtype = torch.float16, **values: Any) -> Mo
 
     from forebay.rewriter.capture.language_model import capture_model
 
-    return shape_from_graphs(capture_model(CONFIG_MAPPING[kind](**values), dtype=dtype))
+    return shape_from_graphs(capture_model(CONFIG_MAPPING[kind](**values), dtype=dtype, runs=False))
 
 
 @pytest.mark.parametrize("kind", TINY)
