@@ -50,7 +50,7 @@ def key_of(case: AuditCase, arch: str) -> str:
 
 
 def load(path: Path | None = None) -> dict[str, dict[str, Any]]:
-    """Facts by key; empty where no record of this compiler is kept."""
+    """ModelNeeds by key; empty where no record of this compiler is kept."""
     path = path or record_path()
     return json.loads(path.read_text()) if path.is_file() else {}
 

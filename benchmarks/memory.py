@@ -21,7 +21,7 @@ import torch
 from forebay.api import LanguageModel, open_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.report.explain import lasting, phases
 
 PATTERN = 0xA5

@@ -45,9 +45,11 @@ from forebay.rewriter.planning.graph_needs import (
     weight_products,
     weight_uses,
 )
-from forebay.rewriter.planning.planner import Facts, PhaseNeed, Wishes, make_plan, smallest_budget
+from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed
+from forebay.rewriter.planning.planner import make_plan, smallest_budget
 from forebay.rewriter.planning.product_shapes import ProductUse, planned_shapes, product_uses, weights_of_layers
 from forebay.rewriter.planning.staged_cache import staged_cache
+from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.closed_form import rates_of
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.simulate import STEPS, Timeline, simulate
@@ -111,7 +113,7 @@ class Pipeline:
         if staged is not None and machine.device_kind != "cpu":
             raise PlanError("a cache on disk is lowered for machines without a GPU only; keep it on the device")
         uses = weight_uses(decode, set(graphs.constants))
-        self.facts = Facts(
+        self.facts = ModelNeeds(
             graphs.fingerprint, uses,
             {name: t.numel() * t.element_size() for name, t in graphs.constants.items()},
             staged.tails if staged is not None else {

@@ -12,7 +12,7 @@ from forebay.rewriter.ir.plan import ALONE, Block, Budget, Plan, PlanError, Work
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.planning.graph_needs import cache_buffers
-from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.switches import Switches
 
 SIZES = (1, 4, 16, 64)  # of micro-batches that are tried; each takes a plan and its Programs

@@ -56,7 +56,7 @@ class Checkpointed:
         """A LanguageModel on a budget of so many bytes, or such a share of the weights."""
         from forebay.api import LanguageModel
         from forebay.rewriter.ir.plan import Budget, Workload
-        from forebay.rewriter.planning.planner import Wishes
+        from forebay.rewriter.planning.wishes import Wishes
 
         nbytes = device if isinstance(device, int) else int(device * self.nbytes)
         return LanguageModel(*self.opened, Budget(nbytes, host), Workload(batch, prompt, new_tokens), Wishes(**wishes))

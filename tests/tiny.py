@@ -31,7 +31,7 @@ from forebay.rewriter.ir.plan import (
 from forebay.rewriter.ir.program import DISK, Copy, FileSlice, Program, Span
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.switches import Switches
 from forebay.runtime.devices.threads import ThreadDevice
 from forebay.runtime.disk.reader import DiskReader, open_reader

@@ -9,7 +9,8 @@ from forebay.passes.place.select_gemm import Shape
 from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES
 from forebay.rewriter.ir.plan import ARENAS, MOVING, BufferPlacement, Plan, PlanError, Prediction, Workload
 from forebay.rewriter.planning.arena_layout import slot_stride
-from forebay.rewriter.planning.planner import Facts, host_rows_nbytes
+from forebay.rewriter.planning.model_needs import ModelNeeds
+from forebay.rewriter.planning.planner import host_rows_nbytes
 
 SAME_TIME = 1e-6  # relative: the simulator's own sums, in another order
 
@@ -25,7 +26,7 @@ class _Expected:
     last: int = 0
 
 
-def check_plan(plan: Plan, facts: Facts, workload: Workload) -> None:
+def check_plan(plan: Plan, facts: ModelNeeds, workload: Workload) -> None:
     """Raise PlanError, naming the field, where a valid plan was made for another model or workload, has other weights
     than the model, or other buffers than its steps need, or has them in places that cannot serve."""
     if plan.fingerprint != facts.fingerprint:
@@ -88,7 +89,7 @@ def check_prediction(said: Prediction, found: Prediction, same_machine: bool) ->
                             f"{getattr(found, name)}; {again}")
 
 
-def _check_weights(plan: Plan, facts: Facts) -> None:
+def _check_weights(plan: Plan, facts: ModelNeeds) -> None:
     used = {u.name: u for u in facts.uses}
     pieces: dict[int, int] = {}  # bytes that stream at once, by the weight's number
     for i, w in enumerate(plan.weights):
@@ -121,7 +122,7 @@ def _check_weights(plan: Plan, facts: Facts) -> None:
                         f"(plan.weights[{largest}].tile_rows), the plan says {plan.schedule.slot_nbytes}")
 
 
-def _check_schedule(plan: Plan, facts: Facts) -> None:
+def _check_schedule(plan: Plan, facts: ModelNeeds) -> None:
     s = plan.schedule
     if s.host_hop != facts.host_hop:
         raise PlanError(f"plan.schedule.host_hop: it must be {str(facts.host_hop).lower()} on this device; plan again")
@@ -143,7 +144,7 @@ def _check_schedule(plan: Plan, facts: Facts) -> None:
                             f"those over {s.prefill_chunk}; leave it out")
 
 
-def _expected(plan: Plan, facts: Facts) -> dict[tuple[str, str], _Expected]:
+def _expected(plan: Plan, facts: ModelNeeds) -> dict[tuple[str, str], _Expected]:
     """Every buffer that the plan must have, by name and phase."""
     found = {(w.name, "all"): _Expected("weight", w.tier, w.nbytes) for w in plan.weights if w.tier != "disk"}
     found |= {(name, "all"): _Expected("constant", "device", nbytes) for name, nbytes in facts.constants.items()}

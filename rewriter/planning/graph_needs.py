@@ -13,7 +13,7 @@ from torch import fx
 from forebay.passes.lower.grow_cache import CacheRows
 from forebay.passes.place.insert_transfers import tileable
 from forebay.rewriter.ir.graph import META, CacheInput, weight_name
-from forebay.rewriter.planning.planner import WeightUse
+from forebay.rewriter.planning.model_needs import WeightUse
 from forebay.rewriter.predict.closed_form import CacheSide, Product
 
 aten = torch.ops.aten

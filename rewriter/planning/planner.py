@@ -5,15 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.byte_sizes import format_nbytes
-from forebay.rewriter.ir.graph import Layout
 from forebay.rewriter.ir.plan import (
-    ALONE,
     Block,
     Budget,
     Limits,
@@ -26,9 +23,8 @@ from forebay.rewriter.ir.plan import (
 )
 from forebay.rewriter.ir.program import COMPUTE, DISK, UPLOAD
 from forebay.rewriter.planning.arena_layout import aligned, lay_out, slot_stride
-from forebay.rewriter.planning.product_shapes import ProductUse
-from forebay.rewriter.planning.staged_cache import StagedCache
-from forebay.rewriter.predict.closed_form import Rates
+from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
+from forebay.rewriter.planning.wishes import Wishes
 
 SMALL_NBYTES = 64 << 10  # below this a copy costs more in latency (~0.1 ms) than in bytes
 LIGHT_NBYTES = 1 << 20  # below this what a copy costs beside its bytes (0.1 ms of the computing thread) is a third more
@@ -37,78 +33,10 @@ SLOTS = (1, 2, 3, 4, 6, 8)
 SLOT_NBYTES = (4 << 20, 8 << 20, 2 << 20, 1 << 20)  # of equals the first: 4 MiB are near an NVMe disk's best rate
 HUGE_TILES = 16  # of weights over 256 MiB, whose tiles of 8 MiB would be tens of thousands of copies a step
 GROWTH_PARTS = 128  # a cache of 32 layers that grows by this part of itself moves in 1000 copies, by a token in 7000
-
-
 SHORTEST_CHUNK = 16  # tokens; below this a step over fewer tokens is hardly faster
 
 
-@dataclass(frozen=True)
-class WeightUse:
-    """How the graphs consume a weight: `rows` and bytes, whether it can stream in row tiles, and how it is read."""
-
-    name: str
-    nbytes: int
-    rows: int
-    tileable: bool  # every streaming reader accepts row tiles
-    lookup: bool  # read by row lookup
-    product: bool  # read by something other than a lookup
-    format: str = "native"
-    dtype: str = "float32"  # of the values where they are stored as they are
-    layer: int = -1  # that reads it; -1: none
-
-
-@dataclass(frozen=True)
-class PhaseNeed:
-    """What a step over chunks of this many tokens takes beside weights and cache, in bytes; for the activations also
-    their `layout`, with addresses from 0 on, and the matrix products that it makes."""
-
-    activations: int
-    workspace: int
-    layout: Layout | None = None
-    products: tuple[ProductUse, ...] = ()
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """Choices the user forces; None leaves them to the planner."""
-
-    slots: int | None = None
-    slot_nbytes: int | None = None
-    lead: int | None = None
-    prefill_chunk: int | None = None
-    cache_format: str = "native"
-    micro_batches: int | None = None
-    order: Literal["row", "zigzag"] = "zigzag"
-    cache_tier: Literal["device", "disk"] | None = None
-    cache_tokens: int | None = None
-    cache_slots: int = 3
-
-    def block(self, batch: int) -> Block:
-        """The block for `batch` sequences with their cache on the device; no micro-batch is empty."""
-        return Block(min(self.micro_batches or 1, batch), self.order)
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the planner must know of a model and workload. `uses` stand in the order a step reads them."""
-
-    fingerprint: str
-    uses: Sequence[WeightUse]
-    constants: Mapping[str, int]  # name -> nbytes
-    cache: Mapping[str, int]  # buffer name -> nbytes
-    need: Callable[[int], PhaseNeed]  # by tokens per sequence in one step
-    weight_tier: str = "disk"  # where weights come from when they are not resident
-    host_hop: bool = False
-    # bytes of the same buffers for the prompt's tokens alone; empty where a prefill needs the cache in its full length
-    cache_prompt: Mapping[str, int] = field(default_factory=dict)
-    rates: Rates = field(default_factory=Rates)
-    block: Block = ALONE
-    layers: Mapping[int, tuple[str | None, ...]] = field(default_factory=dict)  # the weights that each layer is given
-    cache_format: str = "native"
-    staged: StagedCache | None = None  # of a cache on disk, whose tails stand in `cache`
-
-
-def make_plan(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes, machine: str) -> Plan:
+def make_plan(facts: ModelNeeds, budget: Budget, workload: Workload, wishes: Wishes, machine: str) -> Plan:
     """The plan that is predicted to take prompt and answer the least time; PlanError names the smallest budget that
     works.
 
@@ -131,7 +59,7 @@ def make_plan(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes, 
     return _planned(facts, kinds, budget, workload, wishes, machine, best)
 
 
-def smallest_budget(facts: Facts, workload: Workload, wishes: Wishes) -> tuple[int, dict[str, int]]:
+def smallest_budget(facts: ModelNeeds, workload: Workload, wishes: Wishes) -> tuple[int, dict[str, int]]:
     """The least device budget in bytes that a plan exists for, and what takes it; by bisection."""
     kinds = _kinds(facts)
     least = replace(wishes, prefill_chunk=wishes.prefill_chunk or 1)
@@ -161,7 +89,7 @@ def smallest_budget(facts: Facts, workload: Workload, wishes: Wishes) -> tuple[i
     return high, parts
 
 
-def refuse_wishes(facts: Facts, budget: Budget, workload: Workload, wishes: Wishes) -> None:
+def refuse_wishes(facts: ModelNeeds, budget: Budget, workload: Workload, wishes: Wishes) -> None:
     """Raise PlanError, naming what is forced, for a budget that would be enough without it."""
     free, _ = smallest_budget(facts, workload, replace(wishes, slots=None, slot_nbytes=None, prefill_chunk=None))
     needed, _ = smallest_budget(facts, workload, wishes)
@@ -189,7 +117,7 @@ class _Kinds:
         return sum(count * -(-nbytes // slot_nbytes) for nbytes, count in self.sizes)
 
 
-def _kinds(facts: Facts) -> _Kinds:
+def _kinds(facts: ModelNeeds) -> _Kinds:
     pinned = tuple(u for u in facts.uses if _pinned(u))
     products = tuple(u for u in facts.uses if not _pinned(u) and u.product)
     tables = tuple(u for u in facts.uses if not _pinned(u) and not u.product)
@@ -208,7 +136,7 @@ class _Fit:
     slot_nbytes: int
 
 
-def _candidates(facts: Facts, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes) -> list[_Fit]:
+def _candidates(facts: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes) -> list[_Fit]:
     """Every way to spend the budget that is worth a look, larger chunks first."""
     chunks = [min(wishes.prefill_chunk, workload.prompt)] if wishes.prefill_chunk else _halvings(workload.prompt)
     choices = _slot_choices(kinds.products, wishes, facts.block)
@@ -230,7 +158,7 @@ def _candidates(facts: Facts, kinds: _Kinds, budget: Budget, workload: Workload,
 
 
 def _cheapest(
-    facts: Facts, kinds: _Kinds, budget: Limits, workload: Workload, fits: Sequence[_Fit]
+    facts: ModelNeeds, kinds: _Kinds, budget: Limits, workload: Workload, fits: Sequence[_Fit]
 ) -> _Fit | None:
     """The fit of least predicted time, of equals the first. Bounds come first, as if weights filled the room."""
     tiles = functools.cache(kinds.tiles)
@@ -259,7 +187,7 @@ def _cheapest(
     return best
 
 
-def _upper(facts: Facts, chunk: int) -> tuple[int, bool]:
+def _upper(facts: ModelNeeds, chunk: int) -> tuple[int, bool]:
     """Bytes that cache, from below, and activations, from above, take together, and whether a prefill's activations
     may lie where decoding has cache, as its own ends with the prompt (FlashDecoding++Next, section V)."""
     need, decode = facts.need(chunk).activations, facts.need(1).activations
@@ -284,17 +212,17 @@ def _resident(kinds: _Kinds, fit: _Fit) -> set[str]:
     return chosen
 
 
-def _staging(facts: Facts, chunk: int, slots: int, slot_nbytes: int) -> int:
+def _staging(facts: ModelNeeds, chunk: int, slots: int, slot_nbytes: int) -> int:
     """Host bytes that copies from disk pass through on their way to a GPU: slots, and the rows of a lookup."""
     return slots * slot_stride(slot_nbytes) + host_rows_nbytes(facts, chunk) + 2 * PAGE_NBYTES
 
 
-def host_rows_nbytes(facts: Facts, chunk: int) -> int:
+def host_rows_nbytes(facts: ModelNeeds, chunk: int) -> int:
     """Host bytes for the rows of a lookup, which are activations of a step."""
     return max(facts.need(chunk).activations, facts.need(1).activations)
 
 
-def _host_room(facts: Facts, budget: Limits, fit: _Fit) -> int:
+def _host_room(facts: ModelNeeds, budget: Limits, fit: _Fit) -> int:
     """Bytes of host memory for weights beside what copies from disk pass through."""
     if not budget.host or facts.weight_tier != "disk":
         return 0
@@ -302,7 +230,7 @@ def _host_room(facts: Facts, budget: Limits, fit: _Fit) -> int:
 
 
 def _planned(
-    facts: Facts, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes, machine: str, fit: _Fit
+    facts: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes, machine: str, fit: _Fit
 ) -> Plan:
     """The plan that spends the budget as `fit` says."""
     resident = _resident(kinds, fit)
@@ -322,7 +250,7 @@ def _planned(
     return replace(plan, prediction=_predicted(facts, kinds, plan))
 
 
-def _predicted(facts: Facts, kinds: _Kinds, plan: Plan) -> Prediction:
+def _predicted(facts: ModelNeeds, kinds: _Kinds, plan: Plan) -> Prediction:
     """What the closed form expects of a plan; the simulator's word, once there are Programs, takes its place."""
     s, streamed = plan.schedule, [w for w, u in zip(plan.weights, facts.uses, strict=True)
                                   if w.tier != "device" and u.product]

@@ -33,7 +33,7 @@ from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan_block import plan_block
-from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import read_switches

@@ -25,7 +25,7 @@ from forebay.api import LanguageModel, open_model
 from forebay.rewriter.ir.plan import Budget, PlanError, Prediction, Workload, load_plan, plan_from_dict
 from forebay.rewriter.ir.program import LOAD, UNORDERED, Copy, FileSlice, Wait
 from forebay.rewriter.plan_block import answer_time_s
-from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.rows import Rows

@@ -16,7 +16,7 @@ from families import FAMILIES
 from forebay.api import LanguageModel, open_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Copy, FileSlice
-from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.planning.wishes import Wishes
 
 WIDE = dict(hidden_size=192, intermediate_size=512, vocab_size=2048, head_dim=48)
 RENAMED = {

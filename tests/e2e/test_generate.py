@@ -21,7 +21,7 @@ from forebay.api import LanguageModel, wrap
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.ir.plan import PlanError, load_plan
 from forebay.rewriter.ir.program import UNORDERED, UPLOAD, Copy, Rows
-from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.verify.program import verify_program
 from forebay.runtime.disk.reader import TruncatedFileError
 

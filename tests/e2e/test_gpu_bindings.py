@@ -21,7 +21,7 @@ from forebay.kernels.operator import Tensors
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Launch
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.planning.wishes import Wishes
 from forebay.runtime.devices.open_device import open_device
 from forebay.runtime.run import bind, executor
 

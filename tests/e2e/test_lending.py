@@ -13,7 +13,7 @@ from e2e.agreement import assert_same_tokens
 from forebay.api import LanguageModel
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, load_plan
 from forebay.rewriter.ir.program import Launch, span_of
-from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.planning.wishes import Wishes
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.generation import Stop, generate_tokens, next_logits
 from forebay.runtime.run.sampling import Sampling

@@ -71,7 +71,7 @@ def open_scorer(
     from forebay.api import LanguageModel, open_model
     from forebay.rewriter.checkpoints.resolve import resolve_model
     from forebay.rewriter.ir.plan import Workload
-    from forebay.rewriter.planning.planner import Wishes
+    from forebay.rewriter.planning.wishes import Wishes
 
     folder = resolve_model(model)
     scoring, checkpoint, files = open_model(folder, gives="scores")

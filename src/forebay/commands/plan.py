@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from forebay.commands.plan_config import Request
     from forebay.rewriter.ir.graph import CapturedModel
     from forebay.rewriter.ir.plan import Plan
-    from forebay.rewriter.planning.planner import Wishes
+    from forebay.rewriter.planning.wishes import Wishes
 
 
 def plan(
@@ -68,7 +68,7 @@ def plan(
     """
     with clean_errors(debug):
         from forebay.rewriter.ir.plan import PlanError
-        from forebay.rewriter.planning.planner import Wishes
+        from forebay.rewriter.planning.wishes import Wishes
 
         if (model is None) == (config is None):
             raise PlanError("name a MODEL, or a --config to plan without one")

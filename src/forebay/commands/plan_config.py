@@ -24,7 +24,7 @@ from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.planning.planner import Wishes, make_plan
+from forebay.rewriter.planning.planner import make_plan
 from forebay.rewriter.planning.policy_search import Objective
 from forebay.rewriter.planning.search import (
     best_plan,
@@ -35,6 +35,7 @@ from forebay.rewriter.planning.search import (
     tokens_per_s,
     workload_of,
 )
+from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.block_costs import Block
 from forebay.rewriter.predict.model_shapes import capture_config, load_config
 from forebay.rewriter.rewrite_captured import rewrite_captured

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from forebay.commands.prompts import BadLine, Prompt
     from forebay.rewriter.ir.plan import Plan
     from forebay.rewriter.machine.profile import Machine
-    from forebay.rewriter.planning.planner import Wishes
+    from forebay.rewriter.planning.wishes import Wishes
 
 SOME_UNANSWERED = 3  # exit code
 DEFAULT_BATCH = 8
@@ -155,7 +155,7 @@ def run(
 
 def _wishes(slots: int | None, cache: str, batch: int | None) -> Wishes:
     """A batch that is asked for may have its cache on disk; else it is one whose cache fits the device."""
-    from forebay.rewriter.planning.planner import Wishes
+    from forebay.rewriter.planning.wishes import Wishes
 
     return Wishes(slots, cache_format=cache, cache_tier=None if batch else "device")
 

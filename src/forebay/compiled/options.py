@@ -10,7 +10,7 @@ from typing import Any
 from forebay.rewriter.ir.byte_sizes import parse_budget, parse_nbytes
 from forebay.rewriter.ir.plan import Budget
 from forebay.rewriter.machine.profile import Machine, load_machine
-from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.planning.wishes import Wishes
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from forebay.rewriter.ir.program import (
     Rows,
     Wait,
 )
-from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.verify.program import ProgramError, verify_program
 
 

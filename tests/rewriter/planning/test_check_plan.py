@@ -11,7 +11,7 @@ import pytest
 from forebay.api import LanguageModel, open_model
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.planning.wishes import Wishes
 
 Opened = Callable[[dict[str, Any] | None], LanguageModel]
 

@@ -23,7 +23,7 @@ from forebay.rewriter.ir.plan import ALONE, Block, Budget, Plan, PlanError, Work
 from forebay.rewriter.ir.program import FileSlice, Program
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 

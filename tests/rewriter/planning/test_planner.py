@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, plan_from_dict, validate
-from forebay.rewriter.planning.planner import Facts, PhaseNeed, WeightUse, Wishes, make_plan, smallest_budget
+from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed, WeightUse
+from forebay.rewriter.planning.planner import make_plan, smallest_budget
+from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.closed_form import Rates
 from forebay.rewriter.predict.estimator import side_by_side_s
 
@@ -31,13 +33,13 @@ def weight_uses(draw: st.DrawFn) -> list[WeightUse]:
 
 
 @st.composite
-def facts(draw: st.DrawFn) -> Facts:
+def facts(draw: st.DrawFn) -> ModelNeeds:
     base, per_token, workspace = (draw(st.integers(0, 5000)) for _ in range(3))
     sizes = st.dictionaries(st.sampled_from("abc"), st.integers(1, 9000), max_size=3)
     constants = {f"constant_{k}": v for k, v in draw(sizes).items()}
     cache = {f"cache_{k}": v for k, v in draw(sizes).items()}
     prompt = {k: v * draw(st.integers(1, 10)) // 10 for k, v in cache.items()} if draw(st.booleans()) else {}
-    return Facts("f", draw(weight_uses()), constants, cache,
+    return ModelNeeds("f", draw(weight_uses()), constants, cache,
                  lambda tokens: PhaseNeed(base + per_token * tokens, workspace * tokens), host_hop=draw(st.booleans()),
                  cache_prompt=prompt)
 
@@ -53,7 +55,7 @@ def passes(plan: Plan) -> int:
     return -(-plan.workload.prompt // plan.schedule.prefill_chunk) + plan.workload.new_tokens - 1
 
 
-def assert_sound(plan: Plan, facts: Facts, budget: Budget) -> None:
+def assert_sound(plan: Plan, facts: ModelNeeds, budget: Budget) -> None:
     """The layout overlaps nowhere, stays in its arenas, leaves room for activations, and all of it is in budget."""
     chunk = plan.schedule.prefill_chunk
     need = [facts.need(1), facts.need(chunk)]
@@ -96,7 +98,7 @@ def assert_sound(plan: Plan, facts: Facts, budget: Budget) -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(facts(), workloads, st.integers(0, 2_000_000), st.sampled_from([0, 0, 5000, 10**7]))
-def test_layout_is_sound_and_in_budget(facts: Facts, workload: Workload, extra: int, host: int) -> None:
+def test_layout_is_sound_and_in_budget(facts: ModelNeeds, workload: Workload, extra: int, host: int) -> None:
     smallest, _ = smallest_budget(facts, workload, Wishes())
     budget = Budget(smallest + extra, host)
     try:
@@ -114,7 +116,7 @@ def test_layout_is_sound_and_in_budget(facts: Facts, workload: Workload, extra: 
 
 @settings(deadline=None, max_examples=150)
 @given(facts(), workloads)
-def test_smallest_budget_is_exact_and_named(facts: Facts, workload: Workload) -> None:
+def test_smallest_budget_is_exact_and_named(facts: ModelNeeds, workload: Workload) -> None:
     smallest, parts = smallest_budget(facts, workload, Wishes())
     assert_sound(make_plan(facts, Budget(smallest), workload, Wishes(), MACHINE), facts, Budget(smallest))
     assert sum(parts.values()) <= smallest
@@ -126,7 +128,7 @@ def test_smallest_budget_is_exact_and_named(facts: Facts, workload: Workload) ->
             make_plan(facts, Budget(smallest - 1), workload, Wishes(), MACHINE)
 
 
-def predicted_s(plan: Plan, facts: Facts) -> float:
+def predicted_s(plan: Plan, facts: ModelNeeds) -> float:
     """Prompt and answer by the costs that the planner compares with, every byte beside its alignment counted."""
     s, w = plan.schedule, plan.workload
     products = [u for u in facts.uses if u.product and not (u.nbytes <= PAGE_NBYTES or u.rows == 1)]
@@ -146,7 +148,7 @@ rates = st.builds(lambda disk, flops, slowed, slows: Rates(disk, 1e-4, 2e-5, slo
 @settings(deadline=None, max_examples=200)
 @given(facts(), rates, workloads, st.integers(0, 300_000), st.integers(0, 300_000))
 def test_more_budget_never_predicts_slower(
-    facts: Facts, rates: Rates, workload: Workload, extra: int, more: int
+    facts: ModelNeeds, rates: Rates, workload: Workload, extra: int, more: int
 ) -> None:
     facts = replace(facts, rates=rates, uses=[replace(u, tileable=True) if u.rows > 1 else u for u in facts.uses])
     smallest, _ = smallest_budget(facts, workload, Wishes())
@@ -164,7 +166,7 @@ def test_streamed_bytes_are_near_the_bound_of_a_budget_fully_used(
     """The bound uses the room beside everything else to the last byte. Whole weights, none of which exceeds 2 % of the
     budget, leave less than one of them unused: 5 % of what streams, where that is at least 40 % of the budget."""
     uses = [WeightUse(f"w{i}", rows * width, rows, True, False, True) for i, (rows, width) in enumerate(shapes)]
-    model = Facts("f", uses, {}, {}, lambda tokens: PhaseNeed(1000 * tokens, 0), rates=rates)
+    model = ModelNeeds("f", uses, {}, {}, lambda tokens: PhaseNeed(1000 * tokens, 0), rates=rates)
     smallest, _ = smallest_budget(model, Workload(1, 4, 4), Wishes())
     total = sum(-(-u.nbytes // 64) * 64 for u in uses)
     budget = smallest + int(share * total)
@@ -179,7 +181,7 @@ def test_streamed_bytes_are_near_the_bound_of_a_budget_fully_used(
 
 @settings(deadline=None, max_examples=100)
 @given(facts(), workloads, st.integers(1, 40))
-def test_what_a_prefill_borrows_never_costs(facts: Facts, workload: Workload, chunk: int) -> None:
+def test_what_a_prefill_borrows_never_costs(facts: ModelNeeds, workload: Workload, chunk: int) -> None:
     """The arena is its lower part and the larger of prompt cache + prefill and whole cache + decode; a budget that
     works without borrowing works with it."""
     wishes = Wishes(prefill_chunk=chunk)
@@ -215,9 +217,9 @@ def test_a_prompt_as_long_as_the_answer_borrows_half_the_cache() -> None:
     assert plan.lends and plan.meeting() is not None
 
 
-def layers(count: int, nbytes: int = 300_000, rows: int = 100) -> Facts:
+def layers(count: int, nbytes: int = 300_000, rows: int = 100) -> ModelNeeds:
     uses = [WeightUse(f"w{i}", nbytes, rows, True, False, True) for i in range(count)]
-    return Facts("f", uses, {}, {"cache": 10_000}, lambda tokens: PhaseNeed(1000 * tokens, 100 * tokens))
+    return ModelNeeds("f", uses, {}, {"cache": 10_000}, lambda tokens: PhaseNeed(1000 * tokens, 100 * tokens))
 
 
 @pytest.mark.parametrize("wishes", [Wishes(slots=2, slot_nbytes=60_000), Wishes(slots=3, slot_nbytes=10_000)])
@@ -237,7 +239,7 @@ def test_more_budget_never_streams_more_of_equal_layers(wishes: Wishes) -> None:
 @given(facts(), workloads, st.integers(0, 400_000),
        st.builds(Wishes, st.none() | st.integers(1, 6), st.none() | st.integers(50_000, 200_000),
                  st.none() | st.integers(1, 6), st.none() | st.integers(1, 50)))
-def test_wishes_are_honoured(facts: Facts, workload: Workload, extra: int, wishes: Wishes) -> None:
+def test_wishes_are_honoured(facts: ModelNeeds, workload: Workload, extra: int, wishes: Wishes) -> None:
     if wishes.slot_nbytes is not None:  # what cannot be tiled must fit
         wishes = replace(wishes, slot_nbytes=max(wishes.slot_nbytes, *(u.nbytes for u in facts.uses)))
     smallest, _ = smallest_budget(facts, workload, wishes)
@@ -284,7 +286,7 @@ def test_prefill_runs_in_chunks_where_the_whole_prompt_does_not_fit() -> None:
 
 def test_a_weight_larger_than_the_budget_streams_in_tiles_and_one_that_cannot_is_refused() -> None:
     big = WeightUse("head", 4_000_000, 1000, True, True, True)
-    facts = Facts("f", [big], {}, {}, lambda tokens: PhaseNeed(100, 0))
+    facts = ModelNeeds("f", [big], {}, {}, lambda tokens: PhaseNeed(100, 0))
     plan = make_plan(facts, Budget(100_000), Workload(1, 1, 1), Wishes(), MACHINE)
     assert plan.weights[0].tile_rows * 4000 <= plan.schedule.slot_nbytes < 100_000 and plan.weights[0].gather
     whole = replace(facts, uses=[replace(big, tileable=False)])

@@ -26,7 +26,7 @@ from forebay.rewriter.ir.program import (
     TensorRef,
     Wait,
 )
-from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.planning.wishes import Wishes
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.devices.threads import ThreadDevice
 from forebay.runtime.disk.reader import OnDone, Read, TruncatedFileError, available_kinds, open_reader

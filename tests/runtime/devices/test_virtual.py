@@ -33,7 +33,7 @@ from forebay.rewriter.ir.program import (
     Wait,
     span_of,
 )
-from forebay.rewriter.planning.planner import Wishes
+from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.verify.items import copy_spans
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.virtual import Cost, CostOf, VirtualDevice, run_on_streams

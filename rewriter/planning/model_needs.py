@@ -1,0 +1,58 @@
+"""What the planner must know of a model: its weights as graphs use them, its cache, what steps take beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from forebay.rewriter.ir.graph import Layout
+from forebay.rewriter.ir.plan import ALONE, Block
+from forebay.rewriter.planning.product_shapes import ProductUse
+from forebay.rewriter.planning.staged_cache import StagedCache
+from forebay.rewriter.predict.closed_form import Rates
+
+
+@dataclass(frozen=True)
+class WeightUse:
+    """How the graphs consume a weight: `rows` and bytes, whether it can stream in row tiles, and how it is read."""
+
+    name: str
+    nbytes: int
+    rows: int
+    tileable: bool  # every streaming reader accepts row tiles
+    lookup: bool  # read by row lookup
+    product: bool  # read by something other than a lookup
+    format: str = "native"
+    dtype: str = "float32"  # of the values where they are stored as they are
+    layer: int = -1  # that reads it; -1: none
+
+
+@dataclass(frozen=True)
+class PhaseNeed:
+    """What a step over chunks of this many tokens takes beside weights and cache, in bytes; for the activations also
+    their `layout`, with addresses from 0 on, and the matrix products that it makes."""
+
+    activations: int
+    workspace: int
+    layout: Layout | None = None
+    products: tuple[ProductUse, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelNeeds:
+    """What the planner must know of a model and workload. `uses` stand in the order a step reads them."""
+
+    fingerprint: str
+    uses: Sequence[WeightUse]
+    constants: Mapping[str, int]  # name -> nbytes
+    cache: Mapping[str, int]  # buffer name -> nbytes
+    need: Callable[[int], PhaseNeed]  # by tokens per sequence in one step
+    weight_tier: str = "disk"  # where weights come from when they are not resident
+    host_hop: bool = False
+    # bytes of the same buffers for the prompt's tokens alone; empty where a prefill needs the cache in its full length
+    cache_prompt: Mapping[str, int] = field(default_factory=dict)
+    rates: Rates = field(default_factory=Rates)
+    block: Block = ALONE
+    layers: Mapping[int, tuple[str | None, ...]] = field(default_factory=dict)  # the weights that each layer is given
+    cache_format: str = "native"
+    staged: StagedCache | None = None  # of a cache on disk, whose tails stand in `cache`
