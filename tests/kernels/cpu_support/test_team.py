@@ -119,7 +119,7 @@ int pthread_create(pthread_t* thread, const pthread_attr_t* how, void* (*run)(vo
 """
 WITHOUT_THREADS = """
 import ctypes, sys, torch
-from tests.kernels.test_team import calls, run
+from tests.kernels.cpu_support.test_team import calls, run
 shim = ctypes.CDLL(None)
 allowed, asked = ctypes.c_int.in_dll(shim, "allowed"), ctypes.c_int.in_dll(shim, "asked")
 torch.set_num_threads(1)
