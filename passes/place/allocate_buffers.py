@@ -13,7 +13,7 @@ from forebay.passes.allocators import Buffer
 from forebay.passes.lower.out_variants import mutated_arguments, named_arguments
 from forebay.passes.place.arrange_block import arrange, outlive_turns
 from forebay.rewriter.ir import ops
-from forebay.rewriter.ir.alignment import ALIGNMENT
+from forebay.rewriter.ir.alignment import ALIGNMENT, aligned
 from forebay.rewriter.ir.graph import META, Layout, storage_of, values_of
 from forebay.rewriter.ir.plan import ALONE, KEPT, MOVING, Block, BufferPlacement, Plan, PlanError
 
@@ -95,7 +95,7 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True, block: Block = ALON
         nbytes = exact[name] = max(values_of(n)[e].untyped_storage().nbytes() for n, e in keys)
         live[name] = min(first[k] for k in keys), max(last[k] for k in keys)
         lower, upper = live[name] if reuse else (0, end)
-        requests.append(Buffer(name, lower, upper + 1, -(-nbytes // ALIGNMENT) * ALIGNMENT))
+        requests.append(Buffer(name, lower, upper + 1, aligned(nbytes)))
         boundary = any(n.op == "placeholder" for n, _ in keys) or live[name][1] == end
         kinds[name] = "io" if boundary else "activation"
     boundary_names = {name for name, kind in kinds.items() if kind == "io"}

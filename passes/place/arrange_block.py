@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from forebay.passes.allocators import Allocation, Buffer, allocate
-from forebay.rewriter.ir.alignment import ALIGNMENT
+from forebay.rewriter.ir.alignment import ALIGNMENT, aligned
 from forebay.rewriter.ir.graph import storage_of, weight_name
 from forebay.rewriter.ir.plan import Block
 
@@ -70,20 +70,16 @@ def arrange(
     shared = [r for r in requests if r.id not in outlive and r.id not in boundary]
     below, each = _allocated(shared), _allocated(own)
     places = [(r.id, r.id, at, exact[r.id]) for r, at in zip(shared, below.offsets, strict=True)]
-    base, stretch = _aligned(below.height), _aligned(each.height)
+    base, stretch = aligned(below.height), aligned(each.height)
     places += [(f"{r.id}@{k}", r.id, base + k * stretch + at, exact[r.id])
                for k in range(count) for r, at in zip(own, each.offsets, strict=True)]
     top = base + count * stretch
     for r in requests:
         if r.id in boundary:
             places.append((r.id, r.id, top, count * exact[r.id]))
-            top += _aligned(count * exact[r.id])
+            top += aligned(count * exact[r.id])
     bound = below.lower_bound + count * each.lower_bound + top - base - count * stretch
     return Arrangement(tuple(places), top, bound, below.method)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _allocated(requests: Sequence[Buffer]) -> Allocation:

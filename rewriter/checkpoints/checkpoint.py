@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from forebay.rewriter.checkpoints.identity import FileState, changed_file, file_state, sample_tensors
-from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.alignment import PAGE_NBYTES, whole_pages
 
 if TYPE_CHECKING:
     from forebay.rewriter.checkpoints.packed import Packed
@@ -157,7 +157,7 @@ def read_tensor(record: TensorRecord) -> torch.Tensor:
                 )
             done += count
         first = record.offset // PAGE_NBYTES * PAGE_NBYTES  # the kernel drops whole pages only
-        last = -(-(record.offset + record.nbytes) // PAGE_NBYTES) * PAGE_NBYTES
+        last = whole_pages(record.offset + record.nbytes)
         os.posix_fadvise(fd, first, last - first, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)

@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES
+from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES, aligned, whole_pages
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
-
-
-def aligned(nbytes: int) -> int:
-    """Bytes up to the next address where a buffer may begin."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def slot_stride(nbytes: int) -> int:
     """Arena bytes of a slot: its contents may begin anywhere in a page, as they do in the file."""
-    return -(-(nbytes + PAGE_NBYTES - 1) // PAGE_NBYTES) * PAGE_NBYTES
+    return whole_pages(nbytes + PAGE_NBYTES - 1)
 
 
 def lay_out(

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.alignment import PAGE_NBYTES, aligned
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import (
     Block,
@@ -22,7 +22,7 @@ from forebay.rewriter.ir.plan import (
     Workload,
 )
 from forebay.rewriter.ir.program import COMPUTE, DISK, UPLOAD
-from forebay.rewriter.planning.arena_layout import aligned, lay_out, slot_stride
+from forebay.rewriter.planning.arena_layout import lay_out, slot_stride
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
 from forebay.rewriter.planning.wishes import Wishes
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.alignment import PAGE_NBYTES, whole_pages
 
 GATHER_NBYTES = 64 << 10  # of several pieces, smaller ones are put together: copying 64 KiB takes 5 us, a request 50
 
@@ -67,11 +67,6 @@ def page_floor(n: int) -> int:
     return n // PAGE_NBYTES * PAGE_NBYTES
 
 
-def page_ceil(n: int) -> int:
-    """The first multiple of the page size that is not below `n`."""
-    return -(-n // PAGE_NBYTES) * PAGE_NBYTES
-
-
 def split_read(read: Read, direct: bool, chunk_nbytes: int, bounce_nbytes: int) -> list[Chunk]:
     """Cut a read into chunks of nearly equal size in file order, page-aligned in every way when `direct`."""
     wanted_end = read.offset + read.nbytes
@@ -79,10 +74,10 @@ def split_read(read: Read, direct: bool, chunk_nbytes: int, bounce_nbytes: int) 
     congruent = not direct or (read.address - read.offset) % PAGE_NBYTES == 0
     step = max(page_floor(chunk_nbytes if congruent else min(chunk_nbytes, bounce_nbytes)), PAGE_NBYTES)
     if direct:
-        start, end = page_floor(start), page_ceil(end)
+        start, end = page_floor(start), whole_pages(end)
     if read.nbytes == 0:
         return []
-    step = min(page_ceil(-(-(end - start) // -(-(end - start) // step))), step)
+    step = min(whole_pages(-(-(end - start) // -(-(end - start) // step))), step)
     to_memory = read.address - read.offset
     chunks = []
     for pos in range(start, end, step):
@@ -118,7 +113,7 @@ def split_rows(offset: int, row_nbytes: int, rows: Sequence[int], address: int, 
                     chunks.append(Chunk(pos, stop - pos, need, stop - pos, 0, 0, tuple(copies)))
                 pos, copies = page_floor(low), []
             high = min(row_end, pos + limit)
-            stop, need = page_ceil(high), high - pos
+            stop, need = whole_pages(high), high - pos
             done = low - (offset + row * row_nbytes)
             copies += [(low - pos, place + done, high - low) for place in places[row]]
             low = high
@@ -156,7 +151,7 @@ def split_write(write: Write, direct: bool, chunk_nbytes: int, bounce_nbytes: in
                 if gathered == limit:
                     flush(gathered)
             address, left = address + taken, left - taken
-    flush(page_ceil(gathered))
+    flush(whole_pages(gathered))
     while at < write.offset + write.nbytes:
         flush(min(limit, write.offset + write.nbytes - at))
     return chunks

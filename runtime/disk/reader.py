@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from forebay.rewriter.ir.alignment import PAGE_NBYTES
-from forebay.runtime.disk.chunks import Chunk, OnDone, Read, Write, page_ceil, split_read, split_rows, split_write
+from forebay.rewriter.ir.alignment import PAGE_NBYTES, whole_pages
+from forebay.runtime.disk.chunks import Chunk, OnDone, Read, Write, split_read, split_rows, split_write
 from forebay.runtime.disk.page_cache import cached_nbytes
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class OpenFile:
         Always from the start of the file: a folio of many pages is dropped only by a range that holds all of it.
         """
         with contextlib.suppress(OSError):  # a file system without the advice has nothing better to offer
-            os.posix_fadvise(self.fd, 0, page_ceil(end), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self.fd, 0, whole_pages(end), os.POSIX_FADV_DONTNEED)
 
     def truncated(self, task: Task) -> TruncatedFileError:
         size = os.fstat(self.fd).st_size

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.runtime.disk.chunks import Chunk
 from forebay.runtime.disk.page_cache import in_page_cache_filesystem
 from forebay.runtime.disk.reader import DiskWriter, OpenFile, open_writer
@@ -140,8 +139,3 @@ class SpillSpace:
         for file in self._files.values():
             file.close()
         self._files.clear()
-
-
-def padded_nbytes(nbytes: int) -> int:
-    """Bytes that a piece of a spill file takes: whole pages."""
-    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.rewriter.capture.step_graphs import step_graphs
-from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.alignment import whole_pages
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError
@@ -214,5 +214,5 @@ def _one_file(captured: CapturedModel) -> dict[str, FileSlice]:
     for name, spec in captured.weights.items():
         nbytes = math.prod(spec.shape) * spec.dtype.itemsize
         files[name] = FileSlice("weights", at, nbytes)
-        at += -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+        at += whole_pages(nbytes)
     return files

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forebay.rewriter.ir.alignment import whole_pages
 from forebay.runtime.disk import reader as disk
 from forebay.runtime.disk import spill as spilling
 from forebay.runtime.disk.chunks import GATHER_NBYTES, PAGE_NBYTES, Read, Write, split_write
@@ -104,7 +105,7 @@ def test_what_is_written_is_read_back_and_its_neighbours_stay(engine, file: Spil
             at = at // PAGE * PAGE if chance.random() < 0.5 else at
             pieces.append((memory.address + at, size))
             data += memory.map[at : at + size]
-        nbytes = spilling.padded_nbytes(len(data)) + chance.choice([0, 0, PAGE])
+        nbytes = whole_pages(len(data)) + chance.choice([0, 0, PAGE])
         expected[page * PAGE : page * PAGE + len(data)] = data
         writer.write(file, Write(page * PAGE, nbytes, tuple(pieces), ends.of(count)))
         count, page = count + 1, page + nbytes // PAGE + chance.choice([0, 1])
@@ -194,7 +195,7 @@ def test_chunks_of_a_write_cover_it_once_in_order(
     """Against a byte-by-byte picture: which source byte lands where, zeros behind."""
     pieces = [(1 << 30 | address, nbytes) for address, nbytes in pieces]
     data = [address + i for address, nbytes in pieces for i in range(nbytes)]
-    nbytes = spilling.padded_nbytes(len(data)) + spare * PAGE
+    nbytes = whole_pages(len(data)) + spare * PAGE
     at, found = 7 * PAGE, list[int | None]()
     for chunk_ in split_write(Write(at, nbytes, tuple(pieces), print), direct, chunk, bounce):
         assert chunk_.offset == at and chunk_.nbytes == chunk_.need and chunk_.nbytes % PAGE == 0 < chunk_.nbytes
