@@ -24,7 +24,7 @@ from statistics import median
 import torch
 
 import forebay
-from forebay.runtime.measure.machine import cached_machine
+from forebay.runtime.measure.kept import cached_machine
 
 SAMPLER = r"""
 #include <csignal>

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from forebay.rewriter.machine.both_ways import BothWays, side_by_side
 from forebay.rewriter.machine.fits import Fit, fit_times, on_curve
+from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint
 
 FORMAT = 3  # of the JSON file; a kept profile of another format is measured anew
 TIERS = ("device", "host", "disk")
@@ -55,48 +56,6 @@ class Link:
 
 
 @dataclass(frozen=True)
-class GemmPoint:
-    """[m, k] times [n, k] transposed took time_s with `impl`; dtype is torch's name without the prefix ("bfloat16"), or
-    the format of packed rows ("w4g64"). On a GPU impl is the first part of the kernel's name ("flat_64x256_s4")."""
-
-    impl: str
-    dtype: str
-    m: int
-    n: int
-    k: int
-    time_s: float
-
-
-@dataclass(frozen=True)
-class AttentionPoint:
-    """Attention that saw `nbytes` of K and V and did `flops` operations took time_s."""
-
-    dtype: str
-    nbytes: int
-    flops: int
-    time_s: float
-
-
-@dataclass(frozen=True)
-class Contention:
-    """How many times as long computing and reading from disk take side by side as each alone: for products that read
-    memory as fast as it goes, and for products that only calculate. What lies between is interpolated."""
-
-    memory_slowed: float = 1.0
-    flops_slowed: float = 1.0
-    link_beside_memory: float = 1.0
-    link_beside_flops: float = 1.0
-
-    def slowed(self, share: float) -> float:
-        """Slowdown of a launch that takes `share` (0..1) of the memory's rate."""
-        return self.flops_slowed + min(1.0, share) * (self.memory_slowed - self.flops_slowed)
-
-    def slows(self, share: float) -> float:
-        """Slowdown of reads from disk beside it."""
-        return self.link_beside_flops + min(1.0, share) * (self.link_beside_memory - self.link_beside_flops)
-
-
-@dataclass(frozen=True)
 class Machine:
     """A machine: what was measured of it, and attained (not peak) rates for what was not.
 
@@ -110,6 +69,8 @@ class Machine:
     both_ways: by the size of writes, in rising order (none: reads and writes share the disk evenly).
     choice_elements_per_s: logits looked at per second when a step's tokens are chosen (0: at no cost). `folder` is
     where the disk tier was measured, empty for a profile that stands for no disk in particular.
+    others_share: of the cores' time while this was measured, what others took (0..1). guessed: what was too poor to
+    believe, and why; a cautious guess stands in its place, and the next command measures again.
     peak_* and interconnect_bytes_per_s are the vendor's (0: not known). `sources` says where a number is from, by its
     path (`numbers`); what it does not name was measured on `date`.
     """
@@ -128,7 +89,7 @@ class Machine:
     attention_bytes_per_s: float
     folder: str = ""
     attention: tuple[AttentionPoint, ...] = ()
-    contention: Contention = Contention()
+    contention: Contention = field(default_factory=Contention)
     both_ways: tuple[BothWays, ...] = ()
     choice_elements_per_s: float = 0.0
     copy_issue_s: float = CPU_COPY_ISSUE_S
@@ -138,6 +99,8 @@ class Machine:
     peak_flops: float = 0.0
     peak_memory_bytes_per_s: float = 0.0
     interconnect_bytes_per_s: float = 0.0
+    others_share: float = 0.0
+    guessed: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
     format: int = field(default=FORMAT)
 
@@ -149,7 +112,7 @@ class Machine:
             _positive(name, getattr(self, name))
         for name in ("dispatch_s", "choice_elements_per_s", "copy_issue_s", "host_attention_bytes_per_s",
                      "product_flops", "attention_flops", "peak_flops", "peak_memory_bytes_per_s",
-                     "interconnect_bytes_per_s"):
+                     "interconnect_bytes_per_s", "others_share"):
             _not_negative(name, getattr(self, name))
         for tier in ("device", "disk"):
             _require(tier in self.tiers, f"tiers.{tier}", "is missing", sorted(self.tiers))

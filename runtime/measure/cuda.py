@@ -18,7 +18,7 @@ from forebay.kernels.formats.packing import Packing
 from forebay.kernels.operator import Operator, Tensors
 from forebay.kernels.operator import Product as Shape
 from forebay.kernels.operators import ATTENTION, KV_APPEND, RMS_NORM, ROTARY
-from forebay.rewriter.machine.profile import GemmPoint
+from forebay.rewriter.machine.points import GemmPoint
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.measure.kernels import Call, Product, product_of, timed_products
 

@@ -24,10 +24,12 @@ from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import weight_format
 from forebay.kernels.operator import Operator, Tensors
 from forebay.kernels.operators import product_with
-from forebay.rewriter.machine.profile import AttentionPoint, Contention, GemmPoint, Link
+from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint
+from forebay.rewriter.machine.profile import Link
 from forebay.runtime.devices.streams import wait_watched
 from forebay.runtime.disk.chunks import Read
 from forebay.runtime.disk.reader import open_reader
+from forebay.runtime.measure.steady import steady_times
 from forebay.runtime.run.arena import Arena
 
 MIB = 1 << 20
@@ -105,7 +107,8 @@ def timed_products(
         timed: dict[tuple, Sequence[Call]] = {}
         for n, k in shapes:
             timed |= {(impl, kind, m, n, k): calls for impl, m, calls in products(kind, n, k)}
-        found = medians_s(timed, rounds, burst_s)
+        found = steady_times(timed, lambda some: medians_s(some, rounds, burst_s),
+                             lambda key: (key[:3], (key[3], key[3] * key[4])))
         points += [GemmPoint(impl, dtype, m, n, k, t) for (impl, dtype, m, n, k), t in found.items()]
     return tuple(points)
 
@@ -166,7 +169,8 @@ def attention_points(quick: bool) -> tuple[AttentionPoint, ...]:
                 calls.append(bind_attention(q, k, v, start, HEAD_DIM**-0.5, 0, 0.0, out))
             flops = int(attention_flops(batch, HEADS, queries, tokens, HEAD_DIM))
             timed["flat", str(dtype).removeprefix("torch."), nbytes, flops] = calls
-    found = medians_s(timed, 9 if quick else 15)
+    found = steady_times(timed, lambda some: medians_s(some, 9 if quick else 15),
+                         lambda key: (key[1], (key[3], key[2])))
     return tuple(AttentionPoint(dtype, nbytes, flops, t) for (_, dtype, nbytes, flops), t in found.items())
 
 
@@ -260,10 +264,11 @@ def measure_contention(path: str, nbytes: int, link: Link, memory: Arena, quick:
 
 
 def _repeat_s(turn: Iterator[Call], time_s: float) -> float:
-    """Seconds per call over `time_s`."""
-    start, count = time.perf_counter(), 0
-    while (now := time.perf_counter()) < start + time_s:
+    """Seconds per call over `time_s`, of one call at least: on a busy machine the thread may not come to another."""
+    start, count, now = time.perf_counter(), 0, 0.0
+    while not count or now < start + time_s:
         next(turn)()
         count += 1
+        now = time.perf_counter()
     return (now - start) / count
 

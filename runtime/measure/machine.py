@@ -1,4 +1,5 @@
-"""Measure this machine: tiers, links and kernels, in about 15 s (quick) or 40 s, and keep the profile.
+"""Measure this machine: tiers, links and kernels, in about 15 s (quick) or 40 s; what fits poorly is measured again,
+and kernels are not timed at all beside others that keep the cores busy.
 
 On a GPU the first time takes longer: Triton compiles the kernels that are measured."""
 
@@ -16,24 +17,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
 
-from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.machine.both_ways import BothWays
-from forebay.rewriter.machine.fits import fit_link
-from forebay.rewriter.machine.profile import (
-    CPU_COPY_ISSUE_S,
-    Contention,
-    Link,
-    Machine,
-    Tier,
-    load_machine,
-    save_machine,
-)
+from forebay.rewriter.machine.points import Contention
+from forebay.rewriter.machine.profile import CPU_COPY_ISSUE_S, Link, Machine, Tier
+from forebay.rewriter.machine.quality import LOADED, believable
 from forebay.runtime.devices.streams import wait_watched
 from forebay.runtime.disk.reader import DiskReader, Read, available_kinds, open_reader
 from forebay.runtime.disk.temporary import temporary_file
@@ -46,6 +38,8 @@ from forebay.runtime.measure.kernels import (
     gemm_points,
     measure_contention,
 )
+from forebay.runtime.measure.neighbours import Neighbours
+from forebay.runtime.measure.steady import steady_link
 from forebay.runtime.measure.writes import measure_writes
 from forebay.runtime.run.arena import Arena
 
@@ -83,11 +77,14 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: Pr
     """Measure everything a plan needs; the disk tier is the file system of `folder`.
 
     Writes 512 MiB (quick: 128 MiB) to a file in `folder` that has no name and so vanishes with the process, however
-    that ends. `progress` is called with a stage's name and the fraction done. Raises OSError when there is no room.
+    that ends. `progress` is called with a stage's name and the fraction done. What fits poorly however often it is
+    measured, or was measured beside others, becomes a cautious guess (`believable`). Raises OSError when there is no
+    room.
     """
     say = progress or (lambda stage, done: None)
     cuda = torch.cuda.is_available()
     near = "host" if cuda else "device"  # where disk reads land
+    neighbours = Neighbours()
     say("disk", 0.0)
     read, write, contention, both_ways = _disk_links(folder, near, quick, say)
     say("memory", 0.4)
@@ -95,13 +92,14 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: Pr
     rounds = 5 if quick else 15
     memory = measure_cuda.copy_bytes_per_s(rounds) if cuda else _copy_bytes_per_s(rounds)
     say("kernels", 0.5)
-    gemm = measure_cuda.gemm_points(quick, say) if cuda else gemm_points(quick, say)
+    busy = not cuda and neighbours.share() > LOADED  # then times of kernels would not be believed
+    gemm = () if busy else measure_cuda.gemm_points(quick, say) if cuda else gemm_points(quick, say)
     say("attention", 0.9)
     machine = Machine(
         name=platform.node() or "this machine",
         date=datetime.date.today().isoformat(),
-        versions=_versions(),
-        cores=_cores(),
+        versions=versions(),
+        cores=core_count(),
         threads=torch.get_num_threads(),
         device_kind=torch.cuda.get_device_name() if cuda else "cpu",
         tiers=_tiers(folder, cuda, quick),
@@ -111,55 +109,22 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: Pr
         dispatch_s=measure_cuda.dispatch_s(rounds) if cuda else _dispatch_s(),
         attention_bytes_per_s=measure_cuda.attention_bytes_per_s(rounds) if cuda else _attention_bytes_per_s(rounds),
         folder=os.path.abspath(folder),
-        attention=() if cuda else attention_points(quick),
+        attention=() if cuda or busy else attention_points(quick),
         contention=contention,
         both_ways=both_ways,
         choice_elements_per_s=choice_elements_per_s(quick),
         copy_issue_s=0.0 if cuda else CPU_COPY_ISSUE_S,
+        others_share=neighbours.share(),
         sources={"copy_issue_s": "threads of their own issue copies" if cuda else "measured once, on two cores"},
     )
+    machine = believable(machine)
     machine.validate()
     say("done", 1.0)
     return machine
 
 
-def machine_cache_path() -> Path:
-    """Where the measured profile is kept."""
-    return cache_folder() / "machine.json"
-
-
-def kept_machine(folder: str | os.PathLike[str]) -> Machine | None:
-    """The kept profile, if versions, cores, threads, device and the disk of `folder` are still the same."""
-    path = machine_cache_path()
-    if path.exists():
-        with contextlib.suppress(ValueError):  # an unreadable profile is measured anew
-            machine = load_machine(path)
-            if _still_true(machine, folder):
-                return machine
-    return None
-
-
-def cached_machine(folder: str | os.PathLike[str]) -> Machine:
-    """The kept profile if it still holds; else measure quickly, and keep that."""
-    machine = kept_machine(folder)
-    if machine is None:
-        machine = measure_machine(folder, quick=True)
-        make_cache_folder()
-        save_machine(machine, machine_cache_path())
-    return machine
-
-
-def _still_true(machine: Machine, folder: str | os.PathLike[str]) -> bool:
-    kind = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return (
-        dict(machine.versions) == _versions()
-        and (machine.cores, machine.threads, machine.device_kind) == (_cores(), torch.get_num_threads(), kind)
-        and os.path.isdir(machine.folder)
-        and os.stat(machine.folder).st_dev == os.stat(folder).st_dev
-    )
-
-
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """What times depend on besides the machine: software, by name."""
     try:
         own = importlib.metadata.version("forebay")
     except importlib.metadata.PackageNotFoundError:
@@ -172,7 +137,8 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _cores() -> int:
+def core_count() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -224,18 +190,14 @@ def _disk_links(
     with temporary_file(folder) as (descriptor, path):
         _fill(descriptor, nbytes)
         best = choose_trial(disk_trials(path, nbytes, quick))
-        times: dict[int, list[float]] = {size: [] for size in LINK_NBYTES}
         memory = landing_memory(BUFFER_NBYTES)
         with contextlib.closing(open_reader(best.kind, best.depth, best.chunk_nbytes)) as reader:
             read_time_s(reader, path, 0, PAGE_NBYTES, memory)
-            for turn in range(5):
-                for size in LINK_NBYTES:
-                    times[size].append(read_time_s(reader, path, turn * size % (nbytes - size + 1), size, memory))
-            points = [(size, median(found)) for size, found in times.items()]
+            bandwidth, latency, r2 = steady_link(LINK_NBYTES, 5, lambda size, turn: read_time_s(
+                reader, path, turn * size % (nbytes - size + 1), size, memory))
         say("disk beside products", 0.3)
         contention = Contention() if torch.cuda.is_available() else measure_contention(
             path, nbytes, Link("disk", near, 1.0, 0.0, best.kind, best.depth, best.chunk_nbytes), memory, quick)
-        bandwidth, latency, r2 = fit_link(points)
         read = Link("disk", near, bandwidth, latency, best.kind, best.depth, best.chunk_nbytes, r2)
         say("disk writes", 0.35)
         write, both_ways = measure_writes(os.fspath(folder), near, path, nbytes, read, memory, quick)
@@ -308,11 +270,11 @@ def _time_s(call: Callable[[], object], repeats: int) -> float:
 
 def _copy_link(src: str, dst: str, method: str, source: torch.Tensor, target: torch.Tensor, quick: bool) -> Link:
     """Fit a link over copies of growing prefixes of two byte tensors."""
-    points = []
-    for nbytes in (MIB, 4 * MIB, 16 * MIB, BUFFER_NBYTES):
-        copy = functools.partial(target[:nbytes].copy_, source[:nbytes], non_blocking=True)
-        points.append((nbytes, _time_s(copy, 3 if quick else 9)))
-    bandwidth, latency, r2 = fit_link(points)
+
+    def time_s(nbytes: int, turn: int) -> float:
+        return _time_s(functools.partial(target[:nbytes].copy_, source[:nbytes], non_blocking=True), 1)
+
+    bandwidth, latency, r2 = steady_link((MIB, 4 * MIB, 16 * MIB, BUFFER_NBYTES), 3 if quick else 9, time_s)
     return Link(src, dst, bandwidth, latency, method, 1, 0, r2)
 
 

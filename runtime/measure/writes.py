@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from statistics import median
 
 from forebay.rewriter.machine.both_ways import BothWays
-from forebay.rewriter.machine.fits import fit_link
 from forebay.rewriter.machine.profile import Link
 from forebay.runtime.disk.chunks import Write
 from forebay.runtime.disk.reader import DiskWriter, available_kinds, open_writer
 from forebay.runtime.disk.spill import SpillFile
 from forebay.runtime.measure.kernels import MIB, ReadFlow
+from forebay.runtime.measure.steady import steady_link
 from forebay.runtime.run.arena import Arena
 
 FILE_NBYTES = 64 * MIB
@@ -42,9 +42,8 @@ def measure_writes(
             if found > rate:
                 best, rate = candidate, found
         with contextlib.closing(open_writer(*best)) as writer:
-            points = [(size, median(_write_s(writer, file, memory, size, turn) for turn in range(5 if quick else 11)))
-                      for size in LINK_NBYTES]
-        bandwidth, latency, r2 = fit_link(points)
+            bandwidth, latency, r2 = steady_link(LINK_NBYTES, 5 if quick else 11, lambda size, turn: _write_s(
+                writer, file, memory, size, turn))
         reads = ReadFlow(path, nbytes, read, memory)
         with contextlib.closing(reads.reader):
             both = tuple(_both_ways(file, best, memory, size, reads, 3 if quick else 9) for size in BOTH_NBYTES)

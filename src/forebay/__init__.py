@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, load_plan
     from forebay.rewriter.machine.profile import Machine, load_machine, save_machine
     from forebay.rewriter.switches import SwitchError
-    from forebay.runtime.measure.machine import cached_machine, measure_machine
+    from forebay.runtime.measure.kept import cached_machine
+    from forebay.runtime.measure.machine import measure_machine
 
 __all__ = [
     "Budget",
@@ -48,7 +49,8 @@ _HOMES = {
     "forebay.rewriter.machine.profile": ("Machine", "load_machine", "save_machine"),
     "forebay.rewriter.ir.plan": ("Budget", "Plan", "PlanError", "Workload", "load_plan"),
     "forebay.rewriter.switches": ("SwitchError",),
-    "forebay.runtime.measure.machine": ("cached_machine", "measure_machine"),
+    "forebay.runtime.measure.kept": ("cached_machine",),
+    "forebay.runtime.measure.machine": ("measure_machine",),
 }
 
 

@@ -38,7 +38,7 @@ from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
-from forebay.runtime.measure.machine import kept_machine
+from forebay.runtime.measure.kept import kept_machine
 from forebay.runtime.run.generation import next_logits
 from forebay.runtime.run.rows import Rows
 from forebay.runtime.run.scoring import token_scores

@@ -3,6 +3,7 @@ a short run of every other command."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from typer.testing import CliRunner, Result
 from forebay.commands.app import app
 from forebay.rewriter.ir.plan import PlanError, load_plan, plan_from_dict
 from forebay.rewriter.machine.profile import Machine, save_machine
+from forebay.runtime.measure.kept import machine_cache_path
 
 WORDS = [f"w{i}" for i in range(196)]
 TEMPLATE = ("{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
@@ -503,17 +505,22 @@ def test_machine_profile_is_shown(folder: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path))
     measured: list[bool] = []
 
+    poor = "link disk to device by direct (R2 0.30)"
+
     def measure(where: Path, *, quick: bool, progress: Any) -> Machine:
         measured.append(quick)
         progress("disk", 0.5)
-        return Machine.default()
+        return dataclasses.replace(Machine.default(), guessed=(poor,), others_share=0.4)
 
     monkeypatch.setattr("forebay.runtime.measure.machine.measure_machine", measure)
     shown = _forebay("machine", "--folder", tmp_path, "--json")
     assert shown.exit_code == 0, shown.output
-    assert measured == [False] and json.loads(shown.stdout) == json.loads((tmp_path / "machine.json").read_text())
+    kept = machine_cache_path(tmp_path).read_text()
+    assert measured == [False] and json.loads(shown.stdout) == json.loads(kept)
     text = _forebay("machine", "--folder", tmp_path, "--measure")
     assert text.exit_code == 0 and "disk to device" in text.stdout and "default-guess" in text.stdout
+    assert "others took 40%" in text.stdout and "R2 1.000" in text.stdout
+    assert re.search(f"a cautious guess stands.*{re.escape(poor)}", text.stdout)
 
 
 def test_profile_that_cannot_be_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,7 +232,7 @@ def eval_command(
         from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
         from forebay.rewriter.ir.plan import Budget
         from forebay.runtime.disk.page_cache import drop_file
-        from forebay.runtime.measure.machine import kept_machine
+        from forebay.runtime.measure.kept import kept_machine
 
         if text is None and words is None:
             raise JobError("name what to measure on: --text FILE, --words JSONL, or both")

@@ -29,15 +29,16 @@ def machine_command(
     with clean_errors(debug):
         from forebay.commands.prompts import JobError
         from forebay.rewriter.ir.byte_sizes import format_nbytes
-        from forebay.runtime.measure.machine import machine_cache_path
+        from forebay.rewriter.machine.quality import GOOD_R2
+        from forebay.runtime.measure.kept import kept_machine, machine_cache_path
 
         if not folder.is_dir():
             raise NotADirectoryError(20, "not a folder", str(folder))
-        known = machine_cache_path().exists() and not measure
+        known = not measure and kept_machine(folder) is not None
         if not known and (reason := _unwritable_cache()):
             raise JobError(f"the profile could not be kept: {reason}; set FOREBAY_CACHE to a folder that can be "
                            "written")
-        found = machine_profile(None, folder) if known else _measure(folder, quick=False)
+        found = machine_profile(None, folder) if known else _measured(folder, quick=False, anew=measure)
         if as_json:
             print(found.to_json())
             return
@@ -65,43 +66,42 @@ def machine_command(
         for dtype, fit in found.attention_fits().items():
             print(f"attention {dtype}: {1e6 * fit.intercept_s:.0f} us + {1e12 * fit.slopes_s[0]:.1f} ps per operation"
                   f" + {1e12 * fit.slopes_s[1]:.0f} ps per byte of K and V (R2 {fit.r2:.3f})")
-        print(f"kept in {machine_cache_path()}; --measure measures anew")
+        print(f"believed: fits of R2 {GOOD_R2} and above; others took {found.others_share:.0%} of the cores meanwhile")
+        for guess in found.guessed:
+            print(f"a cautious guess stands, until it is measured again, for {guess}")
+        print(f"kept in {machine_cache_path(folder)}; --measure measures anew")
 
 
 def machine_profile(file: Path | None, folder: Path) -> Machine:
     """The profile in `file`, or this machine's own, measured quickly when there is none."""
     from forebay.rewriter.ir.plan import PlanError
     from forebay.rewriter.machine.profile import load_machine
-    from forebay.runtime.measure.machine import kept_machine, machine_cache_path
 
     if file is not None:
         try:
             return load_machine(file)
         except ValueError as error:
             raise PlanError(str(error)) from error
-    if machine_cache_path().exists():
-        with console().status("reading the machine profile"):
-            kept = kept_machine(folder)
-        if kept is not None:
-            return kept
-    return _measure(folder, quick=True)
+    return _measured(folder, quick=True, anew=False)
 
 
-def _measure(folder: Path, *, quick: bool) -> Machine:
-    from forebay.rewriter.machine.profile import save_machine
-    from forebay.runtime.measure.machine import machine_cache_path, measure_machine
+def _measured(folder: Path, *, quick: bool, anew: bool) -> Machine:
+    """The kept profile, or with a progress bar a new one."""
+    with console().status("reading the machine profile"):
+        from forebay.runtime.measure.kept import cached_machine, kept_machine
 
+        missing = anew or kept_machine(folder) is None
+    reason = _unwritable_cache()
+    if reason and missing:
+        say(f"warning: the machine profile cannot be kept, so every command measures anew: {reason}; set "
+            "FOREBAY_CACHE to a folder that can be written")
     with progress_bar() as bar:
-        reason = _unwritable_cache()
-        if reason:
-            say(f"warning: the machine profile cannot be kept, so every command measures anew: {reason}; set "
-                "FOREBAY_CACHE to a folder that can be written")
-        task = bar.add_task("measuring this machine" if reason else "measuring this machine, once", total=1.0, note="")
-        found = measure_machine(_writable(folder), quick=quick,
-                                progress=lambda stage, done: bar.update(task, completed=done, note=stage))
+        task = bar.add_task("measuring this machine" if reason else "measuring this machine, once", total=1.0, note="",
+                            visible=missing)
+        found = cached_machine(
+            folder, quick=quick, anew=anew, keep=not reason, scratch=_writable(folder),
+            progress=lambda stage, done: bar.update(task, completed=done, note=stage, visible=True))
         bar.update(task, completed=1.0, note="")
-    if not reason:
-        save_machine(found, machine_cache_path())
     return found
 
 

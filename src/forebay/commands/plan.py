@@ -145,7 +145,7 @@ def _request(config: str, machine: str | None, budget: str | None, **asked: Any)
     from forebay.commands.plan_config import Request
     from forebay.rewriter.ir.byte_sizes import parse_nbytes
     from forebay.rewriter.ir.plan import TIERS, PlanError
-    from forebay.runtime.measure.machine import machine_cache_path
+    from forebay.runtime.measure.kept import machine_cache_path
 
     capacity: dict[str, int] = {}
     for part in (budget or "").split(",") if budget else ():
@@ -156,9 +156,10 @@ def _request(config: str, machine: str | None, budget: str | None, **asked: Any)
             raise PlanError(f"budget: unknown tier {tier!r}; the tiers are {', '.join(TIERS)}")
         capacity[tier] = parse_nbytes(size, f"budget.{tier}")
     if machine is None:
-        if not machine_cache_path().exists():
+        kept = machine_cache_path(Path())
+        if not kept.exists():
             raise PlanError("name a --machine, such as t4, or measure this one: forebay machine")
-        machine = str(machine_cache_path())
+        machine = str(kept)
     return Request(config, machine, capacity=tuple(capacity.items()), **asked)
 
 

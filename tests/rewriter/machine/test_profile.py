@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.rewriter.machine.fits import fit_link, fit_times
+from forebay.rewriter.machine.points import Contention, GemmPoint
 from forebay.rewriter.machine.profile import (
-    Contention,
-    GemmPoint,
     Machine,
     load_machine,
     machine_from_json,

@@ -21,7 +21,8 @@ from forebay.rewriter.ir.program import (
     TensorRef,
     Wait,
 )
-from forebay.rewriter.machine.profile import GemmPoint, Link, Machine, Tier
+from forebay.rewriter.machine.points import GemmPoint
+from forebay.rewriter.machine.profile import Link, Machine, Tier
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.item_costs import item_time_s
 from forebay.rewriter.predict.simulate import item_cost

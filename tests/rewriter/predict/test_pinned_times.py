@@ -20,7 +20,8 @@ from forebay.rewriter.ir.program import (
     Span,
     TensorRef,
 )
-from forebay.rewriter.machine.profile import AttentionPoint, Contention, GemmPoint, Link, Machine, Tier
+from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint
+from forebay.rewriter.machine.profile import Link, Machine, Tier
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.simulate import item_cost, simulate
 

@@ -22,7 +22,8 @@ import torch
 from forebay.kernels.operator import Operator, Product, Tensors
 from forebay.kernels.products.linear import choices
 from forebay.rewriter.machine.both_ways import BothWays
-from forebay.rewriter.machine.profile import Contention, GemmPoint, Link, Machine
+from forebay.rewriter.machine.points import Contention, GemmPoint
+from forebay.rewriter.machine.profile import Link, Machine
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.measure import cuda as measure_cuda
 from forebay.runtime.measure import machine as measure

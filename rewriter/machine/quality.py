@@ -1,0 +1,67 @@
+"""How far a measured profile can be believed, and what stands in the place of the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint
+from forebay.rewriter.machine.profile import Link, Machine, Tier
+
+GOOD_R2 = 0.9  # on a quiet machine links and products fit at 0.95 and above, beside other work at 0.5 and below
+LOADED = 0.15  # of the cores' time: where others take more, times of kernels are theirs as much as ours
+
+
+def believable(machine: Machine) -> Machine:
+    """`machine` with `Machine.default()`'s cautious guess for every link, kind of product and kind of attention whose
+    fit has an R² below GOOD_R2, and for all that a CPU was timed at where others took more than LOADED of it. `guessed`
+    says which, and why."""
+    reasons: list[str] = []
+    links = tuple(_believed(link, reasons) for link in machine.links)
+    loaded = machine.device_kind == "cpu" and machine.others_share > LOADED
+    if loaded:
+        reasons.append(f"all that the cores were timed at (others took {machine.others_share:.0%} of them)")
+        machine = _unhurried(machine)
+    gemm, attention = _good_products(machine, reasons), _good_attention(machine, reasons)
+    return replace(machine, links=links, gemm=gemm, attention=attention, guessed=tuple(reasons))
+
+
+def _believed(link: Link, reasons: list[str]) -> Link:
+    if link.r2 >= GOOD_R2:
+        return link
+    reasons.append(f"link {link.src} to {link.dst} by {link.method} (R2 {link.r2:.2f})")
+    guess = Machine.default().link(link.src, link.dst)
+    return replace(link, bandwidth_bytes_per_s=min(guess.bandwidth_bytes_per_s, link.bandwidth_bytes_per_s),
+                   latency_s=guess.latency_s)
+
+
+def _good_products(machine: Machine, reasons: list[str]) -> tuple[GemmPoint, ...]:
+    """The points of dtypes whose every fit is good; of the others the guess, all of a dtype at once, for what counts is
+    which implementation is the fastest."""
+    good = list(machine.gemm)
+    for dtype in dict.fromkeys(p.dtype for p in machine.gemm):
+        poor = {(impl, m): fit.r2 for (impl, other), fits in machine.gemm_fits().items() if other == dtype
+                for m, fit in fits.items() if fit.r2 < GOOD_R2}
+        if poor:
+            (impl, m), r2 = min(poor.items(), key=lambda found: found[1])
+            reasons.append(f"products of {dtype} (R2 {r2:.2f} by {impl} at {m} rows)")
+            guess = Machine.default().gemm if machine.device_kind == "cpu" else ()
+            good = [p for p in good if p.dtype != dtype] + [p for p in guess if p.dtype == dtype]
+    return tuple(good)
+
+
+def _good_attention(machine: Machine, reasons: list[str]) -> tuple[AttentionPoint, ...]:
+    poor = {dtype: fit.r2 for dtype, fit in machine.attention_fits().items() if fit.r2 < GOOD_R2}
+    reasons += [f"attention of {dtype} (R2 {r2:.2f})" for dtype, r2 in poor.items()]
+    return tuple(p for p in machine.attention if p.dtype not in poor)
+
+
+def _unhurried(machine: Machine) -> Machine:
+    """`machine` with guesses for what its CPU was timed at, none better than what was seen."""
+    guess = Machine.default()
+    tiers = {name: Tier(t.capacity_nbytes, min(t.bandwidth_bytes_per_s, guess.tiers[name].bandwidth_bytes_per_s))
+             for name, t in machine.tiers.items()}
+    return replace(
+        machine, tiers=tiers, gemm=guess.gemm, attention=(), contention=Contention(), both_ways=(),
+        memory_bytes_per_s=min(machine.memory_bytes_per_s, guess.memory_bytes_per_s), dispatch_s=guess.dispatch_s,
+        attention_bytes_per_s=min(machine.attention_bytes_per_s, guess.attention_bytes_per_s),
+        choice_elements_per_s=guess.choice_elements_per_s)

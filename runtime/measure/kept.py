@@ -1,0 +1,99 @@
+"""The profile that is kept of this machine: one for each environment, made by one process at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
+from forebay.rewriter.machine.profile import Machine, load_machine, save_machine
+from forebay.rewriter.machine.quality import LOADED
+from forebay.runtime.measure import machine as measuring
+from forebay.runtime.measure.neighbours import share_now
+
+LOG = logging.getLogger("forebay")
+
+
+def machine_cache_path(folder: str | os.PathLike[str]) -> Path:
+    """Where the profile is kept of this environment and the disk of `folder`: versions, processor, cores, threads and
+    device are in its name, so that two environments have one each."""
+    kind = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    facts = (measuring.versions(), _processor(), measuring.core_count(), torch.get_num_threads(), kind,
+             os.stat(folder).st_dev)
+    return cache_folder() / f"machine-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
+
+
+def kept_machine(folder: str | os.PathLike[str]) -> Machine | None:
+    """The profile kept for this environment and disk, if there is one that can be read."""
+    path = machine_cache_path(folder)
+    with contextlib.suppress(OSError, ValueError):  # an unreadable profile is measured anew
+        kept = load_machine(path)
+        if kept.guessed:
+            LOG.info("in the machine profile a cautious guess stands for: %s", "; ".join(kept.guessed))
+        return kept
+    return None
+
+
+def cached_machine(
+    folder: str | os.PathLike[str], *, quick: bool = True, anew: bool = False, keep: bool = True,
+    scratch: str | os.PathLike[str] | None = None, progress: measuring.Progress | None = None,
+) -> Machine:
+    """The kept profile; where there is none, or `anew`, it is measured, and kept if `keep`.
+
+    So it is where a guess stands in for part of the kept one, unless others keep the machine busy. One process measures
+    at a time, and those that waited take what it kept. `scratch`: a folder that can be written, where `folder` cannot.
+    """
+    kept = None if anew else kept_machine(folder)
+    if kept is not None and not (kept.guessed and _quiet(kept)):
+        return kept
+    with _alone() if keep else contextlib.nullcontext():
+        other = None if anew else kept_machine(folder)
+        if other is not None and other != kept:
+            return other
+        machine = measuring.measure_machine(scratch or folder, quick=quick, progress=progress)
+        if kept is not None and len(kept.guessed) < len(machine.guessed):
+            machine = kept
+        elif keep:
+            save_machine(machine, machine_cache_path(folder))
+    if machine.guessed:
+        LOG.warning("measured poorly, so that a cautious guess stands for it until the next command measures again: %s",
+                    "; ".join(machine.guessed))
+    return machine
+
+
+def _quiet(kept: Machine) -> bool:
+    """Whether measuring again promises more than a profile in part guessed; says so where not."""
+    share = share_now()
+    if share > LOADED:
+        LOG.warning("others take %.0f %% of the cores, so the machine is not measured again now; a cautious guess "
+                    "stands for: %s", 100 * share, "; ".join(kept.guessed))
+    return share <= LOADED
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Hold the cache's lock of measuring; the kernel lets go of it when this process dies."""
+    descriptor = os.open(make_cache_folder() / "machine.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _processor() -> str:
+    """The processor's name, "" where the kernel does not tell."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,0 +1,85 @@
+"""What of a profile is believed: poor fits, and what a loaded CPU was timed at, become the cautious guess, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint
+from forebay.rewriter.machine.profile import Link, Machine, machine_from_json
+from forebay.rewriter.machine.quality import GOOD_R2, LOADED, believable
+
+SHAPES = ((512, 256), (1024, 1024), (4096, 512), (2048, 2048))
+GUESS = Machine.default()
+
+
+def _points(dtype: str, impl: str, slow: float = 1.0) -> tuple[GemmPoint, ...]:
+    """On a line, but for the largest at 4 rows, which takes `slow` times as long."""
+    return tuple(GemmPoint(impl, dtype, m, n, k, (1e-5 + 1e-11 * m * n * k) * (slow if (m, n) == (4, 2048) else 1.0))
+                 for m in (1, 4) for n, k in SHAPES)
+
+
+def _attention(dtype: str, slow: float = 1.0) -> tuple[AttentionPoint, ...]:
+    return tuple(AttentionPoint(dtype, nbytes, 100, 1e-6 + 1e-10 * nbytes * (slow if i == 3 else 1.0))
+                 for i, nbytes in enumerate((1 << 10, 1 << 16, 1 << 20, 1 << 24)))
+
+
+def _measured(**changes: object) -> Machine:
+    links = tuple(dataclasses.replace(link, bandwidth_bytes_per_s=7e9, latency_s=1e-5, r2=0.99) for link in GUESS.links)
+    plain = dataclasses.replace(
+        GUESS, name="measured", links=links, gemm=_points("float32", "flat") + _points("w4g64", "flat"),
+        attention=_attention("float32"), contention=Contention(1.4, 1.1, 1.3, 1.2), memory_bytes_per_s=20e9,
+        others_share=LOADED / 2)
+    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def test_a_good_profile_is_believed_whole() -> None:
+    machine = _measured()
+    assert believable(machine) == machine
+
+
+def test_a_link_that_fits_poorly_is_guessed() -> None:
+    links = _measured().links
+    poor = dataclasses.replace(links[0], r2=GOOD_R2 - 0.1)
+    found = believable(_measured(links=(poor, *links[1:])))
+    guess = GUESS.link(poor.src, poor.dst)
+    assert found.links[0].bandwidth_bytes_per_s == guess.bandwidth_bytes_per_s < poor.bandwidth_bytes_per_s
+    assert found.links[0].latency_s == guess.latency_s and found.links[0].method == poor.method
+    assert found.links[1:] == links[1:]
+    assert len(found.guessed) == 1 and "disk to device" in found.guessed[0] and "0.80" in found.guessed[0]
+    assert machine_from_json(found.to_json()) == found, "a kept profile says so too"
+
+
+def test_no_guess_is_better_than_what_was_seen() -> None:
+    slow = Link("disk", "device", 1e8, 1e-3, "direct", 2, 1 << 20, 0.2)
+    assert believable(_measured(links=(slow, *_measured().links[1:]))).links[0].bandwidth_bytes_per_s == 1e8
+
+
+@pytest.mark.parametrize(("dtype", "guess"), [("float32", {"aten"}), ("w4g64", set())])
+def test_products_of_a_dtype_are_guessed_together(dtype: str, guess: set[str]) -> None:
+    """One implementation's poor fit leaves no choice among those of its dtype; other dtypes keep theirs."""
+    other = "w4g64" if dtype == "float32" else "float32"
+    machine = _measured(gemm=_points(dtype, "flat", 0.1) + _points(dtype, "aten") + _points(other, "flat"))
+    assert machine.gemm_fits()["flat", dtype][4].r2 < GOOD_R2 <= machine.gemm_fits()["flat", dtype][1].r2
+    found = believable(machine)
+    assert set(found.gemm_impls(dtype)) == guess
+    assert [p for p in found.gemm if p.dtype == other] == [p for p in machine.gemm if p.dtype == other]
+    assert len(found.guessed) == 1 and f"products of {dtype}" in found.guessed[0] and "4 rows" in found.guessed[0]
+
+
+def test_attention_that_fits_poorly_goes_by_its_rate() -> None:
+    machine = _measured(attention=_attention("float32") + _attention("bfloat16", 0.01))
+    found = believable(machine)
+    assert set(found.attention_fits()) == {"float32"} and "attention of bfloat16" in found.guessed[0]
+
+
+def test_what_a_loaded_cpu_was_timed_at_is_guessed() -> None:
+    """The links stay, which were measured by reading; a GPU's kernels were timed on the GPU."""
+    machine = _measured(others_share=0.5)
+    found = believable(machine)
+    assert found.gemm == GUESS.gemm and not found.attention and found.contention == GUESS.contention
+    assert found.memory_bytes_per_s == GUESS.memory_bytes_per_s and found.links == machine.links
+    assert "50%" in found.guessed[0]
+    beside_gpu = dataclasses.replace(machine, device_kind="a GPU")
+    assert believable(beside_gpu) == beside_gpu

@@ -1,0 +1,63 @@
+"""What fits poorly is measured again, that alone, and the best fit counts."""
+
+from __future__ import annotations
+
+import math
+
+from forebay.rewriter.machine.quality import GOOD_R2
+from forebay.runtime.measure.steady import TRIES, steady_link, steady_times
+
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
+
+
+def _link(disturbed: int) -> tuple[float, float, float, int]:
+    """A link of 1 GB/s of whose passes over the sizes the first `disturbed` are of times that have nothing to do with
+    the size; and the number of transfers."""
+    calls = 0
+
+    def time_s(nbytes: int, turn: int) -> float:
+        nonlocal calls
+        calls += 1
+        if (calls - 1) // (5 * len(SIZES)) < disturbed:
+            return 1e-3 * (1 + (calls * 7919) % 13) / math.log2(nbytes)
+        return 1e-5 + nbytes / 1e9
+
+    return *steady_link(SIZES, 5, time_s), calls
+
+
+def test_a_good_fit_is_measured_once() -> None:
+    bandwidth, latency, r2, calls = _link(0)
+    assert calls == 5 * len(SIZES) and r2 > 0.999
+    assert math.isclose(bandwidth, 1e9, rel_tol=1e-6) and math.isclose(latency, 1e-5, rel_tol=1e-3)
+
+
+def test_a_disturbed_link_is_measured_again() -> None:
+    bandwidth, _, r2, calls = _link(2)
+    assert calls == 3 * 5 * len(SIZES) and r2 > 0.999 and math.isclose(bandwidth, 1e9, rel_tol=1e-6)
+
+
+def test_a_link_that_stays_poor_says_so() -> None:
+    _, _, r2, calls = _link(TRIES)
+    assert calls == TRIES * 5 * len(SIZES) and r2 < GOOD_R2
+
+
+def test_only_lines_that_fit_poorly_are_measured_again() -> None:
+    asked: list[set[tuple[str, int]]] = []
+
+    def measure(timed: dict[tuple[str, int], None]) -> dict[tuple[str, int], float]:
+        asked.append(set(timed))
+        noisy = {16: 5.0, 64: 0.2} if len(asked) < 3 else {}
+        return {(name, n): n * (noisy.get(n, 1.0) if name == "b" else 1.0) for name, n in timed}
+
+    keys = {(name, n): None for name in "ab" for n in (1, 4, 16, 64)}
+    found = steady_times(keys, measure, lambda key: (key[0], (key[1],)))
+    assert asked == [set(keys), {("b", n) for n in (1, 4, 16, 64)}, {("b", n) for n in (1, 4, 16, 64)}]
+    assert found == {(name, n): float(n) for name, n in keys}
+
+
+def test_a_worse_second_measurement_does_not_count() -> None:
+    times = ((1.0, 3.0, 30.0, 40.0), (9.0, 1.0, 7.0, 2.0), (8.0, 1.0, 1.0, 1.0))
+    passes = [dict(zip((1, 4, 16, 64), found, strict=True)) for found in times]
+    given = iter(passes)
+    found = steady_times(dict.fromkeys((1, 4, 16, 64)), lambda _: next(given), lambda n: ("line", (n,)))
+    assert found == passes[0]
