@@ -43,7 +43,7 @@ def compile_once(layers: int, hidden: int, workload: Workload) -> tuple[float, .
     source = step_graphs(captured, files, workload, "compile-time")
     pipeline = Pipeline(source, workload, Machine.default(), Switches())
     times.append(time.perf_counter())
-    cache = sum(pipeline.facts.cache.values())
+    cache = sum(pipeline.needs.cache.values())
     plan = pipeline.plan(Budget(end // 2 + cache + (16 << 20)), Wishes())
     for tokens in {1, plan.schedule.prefill_chunk}:
         pipeline.program(plan, tokens)

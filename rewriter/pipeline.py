@@ -113,7 +113,7 @@ class Pipeline:
         if staged is not None and machine.device_kind != "cpu":
             raise PlanError("a cache on disk is lowered for machines without a GPU only; keep it on the device")
         uses = weight_uses(decode, set(graphs.constants))
-        self.facts = ModelNeeds(
+        self.needs = ModelNeeds(
             graphs.fingerprint, uses,
             {name: t.numel() * t.element_size() for name, t in graphs.constants.items()},
             staged.tails if staged is not None else {
@@ -140,7 +140,7 @@ class Pipeline:
         validate(plan)
         self._layers_repeat(plan)
         plan = self._filled(plan)
-        check_plan(plan, self.facts, self.workload)
+        check_plan(plan, self.needs, self.workload)
         check_products(plan, self._shapes(plan), self._implementations(plan))
         found = self._predicted(plan)
         check_prediction(plan.prediction, found, plan.machine == self._record)
@@ -156,7 +156,7 @@ class Pipeline:
 
     def smallest_budget(self, wishes: Wishes | None = None) -> int:
         """The least device budget in bytes that a plan exists for."""
-        return smallest_budget(self.facts, self.workload, wishes or Wishes())[0]
+        return smallest_budget(self.needs, self.workload, wishes or Wishes())[0]
 
     @no_collection()
     def program(self, plan: Plan, tokens: int) -> Program:
@@ -191,7 +191,7 @@ class Pipeline:
     # -- what plans are made from
 
     def _choose(self, budget: Budget, wishes: Wishes) -> Plan:
-        return make_plan(self.facts, budget, self.workload, wishes, self._record)
+        return make_plan(self.needs, budget, self.workload, wishes, self._record)
 
     def _filled(self, plan: Plan) -> Plan:
         """`plan` with activations placed and implementations chosen, if it has none."""
@@ -251,7 +251,7 @@ class Pipeline:
     def _shapes(self, plan: Plan) -> set[Shape]:
         """The shapes of all matrix products of all steps of `plan`."""
         return {shape for tokens in {1, *plan.schedule.prefill_chunks} for shape in planned_shapes(
-            plan, self.need(tokens).products, self.facts.layers, self._layout(tokens).likes)}
+            plan, self.need(tokens).products, self.needs.layers, self._layout(tokens).likes)}
 
     def _implementations(self, plan: Plan) -> dict[str, tuple[str, ...]]:
         """What may compute products of each dtype or format here; on a GPU whatever its kernels can be named."""

@@ -1,4 +1,4 @@
-"""What capture hands on: fx graphs with named inputs, and the few typed facts that ride on their nodes."""
+"""What capture hands on: fx graphs with named inputs, and the few typed objects that ride on their nodes."""
 
 from __future__ import annotations
 

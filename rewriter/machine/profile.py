@@ -116,10 +116,10 @@ class Machine:
             _not_negative(name, getattr(self, name))
         for tier in ("device", "disk"):
             _require(tier in self.tiers, f"tiers.{tier}", "is missing", sorted(self.tiers))
-        for tier, facts in self.tiers.items():
+        for tier, known in self.tiers.items():
             _require(tier in TIERS, f"tiers.{tier}", f"is no tier; tiers are {', '.join(TIERS)}", tier)
-            _not_negative(f"tiers.{tier}.capacity_nbytes", facts.capacity_nbytes)
-            _not_negative(f"tiers.{tier}.bandwidth_bytes_per_s", facts.bandwidth_bytes_per_s)
+            _not_negative(f"tiers.{tier}.capacity_nbytes", known.capacity_nbytes)
+            _not_negative(f"tiers.{tier}.bandwidth_bytes_per_s", known.bandwidth_bytes_per_s)
         for i, link in enumerate(self.links):
             for end in ("src", "dst"):
                 _require(getattr(link, end) in TIERS, f"links[{i}].{end}", "must be a tier", getattr(link, end))

@@ -26,22 +26,22 @@ class _Expected:
     last: int = 0
 
 
-def check_plan(plan: Plan, facts: ModelNeeds, workload: Workload) -> None:
+def check_plan(plan: Plan, needs: ModelNeeds, workload: Workload) -> None:
     """Raise PlanError, naming the field, where a valid plan was made for another model or workload, has other weights
     than the model, or other buffers than its steps need, or has them in places that cannot serve."""
-    if plan.fingerprint != facts.fingerprint:
+    if plan.fingerprint != needs.fingerprint:
         raise PlanError(f"plan.fingerprint: this plan was made for another model (fingerprint {plan.fingerprint}, this "
-                        f"one is {facts.fingerprint}); plan again")
+                        f"one is {needs.fingerprint}); plan again")
     for name, there in asdict(plan.workload).items():
         if there != getattr(workload, name):
             raise PlanError(f"plan.workload.{name}: the model is to run with {getattr(workload, name)}, the plan says "
                             f"{there}; plan again")
-    if plan.cache_format != facts.cache_format:
-        raise PlanError(f"plan.cache_format: the cache is kept in {facts.cache_format}, the plan says "
+    if plan.cache_format != needs.cache_format:
+        raise PlanError(f"plan.cache_format: the cache is kept in {needs.cache_format}, the plan says "
                         f"{plan.cache_format}; plan again")
-    _check_weights(plan, facts)
-    _check_schedule(plan, facts)
-    _check_buffers(plan, _expected(plan, facts))
+    _check_weights(plan, needs)
+    _check_schedule(plan, needs)
+    _check_buffers(plan, _expected(plan, needs))
     _check_places(plan)
 
 
@@ -89,8 +89,8 @@ def check_prediction(said: Prediction, found: Prediction, same_machine: bool) ->
                             f"{getattr(found, name)}; {again}")
 
 
-def _check_weights(plan: Plan, facts: ModelNeeds) -> None:
-    used = {u.name: u for u in facts.uses}
+def _check_weights(plan: Plan, needs: ModelNeeds) -> None:
+    used = {u.name: u for u in needs.uses}
     pieces: dict[int, int] = {}  # bytes that stream at once, by the weight's number
     for i, w in enumerate(plan.weights):
         at, use = f"plan.weights[{i}]", used.pop(w.name, None)
@@ -122,13 +122,13 @@ def _check_weights(plan: Plan, facts: ModelNeeds) -> None:
                         f"(plan.weights[{largest}].tile_rows), the plan says {plan.schedule.slot_nbytes}")
 
 
-def _check_schedule(plan: Plan, facts: ModelNeeds) -> None:
+def _check_schedule(plan: Plan, needs: ModelNeeds) -> None:
     s = plan.schedule
-    if s.host_hop != facts.host_hop:
-        raise PlanError(f"plan.schedule.host_hop: it must be {str(facts.host_hop).lower()} on this device; plan again")
+    if s.host_hop != needs.host_hop:
+        raise PlanError(f"plan.schedule.host_hop: it must be {str(needs.host_hop).lower()} on this device; plan again")
     for name, there in asdict(s.block).items():
-        if there != getattr(facts.block, name):
-            raise PlanError(f"plan.schedule.block.{name}: the model is to run with {getattr(facts.block, name)}, the "
+        if there != getattr(needs.block, name):
+            raise PlanError(f"plan.schedule.block.{name}: the model is to run with {getattr(needs.block, name)}, the "
                             f"plan says {there}; plan again")
     slots = [b for b in plan.buffers if b.kind == "slot" and b.arena == "device" and b.name.startswith("slot")]
     if s.slots != len(slots):
@@ -138,17 +138,17 @@ def _check_schedule(plan: Plan, facts: ModelNeeds) -> None:
         raise PlanError(f"plan.schedule.slot_nbytes: slots of {s.slot_nbytes} bytes take buffers of "
                         f"{slot_stride(s.slot_nbytes)} bytes, which is not the nbytes of those in plan.buffers")
     for i, chunk in enumerate(s.prefill_chunks):
-        layout, largest = facts.need(chunk).layout, facts.need(s.prefill_chunk).layout
+        layout, largest = needs.need(chunk).layout, needs.need(s.prefill_chunk).layout
         if layout is not None and largest is not None and not layout.within(largest):
             raise PlanError(f"plan.schedule.prefill_chunks[{i}]: steps over {chunk} tokens need other buffers than "
                             f"those over {s.prefill_chunk}; leave it out")
 
 
-def _expected(plan: Plan, facts: ModelNeeds) -> dict[tuple[str, str], _Expected]:
+def _expected(plan: Plan, needs: ModelNeeds) -> dict[tuple[str, str], _Expected]:
     """Every buffer that the plan must have, by name and phase."""
     found = {(w.name, "all"): _Expected("weight", w.tier, w.nbytes) for w in plan.weights if w.tier != "disk"}
-    found |= {(name, "all"): _Expected("constant", "device", nbytes) for name, nbytes in facts.constants.items()}
-    for name, kind, arena, nbytes, _ in facts.staged.buffers() if facts.staged is not None else ():
+    found |= {(name, "all"): _Expected("constant", "device", nbytes) for name, nbytes in needs.constants.items()}
+    for name, kind, arena, nbytes, _ in needs.staged.buffers() if needs.staged is not None else ():
         found[name, "all"] = _Expected(kind, arena, nbytes)
     stride = slot_stride(plan.schedule.slot_nbytes)
     for i in range(plan.schedule.slots):
@@ -157,13 +157,13 @@ def _expected(plan: Plan, facts: ModelNeeds) -> dict[tuple[str, str], _Expected]
             found[f"host_slot{i}", "all"] = _Expected("slot", "host", stride)
     whole = [b.phase == "all" for b in plan.buffers if b.kind == "cache"]
     lends = 2 * sum(whole) < len(whole)
-    for phase, sizes in {"prefill": facts.cache_prompt, "decode": facts.cache}.items() if lends else (
-            ("all", facts.cache),):
+    for phase, sizes in {"prefill": needs.cache_prompt, "decode": needs.cache}.items() if lends else (
+            ("all", needs.cache),):
         found |= {(name, phase): _Expected("cache", "device", nbytes) for name, nbytes in sizes.items()}
     if plan.schedule.host_hop and any(w.gather and w.tier == "disk" for w in plan.weights):
-        found["host_rows", "all"] = _Expected("io", "host", host_rows_nbytes(facts, plan.schedule.prefill_chunk))
+        found["host_rows", "all"] = _Expected("io", "host", host_rows_nbytes(needs, plan.schedule.prefill_chunk))
     for phase, tokens in (("decode", 1), ("prefill", plan.schedule.prefill_chunk)):
-        layout = facts.need(tokens).layout
+        layout = needs.need(tokens).layout
         for b in layout.buffers.values() if layout is not None and (tokens > 1 or phase == "decode") else ():
             found[b.name, phase] = _Expected(b.kind, "device", b.nbytes, b.first, b.last)
     return found

@@ -36,18 +36,18 @@ GROWTH_PARTS = 128  # a cache of 32 layers that grows by this part of itself mov
 SHORTEST_CHUNK = 16  # tokens; below this a step over fewer tokens is hardly faster
 
 
-def make_plan(facts: ModelNeeds, budget: Budget, workload: Workload, wishes: Wishes, machine: str) -> Plan:
+def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, wishes: Wishes, machine: str) -> Plan:
     """The plan that is predicted to take prompt and answer the least time; PlanError names the smallest budget that
     works.
 
     Candidates are prefill chunks (of the prompt halved again and again) x slots x slot sizes; each leaves other room
     for resident weights. They are compared by `Rates.step_time_s`, and none of them gets worse with more budget.
     """
-    kinds = _kinds(facts)
-    best = _cheapest(facts, kinds, budget, workload, _candidates(facts, kinds, budget, workload, wishes))
+    kinds = _kinds(needs)
+    best = _cheapest(needs, kinds, budget, workload, _candidates(needs, kinds, budget, workload, wishes))
     if best is None:
-        refuse_wishes(facts, budget, workload, wishes)
-        smallest, parts = smallest_budget(facts, workload, wishes)
+        refuse_wishes(needs, budget, workload, wishes)
+        smallest, parts = smallest_budget(needs, workload, wishes)
         if budget.host and budget.device >= smallest:
             raise PlanError(f"budget.host: {format_nbytes(budget.host)} cannot hold the slots that copies from disk "
                             "pass through on their way to the device; give more, or leave the host budget out")
@@ -56,16 +56,16 @@ def make_plan(facts: ModelNeeds, budget: Budget, workload: Workload, wishes: Wis
             f"{workload.prompt}, {workload.new_tokens} new tokens; the smallest that can is {format_nbytes(smallest)} "
             f"({smallest} bytes: {', '.join(f'{k} {format_nbytes(v)}' for k, v in parts.items())}). "
             f"A smaller batch, shorter prompts or fewer new tokens need less")
-    return _planned(facts, kinds, budget, workload, wishes, machine, best)
+    return _planned(needs, kinds, budget, workload, wishes, machine, best)
 
 
-def smallest_budget(facts: ModelNeeds, workload: Workload, wishes: Wishes) -> tuple[int, dict[str, int]]:
+def smallest_budget(needs: ModelNeeds, workload: Workload, wishes: Wishes) -> tuple[int, dict[str, int]]:
     """The least device budget in bytes that a plan exists for, and what takes it; by bisection."""
-    kinds = _kinds(facts)
+    kinds = _kinds(needs)
     least = replace(wishes, prefill_chunk=wishes.prefill_chunk or 1)
 
     def fits(nbytes: int) -> list[_Fit]:
-        return _candidates(facts, kinds, Budget(nbytes), workload, least)
+        return _candidates(needs, kinds, Budget(nbytes), workload, least)
 
     high = 1 << 20
     while not fits(high):
@@ -74,25 +74,25 @@ def smallest_budget(facts: ModelNeeds, workload: Workload, wishes: Wishes) -> tu
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
-    best = _cheapest(facts, kinds, Budget(high), workload, fits(high))
+    best = _cheapest(needs, kinds, Budget(high), workload, fits(high))
     assert best is not None
-    plan = _planned(facts, kinds, Budget(high), workload, wishes, "", best)
+    plan = _planned(needs, kinds, Budget(high), workload, wishes, "", best)
     parts: dict[str, int] = {}
     for b in plan.buffers_of("decode"):
         if b.arena == "device":
             parts[b.kind] = parts.get(b.kind, 0) + b.nbytes
     chunk = plan.schedule.prefill_chunk
-    upper, _ = _upper(facts, chunk)
-    parts["activation"] = min(max(facts.need(chunk).activations, facts.need(1).activations),
+    upper, _ = _upper(needs, chunk)
+    parts["activation"] = min(max(needs.need(chunk).activations, needs.need(1).activations),
                               upper - parts.get("cache", 0))  # less where the cache takes the rest over
-    parts["workspace"] = max(facts.need(chunk).workspace, facts.need(1).workspace)
+    parts["workspace"] = max(needs.need(chunk).workspace, needs.need(1).workspace)
     return high, parts
 
 
-def refuse_wishes(facts: ModelNeeds, budget: Budget, workload: Workload, wishes: Wishes) -> None:
+def refuse_wishes(needs: ModelNeeds, budget: Budget, workload: Workload, wishes: Wishes) -> None:
     """Raise PlanError, naming what is forced, for a budget that would be enough without it."""
-    free, _ = smallest_budget(facts, workload, replace(wishes, slots=None, slot_nbytes=None, prefill_chunk=None))
-    needed, _ = smallest_budget(facts, workload, wishes)
+    free, _ = smallest_budget(needs, workload, replace(wishes, slots=None, slot_nbytes=None, prefill_chunk=None))
+    needed, _ = smallest_budget(needs, workload, wishes)
     forced = ", ".join(f"{n}={v}" for n in ("slots", "slot_nbytes", "prefill_chunk") if (v := getattr(wishes, n)))
     if free <= budget.device < needed:
         raise PlanError(f"{forced} cannot work within a device budget of {format_nbytes(budget.device)} "
@@ -117,10 +117,10 @@ class _Kinds:
         return sum(count * -(-nbytes // slot_nbytes) for nbytes, count in self.sizes)
 
 
-def _kinds(facts: ModelNeeds) -> _Kinds:
-    pinned = tuple(u for u in facts.uses if _pinned(u))
-    products = tuple(u for u in facts.uses if not _pinned(u) and u.product)
-    tables = tuple(u for u in facts.uses if not _pinned(u) and not u.product)
+def _kinds(needs: ModelNeeds) -> _Kinds:
+    pinned = tuple(u for u in needs.uses if _pinned(u))
+    products = tuple(u for u in needs.uses if not _pinned(u) and u.product)
+    tables = tuple(u for u in needs.uses if not _pinned(u) and not u.product)
     return _Kinds(pinned, products, tables, sum(aligned(u.nbytes) for u in pinned),
                   sum(aligned(u.nbytes) for u in products),
                   sum(u.nbytes for u in products if u.lookup), tuple(Counter(u.nbytes for u in products).items()))
@@ -136,29 +136,29 @@ class _Fit:
     slot_nbytes: int
 
 
-def _candidates(facts: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes) -> list[_Fit]:
+def _candidates(needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes) -> list[_Fit]:
     """Every way to spend the budget that is worth a look, larger chunks first."""
     chunks = [min(wishes.prefill_chunk, workload.prompt)] if wishes.prefill_chunk else _halvings(workload.prompt)
-    choices = _slot_choices(kinds.products, wishes, facts.block)
-    staged = budget.host if facts.weight_tier == "disk" and facts.host_hop else 0
+    choices = _slot_choices(kinds.products, wishes, needs.block)
+    staged = budget.host if needs.weight_tier == "disk" and needs.host_hop else 0
     found = []
     for chunk in chunks:
-        upper, _ = _upper(facts, chunk)
-        workspace = max(facts.need(chunk).workspace, facts.need(1).workspace)
-        fixed = upper + workspace + sum(aligned(n) for n in facts.constants.values())
-        fixed += facts.staged.device_nbytes if facts.staged is not None else 0
+        upper, _ = _upper(needs, chunk)
+        workspace = max(needs.need(chunk).workspace, needs.need(1).workspace)
+        fixed = upper + workspace + sum(aligned(n) for n in needs.constants.values())
+        fixed += needs.staged.device_nbytes if needs.staged is not None else 0
         room = budget.device - fixed - kinds.pinned_nbytes
         if room < 0:
             continue
         for slots, slot in ((0, 0),) if kinds.products_nbytes <= room else choices:
             left = room - slots * slot_stride(slot)
-            if left >= 0 and not (staged and _staging(facts, chunk, slots, slot) > staged):
+            if left >= 0 and not (staged and _staging(needs, chunk, slots, slot) > staged):
                 found.append(_Fit(chunk, left, slots, slot))
     return found
 
 
 def _cheapest(
-    facts: ModelNeeds, kinds: _Kinds, budget: Limits, workload: Workload, fits: Sequence[_Fit]
+    needs: ModelNeeds, kinds: _Kinds, budget: Limits, workload: Workload, fits: Sequence[_Fit]
 ) -> _Fit | None:
     """The fit of least predicted time, of equals the first. Bounds come first, as if weights filled the room."""
     tiles = functools.cache(kinds.tiles)
@@ -169,11 +169,11 @@ def _cheapest(
 
     def cost(fit: _Fit, nbytes: int) -> float:
         passes = -(-workload.prompt // fit.chunk)
-        held = facts.block.fetches * min(max(0, nbytes - kinds.tied_nbytes), _host_room(facts, budget, fit))
-        nbytes *= facts.block.fetches
+        held = needs.block.fetches * min(max(0, nbytes - kinds.tied_nbytes), _host_room(needs, budget, fit))
+        nbytes *= needs.block.fetches
         copies = nbytes / kinds.products_nbytes * tiles(fit.slot_nbytes) if nbytes else 0
         steps = ((passes, fit.chunk), (workload.new_tokens - 1, 1))
-        return sum(count * facts.rates.step_time_s(tokens, nbytes, copies, fit.slots, held) for count, tokens in steps)
+        return sum(count * needs.rates.step_time_s(tokens, nbytes, copies, fit.slots, held) for count, tokens in steps)
 
     bounds = [(cost(fit, kinds.products_nbytes - fit.room if fit.slots else 0), i) for i, fit in enumerate(fits)]
     best, least = None, math.inf
@@ -187,12 +187,12 @@ def _cheapest(
     return best
 
 
-def _upper(facts: ModelNeeds, chunk: int) -> tuple[int, bool]:
+def _upper(needs: ModelNeeds, chunk: int) -> tuple[int, bool]:
     """Bytes that cache, from below, and activations, from above, take together, and whether a prefill's activations
     may lie where decoding has cache, as its own ends with the prompt (FlashDecoding++Next, section V)."""
-    need, decode = facts.need(chunk).activations, facts.need(1).activations
-    whole, prompt = (sum(aligned(n) for n in sizes.values()) for sizes in (facts.cache, facts.cache_prompt))
-    grows = facts.cache_prompt and (whole - prompt) * GROWTH_PARTS >= whole
+    need, decode = needs.need(chunk).activations, needs.need(1).activations
+    whole, prompt = (sum(aligned(n) for n in sizes.values()) for sizes in (needs.cache, needs.cache_prompt))
+    grows = needs.cache_prompt and (whole - prompt) * GROWTH_PARTS >= whole
     if grows and chunk > 1 and need > decode:  # a chunk of one token is a decode step, which has the whole cache
         return max(prompt + aligned(need), whole + aligned(decode)), True
     return whole + aligned(max(need, decode)), False
@@ -212,57 +212,57 @@ def _resident(kinds: _Kinds, fit: _Fit) -> set[str]:
     return chosen
 
 
-def _staging(facts: ModelNeeds, chunk: int, slots: int, slot_nbytes: int) -> int:
+def _staging(needs: ModelNeeds, chunk: int, slots: int, slot_nbytes: int) -> int:
     """Host bytes that copies from disk pass through on their way to a GPU: slots, and the rows of a lookup."""
-    return slots * slot_stride(slot_nbytes) + host_rows_nbytes(facts, chunk) + 2 * PAGE_NBYTES
+    return slots * slot_stride(slot_nbytes) + host_rows_nbytes(needs, chunk) + 2 * PAGE_NBYTES
 
 
-def host_rows_nbytes(facts: ModelNeeds, chunk: int) -> int:
+def host_rows_nbytes(needs: ModelNeeds, chunk: int) -> int:
     """Host bytes for the rows of a lookup, which are activations of a step."""
-    return max(facts.need(chunk).activations, facts.need(1).activations)
+    return max(needs.need(chunk).activations, needs.need(1).activations)
 
 
-def _host_room(facts: ModelNeeds, budget: Limits, fit: _Fit) -> int:
+def _host_room(needs: ModelNeeds, budget: Limits, fit: _Fit) -> int:
     """Bytes of host memory for weights beside what copies from disk pass through."""
-    if not budget.host or facts.weight_tier != "disk":
+    if not budget.host or needs.weight_tier != "disk":
         return 0
-    return max(0, budget.host - (_staging(facts, fit.chunk, fit.slots, fit.slot_nbytes) if facts.host_hop else 0))
+    return max(0, budget.host - (_staging(needs, fit.chunk, fit.slots, fit.slot_nbytes) if needs.host_hop else 0))
 
 
 def _planned(
-    facts: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes, machine: str, fit: _Fit
+    needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes, machine: str, fit: _Fit
 ) -> Plan:
     """The plan that spends the budget as `fit` says."""
     resident = _resident(kinds, fit)
-    weights = [_place(u, u.name in resident, fit.slot_nbytes, facts.weight_tier) for u in facts.uses]
-    weights = _fill_host(weights, _host_room(facts, budget, fit))
-    rows = {u.name: u.rows for u in facts.uses if u.product}
+    weights = [_place(u, u.name in resident, fit.slot_nbytes, needs.weight_tier) for u in needs.uses]
+    weights = _fill_host(weights, _host_room(needs, budget, fit))
+    rows = {u.name: u.rows for u in needs.uses if u.product}
     piece = max((w.nbytes // rows[w.name] * (w.tile_rows or rows[w.name])
                  for w in weights if w.tier != "device" and w.name in rows), default=0)
     schedule = Schedule(fit.slots, piece, min(wishes.lead or fit.slots, fit.slots), _chunk_sizes(fit.chunk),
-                        facts.host_hop, facts.block)
-    plan = Plan(facts.fingerprint, machine, budget.limits, workload, schedule, tuple(weights),
-                cache_format=facts.cache_format)
-    upper, lends = _upper(facts, fit.chunk)
-    caches = {"prefill": facts.cache_prompt, "decode": facts.cache} if lends else {"all": facts.cache}
-    plan = lay_out(plan, facts.constants, caches, upper, host_rows_nbytes(facts, fit.chunk),
-                   facts.staged.buffers() if facts.staged is not None else ())
-    return replace(plan, prediction=_predicted(facts, kinds, plan))
+                        needs.host_hop, needs.block)
+    plan = Plan(needs.fingerprint, machine, budget.limits, workload, schedule, tuple(weights),
+                cache_format=needs.cache_format)
+    upper, lends = _upper(needs, fit.chunk)
+    caches = {"prefill": needs.cache_prompt, "decode": needs.cache} if lends else {"all": needs.cache}
+    plan = lay_out(plan, needs.constants, caches, upper, host_rows_nbytes(needs, fit.chunk),
+                   needs.staged.buffers() if needs.staged is not None else ())
+    return replace(plan, prediction=_predicted(needs, kinds, plan))
 
 
-def _predicted(facts: ModelNeeds, kinds: _Kinds, plan: Plan) -> Prediction:
+def _predicted(needs: ModelNeeds, kinds: _Kinds, plan: Plan) -> Prediction:
     """What the closed form expects of a plan; the simulator's word, once there are Programs, takes its place."""
-    s, streamed = plan.schedule, [w for w, u in zip(plan.weights, facts.uses, strict=True)
+    s, streamed = plan.schedule, [w for w, u in zip(plan.weights, needs.uses, strict=True)
                                   if w.tier != "device" and u.product]
-    nbytes = facts.block.fetches * sum(w.nbytes for w in streamed)
-    held = facts.block.fetches * sum(w.nbytes for w in streamed if w.tier == "host")
+    nbytes = needs.block.fetches * sum(w.nbytes for w in streamed)
+    held = needs.block.fetches * sum(w.nbytes for w in streamed if w.tier == "host")
     copies = nbytes / kinds.products_nbytes * kinds.tiles(s.slot_nbytes) if nbytes else 0.0
-    prefill, decode = (facts.rates.step_time_s(tokens, nbytes, copies, s.slots, held) + facts.rates.attend_s(tokens)
+    prefill, decode = (needs.rates.step_time_s(tokens, nbytes, copies, s.slots, held) + needs.rates.attend_s(tokens)
                        for tokens in (s.prefill_chunk, 1))
-    busy = dict(zip((COMPUTE, DISK, UPLOAD), facts.rates.busy_s(1, nbytes, copies, held), strict=True))
-    if facts.weight_tier == "host":
+    busy = dict(zip((COMPUTE, DISK, UPLOAD), needs.rates.busy_s(1, nbytes, copies, held), strict=True))
+    if needs.weight_tier == "host":
         busy[UPLOAD] = busy.pop(DISK)
-    workspace = max(facts.need(tokens).workspace for tokens in (s.prefill_chunk, 1))
+    workspace = max(needs.need(tokens).workspace for tokens in (s.prefill_chunk, 1))
     peak = {tier: size + (workspace if tier == "device" else 0) for tier, size in plan.arenas.items()}
     passes = -(-plan.workload.prompt // s.prefill_chunk)
     return Prediction(passes * prefill, decode, {stream: t for stream, t in busy.items() if t}, nbytes, peak,

@@ -200,7 +200,7 @@ class OffloadedGraph:
         pipeline = Pipeline(source, ONCE, self.machine, self.switches)
         budget, wishes = self.options.budget, self.options.wishes
         try:
-            make_plan(pipeline.facts, budget, ONCE, wishes, self.machine.name)
+            make_plan(pipeline.needs, budget, ONCE, wishes, self.machine.name)
         except PlanError as error:
             inputs = [arg for i, arg in enumerate(args) if i not in self.weights]
             raise _explained(error, pipeline, budget, wishes, inputs) from None
@@ -314,8 +314,8 @@ def _explained(
     error: PlanError, pipeline: Pipeline, budget: Budget, wishes: Wishes, inputs: Sequence[Any]
 ) -> PlanError:
     """The planner's refusal in terms of this call."""
-    refuse_wishes(pipeline.facts, budget, ONCE, wishes)
-    smallest, parts = smallest_budget(pipeline.facts, ONCE, wishes)
+    refuse_wishes(pipeline.needs, budget, ONCE, wishes)
+    smallest, parts = smallest_budget(pipeline.needs, ONCE, wishes)
     if smallest <= budget.device:
         return error
     shapes = ", ".join(str(list(x.shape)) for x in inputs if isinstance(x, torch.Tensor))

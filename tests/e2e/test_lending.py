@@ -83,7 +83,7 @@ def test_it_runs_in_less_than_was_the_least_before(llama_checkpoint: Any) -> Non
     workload, wishes = Workload(BATCH, PROMPT, NEW), Wishes(prefill_chunk=PROMPT)
     with LanguageModel(captured, checkpoint, files, Budget(1 << 30), workload, wishes) as lm:
         smallest = lm._pipeline.smallest_budget(wishes)
-        lm._pipeline.facts = replace(lm._pipeline.facts, cache_prompt={})
+        lm._pipeline.needs = replace(lm._pipeline.needs, cache_prompt={})
         apart = lm._pipeline.smallest_budget(wishes)
     assert smallest < apart
     with pytest.raises(PlanError, match=rf"prefill_chunk={PROMPT} .* needs .* \({smallest} bytes\)"):

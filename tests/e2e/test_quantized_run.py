@@ -146,7 +146,7 @@ def test_a_packed_cache_gives_nearly_the_logits_of_a_plain_one(tmp_path: Path, f
         with forebay.wrap(folder, 1 << 30, batch=3, prompt=9, new_tokens=4, cache=cache) as lm:
             lm.generate(ids, attention_mask=mask, max_new_tokens=3, eos_token_id=None, pad_token_id=0)
             found[cache] = lm.next_logits(ids, mask).float()
-            sizes[cache] = sum(lm._pipeline.facts.cache.values())
+            sizes[cache] = sum(lm._pipeline.needs.cache.values())
             assert lm.plan.cache_format == cache
             used = {i.op for i in lm._pipeline.program(lm.plan, 1).step if isinstance(i, Launch)}
             assert ("forebay.attention_q" in used) is (cache != "native")

@@ -123,7 +123,7 @@ def plan_config(request: Request, wishes: Wishes | None = None, *, complete: boo
 
     def plan_for(block: Block, budget: Budget) -> Plan:
         pipeline = pipeline_of(block.size)
-        return make_plan(pipeline.facts, budget, pipeline.workload, wishes, machine.name)
+        return make_plan(pipeline.needs, budget, pipeline.workload, wishes, machine.name)
 
     batch = request.batch or (1 if objective.kind == "latency" else 0)
     plans = search_plans(plan_for, budget, objective, blocks(batch))

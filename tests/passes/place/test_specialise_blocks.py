@@ -36,7 +36,7 @@ def pipeline(family: str) -> Pipeline:
 def streaming(family: str) -> tuple[Pipeline, Plan]:
     made = pipeline(family)
     smallest = made.smallest_budget()
-    whole = smallest + sum(u.nbytes for u in made.facts.uses)
+    whole = smallest + sum(u.nbytes for u in made.needs.uses)
     plan = made.plan(Budget((smallest + whole) // 2))
     assert plan.prediction.streamed_nbytes > 0
     return made, plan

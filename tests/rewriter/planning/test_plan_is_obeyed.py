@@ -46,7 +46,7 @@ def pipeline(work: Workload, host_hop: bool, block: Block = ALONE) -> Pipeline:
 def planned(kind: str) -> tuple[Pipeline, Plan]:
     made = pipeline(LENDING if kind == "lending" else WORK, kind == "by way of the host", BLOCKS.get(kind, ALONE))
     wishes = Wishes(prefill_chunk=36)
-    weights = sum(u.nbytes for u in made.facts.uses)
+    weights = sum(u.nbytes for u in made.needs.uses)
     device = made.smallest_budget(wishes) + (
         4 * weights if kind == "resident" else 0 if kind in BLOCKS else weights // 2)
     plan = made.plan(Budget(device, weights // 4 if "host" in kind else 0), wishes)

@@ -33,7 +33,7 @@ def weight_uses(draw: st.DrawFn) -> list[WeightUse]:
 
 
 @st.composite
-def facts(draw: st.DrawFn) -> ModelNeeds:
+def needs(draw: st.DrawFn) -> ModelNeeds:
     base, per_token, workspace = (draw(st.integers(0, 5000)) for _ in range(3))
     sizes = st.dictionaries(st.sampled_from("abc"), st.integers(1, 9000), max_size=3)
     constants = {f"constant_{k}": v for k, v in draw(sizes).items()}
@@ -55,10 +55,10 @@ def passes(plan: Plan) -> int:
     return -(-plan.workload.prompt // plan.schedule.prefill_chunk) + plan.workload.new_tokens - 1
 
 
-def assert_sound(plan: Plan, facts: ModelNeeds, budget: Budget) -> None:
+def assert_sound(plan: Plan, needs: ModelNeeds, budget: Budget) -> None:
     """The layout overlaps nowhere, stays in its arenas, leaves room for activations, and all of it is in budget."""
     chunk = plan.schedule.prefill_chunk
-    need = [facts.need(1), facts.need(chunk)]
+    need = [needs.need(1), needs.need(chunk)]
     for phase, tokens in (("decode", 1), ("prefill", chunk)):
         ends = dict.fromkeys(plan.arenas, 0)
         for b in sorted(plan.buffers_of(phase), key=lambda b: (b.arena, b.offset)):
@@ -66,15 +66,15 @@ def assert_sound(plan: Plan, facts: ModelNeeds, budget: Budget) -> None:
             ends[b.arena] = b.offset + b.nbytes
         for arena, nbytes in plan.arenas.items():
             assert ends[arena] <= nbytes
-        assert plan.arenas["device"] - ends["device"] >= facts.need(tokens).activations
-        sizes = facts.cache_prompt if plan.lends and phase == "prefill" else facts.cache
+        assert plan.arenas["device"] - ends["device"] >= needs.need(tokens).activations
+        sizes = needs.cache_prompt if plan.lends and phase == "prefill" else needs.cache
         assert {b.name: b.nbytes for b in plan.buffers_of(phase) if b.kind == "cache"} == dict(sizes)
     assert not plan.lends or chunk > 1, "one token at a time is decoding"
     assert plan.arenas["device"] + max(n.workspace for n in need) <= budget.device
     placed = {b.name: b for b in plan.buffers_of("decode")}
-    assert {u.name for u in facts.uses} == {w.name for w in plan.weights}
-    assert set(facts.constants) | set(facts.cache) <= set(placed)
-    for w, u in zip(plan.weights, facts.uses, strict=True):
+    assert {u.name for u in needs.uses} == {w.name for w in plan.weights}
+    assert set(needs.constants) | set(needs.cache) <= set(placed)
+    for w, u in zip(plan.weights, needs.uses, strict=True):
         assert w.nbytes == u.nbytes
         if w.tier == "disk":
             assert w.name not in placed
@@ -86,7 +86,7 @@ def assert_sound(plan: Plan, facts: ModelNeeds, budget: Budget) -> None:
         else:
             assert (placed[w.name].arena, placed[w.name].nbytes) == (w.tier, w.nbytes)
     slots = [b for b in plan.buffers if b.kind == "slot" and b.arena == "device"]
-    if any(w.tier != "device" and u.product for w, u in zip(plan.weights, facts.uses, strict=True)):
+    if any(w.tier != "device" and u.product for w, u in zip(plan.weights, needs.uses, strict=True)):
         assert len(slots) == plan.schedule.slots
         assert all(b.offset % PAGE_NBYTES == 0 for b in slots)
         assert all(0 <= b.nbytes - plan.schedule.slot_nbytes - PAGE_NBYTES + 1 < PAGE_NBYTES for b in slots)
@@ -97,47 +97,47 @@ def assert_sound(plan: Plan, facts: ModelNeeds, budget: Budget) -> None:
 
 
 @settings(deadline=None, max_examples=150)
-@given(facts(), workloads, st.integers(0, 2_000_000), st.sampled_from([0, 0, 5000, 10**7]))
-def test_layout_is_sound_and_in_budget(facts: ModelNeeds, workload: Workload, extra: int, host: int) -> None:
-    smallest, _ = smallest_budget(facts, workload, Wishes())
+@given(needs(), workloads, st.integers(0, 2_000_000), st.sampled_from([0, 0, 5000, 10**7]))
+def test_layout_is_sound_and_in_budget(needs: ModelNeeds, workload: Workload, extra: int, host: int) -> None:
+    smallest, _ = smallest_budget(needs, workload, Wishes())
     budget = Budget(smallest + extra, host)
     try:
-        plan = make_plan(facts, budget, workload, Wishes(), MACHINE)
+        plan = make_plan(needs, budget, workload, Wishes(), MACHINE)
     except PlanError as error:
-        assert host == 5000 and facts.host_hop and "budget.host: 4.9 KiB cannot hold the slots" in str(error)
+        assert host == 5000 and needs.host_hop and "budget.host: 4.9 KiB cannot hold the slots" in str(error)
         return
-    assert_sound(plan, facts, budget)
+    assert_sound(plan, needs, budget)
     assert (plan.budget, plan.workload, plan.fingerprint, plan.machine) == (budget.limits, workload, "f", MACHINE)
     assert host == 0 or plan.arenas.get("host", 0) <= host
     if host == 10**7:
         assert not any(w.tier == "disk" and not w.gather and u.product
-                       for w, u in zip(plan.weights, facts.uses, strict=True)), "room for all, and some stayed on disk"
+                       for w, u in zip(plan.weights, needs.uses, strict=True)), "room for all, and some stayed on disk"
 
 
 @settings(deadline=None, max_examples=150)
-@given(facts(), workloads)
-def test_smallest_budget_is_exact_and_named(facts: ModelNeeds, workload: Workload) -> None:
-    smallest, parts = smallest_budget(facts, workload, Wishes())
-    assert_sound(make_plan(facts, Budget(smallest), workload, Wishes(), MACHINE), facts, Budget(smallest))
+@given(needs(), workloads)
+def test_smallest_budget_is_exact_and_named(needs: ModelNeeds, workload: Workload) -> None:
+    smallest, parts = smallest_budget(needs, workload, Wishes())
+    assert_sound(make_plan(needs, Budget(smallest), workload, Wishes(), MACHINE), needs, Budget(smallest))
     assert sum(parts.values()) <= smallest
-    plan = make_plan(facts, Budget(smallest), workload, Wishes(), MACHINE)
-    workspace = max(facts.need(tokens).workspace for tokens in (1, plan.schedule.prefill_chunk))
+    plan = make_plan(needs, Budget(smallest), workload, Wishes(), MACHINE)
+    workspace = max(needs.need(tokens).workspace for tokens in (1, plan.schedule.prefill_chunk))
     assert plan.arenas["device"] + workspace == smallest
     if smallest > 1:
         with pytest.raises(PlanError, match=rf"the smallest that can is .*\({smallest} bytes: "):
-            make_plan(facts, Budget(smallest - 1), workload, Wishes(), MACHINE)
+            make_plan(needs, Budget(smallest - 1), workload, Wishes(), MACHINE)
 
 
-def predicted_s(plan: Plan, facts: ModelNeeds) -> float:
+def predicted_s(plan: Plan, needs: ModelNeeds) -> float:
     """Prompt and answer by the costs that the planner compares with, every byte beside its alignment counted."""
     s, w = plan.schedule, plan.workload
-    products = [u for u in facts.uses if u.product and not (u.nbytes <= PAGE_NBYTES or u.rows == 1)]
-    streams = sum(-(-p.nbytes // 64) * 64 for p, u in zip(plan.weights, facts.uses, strict=True)
+    products = [u for u in needs.uses if u.product and not (u.nbytes <= PAGE_NBYTES or u.rows == 1)]
+    streams = sum(-(-p.nbytes // 64) * 64 for p, u in zip(plan.weights, needs.uses, strict=True)
                   if p.tier != "device" and u.product)
     total = sum(-(-u.nbytes // 64) * 64 for u in products)
     copies = streams / total * sum(-(-u.nbytes // s.slot_nbytes) for u in products) if streams else 0
     steps = ((-(-w.prompt // s.prefill_chunk), s.prefill_chunk), (w.new_tokens - 1, 1))
-    return sum(count * facts.rates.step_time_s(tokens, streams, copies, s.slots) for count, tokens in steps)
+    return sum(count * needs.rates.step_time_s(tokens, streams, copies, s.slots) for count, tokens in steps)
 
 
 rates = st.builds(lambda disk, flops, slowed, slows: Rates(disk, 1e-4, 2e-5, slowed, slows,
@@ -146,15 +146,15 @@ rates = st.builds(lambda disk, flops, slowed, slows: Rates(disk, 1e-4, 2e-5, slo
 
 
 @settings(deadline=None, max_examples=200)
-@given(facts(), rates, workloads, st.integers(0, 300_000), st.integers(0, 300_000))
+@given(needs(), rates, workloads, st.integers(0, 300_000), st.integers(0, 300_000))
 def test_more_budget_never_predicts_slower(
-    facts: ModelNeeds, rates: Rates, workload: Workload, extra: int, more: int
+    needs: ModelNeeds, rates: Rates, workload: Workload, extra: int, more: int
 ) -> None:
-    facts = replace(facts, rates=rates, uses=[replace(u, tileable=True) if u.rows > 1 else u for u in facts.uses])
-    smallest, _ = smallest_budget(facts, workload, Wishes())
-    less = make_plan(facts, Budget(smallest + extra), workload, Wishes(), MACHINE)
-    larger = make_plan(facts, Budget(smallest + extra + more), workload, Wishes(), MACHINE)
-    assert predicted_s(larger, facts) <= predicted_s(less, facts) * (1 + 1e-9)
+    needs = replace(needs, rates=rates, uses=[replace(u, tileable=True) if u.rows > 1 else u for u in needs.uses])
+    smallest, _ = smallest_budget(needs, workload, Wishes())
+    less = make_plan(needs, Budget(smallest + extra), workload, Wishes(), MACHINE)
+    larger = make_plan(needs, Budget(smallest + extra + more), workload, Wishes(), MACHINE)
+    assert predicted_s(larger, needs) <= predicted_s(less, needs) * (1 + 1e-9)
 
 
 @settings(deadline=None, max_examples=100)
@@ -180,15 +180,15 @@ def test_streamed_bytes_are_near_the_bound_of_a_budget_fully_used(
 
 
 @settings(deadline=None, max_examples=100)
-@given(facts(), workloads, st.integers(1, 40))
-def test_what_a_prefill_borrows_never_costs(facts: ModelNeeds, workload: Workload, chunk: int) -> None:
+@given(needs(), workloads, st.integers(1, 40))
+def test_what_a_prefill_borrows_never_costs(needs: ModelNeeds, workload: Workload, chunk: int) -> None:
     """The arena is its lower part and the larger of prompt cache + prefill and whole cache + decode; a budget that
     works without borrowing works with it."""
     wishes = Wishes(prefill_chunk=chunk)
-    smallest, _ = smallest_budget(facts, workload, wishes)
-    apart, _ = smallest_budget(replace(facts, cache_prompt={}), workload, wishes)
+    smallest, _ = smallest_budget(needs, workload, wishes)
+    apart, _ = smallest_budget(replace(needs, cache_prompt={}), workload, wishes)
     assert smallest <= apart
-    plan = make_plan(facts, Budget(smallest), workload, wishes, MACHINE)
+    plan = make_plan(needs, Budget(smallest), workload, wishes, MACHINE)
     if not plan.lends:
         assert smallest == apart
         return
@@ -197,7 +197,7 @@ def test_what_a_prefill_borrows_never_costs(facts: ModelNeeds, workload: Workloa
     heights = []
     for phase, tokens in (("prefill", plan.schedule.prefill_chunk), ("decode", 1)):
         cache = sum(-(-b.nbytes // 64) * 64 for b in here if b.phase == phase)
-        heights.append(cache + -(-facts.need(tokens).activations // 64) * 64)
+        heights.append(cache + -(-needs.need(tokens).activations // 64) * 64)
         assert min(b.offset for b in here if b.phase == phase) == bottom
     assert plan.arenas["device"] == bottom + max(heights)
     for b in here:  # a cache only moves up
@@ -206,14 +206,14 @@ def test_what_a_prefill_borrows_never_costs(facts: ModelNeeds, workload: Workloa
 
 
 def test_a_prompt_as_long_as_the_answer_borrows_half_the_cache() -> None:
-    facts = replace(layers(2), cache={"cache": 64_000}, cache_prompt={"cache": 32_000})
+    needs = replace(layers(2), cache={"cache": 64_000}, cache_prompt={"cache": 32_000})
     workload, wishes = Workload(1, 32, 32), Wishes(prefill_chunk=32)
-    smallest, parts = smallest_budget(facts, workload, wishes)
-    apart, separate = smallest_budget(replace(facts, cache_prompt={}), workload, wishes)
+    smallest, parts = smallest_budget(needs, workload, wishes)
+    apart, separate = smallest_budget(replace(needs, cache_prompt={}), workload, wishes)
     # prefill takes 32 000 bytes of activations, a decode step 1 000: the cache's second half is theirs before
     assert apart - smallest == 32_000 - 1024
     assert (separate["activation"], parts["activation"]) == (32_000, 1024) and parts["cache"] == 64_000
-    plan = make_plan(facts, Budget(smallest), workload, wishes, MACHINE)
+    plan = make_plan(needs, Budget(smallest), workload, wishes, MACHINE)
     assert plan.lends and plan.meeting() is not None
 
 
@@ -236,22 +236,22 @@ def test_more_budget_never_streams_more_of_equal_layers(wishes: Wishes) -> None:
 
 
 @settings(deadline=None, max_examples=100)
-@given(facts(), workloads, st.integers(0, 400_000),
+@given(needs(), workloads, st.integers(0, 400_000),
        st.builds(Wishes, st.none() | st.integers(1, 6), st.none() | st.integers(50_000, 200_000),
                  st.none() | st.integers(1, 6), st.none() | st.integers(1, 50)))
-def test_wishes_are_honoured(facts: ModelNeeds, workload: Workload, extra: int, wishes: Wishes) -> None:
+def test_wishes_are_honoured(needs: ModelNeeds, workload: Workload, extra: int, wishes: Wishes) -> None:
     if wishes.slot_nbytes is not None:  # what cannot be tiled must fit
-        wishes = replace(wishes, slot_nbytes=max(wishes.slot_nbytes, *(u.nbytes for u in facts.uses)))
-    smallest, _ = smallest_budget(facts, workload, wishes)
-    plan = make_plan(facts, Budget(smallest + extra), workload, wishes, MACHINE)
-    assert_sound(plan, facts, Budget(smallest + extra))
+        wishes = replace(wishes, slot_nbytes=max(wishes.slot_nbytes, *(u.nbytes for u in needs.uses)))
+    smallest, _ = smallest_budget(needs, workload, wishes)
+    plan = make_plan(needs, Budget(smallest + extra), workload, wishes, MACHINE)
+    assert_sound(plan, needs, Budget(smallest + extra))
     s = plan.schedule
     if s.slot_nbytes:  # something streams
         assert wishes.slots in (None, s.slots) and s.slot_nbytes <= (wishes.slot_nbytes or s.slot_nbytes)
         assert s.lead == min(wishes.lead or s.slots, s.slots)
     assert wishes.prefill_chunk is None or s.prefill_chunk == min(wishes.prefill_chunk, workload.prompt)
     with pytest.raises(PlanError, match=str(smallest)):
-        make_plan(facts, Budget(smallest - 1), workload, wishes, MACHINE)
+        make_plan(needs, Budget(smallest - 1), workload, wishes, MACHINE)
 
 
 def test_a_slot_that_cannot_hold_a_row_is_refused() -> None:
@@ -286,10 +286,10 @@ def test_prefill_runs_in_chunks_where_the_whole_prompt_does_not_fit() -> None:
 
 def test_a_weight_larger_than_the_budget_streams_in_tiles_and_one_that_cannot_is_refused() -> None:
     big = WeightUse("head", 4_000_000, 1000, True, True, True)
-    facts = ModelNeeds("f", [big], {}, {}, lambda tokens: PhaseNeed(100, 0))
-    plan = make_plan(facts, Budget(100_000), Workload(1, 1, 1), Wishes(), MACHINE)
+    needs = ModelNeeds("f", [big], {}, {}, lambda tokens: PhaseNeed(100, 0))
+    plan = make_plan(needs, Budget(100_000), Workload(1, 1, 1), Wishes(), MACHINE)
     assert plan.weights[0].tile_rows * 4000 <= plan.schedule.slot_nbytes < 100_000 and plan.weights[0].gather
-    whole = replace(facts, uses=[replace(big, tileable=False)])
+    whole = replace(needs, uses=[replace(big, tileable=False)])
     with pytest.raises(PlanError, match="smallest"):
         make_plan(whole, Budget(100_000), Workload(1, 1, 1), Wishes(), MACHINE)
 
