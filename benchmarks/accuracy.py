@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from benchmarks.perplexity import TEXT, Reference, by_format, text_ids
+from forebay.kernels.formats.table import WEIGHT_FORMATS
 from forebay.rewriter.checkpoints.resolve import resolve_model
 
-FORMATS = ("native", "w8", "w4g32", "w4g64")
+FORMATS = tuple(WEIGHT_FORMATS)
 
 
 def forebay(*arguments: str | Path) -> str:

@@ -30,7 +30,7 @@ import torch
 from forebay.kernels.cache.activation_append_q import reference as activation_append_q
 from forebay.kernels.cache.kv_append_q import reference as kv_append_q
 from forebay.kernels.formats import row_sizes
-from forebay.kernels.formats.table import ACTIVATION_FORMATS, CACHE_FORMATS
+from forebay.kernels.formats.table import ACTIVATION_FORMATS, CACHE_FORMATS, WEIGHT_FORMATS
 from forebay.kernels.quantization.quantize.operator import dequantize, quantize
 from forebay.rewriter.checkpoints.packed import parse_format
 from forebay.rewriter.checkpoints.resolve import demo_gguf, resolve_model
@@ -168,7 +168,7 @@ def contestants() -> Mapping[str, tuple[Treat | None, ...]]:
     """Name -> what happens to weights, to keys and values, and to the activations that these are made from again."""
     kv = {f.name: (lambda x, bits=f.bits: cached(x, bits)) for f in CACHE_FORMATS.values() if f.bits}
     rows: dict[str, tuple[Treat | None, ...]] = {"reference": (None, None)}
-    for name in ("w8", "w4g32", "w4g64", "w4g128"):
+    for name in (f.name for f in WEIGHT_FORMATS.values() if f.bits):
         rows[name] = (by_format(name), None)
     rows |= {f"{name} mse": (by_format(name, "mse"), None) for name in ("w4g64", "w4g128")}
     rows |= {name: (None, treat) for name, treat in kv.items()}

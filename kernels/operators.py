@@ -13,6 +13,7 @@ from forebay.kernels.cache.kv_append.operator import KV_APPEND
 from forebay.kernels.cache.kv_append_q.operator import KV_APPEND_Q
 from forebay.kernels.cache.kv_from_activation.operator import KV_FROM_ACTIVATION
 from forebay.kernels.cache.rotary_append.operator import KV_APPEND_PAGED, ROTARY_APPEND, ROTARY_APPEND_PAGED
+from forebay.kernels.formats.table import packed_format
 from forebay.kernels.logits.sampling.operator import SAMPLING
 from forebay.kernels.norms.add_rms_norm.operator import ADD_RMS_NORM
 from forebay.kernels.norms.layer_norm.operator import ADD_LAYER_NORM, LAYER_NORM
@@ -48,4 +49,4 @@ def of_target(target: object) -> Operator | None:
 
 def product_with(weight: str) -> Operator:
     """The product that reads weights of a dtype ("float32") or of a format of packed rows ("w4g64")."""
-    return LINEAR_Q if weight.startswith("w") else LINEAR
+    return LINEAR if packed_format(weight) is None else LINEAR_Q

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from forebay.kernels import operators
+from forebay.kernels.formats.table import packed_format
 from forebay.kernels.operator import Product
 from forebay.passes.fuse.fuse_residual import fuse_residual
 from forebay.passes.fuse.fuse_rms_norm import fuse_rms_norm
@@ -293,7 +294,7 @@ class Pipeline:
 
     def _product_workspace(self, product: Product, impl: str) -> int:
         """Transient bytes of x [M, K] W^T; of packed weights 0, which leaves the choice free."""
-        if product.weight.startswith("w"):
+        if packed_format(product.weight) is not None:
             return 0
         dtype, m, n, k = product
         sides = [TensorRef("device", 0, dtype, shape, (shape[1], 1), "") for shape in ((m, k), (n, k), (m, n))]

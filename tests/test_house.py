@@ -1,4 +1,5 @@
-"""Who may import whom, no circles, and nothing too long: the table in docs/architecture.md, read off the sources."""
+"""Who may import whom, no circles, nothing too long, tests where the sources are: docs/architecture.md's rules, read
+off the files."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "forebay.runtime": ("forebay.runtime", "forebay.kernels", "forebay.rewriter.ir", "forebay.rewriter.machine",
                         "forebay.rewriter.switches"),
 }
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 WHY_LONG = re.compile(r"^\s*Long: \S+ \S+", re.MULTILINE)  # a line of the docstring of what is longer, with the reason
 
 
@@ -43,9 +45,11 @@ SOURCES = sources()
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """The modules of ours that a tree imports, anywhere in it."""
+    """The modules of ours that a tree imports, anywhere in it; a relative import is none that can be told."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "forebay":
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield "." * node.level + (node.module or "")
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "forebay":
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 yield inner if inner in SOURCES else node.module
@@ -75,6 +79,15 @@ def test_every_part_imports_only_what_it_may() -> None:
     assert len(SOURCES) > 150 and not broken, "\n".join(broken)
 
 
+def test_modules_are_imported_by_statements() -> None:
+    """Not by a string, which no rule sees; but for the public face, whose names are looked up when they are asked for
+    (`src/forebay/__init__.py`)."""
+    called = [name for name, path in SOURCES.items() for node in ast.walk(ast.parse(path.read_text()))
+              if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node).split(".")[-1] in (
+                  "import_module", "__import__", "exec")]
+    assert called == ["forebay"]
+
+
 def test_no_module_imports_itself_in_a_circle() -> None:
     graph = nx.DiGraph([(name, other) for name, path in SOURCES.items()
                         for other in imports(at_import(ast.parse(path.read_text()))) if other in SOURCES])
@@ -90,7 +103,7 @@ def test_fx_is_no_business_of_the_runtime() -> None:
                         and n.module == "torch" and any(a.name == "fx" for a in n.names))], name
 
 
-def says_why(node: ast.Module | ast.FunctionDef) -> bool:
+def says_why(node: ast.Module | Function) -> bool:
     return WHY_LONG.search(ast.get_docstring(node) or "") is not None
 
 
@@ -101,10 +114,37 @@ def test_what_is_long_says_why() -> None:
         name, tree = path.relative_to(ROOT), ast.parse(path.read_text())
         kinds = [(str(name), tree, len(path.read_text().splitlines()) > MOST_LINES)]
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and "triton.jit" not in map(ast.unparse, node.decorator_list):
+            if isinstance(node, Function) and "triton.jit" not in map(ast.unparse, node.decorator_list):
                 lines = (node.end_lineno or 0) - node.lineno
                 kinds.append((f"{name}: {node.name}", node, lines >= MOST_IN_FUNCTION))
         long += [what for what, node, is_long in kinds if is_long and not says_why(node)]
         needless += [what for what, node, is_long in kinds if not is_long and says_why(node)]
     assert not long, f"cut in two, or say why in a line of the docstring, 'Long: …': {long}"
     assert not needless, f"no longer long: {needless}"
+
+
+# Folders of tests, and the folders of sources that they mirror; tests of the whole stand in e2e.
+MIRRORED = {**{part: ROOT / part for part in PARTS}, "commands": ROOT / "src/forebay/commands",
+            "huggingface": ROOT / "src/forebay/huggingface", "benchmarks": ROOT / "benchmarks"}
+
+
+def test_tests_lie_as_their_sources_do() -> None:
+    here = ROOT / "tests"
+    files = [path.relative_to(here) for path in here.rglob("test_*.py")]
+    inner = [path for path in files if len(path.parts) > 1 and path.parts[0] != "e2e"]
+    strays = [str(path) for path in inner
+              if path.parts[0] not in MIRRORED or not MIRRORED[path.parts[0]].joinpath(*path.parts[1:-1]).is_dir()]
+    assert len(inner) > 100 and not strays
+
+
+# Pages held to `WIDTH` with their tables; of others a row of a table may be longer, as it cannot be wrapped.
+WIDTH, NARROW = 120, ("docs/architecture.md", "CONTRIBUTING.md", "passes/README.md")
+
+
+def test_pages_are_wrapped() -> None:
+    pages = [page for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "passes/README.md")
+             if page.name != "coverage.md"]  # which a benchmark writes
+    wide = [f"{page.relative_to(ROOT)}:{i}" for page in pages
+            for i, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+            if len(line) > WIDTH and (str(page.relative_to(ROOT)) in NARROW or not line.startswith("|"))]
+    assert len(pages) > 8 and not wide

@@ -64,6 +64,10 @@ WEIGHT_FORMATS = {
 CACHE_FORMATS = {f.name: f for f in (NATIVE, Format("kv8", "cache", 8), Format("kv4", "cache", 4))}
 ACT8 = Format("act8", "activation", 8, 64)
 ACTIVATION_FORMATS = {ACT8.name: ACT8}
+# What is advised and tried where bytes bind, and the rows of packed weights by which a machine is measured: those of
+# other group sizes are timed as these.
+SMALL_WEIGHTS, SMALL_CACHE = WEIGHT_FORMATS["w4g64"], CACHE_FORMATS["kv4"]
+TIMED_WEIGHTS = ("w4g64", "w8g128")
 BLOCK_FORMATS = {f.name: f for f in (NATIVE, Format("block8", "block", 8), Format("block4", "block", 4))}
 
 
@@ -80,6 +84,11 @@ def weight_format(name: str) -> Format:
         raise ValueError(f"no weight format {name!r}; there are {', '.join(WEIGHT_FORMATS)} and, for other even group "
                          "sizes, names like w8g32")
     return Format(name, "weight", int(parts[1]), int(parts[2]))
+
+
+def packed_format(weight: str) -> Format | None:
+    """The format of packed rows that a product's weight is named by ("w4g64"); None where it is named by its dtype."""
+    return weight_format(weight) if re.match(r"w\d", weight) else None
 
 
 def cache_format(name: str) -> Format:

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from forebay.rewriter.ir.operator_names import called
 from forebay.rewriter.ir.plan import BufferPlacement
 from forebay.rewriter.ir.program import (
     COMPUTE,
@@ -95,7 +98,8 @@ def _part(b: BufferPlacement, shape: CacheRows, tokens: int, first: int) -> Tens
 def _clear(new: BufferPlacement, shape: CacheRows, tokens: tuple[int, int]) -> Launch:
     """Set to zero the tokens that are yet to come."""
     tail = _part(new, shape, tokens[1], tokens[0])
-    return Launch(COMPUTE, "call:aten.zero_.default", (tail,), {}, (), (), (span_of(tail),), f"clear {new.name}")
+    return Launch(COMPUTE, called(torch.ops.aten.zero_.default), (tail,), {}, (), (),
+                  (span_of(tail),), f"clear {new.name}")
 
 
 def _copy(

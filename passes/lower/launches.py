@@ -26,6 +26,7 @@ from forebay.passes.lower.out_variants import (
 from forebay.passes.product_nodes import Linear, is_product, linear_arguments
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import META, Gemm, values_of
+from forebay.rewriter.ir.operator_names import called
 from forebay.rewriter.ir.program import COMPUTE, Launch, TensorRef, dtype_itemsize, span_of
 
 aten = torch.ops.aten
@@ -139,7 +140,7 @@ class Launches:
         if mutated:
             args = self._map(node.args)
             writes = tuple(span_of(r) for i in mutated for r in _refs((args[i],)))
-            return [Launch(COMPUTE, f"call:{target}", args, self._map(node.kwargs), (),
+            return [Launch(COMPUTE, called(target), args, self._map(node.kwargs), (),
                            tuple(span_of(r) for r in _refs((args, *self._map(node.kwargs).values()))), writes,
                            node.name, layer, flops)]
         out = tuple(self._outputs(node))
@@ -161,7 +162,7 @@ class Launches:
             raise LoweringError(f"lower: {node.name} ({target}) returns a view that capture did not resolve")
         else:
             kwargs = self._map(arguments)
-            op, workspace = f"call:{target}", results + transient_nbytes(node)
+            op, workspace = called(target), results + transient_nbytes(node)
         reads = tuple(span_of(r) for r in _refs(tuple(kwargs.values())))
         return [Launch(COMPUTE, op, (), kwargs, out, reads, tuple(span_of(r) for r in out), node.name, layer, flops,
                        workspace)]

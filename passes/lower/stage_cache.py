@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from forebay.passes.lower.addresses import Place
 from forebay.passes.lower.draft import Arrive, Draft, Evict, Fetch, Free, Move, Outgoing, Store
 from forebay.rewriter.ir.graph import META, CacheInput
+from forebay.rewriter.ir.operator_names import called
 from forebay.rewriter.ir.plan import Block, BufferPlacement, Plan
 from forebay.rewriter.ir.program import COMPUTE, Launch, Rows, Span, TensorRef, span_of
 
@@ -98,7 +100,7 @@ class CacheStaging:
         table, tail = self._tables(span, layer, micro_batch)
         index_ref = self._told(BEFORE, layer, micro_batch)
         self.draft.items += [Fetch(index), Arrive(index), Launch(
-            COMPUTE, "call:aten.index_copy_.default", (table, 0, index_ref, tail), {}, (),
+            COMPUTE, called(torch.ops.aten.index_copy_.default), (table, 0, index_ref, tail), {}, (),
             (span, span_of(index_ref), span_of(tail)), (span,), f"layer{layer}_tail_in@{micro_batch}", layer)]
         return span.arena, span.offset, span.buffer
 
@@ -114,7 +116,7 @@ class CacheStaging:
         self.draft.stores.append(Outgoing(f"store cache of layer {layer}@{micro_batch}", span, target, keeps=True,
                                           layer=layer))
         self.draft.items += [Launch(
-            COMPUTE, "aten.index_select.out", (), {"self": table, "dim": 0, "index": index_ref}, (tail,),
+            COMPUTE, str(torch.ops.aten.index_select.out), (), {"self": table, "dim": 0, "index": index_ref}, (tail,),
             (span, span_of(index_ref)), (span_of(tail),), f"layer{layer}_tail_out@{micro_batch}", layer),
             Store(number), Evict(number), Free(index)]
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from forebay.kernels.formats.table import packed_format
 from forebay.rewriter.machine.both_ways import BothWays, side_by_side
 from forebay.rewriter.machine.fits import Fit, fit_times, on_curve
 from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint
@@ -192,8 +193,9 @@ class Machine:
         measured, packed rows of as many bits; on a GPU the other 16-bit type, which has the same kernels and rates."""
         if dtype in self._gemm_dtypes:
             return dtype
-        if dtype.startswith("w"):
-            return next((other for other in self._gemm_dtypes if other.startswith(dtype[:3])), dtype)
+        if (stored := packed_format(dtype)) is not None:
+            packed = ((other, packed_format(other)) for other in self._gemm_dtypes)
+            return next((other for other, rows in packed if rows is not None and rows.bits == stored.bits), dtype)
         if dtype in HALVES and self.device_kind != "cpu":
             return next((other for other in HALVES if other in self._gemm_dtypes), dtype)
         return dtype

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import re
-
-from forebay.kernels.formats.table import weight_format
+from forebay.kernels.formats.table import SMALL_WEIGHTS, weight_format
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import COMPUTE, DISK, UPLOAD
 from forebay.rewriter.predict.estimator import side_by_side_s
 
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
-PACKED_BITS = 16 * weight_format("w4g64").ratio(4096, 2)
+PACK = f"{SMALL_WEIGHTS.name} weights (forebay quantize)"
+PACKED_BITS = 16 * SMALL_WEIGHTS.ratio(4096, 2)
 WORTH = 1.05  # what moves less is not said
 
 
 def advise(plan: Plan) -> list[str]:
-    """Lines like 'disk-bound; w4g64 would give 2.9x', the largest gain first; empty without a prediction.
+    """Lines like 'a link twice as fast would give 1.8x', the largest gain first; empty without a prediction.
 
     Each alternative is costed with everything else as it is: computation and copies side by side, copies in proportion
     to the bytes that would stream. 4-bit weights are taken to compute no faster.
@@ -34,7 +33,7 @@ def advise(plan: Plan) -> list[str]:
         resident = sum(w.nbytes for w in plan.weights if w.tier == "device" or w.gather)
         whole = resident + p.streamed_nbytes
         left = max(0.0, whole * ratio - resident) / p.streamed_nbytes
-        found.append((now / side_by_side_s(compute, stream * left, 1.0, 1.0), "w4g64 weights (forebay quantize)"))
+        found.append((now / side_by_side_s(compute, stream * left, 1.0, 1.0), PACK))
     found.append((now / compute if compute else 1.0,
                   f"a device budget of {format_nbytes(plan.budget.device + p.streamed_nbytes)}, in which all stays,"))
     found.append((now / side_by_side_s(compute, stream / 2, 1.0, 1.0), "a link twice as fast"))
@@ -49,7 +48,7 @@ def advise(plan: Plan) -> list[str]:
 def _packed_ratio(plan: Plan) -> float:
     """Bytes of 4-bit weights over those of the plan's; 1 where they are packed already, or not known."""
     formats = {w.format for w in plan.weights if w.tier != "device"}
-    if any(re.match(r"w[48]", f) for f in formats):
+    if any(weight_format(f).bits for f in formats):
         return 1.0
     bits = [BITS[c.dtype] for c in plan.gemm if c.dtype in BITS]
     return PACKED_BITS / max(bits) if bits else 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
+from forebay.kernels.formats.table import SMALL_CACHE, SMALL_WEIGHTS
 from forebay.rewriter.planning.placement import place, tensor_tiers
 from forebay.rewriter.planning.policy_search import Policy
 from forebay.rewriter.predict.block_costs import Block
@@ -28,9 +29,10 @@ def advice(policy: Policy) -> str:
     gains = []
     others: list[tuple[str, Block]] = []
     if block.weight_format == "native":
-        others.append(("w4g64 weights", replace(block, weight_format="w4g64")))
+        others.append((f"{SMALL_WEIGHTS.name} weights", replace(block, weight_format=SMALL_WEIGHTS.name)))
     if block.cache_format == "native":
-        others.append(("a 4-bit cache", replace(block, cache_format="kv4", host_attention=False)))
+        others.append((f"a {SMALL_CACHE.bits}-bit cache", replace(block, cache_format=SMALL_CACHE.name,
+                                                                        host_attention=False)))
     for name, other in others:
         found = place(problem.costs(other), closed=frozenset())
         if found is not None and policy.placement.time_s / found.time_s > 1.02:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from forebay.kernels.formats.table import CACHE_FORMATS
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.planning.policy_search import BudgetError, Objective, Space, candidates
 from forebay.rewriter.predict.block_costs import Block
@@ -22,7 +23,7 @@ class Lowered:
     and activations on the device."""
 
     micro_batches: tuple[int, ...] = (1,)
-    cache_formats: tuple[str, ...] = ("native", "kv4")
+    cache_formats: tuple[str, ...] = tuple(CACHE_FORMATS)
 
     def space(self, batch: int = 0, cache_formats: tuple[str, ...] = ("native",)) -> Space:
         """The blocks to look at: of exactly `batch` sequences if that is not 0."""

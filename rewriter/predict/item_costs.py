@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from forebay.kernels.operator import Operator
 from forebay.kernels.operators import find
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.operator_names import called
 from forebay.rewriter.ir.program import Copy, FileSlice, Item, Launch, Rows, TensorRef, copy_nbytes, tier_of
 from forebay.rewriter.predict.estimator import Estimator
 
-LOOKUPS = ("aten.embedding.out", "aten.gather.out", "aten.index_select.out")  # they read as much as they write
-APPENDS = ("call:aten.index_copy_.default",)  # they write as much as they read, into something larger
+aten = torch.ops.aten
+# these read as much as they write
+LOOKUPS = frozenset(map(str, (aten.embedding.out, aten.gather.out, aten.index_select.out)))
+APPENDS = frozenset((called(aten.index_copy_.default),))  # they write as much as they read, into something larger
 
 
 def item_time_s(item: Item, times: Estimator) -> float:

@@ -16,6 +16,11 @@ from forebay.kernels import operators
 from forebay.rewriter.ir.graph import CapturedModel, storage_of, values_of, weight_name
 from forebay.rewriter.predict.preset_models import PRESET_CONFIGS
 
+aten = torch.ops.aten
+# How captured graphs multiply by a weight, and show it with its dimensions in another order.
+PRODUCTS = frozenset((aten.linear.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
+                      aten.matmul.default, aten.einsum.default, aten._grouped_mm.default))
+VIEWS = frozenset((aten.transpose.int, aten.t.default, aten.permute.default, aten.view.default, aten.reshape.default))
 ATTENTION, MLP = "attention", "mlp"
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -316,7 +321,7 @@ def _product(node: fx.Node) -> tuple[fx.Node | None, int]:
     if node.op != "call_function" or not values_of(node):
         return None, 0
     weight = next((a for a in node.all_input_nodes if _is_matrix(a)), None)
-    if weight is None or "embedding" in str(node.target) or not _multiplies(node):
+    if weight is None or node.target not in PRODUCTS:
         return None, 0
     out = _ones(values_of(node)[0].shape)
     shape = _ones(values_of(weight)[0].shape)
@@ -325,14 +330,9 @@ def _product(node: fx.Node) -> tuple[fx.Node | None, int]:
 
 def _is_matrix(node: fx.Node) -> bool:
     base, _ = storage_of(node)
-    while base.op != "placeholder" and base.all_input_nodes and str(base.target).startswith(
-            ("aten.transpose", "aten.t.", "aten.permute", "aten.view", "aten.reshape")):
+    while base.target in VIEWS:
         base = base.all_input_nodes[0]
     return weight_name(base) is not None and values_of(base)[0].dim() >= 2
-
-
-def _multiplies(node: fx.Node) -> bool:
-    return any(word in str(node.target) for word in ("linear", "mm", "matmul", "einsum"))
 
 
 def _ones(shape: Any) -> list[int]:

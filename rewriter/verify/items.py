@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from forebay.kernels import operators
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.operator_names import called, overload_of
 from forebay.rewriter.ir.program import (
     COMPUTE,
     DOWNLOAD,
@@ -31,8 +33,9 @@ from forebay.rewriter.ir.program import (
     span_of,
 )
 
+aten = torch.ops.aten
 # Operators in place that read nothing of what they write.
-OVERWRITING = ("call:aten.zero_.default", "call:aten.fill_.Scalar", "call:aten.fill_.Tensor", "call:aten.copy_.default")
+OVERWRITING = frozenset(map(called, (aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default)))
 # Of views: by shape, stride and dtype, the bytes up to behind the last element, and those of one.
 Extents = dict[tuple[Any, ...], tuple[int, int]]
 
@@ -145,7 +148,7 @@ def _check_launch(launch: Launch, extents: Extents) -> None:
         changed = (*changed, *_refs(value for key, value in given if key in written))
         if launch.op in OVERWRITING:
             taken = _refs(value for key, value in given if key not in written)
-    if kwargs and kwargs.get("accumulate") and not launch.op.startswith(("aten.", "call:aten.")):
+    if kwargs and kwargs.get("accumulate") and operators.find(launch.op) is not None:
         taken += launch.out  # torch's `index_put` and `put` add to a copy of an operand
     _check_within(taken, launch.reads, "reads", launch, extents)
     _check_within(changed, launch.writes, "writes", launch, extents)
@@ -244,11 +247,9 @@ def _extent(ref: TensorRef, label: str, extents: Extents) -> int:
 @cache
 def _written(op: str) -> frozenset[int | str] | None:
     """Positions and names of the arguments that an operator of torch writes; None if torch does not know it."""
-    namespace, _, name = op.removeprefix("call:").partition(".")
-    if not name:
+    if "." not in op:
         return frozenset()  # a move of the runtime's own
-    packet, _, overload = name.partition(".")
-    found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
+    found = overload_of(op)
     return None if found is None else frozenset(
         key for i, argument in enumerate(found._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write for key in (i, argument.name))

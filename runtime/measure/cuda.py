@@ -15,6 +15,7 @@ from statistics import median
 import torch
 
 from forebay.kernels.formats.packing import Packing
+from forebay.kernels.formats.table import TIMED_WEIGHTS
 from forebay.kernels.operator import Operator, Tensors
 from forebay.kernels.operator import Product as Shape
 from forebay.kernels.operators import ATTENTION, KV_APPEND, RMS_NORM, ROTARY
@@ -87,7 +88,7 @@ def gemm_points(quick: bool, say: Callable[[str, float], None]) -> tuple[GemmPoi
     """
     device = _device()
     shapes, rows = (GEMM_SHAPES[:QUICK_SHAPES], QUICK_M) if quick else (GEMM_SHAPES, GEMM_M)
-    kinds = ("float32", str(half(device)).removeprefix("torch."), "w4g64", "w8g128")
+    kinds = ("float32", str(half(device)).removeprefix("torch."), *TIMED_WEIGHTS)
     return timed_products(kinds, shapes, 5 if quick else 9, functools.partial(products, rows, device), say,
                           device_burst_s)
 

@@ -21,7 +21,7 @@ import torch
 
 from forebay.kernels.attention.operations import attention_flops
 from forebay.kernels.formats.packing import Packing
-from forebay.kernels.formats.table import weight_format
+from forebay.kernels.formats.table import TIMED_WEIGHTS, packed_format
 from forebay.kernels.operator import Operator, Tensors
 from forebay.kernels.operators import product_with
 from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint
@@ -89,7 +89,7 @@ def medians_s(
 def gemm_points(quick: bool, say: Callable[[str, float], None]) -> tuple[GemmPoint, ...]:
     """Times of [m, k] x [n, k]^T on the CPU by every implementation there is, in float32, bfloat16 and packed rows."""
     shapes, rounds = (GEMM_SHAPES[:QUICK_SHAPES], 9) if quick else (GEMM_SHAPES, 15)
-    return timed_products(("float32", "bfloat16", "w4g64", "w8g128"), shapes, rounds, _products, say)
+    return timed_products(("float32", "bfloat16", *TIMED_WEIGHTS), shapes, rounds, _products, say)
 
 
 def timed_products(
@@ -129,9 +129,9 @@ def product_of(kind: str, k: int, half: torch.dtype) -> tuple[Operator, dict[str
     """The product of weights of a dtype, or of packed rows with x and scales of dtype `half`; how a launch of it says
     what it reads, and x's dtype."""
     operator = product_with(kind)
-    if not kind.startswith("w"):
+    stored = packed_format(kind)
+    if stored is None:
         return operator, {"form": "nk", "accumulate": False}, getattr(torch, kind)
-    stored = weight_format(kind)
     return operator, Packing(stored.bits, k, stored.group_size, half)._asdict(), half
 
 

@@ -10,9 +10,11 @@ import torch
 
 from forebay.kernels import operators
 from forebay.kernels.operator import Operator, Tensors
+from forebay.rewriter.ir.operator_names import is_called, overload_of
 from forebay.rewriter.ir.program import Launch, TensorRef
 from forebay.runtime.devices.device import Call, RuntimeFault
 
+aten = torch.ops.aten
 TensorOf = Callable[[TensorRef], torch.Tensor]
 
 
@@ -28,17 +30,20 @@ def bind_launch(launch: Launch, tensor: TensorOf) -> Call:
         return bind_operator(operator, launch, use, "cuda" if on_gpu else "cpu")
     if launch.op == "copy":
         return functools.partial(out[0].copy_, args[0])
-    if launch.op.startswith("call:"):
-        return _bind_functional(_operator(launch.op[5:], launch), args, kwargs, out)
-    return _bind_out_variant(_operator(launch.op, launch), kwargs, out)
+    torchs = overload_of(launch.op)
+    if torchs is None:
+        raise RuntimeFault(f"{launch.label}: the operator {launch.op} is not known to torch {torch.__version__}")
+    if is_called(launch.op):
+        return _bind_functional(torchs, args, kwargs, out)
+    return _bind_out_variant(torchs, kwargs, out)
 
 
 # torch's own entry points take 1 us less per call than the operator objects behind them (1.6 against 2.7 for add)
-ENTRY_POINTS: dict[str, Any] = {
-    "aten.add.out": torch.add, "aten.mul.out": torch.mul, "aten.sub.out": torch.sub, "aten.cat.out": torch.cat,
-    "aten.neg.out": torch.neg, "aten.silu.out": torch._C._nn.silu, "aten.gelu.out": torch._C._nn.gelu,
-    "aten.rsqrt.out": torch.rsqrt, "aten.mean.out": torch.mean, "aten.pow.Tensor_Scalar_out": torch.pow,
-    "aten.cos.out": torch.cos, "aten.sin.out": torch.sin,
+ENTRY_POINTS: dict[torch._ops.OpOverload, Callable[..., torch.Tensor]] = {
+    aten.add.out: torch.add, aten.mul.out: torch.mul, aten.sub.out: torch.sub, aten.cat.out: torch.cat,
+    aten.neg.out: torch.neg, aten.silu.out: torch._C._nn.silu, aten.gelu.out: torch._C._nn.gelu,
+    aten.rsqrt.out: torch.rsqrt, aten.mean.out: torch.mean, aten.pow.Tensor_Scalar_out: torch.pow,
+    aten.cos.out: torch.cos, aten.sin.out: torch.sin,
 }
 
 
@@ -46,7 +51,7 @@ def _bind_out_variant(op: Any, kwargs: dict[str, Any], out: list[torch.Tensor]) 
     arguments = op._schema.arguments
     names = [a.name for a in arguments if a.is_out]
     ordered = [kwargs.pop(a.name) for a in arguments if not a.kwarg_only and a.name in kwargs]
-    entry = ENTRY_POINTS.get(str(op))
+    entry = ENTRY_POINTS.get(op)
     if entry is not None:
         return functools.partial(entry, *ordered, **kwargs, out=out[0])
     return functools.partial(op, *ordered, **kwargs, **dict(zip(names, out, strict=True)))
@@ -85,14 +90,6 @@ def _bind_functional(op: Any, args: Any, kwargs: dict[str, Any], out: list[torch
             target.copy_(value)
 
     return call
-
-
-def _operator(name: str, launch: Launch) -> Any:
-    try:
-        namespace, packet, overload = name.split(".")
-        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    except (ValueError, AttributeError) as error:
-        raise RuntimeFault(f"{launch.label}: the operator {name} is not known to torch {torch.__version__}") from error
 
 
 def _tensors(value: Any, tensor: TensorOf) -> Any:

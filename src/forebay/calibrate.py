@@ -20,7 +20,7 @@ import torch
 
 from forebay.kernels.attention.attention.reference import first_seen
 from forebay.kernels.attention.decode_attention.reference import HELD
-from forebay.kernels.operators import ATTENTION
+from forebay.kernels.operators import ATTENTION, find
 from forebay.rewriter.ir.program import Item, Launch
 from forebay.runtime.run.trace import Trace
 
@@ -130,7 +130,7 @@ class ScoreTrace(Trace):
         self.seen: dict[int, LayerScores] = {}
 
     def timed(self, item: Item, call: Call) -> Call:
-        if not (isinstance(item, Launch) and item.op == ATTENTION.name):
+        if not (isinstance(item, Launch) and find(item.op) is ATTENTION):
             return call
         layer, args = item.layer, item.args
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from forebay.kernels.attention.decode_attention import decode_shares
-from forebay.kernels.formats.table import weight_format
+from forebay.kernels.formats.table import packed_format
 from forebay.kernels.operator import Product
 from forebay.kernels.products.linear import selection
 
@@ -15,9 +15,9 @@ HALVES = ("float16", "bfloat16")
 
 def _kind(weight: str) -> tuple[str, int]:
     """(kind of selection, group size) of a weight's dtype, or of its packed rows ("w4g64")."""
-    if not weight.startswith("w"):
+    stored = packed_format(weight)
+    if stored is None:
         return "linear", 0
-    stored = weight_format(weight)
     return selection.KIND_OF_BITS[stored.bits], stored.group_size
 
 

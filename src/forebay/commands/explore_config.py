@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from forebay.commands.plan_config import Point, Request, draw_frontier, frontier_data, frontier_lines
+from forebay.kernels.formats.table import SMALL_CACHE, SMALL_WEIGHTS
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.planning.placement import NO_CHECKPOINTS
 from forebay.rewriter.planning.policy_search import Problem, Space, frontier, search
 from forebay.rewriter.planning.policy_summary import summary, weight_tiers
 from forebay.rewriter.predict.model_shapes import load_model_shape
-
-WEIGHT_FORMATS = ("native", "w4g64")
-CACHE_FORMATS = ("native", "kv4")
 
 
 def explore_config(
@@ -24,15 +22,15 @@ def explore_config(
 ) -> dict[str, Any]:
     """The best policy as JSON-able data; with `pareto`, the frontier too, drawn to that PNG and JSON.
 
-    `quantise` also tries 4-bit weights and cache. Raises PlanError, BudgetError, ModelError or PresetError (all
+    `quantise` also tries weights and cache of few bits. Raises PlanError, BudgetError, ModelError or PresetError (all
     ValueErrors) that name the field, or the binding tier and the smallest budget for it.
     """
     wanted = request.wanted()
     problem = Problem(load_model_shape(request.config), load_machine_or_preset(request.machine), request.prompt,
                       request.output, capacity=dict(request.capacity))
     space = Space(batch=request.batch, closed=frozenset() if checkpoints else NO_CHECKPOINTS,
-                  weight_formats=WEIGHT_FORMATS if quantise else ("native",),
-                  cache_formats=CACHE_FORMATS if quantise else ("native",),
+                  weight_formats=("native", SMALL_WEIGHTS.name) if quantise else ("native",),
+                  cache_formats=("native", SMALL_CACHE.name) if quantise else ("native",),
                   orders=("row", "zigzag", "diagonal") if diagonal else ("row", "zigzag"))
     policy = search(problem, space, wanted)
     found: dict[str, Any] = {
