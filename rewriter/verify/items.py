@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from forebay.kernels import operators
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.operator_names import called, overload_of
 from forebay.rewriter.ir.program import (
@@ -148,7 +147,7 @@ def _check_launch(launch: Launch, extents: Extents) -> None:
         changed = (*changed, *_refs(value for key, value in given if key in written))
         if launch.op in OVERWRITING:
             taken = _refs(value for key, value in given if key not in written)
-    if kwargs and kwargs.get("accumulate") and operators.find(launch.op) is not None:
+    if kwargs and kwargs.get("accumulate") and getattr(overload_of(launch.op), "namespace", "") != aten.name:
         taken += launch.out  # torch's `index_put` and `put` add to a copy of an operand
     _check_within(taken, launch.reads, "reads", launch, extents)
     _check_within(changed, launch.writes, "writes", launch, extents)
