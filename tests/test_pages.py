@@ -1,0 +1,109 @@
+"""What docs/architecture.md and docs/debugging.md quote of one graph's stages is what examples/one_graph.py makes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from forebay.rewriter import pipeline
+from forebay.rewriter.ir.program import Program, Wait
+from forebay.rewriter.verify.program import ProgramError, verify_program
+
+ROOT = Path(__file__).parents[1]
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+DEBUGGING = (ROOT / "docs/debugging.md").read_text(encoding="utf-8")
+# where in each page the quoted blocks stand
+QUOTED = {"architecture.md": (ARCHITECTURE, "## One graph through every stage", "What has no room on the device goes"),
+          "debugging.md": (DEBUGGING, "A graph is one node per line", "Read it as follows.")}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Mapping[str, str], Program]:
+    """The files that the example writes, and its Program of a decode step."""
+    folder, proved = tmp_path_factory.mktemp("dumps"), {}
+    spec = importlib.util.spec_from_file_location("one_graph", ROOT / "examples/one_graph.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "verify_program", lambda program, budget: proved.__setitem__(program.name, program))
+        example.main(folder)
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.*")}, proved["step of 1 tokens"]
+
+
+def blocks(page: str) -> list[list[str]]:
+    text, begin, end = QUOTED[page]
+    assert text.count(begin) == text.count(end) == 1
+    quoted = text[text.index(begin) : text.index(end)]
+    return [[line.strip() for line in block.splitlines()] for block in re.findall(r"(?:^    .+\n|^\n(?=    ))+", quoted,
+                                                                                 re.MULTILINE) if block.strip()]
+
+
+def pattern(line: str) -> re.Pattern[str]:
+    """What matches a quoted line, but for a gloss behind an arrow: … stands for anything, symbols may have any number,
+    and a product any implementation."""
+    quoted = re.escape(re.sub(r"\s+", " ", line.split(" ← ")[0]).strip())
+    quoted = quoted.replace("…", ".*").replace(r"\(flat\)", r"\(\w+\)")
+    return re.compile(re.sub(r"\bs\d+\b", r"s\\d+", quoted))
+
+
+def shortened(line: str) -> str:
+    """A line of a dump without what the pages leave out."""
+    for left_out in (r" : \[num_users=\d+\]", r"torch\.ops\.", r"forebay\.rewriter\.ir\.ops\.", r"\.default",
+                     r", kwargs = \{\}", r"  by \w+", r"  # $"):
+        line = re.sub(left_out, "", line)
+    line = re.sub(r"placeholder\[target=\w+\]", "placeholder", re.sub(r"call_function\[target=([\w.]+)\]", r"\1", line))
+    return re.sub(r"\s+", " ", line).strip()
+
+
+def quotes(block: list[str], dump: str) -> bool:
+    """Whether the lines of a block follow one another in a dump, with others between them only at a … of its own."""
+    found = [[re.sub(r"\s+", " ", line).strip(), shortened(line)] for line in dump.splitlines() if line.strip()]
+    at, gap = 0, True
+    for line in (line for line in block if line):
+        if line == "…":
+            gap = True
+            continue
+        wanted = pattern(line)
+        fits = (i for i in range(at, len(found) if gap else min(at + 1, len(found)))
+                if any(map(wanted.fullmatch, found[i])))
+        place = next(fits, None)
+        if place is None:
+            return False
+        at, gap = place + 1, False
+    return True
+
+
+@pytest.mark.parametrize("page", QUOTED)
+def test_pages_quote_what_the_example_makes(page: str, made: tuple[Mapping[str, str], Program]) -> None:
+    files, _ = made
+    found = blocks(page)
+    assert len(found) == {"architecture.md": 8, "debugging.md": 2}[page]
+    strange = [block for block in found if not any(quotes(block, dump) for dump in files.values())]
+    assert strange == []
+
+
+def test_a_wrong_quotation_is_seen(made: tuple[Mapping[str, str], Program]) -> None:
+    dump = made[0]["1_tokens/program.txt"]
+    lines = [line for line in dump.splitlines() if line][4:9]
+    assert quotes(lines, dump) and quotes([lines[0], "…", lines[3]], dump)
+    assert not quotes([lines[0], lines[3]], dump) and not quotes(lines[::-1], dump)
+    assert not quotes([lines[0].replace("1", "7")], dump) and not quotes([lines[0][:-1]], dump)
+
+
+def test_errors_of_the_proof_are_worded_as_the_page_says(made: tuple[Mapping[str, str], Program]) -> None:
+    _, program = made
+    told = [re.sub(r"\s+", " ", text).strip() for text in re.findall(r"ProgramError: ((?:.+\n)+)", DEBUGGING)]
+    waits = [tuple(found) for found in re.findall(r"`(\w+) wait event (\d)`", DEBUGGING)]
+    assert len(told) == len(waits) == 3
+    for message, (stream, event) in zip(told, waits, strict=True):
+        step = [item for item in program.step
+                if not (isinstance(item, Wait) and (item.stream, str(item.event)) == (stream, event))]
+        with pytest.raises(ProgramError) as caught:
+            verify_program(replace(program, step=tuple(step)), {"device": 910_000, "host": None})
+        assert str(caught.value) == message
