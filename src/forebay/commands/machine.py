@@ -43,9 +43,9 @@ def machine_command(
             print(found.to_json())
             return
         print(f"{found.name}: {found.device_kind}, {found.cores} cores, {found.threads} threads, measured {found.date}")
-        for tier, known in found.tiers.items():
-            speed = f", read at {known.bandwidth_bytes_per_s / 1e9:.2f} GB/s" if known.bandwidth_bytes_per_s else ""
-            print(f"tier {tier:<8}{format_nbytes(known.capacity_nbytes)} free{speed}")
+        for tier, held in found.tiers.items():
+            speed = f", read at {held.bandwidth_bytes_per_s / 1e9:.2f} GB/s" if held.bandwidth_bytes_per_s else ""
+            print(f"tier {tier:<8}{format_nbytes(held.capacity_nbytes)} free{speed}")
         for link in found.links:
             how = f"{link.method}, {link.depth} in flight of {format_nbytes(link.chunk_nbytes)}" if link.chunk_nbytes \
                 else link.method
