@@ -110,19 +110,20 @@ class Pipeline:
         count = graphs.block.micro_batches
         self._cache_rows = {} if graphs.prefill is None else {
             name: replace(rows, rows=count * rows.rows) for name, rows in cache_rows(decode).items()}
-        staged = staged_cache(decode, graphs.block) if graphs.block.cache == "disk" else None
-        if staged is not None and machine.device_kind != "cpu":
+        on_disk = graphs.block.cache == "disk"
+        staged = staged_cache(decode, graphs.block, workload.prompt)
+        if on_disk and machine.device_kind != "cpu":
             raise PlanError("a cache on disk is lowered for machines without a GPU only; keep it on the device")
         uses = weight_uses(decode, set(graphs.constants))
         self.needs = ModelNeeds(
             graphs.fingerprint, uses,
             {name: t.numel() * t.element_size() for name, t in graphs.constants.items()},
-            staged.tails if staged is not None else {
+            staged.tails if staged is not None and on_disk else {
                 name: count * nbytes for name, nbytes in cache_buffers(decode).items()},
             self.need, graphs.weight_tier, graphs.host_hop,
             {name: rows.nbytes(workload.prompt) for name, rows in self._cache_rows.items()},
             rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, graphs.weight_tier,
-                     cache_sides(decode), count),
+                     cache_sides(decode), graphs.block),
             graphs.block, weights_of_layers(decode), graphs.cache_format, staged)
 
     @no_collection()
@@ -220,7 +221,8 @@ class Pipeline:
                 flat, likes = self.graphs.sample(tokens)
             else:
                 flat, likes = inline_blocks(self.graphs.step(tokens)), {}
-            layout = replace(plan_activations(flat, not self.switches.no_reuse, self.graphs.block), likes=likes)
+            block = self.graphs.block.of_step(tokens)
+            layout = replace(plan_activations(flat, not self.switches.no_reuse, block), likes=likes)
             found = self._needs[tokens] = PhaseNeed(
                 layout.height, self._most_workspace(flat, uses := product_uses(flat)), layout, uses)
         return found
@@ -362,7 +364,7 @@ def _nowhere(node: fx.Node, result: int = 0) -> TensorRef:
 
 def _prediction(plan: Plan, programs: Mapping[int, Program], lines: Mapping[int, Timeline]) -> Prediction:
     chunk = plan.schedule.prefill_chunk
-    passes = -(-plan.workload.prompt // chunk)
+    passes = -(-plan.workload.prompt // chunk) * plan.schedule.block.prefills(plan.workload.batch)
     workspace = max(p.workspace_nbytes() for p in programs.values())
     peak = {tier: nbytes + (workspace if tier == "device" else 0) for tier, nbytes in plan.arenas.items()}
     return Prediction(

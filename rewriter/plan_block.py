@@ -74,7 +74,8 @@ def disk_blocks(wishes: Wishes, batch: int, tokens: int) -> list[Block]:
     """The blocks to try for a cache on disk: as wished, or with micro-batches of several sizes."""
     counts = [wishes.micro_batches] if wishes.micro_batches else [
         math.ceil(batch / size) for size in reversed(SIZES) if size == 1 or size < 2 * batch]
-    return [Block(count, wishes.order, "disk", tokens, wishes.cache_slots)
+    entering = min(wishes.entering or 0, batch)
+    return [Block(count, wishes.order, "disk", tokens, wishes.cache_slots, entering)
             for count in dict.fromkeys(min(count, batch) for count in counts)]
 
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from forebay.passes.lower.addresses import TILE, Addresses, Place, Symbols, micro_batch_symbols, settled
 from forebay.passes.lower.draft import Arrive, Draft, Fetch, Found, Free, Lookup, Move
+from forebay.passes.lower.enter_places import PlaceStaging
 from forebay.passes.lower.launches import LoweringError, Workspace
 from forebay.passes.lower.place_copies import landing_of
 from forebay.passes.lower.recording import (
@@ -76,7 +77,7 @@ class _Lowering:
         self.outer = Addresses(gm, layout, "", {})
         self.recorded: dict[object, tuple[Recording, list[tuple[int, str]]]] = {}
         self.pieces: list[list[tuple[Recording, _Instance]]] = []
-        self.staging: CacheStaging | None = None
+        self.staging: CacheStaging | PlaceStaging | None = None
         self.activations = [micro_batch_symbols(layout, k, self.count) for k in range(self.count)]
         self.lookups = self.fetched = 0
 
@@ -86,9 +87,13 @@ class _Lowering:
         draft.resident = {b.name: Span(b.arena, b.offset, b.nbytes, b.name)
                           for b in self.plan.buffers if b.kind in kept}
         placeholders = self.gm.graph.find_nodes(op="placeholder")
-        if self.plan.schedule.block.cache == "disk":
+        block = self.plan.schedule.block
+        if block.cache == "disk" or block.entering:
             tokens = next(n for n in placeholders if n.target == "input_ids").meta["val"].shape[1]
-            self.staging = CacheStaging(draft, self.plan, staged_layers(self.gm, self.plan.schedule.block), tokens)
+            if block.cache == "disk":
+                self.staging = CacheStaging(draft, self.plan, staged_layers(self.gm, block), tokens)
+            elif tokens > 1:
+                self.staging = PlaceStaging(draft, self.plan, self.gm)
         outer = self.whole = self._instance(-1, ((self.outer.symbols[n], n) for n in placeholders))
         recorder = Recorder(self.outer, self.workspace)
         pending: list[fx.Node] = []  # nodes since the last block call
@@ -169,7 +174,7 @@ class _Lowering:
                 if b is not None:  # else it streams from disk
                     symbols[symbol] = b.arena, b.offset, b.name
             elif isinstance(mark, CacheInput) and self.staging is not None:
-                staged[symbol] = self.staging.layers[mark.layer].beside if mark.side == "v" else 0
+                staged[symbol] = self.staging.offset(mark)
             elif isinstance(mark, CacheInput):
                 b = self.buffers[f"cache_{mark.side}_{mark.layer}"]
                 cache[symbol] = (b.arena, b.offset, b.name), b.nbytes // self.count
@@ -240,8 +245,8 @@ class _Lowering:
             b = self.buffers[weight]
             source = Span(b.arena, b.offset + lower, nbytes, weight)
         number = self.fetched % self.plan.schedule.slots
+        slot, buffer = self.slots[number], f"slot{number}:{self.fetched}"  # alike in all steps: they hand copies on
         self.fetched += 1
-        slot, buffer = self.slots[number], f"slot{number}:{index}"
         span, room = landing_of(direct, slot, nbytes, buffer, entry.itemsize)
         whole = entry.lower == 0 and entry.upper == entry.rows
         label = f"fetch {weight}" if whole else f"fetch {weight}[{entry.lower}:{entry.upper}]"

@@ -4,6 +4,8 @@ A slot holds one layer's cache of one micro-batch, token by token, K and V besid
 The *tail*, the block of each sequence that is not full yet, stays on the device: it joins the others in the slot before
 new tokens are appended there, and is taken out again behind attention. So attention reads one piece of memory, and what
 was loaded is attended where it landed. Which blocks exist, int64 tensors tell that the caller writes before each step.
+A prefill of some sequences alone stages those: its tables name blocks of all sequences, and the tails of its places
+pass through the buffer `entering`.
 """
 
 from __future__ import annotations
@@ -11,15 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from forebay.passes.lower.addresses import Place
 from forebay.passes.lower.draft import Arrive, Draft, Evict, Fetch, Free, Move, Outgoing, Store
+from forebay.passes.lower.enter_places import ENTERING, name_places, put, take
 from forebay.rewriter.ir.graph import META, CacheInput
-from forebay.rewriter.ir.operator_names import called
 from forebay.rewriter.ir.plan import Block, BufferPlacement, Plan
-from forebay.rewriter.ir.program import COMPUTE, Launch, Rows, Span, TensorRef, span_of
+from forebay.rewriter.ir.program import COMPUTE, Release, Rows, Span, TensorRef, span_of
 
 RING = "cache"  # of staging slots; also the name of the spill file
 WORD = 8  # blocks move as int64
@@ -76,6 +77,7 @@ class CacheStaging:
         self.buffers: dict[str, BufferPlacement] = {b.name: b for b in plan.buffers}
         self.count = plan.schedule.block.micro_batches
         self.fetched = 0
+        self.places = name_places(draft, plan) if plan.schedule.block.entering and tokens > 1 else None
         first, w = next(iter(layers.values())), plan.workload
         capacity = first.blocks * plan.schedule.block.cache_tokens
         # halfway through the answer, or through the prompt; a block gets full every so many tokens
@@ -86,6 +88,10 @@ class CacheStaging:
             b = self.buffers[name]
             draft.inputs[name] = TensorRef(b.arena, b.offset, "int64", (self.count * size,), (1,), name)
             draft.resident[name] = span_of(draft.inputs[name])
+
+    def offset(self, mark: CacheInput) -> int:
+        """Where K or V of a layer begins in what is staged."""
+        return self.layers[mark.layer].beside if mark.side == "v" else 0
 
     def bring(self, layer: int, micro_batch: int) -> Place:
         """Load the blocks that exist, and put the tails beside them; where they lie then."""
@@ -99,9 +105,12 @@ class CacheStaging:
                                      layer))
         table, tail = self._tables(span, layer, micro_batch)
         index_ref = self._told(BEFORE, layer, micro_batch)
-        self.draft.items += [Fetch(index), Arrive(index), Launch(
-            COMPUTE, called(torch.ops.aten.index_copy_.default), (table, 0, index_ref, tail), {}, (),
-            (span, span_of(index_ref), span_of(tail)), (span,), f"layer{layer}_tail_in@{micro_batch}", layer)]
+        self.draft.items += [Fetch(index), Arrive(index)]
+        if self.places is not None:
+            tails = self._tails(layer)
+            self.draft.items.append(
+                take(tails, self.places, tail, span_of(tails), f"layer{layer}_tails_of_places", layer))
+        self.draft.items.append(put(tail, index_ref, table, span, f"layer{layer}_tail_in@{micro_batch}", layer))
         return span.arena, span.offset, span.buffer
 
     def keep(self, layer: int, micro_batch: int, place: Place) -> None:
@@ -115,24 +124,39 @@ class CacheStaging:
         number = len(self.draft.stores)
         self.draft.stores.append(Outgoing(f"store cache of layer {layer}@{micro_batch}", span, target, keeps=True,
                                           layer=layer))
-        self.draft.items += [Launch(
-            COMPUTE, str(torch.ops.aten.index_select.out), (), {"self": table, "dim": 0, "index": index_ref}, (tail,),
-            (span, span_of(index_ref)), (span_of(tail),), f"layer{layer}_tail_out@{micro_batch}", layer),
-            Store(number), Evict(number), Free(index)]
+        self.draft.items.append(take(table, index_ref, tail, span, f"layer{layer}_tail_out@{micro_batch}", layer))
+        if self.places is not None:
+            tails = self._tails(layer)
+            self.draft.items += [put(tail, self.places, tails, span_of(tails), f"layer{layer}_tails_to_places", layer),
+                                 Release(COMPUTE, span_of(tail))]
+        self.draft.items += [Store(number), Evict(number), Free(index)]
 
     def _home(self, layer: int, micro_batch: int) -> Span:
-        """The bytes of the spill file that are a micro-batch's."""
+        """The bytes of the spill file that a micro-batch's blocks are among."""
         b, nbytes = self.buffers[f"cache_{layer}"], self.layers[layer].nbytes
+        if self.places is not None:
+            return Span(b.arena, b.offset, b.nbytes, b.name)
         return Span(b.arena, b.offset + micro_batch * nbytes, nbytes, b.name)
 
     def _tables(self, span: Span, layer: int, micro_batch: int) -> tuple[TensorRef, TensorRef]:
-        """The slot and the tails as rows of blocks."""
-        staged, tail = self.layers[layer], self.buffers[f"tail_{layer}"]
+        """The slot, and the tails of those whose turn it is, as rows of blocks."""
+        staged = self.layers[layer]
         words = staged.block_nbytes // WORD
-        return (TensorRef(span.arena, span.offset, "int64", (staged.sequences * staged.blocks, words), (words, 1),
-                          span.buffer),
-                TensorRef(tail.arena, tail.offset + micro_batch * staged.tail_nbytes, "int64",
-                          (staged.sequences, words), (words, 1), tail.name))
+        table = TensorRef(span.arena, span.offset, "int64", (staged.sequences * staged.blocks, words), (words, 1),
+                          span.buffer)
+        if self.places is not None:
+            b = self.buffers[ENTERING]
+            return table, TensorRef(b.arena, b.offset, "int64", (staged.sequences, words), (words, 1),
+                                    f"{ENTERING}:{layer}")
+        tails = self._tails(layer)
+        return table, TensorRef(tails.arena, tails.offset + micro_batch * staged.tail_nbytes, "int64",
+                                (staged.sequences, words), (words, 1), tails.buffer)
+
+    def _tails(self, layer: int) -> TensorRef:
+        """The tails of all sequences as rows of blocks."""
+        b, block_nbytes = self.buffers[f"tail_{layer}"], self.layers[layer].block_nbytes
+        return TensorRef(b.arena, b.offset, "int64", (b.nbytes // block_nbytes, block_nbytes // WORD),
+                         (block_nbytes // WORD, 1), b.name)
 
     def _told(self, name: str, layer: int, micro_batch: int) -> TensorRef:
         """A micro-batch's part of an input."""

@@ -29,7 +29,7 @@ class StepGraphs:
     `sample(tokens)`, if it has block calls, a flat one of a few of its layers, and for each layer the one there that it
     is like. `files` tells where the weights lie on disk; `constants` are small tensors that always stay in memory.
     `prefill(tokens)`, if the cache may grow, is `step(tokens)` with a cache of the workload's prompt alone. All graphs
-    are those of one micro-batch of `block`.
+    are those of one micro-batch of `block`, as a step over so many tokens sees it.
     """
 
     fingerprint: str
@@ -51,20 +51,26 @@ def step_graphs(
 ) -> StepGraphs:
     """The step graphs of `captured` for the batch and context of `workload`, whose batch `block` divides."""
     weights = _weight_inputs(captured)
-    workload = replace(workload, batch=workload.batch // block.micro_batches)
+
+    def inputs_of(tokens: int, cached: int | None = None) -> dict[str, torch.Tensor]:
+        each = replace(workload, batch=block.sequences(workload.batch, tokens))
+        if block.entering and tokens > 1 and block.cache == "device":
+            cached = workload.prompt  # of the rows that are staged
+        return step_inputs(captured, each, tokens, cached, weights, block)
 
     def step(tokens: int, cached: int | None = None) -> fx.GraphModule:
-        return concretise(captured.step, step_inputs(captured, workload, tokens, cached, weights, block))
+        return concretise(captured.step, inputs_of(tokens, cached))
 
     short, likes = few_layers(captured.step)
     few = {node.name for node in short.graph.find_nodes(op="placeholder")}
 
     def sample(tokens: int) -> tuple[fx.GraphModule, dict[int, int]]:
-        inputs = step_inputs(captured, workload, tokens, None, weights, block)
+        inputs = inputs_of(tokens)
         return inline_blocks(concretise(short, {name: inputs[name] for name in few & inputs.keys()})), likes
 
     return StepGraphs(fingerprint, step, files, captured.constants, host_hop, sample=sample,
-                      prefill=None if block.cache == "disk" else lambda tokens: step(tokens, workload.prompt),
+                      prefill=None if block.cache == "disk" or block.entering else (
+                          lambda tokens: step(tokens, workload.prompt)),
                       cache_format=captured.cache[0].format if captured.cache else "native", block=block)
 
 

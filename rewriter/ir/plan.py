@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal
 
 from forebay.kernels.formats.table import cache_format, weight_format
+from forebay.rewriter.ir.from_json import from_json
 
 VERSION = 2
 TIERS = ("device", "host", "disk")
@@ -89,6 +89,9 @@ class Block:
 
     A `cache` on disk is loaded into one of `cache_slots` staging slots for each layer and micro-batch, in blocks of
     `cache_tokens` tokens; the block that is not full yet stays on the device.
+
+    With `entering`, a prefill step computes so many sequences alone, for the places that its input names; the others
+    keep their cache. Else it computes all of them.
     """
 
     micro_batches: int = 1
@@ -96,6 +99,19 @@ class Block:
     cache: Literal["device", "disk"] = "device"
     cache_tokens: int = 0
     cache_slots: int = 0
+    entering: int = 0
+
+    def of_step(self, tokens: int) -> Block:
+        """The block as a step over `tokens` tokens per sequence sees it."""
+        return replace(self, micro_batches=1) if self.entering and tokens > 1 else self
+
+    def sequences(self, batch: int, tokens: int) -> int:
+        """Sequences of a micro-batch in a step over `tokens` tokens, of `batch` in all."""
+        return self.entering if self.entering and tokens > 1 else batch // self.micro_batches
+
+    def prefills(self, batch: int) -> int:
+        """How many times prefill steps run until they have computed `batch` sequences."""
+        return -(-batch // self.entering) if self.entering else 1
 
     def cache_blocks(self, context: int) -> int:
         """Blocks of a sequence in a cache on disk: those of `context` tokens, the last of which is never full."""
@@ -232,8 +248,9 @@ class Plan:
         return tuple(b for b in self.buffers if b.phase in ("all", phase))
 
     def during(self, tokens: int) -> Plan:
-        """The plan as a step over `tokens` tokens per sequence sees it: with the buffers of its phase alone."""
-        return replace(self, buffers=self.buffers_of("decode" if tokens == 1 else "prefill"))
+        """The plan as a step over `tokens` tokens per sequence sees it: with the buffers and the block of its phase."""
+        schedule = replace(self.schedule, block=self.schedule.block.of_step(tokens))
+        return replace(self, schedule=schedule, buffers=self.buffers_of("decode" if tokens == 1 else "prefill"))
 
     def meeting(self) -> Meeting | None:
         """Where cache and activations of a decode step would meet; None without a cache on the device."""
@@ -274,52 +291,12 @@ def plan_from_dict(data: object) -> Plan:
     if isinstance(data, dict) and data.get("version") != VERSION:
         raise PlanError(f"plan.version: this plan says {data.get('version')!r}, this release reads {VERSION}; plan "
                         "again")
-    plan = from_json(Plan, data, "plan")
+    try:
+        plan: Plan = from_json(Plan, data, "plan")
+    except ValueError as error:
+        raise PlanError(str(error)) from error
     validate(plan)
     return plan
-
-
-def from_json(kind: Any, data: object, path: str) -> Any:
-    """Convert parsed JSON to the annotated type `kind`, refusing unknown, missing and mistyped fields by path."""
-    if is_dataclass(kind):
-        if not isinstance(data, dict):
-            raise PlanError(f"{path}: expected an object, found {type(data).__name__}")
-        hints = get_type_hints(kind)
-        unknown = set(data) - set(hints)
-        if unknown:
-            raise PlanError(f"{path}.{sorted(unknown)[0]}: unknown field")
-        values = {}
-        for f in fields(kind):
-            if f.name in data:
-                values[f.name] = from_json(hints[f.name], data[f.name], f"{path}.{f.name}")
-        try:
-            return kind(**values)  # type: ignore[operator]
-        except TypeError as error:
-            raise PlanError(f"{path}: {error}") from error
-    origin, args = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        if data not in args:
-            raise PlanError(f"{path}: {data!r} is not one of {', '.join(map(str, args))}")
-        return data
-    if origin is tuple:
-        if not isinstance(data, list):
-            raise PlanError(f"{path}: expected a list, found {type(data).__name__}")
-        return tuple(from_json(args[0], item, f"{path}[{i}]") for i, item in enumerate(data))
-    if origin is dict:
-        if not isinstance(data, dict):
-            raise PlanError(f"{path}: expected an object, found {type(data).__name__}")
-        return {key: from_json(args[1], item, f"{path}.{key}") for key, item in data.items()}
-    if origin is UnionType:
-        if data is None and type(None) in args:
-            return None
-        return from_json(next(a for a in args if a is not type(None)), data, path)
-    if isinstance(data, int) and not -(1 << 63) <= data < 1 << 63:
-        raise PlanError(f"{path}: a number of {data.bit_length()} bits; 64 are the most")
-    if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
-    if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
-        raise PlanError(f"{path}: expected {kind.__name__}, found {data!r}")
-    return data
 
 
 def _validate_block(plan: Plan) -> None:
@@ -331,6 +308,12 @@ def _validate_block(plan: Plan) -> None:
     if plan.workload.batch % s.block.micro_batches:
         raise PlanError(f"plan.schedule.block.micro_batches: {s.block.micro_batches} do not divide a batch of "
                         f"{plan.workload.batch} (plan.workload.batch)")
+    if not 0 <= s.block.entering <= plan.workload.batch:
+        raise PlanError(f"plan.schedule.block.entering: {s.block.entering} is not between 0 and the batch of "
+                        f"{plan.workload.batch} (plan.workload.batch)")
+    if s.block.entering and s.prefill_chunks[-1] == 1:
+        raise PlanError("plan.schedule.prefill_chunks: with plan.schedule.block.entering a step over 1 token decodes; "
+                        "the shortest chunk must be 2")
 
 
 def validate(plan: Plan) -> None:

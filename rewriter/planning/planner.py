@@ -62,7 +62,7 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, wishes: Wis
 def smallest_budget(needs: ModelNeeds, workload: Workload, wishes: Wishes) -> tuple[int, dict[str, int]]:
     """The least device budget in bytes that a plan exists for, and what takes it; by bisection."""
     kinds = _kinds(needs)
-    least = replace(wishes, prefill_chunk=wishes.prefill_chunk or 1)
+    least = replace(wishes, prefill_chunk=wishes.prefill_chunk or _shortest(needs))
 
     def fits(nbytes: int) -> list[_Fit]:
         return _candidates(needs, kinds, Budget(nbytes), workload, least)
@@ -139,6 +139,7 @@ class _Fit:
 def _candidates(needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes) -> list[_Fit]:
     """Every way to spend the budget that is worth a look, larger chunks first."""
     chunks = [min(wishes.prefill_chunk, workload.prompt)] if wishes.prefill_chunk else _halvings(workload.prompt)
+    chunks = [chunk for chunk in chunks if chunk >= _shortest(needs)]
     choices = _slot_choices(kinds.products, wishes, needs.block)
     staged = budget.host if needs.weight_tier == "disk" and needs.host_hop else 0
     found = []
@@ -168,7 +169,7 @@ def _cheapest(
         return sum(aligned(u.nbytes) for u in _spread(kinds.products, room))
 
     def cost(fit: _Fit, nbytes: int) -> float:
-        passes = -(-workload.prompt // fit.chunk)
+        passes = -(-workload.prompt // fit.chunk) * needs.block.prefills(workload.batch)
         held = needs.block.fetches * min(max(0, nbytes - kinds.tied_nbytes), _host_room(needs, budget, fit))
         nbytes *= needs.block.fetches
         copies = nbytes / kinds.products_nbytes * tiles(fit.slot_nbytes) if nbytes else 0
@@ -264,7 +265,7 @@ def _predicted(needs: ModelNeeds, kinds: _Kinds, plan: Plan) -> Prediction:
         busy[UPLOAD] = busy.pop(DISK)
     workspace = max(needs.need(tokens).workspace for tokens in (s.prefill_chunk, 1))
     peak = {tier: size + (workspace if tier == "device" else 0) for tier, size in plan.arenas.items()}
-    passes = -(-plan.workload.prompt // s.prefill_chunk)
+    passes = -(-plan.workload.prompt // s.prefill_chunk) * needs.block.prefills(plan.workload.batch)
     return Prediction(passes * prefill, decode, {stream: t for stream, t in busy.items() if t}, nbytes, peak,
                       max(busy, key=lambda stream: busy[stream]))
 
@@ -277,6 +278,11 @@ def _chunk_sizes(largest: int) -> tuple[int, ...]:
         sizes |= {-(-3 * n // 4), n // 2}
         n //= 2
     return tuple(sorted(sizes, reverse=True))
+
+
+def _shortest(needs: ModelNeeds) -> int:
+    """Tokens of the shortest prefill step: where sequences enter alone, one token is for decoding."""
+    return 2 if needs.block.entering else 1
 
 
 def _halvings(n: int) -> list[int]:

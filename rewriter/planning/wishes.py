@@ -22,7 +22,8 @@ class Wishes:
     cache_tier: Literal["device", "disk"] | None = None
     cache_tokens: int | None = None
     cache_slots: int = 3
+    entering: int | None = None  # sequences of a prefill step; None: all at once
 
     def block(self, batch: int) -> Block:
         """The block for `batch` sequences with their cache on the device; no micro-batch is empty."""
-        return Block(min(self.micro_batches or 1, batch), self.order)
+        return Block(min(self.micro_batches or 1, batch), self.order, entering=min(self.entering or 0, batch))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from forebay.kernels.attention.operations import attention_flops
+from forebay.rewriter.ir.plan import ALONE, Block
 from forebay.rewriter.machine.profile import CPU_COPY_ISSUE_S
 from forebay.rewriter.predict.estimator import Estimator, side_by_side_s
 
@@ -88,21 +89,22 @@ class CacheSide:
 
 def rates_of(
     times: Estimator, products: Sequence[Product], batch: int, tier: str, cache: Sequence[CacheSide] = (),
-    micro_batches: int = 1,
+    block: Block = ALONE,
 ) -> Rates:
-    """The rates for streaming from `tier` and for steps of `batch` sequences over `products`, in so many parts, each
-    with a full `cache`, whose heads are taken to serve one query each."""
+    """The rates for streaming from `tier` and for steps of `batch` sequences over `products`, in the parts of `block`,
+    each with a full `cache`, whose heads are taken to serve one query each."""
     counts = Counter(products)
 
     @functools.cache
     def compute_s(tokens: int) -> float:
-        m = batch // micro_batches * tokens
-        return micro_batches * sum(
+        m = block.sequences(batch, tokens) * tokens
+        return block.of_step(tokens).micro_batches * sum(
             count * times.product_s(p.dtype, m, p.n, p.k, nbytes=p.nbytes) for p, count in counts.items())
 
     @functools.cache
     def attend_s(tokens: int) -> float:  # a side has half of the bytes and of the operations
-        return micro_batches * sum(count * times.attention_s(side.dtype, side.nbytes, attention_flops(
+        share = block.of_step(tokens).micro_batches * block.sequences(batch, tokens) / block.sequences(batch, 1)
+        return share * sum(count * times.attention_s(side.dtype, side.nbytes, attention_flops(
             1, side.rows, tokens, side.tokens, side.width) / 2) for side, count in Counter(cache).items())
 
     link = (tier, "device" if tier == "host" else times.near_disk)

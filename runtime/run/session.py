@@ -94,11 +94,12 @@ class Session:
 
     def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Run one step over input_ids [B, S], start [B], last [B] (int64); returns logits [B, V], or with
-        `every_position` [B, S, V], valid until the next step."""
+        `every_position` [B, S, V], valid until the next step. A prefill of some sequences alone takes their `places`
+        [B] too."""
         tokens = inputs["input_ids"].shape[1]
         bound = self.bound(tokens)
         if self._blocks is not None:
-            inputs = {**inputs, **self._blocks.step(inputs["start"], tokens)}
+            inputs = {**inputs, **self._blocks.step(inputs["start"], tokens, inputs.get("places"))}
         for name, value in inputs.items():
             if name in bound.inputs:
                 bound.inputs[name].copy_(value)
