@@ -18,6 +18,8 @@ from forebay.rewriter.switches import Switches
 SIZES = (1, 4, 16, 64)  # of micro-batches that are tried; each takes a plan and its Programs
 TOKENS = (16, 32, 64)  # of a cache block
 PADDING = 1 / 8  # of a token's bytes
+PLACES = 256  # at most, of which some are given anew while the others decode
+ENTERING = 8  # a prefill step computes one in so many places: idle ones, which wait for as many, are a sixteenth
 
 GraphsOf = Callable[[Workload, Block], StepGraphs]
 
@@ -35,7 +37,8 @@ def plan_block(
 
     def planned(block: Block) -> tuple[Pipeline, Plan] | None:
         count = block.micro_batches
-        whole = replace(workload, batch=-(-workload.batch // count) * count)
+        prompt = max(workload.prompt, 2) if block.entering else workload.prompt  # a step over one token decodes
+        whole = replace(workload, batch=-(-workload.batch // count) * count, prompt=prompt)
         pipeline = Pipeline(graphs_of(whole, block), whole, machine, switches)
         try:
             return pipeline, pipeline.plan(budget, wishes)
@@ -57,6 +60,66 @@ def plan_block(
     if len(refused) == 1:
         raise refused[0][1]
     raise min(refused, key=lambda pair: pair[0].smallest_budget(wishes))[1]
+
+
+def plan_answers(
+    graphs_of: GraphsOf, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine, switches: Switches
+) -> tuple[Pipeline, Plan]:
+    """The plan for sequences that need not all be computed at once. They are where their cache fits the device; else it
+    is as `plan_places` finds, unless a wish says how many are."""
+    try:
+        tier = wishes.cache_tier if wishes.entering else wishes.cache_tier or "device"
+        return plan_block(graphs_of, budget, workload, replace(wishes, cache_tier=tier), machine, switches)
+    except PlanError:
+        if wishes.entering or wishes.cache_tier == "disk" or wishes.micro_batches:
+            raise
+    return plan_places(graphs_of, budget, workload, wishes, machine, switches)
+
+
+def entering_at_once(places: int | None) -> int | None:
+    """How many sequences a prefill step computes where they enter `places`."""
+    return -(-places // ENTERING) if places else None
+
+
+def plan_places(
+    graphs_of: GraphsOf, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine, switches: Switches,
+    places: int | None = None,
+) -> tuple[Pipeline, Plan]:
+    """The plan for a job of as many sequences as the batch of `workload`, and the pipeline of its Programs.
+
+    Unless all find room at once, and no way with fewer places is faster, its batch is a number of places that sequences
+    enter and leave. Numbers that halve the job's are planned (or `places` alone), and the one whose Programs are
+    predicted to take least time a sequence is taken. PlanError, if none fits, for the fewest.
+    """
+    count = workload.batch
+    sizes = [min(places, count)] if places else _halvings(count)
+    found: list[tuple[Pipeline, Plan]] = []
+    refused: PlanError | None = None
+    for size in sizes:
+        enters = wishes if size == count else replace(wishes, entering=wishes.entering or entering_at_once(size))
+        try:
+            found.append(plan_block(graphs_of, budget, replace(workload, batch=size), enters, machine, switches))
+        except PlanError as error:
+            refused = error
+    if not found:
+        assert refused is not None
+        raise refused
+    return min(found, key=lambda way: sequence_time_s(way[1]))
+
+
+def _halvings(count: int) -> list[int]:
+    """`count`, if it is not above `PLACES`, and powers of two below it."""
+    powers = [1 << i for i in reversed(range(PLACES.bit_length())) if 1 << i < count]
+    return [count, *powers] if count <= PLACES else powers
+
+
+def sequence_time_s(plan: Plan) -> float:
+    """Predicted seconds of the block per sequence of a long job. Where sequences enter, places wait until as many are
+    free as enter at once: half of these are idle at any time."""
+    batch, enters = plan.workload.batch, plan.schedule.block.entering
+    idle = (enters - 1) / 2 if enters else 0.0
+    decode = (plan.workload.new_tokens - 1) * plan.prediction.decode_time_s
+    return plan.prediction.prefill_time_s / batch + decode / (batch - idle)
 
 
 def block_tokens(cache: Mapping[str, int], workload: Workload) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from forebay.rewriter.ir.plan import Block
+from forebay.rewriter.ir.plan import Block, PlanError, Workload
 
 
 @dataclass(frozen=True)
@@ -27,3 +27,15 @@ class Wishes:
     def block(self, batch: int) -> Block:
         """The block for `batch` sequences with their cache on the device; no micro-batch is empty."""
         return Block(min(self.micro_batches or 1, batch), self.order, entering=min(self.entering or 0, batch))
+
+
+def check_choices(workload: Workload, wishes: Wishes) -> None:
+    """PlanError for sizes below 1, and for more copies ahead than there are slots."""
+    chosen = {"batch": workload.batch, "prompt": workload.prompt, "new_tokens": workload.new_tokens,
+              "slots": wishes.slots, "lead": wishes.lead, "prefill_chunk": wishes.prefill_chunk,
+              "micro_batches": wishes.micro_batches, "entering": wishes.entering}
+    for name, value in chosen.items():
+        if value is not None and value < 1:
+            raise PlanError(f"{name} must be at least 1, found {value}")
+    if wishes.lead and wishes.slots and wishes.lead > wishes.slots:
+        raise PlanError(f"lead {wishes.lead} needs as many slots; {wishes.slots} were asked for")

@@ -94,28 +94,49 @@ def _lengths(session: Session, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def prefill(session: Session, prompts: Sequence[torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
-    """Run the prompts through the model; returns the logits [B, V] of each one's last token.
+    """Run the prompts through the model; returns the logits [B, V] of each one's last token."""
+    under_way = Prefill(session, prompts, lengths)
+    while not under_way.step():
+        pass
+    return under_way.logits
+
+
+class Prefill:
+    """Prompts on their way into the cache, a chunk each `step`; `logits` [B, V] are then those of each last token.
 
     Sequences stand left-aligned; what a shorter one computes past its end is never seen and is overwritten later. The
-    last chunk is moved back to end with the longest prompt, so that no position beyond it is touched.
+    last chunk is moved back to end with the longest prompt, so that no position beyond it is touched. `lengths` [B]
+    are of all rows of a step, of which the first hold the prompts; `places` [B], for a plan whose prefill steps compute
+    some sequences alone, are theirs. Rows beyond the prompts then repeat the first one.
     """
-    rows = session.plan.workload.batch
-    longest = int(lengths.max())
-    chunk = session.plan.schedule.chunk_for(longest)
-    span = max(longest, chunk)
-    ids = torch.zeros(rows, span, dtype=torch.int64)
-    for i, prompt in enumerate(prompts):
-        ids[i, : prompt.numel()] = prompt
-    starts = [*range(0, span - chunk, chunk), span - chunk]
-    result: torch.Tensor | None = None
-    for start in starts:
-        last = (lengths - 1 - start).clamp(0, chunk - 1)
-        logits = session.step({
-            "input_ids": ids[:, start : start + chunk], "start": torch.full((rows,), start), "last": last})
-        if result is None:
-            result = logits.clone()
+
+    def __init__(
+        self, session: Session, prompts: Sequence[torch.Tensor], lengths: torch.Tensor,
+        places: torch.Tensor | None = None,
+    ) -> None:
+        self.session, self.lengths = session, lengths
+        self.inputs = {} if places is None else {"places": places}
+        longest = int(lengths.max())
+        self.chunk = session.plan.schedule.chunk_for(longest)
+        self.span = max(longest, self.chunk)
+        self.ids = torch.zeros(lengths.numel(), self.span, dtype=torch.int64)
+        for row in range(lengths.numel() if places is not None else len(prompts)):
+            prompt = prompts[row] if row < len(prompts) else prompts[0]
+            self.ids[row, : prompt.numel()] = prompt
+        self.done = 0  # tokens of each row that have been computed
+        self.logits = torch.empty(0)
+
+    def step(self) -> bool:
+        """Compute the next chunk; whether it was the last."""
+        start = min(self.done, self.span - self.chunk)
+        last = self.lengths - 1 - start
+        logits = self.session.step({
+            "input_ids": self.ids[:, start : start + self.chunk], "start": torch.full_like(self.lengths, start),
+            "last": last.clamp(0, self.chunk - 1), **self.inputs})
+        if start == 0:
+            self.logits = logits.clone()
         else:
-            here = (lengths - 1 >= start) & (lengths - 1 < start + chunk)
-            result[here] = logits[here]
-    assert result is not None
-    return result
+            here = (last >= 0) & (last < self.chunk)
+            self.logits[here] = logits[here]
+        self.done = start + self.chunk
+        return self.done == self.span

@@ -32,14 +32,15 @@ from forebay.rewriter.ir.plan import Block, Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_block import plan_block
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.plan_block import entering_at_once, plan_answers, plan_block
+from forebay.rewriter.planning.wishes import Wishes, check_choices
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
 from forebay.runtime.measure.kept import kept_machine
 from forebay.runtime.run.generation import next_logits
+from forebay.runtime.run.places import entering
 from forebay.runtime.run.rows import Rows
 from forebay.runtime.run.scoring import token_scores
 from forebay.runtime.run.session import Session, resident_copies
@@ -71,6 +72,7 @@ def wrap(
     micro_batches: int | None = None,
     order: Literal["row", "zigzag"] = "zigzag",
     cache_tier: Literal["device", "disk"] | None = None,
+    places: int | None = None,
 ) -> LanguageModel:
     """Make `model` run within `budget`.
 
@@ -83,14 +85,16 @@ def wrap(
     the KV cache's format: native, kv8 or kv4 (rotated rows, groups along the head dimension). A cache that does not fit
     the device, or that `cache_tier` "disk" asks for, lies in a spill file in `budget["disk"]`; the batch is then
     computed in `micro_batches` parts, each of which loads its cache for its turn in each layer (by default the planner
-    says how many); in "zigzag" `order` they share each pass over the weights. `plan` replays a saved plan.
+    says how many); in "zigzag" `order` they share each pass over the weights. With `places`, so many sequences are
+    computed at once, whatever `batch`, and the prompts of a `generate` enter as others end. `plan` replays a saved
+    plan.
 
     Raises PlanError for a budget that cannot work, CheckpointError for files that cannot be used, CaptureError for an
     architecture that is not supported.
     """
     sizes = parse_budget(budget)
     wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk, cache_format=cache, micro_batches=micro_batches,
-                    order=order, cache_tier=cache_tier)
+                    order=order, cache_tier=cache_tier, entering=entering_at_once(places))
     if isinstance(model, torch.nn.Module):
         captured = capture_model(model)
         checkpoint = spill_module(model, sizes.disk or tempfile.gettempdir())
@@ -99,7 +103,7 @@ def wrap(
         captured, checkpoint, files = open_model(model)
     if prompt is None:
         prompt = min(128, max(1, captured.max_positions // 2)) if captured.max_positions else 128
-    workload = Workload(batch, prompt, new_tokens)
+    workload = Workload(places or batch, prompt, new_tokens)
     lm = LanguageModel(captured, checkpoint, files, sizes, workload, wishes, machine, plan)
     if isinstance(model, torch.nn.Module):  # only now: a budget that cannot work leaves the module as it was
         empty_module(model)
@@ -128,16 +132,16 @@ class LanguageModel:
         self._variants: dict[Gives, LanguageModel] = {}  # the same model with steps that give something else
         self._origin: weakref.ref[LanguageModel] | None = None  # of a variant; weak, for a cycle would keep the memory
         self._capture: Callable[..., CapturedModel] = partial(capture_folder, checkpoint.folder)
-        _check_choices(workload, wishes)
+        check_choices(workload, wishes)
         if plan is not None and not budget.hold(plan.budget):
             raise PlanError(f"plan.budget: the plan may take {format_nbytes(plan.budget.device)} of device memory and "
                             f"{format_nbytes(plan.budget.host or 0)} of host memory, the run is given "
                             f"{format_nbytes(budget.device)} and {format_nbytes(budget.host or 0)}; plan again")
         if plan is not None:
             self.wishes = replace(wishes, cache_format=plan.cache_format)
-        self._prepare(plan.workload if plan else workload, plan)
+        self._prepare(plan.workload if plan else workload, plan, bool(wishes.entering))
 
-    def _prepare(self, workload: Workload, plan: Plan | None = None) -> None:
+    def _prepare(self, workload: Workload, plan: Plan | None = None, in_places: bool = False) -> None:
         limit = self.captured.max_positions
         if limit and workload.context > limit:
             if workload.prompt + 1 > limit:
@@ -145,7 +149,9 @@ class LanguageModel:
             workload = replace(workload, new_tokens=limit - workload.prompt)
         self._fused = self._fused or rewrite_captured(self.captured, self.switches, self.wishes.cache_format)
         if plan is None:
-            pipeline, plan = plan_block(self._graphs, self.budget, workload, self.wishes, self.machine, self.switches)
+            choose = plan_answers if in_places else plan_block
+            wishes = self.wishes if in_places else replace(self.wishes, entering=None)
+            pipeline, plan = choose(self._graphs, self.budget, workload, wishes, self.machine, self.switches)
         else:
             pipeline = Pipeline(self._graphs(workload, plan.schedule.block), workload, self.machine, self.switches)
             plan = pipeline.replay(plan)
@@ -244,7 +250,7 @@ class LanguageModel:
         return [origin, *origin._variants.values()]
 
     @contextmanager
-    def running(self, batch: int, prompt: int, new_tokens: int) -> Iterator[Session]:
+    def running(self, batch: int, prompt: int, new_tokens: int, in_places: bool = False) -> Iterator[Session]:
         """The session, with a plan that serves so much (`reserve`), to run steps; other threads wait. An exception
         closes it, as a step that breaks off leaves copies under way that the next one does not expect. Raises
         CheckpointError, at the end too, if the weights' files are no longer those that were opened."""
@@ -252,7 +258,7 @@ class LanguageModel:
             for other in self._family():
                 if other is not self:
                     other._end_session()
-            self.reserve(batch, prompt, new_tokens)
+            self.reserve(batch, prompt, new_tokens, in_places)
             self.check_files()
             session, self._held = self.session, None
             try:
@@ -286,15 +292,17 @@ class LanguageModel:
         computed so far may come from both. A few microseconds per file."""
         self.checkpoint.require_unchanged()
 
-    def reserve(self, batch: int, prompt: int, new_tokens: int) -> None:
+    def reserve(self, batch: int, prompt: int, new_tokens: int, in_places: bool = False) -> None:
         """Plan for (at least) this many sequences, prompt tokens and new tokens; nothing happens if the present plan
-        serves them."""
+        serves them. With `in_places`, a plan serves whose places they enter one after the other."""
         have = self.plan.workload
-        fits = (batch <= have.batch and prompt <= have.prompt and prompt + new_tokens <= have.context)
+        held = in_places if entering(self.plan) else batch <= have.batch
+        fits = held and prompt <= have.prompt and prompt + new_tokens <= have.context
         if not fits:
             LOG.info("planning anew for %d of %d + %d tokens; the plan was for %d of %d + %d", batch, prompt,
                      new_tokens, have.batch, have.prompt, have.new_tokens)
-            self._prepare(Workload(max(1, batch), prompt, new_tokens))
+            batch = have.batch if in_places and self.wishes.entering else max(1, batch)
+            self._prepare(Workload(batch, prompt, new_tokens), in_places=in_places)
 
     def generate(
         self,
@@ -387,14 +395,3 @@ class LanguageModel:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _check_choices(workload: Workload, wishes: Wishes) -> None:
-    chosen = {"batch": workload.batch, "prompt": workload.prompt, "new_tokens": workload.new_tokens,
-              "slots": wishes.slots, "lead": wishes.lead, "prefill_chunk": wishes.prefill_chunk,
-              "micro_batches": wishes.micro_batches}
-    for name, value in chosen.items():
-        if value is not None and value < 1:
-            raise PlanError(f"{name} must be at least 1, found {value}")
-    if wishes.lead and wishes.slots and wishes.lead > wishes.slots:
-        raise PlanError(f"lead {wishes.lead} needs as many slots; {wishes.slots} were asked for")

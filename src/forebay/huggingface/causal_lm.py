@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from forebay.huggingface.inputs import Prompts, read_prompts, take_prompts
 from forebay.huggingface.row_cache import RowCache
 from forebay.runtime.run.generation import Stop, generate_tokens
+from forebay.runtime.run.places import entering, generate_in_places
 from forebay.runtime.run.rows import Rows
 from forebay.runtime.run.sampling import Sampling, choose
 
@@ -95,9 +96,10 @@ class StreamedCausalLM(GenerationMixin):
         sampling = Sampling(bool(config.do_sample), 1.0 if config.temperature is None else config.temperature,
                             config.top_k or 0, 1.0 if config.top_p is None else config.top_p)
         rows = prompts.rows()
-        with self.lm.running(len(rows), prompts.longest, new_tokens) as session:
-            new = generate_tokens(session, rows, sampling, Stop(new_tokens, frozenset(ends), int(pad)), generator,
-                                  on_token)
+        stop = Stop(new_tokens, frozenset(ends), int(pad))
+        with self.lm.running(len(rows), prompts.longest, new_tokens, in_places=True) as session:
+            loop = generate_in_places if entering(session.plan) else generate_tokens
+            new = loop(session, rows, sampling, stop, generator, on_token)
         return torch.cat((prompts.ids, new), 1)
 
     def _plain(self, config: GenerationConfig) -> bool:

@@ -56,6 +56,41 @@ def test_whatever_is_below_start_is_what_was_written_last(
                     file[k, row] = slot[i]
 
 
+@settings(deadline=None)
+@given(st.integers(2, 4), st.sampled_from([1, 2, 4, 7]), st.data())
+def test_some_sequences_alone_leave_the_others_as_they_were(batch: int, tokens: int, data: st.DataObject) -> None:
+    """Steps over some places, one of them named twice, between steps over all: file and tails are played with."""
+    known = CacheBlocks(plan_of(batch, 1, tokens))
+    blocks, lost = known.blocks, -5
+    file, tail = torch.full((batch * blocks, tokens), lost), torch.full((batch, tokens), lost)
+    written = [[lost] * (CONTEXT + tokens) for _ in range(batch)]
+    for step in range(8):
+        some = sorted(data.draw(st.sets(st.integers(0, batch - 1), min_size=1)))
+        places = None if data.draw(st.booleans()) else torch.tensor([*some, some[0]])
+        rows, span = list(range(batch)) if places is None else places.tolist(), data.draw(st.integers(1, 6))
+        ends = [next((n for n, token in enumerate(written[row]) if token == lost), CONTEXT) for row in rows]
+        starts = [min(data.draw(st.integers(0, CONTEXT)), end, CONTEXT - span) for end in ends]
+        if places is not None:
+            starts[-1] = starts[0]
+        given_ = known.step(torch.tensor(starts), span, places)
+        slot = torch.full((len(rows) * blocks, tokens), -9)
+        for i, row in enumerate(given_["cache_loads"].tolist()):
+            if row >= 0:
+                slot[i] = file[row]
+        slot[given_["cache_before"]] = tail[rows]
+        by_token = slot.view(len(rows), blocks * tokens)
+        for i, (row, first) in enumerate(zip(rows, starts, strict=True)):
+            by_token[i, first : first + span] = step
+            written[row][first:] = [step] * span + [lost] * (len(written[row]) - first - span)
+            assert by_token[i, : first + span].tolist() == written[row][: first + span]
+        tail[rows] = slot[given_["cache_behind"]]
+        stores = [row for row in given_["cache_stores"].tolist() if row >= 0]
+        assert len(set(stores)) == len(stores), "two copies would write the same bytes"
+        for i, row in enumerate(given_["cache_stores"].tolist()):
+            if row >= 0:
+                file[row] = slot[i]
+
+
 def test_a_start_behind_the_end_is_refused() -> None:
     known = CacheBlocks(plan_of(2, 1, 4))
     known.step(torch.tensor([0, 0]), 3)

@@ -1,0 +1,198 @@
+"""Sequences enter and leave the places of a plan between steps: none waits for the slowest of its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from forebay.rewriter.ir.plan import Plan
+from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.run.generation import Prefill, Stop
+from forebay.runtime.run.sampling import Sampling, choose
+from forebay.runtime.run.session import Session
+
+BUSY = 0.75  # of the places; a step that decodes takes about as long for fewer
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt int64 [P], P >= 1, to be continued by at most `new_tokens`; its draws, if any are made, are those of its
+    own `generator`, so that they depend on nothing beside it."""
+
+    ids: torch.Tensor
+    new_tokens: int
+    generator: torch.Generator | None = None
+
+
+@dataclass
+class Work:
+    """What was done so far: steps that computed prompts, steps that decoded, tokens chosen, sequences that ended."""
+
+    prefills: int = 0
+    decodes: int = 0
+    tokens: int = 0
+    ended: int = 0
+
+
+OnEnd = Callable[[int, list[int]], None]  # number of a sequence, and its new tokens
+OnStep = Callable[[Work], None]
+
+
+def fits(plan: Plan, prompt: int, new_tokens: int) -> bool:
+    """Whether a place of `plan` has room for a prompt of so many tokens and an answer."""
+    w = plan.workload  # the last token is never appended
+    return prompt + new_tokens - 1 <= w.context and (prompt <= w.prompt or not (plan.lends or entering(plan)))
+
+
+def entering(plan: Plan) -> int:
+    """Sequences that enter places of `plan` while others decode; 0 where they all begin together."""
+    return plan.schedule.block.entering
+
+
+def answer_all(
+    session: Session, asked: Sequence[Asked], sampling: Sampling, eos: frozenset[int] = frozenset(), *,
+    on_end: OnEnd, on_step: OnStep = lambda work: None,
+) -> Work:
+    """Continue every sequence until a token of `eos` or its most tokens; `on_end` is told of each when it ends,
+    `on_step` of every step.
+
+    Prompts of like length enter together, the longest first. Their prefill takes turns with the decoding of the
+    others, a chunk and a step, once `BUSY` of the places decode; before, it goes on. Where the plan computes all
+    sequences of a prefill at once, they begin together, as many as there are places, when the last ones have ended.
+    RuntimeFault, before anything runs, for a sequence that no place has room for. If `on_end` or `on_step` raises, the
+    session is to be closed.
+    """
+    for i, each in enumerate(asked):
+        if not fits(session.plan, each.ids.numel(), each.new_tokens):
+            w = session.plan.workload
+            raise RuntimeFault(f"sequence {i} of {each.ids.numel()} tokens with {each.new_tokens} new ones does not "
+                               f"fit the plan's places, which are of {w.prompt} with {w.new_tokens}; plan for more "
+                               "(LanguageModel.reserve)")
+    loop = _Loop(session, asked, sampling, eos, on_end)
+    while loop.waiting or loop.prefill is not None or loop.running:
+        loop.begin()
+        if loop.prefill is not None:
+            loop.advance()
+            on_step(loop.work)
+            if (loop.prefill is not None or loop.waiting) and len(loop.running) < BUSY * loop.batch:
+                continue
+        if loop.running:
+            loop.decode()
+            on_step(loop.work)
+    return loop.work
+
+
+def generate_in_places(
+    session: Session, prompts: Sequence[torch.Tensor], sampling: Sampling, stop: Stop,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    on_token: Callable[[torch.Tensor], None] | None = None,
+) -> torch.Tensor:
+    """As `generate_tokens`, for any number of prompts: they enter the places of the session's plan as others end.
+
+    One `generator` for all gives each prompt the seed of its own. `on_token` sees the columns when all have ended.
+    """
+    if sampling.do_sample and (generator is None or isinstance(generator, torch.Generator)):
+        seeds = torch.randint(1 << 62, (len(prompts),), generator=generator).tolist()
+        generator = [torch.Generator().manual_seed(seed) for seed in seeds]
+    drawn = list(generator) if isinstance(generator, Sequence) else [None] * len(prompts)
+    found = torch.full((len(prompts), stop.max_new_tokens), stop.pad, dtype=torch.int64)
+    longest = 0
+
+    def on_end(number: int, new: list[int]) -> None:
+        nonlocal longest
+        found[number, : len(new)] = torch.tensor(new)
+        longest = max(longest, len(new))
+
+    answer_all(session, [Asked(ids, stop.max_new_tokens, g) for ids, g in zip(prompts, drawn, strict=True)], sampling,
+               stop.eos, on_end=on_end)
+    if on_token is not None:
+        for column in found[:, :longest].T:
+            on_token(column)
+    return found[:, :longest]
+
+
+class _Loop:
+    """Who stands in which place: `waiting` sequences by number, the next last; `entered` the places and numbers of
+    those whose `prefill` is under way; `running` the number by place."""
+
+    def __init__(
+        self, session: Session, asked: Sequence[Asked], sampling: Sampling, eos: frozenset[int], on_end: OnEnd
+    ) -> None:
+        self.session, self.asked, self.sampling, self.eos, self.on_end = session, asked, sampling, eos, on_end
+        self.batch, self.entering = session.plan.workload.batch, entering(session.plan)
+        self.waiting = sorted(range(len(asked)), key=lambda i: (asked[i].ids.numel(), -i))
+        self.free = list(range(self.batch - 1, -1, -1))
+        self.running: dict[int, int] = {}
+        self.entered: list[tuple[int, int]] = []
+        self.prefill: Prefill | None = None
+        self.new: dict[int, list[int]] = {}
+        self.work = Work()
+
+    def begin(self) -> None:
+        """Let the next sequences enter, if there are places for as many as a prefill step computes."""
+        most = min(self.entering or self.batch, len(self.waiting))
+        if self.prefill is not None or not most or len(self.free) < (most if self.entering else self.batch):
+            return
+        numbers = [self.waiting.pop() for _ in range(most)]
+        if not self.entering:
+            self.free.sort(reverse=True)  # rows of a step are the first places
+        self.entered = [(self.free.pop(), number) for number in numbers]
+        prompts = [self.asked[number].ids for number in numbers]
+        lengths = torch.ones(self.entering or self.batch, dtype=torch.int64)
+        lengths[:most] = torch.tensor([prompt.numel() for prompt in prompts])
+        places = None
+        if self.entering:
+            lengths[most:] = lengths[0]
+            places = torch.full_like(lengths, self.entered[0][0])
+            places[:most] = torch.tensor([place for place, _ in self.entered])
+        self.prefill = Prefill(self.session, prompts, lengths, places)
+
+    def advance(self) -> None:
+        """Compute a chunk of those that enter; behind the last one they have their first tokens."""
+        assert self.prefill is not None
+        done = self.prefill.step()
+        self.work.prefills += 1
+        if not done:
+            return
+        entered, logits, self.prefill = self.entered, self.prefill.logits, None
+        self.entered = []
+        for place, number in entered:
+            self.running[place], self.new[number] = number, []
+        self._take(entered, logits[: len(entered)])
+        if self.running and not self.entering:
+            self.session.grow()
+
+    def decode(self) -> None:
+        """A step of one token for every sequence that runs."""
+        ids, start = torch.zeros(self.batch, 1, dtype=torch.int64), torch.zeros(self.batch, dtype=torch.int64)
+        for place, _ in self.entered:  # what is written there now its next chunk writes anew
+            start[place] = self.prefill.done if self.prefill is not None else 0
+        for place, number in self.running.items():
+            new = self.new[number]
+            ids[place, 0], start[place] = new[-1], self.asked[number].ids.numel() + len(new) - 1
+        logits = self.session.step({"input_ids": ids, "start": start, "last": torch.zeros_like(start)})
+        self.work.decodes += 1
+        rows = sorted(self.running.items())
+        self._take(rows, logits[torch.tensor([place for place, _ in rows]).to(logits.device)])
+
+    def _take(self, rows: Sequence[tuple[int, int]], logits: torch.Tensor) -> None:
+        """Choose the next tokens of the sequences in `rows` (place, number) from logits [len(rows), V]; those that end
+        leave their places."""
+        generators: list[torch.Generator] = []
+        if self.sampling.do_sample:
+            logits = logits.cpu()
+            generators = [self.asked[number].generator or torch.default_generator for _, number in rows]
+        tokens = choose(logits, self.sampling, generators or None).tolist()
+        self.work.tokens += len(tokens)
+        ended = []
+        for (place, number), token in zip(rows, tokens, strict=True):
+            self.new[number].append(token)
+            if token in self.eos or len(self.new[number]) == self.asked[number].new_tokens:
+                del self.running[place]
+                self.free.append(place)
+                ended.append(number)
+        for number in ended:
+            self.work.ended += 1
+            self.on_end(number, self.new.pop(number))

@@ -1,0 +1,277 @@
+"""Sequences that enter and leave places are answered as they would be alone, in every place and beside any neighbours.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families import gemma2, gpt2, llama, opt
+
+import forebay.runtime.devices.open_device as open_device_module
+import forebay.runtime.disk.spill as spill_module
+from forebay.api import LanguageModel, open_model
+from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict, validate
+from forebay.rewriter.ir.program import Wait
+from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.verify.program import ProgramError, verify_program
+from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.run.places import BUSY, Asked, Work, answer_all, entering
+from forebay.runtime.run.sampling import Sampling
+
+CONFIGS = {"llama": lambda: llama(3, hidden_size=96, intermediate_size=256, vocab_size=97), "opt": opt, "gpt2": gpt2,
+           "gemma2": gemma2}
+PLACES, PROMPT, NEW, COUNT = 6, 14, 9, 17
+GREEDY = Sampling()
+DRAWN = Sampling(True, 1.3, 40, 0.95)
+DISK = {"cache_tier": "disk", "cache_tokens": 4}
+
+
+class Case:
+    """A random model, prompts of unequal length and what transformers says to each of them alone, greedily."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        torch.manual_seed(0)
+        config = CONFIGS[name]()
+        self.model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        self.model.save_pretrained(folder)
+        self.opened = open_model(folder)
+        self.nbytes = sum(p.numel() * 4 for p in self.model.parameters())
+        chance = random.Random(3)
+        lengths = [1, PROMPT, *(chance.randint(1, PROMPT) for _ in range(COUNT - 2))]
+        made = torch.Generator().manual_seed(1)
+        self.prompts = [torch.randint(3, config.vocab_size, (n,), generator=made) for n in lengths]
+        self.wanted = [1, NEW, *(chance.randint(1, NEW) for _ in range(COUNT - 2))]
+        self.alone = [self.answer(i) for i in range(COUNT)]
+        ends = [tokens[chance.randrange(len(tokens))] for tokens in self.alone[2::4]]
+        self.eos = frozenset(ends)  # some answers end earlier than wanted
+
+    def answer(self, i: int) -> list[int]:
+        ids = self.prompts[i][None]
+        with torch.no_grad():
+            found = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.wanted[i],
+                                        do_sample=False, pad_token_id=0, eos_token_id=None)
+        return found[0, len(self.prompts[i]) :].tolist()
+
+    def expected(self, eos: frozenset[int] = frozenset()) -> list[list[int]]:
+        """The answers, each up to its first token of `eos`."""
+        return [tokens[: next((n + 1 for n, token in enumerate(tokens) if token in eos), len(tokens))]
+                for tokens in self.alone]
+
+    def language_model(self, share: float = 1.0, places: int = PLACES, **wishes: Any) -> LanguageModel:
+        return LanguageModel(*self.opened, Budget(int(share * self.nbytes)), Workload(places, PROMPT, NEW),
+                             Wishes(**{"cache_tier": "device", "prefill_chunk": 5} | wishes))
+
+    def asked(self) -> list[Asked]:
+        """Each prompt with a generator that is its own."""
+        return [Asked(ids, wanted, torch.Generator().manual_seed(100 + i))
+                for i, (ids, wanted) in enumerate(zip(self.prompts, self.wanted, strict=True))]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    made: dict[str, Case] = {}
+
+    def case(name: str) -> Case:
+        if name not in made:
+            made[name] = Case(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return case
+
+
+def answers(
+    lm: LanguageModel, asked: Sequence[Asked], sampling: Sampling = GREEDY, eos: frozenset[int] = frozenset()
+) -> tuple[list[list[int]], Work]:
+    found: dict[int, list[int]] = {}
+
+    def on_end(number: int, tokens: list[int]) -> None:
+        assert number not in found
+        found[number] = tokens
+
+    work = answer_all(lm.session, asked, sampling, eos, on_end=on_end)
+    assert work.ended == len(found) == len(asked) and work.tokens == sum(map(len, found.values()))
+    return [found[i] for i in range(len(asked))], work
+
+
+@pytest.mark.parametrize(("name", "more"), [
+    ("llama", {"entering": 2}), ("llama", {"entering": 6}), ("llama", {"entering": 1, "prefill_chunk": 14}),
+    ("llama", {"entering": 4, "micro_batches": 3}), ("opt", {"entering": 3}), ("gpt2", {"entering": 2}),
+    ("gemma2", {"entering": 2}), ("gemma2", {"entering": 3, "micro_batches": 2, "order": "row"}),
+    ("llama", {"entering": 2, "micro_batches": 2} | DISK), ("llama", {"entering": 5, "micro_batches": 3} | DISK),
+    ("gemma2", {"entering": 2, "micro_batches": 3, "order": "row"} | DISK),
+    ("opt", {"entering": 3, "micro_batches": 1, "cache_slots": 1} | DISK), ("gpt2", {"micro_batches": 2}),
+    ("llama", {})])
+def test_answers_are_those_of_each_prompt_alone(
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, more: dict[str, Any]
+) -> None:
+    """More sequences than places, of unequal lengths, that end at different steps; twice, in places left by others."""
+    monkeypatch.setenv("FOREBAY_POISON", "1")
+    case = cases(name)
+    with case.language_model(3.0 if name == "opt" else 1.5, **more) as lm:
+        assert entering(lm.plan) == more.get("entering", 0) and lm.plan.workload.batch == PLACES
+        assert answers(lm, case.asked())[0] == case.expected()
+        assert answers(lm, case.asked(), eos=case.eos)[0] == case.expected(case.eos)
+
+
+@pytest.mark.parametrize("more", [{}, DISK | {"cache_tokens": 64}])
+@pytest.mark.parametrize("cache", ["kv8", "kv4"])
+def test_packed_rows_in_places(cases: Callable[[str], Case], cache: str, more: dict[str, Any]) -> None:
+    case = cases("llama")
+    with case.language_model(3.0, places=1, cache_format=cache) as lm:
+        alone = answers(lm, case.asked())[0]
+    with case.language_model(3.0, cache_format=cache, entering=2, **more) as lm:
+        assert answers(lm, case.asked())[0] == alone
+
+
+def test_draws_are_a_prompts_own(cases: Callable[[str], Case]) -> None:
+    """Whatever stands beside it, in whichever place and order."""
+    case = cases("llama")
+    with case.language_model(3.0, places=1) as lm:
+        alone = answers(lm, case.asked(), DRAWN, case.eos)[0]
+    assert len({tuple(tokens) for tokens in alone}) > COUNT // 2 and alone != case.expected(case.eos)
+    with case.language_model(3.0, entering=2) as lm:
+        assert answers(lm, case.asked(), DRAWN, case.eos)[0] == alone
+        assert answers(lm, case.asked()[::-1], DRAWN, case.eos)[0] == alone[::-1]
+        assert answers(lm, case.asked()[4:9], DRAWN, case.eos)[0] == alone[4:9]
+
+
+class _Late:
+    """A reader or writer that begins after a random while, in any order."""
+
+    def __init__(self, other: Any, seed: int) -> None:
+        self.other, self.chance = other, random.Random(seed)
+
+    def _later(self, call: Callable[..., None], *args: Any) -> None:
+        threading.Timer(self.chance.choice((0.0, 0.002, 0.006)), call, args).start()
+
+    def prepare(self, read: Any) -> Callable[[], None]:
+        queue = self.other.prepare(read)
+        return lambda: self._later(queue)
+
+    def submit(self, read: Any) -> None:
+        self.prepare(read)()
+
+    def read_rows(self, *args: Any) -> None:
+        self._later(self.other.read_rows, *args)
+
+    def write(self, file: Any, write: Any) -> None:
+        self._later(self.other.write, file, write)
+
+    def fault(self) -> BaseException | None:
+        return self.other.fault()
+
+    def close(self) -> None:
+        self.other.close()
+
+
+@pytest.mark.parametrize("more", [{}, DISK | {"micro_batches": 2}])
+def test_copies_that_overtake_each_other(
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    opened, made = open_device_module.open_reader, spill_module.open_writer
+    monkeypatch.setattr(open_device_module, "open_reader", lambda *a, **k: _Late(opened(*a, **k), 3))
+    monkeypatch.setattr(spill_module, "open_writer", lambda *a: _Late(made(*a), 5))
+    monkeypatch.setenv("FOREBAY_POISON", "1")
+    case = cases("llama")
+    with case.language_model(1.0, entering=2, **more) as lm:
+        assert lm.plan.prediction.streamed_nbytes > 0
+        assert answers(lm, case.asked(), eos=case.eos)[0] == case.expected(case.eos)
+
+
+@pytest.mark.parametrize("more", [{}, DISK | {"micro_batches": 2}])
+def test_without_any_one_wait_a_prefill_is_refused(cases: Callable[[str], Case], more: dict[str, Any]) -> None:
+    """Every wait but those that a later one of the same stream implies, together with which it is refused."""
+    with cases("llama").language_model(1.0, entering=2, **more) as lm:
+        program = lm._pipeline.program(lm.plan, 5)
+        waits = [i for i, item in enumerate(program.step) if isinstance(item, Wait)]
+        assert len(waits) > 10
+        for i in waits:
+            rest = [item for k, item in enumerate(program.step) if k != i]
+            earlier = [k for k in waits if k < i and program.step[k].stream == program.step[i].stream]
+            with pytest.raises(ProgramError):
+                verify_program(replace(program, step=tuple(rest)))
+                verify_program(replace(program, step=tuple(
+                    item for k, item in enumerate(program.step) if k not in (*earlier, i))))
+
+
+def test_places_are_taken_as_they_are_left(cases: Callable[[str], Case]) -> None:
+    """Steps of one token: few more than tokens over places, where batches wait for their slowest."""
+    case = cases("llama")
+    lengths = [2, NEW, 3, 2] * 15
+    asked = [Asked(case.prompts[i % COUNT], new) for i, new in enumerate(lengths)]
+    with case.language_model(4.0, entering=1, prefill_chunk=PROMPT) as lm:
+        work = answers(lm, asked)[1]
+        static = sum(answers(lm, asked[i : i + PLACES])[1].decodes for i in range(0, len(asked), PLACES))
+    least = sum(new - 1 for new in lengths) / PLACES
+    assert work.prefills == len(asked) and least <= work.decodes < 1.5 * least
+    assert static >= (NEW - 1) * len(asked) / PLACES and static > 1.5 * work.decodes
+
+
+def test_decoding_is_held_up_by_one_chunk_at_a_time(cases: Callable[[str], Case]) -> None:
+    """Unless most places stand empty."""
+    case = cases("llama")
+    asked, chunks = [Asked(case.prompts[1], 4 + i % 6) for i in range(40)], -(-PROMPT // 5)
+    steps: list[Work] = [Work()]
+    with case.language_model(4.0, entering=1, prefill_chunk=5) as lm:
+        answer_all(lm.session, asked, GREEDY, on_end=lambda number, tokens: None,
+                   on_step=lambda work: steps.append(replace(work)))
+    assert steps[-1].prefills == chunks * len(asked)
+    held_up = 0
+    for one, other, third in zip(steps, steps[1:], steps[2:], strict=False):
+        running = other.prefills // chunks - other.ended
+        if other.prefills > one.prefills and third.prefills > other.prefills:  # two chunks in a row
+            assert running < BUSY * PLACES
+        held_up += running >= BUSY * PLACES and third.prefills > other.prefills
+    assert held_up > 10
+
+
+def test_generate_answers_more_prompts_than_places(cases: Callable[[str], Case]) -> None:
+    case = cases("llama")
+    width = max(map(len, case.prompts))
+    ids, mask = torch.zeros(COUNT, width, dtype=torch.int64), torch.zeros(COUNT, width, dtype=torch.int64)
+    for i, prompt in enumerate(case.prompts):
+        ids[i, width - len(prompt) :], mask[i, width - len(prompt) :] = prompt, 1
+    columns: list[list[int]] = []
+    with case.language_model(1.5, entering=2) as lm:
+        plan = lm.plan
+        found = lm.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=None,
+                            pad_token_id=0, on_token=lambda column: columns.append(column.tolist()))
+        assert lm.plan is plan
+        for i, tokens in enumerate(case.expected()):
+            assert found[i, width : width + len(tokens)].tolist() == tokens
+        assert torch.equal(torch.tensor(columns).T, found[:, width:])
+        drawn = [lm.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=True, eos_token_id=None,
+                             pad_token_id=0, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+        assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+        beams = lm.generate(ids[:2], attention_mask=mask[:2], max_new_tokens=2, num_beams=2, pad_token_id=0)
+        assert entering(lm.plan) == 0 and len(beams) == 2  # beams stand in rows of one batch
+
+
+def test_what_no_place_holds_is_refused_before_anything_runs(cases: Callable[[str], Case]) -> None:
+    case = cases("llama")
+    with case.language_model(3.0, entering=2) as lm:
+        for asked in (Asked(torch.ones(PROMPT + 1, dtype=torch.int64), 1), Asked(case.prompts[1], NEW + 2)):
+            with pytest.raises(RuntimeFault, match=r"sequence 1 of .* does not fit the plan's places"):
+                answer_all(lm.session, [Asked(case.prompts[0], 1), asked], GREEDY, on_end=lambda n, t: pytest.fail())
+
+
+def test_a_plan_says_how_many_enter(cases: Callable[[str], Case]) -> None:
+    case = cases("llama")
+    with case.language_model(3.0, entering=2) as lm:
+        block = lm.plan.schedule.block
+        for bad in (-1, PLACES + 1):
+            with pytest.raises(PlanError, match=r"plan\.schedule\.block\.entering"):
+                validate(replace(lm.plan, schedule=replace(lm.plan.schedule, block=replace(block, entering=bad))))
+        with pytest.raises(PlanError, match=r"plan\.schedule\.prefill_chunks"):
+            validate(replace(lm.plan, schedule=replace(lm.plan.schedule, prefill_chunks=(5, 1))))
+        assert plan_from_dict(json.loads(lm.plan.to_json())) == lm.plan
+        assert "2 enter" in lm.explain()
