@@ -26,8 +26,8 @@ ENTERING = "entering"  # what is staged of one layer
 
 def take(source: TensorRef, index: TensorRef, target: TensorRef, reads: Span, label: str, layer: int) -> Launch:
     """A launch that fills `target` with the named rows of `source`, whose memory is `reads`."""
-    return Launch(COMPUTE, str(torch.ops.aten.index_select.out), (), {"self": source, "dim": 0, "index": index}, (target,),
-                  (reads, span_of(index)), (span_of(target),), label, layer)
+    return Launch(COMPUTE, str(torch.ops.aten.index_select.out), (), {"self": source, "dim": 0, "index": index},
+                  (target,), (reads, span_of(index)), (span_of(target),), label, layer)
 
 
 def put(source: TensorRef, index: TensorRef, target: TensorRef, writes: Span, label: str, layer: int) -> Launch:
