@@ -30,6 +30,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.convert_frame import compile_lock
 
+from forebay.compiled.left_to_python import watch
 from forebay.compiled.options import Options, parse_options
 from forebay.compiled.parameter_store import StoreMap, bring_back, map_of, move_out
 from forebay.compiled.report import is_offloaded, note_reason, offload_report
@@ -77,6 +78,9 @@ def forebay_backend(
     if mode is not None:
         raise ValueError(f"mode={mode!r} is for torch's own compiler; this backend takes options={{'budget': …}} alone")
     return OffloadedGraph(gm, _weight_names(gm, example_inputs), parse_options(options), _memory_of(options))
+
+
+watch(forebay_backend)  # torch.compile imports this file when the backend is asked for
 
 
 def restore(module: nn.Module) -> None:

@@ -97,7 +97,7 @@ def test_inputs_without_plain_data_fall_back(make, tmp_path) -> None:
 
 
 def test_what_dynamo_leaves_to_python_is_in_the_report(tmp_path) -> None:
-    """LSTMs and what is disabled are never handed over: nothing moves, and the report is what says so."""
+    """LSTMs and what is disabled are never handed over: they do not move, and the report says why."""
     class Kept(nn.Linear):
         @torch.compiler.disable
         def forward(self, x):
@@ -122,7 +122,7 @@ def test_what_dynamo_leaves_to_python_is_in_the_report(tmp_path) -> None:
     assert not forebay.is_offloaded(module)
     assert {name for name, _ in module.lstm.named_parameters("lstm")} <= set(report.kept)
     assert {"disabled.weight", "disabled.bias"} <= set(report.kept)
-    assert "left this part to Python (LSTM" in str(report) and "not moved: " in str(report)
+    assert "of type LSTM, which torch.compile leaves to Python" in str(report) and "not moved: " in str(report)
 
 
 def test_an_operator_that_checks_for_errors_is_refused_in_words(tmp_path) -> None:

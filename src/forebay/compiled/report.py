@@ -13,8 +13,7 @@ from forebay.compiled.parameter_store import map_of
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 
 NEVER_SEEN = ("no graph that reads it has run: either the module was not called, or torch.compile left this part to "
-              "Python (LSTM, GRU, RNN and what torch.compiler.disable marks always; TORCH_LOGS=graph_breaks shows the "
-              "others)")
+              "Python (TORCH_LOGS=graph_breaks shows why)")
 
 _reasons: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensor -> why its graph was not offloaded
 
