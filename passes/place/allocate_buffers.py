@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -68,7 +69,7 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True, block: Block = ALON
     storages: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
     # a lookup on the disk stream still reads its index until somebody waits for its rows
     lookups = (ops.gather_rows, aten.embedding.default)
-    until = {n: min((position[u] for u in n.users), default=end) if n.target in lookups else i
+    until = {n: min((position[u] for u in _waiting(n)), default=end) if n.target in lookups else i
              for n, i in position.items()}
     for i, node in enumerate(nodes):
         if _owns_memory(node):
@@ -109,6 +110,15 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True, block: Block = ALON
         for name, base, offset, nbytes in placed.places}
     named = {(node.name, element): buffer for (node, element), buffer in home.items()}
     return Layout(buffers, named, ends, placed.height, placed.lower_bound, placed.method)
+
+
+def _waiting(node: fx.Node) -> Iterator[fx.Node]:
+    """The operators that wait for a lookup: its readers, those of views of it in the place of the views."""
+    for user in node.users:
+        if user.op == "call_function" and (user.target is operator.getitem or user.meta.get("alias_of") is not None):
+            yield from _waiting(user)
+        else:
+            yield user
 
 
 def _owns_memory(node: fx.Node) -> bool:

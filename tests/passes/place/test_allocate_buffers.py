@@ -363,3 +363,21 @@ def test_addresses_are_the_plans_and_one_that_is_not_there_is_named(tmp_path: Pa
         else:
             allocate_buffers(gm, edited)
             assert gm.meta[META].buffers[moved.name].offset == elsewhere.offset
+
+
+def test_a_lookup_reads_its_index_until_an_operator_waits() -> None:
+    """A view of the rows waits for nothing: the index outlives what is computed between the view and its reader."""
+    def build(graph: fx.Graph, nodes: Mapping[str, fx.Node]) -> object:
+        index = graph.call_function(aten.add.Tensor, (nodes["tokens"], 1))
+        rows = graph.call_function(aten.embedding.default, (nodes["table"], index))
+        turned = graph.call_function(aten.permute.default, (rows, (1, 0, 2)))
+        part = graph.call_function(aten.select.int, (turned, 0, 0))
+        between = graph.call_function(aten.exp.default, (nodes["x"],))
+        return (graph.call_function(aten.add.Tensor, (part, between)),)
+
+    gm = graph_of(build, tokens=torch.arange(6).view(2, 3), table=torch.randn(9, 4), x=torch.randn(2, 4))
+    nodes = {str(n.target): i for i, n in enumerate(gm.graph.nodes)}
+    index, *_, reader = (i for i, n in enumerate(gm.graph.nodes) if n.target is aten.add.Tensor)
+    layout = plan_activations(gm)
+    held = layout.buffers[layout.home[list(gm.graph.nodes)[index].name, 0]]
+    assert nodes["aten.select.int"] < nodes["aten.exp.default"] < reader == held.last
