@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from forebay.passes.fuse.fuse_residual import fuse_residual
 from forebay.passes.fuse.fuse_rms_norm import fuse_rms_norm
 from forebay.passes.fuse.fuse_rotary import fuse_rotary
 from forebay.passes.fuse.fuse_swiglu import fuse_swiglu
+from forebay.passes.lower.draft import Draft
 from forebay.passes.lower.grow_cache import grow_cache
 from forebay.passes.lower.hoist_prefetch import hoist_prefetch
 from forebay.passes.lower.launches import Launches
@@ -57,7 +58,9 @@ from forebay.rewriter.predict.simulate import STEPS, Timeline, simulate
 from forebay.rewriter.report.dump import Dump
 from forebay.rewriter.run_passes import Pass, Stage, check_switches
 from forebay.rewriter.switches import Switches
+from forebay.rewriter.verify.bisect import RunStep
 from forebay.rewriter.verify.program import verify_program
+from forebay.runtime.run.run_once import run_once
 
 # Every pass in the order in which they run, with its phase, what it is run on, and the reason why it stands there.
 PASSES: tuple[Pass, ...] = (
@@ -332,6 +335,19 @@ class Pipeline:
                  for tokens, program in programs.items()}
         return _prediction(plan, programs, lines)
 
+    def _runs(self, plan: Plan) -> Callable[[Draft | Program], RunStep] | None:
+        """What runs a step of `plan` for comparison: its copies placed, if they are not, and one after the other. None
+        for a GPU, and where the graph is of one of several micro-batches or its cache comes from a disk."""
+        block = plan.schedule.block
+        if self._device != "cpu" or block.micro_batches > 1 or block.cache != "device":
+            return None
+
+        def runs(step: Draft | Program) -> RunStep:
+            program = place_copies(step, plan) if isinstance(step, Draft) else step
+            return lambda weights, inputs: run_once(program, weights, self.graphs.files, inputs)
+
+        return runs
+
     def _lowered(self, plan: Plan, tokens: int) -> Program:
         """Run all passes on a fresh graph, lower it and prove the Program."""
         if tokens not in (1, *plan.schedule.prefill_chunks):
@@ -340,7 +356,7 @@ class Pipeline:
         gm = self._step(plan, tokens)
         plan = plan.during(tokens)
         gm.meta[META] = self._layout(tokens)
-        stage = Stage(gm, self.switches, f"{tokens}_tokens")
+        stage = Stage(gm, self.switches, f"{tokens}_tokens", runs=self._runs(plan))
         for each in phase("planned"):
             stage.run(each, lambda _: (plan,))
         program: Any = gm

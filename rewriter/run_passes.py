@@ -12,7 +12,7 @@ from forebay.passes.lower.draft import Draft
 from forebay.passes.place.specialise_blocks import block_graphs
 from forebay.rewriter.report.dump import Dump
 from forebay.rewriter.switches import SwitchError, Switches
-from forebay.rewriter.verify.bisect import Bisection
+from forebay.rewriter.verify.bisect import Bisection, RunStep
 from forebay.rewriter.verify.graph import check_captured, check_concrete
 
 ALWAYS_CHECK = False  # graphs are checked after every pass whatever the switches say: the test suite sets it
@@ -56,10 +56,12 @@ def check_switches(passes: Iterable[Pass], switches: Switches) -> None:
 
 class Stage:
     """A step graph on its way through the passes of a phase; its dumps go to `folder`. A captured one is looked at in
-    small sizes, and `formats` tells which of its weights become packed rows."""
+    small sizes, and `formats` tells which of its weights become packed rows. `runs` gives what runs a lowered step, as
+    it is after any pass of the last phase, where it can be run here and compared with its graph."""
 
-    def __init__(self, gm: fx.GraphModule, switches: Switches, folder: str, formats: Any = None) -> None:
-        self.gm, self.switches, self.captured = gm, switches, formats is not None
+    def __init__(self, gm: fx.GraphModule, switches: Switches, folder: str, formats: Any = None,
+                 runs: Callable[[Any], RunStep] | None = None) -> None:
+        self.gm, self.switches, self.captured, self.runs = gm, switches, formats is not None, runs
         self.dump = Dump(switches.dump, folder)
         self.checked = switches.verify_graphs or switches.bisect or ALWAYS_CHECK
         first = self._check("capture") if self.captured else gm
@@ -89,6 +91,8 @@ class Stage:
                 self.dump.draft(step, each.name)
             else:
                 self.dump.program(step)
+            if self.bisection is not None and self.runs is not None:
+                self.bisection.compare_step(self.runs(step), each.name)
         self.stop(each)
         return step
 

@@ -143,9 +143,11 @@ class _LoggedReader:
 
 @pytest.fixture
 def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own, in which the compiled kernels lie already."""
+    """A cache folder of the test's own, in which the compiled kernels and a profile of the machine lie already."""
     from forebay.kernels.build.cache_folder import cache_folder
     from forebay.kernels.cpu_support import native
+    from forebay.rewriter.machine.profile import Machine, save_machine
+    from forebay.runtime.measure.kept import machine_cache_path
 
     native.load()
     kept = cache_folder()
@@ -154,4 +156,5 @@ def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for file in (f for f in kept.iterdir() if f.suffix in (".so", ".o")) if kept.is_dir() else ():
         (folder / file.name).symlink_to(file)
     monkeypatch.setenv("FOREBAY_CACHE", str(folder))
+    save_machine(Machine.default(), machine_cache_path(tmp_path))  # a command would measure one, for half a minute
     return folder

@@ -123,17 +123,15 @@ def test_what_is_long_says_why() -> None:
     assert not needless, f"no longer long: {needless}"
 
 
-# Folders of tests, and the folders of sources that they mirror; tests of the whole stand in e2e.
-MIRRORED = {**{part: ROOT / part for part in PARTS}, "commands": ROOT / "src/forebay/commands",
-            "huggingface": ROOT / "src/forebay/huggingface", "benchmarks": ROOT / "benchmarks"}
+OF_THE_WHOLE = ("e2e", "faults")  # folders of tests that mirror no folder of sources
 
 
 def test_tests_lie_as_their_sources_do() -> None:
     here = ROOT / "tests"
     files = [path.relative_to(here) for path in here.rglob("test_*.py")]
-    inner = [path for path in files if len(path.parts) > 1 and path.parts[0] != "e2e"]
-    strays = [str(path) for path in inner
-              if path.parts[0] not in MIRRORED or not MIRRORED[path.parts[0]].joinpath(*path.parts[1:-1]).is_dir()]
+    inner = [path for path in files if len(path.parts) > 1 and path.parts[0] not in OF_THE_WHOLE]
+    roots = {path: ROOT if path.parts[0] in (*PARTS, "benchmarks") else ROOT / "src/forebay" for path in inner}
+    strays = [str(path) for path, root in roots.items() if not (root / path.parent).is_dir()]
     assert len(inner) > 100 and not strays
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from forebay.kernels.formats.packing import pack_rows
 from forebay.kernels.operators import DEQUANTIZE_ROWS
 from forebay.kernels.quantization.quantize.operator import quantize
 from forebay.rewriter.ir.graph import RowFormat, values_of, weight_name
+
+Tensors = Mapping[str, torch.Tensor]
+RunStep = Callable[[Tensors, Tensors], list[torch.Tensor]]
 
 
 class PassChangedResult(RuntimeError):
@@ -26,12 +29,15 @@ class Bisection:
         generator = torch.Generator().manual_seed(seed)
         self.inputs: dict[str, torch.Tensor] = {}
         self.rows: dict[str, torch.Tensor] = {}
+        self.weights: dict[str, torch.Tensor] = {}  # by their names in the model
         for node in gm.graph.find_nodes(op="placeholder"):
             value = _random_like(node, generator)
             stored = (formats or {}).get(weight_name(node) or "")
             if stored is not None:
                 self.rows[node.name], value = _packed(value, stored)
             self.inputs[node.name] = value
+            if (name := weight_name(node)) is not None:
+                self.weights[name] = value
         self.expected = self._run(gm)
 
     def _input(self, node: fx.Node) -> torch.Tensor:
@@ -51,7 +57,14 @@ class Bisection:
     def compare(self, gm: fx.GraphModule, name: str, rounds: bool = False) -> None:
         """Raise PassChangedResult if `gm` gives other outputs than the graph did before all passes. A pass that
         `rounds` to a format may move them by 0.3 of the largest; what they are then is what later passes must give."""
-        found = self._run(gm)
+        self._hold(self._run(gm), name, rounds)
+
+    def compare_step(self, run: RunStep, name: str) -> None:
+        """Raise PassChangedResult if the lowered step, which `run` runs on weights and inputs by name, gives other
+        outputs than the graph did."""
+        self._hold(run(self.weights, self.inputs), name)
+
+    def _hold(self, found: list[torch.Tensor], name: str, rounds: bool = False) -> None:
         for i, (a, b) in enumerate(zip(self.expected, found, strict=True)):
             scale = a.float().nan_to_num().abs().max().item() or 1.0
             known = ~(a.isnan() & b.isnan())  # random weights can make a variance negative

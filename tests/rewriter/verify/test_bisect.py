@@ -14,8 +14,13 @@ from torch import fx
 
 import forebay.rewriter.pipeline as pipeline
 from forebay.kernels.formats import row_sizes
+from forebay.passes.lower.draft import Draft
+from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.graph import CapturedModel, RowFormat, WeightSpec
-from forebay.rewriter.ir.plan import Budget
+from forebay.rewriter.ir.plan import Budget, Workload
+from forebay.rewriter.ir.program import Copy, FileSlice, Program
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 from forebay.rewriter.verify.bisect import Bisection, PassChangedResult
@@ -45,6 +50,50 @@ def test_names_the_pass_that_breaks_the_graph(tmp_path: Path, monkeypatch: pytes
     model = chain(tmp_path, width=64)
     with pytest.raises(PassChangedResult, match=rf"{broken} is the first pass .* output 0 differs by"):
         planned(model, SMALL, switches=Switches(bisect=True))
+
+
+@pytest.mark.parametrize("broken", ["lower", "hoist_prefetch", "place_copies"])
+def test_names_the_pass_that_breaks_the_lowered_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+                                                     ) -> None:
+    """Two copies of equal size bring one another's bytes: the proof knows no contents but by their names."""
+    def run(step: object, *given: object) -> object:
+        made = known[broken].run(step, *given)
+        changed = step if made is None else made
+        if isinstance(changed, Draft):
+            first, second = changed.moves[:2]
+            changed.moves[:2] = [replace(first, source=second.source), replace(second, source=first.source)]
+            return made
+        assert isinstance(changed, Program)
+        first, second = (item for item in changed.prologue if isinstance(item, Copy))
+        swapped = {first: replace(first, src=second.src), second: replace(second, src=first.src)}
+        return replace(changed, prologue=tuple(swapped.get(item, item) for item in changed.prologue))
+
+    known = {each.name: each for each in pipeline.PASSES}
+    run.__name__ = broken
+    monkeypatch.setattr(pipeline, "PASSES", tuple(
+        replace(each, run=run) if each.name == broken else each for each in pipeline.PASSES))
+    with pytest.raises(PassChangedResult, match=rf"{broken} is the first pass .* output 0 differs by"):
+        planned(chain(tmp_path, width=64), SMALL, switches=Switches(bisect=True))
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_steps_of_a_language_model_are_compared_to_the_last(monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
+    """Decoding and prefill, looked up rows, tiles, tied weights and constants; a prefill with a cache of its own."""
+    compared = []
+    compare = Bisection.compare_step
+    monkeypatch.setattr(Bisection, "compare_step", lambda self, run, name: (compare(self, run, name),
+                                                                          compared.append(name)))
+    model = captured("llama")
+    files, end = {}, 52
+    for spec in model.weights.values():
+        files[spec.name] = FileSlice("model.safetensors", end, spec.nbytes)
+        end += spec.nbytes
+    workload = Workload(batch=2, prompt=8, new_tokens=4)
+    made = Pipeline(step_graphs(model, files, workload, "bisected"), workload, Machine.default(), Switches(bisect=True))
+    plan = made.plan(Budget(made.smallest_budget() + 30_000 if streams else 1 << 30))
+    assert (plan.prediction.streamed_nbytes > 0) is streams and plan.schedule.prefill_chunk > 1
+    names = [each.name for each in pipeline.PASSES if each.phase == "lowered"]
+    assert len(names) == 3 and compared == 2 * names, "a decode step and a chunk"
 
 
 def test_a_sound_pipeline_passes(tmp_path: Path) -> None:

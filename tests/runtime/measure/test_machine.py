@@ -12,6 +12,7 @@ import torch
 from forebay.rewriter.machine.profile import Machine, machine_from_json
 from forebay.runtime.disk.reader import available_kinds
 from forebay.runtime.measure import cuda as measure_cuda
+from forebay.runtime.measure import kernels as measure_kernels
 from forebay.runtime.measure import machine as measure
 from forebay.runtime.measure.machine import DiskTrial, choose_trial, measure_machine
 
@@ -23,6 +24,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Machine, list[tu
     with pytest.MonkeyPatch.context() as patch:  # whatever else runs on this machine: what is believed is tested apart
         patch.setattr(measure, "believable", lambda machine: machine)
         patch.setattr(measure.Neighbours, "share", lambda _: 0.0)
+        patch.setattr(measure_kernels, "QUICK_SHAPES", 3)  # as few as a product's three coefficients need
+        patch.setattr(measure_kernels, "COLD_NBYTES", 4 << 20)  # in the caches: no figure is looked at
         machine = measure_machine(folder, quick=True, progress=lambda stage, done: stages.append((stage, done)))
     return machine, stages, folder
 
