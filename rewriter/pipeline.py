@@ -24,6 +24,7 @@ from forebay.passes.lower.hoist_prefetch import hoist_prefetch
 from forebay.passes.lower.launches import Launches
 from forebay.passes.lower.lower import lower
 from forebay.passes.lower.place_copies import place_copies
+from forebay.passes.lower.stage_cache import staged_layers
 from forebay.passes.place.allocate_buffers import allocate_buffers, place_activations, plan_activations
 from forebay.passes.place.insert_transfers import insert_transfers
 from forebay.passes.place.repeat_layout import repeats
@@ -35,6 +36,7 @@ from forebay.passes.quantise.quantize_weights import fuse_dequantize, quantize_w
 from forebay.rewriter.capture.concretise import inline_blocks
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.garbage import no_collection
+from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import META, Gemm, Layout, values_of
 from forebay.rewriter.ir.plan import MOVING, Budget, GemmChoice, Plan, PlanError, Prediction, Workload, validate
 from forebay.rewriter.ir.program import COMPUTE, Launch, Program, TensorRef
@@ -50,7 +52,7 @@ from forebay.rewriter.planning.graph_needs import (
 from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed
 from forebay.rewriter.planning.planner import make_plan, smallest_budget
 from forebay.rewriter.planning.product_shapes import ProductUse, planned_shapes, product_uses, weights_of_layers
-from forebay.rewriter.planning.staged_cache import staged_cache
+from forebay.rewriter.planning.staged_cache import staged_places
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.closed_form import rates_of
 from forebay.rewriter.predict.estimator import MachineEstimator
@@ -113,21 +115,27 @@ class Pipeline:
         count = graphs.block.micro_batches
         self._cache_rows = {} if graphs.prefill is None else {
             name: replace(rows, rows=count * rows.rows) for name, rows in cache_rows(decode).items()}
-        on_disk = graphs.block.cache == "disk"
-        staged = staged_cache(decode, graphs.block, workload.prompt)
-        if on_disk and machine.device_kind != "cpu":
-            raise PlanError("a cache on disk is lowered for machines without a GPU only; keep it on the device")
+        if graphs.block.staged and machine.device_kind != "cpu":
+            raise PlanError("a cache off the device is lowered for machines without a GPU only; keep it on the device")
         uses = weight_uses(decode, set(graphs.constants))
         self.needs = ModelNeeds(
             graphs.fingerprint, uses,
             {name: t.numel() * t.element_size() for name, t in graphs.constants.items()},
-            staged.tails if staged is not None and on_disk else {
-                name: count * nbytes for name, nbytes in cache_buffers(decode).items()},
+            {name: count * nbytes for name, nbytes in cache_buffers(decode).items()},
             self.need, graphs.weight_tier, graphs.host_hop,
             {name: rows.nbytes(workload.prompt) for name, rows in self._cache_rows.items()},
             rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, graphs.weight_tier,
                      cache_sides(decode), graphs.block),
-            graphs.block, weights_of_layers(decode), graphs.cache_format, staged)
+            graphs.block, weights_of_layers(decode), graphs.cache_format,
+            staged_places(decode, graphs.block, workload.prompt))
+        if graphs.block.staged:
+            self.needs = self.needs.staging(staged_layers(decode, graphs.block), graphs.block, workload)
+
+    def with_block(self, block: Block) -> Pipeline:
+        """The pipeline of the same graphs with caches in other shares, as `block` says, which differs in nothing else.
+        """
+        return self if block == self.graphs.block else Pipeline(
+            replace(self.graphs, block=block), self.workload, self.machine, self.switches)
 
     @no_collection()
     def plan(self, budget: Budget, wishes: Wishes | None = None) -> Plan:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
-from forebay.rewriter.ir.plan import ALONE, Block, Budget, Plan, PlanError, Workload
+from forebay.rewriter.ir.block import ALONE, Block
+from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.planning.graph_needs import cache_buffers
+from forebay.rewriter.planning.planner import make_plan, plan_fits
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.switches import Switches
 
@@ -20,6 +24,7 @@ TOKENS = (16, 32, 64)  # of a cache block
 PADDING = 1 / 8  # of a token's bytes
 PLACES = 256  # at most, of which some are given anew while the others decode
 ENTERING = 8  # a prefill step computes one in so many places: idle ones, which wait for as many, are a sixteenth
+NEAR = 1.5  # times the least of the closed form: what it finds slower is not simulated
 
 GraphsOf = Callable[[Workload, Block], StepGraphs]
 
@@ -29,37 +34,101 @@ def plan_block(
 ) -> tuple[Pipeline, Plan]:
     """The plan for (at least) the batch of `workload`, and the pipeline of its Programs.
 
-    A cache that fits the device stays there. For one that does not, every way of `disk_blocks` is planned, and the one
-    whose Programs are predicted to take prompt and answer the least time is taken. PlanError, if none fits, for the way
-    that fits the smallest budget.
+    A cache that fits the device stays there. For one that does not, micro-batches of several sizes are compared, each
+    with several shares of its caches on faster tiers, by the closed form. Of those near the best, one for each size and
+    share of host memory, the one whose Programs are predicted to take prompt and answer the least time is taken.
+    PlanError, if none fits, for the way that fits the smallest budget.
     """
     refused: list[tuple[Pipeline, PlanError]] = []
 
-    def planned(block: Block) -> tuple[Pipeline, Plan] | None:
+    def pipeline_of(block: Block) -> Pipeline:
         count = block.micro_batches
         prompt = max(workload.prompt, 2) if block.entering else workload.prompt  # a step over one token decodes
         whole = replace(workload, batch=-(-workload.batch // count) * count, prompt=prompt)
-        pipeline = Pipeline(graphs_of(whole, block), whole, machine, switches)
+        return Pipeline(graphs_of(whole, block), whole, machine, switches)
+
+    if wishes.cache_tier in (None, "device"):
+        pipeline = pipeline_of(wishes.block(workload.batch))
         try:
             return pipeline, pipeline.plan(budget, wishes)
         except PlanError as error:
             refused.append((pipeline, error))
-            return None
-
-    if wishes.cache_tier != "disk":
-        found = planned(wishes.block(workload.batch))
-        if found is not None:
-            return found
-    ways: list[Block] = []
-    if wishes.cache_tier != "device" and machine.device_kind == "cpu":
-        tokens = wishes.cache_tokens or block_tokens(cache_buffers(graphs_of(workload, ALONE).step(1)), workload)
-        ways = disk_blocks(wishes, workload.batch, tokens)
-    fitting = [way for way in map(planned, ways) if way is not None]
+    ways: list[_Way] = []
+    for block in staged_blocks(graphs_of, workload, wishes) if machine.device_kind == "cpu" else ():
+        pipeline = pipeline_of(block)
+        found = _in_shares(pipeline, block, budget, wishes)
+        best: dict[int, _Way] = {}
+        for way in found:
+            at = way.block.cache_host
+            best[at] = min(best.get(at, way), way, key=lambda way: way.time_s)
+        ways += best.values()
+        if not found:
+            try:
+                pipeline.plan(budget, wishes)
+            except PlanError as error:
+                refused.append((pipeline, error))
+    least = min((way.time_s for way in ways), default=0.0)
+    fitting = []
+    for way in ways:
+        if way.time_s <= NEAR * least:
+            pipeline = way.pipeline.with_block(way.block)
+            with contextlib.suppress(PlanError):  # layers that cannot share addresses take more than was known
+                fitting.append((pipeline, pipeline.plan(budget, wishes)))
     if fitting:
-        return min(fitting, key=lambda way: answer_time_s(way[1]))
+        return min(fitting, key=lambda pair: answer_time_s(pair[1]))
     if len(refused) == 1:
         raise refused[0][1]
     raise min(refused, key=lambda pair: pair[0].smallest_budget(wishes))[1]
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A block to lower, the pipeline of one with as many micro-batches, and the seconds of the closed form."""
+
+    time_s: float
+    pipeline: Pipeline
+    block: Block
+
+
+def _in_shares(pipeline: Pipeline, block: Block, budget: Budget, wishes: Wishes) -> list[_Way]:
+    """The block with shares of its caches on faster tiers: as wished, or from none to all that fit."""
+    workload, needs = pipeline.workload, pipeline.needs
+    assert needs.staged is not None
+    layers = needs.staged.layers
+    total, largest = len(layers) * block.micro_batches, max(layer.nbytes for layer in layers.values())
+
+    def fits(way: Block) -> bool:
+        return plan_fits(needs.staging(layers, way, workload), budget, workload, wishes)
+
+    def in_shares(device: int, host: int) -> Block:
+        return replace(block, cache_device=device, cache_host=host)
+
+    def most_on_device(host: int) -> int:
+        """The most caches that the device has room for, beside so many in host memory."""
+        return bisect_right(range(total + 1), 0, key=lambda n: int(not fits(in_shares(n, min(host, total - n))))) - 1
+
+    host = min(total, (budget.host or 0) // largest) if block.cache == "disk" else 0
+    if wishes.cache_tier is not None or wishes.cache_shares is not None:
+        device_share, host_share = wishes.cache_shares or (0.0, 0.0)
+        if min(device_share, host_share) < 0 or device_share + host_share > 1:
+            raise PlanError(f"cache_shares: {device_share} on the device and {host_share} in host memory must be "
+                            "shares of one whole")
+        ways = [in_shares(int(device_share * total), int(host_share * total))]
+    elif block.entering:  # whose caches lie on one tier
+        ways = [block, *([replace(block, cache="host")] if host == total else [])]
+    else:
+        ways = [in_shares(d, min(h, total - d)) for d in parts_of(max(0, most_on_device(host)), 4)
+                for h in parts_of(host, 2)]
+    found = []
+    for way in filter(fits, dict.fromkeys(ways)):
+        plan = make_plan(needs.staging(layers, way, workload), budget, workload, wishes, "")
+        found.append(_Way(answer_time_s(plan), pipeline, way))
+    return found
+
+
+def parts_of(most: int, parts: int) -> list[int]:
+    """0, `most` and what lies between, in so many equal parts."""
+    return list(dict.fromkeys(most * i // parts for i in range(parts + 1)))
 
 
 def plan_answers(
@@ -71,7 +140,7 @@ def plan_answers(
         tier = wishes.cache_tier if wishes.entering else wishes.cache_tier or "device"
         return plan_block(graphs_of, budget, workload, replace(wishes, cache_tier=tier), machine, switches)
     except PlanError:
-        if wishes.entering or wishes.cache_tier == "disk" or wishes.micro_batches:
+        if wishes.entering or wishes.cache_tier in ("host", "disk") or wishes.micro_batches:
             raise
     return plan_places(graphs_of, budget, workload, wishes, machine, switches)
 
@@ -133,12 +202,17 @@ def block_tokens(cache: Mapping[str, int], workload: Workload) -> int:
     return TOKENS[-1]
 
 
-def disk_blocks(wishes: Wishes, batch: int, tokens: int) -> list[Block]:
-    """The blocks to try for a cache on disk: as wished, or with micro-batches of several sizes."""
+def staged_blocks(graphs_of: GraphsOf, workload: Workload, wishes: Wishes) -> list[Block]:
+    """The blocks to try for a cache off the device, on the furthest tier first: with micro-batches as wished, or of
+    several sizes."""
+    if wishes.cache_tier == "device":
+        return []
+    batch = workload.batch
+    tokens = wishes.cache_tokens or block_tokens(cache_buffers(graphs_of(workload, ALONE).step(1)), workload)
     counts = [wishes.micro_batches] if wishes.micro_batches else [
         math.ceil(batch / size) for size in reversed(SIZES) if size == 1 or size < 2 * batch]
     entering = min(wishes.entering or 0, batch)
-    return [Block(count, wishes.order, "disk", tokens, wishes.cache_slots, entering)
+    return [Block(count, wishes.order, wishes.cache_tier or "disk", tokens, wishes.cache_slots, entering=entering)
             for count in dict.fromkeys(min(count, batch) for count in counts)]
 
 

@@ -88,9 +88,9 @@ class _Lowering:
                           for b in self.plan.buffers if b.kind in kept}
         placeholders = self.gm.graph.find_nodes(op="placeholder")
         block = self.plan.schedule.block
-        if block.cache == "disk" or block.entering:
+        if block.staged or block.entering:
             tokens = next(n for n in placeholders if n.target == "input_ids").meta["val"].shape[1]
-            if block.cache == "disk":
+            if block.staged:
                 self.staging = CacheStaging(draft, self.plan, staged_layers(self.gm, block), tokens)
             elif tokens > 1:
                 self.staging = PlaceStaging(draft, self.plan, self.gm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from forebay.rewriter.ir.program import UNORDERED, Copy, Item, Launch, Record, Span, Wait
+from forebay.rewriter.ir.program import COMPUTE, UNORDERED, Copy, Item, Launch, Record, Span, Wait
 
 _Clock = dict[str, int]  # by stream, how many of its launches and copies are known to be done
 
@@ -88,9 +88,12 @@ class Order:
             group[:] = [t for t in group if not _within(t.span, span)]
         group.append(_Touch(span, stream, self._issued[stream], event, writes))
 
-    def next_step(self, before: Mapping[str, int], carried: Collection[int]) -> None:
+    def next_step(self, before: Mapping[str, int], carried: Collection[int], told: bool) -> None:
         """A new step begins. What earlier ones touched is done when all is that they issued on the stream, which the
-        events `before` stand for from here on, or when its event is, if that is among those `carried` over."""
+        events `before` stand for from here on, or when its event is, if that is among those `carried` over. Where
+        copies are `told` by inputs what to move, what the caller writes between steps counts too."""
+        if told:
+            self._clock(COMPUTE)[COMPUTE] = self._issued[COMPUTE] = self._issued.get(COMPUTE, 0) + 1
         for stream, event in before.items():
             self.follow(Record(stream, event))
         for group in {id(group): group for group in self._groups.values()}.values():

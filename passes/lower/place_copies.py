@@ -90,7 +90,8 @@ class _Placing:
         """The step anew, as one that follows another: what it waits for of the step before are the copies in flight
         that a prologue records too, else all that was issued on their stream."""
         before = {stream: self._event("before", stream) for stream in AFAR}
-        self.order.next_step(before, {self._event("landed", index) for index in self.draft.prologue})
+        told = any(isinstance(move.source, Rows) and move.source.told_by for move in self.draft.moves)
+        self.order.next_step(before, {self._event("landed", index) for index in self.draft.prologue}, told)
         self._step()
         waited = {item.event for item in self.items if type(item) is Wait}
         self.items[:0] = [Record(stream, event) for stream, event in before.items() if event in waited]

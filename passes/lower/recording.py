@@ -53,7 +53,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """Here a cache on disk is brought for its turn, or, where `ends`, kept."""
+    """Here a cache is brought to the device for its turn, or, where `ends`, kept."""
 
     ends: bool
 

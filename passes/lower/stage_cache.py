@@ -1,4 +1,5 @@
-"""A cache on disk: the blocks that exist come into a staging slot for a layer's turn, and those that got full go out.
+"""A cache off the device: the blocks that exist come into a staging slot for a layer's turn, and those that got full go
+out again, to host memory or to a spill file. Of the caches those that live on the device are attended where they lie.
 
 A slot holds one layer's cache of one micro-batch, token by token, K and V beside each other: [B, blocks, T, 2, Hkv, D].
 The *tail*, the block of each sequence that is not full yet, stays on the device: it joins the others in the slot before
@@ -18,26 +19,26 @@ from torch import fx
 from forebay.passes.lower.addresses import Place
 from forebay.passes.lower.draft import Arrive, Draft, Evict, Fetch, Free, Move, Outgoing, Store
 from forebay.passes.lower.enter_places import ENTERING, name_places, put, take
+from forebay.rewriter.ir.block import BEFORE, BEHIND, STORES, Block, loads_name
 from forebay.rewriter.ir.graph import META, CacheInput
-from forebay.rewriter.ir.plan import Block, BufferPlacement, Plan
+from forebay.rewriter.ir.plan import BufferPlacement, Plan, Workload
 from forebay.rewriter.ir.program import COMPUTE, Release, Rows, Span, TensorRef, span_of
 
 RING = "cache"  # of staging slots; also the name of the spill file
+ARENAS = {"device": "device", "host": "host", "disk": RING}  # by the tier that a cache lives on
 WORD = 8  # blocks move as int64
-# inputs of a step, each with one part for every micro-batch: rows of its table of blocks [B * blocks] that are loaded
-# and stored, and [B] the row of each sequence's tail before and behind the step
-LOADS, STORES, BEFORE, BEHIND = "cache_loads", "cache_stores", "cache_before", "cache_behind"
 
 
 @dataclass(frozen=True)
 class StagedLayer:
     """One layer's cache in a micro-batch of `sequences`: `blocks` blocks of `block_nbytes` for each; V stands `beside`
-    bytes behind K."""
+    bytes behind K. Attention sees a `window` of it (0: all)."""
 
     sequences: int
     blocks: int
     block_nbytes: int
     beside: int
+    window: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -59,14 +60,31 @@ def staged_layers(step: fx.GraphModule, block: Block) -> dict[int, StagedLayer]:
             batch, heads, tokens, width = value.shape
             itemsize = value.element_size()
             found[mark.layer] = StagedLayer(batch, tokens // block.cache_tokens,
-                                            block.cache_tokens * value.stride(2) * itemsize, heads * width * itemsize)
+                                            block.cache_tokens * value.stride(2) * itemsize, heads * width * itemsize,
+                                            mark.window)
     return found
 
 
-def input_sizes(layer: StagedLayer) -> dict[str, int]:
+def home_name(layer: int, tier: str) -> str:
+    """The buffer of a layer's caches that live on a tier, one micro-batch after the other."""
+    return f"cache_{layer}_{tier}"
+
+
+def input_sizes(layers: Mapping[int, StagedLayer]) -> dict[str, int]:
     """Elements of a micro-batch's part of each input."""
-    rows = layer.sequences * layer.blocks
-    return {LOADS: rows, STORES: rows, BEFORE: layer.sequences, BEHIND: layer.sequences}
+    first = next(iter(layers.values()))
+    rows = first.sequences * first.blocks
+    loads = dict.fromkeys((loads_name(layer.window) for layer in layers.values()), rows)
+    return {**loads, STORES: rows, BEFORE: first.sequences, BEHIND: first.sequences}
+
+
+def usual_shares(layer: StagedLayer, cache_tokens: int, work: Workload, tokens: int) -> tuple[float, float]:
+    """The shares of its blocks that a step over `tokens` tokens is taken to load and store: halfway through the answer,
+    or through the prompt. A block gets full every so many tokens."""
+    capacity = layer.blocks * cache_tokens
+    there = work.prompt + work.new_tokens / 2 if tokens == 1 else work.prompt / 2
+    seen = min(there, abs(layer.window) + cache_tokens / 2) if layer.window else there
+    return seen / capacity, min(1.0, tokens / capacity)
 
 
 class CacheStaging:
@@ -76,15 +94,15 @@ class CacheStaging:
         self.draft, self.plan, self.layers = draft, plan, layers
         self.buffers: dict[str, BufferPlacement] = {b.name: b for b in plan.buffers}
         self.count = plan.schedule.block.micro_batches
+        self.homes = dict(zip(layers, plan.schedule.block.cache_homes(len(layers)), strict=True))
         self.fetched = 0
         self.places = name_places(draft, plan) if plan.schedule.block.entering and tokens > 1 else None
-        first, w = next(iter(layers.values())), plan.workload
-        capacity = first.blocks * plan.schedule.block.cache_tokens
-        # halfway through the answer, or through the prompt; a block gets full every so many tokens
-        self.loaded = (w.prompt + w.new_tokens / 2 if tokens == 1 else w.prompt / 2) / capacity
-        self.stored = min(1.0, tokens / capacity)
-        draft.files = {RING: max((b.offset + b.nbytes for b in plan.buffers if b.arena == RING), default=0)}
-        for name, size in input_sizes(first).items():
+        self.sizes = input_sizes(layers)
+        self.usual = {i: usual_shares(layer, plan.schedule.block.cache_tokens, plan.workload, tokens)
+                      for i, layer in layers.items()}
+        draft.files = {RING: max(b.offset + b.nbytes for b in plan.buffers if b.arena == RING)
+                       } if any(b.arena == RING for b in plan.buffers) else {}
+        for name, size in self.sizes.items():
             b = self.buffers[name]
             draft.inputs[name] = TensorRef(b.arena, b.offset, "int64", (self.count * size,), (1,), name)
             draft.resident[name] = span_of(draft.inputs[name])
@@ -94,17 +112,21 @@ class CacheStaging:
         return self.layers[mark.layer].beside if mark.side == "v" else 0
 
     def bring(self, layer: int, micro_batch: int) -> Place:
-        """Load the blocks that exist, and put the tails beside them; where they lie then."""
+        """Load the blocks that exist, and put the tails beside them; where they lie then. A cache of the device lies
+        there already."""
+        home = self._home(layer, micro_batch)
+        if self.homes[layer][micro_batch] == "device":
+            return home.arena, home.offset, home.buffer
         staged, slot = self.layers[layer], self.fetched % self.plan.schedule.block.cache_slots
         self.fetched += 1
         b, index = self.buffers[f"{RING}{slot}"], len(self.draft.moves)
         span = Span(b.arena, b.offset, staged.nbytes, f"{b.name}:{index}")
-        source = Rows(self._home(layer, micro_batch), staged.block_nbytes, self._told(LOADS, layer, micro_batch),
-                      skips=True, usual=self.loaded)
+        source = Rows(home, staged.block_nbytes, self._told(loads_name(staged.window), micro_batch),
+                      skips=True, usual=self.usual[layer][0])
         self.draft.moves.append(Move(f"load cache of layer {layer}@{micro_batch}", source, slot, span, (0, 0), RING,
                                      layer))
         table, tail = self._tables(span, layer, micro_batch)
-        index_ref = self._told(BEFORE, layer, micro_batch)
+        index_ref = self._told(BEFORE, micro_batch)
         self.draft.items += [Fetch(index), Arrive(index)]
         if self.places is not None:
             tails = self._tails(layer)
@@ -115,12 +137,14 @@ class CacheStaging:
 
     def keep(self, layer: int, micro_batch: int, place: Place) -> None:
         """Take the tails out of the slot at `place`, store the blocks that got full, and give the slot back."""
+        if self.homes[layer][micro_batch] == "device":
+            return
         staged, index = self.layers[layer], int(place[2].rpartition(":")[2])
         span = Span(place[0], place[1], staged.nbytes, place[2])
         table, tail = self._tables(span, layer, micro_batch)
-        index_ref = self._told(BEHIND, layer, micro_batch)
-        target = Rows(self._home(layer, micro_batch), staged.block_nbytes, self._told(STORES, layer, micro_batch),
-                      skips=True, usual=self.stored)
+        index_ref = self._told(BEHIND, micro_batch)
+        target = Rows(self._home(layer, micro_batch), staged.block_nbytes, self._told(STORES, micro_batch),
+                      skips=True, usual=self.usual[layer][1])
         number = len(self.draft.stores)
         self.draft.stores.append(Outgoing(f"store cache of layer {layer}@{micro_batch}", span, target, keeps=True,
                                           layer=layer))
@@ -132,11 +156,13 @@ class CacheStaging:
         self.draft.items += [Store(number), Evict(number), Free(index)]
 
     def _home(self, layer: int, micro_batch: int) -> Span:
-        """The bytes of the spill file that a micro-batch's blocks are among."""
-        b, nbytes = self.buffers[f"cache_{layer}"], self.layers[layer].nbytes
+        """The bytes that a micro-batch's blocks are among where its cache lives."""
+        homes = self.homes[layer]
+        tier, nbytes = homes[micro_batch], self.layers[layer].nbytes
+        b = self.buffers[home_name(layer, tier)]
         if self.places is not None:
             return Span(b.arena, b.offset, b.nbytes, b.name)
-        return Span(b.arena, b.offset + micro_batch * nbytes, nbytes, b.name)
+        return Span(b.arena, b.offset + homes[:micro_batch].count(tier) * nbytes, nbytes, b.name)
 
     def _tables(self, span: Span, layer: int, micro_batch: int) -> tuple[TensorRef, TensorRef]:
         """The slot, and the tails of those whose turn it is, as rows of blocks."""
@@ -148,8 +174,9 @@ class CacheStaging:
             b = self.buffers[ENTERING]
             return table, TensorRef(b.arena, b.offset, "int64", (staged.sequences, words), (words, 1),
                                     f"{ENTERING}:{layer}")
-        tails = self._tails(layer)
-        return table, TensorRef(tails.arena, tails.offset + micro_batch * staged.tail_nbytes, "int64",
+        tails, homes = self._tails(layer), self.homes[layer][:micro_batch]
+        number = len(homes) - homes.count("device")  # among those that have a tail
+        return table, TensorRef(tails.arena, tails.offset + number * staged.tail_nbytes, "int64",
                                 (staged.sequences, words), (words, 1), tails.buffer)
 
     def _tails(self, layer: int) -> TensorRef:
@@ -158,7 +185,7 @@ class CacheStaging:
         return TensorRef(b.arena, b.offset, "int64", (b.nbytes // block_nbytes, block_nbytes // WORD),
                          (block_nbytes // WORD, 1), b.name)
 
-    def _told(self, name: str, layer: int, micro_batch: int) -> TensorRef:
+    def _told(self, name: str, micro_batch: int) -> TensorRef:
         """A micro-batch's part of an input."""
-        size, whole = input_sizes(self.layers[layer])[name], self.draft.inputs[name]
+        size, whole = self.sizes[name], self.draft.inputs[name]
         return TensorRef(whole.arena, whole.offset + micro_batch * size * WORD, "int64", (size,), (1,), name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from forebay.rewriter.ir.plan import Block
+from forebay.rewriter.ir.block import Block
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from forebay.passes.lower.out_variants import mutated_arguments, named_arguments
 from forebay.passes.place.arrange_block import arrange, outlive_turns
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.alignment import ALIGNMENT, aligned
+from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.graph import META, Layout, storage_of, values_of
-from forebay.rewriter.ir.plan import ALONE, KEPT, MOVING, Block, BufferPlacement, Plan, PlanError
+from forebay.rewriter.ir.plan import KEPT, MOVING, BufferPlacement, Plan, PlanError
 
 aten = torch.ops.aten
 

@@ -11,8 +11,8 @@ from torch import fx
 
 from forebay.passes.allocators import Allocation, Buffer, allocate
 from forebay.rewriter.ir.alignment import ALIGNMENT, aligned
+from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import storage_of, weight_name
-from forebay.rewriter.ir.plan import Block
 
 TIME_LIMIT_S = 1.0
 

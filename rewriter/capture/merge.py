@@ -229,7 +229,8 @@ def join(
     env = {node: _placeholder(graph, node.name, node.meta["val"]) for node in outer.inputs}
     start = env[outer.inputs[1]]
     caches = [
-        [_placeholder(graph, f"cache_{side}_{i}", block.cache_val, CacheInput(i, side)) for side in "kv"]
+        [_placeholder(graph, f"cache_{side}_{i}", block.cache_val, CacheInput(i, side, block.cache.window))
+         for side in "kv"]
         for i, block in enumerate(blocks)
     ]
     inputs = {

@@ -12,8 +12,9 @@ from torch import fx
 from forebay.rewriter.capture.concretise import concretise, few_layers, inline_blocks
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput
-from forebay.rewriter.ir.plan import ALONE, Block, Workload
+from forebay.rewriter.ir.plan import Workload
 from forebay.rewriter.ir.program import FileSlice
 
 StepGraph = Callable[[int], fx.GraphModule]  # tokens per sequence in one step -> a fresh graph of concrete sizes
@@ -69,7 +70,7 @@ def step_graphs(
         return inline_blocks(concretise(short, {name: inputs[name] for name in few & inputs.keys()})), likes
 
     return StepGraphs(fingerprint, step, files, captured.constants, host_hop, sample=sample,
-                      prefill=None if block.cache == "disk" or block.entering else (
+                      prefill=None if block.staged or block.entering else (
                           lambda tokens: step(tokens, workload.prompt)),
                       cache_format=captured.cache[0].format if captured.cache else "native", block=block)
 
@@ -80,14 +81,14 @@ def step_inputs(
 ) -> dict[str, torch.Tensor]:
     """Meta tensors for every placeholder of the step graph, by name; the cache holds `cached` tokens per sequence, all
     of the context by default. `weights`, if they were made before, are those of the weights and constants. A cache that
-    `block` has on disk is token-major, K and V beside each other, in whole blocks that are whole pages."""
+    `block` stages is token-major, K and V beside each other, in whole blocks that are whole pages."""
     batch, context = workload.batch, workload.context if cached is None else cached
     inputs = {"input_ids": _meta((batch, tokens)), "start": _meta((batch,)), "last": _meta((batch,))}
     for i, spec in enumerate(captured.cache):
         for side in "kv":
             shape = batch, spec.kv_heads, context, spec.head_dim
-            inputs[f"cache_{side}_{i}"] = _meta(shape, spec.dtype) if block.cache == "device" else (
-                _token_major(shape, spec.dtype, block))
+            inputs[f"cache_{side}_{i}"] = _token_major(shape, spec.dtype, block) if block.staged else (
+                _meta(shape, spec.dtype))
     inputs.update(_weight_inputs(captured) if weights is None else weights)
     return inputs
 

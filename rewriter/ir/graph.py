@@ -29,10 +29,12 @@ class WeightInput:
 
 @dataclass(frozen=True)
 class CacheInput:
-    """On a placeholder of the step graph: the `side` ("k" or "v") cache of `layer`."""
+    """On a placeholder of the step graph: the `side` ("k" or "v") cache of `layer`, of which attention sees a `window`
+    (as its operator says; 0: all)."""
 
     layer: int
     side: str
+    window: int = 0
 
 
 @dataclass(frozen=True)

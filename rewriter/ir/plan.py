@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from forebay.kernels.formats.table import cache_format, weight_format
+from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.from_json import from_json
 
 VERSION = 2
@@ -79,51 +80,6 @@ class WeightPlacement:
     format: str = "native"
     tile_rows: int = 0
     gather: bool = False
-
-
-@dataclass(frozen=True)
-class Block:
-    """The sequences that share passes over the weights: `micro_batches` parts of equal size, computed one after the
-    other (FlexGen, section 4.1). In `row` order each runs through all layers before the next one, and brings the
-    weights anew; in `zigzag` order all run through a layer before the next layer, and its weights come once.
-
-    A `cache` on disk is loaded into one of `cache_slots` staging slots for each layer and micro-batch, in blocks of
-    `cache_tokens` tokens; the block that is not full yet stays on the device.
-
-    With `entering`, a prefill step computes so many sequences alone, for the places that its input names; the others
-    keep their cache. Else it computes all of them.
-    """
-
-    micro_batches: int = 1
-    order: Literal["row", "zigzag"] = "zigzag"
-    cache: Literal["device", "disk"] = "device"
-    cache_tokens: int = 0
-    cache_slots: int = 0
-    entering: int = 0
-
-    def of_step(self, tokens: int) -> Block:
-        """The block as a step over `tokens` tokens per sequence sees it."""
-        return replace(self, micro_batches=1) if self.entering and tokens > 1 else self
-
-    def sequences(self, batch: int, tokens: int) -> int:
-        """Sequences of a micro-batch in a step over `tokens` tokens, of `batch` in all."""
-        return self.entering if self.entering and tokens > 1 else batch // self.micro_batches
-
-    def prefills(self, batch: int) -> int:
-        """How many times prefill steps run until they have computed `batch` sequences."""
-        return -(-batch // self.entering) if self.entering else 1
-
-    def cache_blocks(self, context: int) -> int:
-        """Blocks of a sequence in a cache on disk: those of `context` tokens, the last of which is never full."""
-        return context // self.cache_tokens + 1
-
-    @property
-    def fetches(self) -> int:
-        """How many times a step brings each streamed weight."""
-        return self.micro_batches if self.order == "row" else 1
-
-
-ALONE = Block()
 
 
 @dataclass(frozen=True)
@@ -255,7 +211,7 @@ class Plan:
     def meeting(self) -> Meeting | None:
         """Where cache and activations of a decode step would meet; None without a cache on the device."""
         here = [b for b in self.buffers_of("decode") if b.arena == "device"]
-        cache = [b for b in here if b.kind == "cache" and self.schedule.block.cache == "device"]
+        cache = [b for b in here if b.kind == "cache" and not self.schedule.block.staged]
         if not cache:
             return None
         top = max(b.offset + b.nbytes for b in cache)
@@ -301,10 +257,14 @@ def plan_from_dict(data: object) -> Plan:
 
 def _validate_block(plan: Plan) -> None:
     s = plan.schedule
-    if s.block.cache == "disk" and (s.block.cache_slots < 1 or s.block.cache_tokens < 1):
-        raise PlanError("plan.schedule.block: a cache on disk needs cache_slots and cache_tokens of at least 1")
-    if s.block.cache == "device" and (s.block.cache_slots or s.block.cache_tokens):
-        raise PlanError("plan.schedule.block: cache_slots and cache_tokens are for a cache on disk")
+    if s.block.staged and (s.block.cache_slots < 1 or s.block.cache_tokens < 1):
+        raise PlanError(f"plan.schedule.block: a cache on the tier {s.block.cache} needs cache_slots and cache_tokens "
+                        "of at least 1")
+    for name in ("cache_slots", "cache_tokens", "cache_device", "cache_host"):
+        given = getattr(s.block, name)
+        if given < 0 or (given and not s.block.staged) or (given and name == "cache_host" and s.block.cache == "host"):
+            raise PlanError(f"plan.schedule.block.{name}: {given} is for a cache on a tier further off than "
+                            f"{s.block.cache}, and never below 0")
     if plan.workload.batch % s.block.micro_batches:
         raise PlanError(f"plan.schedule.block.micro_batches: {s.block.micro_batches} do not divide a batch of "
                         f"{plan.workload.batch} (plan.workload.batch)")

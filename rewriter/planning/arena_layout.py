@@ -22,7 +22,7 @@ def lay_out(
     a page; where a prefill borrows from the cache, twice, once for each phase.
 
     constants and, by phase, caches are bytes by name; `upper` are the device's bytes from the bottom of the cache up,
-    `height` those of the rows of a lookup; `staged` what a cache on disk takes, as arguments of a buffer's placement.
+    `height` those of the rows of a lookup; `staged` what staged caches take, as arguments of a buffer's placement.
     """
     buffers: list[BufferPlacement] = []
     ends = {"device": 0, "host": 0, "cache": 0}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from forebay.passes.lower.stage_cache import StagedLayer
+from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.graph import Layout
-from forebay.rewriter.ir.plan import ALONE, Block
+from forebay.rewriter.ir.plan import Workload
 from forebay.rewriter.planning.product_shapes import ProductUse
-from forebay.rewriter.planning.staged_cache import StagedCache
-from forebay.rewriter.predict.closed_form import Rates
+from forebay.rewriter.planning.staged_cache import StagedCache, staged_cache
+from forebay.rewriter.predict.closed_form import CacheMoves, Rates
 
 
 @dataclass(frozen=True)
@@ -55,4 +58,14 @@ class ModelNeeds:
     block: Block = ALONE
     layers: Mapping[int, tuple[str | None, ...]] = field(default_factory=dict)  # the weights that each layer is given
     cache_format: str = "native"
-    staged: StagedCache | None = None  # of a cache on disk, whose tails stand in `cache`
+    staged: StagedCache | None = None  # of caches off the device, whose tails stand in `cache`
+
+    def staging(self, layers: Mapping[int, StagedLayer], block: Block, work: Workload) -> ModelNeeds:
+        """The same with caches of `layers` staged as `block`, which has as many micro-batches, says."""
+        staged = staged_cache(layers, block)
+
+        @functools.cache
+        def moves(tokens: int) -> CacheMoves:
+            return staged.moves(work, tokens)
+
+        return replace(self, block=block, staged=staged, cache=staged.tails, rates=replace(self.rates, moves=moves))

@@ -9,19 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, aligned
+from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.byte_sizes import format_nbytes
-from forebay.rewriter.ir.plan import (
-    Block,
-    Budget,
-    Limits,
-    Plan,
-    PlanError,
-    Prediction,
-    Schedule,
-    WeightPlacement,
-    Workload,
-)
-from forebay.rewriter.ir.program import COMPUTE, DISK, UPLOAD
+from forebay.rewriter.ir.plan import Budget, Limits, Plan, PlanError, Prediction, Schedule, WeightPlacement, Workload
+from forebay.rewriter.ir.program import DISK, UPLOAD
 from forebay.rewriter.planning.arena_layout import lay_out, slot_stride
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
 from forebay.rewriter.planning.wishes import Wishes
@@ -44,6 +35,10 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, wishes: Wis
     for resident weights. They are compared by `Rates.step_time_s`, and none of them gets worse with more budget.
     """
     kinds = _kinds(needs)
+    held = needs.staged.host_nbytes if needs.staged is not None else 0
+    if budget.host is not None and held > budget.host:
+        raise PlanError(f"budget.host: {format_nbytes(budget.host)} cannot hold the {format_nbytes(held)} ({held} "
+                        "bytes) of cache that are to lie in host memory (plan.schedule.block.cache_host); give more")
     best = _cheapest(needs, kinds, budget, workload, _candidates(needs, kinds, budget, workload, wishes))
     if best is None:
         refuse_wishes(needs, budget, workload, wishes)
@@ -57,6 +52,13 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, wishes: Wis
             f"({smallest} bytes: {', '.join(f'{k} {format_nbytes(v)}' for k, v in parts.items())}). "
             f"A smaller batch, shorter prompts or fewer new tokens need less")
     return _planned(needs, kinds, budget, workload, wishes, machine, best)
+
+
+def plan_fits(needs: ModelNeeds, budget: Budget, workload: Workload, wishes: Wishes) -> bool:
+    """Whether there is a plan for `budget`."""
+    held = needs.staged.host_nbytes if needs.staged is not None else 0
+    return (budget.host is None or held <= budget.host) and bool(
+        _candidates(needs, _kinds(needs), budget, workload, wishes))
 
 
 def smallest_budget(needs: ModelNeeds, workload: Workload, wishes: Wishes) -> tuple[int, dict[str, int]]:
@@ -227,7 +229,9 @@ def _host_room(needs: ModelNeeds, budget: Limits, fit: _Fit) -> int:
     """Bytes of host memory for weights beside what copies from disk pass through."""
     if not budget.host or needs.weight_tier != "disk":
         return 0
-    return max(0, budget.host - (_staging(needs, fit.chunk, fit.slots, fit.slot_nbytes) if needs.host_hop else 0))
+    cached = needs.staged.host_nbytes if needs.staged is not None else 0
+    passing = _staging(needs, fit.chunk, fit.slots, fit.slot_nbytes) if needs.host_hop else 0
+    return max(0, budget.host - cached - passing)
 
 
 def _planned(
@@ -260,7 +264,7 @@ def _predicted(needs: ModelNeeds, kinds: _Kinds, plan: Plan) -> Prediction:
     copies = nbytes / kinds.products_nbytes * kinds.tiles(s.slot_nbytes) if nbytes else 0.0
     prefill, decode = (needs.rates.step_time_s(tokens, nbytes, copies, s.slots, held) + needs.rates.attend_s(tokens)
                        for tokens in (s.prefill_chunk, 1))
-    busy = dict(zip((COMPUTE, DISK, UPLOAD), needs.rates.busy_s(1, nbytes, copies, held), strict=True))
+    busy = needs.rates.busy_s(1, nbytes, copies, held)
     if needs.weight_tier == "host":
         busy[UPLOAD] = busy.pop(DISK)
     workspace = max(needs.need(tokens).workspace for tokens in (s.prefill_chunk, 1))

@@ -1,60 +1,113 @@
-"""What a cache that is staged, from disk or for a prefill of some sequences alone, takes of each tier."""
+"""What is staged, a cache off the device or one for a prefill of some sequences alone, takes of each tier, and what of
+it a step moves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
 from forebay.passes.lower.enter_places import ENTERING, PLACES
-from forebay.passes.lower.stage_cache import RING, WORD, input_sizes, staged_layers
-from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES, aligned
+from forebay.passes.lower.stage_cache import (
+    ARENAS,
+    RING,
+    WORD,
+    StagedLayer,
+    home_name,
+    input_sizes,
+    usual_shares,
+)
+from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES, aligned, whole_pages
+from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import META, CacheInput
-from forebay.rewriter.ir.plan import Block
+from forebay.rewriter.ir.plan import PlanError, Workload
+from forebay.rewriter.predict.closed_form import STILL, CacheMoves
 
 
 @dataclass(frozen=True)
 class StagedCache:
-    """Bytes, by buffer name, of each layer's piece of the spill file, of the tails that stay on the device, of the
-    staging slots and of the inputs that tell which blocks and places."""
+    """Bytes, by buffer name, of the staging slots, of the inputs that tell which blocks and places, of the tails that
+    stay on the device, and by tier of each layer's caches that live there, in whole pages. `tiers` are those of the
+    micro-batches, by layer."""
 
-    files: Mapping[str, int]
-    tails: Mapping[str, int]
+    block: Block
     slots: Mapping[str, int]
     inputs: Mapping[str, int]
+    tails: Mapping[str, int] = field(default_factory=dict)
+    homes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    tiers: Mapping[int, list[str]] = field(default_factory=dict)
+    layers: Mapping[int, StagedLayer] = field(default_factory=dict)
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of the device arena beside the tails, at most."""
-        return sum(n + PAGE_NBYTES for n in self.slots.values()) + sum(n + ALIGNMENT for n in self.inputs.values())
+        """Bytes of the device arena beside the tails."""
+        return (sum(map(whole_pages, self.slots.values())) + sum(self.homes.get("device", {}).values())
+                + sum(map(aligned, self.inputs.values())))
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of the host arena."""
+        return sum(self.homes.get("host", {}).values())
 
     def buffers(self) -> Iterator[tuple[str, str, str, int, int]]:
-        """All but the tails, as (name, kind, arena, nbytes, alignment)."""
-        for name, nbytes in self.inputs.items():
-            yield name, "io", "device", nbytes, ALIGNMENT
+        """All but the tails, as (name, kind, arena, nbytes, alignment); those at pages first, so that they leave no gap
+        behind slots for weights."""
         for name, nbytes in self.slots.items():
             yield name, "slot", "device", nbytes, PAGE_NBYTES
-        for name, nbytes in self.files.items():
-            yield name, "cache", RING, nbytes, PAGE_NBYTES
+        for tier, sizes in self.homes.items():
+            for name, nbytes in sizes.items():
+                yield name, "cache", ARENAS[tier], nbytes, PAGE_NBYTES
+        for name, nbytes in self.inputs.items():
+            yield name, "io", "device", nbytes, ALIGNMENT
+
+    def moves(self, work: Workload, tokens: int) -> CacheMoves:
+        """What a step over `tokens` tokens usually moves."""
+        block, nbytes, copies = self.block, dict[tuple[str, str], float](), 0
+        some = block.sequences(work.batch, tokens) / work.batch if block.entering and tokens > 1 else 1.0
+        for i, tiers in self.tiers.items():
+            layer = self.layers[i]
+            for tier in ("host", "disk"):
+                for link, share in zip(((tier, "device"), ("device", tier)), usual_shares(
+                        layer, block.cache_tokens, work, tokens), strict=True):
+                    nbytes[link] = nbytes.get(link, 0.0) + some * tiers.count(tier) * share * layer.nbytes
+                copies += 2 * (tiers.count(tier) if some == 1.0 else bool(tiers.count(tier)))
+        return CacheMoves({link: n for link, n in nbytes.items() if n}, copies, block.cache_slots) if copies else STILL
 
 
-def staged_cache(step: fx.GraphModule, block: Block, prompt: int) -> StagedCache | None:
-    """What the cache of all micro-batches of `block` takes, from the decode step graph of one; prompts are of at most
-    `prompt` tokens. None where nothing is staged."""
-    if block.cache == "device":
-        return StagedCache({}, {}, {ENTERING: _staged_nbytes(step, block.entering, prompt)},
-                           {PLACES: block.entering * WORD}) if block.entering else None
-    layers, count = staged_layers(step, block), block.micro_batches
+def staged_cache(layers: Mapping[int, StagedLayer], block: Block) -> StagedCache:
+    """What the caches of all micro-batches of `block` take, from the `layers` of one. PlanError where more of them are
+    to lie on faster tiers than there are, or sequences enter and they lie apart."""
+    count, faster = block.micro_batches, block.cache_device + block.cache_host
+    if faster > len(layers) * count:
+        raise PlanError(f"plan.schedule.block.cache_device, cache_host: {faster} cannot lie on faster tiers; "
+                        f"{len(layers)} layers of {count} micro-batches have {len(layers) * count}")
+    tiers = dict(zip(layers, block.cache_homes(len(layers)), strict=True))
+    homes: dict[str, dict[str, int]] = {}
+    tails = {}
+    for i, of_layer in tiers.items():
+        for tier in dict.fromkeys(of_layer):
+            homes.setdefault(tier, {})[home_name(i, tier)] = of_layer.count(tier) * layers[i].nbytes
+        if staged := count - of_layer.count("device"):
+            tails[f"tail_{i}"] = staged * layers[i].tail_nbytes
     largest = max(layer.nbytes // layer.sequences * max(layer.sequences, block.entering) for layer in layers.values())
-    sizes = input_sizes(next(iter(layers.values())))
-    tails = {ENTERING: block.entering * max(layer.block_nbytes for layer in layers.values())} if block.entering else {}
-    places = {PLACES: block.entering * WORD} if block.entering else {}
-    return StagedCache(
-        {f"cache_{i}": count * layer.nbytes for i, layer in layers.items()},
-        {f"tail_{i}": count * layer.tail_nbytes for i, layer in layers.items()},
-        {f"{RING}{i}": largest for i in range(block.cache_slots)} | tails,
-        {name: count * size * WORD for name, size in sizes.items()} | places)
+    slots = {f"{RING}{i}": largest for i in range(block.cache_slots)}
+    inputs = {name: count * size * WORD for name, size in input_sizes(layers).items()}
+    if block.entering:
+        if block.cache_device or block.cache_host:
+            raise PlanError(f"plan.schedule.block.cache_device, cache_host: where sequences enter places "
+                            f"(plan.schedule.block.entering) all caches lie on the tier {block.cache}; both must be 0")
+        slots[ENTERING] = block.entering * max(layer.block_nbytes for layer in layers.values())
+        inputs[PLACES] = block.entering * WORD
+    return StagedCache(block, slots, inputs, tails, homes, tiers, layers)
+
+
+def staged_places(step: fx.GraphModule, block: Block, prompt: int) -> StagedCache | None:
+    """What the rows of a cache on the device take that a prefill of some sequences alone stages, from the decode step
+    graph of one micro-batch; prompts are of at most `prompt` tokens. None where all enter at once."""
+    if block.staged or not block.entering:
+        return None
+    return StagedCache(block, {ENTERING: _staged_nbytes(step, block.entering, prompt)}, {PLACES: block.entering * WORD})
 
 
 def _staged_nbytes(step: fx.GraphModule, sequences: int, prompt: int) -> int:

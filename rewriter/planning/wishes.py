@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from forebay.rewriter.ir.plan import Block, PlanError, Workload
+from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.plan import PlanError, Workload
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """Choices the user forces; None leaves them to the planner."""
+    """Choices the user forces; None leaves them to the planner. `cache_shares` are those of the caches, one for each
+    layer and micro-batch, that stay on the device and in host memory, where `cache_tier` takes the others; with
+    a `cache_tier` alone none does."""
 
     slots: int | None = None
     slot_nbytes: int | None = None
@@ -19,7 +22,8 @@ class Wishes:
     cache_format: str = "native"
     micro_batches: int | None = None
     order: Literal["row", "zigzag"] = "zigzag"
-    cache_tier: Literal["device", "disk"] | None = None
+    cache_tier: Literal["device", "host", "disk"] | None = None
+    cache_shares: tuple[float, float] | None = None
     cache_tokens: int | None = None
     cache_slots: int = 3
     entering: int | None = None  # sequences of a prefill step; None: all at once

@@ -6,11 +6,12 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from forebay.kernels.attention.operations import attention_flops
-from forebay.rewriter.ir.plan import ALONE, Block
+from forebay.rewriter.ir.block import ALONE, Block
+from forebay.rewriter.ir.program import COMPUTE, DISK, DOWNLOAD, LOAD, UPLOAD, WRITE
 from forebay.rewriter.machine.profile import CPU_COPY_ISSUE_S
 from forebay.rewriter.predict.estimator import Estimator, side_by_side_s
 
@@ -31,13 +32,28 @@ class Product:
 
 
 @dataclass(frozen=True)
+class CacheMoves:
+    """Bytes of caches that a step moves, by the tiers they leave and reach, in so many copies through `slots` slots."""
+
+    nbytes: Mapping[tuple[str, str], float]
+    copies: int
+    slots: int
+
+
+STILL = CacheMoves({}, 0, 1)
+CACHE_STREAMS = {("disk", "device"): LOAD, ("host", "device"): UPLOAD, ("device", "host"): DOWNLOAD,
+                 ("device", "disk"): WRITE}
+
+
+@dataclass(frozen=True)
 class Rates:
     """What streaming and computing cost on a machine; the default is a cautious guess that computes in no time.
 
     bytes_per_s and latency_s are of the link that weights stream over; upload_bytes_per_s is that of what lies in host
     memory, and with `hop` of what passes through it; launch_s is what one copy more costs the thread that computes;
     slowed and slows are what computing and streaming do to each other. compute_s gives the seconds of all products of
-    a step over so many tokens per sequence, attend_s those of its attention, which schedules have alike.
+    a step over so many tokens per sequence, attend_s those of its attention, which schedules have alike, `moves` what
+    of its caches moves, at the seconds per byte of `cache_byte_s`.
     """
 
     bytes_per_s: float = 1.5e9
@@ -49,11 +65,20 @@ class Rates:
     upload_bytes_per_s: float = math.inf
     hop: bool = False
     attend_s: Callable[[int], float] = lambda tokens: 0.0
+    moves: Callable[[int], CacheMoves] = lambda tokens: STILL
+    cache_byte_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
-    def busy_s(self, tokens: int, nbytes: float, copies: float, from_host: float = 0.0) -> tuple[float, float, float]:
-        """Seconds of computing, of the link that weights stream over, and of uploads, each alone."""
-        upload = (nbytes if self.hop else from_host) / self.upload_bytes_per_s
-        return self.compute_s(tokens) + copies * self.launch_s, (nbytes - from_host) / self.bytes_per_s, upload
+    def busy_s(self, tokens: int, nbytes: float, copies: float, from_host: float = 0.0) -> dict[str, float]:
+        """Seconds of each stream alone: of computing, of the link that weights stream over (DISK), of uploads, and of
+        those that move caches."""
+        moves = self.moves(tokens)
+        found = {COMPUTE: self.compute_s(tokens) + (copies + moves.copies) * self.launch_s,
+                 DISK: (nbytes - from_host) / self.bytes_per_s,
+                 UPLOAD: (nbytes if self.hop else from_host) / self.upload_bytes_per_s}
+        for link, moved in moves.nbytes.items():
+            stream = CACHE_STREAMS[link]
+            found[stream] = found.get(stream, 0.0) + moved * self.cache_byte_s[link]
+        return found
 
     def step_time_s(self, tokens: int, nbytes: float, copies: float, slots: int, from_host: float = 0.0) -> float:
         """Seconds of a step over `tokens` tokens per sequence that streams `nbytes` in `copies` through `slots` slots;
@@ -63,12 +88,17 @@ class Rates:
         until one of them is done; the latency of a copy is shared with those in flight in the other slots. Where both
         take equally long a share 1 / slots² is left exposed, because copies wait for slots and products for copies;
         where one is much shorter, next to nothing. A share `HIDDEN` of streaming counts wherever it hides. Never falls
-        when bytes and copies rise, nor when fewer of them lie in host memory, which is no slower than the disk.
+        when bytes and copies rise, nor when fewer of them lie in host memory, which is no slower than the disk. Caches
+        share the disk, both ways, with weights, and uploads too; where no weight streams, their slots are those that
+        count.
         """
-        compute, *links = self.busy_s(tokens, nbytes, copies, from_host)
-        if not nbytes:
+        busy, moves = self.busy_s(tokens, nbytes, copies, from_host), self.moves(tokens)
+        compute = busy[COMPUTE]
+        if not nbytes and not moves.copies:
             return compute
-        stream = max(links) + copies * self.latency_s / slots
+        slots = slots if nbytes else moves.slots
+        disk = sum(busy.get(stream, 0.0) for stream in (DISK, LOAD, WRITE))
+        stream = max(disk, busy[UPLOAD], busy.get(DOWNLOAD, 0.0)) + (copies + moves.copies) * self.latency_s / slots
         if slots == 1:
             return compute + stream
         short, long = sorted((compute, stream))
@@ -111,5 +141,10 @@ def rates_of(
     upload = math.inf
     with contextlib.suppress(KeyError):  # a machine without that link has nothing in host memory
         upload = 1 / times.byte_s("host", "device")
+    between = {}
+    for ends in CACHE_STREAMS:
+        with contextlib.suppress(KeyError):
+            between[ends] = times.byte_s(*ends)
     return Rates(1 / times.byte_s(*link), times.latency_s(*link), times.copy_issue_s + times.dispatch_s,
-                 times.slowed(0.5), times.slows(0.5), compute_s, upload, link[1] == "host", attend_s)
+                 times.slowed(0.5), times.slows(0.5), compute_s, upload, link[1] == "host", attend_s,
+                 cache_byte_s=between)

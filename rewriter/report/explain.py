@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forebay.rewriter.ir.byte_sizes import format_nbytes
-from forebay.rewriter.ir.plan import BufferPlacement, Plan, WeightPlacement
+from forebay.rewriter.ir.plan import ARENAS, BufferPlacement, Plan, WeightPlacement
 
 if TYPE_CHECKING:
     from forebay.rewriter.ir.graph import CapturedModel
@@ -112,9 +112,15 @@ def _head(plan: Plan) -> str:
 
 def _cache_tier(plan: Plan) -> str:
     block = plan.schedule.block
-    if block.cache == "device":
+    if not block.staged:
         return "on the device"
-    return (f"on disk in blocks of {block.cache_tokens} tokens, through {block.cache_slots} staging slots; the blocks "
+    homes: dict[str, int] = {}
+    for b in plan.buffers:
+        if b.kind == "cache" and not b.name.startswith("tail_"):
+            home = "on disk" if b.arena not in ARENAS else f"in {b.arena} memory"
+            homes[home] = homes.get(home, 0) + b.nbytes
+    where = " and ".join(f"{format_nbytes(nbytes)} {home}" for home, nbytes in homes.items())
+    return (f"{where} in blocks of {block.cache_tokens} tokens, through {block.cache_slots} staging slots; the blocks "
             "that are not full yet on the device")
 
 

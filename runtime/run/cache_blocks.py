@@ -1,4 +1,4 @@
-"""Which blocks of a cache on disk a step loads and stores, from where its sequences stand."""
+"""Which blocks of a staged cache a step loads and stores, from where its sequences stand."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 import torch
 
+from forebay.rewriter.ir.block import BEFORE, BEHIND, LOADS, STORES, window_of_loads
 from forebay.rewriter.ir.plan import Plan
 
 
 class CacheBlocks:
-    """Knows for every sequence which block its tail holds; all below it are in the file.
+    """Knows for every sequence which block its tail holds; all below it are where the cache lives.
 
     A step may begin anywhere up to where the last one ended: what it then writes anew replaces what was there.
     """
@@ -21,6 +22,7 @@ class CacheBlocks:
         each = plan.workload.batch // block.micro_batches
         self.batch, self.each = plan.workload.batch, each
         self.tail = torch.zeros(plan.workload.batch, dtype=torch.int64)
+        self.windows = {b.name: window_of_loads(b.name) for b in plan.buffers if b.name.startswith(LOADS)}
 
     def step(
         self, start: torch.Tensor, tokens: int, places: torch.Tensor | None = None
@@ -33,7 +35,7 @@ class CacheBlocks:
             raise ValueError(f"start: {start.tolist()} does not continue sequences whose tails are blocks "
                              f"{tail.tolist()} of {self.blocks}")
         number = torch.arange(self.blocks)
-        if places is None:  # a micro-batch has a part of the file, and its sequences stand in the slot as they do there
+        if places is None:  # a micro-batch has a part of its own, and its sequences stand in the slot as they do there
             in_slot = in_file = torch.arange(self.batch) % self.each * self.blocks
             own = torch.ones(self.batch, dtype=torch.bool)
         else:
@@ -41,12 +43,16 @@ class CacheBlocks:
             own = torch.tensor([place not in places[:i] for i, place in enumerate(places)])  # the rest are repeated
         rows = in_file[:, None] + number
         begun = (number == first[:, None]) & (start % self.tokens > 0)[:, None] & (first != tail)[:, None]
-        loaded = (number < first[:, None]) | begun  # the block it begins in left the tail before: it is in the file
+        loaded = (number < first[:, None]) | begun  # the block it begins in left the tail before: it is there
         stored = (number >= first[:, None]) & (number < behind[:, None]) & own[:, None]
         if places is None:
             self.tail = behind
         else:
             self.tail[places] = behind
-        return {"cache_loads": torch.where(loaded, rows, -1).flatten(),
-                "cache_stores": torch.where(stored, rows, -1).flatten(),
-                "cache_before": in_slot + tail, "cache_behind": in_slot + behind}
+        found = {STORES: torch.where(stored, rows, -1).flatten(), BEFORE: in_slot + tail, BEHIND: in_slot + behind}
+        for name, window in self.windows.items():
+            # what the first query sees, the others see or see less of
+            lowest = start // -window * -window if window < 0 else start - window + 1 if window else start * 0
+            seen = (number + 1) * self.tokens > lowest[:, None]
+            found[name] = torch.where(loaded & seen, rows, -1).flatten()
+        return found

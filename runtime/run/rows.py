@@ -74,9 +74,9 @@ class Rows:
         moved = (index != torch.arange(count)).nonzero()[:, 0]
         if moved.numel() == 0:
             return
-        if self.session.plan.schedule.block.cache == "disk":
-            raise RuntimeFault("rows of a cache on disk cannot change places, as beam search asks; keep the cache on "
-                               "the device (wrap(cache_tier=\"device\"))")
+        if self.session.plan.schedule.block.staged:
+            raise RuntimeFault("rows of a cache that is staged cannot change places, as beam search asks; keep the "
+                               "cache on the device (wrap(cache_tier=\"device\"))")
         if not self._grown:
             self.session.grow()
             self._grown = True

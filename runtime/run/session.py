@@ -57,7 +57,7 @@ class Session:
         self.every_position = every_position
         self._program, self._growth = program, growth
         self._grow: BoundProgram | None = None
-        self._blocks = CacheBlocks(plan) if plan.schedule.block.cache == "disk" else None
+        self._blocks = CacheBlocks(plan) if plan.schedule.block.staged else None
         self._bound: dict[int, BoundProgram] = {}
         self._started = False
         self._ran: BoundProgram | None = None  # last

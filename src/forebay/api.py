@@ -26,9 +26,10 @@ from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.config import read_config, read_generation_config
 from forebay.rewriter.checkpoints.match_weights import weight_files
 from forebay.rewriter.checkpoints.module_weights import spill_module
+from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
 from forebay.rewriter.ir.graph import CapturedModel, Gives
-from forebay.rewriter.ir.plan import Block, Budget, Plan, PlanError, Workload
+from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
@@ -71,7 +72,8 @@ def wrap(
     cache: str = "native",
     micro_batches: int | None = None,
     order: Literal["row", "zigzag"] = "zigzag",
-    cache_tier: Literal["device", "disk"] | None = None,
+    cache_tier: Literal["device", "host", "disk"] | None = None,
+    cache_shares: tuple[float, float] | None = None,
     places: int | None = None,
 ) -> LanguageModel:
     """Make `model` run within `budget`.
@@ -82,19 +84,19 @@ def wrap(
     positions where they are few) and `new_tokens` are what the first plan is made for; `generate` plans anew for calls
     that need more. `machine` is what `forebay machine` measured; by default the profile it has kept, or else a cautious
     guess. `slots`, `slot_nbytes`, `lead` and `prefill_chunk` force choices that are otherwise the planner's. `cache` is
-    the KV cache's format: native, kv8 or kv4 (rotated rows, groups along the head dimension). A cache that does not fit
-    the device, or that `cache_tier` "disk" asks for, lies in a spill file in `budget["disk"]`; the batch is then
-    computed in `micro_batches` parts, each of which loads its cache for its turn in each layer (by default the planner
-    says how many); in "zigzag" `order` they share each pass over the weights. With `places`, so many sequences are
-    computed at once, whatever `batch`, and the prompts of a `generate` enter as others end. `plan` replays a saved
-    plan.
+    the KV cache's format: native, kv8 or kv4 (rotated rows, groups along the head dimension). What does not fit the
+    device of it lies in host memory, as far as `budget["host"]` allows, and in a spill file in `budget["disk"]`, or all
+    on a `cache_tier` but for `cache_shares` on the device and in host memory. The batch is then computed in
+    `micro_batches` parts that load their caches for their turns in each layer (by default the planner says how many);
+    in "zigzag" `order` they share each pass over the weights. With `places`, so many sequences are computed at once,
+    whatever `batch`, and the prompts of a `generate` enter as others end. `plan` replays a saved plan.
 
     Raises PlanError for a budget that cannot work, CheckpointError for files that cannot be used, CaptureError for an
     architecture that is not supported.
     """
     sizes = parse_budget(budget)
     wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk, cache_format=cache, micro_batches=micro_batches,
-                    order=order, cache_tier=cache_tier, entering=entering_at_once(places))
+                    order=order, cache_tier=cache_tier, cache_shares=cache_shares, entering=entering_at_once(places))
     if isinstance(model, torch.nn.Module):
         captured = capture_model(model)
         checkpoint = spill_module(model, sizes.disk or tempfile.gettempdir())
@@ -157,9 +159,9 @@ class LanguageModel:
             plan = pipeline.replay(plan)
         self.close()  # only now: where there is no plan, the one before still serves
         self._pipeline, self.plan = pipeline, plan
-        LOG.info("planned %d of %d + %d tokens within %s: %s of weights stay, %s stream in each step",
-                 plan.workload.batch, plan.workload.prompt, plan.workload.new_tokens, format_nbytes(plan.budget.device),
-                 format_nbytes(plan.nbytes_on("device")), format_nbytes(plan.prediction.streamed_nbytes))
+        work, nbytes = plan.workload, (plan.budget.device, plan.nbytes_on("device"), plan.prediction.streamed_nbytes)
+        LOG.info("planned %d of %d + %d tokens within %s: %s of weights stay, %s stream in each step", work.batch,
+                 work.prompt, work.new_tokens, *map(format_nbytes, nbytes))
 
     def _graphs(self, workload: Workload, block: Block) -> StepGraphs:
         """The step graphs of the model after the block passes."""

@@ -8,6 +8,7 @@ import json
 import random
 import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from e2e.agreement import assert_same_tokens
 from families import gemma2, gpt2, llama, opt
 
 import forebay.runtime.devices.open_device as open_device_module
+import forebay.runtime.devices.threads as threads_module
 import forebay.runtime.disk.spill as spill_module
 from forebay.api import LanguageModel, open_model
 from forebay.rewriter.ir.plan import Budget, PlanError, Prediction, Workload, load_plan, plan_from_dict
@@ -34,6 +36,9 @@ CONFIGS = {"llama": lambda: llama(3, hidden_size=96, intermediate_size=256, voca
            "gemma2": gemma2}
 COUNT, PROMPT, NEW = 5, 11, 6
 DISK = {"cache_tier": "disk", "cache_tokens": 4, "prefill_chunk": 6}
+HOST = DISK | {"cache_tier": "host"}
+SHARED = DISK | {"cache_shares": (0.3, 0.4)}
+HOST_NBYTES = 1 << 22
 
 
 class Case:
@@ -55,7 +60,8 @@ class Case:
         self.nbytes = sum(p.numel() * 4 for p in self.model.parameters())
 
     def language_model(self, share: float, **wishes: Any) -> LanguageModel:
-        return LanguageModel(*self.opened, Budget(int(share * self.nbytes)), Workload(COUNT, PROMPT, NEW),
+        host = HOST_NBYTES if wishes.get("cache_tier") == "host" or "cache_shares" in wishes else 0
+        return LanguageModel(*self.opened, Budget(int(share * self.nbytes), host), Workload(COUNT, PROMPT, NEW),
                              Wishes(**{"cache_tier": "device"} | wishes))
 
     def tight(self, **wishes: Any) -> LanguageModel:
@@ -133,7 +139,8 @@ def test_activations_of_one_micro_batch_at_a_time(cases: Callable[[str], Case], 
 
 
 @pytest.mark.parametrize(("order", "more"), [
-    ("row", {}), ("zigzag", {}), ("zigzag", DISK), ("row", DISK | {"cache_slots": 2})])
+    ("row", {}), ("zigzag", {}), ("zigzag", DISK), ("row", DISK | {"cache_slots": 2}), ("zigzag", HOST),
+    ("zigzag", SHARED), ("row", SHARED)])
 def test_without_any_one_wait_the_program_is_refused(
     cases: Callable[[str], Case], order: str, more: dict[str, Any]
 ) -> None:
@@ -195,7 +202,9 @@ class _LateWriter:
         self.writer.close()
 
 
-@pytest.mark.parametrize(("order", "more"), [("row", {}), ("zigzag", {}), ("zigzag", DISK), ("row", DISK)])
+@pytest.mark.parametrize(("order", "more"), [
+    ("row", {}), ("zigzag", {}), ("zigzag", DISK), ("row", DISK), ("zigzag", HOST), ("zigzag", SHARED),
+    ("row", SHARED)])
 def test_copies_that_overtake_each_other(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, order: str, more: dict[str, Any]
 ) -> None:
@@ -203,6 +212,13 @@ def test_copies_that_overtake_each_other(
     monkeypatch.setattr(open_device_module, "open_reader", lambda *a, **k: _LateReader(opened(*a, **k), 3))
     made = spill_module.open_writer
     monkeypatch.setattr(spill_module, "open_writer", lambda *a: _LateWriter(made(*a), 5))
+    chance, copied = random.Random(7), threads_module.copy_runs
+
+    def late(*args: Any) -> None:
+        time.sleep(chance.choice((0.0, 0.002, 0.006)))
+        copied(*args)
+
+    monkeypatch.setattr(threads_module, "copy_runs", late)
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases("llama")
     with case.language_model(1.0, micro_batches=3, order=order, **more) as lm:
@@ -227,6 +243,47 @@ def test_tokens_with_the_cache_on_disk(
         assert kept and all(name.startswith("tail_") for name in kept)
         case.check(lm)
         case.check(lm)
+
+
+@pytest.mark.parametrize(("name", "micro_batches", "order", "tier", "shares", "slots"), [
+    ("llama", 3, "zigzag", "host", (0.0, 0.0), 3), ("llama", 5, "row", "host", (0.5, 0.0), 2),
+    ("llama", 3, "zigzag", "disk", (0.3, 0.3), 3), ("opt", 2, "zigzag", "disk", (0.0, 0.5), 1),
+    ("opt", 5, "row", "disk", (0.4, 0.3), 4), ("gpt2", 2, "zigzag", "disk", (1.0, 0.0), 2),
+    ("gpt2", 3, "row", "disk", (0.0, 1.0), 3), ("gemma2", 3, "zigzag", "disk", (0.4, 0.4), 3)])
+def test_tokens_with_caches_in_shares(
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, micro_batches: int, order: str,
+    tier: str, shares: tuple[float, float], slots: int,
+) -> None:
+    """As many caches on each tier as was asked for, whole ones of a layer and micro-batch; answers twice."""
+    monkeypatch.setenv("FOREBAY_POISON", "1")
+    case = cases(name)
+    with case.language_model(3.0, micro_batches=micro_batches, order=order, cache_tier=tier, cache_tokens=4,
+                             cache_slots=slots, cache_shares=shares, prefill_chunk=6) as lm:
+        layers = len(case.opened[0].cache)
+        homes = [home for of_layer in lm.plan.schedule.block.cache_homes(layers) for home in of_layer]
+        wanted = {"device": int(shares[0] * len(homes)), "host": int(shares[1] * len(homes))}
+        wanted[tier] = wanted.get(tier, 0) + len(homes) - sum(wanted.values())
+        assert {t: homes.count(t) for t in wanted} == wanted
+        held = {tier: sum(b.nbytes for b in lm.plan.buffers if b.kind == "cache" and b.name.endswith(tier))
+                for tier in wanted}
+        assert {t: n * len(homes) for t, n in held.items()} == {t: n * sum(held.values()) for t, n in wanted.items()}
+        assert {b.arena for b in lm.plan.buffers if b.kind == "cache" and b.name.endswith("_host")} <= {"host"}
+        case.check(lm)
+        case.check(lm)
+
+
+def test_host_memory_that_cannot_hold_its_share_is_named(cases: Callable[[str], Case]) -> None:
+    case = cases("llama")
+    with pytest.raises(PlanError, match=r"budget.host: 1000 B cannot hold the .*of cache that are to lie in host"):
+        LanguageModel(*case.opened, Budget(3 * case.nbytes, 1000), Workload(COUNT, PROMPT, NEW),
+                      Wishes(cache_tier="host", micro_batches=2))
+    with pytest.raises(PlanError, match=r"cache_shares: 0.7 on the device and 0.4 in host memory"):
+        case.language_model(3.0, micro_batches=2, **DISK, cache_shares=(0.7, 0.4))
+    with case.language_model(3.0, micro_batches=2, **SHARED) as lm:
+        plan = lm.plan
+    edited = replace(plan, schedule=replace(plan.schedule, block=replace(plan.schedule.block, cache_host=99)))
+    with pytest.raises(PlanError, match=r"cache_host: 100 cannot lie on faster tiers; 3 layers of 2"):
+        LanguageModel(*case.opened, Budget(edited.budget.device, HOST_NBYTES), edited.workload, Wishes(), plan=edited)
 
 
 @pytest.mark.parametrize("cache", ["kv8", "kv4"])
@@ -321,9 +378,9 @@ def test_rows_on_disk_cannot_change_places(cases: Callable[[str], Case]) -> None
 
 @pytest.mark.parametrize(("change", "message"), [
     (dict(cache_slots=0), "cache_slots and cache_tokens of at least 1"),
-    (dict(cache="device"), "cache_slots and cache_tokens are for a cache on disk"),
+    (dict(cache="device"), "cache_slots: 3 is for a cache on a tier further off"),
     (dict(cache_slots=9), "cache3 needs a slot buffer"), (dict(cache_slots=2), r"no step needs a buffer cache2"),
-    (dict(cache_tokens=64), r"cache_loads needs a io buffer .*the plan's nbytes is"),
+    (dict(cache_tokens=64), r"cache0 needs a slot buffer .*the plan's nbytes is"),
 ])
 def test_an_edited_staging_is_obeyed_or_refused(cases: Callable[[str], Case], change: dict, message: str) -> None:
     case = cases("llama")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from families import captured
@@ -11,12 +12,13 @@ from hypothesis import strategies as st
 
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
-from forebay.rewriter.ir.plan import Block, Budget, PlanError, Workload
+from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_block import answer_time_s, block_tokens, disk_blocks, plan_block
+from forebay.rewriter.plan_block import answer_time_s, block_tokens, plan_block, staged_blocks
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
@@ -39,14 +41,17 @@ def test_blocks_are_whole_pages_with_little_padding_where_that_can_be(token: int
 
 @given(st.integers(1, 300))
 def test_every_way_has_room_for_the_batch_and_none_is_empty(batch: int) -> None:
-    ways = disk_blocks(Wishes(), batch, 16)
+    work = replace(WORK, batch=batch)
+    ways = staged_blocks(graphs, work, Wishes(cache_tokens=16))
     assert len({way.micro_batches for way in ways}) == len(ways) >= 1
     for way in ways:
         each = math.ceil(batch / way.micro_batches)
         assert 1 <= way.micro_batches <= batch and way.cache == "disk" and each <= 128
     assert any(way.micro_batches == batch for way in ways)
-    wished = disk_blocks(Wishes(micro_batches=7, order="row", cache_slots=4), batch, 32)
+    wished = staged_blocks(graphs, work, Wishes(micro_batches=7, order="row", cache_slots=4, cache_tokens=32))
     assert wished == [Block(min(7, batch), "row", "disk", 32, 4)]
+    assert staged_blocks(graphs, work, Wishes(cache_tier="host", cache_tokens=16))[0].cache == "host"
+    assert not staged_blocks(graphs, work, Wishes(cache_tier="device"))
 
 
 def graphs(work: Workload, block: Block) -> StepGraphs:
@@ -78,6 +83,22 @@ def test_one_that_does_not_goes_to_disk_in_the_fastest_way() -> None:
     for count in (6, 24):
         _, other = plan_block(graphs, budget, work, Wishes(micro_batches=count), Machine.default(), Switches())
         assert answer_time_s(plan) <= answer_time_s(other)
+
+
+def test_host_memory_takes_caches_where_it_is_given() -> None:
+    """No slower by the Programs than with all on disk, and within both budgets."""
+    work = Workload(24, 200, 50)
+    staged = graphs(work, Block(6, "zigzag", "disk", 16, 3))
+    device = Pipeline(staged, work, Machine.default(), Switches()).smallest_budget(Wishes())
+    plans = {}
+    for host in (0, 1 << 20, 1 << 24):
+        budget = Budget(device + 200_000, host)
+        _, plan = plan_block(graphs, budget, work, Wishes(micro_batches=6), Machine.default(), Switches())
+        assert plan.arenas.get("host", 0) <= host and plan.arenas["device"] <= budget.device
+        plans[host] = plan
+    assert plans[0].schedule.block.cache_host == 0
+    assert plans[1 << 20].schedule.block.cache_host > 0
+    assert answer_time_s(plans[1 << 24]) <= answer_time_s(plans[1 << 20]) <= answer_time_s(plans[0])
 
 
 def test_where_nothing_fits_the_smallest_need_is_named() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.passes.lower.take_turns import turns
-from forebay.rewriter.ir.plan import Block
+from forebay.rewriter.ir.block import Block
 
 blocks = st.builds(Block, st.integers(1, 5), st.sampled_from(["row", "zigzag"]))
 

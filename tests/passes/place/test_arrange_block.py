@@ -14,7 +14,7 @@ from torch import fx
 from forebay.passes.allocators import Buffer
 from forebay.passes.place.allocate_buffers import plan_activations
 from forebay.passes.place.arrange_block import arrange
-from forebay.rewriter.ir.plan import Block
+from forebay.rewriter.ir.block import Block
 
 buffers = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(1, 300), st.sampled_from("sob")),
                    min_size=1, max_size=8)

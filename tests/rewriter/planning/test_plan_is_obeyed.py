@@ -19,7 +19,8 @@ from families import captured
 
 import forebay.rewriter.run_passes as run_passes
 from forebay.rewriter.capture.step_graphs import step_graphs
-from forebay.rewriter.ir.plan import ALONE, Block, Budget, Plan, PlanError, Workload, plan_from_dict
+from forebay.rewriter.ir.block import ALONE, Block
+from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, plan_from_dict
 from forebay.rewriter.ir.program import FileSlice, Program
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
@@ -32,7 +33,7 @@ LENDING = Workload(batch=2, prompt=40, new_tokens=4)
 # what records an expectation and decides nothing: replaying restores it, where it does not refuse it
 RECORDS = ("plan.machine", "plan.prediction")
 BLOCKS = {"row": Block(2, "row"), "cache on disk": Block(2, "zigzag", "disk", 16, 3),
-          "entering": Block(2, entering=1)}
+          "cache in shares": Block(2, "zigzag", "disk", 16, 3, 1, 1), "entering": Block(2, entering=1)}
 EVERY = os.environ.get("FOREBAY_TEST_ALL") == "1"
 LIMITS = ("plan.budget.",)  # may be more than is taken; less is refused
 
@@ -50,7 +51,8 @@ def planned(kind: str) -> tuple[Pipeline, Plan]:
     weights = sum(u.nbytes for u in made.needs.uses)
     device = made.smallest_budget(wishes) + (
         4 * weights if kind == "resident" else 0 if kind in BLOCKS else weights // 2)
-    plan = made.plan(Budget(device, weights // 4 if "host" in kind else 0), wishes)
+    cached = made.needs.staged.host_nbytes if made.needs.staged is not None else 0
+    plan = made.plan(Budget(device, weights // 4 if "host" in kind else cached), wishes)
     assert plan.lends is (kind == "lending")
     assert (plan.prediction.streamed_nbytes > 0) is (kind != "resident") and len(plan.schedule.prefill_chunks) > 1
     assert (plan.nbytes_on("host") > 0) is ("host" in kind)

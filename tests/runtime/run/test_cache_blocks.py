@@ -7,26 +7,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.rewriter.ir.plan import Block, Limits, Plan, Schedule, Workload
+from forebay.kernels.attention.attention.reference import first_seen
+from forebay.rewriter.ir.block import Block, loads_name
+from forebay.rewriter.ir.plan import BufferPlacement, Limits, Plan, Schedule, Workload
 from forebay.runtime.run.cache_blocks import CacheBlocks
 
 CONTEXT = 23
 
 
-def plan_of(batch: int, micro_batches: int, tokens: int) -> Plan:
+def plan_of(batch: int, micro_batches: int, tokens: int, *windows: int) -> Plan:
     block = Block(micro_batches, "zigzag", "disk", tokens, 3)
-    return Plan("", "", Limits(1), Workload(batch, 11, CONTEXT - 11), Schedule(block=block), ())
+    return Plan("", "", Limits(1), Workload(batch, 11, CONTEXT - 11), Schedule(block=block), (),
+                buffers=tuple(BufferPlacement(loads_name(w), "io", "device", 0, 0) for w in (0, *windows)))
 
 
 @settings(deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 2, 4, 7, 32]),
-       st.lists(st.tuples(st.lists(st.integers(0, CONTEXT), min_size=9, max_size=9), st.integers(1, 6)), max_size=12))
+       st.lists(st.tuples(st.lists(st.integers(0, CONTEXT), min_size=9, max_size=9), st.integers(1, 6)), max_size=12),
+       st.sampled_from([0, 1, 2, 5, 8, 40, -1, -3, -8]))
 def test_whatever_is_below_start_is_what_was_written_last(
-    micro_batches: int, each: int, tokens: int, steps: list[tuple[list[int], int]]
+    micro_batches: int, each: int, tokens: int, steps: list[tuple[list[int], int]], window: int
 ) -> None:
     """File, tail and slot are played with numbers: each token is written with the number of its step."""
     batch = micro_batches * each
-    known = CacheBlocks(plan_of(batch, micro_batches, tokens))
+    known = CacheBlocks(plan_of(batch, micro_batches, tokens, *filter(None, [window])))
     blocks, lost = known.blocks, -5
     file = torch.full((micro_batches, each * blocks, tokens), lost)
     tail = torch.full((micro_batches, each, tokens), lost)
@@ -38,7 +42,7 @@ def test_whatever_is_below_start_is_what_was_written_last(
         for k in range(micro_batches):
             slot = torch.full((each * blocks, tokens), -9)
             parts = {name: value.reshape(micro_batches, -1)[k] for name, value in given_.items()}
-            for i, row in enumerate(parts["cache_loads"].tolist()):
+            for i, row in enumerate(parts[loads_name(window)].tolist()):
                 if row >= 0:
                     slot[i] = file[k, row]
             slot[parts["cache_before"]] = tail[k]
@@ -48,7 +52,10 @@ def test_whatever_is_below_start_is_what_was_written_last(
                 first = int(start[n])
                 by_token[s, first : first + span] = step
                 written[n][first : first + span] = [step] * span
-                assert by_token[s, : first + span].tolist() == written[n][: first + span]
+                seen = max(0, int(first_seen(torch.tensor(first), window)))
+                assert by_token[s, seen : first + span].tolist() == written[n][seen : first + span]
+                loaded = sum(row >= 0 for row in parts[loads_name(window)].tolist()[s * blocks : (s + 1) * blocks])
+                assert loaded <= -(-(first - seen) // tokens) + 1
                 ends[n] = first + span
             tail[k] = slot[parts["cache_behind"]]
             for i, row in enumerate(parts["cache_stores"].tolist()):

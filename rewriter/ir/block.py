@@ -1,0 +1,91 @@
+"""The block schedule: how a batch is cut into micro-batches, and where their cache lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+# inputs of a step with staged caches, each with one part for every micro-batch: rows of its table of blocks
+# [B * blocks] that are loaded and stored, and [B] the row of each sequence's tail before and behind the step
+LOADS, STORES, BEFORE, BEHIND = "cache_loads", "cache_stores", "cache_before", "cache_behind"
+
+
+def loads_name(window: int) -> str:
+    """The input that says what is loaded for layers whose attention sees this window (0: all; below 0: chunks)."""
+    return f"{LOADS}_{'chunk' if window < 0 else 'window'}_{abs(window)}" if window else LOADS
+
+
+def window_of_loads(name: str) -> int:
+    """The window that an input of `loads_name` is for."""
+    _, _, size = name.rpartition("_")
+    return 0 if name == LOADS else -int(size) if "chunk" in name else int(size)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The sequences that share passes over the weights: `micro_batches` parts of equal size, computed one after the
+    other (FlexGen, section 4.1). In `row` order each runs through all layers before the next one, and brings the
+    weights anew; in `zigzag` order all run through a layer before the next layer, and its weights come once.
+
+    Of the caches, one for each layer and micro-batch, `cache_device` lie on the device and `cache_host` in host memory,
+    spread evenly over the turns, and all others on the tier `cache`. What does not lie on the device is loaded for its
+    turn into one of `cache_slots` staging slots, in blocks of `cache_tokens` tokens; the block that is not full yet
+    stays on the device.
+
+    With `entering`, a prefill step computes so many sequences alone, for the places that its input names; the others
+    keep their cache. Else it computes all of them.
+    """
+
+    micro_batches: int = 1
+    order: Literal["row", "zigzag"] = "zigzag"
+    cache: Literal["device", "host", "disk"] = "device"
+    cache_tokens: int = 0
+    cache_slots: int = 0
+    cache_device: int = 0
+    cache_host: int = 0
+    entering: int = 0
+
+    def of_step(self, tokens: int) -> Block:
+        """The block as a step over `tokens` tokens per sequence sees it."""
+        return replace(self, micro_batches=1) if self.entering and tokens > 1 else self
+
+    def sequences(self, batch: int, tokens: int) -> int:
+        """Sequences of a micro-batch in a step over `tokens` tokens, of `batch` in all."""
+        return self.entering if self.entering and tokens > 1 else batch // self.micro_batches
+
+    def prefills(self, batch: int) -> int:
+        """How many times prefill steps run until they have computed `batch` sequences."""
+        return -(-batch // self.entering) if self.entering else 1
+
+    @property
+    def staged(self) -> bool:
+        """Whether caches come to the device for their turns."""
+        return self.cache != "device"
+
+    def cache_blocks(self, context: int) -> int:
+        """Blocks of a sequence in a staged cache: those of `context` tokens, the last of which is never full."""
+        return context // self.cache_tokens + 1
+
+    def cache_homes(self, layers: int) -> list[list[str]]:
+        """The tier of each cache of a model of so many layers, by layer and micro-batch: in the order of the turns each
+        is the one that is furthest behind its share."""
+        count = self.micro_batches
+        total = layers * count
+        shares = {"device": self.cache_device, "host": self.cache_host}
+        shares[self.cache] = shares.get(self.cache, 0) + total - self.cache_device - self.cache_host
+        homes, done = [[""] * count for _ in range(layers)], dict.fromkeys(shares, 0)
+        for turn in range(total):
+            tier = max((t for t in shares if done[t] < shares[t]),
+                       key=lambda t: (shares[t] * (turn + 1) / total - done[t], t))
+            done[tier] += 1
+            layer, k = (turn % layers, turn // layers) if self.order == "row" else divmod(turn, count)
+            homes[layer][k] = tier
+        return homes
+
+    @property
+    def fetches(self) -> int:
+        """How many times a step brings each streamed weight."""
+        return self.micro_batches if self.order == "row" else 1
+
+
+ALONE = Block()
