@@ -6,7 +6,6 @@ Written shard by shard, so that making it takes the memory of one shard (400 MB)
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+
+from forebay.kernels.build.cache_folder import cache_folder
 
 SHARD_NBYTES = 400_000_000
 SPREAD = 0.02  # standard deviation of the weights, as transformers initialises them
@@ -95,9 +96,8 @@ def make_model(folder: Path, shape: Shape = Shape()) -> Path:
 
 
 def big_model(shape: Shape = Shape()) -> Path:
-    """The model in $FOREBAY_CACHE (or ~/.cache/forebay), made on first use."""
-    cache = Path(os.environ.get("FOREBAY_CACHE") or "~/.cache/forebay").expanduser()
-    return make_model(cache / "benchmarks" / shape.name, shape)
+    """The model in the cache folder, made on first use."""
+    return make_model(cache_folder() / "benchmarks" / shape.name, shape)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from forebay.kernels.formats.table import SMALL_WEIGHTS, weight_format
+from forebay.kernels.formats.table import SMALL_WEIGHTS, packed_format, weight_format
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import Plan
-from forebay.rewriter.ir.program import COMPUTE, DISK, UPLOAD
+from forebay.rewriter.ir.program import COMPUTE, DISK, UPLOAD, dtype_itemsize
 from forebay.rewriter.predict.estimator import side_by_side_s
 
-BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 PACK = f"{SMALL_WEIGHTS.name} weights (forebay quantize)"
 PACKED_BITS = 16 * SMALL_WEIGHTS.ratio(4096, 2)
 WORTH = 1.05  # what moves less is not said
@@ -50,5 +49,5 @@ def _packed_ratio(plan: Plan) -> float:
     formats = {w.format for w in plan.weights if w.tier != "device"}
     if any(weight_format(f).bits for f in formats):
         return 1.0
-    bits = [BITS[c.dtype] for c in plan.gemm if c.dtype in BITS]
+    bits = [8 * dtype_itemsize(c.dtype) for c in plan.gemm if packed_format(c.dtype) is None]
     return PACKED_BITS / max(bits) if bits else 1.0

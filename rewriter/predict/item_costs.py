@@ -10,7 +10,17 @@ from forebay.kernels.operator import Operator
 from forebay.kernels.operators import find
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.operator_names import called
-from forebay.rewriter.ir.program import Copy, FileSlice, Item, Launch, Rows, TensorRef, copy_nbytes, tier_of
+from forebay.rewriter.ir.program import (
+    Copy,
+    FileSlice,
+    Item,
+    Launch,
+    Rows,
+    TensorRef,
+    copy_nbytes,
+    dtype_itemsize,
+    tier_of,
+)
 from forebay.rewriter.predict.estimator import Estimator
 
 aten = torch.ops.aten
@@ -84,6 +94,5 @@ def _attention_time_s(item: Launch, operator: Operator, times: Estimator) -> flo
     if len(refs) < 3 or len(refs[0].shape) != 4:
         return times.attention_s("", touched_nbytes(item), 0.0)
     q, k, v = refs[:3]
-    itemsize = 1 if k.dtype == "uint8" else 4 if k.dtype == "float32" else 2
-    nbytes = (math.prod(k.shape) + math.prod(v.shape)) * itemsize
+    nbytes = (math.prod(k.shape) + math.prod(v.shape)) * dtype_itemsize(k.dtype)
     return times.attention_s(q.dtype, nbytes, operator.cost(item).flops)

@@ -14,6 +14,7 @@ from torch import fx
 
 from forebay.kernels import operators
 from forebay.rewriter.ir.graph import CapturedModel, storage_of, values_of, weight_name
+from forebay.rewriter.ir.program import dtype_itemsize
 from forebay.rewriter.predict.preset_models import PRESET_CONFIGS
 
 aten = torch.ops.aten
@@ -22,7 +23,7 @@ PRODUCTS = frozenset((aten.linear.default, aten.mm.default, aten.addmm.default, 
                       aten.matmul.default, aten.einsum.default, aten._grouped_mm.default))
 VIEWS = frozenset((aten.transpose.int, aten.t.default, aten.permute.default, aten.view.default, aten.reshape.default))
 ATTENTION, MLP = "attention", "mlp"
-ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
+DTYPES = ("float16", "bfloat16", "float32")
 
 
 class ModelError(ValueError):
@@ -101,7 +102,7 @@ class ModelShape:
     @property
     def itemsize(self) -> int:
         """Bytes of an element in the model's own format."""
-        return ITEMSIZES[self.dtype]
+        return dtype_itemsize(self.dtype)
 
     @property
     def n_layers(self) -> int:
@@ -380,8 +381,8 @@ def _divides(heads: int, hidden: int) -> None:
 
 def _dtype(config: Mapping[str, Any]) -> str:
     dtype = config.get("dtype") or config.get("torch_dtype") or "float16"
-    if dtype not in ITEMSIZES:
-        raise ModelError(f"config.dtype: {dtype!r} is not one of {', '.join(ITEMSIZES)}")
+    if dtype not in DTYPES:
+        raise ModelError(f"config.dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
     return dtype
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.cpu_support import native
+from forebay.kernels.cpu_support.matrices import as_matrix
 from forebay.kernels.products.linear.reference import ACTIVATIONS, PLAIN, After, fail, finish_
 
 
@@ -48,19 +49,6 @@ def _flat_scratch_nbytes(m: int, k: int) -> int:
     return 4 * rows * k
 
 
-def _rows(tensor: Tensor, argument: str) -> Tensor:
-    """tensor as [rows, columns] sharing memory; the last dimension must be contiguous."""
-    if tensor.dim() == 0 or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
-        fail(argument, f"must have a contiguous last dimension, got shape {tuple(tensor.shape)}")
-    if tensor.dim() == 2:
-        return tensor
-    try:
-        return tensor.view(-1, tensor.shape[-1]) if tensor.numel() else tensor.new_empty(0, tensor.shape[-1])
-    except RuntimeError:
-        fail(argument, f"must have leading dimensions of one stride, got strides {tensor.stride()}")
-        raise
-
-
 def check(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, conv1d: bool, after: After = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, After]:
@@ -80,7 +68,7 @@ def check(
     if after.activation not in ACTIVATIONS:
         fail("activation", f"must be one of {ACTIVATIONS}, got {after.activation!r}")
     n, k = reversed(weight.shape) if conv1d else weight.shape
-    x2, out2 = _rows(x, "x"), _rows(out, "out")
+    x2, out2 = as_matrix(x, "x", fail), as_matrix(out, "out", fail)
     if x2.shape[1] != k:
         fail("x", f"must end in {k} columns as weight {tuple(weight.shape)} asks, got shape {tuple(x.shape)}")
     if out.shape != (*x.shape[:-1], n):
@@ -92,8 +80,8 @@ def check(
         if tensor is not None:
             if tensor.shape != out.shape or tensor.dtype != out.dtype:
                 fail(argument, f"must be {tuple(out.shape)} of {out.dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
-            rows[i] = _rows(tensor, argument)
-    return x2, _rows(weight, "weight"), bias, out2, After(after.activation, *rows)
+            rows[i] = as_matrix(tensor, argument, fail)
+    return x2, as_matrix(weight, "weight", fail), bias, out2, After(after.activation, *rows)
 
 
 def _check_aten(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

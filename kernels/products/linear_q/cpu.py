@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.cpu_support import native
+from forebay.kernels.cpu_support.matrices import as_matrix
 from forebay.kernels.formats import packing
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.products.linear.cpu import SCRATCH_NBYTES
@@ -37,19 +38,6 @@ INTEGER_NBYTES = {"int16": 2, "int8": 1, "flat": 0}
 M_BLOCK = 64  # rows of x that the C++ kernels hold at a time
 
 
-def _matrix(tensor: Tensor, argument: str) -> Tensor:
-    """tensor as [rows, columns] sharing memory; the last dimension must be contiguous."""
-    if tensor.dim() == 0 or (tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
-        fail(argument, f"must have a contiguous last dimension, got strides {tensor.stride()}")
-    if tensor.dim() == 2:
-        return tensor
-    try:
-        return tensor.view(-1, tensor.shape[-1]) if tensor.numel() else tensor.new_empty(0, tensor.shape[-1])
-    except RuntimeError:
-        fail(argument, f"must have leading dimensions of one stride, got strides {tensor.stride()}")
-        raise
-
-
 def _check_out(x: Tensor, rows: Tensor, out: Tensor, after: After) -> tuple[Tensor, After]:
     """out and the operands that have its shape, as matrices."""
     shape = (*x.shape[:-1], rows.shape[0])
@@ -61,8 +49,8 @@ def _check_out(x: Tensor, rows: Tensor, out: Tensor, after: After) -> tuple[Tens
     for tensor, argument in ((after.multiplier, "multiplier"), (after.residual, "residual")):
         if tensor is not None and (tensor.shape != shape or tensor.dtype != out.dtype):
             fail(argument, f"must be {shape} of {out.dtype}, got {tuple(tensor.shape)} {tensor.dtype}")
-        made.append(None if tensor is None else _matrix(tensor, argument))
-    return _matrix(out, "out"), After(after.activation, *made)
+        made.append(None if tensor is None else as_matrix(tensor, argument, fail))
+    return as_matrix(out, "out", fail), After(after.activation, *made)
 
 
 def scratch_nbytes(impl: str, dtype: torch.dtype, m: int, n: int, k: int, group_size: int) -> int:
@@ -131,7 +119,7 @@ def bind_linear_q(
     if x.device.type != "cpu":
         fail("x", f"must be on the CPU, got {x.device}")
     out2, after = _check_out(x, rows, out, after)
-    x2 = _matrix(x, "x")
+    x2 = as_matrix(x, "x", fail)
     if impl not in NAMES or (impl == "int8" and bits != 4):
         fail("impl", f"must be one of {implementations(bits)}, got {impl!r}")
     if impl == "upcast" or 0 in (*out2.shape, in_features):
