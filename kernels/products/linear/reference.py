@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -51,5 +51,5 @@ def reference(
     return finish_(y if bias is None else y + bias.double(), after)
 
 
-def fail(argument: str, problem: str) -> None:
+def fail(argument: str, problem: str) -> NoReturn:
     raise ValueError(f"linear: {argument} {problem}")

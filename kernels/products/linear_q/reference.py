@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ def reference(
     return finish_(y if bias is None else y + bias.double(), after)
 
 
-def fail(argument: str, problem: str) -> None:
+def fail(argument: str, problem: str) -> NoReturn:
     raise ValueError(f"linear_q: {argument} {problem}")
 
 
