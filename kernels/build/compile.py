@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import ctypes
+import errno
 import functools
 import hashlib
 import os
@@ -22,6 +23,9 @@ from forebay.kernels.build.cache_folder import make_cache_folder
 
 LINK_FLAGS = ("-shared",)
 COMPILE_LIMIT_S = 300
+# What the system may give at another time, and what would help.
+SHORTAGES = {errno.EMFILE: "raise the limit of open files (ulimit -n)", errno.ENFILE: "end other programs",
+             errno.ENOMEM: "free memory", errno.EAGAIN: "raise the limit of processes (ulimit -u)"}
 
 
 class BuildError(RuntimeError):
@@ -47,7 +51,8 @@ def compiler() -> str | None:
 
 
 def load_library(library: Library) -> ctypes.CDLL:
-    """The library, compiled on its first use on this machine; BuildError where it cannot be had."""
+    """The library, compiled on its first use on this machine; BuildError where it cannot be had, OSError where the
+    system lacks files, memory or processes just now: slower code would hide that, and what it needs may not fit."""
     cxx = compiler()
     if cxx is None:
         raise BuildError("no C++ compiler found; install g++ or clang++, or set CXX")
@@ -56,6 +61,11 @@ def load_library(library: Library) -> ctypes.CDLL:
     except subprocess.CalledProcessError as error:
         raise BuildError(f"{cxx} failed: {error.stderr.decode(errors='replace').strip()[-600:]}") from error
     except (OSError, subprocess.SubprocessError) as error:
+        for code, advice in SHORTAGES.items():
+            # the loader of libraries gives words and no number
+            if getattr(error, "errno", None) == code or str(error).endswith(os.strerror(code)):
+                raise OSError(code, f"the {library.name} kernels cannot be built or loaded: {os.strerror(code)}; "
+                                    f"{advice}") from error
         raise BuildError(str(error)) from error
 
 

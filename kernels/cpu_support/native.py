@@ -143,7 +143,8 @@ def library() -> Library:
 def load() -> ctypes.CDLL | None:
     """The compiled kernels, or None with one warning where they cannot be compiled or loaded.
 
-    The first call on a machine compiles (30 s of CPU, on all cores); later processes only load.
+    The first call on a machine compiles (30 s of CPU, on all cores); later processes only load. OSError as
+    `load_library`.
     `load.cache_clear()` tries again.
     """
     try:

@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The compiled search, or None (said once in the log) where it cannot be built; the answer is kept."""
+    """The compiled search, or None (said once in the log) where it cannot be built; the answer is kept. OSError as
+    `load_library`."""
     try:
         library = load_library(SEARCH)
     except BuildError as error:

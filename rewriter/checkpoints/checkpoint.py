@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from forebay.rewriter.checkpoints.identity import FileState, changed_file, file_state, sample_tensors
+from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, whole_pages
 
 if TYPE_CHECKING:
@@ -144,23 +145,24 @@ def read_tensor(record: TensorRecord) -> torch.Tensor:
         return torch.empty(record.shape, dtype=record.dtype)
     data = torch.empty(record.nbytes, dtype=torch.uint8)
     view = data.numpy().data
-    fd = os.open(record.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead: it would leave pages behind the tensor
-        done = 0
-        while done < record.nbytes:
-            count = os.preadv(fd, [view[done:]], record.offset + done)
-            if count == 0:
-                raise CheckpointError(
-                    f"{record.path}: truncated: {record.name!r} needs {record.offset + record.nbytes} bytes, "
-                    f"the file now has {os.fstat(fd).st_size}"
-                )
-            done += count
-        first = record.offset // PAGE_NBYTES * PAGE_NBYTES  # the kernel drops whole pages only
-        last = whole_pages(record.offset + record.nbytes)
-        os.posix_fadvise(fd, first, last - first, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
+    with naming(record.path):
+        fd = os.open(record.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead: it would leave pages behind the tensor
+            done = 0
+            while done < record.nbytes:
+                count = os.preadv(fd, [view[done:]], record.offset + done)
+                if count == 0:
+                    raise CheckpointError(
+                        f"{record.path}: truncated: {record.name!r} needs {record.offset + record.nbytes} bytes, "
+                        f"the file now has {os.fstat(fd).st_size}"
+                    )
+                done += count
+            first = record.offset // PAGE_NBYTES * PAGE_NBYTES  # the kernel drops whole pages only
+            last = whole_pages(record.offset + record.nbytes)
+            os.posix_fadvise(fd, first, last - first, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
     return data.view(record.dtype).reshape(record.shape)
 
 

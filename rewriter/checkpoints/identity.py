@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from forebay.rewriter.checkpoints.named_errors import naming
+
 if TYPE_CHECKING:
     from forebay.rewriter.checkpoints.checkpoint import TensorRecord
 
@@ -80,13 +82,25 @@ def sample_tensors(tensors: Mapping[str, TensorRecord]) -> str:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead
             nbytes = min(SAMPLE_NBYTES, record.nbytes)
             start = record.offset + (record.nbytes - nbytes) // 2
-            digest.update(os.pread(fd, nbytes, start))
+            with naming(record.path):
+                digest.update(read_whole(fd, nbytes, start))
             first = start // SAMPLE_NBYTES * SAMPLE_NBYTES
             os.posix_fadvise(fd, first, start + nbytes - first + SAMPLE_NBYTES, os.POSIX_FADV_DONTNEED)
     finally:
         for fd in fds.values():
             os.close(fd)
     return digest.hexdigest()
+
+
+def read_whole(fd: int, nbytes: int, offset: int) -> bytes:
+    """Bytes of a file from `offset` on, fewer only where it ends before: one read may bring a part of what is there."""
+    found = b""
+    while len(found) < nbytes:
+        piece = os.pread(fd, nbytes - len(found), offset + len(found))
+        if not piece:
+            break
+        found += piece
+    return found
 
 
 def tokenizer_checksum(folder: Path) -> str:

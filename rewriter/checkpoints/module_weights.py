@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -102,7 +103,8 @@ def remove_stale(folder: Path) -> None:
 
 def _empty(fd: int, owner: int) -> None:
     if os.getpid() == owner:  # a forked child shares the file with its living parent
-        os.ftruncate(fd, 0)
+        with contextlib.suppress(OSError):  # nobody is there to be told; the space is given back with the process
+            os.ftruncate(fd, 0)
 
 
 def _open_unnamed(folder: Path) -> int:

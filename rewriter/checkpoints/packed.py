@@ -34,6 +34,7 @@ from forebay.rewriter.checkpoints.checkpoint import (
     read_tensor,
 )
 from forebay.rewriter.checkpoints.identity import FileState, file_state
+from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 
 MANIFEST, UNFINISHED = "forebay.json", "forebay.unfinished.json"
@@ -158,7 +159,7 @@ def verify_tensors(
     done, total = 0, sum(record.nbytes for record in tensors.values())
     for name, record in sorted(tensors.items(), key=lambda entry: (entry[1].path, entry[1].offset)):
         digest = hashlib.sha256()
-        with open(record.path, "rb", buffering=0) as file:
+        with naming(record.path), open(record.path, "rb", buffering=0) as file:
             left, at = record.nbytes, record.offset
             while left:
                 piece = os.pread(file.fileno(), min(left, READ_NBYTES), at)

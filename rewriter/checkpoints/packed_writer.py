@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from forebay.rewriter.checkpoints.checkpoint import DTYPE_NAMES, PICKLE_SUFFIXES, Checkpoint, CheckpointError, Progress
+from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.checkpoints.packed import (
     FILLER,
     FORMAT,
@@ -153,6 +154,7 @@ def _begun(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
             raise CheckpointError(f"{out} holds a model quantised from another source or with other settings (they "
                                   f"differ in {odd}); remove it or name another folder")
         if name == MANIFEST:
+            (out / UNFINISHED).unlink(missing_ok=True)  # left where the last step of an earlier run failed
             return None
         for draft in out.glob(f"*{DRAFT_SUFFIX}"):
             draft.unlink()
@@ -201,9 +203,8 @@ def _write_shard(path: Path, items: Sequence[Item], report: Callable[[int], None
     draft = path.with_name(path.name + DRAFT_SUFFIX)
     entries: dict[str, Any] = {}
     try:
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        try:
-            writer = _Writer(fd)
+        with naming(path), open(draft, "wb", buffering=0) as file:
+            writer = _Writer(file.fileno())
             writer.write(struct.pack("<Q", len(text)) + text)
             before = 0
             for item in items:
@@ -214,14 +215,15 @@ def _write_shard(path: Path, items: Sequence[Item], report: Callable[[int], None
                     "offset": start + header[item.name]["data_offsets"][0], "sha256": digest,
                     "packed": describe_packed(packed)}
             writer.flush()
-        finally:
-            os.close(fd)
         draft.replace(path)
         sync_folder(path.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CheckpointError(f"{path.parent}: the disk became full; {start + at} bytes are needed for {path.name}."
                                   " Free some, and the same command goes on where it stopped") from error
+        if error.errno == errno.EFBIG:
+            raise CheckpointError(f"{path}: a file of {start + at} bytes is larger than the file system or the "
+                                  "process's limit (ulimit -f) allows; choose a smaller --shard-size") from error
         raise
     finally:
         draft.unlink(missing_ok=True)
@@ -273,7 +275,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Put a whole file in the place of `path` by one rename, on disk before this returns."""
     draft = path.with_name(path.name + DRAFT_SUFFIX)
     try:
-        with open(draft, "w", encoding="utf-8") as file:
+        with naming(path), open(draft, "w", encoding="utf-8") as file:
             json.dump(value, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
@@ -287,6 +289,7 @@ def sync_folder(folder: Path) -> None:
     """Make a rename in `folder` survive a loss of power."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        with naming(folder):
+            os.fsync(fd)
     finally:
         os.close(fd)

@@ -67,6 +67,8 @@ def write_tensors(
         if error.errno == errno.EFBIG:
             raise CheckpointError(f"{where}: a file of {total} bytes is larger than the file system or the process's "
                                   "limit (ulimit -f) allows") from error
+        if error.filename is None:
+            raise OSError(error.errno, error.strerror, str(where)) from error
         raise
 
 

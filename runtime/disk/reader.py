@@ -42,7 +42,7 @@ class DiskReader(Protocol):
 
     def prepare(self, read: Read) -> Callable[[], None]:
         """A call that queues the read and returns at once, each time anew: the read is cut into chunks only once. The
-        call raises RuntimeError after `close`; ValueError here for a negative size."""
+        call raises RuntimeError after `close`, ReaderBrokenError after a fault; ValueError here for a negative size."""
 
     def submit(self, read: Read) -> None:
         """Queue the read once."""
@@ -83,6 +83,10 @@ class TruncatedFileError(OSError):
 
 class ReaderClosedError(RuntimeError):
     """The reader was closed before this read was complete."""
+
+
+class ReaderBrokenError(RuntimeError):
+    """A fault that was no read's own ended the reader; it has to be opened anew."""
 
 
 class OpenFile:
@@ -219,7 +223,7 @@ class ChunkQueue:
                     return
                 self.jobs.remove(job)  # closed meanwhile, and `close` has not seen it
         if self.error is not None:
-            raise RuntimeError(f"the disk reader broke off: {self.error}") from self.error
+            raise ReaderBrokenError(f"the disk reader broke off: {self.error}") from self.error
         raise RuntimeError("this disk reader is closed; open another with open_reader()")
 
     def take(self, wait: bool) -> tuple[Job, Chunk | None] | None:

@@ -39,8 +39,7 @@ class SpillFile(OpenFile):
         try:
             self.fd, self.direct = _open_nameless(folder)
         except OSError as error:
-            raise SpillError(f"{folder}: no spill file can be made here ({error.strerror}); choose another folder on a "
-                             "local disk (budget disk=FOLDER)") from error
+            raise _refusal(folder, error) from error
         self.path = f"/proc/{os.getpid()}/fd/{self.fd}"  # under which readers can open it
         try:
             if nbytes:
@@ -66,6 +65,30 @@ class SpillFile(OpenFile):
     def close(self) -> None:
         """Give the disk space back."""
         os.close(self.fd)
+
+
+def require_spill_folder(folder: str | None) -> None:
+    """Raise SpillError unless spill files can be made in `folder`, or the folder itself where it is missing; to be told
+    before the work, not when it spills. None is anywhere."""
+    if folder is None:
+        return
+    place = Path(folder).absolute()
+    try:
+        if place.exists():
+            os.close(_open_nameless(folder)[0])
+            return
+        above = next(parent for parent in place.parents if parent.exists())
+        if not above.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise _refusal(folder, error) from error
+
+
+def _refusal(folder: str, error: OSError) -> SpillError:
+    return SpillError(f"{folder}: no spill file can be made here ({error.strerror}); choose another folder on a local "
+                      "disk (budget disk=FOLDER)")
 
 
 def _open_nameless(folder: str) -> tuple[int, bool]:

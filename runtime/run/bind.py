@@ -59,8 +59,8 @@ def _bind_out_variant(op: Any, kwargs: dict[str, Any], out: list[torch.Tensor]) 
 
 def bind_operator(operator: Operator, launch: Launch, use: Tensors, device: str) -> Call:
     """The call of one of our own operators on a device, "cpu" or "cuda"; RuntimeFault names the launch where it does
-    not say which of several implementations runs, where Triton cannot be imported, or where a GPU's launcher refuses
-    its tensors."""
+    not say which of several implementations runs, where Triton cannot be imported, or where the launcher refuses its
+    tensors."""
     if operator.implementations is not None and not use.impl:
         raise RuntimeFault(f"{launch.label}: {launch.op} names none of its implementations; lower a plan whose gemm "
                            "has this product")
@@ -75,9 +75,8 @@ def bind_operator(operator: Operator, launch: Launch, use: Tensors, device: str)
             "triton that belongs to this torch (`pip install triton`)"
         ) from error
     except ValueError as error:
-        if device == "cpu":
-            raise
-        raise RuntimeFault(f"{launch.label}: {launch.op} does not run on this GPU: {error}") from error
+        where = "GPU" if device == "cuda" else "CPU"
+        raise RuntimeFault(f"{launch.label}: {launch.op} does not run on this {where}: {error}") from error
 
 
 def _bind_functional(op: Any, args: Any, kwargs: dict[str, Any], out: list[torch.Tensor]) -> Call:

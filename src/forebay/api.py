@@ -39,6 +39,7 @@ from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
+from forebay.runtime.disk.spill import require_spill_folder
 from forebay.runtime.measure.kept import kept_machine
 from forebay.runtime.run.generation import next_logits
 from forebay.runtime.run.places import entering
@@ -91,10 +92,11 @@ def wrap(
     in "zigzag" `order` they share each pass over the weights. With `places`, so many sequences are computed at once,
     whatever `batch`, and the prompts of a `generate` enter as others end. `plan` replays a saved plan.
 
-    Raises PlanError for a budget that cannot work, CheckpointError for files that cannot be used, CaptureError for an
-    architecture that is not supported.
+    Raises PlanError for a budget that cannot work, CheckpointError for files that cannot be used, SpillError for such a
+    disk folder, CaptureError for an architecture that is not supported.
     """
     sizes = parse_budget(budget)
+    require_spill_folder(sizes.disk)
     wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk, cache_format=cache, micro_batches=micro_batches,
                     order=order, cache_tier=cache_tier, cache_shares=cache_shares, entering=entering_at_once(places))
     if isinstance(model, torch.nn.Module):
@@ -122,7 +124,7 @@ class LanguageModel:
         self, captured: CapturedModel, checkpoint: Checkpoint, files: dict[str, FileSlice], budget: Budget,
         workload: Workload, wishes: Wishes, machine: Machine | None = None, plan: Plan | None = None,
     ) -> None:
-        self.captured, self.checkpoint, self.budget, self.wishes = captured, checkpoint, budget, wishes
+        self.captured, self.checkpoint, self.budget = captured, checkpoint, budget
         self.machine = machine or kept_machine(checkpoint.folder) or Machine.default()
         self.switches = read_switches()
         self.files = files
@@ -139,8 +141,7 @@ class LanguageModel:
             raise PlanError(f"plan.budget: the plan may take {format_nbytes(plan.budget.device)} of device memory and "
                             f"{format_nbytes(plan.budget.host or 0)} of host memory, the run is given "
                             f"{format_nbytes(budget.device)} and {format_nbytes(budget.host or 0)}; plan again")
-        if plan is not None:
-            self.wishes = replace(wishes, cache_format=plan.cache_format)
+        self.wishes = wishes if plan is None else replace(wishes, cache_format=plan.cache_format)
         self._prepare(plan.workload if plan else workload, plan, bool(wishes.entering))
 
     def _prepare(self, workload: Workload, plan: Plan | None = None, in_places: bool = False) -> None:
@@ -237,10 +238,9 @@ class LanguageModel:
             return self
         with self._lock:
             if gives not in self._variants:
-                batch, prompt = self.plan.workload.batch, self.plan.workload.prompt
                 wishes = Wishes(cache_format=self.wishes.cache_format)
                 other = LanguageModel(self._capture(gives=gives), self.checkpoint, self.files, self.budget,
-                                      Workload(batch, prompt, self.plan.workload.new_tokens), wishes, self.machine)
+                                      self.plan.workload, wishes, self.machine)
                 other._lock, other._capture, other._origin = self._lock, self._capture, weakref.ref(self)
                 other.config, other.generation_config = self.config, self.generation_config
                 self._variants[gives] = other

@@ -212,6 +212,27 @@ def test_answers_are_not_written_into_the_prompts(folder: Path, tmp_path: Path, 
     assert prompts.read_text(encoding="utf-8") == '{"prompt": "w1"}\n{"prompt": "w2"}'
 
 
+@pytest.mark.parametrize(("option", "value", "part"), [
+    ("trace", "no/such/trace.json", "--trace: "), ("save_plan", "no/such/plan.json", "--save-plan: "),
+    ("trace", ".", "is a folder"), ("budget", f"{BUDGET},disk=prompts.jsonl", "no spill file can be made here"),
+    ("budget", f"{BUDGET},disk=prompts.jsonl/below", "no spill file can be made here"),
+])
+def test_what_cannot_be_written_is_told_before_the_work(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, value: str, part: str
+) -> None:
+    import forebay.api
+
+    def opened(*args: object, **kwargs: object) -> None:
+        raise AssertionError("the model was opened first")
+
+    monkeypatch.chdir(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(forebay.api, "open_model", opened)
+        result = _forebay(*_run_arguments(folder, tmp_path / "out.jsonl", **{option: value}))
+    assert result.exit_code == 2 and part in result.stderr and result.stderr.count("\n") == 1, result.output
+    assert not list(tmp_path.iterdir())
+
+
 def test_empty_prompts_file_is_said(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "in").write_text("\n", encoding="utf-8")
     result = _forebay(*_run_arguments(folder, tmp_path / "out", prompts=tmp_path / "in"))

@@ -232,8 +232,11 @@ def eval_command(
         from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
         from forebay.rewriter.ir.plan import Budget
         from forebay.runtime.disk.page_cache import drop_file
+        from forebay.runtime.disk.spill import require_spill_folder
         from forebay.runtime.measure.kept import kept_machine
 
+        if budget:
+            require_spill_folder(parse_budget(budget).disk)
         if text is None and words is None:
             raise JobError("name what to measure on: --text FILE, --words JSONL, or both")
         given = _read_text(text) if text else ""

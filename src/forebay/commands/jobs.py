@@ -17,7 +17,7 @@ import torch
 
 from forebay.commands.prompts import JobError, Prompt, Request
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
-from forebay.rewriter.checkpoints.identity import states_checksum, tokenizer_checksum
+from forebay.rewriter.checkpoints.identity import read_whole, states_checksum, tokenizer_checksum
 from forebay.rewriter.checkpoints.packed import is_quantized
 from forebay.rewriter.checkpoints.packed_writer import write_json
 from forebay.runtime.run.sampling import Sampling
@@ -113,7 +113,7 @@ class AnswerFile:
         end = os.fstat(self._fd).st_size
         while end > 0:
             start = max(0, end - 65536)
-            newline = os.pread(self._fd, end - start, start).rfind(b"\n")
+            newline = read_whole(self._fd, end - start, start).rfind(b"\n")
             if newline >= 0:
                 return start + newline + 1
             end = start
@@ -164,7 +164,7 @@ class AnswerFile:
 
     def _check_torn_line(self, end: int) -> None:
         """Refuse a file whose last line, from byte `end` on and without a newline, cannot be the rest of an answer."""
-        head = os.pread(self._fd, len(BEGINNING), end)
+        head = read_whole(self._fd, len(BEGINNING), end)
         begins = BEGINNING.startswith(head) or not head.strip(b"\0")  # a crash of the machine can leave zeros
         if head and not (begins and (self.answered or self._settings_path.exists())):
             raise JobError(f"{self.path} ends in text that is no part of an answer of a job; name another output")

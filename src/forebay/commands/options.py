@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -28,3 +29,20 @@ def model_folder(model: str) -> Path:
         task = bar.add_task("converting, once", total=None, visible=False, note="")
         return resolve_model(model, progress=lambda done, total: bar.update(
             task, completed=done, total=total, visible=True))
+
+
+def require_writable(path: Path | None, option: str) -> None:
+    """Raise JobError unless the file that an option names can be written; to be told before the work, not behind it."""
+    from forebay.commands.prompts import JobError
+
+    if path is None:
+        return
+    reason = ""
+    if path.is_dir():
+        reason = "is a folder"
+    elif not path.parent.is_dir():
+        reason = f"cannot be written: {path.parent} is no folder"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "cannot be written: permission denied"
+    if reason:
+        raise JobError(f"{option}: {path} {reason}; name another file")

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forebay.commands.machine import machine_profile
-from forebay.commands.options import BudgetOption, CacheOption, DebugOption, SlotsOption, model_folder
+from forebay.commands.options import (
+    BudgetOption,
+    CacheOption,
+    DebugOption,
+    SlotsOption,
+    model_folder,
+    require_writable,
+)
 from forebay.commands.terminal import clean_errors, console, say
 
 if TYPE_CHECKING:
@@ -115,6 +122,8 @@ def _plan_model(
     if budget is None:
         raise PlanError("say how much memory may be used, as --budget device=120MiB")
     sizes, workload, switches = parse_budget(budget), Workload(*shape), read_switches()
+    require_writable(save, "--save")
+    require_writable(picture, "--picture")
     folder = model_folder(model)
     profile = machine_profile(None if machine is None else Path(machine), folder)
     with console().status("capturing the model"):

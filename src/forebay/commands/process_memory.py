@@ -29,8 +29,9 @@ class MemoryWatch:
             self._sample()
 
     def _sample(self) -> None:
-        self.peak = max(self.peak, anonymous_nbytes())
-        self.cached_peak = max(self.cached_peak, sum(resident_nbytes(path) for path in self.files))
+        with contextlib.suppress(OSError):  # too many open files, say: what cannot be looked at is not counted
+            self.peak = max(self.peak, anonymous_nbytes())
+            self.cached_peak = max(self.cached_peak, sum(resident_nbytes(path) for path in self.files))
 
     def __enter__(self) -> MemoryWatch:
         with contextlib.suppress(RuntimeError):  # the system gives no more threads: what is seen at the end counts

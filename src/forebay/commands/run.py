@@ -20,6 +20,7 @@ from forebay.commands.options import (
     ModelArgument,
     SlotsOption,
     model_folder,
+    require_writable,
 )
 from forebay.commands.terminal import clean_errors, console, progress_bar, say, stopping
 
@@ -79,6 +80,7 @@ def run(
         from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids
         from forebay.rewriter.ir.byte_sizes import parse_budget
         from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
+        from forebay.runtime.disk.spill import require_spill_folder
         from forebay.runtime.run.sampling import Sampling
 
         drawing = sample or any(x is not None for x in (temperature, top_k, top_p))
@@ -102,6 +104,9 @@ def run(
         if budget is None and saved is None:
             raise PlanError("say how much memory may be used, as --budget device=120MiB, or name a --plan")
         sizes = parse_budget(budget) if budget is not None else Budget(saved.budget.device, saved.budget.host)  # type: ignore[union-attr]
+        require_spill_folder(sizes.disk)
+        require_writable(trace, "--trace")
+        require_writable(save_plan, "--save-plan")
         if saved is not None and saved.budget != sizes.limits:
             raise PlanError(f"the plan {plan} was made for {saved.budget}, not for --budget {budget}; leave one out")
         if saved is not None and cache not in ("native", saved.cache_format):

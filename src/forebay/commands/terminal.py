@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+NO_MEMORY = "the system gives no more memory; a smaller --budget or --batch needs less, or end other programs"
+NO_THREADS = "the system gives no more threads; raise the limit (ulimit -u, or a container's) or end other programs"
+# What the system is short of where no file is to blame.
+SHORT = {errno.ENOMEM: NO_MEMORY, errno.EAGAIN: NO_THREADS,
+         errno.EMFILE: "too many files are open; raise the limit (ulimit -n)",
+         errno.ENFILE: "the system has too many files open; end other programs"}
 FAILED = 2  # exit code; 128 + the signal's number for a job that was interrupted
 
 
@@ -59,12 +66,14 @@ def _message(error: Exception) -> str | None:
     if isinstance(error, ModuleNotFoundError):
         missing = (error.name or "").partition(".")[0]
         return None if missing == "forebay" else f"{missing} is not installed; pip install 'forebay[models,cli]'"
+    if isinstance(error, OSError) and error.errno in SHORT and not error.filename:
+        return SHORT[error.errno]
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    if isinstance(error, MemoryError):
-        return "the system gives no more memory; a smaller --budget or --batch needs less, or end other programs"
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+        return NO_MEMORY
     if isinstance(error, RuntimeError) and str(error).startswith("can't start new thread"):
-        return "the system gives no more threads; raise the limit (ulimit -u, or a container's) or end other programs"
+        return NO_THREADS
     from forebay.commands.prompts import JobError
     from forebay.passes.lower.launches import LoweringError
     from forebay.rewriter.capture.language_model import CaptureError
@@ -76,10 +85,11 @@ def _message(error: Exception) -> str | None:
     from forebay.rewriter.verify.graph import GraphError
     from forebay.rewriter.verify.program import ProgramError
     from forebay.runtime.devices.device import RuntimeFault
+    from forebay.runtime.disk.reader import ReaderBrokenError
     from forebay.runtime.disk.spill import SpillError
 
     known = (PlanError, CheckpointError, CaptureError, SwitchError, JobError, StoppedAfter, GraphError,
-             PassChangedResult, ProgramError, LoweringError, RuntimeFault, SpillError, OSError)
+             PassChangedResult, ProgramError, LoweringError, RuntimeFault, ReaderBrokenError, SpillError, OSError)
     return " ".join(str(error).split()) if isinstance(error, known) else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -113,4 +114,34 @@ def test_another_users_code_is_not_loaded(library: Library, cache: Path, monkeyp
 def test_without_a_compiler_it_says_what_to_install(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(BuildError, match=r"no C\+\+ compiler found; install"):
+        load_library(library)
+
+
+@pytest.mark.parametrize("code", sorted(compile.SHORTAGES))
+@pytest.mark.parametrize("what", ("process", "loader"))
+def test_a_shortage_is_told_and_not_hidden_by_slower_code(
+    library: Library, cache: Path, monkeypatch: pytest.MonkeyPatch, code: int, what: str
+) -> None:
+    def short(*args: object, **kwargs: object) -> None:
+        raise OSError(code, os.strerror(code)) if what == "process" else OSError(f"a.so: {os.strerror(code)}")
+
+    with monkeypatch.context() as patch:
+        if what == "process":
+            patch.setattr(subprocess, "run", short)
+            compile._version.cache_clear()
+        else:
+            patch.setattr(compile.ctypes, "CDLL", short)
+        with pytest.raises(OSError, match=f"the cpu kernels cannot be built or loaded: {os.strerror(code)}; ") as told:
+            load_library(library)
+    assert told.value.errno == code
+    load_library(library)
+
+
+def test_what_the_system_never_gives_is_no_shortage(library: Library, cache: Path, monkeypatch: pytest.MonkeyPatch
+                                                    ) -> None:
+    def refused(path: str) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(compile.ctypes, "CDLL", refused)
+    with pytest.raises(BuildError, match="Permission denied"):
         load_library(library)

@@ -372,6 +372,19 @@ def test_a_full_disk_leaves_nothing_that_claims_to_be_whole(llama, tmp_path, mon
     open_checkpoint(out)
 
 
+@pytest.mark.parametrize(("code", "error", "part"), (
+    (errno.EFBIG, CheckpointError, r"weights-00001-of-.*: a file of \d+ bytes is larger than .*ulimit -f.*shard-size"),
+    (errno.EIO, OSError, r"Input/output error: '.*weights-00001-of-")))
+def test_what_the_file_system_refuses_names_the_file(llama, tmp_path, monkeypatch, code, error, part):
+    def write(fd: int, data) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(quantized_writer.os, "write", write)
+    with pytest.raises(error, match=part):
+        quantize_model(llama, tmp_path / "out", Wish("w4g64"), shard_nbytes=100_000)
+    assert not list((tmp_path / "out").glob("*.draft"))
+
+
 def test_too_little_space_is_known_before_the_first_byte(llama, tmp_path, monkeypatch):
 
     monkeypatch.setattr(writing, "_free_nbytes", lambda folder: 1000)

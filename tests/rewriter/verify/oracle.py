@@ -1,24 +1,31 @@
 """The proof once more, independent of `verify_program` and slow: steps unrolled, every pair of accesses compared.
 
-Memory is looked at granule by granule, order is the transitive closure of an explicit graph, and nothing is summed up
-in clocks. What both must agree on is which Programs are refused.
+Memory is looked at cell by cell, order is the transitive closure of an explicit graph, and nothing is summed up in
+clocks. What both must agree on is which Programs are refused. Cells are granules; of a real Program, whose arenas have
+too many, what lies between two places where any span begins or ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import bisect
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from forebay.rewriter.ir.program import (
     COMPUTE,
+    DOWNLOAD,
     UNORDERED,
+    WRITE,
     Copy,
     Item,
     Launch,
     Program,
     Record,
     Release,
+    Rows,
     Span,
     Wait,
+    place_of,
     span_of,
 )
 
@@ -70,87 +77,134 @@ class Order:
         return number
 
 
-def check(program: Program) -> None:
+class Cells:
+    """Where the memory of a Program is cut, every `granule` bytes or (0) where any of its spans begins or ends; and
+    what each cell holds."""
+
+    def __init__(self, program: Program, granule: int) -> None:
+        self.sizes = {**program.arenas, **program.files}
+        places = {arena: {0} for arena in self.sizes}
+        for span in () if granule else _all_spans(program):
+            places.setdefault(span.arena, {0}).update((span.offset, span.offset + span.nbytes))
+        self.edges = {arena: list(range(0, nbytes, granule)) if granule else sorted(places[arena])
+                      for arena, nbytes in self.sizes.items()}
+        self.memory = {(arena, i): Memory() for arena, edges in self.edges.items() for i in range(len(edges))}
+        self.kept = {span.buffer for span in program.resident.values()}
+        self.labels: list[str] = []  # by item: what it is, and how often it came before
+        self.times: Counter[str] = Counter()
+        self.flow: Flow = []
+
+    def of(self, span: Span) -> Iterator[Memory]:
+        """The cells of a span."""
+        begin, end = span.offset, span.offset + span.nbytes
+        if span.arena not in self.sizes or not 0 <= begin <= end <= self.sizes[span.arena]:
+            raise Refused("outside of its arena")
+        edges = self.edges[span.arena]
+        first, last = (bisect.bisect_left(edges, at) for at in (begin, end))
+        return (self.memory[span.arena, i] for i in range(first, last))
+
+    def owners(self) -> dict[Byte, str | None]:
+        return {byte: cell.owner for byte, cell in self.memory.items()}
+
+
+def _all_spans(program: Program) -> Iterator[Span]:
+    yield from program.resident.values()
+    yield from (span_of(ref) for ref in (*program.inputs.values(), *program.outputs.values()))
+    for item in (*program.prologue, *program.step):
+        if isinstance(item, Release):
+            yield item.span
+        elif isinstance(item, Launch | Copy):
+            for spans in _touched(item):
+                yield from spans
+
+
+def _touched(item: Launch | Copy) -> tuple[Iterable[Span], Iterable[Span], Iterable[Span]]:
+    """What an item reads, what it writes, and what it may spoil around that."""
+    if isinstance(item, Launch):
+        return item.reads, item.writes, ()
+    source, dst, (front, back) = place_of(item.src), place_of(item.dst), item.room
+    assert isinstance(dst, Span)
+    told = [span_of(ref) for end in (item.src, item.dst) if isinstance(end, Rows) for ref in end.told_by]
+    margins = (Span(dst.arena, dst.offset - front, front, dst.buffer),
+               Span(dst.arena, dst.offset + dst.nbytes, back, dst.buffer))
+    return [*told, *([source] if isinstance(source, Span) else ())], (dst,), margins
+
+
+Flow = list[tuple[str, frozenset[str]]]
+
+
+def flow(program: Program) -> Flow:
+    """`check` of a real Program; what each item reads that runs, and whose writes it finds there: the same for two
+    Programs that compute the same of the same."""
+    return check(program, granule=0)
+
+
+def check(program: Program, granule: int = GRANULE) -> Flow:
     """Raise Refused unless every byte of `program`, run for STEPS steps, is read and written in one order only."""
-    sizes = {**program.arenas, **program.files}
-    memory = {(arena, at): Memory() for arena, nbytes in sizes.items() for at in range(0, nbytes, GRANULE)}
-    order = Order()
+    cells, order = Cells(program, granule), Order()
     for span in program.resident.values():
-        for byte in _bytes(span, sizes):
-            if memory[byte].owner not in (None, span.buffer):
+        for cell in cells.of(span):
+            if cell.owner not in (None, span.buffer):
                 raise Refused("two are kept in one place")
-            memory[byte].owner = span.buffer
+            cell.owner = span.buffer
     for item in program.prologue:
-        _do(item, order, memory, sizes)
-    before = _owners(memory)
+        _do(item, order, cells)
+    before = cells.owners()
     for _ in range(1 if program.once else STEPS):
         for ref in program.inputs.values():
-            _do(Launch(COMPUTE, "", (), {}, (), (), (span_of(ref),), ""), order, memory, sizes)
+            _do(Launch(COMPUTE, "", (), {}, (), (), (span_of(ref),), ""), order, cells)
         for item in program.step:
-            _do(item, order, memory, sizes)
+            _do(item, order, cells)
         for ref in program.outputs.values():
-            _do(Launch(COMPUTE, "", (), {}, (), (span_of(ref),), (), ""), order, memory, sizes)
-        kept = {span.buffer for span in program.resident.values()}
-        taken = {ref.buffer for ref in program.outputs.values()} - kept
-        for cell in memory.values():
+            _do(Launch(COMPUTE, "", (), {}, (), (span_of(ref),), (), ""), order, cells)
+        taken = {ref.buffer for ref in program.outputs.values()} - cells.kept
+        for cell in cells.memory.values():
             if cell.owner in taken:
                 cell.owner = None
-        if not program.once and _owners(memory) != before:
+        if not program.once and cells.owners() != before:
             raise Refused("a step leaves other contents")
+    return sorted(cells.flow, key=str)
 
 
-def _owners(memory: dict[Byte, Memory]) -> dict[Byte, str | None]:
-    return {byte: cell.owner for byte, cell in memory.items()}
-
-
-def _bytes(span: Span, sizes: dict[str, int]) -> Iterator[Byte]:
-    if span.arena not in sizes or not 0 <= span.offset <= span.offset + span.nbytes <= sizes[span.arena]:
-        raise Refused("outside of its arena")
-    return ((span.arena, at) for at in range(span.offset, span.offset + span.nbytes, GRANULE))
-
-
-def _do(item: Item, order: Order, memory: dict[Byte, Memory], sizes: dict[str, int]) -> None:
+def _do(item: Item, order: Order, cells: Cells) -> None:
     number = order.issue(item)
+    label = item.label if isinstance(item, Launch | Copy) else type(item).__name__
+    cells.times[label] += 1
+    cells.labels.append(f"{label} #{cells.times[label]}")
     if isinstance(item, Release):
-        for byte in _bytes(item.span, sizes):
-            cell = memory[byte]
+        for cell in cells.of(item.span):
             if cell.owner != item.span.buffer or cell.unread:
                 raise Refused("released, but it is not there, or was never read")
             cell.owner = None
         return
-    if isinstance(item, Launch):
-        reads, writes, margins = item.reads, item.writes, ()
-    elif isinstance(item, Copy):
-        assert isinstance(item.dst, Span)
-        reads = (item.src,) if isinstance(item.src, Span) else ()
-        (front, back), dst = item.room, item.dst
-        writes = (dst,)
-        margins = (Span(dst.arena, dst.offset - front, front, dst.buffer),
-                   Span(dst.arena, dst.offset + dst.nbytes, back, dst.buffer))
-    else:
+    if not isinstance(item, Launch | Copy):
         return
+    reads, writes, margins = _touched(item)
     over = order.before[number]
+    found: set[str] = set()
     for span in reads:
-        for byte in _bytes(span, sizes):
-            cell = memory[byte]
+        for cell in cells.of(span):
+            found |= {f"{span.buffer} by {cells.labels[writer]}" for writer in cell.writers[-1:]}
             if cell.owner != span.buffer:
                 raise Refused("read, but it holds something else")
             if any(not over >> writer & 1 for writer in cell.writers[-1:]):
                 raise Refused("read, perhaps before it is written")
             cell.readers.append(number)
             cell.unread = False
-    for brought, span in ((isinstance(item, Copy), s) for s in writes):
-        _write(span, number, over, memory, sizes, brought, item.stream in UNORDERED)
+    for span in writes:
+        if isinstance(item, Copy) and isinstance(item.dst, Rows) and any(
+                cell.owner != span.buffer for cell in cells.of(span)):
+            raise Refused("written in part, but the rest holds something else")
+        # what is brought must be read; what is taken out may update what is kept
+        brought = isinstance(item, Copy) and not (item.stream in (DOWNLOAD, WRITE) and span.buffer in cells.kept)
+        _write(span, number, over, cells, brought, item.stream in UNORDERED)
     for span in margins:
-        _write(span, number, over, memory, sizes, False, item.stream in UNORDERED)
+        _write(span, number, over, cells, False, item.stream in UNORDERED)
+    cells.flow.append((cells.labels[number], frozenset(found)))
 
 
-def _write(
-    span: Span, number: int, over: int, memory: dict[Byte, Memory], sizes: dict[str, int], brought: bool,
-    unordered: bool,
-) -> None:
-    for byte in _bytes(span, sizes):
-        cell = memory[byte]
+def _write(span: Span, number: int, over: int, cells: Cells, brought: bool, unordered: bool) -> None:
+    for cell in cells.of(span):
         if cell.owner is not None and (cell.unread or cell.owner != span.buffer):
             raise Refused("written over what still lives, or was never read")
         for other in (*cell.readers, *cell.writers):

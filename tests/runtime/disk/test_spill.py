@@ -24,7 +24,7 @@ from forebay.runtime.disk import spill as spilling
 from forebay.runtime.disk.chunks import GATHER_NBYTES, PAGE_NBYTES, Read, Write, split_write
 from forebay.runtime.disk.page_cache import cached_nbytes, in_page_cache_filesystem
 from forebay.runtime.disk.reader import ReaderClosedError, available_kinds, open_reader, open_writer
-from forebay.runtime.disk.spill import SpillError, SpillFile, SpillSpace
+from forebay.runtime.disk.spill import SpillError, SpillFile, SpillSpace, require_spill_folder
 
 PAGE = PAGE_NBYTES
 NBYTES = 512 * PAGE
@@ -350,3 +350,13 @@ def test_programs_share_a_file_by_its_name(tmp_path: Path) -> None:
     space.close()
     space.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_folder_is_tried_before_anything_spills(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (None, str(tmp_path), str(tmp_path / "not" / "yet")):
+        require_spill_folder(folder)
+    for folder in ("file", "file/below", "file/far/below"):
+        with pytest.raises(SpillError, match=f"^{tmp_path / folder}: no spill file can be made here .Not a directory"):
+            require_spill_folder(str(tmp_path / folder))
+    assert {path.name for path in tmp_path.iterdir()} == {"file"}

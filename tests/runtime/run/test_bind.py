@@ -155,6 +155,8 @@ def test_nobody_chooses_for_a_launch_that_names_no_implementation(operator: Oper
         bind_operator(operator, launch, use, device)
     with pytest.raises(ValueError, match="impl must be one of"):
         operator.bind["cpu"](use)
+    with pytest.raises(RuntimeFault, match=rf"^node: {operator.name} does not run on this CPU: .*impl must be one of"):
+        bind_operator(operator, launch, use._replace(impl="none such"), "cpu")
 
 
 def test_an_operator_of_ours_without_a_gpu_kernel_is_refused() -> None:

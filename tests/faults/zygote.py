@@ -1,0 +1,210 @@
+"""A process that has imported everything and forks a child for each command with a fault: `python -m
+tests.faults.zygote` reads requests and writes outcomes, a line of JSON each.
+
+A child that does not end within LIMIT_S is killed and its exit code is "hung". API scenarios do after a fault what a
+caller would do: the same once more, in the same process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from forebay.api import LanguageModel, open_model
+from forebay.commands.app import app
+from forebay.commands.jobs import AnswerFile, Ask, run_job
+from forebay.commands.prompts import Prompt, Request, load_tokenizer, make_batches
+from forebay.commands.terminal import clean_errors
+from forebay.kernels.cpu_support import native
+from forebay.rewriter.ir.plan import Budget, Workload
+from forebay.rewriter.machine.profile import load_machine
+from forebay.rewriter.planning.wishes import Wishes
+from forebay.runtime.disk.uring import uring_available
+from tests.faults.inject import Fault, Faults
+
+LIMIT_S = 60.0
+NEW = 4
+
+
+def _command(*arguments: object) -> int:
+    try:
+        app([str(a) for a in arguments])
+    except SystemExit as end:
+        return int(end.code or 0)
+    raise AssertionError("a command ends by SystemExit")
+
+
+def run(model: Path, case: Path) -> int:
+    """Answers to a file of prompts, the weights streamed; goes on with what is in the file."""
+    return _command("run", model, "--prompts", model / "prompts.jsonl", "--output", case / "out.jsonl", "--budget",
+                    "device=260KiB", "--max-new-tokens", NEW, "--batch", 2, "--machine", model / "machine.json")
+
+
+def quantize(model: Path, case: Path) -> int:
+    return _command("quantize", model, case / "quantized", "--weights", "w4g32", "--shard-size", "128KiB")
+
+
+def packed(model: Path, case: Path) -> int:
+    """Answers of a quantised model."""
+    return _command("run", model / "quantized", "--prompts", model / "prompts.jsonl", "--output", case / "out.jsonl",
+                    "--budget", "device=260KiB", "--max-new-tokens", NEW, "--batch", 2, "--machine",
+                    model / "machine.json", "--verify")
+
+
+def job(model: Path, case: Path) -> int:
+    """The part of `run` behind planning: answers are computed and written."""
+    lm, encoded = PLANNED["job"]
+    ask = Ask(NEW, (2,))
+
+    def use(_: object) -> list[Any]:
+        with AnswerFile(case / "out.jsonl", {"model": "m"}) as answers:
+            run_job(lm, make_batches(encoded, 2), answers, ask, lambda ids: " ".join(map(str, ids)))
+        return sorted(json.loads(line)["text"] for line in (case / "out.jsonl").read_bytes().splitlines())
+
+    return _twice(case, lambda: lm, use)
+
+
+def generate(model: Path, case: Path) -> int:
+    return _twice(case, lambda: PLANNED["generate"], _generated)
+
+
+def spill(model: Path, case: Path) -> int:
+    """A block of micro-batches whose cache lies on disk, and the weights too."""
+    return _twice(case, lambda: PLANNED["spill"], _generated)
+
+
+def planned(model: Path) -> dict[str, Any]:
+    """Models ready to take memory: what comes before that is `run`'s to go through."""
+    machine, opened = load_machine(model / "machine.json"), open_model(model)
+    workload, disk = Workload(2, 8, NEW), {"cache_tier": "disk", "cache_tokens": 4, "prefill_chunk": 4}
+    lines = (model / "prompts.jsonl").read_text().splitlines()
+    prompts = [Prompt(Request(i, i, line), tuple(range(5 + i, 6 + 3 * i))) for i, line in enumerate(lines, start=1)]
+    return {"generate": LanguageModel(*opened, Budget(260 << 10), workload, Wishes(), machine),
+            "spill": LanguageModel(*opened, Budget(500 << 10, disk=str(model)), workload,
+                                   Wishes(micro_batches=2, **disk), machine),
+            "job": (LanguageModel(*opened, Budget(260 << 10), workload, Wishes(), machine), prompts)}
+
+
+PLANNED: dict[str, Any] = {}  # made before a child is
+
+
+def compiled(model: Path, case: Path) -> int:
+    """A module compiled in place, its weights in a spill file; what cannot be offloaded runs eagerly."""
+    torch._dynamo.reset()
+    logging.getLogger("torch").setLevel(logging.CRITICAL)  # it writes tracebacks of what it then raises
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+        options: Any = {"budget": {"device": 100_000, "disk": str(case)}}
+        return torch.compile(module, backend="forebay", options=options)
+
+    def use(call: Any) -> list[Any]:
+        with torch.no_grad():
+            return [[round(v, 4) for v in row] for row in call(torch.linspace(-1, 1, 128).reshape(2, 64)).tolist()]
+
+    return _twice(case, make, use)
+
+
+def _generated(lm: Any) -> list[Any]:
+    ids = torch.tensor([[0, 0, 7, 9, 11, 5], [3, 4, 5, 6, 7, 8]])
+    mask = (ids > 0).long()
+    return lm.generate(ids, attention_mask=mask, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0).tolist()
+
+
+def _twice(case: Path, make: Callable[[], Any], use: Callable[[Any], list[Any]]) -> int:
+    """Make and use; after an error of the project's own the same again, with what was made if it was."""
+    code, made = 0, None
+    for _ in range(2):
+        try:
+            with clean_errors(False):
+                made = made if made is not None else make()
+                found = use(made)
+                (case / "found.json").write_text(json.dumps(found))
+                return code
+        except typer.Exit as end:
+            code = end.exit_code
+    return 9
+
+
+SCENARIOS = {f.__name__: f for f in (run, quantize, packed, job, generate, spill, compiled)}
+
+
+def _child(request: dict[str, Any]) -> int:
+    case, fault = Path(request["case"]), request["fault"]
+    log = os.open(case / "stderr.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    keep = open  # as it is without faults
+    faults = Faults(None if fault is None else Fault(*fault))
+    if request["inject"]:
+        faults.install()
+    try:
+        if request["storm"]:
+            signal.signal(signal.SIGALRM, lambda *_: None)
+            signal.siginterrupt(signal.SIGALRM, True)
+            signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+        code = SCENARIOS[request["scenario"]](Path(request["model"]), case)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for thread in threading.enumerate():  # as the interpreter does at its end
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    with keep(case / "faults.json", "w") as file:
+        json.dump({"struck": faults.struck, "seen": [[*key, n] for key, n in faults.seen.items()]}, file)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def _outcome(child: int, case: Path) -> dict[str, Any]:
+    until = time.monotonic() + LIMIT_S
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return {"code": "hung", "stderr": (case / "stderr.txt").read_text(errors="replace"), "struck": True}
+        time.sleep(0.005)
+    told = case / "faults.json"
+    found = json.loads(told.read_text()) if told.exists() else {"struck": True, "seen": []}
+    told.unlink(missing_ok=True)
+    return found | {"code": os.waitstatus_to_exitcode(status),
+                    "stderr": (case / "stderr.txt").read_text(errors="replace")}
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # OpenMP's threads would not be there after a fork
+    native.load()
+    uring_available()
+    model = Path(sys.argv[1])
+    load_tokenizer(model)
+    PLANNED.update(planned(model))
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there after a fork"
+    print("ready", flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            os._exit(_child(request))
+        print(json.dumps(_outcome(child, Path(request["case"]))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
