@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +80,7 @@ def write_quantized(
     else, for one another process writes, and for a full disk, after which nothing half-written is left.
     """
     out.mkdir(parents=True, exist_ok=True)
+    sync_folder(out.absolute().parent)
     with _held(out):
         settings = json.loads(json.dumps(dict(settings) | {"shard_nbytes": shard_nbytes}))
         done = _begun(out, settings)
@@ -106,6 +107,7 @@ def write_quantized(
             done[name] = entries
             before += sum(item.nbytes for item in part)
             write_json(out / UNFINISHED, {"settings": settings, "shards": done})
+        _sync_files(path for path in out.iterdir() if path.name not in done)  # those that `prepare` wrote
         manifest: dict[str, Any] = {"format": FORMAT, "version": VERSION, "settings": settings,
                                     "config": file_checksum(out / "config.json"), "shards": done}
         write_json(out / MANIFEST, manifest | {"checksum": manifest_checksum(manifest)})
@@ -140,6 +142,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 def _begun(out: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """The finished shards of an interrupted run, checked; None where everything is finished."""
+    (out / f"{UNFINISHED}{DRAFT_SUFFIX}").unlink(missing_ok=True)  # all there is of a run that was killed at once
     names = [path.name for path in out.iterdir()]
     for name in (MANIFEST, UNFINISHED):
         if name not in names:
@@ -283,6 +286,14 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     finally:
         draft.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def _sync_files(paths: Iterable[Path]) -> None:
+    """Make the contents of files survive a loss of power."""
+    for path in paths:
+        if path.is_file():
+            with naming(path), open(path, "rb") as file:
+                os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

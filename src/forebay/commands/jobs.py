@@ -86,8 +86,7 @@ class AnswerFile:
             self.resumable = stat.S_ISREG(os.fstat(self._fd).st_mode)
             if self.resumable:
                 self._lock()
-                end = self._end_of_whole_lines()
-                self._read_answers(end)
+                end = self._read_answers(self._end_of_whole_lines())
                 self._check_settings()
                 self._check_torn_line(end)
                 self._write_settings()
@@ -119,13 +118,16 @@ class AnswerFile:
             end = start
         return 0
 
-    def _read_answers(self, end: int) -> None:
-        """Note the answers in the first `end` bytes, which are whole lines."""
+    def _read_answers(self, end: int) -> int:
+        """Note the answers in the first `end` bytes, which are whole lines; the end of those before the first that a
+        loss of power left zeros in, which no answer has: what follows was not on disk for sure."""
         with open(self._fd, "rb", closefd=False) as file:
             file.seek(0)
             at = number = 0
             while at < end:
                 raw = file.readline()
+                if b"\0" in raw:
+                    break
                 at, number = at + len(raw), number + 1
                 try:
                     entry = json.loads(raw)
@@ -136,6 +138,7 @@ class AnswerFile:
                 except (ValueError, KeyError, TypeError, RecursionError) as error:
                     raise JobError(f"{self.path} line {number} is no answer of a job; name another output") from error
                 self.answered[name] = question
+        return at
 
     def _check_settings(self) -> None:
         """Refuse to mix answers made with other settings, naming the first that differs."""
@@ -163,9 +166,9 @@ class AnswerFile:
             raise JobError(f"the answers in {self.path} were made {how}; {advice}")
 
     def _check_torn_line(self, end: int) -> None:
-        """Refuse a file whose last line, from byte `end` on and without a newline, cannot be the rest of an answer."""
+        """Refuse a file of which what is to be cut off, from byte `end` on, cannot be the rest of answers."""
         head = read_whole(self._fd, len(BEGINNING), end)
-        begins = BEGINNING.startswith(head) or not head.strip(b"\0")  # a crash of the machine can leave zeros
+        begins = all(found in (0, wanted) for found, wanted in zip(head, BEGINNING, strict=False))
         if head and not (begins and (self.answered or self._settings_path.exists())):
             raise JobError(f"{self.path} ends in text that is no part of an answer of a job; name another output")
 

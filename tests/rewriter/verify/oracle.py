@@ -8,7 +8,6 @@ too many, what lies between two places where any span begins or ends.
 from __future__ import annotations
 
 import bisect
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from forebay.rewriter.ir.program import (
@@ -90,9 +89,9 @@ class Cells:
                       for arena, nbytes in self.sizes.items()}
         self.memory = {(arena, i): Memory() for arena, edges in self.edges.items() for i in range(len(edges))}
         self.kept = {span.buffer for span in program.resident.values()}
-        self.labels: list[str] = []  # by item: what it is, and how often it came before
-        self.times: Counter[str] = Counter()
-        self.flow: Flow = []
+        self.step = 0
+        self.labels: list[str] = []  # by item: what it is, and in which step
+        self.flow: set[tuple[str, frozenset[str]]] = set()
 
     def of(self, span: Span) -> Iterator[Memory]:
         """The cells of a span."""
@@ -130,7 +129,7 @@ def _touched(item: Launch | Copy) -> tuple[Iterable[Span], Iterable[Span], Itera
     return [*told, *([source] if isinstance(source, Span) else ())], (dst,), margins
 
 
-Flow = list[tuple[str, frozenset[str]]]
+Flow = frozenset[tuple[str, frozenset[str]]]
 
 
 def flow(program: Program) -> Flow:
@@ -151,6 +150,7 @@ def check(program: Program, granule: int = GRANULE) -> Flow:
         _do(item, order, cells)
     before = cells.owners()
     for _ in range(1 if program.once else STEPS):
+        cells.step += 1
         for ref in program.inputs.values():
             _do(Launch(COMPUTE, "", (), {}, (), (), (span_of(ref),), ""), order, cells)
         for item in program.step:
@@ -163,18 +163,20 @@ def check(program: Program, granule: int = GRANULE) -> Flow:
                 cell.owner = None
         if not program.once and cells.owners() != before:
             raise Refused("a step leaves other contents")
-    return sorted(cells.flow, key=str)
+    return frozenset(cells.flow)
 
 
 def _do(item: Item, order: Order, cells: Cells) -> None:
     number = order.issue(item)
     label = item.label if isinstance(item, Launch | Copy) else type(item).__name__
-    cells.times[label] += 1
-    cells.labels.append(f"{label} #{cells.times[label]}")
+    cells.labels.append(f"{label} of step {cells.step}")
     if isinstance(item, Release):
         for cell in cells.of(item.span):
             if cell.owner != item.span.buffer or cell.unread:
                 raise Refused("released, but it is not there, or was never read")
+            last = max(cell.writers, default=-1)
+            if any(reader > last and not order.before[number] >> reader & 1 for reader in cell.readers):
+                raise Refused("released while another may still read it")
             cell.owner = None
         return
     if not isinstance(item, Launch | Copy):
@@ -200,7 +202,7 @@ def _do(item: Item, order: Order, cells: Cells) -> None:
         _write(span, number, over, cells, brought, item.stream in UNORDERED)
     for span in margins:
         _write(span, number, over, cells, False, item.stream in UNORDERED)
-    cells.flow.append((cells.labels[number], frozenset(found)))
+    cells.flow.add((cells.labels[number], frozenset(found)))
 
 
 def _write(span: Span, number: int, over: int, cells: Cells, brought: bool, unordered: bool) -> None:

@@ -82,7 +82,7 @@ def programs_of(schedule: str, opened: tuple, folder: Path) -> list[Program]:
     if schedule.startswith("carried"):
         return [Carried(tier="host" if "host" in schedule else "disk", hop="hop" in schedule).program()]
     nbytes = sum(w.nbytes for w in opened[0].weights.values())
-    budget = Budget(int((1.6 if "disk" in schedule else 1.0) * nbytes), disk=str(folder))
+    budget = Budget(int({"streamed": 1.0, "row": 1.0, "zigzag": 1.4}.get(schedule, 1.6) * nbytes), disk=str(folder))
     lm = LanguageModel(*opened, budget, Workload(2, 8, 8), Wishes(**SCHEDULES[schedule]))
     chunk = lm.plan.schedule.prefill_chunk
     return [lm._pipeline.program(lm.plan, tokens) for tokens in {1, chunk}]
