@@ -105,7 +105,7 @@ def open_quantized(
     states: dict[str, FileState] = {}
     tensors, checksums = _records(folder, manifest, states)
     altered = "altered since the model was quantised; restore it, or quantise again"
-    if not (folder / "config.json").is_file() or file_checksum(folder / "config.json") != manifest["config"]:
+    if not (folder / "config.json").is_file() or file_checksum(folder / "config.json") != manifest.get("config"):
         raise CheckpointError(f"{folder / 'config.json'} is missing or was {altered}")
     checkpoint = Checkpoint(folder, tensors, manifest["checksum"], states=states)
     if check == "always" or (check == "changed" and _seen(checkpoint) != _noted(checkpoint)):

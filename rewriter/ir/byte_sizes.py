@@ -21,7 +21,10 @@ def parse_nbytes(value: int | str, what: str = "size") -> int:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
         if match is None or match[2].upper() not in UNITS:
             raise PlanError(f"{what}: cannot read {value!r}; write bytes or a size like 500MB, 120MiB, 1.5GiB")
-        nbytes = int(float(match[1]) * UNITS[match[2].upper()])
+        size = float(match[1]) * UNITS[match[2].upper()]
+        if size >= 1 << 63:
+            raise PlanError(f"{what}: {value[:40]!r} is more than any machine has")
+        nbytes = int(size)
     if nbytes <= 0:
         raise PlanError(f"{what}: {value!r} is not a positive size")
     return nbytes

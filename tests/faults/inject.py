@@ -205,7 +205,8 @@ class Faults:
         def entered(self_: Any, *args: int) -> int:
             if self.due("short"):
                 return 0  # as EINTR is told
-            self.check("uring")
+            if self.due("uring"):
+                raise OSError(errno.EINVAL, "io_uring_enter: Invalid argument")
             return enter(self_, *args)
 
         def begun(self_: Any, entries: int) -> None:

@@ -90,7 +90,12 @@ def _message(error: Exception) -> str | None:
 
     known = (PlanError, CheckpointError, CaptureError, SwitchError, JobError, StoppedAfter, GraphError,
              PassChangedResult, ProgramError, LoweringError, RuntimeFault, ReaderBrokenError, SpillError, OSError)
-    return " ".join(str(error).split()) if isinstance(error, known) else None
+    return _shortened(" ".join(str(error).split())) if isinstance(error, known) else None
+
+
+def _shortened(text: str) -> str:
+    """A message whose middle is left out where a file's own contents make it endless."""
+    return text if len(text) <= 1000 else f"{text[:700]} … {text[-280:]}"
 
 
 def console() -> Console:

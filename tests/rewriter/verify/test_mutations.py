@@ -3,8 +3,8 @@ accept is shown to be harmless, or to be of a kind that names cannot show.
 
 A mutant that both accept is *equivalent* where every read finds the writes that it finds in the sound Program, step by
 step: then only who waits for whom has changed, and each order that remains possible is safe. What else survives must be
-a write in place left out or done twice: contents keep their name through it, and only results tell
-(`docs/architecture.md`, section 8).
+a write in place left out, done twice, at another time or to another part of the same buffer: contents keep their name
+through it, and only results tell (`docs/architecture.md`, section 8).
 
 FOREBAY_TEST_ALL=1 (`make test-all`) tries 400 faults of each Program instead of 12; FOREBAY_TEST_SEED draws others.
 """
@@ -217,7 +217,8 @@ FAULTS = {
 }
 
 # Those that leave every name where it was, made at what writes in place.
-IN_PLACE = ("a launch dropped", "a store dropped", "an item repeated", "an item moved", "neighbours swapped")
+IN_PLACE = ("a launch dropped", "a store dropped", "an item repeated", "an item moved", "neighbours swapped",
+            "an address shifted")
 
 
 def mutant(program: Program, rng: random.Random) -> tuple[str, Item, Program]:

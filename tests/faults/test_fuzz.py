@@ -1,0 +1,279 @@
+"""Files from anybody: mutated and made-up inputs of every format end in the project's own errors, soon and in little
+memory, or are read.
+
+Each case runs under a limit of time and of address space. FOREBAY_TEST_ALL=1 (`make test-all`) tries 10 000 cases of
+each format instead of 80; FOREBAY_TEST_SEED draws others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forebay.commands.jobs import AnswerFile
+from forebay.commands.prompts import JobError, read_requests
+from forebay.commands.terminal import _message
+from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
+from forebay.rewriter.checkpoints.config import read_config, read_eos, read_generation_config
+from forebay.rewriter.checkpoints.gguf_repack import open_gguf
+from forebay.rewriter.checkpoints.packed import MANIFEST, manifest_checksum, open_quantized
+from forebay.rewriter.checkpoints.packed_writer import Item, write_quantized
+from forebay.rewriter.ir.byte_sizes import parse_budget
+from forebay.rewriter.ir.plan import load_plan
+from forebay.rewriter.machine.profile import Machine, load_machine
+from tests.rewriter.ir.test_plan import PLAN
+
+COUNT = 10_000 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 80
+SEED = int(os.environ.get("FOREBAY_TEST_SEED", "0"))
+TIME_S = 10
+NBYTES = 256 << 20  # of address space, beyond what a case began with
+ODD: list[Any] = [None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**400, 1.5, -0.0, 1e308, float("inf"), float("nan"), "",
+                  "x", "\ud800", "a" * 5000, "../x", "/etc/passwd", [], {}, [[]], [None], {"a": 1}, {"": {}}]
+
+
+def _mutated_json(value: Any, rng: random.Random) -> Any:
+    """A copy with one part replaced, left out, doubled or renamed."""
+    places: list[tuple[Any, Any]] = []
+    copy = json.loads(json.dumps(value))
+
+    def visit(part: Any) -> None:
+        for key in list(part) if isinstance(part, dict) else range(len(part)):
+            places.append((part, key))
+            if isinstance(part[key], dict | list):
+                visit(part[key])
+
+    visit(copy)
+    part, key = rng.choice(places)
+    how = rng.randrange(4)
+    if how == 0:
+        del part[key]
+    elif how == 1 and isinstance(part, dict):
+        part[rng.choice(["x", "", "id", key + "x"])] = part.pop(key)
+    elif how == 2 and isinstance(part[key], int | float) and not isinstance(part[key], bool):
+        part[key] = rng.choice([part[key] + 1, -part[key], part[key] * 10**6, part[key] // 2, float(part[key])])
+    else:
+        part[key] = rng.choice(ODD)
+    return copy
+
+
+def _mutated_bytes(data: bytes, rng: random.Random) -> bytes:
+    """A few bytes changed, a piece cut out or doubled, the end cut off, or something else altogether."""
+    how = rng.randrange(7)
+    out = bytearray(data)
+    if how < 3:
+        for _ in range(rng.choice((1, 2, 8, 64))):
+            near = min(len(out), rng.choice((64, 512, len(out))))  # headers are more often hit than what they describe
+            out[rng.randrange(near)] = rng.choice((0, 255, 128, rng.randrange(256)))
+        return bytes(out)
+    a, b = sorted(rng.randrange(len(out)) for _ in range(2))
+    b = min(b, a + rng.choice((1, 8, 64, 4096)))
+    if how == 3:
+        return bytes(out[:a] + out[b:])
+    if how == 4:
+        return bytes(out[:b] + out[a:])
+    return bytes(out[:a]) if how == 5 else rng.choice((b"", b"\0" * 64, b"{" * 50_000, b"[" * 200_000, os.urandom(512),
+                                                       b'{"a":' * 30_000, b"1" * 100_000, b"\xff\xfe"))
+
+
+@contextmanager
+def _limits() -> Iterator[None]:
+    def late(number: int, frame: object) -> None:
+        raise AssertionError(f"not read within {TIME_S} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(TIME_S)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        mapped = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + NBYTES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Format:
+    """A good file, what reads it, and how it is spoiled."""
+
+    def __init__(self, path: Path, read: Callable[[], object], mend: Callable[[Any], Any] | None = None) -> None:
+        self.path, self.read, self.mend = path, read, mend
+        self.good = path.read_bytes()
+
+    def spoil(self, rng: random.Random) -> bytes:
+        as_json = self.path.suffix != ".gguf" and self.path.name not in ("model.safetensors", "budget")
+        if not as_json or rng.random() < 0.3:
+            return _mutated_bytes(self.good, rng)
+        lines = self.path.suffix == ".jsonl"
+        value = [json.loads(line) for line in self.good.splitlines()] if lines else json.loads(self.good)
+        for _ in range(rng.choice((1, 1, 2, 4))):
+            value = _mutated_json(value, rng) or value
+        if self.mend is not None and isinstance(value, dict):
+            value = self.mend(value)
+        return "".join(json.dumps(v) + "\n" for v in value).encode() if lines else json.dumps(value).encode()
+
+
+def _safetensors(folder: Path) -> Format:
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(5, dtype=torch.int64)}
+    from safetensors.torch import save_file
+
+    save_file(tensors, folder / "model.safetensors")
+
+    return Format(folder / "model.safetensors", lambda: open_checkpoint(folder))
+
+
+class _Header(Format):
+    """The header of a safetensors file alone, with its length set right, so that what it says is read."""
+
+    def spoil(self, rng: random.Random) -> bytes:
+        (length,) = struct.unpack("<Q", self.good[:8])
+        header = json.dumps(_mutated_json(json.loads(self.good[8 : 8 + length]), rng)).encode()
+        return struct.pack("<Q", len(header)) + header + self.good[8 + length :]
+
+
+def _index(folder: Path) -> Format:
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(3)}, folder / "one.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {
+        "a": "one.safetensors"}}))
+    return Format(folder / "model.safetensors.index.json", lambda: open_checkpoint(folder))
+
+
+def _gguf(folder: Path) -> Format:
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(32)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(2)
+    writer.add_vocab_size(8)
+    writer.add_layer_norm_rms_eps(1e-5)
+    layer = {name: (32, 32) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
+    layer |= {"attn_norm": (32,), "ffn_norm": (32,), "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64)}
+    for name, shape in {"token_embd.weight": (8, 32), "output_norm.weight": (32,), "output.weight": (8, 32),
+                        **{f"blk.0.{part}.weight": size for part, size in layer.items()}}.items():
+        writer.add_tensor(name, torch.ones(shape).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Format(folder / "model.gguf", lambda: open_gguf(folder / "model.gguf"))
+
+
+def _manifest(folder: Path) -> Format:
+    def prepare(out: Path) -> None:
+        (out / "config.json").write_text("{}")
+
+    values = torch.ones(2000)
+    write_quantized(folder / "q", [Item("w", values.dtype, (2000,), lambda: (None, iter([values])))], {"a": 1}, prepare)
+
+    def mend(value: dict[str, Any]) -> dict[str, Any]:
+        value.pop("checksum", None)
+        return value | {"checksum": manifest_checksum(value)}
+
+    return Format(folder / "q" / MANIFEST, lambda: open_quantized(folder / "q"), mend)
+
+
+def _plan(folder: Path) -> Format:
+    PLAN.save(folder / "plan.json")
+    return Format(folder / "plan.json", lambda: load_plan(folder / "plan.json"))
+
+
+def _machine(folder: Path) -> Format:
+    (folder / "machine.json").write_text(Machine.default().to_json())
+
+    def read() -> None:
+        try:
+            load_machine(folder / "machine.json")
+        except ValueError as error:  # as `machine_profile` tells it
+            raise JobError(str(error)) from error
+
+    return Format(folder / "machine.json", read)
+
+
+def _answers(folder: Path) -> Format:
+    with AnswerFile(folder / "out.jsonl", {"model": "m"}) as output:
+        for i in range(3):
+            output.write({"id": i, "prompt": "a", "text": "b"})
+    return Format(folder / "out.jsonl", lambda: AnswerFile(folder / "out.jsonl", {"model": "m"}).close())
+
+
+def _settings(folder: Path) -> Format:
+    made = _answers(folder)
+    return Format(folder / "out.jsonl.settings", made.read)
+
+
+def _prompts(folder: Path) -> Format:
+    lines = [{"id": "a", "prompt": "b"}, {"prompt": "c"}, {"id": 7, "messages": [{"role": "user", "content": "d"}]}]
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Format(folder / "in.jsonl", lambda: read_requests(folder / "in.jsonl"))
+
+
+def _config(folder: Path) -> Format:
+    from families import llama
+
+    llama(1).save_pretrained(folder)
+    return Format(folder / "config.json", lambda: (read_config(folder), read_eos(folder)))
+
+
+def _generation(folder: Path) -> Format:
+    from families import llama
+
+    llama(1).save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3], "do_sample": True, "top_k": 5}))
+    return Format(folder / "generation_config.json", lambda: read_generation_config(folder))
+
+
+def _budget(folder: Path) -> Format:
+    (folder / "budget").write_bytes(b"device=120MiB,host=1.5GB,disk=/tmp")
+    return Format(folder / "budget", lambda: parse_budget((folder / "budget").read_bytes().decode("latin-1")))
+
+
+FORMATS: dict[str, Callable[[Path], Format]] = {
+    "safetensors": _safetensors, "header": lambda folder: _Header(_safetensors(folder).path,
+                                                                  lambda: open_checkpoint(folder)),
+    "index": _index, "gguf": _gguf, "manifest": _manifest, "plan": _plan, "machine": _machine, "answers": _answers,
+    "settings": _settings, "prompts": _prompts, "config": _config, "generation config": _generation, "budget": _budget}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_only_our_own_errors_come_of_a_spoiled_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
+    made = FORMATS[name](tmp_path)
+    made.read()
+    refused = 0
+    # What transformers reads takes it 50 to 300 ms a case.
+    count = COUNT if name not in ("gguf", "config", "generation config") else COUNT // 4
+    for number in range(count):
+        rng = random.Random(f"{SEED} {name} {number}")
+        spoiled = made.spoil(rng)
+        for file in tmp_path.glob("out.jsonl*"):
+            file.write_bytes(made.good if file == made.path else file.read_bytes())
+        made.path.write_bytes(spoiled)
+        told = f"{name} case {number}, seed {SEED}: {spoiled[:300]!r}"
+        try:
+            with _limits():
+                made.read()
+        except Exception as error:
+            message = _message(error)
+            assert message and "\n" not in message and len(message) < 1200, f"{type(error).__name__}: {error}\n{told}"
+            assert not isinstance(error, MemoryError), told
+            refused += 1
+    made.path.write_bytes(made.good)
+    made.read()
+    print(f"\n{name}: {count} cases, {refused} refused, the others read, seed {SEED}")
+    assert refused > 0 or name == "prompts"
