@@ -170,7 +170,9 @@ def test_any_call_may_fail(scenario: str, zygote: Zygote, tmp_path: Path) -> Non
         shutil.rmtree(case)
     print(f"\n{scenario}: {len(calls)} of {sum(n for *_, n in clean['seen'])} calls failed, {struck} came about, "
           f"{refused} ended in an error of one line, seed {SEED}")
-    assert struck > 0.7 * len(calls) and refused > 0
+    assert struck > 0.7 * len(calls)
+    # A graph that cannot be offloaded runs eagerly instead; of a small sample every fault may be one that is got over.
+    assert refused or scenario == "compiled" or len(calls) < 8
 
 
 def test_signals_interrupt_nothing(zygote: Zygote, tmp_path: Path) -> None:
