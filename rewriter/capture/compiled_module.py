@@ -220,10 +220,20 @@ def _refuse_nodes(gm: fx.GraphModule) -> None:
             raise OffloadError(f"{node.target} is control flow or a call that is no operator")
         if _depends_on_data(node, node.target):
             raise OffloadError(f"the result of {node.target} depends on data, so its memory cannot be planned")
-        if node.target.overloadpacket in BAGS:  # torch 2.13: [48] and [0] on meta where a CPU gives [0] and [6]
+        if _has_other_sizes(node, node.target):
             raise OffloadError(f"{node.target} has results of other sizes than its meta kernel says")
         if node.target._schema.is_mutable:
             raise OffloadError(f"{node.target} changes its operands")
+
+
+def _has_other_sizes(node: fx.Node, target: torch._ops.OpOverload) -> bool:
+    """Whether a CPU makes results of other sizes than on meta. torch 2.13: of bags [0] and [6] for [48] and [0], of
+    batch norm that does not train statistics [0] for [C]."""
+    if target.overloadpacket is aten._native_batch_norm_legit_no_training:
+        return any(user.args[1] != 0 and user.users for user in node.users)
+    if target is aten._native_batch_norm_legit_functional.default:
+        return not node.args[5]  # training
+    return target.overloadpacket in BAGS
 
 
 def _depends_on_data(node: fx.Node, target: torch._ops.OpOverload) -> bool:

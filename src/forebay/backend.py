@@ -161,7 +161,8 @@ class OffloadedGraph:
             refuse_tensor(arg, self.weights.get(i, f"input {i}"))
         prepared = self.prepared.get((call, self._places(args)))
         if prepared is None or prepared.lost:
-            prepared = self._prepare(args)
+            with torch.random.fork_rng(devices=[]):  # tracing and trials draw numbers that are the run's to draw
+                prepared = self._prepare(args)
             self.prepared[call, self._places(args)] = prepared  # the weights have moved
             while len(self.prepared) > KEPT:
                 self.prepared.popitem(last=False)

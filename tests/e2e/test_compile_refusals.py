@@ -211,3 +211,26 @@ def test_replacing_a_parameter_does_not_blame_the_options(tmp_path) -> None:
         warnings.filterwarnings("error", message="forebay")
         assert torch.allclose(run(x), torch.relu(x @ module.linear.weight.T + module.linear.bias), atol=1e-5)
     assert old.shape == (40, 40)
+
+
+@pytest.mark.parametrize("norm", [torch.native_batch_norm, torch._native_batch_norm_legit])
+def test_statistics_that_only_meta_tensors_have_run_eagerly(norm, tmp_path) -> None:
+    """A CPU gives empty ones where it does not train: the first call ended in a RuntimeError about sizes."""
+    mean, variance = torch.rand(40), torch.rand(40) + 0.5
+    module, x = After(lambda y: norm(y, None, None, mean, variance, False, 0.1, 1e-5)), torch.randn(5, 40)
+    run = torch.compile(module, backend="forebay", options=options(tmp_path))
+    with pytest.warns(RuntimeWarning, match=f"{SAID}.*batch_norm.* has results of other sizes"):
+        found = run(x)
+    assert all(map(torch.equal, found, module(x)))
+
+
+def test_making_a_plan_draws_none_of_the_run_s_numbers(tmp_path) -> None:
+    """Under one seed the first call gives what eager gives, and leaves the generator where eager does."""
+    module, x = After(lambda y: nn.functional.fractional_max_pool2d(
+        y.view(-1, 1, 8, 5), 2, output_size=(3, 2))), torch.randn(3, 40)
+    run = torch.compile(module, backend="forebay", options=options(tmp_path, strict=True))
+    results = []
+    for call in (module, run, run):
+        torch.manual_seed(1)
+        results.append((call(x), torch.rand(4)))
+    assert all(torch.allclose(found, results[0][0]) and torch.equal(after, results[0][1]) for found, after in results)

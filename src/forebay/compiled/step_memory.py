@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from forebay.compiled.parameter_store import StoreMap, changes
 from forebay.rewriter.capture.compiled_module import ModuleGraph
 from forebay.rewriter.ir.plan import Plan
@@ -80,7 +82,8 @@ class Memory:
         device = open_device(prepared.machine, prepared.switches)
         load = resident_copies(prepared.plan, prepared.files)
         self._session = Session(prepared.plan, lambda _: prepared.program, load, prepared.captured.constants, device)
-        self._bound = self._session.bound(1)
+        with torch.random.fork_rng(devices=[]):  # trials draw numbers that are the run's to draw
+            self._bound = self._session.bound(1)
         self._bound.start()
 
     def _reload(self, prepared: Prepared) -> None:
