@@ -25,6 +25,7 @@ from forebay.rewriter.ir.plan import PlanError
 
 ALL = os.environ.get("FOREBAY_TEST_OPINFO") == "all"
 STEP, SAMPLES = (1, 8) if ALL else (7, 2)  # every so many operators, and samples of each
+SEED = 42  # some of torch's samples set it themselves where they run, which is not part of a graph
 # Their results are whatever memory held.
 UNDEFINED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 OPERATORS = [op for op in op_db if op.supports_dtype(torch.float32, "cpu") and op.name not in UNDEFINED][::STEP]
@@ -70,14 +71,14 @@ def test_operators_give_what_eager_gives(op: Any, tmp_path) -> None:
         if not places:
             continue
         with torch.no_grad():
-            torch.manual_seed(1)
+            torch.manual_seed(SEED)
             try:
                 wanted = gm(*copied(leaves, places))
             except Exception:
                 continue  # eager refuses it
             given = copied(leaves, places)
             graph = OffloadedGraph(gm, {0: "weight"}, options, Memory(options))
-            torch.manual_seed(1)
+            torch.manual_seed(SEED)
             try:
                 found = graph(*given)
             except (OffloadError, PlanError) as error:
