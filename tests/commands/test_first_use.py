@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -103,11 +105,23 @@ def test_version_types_and_completion() -> None:
     assert "--install-completion" in call("--help").stdout
 
 
-def test_the_logger_is_quiet_until_asked() -> None:
-    command = [sys.executable, "-m", "forebay"]
-    run = ["run", "demo", "Hi", "--budget", "200MB", "--max-new-tokens", "2"]
-    quiet, heard = (subprocess.run([*command, *flag, *run], capture_output=True, text=True, check=True).stderr
-                    for flag in ([], ["-vv"]))
+@pytest.fixture
+def logger() -> Iterator[logging.Logger]:
+    """Forebay's logger as a process begins with it."""
+    logger = logging.getLogger("forebay")
+    kept = logger.handlers[:], logger.level
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    yield logger
+    logger.handlers[:] = kept[0]
+    logger.setLevel(kept[1])
+
+
+def test_the_logger_is_quiet_until_asked(logger: logging.Logger) -> None:
+    run = ("run", "demo", "Hi", "--budget", "200MB", "--max-new-tokens", "2")
+    quiet = call(*run).stderr
+    assert not logger.handlers and logger.level == logging.NOTSET
+    heard = call("-vv", *run).stderr
     assert "forebay: " not in quiet
     for part in ("forebay: planned 1 of", "forebay: loaded", "forebay: made step of 1 tokens"):
         assert part in heard
