@@ -345,9 +345,9 @@ class Pipeline:
 
     def _runs(self, plan: Plan) -> Callable[[Draft | Program], RunStep] | None:
         """What runs a step of `plan` for comparison: its copies placed, if they are not, and one after the other. None
-        for a GPU, and where the graph is of one of several micro-batches or its cache comes from a disk."""
+        for a GPU, and where the graph is of some of the sequences or caches come to the device for their turns."""
         block = plan.schedule.block
-        if self._device != "cpu" or block.micro_batches > 1 or block.cache != "device":
+        if self._device != "cpu" or block.micro_batches > 1 or block.entering or block.staged:
             return None
 
         def runs(step: Draft | Program) -> RunStep:
