@@ -16,14 +16,15 @@ def temporary_file(folder: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
     cannot be opened by its descriptor's path (no /proc, or a sandbox's); it has that until the end."""
     with tempfile.TemporaryFile(dir=folder, prefix=PREFIX) as file:
         path = f"/proc/self/fd/{file.fileno()}"
-        if _opens(path):
+        if opens(path):
             yield file.fileno(), path
             return
     with tempfile.NamedTemporaryFile(dir=folder, prefix=PREFIX) as file:
         yield file.fileno(), file.name
 
 
-def _opens(path: str) -> bool:
+def opens(path: str) -> bool:
+    """Whether a file can be opened by this path."""
     try:
         os.close(os.open(path, os.O_RDONLY))
     except OSError:

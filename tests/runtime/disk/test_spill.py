@@ -314,6 +314,48 @@ def test_a_file_system_without_nameless_files_gets_one_that_is_unlinked_at_once(
     file.close()
 
 
+@pytest.fixture
+def no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor's path opens its file."""
+    real = os.open
+
+    def refuse(path, flags, *rest, **named):
+        if str(path).startswith("/proc/"):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+def test_without_proc_a_file_has_a_name_until_it_is_closed(tmp_path: Path, no_proc: None) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    file = SpillFile("cache", str(tmp_path), NBYTES)
+    other = SpillFile("cache", str(tmp_path), NBYTES)
+    assert sorted(tmp_path.iterdir()) == sorted(Path(f.path) for f in (file, other))
+    memory, ends, writer, reader = Memory(2 * PAGE), Ends(), open_writer("direct", 1), open_reader("direct", 1)
+    writer.write(file, Write(PAGE, PAGE, ((memory.address, PAGE),), ends.of(0)))
+    assert ends.wait(1)[0] is None
+    reader.submit(Read(file.path, PAGE, PAGE, memory.address + PAGE, 0, 0, ends.of(1)))
+    assert ends.wait(2)[1] is None and memory.map[PAGE:] == memory.map[:PAGE]
+    writer.close()
+    reader.close()
+    file.close()
+    assert [str(left) for left in tmp_path.iterdir()] == [other.path]
+    os.close(other.fd)
+    del other  # its owner forgot to close it
+    assert list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_named_file_that_a_killed_process_left_is_removed(tmp_path: Path, no_proc: None) -> None:
+    living = SpillFile("cache", str(tmp_path), PAGE)
+    (tmp_path / f"{spilling.NAMED}left").write_bytes(b"of another process")
+    file = SpillFile("cache", str(tmp_path), PAGE)
+    assert {str(path) for path in tmp_path.iterdir()} == {living.path, file.path}
+    for made in (living, file):
+        made.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 KILLED = """
 import os, sys, mmap, ctypes
 from forebay.runtime.disk.chunks import Write
