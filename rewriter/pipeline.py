@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from forebay.kernels import operators
+from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import packed_format
 from forebay.kernels.operator import Product
 from forebay.passes.fuse.fuse_residual import fuse_residual
@@ -39,7 +40,7 @@ from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import META, Gemm, Layout, values_of
 from forebay.rewriter.ir.plan import MOVING, Budget, GemmChoice, Plan, PlanError, Prediction, Workload, validate
-from forebay.rewriter.ir.program import COMPUTE, Launch, Program, TensorRef
+from forebay.rewriter.ir.program import COMPUTE, Launch, Program, TensorRef, workspace_nbytes
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.check_plan import check_plan, check_prediction, check_products
 from forebay.rewriter.planning.graph_needs import (
@@ -49,6 +50,7 @@ from forebay.rewriter.planning.graph_needs import (
     weight_products,
     weight_uses,
 )
+from forebay.rewriter.planning.launch_memory import with_memory
 from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed
 from forebay.rewriter.planning.planner import make_plan, smallest_budget
 from forebay.rewriter.planning.product_shapes import ProductUse, planned_shapes, product_uses, weights_of_layers
@@ -108,6 +110,7 @@ class Pipeline:
         self.graphs, self.workload, self.machine, self.switches = graphs, workload, machine, switches
         self._each_layer = False  # activations are planned layer by layer: equal ones cannot share addresses
         self._needs: dict[int, PhaseNeed] = {}
+        self._takers: dict[int, list[Launch]] = {}  # by tokens of a step: launches, for what they take
         self._planned: Plan | None = None  # the plan that `_programs` are of
         self._programs: dict[int, Program] = {}
         decode = graphs.step(1)
@@ -225,7 +228,8 @@ class Pipeline:
         return f"{self.machine.name} #{hashlib.sha256(known.encode()).hexdigest()[:12]}"
 
     def need(self, tokens: int) -> PhaseNeed:
-        """What a step over `tokens` tokens per sequence takes beside weights and cache."""
+        """What a step over `tokens` tokens per sequence takes beside weights and cache; its workspace is that of decode
+        steps too, which keep theirs."""
         found = self._needs.get(tokens)
         if found is None:
             if self.graphs.sample is not None and not self._each_layer:
@@ -234,8 +238,11 @@ class Pipeline:
                 flat, likes = inline_blocks(self.graphs.step(tokens)), {}
             block = self.graphs.block.of_step(tokens)
             layout = replace(plan_activations(flat, not self.switches.no_reuse, block), likes=likes)
-            found = self._needs[tokens] = PhaseNeed(
-                layout.height, self._most_workspace(flat, uses := product_uses(flat)), layout, uses)
+            self._takers[tokens] = self._launches(flat, uses := product_uses(flat))
+            if tokens > 1:
+                self.need(1)
+            taken = workspace_nbytes(launch for n in (1, tokens) for launch in self._takers[n])
+            found = self._needs[tokens] = PhaseNeed(layout.height, taken, layout, uses)
         return found
 
     def _layout(self, tokens: int) -> Layout:
@@ -278,12 +285,9 @@ class Pipeline:
             found[dtype] = choice.candidates(dtype)
         return found
 
-    def _workspace(self, launch: Launch) -> int:
-        """Transient bytes that a launch of one of our own operators takes beside its operands."""
-        operator = operators.find(launch.op)
-        if operator is None:
-            return 0
-        return operator.workspace_nbytes(launch, self._device)
+    def _workspace(self, launch: Launch) -> Launch:
+        """A launch with what it takes outside the arenas."""
+        return with_memory(launch, self._device)
 
     @property
     def _device(self) -> str:
@@ -298,33 +302,36 @@ class Pipeline:
         assert choice is not None
         if self._device == "cpu":
             measured, known = set(self.machine.gemm_impls(product.weight)), set(choice.candidates(product.weight))
-            within = {n for n in known if most is None or self._product_workspace(product, n) <= most} or known
+            within = {n for n in known if most is None or self._lone(product, n).workspace_nbytes <= most} or known
             if known and measured >= known:  # a profile made where there was a compiler names kernels that need one
                 return self.machine.best_gemm(*product, within)
             own = choice.default["cpu"](product, self.machine.device_kind)
             return own if own in within or own not in known else min(within)
         return choice.default[self._device](product, self.machine.device_kind)
 
-    def _product_workspace(self, product: Product, impl: str) -> int:
-        """Transient bytes of x [M, K] W^T; of packed weights 0, which leaves the choice free."""
-        if packed_format(product.weight) is not None:
-            return 0
-        dtype, m, n, k = product
-        sides = [TensorRef("device", 0, dtype, shape, (shape[1], 1), "") for shape in ((m, k), (n, k), (m, n))]
-        return self._workspace(Launch(COMPUTE, operators.LINEAR.name, (*sides[:2], None),
-                                      {"form": "nk", "accumulate": False}, (sides[2],), (), (), "", -1, impl=impl))
+    def _lone(self, product: Product, impl: str) -> Launch:
+        """x [M, K] W^T with its workspace; of packed weights on a CPU none, which leaves the choice free."""
+        weight, m, n, k = product
+        operator, dtype, how = operators.LINEAR, weight, dict[str, Any](form="nk", accumulate=False)
+        sizes = [(m, k), (n, k), (m, n)]
+        stored = packed_format(weight)
+        if stored is not None:
+            packing = Packing(stored.bits, k, stored.group_size)
+            operator, dtype, how, sizes[1] = operators.LINEAR_Q, "float16", packing._asdict(), (n, packing.row_nbytes)
+        x, w, out = (TensorRef("device", 0, dtype, size, (size[1], 1), "") for size in sizes)
+        launch = Launch(COMPUTE, operator.name, (x, w, None), how, (out,), (), (), "", impl=impl)
+        return launch if operator is operators.LINEAR_Q and self._device == "cpu" else self._workspace(launch)
 
-    def _most_workspace(self, flat: fx.GraphModule, uses: Iterable[ProductUse]) -> int:
-        """The largest transient memory of any node of a flat graph, and of those that are products of ours once their
-        weights come in tiles."""
+    def _launches(self, flat: fx.GraphModule, uses: Iterable[ProductUse]) -> list[Launch]:
+        """The launches of a flat graph, and those that are products of ours once their weights come in tiles."""
         launches = Launches(_nowhere, self._workspace)
         for node in flat.graph.nodes:
             shape = product_shape(node)
             if shape is not None:
                 node.meta[META] = Gemm(self._best_gemm(shape))
         nodes = [n for n in flat.graph.nodes if n.op == "call_function" and n.meta.get("alias_of") is None]
-        tiled = (self._product_workspace(Product(*u.tiled), self._best_gemm(u.tiled)) for u in uses if u.shape is None)
-        return max((*tiled, *(launch.workspace_nbytes for n in nodes for launch in launches.of(n))), default=0)
+        tiled = (self._lone(Product(*u.tiled), self._best_gemm(u.tiled)) for u in uses if u.shape is None)
+        return [*tiled, *(launch for n in nodes for launch in launches.of(n))]
 
     # -- from a plan to Programs
 
@@ -389,7 +396,7 @@ def _nowhere(node: fx.Node, result: int = 0) -> TensorRef:
 def _prediction(plan: Plan, programs: Mapping[int, Program], lines: Mapping[int, Timeline]) -> Prediction:
     chunk = plan.schedule.prefill_chunk
     passes = -(-plan.workload.prompt // chunk) * plan.schedule.block.prefills(plan.workload.batch)
-    workspace = max(p.workspace_nbytes() for p in programs.values())
+    workspace = workspace_nbytes(launch for program in programs.values() for launch in program.launches())
     peak = {tier: nbytes + (workspace if tier == "device" else 0) for tier, nbytes in plan.arenas.items()}
     return Prediction(
         prefill_time_s=passes * lines[chunk].time_s, decode_time_s=lines[1].time_s, busy_time_s=lines[1].busy_time_s,

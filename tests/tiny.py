@@ -168,7 +168,7 @@ def lowered(model: Tiny, plan: Plan, hoist: bool = True, reuse: bool = True) -> 
     gm = model.graph()
     insert_transfers(gm, plan)
     plan = allocated(gm, plan, reuse)
-    draft = lower(gm, plan, model.files, lambda node: 0)
+    draft = lower(gm, plan, model.files, lambda launch: launch)
     if hoist:
         hoist_prefetch(draft, plan)
     return place_copies(draft, plan)

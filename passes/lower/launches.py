@@ -32,7 +32,7 @@ from forebay.rewriter.ir.program import COMPUTE, Launch, TensorRef, dtype_itemsi
 aten = torch.ops.aten
 
 
-Workspace = Callable[[Launch], int]  # transient bytes of a launch of one of our own operators
+Workspace = Callable[[Launch], Launch]  # a launch with the memory that it takes outside the arenas
 AFTER = ("multiplier", "residual", "activation")  # what may follow a product
 
 
@@ -41,8 +41,8 @@ class LoweringError(RuntimeError):
 
 
 class Launches:
-    """Builds Launch items. `ref` tells where (an element of) a node's value lies; `workspace` how many bytes a launch
-    of one of our own operators takes beside its operands."""
+    """Builds Launch items. `ref` tells where (an element of) a node's value lies; `workspace` adds what a launch takes
+    beside its operands on the device at hand."""
 
     def __init__(self, ref: Callable[..., TensorRef], workspace: Workspace) -> None:
         self.ref, self.workspace = ref, workspace
@@ -121,7 +121,7 @@ class Launches:
 
     def _counted(self, operator: Operator, launch: Launch) -> Launch:
         """A launch of one of our own operators, with its operations and its workspace."""
-        return replace(launch, flops=operator.cost(launch).flops, workspace_nbytes=self.workspace(launch))
+        return self.workspace(replace(launch, flops=operator.cost(launch).flops))
 
     def _own(self, node: fx.Node, operator: Operator) -> Launch:
         args = self._map(node.args)
@@ -140,9 +140,9 @@ class Launches:
         if mutated:
             args = self._map(node.args)
             writes = tuple(span_of(r) for i in mutated for r in _refs((args[i],)))
-            return [Launch(COMPUTE, called(target), args, self._map(node.kwargs), (),
-                           tuple(span_of(r) for r in _refs((args, *self._map(node.kwargs).values()))), writes,
-                           node.name, layer, flops)]
+            reads = tuple(span_of(r) for r in _refs((args, *self._map(node.kwargs).values())))
+            return [self.workspace(Launch(COMPUTE, called(target), args, self._map(node.kwargs), (), reads, writes,
+                                          node.name, layer, flops))]
         out = tuple(self._outputs(node))
         if not out:
             return []
@@ -164,8 +164,8 @@ class Launches:
             kwargs = self._map(arguments)
             op, workspace = called(target), results + transient_nbytes(node)
         reads = tuple(span_of(r) for r in _refs(tuple(kwargs.values())))
-        return [Launch(COMPUTE, op, (), kwargs, out, reads, tuple(span_of(r) for r in out), node.name, layer, flops,
-                       workspace)]
+        return [self.workspace(Launch(COMPUTE, op, (), kwargs, out, reads, tuple(span_of(r) for r in out), node.name,
+                                      layer, flops, workspace))]
 
     def _as_strided(self, node: fx.Node, arguments: Mapping[str, Any]) -> list[Launch]:
         """Copies: an explicit offset counts from the memory of the operand, which lies anywhere in an arena here."""

@@ -58,8 +58,8 @@ class _Instance:
 def lower(
     gm: fx.GraphModule, plan: Plan, files: Mapping[str, FileSlice], workspace: Workspace, name: str = "step"
 ) -> Draft:
-    """The draft of one step. `files` gives the bytes of every weight on the disk tier, `workspace` the transient bytes
-    of one of our own operators."""
+    """The draft of one step. `files` gives the bytes of every weight on the disk tier, `workspace` adds to a
+    launch what it takes outside the arenas."""
     return _Lowering(gm, plan, files, workspace, name).run()
 
 
@@ -198,7 +198,8 @@ class _Lowering:
                 launch = entry.launch
                 args, kwargs, out, reads, writes = parts_of(entry, symbols)
                 add(Launch(launch.stream, launch.op, args, kwargs, out, reads, writes, f"{before}{launch.label}{after}",
-                           layer if layer >= 0 else launch.layer, launch.flops, launch.workspace_nbytes, launch.impl))
+                           layer if layer >= 0 else launch.layer, launch.flops, launch.workspace_nbytes, launch.impl,
+                           launch.held))
             elif isinstance(entry, Release):
                 add(entry)
             elif isinstance(entry, Fetched):

@@ -98,7 +98,7 @@ def with_symbols(entry: Entry, symbols: Symbols) -> Entry:
         args, kwargs, out, reads, writes = parts = parts_of(entry, symbols)
         k = entry.launch
         return Recorded(Launch(k.stream, k.op, args, kwargs, out, reads, writes, k.label, k.layer, k.flops,
-                               k.workspace_nbytes, k.impl), tuple(map(has_symbols, parts)))
+                               k.workspace_nbytes, k.impl, k.held), tuple(map(has_symbols, parts)))
     if isinstance(entry, Release):
         return Release(entry.stream, settled(entry.span, symbols))
     if isinstance(entry, Gather):

@@ -7,7 +7,7 @@ order them, as CUDA events do: a Wait refers to the latest Record of its event t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, dataclass_transform
 
@@ -108,6 +108,7 @@ class Launch:
     flops: int = 0
     workspace_nbytes: int = 0  # transient memory the op takes outside the arenas
     impl: str = ""  # matrix products: the implementation the plan chose
+    held: tuple[tuple[str, int], ...] = ()  # bytes outside the arenas that are kept from then on: launches share a name
 
 
 @record
@@ -197,8 +198,22 @@ class Program:
                    and i.dst.buffer.startswith("slot"))
 
     def workspace_nbytes(self) -> int:
-        """Largest transient memory any launch takes outside the arenas, those of the prologue among them."""
-        return max((i.workspace_nbytes for i in self.items() if isinstance(i, Launch)), default=0)
+        """Most memory that launches take outside the arenas at a time, those of the prologue among them."""
+        return workspace_nbytes(self.launches())
+
+    def launches(self) -> Iterator[Launch]:
+        """The launches of prologue and step."""
+        return (item for item in self.items() if isinstance(item, Launch))
+
+
+def workspace_nbytes(launches: Iterable[Launch]) -> int:
+    """Bytes that launches take outside the arenas: the largest transient memory, and all that is kept."""
+    transient, held = 0, dict[str, int]()
+    for launch in launches:
+        transient = max(transient, launch.workspace_nbytes)
+        for name, nbytes in launch.held:
+            held[name] = max(held.get(name, 0), nbytes)
+    return transient + sum(held.values())
 
 
 def place_of(end: FileSlice | Rows | Span) -> FileSlice | Span:

@@ -133,7 +133,7 @@ def _check_rows(rows: Rows, label: str, files: Collection[str], extents: Extents
 def _check_launch(launch: Launch, extents: Extents) -> None:
     if launch.stream != COMPUTE:
         raise ItemFault(f"{launch.label} is on the stream {launch.stream}: launches run on {COMPUTE}")
-    if launch.workspace_nbytes < 0:
+    if launch.workspace_nbytes < 0 or any(nbytes < 0 for _, nbytes in launch.held):
         raise ItemFault(f"{launch.label} has a workspace of {launch.workspace_nbytes} bytes")
     kwargs, changed = launch.kwargs, launch.out
     written = _written(launch.op)

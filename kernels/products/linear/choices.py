@@ -43,11 +43,11 @@ def cublas_nbytes() -> int:
 
 
 def workspace_nbytes(impl: str, product: Product) -> int:
-    """Bytes that a product takes beside its operands; "aten" may make its result apart, and again with what
-    follows it, beside cuBLAS's workspace."""
+    """Bytes that a product takes beside its operands, and torch's beside cuBLAS's workspace: "aten" may make its result
+    apart, and again with what follows it."""
     weight, m, n, k = product
     kind, group_size = _kind(weight)
     if impl == selection.ATEN:
-        return cublas_nbytes() + 2 * m * n * getattr(torch, weight).itemsize
+        return 2 * m * n * getattr(torch, weight).itemsize
     split = selection.workspace_nbytes(kind, impl, m, n, k, group_size, decode_shares.processors())
     return selection.HELD_COUNTERS_NBYTES + split

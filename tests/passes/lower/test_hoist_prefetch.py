@@ -26,7 +26,7 @@ def drafted(model: Tiny, plan: Plan) -> Draft:
     gm = model.graph()
     insert_transfers(gm, plan)
     plan = allocated(gm, plan)
-    return lower(gm, plan, model.files, lambda node: 0)
+    return lower(gm, plan, model.files, lambda launch: launch)
 
 
 def order(draft: Draft) -> list[tuple[str, int]]:

@@ -34,8 +34,8 @@ from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.verify.program import ProgramError, verify_program
 
 
-def no_workspace(node: fx.Node) -> int:
-    return 0
+def no_workspace(launch: Launch) -> Launch:
+    return launch
 
 
 def streaming(model: Tiny, slots: int = 2, lead: int | None = None, tile_rows: int = 0) -> Plan:

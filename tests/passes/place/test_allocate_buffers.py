@@ -274,7 +274,7 @@ def test_activations_stand_at_the_top_of_the_arena_and_compute_the_same(tmp_path
     assert max(b.offset + b.nbytes for b in layout.buffers.values()) <= top
     assert all(b.offset % ALIGNMENT == 0 for b in layout.buffers.values())
     assert not any("fetch" in name for name in layout.buffers), "a fetched tile lives in its slot"
-    program = place_copies(lower(gm, plan, model.files, lambda node: 0), plan)
+    program = place_copies(lower(gm, plan, model.files, lambda launch: launch), plan)
     verify_program(program)
     got = run_program(program, plan, model, poison=True)[0]
     torch.testing.assert_close(got, model.expected()[0], rtol=1e-5, atol=1e-5)
@@ -325,7 +325,7 @@ def test_random_graphs_compute_the_same_in_their_planned_memory(
     gm, plan = model.graph(), plan_for(placements(model, {}))
     plan = allocated(gm, plan)
     assert_no_overlap(gm.meta[META])
-    program = place_copies(lower(gm, plan, model.files, lambda node: 0), plan)
+    program = place_copies(lower(gm, plan, model.files, lambda launch: launch), plan)
     verify_program(program)
     got = run_program(program, plan, model, poison=True)
     for one, other in zip(got, model.expected(), strict=True):

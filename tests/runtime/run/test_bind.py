@@ -274,13 +274,13 @@ def test_fp32_products_are_torchs() -> None:
     assert choices.workspace_nbytes("aten", Product("float32", 4, 64, 64)) >= 4 * 4 * 64
 
 
-def test_torchs_products_count_the_workspace_that_torch_gives_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
-    product = Product("float32", 4, 64, 64)
+def test_the_workspace_that_torch_gives_cublas_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choices.workspace_nbytes("aten", product) == (32 << 20) + 2 * 4 * 4 * 64
+    assert choices.cublas_nbytes() == 32 << 20
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "cublas_workspace_size", lambda: 5 << 20, raising=False)
-    assert choices.workspace_nbytes("aten", product) == (5 << 20) + 2 * 4 * 4 * 64
+    assert choices.cublas_nbytes() == 5 << 20
+    assert choices.workspace_nbytes("aten", Product("float32", 4, 64, 64)) == 2 * 4 * 4 * 64
 
 
 def test_decode_counts_the_shares_that_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,47 @@
+"""Memory that launches take outside the arenas, on a CPU and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from forebay.kernels import operators
+from forebay.kernels.products.linear import choices, selection
+from forebay.rewriter.ir.program import Launch
+
+# How torch's allocator takes memory from a GPU (CUDACachingAllocator.cpp, torch 2.13): blocks of at most SMALL lie in
+# segments of SMALL_SEGMENT, below LARGE of LARGE_SEGMENT, and others are rounded up to a multiple of ROUND.
+MIB = 1 << 20
+SMALL, SMALL_SEGMENT, LARGE, LARGE_SEGMENT, ROUND = MIB, 2 * MIB, 10 * MIB, 20 * MIB, 2 * MIB
+
+
+def reserved_nbytes(nbytes: int) -> int:
+    """Bytes that torch takes from a GPU to hold so many."""
+    if nbytes == 0 or nbytes > SMALL:
+        return LARGE_SEGMENT if 0 < nbytes < LARGE else -(-nbytes // ROUND) * ROUND
+    return SMALL_SEGMENT
+
+
+def with_memory(launch: Launch, device: str) -> Launch:
+    """The launch with what it takes on a device ("cpu", "cuda") beside what it says already.
+
+    On a GPU Forebay's kernels share one scratch and torch's products one workspace of cuBLAS, which are kept. What
+    torch's operators take in passing is taken twice: a launch runs once by itself, and its graph has memory of its own.
+    """
+    operator = operators.find(launch.op)
+    own = 0 if operator is None else operator.workspace_nbytes(launch, device)
+    if device == "cpu":
+        return replace(launch, workspace_nbytes=launch.workspace_nbytes + own) if own else launch
+    by_torch = operator is None or launch.impl == selection.ATEN
+    passing = reserved_nbytes(launch.workspace_nbytes + (own if by_torch else 0))
+    held = {"rounding of the arena": ROUND, "graphs": passing}
+    if not by_torch:
+        held["scratch"] = reserved_nbytes(own)
+    elif launch.flops:
+        held["cuBLAS"] = reserved_nbytes(choices.cublas_nbytes())
+    return replace(launch, workspace_nbytes=passing, held=tuple((name, n) for name, n in held.items() if n))
+
+
+def least_gpu_nbytes() -> int:
+    """What every plan for a GPU counts beside its arena: rounding, scratch, and cuBLAS's workspace with what a small
+    product by torch takes."""
+    return ROUND + 3 * SMALL_SEGMENT + reserved_nbytes(choices.cublas_nbytes())
