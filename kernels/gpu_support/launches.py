@@ -104,9 +104,11 @@ def scratch_of(device: torch.device, stream: int) -> Scratch:
 
 
 def bound_with_scratch(
-    device: torch.device, values_nbytes: int, counters: int, launches: Callable[[Tensor, Tensor], Sequence[KernelCall]]
+    device: torch.device, values_nbytes: int, counters: int,
+    launches: Callable[[Tensor, Tensor], Sequence[KernelCall | Callable[[], None]]],
 ) -> Callable[[], None]:
     """launches(values uint8, counters int32) as one call without arguments; both are at least as long as asked for.
+    Those that are not of Triton's are called as they are.
 
     All bound calls of a stream share them, so memory is taken for the largest need and not for the sum."""
     on_gpu = device.type == "cuda"
@@ -120,7 +122,8 @@ def bound_with_scratch(
         if scratch is None or current != stream or scratch.version != version:
             scratch = scratch_of(device, current)
             scratch.hold(values_nbytes, counters)
-            calls[:] = [bound(launch) for launch in launches(scratch.values, scratch.counters)]
+            made = launches(scratch.values, scratch.counters)
+            calls[:] = [bound(launch) if isinstance(launch, KernelCall) else launch for launch in made]
             stream, version = current, scratch.version
         for call in calls:
             call()

@@ -16,14 +16,24 @@ from forebay.kernels.quantization.dequantize_rows.cpu import bind_dequantize_row
 from forebay.kernels.quantization.dequantize_rows.reference import check, reference
 
 
-@torch.library.custom_op("forebay::dequantize_rows", mutates_args=())
+@torch.library.custom_op("forebay::dequantize_rows", mutates_args=(), device_types="cpu")
 def dequantize_rows(
     rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
     transposed: bool,
 ) -> Tensor:
-    """rows uint8 [..., R] -> [..., K] of dtype; with transposed, rows [N, R] -> [K, N]. Any device."""
+    """rows uint8 [..., R] -> [..., K] of dtype; with transposed, rows [N, R] -> [K, N]."""
     check(rows, in_features, bits, group_size, transposed)
     return reference(rows, in_features, bits, group_size, scale_dtype, dtype, transposed)
+
+
+@dequantize_rows.register_kernel("cuda")
+def _(
+    rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
+    transposed: bool,
+) -> Tensor:
+    from forebay.kernels.quantization.dequantize_rows import gpu
+
+    return gpu.dequantize_rows(rows, in_features, bits, group_size, scale_dtype, dtype, transposed)
 
 
 @dequantize_rows.register_fake
@@ -35,8 +45,10 @@ def _(
     return rows.new_empty(shape, dtype=dtype)
 
 
-def _bind(use: Use) -> Call:
-    return bind_dequantize_rows(*use.args, out=use.out[0])
+def _bind_cuda(use: Use) -> Call:
+    from forebay.kernels.quantization.dequantize_rows.gpu import bind_dequantize_rows as bind
+
+    return bind(*use.args, out=use.out[0])
 
 
 def _workspace(use: Use) -> int:
@@ -48,6 +60,6 @@ DEQUANTIZE_ROWS = Operator(
     torch.ops.forebay.dequantize_rows.default,
     reference,
     each_once,
-    bind={"cpu": _bind, "cuda": _bind},
-    workspace={"cpu": _workspace, "cuda": _workspace},
+    bind={"cpu": lambda use: bind_dequantize_rows(*use.args, out=use.out[0]), "cuda": _bind_cuda},
+    workspace={"cpu": _workspace},
 )

@@ -213,10 +213,13 @@ def quantize_first_kernel(
 
 @triton.jit
 def dequantize_kernel(
-    packed_ptr, scale_ptr, low_ptr, out_ptr, rows, groups, size, inner, packed_outer, scale_outer, low_outer, limit,
-    BITS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, LAST: tl.constexpr, R: tl.constexpr,
+    packed_ptr, scale_ptr, low_ptr, out_ptr, rows, groups, size, inner, packed_outer, scale_outer, low_outer, out_outer,
+    limit,
+    BITS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, LAST: tl.constexpr, TRANSPOSED: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
-    """Program: R groups into out [outer, size, inner], contiguous; finite values stay within limit."""
+    """Program: R groups into out [outer, size, inner], contiguous but for out_outer between outer indices, or with LAST
+    and TRANSPOSED into out [size, outer], where out_outer is between places; finite values stay within limit."""
     outer, group, i, there = place_of(rows, groups, size, inner, GROUP, LAST, R)
     NBYTES: tl.constexpr = PADDED * BITS // 8
     GROUP_NBYTES: tl.constexpr = GROUP * BITS // 8
@@ -227,12 +230,15 @@ def dequantize_kernel(
     if LAST:
         packed_at = packed_ptr + outer[:, None] * packed_outer + column
         scale_at, low_at = outer * scale_outer + group, outer * low_outer + group
-        out_at = out_ptr + outer[:, None] * size + place
+        if TRANSPOSED:
+            out_at = out_ptr + place.to(tl.int64) * out_outer + outer[:, None]
+        else:
+            out_at = out_ptr + outer[:, None] * out_outer + place
     else:
         packed_at = packed_ptr + outer[:, None] * packed_outer + column.to(tl.int64) * inner + i[:, None]
         within = group.to(tl.int64) * inner + i
         scale_at, low_at = outer * scale_outer + within, outer * low_outer + within
-        out_at = out_ptr + (outer[:, None] * size + place) * inner + i[:, None]
+        out_at = out_ptr + outer[:, None] * out_outer + place.to(tl.int64) * inner + i[:, None]
     q = tl.load(packed_at, mask=there[:, None] & (byte < GROUP_NBYTES)[None, :], other=0)
     if BITS == 4:
         q = tl.reshape(tl.join(q & 15, q >> 4), (R, PADDED))
@@ -242,7 +248,7 @@ def dequantize_kernel(
     y = tl.where((y > limit) & (y < float("inf")), limit, y)
     y = tl.where((y < -limit) & (y > float("-inf")), -limit, y)
     used = there[:, None] & (at < GROUP)[None, :] & (place < size)
-    tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=used)
+    tl.store(out_at, round_to(y, out_ptr.dtype.element_ty), mask=used)
 
 
 def _check_format(op: str, bits: int, group_size: int, dim: int, dims: int) -> None:
@@ -338,8 +344,8 @@ def dequantize(
     parts = [t if t[0].is_contiguous() else t.contiguous() for t in parts]
     last, tile, rows, grid = _launch_shape(outer, groups, inner, padded)
     dequantize_kernel[grid](
-        *parts, out, rows, groups, size, inner, *(t.stride(0) for t in parts), torch.finfo(dtype).max,
-        BITS=bits, GROUP=group_size, PADDED=padded, LAST=last, R=tile, num_warps=WARPS,
+        *parts, out, rows, groups, size, inner, *(t.stride(0) for t in parts), size * inner, torch.finfo(dtype).max,
+        BITS=bits, GROUP=group_size, PADDED=padded, LAST=last, TRANSPOSED=False, R=tile, num_warps=WARPS,
     )  # fmt: skip
     return out
 
@@ -358,9 +364,10 @@ def audit_cases() -> list[AuditCase]:
                 pointers = {"packed_ptr": "*u8"} | dict.fromkeys(("scale_ptr", "low_ptr"), "*fp16")
                 if op == "dequantize":
                     fn, warps, high = dequantize_kernel, WARPS, tile
-                    constants |= {"LAST": last}
+                    constants |= {"LAST": last, "TRANSPOSED": False}
                     pointers |= {"out_ptr": "*bf16"}
-                    numbers = ("rows", "groups", "size", "inner", "packed_outer", "scale_outer", "low_outer")
+                    numbers = ("rows", "groups", "size", "inner", "packed_outer", "scale_outer", "low_outer",
+                               "out_outer")
                 else:
                     fn, warps, high = quantize_kernel, WARPS, tile
                     constants |= {"FULL": True}

@@ -1,0 +1,96 @@
+"""`forebay::dequantize_rows` in Triton: the kernel of `dequantize` on the codes, scales and lows of packed rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import triton
+from torch import Tensor
+
+from forebay.kernels.formats.packing import Packing, unpack_rows
+from forebay.kernels.gpu_support.arguments import check_tensor, fail
+from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.launches import KernelCall, bound, kernel_call
+from forebay.kernels.quantization.dequantize_rows.reference import check
+from forebay.kernels.quantization.quantize.gpu import FLOATS, MAX_GROUP, TILE_ELEMENTS, WARPS, dequantize_kernel
+
+OP = "dequantize_rows"
+
+
+def dequantize_call(rows: Tensor, stored: Packing, transposed: bool, out: Tensor) -> KernelCall:
+    """The launch that fills out [N, K], or [K, N] if transposed, from rows uint8 [N, R] that have been checked."""
+    bits, size, group_size, scale_dtype = stored
+    parts = unpack_rows(rows, size, bits, group_size, scale_dtype)
+    padded, groups = triton.next_power_of_2(group_size), triton.cdiv(size, group_size)
+    tile, count = max(1, TILE_ELEMENTS // padded), rows.shape[0] * groups
+    return kernel_call(
+        dequantize_kernel, (triton.cdiv(count, tile), 1, 1), *parts, out, count, groups, size, 1,
+        *(part.stride(0) for part in parts), out.stride(0), torch.finfo(out.dtype).max,
+        BITS=bits, GROUP=group_size, PADDED=padded, LAST=True, TRANSPOSED=transposed, R=tile, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def bind_dequantize_rows(
+    rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
+    transposed: bool, *, out: Tensor,
+) -> Callable[[], None]:
+    """A call without arguments that fills out from the present contents of rows: rows [..., R] to [..., K] of dtype,
+    or [N, R] to [K, N] if transposed. ValueError names what is wrong, before the launch."""
+    check(rows, in_features, bits, group_size, transposed)
+    check_tensor(OP, "rows", rows, dtype=torch.uint8)
+    if group_size > MAX_GROUP:
+        fail(OP, "group_size", f"must be at most {MAX_GROUP}, got {group_size}")
+    shape = (in_features, rows.shape[0]) if transposed else (*rows.shape[:-1], in_features)
+    check_tensor(OP, "out", out, device=rows.device, dtype=FLOATS, shape=shape)
+    if out.dtype != dtype:
+        fail(OP, "out", f"must be of {dtype}, got {out.dtype}")
+    if out.numel() == 0:
+        return lambda: None
+    try:
+        matrix = rows.view(-1, rows.shape[-1])
+        into = out if transposed else out.view(-1, in_features)
+    except RuntimeError:
+        fail(OP, "rows", f"and out must have leading dimensions of one stride, got {rows.stride()}, {out.stride()}")
+    return bound(dequantize_call(matrix, Packing(bits, in_features, group_size, scale_dtype), transposed, into))
+
+
+def dequantize_rows(
+    rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
+    transposed: bool,
+) -> Tensor:
+    """rows uint8 [..., R] -> [..., K] of dtype, or [N, R] -> [K, N] if transposed."""
+    shape = (in_features, math.prod(rows.shape[:-1])) if transposed else (*rows.shape[:-1], in_features)
+    out = rows.new_empty(shape, dtype=dtype)
+    bind_dequantize_rows(rows, in_features, bits, group_size, scale_dtype, dtype, transposed, out=out)()
+    return out
+
+
+def audit_cases() -> list[AuditCase]:
+    """Llama-3-8B's down projection to bf16; transposed, as GPT-2's weights are, its stores are of 2 bytes each."""
+    n, k = 4096, 14336
+    cases = []
+    for bits, group, transposed in ((4, 64, False), (8, 128, False), (4, 32, False), (4, 64, True)):
+        tile = TILE_ELEMENTS // group
+        nbytes = n * (2 * k + Packing(bits, k, group).row_nbytes)
+        pointers = {"packed_ptr": "*u8", "scale_ptr": "*fp16", "low_ptr": "*fp16", "out_ptr": "*bf16"}
+        numbers = ("rows", "groups", "size", "inner", "packed_outer", "scale_outer", "low_outer", "out_outer")
+        cases.append(
+            AuditCase(
+                name=f"{OP}/w{bits}g{group}{'/transposed' if transposed else ''}",
+                fn=dequantize_kernel,
+                signature=pointers | dict.fromkeys(numbers, "i32") | {"limit": "fp32"},
+                constants={"BITS": bits, "GROUP": group, "PADDED": group, "LAST": True, "TRANSPOSED": transposed,
+                           "R": tile},
+                num_warps=WARPS,
+                divisible=tuple(name for name in (*pointers, *numbers) if name not in ("scale_ptr", "low_ptr")),
+                main_operands=1,
+                bytes_moved=nbytes,
+                minimum_bytes=nbytes,
+                aim=0.0 if transposed else 0.6,
+                turn_nbytes=nbytes * TILE_ELEMENTS // (n * k),
+                in_suite=group == 64,
+            )
+        )  # fmt: skip
+    return cases
