@@ -71,10 +71,10 @@ class Operator:
 
     `bind` makes a use on torch's tensors a call without arguments, by device ("cpu", "cuda"; this imports Triton);
     without an entry the operator does not run there as a launch. `workspace` gives transient bytes beside operands and
-    results, by device. `overwrites` names arguments whose every element is read just before the element of the result
-    that may take its place. `caches` names the arguments that are K and V, and `over_rows` the same operator over
-    packed rows of them, with bits and group size as its last arguments. `timed_as` says which of a machine's
-    measurements tell its time.
+    results, by device, and `passing` how many of those on a GPU torch's own operators take and give back. `overwrites`
+    names arguments whose every element is read just before the element of the result that may take its place. `caches`
+    names the arguments that are K and V, and `over_rows` the same operator over packed rows of them, with bits and
+    group size as its last arguments. `timed_as` says which of a machine's measurements tell its time.
     """
 
     overload: torch._ops.OpOverload
@@ -82,6 +82,7 @@ class Operator:
     cost: Callable[[Use], Cost]
     bind: Mapping[str, Callable[[Use], Call]] = field(default_factory=dict)
     workspace: Mapping[str, Callable[[Use], int]] = field(default_factory=dict)
+    passing: Callable[[Use], int] = lambda _: 0
     overwrites: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
     over_rows: Operator | None = None

@@ -36,7 +36,7 @@ def packed_rows(place: Place, n: int, k: int, bits: int) -> Tensor:
 
 
 def _calls(kind: str, x: Tensor, weights: list[Tensor], k: int, impl: str, out: Tensor) -> list[Call]:
-    if impl == selection.ATEN:  # as a plan's launch is bound
+    if impl == selection.ATEN and kind == "linear":  # as a plan's launch is bound
         from forebay.kernels.operator import Tensors
         from forebay.kernels.products.linear.operator import LINEAR
 

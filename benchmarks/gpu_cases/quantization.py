@@ -1,4 +1,4 @@
-"""quantize and dequantize, group-wise."""
+"""quantize and dequantize, group-wise, and dequantize_rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import functools
 import torch
 
 from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, repeated
+from forebay.kernels.formats import packing
+from forebay.kernels.quantization.dequantize_rows import reference as rows_op
 from forebay.kernels.quantization.quantize import reference as op
 
 DTYPE = torch.bfloat16
@@ -49,8 +51,28 @@ def dequantize_work(place: Place, bits: int, dim: int) -> Work:
                 aims=(Aim("bandwidth", 0.6),))  # fmt: skip
 
 
+def dequantize_rows_work(place: Place, bits: int, transposed: bool) -> Work:
+    from forebay.kernels.quantization.dequantize_rows.gpu import bind_dequantize_rows
+
+    n, k = place.size(4096, 5), place.size(14336, 139)
+    rows = packing.pack_rows(*op.reference(normal(place, n, k, dtype=DTYPE), bits, GROUP, -1, DTYPE))
+    nbytes = n * k * 2 + rows.nbytes
+    out = torch.empty((k, n) if transposed else (n, k), dtype=DTYPE, device=place.device)
+    given = k, bits, GROUP, DTYPE, DTYPE, transposed
+    packed = list(repeated(lambda: rows, place.copies(nbytes)))
+    ours = [bind_dequantize_rows(one, *given, out=out) for one in packed]
+    verify = checked(ours[0], out, lambda: rows_op.reference(rows, *given))
+    return Work(f"{n}x{k}, {bits} bits{', transposed' if transposed else ''}", ours, verify, LIMITS[DTYPE], nbytes,
+                aims=() if transposed else (Aim("bandwidth", 0.6),))  # fmt: skip
+
+
 def cases(tiny: bool) -> list[Case]:
-    """Both directions, widths and dimensions of a 4096 x 4096 matrix."""
+    """Both directions, widths and dimensions of a 4096 x 4096 matrix; packed rows of Llama-3-8B's down projection."""
+    return [*_of_groups(), *(Case("dequantize_rows", functools.partial(dequantize_rows_work, bits=b, transposed=t))
+                             for b in (4, 8) for t in (False, True))]  # fmt: skip
+
+
+def _of_groups() -> list[Case]:
     return [
         Case(name, functools.partial(work, bits=bits, dim=dim))
         for name, work in (("quantize", quantize_work), ("dequantize", dequantize_work))

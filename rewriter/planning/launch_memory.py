@@ -31,12 +31,10 @@ def with_memory(launch: Launch, device: str) -> Launch:
     own = 0 if operator is None else operator.workspace_nbytes(launch, device)
     if device == "cpu":
         return replace(launch, workspace_nbytes=launch.workspace_nbytes + own) if own else launch
-    by_torch = operator is None or launch.impl == selection.ATEN
-    passing = reserved_nbytes(launch.workspace_nbytes + (own if by_torch else 0))
-    held = {"rounding of the arena": ROUND, "graphs": passing}
-    if not by_torch:
-        held["scratch"] = reserved_nbytes(own)
-    elif launch.flops:
+    back = 0 if operator is None else operator.passing(launch)
+    passing = reserved_nbytes(launch.workspace_nbytes + back)
+    held = {"rounding of the arena": ROUND, "graphs": passing, "scratch": reserved_nbytes(own - back)}
+    if launch.flops and (operator is None or launch.impl == selection.ATEN):
         held["cuBLAS"] = reserved_nbytes(choices.cublas_nbytes())
     return replace(launch, workspace_nbytes=passing, held=tuple((name, n) for name, n in held.items() if n))
 

@@ -105,7 +105,7 @@ def products(rows: Sequence[int], device: torch.device, kind: str, n: int, k: in
         x, out = torch.ones(m, k, dtype=dtype, device=device), torch.empty(m, n, dtype=dtype, device=device)
         shape = Shape(kind, m, n, k)
         name = operator.implementations.default["cuda"](shape, torch.cuda.get_device_name(device))
-        if name == "aten":
+        if name == "aten" and not packed:
             calls: list[Call] = [functools.partial(torch.mm, x, weight.mT, out=out) for weight in weights]
         else:
             calls = [_bound(operator, Tensors((x, weight, None), how, (out,), name)) for weight in weights]

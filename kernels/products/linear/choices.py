@@ -42,12 +42,33 @@ def cublas_nbytes() -> int:
     return ask() if ask is not None and torch.cuda.is_available() else CUBLAS_NBYTES
 
 
+# Packed weights are dequantised for torch's product by row tiles of so many bytes at most: Llama-3-8B's in one or two.
+DEQUANTISED_NBYTES = 128 << 20
+HALF_NBYTES = 2  # of an element of x, where weights are packed
+
+
+def dequantised_rows(n: int, k: int) -> int:
+    """Rows of packed weights [n, k] that are dequantised at a time for torch's product."""
+    return max(1, min(n, DEQUANTISED_NBYTES // (HALF_NBYTES * max(1, k))))
+
+
+def passing_nbytes(impl: str, product: Product) -> int:
+    """Bytes that torch's product takes and gives back: it may make its result apart, and again with what follows it;
+    cuBLAS's workspace is not among them."""
+    weight, m, n, k = product
+    if impl != selection.ATEN:
+        return 0
+    if weight.startswith("w"):
+        return 2 * m * dequantised_rows(n, k) * HALF_NBYTES
+    return 2 * m * n * getattr(torch, weight).itemsize
+
+
 def workspace_nbytes(impl: str, product: Product) -> int:
-    """Bytes that a product takes beside its operands, and torch's beside cuBLAS's workspace: "aten" may make its result
-    apart, and again with what follows it."""
+    """Bytes that a product takes beside its operands, and torch's beside cuBLAS's workspace."""
     weight, m, n, k = product
     kind, group_size = _kind(weight)
     if impl == selection.ATEN:
-        return 2 * m * n * getattr(torch, weight).itemsize
+        scratch = dequantised_rows(n, k) * k * HALF_NBYTES if weight.startswith("w") else 0
+        return scratch + passing_nbytes(impl, product)
     split = selection.workspace_nbytes(kind, impl, m, n, k, group_size, decode_shares.processors())
     return selection.HELD_COUNTERS_NBYTES + split

@@ -20,9 +20,11 @@ from pathlib import Path
 KINDS = ("linear", "linear_w4", "linear_w8")  # of weights, as tables name them: of 16 bits, and packed rows
 KIND_OF_BITS = {4: "linear_w4", 8: "linear_w8"}
 IMPLEMENTATIONS = ("gemv", "flat", "large")
-# torch's product, cuBLAS on NVIDIA: a candidate for plain weights at more rows than this; fewer wait for the weight.
-ATEN, ATEN_ABOVE = "aten", 64
+# torch's product, cuBLAS on NVIDIA: a candidate at more rows than this; fewer wait for the weight. Packed weights are
+# dequantised first: they are written and read once more in 16 bits.
+ATEN, ATEN_ABOVE = "aten", {"linear": 64, "linear_w4": 255, "linear_w8": 255}
 MAX_SPLITS = 32
+L2_SUMS_NBYTES = 8 << 20  # of an L2 of 40 MiB or more (A100, H100, H200), for sums that are read soon after
 # Multiprocessors where the device is not known: an H100's or H200's.
 SM_COUNT = 132
 COUNTERS_ALIGN = 16
@@ -78,8 +80,8 @@ class Entry:
 
 DEFAULT_TABLE: tuple[Entry, ...] = (
     Entry("linear", 4096, 4096, ((2, "gemv"), (16, "flat"), (64, "large_128x64x64"), (1 << 30, "large"))),
-    Entry("linear_w4", 4096, 4096, ((16, "flat"), (1 << 30, "large"))),
-    Entry("linear_w8", 4096, 4096, ((16, "flat"), (1 << 30, "large"))),
+    Entry("linear_w4", 4096, 4096, ((16, "flat"), (255, "large"), (1 << 30, ATEN))),
+    Entry("linear_w8", 4096, 4096, ((16, "flat"), (255, "large"), (1 << 30, ATEN))),
 )
 TABLES = Path(__file__).parent
 
@@ -115,7 +117,7 @@ def candidates(kind: str, m: int, n: int, k: int, sm_count: int = SM_COUNT) -> l
             most = max(1, -(-k // setting.bk))
             for splits in sorted({max(1, usual // 2), usual, min(2 * usual, most, MAX_SPLITS)}):
                 names.append(f"{implementation}_{setting.name}_s{splits}")
-    return [*names, ATEN] if kind == "linear" and m > ATEN_ABOVE else names
+    return [*names, ATEN] if m > ATEN_ABOVE[kind] else names
 
 
 def tile_rows(implementation: str, setting: Setting, m: int) -> int:
@@ -128,10 +130,12 @@ def tile_rows(implementation: str, setting: Setting, m: int) -> int:
 def default_splits(kind: str, setting: Setting, m: int, n: int, k: int, sm_count: int = SM_COUNT) -> int:
     """Parts of K that keep two programs on every multiprocessor, as long as each part has four tiles of K.
 
-    The parts' fp32 sums are written and read once: beyond two parts they may be 5 % of the weight's bytes.
+    The parts' fp32 sums are written and read once: beyond two parts they may be 5 % of the weight's bytes, or, until
+    the GPU has a program for every multiprocessor, as many as the L2 holds beside the weights.
     """
     tiles = -(-n // setting.bn) * (-(-m // setting.bm) if setting.bm else 1)
     cheap = max(2, k * WEIGHT_BITS[kind] // (1280 * max(1, m)))
+    cheap = max(cheap, min(sm_count // max(1, tiles), L2_SUMS_NBYTES // (4 * max(1, m * n))))
     return max(1, min(2 * sm_count // max(1, tiles), -(-k // setting.bk) // 4, cheap, MAX_SPLITS))
 
 
@@ -185,7 +189,7 @@ def grid_of(implementation: str, setting: Setting, splits: int, m: int, n: int, 
 
 def explicit(kind: str, name: str, m: int, n: int, k: int, sm_count: int = SM_COUNT) -> str:
     """The name in full, "flat_64x128_s4", which stands for one configuration whatever the defaults become."""
-    if kind == "linear" and name == ATEN:
+    if name == ATEN:
         return name
     implementation, setting, splits = parse(kind, name, m, n, k, sm_count)
     return f"{implementation}_{setting.name}_s{splits}"

@@ -3,6 +3,7 @@
     gemv    M = 1 or 2: fused multiply-adds in fp32
     flat    M up to 16: tensor cores, the codes on the wide side of the instruction; K split where N is short
     large   the same kernel with tiles of 64 rows of x
+    aten    W dequantised once, then torch's product (`gpu_dequantised`)
 
 Codes are read as 32-bit words and become weights of x's dtype two at a time (`unpacking`), which are four (4 bits) or
 two (8 bits) elements apart: the product of x is taken over as many interleaved parts of K, each with its own columns of
@@ -30,6 +31,7 @@ from forebay.kernels.products.linear.gpu_arguments import bind_split, prepare, s
 from forebay.kernels.products.linear.gpu_epilogue import finish
 from forebay.kernels.products.linear.reference import PLAIN, After
 from forebay.kernels.products.linear.selection import Grid, grid_of
+from forebay.kernels.products.linear_q.gpu_dequantised import bind_dequantised
 
 OP = "linear_q"
 GROUP_SIZES = (32, 64, 128)
@@ -235,22 +237,12 @@ def linear_quantized_vector_kernel(
     )  # fmt: skip
 
 
-def plan(
-    m: int, n: int, stored: Packing, impl: str, multiprocessors: int
-) -> tuple[str, selection.Setting, Grid]:  # fmt: skip
-    """(implementation, setting, grid) of a launch."""
+def plan(m: int, n: int, stored: Packing, impl: str, multiprocessors: int) -> tuple[str, selection.Setting, Grid]:
+    """(implementation, setting, grid) of a launch of our kernels."""
     kind, k = selection.KIND_OF_BITS[stored.bits], max(1, stored.in_features)
-    name = impl or selection.choose(kind, m, n, k)
-    implementation, setting, splits = selection.parse(kind, name, m, n, k, multiprocessors)
+    implementation, setting, splits = selection.parse(kind, impl, m, n, k, multiprocessors)
     setting = selection.for_group(setting, stored.group_size)
     return implementation, setting, grid_of(implementation, setting, splits, m, n, k)
-
-
-def workspace_nbytes(
-    m: int, n: int, stored: Packing, impl: str = "", multiprocessors: int = selection.SM_COUNT
-) -> int:  # fmt: skip
-    """Bytes that linear_q asks of `workspace` for this shape and implementation; 0 where K is not split."""
-    return plan(m, n, stored, impl, multiprocessors)[2].workspace_nbytes
 
 
 def check_rows(rows: Tensor, stored: Packing, x: Tensor) -> None:
@@ -308,6 +300,9 @@ def _bind(
         result = result.view(*x.shape[:-1], n)
     if result.numel() == 0:
         return (lambda: None), result
+    impl = impl or selection.choose(selection.KIND_OF_BITS[bits], m, n, max(1, k))
+    if impl == selection.ATEN:
+        return bind_dequantised(x, rows, bias, stored, after, result), result
     implementation, setting, grid = plan(m, n, stored, impl, sm_count(x.device))
     vector = implementation == "gemv"
     kernel: Any = linear_quantized_vector_kernel if vector else linear_quantized_matrix_kernel

@@ -114,6 +114,7 @@ LINEAR_Q = Operator(
     _cost,
     bind={"cpu": _bind_cpu, "cuda": _bind_cuda},
     workspace={"cpu": _cpu_workspace, "cuda": lambda use: choices.workspace_nbytes(use.impl, _shape(use))},
+    passing=lambda use: choices.passing_nbytes(use.impl, _shape(use)),
     overwrites=("multiplier", "residual"),
     implementations=Implementations(
         _shape,

@@ -263,10 +263,22 @@ def test_torchs_product_goes_straight_into_the_result(parts: str, operator: str)
 def test_torchs_product_is_measured_where_it_may_be_the_fastest() -> None:
     assert "aten" in selection.candidates("linear", 512, 4096, 4096)
     assert "aten" not in selection.candidates("linear", 64, 4096, 4096)
-    assert "aten" not in selection.candidates("linear_w4", 512, 4096, 4096)
+    for kind in ("linear_w4", "linear_w8"):
+        assert "aten" in selection.candidates(kind, 256, 4096, 4096)
+        assert "aten" not in selection.candidates(kind, 255, 4096, 4096)
     assert selection.explicit("linear", "aten", 512, 64, 64) == "aten"
-    with pytest.raises(ValueError, match="impl must be one of"):
-        selection.explicit("linear_w4", "aten", 512, 64, 64)
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+def test_many_rows_over_packed_weights_are_torchs(bits: int) -> None:
+    product = Product(f"w{bits}g64", 512, 4096, 14336)
+    assert choices.choose(product, "NVIDIA H200") == "aten"
+    assert choices.choose(product._replace(m=255), "NVIDIA H200").startswith("large")
+    result = 2 * 2 * 512 * 4096  # apart, and again with what follows it
+    assert choices.workspace_nbytes("aten", product) == 4096 * 14336 * 2 + result
+    assert choices.passing_nbytes("aten", product) == result
+    vocabulary = product._replace(n=128256, k=4096)  # in row tiles of 128 MiB
+    assert choices.workspace_nbytes("aten", vocabulary) == (128 << 20) + 2 * 2 * 512 * 16384
 
 
 def test_fp32_products_are_torchs() -> None:

@@ -20,7 +20,7 @@ def test_every_choice_and_candidate_can_run(kind: str, m: int) -> None:
         assert names and len(names) == len(set(names))
         for name in (selection.choose(kind, m, n, k), *names):
             if name == selection.ATEN:
-                assert kind == "linear" and m > selection.ATEN_ABOVE
+                assert m > selection.ATEN_ABOVE[kind]
                 continue
             implementation, setting, splits = selection.parse(kind, name, m, n, k)
             assert selection.serves(implementation, m) and splits >= 1
@@ -37,6 +37,22 @@ def test_short_n_is_split_and_wide_n_is_not() -> None:
     assert selection.default_splits("linear", setting, 1, 1024, 4096) > 1
     assert selection.default_splits("linear", setting, 1, 65536, 4096) == 1
     assert selection.default_splits("linear", setting, 1, 1024, 64) == 1
+
+
+def test_a_grid_that_leaves_multiprocessors_idle_is_split_while_the_sums_stay_in_the_l2() -> None:
+    large = selection.SETTINGS["linear", "large"][1]
+    splits = selection.default_splits("linear", large, 64, 4096, 4096, 132)
+    assert splits == 4 and selection.grid_of("large", large, splits, 64, 4096, 4096).columns * splits == 128
+    assert selection.default_splits("linear", large, 64, 4096, 4096, 40) == 2, "there is a program for each of 40"
+    tall = selection.default_splits("linear", large, 512, 1024, 65536, 132)  # 64 tiles of 2 MiB of sums
+    assert tall == 2 and 4 * 512 * 1024 * tall <= selection.L2_SUMS_NBYTES
+    for kind in selection.KINDS:
+        for setting in (s for (of, _), held in selection.SETTINGS.items() if of == kind for s in held):
+            for m in (1, 16, 64, 256):
+                for n, k in ((4096, 4096), (1024, 14336), (7168, 28672)):
+                    splits = selection.default_splits(kind, setting, m, n, k)
+                    few = max(2, k * selection.WEIGHT_BITS[kind] // (1280 * m))
+                    assert splits <= few or 4 * m * n * splits <= selection.L2_SUMS_NBYTES
 
 
 @pytest.fixture
@@ -60,7 +76,7 @@ def test_fit_takes_the_fastest_joins_equal_neighbours_and_leaves_more_rows_to_th
     entries = selection.fit(TIMES)
     assert [e.points for e in entries] == [
         ((1, "gemv_8x512_s1"), (16, "flat_64x128_s1"), (64, "large_128x64x64"), (1 << 30, "large")),
-        ((1, "flat_64x256_s1"), (16, "flat"), (1 << 30, "large")),
+        ((1, "flat_64x256_s1"), (16, "flat"), (255, "large"), (1 << 30, "aten")),
     ]
     assert selection.choose("linear", 9, 60, 120, entries) == "flat_64x128_s1"
     assert selection.choose("linear_w8", 9, 60, 120, entries) == selection.choose("linear_w8", 9, 60, 120)

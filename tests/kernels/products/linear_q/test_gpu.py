@@ -15,9 +15,11 @@ from torch.nn import functional
 
 from forebay.kernels.formats import packing
 from forebay.kernels.formats.packing import Packing
+from forebay.kernels.gpu_support.launches import scratch_of
+from forebay.kernels.products.linear import choices
 from forebay.kernels.products.linear.reference import PLAIN, After
 from forebay.kernels.products.linear.selection import KIND_OF_BITS
-from forebay.kernels.products.linear_q.gpu import linear_q
+from forebay.kernels.products.linear_q.gpu import bind_linear_q, linear_q
 from forebay.kernels.quantization.quantize.reference import dequantize_reference, reference
 
 
@@ -42,6 +44,8 @@ def weight(n: int, k: int, bits: int, group: int, scale_dtype: torch.dtype) -> t
         ("flat", 12, 67, 512, 64),  # K in whole tiles, of several groups and of one
         ("flat", 5, 20, 512, 32),
         ("flat_64x128_s2", 16, 33, 256, 128),
+        ("aten", 5, 33, 203, 64),
+        ("", 256, 33, 70, 32),
         ("large", 66, 37, 256, 128),
     ),
 )
@@ -52,6 +56,25 @@ def test_near_float64(impl: str, m: int, n: int, k: int, group: int, dtype: torc
     out = poisoned(m, n, dtype=dtype)
     assert linear_q(x, rows, bias, Packing(bits, k, group, dtype), After("gelu", residual=residual), out, impl) is out
     assert_near(out, functional.gelu(x.double() @ w.double().T + bias.double()) + residual.double())
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("place", ("apart", "residual"))
+def test_weights_dequantised_tile_by_tile(bits: int, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tile of 16 rows gives its columns; what follows the product reads its part of everything."""
+    torch.manual_seed(bits)
+    monkeypatch.setattr(choices, "DEQUANTISED_NBYTES", 16 * 100 * 2)
+    assert choices.dequantised_rows(35, 100) == 16
+    rows, w = weight(35, 100, bits, 32, torch.float16)
+    x, bias = torch.randn(2, 3, 100).half(), torch.randn(35).half()
+    multiplier, residual = torch.randn(2, 3, 35).half(), torch.randn(2, 3, 35).half()
+    want = functional.silu(x.double() @ w.double().T + bias.double()) * multiplier.double() + residual.double()
+    out = residual if place == "residual" else poisoned(2, 3, 35, dtype=torch.float16)
+    run = bind_linear_q(x, rows, bias, Packing(bits, 100, 32), After("silu", multiplier, residual), out, "aten")
+    scratch = scratch_of(x.device, 0)
+    run()
+    assert_near(out, want)
+    assert scratch.values.numel() >= 16 * 100 * 2
 
 
 @pytest.mark.parametrize("bits", (4, 8))

@@ -1,0 +1,42 @@
+"""`linear_q` of many rows of x: weights are dequantised once, into scratch, and torch multiplies (cuBLAS on NVIDIA).
+
+A weight of packed rows is written and read once more in 16 bits, which from some 256 rows of x on costs less than
+unpacking it anew for every tile of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from forebay.kernels.formats.packing import Packing
+from forebay.kernels.gpu_support.launches import KernelCall, bound_with_scratch
+from forebay.kernels.products.linear.by_torch import bind_by_torch
+from forebay.kernels.products.linear.choices import dequantised_rows
+from forebay.kernels.products.linear.reference import After
+from forebay.kernels.quantization.dequantize_rows.gpu import dequantize_call
+
+
+def bind_dequantised(
+    x: Tensor, rows: Tensor, bias: Tensor | None, stored: Packing, after: After, out: Tensor
+) -> Callable[[], None]:
+    """act(x W^T + bias) * multiplier + residual into out [..., N] as a call without arguments, of arguments that have
+    been checked; x [..., K] in 16 bits, rows uint8 [N, R]. Tiles of W's rows give columns of out."""
+    n, k = rows.shape[0], stored.in_features
+    each = dequantised_rows(n, k)
+
+    def launches(scratch: Tensor, _: Tensor) -> list[KernelCall | Callable[[], None]]:
+        made: list[KernelCall | Callable[[], None]] = []
+        for first in range(0, n, each):
+            part = slice(first, min(n, first + each))
+            tile = rows[part]
+            weight = scratch[: tile.shape[0] * k * x.itemsize].view(x.dtype).view(tile.shape[0], k)
+            if k:
+                made.append(dequantize_call(tile, stored, False, weight))
+            multiplier, residual = (None if t is None else t[..., part] for t in (after.multiplier, after.residual))
+            then = After(after.activation, multiplier, residual)
+            made.append(bind_by_torch(x, weight.mT, None if bias is None else bias[part], out[..., part], False, then))
+        return made
+
+    return bound_with_scratch(x.device, each * k * x.itemsize, 0, launches)
