@@ -15,6 +15,7 @@ from forebay.kernels import operators
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import packed_format
 from forebay.kernels.operator import Product
+from forebay.passes.fuse.fuse_layer_norm import fuse_layer_norm
 from forebay.passes.fuse.fuse_residual import fuse_residual
 from forebay.passes.fuse.fuse_rms_norm import fuse_rms_norm
 from forebay.passes.fuse.fuse_rotary import fuse_rotary
@@ -71,6 +72,7 @@ PASSES: tuple[Pass, ...] = (
     # once per kind of layer, before there is a plan: what these fold, the planner never sees
     Pass(fuse_rms_norm, "captured", "each graph", optional=True,
          why="first: the norms stand between everything else, and no other pattern contains one"),
+    Pass(fuse_layer_norm, "captured", "each graph", "beside the other norm: no pattern contains it", optional=True),
     Pass(fuse_rotary, "captured", "each graph", "queries and keys, before attention reads them", optional=True),
     Pass(fuse_swiglu, "captured", "each graph", optional=True,
          why="before fuse_residual: what it folds comes first in the product that both may end in"),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_tensor, leading_dimensions
 from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.gpu_support.paged import round_to
-from forebay.kernels.norms.rms_norm.gpu import MAX_COLUMNS, check_rows, row_offsets, tile
+from forebay.kernels.norms.rms_norm.gpu import check_rows, row_offsets, tile
+from forebay.kernels.norms.rms_norm.reference import MAX_COLUMNS
 
 
 @triton.jit
@@ -50,20 +54,11 @@ def layer_norm_kernel(
     tl.store(out_ptr + out_at, round_to(y, dtype), mask=inside)
 
 
-def layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    out: Tensor,
-    residual: Tensor | None = None,
+def bind_layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out: Tensor, residual: Tensor | None = None,
     summed: Tensor | None = None,
-) -> None:
-    """Fill out [..., H] from x [..., H], weight and bias [H]; with a residual, of x + residual, which fills summed.
-
-    One dtype of fp32, bf16 and fp16; x and out may be strided over their rows, out may be x itself, and summed x or
-    residual. H is at most 16384. ValueError names the argument that is wrong, before the launch.
-    """
+) -> Callable[[], None]:  # fmt: skip
+    """layer_norm as a call without arguments, on the tensors' contents at each call; the checks are made here."""
     op = "layer_norm" if residual is None else "add_layer_norm"
     check_rows(op, x, out, residual, summed)
     columns = x.shape[-1]
@@ -71,15 +66,28 @@ def layer_norm(
         if tensor is not None:
             check_tensor(op, name, tensor, device=x.device, dtype=x.dtype, shape=(columns,))
     if x.numel() == 0:
-        return
+        return lambda: None
     rows = x.numel() // columns
     sizes, x_strides, out_strides = leading_dimensions(op, x, out)
     high, wide, warps = tile(columns)
-    layer_norm_kernel[(triton.cdiv(rows, high),)](
+    return bound(kernel_call(
+        layer_norm_kernel, (triton.cdiv(rows, high),),
         x, residual, weight, bias, out, summed, rows, columns, sizes[1], sizes[2], *x_strides, *out_strides, eps,
         RESIDUAL=residual is not None, WEIGHT=weight is not None, BIAS=bias is not None,
         ROWS=high, COLUMNS=wide, num_warps=warps,
-    )  # fmt: skip
+    ))  # fmt: skip
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out: Tensor, residual: Tensor | None = None,
+    summed: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fill out [..., H] from x [..., H], weight and bias [H]; with a residual, of x + residual, which fills summed.
+
+    One dtype of fp32, bf16 and fp16; x and out may be strided over their rows, out may be x itself, and summed x or
+    residual. H is at most 16384. ValueError names the argument that is wrong, before the launch.
+    """
+    bind_layer_norm(x, weight, bias, eps, out, residual, summed)()
 
 
 def audit_cases() -> list[AuditCase]:

@@ -6,12 +6,14 @@ or s = round(x + residual), which add_layer_norm returns too. fp32, bf16 or fp16
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm as torch_layer_norm
 
 from forebay.kernels.norms.layer_norm.reference import check, reference
-from forebay.kernels.operator import Operator, each_once
+from forebay.kernels.operator import Call, Operator, Use, each_once, nbytes_of
 
 
 @torch.library.custom_op("forebay::layer_norm", mutates_args=(), device_types="cpu")
@@ -63,5 +65,32 @@ def _(
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-LAYER_NORM = Operator(torch.ops.forebay.layer_norm.default, reference, each_once)
+def _bind_cpu(use: Use) -> Call:
+    (x, weight, bias, eps), (out,) = use.args, use.out
+    check("layer_norm", x, None, weight, bias)
+
+    def call() -> None:
+        out.copy_(torch_layer_norm(x, x.shape[-1:], weight, bias, eps))
+
+    return call
+
+
+def _bind_cuda(use: Use) -> Call:
+    from forebay.kernels.norms.layer_norm.gpu import bind_layer_norm
+
+    return bind_layer_norm(*(*use.args, *use.out))
+
+
+def _cpu_workspace(use: Use) -> int:
+    """The result, made apart, and the mean and deviation of each row in fp32."""
+    return nbytes_of(*use.out) + 2 * 4 * math.prod(use.out[0].shape[:-1])
+
+
+LAYER_NORM = Operator(
+    torch.ops.forebay.layer_norm.default,
+    reference,
+    each_once,
+    bind={"cpu": _bind_cpu, "cuda": _bind_cuda},
+    workspace={"cpu": _cpu_workspace},
+)
 ADD_LAYER_NORM = Operator(torch.ops.forebay.add_layer_norm.default, reference, each_once)

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from forebay.kernels.cpu_support import native
 
+MAX_COLUMNS = 16384  # numbers of a row that the GPU's kernels of both norms keep in registers
+
 
 def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The definition by torch, on any device: x [..., H] and weight [H] -> [..., H] of x's dtype."""

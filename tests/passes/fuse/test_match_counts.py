@@ -14,10 +14,11 @@ from families import captured
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
-PASSES = ("fuse_rms_norm", "fuse_rotary", "fuse_swiglu", "fuse_residual")
+PASSES = ("fuse_rms_norm", "fuse_layer_norm", "fuse_rotary", "fuse_swiglu", "fuse_residual")
 COUNTS = {
-    "llama": (2, 2, 2, 2), "qwen2": (2, 2, 2, 2), "mistral": (2, 2, 2, 2), "qwen3": (4, 2, 2, 2),
-    "gemma2": (0, 2, 2, 0), "phi3": (2, 2, 0, 2), "gpt_neox": (0, 2, 1, 1), "opt": (0, 0, 1, 2), "gpt2": (0, 0, 0, 0),
+    "llama": (2, 0, 2, 2, 2), "qwen2": (2, 0, 2, 2, 2), "mistral": (2, 0, 2, 2, 2), "qwen3": (4, 0, 2, 2, 2),
+    "gemma2": (0, 0, 2, 2, 0), "phi3": (2, 0, 2, 0, 2), "gpt_neox": (0, 2, 2, 1, 1), "opt": (0, 2, 0, 1, 2),
+    "gpt2": (0, 2, 0, 0, 0),
 }
 
 

@@ -11,7 +11,9 @@ import torch
 from closeness import LIMITS, assert_near, poisoned
 
 from forebay.kernels.norms.layer_norm.gpu import layer_norm
+from forebay.kernels.norms.layer_norm.operator import LAYER_NORM
 from forebay.kernels.norms.layer_norm.reference import reference
+from forebay.kernels.operator import Tensors
 
 
 @pytest.mark.parametrize("dtype", tuple(LIMITS))
@@ -57,3 +59,13 @@ def test_bad_arguments_are_named() -> None:
         with pytest.raises(ValueError, match=message):
             layer_norm(*arguments)
     assert out.isnan().all()
+
+
+def test_a_bound_launch_follows_what_its_tensors_hold() -> None:
+    x, weight, out = torch.randn(3, 40).half(), torch.randn(40).half(), poisoned(3, 40, dtype=torch.float16)
+    run = LAYER_NORM.bind["cuda"](Tensors((x, weight, None, 1e-5), {}, (out,)))
+    for _ in range(2):
+        x.normal_()
+        run()
+        assert_near(out, reference(x, weight, None, 1e-5))
+    assert LAYER_NORM.workspace_nbytes(Tensors((x, weight, None, 1e-5), {}, (out,)), "cuda") == 0
