@@ -74,7 +74,8 @@ class Operator:
     results, by device, and `passing` how many of those on a GPU torch's own operators take and give back. `overwrites`
     names arguments whose every element is read just before the element of the result that may take its place. `caches`
     names the arguments that are K and V, and `over_rows` the same operator over packed rows of them, with bits and
-    group size as its last arguments. `timed_as` says which of a machine's measurements tell its time.
+    group size as its last arguments. `takes` tells whether its kernels take such tensors, of those that a pass asks
+    about. `timed_as` says which of a machine's measurements tell its time.
     """
 
     overload: torch._ops.OpOverload
@@ -83,6 +84,7 @@ class Operator:
     bind: Mapping[str, Callable[[Use], Call]] = field(default_factory=dict)
     workspace: Mapping[str, Callable[[Use], int]] = field(default_factory=dict)
     passing: Callable[[Use], int] = lambda _: 0
+    takes: Callable[..., bool] = lambda *_: True
     overwrites: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
     over_rows: Operator | None = None

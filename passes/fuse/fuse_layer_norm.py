@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from forebay.kernels.norms.layer_norm.reference import FLOATS
-from forebay.kernels.norms.rms_norm.reference import MAX_COLUMNS
 from forebay.kernels.operators import LAYER_NORM
 
 aten = torch.ops.aten
@@ -15,18 +13,15 @@ aten = torch.ops.aten
 def fuse_layer_norm(gm: fx.GraphModule) -> None:
     """Replace torch's layer norm, its mean, variance, scale and shift, by `forebay::layer_norm`, which equals it.
 
-    Fires only where the last dimension alone, of at most 16384 numbers, is normalised, and x, weight and bias are of
-    one dtype.
+    Fires only where the last dimension alone is normalised, and the kernels take x, weight and bias: of one dtype, and
+    rows of at most 16384 numbers.
     """
     changed = False
     for node in list(gm.graph.nodes):
         if node.target is not aten.layer_norm.default:
             continue
         x, shape, weight, bias, eps = _arguments(node)
-        tensors = [t.meta["val"] for t in (x, weight, bias) if t is not None]
-        wide = tensors[0]
-        if len(shape) != 1 or not isinstance(shape[0], int) or shape[0] > MAX_COLUMNS or wide.dtype not in FLOATS or \
-                {t.dtype for t in tensors} != {wide.dtype} or node.meta["val"].dtype != wide.dtype:
+        if len(shape) != 1 or not LAYER_NORM.takes(*(None if t is None else t.meta["val"] for t in (x, weight, bias))):
             continue
         with gm.graph.inserting_before(node):
             fused = gm.graph.call_function(LAYER_NORM.overload, (x, weight, bias, eps))

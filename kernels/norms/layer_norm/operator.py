@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm as torch_layer_norm
 
-from forebay.kernels.norms.layer_norm.reference import check, reference
+from forebay.kernels.norms.layer_norm.reference import FLOATS, check, reference
+from forebay.kernels.norms.rms_norm.reference import MAX_COLUMNS
 from forebay.kernels.operator import Call, Operator, Use, each_once, nbytes_of
 
 
@@ -86,11 +87,18 @@ def _cpu_workspace(use: Use) -> int:
     return nbytes_of(*use.out) + 2 * 4 * math.prod(use.out[0].shape[:-1])
 
 
+def _takes(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """Tensors of one dtype, and rows that a GPU's kernel holds."""
+    dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
+    return dtypes == {x.dtype} and x.dtype in FLOATS and isinstance(x.shape[-1], int) and x.shape[-1] <= MAX_COLUMNS
+
+
 LAYER_NORM = Operator(
     torch.ops.forebay.layer_norm.default,
     reference,
     each_once,
     bind={"cpu": _bind_cpu, "cuda": _bind_cuda},
     workspace={"cpu": _cpu_workspace},
+    takes=_takes,
 )
 ADD_LAYER_NORM = Operator(torch.ops.forebay.add_layer_norm.default, reference, each_once)
