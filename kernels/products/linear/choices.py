@@ -58,7 +58,7 @@ def passing_nbytes(impl: str, product: Product) -> int:
     weight, m, n, k = product
     if impl != selection.ATEN:
         return 0
-    if weight.startswith("w"):
+    if packed_format(weight) is not None:
         return 2 * m * dequantised_rows(n, k) * HALF_NBYTES
     return 2 * m * n * getattr(torch, weight).itemsize
 
@@ -68,7 +68,7 @@ def workspace_nbytes(impl: str, product: Product) -> int:
     weight, m, n, k = product
     kind, group_size = _kind(weight)
     if impl == selection.ATEN:
-        scratch = dequantised_rows(n, k) * k * HALF_NBYTES if weight.startswith("w") else 0
+        scratch = dequantised_rows(n, k) * k * HALF_NBYTES if packed_format(weight) is not None else 0
         return scratch + passing_nbytes(impl, product)
     split = selection.workspace_nbytes(kind, impl, m, n, k, group_size, decode_shares.processors())
     return selection.HELD_COUNTERS_NBYTES + split
