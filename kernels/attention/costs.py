@@ -24,7 +24,7 @@ def gpu_workspace_nbytes(use: Use, bits: int = 0, group: int = 0) -> int:
     if queries > 1:
         return HELD_COUNTERS_NBYTES
     itemsize, processors = dtype_of(q).itemsize, decode_shares.processors()
-    return HELD_COUNTERS_NBYTES + decode_shares.workspace_nbytes(
+    return decode_shares.workspace_nbytes(
         batch, heads, k.shape[1], k.shape[2], width, itemsize, processors, bits, group)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from forebay.kernels.formats import row_sizes
+from forebay.kernels.products.linear.selection import HELD_COUNTERS_NBYTES
 
 
 class Tile(NamedTuple):
@@ -90,12 +91,19 @@ def part_nbytes(group_heads: int, dim: int) -> int:
 def split_count(
     rows: int, capacity: int, positions: int, part_nbytes: int, position_nbytes: int, processors: int
 ) -> int:
-    """Shares per sequence: programs enough for the chip, and partial results of at most 1 / 24 of the cache's bytes.
+    """Shares per sequence: programs enough for the chip, and partial results of at most 1 / 24 of the cache's bytes, or
+    shares of a tile of positions as long as the programs are no more than the multiprocessors.
 
     A share writes and reads part_nbytes; a position takes position_nbytes in the cache of one head.
     """
     shortest = max(4 * positions, 24 * 2 * part_nbytes // position_nbytes)
-    return max(1, min(-(-PROGRAMS_PER_PROCESSOR * processors // max(1, rows)), capacity // shortest))
+    each_once = min(processors // max(1, rows), capacity // positions)
+    return max(1, min(-(-PROGRAMS_PER_PROCESSOR * processors // max(1, rows)), max(capacity // shortest, each_once)))
+
+
+def counters_nbytes(batch: int, heads: int) -> int:
+    """Bytes of the counters by which the last share of some heads to arrive is known."""
+    return max(HELD_COUNTERS_NBYTES, 4 * batch * heads)
 
 
 @functools.cache
@@ -108,13 +116,14 @@ def workspace_nbytes(
     batch: int, heads: int, kv_heads: int, capacity: int, dim: int, itemsize: int, processors: int = PROCESSORS,
     bits: int = 0, group: int = 0,
 ) -> int:  # fmt: skip
-    """Bytes that the shares of `attention` of one query take beside its arguments, or of `attention_q` with bits."""
+    """Bytes that the shares of `attention` of one query and their counters take beside its arguments, or of
+    `attention_q` with bits."""
     part = part_nbytes(heads // kv_heads, dim)
     row_nbytes = row_sizes.row_nbytes(dim, bits, group, row_sizes.CACHE_ALIGN) if bits else dim * itemsize
     folded = product(dim, group or dim, bits, itemsize, heads // kv_heads).folded
     positions = tile(lane_count(dim, group or dim), itemsize, bits, folded).positions
     splits = split_count(batch * kv_heads, capacity, positions, part, 2 * row_nbytes, processors)
-    return batch * kv_heads * splits * part
+    return counters_nbytes(batch, heads) + batch * kv_heads * splits * part
 
 
 def processors() -> int:

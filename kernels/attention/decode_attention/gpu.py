@@ -30,6 +30,7 @@ from forebay.kernels.attention.decode_attention.decode_shares import (
     tile,
 )
 from forebay.kernels.attention.decode_attention.gpu_codes import synchronised_codes, unified_codes
+from forebay.kernels.attention.decode_attention.gpu_merge import MERGED, merge_kernel, merge_shares
 from forebay.kernels.attention.decode_attention.gpu_values import synchronised_share, unified_share
 from forebay.kernels.formats.paged import BlockLayout, check_pool, check_table
 from forebay.kernels.gpu_support.arguments import check_device, check_tensor, fail
@@ -43,12 +44,9 @@ from forebay.kernels.gpu_support.paged import (  # fmt: skip
     first_seen,
     lane_values,
     paged_view,
-    round_to,
     score_factors,
 )
-from forebay.kernels.gpu_support.rotation import load_query, rotated
-
-MERGED = 16  # shares that the merge takes at a time
+from forebay.kernels.gpu_support.rotation import load_query
 
 
 @triton.jit
@@ -61,15 +59,19 @@ def store_share(part_ptr, stat_ptr, share, acc, total, top, keep, d, valid, D: t
 
 @triton.jit
 def decode_attention_kernel(
-    q_ptr, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, length_ptr, part_ptr, stat_ptr,
-    qb, qh, kb, kh, kr, vb, vh, vr, pb, ph, table_stride,
+    q_ptr, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, length_ptr, counter_ptr, part_ptr, stat_ptr, out_ptr,
+    qb, qh, kb, kh, kr, vb, vh, vr, pb, ph, ob, oh, table_stride,
     length_more, kv_heads, group_heads, splits, window, scale_log2, softcap, phi, low, high,
-    UNIFIED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
+    MERGE: tl.constexpr, UNIFIED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
     UNIT: tl.constexpr, POWER: tl.constexpr, FOLDED: tl.constexpr, PTX: tl.constexpr,
     M: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """Program (share, sequence and KV head, H of its query heads); strides of k and v are multiples of UNIT."""
+    """Program (share, sequence and KV head, H of its query heads); strides of k and v are multiples of UNIT.
+
+    With MERGE the last program of a sequence and heads to arrive puts the shares together into out (without positions:
+    zeros); counter_ptr has a counter for each such group of programs, 0 before and after a launch.
+    """
     split = tl.program_id(0)
     b = tl.program_id(1) // kv_heads
     kv_head = tl.program_id(1) % kv_heads
@@ -89,10 +91,15 @@ def decode_attention_kernel(
     each = tl.cdiv(tl.cdiv(tl.maximum(length - first, 0), T), splits) * T
     begin = first + split * each
     end = tl.minimum(length, begin + each)
+    out_at = out_ptr + b.to(tl.int64) * ob + head * oh
     if begin >= end:
         nothing = tl.zeros((R,), tl.float32)
-        tl.store(stat_ptr + share * 2, nothing + float("-inf"), mask=present)
-        tl.store(stat_ptr + share * 2 + 1, nothing, mask=present)
+        if MERGE:
+            zeros = tl.broadcast_to(nothing[:, None], (R, DP)).to(out_ptr.dtype.element_ty)
+            tl.store(out_at[:, None] + d[None, :], zeros, mask=(present & (split == 0))[:, None] & valid[None, :])
+        else:
+            tl.store(stat_ptr + share * 2, nothing + float("-inf"), mask=present)
+            tl.store(stat_ptr + share * 2 + 1, nothing, mask=present)
         return
 
     asked = tl.program_id(2) * H + tl.arange(0, M) % H
@@ -146,45 +153,15 @@ def decode_attention_kernel(
                 scale_log2, softcap, CAPPED, BITS, TOKENS, M, T, D, DP, G, GP,
             )  # fmt: skip
         store_share(part_ptr, stat_ptr, share, acc, total, top, redo, d, valid, D)
-
-
-@triton.jit
-def merge_kernel(
-    part_ptr, stat_ptr, length_ptr, out_ptr, ob, oh, length_more, heads, splits,
-    D: tl.constexpr, DP: tl.constexpr, SHARES: tl.constexpr, POWER: tl.constexpr,
-):  # fmt: skip
-    """Program (sequence and head): the shares of a row, each with the maximum it used, into out; no position: zeros.
-
-    Shares of rotated rows are rotated back.
-    """
-    row = tl.program_id(0)
-    b = row // heads
-    d = tl.arange(0, DP)
-    acc = tl.zeros((DP,), tl.float32)
-    total = 0.0
-    top = float("-inf")
-    for s0 in range(0, splits, SHARES):
-        split = s0 + tl.arange(0, SHARES)
-        share = row.to(tl.int64) * splits + split
-        held = split < splits
-        used = tl.load(stat_ptr + share * 2, mask=held, other=float("-inf"))
-        sums = tl.load(stat_ptr + share * 2 + 1, mask=held, other=0.0)
-        # A share without positions wrote no part.
-        mask = (held & (sums != 0))[:, None] & (d < D)[None, :]
-        part = tl.load(part_ptr + share[:, None] * D + d[None, :], mask=mask, other=0.0)
-        higher = tl.maximum(top, tl.max(used, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(used - base)
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(sums * weight, 0)
-        acc = acc * shrink + tl.sum(part * weight[:, None], 0)
-        top = higher
-    written = tl.load(length_ptr + b) + length_more > 0
-    out = tl.where(written, acc / total, 0.0)
-    if POWER != 0:
-        out = tl.reshape(rotated(tl.reshape(out, (1, DP)), POWER, POWER // 2), (DP,))
-    at = b.to(tl.int64) * ob + (row % heads) * oh
-    tl.store(out_ptr + at + d, round_to(out, out_ptr.dtype.element_ty), mask=d < D)
+    if MERGE:
+        tl.debug_barrier()  # every thread's part is written before the one atomic that publishes it
+        shares = tl.cdiv(length - first, each)
+        counter = counter_ptr + tl.program_id(1) * tl.num_programs(2) + tl.program_id(2)
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if arrived == shares - 1:
+            tl.store(counter, 0)
+            element: tl.constexpr = out_ptr.dtype.element_ty
+            merge_shares(part_ptr, stat_ptr, out_at, share - split, shares, present, element, D, R, POWER)
 
 
 def choose(
@@ -232,25 +209,27 @@ def bind_view(
     part_end = 4 * shares * dim
     stat_at = -(-part_end // ALIGN) * ALIGN
 
-    def launches(scratch: Tensor, _: Tensor) -> tuple[KernelCall, KernelCall]:
+    def launches(scratch: Tensor, counters: Tensor) -> list[KernelCall]:
         part, stat = scratch[:part_end].view(torch.float32), scratch[stat_at:].view(torch.float32)
-        attend = kernel_call(
+        made = [kernel_call(
             decode_attention_kernel, (splits, batch * kv_heads, triton.cdiv(group_heads, product["H"])),
-            q, *view.pointers, table, lengths, part, stat, q.stride(0), q.stride(1), *view.strides,
-            table.stride(0) if table is not None else 0, length_more, kv_heads, group_heads, splits, window,
-            scale_log2, cap, phi * LOG2E, low * LOG2E, high * LOG2E,
-            UNIFIED=high > low, CAPPED=softcap > 0, UNIT=view.unit, POWER=view.power, T=chosen.positions,
-            PTX=not INTERPRETED, **product, **view.constants,
+            q, *view.pointers, table, lengths, counters, part, stat, out, q.stride(0), q.stride(1), *view.strides,
+            out.stride(0), out.stride(1), table.stride(0) if table is not None else 0,
+            length_more, kv_heads, group_heads, splits, window, scale_log2, cap, phi * LOG2E, low * LOG2E, high * LOG2E,
+            MERGE=splits <= MERGED, UNIFIED=high > low, CAPPED=softcap > 0, UNIT=view.unit, POWER=view.power,
+            T=chosen.positions, PTX=not INTERPRETED, **product, **view.constants,
             num_warps=chosen.num_warps, num_stages=chosen.num_stages, **limit,
-        )  # fmt: skip
-        merge = kernel_call(
-            merge_kernel, (batch * heads,),
-            part, stat, lengths, out, out.stride(0), out.stride(1), length_more, heads, splits,
-            D=dim, DP=triton.next_power_of_2(dim), SHARES=MERGED, POWER=view.power, num_warps=4,
-        )  # fmt: skip
-        return attend, merge
+        )]  # fmt: skip
+        if splits > MERGED:
+            made.append(kernel_call(
+                merge_kernel, (batch * heads,),
+                part, stat, lengths, out, out.stride(0), out.stride(1), length_more, heads, splits,
+                D=dim, DP=triton.next_power_of_2(dim), SHARES=MERGED, POWER=view.power, num_warps=4,
+            ))  # fmt: skip
+        return made
 
-    return bound_with_scratch(q.device, stat_at + 8 * shares, 0, launches)
+    counters = decode_shares.counters_nbytes(batch, heads) // 4
+    return bound_with_scratch(q.device, stat_at + 8 * shares, counters, launches)
 
 
 def _check(op: str, q: Tensor, lengths: Tensor, name: str, kv_heads: int, out: Tensor) -> None:
@@ -321,7 +300,7 @@ def decode_attention_contiguous(
 
 def case(
     name: str, dtype: str, view: CacheView, heads: int, kv_heads: int, position_nbytes: int, unified: bool = False,
-    load_nbytes: int = 16, in_suite: bool = True, amd: bool = False, aim: float = 0.0,
+    load_nbytes: int = 16, in_suite: bool = True, amd: bool = False, aim: float = 0.0, merge: bool = False,
 ) -> AuditCase:  # fmt: skip
     """One sequence of 16384 positions, each of position_nbytes in the cache of a KV head, seen through `view`."""
     length, dim, bits, tokens = 16384, *(view.constants[n] for n in ("D", "BITS", "TOKENS"))
@@ -334,14 +313,15 @@ def case(
     absent = (*(pairs if view.pointers[2] is None else ()), *(() if tokens else ("table_ptr",)))
     signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer, "table_ptr": "*i32"}
     signature |= dict.fromkeys(pairs, "*i32") | dict.fromkeys(absent, "constexpr")
-    signature |= {"length_ptr": "*i64", "part_ptr": "*fp32", "stat_ptr": "*fp32"}
-    strides = ("qb", "qh", "kb", "kh", "kr", "vb", "vh", "vr", "pb", "ph")
+    signature |= {"length_ptr": "*i64", "counter_ptr": "*i32", "part_ptr": "*fp32", "stat_ptr": "*fp32"}
+    signature |= {"out_ptr": f"*{dtype}"}
+    strides = ("qb", "qh", "kb", "kh", "kr", "vb", "vh", "vr", "pb", "ph", "ob", "oh")
     signature |= dict.fromkeys((*strides, "table_stride"), "i32")
     signature |= dict.fromkeys(("length_more", "kv_heads", "group_heads", "splits", "window"), "i32")
     signature |= dict.fromkeys(("scale_log2", "softcap", "phi", "low", "high"), "fp32")
     minimum = length * kv_heads * position_nbytes + 2 * heads * dim * itemsize + (4 * length // 64 if tokens else 0)
     constants: dict[str, Any] = {"UNIFIED": unified, "CAPPED": False, "UNIT": view.unit, "POWER": view.power}
-    constants |= product | {"PTX": True}
+    constants |= product | {"MERGE": merge, "PTX": True}
     plain = dtype != "fp32" and not product["FOLDED"]
     return AuditCase(
         name=f"{name}/{dim}x{heads}/{kv_heads}-{dtype}{'/amd' if amd else ''}",
@@ -353,7 +333,7 @@ def case(
         max_registers=register_limit(view, product["FOLDED"], dtype == "bf16").get("maxnreg", 0),
         # What strides of packed rows are multiples of is said by UNIT.
         divisible=(*(n for n, kind in signature.items() if kind.startswith("*")),
-                   *(strides[:2] if view.unit > 1 else strides)),
+                   *((*strides[:2], *strides[-2:]) if view.unit > 1 else strides)),
         uses_dot=True,
         main_operands=2,
         load_nbytes=load_nbytes,
@@ -369,7 +349,7 @@ def case(
 
 def _case(
     name: str, format: str, dtype: str, heads: int, kv_heads: int, dim: int, unified: bool, paged: bool,
-    amd: bool = False,
+    amd: bool = False, merge: bool = False,
 ) -> AuditCase:  # fmt: skip
     """Blocks of 64 where paged."""
     torch_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
@@ -378,7 +358,9 @@ def _case(
     pool = torch.empty(1, layout.record_nbytes, dtype=torch.uint8)
     view = paged_view(pool, layout) if paged else contiguous_view(row, row)
     nbytes = layout.position_nbytes
-    return case(f"decode_attention/{name}", dtype, view, heads, kv_heads, nbytes, unified, amd=amd, aim=0.85)
+    return case(
+        f"decode_attention/{name}", dtype, view, heads, kv_heads, nbytes, unified, amd=amd, aim=0.85, merge=merge
+    )
 
 
 def audit_cases() -> list[AuditCase]:
@@ -394,6 +376,10 @@ def audit_cases() -> list[AuditCase]:
         _case("unified-block4", "block4", "bf16", 32, 8, 128, True, True),
         _case("unified-block8", "block8", "fp16", 56, 56, 128, True, True),
         _case("unified-block4", "block4", "fp16", 56, 56, 128, True, True),
+        _case("merged", "native", "bf16", 32, 8, 128, True, True, merge=True),
+        _case("merged", "native", "bf16", 16, 8, 256, True, True, merge=True),
+        _case("merged-block8", "block8", "bf16", 32, 8, 128, True, True, merge=True),
+        _case("merged-block4", "block4", "bf16", 32, 8, 128, True, True, merge=True),
         _case("unified-block8", "block8", "bf16", 32, 8, 128, True, True, amd=True),
         _case("unified-block4", "block4", "fp16", 56, 56, 128, True, True, amd=True),
     ]

@@ -19,6 +19,7 @@ from forebay.kernels.attention.decode_attention import decode_shares, gpu
 from forebay.kernels.attention.decode_attention import reference as decode_attention
 from forebay.kernels.formats import paged
 from forebay.kernels.formats.paged import BlockLayout
+from forebay.kernels.gpu_support.launches import scratch_of
 
 RANGE = {torch.float16: (0.0, -9.0, 11.0), torch.bfloat16: (0.0, -60.0, 60.0)}
 SAFE = (0.0, 0.0, 0.0)
@@ -171,3 +172,25 @@ def test_shares_are_no_shorter_than_their_results_allow() -> None:
     assert decode_shares.split_count(8, 16384, 64, decode_shares.part_nbytes(4, 128), 512, 132) * 8 >= 132
     assert decode_shares.split_count(1, 100, 64, decode_shares.part_nbytes(1, 64), 256, 132) == 1
     assert decode_shares.split_count(4096, 16384, 64, decode_shares.part_nbytes(1, 128), 512, 132) == 1
+
+
+def test_one_sequence_fills_the_chip_before_its_shares_are_longer_than_a_tile() -> None:
+    part = decode_shares.part_nbytes(4, 128)
+    for capacity, wanted in ((1024, 16), (2048, 16), (8192, 32)):  # of 8 KV heads; 256 positions where shares suffice
+        assert decode_shares.split_count(8, capacity, 64, part, 512, 132) == wanted
+    assert 8 * 16 <= 132 < 8 * 17
+    assert decode_shares.split_count(64, 2048, 64, part, 512, 132) == 8, "eight sequences"
+
+
+@pytest.mark.parametrize("scores", [SAFE, RANGE[torch.float16]], ids=["synchronised", "unified"])
+@pytest.mark.parametrize("splits", [13, 20], ids=["by the last share", "by a kernel"])
+def test_shares_are_merged_and_counters_left_as_they_were_found(scores: tuple, splits: int) -> None:
+    """More shares than are taken at a time, of unequal sequences, several runs over one scratch."""
+    cache = fill_cache(BlockLayout(16, 2, 32, "native", torch.float16), [900, 3, 70])
+    q = queries(cache, 34)  # 17 heads of each KV head: more programs than one to a share
+    held = scratch_of(torch.device("cpu"), 0)
+    for window in (0, 30, 0):
+        assert relative_error(run(cache, q, scores, window, splits=splits), expected(cache, q, window)) <= 1e-3
+    assert held.counters.numel() >= 3 * 34 and not held.counters.any()
+    cache.lengths[1] = 0
+    assert not run(cache, q, scores, splits=splits)[1].any()
