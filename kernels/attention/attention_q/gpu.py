@@ -94,6 +94,9 @@ def audit_cases() -> list[AuditCase]:
         _case("decode", 8, "fp16", 32, 32, 80, in_suite=False),
         _case("decode", 4, "fp32", 9, 3, 64),
         _case("decode", 8, "fp32", 32, 8, 128, in_suite=False),
+        _case("merged", 4, "bf16", 32, 8, 128, merge=True),
+        _case("merged", 8, "bf16", 32, 8, 128, merge=True, in_suite=False),
+        _case("merged", 4, "fp32", 9, 3, 64, merge=True),
         _case("decode", 4, "bf16", 32, 8, 128, amd=True),
         _case("decode", 8, "fp16", 32, 32, 80, amd=True, in_suite=False),
     ]

@@ -1,0 +1,47 @@
+"""FlexGen (the package `flexgen` 0.1.8) with its dummy weights, as a peer of decoding from host memory."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+MISSING = "flexgen is not installed (pip install flexgen==0.1.8)"
+
+
+def installed() -> bool:
+    try:
+        import flexgen.flex_opt  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def step_times(shape: Mapping[str, int], batch: int, prompt: int, steps: int, gpu_percent: int) -> list[float]:
+    """Seconds of a prefill of `prompt` tokens and of each decode step after it, of an OPT of this shape in fp16 with
+    `gpu_percent` of each weight on the GPU and the rest in pinned memory, cache and activations on the GPU."""
+    import numpy as np
+    from flexgen.compression import CompressionConfig
+    from flexgen.flex_opt import OptLM, Policy
+    from flexgen.opt_config import OptConfig
+    from flexgen.timer import timers
+    from flexgen.utils import ExecutionEnv
+
+    heads, hidden = shape["num_attention_heads"], shape["hidden_size"]
+    config = OptConfig(name="opt-6.7b", num_hidden_layers=shape["num_hidden_layers"], n_head=heads, hidden_size=hidden,
+                       input_dim=hidden, ffn_embed_dim=shape["ffn_dim"], vocab_size=shape["vocab_size"])
+    packing: Any = CompressionConfig(num_bits=4, group_size=64, group_dim=0, symmetric=False)
+    policy = Policy(batch, 1, gpu_percent, 100 - gpu_percent, 100, 0, 100, 0, overlap=True, sep_layer=True,
+                    pin_weight=True, cpu_cache_compute=False, attn_sparsity=1.0, compress_weight=False,
+                    comp_weight_config=packing, compress_cache=False, comp_cache_config=packing)  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        env = ExecutionEnv.create(folder)
+        try:
+            model = OptLM(config, env, "_DUMMY_", policy)
+            ids = np.random.default_rng(3).integers(3, shape["vocab_size"], (batch, prompt))
+            model.generate(ids, max_new_tokens=1)
+            timers("generate").reset()
+            model.generate(ids, max_new_tokens=steps + 1)
+            return [float(cost) for cost in timers("generate").costs]
+        finally:
+            env.close_copy_threads()
