@@ -5,8 +5,8 @@
 
 Shapes are SmolLM2-135M's and Llama-3-8B's, with random weights in bf16. Writes JSON to $OUT (or benchmarks/results/)
 after every job, and prints a line for each: tokens/s, and the bytes of weights that a step reads beside the rate at
-which a sum reads the GPU's memory. Needs torch with CUDA and transformers. Jobs run in a process apart, so that one that faults or
-hangs is one failed row; what the first job of a shape saves, its others read.
+which a sum reads the GPU's memory. Needs torch with CUDA and transformers. Jobs run in a process apart, so that one
+that faults or hangs is one failed row; what the first job of a shape saves, its others read.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def run(worker: Worker, tiny: bool, keep: Callable[[Row, Row], None]) -> None:
 def main() -> int:
     global GPU
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU where there is no GPU; there nothing is compiled")
+    parser.add_argument("--tiny", action="store_true", help="a small model; without a GPU nothing is compiled")
     parser.add_argument("--answer", metavar="FOLDER", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
