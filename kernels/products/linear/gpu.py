@@ -132,7 +132,7 @@ def linear_matrix_kernel(
 def _plan(m: int, n: int, k: int, impl: str, multiprocessors: int) -> tuple[str, selection.Setting, Grid]:
     name = impl or selection.choose("linear", m, n, k)
     implementation, setting, splits = selection.parse("linear", name, m, n, k, multiprocessors)
-    return implementation, setting, grid_of(implementation, setting, splits, m, n, k)
+    return implementation, setting, grid_of(implementation, setting, splits, m, n, k, selection.AMD)
 
 
 def workspace_nbytes(m: int, n: int, k: int, impl: str = "", multiprocessors: int = selection.SM_COUNT) -> int:
@@ -226,7 +226,7 @@ def case(
     amd: bool = False,
 ) -> AuditCase:  # fmt: skip
     """The audit's case of one setting at one shape, bias, SiLU and residual included."""
-    grid = grid_of(implementation, setting, selection.default_splits("linear", setting, m, n, k), m, n, k)
+    grid = grid_of(implementation, setting, selection.default_splits("linear", setting, m, n, k), m, n, k, amd)
     vector = implementation == "gemv"
     signature = {name: "*bf16" for name in POINTERS} | {"counter_ptr": "*i32", "partial_ptr": "*fp32"}
     minimum = 2 * (n * k + m * k + 2 * m * n + n)

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 KINDS = ("linear", "linear_w4", "linear_w8")  # of weights, as tables name them: of 16 bits, and packed rows
 KIND_OF_BITS = {4: "linear_w4", 8: "linear_w8"}
 IMPLEMENTATIONS = ("gemv", "flat", "large")
@@ -28,6 +30,9 @@ L2_SUMS_NBYTES = 8 << 20  # of an L2 of 40 MiB or more (A100, H100, H200), for s
 # Multiprocessors where the device is not known: an H100's or H200's.
 SM_COUNT = 132
 COUNTERS_ALIGN = 16
+# Rows of x in flat's tile, where M is no more; AMD's matrix instructions take 16 (packed weights make two products of 8).
+NARROW, AMD_NARROW = 8, 16
+AMD = torch.version.hip is not None
 # Zeroed memory that each stream keeps: a launch whose counters fit finds them 0 and leaves them 0.
 HELD_COUNTERS_NBYTES = 16 << 10
 
@@ -120,11 +125,11 @@ def candidates(kind: str, m: int, n: int, k: int, sm_count: int = SM_COUNT) -> l
     return [*names, ATEN] if m > ATEN_ABOVE[kind] else names
 
 
-def tile_rows(implementation: str, setting: Setting, m: int) -> int:
-    """Rows of x in a tile: M for gemv, 8 or 16 for flat, the setting's for large."""
+def tile_rows(implementation: str, setting: Setting, m: int, amd: bool = False) -> int:
+    """Rows of x in a tile: M for gemv, 8 (not for AMD) or 16 for flat, the setting's for large."""
     if implementation == "gemv":
         return m
-    return setting.bm or (8 if m <= 8 else 16)
+    return setting.bm or (NARROW if m <= NARROW and not amd else AMD_NARROW)
 
 
 def default_splits(kind: str, setting: Setting, m: int, n: int, k: int, sm_count: int = SM_COUNT) -> int:
@@ -180,9 +185,9 @@ class Grid:
         return self.counters_nbytes + partials
 
 
-def grid_of(implementation: str, setting: Setting, splits: int, m: int, n: int, k: int) -> Grid:
+def grid_of(implementation: str, setting: Setting, splits: int, m: int, n: int, k: int, amd: bool = False) -> Grid:
     """The grid of a launch; splits without a tile of K are not made."""
-    bm = tile_rows(implementation, setting, m)
+    bm = tile_rows(implementation, setting, m, amd)
     splits = max(1, min(splits, -(-k // setting.bk)))
     return Grid(-(-m // bm), -(-n // setting.bn), splits, bm * setting.bn)
 
@@ -200,7 +205,8 @@ def workspace_nbytes(
 ) -> int:
     """Bytes for split sums and their counters that a launch takes beside its operands; 0 where K is not split."""
     implementation, setting, splits = parse(kind, name, m, n, k, sm_count)
-    return grid_of(implementation, for_group(setting, group_size), splits, m, n, k).workspace_nbytes
+    amd = AMD and kind == "linear"
+    return grid_of(implementation, for_group(setting, group_size), splits, m, n, k, amd).workspace_nbytes
 
 
 def fit(times_s: Mapping[tuple[str, int, int, int], Mapping[str, float]]) -> tuple[Entry, ...]:

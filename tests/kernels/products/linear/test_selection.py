@@ -136,3 +136,11 @@ def test_bad_arguments_are_named() -> None:
         selection.choose("conv", 1, 1, 1)
     with pytest.raises(ValueError, match="must be positive"):
         selection.choose("linear", 0, 1, 1)
+
+
+def test_a_tile_of_few_rows_is_as_wide_as_the_matrix_instruction() -> None:
+    setting = selection.SETTINGS["linear", "flat"][0]
+    rows = {amd: [selection.tile_rows("flat", setting, m, amd) for m in (1, 8, 9, 16)] for amd in (False, True)}
+    assert rows == {False: [8, 8, 16, 16], True: [16] * 4}
+    assert selection.grid_of("flat", setting, 4, 3, 4096, 4096, True).workspace_nbytes == \
+        2 * selection.grid_of("flat", setting, 4, 3, 4096, 4096).workspace_nbytes - 16 * 16
