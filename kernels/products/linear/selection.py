@@ -30,7 +30,7 @@ L2_SUMS_NBYTES = 8 << 20  # of an L2 of 40 MiB or more (A100, H100, H200), for s
 # Multiprocessors where the device is not known: an H100's or H200's.
 SM_COUNT = 132
 COUNTERS_ALIGN = 16
-# Rows of x in flat's tile, where M is no more; AMD's matrix instructions take 16 (packed weights make two products of 8).
+# Rows of x in flat's tile, where M is no more; AMD's matrix instructions take 16 (packed weights: twice 8).
 NARROW, AMD_NARROW = 8, 16
 AMD = torch.version.hip is not None
 # Zeroed memory that each stream keeps: a launch whose counters fit finds them 0 and leaves them 0.
