@@ -6,13 +6,14 @@ for a product. Bound tensors never change, so what the first call found holds fo
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+
+from forebay.kernels.gpu_support.scratch import Scratch, scratch_of
 
 ALIGN = 16  # a kernel is compiled for addresses that are multiples of it, or for any
 
@@ -69,38 +70,6 @@ def _direct(compiled: Any, launch: KernelCall) -> tuple[Any, ...]:
     values = [value.data_ptr() if isinstance(value, Tensor) else value for value in filled.arguments.values()]
     arguments = (compiled.function, compiled.packed_metadata, None, None, None, *values)
     return compiled.run, driver.get_current_stream, driver.get_current_device(), arguments
-
-
-class Scratch:
-    """Temporaries of the launches of one stream, which are through with them one after the other: `values` for any use,
-    and `counters`, which are 0 between launches. `version` changes when either is made anew; each call drops the old
-    one as it next runs."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.version = device, 0
-        self.values = torch.empty(0, dtype=torch.uint8, device=device)
-        self.counters = torch.empty(0, dtype=torch.int32, device=device)
-
-    def hold(self, values_nbytes: int, counters: int) -> None:
-        """Have room for so many bytes and counters."""
-        if self.values.numel() < values_nbytes:
-            self.version += 1
-            self.values = torch.empty(values_nbytes, dtype=torch.uint8, device=self.device)
-        if self.counters.numel() < counters:
-            self.version += 1
-            self.counters = torch.zeros(counters, dtype=torch.int32, device=self.device)
-
-
-# By device and stream; a scratch lives as long as a bound call that was made on its stream.
-_scratches: weakref.WeakValueDictionary[tuple[torch.device, int], Scratch] = weakref.WeakValueDictionary()
-
-
-def scratch_of(device: torch.device, stream: int) -> Scratch:
-    """The scratch of a stream, by the number that the driver gives it."""
-    found = _scratches.get((device, stream))
-    if found is None:
-        found = _scratches[device, stream] = Scratch(device)
-    return found
 
 
 def bound_with_scratch(

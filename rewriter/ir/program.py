@@ -92,6 +92,9 @@ class Rows:
         return tuple(ref for ref in (self.index, self.count) if ref is not None)
 
 
+SCRATCH = "scratch"  # what launches share of temporaries, in `held` of a Launch; devices take it ahead
+
+
 @record
 class Launch:
     """Run `op` on `stream`. `args` are TensorRefs and constants; everything it touches stands in reads and writes."""
@@ -201,19 +204,28 @@ class Program:
         """Most memory that launches take outside the arenas at a time, those of the prologue among them."""
         return workspace_nbytes(self.launches())
 
+    def held_nbytes(self) -> dict[str, int]:
+        """Bytes outside the arenas that its launches keep, by name."""
+        return held_nbytes(self.launches())
+
     def launches(self) -> Iterator[Launch]:
         """The launches of prologue and step."""
         return (item for item in self.items() if isinstance(item, Launch))
 
 
-def workspace_nbytes(launches: Iterable[Launch]) -> int:
-    """Bytes that launches take outside the arenas: the largest transient memory, and all that is kept."""
-    transient, held = 0, dict[str, int]()
+def held_nbytes(launches: Iterable[Launch]) -> dict[str, int]:
+    """Bytes outside the arenas that launches keep, by name: as many as the largest of them."""
+    held = dict[str, int]()
     for launch in launches:
-        transient = max(transient, launch.workspace_nbytes)
         for name, nbytes in launch.held:
             held[name] = max(held.get(name, 0), nbytes)
-    return transient + sum(held.values())
+    return held
+
+
+def workspace_nbytes(launches: Iterable[Launch]) -> int:
+    """Bytes that launches take outside the arenas: the largest transient memory, and all that is kept."""
+    known = tuple(launches)
+    return max((launch.workspace_nbytes for launch in known), default=0) + sum(held_nbytes(known).values())
 
 
 def place_of(end: FileSlice | Rows | Span) -> FileSlice | Span:

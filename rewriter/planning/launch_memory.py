@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from forebay.kernels import operators
 from forebay.kernels.products.linear import choices, selection
-from forebay.rewriter.ir.program import Launch
+from forebay.rewriter.ir.program import SCRATCH, Launch
 
 # How torch's allocator takes memory from a GPU (CUDACachingAllocator.cpp, torch 2.13): blocks of at most SMALL lie in
 # segments of SMALL_SEGMENT, below LARGE of LARGE_SEGMENT, and others are rounded up to a multiple of ROUND.
@@ -33,7 +33,8 @@ def with_memory(launch: Launch, device: str) -> Launch:
         return replace(launch, workspace_nbytes=launch.workspace_nbytes + own) if own else launch
     back = 0 if operator is None else operator.passing(launch)
     passing = reserved_nbytes(launch.workspace_nbytes + back)
-    held = {"rounding of the arena": ROUND, "graphs": passing, "scratch": reserved_nbytes(own - back)}
+    held = {"rounding of the arena": ROUND, "graphs": passing, SCRATCH: own - back}
+    held["rounding of the scratch"] = reserved_nbytes(own - back) - (own - back)
     if launch.flops and (operator is None or launch.impl == selection.ATEN):
         held["cuBLAS"] = reserved_nbytes(choices.cublas_nbytes())
     return replace(launch, workspace_nbytes=passing, held=tuple((name, n) for name, n in held.items() if n))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from forebay.kernels.gpu_support.scratch import Scratch, scratch_of
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.program import (
     COMPUTE,
@@ -18,6 +19,7 @@ from forebay.rewriter.ir.program import (
     DOWNLOAD,
     LOAD,
     LOOKUP,
+    SCRATCH,
     UNORDERED,
     UPLOAD,
     WRITE,
@@ -71,6 +73,7 @@ class CudaDevice:
         self.poison, self.sync, self.trace, self.graphs = poison, sync, trace, graphs
         self.graph_pool: object = None  # memory of the graphs' temporaries
         self.device_memory: torch.Tensor | None = None
+        self.scratch: Scratch | None = None
         self.host: Arena | None = None
         self.landing: Arena | None = None
         self.compute = torch.cuda.Stream()
@@ -98,6 +101,13 @@ class CudaDevice:
 
     def open_files(self, files: Mapping[str, int]) -> None:
         self._spill.open(files)
+
+    def hold(self, held: Mapping[str, int]) -> None:
+        """Take the scratch at once: grown launch by launch, what it was before would stay reserved."""
+        if held.get(SCRATCH) and self.device_memory is not None:
+            with torch.cuda.stream(self.compute):
+                self.scratch = scratch_of(self.device_memory.device, self.compute.cuda_stream)
+                self.scratch.hold(held[SCRATCH], 0)
 
     @property
     def _spill(self) -> SpillSpace:
@@ -333,7 +343,7 @@ class CudaDevice:
         for arena in (self.host, self.landing):
             if arena is not None:
                 torch.cuda.cudart().cudaHostUnregister(arena.address)
-        self.host = self.landing = self.device_memory = None
+        self.host = self.landing = self.device_memory = self.scratch = None
 
 
 def _touch(address: int, nbytes: int) -> None:

@@ -20,17 +20,20 @@ class RuntimeFault(RuntimeError):
 class Device(Protocol):
     """One arena of memory per tier, and streams ordered by events with the semantics of CUDA streams.
 
-    `bind` turns an item into a call without arguments (None: nothing to do). The executor makes the calls in list
-    order from one thread, within `issuing`; a call may return before its work is done. What the caller did before is
-    done when the work issued within begins, and that work is done when what the caller does afterwards begins.
-    `open_files` takes the spill files of a program (nbytes by name) before any of its items is bound, unless they are
-    there already. `joined` gives launches with nothing between them as the device issues them best: fewer calls, in
-    the same order. `finish` returns when all work is done, and raises what any of it raised.
+    `bind` turns an item into a call without arguments (None: nothing to do). The executor makes the calls in list order
+    from one thread, within `issuing`; a call may return before its work is done. What the caller did before is done
+    when the work issued within begins, and that work is done when what the caller does afterwards begins. `open_files`
+    takes the spill files of a program (nbytes by name) before any of its items is bound, unless they are there already,
+    and `hold` what its launches keep outside the arenas (nbytes by name). `joined` gives launches with nothing between
+    them as the device issues them best: fewer calls, in the same order. `finish` returns when all work is done, and
+    raises what any of it raised.
     """
 
     def allocate(self, arenas: Mapping[str, int]) -> None: ...
 
     def open_files(self, files: Mapping[str, int]) -> None: ...
+
+    def hold(self, held: Mapping[str, int]) -> None: ...
 
     def tensor(self, ref: TensorRef) -> torch.Tensor: ...
 

@@ -66,6 +66,9 @@ class ThreadDevice:
     def allocate(self, arenas: Mapping[str, int]) -> None:
         self.arenas = {name: Arena(nbytes) for name, nbytes in arenas.items()}
 
+    def hold(self, held: Mapping[str, int]) -> None:
+        """Nothing: on a CPU no launch keeps any."""
+
     def open_files(self, files: Mapping[str, int]) -> None:
         self._spill.open(files)
 

@@ -49,6 +49,9 @@ class VirtualDevice:
     def allocate(self, arenas: Mapping[str, int]) -> None:
         """Nothing to allocate."""
 
+    def hold(self, held: Mapping[str, int]) -> None:
+        """Nothing: on a CPU no launch keeps any."""
+
     def open_files(self, files: Mapping[str, int]) -> None:
         """Nothing to open."""
 

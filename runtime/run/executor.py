@@ -22,6 +22,8 @@ class BoundProgram:
         self.program, self.device, self.trace = program, device, trace
         if program.files:
             device.open_files(program.files)
+        if held := program.held_nbytes():
+            device.hold(held)
         self.inputs = {name: device.tensor(ref) for name, ref in program.inputs.items()}
         self.outputs = {name: device.tensor(ref) for name, ref in program.outputs.items()}
         self.stores = any(isinstance(i, Copy) and i.stream in (DOWNLOAD, WRITE) for i in program.step)

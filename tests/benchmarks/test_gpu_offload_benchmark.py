@@ -34,7 +34,7 @@ for job in few:
     assert row["context_nbytes"] == 2 << 30 and row["budget_nbytes"] > 0, row
     assert job not in formats or row["streamed_nbytes"] > row["weights_nbytes"] / 4, row
 torch.cuda.max_memory_reserved = lambda: 1 << 40
-for job in few[:2] + few[-1:]:
+for job in few[-1:]:
     assert "the budget is" in bench.PARTS[job["part"]](Path(sys.argv[1]), machine, job)["failed"]
 if not bench.flexgen.installed():
     assert "pip install" in bench.line({"part": "flexgen"}, bench.PARTS["flexgen"](Path(), machine, {"batch": 1}))

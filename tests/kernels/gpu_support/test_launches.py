@@ -12,7 +12,8 @@ import pytest
 import torch
 import triton
 
-from forebay.kernels.gpu_support.launches import bound, bound_with_scratch, kernel_call, scratch_of
+from forebay.kernels.gpu_support.launches import bound, bound_with_scratch, kernel_call
+from forebay.kernels.gpu_support.scratch import scratch_of
 
 CPU = torch.device("cpu")
 

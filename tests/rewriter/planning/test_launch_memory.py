@@ -10,7 +10,7 @@ from tiny import aten, tiny
 
 from forebay.kernels.products.linear import choices
 from forebay.rewriter.ir.plan import Budget, Workload
-from forebay.rewriter.ir.program import COMPUTE, Launch, TensorRef, workspace_nbytes
+from forebay.rewriter.ir.program import COMPUTE, SCRATCH, Launch, TensorRef, workspace_nbytes
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.planning.launch_memory import least_gpu_nbytes, reserved_nbytes, with_memory
@@ -41,12 +41,13 @@ def test_segments_are_those_of_torchs_allocator() -> None:
 def test_kernels_share_a_scratch_and_torchs_products_cublas_workspace() -> None:
     split, few = (with_memory(product("flat_64x128_s4", m), "cuda") for m in (16, 4))
     own = choices.workspace_nbytes("flat_64x128_s4", choices.Product("float16", 16, 4096, 4096))
-    assert own > MIB and dict(split.held)["scratch"] == 20 * MIB and split.workspace_nbytes == 0
+    assert own > MIB and dict(split.held)[SCRATCH] == own and split.workspace_nbytes == 0
+    assert own + dict(split.held)["rounding of the scratch"] == 20 * MIB
     by_torch = with_memory(product("aten", 512), "cuda")
     apart = 2 * 2 * 512 * 4096  # the result, and again with what follows it
     assert by_torch.workspace_nbytes == dict(by_torch.held)["graphs"] == reserved_nbytes(apart)
     assert dict(by_torch.held)["cuBLAS"] == reserved_nbytes(choices.cublas_nbytes())
-    assert "scratch" not in dict(by_torch.held)
+    assert SCRATCH not in dict(by_torch.held)
     other = with_memory(torchs(3 * MIB, flops=1), "cuda")  # no product of ours
     assert dict(other.held)["cuBLAS"] == dict(by_torch.held)["cuBLAS"]
     assert "cuBLAS" not in dict(with_memory(torchs(3 * MIB), "cuda").held)

@@ -10,8 +10,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from forebay.rewriter.ir.program import COMPUTE, DISK, UPLOAD, Copy, FileSlice, Record, Span, Wait
+from forebay.kernels.gpu_support.scratch import scratch_of
+from forebay.rewriter.ir.program import (
+    COMPUTE,
+    DISK,
+    SCRATCH,
+    UPLOAD,
+    Copy,
+    FileSlice,
+    Launch,
+    Program,
+    Record,
+    Span,
+    Wait,
+)
 from forebay.runtime.devices.cuda import CudaDevice
+from forebay.runtime.run.executor import BoundProgram
 
 
 class Stream:
@@ -121,3 +135,21 @@ def test_a_read_that_cannot_be_issued_is_told(log: list[str]) -> None:
         device.finish()
     device.host = None
     device.close()
+
+
+def test_scratch_is_taken_at_once_on_the_compute_stream_and_given_back(log: list[str]) -> None:
+    device = CudaDevice(Reader())  # type: ignore[arg-type]
+    device.device_memory = torch.zeros(64, dtype=torch.uint8)
+    device.compute.cuda_stream = 77  # type: ignore[misc]
+    launch = Launch("compute", "copy", (), {}, (), (), (), "y", held=((SCRATCH, 5000), ("cuBLAS", 7)))
+    less = Launch("compute", "copy", (), {}, (), (), (), "z", held=((SCRATCH, 300),))
+    program = Program("step", (), (), {}, {})
+    assert BoundProgram(program, device) is not None and device.scratch is None
+    device.hold(Program("step", (less, launch), (), {}, {}).held_nbytes())
+    taken = scratch_of(torch.device("cpu"), 77)
+    assert taken is device.scratch and taken.values.numel() == 5000
+    device.hold(Program("step", (less,), (), {}, {}).held_nbytes())
+    assert taken.values.numel() == 5000
+    device.close()
+    del taken
+    assert scratch_of(torch.device("cpu"), 77).values.numel() == 0

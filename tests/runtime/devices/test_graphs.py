@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -177,3 +178,12 @@ def test_a_trace_times_each_launch() -> None:
         traced.run()
     assert not Graph.made
     assert [label for lane, label, *_ in trace.spans] == [f"add{i}" for i in range(2, 2 + LEAST)] * 3
+
+
+def test_what_launches_keep_is_taken_before_they_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, int]] = []
+    monkeypatch.setattr(CudaDevice, "hold", lambda self, held: seen.append(held))
+    bind(replace(add(0, 1, 2), held=(("scratch", 5),)), replace(add(0, 1, 3), held=(("scratch", 9), ("graphs", 1))))
+    assert seen == [{"scratch": 9, "graphs": 1}]
+    bind(add(0, 1, 2))
+    assert len(seen) == 1

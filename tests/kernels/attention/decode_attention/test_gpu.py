@@ -19,7 +19,7 @@ from forebay.kernels.attention.decode_attention import decode_shares, gpu
 from forebay.kernels.attention.decode_attention import reference as decode_attention
 from forebay.kernels.formats import paged
 from forebay.kernels.formats.paged import BlockLayout
-from forebay.kernels.gpu_support.launches import scratch_of
+from forebay.kernels.gpu_support.scratch import scratch_of
 
 RANGE = {torch.float16: (0.0, -9.0, 11.0), torch.bfloat16: (0.0, -60.0, 60.0)}
 SAFE = (0.0, 0.0, 0.0)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from forebay.kernels.formats import packing
 from forebay.kernels.formats.packing import Packing
-from forebay.kernels.gpu_support.launches import scratch_of
+from forebay.kernels.gpu_support.scratch import scratch_of
 from forebay.kernels.products.linear import choices
 from forebay.kernels.products.linear.reference import PLAIN, After
 from forebay.kernels.products.linear.selection import KIND_OF_BITS
