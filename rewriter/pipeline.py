@@ -12,8 +12,6 @@ import torch
 from torch import fx
 
 from forebay.kernels import operators
-from forebay.kernels.formats.packing import Packing
-from forebay.kernels.formats.table import packed_format
 from forebay.kernels.operator import Product
 from forebay.passes.fuse.fuse_layer_norm import fuse_layer_norm
 from forebay.passes.fuse.fuse_residual import fuse_residual
@@ -41,7 +39,7 @@ from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import META, Gemm, Layout, values_of
 from forebay.rewriter.ir.plan import MOVING, Budget, GemmChoice, Plan, PlanError, Prediction, Workload, validate
-from forebay.rewriter.ir.program import COMPUTE, Launch, Program, TensorRef, workspace_nbytes
+from forebay.rewriter.ir.program import Launch, Program, TensorRef, workspace_nbytes
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.check_plan import check_plan, check_prediction, check_products
 from forebay.rewriter.planning.graph_needs import (
@@ -51,7 +49,7 @@ from forebay.rewriter.planning.graph_needs import (
     weight_products,
     weight_uses,
 )
-from forebay.rewriter.planning.launch_memory import with_memory
+from forebay.rewriter.planning.launch_memory import product_launch, with_memory
 from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed
 from forebay.rewriter.planning.planner import make_plan, smallest_budget
 from forebay.rewriter.planning.product_shapes import ProductUse, planned_shapes, product_uses, weights_of_layers
@@ -304,25 +302,13 @@ class Pipeline:
         assert choice is not None
         if self._device == "cpu":
             measured, known = set(self.machine.gemm_impls(product.weight)), set(choice.candidates(product.weight))
-            within = {n for n in known if most is None or self._lone(product, n).workspace_nbytes <= most} or known
+            within = known if most is None else {
+                n for n in known if product_launch(product, n, "cpu").workspace_nbytes <= most} or known
             if known and measured >= known:  # a profile made where there was a compiler names kernels that need one
                 return self.machine.best_gemm(*product, within)
             own = choice.default["cpu"](product, self.machine.device_kind)
             return own if own in within or own not in known else min(within)
         return choice.default[self._device](product, self.machine.device_kind)
-
-    def _lone(self, product: Product, impl: str) -> Launch:
-        """x [M, K] W^T with its workspace; of packed weights on a CPU none, which leaves the choice free."""
-        weight, m, n, k = product
-        operator, dtype, how = operators.LINEAR, weight, dict[str, Any](form="nk", accumulate=False)
-        sizes = [(m, k), (n, k), (m, n)]
-        stored = packed_format(weight)
-        if stored is not None:
-            packing = Packing(stored.bits, k, stored.group_size)
-            operator, dtype, how, sizes[1] = operators.LINEAR_Q, "float16", packing._asdict(), (n, packing.row_nbytes)
-        x, w, out = (TensorRef("device", 0, dtype, size, (size[1], 1), "") for size in sizes)
-        launch = Launch(COMPUTE, operator.name, (x, w, None), how, (out,), (), (), "", impl=impl)
-        return launch if operator is operators.LINEAR_Q and self._device == "cpu" else self._workspace(launch)
 
     def _launches(self, flat: fx.GraphModule, uses: Iterable[ProductUse]) -> list[Launch]:
         """The launches of a flat graph, and those that are products of ours once their weights come in tiles."""
@@ -332,7 +318,8 @@ class Pipeline:
             if shape is not None:
                 node.meta[META] = Gemm(self._best_gemm(shape))
         nodes = [n for n in flat.graph.nodes if n.op == "call_function" and n.meta.get("alias_of") is None]
-        tiled = (self._lone(Product(*u.tiled), self._best_gemm(u.tiled)) for u in uses if u.shape is None)
+        tiled = (product_launch(Product(*u.tiled), self._best_gemm(u.tiled), self._device)
+                 for u in uses if u.shape is None)
         return [*tiled, *(launch for n in nodes for launch in launches.of(n))]
 
     # -- from a plan to Programs

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from forebay.kernels import operators
+from forebay.kernels.formats.packing import Packing
+from forebay.kernels.formats.table import packed_format
+from forebay.kernels.operator import Product
 from forebay.kernels.products.linear import choices, selection
-from forebay.rewriter.ir.program import SCRATCH, Launch
+from forebay.rewriter.ir.program import COMPUTE, SCRATCH, Launch, TensorRef
 
 # How torch's allocator takes memory from a GPU (CUDACachingAllocator.cpp, torch 2.13): blocks of at most SMALL lie in
 # segments of SMALL_SEGMENT, below LARGE of LARGE_SEGMENT, and others are rounded up to a multiple of ROUND.
@@ -38,6 +42,19 @@ def with_memory(launch: Launch, device: str) -> Launch:
     if launch.flops and (operator is None or launch.impl == selection.ATEN):
         held["cuBLAS"] = reserved_nbytes(choices.cublas_nbytes())
     return replace(launch, workspace_nbytes=passing, held=tuple((name, n) for name, n in held.items() if n))
+
+
+def product_launch(product: Product, impl: str, device: str) -> Launch:
+    """x [M, K] W^T with what it takes on a device; of packed weights on a CPU nothing, which leaves the choice free."""
+    weight, m, n, k = product
+    operator, dtype, how = operators.LINEAR, weight, dict[str, Any](form="nk", accumulate=False)
+    sizes, stored = [(m, k), (n, k), (m, n)], packed_format(weight)
+    if stored is not None:
+        packing = Packing(stored.bits, k, stored.group_size)
+        operator, dtype, how, sizes[1] = operators.LINEAR_Q, "float16", packing._asdict(), (n, packing.row_nbytes)
+    x, w, out = (TensorRef("device", 0, dtype, size, (size[1], 1), "") for size in sizes)
+    launch = Launch(COMPUTE, operator.name, (x, w, None), how, (out,), (), (), "", impl=impl, flops=2 * m * n * k)
+    return launch if stored is not None and device == "cpu" else with_memory(launch, device)
 
 
 def least_gpu_nbytes() -> int:

@@ -13,7 +13,7 @@ from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import COMPUTE, SCRATCH, Launch, TensorRef, workspace_nbytes
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.planning.launch_memory import least_gpu_nbytes, reserved_nbytes, with_memory
+from forebay.rewriter.planning.launch_memory import least_gpu_nbytes, product_launch, reserved_nbytes, with_memory
 from forebay.rewriter.switches import Switches
 
 MIB = 1 << 20
@@ -76,3 +76,12 @@ def test_plans_for_a_gpu_count_torchs_products_that_are_none_of_ours(tmp_path: P
         assert found[kind] == program.workspace_nbytes()
     assert found["cpu"] == 0
     assert found["NVIDIA H200"] == reserved_nbytes(choices.cublas_nbytes()) + 2 * MIB <= least_gpu_nbytes()
+
+
+def test_a_product_alone_counts_what_its_launch_would() -> None:
+    plain = product_launch(choices.Product("float16", 512, 4096, 4096), "aten", "cuda")
+    assert (plain.workspace_nbytes, plain.held) == (with_memory(product("aten", 512), "cuda").workspace_nbytes,
+                                                   with_memory(product("aten", 512), "cuda").held)
+    packed = dict(product_launch(choices.Product("w4g64", 512, 4096, 4096), "aten", "cuda").held)
+    assert packed[SCRATCH] == 2 * 4096 * 4096 and packed["cuBLAS"] == dict(plain.held)["cuBLAS"]
+    assert product_launch(choices.Product("w4g64", 512, 4096, 4096), "int16", "cpu").workspace_nbytes == 0

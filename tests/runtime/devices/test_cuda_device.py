@@ -138,7 +138,7 @@ def test_a_read_that_cannot_be_issued_is_told(log: list[str]) -> None:
 
 
 def test_scratch_is_taken_at_once_on_the_compute_stream_and_given_back(log: list[str]) -> None:
-    device = CudaDevice(Reader())  # type: ignore[arg-type]
+    device = CudaDevice(Reader(), graphs=False)  # type: ignore[arg-type]
     device.device_memory = torch.zeros(64, dtype=torch.uint8)
     device.compute.cuda_stream = 77  # type: ignore[misc]
     launch = Launch("compute", "copy", (), {}, (), (), (), "y", held=((SCRATCH, 5000), ("cuBLAS", 7)))
