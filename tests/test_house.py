@@ -146,3 +146,26 @@ def test_pages_are_wrapped() -> None:
             for i, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
             if len(line) > WIDTH and (str(page.relative_to(ROOT)) in NARROW or not line.startswith("|"))]
     assert len(pages) > 8 and not wide
+
+
+# Who reads the environment: the cache folder, the compiler, the switches, how threads wait; the command line sets it.
+READ_ENVIRONMENT = {"forebay.kernels.build.cache_folder", "forebay.kernels.build.compile", "forebay.rewriter.switches",
+                    "forebay.runtime.devices.open_device", "forebay.commands.cli"}
+
+
+def test_what_exists_once_exists_once() -> None:
+    """The cache folder, the page, the alignment of buffers, and who reads the environment."""
+    reads, homes, pages = set(), [], []
+    for name, path in SOURCES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"):
+                reads.add(name)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("~/"):
+                homes.append(name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                pages += [(name, target.id) for target in targets if isinstance(target, ast.Name)
+                          and re.fullmatch(r"_?(PAGE|PAGE_\w+|ALIGNMENT)", target.id)]
+    assert reads == READ_ENVIRONMENT and homes == ["forebay.kernels.build.cache_folder"]
+    assert sorted(pages) == [("forebay.rewriter.ir.alignment", "ALIGNMENT"),
+                             ("forebay.rewriter.ir.alignment", "PAGE_NBYTES")], pages
