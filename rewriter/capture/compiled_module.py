@@ -212,6 +212,8 @@ def _refuse_nodes(gm: fx.GraphModule) -> None:
         if node.target is torch._C._set_grad_enabled:  # nothing here records gradients
             gm.graph.erase_node(node)
             continue
+        if not all(isinstance(v, torch.Tensor) for v in values_of(node)):  # of histogramdd, the edges
+            raise OffloadError(f"{node.target} gives a list of tensors among its results")
         if any(v.dtype.is_complex or v.layout != torch.strided for v in values_of(node)):
             raise OffloadError(f"{node.target} makes a complex or sparse tensor")
         if node.op == "get_attr" or node.target is operator.getitem:

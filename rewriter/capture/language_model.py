@@ -39,6 +39,9 @@ def capture_model(
     title = f"{cls.__name__} (model type {config.model_type!r}) cannot be captured"
     if cls._is_stateful or config.get_text_config(decoder=True).__dict__.get("layers_block_type"):
         raise CaptureError(f"{title}: its layers keep a recurrent state, where a KV cache is all that is implemented")
+    if config.get_text_config(decoder=True).__dict__.get("altup_num_inputs"):
+        raise CaptureError(f"{title}: its layers pass on several predictions of the hidden state (AltUp), where one is "
+                           "all that is implemented")
     if not cls._supports_attention_backend:
         raise CaptureError(
             f"{title}: its attention does not go through transformers' attention interface, "

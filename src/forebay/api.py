@@ -19,6 +19,7 @@ import torch
 
 from forebay.huggingface.emptied import empty_module
 from forebay.huggingface.inputs import read_prompts
+from forebay.huggingface.module_habits import ModuleHabits
 from forebay.open_model import capture_folder, open_model
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
@@ -117,7 +118,7 @@ def wrap(
     return lm
 
 
-class LanguageModel:
+class LanguageModel(ModuleHabits):
     """A captured model, its plan, and the session that runs it. Close it (or use `with`) to give memory back."""
 
     def __init__(
@@ -201,10 +202,6 @@ class LanguageModel:
 
     def can_generate(self) -> bool:
         return True
-
-    def eval(self) -> LanguageModel:
-        """The model itself: it only ever predicts."""
-        return self
 
     @property
     def dtype(self) -> torch.dtype:

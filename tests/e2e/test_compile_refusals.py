@@ -234,3 +234,11 @@ def test_making_a_plan_draws_none_of_the_run_s_numbers(tmp_path) -> None:
         torch.manual_seed(1)
         results.append((call(x), torch.rand(4)))
     assert all(torch.allclose(found, results[0][0]) and torch.equal(after, results[0][1]) for found, after in results)
+
+
+def test_an_operator_that_gives_a_list_is_refused_in_words(tmp_path) -> None:
+    """The edges of histogramdd: this was `'list' object has no attribute 'dtype'`."""
+    module, x = After(lambda y: torch.histogramdd(y[:, :2], [3, 3]).hist), torch.randn(9, 40)
+    run = torch.compile(module, backend="forebay", options=options(tmp_path))
+    with pytest.warns(RuntimeWarning, match=f"{SAID}.*a list of tensors"):
+        assert torch.equal(run(x), module(x))

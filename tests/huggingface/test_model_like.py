@@ -176,3 +176,25 @@ def test_an_emptied_module_says_so_and_its_wrapping_scores_too(llama_checkpoint:
             expected = llama_checkpoint.model(llama_checkpoint.ids).logits
         torch.testing.assert_close(lm(llama_checkpoint.ids).logits, expected, **TOLERANCE)
         assert len(lm.token_scores(list(llama_checkpoint.ids))) == 3
+
+
+def test_what_scripts_call_before_they_generate(streamed: LanguageModel) -> None:
+    """The model itself where that changes nothing; else one line that says what to do."""
+    for same in (streamed.eval(), streamed.train(False), streamed.cpu(), streamed.float(), streamed.to("cpu"),
+                 streamed.to(torch.float32), streamed.to(torch.device("cpu"), torch.float32), streamed.to(dtype=None)):
+        assert same is streamed
+    assert streamed.training is False
+    for call in (streamed.half, streamed.bfloat16, lambda: streamed.to("cpu", torch.float16)):
+        with pytest.raises(ValueError, match=r"computes in torch\.float32, as its checkpoint is stored"):
+            call()
+    for call in (streamed.cuda, lambda: streamed.to("cuda:0"), lambda: streamed.to(device="cuda")):
+        with pytest.raises(ValueError, match="lies where its plan puts it"):
+            call()
+    with pytest.raises(ValueError, match="only predicts"):
+        streamed.train()
+
+
+def test_text_in_the_place_of_tokens_is_refused_in_words(streamed: LanguageModel) -> None:
+    for text in ("once upon a time", ["once", "twice"]):
+        with pytest.raises(ValueError, match="is text; give what the tokenizer makes of it"):
+            streamed.generate(text, max_new_tokens=2)

@@ -47,6 +47,8 @@ def read_prompts(ids: Any, attention_mask: Any, vocab_size: int) -> Prompts:
         elif len({len(row) for row in ids}) > 1:
             raise ValueError("input_ids has rows of unequal length; pad them as attention_mask is padded, or leave the "
                              "mask out")
+    if isinstance(ids, str) or (isinstance(ids, list | tuple) and any(isinstance(part, str) for part in ids)):
+        raise ValueError("input_ids is text; give what the tokenizer makes of it: tokenizer(text, return_tensors='pt')")
     found = None if ids is None else torch.as_tensor(ids)
     if found is not None and found.dim() == 1 and not isinstance(ids, torch.Tensor):
         found = found[None]
