@@ -21,7 +21,7 @@ demo: $(STAMP)
 
 test: lint types check
 
-# As `make test`, with every random comparison at its full length (some ten minutes more).
+# As `make test`, with every random comparison and every fault (some two hours more, most of them for the faults).
 test-all: lint types check-all test-opinfo
 
 lint: $(DEV_STAMP)
