@@ -177,7 +177,7 @@ def test_any_call_may_fail(scenario: str, zygote: Zygote, tmp_path: Path) -> Non
 
 def test_signals_interrupt_nothing(zygote: Zygote, tmp_path: Path) -> None:
     """A timer interrupts system calls every 2 ms, none of which is restarted by the kernel."""
-    for scenario in ("run", "spill") if not ALL else SAMPLE:
+    for scenario in ("job", "spill") if not ALL else SAMPLE:
         calm = zygote.ask(scenario, tmp_path / scenario / "calm", inject=False)
         stormy = zygote.ask(scenario, tmp_path / scenario / "stormy", inject=False, storm=True)
         assert calm["code"] == stormy["code"] == 0, stormy["stderr"]
