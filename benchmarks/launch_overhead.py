@@ -69,10 +69,12 @@ def cases() -> Iterator[tuple[str, Callable[[], Callable[[], None]]]]:
     from forebay.kernels.cache.kv_append.gpu import bind_kv_append
     from forebay.kernels.cache.kv_append_q.gpu import bind_kv_append_q
     from forebay.kernels.formats.row_sizes import CACHE_ALIGN, row_nbytes
+    from forebay.kernels.norms.layer_norm.gpu import bind_layer_norm
     from forebay.kernels.norms.rms_norm.gpu import bind_rms_norm
     from forebay.kernels.positions.rotary.gpu import bind_rotary
     from forebay.kernels.products.linear.gpu import bind_linear
     from forebay.kernels.products.swiglu.gpu import bind_swiglu
+    from forebay.kernels.quantization.dequantize_rows.gpu import bind_dequantize_rows
 
     def half(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.float16)
@@ -85,6 +87,10 @@ def cases() -> Iterator[tuple[str, Callable[[], Callable[[], None]]]]:
     down, gate, key = half(4096, 14336), half(14336, 4096), half(1024, 4096)
     out = half(2, 32, 128)
     yield "rms_norm", lambda: bind_rms_norm(hidden, half(4096), 1e-5, half(2, 1, 4096))
+    yield "layer_norm", lambda: bind_layer_norm(hidden, half(4096), half(4096), 1e-5, half(2, 1, 4096))
+    packed = torch.zeros(100, row_nbytes(4096, 4, 64), dtype=torch.uint8)
+    yield "dequantize_rows", lambda: bind_dequantize_rows(
+        packed, 4096, 4, 64, torch.float16, torch.float16, False, out=half(100, 4096))
     yield "rotary", lambda: bind_rotary(q, half(2, 1, 128), half(2, 1, 128), half(2, 32, 1, 128))
     yield "kv_append", lambda: bind_kv_append(cache, half(2, 8, 64, 128), kv, half(2, 8, 1, 128), start)
     yield "kv_append_q", lambda: bind_kv_append_q(rows, rows.clone(), kv, half(2, 8, 1, 128), start, 4, 64)
