@@ -91,13 +91,13 @@ def part_nbytes(group_heads: int, dim: int) -> int:
 def split_count(
     rows: int, capacity: int, positions: int, part_nbytes: int, position_nbytes: int, processors: int
 ) -> int:
-    """Shares per sequence: programs enough for the chip, and partial results of at most 1 / 24 of the cache's bytes, or
-    shares of a tile of positions as long as the programs are no more than the multiprocessors.
+    """Shares per sequence: programs enough for the chip, and partial results of at most 1 / 24 of the cache's bytes and
+    shares of four tiles or more; 1 / 20, and a tile, as long as the programs are no more than the multiprocessors.
 
     A share writes and reads part_nbytes; a position takes position_nbytes in the cache of one head.
     """
     shortest = max(4 * positions, 24 * 2 * part_nbytes // position_nbytes)
-    each_once = min(processors // max(1, rows), capacity // positions)
+    each_once = min(processors // max(1, rows), capacity // max(positions, 20 * 2 * part_nbytes // position_nbytes))
     return max(1, min(-(-PROGRAMS_PER_PROCESSOR * processors // max(1, rows)), max(capacity // shortest, each_once)))
 
 

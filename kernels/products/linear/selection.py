@@ -135,12 +135,13 @@ def tile_rows(implementation: str, setting: Setting, m: int, amd: bool = False) 
 def default_splits(kind: str, setting: Setting, m: int, n: int, k: int, sm_count: int = SM_COUNT) -> int:
     """Parts of K that keep two programs on every multiprocessor, as long as each part has four tiles of K.
 
-    The parts' fp32 sums are written and read once: beyond two parts they may be 5 % of the weight's bytes, or, until
-    the GPU has a program for every multiprocessor, as many as the L2 holds beside the weights.
+    The parts' fp32 sums are written and read once: beyond two parts they may be 5 % of the weight's bytes. With tiles
+    of many rows they may be as many as the L2 holds, until the GPU has a program for every multiprocessor.
     """
     tiles = -(-n // setting.bn) * (-(-m // setting.bm) if setting.bm else 1)
     cheap = max(2, k * WEIGHT_BITS[kind] // (1280 * max(1, m)))
-    cheap = max(cheap, min(sm_count // max(1, tiles), L2_SUMS_NBYTES // (4 * max(1, m * n))))
+    if setting.bm:
+        cheap = max(cheap, min(sm_count // max(1, tiles), L2_SUMS_NBYTES // (4 * max(1, m * n))))
     return max(1, min(2 * sm_count // max(1, tiles), -(-k // setting.bk) // 4, cheap, MAX_SPLITS))
 
 

@@ -174,10 +174,11 @@ def test_shares_are_no_shorter_than_their_results_allow() -> None:
     assert decode_shares.split_count(4096, 16384, 64, decode_shares.part_nbytes(1, 128), 512, 132) == 1
 
 
-def test_one_sequence_fills_the_chip_before_its_shares_are_longer_than_a_tile() -> None:
+def test_one_sequence_fills_the_chip_as_far_as_its_shares_pay() -> None:
     part = decode_shares.part_nbytes(4, 128)
-    for capacity, wanted in ((1024, 16), (2048, 16), (8192, 32)):  # of 8 KV heads; 256 positions where shares suffice
+    for capacity, wanted in ((1024, 6), (2048, 12), (4096, 16), (8192, 32)):  # of 8 KV heads; 256 positions in the last
         assert decode_shares.split_count(8, capacity, 64, part, 512, 132) == wanted
+        assert wanted > 16 or 2 * wanted * part * 20 <= capacity * 512
     assert 8 * 16 <= 132 < 8 * 17
     assert decode_shares.split_count(64, 2048, 64, part, 512, 132) == 8, "eight sequences"
 
