@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -55,7 +56,19 @@ def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def make_model(folder: Path, shape: Shape = Shape()) -> Path:
-    """A checkpoint of `shape` in `folder`, which is left alone if it is already complete; returns `folder`.
+    """A checkpoint of `shape` in `folder`, as `write_checkpoint` makes it."""
+    return write_checkpoint(folder, tensors(shape), {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
+        "hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "intermediate_size": shape.intermediate, "vocab_size": shape.vocab,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
+        "bos_token_id": 1, "eos_token_id": 2,
+    })
+
+
+def write_checkpoint(folder: Path, sizes: Iterable[tuple[str, tuple[int, ...]]], config: Mapping[str, Any]) -> Path:
+    """A bf16 checkpoint of random weights of these names and sizes in `folder`, which is left alone if it is already
+    complete; returns `folder`. Vectors are 1, biases 0.
 
     The index is written last, so an interrupted run leaves a folder that is made anew.
     """
@@ -74,22 +87,18 @@ def make_model(folder: Path, shape: Shape = Shape()) -> Path:
         places.update(dict.fromkeys(shard, name))
         shard.clear()
 
-    for name, size in tensors(shape):
+    for name, size in sizes:
         value = torch.empty(size, dtype=torch.bfloat16)
-        value.fill_(1) if len(size) == 1 else value.normal_(0, SPREAD, generator=generator)
+        if len(size) == 1:
+            value.fill_(0 if name.endswith("bias") else 1)
+        else:
+            value.normal_(0, SPREAD, generator=generator)
         if held + value.nbytes > SHARD_NBYTES:
             flush()
             held = 0
         shard[name] = value
         held, total = held + value.nbytes, total + value.nbytes
     flush()
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
-        "hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads, "intermediate_size": shape.intermediate, "vocab_size": shape.vocab,
-        "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
-        "bos_token_id": 1, "eos_token_id": 2,
-    }
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1) + "\n")
     return folder

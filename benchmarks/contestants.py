@@ -31,6 +31,7 @@ READ_NBYTES = 8 * MIB
 # Plain reads to compare streaming with: (engine, chunks in flight, chunk nbytes).
 ENGINES = (("direct", 2, 4 * MIB), ("uring", 4, 4 * MIB), ("uring", 4, 2 * MIB), ("buffered", 1, 4 * MIB))
 GEMM_NK = (5632, 2048)
+LAYER_CLASSES = ["LlamaDecoderLayer", "OPTDecoderLayer"]  # which no map of devices may split
 
 
 OURS = ("forebay", "forebay-w4")  # the checkpoint as it is, and quantised to 4 bits in groups of 64
@@ -117,7 +118,7 @@ class Peer:
                 with accelerate.init_empty_weights():
                     model = make.from_config(config, dtype=torch.bfloat16)
                 places = accelerate.infer_auto_device_map(
-                    model, max_memory=limit, no_split_module_classes=["LlamaDecoderLayer"], dtype=torch.bfloat16)
+                    model, max_memory=limit, no_split_module_classes=LAYER_CLASSES, dtype=torch.bfloat16)
                 self.model = accelerate.load_checkpoint_and_dispatch(
                     model, order["model"], device_map=places, offload_folder=offload, dtype=torch.bfloat16)
             self.folders.append(offload)

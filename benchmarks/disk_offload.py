@@ -37,11 +37,11 @@ Row = dict[str, Any]
 class Process:
     """A contestant in its own process; `ask` sends one command and waits for the answer."""
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str, threads: int, module: str = "benchmarks.contestants") -> None:
         self.name = name
         environment = os.environ | {
             "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": str(threads), "TQDM_DISABLE": "1"}
-        self._process = subprocess.Popen([sys.executable, "-m", "benchmarks.contestants", name], env=environment,
+        self._process = subprocess.Popen([sys.executable, "-m", module, name], env=environment,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, do: str, **order: Any) -> dict[str, Any]:

@@ -63,12 +63,13 @@ class CudaDevice:
     slab, pinned in place (an allocator of pinned memory would round it up to a power of two)."""
 
     def __init__(
-        self, reader: DiskReader, *, lookups: DiskReader | None = None, poison: bool = False, sync: bool = False,
-        trace: Trace | None = None, spill: SpillSpace | None = None, graphs: bool = True,
+        self, reader: DiskReader, *, lookups: DiskReader | None = None, loads: DiskReader | None = None,
+        poison: bool = False, sync: bool = False, trace: Trace | None = None, spill: SpillSpace | None = None,
+        graphs: bool = True,
     ) -> None:
         if not torch.cuda.is_available():
             raise RuntimeFault("this plan is for a GPU, and torch finds none; plan for this machine instead")
-        self.readers = {DISK: reader, LOOKUP: lookups or reader, LOAD: lookups or reader}
+        self.readers = {DISK: reader, LOOKUP: lookups or reader, LOAD: loads or reader}
         self.spill = spill
         self.poison, self.sync, self.trace, self.graphs = poison, sync, trace, graphs
         self.graph_pool: object = None  # memory of the graphs' temporaries

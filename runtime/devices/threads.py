@@ -51,10 +51,10 @@ class ThreadDevice:
     for each direction."""
 
     def __init__(
-        self, reader: DiskReader, *, lookups: DiskReader | None = None, poison: bool = False, sync: bool = False,
-        trace: Trace | None = None, spill: SpillSpace | None = None,
+        self, reader: DiskReader, *, lookups: DiskReader | None = None, loads: DiskReader | None = None,
+        poison: bool = False, sync: bool = False, trace: Trace | None = None, spill: SpillSpace | None = None,
     ) -> None:
-        self.readers = {DISK: reader, LOOKUP: lookups or reader, LOAD: lookups or reader}
+        self.readers = {DISK: reader, LOOKUP: lookups or reader, LOAD: loads or reader}
         self.poison, self.sync, self.trace = poison, sync, trace
         self.arenas: dict[str, Arena] = {}
         self.ledgers = {stream: CopyLedger(self._fault) for stream in UNORDERED}

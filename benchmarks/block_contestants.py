@@ -1,0 +1,397 @@
+"""What `benchmarks.throughput` compares, each in a process of its own: `python -m benchmarks.block_contestants NAME`.
+
+Commands come as JSON lines on stdin, one answer per line goes to stdout. A contestant either runs a whole answer, or
+samples it: the time of a step is linear in how many tokens stand before it, so that of a step in the middle of the
+answer is the mean of all, and so it is with the chunks of a prompt. What stands before a sampled step is a cache of as
+many tokens that nobody computed; its bytes are really there, in memory or on the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.contestants import PageCache, PeakWatch, Peer, StepClock
+from benchmarks.throughput_cells import PEERS
+from forebay.commands.process_memory import anonymous_nbytes
+
+MIB = 1 << 20
+FILL = 0x11  # in bf16 and fp16 a small number, in packed rows code 1 of small scales; nothing is subnormal
+UNLIMITED = 1 << 40
+Order = dict[str, Any]
+
+
+class Ours:
+    """Forebay on one checkpoint, planned for a cell; with `label` several plans are kept at once."""
+
+    def __init__(self, order: Order) -> None:
+        from forebay.open_model import open_model
+
+        self.folder = order["model"]
+        self.opened = open_model(self.folder)
+        self.lm: Any = None  # whose turn it is
+        self.models: dict[str, Any] = {}
+
+    def plan(self, order: Order) -> dict[str, Any]:
+        """Plan for a cell, with the whole budget or (`ram`) without one; what the plan is, or why there is none."""
+        from forebay.rewriter.ir.plan import PlanError
+
+        try:
+            self.lm = self.models[order.get("label", "")] = self._planned(order, order["batch"])
+        except PlanError as error:
+            if "forced" not in order:
+                raise
+            return {"refused": str(error)}
+        p, s = self.lm.plan, self.lm.plan.schedule
+        read, written = moved_nbytes(self.lm, 1)
+        return {"order": s.block.order, "micro_batches": s.block.micro_batches, "cache": s.block.cache,
+                "cache_tokens": s.block.cache_tokens, "cache_slots": s.block.cache_slots, "slots": s.slots,
+                "slot_nbytes": s.slot_nbytes, "prefill_chunk": s.prefill_chunk, "batch": p.workload.batch,
+                "planned_read_nbytes": read, "planned_written_nbytes": written,
+                "planned_peak_nbytes": p.prediction.peak_nbytes["device"],
+                "predicted_step_s": p.prediction.decode_time_s, "predicted_prefill_s": p.prediction.prefill_time_s}
+
+    def _planned(self, order: Order, batch: int, **wishes: Any) -> Any:
+        from forebay.api import LanguageModel
+        from forebay.rewriter.ir.plan import Budget, Workload
+        from forebay.rewriter.machine.profile import load_machine
+        from forebay.rewriter.planning.wishes import Wishes
+
+        budget = Budget(UNLIMITED if order["ram"] else order["budget"], disk=order["scratch"])
+        forced = {"cache_format": order["cache_format"], "order": order["order"], **order.get("forced", {}), **wishes}
+        return LanguageModel(*self.opened, budget, Workload(batch, order["prompt"], order["new"]), Wishes(**forced),
+                             load_machine(order["machine"]))
+
+    def fits(self, order: Order) -> dict[str, Any]:
+        """The largest batch within the budget with its cache on the device, and on any tier (at most `most`)."""
+        from forebay.rewriter.ir.plan import PlanError
+
+        def largest(most: int, **wishes: Any) -> int:
+            low, high = 0, 1  # planned, not planned yet
+            while high <= most:
+                try:
+                    self._planned(order, high, **wishes)
+                except PlanError:
+                    break
+                low, high = high, 2 * high
+            high = min(high, most + 1)
+            while high - low > max(1, low // 16):
+                middle = (low + high) // 2
+                try:
+                    self._planned(order, middle, **wishes)
+                    low = middle
+                except PlanError:
+                    high = middle
+            return low
+
+        return {"device": largest(order["most"], cache_tier="device")}
+
+    def open(self) -> None:
+        """Take memory and files, and fill the cache."""
+        session, self.grown = self.lm.session, False
+        for tokens in {1, self.lm.plan.schedule.prefill_chunk}:
+            session.bound(tokens)
+        fill_cache(self.lm)
+
+    def steps(self, order: Order, tokens: int, at: int, count: int) -> list[float]:
+        """Seconds of so many steps over `tokens` tokens, the first with `at` before it; one more, untimed, goes before
+        them."""
+        from forebay.runtime.run.sampling import Sampling, choose
+
+        session, w = self.lm.session, self.lm.plan.workload
+        generator = torch.Generator().manual_seed(1)
+        if session._blocks is not None:
+            session._blocks.tail[:] = at // session._blocks.tokens
+        times = []
+        for i in range(count + 1):
+            ids = torch.randint(5, order["vocab"], (w.batch, tokens), generator=generator)
+            inputs = {"input_ids": ids, "last": torch.full((w.batch,), tokens - 1),
+                      "start": torch.full((w.batch,), at + (i if tokens == 1 else 0))}
+            if i and tokens > 1 and session._blocks is not None:
+                session._blocks.tail[:] = at // session._blocks.tokens
+            start = time.perf_counter()
+            choose(session.step(inputs), Sampling(False, 1.0, 0, 1.0), None)
+            times.append(time.perf_counter() - start)
+        return times[1:]
+
+    def sample(self, order: Order) -> dict[str, Any]:
+        """The middle steps of an answer, and (`prefill`) the middle chunk of the prompt."""
+        prompt, new, chunk = order["prompt"], order["new"], self.lm.plan.schedule.prefill_chunk
+        found: dict[str, Any] = {}
+        if order["prefill"]:
+            middle = (prompt - chunk) // 2 // chunk * chunk
+            chunk_s = min(self.steps(order, chunk, middle, 1))
+            found["prefill_s"] = -(-prompt // chunk) * chunk_s
+        if not self.grown:
+            self.lm.session.grow()
+            self.grown = True
+        count = min(order["steps"], new - 2)
+        before = moved_so_far()
+        found["steps_s"] = self.steps(order, 1, prompt + (new - count - 1) // 2, count)
+        found["read_nbytes"], found["written_nbytes"] = (
+            (b - a) / (count + 1) for a, b in zip(before, moved_so_far(), strict=True))
+        return found
+
+    def whole(self, order: Order, clock: StepClock) -> dict[str, Any]:
+        """A whole answer through the public `generate`."""
+        left = order["new"]
+
+        def on_token(token: torch.Tensor) -> None:
+            nonlocal left
+            clock.end(token)
+            left -= 1
+            if left:
+                clock.begin()
+
+        ids = prompts(order)
+        self.lm.generate(ids[:, :2], max_new_tokens=2, eos_token_id=None)
+        before = moved_so_far()
+        clock.begin()
+        self.lm.generate(ids, max_new_tokens=order["new"], eos_token_id=None, on_token=on_token)
+        read, written = (b - a for a, b in zip(before, moved_so_far(), strict=True))
+        return {"prefill_s": clock.times_s[0], "steps_s": clock.times_s[1:], "tokens": clock.tokens,
+                "answer_read_nbytes": read, "answer_written_nbytes": written}
+
+    def turn(self, order: Order) -> dict[str, Any]:
+        """A turn; with `once` memory is given back behind it."""
+        self.lm = self.models[order.get("label", "")]
+        with PeakWatch() as watch:
+            if order["whole"]:
+                found = self.whole(order, StepClock(PageCache([self.folder]), False))
+            else:
+                if self.lm._session is None:
+                    self.open()
+                found = self.sample(order)
+        if order.get("once"):
+            self.lm.close()
+            gc.collect()
+        return found | self.predicted(order) | {"peak": watch.peak}
+
+    def predicted(self, order: Order) -> dict[str, Any]:
+        """The decode step and the prefill at the rates that were found just before the turn, if any were."""
+        from benchmarks.prediction import at_pace
+        from forebay.rewriter.predict.simulate import simulate
+
+        p = self.lm.plan
+        if "pace" not in order:
+            return {}
+        machine = at_pace(self.lm.machine, order["bytes_per_s"], order["pace"])
+        chunk = p.schedule.prefill_chunk
+        passes = -(-p.workload.prompt // chunk)
+        program = self.lm._pipeline.program
+        return {"predicted_step_s": simulate(program(p, 1), machine).time_s,
+                "predicted_prefill_s": passes * simulate(program(p, chunk), machine, min(3, passes)).time_s}
+
+    def close(self, label: str = "") -> None:
+        """Forget a plan, and give its memory back."""
+        lm = self.models.pop(label, None)
+        if lm is not None:
+            lm.close()
+        gc.collect()
+
+
+class Others:
+    """A transformers model: see `contestants.Peer`."""
+
+    def __init__(self, name: str, order: Order) -> None:
+        self.peer = Peer(name, order)
+
+    def plan(self, order: Order) -> dict[str, Any]:
+        return {"batch": order["batch"]}
+
+    def turn(self, order: Order) -> dict[str, Any]:
+        """Cold: the page cache is dropped before every step, outside its time."""
+        cache = PageCache(self.peer.folders)
+        clock = StepClock(cache, True)
+        ids = prompts(order)
+        with PeakWatch() as watch:
+            if order["whole"]:
+                self.peer.generate(ids[:, :2], 2, StepClock(cache, True))
+                self.peer.generate(ids, order["new"], clock)
+                times = {"prefill_s": clock.times_s[0], "steps_s": clock.times_s[1:], "tokens": clock.tokens}
+            else:
+                times = {"steps_s": self._sampled(order, ids, clock)}
+        gc.collect()
+        return times | {"peak": watch.peak, "cached_peak": clock.cached_peak}
+
+    def _sampled(self, order: Order, ids: torch.Tensor, clock: StepClock) -> list[float]:
+        import transformers
+
+        config, count = self.peer.model.config, min(order["steps"], order["new"] - 2)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = config.hidden_size // config.num_attention_heads
+        at = order["prompt"] + (order["new"] - count - 1) // 2
+        cache = transformers.DynamicCache()
+        for layer in range(config.num_hidden_layers):
+            side = torch.full((order["batch"], heads, at, width), 0.01, dtype=torch.bfloat16)
+            cache.update(side, side.clone(), layer)
+        token = ids[:, :1]
+        with torch.inference_mode():
+            for _ in range(count + 1):
+                clock.begin()
+                result = self.peer.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                token = result.logits[:, -1].argmax(-1, keepdim=True)
+                clock.end(token[:, 0])
+        return clock.times_s[1:]
+
+    def close(self, label: str) -> None:
+        gc.collect()
+
+
+class Link:
+    """What the machine does just now: plain reads and products by the profile's engine, and plain writes."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+
+    def machine(self, order: Order) -> dict[str, Any]:
+        from forebay.rewriter.machine.profile import save_machine
+        from forebay.runtime.measure.machine import measure_machine
+
+        save_machine(measure_machine(order["scratch"], quick=True), order["machine"])
+        return {}
+
+    def turn(self, order: Order) -> dict[str, Any]:
+        from benchmarks.prediction import Probe
+        from forebay.rewriter.machine.profile import load_machine
+
+        machine = load_machine(order["machine"])
+        probe = Probe(Path(order["model"]), machine, "bfloat16", order["rows"])
+        try:
+            reads = sorted(probe.bytes_per_s() for _ in range(3))
+            return {"bytes_per_s": reads[1], "best_bytes_per_s": reads[-1], "pace": probe.pace(),
+                    "written_bytes_per_s": write_rate(order["scratch"], machine)}
+        finally:
+            probe.reader.close()
+
+
+def prompts(order: Order) -> torch.Tensor:
+    """The same random prompts [B, T] for everyone."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(5, order["vocab"], (order["batch"], order["prompt"]), generator=generator)
+
+
+def moved_so_far() -> tuple[int, int]:
+    """Bytes that this process has read from and written to storage."""
+    found = dict(line.split(":") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(found["read_bytes"]), int(found["write_bytes"])
+
+
+def moved_nbytes(lm: Any, tokens: int) -> tuple[float, float]:
+    """Bytes that a step in the middle of its phase reads from the disk and writes to it, as planned."""
+    from forebay.rewriter.ir.program import Copy, Rows, copy_nbytes, tier_of
+
+    read = written = 0.0
+    for item in lm._pipeline.program(lm.plan, tokens).step:
+        if isinstance(item, Copy):
+            usual = min((end.usual for end in (item.src, item.dst) if isinstance(end, Rows)), default=1.0)
+            read += usual * copy_nbytes(item) * (tier_of(item.src) == "disk")
+            written += usual * copy_nbytes(item) * (tier_of(item.dst) == "disk")
+    return read, written
+
+
+def fill_cache(lm: Any) -> None:
+    """Write every byte of the cache, on the device and in its spill file: space that was never written is read from no
+    disk, and memory that was never touched from one page."""
+    device = lm.session.device
+    for b in lm.plan.buffers:
+        if b.kind == "cache" and b.arena in device.arenas:
+            device.arenas[b.arena].bytes[b.offset : b.offset + b.nbytes].fill_(FILL)
+    if lm.plan.schedule.block.cache == "disk":
+        file = device.spill["cache"]
+        with filled_pages(8 * MIB) as block:
+            for at in range(0, file.nbytes, len(block)):
+                os.pwritev(file.fd, [block[: min(len(block), file.nbytes - at)]], at)
+
+
+def write_rate(folder: str, machine: Any) -> float:
+    """Bytes per second of plain writes to a spill file by the profile's engine."""
+    from forebay.runtime.disk.chunks import Write
+    from forebay.runtime.disk.reader import KINDS, open_writer
+    from forebay.runtime.disk.spill import SpillFile
+    from forebay.runtime.run.arena import Arena
+
+    link, memory, size = machine.link("device", "disk"), Arena(64 * MIB), 4 * MIB
+    memory.bytes.fill_(FILL)
+    landed, errors = threading.Semaphore(0), list[BaseException]()
+
+    def on_done(error: BaseException | None) -> None:
+        errors.extend([error] if error else [])
+        landed.release()
+
+    engine = link.method if link.method in KINDS else "auto", link.depth or None, link.chunk_nbytes or None
+    with contextlib.closing(SpillFile("probe", folder, memory.nbytes)) as file, contextlib.closing(
+            open_writer(*engine)) as writer:
+        times = []
+        for _ in range(3):  # the first finds space that was only promised, which is slower to write
+            start = time.perf_counter()
+            for at in range(0, memory.nbytes, size):
+                writer.write(file, Write(at, size, ((memory.address + at, size),), on_done))
+            for _ in range(0, memory.nbytes, size):
+                landed.acquire()
+            times.append(time.perf_counter() - start)
+    if errors:
+        raise errors[0]
+    return memory.nbytes / min(times[1:])
+
+
+@contextlib.contextmanager
+def filled_pages(nbytes: int) -> Iterator[memoryview]:
+    memory = mmap.mmap(-1, nbytes)
+    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), FILL, nbytes)
+    yield memoryview(memory)
+
+
+class Worker:
+    """Answers commands for one contestant."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        if name in PEERS:
+            import accelerate  # noqa: F401
+            import transformers.models.llama.modeling_llama
+            import transformers.models.opt.modeling_opt  # noqa: F401
+        else:
+            import forebay.api  # noqa: F401
+        self.baseline = anonymous_nbytes()
+        self.contestant: Any = None
+
+    def load(self, order: Order) -> dict[str, Any]:
+        self.contestant = (Link(order) if self.name == "link" else Others(self.name, order) if self.name in PEERS
+                           else Ours(order))
+        return {"baseline": self.baseline}
+
+    def answer(self, order: Order) -> dict[str, Any]:
+        if order["do"] == "load":
+            return self.load(order)
+        if order["do"] == "close":
+            self.contestant.close(order["label"])
+            return {}
+        return getattr(self.contestant, order["do"])(order)
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w", buffering=1)  # libraries may print; the answers stay alone on the pipe
+    os.dup2(2, 1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.set_grad_enabled(False)
+    worker = Worker(sys.argv[1])
+    answer: Callable[[Order], dict[str, Any]] = worker.answer
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), file=out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Many sequences through a small device, beside peers and ceilings, in one interleaved run:
+`python -m benchmarks.throughput [--quick] [--json]`.
+
+Random models of OPT's and Llama's shape whose weights and whose cache exceed the budget, a cell for each batch and
+prompt. Contestants: Forebay within the budget, its block in each order, with weights and cache as they are (bf16), with
+weights of 4 bits (w4) and with both (w4+kv4); the same Forebay wholly in memory, which is what the processor allows
+(compute bound); transformers' and Accelerate's disk offload, with the largest batch whose cache fits the same budget.
+Each lives in a process of its own with equal threads and GOMP_SPINCOUNT=0, and they take turns. Before every turn plain
+reads and writes and products are timed: the bytes of the plan at these rates are the link bound, and with these rates
+the turn's step is predicted.
+
+Answers are sampled (`block_contestants`), with --quick they are run whole. Peak memory is anonymous memory above what
+the process had after its imports.
+
+`--json` prints all that was measured, with `holds` (which aims were met, null where no cell could say) and `summary`.
+`--sweep` sets forced blocks beside the planner's instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.block_sweep import sweep
+from benchmarks.disk_offload import Process, note
+from benchmarks.shaped_models import LARGE, SMALL, Sizes, make_shaped
+from benchmarks.throughput_cells import MODULE, OURS, PEERS, Cell, cells
+from benchmarks.throughput_figures import figures, report, verdicts
+from forebay.rewriter.ir.byte_sizes import parse_nbytes
+
+ASIDE = ("link", "fits")  # processes that take no turns: one measures the machine, one asks the planner
+MOST = 4096  # sequences that are looked for when asking what fits
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    args = arguments()
+    result = {"processor": processor(), "arguments": {k: str(v) for k, v in vars(args).items()}, "models": []}
+    chosen = [s for s in (SMALL if args.quick else LARGE) if s.family in args.models.split(",")]
+    with folder(args.folder) as scratch:
+        if args.sweep:
+            result["models"] = [sweep(sizes.family, cells(args.cells)[0], {
+                "model": str(made(sizes, scratch, [])["bf16"]), "scratch": str(scratch), "vocab": sizes.vocab,
+                "budget": parse_nbytes(args.budget), "machine": str(args.machine or scratch / "machine.json"),
+                "steps": args.steps}, args.threads, args.rounds) for sizes in chosen]
+        else:
+            result["models"] = [measure(args, sizes, scratch) for sizes in chosen]
+    if args.sweep:
+        if args.json:
+            write_json(result, args.json)
+        return
+    result["rows"] = [row for model in result["models"] for row in figures(model)]
+    result["holds"], result["summary"] = verdicts(result["rows"], result["models"])
+    if args.json:
+        write_json(result, args.json)
+    if args.json != "-":
+        report(result)
+
+
+def write_json(result: Row, where: str) -> None:
+    text = json.dumps(result, indent=1)
+    print(text) if where == "-" else Path(where).write_text(text + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small models, whole answers; under five minutes")
+    parser.add_argument("--models", default="llama,opt", help="comma-separated")
+    parser.add_argument("--cells", help="BATCHxPROMPT+NEW, comma-separated; default 1x128+32,32x128+32,128x512+32")
+    parser.add_argument("--contestants", default=",".join((*OURS, *PEERS)), help="comma-separated")
+    parser.add_argument("--budget", help="device budget; default 400MB, quick 24MB")
+    parser.add_argument("--ram-batch", type=int, default=64, help="sequences of the runs in memory, at most")
+    parser.add_argument("--steps", type=int, default=3, help="decode steps of a sampled answer")
+    parser.add_argument("--prefill", action="store_true", help="sample the prefill too")
+    parser.add_argument("--no-fits", action="store_true", help="do not look for the largest batches")
+    parser.add_argument("--sweep", action="store_true", help="forced blocks of the first cell, in bf16")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no turn begins")
+    parser.add_argument("--wait", action="store_true", help="wait for Enter between planning and measuring")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--machine", type=Path, help="a saved profile; measured at the start if not given")
+    parser.add_argument("--folder", type=Path, help="where models are made and kept; default: removed afterwards")
+    parser.add_argument("--json", nargs="?", const="-", help="print JSON, or write it to this file beside the report")
+    args = parser.parse_args()
+    args.budget = args.budget or ("24MB" if args.quick else "400MB")
+    args.cells = args.cells or ("24x96+8" if args.quick else "1x128+32,32x128+32,128x512+32")
+    unknown = set(args.contestants.split(",")) - {*OURS, *PEERS}
+    if unknown:
+        parser.error(f"--contestants: {', '.join(sorted(unknown))}; there are {', '.join((*OURS, *PEERS))}")
+    return args
+
+
+@contextlib.contextmanager
+def folder(kept: Path | None) -> Iterator[Path]:
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept
+        return
+    base = Path(os.environ.get("FOREBAY_CACHE") or "~/.cache/forebay").expanduser()
+    base.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="throughput-", dir=base) as made:
+        yield Path(made)
+
+
+def measure(args: argparse.Namespace, sizes: Sizes, scratch: Path) -> dict[str, Any]:
+    """All cells of one model: what is planned, and every turn."""
+    names = args.contestants.split(",")
+    models = made(sizes, scratch, names)
+    budget = parse_nbytes(args.budget)
+    order: Row = {"scratch": str(scratch), "budget": budget, "peer_budget": budget, "vocab": sizes.vocab,
+                  "machine": str(args.machine or scratch / "machine.json"), "whole": args.quick,
+                  "steps": args.steps, "prefill": args.prefill or args.quick, "most": MOST}
+    processes = {name: Process(name, args.threads, MODULE) for name in ASIDE}
+    plans: list[Row] = []
+    turns: list[Row] = []
+    fits: Row = {}
+    try:
+        for name in ASIDE:
+            processes[name].ask("load", **order | {"model": str(models["bf16"])})
+        if not Path(order["machine"]).exists():
+            note("measuring the machine")
+            processes["link"].ask("machine", **order)
+        baselines = {}
+        for name in names:
+            processes[name] = Process(name, args.threads, MODULE)
+            ours = OURS.get(name)
+            model = str(models[ours.weights if ours else name])
+            baselines[name] = processes[name].ask("load", **order | {"model": model})["baseline"]
+        planned = [(cell, plan_cell(args, sizes, cell, order, processes, fits)) for cell in cells(args.cells)]
+        if args.wait:
+            note("planned; press Enter to measure")
+            input()
+        until = time.monotonic() + args.limit
+        for cell, wishes in planned:
+            turns += run_cell(args, sizes, cell, wishes, processes, str(models["bf16"]), until)
+            plans += [{k: v for k, v in wish.items() if k != "order_given"} for wish in wishes]
+    finally:
+        for process in processes.values():
+            process.close()
+    return {"sizes": asdict(sizes), "weights_nbytes": nbytes_of(models["bf16"]), "budget": order["budget"],
+            "baselines": baselines, "fits": fits, "plans": plans, "turns": turns,
+            "machine": json.loads(Path(order["machine"]).read_text())}
+
+
+def plan_cell(
+    args: argparse.Namespace, sizes: Sizes, cell: Cell, order: Row, processes: dict[str, Process], fits: Row
+) -> list[Row]:
+    """What everybody plans for a cell, with the wish that it was planned for (`order_given`)."""
+    def shaped(name: str) -> Row:
+        ours = OURS.get(name)
+        batch = cell.batch if ours and not ours.ram else min(cell.batch, args.ram_batch)
+        extra: Row = {"cache_format": "native", "order": "zigzag", "ram": False} if ours is None else {
+            "cache_format": ours.cache_format, "order": ours.order, "ram": ours.ram}
+        steps = 1 if extra["order"] == "row" else args.steps
+        return order | extra | {"batch": batch, "prompt": cell.prompt, "new": cell.new, "steps": steps,
+                                "rows": min(cell.batch, 64), "label": cell.name}
+
+    key = f"{cell.prompt}+{cell.new}"
+    if key not in fits and not args.no_fits:
+        fits[key] = processes["fits"].ask("fits", **shaped("forebay bf16 zigzag"))["device"]
+        note(f"{sizes.family}: {fits[key]} sequences of {key} fit with their cache on the device")
+    plans = []
+    for name in [name for name in processes if name not in ASIDE]:
+        wish = shaped(name)
+        if name in PEERS:
+            wish["batch"] = max(1, min(cell.batch, fits.get(key, cell.batch)))
+        plans.append(processes[name].ask("plan", **wish) | {"name": name, "cell": cell.name, "order_given": wish})
+        note(f"{sizes.family}, {cell.name}: planned {name}: " + ", ".join(
+            f"{k} {v}" for k, v in plans[-1].items() if k in ("batch", "micro_batches", "cache", "prefill_chunk")))
+    return plans
+
+
+def run_cell(
+    args: argparse.Namespace, sizes: Sizes, cell: Cell, plans: list[Row], processes: dict[str, Process], model: str,
+    until: float,
+) -> list[Row]:
+    """The turns of a cell: those that begin before the time `until`."""
+    turns: list[Row] = []
+    for r in range(args.rounds):
+        for plan in plans[r % len(plans) :] + plans[: r % len(plans)]:
+            if time.monotonic() > until:
+                break
+            name, wish = plan["name"], plan["order_given"]
+            link = processes["link"].ask("turn", **wish | {"model": model})
+            turn = processes[name].ask("turn", **wish | {k: link[k] for k in ("bytes_per_s", "pace")})
+            turns.append(turn | {"name": name, "cell": cell.name, "round": r, "link": link})
+            predicted = f" of {turn['predicted_step_s']:.3f} predicted" if "predicted_step_s" in turn else ""
+            note(f"{sizes.family}, {cell.name}, {name}: step {median(turn['steps_s']):.3f} s{predicted}, reads "
+                 f"{link['bytes_per_s'] / 1e9:.2f} GB/s, pace {link['pace']:.2f}")
+    for plan in plans:
+        processes[plan["name"]].ask("close", label=cell.name)
+    return turns
+
+
+def made(sizes: Sizes, scratch: Path, names: list[str]) -> dict[str, Path]:
+    """The checkpoint, the packed one, and a copy for each peer: peers map it, and mapped pages cannot be dropped."""
+    from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+
+    note(f"making {sizes}")
+    title = "-".join(map(str, asdict(sizes).values()))
+    found = {"bf16": make_shaped(scratch / title, sizes), "w4": scratch / f"{title}-w4g64"}
+    if any(name in OURS and OURS[name].weights == "w4" for name in names):
+        quantize_model(found["bf16"], found["w4"], Wish("w4g64"))
+    for name in set(names) & set(PEERS):
+        found[name] = scratch / f"{title}-{name}"
+        if not found[name].exists():
+            shutil.copytree(found["bf16"], found[name])
+    return found
+
+
+def nbytes_of(model: Path) -> int:
+    return sum(path.stat().st_size for path in model.glob("*.safetensors"))
+
+
+def processor() -> str:
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        facts = dict(line.split("\t: ") for line in lines if "\t: " in line)
+        bf16 = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in facts.get("flags", "").split()]
+        return (f"{facts.get('model name', platform.processor())} (family {facts.get('cpu family')}, model "
+                f"{facts.get('model')}), {os.cpu_count()} cores, bf16 instructions: {', '.join(bf16) or 'none'}")
+    return platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""What the turns of `benchmarks.throughput` come to: rates, bounds, errors, and which aims are met."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from benchmarks.disk_offload import print_table
+from benchmarks.throughput_cells import OURS, PEERS
+
+BINDS = 1.5  # one bound binds where the other is this many times as high
+
+Row = dict[str, Any]
+
+
+def figures(model: Row) -> list[Row]:
+    """A row for each cell and contestant: rates, bounds and errors, medians over turns of what was found in a turn."""
+    rows = []
+    turns: dict[tuple[str, str], list[Row]] = {}
+    for turn in model["turns"]:
+        turns.setdefault((turn["cell"], turn["name"]), []).append(turn)
+    for plan in model["plans"]:
+        found, batch = turns.get((plan["cell"], plan["name"]), []), plan["batch"]
+        if not found:  # the time was up
+            continue
+        ours = OURS.get(plan["name"])
+        row = {"model": model["sizes"]["family"], "cell": plan["cell"], "name": plan["name"], "batch": batch,
+               "micro_batches": plan.get("micro_batches", 1),
+               "tokens_per_s": median(batch / mean(t["steps_s"]) for t in found),
+               "peak_nbytes": max(t["peak"] for t in found) - model["baselines"][plan["name"]],
+               "budget": model["budget"]}
+        if all("prefill_s" in t for t in found):
+            row["prefill_s"] = median(t["prefill_s"] for t in found)
+            new = int(plan["cell"].rpartition("+")[2])
+            row["whole_tokens_per_s"] = median(
+                batch * new / (t["prefill_s"] + (new - 1) * mean(t["steps_s"])) for t in found)
+        if ours is not None:
+            row["step_error"] = median(t["predicted_step_s"] / mean(t["steps_s"]) - 1 for t in found)
+            if "prefill_s" in row:
+                row["prefill_error"] = median(t["predicted_prefill_s"] / t["prefill_s"] - 1 for t in found)
+        if ours is not None and not ours.ram:
+            row |= {"planned_read_nbytes": plan["planned_read_nbytes"], "cache": plan["cache"],
+                    "read_nbytes": median(t.get("read_nbytes", 0) for t in found),
+                    "link_tokens_per_s": median(batch / link_bound_s(plan, t["link"]) for t in found)}
+            rams = turns.get((plan["cell"], f"ram {ours.formats}"))
+            if rams:
+                in_ram = next(p["batch"] for p in model["plans"]
+                              if p["cell"] == plan["cell"] and p["name"] == f"ram {ours.formats}")
+                row["ram_tokens_per_s"] = median(in_ram / mean(t["steps_s"]) for t in rams)
+            peers = [batch_of(model, plan["cell"], name) / mean(t["steps_s"])
+                     for name in PEERS for t in turns.get((plan["cell"], name), ())]
+            if peers:
+                row["times_peer"] = row["tokens_per_s"] / max(peers)
+        rows.append(row)
+    return rows
+
+
+def link_bound_s(plan: Row, link: Row) -> float:
+    """Seconds that the plan's bytes take at the rates of plain reads and writes, one after the other."""
+    return plan["planned_read_nbytes"] / link["bytes_per_s"] + plan["planned_written_nbytes"] / link[
+        "written_bytes_per_s"]
+
+
+def batch_of(model: Row, cell: str, name: str) -> int:
+    return next(p["batch"] for p in model["plans"] if (p["cell"], p["name"]) == (cell, name))
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def binds(row: Row) -> str:
+    """Which bound binds clearly: link, compute, or neither ("both")."""
+    link, compute = row["link_tokens_per_s"], row.get("ram_tokens_per_s", float("inf"))
+    return "link" if BINDS * link <= compute else "compute" if BINDS * compute <= link else "both"
+
+
+def verdicts(rows: list[Row], models: list[Row]) -> tuple[dict[str, bool | None], list[str]]:
+    """Which aims were met, null where no row says, and a line for each."""
+    blocks = [r for r in rows if "link_tokens_per_s" in r and r["name"].endswith("zigzag")]
+    held = {side: [r["tokens_per_s"] / r[key] for r in blocks if binds(r) == side]
+            for side, key in (("link", "link_tokens_per_s"), ("compute", "ram_tokens_per_s"))}
+    beside = {formats: [r["times_peer"] for r in blocks if "times_peer" in r and r["name"].split()[1] == formats
+                        and binds(r) == "link"] for formats in ("bf16", "w4+kv4")}
+    larger = [plan["batch"] / max(1, fit) for model in models for key, fit in model["fits"].items()
+              for plan in model["plans"] if plan["name"].endswith("zigzag") and plan.get("cache") == "disk"
+              and plan["cell"].partition(" x ")[2].replace(" ", "") == key]
+    errors = [abs(r[key]) for r in rows for key in ("step_error", "prefill_error") if key in r]
+    over = [r["peak_nbytes"] / r["budget"] for r in blocks]
+    found = {
+        "effective batch >= 20 x what fits with the cache on the device": (larger and max(larger), 20.0),
+        "decode >= 0.90 of the link bound where the link binds": (held["link"] and min(held["link"]), 0.9),
+        "decode >= 0.95 of the run in memory where computing binds": (held["compute"] and min(held["compute"]), 0.95),
+        "bf16 >= 4 x the best peer where the link binds": (beside["bf16"] and min(beside["bf16"]), 4.0),
+        "w4+kv4 >= 10 x the best peer where the link binds": (beside["w4+kv4"] and min(beside["w4+kv4"]), 10.0),
+        "predictions within 15 % in 9 of 10": (errors and mean([float(e <= 0.15) for e in errors]), 0.9)}
+    holds = {aim: None if isinstance(value, list) else bool(value >= least) for aim, (value, least) in found.items()}
+    summary = [f"{aim}: " + ("no cell says" if isinstance(value, list) else f"{value:.2f}")
+               for aim, (value, _) in found.items()]
+    return holds, [*summary, f"peak memory of Forebay's blocks: at most {max(over, default=0):.2f} of the budget"]
+
+
+def report(result: Row) -> None:
+    """Print the rows, then what they say."""
+    head = ["model", "cell", "contestant", "batch", "in", "decode tok/s", "link bound", "in memory", "of the bound",
+            "x peer", "with prefill", "peak MB", "error %"]
+    rows = []
+    for r in result["rows"]:
+        bounds = [r[k] for k in ("link_tokens_per_s", "ram_tokens_per_s") if k in r]
+        rows.append([r["model"], r["cell"], r["name"], str(r["batch"]), str(r["micro_batches"]),
+                     shown(r, "tokens_per_s"), shown(r, "link_tokens_per_s"), shown(r, "ram_tokens_per_s"),
+                     f"{r['tokens_per_s'] / min(bounds):.2f} {binds(r)}" if bounds else "", shown(r, "times_peer"),
+                     shown(r, "whole_tokens_per_s"), f"{r['peak_nbytes'] / 1e6:.0f}",
+                     " ".join(f"{100 * r[k]:+.0f}" for k in ("step_error", "prefill_error") if k in r)])
+    print(result["processor"])
+    print_table(head, rows)
+    for line in result["summary"]:
+        print(line)
+
+
+def shown(row: Row, key: str) -> str:
+    return f"{row[key]:.2f}" if key in row else ""

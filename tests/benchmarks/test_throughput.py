@@ -1,0 +1,82 @@
+"""benchmarks.throughput: what its contestants do on small models, and what its verdicts say of rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.block_contestants import Ours
+from benchmarks.shaped_models import Sizes, make_shaped
+from benchmarks.throughput_cells import OURS, Cell, cells
+from benchmarks.throughput_figures import link_bound_s, verdicts
+from forebay.rewriter.machine.profile import Machine, save_machine
+
+TINY = (Sizes("llama", 64, 2, 4, 128, 512), Sizes("opt", 64, 2, 4, 128, 512))
+BUDGET = 1_200_000
+
+
+@pytest.fixture(params=TINY, ids=lambda sizes: sizes.family)
+def order(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    machine = tmp_path / "machine.json"
+    save_machine(Machine.default(), str(machine))
+    return {"model": str(make_shaped(tmp_path / "model", request.param)), "scratch": str(tmp_path), "vocab": 512,
+            "machine": str(machine), "budget": BUDGET, "ram": False, "cache_format": "native", "order": "zigzag",
+            "batch": 12, "prompt": 64, "new": 8, "steps": 2, "prefill": True, "whole": False, "bytes_per_s": 1e9,
+            "pace": 1.0, "most": 64}
+
+
+@pytest.mark.parametrize("tier", ["device", "disk"])
+def test_a_sampled_answer_moves_what_the_plan_says_it_moves_in_its_middle(order: dict[str, Any], tier: str) -> None:
+    order |= {"forced": {"cache_tier": tier}, "budget": 1 << 40 if tier == "device" else BUDGET}
+    ours = Ours(order)
+    plan = ours.plan(order)
+    assert plan["cache"] == tier
+    found = ours.turn(order)
+    ours.close()
+    assert len(found["steps_s"]) == 2 and found["prefill_s"] > 0 and found["predicted_step_s"] > 0
+    if tier == "disk":
+        assert plan["micro_batches"] > 0 and plan["planned_written_nbytes"] > 0
+        assert found["read_nbytes"] == pytest.approx(plan["planned_read_nbytes"], rel=0.25)
+
+
+def test_more_sequences_fit_with_their_cache_on_disk(order: dict[str, Any]) -> None:
+    ours = Ours(order)
+    fit = ours.fits(order)["device"]
+    assert 0 < fit < 64
+    order["batch"] = fit + 8
+    assert ours.plan(order)["cache"] == "disk"
+    whole = ours.turn(order | {"whole": True})
+    ours.close()
+    assert len(whole["tokens"]) == 8 and len(whole["tokens"][0]) == fit + 8
+
+
+def row(name: str, tokens_per_s: float, link: float, ram: float, **more: Any) -> dict[str, Any]:
+    return {"model": "llama", "cell": "64 x 128 + 32", "name": name, "batch": 64, "micro_batches": 4,
+            "tokens_per_s": tokens_per_s, "link_tokens_per_s": link, "ram_tokens_per_s": ram, "budget": 100,
+            "peak_nbytes": 99, **more}
+
+
+def test_each_aim_is_judged_by_the_rows_that_it_is_about() -> None:
+    rows = [row("forebay bf16 zigzag", 9.5, 10, 100, times_peer=4.1, step_error=0.1),
+            row("forebay w4+kv4 zigzag", 91, 1000, 100, times_peer=20.0, step_error=-0.2),
+            row("forebay w4+kv4 row", 1, 10, 100, times_peer=1.0)]
+    model = {"fits": {"128+32": 3}, "plans": [
+        {"name": "forebay bf16 zigzag", "cache": "disk", "batch": 64, "cell": "64 x 128 + 32"}]}
+    holds, summary = verdicts(rows, [model])
+    assert list(holds.values()) == [True, True, False, True, None, False]
+    assert any("21.33" in line for line in summary) and any("0.91" in line for line in summary)
+    assert verdicts([], [])[0] == dict.fromkeys(holds)
+
+
+def test_the_bound_of_the_link_counts_reads_and_writes() -> None:
+    plan = {"planned_read_nbytes": 3e9, "planned_written_nbytes": 1e9}
+    assert link_bound_s(plan, {"bytes_per_s": 3e9, "written_bytes_per_s": 0.5e9}) == 3.0
+
+
+def test_cells_and_contestants_by_name() -> None:
+    assert cells("24x96+8,1x128+32") == [Cell(24, 96, 8), Cell(1, 128, 32)]
+    assert set(OURS) == {
+        *(f"forebay {f} {o}" for f in ("bf16", "w4", "w4+kv4") for o in ("zigzag", "row")),
+        *(f"ram {f}" for f in ("bf16", "w4", "w4+kv4"))}

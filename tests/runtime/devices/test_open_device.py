@@ -1,0 +1,48 @@
+"""open_device opens a reader for each stream that reads the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import forebay.runtime.devices.open_device as module
+from forebay.rewriter.ir.program import READS
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.switches import Switches
+from forebay.runtime.devices.open_device import open_device
+from forebay.runtime.devices.threads import ThreadDevice
+
+
+def test_weights_rows_and_caches_do_not_queue_behind_each_other(tmp_path: Path) -> None:
+    device = open_device(Machine.default(), Switches(), folder=str(tmp_path))
+    assert isinstance(device, ThreadDevice)
+    try:
+        assert len({id(device.readers[stream]) for stream in READS}) == len(READS) == 3
+    finally:
+        device.close()
+
+
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_a_reader_that_cannot_be_opened_leaves_none_behind(
+    fails: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[Reader] = []
+    calls = iter(range(3))
+
+    class Reader:
+        def __init__(self) -> None:
+            left.append(self)
+
+        def close(self) -> None:
+            left.remove(self)
+
+    def open_or_fail(*args: object, **options: object) -> Reader:
+        if next(calls) == fails:
+            raise OSError("no more threads")
+        return Reader()
+
+    monkeypatch.setattr(module, "open_reader", open_or_fail)
+    with pytest.raises(OSError, match="no more threads"):
+        open_device(Machine.default(), Switches(), folder=str(tmp_path))
+    assert left == []
