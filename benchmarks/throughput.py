@@ -37,6 +37,7 @@ from benchmarks.disk_offload import Process, note
 from benchmarks.shaped_models import LARGE, SMALL, Sizes, make_shaped
 from benchmarks.throughput_cells import MODULE, OURS, PEERS, Cell, cells
 from benchmarks.throughput_figures import figures, report, verdicts
+from forebay.kernels.build.cache_folder import make_cache_folder
 from forebay.rewriter.ir.byte_sizes import parse_nbytes
 
 ASIDE = ("link", "fits")  # processes that take no turns: one measures the machine, one asks the planner
@@ -108,9 +109,7 @@ def folder(kept: Path | None) -> Iterator[Path]:
         kept.mkdir(parents=True, exist_ok=True)
         yield kept
         return
-    base = Path(os.environ.get("FOREBAY_CACHE") or "~/.cache/forebay").expanduser()
-    base.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="throughput-", dir=base) as made:
+    with tempfile.TemporaryDirectory(prefix="throughput-", dir=make_cache_folder()) as made:
         yield Path(made)
 
 
