@@ -21,6 +21,7 @@ import gc
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -268,6 +269,9 @@ def main() -> None:
         folder = Path(MODELS[name]())
         for batch in map(int, args.batch.split(",")):
             machine = load_machine(args.machine) if args.machine else measure_machine(folder, quick=True)
+            if machine.guessed:  # the pace of measured products then says nothing of those that a guess stands for
+                print(f"a cautious guess stands for {'; '.join(machine.guessed)}: what follows is no measure of the "
+                      "predictions; run this on a quieter machine", file=sys.stderr)
             cell = Cell(name, folder, machine, batch, args.prompt, args.new)
             shares = [float(s) / 100 for s in args.budgets.split(",")]
             if not args.sweep:
