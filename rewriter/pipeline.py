@@ -18,6 +18,7 @@ from forebay.passes.fuse.fuse_residual import fuse_residual
 from forebay.passes.fuse.fuse_rms_norm import fuse_rms_norm
 from forebay.passes.fuse.fuse_rotary import fuse_rotary
 from forebay.passes.fuse.fuse_swiglu import fuse_swiglu
+from forebay.passes.lower.delegate_attention import delegate_attention
 from forebay.passes.lower.draft import Draft
 from forebay.passes.lower.grow_cache import grow_cache
 from forebay.passes.lower.hoist_prefetch import hoist_prefetch
@@ -91,6 +92,8 @@ PASSES: tuple[Pass, ...] = (
          "last: addresses depend on the plan's arena alone, lifetimes on the order, which is final"),
     # on the step as a list of launches, where the order of the whole step can be seen
     Pass(lower, "lowered", "whole step", "every value has its address: graphs become launches, layers laid end to end"),
+    Pass(delegate_attention, "lowered", "draft",
+         "launches stand in the order of turns: those over caches in host memory leave the device's stream"),
     Pass(hoist_prefetch, "lowered", "draft", "copies cross the borders of layers", optional=True),
     Pass(place_copies, "lowered", "draft", "the order of copies is final: they get their streams and events"),
 )

@@ -212,7 +212,8 @@ def staged_blocks(graphs_of: GraphsOf, workload: Workload, wishes: Wishes) -> li
     counts = [wishes.micro_batches] if wishes.micro_batches else [
         math.ceil(batch / size) for size in reversed(SIZES) if size == 1 or size < 2 * batch]
     entering = min(wishes.entering or 0, batch)
-    return [Block(count, wishes.order, wishes.cache_tier or "disk", tokens, wishes.cache_slots, entering=entering)
+    return [Block(count, wishes.order, wishes.cache_tier or "disk", tokens, wishes.cache_slots, entering=entering,
+                  cpu_attention=wishes.cpu_attention)
             for count in dict.fromkeys(min(count, batch) for count in counts)]
 
 

@@ -37,6 +37,7 @@ class Outgoing:
     ring: str = "out"  # slots are the buffers host_out0, host_out1, …
     keeps: bool = False
     layer: int = -1
+    cache: bool = False  # of a cache that was loaded for its turn
 
 
 @record

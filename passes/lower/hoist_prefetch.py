@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from forebay.passes.lower.delegate_attention import OPERANDS
 from forebay.passes.lower.draft import Draft, Evict, Fetch, Free, Store
 from forebay.passes.lower.stage_cache import RING
 from forebay.rewriter.ir.plan import Plan, PlanError
@@ -22,7 +23,7 @@ def hoist_prefetch(draft: Draft, plan: Plan) -> None:
 
 
 def _hoist_weights(draft: Draft, plan: Plan) -> None:
-    moves = [index for index, move in enumerate(draft.moves) if move.ring != RING]
+    moves = [index for index, move in enumerate(draft.moves) if move.ring not in (RING, OPERANDS)]
     number = {index: j for j, index in enumerate(moves)}
     lead, slots, count = plan.schedule.lead, plan.schedule.slots, len(moves)
     ahead = min(lead, count)
@@ -56,25 +57,28 @@ def _hoist_weights(draft: Draft, plan: Plan) -> None:
 
 
 def _hoist_cache(draft: Draft, slots: int) -> None:
-    """Load n and store n are those of turn n."""
+    """Load n and store n of the caches are those of turn n."""
     loads = [index for index, move in enumerate(draft.moves) if move.ring == RING]
+    stores = [index for index, out in enumerate(draft.stores) if out.cache]
+    turns = {index: turn for turn, index in enumerate(stores)}
     if not loads:
         return
     later = 1 if slots > 2 else 0
     items: list = [Fetch(index) for index in loads[:slots]]
 
     def give_back(turn: int) -> None:
-        items.extend((Evict(turn), Free(loads[turn])))
+        items.extend((Evict(stores[turn]), Free(loads[turn])))
         if turn + slots < len(loads):
             items.append(Fetch(loads[turn + slots]))
 
     ours = set(loads)
     for item in draft.items:
-        if isinstance(item, Evict) or (isinstance(item, Fetch | Free) and item.index in ours):
+        if (isinstance(item, Evict) and item.index in turns) or (
+                isinstance(item, Fetch | Free) and item.index in ours):
             continue
         items.append(item)
-        if isinstance(item, Store) and item.index >= later:
-            give_back(item.index - later)
+        if isinstance(item, Store) and turns.get(item.index, -1) >= later:
+            give_back(turns[item.index] - later)
     for turn in range(len(loads) - later, len(loads)):
         give_back(turn)
     draft.items = items

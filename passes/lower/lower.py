@@ -75,7 +75,7 @@ class _Lowering:
         self.slots = [b for b in plan.buffers if b.kind == "slot" and b.arena == "device"]
         self.draft = Draft(name)
         self.outer = Addresses(gm, layout, "", {})
-        self.recorded: dict[object, tuple[Recording, list[tuple[int, str]]]] = {}
+        self.recorded: dict[object, tuple[list[Recording], list[tuple[int, str]]]] = {}
         self.pieces: list[list[tuple[Recording, _Instance]]] = []
         self.staging: CacheStaging | PlaceStaging | None = None
         self.activations = [micro_batch_symbols(layout, k, self.count) for k in range(self.count)]
@@ -88,8 +88,10 @@ class _Lowering:
                           for b in self.plan.buffers if b.kind in kept}
         placeholders = self.gm.graph.find_nodes(op="placeholder")
         block = self.plan.schedule.block
+        self.cut = False
         if block.staged or block.entering:
             tokens = next(n for n in placeholders if n.target == "input_ids").meta["val"].shape[1]
+            self.cut = block.attends_on_host(tokens)
             if block.staged:
                 self.staging = CacheStaging(draft, self.plan, staged_layers(self.gm, block), tokens)
             elif tokens > 1:
@@ -107,7 +109,9 @@ class _Lowering:
                 *before, last = recorder.record(pending)
                 pending = []
                 self.pieces += [[(recording, outer)] for recording in before]
-                self.pieces.append([(last, outer), self._call(node)])  # waits for lookups stand in their readers' turn
+                first, *parts = self._call(node)
+                self.pieces.append([(last, outer), first])  # waits for lookups stand in their readers' turn
+                self.pieces += [[part] for part in parts]
             elif node.op == "output":
                 self.pieces += [[(recording, outer)] for recording in recorder.record(pending)]
                 for i, value in enumerate(flatten(node.args[0])):
@@ -132,8 +136,8 @@ class _Lowering:
 
     # -- one layer
 
-    def _call(self, call: fx.Node) -> tuple[Recording, _Instance]:
-        """A layer as a piece of the step."""
+    def _call(self, call: fx.Node) -> list[tuple[Recording, _Instance]]:
+        """A layer as pieces of the step: two, where the host attends between them."""
         layer = call.meta.get("layer", -1)
         like = self.layout.likes.get(layer, layer)
         given = tuple(place_of(settled(self.outer.ref(arg), self.whole.symbols)) for arg in _activations(call))
@@ -141,27 +145,27 @@ class _Lowering:
         known = self.recorded.get(key)
         if known is None:
             known = self.recorded[key] = self._record_block(call, like, given)
-        recording, own = known
+        recordings, own = known
         instance = self._instance(layer, ((symbol, call.args[i]) for i, symbol in own))  # type: ignore[misc]
-        for element, (arena, address, buffer) in enumerate(recording.results):
+        for element, (arena, address, buffer) in enumerate(recordings[-1].results):
             base = instance.symbols.get(arena)
             self.outer.made[call, element] = (
                 (arena, address, buffer) if base is None else (base[0], base[1] + address, base[2]))
-        return recording, instance
+        return [(recording, instance) for recording in recordings]
 
     def _record_block(
         self, call: fx.Node, like: int, given: tuple[Place, ...]
-    ) -> tuple[Recording, list[tuple[int, str]]]:
-        """The recording of a block, and which arguments of a call its symbols stand for."""
+    ) -> tuple[list[Recording], list[tuple[int, str]]]:
+        """The recordings of a block, and which arguments of a call its symbols stand for."""
         block = self.gm.get_submodule(str(call.target))
         assert isinstance(block, fx.GraphModule)
         placeholders = block.graph.find_nodes(op="placeholder")
         inputs = [n for n in placeholders if n.meta.get(META) is None and values_of(n)]
         addresses = Addresses(block, self.layout, f"layer{like}_", dict(zip(inputs, given, strict=True)))
-        recorder = Recorder(addresses, self.workspace, True, self.staging is not None)
-        recording = recorder.record(list(block.graph.nodes))[0]
+        recorder = Recorder(addresses, self.workspace, True, self.staging is not None, self.cut)
+        recordings = recorder.record(list(block.graph.nodes))
         own = [(i, addresses.symbols[n]) for i, n in enumerate(placeholders) if n.meta.get(META) is not None]
-        return recording, own
+        return recordings, own
 
     def _instance(self, layer: int, given: Iterable[tuple[str, fx.Node]]) -> _Instance:
         """A use of a graph whose symbols stand for these placeholders of the step graph."""

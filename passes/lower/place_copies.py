@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from forebay.passes.lower.delegate_attention import OPERANDS
 from forebay.passes.lower.draft import Arrive, Draft, Evict, Fetch, Found, Free, Lookup, Move, Outgoing, Store
 from forebay.passes.lower.order_copies import Order
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
 from forebay.rewriter.ir.program import (
+    ATTEND,
     COMPUTE,
     DISK,
     DOWNLOAD,
+    HOST,
     LOAD,
     LOOKUP,
+    RETURN,
     UPLOAD,
     WRITE,
     Copy,
     FileSlice,
     Item,
+    Launch,
     Program,
     Record,
     Release,
@@ -27,7 +32,7 @@ from forebay.rewriter.ir.program import (
     tier_of,
 )
 
-AFAR = (LOAD, UPLOAD, DOWNLOAD, WRITE)  # streams that touch what outlives a step on the slower tiers
+AFAR = (LOAD, UPLOAD, DOWNLOAD, WRITE, ATTEND, RETURN)  # streams that touch what outlives a step on the slower tiers
 
 
 def place_copies(draft: Draft, plan: Plan) -> Program:
@@ -81,6 +86,8 @@ class _Placing:
                 self._lookup(item)  # type: ignore[arg-type]
             elif kind is Found:
                 self._wait(COMPUTE, self._event("found", item.index))  # type: ignore[union-attr]
+            elif kind is Launch and item.stream == ATTEND:  # type: ignore[union-attr]
+                self._attend(item)  # type: ignore[arg-type]
             else:
                 self._add(item)  # type: ignore[arg-type]
         for slot in tuple(self.leaving):
@@ -131,13 +138,17 @@ class _Placing:
         landed = self._event("landed", index)  # the same in every program's prologue: steps hand copies to each other
         waits = into is self.items
         hops = self.plan.schedule.host_hop and tier_of(source) == "disk"
-        stream = UPLOAD if tier_of(source) == "host" else DISK if isinstance(source, FileSlice) else LOAD
+        near = RETURN if move.ring == OPERANDS else UPLOAD
+        stream = near if tier_of(source) == "host" else DISK if isinstance(source, FileSlice) else LOAD
         if hops:
             self._two_hops(index, move, stream, into, waits)
         else:
             free = (self.freed[slot],) if waits and slot in self.freed else ()
             copy = Copy(stream, move.source, move.span, move.label, move.layer, move.room)
             self._afar(copy, source, landed, free, into)
+            if move.ring == OPERANDS:
+                assert isinstance(source, Span)
+                self._add(Release(stream, source), into)
         self._add(Record(UPLOAD if hops else stream, landed), into)
 
     def _two_hops(self, index: int, move: Move, stream: str, into: list[Item], waits: bool) -> None:
@@ -165,6 +176,21 @@ class _Placing:
         self._add(copy, into)
         if span is not None:
             self.order.touch(copy.stream, span, event, writes)
+
+    def _attend(self, launch: Launch) -> None:
+        """Place a launch of the host, behind whoever must have touched its memory before; its operands end with it."""
+        touched = [(span, writes) for spans, writes in ((launch.reads, False), (launch.writes, True)) for span in spans
+                   if span.arena == HOST]
+        self._wait(ATTEND, *dict.fromkeys(event for span, writes in touched
+                                          for event in self.order.missing(ATTEND, (), span, writes)))
+        self._add(launch)
+        for span in launch.reads:
+            if span.buffer.startswith(OPERANDS):
+                self._add(Release(ATTEND, span))
+        done = self._event("attended", launch.label)
+        self._add(Record(ATTEND, done))
+        for span, writes in touched:
+            self.order.touch(ATTEND, span, done, writes)
 
     def _free(self, index: int) -> None:
         move = self.draft.moves[index]
@@ -243,6 +269,9 @@ def _afar(draft: Draft) -> list[Span]:
     if not draft.stores:
         return []
     places = [*(place_of(move.source) for move in draft.moves), *(place_of(out.target) for out in draft.stores)]
+    for item in draft.items:
+        if type(item) is Launch and item.stream == ATTEND:
+            places += [span for span in (*item.reads, *item.writes) if span.arena == HOST]
     return [place for place in places if isinstance(place, Span)]
 
 

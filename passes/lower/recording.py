@@ -13,9 +13,9 @@ from forebay.passes.lower.addresses import Addresses, Place, Symbols, has_symbol
 from forebay.passes.lower.draft import Arrive, Found, Free
 from forebay.passes.lower.launches import Launches, Workspace
 from forebay.passes.lower.out_variants import mutated_arguments
-from forebay.passes.place.arrange_block import reads_matrix
+from forebay.passes.place.arrange_block import reads_matrix, touches_cache
 from forebay.rewriter.ir import ops
-from forebay.rewriter.ir.graph import META, CacheInput, Transfer, storage_of, values_of
+from forebay.rewriter.ir.graph import META, Transfer, storage_of, values_of
 from forebay.rewriter.ir.program import COMPUTE, Launch, Release, TensorRef
 
 
@@ -111,11 +111,14 @@ class Recorder:
 
     Unless it is recorded as a `whole`, the graph is cut into pieces where all micro-batches may take their turns:
     behind each tile of a matrix, so that the tile need not stay longer, and behind lookups, so that all are under way.
-    With `staged`, marks stand before the first and behind the last operator that touches the cache.
+    With `staged`, marks stand before the first and behind the last operator that touches the cache, behind which a
+    graph that is `cut` ends a piece.
     """
 
-    def __init__(self, addresses: Addresses, workspace: Workspace, whole: bool = False, staged: bool = False) -> None:
-        self.addresses, self.whole, self.staged = addresses, whole, staged
+    def __init__(
+        self, addresses: Addresses, workspace: Workspace, whole: bool = False, staged: bool = False, cut: bool = False
+    ) -> None:
+        self.addresses, self.whole, self.staged, self.cut = addresses, whole, staged, cut
         self.launches = Launches(addresses.ref, workspace)
         self.entries: list[Entry] = []
         self.landing: dict[fx.Node, Arrive | Found] = {}  # storage node -> the mark before its first reader
@@ -126,7 +129,7 @@ class Recorder:
         pieces: list[Recording] = []
         self.entries = []
         results: tuple[Place, ...] = ()
-        touching = [n for n in nodes if _touches_cache(n)] if self.staged else []
+        touching = [n for n in nodes if touches_cache(n)] if self.staged else []
         for node in nodes:
             if touching and node is touching[0]:
                 self.entries.append(Staging(False))
@@ -147,7 +150,7 @@ class Recorder:
             if touching and node is touching[-1]:
                 self.entries.append(Staging(True))
             self.entries += [Release(COMPUTE, span) for span in self.addresses.ends(node)]
-            if not self.whole and _ends_turn(node):
+            if (self.cut and touching and node is touching[-1]) or (not self.whole and _ends_turn(node)):
                 pieces.append(Recording(tuple(self.entries)))
                 self.entries = []
         return [*pieces, Recording(tuple(self.entries), results)]
@@ -180,11 +183,6 @@ class Recorder:
         for launch in self.launches.of(node):
             parts = (launch.args, launch.kwargs, launch.out, launch.reads, launch.writes)
             self.entries.append(Recorded(launch, tuple(map(has_symbols, parts))))
-
-
-def _touches_cache(node: fx.Node) -> bool:
-    return node.op == "call_function" and any(
-        isinstance(storage_of(operand)[0].meta.get(META), CacheInput) for operand in node.all_input_nodes)
 
 
 def _ends_turn(node: fx.Node) -> bool:

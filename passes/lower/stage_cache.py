@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from forebay.passes.lower.addresses import Place
+from forebay.passes.lower.delegate_attention import NO_OPERANDS, Operands, operands_of
 from forebay.passes.lower.draft import Arrive, Draft, Evict, Fetch, Free, Move, Outgoing, Store
 from forebay.passes.lower.enter_places import ENTERING, name_places, put, take
-from forebay.rewriter.ir.block import BEFORE, BEHIND, STORES, Block, loads_name
+from forebay.rewriter.ir.block import BEFORE, BEHIND, STORES, WHOLE_LOADS, WHOLE_STORES, Block, loads_name
 from forebay.rewriter.ir.graph import META, CacheInput
 from forebay.rewriter.ir.plan import BufferPlacement, Plan, Workload
 from forebay.rewriter.ir.program import COMPUTE, Release, Rows, Span, TensorRef, span_of
@@ -32,13 +33,14 @@ WORD = 8  # blocks move as int64
 @dataclass(frozen=True)
 class StagedLayer:
     """One layer's cache in a micro-batch of `sequences`: `blocks` blocks of `block_nbytes` for each; V stands `beside`
-    bytes behind K. Attention sees a `window` of it (0: all)."""
+    bytes behind K. Attention sees a `window` of it (0: all); beside it, it has its `operands`."""
 
     sequences: int
     blocks: int
     block_nbytes: int
     beside: int
     window: int = 0
+    operands: Operands = NO_OPERANDS
 
     @property
     def nbytes(self) -> int:
@@ -61,8 +63,16 @@ def staged_layers(step: fx.GraphModule, block: Block) -> dict[int, StagedLayer]:
             itemsize = value.element_size()
             found[mark.layer] = StagedLayer(batch, tokens // block.cache_tokens,
                                             block.cache_tokens * value.stride(2) * itemsize, heads * width * itemsize,
-                                            mark.window)
+                                            mark.window, operands_of(_caller(step, node)))
     return found
+
+
+def _caller(step: fx.GraphModule, cache: fx.Node) -> fx.GraphModule:
+    """The block graph that uses a cache of a step graph; the step graph where that has no calls."""
+    call = next((user for user in cache.users if user.op == "call_module"), None)
+    block = step if call is None else step.get_submodule(str(call.target))
+    assert isinstance(block, fx.GraphModule)
+    return block
 
 
 def home_name(layer: int, tier: str) -> str:
@@ -70,12 +80,13 @@ def home_name(layer: int, tier: str) -> str:
     return f"cache_{layer}_{tier}"
 
 
-def input_sizes(layers: Mapping[int, StagedLayer]) -> dict[str, int]:
+def input_sizes(layers: Mapping[int, StagedLayer], block: Block) -> dict[str, int]:
     """Elements of a micro-batch's part of each input."""
     first = next(iter(layers.values()))
     rows = first.sequences * first.blocks
     loads = dict.fromkeys((loads_name(layer.window) for layer in layers.values()), rows)
-    return {**loads, STORES: rows, BEFORE: first.sequences, BEHIND: first.sequences}
+    whole = {WHOLE_LOADS: rows, WHOLE_STORES: rows} if block.cpu_attention else {}
+    return {**loads, STORES: rows, BEFORE: first.sequences, BEHIND: first.sequences, **whole}
 
 
 def usual_shares(layer: StagedLayer, cache_tokens: int, work: Workload, tokens: int) -> tuple[float, float]:
@@ -97,7 +108,8 @@ class CacheStaging:
         self.homes = dict(zip(layers, plan.schedule.block.cache_homes(len(layers)), strict=True))
         self.fetched = 0
         self.places = name_places(draft, plan) if plan.schedule.block.entering and tokens > 1 else None
-        self.sizes = input_sizes(layers)
+        self.block, self.tokens = plan.schedule.block, tokens
+        self.sizes = input_sizes(layers, self.block)
         self.usual = {i: usual_shares(layer, plan.schedule.block.cache_tokens, plan.workload, tokens)
                       for i, layer in layers.items()}
         draft.files = {RING: max(b.offset + b.nbytes for b in plan.buffers if b.arena == RING)
@@ -112,22 +124,25 @@ class CacheStaging:
         return self.layers[mark.layer].beside if mark.side == "v" else 0
 
     def bring(self, layer: int, micro_batch: int) -> Place:
-        """Load the blocks that exist, and put the tails beside them; where they lie then. A cache of the device lies
-        there already."""
-        home = self._home(layer, micro_batch)
-        if self.homes[layer][micro_batch] == "device":
+        """Load the blocks that exist, and put the tails beside them; where they lie then. A cache that is attended
+        where it lives stays there."""
+        home, tier = self._home(layer, micro_batch), self.homes[layer][micro_batch]
+        if self._stays(tier):
             return home.arena, home.offset, home.buffer
         staged, slot = self.layers[layer], self.fetched % self.plan.schedule.block.cache_slots
         self.fetched += 1
         b, index = self.buffers[f"{RING}{slot}"], len(self.draft.moves)
         span = Span(b.arena, b.offset, staged.nbytes, f"{b.name}:{index}")
-        source = Rows(home, staged.block_nbytes, self._told(loads_name(staged.window), micro_batch),
-                      skips=True, usual=self.usual[layer][0])
+        tailed = self.block.has_tails(tier)
+        loads = self._told(loads_name(staged.window) if tailed else WHOLE_LOADS, micro_batch)
+        source = Rows(home, staged.block_nbytes, loads, skips=True, usual=self.usual[layer][0])
         self.draft.moves.append(Move(f"load cache of layer {layer}@{micro_batch}", source, slot, span, (0, 0), RING,
                                      layer))
-        table, tail = self._tables(span, layer, micro_batch)
         index_ref = self._told(BEFORE, micro_batch)
         self.draft.items += [Fetch(index), Arrive(index)]
+        if not tailed:
+            return span.arena, span.offset, span.buffer
+        table, tail = self._tables(span, layer, micro_batch)
         if self.places is not None:
             tails = self._tails(layer)
             self.draft.items.append(
@@ -137,23 +152,35 @@ class CacheStaging:
 
     def keep(self, layer: int, micro_batch: int, place: Place) -> None:
         """Take the tails out of the slot at `place`, store the blocks that got full, and give the slot back."""
-        if self.homes[layer][micro_batch] == "device":
+        tier = self.homes[layer][micro_batch]
+        if self._stays(tier):
             return
         staged, index = self.layers[layer], int(place[2].rpartition(":")[2])
         span = Span(place[0], place[1], staged.nbytes, place[2])
-        table, tail = self._tables(span, layer, micro_batch)
-        index_ref = self._told(BEHIND, micro_batch)
-        target = Rows(self._home(layer, micro_batch), staged.block_nbytes, self._told(STORES, micro_batch),
-                      skips=True, usual=self.usual[layer][1])
+        tails = self.block.has_tails(tier)
+        target = Rows(self._home(layer, micro_batch), staged.block_nbytes,
+                      self._told(STORES if tails else WHOLE_STORES, micro_batch), skips=True,
+                      usual=self.usual[layer][1])
         number = len(self.draft.stores)
         self.draft.stores.append(Outgoing(f"store cache of layer {layer}@{micro_batch}", span, target, keeps=True,
-                                          layer=layer))
+                                          layer=layer, cache=True))
+        if tails:
+            self._take_tails(layer, micro_batch, span)
+        self.draft.items += [Store(number), Evict(number), Free(index)]
+
+    def _take_tails(self, layer: int, micro_batch: int, span: Span) -> None:
+        """Take the tails out of the slot."""
+        table, tail = self._tables(span, layer, micro_batch)
+        index_ref = self._told(BEHIND, micro_batch)
         self.draft.items.append(take(table, index_ref, tail, span, f"layer{layer}_tail_out@{micro_batch}", layer))
         if self.places is not None:
             tails = self._tails(layer)
             self.draft.items += [put(tail, self.places, tails, span_of(tails), f"layer{layer}_tails_to_places", layer),
                                  Release(COMPUTE, span_of(tail))]
-        self.draft.items += [Store(number), Evict(number), Free(index)]
+
+    def _stays(self, tier: str) -> bool:
+        """Whether caches of a tier are attended there."""
+        return tier == "device" or (tier == "host" and self.block.attends_on_host(self.tokens))
 
     def _home(self, layer: int, micro_batch: int) -> Span:
         """The bytes that a micro-batch's blocks are among where its cache lives."""
@@ -175,7 +202,7 @@ class CacheStaging:
             return table, TensorRef(b.arena, b.offset, "int64", (staged.sequences, words), (words, 1),
                                     f"{ENTERING}:{layer}")
         tails, homes = self._tails(layer), self.homes[layer][:micro_batch]
-        number = len(homes) - homes.count("device")  # among those that have a tail
+        number = sum(map(self.block.has_tails, homes))  # among those that have a tail
         return table, TensorRef(tails.arena, tails.offset + number * staged.tail_nbytes, "int64",
                                 (staged.sequences, words), (words, 1), tails.buffer)
 

@@ -12,7 +12,7 @@ from torch import fx
 from forebay.passes.allocators import Allocation, Buffer, allocate
 from forebay.rewriter.ir.alignment import ALIGNMENT, aligned
 from forebay.rewriter.ir.block import Block
-from forebay.rewriter.ir.graph import storage_of, weight_name
+from forebay.rewriter.ir.graph import META, CacheInput, storage_of, weight_name
 
 TIME_LIMIT_S = 1.0
 
@@ -33,18 +33,34 @@ def outlive_turns(
     """Of buffers that live over [first, last] of a flat graph's nodes, those that another micro-batch's turn meets.
 
     In zigzag order turns end where a layer ends; outside the layers also within each operator that reads a matrix,
-    which may come in tiles that all micro-batches use in turn, and behind a lookup. In row order no turn ends early.
+    which may come in tiles that all micro-batches use in turn, and behind a lookup; and where the host attends, behind
+    the last operator of a layer that touches the cache. In row order no turn ends early.
     """
     if block.micro_batches == 1 or block.order == "row":
         return frozenset()
     layers = [node.meta.get("layer", -1) for node in nodes]
     borders = [i for i in range(1, len(nodes)) if layers[i] != layers[i - 1]]  # the turn ends before node i
+    if block.attends_on_host(_tokens(nodes)):
+        last = {layers[i]: i for i, node in enumerate(nodes) if layers[i] >= 0 and touches_cache(node)}
+        borders = sorted({*borders, *(i + 1 for i in last.values())})
     within = [i for i, node in enumerate(nodes) if layers[i] < 0 and node.op == "call_function" and any(
         reads_matrix(operand) for operand in node.all_input_nodes)]
     return frozenset(
         name for name, (first, last) in live.items()
         if bisect_right(borders, first) < bisect_right(borders, last)
         or bisect_left(within, first) < bisect_right(within, last))
+
+
+def _tokens(nodes: Sequence[fx.Node]) -> int:
+    """Tokens per sequence of the step that a flat graph computes; 0 where it has no ids."""
+    return next((node.meta["val"].shape[1] for node in nodes
+                 if node.op == "placeholder" and node.target == "input_ids"), 0)
+
+
+def touches_cache(node: fx.Node) -> bool:
+    """Whether an operator reads or writes a cache."""
+    return node.op == "call_function" and any(
+        isinstance(storage_of(operand)[0].meta.get(META), CacheInput) for operand in node.all_input_nodes)
 
 
 def reads_matrix(operand: fx.Node) -> bool:

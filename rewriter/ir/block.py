@@ -8,6 +8,8 @@ from typing import Literal
 # inputs of a step with staged caches, each with one part for every micro-batch: rows of its table of blocks
 # [B * blocks] that are loaded and stored, and [B] the row of each sequence's tail before and behind the step
 LOADS, STORES, BEFORE, BEHIND = "cache_loads", "cache_stores", "cache_before", "cache_behind"
+# the same rows of caches without tails: of their last blocks too
+WHOLE_LOADS, WHOLE_STORES = "cache_whole_loads", "cache_whole_stores"
 
 
 def loads_name(window: int) -> str:
@@ -32,6 +34,9 @@ class Block:
     turn into one of `cache_slots` staging slots, in blocks of `cache_tokens` tokens; the block that is not full yet
     stays on the device.
 
+    With `cpu_attention` decode steps attend over caches in host memory there: only queries, new keys and values, and
+    results cross the link, while the device computes for other micro-batches. Those caches have no tails.
+
     With `entering`, a prefill step computes so many sequences alone, for the places that its input names; the others
     keep their cache. Else it computes all of them.
     """
@@ -44,6 +49,15 @@ class Block:
     cache_device: int = 0
     cache_host: int = 0
     entering: int = 0
+    cpu_attention: bool = False
+
+    def attends_on_host(self, tokens: int) -> bool:
+        """Whether a step over `tokens` tokens per sequence attends where caches in host memory lie."""
+        return self.cpu_attention and tokens == 1
+
+    def has_tails(self, tier: str) -> bool:
+        """Whether the blocks that are not full yet of caches of this tier stay on the device."""
+        return tier == "disk" or (tier == "host" and not self.cpu_attention)
 
     def of_step(self, tokens: int) -> Block:
         """The block as a step over `tokens` tokens per sequence sees it."""

@@ -260,7 +260,7 @@ def _validate_block(plan: Plan) -> None:
     if s.block.staged and (s.block.cache_slots < 1 or s.block.cache_tokens < 1):
         raise PlanError(f"plan.schedule.block: a cache on the tier {s.block.cache} needs cache_slots and cache_tokens "
                         "of at least 1")
-    for name in ("cache_slots", "cache_tokens", "cache_device", "cache_host"):
+    for name in ("cache_slots", "cache_tokens", "cache_device", "cache_host", "cpu_attention"):
         given = getattr(s.block, name)
         if given < 0 or (given and not s.block.staged) or (given and name == "cache_host" and s.block.cache == "host"):
             raise PlanError(f"plan.schedule.block.{name}: {given} is for a cache on a tier further off than "

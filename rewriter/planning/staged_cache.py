@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from forebay.passes.lower.delegate_attention import OPERANDS
 from forebay.passes.lower.enter_places import ENTERING, PLACES
 from forebay.passes.lower.stage_cache import (
     ARENAS,
@@ -48,7 +49,15 @@ class StagedCache:
     @property
     def host_nbytes(self) -> int:
         """Bytes of the host arena."""
-        return sum(self.homes.get("host", {}).values())
+        return sum(self.homes.get("host", {}).values()) + sum(map(aligned, self.operands.values()))
+
+    @property
+    def operands(self) -> dict[str, int]:
+        """Bytes of host memory for what the host's launches read and write beside the caches, by micro-batch."""
+        if not self.block.cpu_attention or "host" not in self.homes:
+            return {}
+        room = max(layer.operands.room_nbytes for layer in self.layers.values())
+        return {f"{OPERANDS}{k}": room for k in range(self.block.micro_batches)}
 
     def buffers(self) -> Iterator[tuple[str, str, str, int, int]]:
         """All but the tails, as (name, kind, arena, nbytes, alignment); those at pages first, so that they leave no gap
@@ -58,8 +67,9 @@ class StagedCache:
         for tier, sizes in self.homes.items():
             for name, nbytes in sizes.items():
                 yield name, "cache", ARENAS[tier], nbytes, PAGE_NBYTES
-        for name, nbytes in self.inputs.items():
-            yield name, "io", "device", nbytes, ALIGNMENT
+        for arena, sizes in (("device", self.inputs), ("host", self.operands)):
+            for name, nbytes in sizes.items():
+                yield name, "io", arena, nbytes, ALIGNMENT
 
     def moves(self, work: Workload, tokens: int) -> CacheMoves:
         """What a step over `tokens` tokens usually moves."""
@@ -67,7 +77,12 @@ class StagedCache:
         some = block.sequences(work.batch, tokens) / work.batch if block.entering and tokens > 1 else 1.0
         for i, tiers in self.tiers.items():
             layer = self.layers[i]
-            for tier in ("host", "disk"):
+            attended = tiers.count("host") if block.attends_on_host(tokens) else 0
+            for link, moved in ((("device", "host"), layer.operands.given_nbytes),
+                                (("host", "device"), layer.operands.made_nbytes)):
+                nbytes[link] = nbytes.get(link, 0.0) + attended * moved
+            copies += attended * layer.operands.copies
+            for tier in ("disk",) if attended else ("host", "disk"):
                 for link, share in zip(((tier, "device"), ("device", tier)), usual_shares(
                         layer, block.cache_tokens, work, tokens), strict=True):
                     nbytes[link] = nbytes.get(link, 0.0) + some * tiers.count(tier) * share * layer.nbytes
@@ -88,11 +103,11 @@ def staged_cache(layers: Mapping[int, StagedLayer], block: Block) -> StagedCache
     for i, of_layer in tiers.items():
         for tier in dict.fromkeys(of_layer):
             homes.setdefault(tier, {})[home_name(i, tier)] = of_layer.count(tier) * layers[i].nbytes
-        if staged := count - of_layer.count("device"):
+        if staged := sum(map(block.has_tails, of_layer)):
             tails[f"tail_{i}"] = staged * layers[i].tail_nbytes
     largest = max(layer.nbytes // layer.sequences * max(layer.sequences, block.entering) for layer in layers.values())
     slots = {f"{RING}{i}": largest for i in range(block.cache_slots)}
-    inputs = {name: count * size * WORD for name, size in input_sizes(layers).items()}
+    inputs = {name: count * size * WORD for name, size in input_sizes(layers, block).items()}
     if block.entering:
         if block.cache_device or block.cache_host:
             raise PlanError(f"plan.schedule.block.cache_device, cache_host: where sequences enter places "

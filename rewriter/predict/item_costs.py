@@ -11,6 +11,7 @@ from forebay.kernels.operators import find
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.operator_names import called
 from forebay.rewriter.ir.program import (
+    ATTEND,
     Copy,
     FileSlice,
     Item,
@@ -66,6 +67,8 @@ def launch_time_s(item: Launch, times: Estimator) -> float:
         shape = operator.implementations.shape(item)
         return dispatch_s + times.product_s(*shape, nbytes=touched_nbytes(item), impl=item.impl)
     if operator is not None and operator.timed_as == "attention":
+        if item.stream == ATTEND:
+            return times.host_attention_s(_cache_nbytes(item))
         return dispatch_s + _attention_time_s(item, operator, times)
     return dispatch_s + times.touch_s(touched_nbytes(item))
 
@@ -93,6 +96,10 @@ def _attention_time_s(item: Launch, operator: Operator, times: Estimator) -> flo
     refs = [ref for ref in item.args if isinstance(ref, TensorRef)]
     if len(refs) < 3 or len(refs[0].shape) != 4:
         return times.attention_s("", touched_nbytes(item), 0.0)
-    q, k, v = refs[:3]
-    nbytes = (math.prod(k.shape) + math.prod(v.shape)) * dtype_itemsize(k.dtype)
-    return times.attention_s(q.dtype, nbytes, operator.cost(item).flops)
+    return times.attention_s(refs[0].dtype, _cache_nbytes(item), operator.cost(item).flops)
+
+
+def _cache_nbytes(item: Launch) -> int:
+    """Bytes of K and V that attention is given."""
+    k, v = [ref for ref in item.args if isinstance(ref, TensorRef)][1:3]
+    return (math.prod(k.shape) + math.prod(v.shape)) * dtype_itemsize(k.dtype)

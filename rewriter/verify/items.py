@@ -14,10 +14,12 @@ import torch
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.operator_names import called, overload_of
 from forebay.rewriter.ir.program import (
+    ATTEND,
     COMPUTE,
     DOWNLOAD,
     HOST,
     READS,
+    RETURN,
     UPLOAD,
     WRITE,
     Copy,
@@ -100,7 +102,7 @@ def _check_stream(copy: Copy, files: Collection[str]) -> None:
     reads, writes = type(src) is FileSlice or src.arena in files, dst.arena in files  # type: ignore[union-attr]
     if reads and writes:
         raise ItemFault(f"{copy.label} goes from file to file: take it through memory")
-    right = READS if reads else (WRITE,) if writes else (DOWNLOAD,) if dst.arena == HOST else (UPLOAD,)
+    right = READS if reads else (WRITE,) if writes else (DOWNLOAD,) if dst.arena == HOST else (UPLOAD, RETURN)
     if copy.stream not in right:
         raise ItemFault(f"{copy.label} is on the stream {copy.stream}: files are read on {' or '.join(READS)} and "
                         f"written on {WRITE}, copies between arenas run on {UPLOAD}, or to the host on {DOWNLOAD}")
@@ -131,8 +133,13 @@ def _check_rows(rows: Rows, label: str, files: Collection[str], extents: Extents
 
 
 def _check_launch(launch: Launch, extents: Extents) -> None:
-    if launch.stream != COMPUTE:
-        raise ItemFault(f"{launch.label} is on the stream {launch.stream}: launches run on {COMPUTE}")
+    if launch.stream not in (COMPUTE, ATTEND):
+        raise ItemFault(f"{launch.label} is on the stream {launch.stream}: launches run on {COMPUTE}, and those of the "
+                        f"host on {ATTEND}")
+    far = next((s for s in (*launch.reads, *launch.writes) if (s.arena == HOST) != (launch.stream == ATTEND)), None)
+    if far is not None:
+        raise ItemFault(f"{launch.label} on {launch.stream} touches {far.buffer} in the {far.arena} arena, which it "
+                        "cannot reach")
     if launch.workspace_nbytes < 0 or any(nbytes < 0 for _, nbytes in launch.held):
         raise ItemFault(f"{launch.label} has a workspace of {launch.workspace_nbytes} bytes")
     kwargs, changed = launch.kwargs, launch.out

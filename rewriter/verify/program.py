@@ -135,6 +135,8 @@ class _State:
                     reads = known[id(item.reads)] = new(item.reads)  # type: ignore[union-attr]
                 if writes is None:
                     writes = known[id(item.writes)] = new(item.writes)  # type: ignore[union-attr]
+                if stream:  # not COMPUTE
+                    copied += (*reads.spans, *writes.spans)
                 found.append((item, stream, reads, writes))
             elif kind is Copy:
                 reads, writes = map(new, copy_spans(item))  # type: ignore[arg-type]

@@ -15,12 +15,10 @@ from forebay.kernels.cpu_support.native import chained
 from forebay.rewriter.ir.program import (
     COMPUTE,
     DISK,
-    DOWNLOAD,
     LOAD,
     LOOKUP,
     READS,
     UNORDERED,
-    UPLOAD,
     WRITE,
     Copy,
     FileSlice,
@@ -83,7 +81,7 @@ class ThreadDevice:
 
     def bind(self, item: Item, launch: Call | None) -> Call | None:
         if isinstance(item, Launch):
-            return launch
+            return launch if item.stream == COMPUTE or launch is None else self._beside(item, launch)
         if isinstance(item, Copy):
             call = self._bind_copy(item)
             return self._in_order(call) if self.sync else call
@@ -93,6 +91,11 @@ class ThreadDevice:
             return self._bind_record(item)
         assert isinstance(item, Wait)
         return self._bind_wait(item)
+
+    def _beside(self, item: Launch, launch: Call) -> Call:
+        """A launch on the worker of its stream."""
+        worker, run = self._worker(item.stream), launch if self.trace is None else self.trace.timed(item, launch)
+        return self._in_order(lambda: worker.submit(run)) if self.sync else lambda: worker.submit(run)
 
     def _in_order(self, call: Call) -> Call:
         def run() -> None:
@@ -212,7 +215,7 @@ class ThreadDevice:
         """Fill with a NaN in every float format and an index out of range in every integer one, when its turn comes."""
         span = item.span
         memory = self._bytes(span)
-        if item.stream in (UPLOAD, DOWNLOAD):
+        if item.stream != COMPUTE:
             worker = self._worker(item.stream)
             return lambda: worker.submit(lambda: memory.fill_(0xFF))
         return lambda: memory.fill_(0xFF)

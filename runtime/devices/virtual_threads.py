@@ -77,6 +77,9 @@ def _prepared(items: Iterable[Item], cost: CostOf, clock: _Clock) -> list[tuple]
         kind = type(item)
         if kind is Launch:
             time_s, slowed, slows = cost(item)[:3]
+            if item.stream != COMPUTE:  # type: ignore[union-attr]
+                add((_COPY, queue_of(item.stream), item.label, time_s, 0.0, 0.0, (1.0, 1.0)))  # type: ignore[union-attr]
+                continue
             add((_LAUNCH, item.label, time_s, slowed, slows))  # type: ignore[union-attr]
         elif kind is Record:
             add((_RECORD, None if item.stream == COMPUTE else queue_of(item.stream), item.event))  # type: ignore[union-attr]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from forebay.rewriter.ir.block import BEFORE, BEHIND, LOADS, STORES, window_of_loads
+from forebay.rewriter.ir.block import BEFORE, BEHIND, LOADS, STORES, WHOLE_LOADS, WHOLE_STORES, window_of_loads
 from forebay.rewriter.ir.plan import Plan
 
 
@@ -22,6 +22,7 @@ class CacheBlocks:
         each = plan.workload.batch // block.micro_batches
         self.batch, self.each = plan.workload.batch, each
         self.tail = torch.zeros(plan.workload.batch, dtype=torch.int64)
+        self.whole = block.cpu_attention
         self.windows = {b.name: window_of_loads(b.name) for b in plan.buffers if b.name.startswith(LOADS)}
 
     def step(
@@ -50,6 +51,10 @@ class CacheBlocks:
         else:
             self.tail[places] = behind
         found = {STORES: torch.where(stored, rows, -1).flatten(), BEFORE: in_slot + tail, BEHIND: in_slot + behind}
+        if self.whole:  # all that is there, and all that is touched
+            found[WHOLE_LOADS] = torch.where(number * self.tokens < start[:, None], rows, -1).flatten()
+            touched = (number >= first[:, None]) & (number * self.tokens < (start + tokens)[:, None]) & own[:, None]
+            found[WHOLE_STORES] = torch.where(touched, rows, -1).flatten()
         for name, window in self.windows.items():
             # what the first query sees, the others see or see less of
             lowest = start // -window * -window if window < 0 else start - window + 1 if window else start * 0

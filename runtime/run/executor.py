@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from forebay.rewriter.ir.program import DOWNLOAD, WRITE, Copy, Item, Launch, Program
+from forebay.rewriter.ir.program import COMPUTE, DOWNLOAD, WRITE, Copy, Item, Launch, Program
 from forebay.runtime.devices.device import Call, Device
 from forebay.runtime.run.bind import bind_launch
 from forebay.runtime.run.trace import Trace
@@ -40,9 +40,10 @@ class BoundProgram:
             call = self.device.bind(item, launch)
             if call is None:
                 continue
+            beside = isinstance(item, Launch) and item.stream != COMPUTE  # the device times and runs it elsewhere
             if self.trace is not None:
-                calls.append(self.trace.timed(item, call))
-            elif isinstance(item, Launch):
+                calls.append(call if beside else self.trace.timed(item, call))
+            elif isinstance(item, Launch) and not beside:
                 run.append((item, call))
             else:
                 calls += (*self.device.joined(run), call)

@@ -76,6 +76,7 @@ def wrap(
     order: Literal["row", "zigzag"] = "zigzag",
     cache_tier: Literal["device", "host", "disk"] | None = None,
     cache_shares: tuple[float, float] | None = None,
+    cpu_attention: bool = False,
     places: int | None = None,
 ) -> LanguageModel:
     """Make `model` run within `budget`.
@@ -88,18 +89,18 @@ def wrap(
     guess. `slots`, `slot_nbytes`, `lead` and `prefill_chunk` force choices that are otherwise the planner's. `cache` is
     the KV cache's format: native, kv8 or kv4 (rotated rows, groups along the head dimension). What does not fit the
     device of it lies in host memory, as far as `budget["host"]` allows, and in a spill file in `budget["disk"]`, or all
-    on a `cache_tier` but for `cache_shares` on the device and in host memory. The batch is then computed in
-    `micro_batches` parts that load their caches for their turns in each layer (by default the planner says how many);
-    in "zigzag" `order` they share each pass over the weights. With `places`, so many sequences are computed at once,
-    whatever `batch`, and the prompts of a `generate` enter as others end. `plan` replays a saved plan.
+    on a `cache_tier` but for `cache_shares` on the device and in host memory, where with `cpu_attention` the host
+    attends. The batch is then computed in `micro_batches` parts that load their caches for their turns in each layer
+    (by default the planner says how many); in "zigzag" `order` they share each pass over the weights. With `places`, so
+    many are computed at once, whatever `batch`, and prompts of a `generate` enter as others end. `plan` replays a plan.
 
     Raises PlanError for a budget that cannot work, CheckpointError for files that cannot be used, SpillError for such a
     disk folder, CaptureError for an architecture that is not supported.
     """
     sizes = parse_budget(budget)
     require_spill_folder(sizes.disk)
-    wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk, cache_format=cache, micro_batches=micro_batches,
-                    order=order, cache_tier=cache_tier, cache_shares=cache_shares, entering=entering_at_once(places))
+    wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk, cache, micro_batches, order, cache_tier, cache_shares,
+                    cpu_attention, entering=entering_at_once(places))
     if isinstance(model, torch.nn.Module):
         captured = capture_model(model)
         checkpoint = spill_module(model, sizes.disk or tempfile.gettempdir())

@@ -25,11 +25,12 @@ import forebay.runtime.devices.threads as threads_module
 import forebay.runtime.disk.spill as spill_module
 from forebay.api import LanguageModel, open_model
 from forebay.rewriter.ir.plan import Budget, PlanError, Prediction, Workload, load_plan, plan_from_dict
-from forebay.rewriter.ir.program import LOAD, UNORDERED, Copy, FileSlice, Wait
+from forebay.rewriter.ir.program import ATTEND, LOAD, UNORDERED, Copy, FileSlice, Launch, Wait
 from forebay.rewriter.plan_block import answer_time_s
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.devices.streams import Worker
 from forebay.runtime.run.rows import Rows
 
 CONFIGS = {"llama": lambda: llama(3, hidden_size=96, intermediate_size=256, vocab_size=997), "opt": opt, "gpt2": gpt2,
@@ -38,6 +39,7 @@ COUNT, PROMPT, NEW = 5, 11, 6
 DISK = {"cache_tier": "disk", "cache_tokens": 4, "prefill_chunk": 6}
 HOST = DISK | {"cache_tier": "host"}
 SHARED = DISK | {"cache_shares": (0.3, 0.4)}
+ATTENDED = HOST | {"cpu_attention": True}
 HOST_NBYTES = 1 << 22
 
 
@@ -140,7 +142,7 @@ def test_activations_of_one_micro_batch_at_a_time(cases: Callable[[str], Case], 
 
 @pytest.mark.parametrize(("order", "more"), [
     ("row", {}), ("zigzag", {}), ("zigzag", DISK), ("row", DISK | {"cache_slots": 2}), ("zigzag", HOST),
-    ("zigzag", SHARED), ("row", SHARED)])
+    ("zigzag", SHARED), ("row", SHARED), ("zigzag", ATTENDED)])
 def test_without_any_one_wait_the_program_is_refused(
     cases: Callable[[str], Case], order: str, more: dict[str, Any]
 ) -> None:
@@ -204,7 +206,7 @@ class _LateWriter:
 
 @pytest.mark.parametrize(("order", "more"), [
     ("row", {}), ("zigzag", {}), ("zigzag", DISK), ("row", DISK), ("zigzag", HOST), ("zigzag", SHARED),
-    ("row", SHARED)])
+    ("row", SHARED), ("zigzag", ATTENDED), ("zigzag", SHARED | {"cpu_attention": True})])
 def test_copies_that_overtake_each_other(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, order: str, more: dict[str, Any]
 ) -> None:
@@ -219,6 +221,12 @@ def test_copies_that_overtake_each_other(
         copied(*args)
 
     monkeypatch.setattr(threads_module, "copy_runs", late)
+    submit = Worker.submit
+
+    def submitted(worker: Worker, call: Callable[[], object]) -> None:
+        submit(worker, lambda: (time.sleep(chance.choice((0.0, 0.0, 0.001))), call()))
+
+    monkeypatch.setattr(Worker, "submit", submitted)
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases("llama")
     with case.language_model(1.0, micro_batches=3, order=order, **more) as lm:
@@ -272,6 +280,23 @@ def test_tokens_with_caches_in_shares(
         case.check(lm)
 
 
+@pytest.mark.parametrize(("name", "micro_batches", "order", "more"), [
+    ("llama", 3, "zigzag", ATTENDED), ("llama", 1, "zigzag", ATTENDED), ("opt", 5, "zigzag", ATTENDED),
+    ("opt", 3, "row", SHARED | {"cpu_attention": True}), ("gpt2", 2, "zigzag", ATTENDED | {"cache_shares": (0.5, 0.0)}),
+    ("gemma2", 3, "zigzag", SHARED | {"cpu_attention": True}), ("llama", 3, "zigzag", ATTENDED | {"entering": 2})])
+def test_tokens_where_the_host_attends(
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, micro_batches: int, order: str,
+    more: dict[str, Any],
+) -> None:
+    monkeypatch.setenv("FOREBAY_POISON", "1")
+    case = cases(name)
+    with case.language_model(3.0, micro_batches=micro_batches, order=order, **more) as lm:
+        step = lm._pipeline.program(lm.plan, 1).step
+        assert any(isinstance(item, Launch) and item.stream == ATTEND for item in step)
+        case.check(lm)
+        case.check(lm)
+
+
 def test_host_memory_that_cannot_hold_its_share_is_named(cases: Callable[[str], Case]) -> None:
     case = cases("llama")
     with pytest.raises(PlanError, match=r"budget.host: 1000 B cannot hold the .*of cache that are to lie in host"):
@@ -295,6 +320,9 @@ def test_packed_rows_move_as_they_are(cases: Callable[[str], Case], cache: str) 
                              prefill_chunk=6) as lm:
         assert torch.equal(case.answer(lm), expected)
         file = sum(b.nbytes for b in lm.plan.buffers if b.arena == "cache")
+    with case.language_model(3.0, cache_format=cache, micro_batches=2, cache_tier="host", cache_tokens=64,
+                             prefill_chunk=6, cpu_attention=True) as lm:
+        assert torch.equal(case.answer(lm), expected)
     with case.language_model(3.0, micro_batches=2, cache_tier="disk", cache_tokens=64) as lm:
         assert file < 0.5 * sum(b.nbytes for b in lm.plan.buffers if b.arena == "cache")
 

@@ -1,0 +1,185 @@
+"""Let the host attend over caches that lie in its memory: only queries, new keys and values, and the result cross."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from forebay.kernels.operators import of_target
+from forebay.passes.lower.draft import Arrive, Draft, Evict, Fetch, Lookup, Mark, Move, Outgoing, Store
+from forebay.rewriter.ir.alignment import aligned
+from forebay.rewriter.ir.graph import values_of
+from forebay.rewriter.ir.plan import Plan
+from forebay.rewriter.ir.program import ATTEND, HOST, Item, Launch, Release, Span, TensorRef, span_of
+
+OPERANDS = "operands"  # host memory for what a turn's launches there read and write; a buffer for each micro-batch
+
+
+class Operands(NamedTuple):
+    """What a block's operators over caches are given beside the caches, and give: bytes of both, the copies that take
+    them between the tiers, and host bytes to hold them."""
+
+    given_nbytes: int
+    made_nbytes: int
+    copies: int
+    room_nbytes: int
+
+
+NO_OPERANDS = Operands(0, 0, 0, 0)
+
+
+def operands_of(block: fx.GraphModule) -> Operands:
+    """The operands of a block's operators over caches."""
+    found = {True: list[int](), False: list[int]()}
+    for node in block.graph.nodes:
+        operator = of_target(node.target)
+        if operator is None or not operator.caches:
+            continue
+        caches = [operator.argument(node.args, name) for name in operator.caches]
+        found[True] += [_extent(v) for n in node.all_input_nodes if n not in caches for v in values_of(n)]
+        found[False] += map(_extent, values_of(node) if node.meta.get("alias_of") is None else ())
+    both = [*found[True], *found[False]]
+    return Operands(sum(found[True]), sum(found[False]), len(both), sum(map(aligned, both)))
+
+
+def _extent(value: torch.Tensor) -> int:
+    """Bytes from the first element to behind the last."""
+    return (1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))) * value.element_size()
+
+
+def delegate_attention(draft: Draft, plan: Plan) -> None:
+    """Move every launch that touches a cache in host memory to the host's own stream, over copies of its operands: a
+    Store before it, and an Evict where the operand's memory is wanted back; a result comes back by a Fetch, issued one
+    result ahead of its reader, so that the device computes for other micro-batches meanwhile. A draft without such
+    launches is left as it is. ValueError where the plan's host memory is too small for a turn's operands."""
+    if any(_touches_host(item) for item in draft.items):
+        _Delegating(draft, plan).run()
+
+
+def _touches_host(item: Item | Mark) -> bool:
+    return type(item) is Launch and any(s.arena == HOST for s in (*item.reads, *item.writes))
+
+
+@dataclass
+class _Delegating:
+    draft: Draft
+    plan: Plan
+    items: list[Item | Mark] = field(default_factory=list)
+    leaving: list[tuple[Span, int, list[Release]]] = field(default_factory=list)  # operands on their way down
+    results: list[tuple[int, str]] = field(default_factory=list)  # moves, and the buffers that they fill, in order
+    arrived: int = 0  # results that have been read
+    fetched: int = 0  # results on their way up
+    used: dict[str, int] = field(default_factory=dict)  # bytes of the host memory of the turn under way
+
+    def run(self) -> None:
+        for item in self.draft.items:
+            if _touches_host(item):
+                assert type(item) is Launch
+                self._move(item)
+            elif type(item) is Release and self._ends_leaving(item):
+                pass
+            else:
+                if type(item) is Launch:
+                    self._let_go(*item.writes)
+                    self._arrive({s.buffer for s in item.reads})
+                elif type(item) is Lookup:
+                    self._let_go(item.span)
+                self.items.append(item)
+        self._let_go(*(span for span, _, _ in self.leaving))
+        self.draft.items = self.items
+
+    def _move(self, launch: Launch) -> None:
+        """The launch on the host's stream."""
+        turn = f"{OPERANDS}{launch.label.rpartition('@')[2] if '@' in launch.label else 0}"
+        written = {(s.offset, s.buffer) for s in launch.writes}
+        here: dict[TensorRef, TensorRef] = {}
+        spans: dict[tuple[int, str], Span] = {}
+        results = []
+        for ref in dict.fromkeys(_refs((*launch.args, *launch.kwargs.values(), *launch.out))):
+            if ref.arena == HOST:
+                continue
+            span = span_of(ref)
+            home = spans[span.offset, span.buffer] = self._room(turn, launch.layer, span)
+            here[ref] = TensorRef(HOST, home.offset, ref.dtype, ref.shape, ref.stride, home.buffer)
+            if (span.offset, span.buffer) in written:
+                results.append((home, span))
+                continue
+            number = len(self.draft.stores)
+            self.draft.stores.append(Outgoing(f"operand of {launch.label}: {span.buffer}", span, home, keeps=True,
+                                              layer=launch.layer))
+            self.leaving.append((span, number, []))
+            self.items.append(Store(number))
+
+        def moved(given: tuple[Span, ...]) -> tuple[Span, ...]:
+            return tuple(s if s.arena == HOST else spans[s.offset, s.buffer] for s in given)
+
+        self.items.append(Launch(
+            ATTEND, launch.op, _moved(launch.args, here), {k: _moved(v, here) for k, v in launch.kwargs.items()},
+            _moved(launch.out, here), moved(launch.reads), moved(launch.writes), launch.label, launch.layer,
+            launch.flops, launch.workspace_nbytes, launch.impl, launch.held))
+        for home, span in results:
+            self.results.append((len(self.draft.moves), span.buffer))
+            self.draft.moves.append(Move(f"result of {launch.label}", home, len(self.results) - 1, span, (0, 0),
+                                         OPERANDS, launch.layer))
+            self.used[turn] = 0  # the turn's last launch: the next one begins anew
+
+    def _room(self, turn: str, layer: int, span: Span) -> Span:
+        """Where in its turn's host memory an operand or result lies."""
+        b = next(b for b in self.plan.buffers if b.name == turn)
+        at = self.used.get(turn, 0)
+        self.used[turn] = at + aligned(span.nbytes)
+        if self.used[turn] > b.nbytes:
+            raise ValueError(f"delegate_attention: the operands of layer {layer} take more than {b.name} of {b.nbytes} "
+                             "bytes")
+        return Span(b.arena, b.offset + at, span.nbytes, f"{turn}:{layer}:{at}")
+
+    def _ends_leaving(self, release: Release) -> bool:
+        """Whether contents end that are on their way down: they do once they have been read."""
+        for span, _, releases in reversed(self.leaving):  # of what leaves twice, the later copy
+            if span.buffer == release.span.buffer and span.arena == release.span.arena:
+                releases.append(release)
+                return True
+        return False
+
+    def _let_go(self, *written: Span) -> None:
+        """Wait for what is on its way down from memory that is about to be written."""
+        gone: list[tuple[Span, int, list[Release]]] = []
+        staying: list[tuple[Span, int, list[Release]]] = []
+        for entry in self.leaving:
+            wide = [entry[0], *(release.span for release in entry[2])]
+            (gone if any(_overlap(a, b) for a in wide for b in written) else staying).append(entry)
+        self.leaving = staying
+        self.items += [Evict(number) for _, number, _ in reversed(gone)]  # the last was copied behind the rest
+        self.items += [release for _, _, releases in gone for release in releases]
+
+    def _arrive(self, read: set[str]) -> None:
+        """Bring the results up to the one that is read now, and the one behind it."""
+        while self.arrived < len(self.results) and self.results[self.arrived][1] in read:
+            self._fetch(self.arrived + 2)
+            self.items.append(Arrive(self.results[self.arrived][0]))
+            self.arrived += 1
+
+    def _fetch(self, count: int) -> None:
+        while self.fetched < min(count, len(self.results)):
+            index = self.results[self.fetched][0]
+            self._let_go(self.draft.moves[index].span)
+            self.items.append(Fetch(index))
+            self.fetched += 1
+
+
+def _refs(values: tuple) -> list[TensorRef]:
+    return [ref for v in values for ref in (
+        [v] if isinstance(v, TensorRef) else _refs(tuple(v)) if isinstance(v, tuple | list) else [])]
+
+
+def _moved(value: Any, here: dict[TensorRef, TensorRef]) -> Any:
+    if isinstance(value, TensorRef):
+        return here.get(value, value)
+    return tuple(_moved(v, here) for v in value) if isinstance(value, tuple | list) else value
+
+
+def _overlap(a: Span, b: Span) -> bool:
+    return a.arena == b.arena and a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes
