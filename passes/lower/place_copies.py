@@ -32,6 +32,7 @@ from forebay.rewriter.ir.program import (
     tier_of,
 )
 
+WEIGHTS = "slot"  # the ring of those, which alone are carried over from step to step
 AFAR = (LOAD, UPLOAD, DOWNLOAD, WRITE, ATTEND, RETURN)  # streams that touch what outlives a step on the slower tiers
 
 
@@ -138,7 +139,7 @@ class _Placing:
         landed = self._event("landed", index)  # the same in every program's prologue: steps hand copies to each other
         waits = into is self.items
         hops = self.plan.schedule.host_hop and tier_of(source) == "disk"
-        near = RETURN if move.ring == OPERANDS else UPLOAD
+        near = UPLOAD if move.ring == WEIGHTS else RETURN
         stream = near if tier_of(source) == "host" else DISK if isinstance(source, FileSlice) else LOAD
         if hops:
             self._two_hops(index, move, stream, into, waits)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from forebay.kernels.attention.operations import attention_flops
 from forebay.rewriter.ir.block import ALONE, Block
-from forebay.rewriter.ir.program import COMPUTE, DISK, DOWNLOAD, LOAD, UPLOAD, WRITE
+from forebay.rewriter.ir.program import COMPUTE, DISK, DOWNLOAD, LOAD, RETURN, UPLOAD, WRITE
 from forebay.rewriter.machine.profile import CPU_COPY_ISSUE_S
 from forebay.rewriter.predict.estimator import Estimator, side_by_side_s
 
@@ -41,7 +41,7 @@ class CacheMoves:
 
 
 STILL = CacheMoves({}, 0, 1)
-CACHE_STREAMS = {("disk", "device"): LOAD, ("host", "device"): UPLOAD, ("device", "host"): DOWNLOAD,
+CACHE_STREAMS = {("disk", "device"): LOAD, ("host", "device"): RETURN, ("device", "host"): DOWNLOAD,
                  ("device", "disk"): WRITE}
 
 
@@ -98,7 +98,8 @@ class Rates:
             return compute
         slots = slots if nbytes else moves.slots
         disk = sum(busy.get(stream, 0.0) for stream in (DISK, LOAD, WRITE))
-        stream = max(disk, busy[UPLOAD], busy.get(DOWNLOAD, 0.0)) + (copies + moves.copies) * self.latency_s / slots
+        up = busy[UPLOAD] + busy.get(RETURN, 0.0)
+        stream = max(disk, up, busy.get(DOWNLOAD, 0.0)) + (copies + moves.copies) * self.latency_s / slots
         if slots == 1:
             return compute + stream
         short, long = sorted((compute, stream))
