@@ -27,6 +27,7 @@ ENTERING = 8  # a prefill step computes one in so many places: idle ones, which 
 NEAR = 1.5  # times the least of the closed form: what it finds slower is not simulated
 
 GraphsOf = Callable[[Workload, Block], StepGraphs]
+PlanChoice = Callable[[GraphsOf, Budget, Workload, Wishes, Machine, Switches], tuple[Pipeline, Plan]]
 
 
 def plan_block(

@@ -64,7 +64,7 @@ def plan_fits(needs: ModelNeeds, budget: Budget, workload: Workload, wishes: Wis
 def smallest_budget(needs: ModelNeeds, workload: Workload, wishes: Wishes) -> tuple[int, dict[str, int]]:
     """The least device budget in bytes that a plan exists for, and what takes it; by bisection."""
     kinds = _kinds(needs)
-    least = replace(wishes, prefill_chunk=wishes.prefill_chunk or _shortest(needs))
+    least = replace(wishes, prefill_chunk=wishes.prefill_chunk or _shortest(needs, workload.prompt))
 
     def fits(nbytes: int) -> list[_Fit]:
         return _candidates(needs, kinds, Budget(nbytes), workload, least)
@@ -140,8 +140,9 @@ class _Fit:
 
 def _candidates(needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes) -> list[_Fit]:
     """Every way to spend the budget that is worth a look, larger chunks first."""
-    chunks = [min(wishes.prefill_chunk, workload.prompt)] if wishes.prefill_chunk else _halvings(workload.prompt)
-    chunks = [chunk for chunk in chunks if chunk >= _shortest(needs)]
+    shortest = _shortest(needs, workload.prompt)
+    chunks = [min(wishes.prefill_chunk, workload.prompt)] if wishes.prefill_chunk else [
+        *(chunk for chunk in _halvings(workload.prompt) if chunk > shortest), shortest]
     choices = _slot_choices(kinds.products, wishes, needs.block)
     staged = budget.host if needs.weight_tier == "disk" and needs.host_hop else 0
     found = []
@@ -284,9 +285,10 @@ def _chunk_sizes(largest: int) -> tuple[int, ...]:
     return tuple(sorted(sizes, reverse=True))
 
 
-def _shortest(needs: ModelNeeds) -> int:
-    """Tokens of the shortest prefill step: where sequences enter alone, one token is for decoding."""
-    return 2 if needs.block.entering else 1
+def _shortest(needs: ModelNeeds, prompt: int) -> int:
+    """Tokens of the shortest prefill step. Where sequences enter alone it computes few of them, at the price of its
+    launches, which no candidate counts."""
+    return min(prompt, SHORTEST_CHUNK) if needs.block.entering else 1
 
 
 def _halvings(n: int) -> list[int]:

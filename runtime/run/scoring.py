@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,3 +28,23 @@ def token_scores(session: Session, rows: Sequence[torch.Tensor]) -> list[torch.T
             "input_ids": ids[:, start : start + chunk], "start": torch.full((plan.workload.batch,), start),
             "last": ids[:, start + chunk]})
     return [scores[i, :length] for i, length in enumerate(lengths)]
+
+
+def loglikelihoods(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    scores_of: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+    size: int,
+) -> list[tuple[float, bool]]:
+    """For each (context, continuation) the log-likelihood in nats of the continuation, and whether greedy decoding
+    would give it, by `scores_of` at most `size` rows (`token_scores`). ValueError for an empty half."""
+    for i, (context, continuation) in enumerate(pairs):
+        if not len(context) or not len(continuation):
+            raise ValueError(f"loglikelihood: pair {i} needs a context and a continuation of at least one token")
+    rows = [torch.tensor([*context, *continuation]) for context, continuation in pairs]
+    order = sorted(range(len(rows)), key=lambda i: -rows[i].numel())  # the longest first: what does not fit shows
+    found: dict[int, tuple[float, bool]] = {}
+    for part in (order[i : i + size] for i in range(0, len(order), size)):
+        for i, scores in zip(part, scores_of([rows[i] for i in part]), strict=True):
+            said = scores[-len(pairs[i][1]) :]
+            found[i] = (float(said[:, 0].double().sum()), bool(said[:, 1].all()))
+    return [found[i] for i in range(len(rows))]

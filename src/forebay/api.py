@@ -34,7 +34,7 @@ from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_block import entering_at_once, plan_answers, plan_block
+from forebay.rewriter.plan_block import PlanChoice, entering_at_once, plan_answers, plan_block
 from forebay.rewriter.planning.wishes import Wishes, check_choices
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.rewrite_captured import rewrite_captured
@@ -43,9 +43,10 @@ from forebay.runtime.devices.open_device import open_device
 from forebay.runtime.disk.spill import require_spill_folder
 from forebay.runtime.measure.kept import kept_machine
 from forebay.runtime.run.generation import next_logits
-from forebay.runtime.run.places import entering
+from forebay.runtime.run.places import Asked, OnEnd, OnStep, Work, answer_all, entering
 from forebay.runtime.run.rows import Rows
-from forebay.runtime.run.scoring import token_scores
+from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.scoring import loglikelihoods, token_scores
 from forebay.runtime.run.session import Session, resident_copies
 from forebay.runtime.run.trace import Trace, write_trace
 
@@ -125,6 +126,7 @@ class LanguageModel(ModuleHabits):
     def __init__(
         self, captured: CapturedModel, checkpoint: Checkpoint, files: dict[str, FileSlice], budget: Budget,
         workload: Workload, wishes: Wishes, machine: Machine | None = None, plan: Plan | None = None,
+        choose: PlanChoice = plan_block,
     ) -> None:
         self.captured, self.checkpoint, self.budget = captured, checkpoint, budget
         self.machine = machine or kept_machine(checkpoint.folder) or Machine.default()
@@ -144,9 +146,9 @@ class LanguageModel(ModuleHabits):
                             f"{format_nbytes(plan.budget.host or 0)} of host memory, the run is given "
                             f"{format_nbytes(budget.device)} and {format_nbytes(budget.host or 0)}; plan again")
         self.wishes = wishes if plan is None else replace(wishes, cache_format=plan.cache_format)
-        self._prepare(plan.workload if plan else workload, plan, bool(wishes.entering))
+        self._prepare(plan.workload if plan else workload, wishes, choose, plan)
 
-    def _prepare(self, workload: Workload, plan: Plan | None = None, in_places: bool = False) -> None:
+    def _prepare(self, workload: Workload, wishes: Wishes, choose: PlanChoice, plan: Plan | None = None) -> None:
         limit = self.captured.max_positions
         if limit and workload.context > limit:
             if workload.prompt + 1 > limit:
@@ -154,8 +156,6 @@ class LanguageModel(ModuleHabits):
             workload = replace(workload, new_tokens=limit - workload.prompt)
         self._fused = self._fused or rewrite_captured(self.captured, self.switches, self.wishes.cache_format)
         if plan is None:
-            choose = plan_answers if in_places else plan_block
-            wishes = self.wishes if in_places else replace(self.wishes, entering=None)
             pipeline, plan = choose(self._graphs, self.budget, workload, wishes, self.machine, self.switches)
         else:
             pipeline = Pipeline(self._graphs(workload, plan.schedule.block), workload, self.machine, self.switches)
@@ -302,7 +302,8 @@ class LanguageModel(ModuleHabits):
             LOG.info("planning anew for %d of %d + %d tokens; the plan was for %d of %d + %d", batch, prompt,
                      new_tokens, have.batch, have.prompt, have.new_tokens)
             batch = have.batch if in_places and self.wishes.entering else max(1, batch)
-            self._prepare(Workload(batch, prompt, new_tokens), in_places=in_places)
+            wishes = self.wishes if in_places else replace(self.wishes, entering=None)
+            self._prepare(Workload(batch, prompt, new_tokens), wishes, plan_answers if in_places else plan_block)
 
     def generate(
         self,
@@ -324,6 +325,15 @@ class LanguageModel(ModuleHabits):
         """
         prompts = self._causal_lm.take_prompts(inputs, options)
         return self._causal_lm.answer(prompts, generation_config, generator, on_token, options)
+
+    def answer_all(
+        self, asked: Sequence[Asked], sampling: Sampling, eos: frozenset[int], *, on_end: OnEnd, on_step: OnStep
+    ) -> Work:
+        """`runtime.run.places.answer_all` on the plan there is, however many are asked."""
+        longest = max(each.ids.numel() for each in asked)
+        most = max(each.new_tokens for each in asked)
+        with self.running(min(len(asked), self.plan.workload.batch), longest, most, in_places=True) as session:
+            return answer_all(session, asked, sampling, eos, on_end=on_end, on_step=on_step)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Logits at every position, and the loss of `labels`: see `StreamedCausalLM.forward`."""
@@ -352,18 +362,7 @@ class LanguageModel(ModuleHabits):
     def loglikelihood(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
         """For each (context, continuation) of token ids the log-likelihood in nats of the continuation, and whether
         greedy decoding would give it; as many at once as the plan's batch. ValueError for an empty half."""
-        for i, (context, continuation) in enumerate(pairs):
-            if not len(context) or not len(continuation):
-                raise ValueError(f"loglikelihood: pair {i} needs a context and a continuation of at least one token")
-        rows = [torch.tensor([*context, *continuation]) for context, continuation in pairs]
-        order = sorted(range(len(rows)), key=lambda i: -rows[i].numel())  # the longest first: what does not fit shows
-        found: dict[int, tuple[float, bool]] = {}
-        size = self.plan.workload.batch
-        for part in (order[i : i + size] for i in range(0, len(order), size)):
-            for i, scores in zip(part, self.token_scores([rows[i] for i in part]), strict=True):
-                said = scores[-len(pairs[i][1]) :]
-                found[i] = (float(said[:, 0].double().sum()), bool(said[:, 1].all()))
-        return [found[i] for i in range(len(rows))]
+        return loglikelihoods(pairs, self.token_scores, self.plan.workload.batch)
 
     def start_trace(self) -> None:
         """Record every launch, wait and copy from here on (slower by a few microseconds each)."""

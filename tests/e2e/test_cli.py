@@ -110,13 +110,13 @@ def _start_and_signal(arguments: list[str], output: Path, lines: int, number: in
         [sys.executable, "-m", "forebay", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while process.poll() is None and time.monotonic() < deadline:
             if output.exists() and output.read_bytes().count(b"\n") >= lines:
                 process.send_signal(number)
                 break
             time.sleep(0.001)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     finally:
         process.kill()
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)

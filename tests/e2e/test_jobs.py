@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from forebay.commands import jobs
 from forebay.commands.jobs import AnswerFile, Ask, Interrupted, run_job
 from forebay.commands.process_memory import MemoryWatch, anonymous_nbytes
 from forebay.commands.prompts import (
@@ -21,37 +22,45 @@ from forebay.commands.prompts import (
     Request,
     encode,
     load_tokenizer,
-    make_batches,
     read_requests,
     stop_ids,
 )
+from forebay.runtime.run.places import Asked, OnEnd, OnStep, Work
+from forebay.runtime.run.sampling import Sampling
 
 EOS = 0
 SETTINGS = {"model": "m", "max_new_tokens": 8}
 
 
 class Counter:
-    """A model whose next token is one less than its last: it stops by itself where the prompt's last token says."""
+    """A model of `size` places whose next token is one less than its last: it stops by itself where the prompt's last
+    token says."""
 
-    def __init__(self) -> None:
-        self.asked: list[list[int]] = []
+    def __init__(self, size: int = 3) -> None:
+        self.size, self.asked = size, list[list[int]]()
 
-    def generate(
-        self, input_ids: torch.Tensor, *, attention_mask: torch.Tensor, max_new_tokens: int, do_sample: bool,
-        temperature: float, top_k: int, top_p: float, eos_token_id: Sequence[int] | None,
-        generator: Sequence[torch.Generator], on_token: Callable[[torch.Tensor], None],
-    ) -> torch.Tensor:
-        assert eos_token_id == [EOS] and len(generator) == len(input_ids)
-        self.asked.append(input_ids[:, -1].tolist())
-        last = input_ids[:, -1]
-        columns = []
-        for _ in range(max_new_tokens):
-            last = (last - 1).clamp(min=EOS)
-            columns.append(last)
-            on_token(last)
-            if bool((last == EOS).all()):
-                break
-        return torch.cat((input_ids, torch.stack(columns, 1)), 1)
+    def token(self, asked: Asked, new: list[int]) -> int:
+        return max(EOS, (new or asked.ids.tolist())[-1] - 1)
+
+    def answer_all(
+        self, asked: Sequence[Asked], sampling: Sampling, eos: frozenset[int], *, on_end: OnEnd, on_step: OnStep
+    ) -> Work:
+        assert eos == {EOS} and not sampling.do_sample
+        self.asked.append([int(each.ids[-1]) for each in asked])
+        work, waiting, running = Work(), list(range(len(asked))), dict[int, list[int]]()
+        while waiting or running:
+            while waiting and len(running) < self.size:
+                running[waiting.pop(0)] = []
+            for number, new in list(running.items()):
+                new.append(self.token(asked[number], new))
+                work.tokens += 1
+                if new[-1] in eos or len(new) == asked[number].new_tokens:
+                    del running[number]
+                    work.ended += 1
+                    on_end(number, new)
+            work.decodes += 1
+            on_step(work)
+        return work
 
     def check_files(self) -> None:
         pass
@@ -66,9 +75,10 @@ def _decode(ids: list[int]) -> str:
 
 
 def _run(path: Path, prompts: Sequence[Prompt], size: int = 3, **options: Any) -> Counter:
-    model = Counter()
+    model = Counter(size)
     with AnswerFile(path, SETTINGS) as output:
-        run_job(model, make_batches(prompts, size), output, Ask(8, (EOS,)), _decode, **options)
+        work = run_job(model, prompts, output, Ask(8, (EOS,)), _decode, **options)
+        assert work.ended == sum(map(len, model.asked))
     return model
 
 
@@ -88,13 +98,24 @@ def test_answers_stop_where_their_sequence_stops(tmp_path: Path) -> None:
     assert set(answers) == {"p0", "p1", "p2", "p3"}
 
 
-def test_finished_answer_is_in_the_file_before_its_batch_ends(tmp_path: Path) -> None:
+def test_finished_answer_is_in_the_file_before_the_others_end(tmp_path: Path) -> None:
     path, seen = tmp_path / "out", []
-    _run(path, _prompts([3, 9]), progress=lambda counts, batch, step: seen.append(path.read_bytes().count(b"\n")))
+    _run(path, _prompts([3, 9]), progress=lambda work: seen.append(path.read_bytes().count(b"\n")))
     assert seen == [0, 0, 1, 1, 1, 1, 1, 2]  # a crash after the third step loses no finished answer
 
 
-@pytest.mark.parametrize("at", range(1, 20))
+def test_answers_are_forced_out_while_the_job_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss of power costs the answers of the last moments, not the job's."""
+    monkeypatch.setattr(jobs, "FLUSH_S", 0.0)
+    synced: list[int] = []
+    fsync, path = os.fsync, tmp_path / "out"
+    monkeypatch.setattr(os, "fsync", lambda fd: (fsync(fd), synced.append(path.stat().st_size))[0])
+    sizes: list[int] = []
+    _run(path, _prompts([3, 9, 2, 7]), 2, progress=lambda work: sizes.append(synced[-1]))
+    assert sizes == sorted(sizes) and len(set(sizes)) > 3 and synced[-1] == path.stat().st_size
+
+
+@pytest.mark.parametrize("at", range(1, 17))
 def test_stopping_anywhere_and_resuming_gives_the_same_answers(tmp_path: Path, at: int) -> None:
     prompts = _prompts([3, 9, 2, 7, 4, 1, 8])
     _run(tmp_path / "whole", prompts)
@@ -114,15 +135,15 @@ def test_stopping_anywhere_and_resuming_gives_the_same_answers(tmp_path: Path, a
     assert _answers(tmp_path / "out") == _answers(tmp_path / "whole")
 
 
-def test_answered_batches_are_not_run_again(tmp_path: Path) -> None:
+def test_answered_prompts_are_not_asked_again(tmp_path: Path) -> None:
     prompts = _prompts([3, 9, 2, 7])
-    assert len(_run(tmp_path / "out", prompts, 2).asked) == 2
+    assert _run(tmp_path / "out", prompts, 2).asked == [[3, 9, 2, 7]]
     before = (tmp_path / "out").read_bytes()
     assert _run(tmp_path / "out", prompts, 2).asked == []
     assert (tmp_path / "out").read_bytes() == before
     lines = before.splitlines(keepends=True)
     (tmp_path / "out").write_bytes(b"".join(line for line in lines if b'"p1"' not in line))
-    assert _run(tmp_path / "out", prompts, 2).asked == [[9, 3]]  # the batch of p1, as it was
+    assert _run(tmp_path / "out", prompts, 2).asked == [[9]]
 
 
 @pytest.mark.parametrize("cut", [1, 5, 30])
@@ -221,19 +242,16 @@ def test_a_resumed_job_knows_its_batch(tmp_path: Path) -> None:
 
 
 class Drawer(Counter):
-    """A model that draws each row's tokens from what it is given to draw from."""
+    """A model that draws each token from what the prompt is given to draw from."""
 
-    def generate(self, input_ids: torch.Tensor, *, max_new_tokens: int, generator: Sequence[torch.Generator],
-                 on_token: Callable[[torch.Tensor], None], **rest: Any) -> torch.Tensor:  # type: ignore[override]
-        for _ in range(max_new_tokens):
-            on_token(torch.cat([torch.randint(1, 1 << 40, (1,), generator=g) for g in generator]))
-        return input_ids
+    def token(self, asked: Asked, new: list[int]) -> int:
+        return int(torch.randint(1, 1 << 40, (1,), generator=asked.generator))
 
 
 def test_draws_depend_on_the_prompt_and_the_seed_alone(tmp_path: Path) -> None:
     def texts(name: str, prompts: Sequence[Prompt], size: int, seed: int = 0) -> dict[str, str]:
         with AnswerFile(tmp_path / name, SETTINGS) as output:
-            run_job(Drawer(), make_batches(prompts, size), output, Ask(8, (EOS,), seed=seed), _decode)
+            run_job(Drawer(size), prompts, output, Ask(8, (EOS,), seed=seed), _decode)
         return {key: answer["text"] for key, answer in _answers(tmp_path / name).items()}
 
     prompts = _prompts([3, 9, 2, 7, 4])
@@ -262,7 +280,7 @@ def test_nothing_is_written_once_the_files_have_changed(tmp_path: Path, at: int)
                 raise Changed
 
     with pytest.raises(Changed), AnswerFile(tmp_path / "out", SETTINGS) as output:
-        run_job(Changing(), make_batches(_prompts([3, 9, 2, 7, 4, 1]), 2), output, Ask(8, (EOS,)), _decode)
+        run_job(Changing(2), _prompts([3, 9, 2, 7, 4, 1]), output, Ask(8, (EOS,)), _decode)
     assert len(_answers(tmp_path / "out")) == at
 
 
@@ -475,14 +493,6 @@ def test_token_that_the_model_lacks_is_a_bad_line() -> None:
     prompts, bad = encode(asked, Letters(), chat=False, most_tokens=0, vocab_size=105)
     assert [p.request.id for p in prompts] == ["b"]
     assert [b.line for b in bad] == [1] and "token 105, but the model's vocabulary has 105" in bad[0].reason
-
-
-def test_batches_hold_everything_once_longest_first() -> None:
-    prompts = _prompts([3] * 7)
-    batches = make_batches(prompts[::-1], 3)
-    assert [len(b) for b in batches] == [3, 3, 1]
-    assert [len(p.ids) for b in batches for p in b] == [7, 6, 5, 4, 3, 2, 1]
-    assert make_batches(prompts, 3) == batches  # whatever order the lines stood in
 
 
 def test_memory_watch_sees_what_was_taken_in_between(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import stat
+import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +21,11 @@ from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.identity import read_whole, states_checksum, tokenizer_checksum
 from forebay.rewriter.checkpoints.packed import is_quantized
 from forebay.rewriter.checkpoints.packed_writer import write_json
+from forebay.runtime.run.places import Asked, OnEnd, OnStep, Work
 from forebay.runtime.run.sampling import Sampling
 
 SETTINGS_SUFFIX = ".settings"  # answers.jsonl.settings says what the answers were made with
+FLUSH_S = 1.0  # answers may be lost with power for so long, and until the step under way ends
 BEGINNING = b'{"id": '  # of every line that `AnswerFile.write` writes
 
 
@@ -173,13 +176,14 @@ class AnswerFile:
             raise JobError(f"{self.path} ends in text that is no part of an answer of a job; name another output")
 
     def check_batch(self, batch: int | None) -> None:
-        """Raise JobError if another batch is asked for than that of the answers there: rounding depends on it."""
+        """Raise JobError if another number of places is asked for than that of the answers there: rounding depends on
+        it."""
         if batch is not None and not self.force and self.batch not in (None, batch):
             raise JobError(f"the answers in {self.path} were made in batches of {self.batch}, this job has {batch}; "
                            "--force goes on and mixes them; else leave --batch out, or name another output")
 
     def note_batch(self, batch: int) -> None:
-        """Note that prompts are answered `batch` at a time from here on."""
+        """Note that prompts are answered in `batch` places from here on."""
         self.batch = batch
         if self.resumable:
             self._write_settings()
@@ -245,95 +249,57 @@ def refuse_overwriting(prompts: Path, output: Path) -> None:
 class Model(Protocol):
     """What a job needs of a language model."""
 
-    def generate(
-        self, input_ids: torch.Tensor, /, *, attention_mask: torch.Tensor, max_new_tokens: int, do_sample: bool,
-        temperature: float, top_k: int, top_p: float, eos_token_id: Sequence[int] | None,
-        generator: Sequence[torch.Generator], on_token: Callable[[torch.Tensor], None],
-    ) -> torch.Tensor: ...
+    def answer_all(
+        self, asked: Sequence[Asked], sampling: Sampling, eos: frozenset[int], *, on_end: OnEnd, on_step: OnStep
+    ) -> Work: ...
 
     def check_files(self) -> None:
         """Raise if the files that answers are computed from are no longer those that were opened."""
 
 
-@dataclass
-class Counts:
-    """What a job did: answers written, tokens generated (in unfinished answers too), batches run and steps made, each
-    of which chose one token per sequence."""
-
-    answers: int = 0
-    tokens: int = 0
-    batches: int = 0
-    steps: int = 0
-
-
 def run_job(
     model: Model,
-    batches: Sequence[Sequence[Prompt]],
+    prompts: Sequence[Prompt],
     output: AnswerFile,
     ask: Ask,
     decode: Callable[[list[int]], str],
     *,
     stop: Callable[[], bool] = lambda: False,
-    progress: Callable[[Counts, int, int], None] = lambda counts, batch, step: None,
-) -> Counts:
-    """Answer the batches that are not answered yet, each answer written the moment its sequence ends.
+    progress: OnStep = lambda work: None,
+) -> Work:
+    """Answer the prompts that are not answered yet, each answer written the moment its sequence ends.
 
-    `progress` is called after every step with the counts, the batch's index and the steps done in it. When `stop`
-    turns true the step under way is completed and Interrupted raised. No answer is written unless the model's files are
-    still those that it was opened with.
+    `progress` is called after every step. When `stop` turns true the step under way is completed and Interrupted
+    raised. No answer is written unless the model's files are still those that it was opened with.
     """
-    counts = Counts()
-    for index, batch in enumerate(batches):
-        if pending(batch, output.answered):
-            _run_batch(model, batch, index, output, ask, decode, stop, progress, counts)
-            counts.batches += 1
+    left = pending(prompts, output.answered)
+    if not left:
+        return Work()
+    flushed_s = time.monotonic()
+
+    def on_end(number: int, ids: list[int]) -> None:
+        model.check_files()
+        _write_answer(left[number], ids, output, ask, decode)
+
+    def on_step(work: Work) -> None:
+        nonlocal flushed_s
+        if time.monotonic() - flushed_s > FLUSH_S:
             output.flush()
-        if stop():
-            raise Interrupted
-    return counts
-
-
-def pending(batch: Iterable[Prompt], answered: Container[str | int]) -> list[Prompt]:
-    """The prompts of a batch without an answer."""
-    return [p for p in batch if p.request.id not in answered]
-
-
-def _run_batch(
-    model: Model, batch: Sequence[Prompt], index: int, output: AnswerFile, ask: Ask, decode: Callable[[list[int]], str],
-    stop: Callable[[], bool], progress: Callable[[Counts, int, int], None], counts: Counts,
-) -> None:
-    longest = max(len(p.ids) for p in batch)
-    input_ids = torch.zeros(len(batch), longest, dtype=torch.int64)
-    mask = torch.zeros_like(input_ids)
-    for row, prompt in enumerate(batch):
-        input_ids[row, longest - len(prompt.ids) :] = torch.tensor(prompt.ids)
-        mask[row, longest - len(prompt.ids) :] = 1
-    new: list[list[int]] = [[] for _ in batch]
-    ended = [False] * len(batch)
-    steps = 0
-
-    def on_token(column: torch.Tensor) -> None:
-        nonlocal steps
-        steps += 1
-        counts.steps += 1
-        for row, token in enumerate(column.tolist()):
-            if ended[row]:
-                continue
-            new[row].append(token)
-            counts.tokens += 1
-            ended[row] = token in ask.eos or len(new[row]) == ask.max_new_tokens
-            if ended[row] and batch[row].request.id not in output.answered:
-                model.check_files()
-                _write_answer(batch[row], new[row], output, ask, decode, counts)
-        progress(counts, index, steps)
+            flushed_s = time.monotonic()
+        progress(work)
         if stop():
             raise Interrupted
 
-    model.generate(
-        input_ids, attention_mask=mask, max_new_tokens=ask.max_new_tokens, do_sample=ask.sampling.do_sample,
-        temperature=ask.sampling.temperature, top_k=ask.sampling.top_k, top_p=ask.sampling.top_p,
-        eos_token_id=list(ask.eos) or None, on_token=on_token,
-        generator=[_draws(ask.seed, prompt.request.id) for prompt in batch])
+    asked = [Asked(torch.tensor(p.ids), ask.max_new_tokens, _draws(ask.seed, p.request.id)) for p in left]
+    try:
+        return model.answer_all(asked, ask.sampling, frozenset(ask.eos), on_end=on_end, on_step=on_step)
+    finally:
+        output.flush()
+
+
+def pending(prompts: Iterable[Prompt], answered: Container[str | int]) -> list[Prompt]:
+    """The prompts without an answer."""
+    return [p for p in prompts if p.request.id not in answered]
 
 
 def _draws(seed: int, name: str | int) -> torch.Generator:
@@ -343,10 +309,9 @@ def _draws(seed: int, name: str | int) -> torch.Generator:
 
 
 def _write_answer(
-    prompt: Prompt, ids: list[int], output: AnswerFile, ask: Ask, decode: Callable[[list[int]], str], counts: Counts
+    prompt: Prompt, ids: list[int], output: AnswerFile, ask: Ask, decode: Callable[[list[int]], str]
 ) -> None:
     stopped = ids[-1] in ask.eos
     output.write({
         "id": prompt.request.id, **prompt.request.question, "text": decode(ids[:-1] if stopped else ids),
         "tokens": len(ids), "prompt_tokens": len(prompt.ids), "finish": "stop" if stopped else "length"})
-    counts.answers += 1

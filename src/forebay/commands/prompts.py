@@ -1,10 +1,10 @@
-"""Prompts of a batch job: lines of a JSONL file, as text, as token ids, and in batches."""
+"""Prompts of a batch job: lines of a JSONL file, as text and as token ids."""
 
 from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,15 +167,6 @@ def _check_ids(ids: list[int], most_tokens: int, vocab_size: int) -> None:
     if max(ids) >= vocab_size:
         raise BadPrompt(f"the tokenizer gives token {max(ids)}, but the model's vocabulary has {vocab_size}: they do "
                         "not belong together")
-
-
-def make_batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
-    """Batches of at most `size` prompts of similar length, the longest first, so that what does not fit shows at once.
-
-    They depend on the whole file and not on what is answered already: a resumed job computes what it would have.
-    """
-    ordered = sorted(prompts, key=lambda p: (-len(p.ids), p.request.line))
-    return [ordered[i : i + size] for i in range(0, len(ordered), size)]
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import time
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,9 +34,9 @@ if TYPE_CHECKING:
     from forebay.rewriter.ir.plan import Plan
     from forebay.rewriter.machine.profile import Machine
     from forebay.rewriter.planning.wishes import Wishes
+    from forebay.runtime.run.places import Work
 
 SOME_UNANSWERED = 3  # exit code
-DEFAULT_BATCH = 8
 
 
 def run(
@@ -47,8 +49,8 @@ def run(
         help="JSONL of answers; what it holds already is not done again.")] = None,
     budget: BudgetOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
-    batch: Annotated[int | None, typer.Option(min=1, help="Prompts at once (default: 8, fewer if they do not fit).")]
-    = None,
+    batch: Annotated[int | None, typer.Option(
+        min=1, help="Prompts at once; others follow as some end (default: the planner's choice).")] = None,
     slots: SlotsOption = None,
     cache: CacheOption = "native",
     plan: Annotated[Path | None, typer.Option(help="Replay this saved plan.")] = None,
@@ -138,11 +140,11 @@ def run(
             if left:
                 profile = machine_profile(machine, folder)
                 answers.check_batch(batch if saved is None else saved.workload.batch)
-                lm, fitting = _fit_batch((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch,
+                lm, fitting = _fit_job((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch,
                                          _wishes(slots, cache, batch), saved, profile, first=answers.batch)
                 if answers.batch not in (None, lm.plan.workload.batch):
-                    say(f"{output}: going on in batches of {lm.plan.workload.batch}, not of {answers.batch}, which do "
-                        "not fit: what is computed may differ by rounding")
+                    say(f"{output}: going on with {lm.plan.workload.batch} prompts at once, not with {answers.batch}, "
+                        "which do not fit: what is computed may differ by rounding")
                 answers.note_batch(lm.plan.workload.batch)
                 bad += _unfit(left, fitting)
                 if save_plan:
@@ -159,23 +161,25 @@ def run(
 
 
 def _wishes(slots: int | None, cache: str, batch: int | None) -> Wishes:
-    """A batch that is asked for may have its cache on disk; else it is one whose cache fits the device."""
+    """A number of prompts that is asked for may have its cache on disk; else it is one whose cache fits the device."""
     from forebay.rewriter.planning.wishes import Wishes
 
     return Wishes(slots, cache_format=cache, cache_tier=None if batch else "device")
 
 
-def _fit_batch(
+def _fit_job(
     opened: tuple[Any, Any, Any], encoded: list[Prompt], sizes: Any, new_tokens: int, batch: int | None,
     wishes: Wishes, saved: Plan | None, machine: Machine, first: int | None = None,
 ) -> tuple[LanguageModel, list[Prompt]]:
-    """The model planned for the whole job, and the prompts that the budget holds.
+    """The model planned once for the whole job, and the prompts that the budget holds.
 
-    Without a wish, the batch is `first` (default: 8, or all prompts), and is halved until all fit. Prompts too long
-    even by themselves are left out, and what the longest needs is said; PlanError where not even the shortest fits.
+    Without a wish, the planner says how many prompts are computed at once, unless as many as `first` fit. Prompts too
+    long even by themselves are left out, and what the longest needs is said; PlanError where not even the shortest
+    fits.
     """
     from forebay.api import LanguageModel
     from forebay.rewriter.ir.plan import PlanError, Workload
+    from forebay.rewriter.plan_block import plan_places
 
     if saved is not None:
         if batch is not None and batch != saved.workload.batch:
@@ -183,32 +187,31 @@ def _fit_batch(
         return LanguageModel(*opened, sizes, saved.workload, wishes, machine, saved), encoded
     lengths = sorted({len(p.ids) for p in encoded})
 
-    def planned(size: int, longest: int) -> LanguageModel:
-        with console().status(f"planning for batches of {size}"):
-            return LanguageModel(*opened, sizes, Workload(size, longest, new_tokens), wishes, machine)
+    def planned(longest: int, places: int | None) -> LanguageModel:
+        with console().status("planning the job"):
+            return LanguageModel(*opened, sizes, Workload(len(encoded), longest, new_tokens), wishes, machine,
+                                 choose=partial(plan_places, places=places))
 
-    size = batch or first or min(DEFAULT_BATCH, len(encoded))
-    while True:
-        try:
-            return planned(size, lengths[-1]), encoded
-        except PlanError as error:
-            if size == 1 and len(lengths) > 1:
-                planned(1, lengths[0])
-                say(f"some prompts are too long for the budget: {error}")
-                break
-            if batch is not None or size == 1:
-                raise
-            size //= 2
+    if first is not None and batch is None:
+        with suppress(PlanError):
+            return planned(lengths[-1], first), encoded
+    try:
+        return planned(lengths[-1], batch), encoded
+    except PlanError as error:
+        if batch not in (None, 1) or len(lengths) == 1:
+            raise
+        planned(lengths[0], 1)
+        say(f"some prompts are too long for the budget: {error}")
     low, high = 0, len(lengths) - 1  # the first fits, the other does not
     while high - low > 1:
         middle = (low + high) // 2
         try:
-            planned(1, lengths[middle])
+            planned(lengths[middle], 1)
             low = middle
         except PlanError:
             high = middle
     shorter = [p for p in encoded if len(p.ids) <= lengths[low]]
-    return _fit_batch(opened, shorter, sizes, new_tokens, batch, wishes, None, machine, first)
+    return _fit_job(opened, shorter, sizes, new_tokens, batch, wishes, None, machine, first)
 
 
 def _unfit(left: list[Prompt], fitting: list[Prompt]) -> list[BadLine]:
@@ -227,16 +230,14 @@ def _answer(
     """Run the job with a progress bar, then say what was planned and what was measured."""
     from forebay.commands import jobs
     from forebay.commands.process_memory import MemoryWatch, disk_read_nbytes
-    from forebay.commands.prompts import make_batches
     from forebay.rewriter.report.explain import summarise_plan
     from forebay.runtime.disk.page_cache import drop_file
+    from forebay.runtime.run.places import Work
 
-    batches = make_batches(encoded, lm.plan.workload.batch)
-    open_batches = [i for i, b in enumerate(batches) if jobs.pending(b, answers.answered)]
     total = len(jobs.pending(encoded, answers.answered))
     if trace:
         lm.start_trace()
-    read_before, began, counts, spent = disk_read_nbytes(), time.monotonic(), jobs.Counts(), Spent()
+    read_before, began, done, spent = disk_read_nbytes(), time.monotonic(), Work(), Spent()
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
@@ -247,19 +248,17 @@ def _answer(
     with stopping() as stopped, MemoryWatch(files) as memory, progress_bar() as bar:
         _ = lm.session  # loads what is resident
         started = spent.mark("load_s", began)
-        task = bar.add_task("answering", total=len(open_batches) * ask.max_new_tokens, note="")
+        task = bar.add_task("answering", total=total, note="")
 
-        def progress(now: jobs.Counts, index: int, step: int) -> None:
-            nonlocal counts, started
-            counts = now
-            started = spent.mark("prefill_s" if step == 1 else "decode_s", started)
+        def progress(now: Work) -> None:
+            nonlocal done, started
+            started = spent.mark("prefill_s" if now.prefills > done.prefills else "decode_s", started)
+            done = replace(now)
             rate = now.tokens / (time.monotonic() - began)
-            bar.update(task, completed=open_batches.index(index) * ask.max_new_tokens + step,
-                       note=f"{now.answers}/{total} answers, {rate:.2f} tokens/s")
+            bar.update(task, completed=now.ended, note=f"{now.ended}/{total} answers, {rate:.2f} tokens/s")
 
         try:
-            jobs.run_job(lm, batches, answers, ask, decode, stop=lambda: bool(stopped), progress=progress)
-            bar.update(task, completed=len(open_batches) * ask.max_new_tokens)
+            jobs.run_job(lm, encoded, answers, ask, decode, stop=lambda: bool(stopped), progress=progress)
         except (jobs.Interrupted, KeyboardInterrupt):
             left = len(jobs.pending(encoded, answers.answered))
             say(f"interrupted: {len(encoded) - left} of {len(encoded)} answers are in {answers.path}; "
@@ -270,7 +269,7 @@ def _answer(
             if trace:
                 lm.save_trace(trace)
             lm.close()
-    found = _measured(lm.plan, counts, spent, elapsed_s, memory, disk_read_nbytes() - read_before)
+    found = _measured(lm.plan, done, spent, elapsed_s, memory, disk_read_nbytes() - read_before)
     if as_json:
         print(json.dumps(found, indent=1))
         return
@@ -280,7 +279,7 @@ def _answer(
 
 @dataclass
 class Spent:
-    """Seconds of a job by what they went into: resident weights, first tokens, further tokens."""
+    """Seconds of a job by what they went into: resident weights, steps over prompts, steps over answers."""
 
     load_s: float = 0.0
     prefill_s: float = 0.0
@@ -293,13 +292,13 @@ class Spent:
         return now
 
 
-def _measured(plan: Plan, counts: jobs.Counts, spent: Spent, elapsed_s: float, memory: MemoryWatch, read_nbytes: int
+def _measured(plan: Plan, done: Work, spent: Spent, elapsed_s: float, memory: MemoryWatch, read_nbytes: int
               ) -> dict[str, Any]:
     """What a job took, in bytes and seconds."""
-    grown = memory.peak - memory.before
+    grown, steps = memory.peak - memory.before, done.prefills + done.decodes
     return {
-        "answers": counts.answers, "tokens": counts.tokens, "steps": counts.steps, "time_s": elapsed_s, **asdict(spent),
-        "tokens_per_s": counts.tokens / elapsed_s, "steps_per_s": counts.steps / elapsed_s,
+        "answers": done.ended, "tokens": done.tokens, "steps": steps, "time_s": elapsed_s, **asdict(spent),
+        "places": plan.workload.batch, "tokens_per_s": done.tokens / elapsed_s, "steps_per_s": steps / elapsed_s,
         "budget_nbytes": plan.budget.device, "planned_peak_nbytes": sum(plan.prediction.peak_nbytes.values()),
         "measured_peak_nbytes": grown + memory.cached_peak, "anonymous_nbytes": grown,
         "python_nbytes": memory.before, "page_cache_nbytes": memory.cached_peak, "process_peak_nbytes": memory.peak,
