@@ -14,6 +14,7 @@ from forebay.runtime.run.sampling import Sampling, choose
 from forebay.runtime.run.session import Session
 
 BUSY = 0.75  # of the places; a step that decodes takes about as long for fewer
+HELD = 4  # chunks at most hold up the next step of a busy plan; places stand idle while prompts are on their way
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def answer_all(
     `on_step` of every step.
 
     Prompts of like length enter together, the longest first. Their prefill takes turns with the decoding of the
-    others, a chunk and a step, once `BUSY` of the places decode; before, it goes on. Where the plan computes all
+    others, `HELD` chunks and a step, once `BUSY` of the places decode; before, it goes on. Where the plan computes all
     sequences of a prefill at once, they begin together, as many as there are places, when the last ones have ended.
     RuntimeFault, before anything runs, for a sequence that no place has room for. If `on_end` or `on_step` raises, the
     session is to be closed.
@@ -71,16 +72,16 @@ def answer_all(
                                f"fit the plan's places, which are of {w.prompt} with {w.new_tokens}; plan for more "
                                "(LanguageModel.reserve)")
     loop = _Loop(session, asked, sampling, eos, on_end)
+    held = 0
     while loop.waiting or loop.prefill is not None or loop.running:
         loop.begin()
-        if loop.prefill is not None:
+        if loop.prefill is not None and (held < HELD or len(loop.running) < BUSY * loop.batch):
             loop.advance()
-            on_step(loop.work)
-            if (loop.prefill is not None or loop.waiting) and len(loop.running) < BUSY * loop.batch:
-                continue
-        if loop.running:
+            held += 1
+        else:
             loop.decode()
-            on_step(loop.work)
+            held = 0
+        on_step(loop.work)
     return loop.work
 
 
