@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from forebay.commands.jobs import AnswerFile, Ask, run_job
-from forebay.commands.prompts import Prompt, Request, make_batches
+from forebay.commands.prompts import Prompt, Request
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError, read_tensor
 from forebay.rewriter.checkpoints.packed import MANIFEST, file_checksum, open_quantized
 from forebay.rewriter.checkpoints.packed_writer import Item, write_json, write_quantized
@@ -35,13 +35,13 @@ def _laid_out(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def _job(folder: Path, recorder: Recorder | None = None) -> None:
-    """Answers of several pages, in three batches; after each of them what is there is promised."""
+    """Answers of several pages, in three parts; after each of them what is there is promised."""
     prompts = [Prompt(Request(i, f"p{i}", f"text {i} " * 150), (5,) * i + (last,))
                for i, last in enumerate((3, 9, 2, 7, 4, 1, 8))]
     with AnswerFile(folder / "out", SETTINGS) as output:
         output.note_batch(3)
-        for batch in make_batches(prompts, 3):
-            run_job(Counter(), [batch], output, Ask(8, (0,)), lambda ids: " ".join(map(str, ids)))
+        for at in range(0, len(prompts), 3):
+            run_job(Counter(), prompts[at : at + 3], output, Ask(8, (0,)), lambda ids: " ".join(map(str, ids)))
             if recorder is not None:
                 recorder.mark(json.dumps(sorted(output.answered)))
 

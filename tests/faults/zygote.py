@@ -25,7 +25,7 @@ import typer
 from forebay.api import LanguageModel, open_model
 from forebay.commands.app import app
 from forebay.commands.jobs import AnswerFile, Ask, run_job
-from forebay.commands.prompts import Prompt, Request, load_tokenizer, make_batches
+from forebay.commands.prompts import Prompt, Request, load_tokenizer
 from forebay.commands.terminal import clean_errors
 from forebay.kernels.cpu_support import native
 from forebay.rewriter.ir.plan import Budget, Workload
@@ -70,7 +70,7 @@ def job(model: Path, case: Path) -> int:
 
     def use(_: object) -> list[Any]:
         with AnswerFile(case / "out.jsonl", {"model": "m"}) as answers:
-            run_job(lm, make_batches(encoded, 2), answers, ask, lambda ids: " ".join(map(str, ids)))
+            run_job(lm, encoded, answers, ask, lambda ids: " ".join(map(str, ids)))
         return sorted(json.loads(line)["text"] for line in (case / "out.jsonl").read_bytes().splitlines())
 
     return _twice(case, lambda: lm, use)

@@ -291,10 +291,9 @@ def run_job(
             raise Interrupted
 
     asked = [Asked(torch.tensor(p.ids), ask.max_new_tokens, _draws(ask.seed, p.request.id)) for p in left]
-    try:
-        return model.answer_all(asked, ask.sampling, frozenset(ask.eos), on_end=on_end, on_step=on_step)
-    finally:
-        output.flush()
+    work = model.answer_all(asked, ask.sampling, frozenset(ask.eos), on_end=on_end, on_step=on_step)
+    output.flush()
+    return work
 
 
 def pending(prompts: Iterable[Prompt], answered: Container[str | int]) -> list[Prompt]:
