@@ -226,7 +226,7 @@ def nbytes_of(model: Path) -> int:
 def processor() -> str:
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        facts = dict(line.split("\t: ") for line in lines if "\t: " in line)
+        facts = {key.strip(): value for key, _, value in (line.partition(": ") for line in lines)}
         bf16 = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in facts.get("flags", "").split()]
         return (f"{facts.get('model name', platform.processor())} (family {facts.get('cpu family')}, model "
                 f"{facts.get('model')}), {os.cpu_count()} cores, bf16 instructions: {', '.join(bf16) or 'none'}")
