@@ -77,11 +77,13 @@ def _in_rows(x: Any) -> bool:
     value = x.meta["val"]
     if value.dim() < 1 or value.stride(-1) != 1:
         return False
-    expected = value.stride(-2) if value.dim() > 1 else 0
+    expected = None
     for size, stride in zip(reversed(value.shape[:-1]), reversed(value.stride()[:-1]), strict=True):
-        if size != 1 and stride != expected:
+        if size == 1:  # its stride may be anything
+            continue
+        if expected is not None and stride != expected:
             return False
-        expected = stride * size if size != 1 else expected
+        expected = stride * size
     return True
 
 

@@ -40,10 +40,10 @@ def product_uses(flat: fx.GraphModule) -> tuple[ProductUse, ...]:
             continue
         weight = weights[0]
         cut: Literal["n", "k"] = "n" if linear_arguments(node) is not None else "k"
-        if shape is None:  # a plain matrix product x @ w
+        if shape is None:  # whole, it is torch's: a plain matrix product x @ w, or one of rows that we do not take
             value, matrix = node.meta["val"], weight.meta["val"]
-            rows = value.numel() // max(1, matrix.shape[1])
-            tiled = str(matrix.dtype)[6:], rows, matrix.shape[1], matrix.shape[0]
+            n, k = matrix.shape if cut == "n" else reversed(matrix.shape)
+            tiled = str(matrix.dtype)[6:], value.numel() // max(1, n), n, k
         else:
             tiled = shape
         found[ProductUse(shape, weight_name(weight) or "", cut, tiled)] = None
