@@ -40,14 +40,14 @@ def generate_tokens(
     refuse_crossing(session.plan, prompts, stop.max_new_tokens)
     lengths = _lengths(session, prompts)
     logits = prefill(session, prompts, lengths)
-    first = generator if generator is None or isinstance(generator, torch.Generator) else generator[0]
     ended = torch.zeros(count, dtype=torch.bool)
     eos = torch.tensor(sorted(stop.eos), dtype=torch.int64)
     columns: list[torch.Tensor] = []
     position = lengths.clone()
     last = torch.zeros(rows, dtype=torch.int64)
     while True:
-        scores = logits[:count] if first is None else logits[:count].to(first.device)
+        one = isinstance(generator, torch.Generator)
+        scores = logits[:count].to(generator.device) if one else logits[:count]  # type: ignore[union-attr]
         token = choose(scores, sampling, generator).to("cpu")
         token = torch.where(ended, torch.full_like(token, stop.pad), token)
         columns.append(token)

@@ -183,7 +183,6 @@ class _Loop:
         leave their places."""
         generators: list[torch.Generator] = []
         if self.sampling.do_sample:
-            logits = logits.cpu()
             generators = [self.asked[number].generator or torch.default_generator for _, number in rows]
         tokens = choose(logits, self.sampling, generators or None).tolist()
         self.work.tokens += len(tokens)

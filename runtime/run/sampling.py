@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from forebay.kernels.operators import SAMPLING
+
+LEAST_TOP_P = 1e-9  # the kernel wants some of the probability; so little keeps the likeliest token alone
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -32,9 +36,15 @@ class Sampling:
 def choose(
     logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | Sequence[torch.Generator] | None = None
 ) -> torch.Tensor:
-    """Token ids [B] int64 for logits [B, V]; with a generator for each row, its draws are those of the row alone."""
+    """Token ids [B] int64 for logits [B, V]. With one generator the draws are torch.multinomial's, so those of
+    transformers under the same seed. With a generator for each row a row's token depends on its own draws
+    alone: one uniform number each, which `forebay::sampling` turns into a token where the logits lie."""
     if not sampling.do_sample:
         return logits.argmax(-1)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        uniforms = torch.cat([torch.rand(1, generator=g, device=g.device).to(logits.device) for g in generator])
+        kept = max(sampling.top_p, LEAST_TOP_P)
+        return SAMPLING.overload(logits, uniforms, sampling.temperature, sampling.top_k, kept)  # type: ignore[no-any-return]
     scores = logits.float() / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         lowest = scores.topk(sampling.top_k).values[:, -1:]
@@ -44,7 +54,4 @@ def choose(
         drop = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
         drop[:, -1] = False
         scores = scores.masked_fill(drop.scatter(-1, order, drop), float("-inf"))
-    chances = scores.softmax(-1)
-    if generator is None or isinstance(generator, torch.Generator):
-        return torch.multinomial(chances, 1, generator=generator).squeeze(-1)
-    return torch.cat([torch.multinomial(row, 1, generator=g) for row, g in zip(chances, generator, strict=True)])
+    return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(-1)

@@ -12,9 +12,11 @@ from forebay.runtime.run.sampling import Sampling, choose
 LOGITS = torch.randn(4, 30, generator=torch.Generator().manual_seed(0)) * 3
 
 
-def support(sampling: Sampling, logits: torch.Tensor = LOGITS, draws: int = 300) -> list[set[int]]:
-    """The tokens that are ever chosen, per row."""
+def support(sampling: Sampling, logits: torch.Tensor = LOGITS, draws: int = 300, each: bool = False) -> list[set[int]]:
+    """The tokens that are ever chosen, per row, by one generator or by one for each row."""
     generator = torch.Generator().manual_seed(1)
+    if each:
+        generator = [torch.Generator().manual_seed(i) for i in range(len(logits))]  # type: ignore[assignment]
     found: list[set[int]] = [set() for _ in logits]
     for _ in range(draws):
         for row, token in zip(found, choose(logits, sampling, generator).tolist(), strict=True):
@@ -37,9 +39,11 @@ def test_greedy_takes_the_largest_and_needs_no_generator() -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(True, top_k=1), Sampling(True, top_p=1e-6, top_k=0),
+                                      Sampling(True, top_p=0.0, top_k=0),
                                       Sampling(True, temperature=1e-4)])
 def test_the_narrowest_sampling_is_greedy(sampling: Sampling) -> None:
-    assert support(sampling, draws=20) == [{t} for t in LOGITS.argmax(-1).tolist()]
+    for each in (False, True):
+        assert support(sampling, draws=20, each=each) == [{t} for t in LOGITS.argmax(-1).tolist()]
 
 
 def test_the_same_generator_gives_the_same_tokens() -> None:
@@ -64,13 +68,16 @@ def test_a_generator_for_each_row_draws_for_it_alone() -> None:
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [
     (1.0, 5, 1.0), (1.0, 0, 0.8), (0.7, 12, 0.9), (2.0, 7, 0.5), (1.0, 500, 1.0), (1.0, 30, 0.999),
 ])
-def test_only_tokens_that_transformers_allows_are_chosen(temperature: float, top_k: int, top_p: float) -> None:
+@pytest.mark.parametrize("each", [False, True])
+def test_only_tokens_that_transformers_allows_are_chosen(
+    temperature: float, top_k: int, top_p: float, each: bool
+) -> None:
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     warpers: list = [TemperatureLogitsWarper(temperature)] if temperature != 1 else []
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
     warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
-    found, possible = support(Sampling(True, temperature, top_k, top_p)), allowed(warpers)
+    found, possible = support(Sampling(True, temperature, top_k, top_p), each=each), allowed(warpers)
     assert all(f <= p for f, p in zip(found, possible, strict=True))
     assert sum(map(len, found)) > 0.5 * sum(min(len(p), 12) for p in possible), "as good as nothing was tried"
 
@@ -78,9 +85,10 @@ def test_only_tokens_that_transformers_allows_are_chosen(temperature: float, top
 def test_frequencies_follow_the_softmax() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0]]).expand(6000, 3)
     for temperature in (1.0, 0.5):
-        counts = choose(logits, Sampling(True, temperature, 0), torch.Generator().manual_seed(3)).bincount(minlength=3)
-        expected = (logits[0] / temperature).softmax(-1)
-        assert (counts / 6000 - expected).abs().max() < 0.03  # five standard deviations
+        expected, one = (logits[0] / temperature).softmax(-1), torch.Generator().manual_seed(3)
+        for generator in (one, [one] * 6000):
+            counts = choose(logits, Sampling(True, temperature, 0), generator).bincount(minlength=3)
+            assert (counts / 6000 - expected).abs().max() < 0.03  # five standard deviations
 
 
 def test_half_precision_logits() -> None:
