@@ -437,9 +437,9 @@ def test_a_failed_copy_is_told_once_and_closing_does_not_wait_for_ever(llama_che
 def test_a_call_that_no_plan_serves_leaves_the_plan_before(llama_checkpoint: Any) -> None:
     with llama_checkpoint.language_model(0.5) as lm:
         before = lm.plan
-        for batch in (60, 400):
+        for beams in (60, 400):  # beams of a sequence are computed together
             with pytest.raises(PlanError, match="cannot work"):
-                lm.generate(llama_checkpoint.ids.repeat(batch, 1), max_new_tokens=20, pad_token_id=0)
+                lm.generate(llama_checkpoint.ids, max_new_tokens=20, num_beams=beams, pad_token_id=0)
         assert lm.plan is before
         check(lm, llama_checkpoint)
 

@@ -14,6 +14,7 @@ from forebay.rewriter.ir.program import (
     COMPUTE,
     DOWNLOAD,
     LOAD,
+    RETURN,
     UPLOAD,
     WRITE,
     Copy,
@@ -59,7 +60,7 @@ def copies(kind: Carried) -> Counter[str]:
 def test_without_a_gpu_bytes_go_to_the_disk_directly_with_one_through_host_slots() -> None:
     assert copies(Carried()) == {LOAD: 6, WRITE: 6}
     assert copies(Carried(hop=True)) == {LOAD: 6, UPLOAD: 6, DOWNLOAD: 6, WRITE: 6}
-    assert copies(Carried(tier="host")) == copies(Carried(tier="host", hop=True)) == {UPLOAD: 6, DOWNLOAD: 6}
+    assert copies(Carried(tier="host")) == copies(Carried(tier="host", hop=True)) == {RETURN: 6, DOWNLOAD: 6}
     hop = Carried(hop=True).program()
     landed = [i.dst for i in hop.step if isinstance(i, Copy) and i.stream == DOWNLOAD]
     assert [s.buffer for s in landed if isinstance(s, Span)] == [f"host_out{n % 2}:{n}" for n in range(6)]
