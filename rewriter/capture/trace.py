@@ -29,6 +29,7 @@ from forebay.rewriter.capture.layers import (
 )
 from forebay.rewriter.capture.merge import Kind, join
 from forebay.rewriter.capture.patterns import fix_rotary, mark_patterns
+from forebay.rewriter.capture.released import release_symbols, sources_released
 from forebay.rewriter.ir.graph import CacheSpec, CapturedModel, Gives
 
 # Example sizes: unequal, so that a size mistaken for another shows, and none is 1, which tracing would specialise.
@@ -68,17 +69,20 @@ class _Step(nn.Module):
         return (hidden.gather(1, _last.get()[:, None, None].expand(-1, 1, hidden.shape[-1])),)
 
     def forward(self, input_ids: torch.Tensor, start: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        _last.set(last)
         self.calls.clear()
         positions = start[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
-        with starting_at(start):
-            out = self.model(
-                input_ids=input_ids,
-                position_ids=positions,
-                past_key_values=self.cache,
-                use_cache=True,
-                return_dict=True,
-            )
+        token = _last.set(last)
+        try:
+            with starting_at(start):
+                out = self.model(
+                    input_ids=input_ids,
+                    position_ids=positions,
+                    past_key_values=self.cache,
+                    use_cache=True,
+                    return_dict=True,
+                )
+        finally:
+            _last.reset(token)
         if self.wanted == "scores":
             return _score(out.logits, torch.cat((input_ids, last[:, None]), 1)[:, 1:])
         return out.logits if self.wanted == "all" else out.logits[:, 0]
@@ -128,12 +132,15 @@ def trace_model(model: Any, wanted: Gives) -> CapturedModel:
     path, layers = found
     mark_patterns(model.config, list(layers))
     positions = fix_rotary(model)
-    tracer = _Tracer(model, path, list(layers), wanted)
-    try:
-        kinds, kind_of_layer = tracer.trace_layers(("layer_idx",))
-    except LayerIndexUsed:  # then layers that differ in nothing but their index are different kinds
-        kinds, kind_of_layer = tracer.trace_layers(())
-    joined = join(model, list(layers), path, tracer.names, tracer.program, tracer.calls, kinds, kind_of_layer)
+    with sources_released():
+        tracer = _Tracer(model, path, list(layers), wanted)
+        try:
+            kinds, kind_of_layer = tracer.trace_layers(("layer_idx",))
+        except LayerIndexUsed:  # then layers that differ in nothing but their index are different kinds
+            kinds, kind_of_layer = tracer.trace_layers(())
+        joined = join(model, list(layers), path, tracer.names, tracer.program, tracer.calls, kinds, kind_of_layer)
+    for program in (tracer.program, *(kind.program for kind in kinds.values())):
+        release_symbols(program)
     vocab_size = model.get_output_embeddings().weight.shape[0] if wanted == "scores" else joined.vocab_size
     limit = min(joined.max_positions or positions, positions) if positions else joined.max_positions
     return replace(joined, vocab_size=vocab_size, gives=wanted, max_positions=limit)
