@@ -15,7 +15,6 @@ import torch
 import transformers
 
 CYCLES = 1000 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 20
-NBYTES = 32 << 10  # of anonymous memory per cycle
 # In a process of its own: pytest keeps what torch logs of a trace. The first cycles fill caches that are bounded.
 USE = """
 import gc, json, linecache, os, sys
@@ -23,7 +22,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import forebay
-from forebay.commands.process_memory import anonymous_nbytes
 
 def cycles(count):
     for _ in range(count):
@@ -32,9 +30,8 @@ def cycles(count):
         del lm
         gc.collect()
     kinds = [type(o) for o in gc.get_objects()]
-    print(json.dumps([{"modes": kinds.count(FakeTensorMode), "environments": kinds.count(ShapeEnv),
-                       "descriptors": len(os.listdir("/proc/self/fd")), "sources": len(linecache.cache)},
-                      anonymous_nbytes()]))
+    print(json.dumps({"modes": kinds.count(FakeTensorMode), "environments": kinds.count(ShapeEnv),
+                      "descriptors": len(os.listdir("/proc/self/fd")), "sources": len(linecache.cache)}))
 
 cycles(5)
 cycles(int(sys.argv[2]))
@@ -48,6 +45,5 @@ def test_cycles_leave_nothing(tmp_path: Path) -> None:
         num_key_value_heads=2)).save_pretrained(tmp_path)
     done = subprocess.run([sys.executable, "-c", USE, str(tmp_path), str(CYCLES)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (before, nbytes), (after, nbytes_after) = map(json.loads, done.stdout.splitlines()[-2:])
+    before, after = map(json.loads, done.stdout.splitlines()[-2:])
     assert after == before
-    assert nbytes_after - nbytes <= CYCLES * NBYTES
