@@ -27,6 +27,7 @@ from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.config import read_config, read_generation_config
 from forebay.rewriter.checkpoints.match_weights import weight_files
 from forebay.rewriter.checkpoints.module_weights import spill_module
+from forebay.rewriter.garbage import collect_when_due
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
 from forebay.rewriter.ir.graph import CapturedModel, Gives
@@ -383,6 +384,7 @@ class LanguageModel(ModuleHabits):
         """Give back memory; the next `generate` takes it again."""
         for lm in self._family():
             lm._end_session()
+        collect_when_due()
 
     def _end_session(self) -> None:
         session, self._session = self._session, None
