@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import transformers
 
-CYCLES = 1000 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 20
+CYCLES = 1000 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 4
 # In a process of its own: pytest keeps what torch logs of a trace. The first cycles fill caches that are bounded.
 USE = """
 import gc, json, linecache, os, sys
@@ -33,7 +33,7 @@ def cycles(count):
     print(json.dumps({"modes": kinds.count(FakeTensorMode), "environments": kinds.count(ShapeEnv),
                       "descriptors": len(os.listdir("/proc/self/fd")), "sources": len(linecache.cache)}))
 
-cycles(5)
+cycles(2)
 cycles(int(sys.argv[2]))
 """
 
