@@ -71,7 +71,7 @@ class Machine:
     choice_elements_per_s: logits looked at per second when a step's tokens are chosen (0: at no cost). `folder` is
     where the disk tier was measured, empty for a profile that stands for no disk in particular.
     others_share: of the cores' time while this was measured, what others took (0..1). guessed: what was too poor to
-    believe, and why; a cautious guess stands in its place, and the next command measures again.
+    believe, and why; a cautious guess stands in its place until a later command measures again.
     peak_* and interconnect_bytes_per_s are the vendor's (0: not known). `sources` says where a number is from, by its
     path (`numbers`); what it does not name was measured on `date`.
     """

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import platform
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +17,11 @@ import torch
 
 from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
 from forebay.rewriter.machine.profile import Machine, load_machine, save_machine
-from forebay.rewriter.machine.quality import LOADED
+from forebay.rewriter.machine.quality import BUSY
 from forebay.runtime.measure import machine as measuring
 from forebay.runtime.measure.neighbours import share_now
 
+AGAIN_S = 3600.0  # between measurements of what stays poor: a disk that others share fits no line at any time
 LOG = logging.getLogger("forebay")
 
 
@@ -49,11 +51,12 @@ def cached_machine(
 ) -> Machine:
     """The kept profile; where there is none, or `anew`, it is measured, and kept if `keep`.
 
-    So it is where a guess stands in for part of the kept one, unless others keep the machine busy. One process measures
-    at a time, and those that waited take what it kept. `scratch`: a folder that can be written, where `folder` cannot.
+    So it is where a guess stands in for part of the kept one, or others kept the machine busy then: once in AGAIN_S,
+    and not while others keep it busy. One process measures at a time, and those that waited take what it kept.
+    `scratch`: a folder that can be written, where `folder` cannot.
     """
     kept = None if anew else kept_machine(folder)
-    if kept is not None and not (kept.guessed and _quiet(kept)):
+    if kept is not None and not (_poor(kept) and _is_old(folder) and _quiet(kept)):
         return kept
     with _alone() if keep else contextlib.nullcontext():
         other = None if anew else kept_machine(folder)
@@ -62,21 +65,35 @@ def cached_machine(
         machine = measuring.measure_machine(scratch or folder, quick=quick, progress=progress)
         if kept is not None and len(kept.guessed) < len(machine.guessed):
             machine = kept
-        elif keep:
+        if keep:
             save_machine(machine, machine_cache_path(folder))
     if machine.guessed:
-        LOG.warning("measured poorly, so that a cautious guess stands for it until the next command measures again: %s",
+        LOG.warning("measured poorly, so that a cautious guess stands for it until a command %.0f minutes from now or "
+                    "later measures again (`forebay machine --measure` does at once): %s", AGAIN_S / 60,
                     "; ".join(machine.guessed))
     return machine
 
 
+def _poor(kept: Machine) -> bool:
+    """Whether another measurement can better it: in part guessed, or timed beside others."""
+    return bool(kept.guessed) or kept.others_share > BUSY
+
+
+def _is_old(folder: str | os.PathLike[str]) -> bool:
+    """Whether the profile was kept more than AGAIN_S ago (by the file's time; a clock set back counts as well)."""
+    with contextlib.suppress(OSError):
+        return not 0 <= time.time() - machine_cache_path(folder).stat().st_mtime < AGAIN_S
+    return True
+
+
 def _quiet(kept: Machine) -> bool:
-    """Whether measuring again promises more than a profile in part guessed; says so where not."""
+    """Whether measuring again promises more than a poor profile; says so where not."""
     share = share_now()
-    if share > LOADED:
-        LOG.warning("others take %.0f %% of the cores, so the machine is not measured again now; a cautious guess "
-                    "stands for: %s", 100 * share, "; ".join(kept.guessed))
-    return share <= LOADED
+    if share > BUSY:
+        LOG.warning("others take %.0f %% of the cores, so the machine is not measured again now; %s", 100 * share,
+                    "a cautious guess stands for: " + "; ".join(kept.guessed) if kept.guessed else
+                    f"they took {kept.others_share:.0%} when it was measured")
+    return share <= BUSY
 
 
 @contextlib.contextmanager

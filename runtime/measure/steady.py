@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from statistics import median
 from typing import TypeVar
@@ -17,15 +18,23 @@ Timed = TypeVar("Timed")
 def steady_link(
     sizes: Sequence[int], rounds: int, time_s: Callable[[int, int], float]
 ) -> tuple[float, float, float]:
-    """`fit_link` of the medians of `time_s(size, turn)`, all sizes taking turns; the best of up to TRIES fits."""
-    fits: list[tuple[float, float, float]] = []
-    while len(fits) < TRIES and not any(r2 >= GOOD_R2 for _, _, r2 in fits):
+    """`fit_link` of the medians of `time_s(size, turn)`, all sizes taking turns, the first of up to TRIES that is good.
+
+    Where none is, the link is as slow as it was seen, and R² the best fit's: the rate of the largest transfers and the
+    time of the smallest, each from the slowest try."""
+    best, slowest_s = -math.inf, dict.fromkeys(sizes, 0.0)
+    for _ in range(TRIES):
         times: dict[int, list[float]] = {size: [] for size in sizes}
         for turn in range(rounds):
             for size in sizes:
                 times[size].append(time_s(size, turn))
-        fits.append(fit_link([(size, median(found)) for size, found in times.items()]))
-    return max(fits, key=lambda fit: fit[2])
+        medians = {size: median(found) for size, found in times.items()}
+        bandwidth, latency, r2 = fit_link(list(medians.items()))
+        if r2 >= GOOD_R2:
+            return bandwidth, latency, r2
+        best = max(best, r2)
+        slowest_s = {size: max(slowest_s[size], medians[size]) for size in sizes}
+    return max(sizes) / slowest_s[max(sizes)], slowest_s[min(sizes)], best
 
 
 def steady_times(

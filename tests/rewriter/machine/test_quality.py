@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint
-from forebay.rewriter.machine.profile import Link, Machine, machine_from_json
+from forebay.rewriter.machine.profile import Machine, machine_from_json
 from forebay.rewriter.machine.quality import GOOD_R2, LOADED, believable
 
 SHAPES = ((512, 256), (1024, 1024), (4096, 512), (2048, 2048))
@@ -39,21 +39,15 @@ def test_a_good_profile_is_believed_whole() -> None:
     assert believable(machine) == machine
 
 
-def test_a_link_that_fits_poorly_is_guessed() -> None:
+def test_a_link_that_fits_poorly_is_named() -> None:
+    """It is as slow as it was seen: nearer the truth than a guess off no machine in particular, which was thrice as
+    slow as a disk that others shared."""
     links = _measured().links
     poor = dataclasses.replace(links[0], r2=GOOD_R2 - 0.1)
     found = believable(_measured(links=(poor, *links[1:])))
-    guess = GUESS.link(poor.src, poor.dst)
-    assert found.links[0].bandwidth_bytes_per_s == guess.bandwidth_bytes_per_s < poor.bandwidth_bytes_per_s
-    assert found.links[0].latency_s == guess.latency_s and found.links[0].method == poor.method
-    assert found.links[1:] == links[1:]
+    assert found.links == (poor, *links[1:])
     assert len(found.guessed) == 1 and "disk to device" in found.guessed[0] and "0.80" in found.guessed[0]
     assert machine_from_json(found.to_json()) == found, "a kept profile says so too"
-
-
-def test_no_guess_is_better_than_what_was_seen() -> None:
-    slow = Link("disk", "device", 1e8, 1e-3, "direct", 2, 1 << 20, 0.2)
-    assert believable(_measured(links=(slow, *_measured().links[1:]))).links[0].bandwidth_bytes_per_s == 1e8
 
 
 @pytest.mark.parametrize(("dtype", "guess"), [("float32", {"aten"}), ("w4g64", set())])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -61,10 +62,32 @@ def test_two_environments_have_a_profile_each(
 def test_a_poor_profile_is_measured_again_and_says_so(
     measured: list[Machine], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    measured += [POOR, GOOD]
+    measured += [POOR, POOR, GOOD]
     assert cached_machine(tmp_path) == POOR
     assert [r.levelno for r in caplog.records] == [logging.WARNING] and "R2 0.30" in caplog.text
+    assert cached_machine(tmp_path) == POOR and len(measured) == 2, "not at every command"
+    _an_hour_later(tmp_path)
+    assert cached_machine(tmp_path) == POOR and len(measured) == 1
+    assert cached_machine(tmp_path) == POOR and len(measured) == 1, "an hour from the last try"
+    _an_hour_later(tmp_path)
     assert cached_machine(tmp_path) == GOOD == kept_machine(tmp_path)
+    _an_hour_later(tmp_path)
+    assert cached_machine(tmp_path) == GOOD, "a good one stays for good"
+
+
+def test_what_was_timed_beside_others_is_measured_again(measured: list[Machine], tmp_path: Path) -> None:
+    beside = dataclasses.replace(Machine.default(), others_share=0.3)
+    measured += [beside, GOOD]
+    assert cached_machine(tmp_path) == cached_machine(tmp_path) == beside
+    _an_hour_later(tmp_path)
+    assert cached_machine(tmp_path) == GOOD
+
+
+def _an_hour_later(folder: Path) -> None:
+    """As far as the kept profile tells: it is an hour older."""
+    path = machine_cache_path(folder)
+    old = path.stat().st_mtime - kept.AGAIN_S - 1
+    os.utime(path, (old, old))
 
 
 def test_on_a_busy_machine_a_poor_profile_waits(
@@ -72,6 +95,7 @@ def test_on_a_busy_machine_a_poor_profile_waits(
 ) -> None:
     measured += [POOR, GOOD]
     cached_machine(tmp_path)
+    _an_hour_later(tmp_path)
     caplog.clear()
     monkeypatch.setattr(kept, "share_now", lambda: 0.4)
     assert cached_machine(tmp_path) == POOR and measured == [GOOD]
@@ -81,7 +105,9 @@ def test_on_a_busy_machine_a_poor_profile_waits(
 def test_the_profile_with_fewer_guesses_stays(measured: list[Machine], tmp_path: Path) -> None:
     worse = dataclasses.replace(POOR, guessed=(*POOR.guessed, "attention of float32 (R2 0.10)"))
     measured += [POOR, worse]
-    assert cached_machine(tmp_path) == cached_machine(tmp_path) == POOR == kept_machine(tmp_path)
+    cached_machine(tmp_path)
+    _an_hour_later(tmp_path)
+    assert cached_machine(tmp_path) == POOR == kept_machine(tmp_path)
     assert not measured
 
 

@@ -41,6 +41,21 @@ def test_a_link_that_stays_poor_says_so() -> None:
     assert calls == TRIES * 5 * len(SIZES) and r2 < GOOD_R2
 
 
+def test_a_link_that_stays_poor_is_as_slow_as_it_was_seen() -> None:
+    """The slowest of three passes, of which none fits: not the mean, not the best."""
+    slow_s = iter((1.0, 3.0, 2.0))
+    times: list[float] = []
+
+    def time_s(nbytes: int, turn: int) -> float:
+        if nbytes == SIZES[0] and not turn:
+            times[:] = [next(slow_s)] * 5
+        return times[0] * {SIZES[0]: 0.02, SIZES[1]: 9.0, SIZES[2]: 0.01, SIZES[3]: 4.0}[nbytes]
+
+    bandwidth, latency, r2 = steady_link(SIZES, 5, time_s)
+    assert r2 < GOOD_R2
+    assert math.isclose(bandwidth, SIZES[3] / 12.0) and math.isclose(latency, 0.06)
+
+
 def test_only_lines_that_fit_poorly_are_measured_again() -> None:
     asked: list[set[tuple[str, int]]] = []
 
