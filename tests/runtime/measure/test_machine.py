@@ -80,7 +80,7 @@ def test_near_ties_go_to_the_engine_that_leaves_the_cores_alone() -> None:
     assert choose_trial([slow, fast]) == fast
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.6])
 def test_what_is_measured_is_judged(
     measured, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
