@@ -1,7 +1,8 @@
-"""Forced blocks beside the planner's: `python -m benchmarks.throughput --sweep`."""
+"""Forced blocks beside the planner's, and each beside its prediction: `python -m benchmarks.throughput --sweep`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -11,6 +12,7 @@ from benchmarks.throughput_cells import MODULE, Cell
 PLANNERS = "the planner's"
 SWEPT_SIZES = (2, 4, 8, 16, 32, 64)  # of forced micro-batches
 FINALISTS = 3
+WITHIN = 0.15  # of what was measured
 
 Row = dict[str, Any]
 
@@ -18,11 +20,16 @@ Row = dict[str, Any]
 def sweep(family: str, cell: Cell, given: Row, threads: int, rounds: int) -> Row:
     """Forced blocks beside the planner's, which all take turns; then the best few again, from nothing, because the
     best of many noisy figures is too good to be true. How far a block is from the planner's is the median over the
-    rounds of their ratio within a round."""
-    order: Row = given | {"ram": False, "whole": False, "prefill": False, "cache_format": "native", "order": "zigzag",
-                          "once": True, "batch": cell.batch, "prompt": cell.prompt, "new": cell.new}
-    ours = Process("forebay", threads, MODULE)
+    rounds of their ratio within a round. Before each turn plain reads and products are timed, with whose rates its step
+    is predicted, and the middle chunk of its prompt."""
+    order: Row = given | {"ram": False, "whole": False, "cache_format": "native", "order": "zigzag", "once": True,
+                          "batch": cell.batch, "prompt": cell.prompt, "new": cell.new, "rows": min(cell.batch, 64)}
+    ours, link = (Process(name, threads, MODULE) for name in ("forebay", "link"))
     try:
+        link.ask("load", **order)
+        if not Path(order["machine"]).exists():
+            note("measuring the machine")
+            link.ask("machine", **order)
         ours.ask("load", **order)
         plans = {PLANNERS: ours.ask("plan", **order, label=PLANNERS)}
         for label, forced in forced_blocks(cell.batch).items():
@@ -30,18 +37,25 @@ def sweep(family: str, cell: Cell, given: Row, threads: int, rounds: int) -> Row
             if "refused" not in found:
                 plans[label] = found
         note(f"{family}, {cell.name}: the planner takes {plans[PLANNERS]}; {len(plans) - 1} forced blocks")
-        times = in_turns(ours, order, list(plans), rounds)
+        turns = in_turns((ours, link), order, list(plans), rounds)
+        times = step_times(turns)
         ranked = sorted(times, key=lambda label: to_planner(times, label))
-        again = in_turns(ours, order, list(dict.fromkeys((PLANNERS, *ranked[:FINALISTS]))), 3 * rounds)
+        finalists = list(dict.fromkeys((PLANNERS, *ranked[:FINALISTS])))
+        again = step_times(in_turns((ours, link), order | {"prefill": False}, finalists, 3 * rounds))
     finally:
         ours.close()
+        link.close()
+    errors = {label: errors_of(turns[label]) for label in ranked}
     for label in ranked:
-        print(f"  {label:44} predicted {plans[label]['predicted_step_s']:7.3f} s, measured "
-              f"{median(times[label]):7.3f} s, {to_planner(times, label):.3f} x")
+        shown = ", ".join(f"{phase} {100 * error:+.0f} %" for phase, error in errors[label].items())
+        print(f"  {label:44} measured {median(times[label]):7.3f} s, {to_planner(times, label):.3f} x; predicted "
+              f"{shown}")
+    found = [error for of_block in errors.values() for error in of_block.values()]
+    print(f"predicted within 15 %: {sum(abs(error) <= WITHIN for error in found)} of {len(found)}")
     above = 1 / min(to_planner(again, label) for label in again) - 1
     print(f"{family}, {cell.name}: the planner's block is {100 * above:.1f} % above the best of "
           f"{len(plans) - 1} forced ones", flush=True)
-    return {"model": family, "cell": cell.name, "plans": plans, "times_s": times, "again_s": again,
+    return {"model": family, "cell": cell.name, "plans": plans, "turns": turns, "again_s": again, "errors": errors,
             "planner_above_best": above}
 
 
@@ -53,13 +67,29 @@ def forced_blocks(batch: int) -> dict[str, Row]:
     return found | {f"{n} micro-batches, row": {"micro_batches": n, "order": "row"} for n in counts}
 
 
-def in_turns(ours: Process, order: Row, labels: list[str], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each block's step in each round."""
-    times: dict[str, list[float]] = {label: [] for label in labels}
+def in_turns(processes: tuple[Process, Process], order: Row, labels: list[str], rounds: int) -> dict[str, list[Row]]:
+    """What each block's turn found in each round, with the rates of plain reads and products just before it."""
+    ours, link = processes
+    turns: dict[str, list[Row]] = {label: [] for label in labels}
     for _ in range(rounds):
         for label in labels:
-            times[label].append(median(ours.ask("turn", **order, label=label)["steps_s"]))
-    return times
+            rates = link.ask("turn", **order)
+            given = {key: rates[key] for key in ("bytes_per_s", "pace")}
+            turns[label].append(ours.ask("turn", **order, label=label, **given) | given)
+    return turns
+
+
+def step_times(turns: dict[str, list[Row]]) -> dict[str, list[float]]:
+    """Seconds of each block's step in each round."""
+    return {label: [median(turn["steps_s"]) for turn in found] for label, found in turns.items()}
+
+
+def errors_of(turns: list[Row]) -> dict[str, float]:
+    """How far the predictions of a block's turns are from what they took: the median, as a share of that."""
+    found = {"step": median(t["predicted_step_s"] / median(t["steps_s"]) - 1 for t in turns)}
+    if all("prefill_s" in turn for turn in turns):
+        found["prefill"] = median(t["predicted_prefill_s"] / t["prefill_s"] - 1 for t in turns)
+    return found
 
 
 def to_planner(times: dict[str, list[float]], label: str) -> float:

@@ -1,4 +1,4 @@
-"""Random models of OPT's and Llama's shape, large (at least 1.5 GB in bf16) and small."""
+"""Random models of OPT's and Llama's shape, large (at least 1.5 GB in bf16), medium (0.2 GB) and small."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Sizes:
 
 
 LARGE = (Sizes("llama", 2048, 16, 16, 5632, 32000), Sizes("opt", 2048, 14, 32, 8192, 50272))
+MEDIUM = (Sizes("llama", 1024, 8, 8, 2816, 8192), Sizes("opt", 1024, 7, 16, 4096, 8192))
 SMALL = (Sizes("llama", 512, 6, 8, 1408, 8192), Sizes("opt", 512, 6, 8, 2048, 8192))
 
 

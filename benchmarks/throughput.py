@@ -13,7 +13,8 @@ Answers are sampled (`block_contestants`), with --quick they are run whole. Peak
 the process had after its imports.
 
 `--json` prints all that was measured, with `holds` (which aims were met, null where no cell could say) and `summary`.
-`--sweep` sets forced blocks beside the planner's instead.
+`--sweep` sets forced blocks of models of 0.2 GB (with --quick of the small ones) beside the planner's instead, and
+each beside its prediction.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import Any
 
 from benchmarks.block_sweep import sweep
 from benchmarks.disk_offload import Process, note
-from benchmarks.shaped_models import LARGE, SMALL, Sizes, make_shaped
+from benchmarks.shaped_models import LARGE, MEDIUM, SMALL, Sizes, make_shaped
 from benchmarks.throughput_cells import MODULE, OURS, PEERS, Cell, cells
 from benchmarks.throughput_figures import figures, report, verdicts
 from forebay.kernels.build.cache_folder import make_cache_folder
@@ -49,13 +50,14 @@ Row = dict[str, Any]
 def main() -> None:
     args = arguments()
     result = {"processor": processor(), "arguments": {k: str(v) for k, v in vars(args).items()}, "models": []}
-    chosen = [s for s in (SMALL if args.quick else LARGE) if s.family in args.models.split(",")]
+    sizes = SMALL if args.quick else MEDIUM if args.sweep else LARGE
+    chosen = [s for s in sizes if s.family in args.models.split(",")]
     with folder(args.folder) as scratch:
         if args.sweep:
             result["models"] = [sweep(sizes.family, cells(args.cells)[0], {
                 "model": str(made(sizes, scratch, [])["bf16"]), "scratch": str(scratch), "vocab": sizes.vocab,
                 "budget": parse_nbytes(args.budget), "machine": str(args.machine or scratch / "machine.json"),
-                "steps": args.steps}, args.threads, args.rounds) for sizes in chosen]
+                "steps": args.steps, "prefill": True}, args.threads, args.rounds) for sizes in chosen]
         else:
             result["models"] = [measure(args, sizes, scratch) for sizes in chosen]
     if args.sweep:
@@ -81,7 +83,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", default="llama,opt", help="comma-separated")
     parser.add_argument("--cells", help="BATCHxPROMPT+NEW, comma-separated; default 1x128+32,32x128+32,128x512+32")
     parser.add_argument("--contestants", default=",".join((*OURS, *PEERS)), help="comma-separated")
-    parser.add_argument("--budget", help="device budget; default 400MB, quick 24MB")
+    parser.add_argument("--budget", help="device budget; default 400MB, sweep 60MB, quick 24MB")
     parser.add_argument("--ram-batch", type=int, default=64, help="sequences of the runs in memory, at most")
     parser.add_argument("--steps", type=int, default=3, help="decode steps of a sampled answer")
     parser.add_argument("--prefill", action="store_true", help="sample the prefill too")
@@ -95,8 +97,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="where models are made and kept; default: removed afterwards")
     parser.add_argument("--json", nargs="?", const="-", help="print JSON, or write it to this file beside the report")
     args = parser.parse_args()
-    args.budget = args.budget or ("24MB" if args.quick else "400MB")
-    args.cells = args.cells or ("24x96+8" if args.quick else "1x128+32,32x128+32,128x512+32")
+    args.budget = args.budget or ("24MB" if args.quick else "60MB" if args.sweep else "400MB")
+    args.cells = args.cells or (
+        "24x96+8" if args.quick else "48x256+32" if args.sweep else "1x128+32,32x128+32,128x512+32")
     unknown = set(args.contestants.split(",")) - {*OURS, *PEERS}
     if unknown:
         parser.error(f"--contestants: {', '.join(sorted(unknown))}; there are {', '.join((*OURS, *PEERS))}")

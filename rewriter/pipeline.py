@@ -47,6 +47,7 @@ from forebay.rewriter.planning.graph_needs import (
     cache_buffers,
     cache_rows,
     cache_sides,
+    launch_count,
     weight_products,
     weight_uses,
 )
@@ -121,8 +122,6 @@ class Pipeline:
         count = graphs.block.micro_batches
         self._cache_rows = {} if graphs.prefill is None else {
             name: replace(rows, rows=count * rows.rows) for name, rows in cache_rows(decode).items()}
-        if graphs.block.staged and machine.device_kind != "cpu":
-            raise PlanError("a cache off the device is lowered for machines without a GPU only; keep it on the device")
         uses = weight_uses(decode, set(graphs.constants))
         self.needs = ModelNeeds(
             graphs.fingerprint, uses,
@@ -131,7 +130,7 @@ class Pipeline:
             self.need, graphs.weight_tier, graphs.host_hop,
             {name: rows.nbytes(workload.prompt) for name, rows in self._cache_rows.items()},
             rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, graphs.weight_tier,
-                     cache_sides(decode), graphs.block),
+                     cache_sides(decode), graphs.block, launch_count(decode)),
             graphs.block, weights_of_layers(decode), graphs.cache_format,
             staged_places(decode, graphs.block, workload.prompt))
         if graphs.block.staged:

@@ -24,6 +24,7 @@ TOKENS = (16, 32, 64)  # of a cache block
 PADDING = 1 / 8  # of a token's bytes
 PLACES = 256  # at most, of which some are given anew while the others decode
 ENTERING = 8  # a prefill step computes one in so many places: idle ones, which wait for as many, are a sixteenth
+BATCHES = (1, 4, 16, 64, 256)  # between latency and throughput
 NEAR = 1.5  # times the least of the closed form: what it finds slower is not simulated
 
 GraphsOf = Callable[[Workload, Block], StepGraphs]
@@ -55,12 +56,12 @@ def plan_block(
         except PlanError as error:
             refused.append((pipeline, error))
     ways: list[_Way] = []
-    for block in staged_blocks(graphs_of, workload, wishes) if machine.device_kind == "cpu" else ():
+    for block in staged_blocks(graphs_of, workload, wishes):
         pipeline = pipeline_of(block)
         found = _in_shares(pipeline, block, budget, wishes)
-        best: dict[int, _Way] = {}
+        best: dict[tuple[int, bool], _Way] = {}
         for way in found:
-            at = way.block.cache_host
+            at = way.block.cache_host, way.block.cpu_attention
             best[at] = min(best.get(at, way), way, key=lambda way: way.time_s)
         ways += best.values()
         if not found:
@@ -96,7 +97,7 @@ def _in_shares(pipeline: Pipeline, block: Block, budget: Budget, wishes: Wishes)
     workload, needs = pipeline.workload, pipeline.needs
     assert needs.staged is not None
     layers = needs.staged.layers
-    total, largest = len(layers) * block.micro_batches, max(layer.nbytes for layer in layers.values())
+    total = len(layers) * block.micro_batches
 
     def fits(way: Block) -> bool:
         return plan_fits(needs.staging(layers, way, workload), budget, workload, wishes)
@@ -104,11 +105,13 @@ def _in_shares(pipeline: Pipeline, block: Block, budget: Budget, wishes: Wishes)
     def in_shares(device: int, host: int) -> Block:
         return replace(block, cache_device=device, cache_host=host)
 
-    def most_on_device(host: int) -> int:
-        """The most caches that the device has room for, beside so many in host memory."""
-        return bisect_right(range(total + 1), 0, key=lambda n: int(not fits(in_shares(n, min(host, total - n))))) - 1
+    def most(way: Callable[[int], Block]) -> int:
+        """The most caches that a faster tier has room for; all of them need no slots for what comes from the disk."""
+        if fits(way(total)):
+            return total
+        return max(0, bisect_right(range(total), 0, key=lambda n: int(not fits(way(n)))) - 1)
 
-    host = min(total, (budget.host or 0) // largest) if block.cache == "disk" else 0
+    host = most(lambda n: in_shares(0, n)) if block.cache == "disk" and budget.host else 0
     if wishes.cache_tier is not None or wishes.cache_shares is not None:
         device_share, host_share = wishes.cache_shares or (0.0, 0.0)
         if min(device_share, host_share) < 0 or device_share + host_share > 1:
@@ -118,13 +121,20 @@ def _in_shares(pipeline: Pipeline, block: Block, budget: Budget, wishes: Wishes)
     elif block.entering:  # whose caches lie on one tier
         ways = [block, *([replace(block, cache="host")] if host == total else [])]
     else:
-        ways = [in_shares(d, min(h, total - d)) for d in parts_of(max(0, most_on_device(host)), 4)
-                for h in parts_of(host, 2)]
+        on_device = most(lambda n: in_shares(n, min(host, total - n)))
+        ways = [in_shares(d, min(h, total - d)) for d in parts_of(on_device, 4) for h in parts_of(host, 2)]
+    if wishes.cpu_attention is None and host_attends(pipeline.machine):
+        ways += [replace(way, cpu_attention=True) for way in ways if way.cache_host or way.cache == "host"]
     found = []
     for way in filter(fits, dict.fromkeys(ways)):
         plan = make_plan(needs.staging(layers, way, workload), budget, workload, wishes, "")
         found.append(_Way(answer_time_s(plan), pipeline, way))
     return found
+
+
+def host_attends(machine: Machine) -> bool:
+    """Whether there is a host beside the device that is known to attend; without a GPU both are the same cores."""
+    return machine.device_kind != "cpu" and machine.host_attention_bytes_per_s > 0
 
 
 def parts_of(most: int, parts: int) -> list[int]:
@@ -203,6 +213,18 @@ def block_tokens(cache: Mapping[str, int], workload: Workload) -> int:
     return TOKENS[-1]
 
 
+def plan_batches(
+    graphs_of: GraphsOf, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine, switches: Switches
+) -> list[Plan]:
+    """Plans for the same prompts and answers, from one sequence at once to many; those that fit no budget are left out.
+    """
+    found = []
+    for batch in BATCHES:
+        with contextlib.suppress(PlanError):
+            found.append(plan_block(graphs_of, budget, replace(workload, batch=batch), wishes, machine, switches)[1])
+    return found
+
+
 def staged_blocks(graphs_of: GraphsOf, workload: Workload, wishes: Wishes) -> list[Block]:
     """The blocks to try for a cache off the device, on the furthest tier first: with micro-batches as wished, or of
     several sizes."""
@@ -214,7 +236,7 @@ def staged_blocks(graphs_of: GraphsOf, workload: Workload, wishes: Wishes) -> li
         math.ceil(batch / size) for size in reversed(SIZES) if size == 1 or size < 2 * batch]
     entering = min(wishes.entering or 0, batch)
     return [Block(count, wishes.order, wishes.cache_tier or "disk", tokens, wishes.cache_slots, entering=entering,
-                  cpu_attention=wishes.cpu_attention)
+                  cpu_attention=bool(wishes.cpu_attention))
             for count in dict.fromkeys(min(count, batch) for count in counts)]
 
 

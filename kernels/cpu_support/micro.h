@@ -186,6 +186,8 @@ template <class W, int MB, int NB>
 static void dot_rows(const float* x, int64_t xs, const W* w, int64_t ws, int64_t n, int64_t k, float* c, int64_t cs) {
   int64_t j = 0;
   for (; j + NB <= n; j += NB) dot_block<W, MB, NB>(x, xs, w + j * ws, ws, k, c + j, cs);
+  if (NB > 4 && j + 4 <= n) dot_block<W, MB, 4>(x, xs, w + j * ws, ws, k, c + j, cs), j += 4;
+  if (NB > 2 && j + 2 <= n) dot_block<W, MB, 2>(x, xs, w + j * ws, ws, k, c + j, cs), j += 2;
   for (; j < n; ++j) dot_block<W, MB, 1>(x, xs, w + j * ws, ws, k, c + j, cs);
 }
 
@@ -207,6 +209,8 @@ static void outer_columns(const float* x, int64_t xs, const W* w, int64_t ws, in
                           int64_t cs) {
   int64_t j = 0;
   for (; j + NV * VL <= n; j += NV * VL) outer_block<W, MB, NV, false>(x, xs, w + j, ws, k, c + j, cs, 0);
+  if (NV > 4 && j + 4 * VL <= n) outer_block<W, MB, 4, false>(x, xs, w + j, ws, k, c + j, cs, 0), j += 4 * VL;
+  if (NV > 2 && j + 2 * VL <= n) outer_block<W, MB, 2, false>(x, xs, w + j, ws, k, c + j, cs, 0), j += 2 * VL;
   for (; j + VL <= n; j += VL) outer_block<W, MB, 1, false>(x, xs, w + j, ws, k, c + j, cs, 0);
   if (j < n) outer_block<W, MB, 1, true>(x, xs, w + j, ws, k, c + j, cs, int(n - j));
 }

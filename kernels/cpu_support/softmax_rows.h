@@ -51,4 +51,19 @@ static float soften(float* scores, int64_t n, Row& row, int64_t t0, float scale,
   return factor;
 }
 
+// Asks for `rows` rows of `nbytes` bytes ahead of their use.
+template <class T> FB_INLINE void prefetch_rows(const T* first, int64_t rows, int64_t stride, int64_t nbytes) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t i = 0; i < nbytes; i += 64)
+      __builtin_prefetch(reinterpret_cast<const char*>(first + r * stride) + i);
+}
+
+// How many KV heads (at most `most`) a task takes together in a cache that lies token by token, where the rows of one
+// head are pieces of a few hundred bytes, a page apart: so that memory is read in order. Each thread has four tasks.
+static int64_t heads_together(int64_t batch, int64_t kv_heads, int64_t most, int threads) {
+  int64_t found = std::max<int64_t>(1, std::min(kv_heads, most));
+  while (found > 1 && batch * ((kv_heads + found - 1) / found) < 4 * int64_t(threads)) found = (found + 1) / 2;
+  return found;
+}
+
 }  // namespace forebay

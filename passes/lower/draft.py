@@ -10,7 +10,8 @@ from forebay.rewriter.ir.program import FileSlice, Item, Rows, Span, TensorRef, 
 @record
 class Move:
     """Copy number i of a step: the bytes of `source` into staging slot `slot` of a ring of slots, where they are read
-    at `span`; `room` bytes around it may be overwritten by direct reads, unless the bytes pass through a host slot."""
+    at `span`; `room` bytes around it may be overwritten by direct reads, unless the bytes pass through a host slot.
+    `alike`: rows that are named stand in the slot where they stand in their table, and alone go on from a host slot."""
 
     label: str
     source: FileSlice | Rows | Span
@@ -19,6 +20,7 @@ class Move:
     room: tuple[int, int]
     ring: str = "slot"  # slots are the buffers slot0, slot1, …; those that the host lends them host_slot0, …
     layer: int = -1
+    alike: bool = False
 
 
 @record
@@ -26,7 +28,7 @@ class Outgoing:
     """Store number i of a step: the bytes of `source`, on the device, to `target` in host memory or a spill file.
 
     `room` bytes behind a target in a file complete its last page. Where copies hop, bytes for a file pass through slot
-    `slot` of the host's ring. `keeps`: the source lives on after it has been stored.
+    `slot` of the host's ring. `keeps`: the source lives on after it has been stored. `alike` as of a move.
     """
 
     label: str
@@ -38,6 +40,7 @@ class Outgoing:
     keeps: bool = False
     layer: int = -1
     cache: bool = False  # of a cache that was loaded for its turn
+    alike: bool = False
 
 
 @record

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from forebay.passes.lower.delegate_attention import OPERANDS
 from forebay.passes.lower.draft import Arrive, Draft, Evict, Fetch, Found, Free, Lookup, Move, Outgoing, Store
 from forebay.passes.lower.order_copies import Order
@@ -142,7 +144,7 @@ class _Placing:
         near = UPLOAD if move.ring == WEIGHTS else RETURN
         stream = near if tier_of(source) == "host" else DISK if isinstance(source, FileSlice) else LOAD
         if hops:
-            self._two_hops(index, move, stream, into, waits)
+            self._two_hops(index, move, (stream, near), into, waits)
         else:
             free = (self.freed[slot],) if waits and slot in self.freed else ()
             copy = Copy(stream, move.source, move.span, move.label, move.layer, move.room)
@@ -150,20 +152,23 @@ class _Placing:
             if move.ring == OPERANDS:
                 assert isinstance(source, Span)
                 self._add(Release(stream, source), into)
-        self._add(Record(UPLOAD if hops else stream, landed), into)
+        self._add(Record(near if hops else stream, landed), into)
 
-    def _two_hops(self, index: int, move: Move, stream: str, into: list[Item], waits: bool) -> None:
+    def _two_hops(self, index: int, move: Move, streams: tuple[str, str], into: list[Item], waits: bool) -> None:
+        stream, near = streams
         slot, host, source = f"{move.ring}{move.slot}", f"host_{move.ring}{move.slot}", place_of(move.source)
         landing, room = landing_of(source, self.slots[host], move.span.nbytes, f"{host}:{index}")
         free = (self.freed[host],) if waits and host in self.freed else ()
         arrived = self._event("arrived", index)
         self._afar(Copy(stream, move.source, landing, move.label, move.layer, room), source, arrived, free, into)
         self._add(Record(stream, arrived), into)
-        self._wait(UPLOAD, arrived, *((self.freed[slot],) if waits and slot in self.freed else ()), into=into)
-        self._add(Copy(UPLOAD, landing, move.span, move.label.replace("fetch", "upload"), move.layer), into)
-        self._add(Release(UPLOAD, _widen(landing, room)), into)
+        self._wait(near, arrived, *((self.freed[slot],) if waits and slot in self.freed else ()), into=into)
+        onward = _among(landing, move.source) if move.alike else landing
+        label = move.label.replace("fetch", "upload").replace("load cache", "upload cache")
+        self._add(Copy(near, onward, move.span, label, move.layer), into)
+        self._add(Release(near, _widen(landing, room)), into)
         left = self.freed[host] = self._event("left", index)
-        self._add(Record(UPLOAD, left), into)
+        self._add(Record(near, left), into)
 
     def _afar(self, copy: Copy, place: FileSlice | Span, event: int, after: tuple[int, ...], into: list[Item]) -> None:
         """Place a copy that touches `place` on a slower tier, behind the events `after` and whoever must have touched
@@ -219,7 +224,8 @@ class _Placing:
         landing, _ = landing_of(None, self.slots[host], nbytes, f"{host}:{index}")
         self._vacate(host)
         self._wait(DOWNLOAD, ready)
-        self._add(Copy(DOWNLOAD, out.source, landing, out.label.replace("store", "download"), out.layer))
+        nearer = _among(landing, out.target) if out.alike else landing
+        self._add(Copy(DOWNLOAD, out.source, nearer, out.label.replace("store", "download"), out.layer))
         downloaded = self._event("downloaded", index)
         self._add(Record(DOWNLOAD, downloaded))
         return landing, downloaded
@@ -288,6 +294,11 @@ def landing_of(
     if shift + nbytes + after > slot.nbytes:
         raise ValueError(f"lower: {nbytes} bytes do not fit {slot.name} of {slot.nbytes} bytes")
     return Span(slot.arena, slot.offset + shift, nbytes, buffer), (shift, after)
+
+
+def _among(span: Span, named: FileSlice | Rows | Span) -> Rows | Span:
+    """Of what lies in `span`, the rows that are named in a table of as many, or all of it where none are."""
+    return replace(named, table=span) if isinstance(named, Rows) else span
 
 
 def _widen(span: Span, room: tuple[int, int]) -> Span:

@@ -26,6 +26,8 @@ from forebay.rewriter.ir.plan import BufferPlacement, Plan, Workload
 from forebay.rewriter.ir.program import COMPUTE, Release, Rows, Span, TensorRef, span_of
 
 RING = "cache"  # of staging slots; also the name of the spill file
+LEAVING = "out"  # of slots that the host lends to what is stored to the disk of a machine with a GPU
+LEAVING_SLOTS = 2  # one is filled from the device while the other is written
 ARENAS = {"device": "device", "host": "host", "disk": RING}  # by the tier that a cache lives on
 WORD = 8  # blocks move as int64
 
@@ -137,7 +139,7 @@ class CacheStaging:
         loads = self._told(loads_name(staged.window) if tailed else WHOLE_LOADS, micro_batch)
         source = Rows(home, staged.block_nbytes, loads, skips=True, usual=self.usual[layer][0])
         self.draft.moves.append(Move(f"load cache of layer {layer}@{micro_batch}", source, slot, span, (0, 0), RING,
-                                     layer))
+                                     layer, alike=self.places is None))
         index_ref = self._told(BEFORE, micro_batch)
         self.draft.items += [Fetch(index), Arrive(index)]
         if not tailed:
@@ -163,7 +165,8 @@ class CacheStaging:
                       usual=self.usual[layer][1])
         number = len(self.draft.stores)
         self.draft.stores.append(Outgoing(f"store cache of layer {layer}@{micro_batch}", span, target, keeps=True,
-                                          layer=layer, cache=True))
+                                          slot=number % LEAVING_SLOTS, ring=LEAVING, layer=layer, cache=True,
+                                          alike=self.places is None))
         if tails:
             self._take_tails(layer, micro_batch, span)
         self.draft.items += [Store(number), Evict(number), Free(index)]

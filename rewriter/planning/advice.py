@@ -2,46 +2,106 @@
 
 from __future__ import annotations
 
-from forebay.kernels.formats.table import SMALL_WEIGHTS, packed_format, weight_format
+from dataclasses import dataclass
+
+from forebay.kernels.formats.table import SMALL_CACHE, SMALL_WEIGHTS, packed_format, weight_format
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import Plan
-from forebay.rewriter.ir.program import COMPUTE, DISK, UPLOAD, dtype_itemsize
+from forebay.rewriter.ir.program import (
+    ATTEND,
+    COMPUTE,
+    DISK,
+    DOWNLOAD,
+    LOAD,
+    RETURN,
+    UPLOAD,
+    WRITE,
+    dtype_itemsize,
+)
 from forebay.rewriter.predict.estimator import side_by_side_s
 
 PACK = f"{SMALL_WEIGHTS.name} weights (forebay quantize)"
+PACK_CACHE = f"a {SMALL_CACHE.name} cache"
+CACHE_BITS = 16 * SMALL_CACHE.ratio(64, 2)
 PACKED_BITS = 16 * SMALL_WEIGHTS.ratio(4096, 2)
 WORTH = 1.05  # what moves less is not said
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """What moves on one path, or attends on the host, beside the computation: seconds of a step for weights and for
+    caches."""
+
+    name: str
+    what: str  # that is busy
+    weights_s: float
+    cache_s: float
+
+    @property
+    def time_s(self) -> float:
+        return self.weights_s + self.cache_s
+
+
+def _busiest(plan: Plan) -> _Lane:
+    """The lane beside computation that is busy longest. Weights and caches that share a disk slow each other, so that
+    their times overlap: together they take the step at most."""
+    p = plan.prediction
+    busy = {stream: p.busy_time_s.get(stream, 0.0) for stream in (
+        DISK, LOAD, WRITE, UPLOAD, RETURN, DOWNLOAD, ATTEND)}
+    found = []
+    for name, what, weights, caches in (
+            ("disk", "copies are", busy[DISK], busy[LOAD] + busy[WRITE]),
+            ("link", "copies are", busy[UPLOAD], busy[RETURN]), ("link", "copies are", 0.0, busy[DOWNLOAD]),
+            ("host", "attention on the host is", 0.0, busy[ATTEND])):
+        most = min(1.0, p.decode_time_s / (weights + caches)) if weights and caches else 1.0
+        found.append(_Lane(name, what, weights * most, caches * most))
+    return max(found, key=lambda lane: lane.time_s)
 
 
 def advise(plan: Plan) -> list[str]:
     """Lines like 'a link twice as fast would give 1.8x', the largest gain first; empty without a prediction.
 
-    Each alternative is costed with everything else as it is: computation and copies side by side, copies in proportion
-    to the bytes that would stream. 4-bit weights are taken to compute no faster.
+    Each alternative is costed with everything else as it is: computation beside the busiest of what goes on meanwhile
+    (copies on one path, attention on the host), weights and caches in proportion to their bytes. 4-bit weights and
+    caches are taken to compute no faster.
     """
     p = plan.prediction
     if not p.decode_time_s:
         return []
-    compute, stream = p.busy_time_s.get(COMPUTE, 0.0), max(p.busy_time_s.get(s, 0.0) for s in (DISK, UPLOAD))
-    if not p.streamed_nbytes:
+    compute, lane = p.busy_time_s.get(COMPUTE, 0.0), _busiest(plan)
+    if not p.streamed_nbytes and not lane.time_s:
         return ["compute-bound: nothing streams; more sequences at once would give more tokens per second"]
-    now = side_by_side_s(compute, stream, 1.0, 1.0)
+
+    def gain(stream: float, computed: float = compute) -> float:
+        now, then = (side_by_side_s(*pair, 1.0, 1.0) for pair in ((compute, lane.time_s), (computed, stream)))
+        return now / then if then else 1.0
+
     found = []
     ratio = _packed_ratio(plan)
-    if ratio < 1:
+    if ratio < 1 and lane.weights_s:
         resident = sum(w.nbytes for w in plan.weights if w.tier == "device" or w.gather)
         whole = resident + p.streamed_nbytes
         left = max(0.0, whole * ratio - resident) / p.streamed_nbytes
-        found.append((now / side_by_side_s(compute, stream * left, 1.0, 1.0), PACK))
-    found.append((now / compute if compute else 1.0,
-                  f"a device budget of {format_nbytes(plan.budget.device + p.streamed_nbytes)}, in which all stays,"))
-    found.append((now / side_by_side_s(compute, stream / 2, 1.0, 1.0), "a link twice as fast"))
-    if stream > compute:  # sequences share the weights that stream
-        found.append((min(2.0, stream / compute) if compute else 2.0, "twice the sequences at once"))
-    bound = "compute" if compute >= stream else "disk" if p.busy_time_s.get(DISK, 0.0) == stream else "link"
-    busy = [100 * min(1.0, t / p.decode_time_s) for t in (stream, compute)]
-    first = f"{bound}-bound: copies are busy {busy[0]:.0f} % of the step, computation {busy[1]:.0f} %"
-    return [first] + [f"{what} would give {gain:.1f}x" for gain, what in sorted(found, reverse=True) if gain >= WORTH]
+        found.append((gain(lane.weights_s * left + lane.cache_s), PACK))
+    if plan.cache_format == "native" and lane.cache_s:
+        found.append((gain(lane.weights_s + lane.cache_s * CACHE_BITS / _cache_bits(plan)), PACK_CACHE))
+    elsewhere = p.streamed_nbytes + sum(b.nbytes for b in plan.buffers if b.kind == "cache" and b.arena != "device")
+    found.append((gain(0.0), f"a device budget of {format_nbytes(plan.budget.device + elsewhere)}, in which all "
+                             "stays,"))
+    if lane.name != "host":
+        found.append((gain(lane.time_s / 2), "a link twice as fast"))
+    if lane.weights_s > compute:  # sequences share the weights that stream
+        found.append((min(2.0, 2 * gain(lane.time_s + lane.cache_s, 2 * compute)), "twice the sequences at once"))
+    bound = "compute" if compute >= lane.time_s else lane.name
+    busy = [100 * min(1.0, t / p.decode_time_s) for t in (lane.time_s, compute)]
+    first = f"{bound}-bound: {lane.what} busy {busy[0]:.0f} % of the step, computation {busy[1]:.0f} %"
+    return [first] + [f"{what} would give {times:.1f}x" for times, what in sorted(found, reverse=True)
+                      if times >= WORTH]
+
+
+def _cache_bits(plan: Plan) -> float:
+    """Bits of an element of a cache as it is: those of what the products compute in, or of 16 where they are packed."""
+    return max((8 * dtype_itemsize(c.dtype) for c in plan.gemm if packed_format(c.dtype) is None), default=16)
 
 
 def _packed_ratio(plan: Plan) -> float:

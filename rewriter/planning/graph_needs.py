@@ -77,6 +77,19 @@ def weight_products(uses: Sequence[WeightUse]) -> list[Product]:
     return found
 
 
+def launch_count(step: fx.GraphModule) -> int:
+    """Launches of a step graph with its blocks: operators whose result has memory of its own."""
+    blocks: dict[object, int] = {}
+    found = 0
+    for node in step.graph.nodes:
+        if node.op == "call_module":
+            if node.target not in blocks:
+                blocks[node.target] = launch_count(step.get_submodule(str(node.target)))  # type: ignore[arg-type]
+            found += blocks[node.target]
+        found += node.op == "call_function" and node.meta.get("alias_of") is None
+    return found
+
+
 def _readings(block: fx.GraphModule) -> list[_Reading | None]:
     order = {node: i for i, node in enumerate(block.graph.nodes)}
     return [_reading(node, order) for node in block.graph.find_nodes(op="placeholder")]

@@ -62,7 +62,7 @@ class ModelNeeds:
 
     def staging(self, layers: Mapping[int, StagedLayer], block: Block, work: Workload) -> ModelNeeds:
         """The same with caches of `layers` staged as `block`, which has as many micro-batches, says."""
-        staged = staged_cache(layers, block)
+        staged = staged_cache(layers, block, self.host_hop)
 
         @functools.cache
         def moves(tokens: int) -> CacheMoves:

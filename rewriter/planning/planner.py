@@ -144,7 +144,8 @@ def _candidates(needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Work
     chunks = [min(wishes.prefill_chunk, workload.prompt)] if wishes.prefill_chunk else [
         *(chunk for chunk in _halvings(workload.prompt) if chunk > shortest), shortest]
     choices = _slot_choices(kinds.products, wishes, needs.block)
-    staged = budget.host if needs.weight_tier == "disk" and needs.host_hop else 0
+    cached = needs.staged.host_nbytes if needs.staged is not None else 0
+    hops = budget.host and needs.weight_tier == "disk" and needs.host_hop
     found = []
     for chunk in chunks:
         upper, _ = _upper(needs, chunk)
@@ -156,7 +157,7 @@ def _candidates(needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Work
             continue
         for slots, slot in ((0, 0),) if kinds.products_nbytes <= room else choices:
             left = room - slots * slot_stride(slot)
-            if left >= 0 and not (staged and _staging(needs, chunk, slots, slot) > staged):
+            if left >= 0 and not (hops and cached + _staging(needs, chunk, slots, slot) > (budget.host or 0)):
                 found.append(_Fit(chunk, left, slots, slot))
     return found
 
@@ -263,9 +264,10 @@ def _predicted(needs: ModelNeeds, kinds: _Kinds, plan: Plan) -> Prediction:
     nbytes = needs.block.fetches * sum(w.nbytes for w in streamed)
     held = needs.block.fetches * sum(w.nbytes for w in streamed if w.tier == "host")
     copies = nbytes / kinds.products_nbytes * kinds.tiles(s.slot_nbytes) if nbytes else 0.0
-    prefill, decode = (needs.rates.step_time_s(tokens, nbytes, copies, s.slots, held) + needs.rates.attend_s(tokens)
+    rates = needs.rates
+    prefill, decode = (rates.step_time_s(tokens, nbytes, copies, s.slots, held) + rates.device_attend_s(tokens)
                        for tokens in (s.prefill_chunk, 1))
-    busy = needs.rates.busy_s(1, nbytes, copies, held)
+    busy = rates.busy_s(1, nbytes, copies, held)
     if needs.weight_tier == "host":
         busy[UPLOAD] = busy.pop(DISK)
     workspace = max(needs.need(tokens).workspace for tokens in (s.prefill_chunk, 1))

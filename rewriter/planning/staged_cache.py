@@ -12,6 +12,8 @@ from forebay.passes.lower.delegate_attention import OPERANDS
 from forebay.passes.lower.enter_places import ENTERING, PLACES
 from forebay.passes.lower.stage_cache import (
     ARENAS,
+    LEAVING,
+    LEAVING_SLOTS,
     RING,
     WORD,
     StagedLayer,
@@ -30,7 +32,7 @@ from forebay.rewriter.predict.closed_form import STILL, CacheMoves
 class StagedCache:
     """Bytes, by buffer name, of the staging slots, of the inputs that tell which blocks and places, of the tails that
     stay on the device, and by tier of each layer's caches that live there, in whole pages. `tiers` are those of the
-    micro-batches, by layer."""
+    micro-batches, by layer. Where copies hop, `host_slots` are the slots that the host lends to what the disk holds."""
 
     block: Block
     slots: Mapping[str, int]
@@ -39,6 +41,7 @@ class StagedCache:
     homes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     tiers: Mapping[int, list[str]] = field(default_factory=dict)
     layers: Mapping[int, StagedLayer] = field(default_factory=dict)
+    host_slots: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def device_nbytes(self) -> int:
@@ -49,7 +52,8 @@ class StagedCache:
     @property
     def host_nbytes(self) -> int:
         """Bytes of the host arena."""
-        return sum(self.homes.get("host", {}).values()) + sum(map(aligned, self.operands.values()))
+        return (sum(map(whole_pages, self.host_slots.values())) + sum(self.homes.get("host", {}).values())
+                + sum(map(aligned, self.operands.values())))
 
     @property
     def operands(self) -> dict[str, int]:
@@ -62,8 +66,9 @@ class StagedCache:
     def buffers(self) -> Iterator[tuple[str, str, str, int, int]]:
         """All but the tails, as (name, kind, arena, nbytes, alignment); those at pages first, so that they leave no gap
         behind slots for weights."""
-        for name, nbytes in self.slots.items():
-            yield name, "slot", "device", nbytes, PAGE_NBYTES
+        for arena, slots in (("device", self.slots), ("host", self.host_slots)):
+            for name, nbytes in slots.items():
+                yield name, "slot", arena, nbytes, PAGE_NBYTES
         for tier, sizes in self.homes.items():
             for name, nbytes in sizes.items():
                 yield name, "cache", ARENAS[tier], nbytes, PAGE_NBYTES
@@ -74,6 +79,7 @@ class StagedCache:
     def moves(self, work: Workload, tokens: int) -> CacheMoves:
         """What a step over `tokens` tokens usually moves."""
         block, nbytes, copies = self.block, dict[tuple[str, str], float](), 0
+        on_host, whole = 0.0, sum(len(self.tiers[i]) * layer.nbytes for i, layer in self.layers.items())
         some = block.sequences(work.batch, tokens) / work.batch if block.entering and tokens > 1 else 1.0
         for i, tiers in self.tiers.items():
             layer = self.layers[i]
@@ -82,17 +88,20 @@ class StagedCache:
                                 (("host", "device"), layer.operands.made_nbytes)):
                 nbytes[link] = nbytes.get(link, 0.0) + attended * moved
             copies += attended * layer.operands.copies
+            on_host += attended * layer.nbytes
             for tier in ("disk",) if attended else ("host", "disk"):
                 for link, share in zip(((tier, "device"), ("device", tier)), usual_shares(
                         layer, block.cache_tokens, work, tokens), strict=True):
                     nbytes[link] = nbytes.get(link, 0.0) + some * tiers.count(tier) * share * layer.nbytes
                 copies += 2 * (tiers.count(tier) if some == 1.0 else bool(tiers.count(tier)))
-        return CacheMoves({link: n for link, n in nbytes.items() if n}, copies, block.cache_slots) if copies else STILL
+        return CacheMoves({link: n for link, n in nbytes.items() if n}, copies, block.cache_slots, on_host,
+                          on_host / whole) if copies else STILL
 
 
-def staged_cache(layers: Mapping[int, StagedLayer], block: Block) -> StagedCache:
-    """What the caches of all micro-batches of `block` take, from the `layers` of one. PlanError where more of them are
-    to lie on faster tiers than there are, or sequences enter and they lie apart."""
+def staged_cache(layers: Mapping[int, StagedLayer], block: Block, host_hop: bool = False) -> StagedCache:
+    """What the caches of all micro-batches of `block` take, from the `layers` of one; with `host_hop` what comes from
+    the disk passes through host memory. PlanError where more of them are to lie on faster tiers than there are, or
+    sequences enter and they lie apart."""
     count, faster = block.micro_batches, block.cache_device + block.cache_host
     if faster > len(layers) * count:
         raise PlanError(f"plan.schedule.block.cache_device, cache_host: {faster} cannot lie on faster tiers; "
@@ -114,7 +123,12 @@ def staged_cache(layers: Mapping[int, StagedLayer], block: Block) -> StagedCache
                             f"(plan.schedule.block.entering) all caches lie on the tier {block.cache}; both must be 0")
         slots[ENTERING] = block.entering * max(layer.block_nbytes for layer in layers.values())
         inputs[PLACES] = block.entering * WORD
-    return StagedCache(block, slots, inputs, tails, homes, tiers, layers)
+    lent = {}
+    if host_hop and "disk" in homes:
+        names = [*(f"host_{RING}{i}" for i in range(block.cache_slots)),
+                 *(f"host_{LEAVING}{i}" for i in range(LEAVING_SLOTS))]
+        lent = dict.fromkeys(names, largest)
+    return StagedCache(block, slots, inputs, tails, homes, tiers, layers, lent)
 
 
 def staged_places(step: fx.GraphModule, block: Block, prompt: int) -> StagedCache | None:

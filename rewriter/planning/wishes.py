@@ -24,7 +24,7 @@ class Wishes:
     order: Literal["row", "zigzag"] = "zigzag"
     cache_tier: Literal["device", "host", "disk"] | None = None
     cache_shares: tuple[float, float] | None = None
-    cpu_attention: bool = False  # decode steps attend over caches in host memory there
+    cpu_attention: bool | None = None  # whether decode steps attend over caches in host memory there
     cache_tokens: int | None = None
     cache_slots: int = 3
     entering: int | None = None  # sequences of a prefill step; None: all at once

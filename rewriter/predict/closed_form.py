@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 from forebay.kernels.attention.operations import attention_flops
 from forebay.rewriter.ir.block import ALONE, Block
-from forebay.rewriter.ir.program import COMPUTE, DISK, DOWNLOAD, LOAD, RETURN, UPLOAD, WRITE
+from forebay.rewriter.ir.program import ATTEND, COMPUTE, DISK, DOWNLOAD, LOAD, RETURN, UPLOAD, WRITE
 from forebay.rewriter.machine.profile import CPU_COPY_ISSUE_S
 from forebay.rewriter.predict.estimator import Estimator, side_by_side_s
+from forebay.rewriter.predict.item_costs import host_attend_s
 
 # Of plans whose predictions are so close that they cannot be told apart, the one that reads less: a prefill of 32 x 64
 # tokens, which computes for 28 s, was to read its weights once per token, 64 times over, for a gain of 1 %.
@@ -33,11 +34,14 @@ class Product:
 
 @dataclass(frozen=True)
 class CacheMoves:
-    """Bytes of caches that a step moves, by the tiers they leave and reach, in so many copies through `slots` slots."""
+    """Bytes of caches that a step moves, by the tiers they leave and reach, in so many copies through `slots` slots;
+    bytes of those that the host attends over, and their share of all caches."""
 
     nbytes: Mapping[tuple[str, str], float]
     copies: int
     slots: int
+    attended_nbytes: float = 0.0
+    attended_share: float = 0.0
 
 
 STILL = CacheMoves({}, 0, 1)
@@ -52,8 +56,9 @@ class Rates:
     bytes_per_s and latency_s are of the link that weights stream over; upload_bytes_per_s is that of what lies in host
     memory, and with `hop` of what passes through it; launch_s is what one copy more costs the thread that computes;
     slowed and slows are what computing and streaming do to each other. compute_s gives the seconds of all products of
-    a step over so many tokens per sequence, attend_s those of its attention, which schedules have alike, `moves` what
-    of its caches moves, at the seconds per byte of `cache_byte_s`.
+    a step over so many tokens per sequence, and of issuing its launches, attend_s those of its attention, which
+    schedules have alike, `moves` what of its caches moves, at the seconds per byte of `cache_byte_s`; over what the
+    host attends, it takes `host_attend_s` for so many bytes.
     """
 
     bytes_per_s: float = 1.5e9
@@ -67,6 +72,11 @@ class Rates:
     attend_s: Callable[[int], float] = lambda tokens: 0.0
     moves: Callable[[int], CacheMoves] = lambda tokens: STILL
     cache_byte_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    host_attend_s: Callable[[float], float] = lambda nbytes: 0.0
+
+    def device_attend_s(self, tokens: int) -> float:
+        """Seconds of the attention that the device does in a step."""
+        return self.attend_s(tokens) * (1 - self.moves(tokens).attended_share)
 
     def busy_s(self, tokens: int, nbytes: float, copies: float, from_host: float = 0.0) -> dict[str, float]:
         """Seconds of each stream alone: of computing, of the link that weights stream over (DISK), of uploads, and of
@@ -78,6 +88,8 @@ class Rates:
         for link, moved in moves.nbytes.items():
             stream = CACHE_STREAMS[link]
             found[stream] = found.get(stream, 0.0) + moved * self.cache_byte_s[link]
+        if moves.attended_nbytes:
+            found[ATTEND] = self.host_attend_s(moves.attended_nbytes)
         return found
 
     def step_time_s(self, tokens: int, nbytes: float, copies: float, slots: int, from_host: float = 0.0) -> float:
@@ -99,7 +111,8 @@ class Rates:
         slots = slots if nbytes else moves.slots
         disk = sum(busy.get(stream, 0.0) for stream in (DISK, LOAD, WRITE))
         up = busy[UPLOAD] + busy.get(RETURN, 0.0)
-        stream = max(disk, up, busy.get(DOWNLOAD, 0.0)) + (copies + moves.copies) * self.latency_s / slots
+        beside = max(disk, up, busy.get(DOWNLOAD, 0.0), busy.get(ATTEND, 0.0))
+        stream = beside + (copies + moves.copies) * self.latency_s / slots
         if slots == 1:
             return compute + stream
         short, long = sorted((compute, stream))
@@ -120,17 +133,19 @@ class CacheSide:
 
 def rates_of(
     times: Estimator, products: Sequence[Product], batch: int, tier: str, cache: Sequence[CacheSide] = (),
-    block: Block = ALONE,
+    block: Block = ALONE, launches: int = 0,
 ) -> Rates:
     """The rates for streaming from `tier` and for steps of `batch` sequences over `products`, in the parts of `block`,
-    each with a full `cache`, whose heads are taken to serve one query each."""
+    each with a full `cache`, whose heads are taken to serve one query each, and of so many `launches`."""
     counts = Counter(products)
 
     @functools.cache
     def compute_s(tokens: int) -> float:
-        m = block.sequences(batch, tokens) * tokens
-        return block.of_step(tokens).micro_batches * sum(
+        m, parts = block.sequences(batch, tokens) * tokens, block.of_step(tokens).micro_batches
+        products_s = parts * sum(
             count * times.product_s(p.dtype, m, p.n, p.k, nbytes=p.nbytes) for p, count in counts.items())
+        issued_s = parts * launches * times.dispatch_s
+        return products_s + issued_s if times.serial else max(products_s, issued_s)
 
     @functools.cache
     def attend_s(tokens: int) -> float:  # a side has half of the bytes and of the operations
@@ -148,4 +163,4 @@ def rates_of(
             between[ends] = times.byte_s(*ends)
     return Rates(1 / times.byte_s(*link), times.latency_s(*link), times.copy_issue_s + times.dispatch_s,
                  times.slowed(0.5), times.slows(0.5), compute_s, upload, link[1] == "host", attend_s,
-                 cache_byte_s=between)
+                 cache_byte_s=between, host_attend_s=lambda nbytes: host_attend_s(nbytes, times))

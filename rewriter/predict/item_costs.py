@@ -26,6 +26,7 @@ from forebay.rewriter.predict.estimator import Estimator
 
 aten = torch.ops.aten
 # these read as much as they write
+GUESSED_BYTES_PER_S = 5e9  # of K and V, by a host's cores
 LOOKUPS = frozenset(map(str, (aten.embedding.out, aten.gather.out, aten.index_select.out)))
 APPENDS = frozenset((called(aten.index_copy_.default),))  # they write as much as they read, into something larger
 
@@ -68,9 +69,15 @@ def launch_time_s(item: Launch, times: Estimator) -> float:
         return dispatch_s + times.product_s(*shape, nbytes=touched_nbytes(item), impl=item.impl)
     if operator is not None and operator.timed_as == "attention":
         if item.stream == ATTEND:
-            return times.host_attention_s(_cache_nbytes(item))
+            return host_attend_s(_cache_nbytes(item), times)
         return dispatch_s + _attention_time_s(item, operator, times)
     return dispatch_s + times.touch_s(touched_nbytes(item))
+
+
+def host_attend_s(nbytes: float, times: Estimator) -> float:
+    """Seconds of the host's attention over so many bytes, by a guess where nobody knows its rate but it is forced."""
+    known = times.host_attention_s(nbytes)
+    return known if math.isfinite(known) else nbytes / GUESSED_BYTES_PER_S
 
 
 def launch_issue_s(times: Estimator) -> float:

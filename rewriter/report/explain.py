@@ -120,8 +120,9 @@ def _cache_tier(plan: Plan) -> str:
             home = "on disk" if b.arena not in ARENAS else f"in {b.arena} memory"
             homes[home] = homes.get(home, 0) + b.nbytes
     where = " and ".join(f"{format_nbytes(nbytes)} {home}" for home, nbytes in homes.items())
+    attends = "; decode steps attend in host memory to what lies there" if block.cpu_attention else ""
     return (f"{where} in blocks of {block.cache_tokens} tokens, through {block.cache_slots} staging slots; the blocks "
-            "that are not full yet on the device")
+            f"that are not full yet on the device{attends}")
 
 
 def _schedule(plan: Plan) -> str:

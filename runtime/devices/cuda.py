@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +15,13 @@ import torch
 from forebay.kernels.gpu_support.scratch import Scratch, scratch_of
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.program import (
+    ATTEND,
     COMPUTE,
     DISK,
     DOWNLOAD,
     LOAD,
     LOOKUP,
+    RETURN,
     SCRATCH,
     UNORDERED,
     UPLOAD,
@@ -46,6 +49,7 @@ from forebay.runtime.run.trace import Trace
 
 LOAD_NBYTES = 16 << 20  # pinned memory that resident weights pass through while they are loaded, by halves
 TOUCH_THREADS = 8
+MOVES = (UPLOAD, RETURN, DOWNLOAD)  # streams of copies between host memory and the GPU
 
 
 @dataclass
@@ -59,8 +63,9 @@ class _Event:
 
 class CudaDevice:
     """Streams as CUDA has them. The caller's thread issues kernels; worker threads issue uploads, downloads, disk reads
-    and writes, one each, because all may have to wait on the host for another before they can issue. Host memory is one
-    slab, pinned in place (an allocator of pinned memory would round it up to a power of two)."""
+    and writes, one each, because all may have to wait on the host for another before they can issue. Launches of the
+    host run on a worker too. Host memory is one slab, pinned in place (an allocator of pinned memory would round it up
+    to a power of two)."""
 
     def __init__(
         self, reader: DiskReader, *, lookups: DiskReader | None = None, loads: DiskReader | None = None,
@@ -78,8 +83,8 @@ class CudaDevice:
         self.host: Arena | None = None
         self.landing: Arena | None = None
         self.compute = torch.cuda.Stream()
-        self.streams = {stream: torch.cuda.Stream() for stream in (UPLOAD, DOWNLOAD)}
-        self.workers = {stream: Worker(stream) for stream in (UPLOAD, DOWNLOAD, *UNORDERED)}
+        self.streams = {stream: torch.cuda.Stream() for stream in MOVES}
+        self.workers = {stream: Worker(stream) for stream in (*MOVES, *UNORDERED, ATTEND)}
         self.ledgers = {stream: CopyLedger(self._fault) for stream in UNORDERED}
         self.events: dict[int, _Event] = {}
 
@@ -130,7 +135,7 @@ class CudaDevice:
 
     def bind(self, item: Item, launch: Call | None) -> Call | None:
         if isinstance(item, Launch):
-            return launch
+            return launch if item.stream == COMPUTE or launch is None else self._beside(item, launch)
         if isinstance(item, Release):
             return self._bind_poison(item) if self.poison else None
         if isinstance(item, Copy):
@@ -140,6 +145,12 @@ class CudaDevice:
             return lambda: self._record(item)
         assert isinstance(item, Wait)
         return lambda: self._wait(item)
+
+    def _beside(self, item: Launch, launch: Call) -> Call:
+        """A launch of the host, on the worker of its stream."""
+        worker, run = self.workers[item.stream], launch if self.trace is None else self.trace.timed(item, launch)
+        call = functools.partial(worker.submit, run)
+        return self._in_order(call) if self.sync else call
 
     def joined(self, run: Sequence[tuple[Launch, Call]]) -> list[Call]:
         """As graphs, unless they are switched off."""
@@ -161,7 +172,8 @@ class CudaDevice:
             return lambda: memory.fill_(0xFF)
 
         def fill() -> None:
-            self.streams[item.stream].synchronize()  # it may still read there
+            if item.stream in self.streams:
+                self.streams[item.stream].synchronize()  # it may still read there
             memory.fill_(0xFF)
 
         return lambda: self.workers[item.stream].submit(fill if not memory.is_cuda else lambda: None)
@@ -169,7 +181,7 @@ class CudaDevice:
     # -- copies
 
     def _bind_copy(self, item: Copy) -> Call:
-        if item.stream in (UPLOAD, DOWNLOAD):
+        if item.stream in MOVES:
             return self._bind_move(item)
         place, target = place_of(item.src), place_of(item.dst)
         assert isinstance(target, Span)
@@ -288,6 +300,9 @@ class CudaDevice:
             if item.stream in UNORDERED:
                 event.issued.error = worker.error
                 self.ledgers[item.stream].record(event.issued)
+                return
+            if item.stream == ATTEND:
+                event.issued.done(worker.error)  # what stands before it has run
                 return
             try:
                 event.cuda = torch.cuda.Event()

@@ -78,7 +78,7 @@ def wrap(
     order: Literal["row", "zigzag"] = "zigzag",
     cache_tier: Literal["device", "host", "disk"] | None = None,
     cache_shares: tuple[float, float] | None = None,
-    cpu_attention: bool = False,
+    cpu_attention: bool | None = None,
     places: int | None = None,
 ) -> LanguageModel:
     """Make `model` run within `budget`.

@@ -21,8 +21,11 @@ from forebay.commands.terminal import clean_errors, console, say
 
 if TYPE_CHECKING:
     from forebay.commands.plan_config import Request
+    from forebay.rewriter.capture.step_graphs import StepGraphs
+    from forebay.rewriter.ir.block import Block
     from forebay.rewriter.ir.graph import CapturedModel
-    from forebay.rewriter.ir.plan import Plan
+    from forebay.rewriter.ir.plan import Plan, Workload
+    from forebay.rewriter.machine.profile import Machine
     from forebay.rewriter.planning.wishes import Wishes
 
 
@@ -42,8 +45,8 @@ def plan(
     slots: SlotsOption = None,
     cache: CacheOption = "native",
     machine: Annotated[str | None, typer.Option(
-        metavar="FILE|NAME", help="A machine profile to use instead of this machine's own; with --config also a "
-        "preset such as t4.")] = None,
+        metavar="FILE|NAME", help="A machine profile to use instead of this machine's own, or a preset such as t4.")]
+    = None,
     objective: Annotated[str, typer.Option(
         help="With --config: throughput, latency, or budget: the least device memory for --tokens-per-s.")]
     = "throughput",
@@ -61,7 +64,8 @@ def plan(
     diagonal: Annotated[bool, typer.Option("--diagonal", help="With --explore: try the diagonal schedule too.")]
     = False,
     pareto: Annotated[Path | None, typer.Option(
-        metavar="OUT.png", help="With --config: latency against throughput as a picture, and as JSON beside it.")]
+        metavar="OUT.png", help="Latency against throughput, from one sequence at once to many, as a table, and as a "
+        "picture (.png, .svg) with JSON beside it.")]
     = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
@@ -95,26 +99,28 @@ def plan(
             _plan_config(request, Wishes(slots, cache_format=cache), as_json, save, pareto)
             return
         only = {"--objective": objective != "throughput", "--latency": latency is not None, "--explore": explore,
-                "--tokens-per-s": tokens_per_s is not None, "--pareto": pareto is not None}
+                "--tokens-per-s": tokens_per_s is not None}
         for name, given in only.items():
             if given:
                 raise PlanError(f"{name} needs --config")
         assert model is not None
         shape = (batch or 1, prompt or 64, new_tokens or 64)
-        _plan_model(model, budget, shape, Wishes(slots, cache_format=cache), machine, as_json, save, picture)
+        _plan_model(model, budget, shape, Wishes(slots, cache_format=cache), machine, as_json, save, (picture, pareto))
 
 
 def _plan_model(
     model: str, budget: str | None, shape: tuple[int, int, int], wishes: Wishes, machine: str | None,
-    as_json: bool, save: Path | None, picture: Path | None,
+    as_json: bool, save: Path | None, pictures: tuple[Path | None, Path | None],
 ) -> None:
     from forebay.api import open_model
     from forebay.commands.pictures import draw_step
+    from forebay.commands.plan_config import draw_frontier, frontier_lines
     from forebay.commands.process_memory import anonymous_nbytes
     from forebay.rewriter.capture.step_graphs import step_graphs
     from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
     from forebay.rewriter.ir.plan import PlanError, Workload
-    from forebay.rewriter.plan_block import plan_block
+    from forebay.rewriter.plan_block import plan_batches, plan_block
+    from forebay.rewriter.planning.search import latency_s, plan_frontier, tokens_per_s
     from forebay.rewriter.predict.simulate import simulate
     from forebay.rewriter.rewrite_captured import rewrite_captured
     from forebay.rewriter.switches import read_switches
@@ -123,31 +129,53 @@ def _plan_model(
         raise PlanError("say how much memory may be used, as --budget device=120MiB")
     sizes, workload, switches = parse_budget(budget), Workload(*shape), read_switches()
     require_writable(save, "--save")
+    picture, pareto = pictures
     require_writable(picture, "--picture")
+    require_writable(pareto, "--pareto")
     folder = model_folder(model)
-    profile = machine_profile(None if machine is None else Path(machine), folder)
+    profile = _profile(machine, folder)
     with console().status("capturing the model"):
         captured, checkpoint, files = open_model(folder)
     with console().status("planning"):
         fused = rewrite_captured(captured, switches, wishes.cache_format)
-        pipeline, made = plan_block(
-            lambda whole, block: step_graphs(fused, files, whole, checkpoint.fingerprint, block=block,
-                                             host_hop=profile.device_kind != "cpu"),
-            sizes, workload, wishes, profile, switches)
+
+        def graphs_of(whole: Workload, block: Block) -> StepGraphs:
+            return step_graphs(fused, files, whole, checkpoint.fingerprint, block=block,
+                               host_hop=profile.device_kind != "cpu")
+
+        pipeline, made = plan_block(graphs_of, sizes, workload, wishes, profile, switches)
         smallest = pipeline.smallest_budget(wishes)
+        others = plan_batches(graphs_of, sizes, workload, wishes, profile, switches) if pareto else []
+    frontier = [(latency_s(p), tokens_per_s(p), p.workload.batch) for p in plan_frontier([made, *others])]
     if save:
         made.save(save)
     if picture:
         draw_step(made, simulate(pipeline.program(made, 1), profile), picture)
+    if pareto:
+        draw_frontier({Path(model).name: frontier}, pareto)
     if as_json:
         print(made.to_json())
         return
     show_plan(made, captured)
+    print(*frontier_lines(frontier), sep="\n", end="\n" if len(frontier) > 1 else "")
     python, peak = anonymous_nbytes(), sum(made.prediction.peak_nbytes.values())
     print(f"process     {format_nbytes(python + peak)} of anonymous memory expected at the peak: "
           f"{format_nbytes(python)} that Python and its imports hold, measured here, which no budget counts, and the "
           f"{format_nbytes(peak)} that are planned")
     print(f"smallest    a device budget of {format_nbytes(smallest)} ({smallest} bytes) would still work")
+
+
+def _profile(machine: str | None, folder: Path) -> Machine:
+    """A preset by name, the profile in a file, or this machine's own."""
+    from forebay.rewriter.ir.plan import PlanError
+    from forebay.rewriter.machine.presets import load_machine_or_preset
+
+    if machine is None:
+        return machine_profile(None, folder)
+    try:
+        return load_machine_or_preset(machine)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
 
 
 def _request(config: str, machine: str | None, budget: str | None, **asked: Any) -> Request:

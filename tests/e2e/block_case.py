@@ -1,0 +1,70 @@
+"""A random model, prompts of unequal length, and transformers' answers, for blocks to be held to."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from e2e.agreement import assert_same_tokens
+from families import gemma2, gpt2, llama, opt
+
+from forebay.api import LanguageModel, open_model
+from forebay.rewriter.ir.plan import Budget, PlanError, Workload
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.planning.wishes import Wishes
+
+CONFIGS = {"llama": lambda: llama(3, hidden_size=96, intermediate_size=256, vocab_size=997), "opt": opt, "gpt2": gpt2,
+           "gemma2": gemma2}
+COUNT, PROMPT, NEW = 5, 11, 6
+DISK = {"cache_tier": "disk", "cache_tokens": 4, "prefill_chunk": 6}
+HOST = DISK | {"cache_tier": "host"}
+SHARED = DISK | {"cache_shares": (0.3, 0.4)}
+ATTENDED = HOST | {"cpu_attention": True}
+HOST_NBYTES = 1 << 22
+
+
+class Case:
+    """A random model, five prompts of unequal length and transformers' greedy answers."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        torch.manual_seed(0)
+        config = CONFIGS[name]()
+        self.model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        self.model.save_pretrained(folder)
+        self.opened = open_model(folder)
+        self.ids = torch.randint(3, config.vocab_size, (COUNT, PROMPT), generator=torch.Generator().manual_seed(1))
+        self.mask = torch.ones_like(self.ids)
+        for row, short in enumerate((0, 4, 10, 7, 1)):
+            self.mask[row, :short] = 0
+        with torch.no_grad():
+            self.expected = self.model.generate(self.ids, attention_mask=self.mask, max_new_tokens=NEW, do_sample=False,
+                                                pad_token_id=0, eos_token_id=None)
+        self.nbytes = sum(p.numel() * 4 for p in self.model.parameters())
+
+    def language_model(self, share: float, machine: Machine | None = None, **wishes: Any) -> LanguageModel:
+        """On `share` of the model's bytes, and, where caches lie in host memory or a GPU's copies pass through it,
+        `HOST_NBYTES` of that."""
+        host = HOST_NBYTES if wishes.get("cache_tier") == "host" or "cache_shares" in wishes or machine else 0
+        return LanguageModel(*self.opened, Budget(int(share * self.nbytes), host), Workload(COUNT, PROMPT, NEW),
+                             Wishes(**{"cache_tier": "device"} | wishes), machine)
+
+    def tight(self, **wishes: Any) -> LanguageModel:
+        """On a budget hardly larger than the smallest."""
+        with pytest.raises(PlanError) as refused:
+            self.language_model(0.1, **wishes)
+        found = re.search(r"the smallest that can is .*?\((\d+) bytes", str(refused.value))
+        assert found
+        return self.language_model(1.03 * int(found[1]) / self.nbytes, **wishes)
+
+    def answer(self, lm: LanguageModel, **options: Any) -> torch.Tensor:
+        return lm.generate(self.ids, attention_mask=self.mask, max_new_tokens=NEW, pad_token_id=0, eos_token_id=None,
+                           **options)
+
+    def check(self, lm: LanguageModel) -> None:
+        ours = self.answer(lm)
+        found = assert_same_tokens(ours, self.expected, self.mask, self.model, lm.next_logits)
+        assert found.tokens >= COUNT * NEW - 3

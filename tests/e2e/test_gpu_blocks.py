@@ -1,0 +1,125 @@
+"""Blocks whose caches lie in host memory and on disk, planned for a GPU: their Programs run on the CUDA device over
+stand-ins for its driver, and by the GPU's launchers under Triton's interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from e2e.block_case import ATTENDED, DISK, HOST, SHARED, Case
+
+from forebay.rewriter.ir.program import ATTEND, DOWNLOAD, LOAD, RETURN, WRITE, Copy, Launch, Rows, tier_of
+from forebay.rewriter.machine.profile import Machine
+from forebay.runtime.devices import cuda
+from forebay.runtime.run import bind, executor
+
+GPU = replace(Machine.default(), device_kind="NVIDIA H200", host_attention_bytes_per_s=9e9)
+
+
+class Stream:
+    """What is issued on it is done at once."""
+
+    cuda_stream = 0
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Event:
+    def record(self, stream: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Pretended(cuda.CudaDevice):
+    """The device over plain memory."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options | {"graphs": False})
+
+    def allocate(self, arenas: Mapping[str, int]) -> None:
+        self.device_memory = torch.empty(arenas["device"], dtype=torch.uint8)
+        self.landing = cuda._pinned(cuda.LOAD_NBYTES)
+        if "host" in arenas:
+            self.host = cuda._pinned(arenas["host"])
+
+    def hold(self, held: Mapping[str, int]) -> None: ...
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda without a GPU, and kernels of the CPU in the place of those that plans for one name."""
+    current = threading.local()
+
+    @contextlib.contextmanager
+    def entered(stream: Stream) -> Iterator[None]:
+        before, current.stream = getattr(current, "stream", None), stream
+        yield
+        current.stream = before
+
+    registered = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    for name, value in (("is_available", lambda: True), ("Event", Event), ("Stream", Stream), ("stream", entered),
+                        ("current_stream", Stream), ("cudart", lambda: registered)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(cuda, "CudaDevice", Pretended)
+    monkeypatch.setattr(executor, "bind_launch", lambda launch, tensor: bind.bind_launch(
+        replace(launch, impl="aten") if launch.impl else launch, tensor))
+    monkeypatch.setenv("FOREBAY_POISON", "1")
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    made: dict[str, Case] = {}
+
+    def case(name: str) -> Case:
+        if name not in made:
+            made[name] = Case(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return case
+
+
+@pytest.mark.parametrize(("name", "micro_batches", "order", "more"), [
+    ("llama", 3, "zigzag", DISK), ("llama", 3, "zigzag", HOST), ("llama", 3, "zigzag", ATTENDED),
+    ("llama", 2, "row", SHARED), ("llama", 3, "zigzag", SHARED | {"cpu_attention": True}),
+    ("llama", 3, "zigzag", DISK | {"entering": 2}), ("gemma2", 3, "zigzag", SHARED | {"cpu_attention": True}),
+    ("llama", 2, "zigzag", DISK | {"cache_format": "kv8", "cache_tokens": 64}), ("opt", 5, "zigzag", HOST)])
+def test_tokens(
+    cases: Callable[[str], Case], driver: None, name: str, micro_batches: int, order: str, more: dict[str, Any]
+) -> None:
+    """Answers twice, as the second one finds the first one's blocks."""
+    case = cases(name)
+    with case.language_model(400.0, GPU, micro_batches=micro_batches, order=order, **more) as lm:
+        assert isinstance(lm.session.device, Pretended)
+        step = lm._pipeline.program(lm.plan, 1).step
+        assert any(isinstance(i, Launch) and i.stream == ATTEND for i in step) == bool(more.get("cpu_attention"))
+        if "cache_format" in more:
+            with case.language_model(4.0, cache_format="kv8", prefill_chunk=6) as plain:
+                expected = case.answer(plain)
+            assert torch.equal(case.answer(lm), expected)
+            return
+        case.check(lm)
+        case.check(lm)
+
+
+def test_of_what_is_on_disk_only_the_blocks_that_exist_cross_the_link(cases: Callable[[str], Case]) -> None:
+    """Through host slots, in which they stand as they do in the file and on the device."""
+    with cases("llama").language_model(400.0, GPU, micro_batches=3, **DISK) as lm:
+        program = lm._pipeline.program(lm.plan, 1)
+        lent = {b.name for b in lm.plan.buffers if b.arena == "host" and b.kind == "slot"}
+    copies = [i for i in program.step if isinstance(i, Copy) and "cache" in i.label]
+    assert lent == {"host_cache0", "host_cache1", "host_cache2", "host_out0", "host_out1"}
+    assert {c.stream for c in copies} == {LOAD, RETURN, DOWNLOAD, WRITE}
+    near = [c for c in copies if c.stream in (RETURN, DOWNLOAD)]
+    assert near and all(isinstance(c.src if c.stream == RETURN else c.dst, Rows) for c in near)
+    assert {(tier_of(c.src), tier_of(c.dst)) for c in copies} == {
+        ("disk", "host"), ("host", "device"), ("device", "host"), ("host", "disk")}
