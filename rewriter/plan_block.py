@@ -37,8 +37,9 @@ def plan_block(
     """The plan for (at least) the batch of `workload`, and the pipeline of its Programs.
 
     A cache that fits the device stays there. For one that does not, micro-batches of several sizes are compared, each
-    with several shares of its caches on faster tiers, by the closed form. Of those near the best, one for each size and
-    share of host memory, the one whose Programs are predicted to take prompt and answer the least time is taken.
+    with several shares of its caches on faster tiers, by the closed form, and with a GPU each with attention to what
+    lies in host memory on either side. Of those near the best, one for each size, share of host memory and side, the
+    one whose Programs are predicted to take prompt and answer the least time is taken.
     PlanError, if none fits, for the way that fits the smallest budget.
     """
     refused: list[tuple[Pipeline, PlanError]] = []
@@ -69,10 +70,9 @@ def plan_block(
                 pipeline.plan(budget, wishes)
             except PlanError as error:
                 refused.append((pipeline, error))
-    least = min((way.time_s for way in ways), default=0.0)
     fitting = []
-    for way in ways:
-        if way.time_s <= NEAR * least:
+    for way in ways:  # where the host attends, the closed form says less of what waits for what: near their own best
+        if way.time_s <= NEAR * min(w.time_s for w in ways if w.block.cpu_attention == way.block.cpu_attention):
             pipeline = way.pipeline.with_block(way.block)
             with contextlib.suppress(PlanError):  # layers that cannot share addresses take more than was known
                 fitting.append((pipeline, pipeline.plan(budget, wishes)))
@@ -111,7 +111,6 @@ def _in_shares(pipeline: Pipeline, block: Block, budget: Budget, wishes: Wishes)
             return total
         return max(0, bisect_right(range(total), 0, key=lambda n: int(not fits(way(n)))) - 1)
 
-    host = most(lambda n: in_shares(0, n)) if block.cache == "disk" and budget.host else 0
     if wishes.cache_tier is not None or wishes.cache_shares is not None:
         device_share, host_share = wishes.cache_shares or (0.0, 0.0)
         if min(device_share, host_share) < 0 or device_share + host_share > 1:
@@ -119,8 +118,9 @@ def _in_shares(pipeline: Pipeline, block: Block, budget: Budget, wishes: Wishes)
                             "shares of one whole")
         ways = [in_shares(int(device_share * total), int(host_share * total))]
     elif block.entering:  # whose caches lie on one tier
-        ways = [block, *([replace(block, cache="host")] if host == total else [])]
+        ways = [block, *([replace(block, cache="host")] if budget.host else [])]
     else:
+        host = most(lambda n: in_shares(0, n)) if block.cache == "disk" and budget.host else 0
         on_device = most(lambda n: in_shares(n, min(host, total - n)))
         ways = [in_shares(d, min(h, total - d)) for d in parts_of(on_device, 4) for h in parts_of(host, 2)]
     if wishes.cpu_attention is None and host_attends(pipeline.machine):

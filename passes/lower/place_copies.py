@@ -224,8 +224,11 @@ class _Placing:
         landing, _ = landing_of(None, self.slots[host], nbytes, f"{host}:{index}")
         self._vacate(host)
         self._wait(DOWNLOAD, ready)
-        nearer = _among(landing, out.target) if out.alike else landing
-        self._add(Copy(DOWNLOAD, out.source, nearer, out.label.replace("store", "download"), out.layer))
+        source = out.source
+        if out.alike:
+            assert isinstance(source, Span)
+            source = _among(source, out.target)
+        self._add(Copy(DOWNLOAD, source, landing, out.label.replace("store", "download"), out.layer))
         downloaded = self._event("downloaded", index)
         self._add(Record(DOWNLOAD, downloaded))
         return landing, downloaded

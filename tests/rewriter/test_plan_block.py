@@ -177,6 +177,30 @@ def test_answers_begin_together_where_the_device_caches_them() -> None:
     assert plan.schedule.block.cache == "disk" and plan.workload.batch >= JOB.batch
 
 
-def test_a_gpu_keeps_its_cache() -> None:
-    with pytest.raises(PlanError, match="cannot work"):
-        plan_block(graphs, Budget(1000, None), WORK, Wishes(), load_machine_or_preset("t4"), Switches())
+def on_gpu(work: Workload, block: Block) -> StepGraphs:
+    return replace(graphs(work, block), host_hop=True)
+
+
+def test_on_a_gpu_the_host_attends_where_that_is_faster() -> None:
+    """Caches in host memory that all would cross the link for each token, or only queries and results; on this machine
+    or on one whose host attends at a hundredth of the rate."""
+    work, budget = Workload(64, 64, 32), Budget(80 << 20, 1 << 28)
+    t4 = load_machine_or_preset("t4")
+    found = {}
+    for rate in (t4.host_attention_bytes_per_s, t4.host_attention_bytes_per_s / 100):
+        machine = replace(t4, host_attention_bytes_per_s=rate)
+        ways = {wish: plan_block(on_gpu, budget, work, Wishes(cache_tier="host", micro_batches=4, cpu_attention=wish),
+                                 machine, Switches())[1] for wish in (True, False, None)}
+        taken = ways[None].schedule.block.cpu_attention
+        assert taken is (answer_time_s(ways[True]) < answer_time_s(ways[False]))
+        assert answer_time_s(ways[None]) == min(map(answer_time_s, ways.values()))
+        found[rate] = taken
+    assert list(found.values()) == [True, False]
+
+
+def test_without_a_gpu_it_attends_only_where_that_is_wished() -> None:
+    wishes = Wishes(cache_tier="host", micro_batches=3)
+    for wish, expected in ((None, False), (True, True)):
+        _, plan = plan_block(graphs, Budget(needed("disk") * 2, 1 << 24), WORK, replace(wishes, cpu_attention=wish),
+                             replace(Machine.default(), host_attention_bytes_per_s=1e15), Switches())
+        assert plan.schedule.block.cpu_attention is expected

@@ -15,7 +15,6 @@ from forebay.rewriter.ir.program import (
     DOWNLOAD,
     LOAD,
     RETURN,
-    UPLOAD,
     WRITE,
     Copy,
     Launch,
@@ -48,7 +47,7 @@ def test_each_record_release_and_load_is_needed(kind: Carried) -> None:
     waited = {item.event for item in program.step if isinstance(item, Wait)}
     for i, item in enumerate(program.step):
         if ((isinstance(item, Record) and item.event in waited) or isinstance(item, Release)
-                or (isinstance(item, Copy) and item.stream in (LOAD, UPLOAD))):
+                or (isinstance(item, Copy) and item.stream in (LOAD, RETURN))):
             with pytest.raises(ProgramError):
                 verify_program(replace(program, step=(*program.step[:i], *program.step[i + 1:])))
 
@@ -59,7 +58,7 @@ def copies(kind: Carried) -> Counter[str]:
 
 def test_without_a_gpu_bytes_go_to_the_disk_directly_with_one_through_host_slots() -> None:
     assert copies(Carried()) == {LOAD: 6, WRITE: 6}
-    assert copies(Carried(hop=True)) == {LOAD: 6, UPLOAD: 6, DOWNLOAD: 6, WRITE: 6}
+    assert copies(Carried(hop=True)) == {LOAD: 6, RETURN: 6, DOWNLOAD: 6, WRITE: 6}
     assert copies(Carried(tier="host")) == copies(Carried(tier="host", hop=True)) == {RETURN: 6, DOWNLOAD: 6}
     hop = Carried(hop=True).program()
     landed = [i.dst for i in hop.step if isinstance(i, Copy) and i.stream == DOWNLOAD]
