@@ -315,6 +315,15 @@ def test_plan_is_printed_saved_explained_and_replayed(
     for part in ("total", "copies", "bottleneck", "smallest", "would still work"):
         assert part in text, part
 
+    frontier = tmp_path / "frontier.svg"
+    text = _forebay("plan", folder, "--budget", BUDGET, *shape, "--pareto", frontier).stdout
+    points = json.loads(frontier.with_suffix(".json").read_text())
+    assert len(points) > 1 and points == sorted(points, key=lambda point: point["tokens_per_s"])
+    assert [point["latency_s"] for point in points] == sorted(point["latency_s"] for point in points)
+    lines = [line.split() for line in text.splitlines() if line.startswith("frontier ")]
+    assert [int(line[1]) for line in lines] == [point["sequences"] for point in points]
+    assert frontier.read_text().lstrip().startswith("<?xml")
+
     picture = tmp_path / "memory.png"
     shown = _forebay("explain", saved, "--memory", picture, "--timeline")
     assert shown.exit_code == 0, shown.output
@@ -358,7 +367,7 @@ def test_impossible_budget_names_the_smallest_which_works(folder: Path) -> None:
     (["plan", "--budget", "1MiB"], "name a MODEL, or a --config"),
     (["plan", "MODEL", "--config", "opt-1.3b"], "name a MODEL, or a --config"),
     (["plan", "MODEL"], "--budget device=120MiB"),
-    (["plan", "MODEL", "--budget", "1MiB", "--pareto", "/tmp/never"], "--pareto needs --config"),
+    (["plan", "MODEL", "--budget", "1MiB", "--latency", "3"], "--latency needs --config"),
     (["plan", "--config", "opt-1", "--machine", "t4"], "'opt-1' is neither a config.json nor a preset model"),
     (["plan", "--config", "opt-1.3b", "--machine", "t5"], "'t5' is neither a file nor a machine preset"),
     (["plan", "--config", "opt-1.3b", "--machine", "t4", "--budget", "gpu=1MiB"], "unknown tier 'gpu'"),

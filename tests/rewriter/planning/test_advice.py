@@ -40,3 +40,20 @@ def test_a_plan_that_streams_nothing_or_predicts_nothing() -> None:
     still = replace(plan(1.0, 0.0), prediction=Prediction(1.0, 1.0, {"compute": 1.0}, 0))
     assert len(advise(still)) == 1 and "nothing streams" in advise(still)[0]
     assert advise(replace(still, prediction=Prediction())) == []
+
+
+def test_caches_that_move_are_counted_beside_the_weights() -> None:
+    """Together they take the step at most: side by side on one disk each is slowed by the other."""
+    staged = replace(plan(0.2, 1.0), prediction=Prediction(1.0, 1.0, {"compute": 0.2, "disk": 0.5, "load": 1.0}, 1000))
+    first, *rest = advise(staged)
+    assert first == "disk-bound: copies are busy 100 % of the step, computation 20 %"
+    # a third of the traffic is weights, two thirds are caches, which a kv4 cache brings down to 0.3125 of them
+    assert "a kv4 cache would give 1.8x" in rest and "w4g64 weights (forebay quantize) would give 1.3x" in rest
+    assert "twice the sequences at once would give 1.2x" in rest
+
+
+def test_a_host_that_attends_may_bind() -> None:
+    attended = replace(plan(0.2, 0.1), prediction=Prediction(1.0, 1.0, {"compute": 0.2, "attend": 0.9}, 0))
+    first, *rest = advise(attended)
+    assert first == "host-bound: attention on the host is busy 90 % of the step, computation 20 %"
+    assert not any("link" in line for line in rest) and any("in which all stays" in line for line in rest)
