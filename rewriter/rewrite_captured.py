@@ -11,12 +11,13 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from forebay.kernels.formats.table import Format
 from forebay.kernels.formats.table import cache_format as format_of
+from forebay.rewriter.capture.stored_sizes import fill_values
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import CacheSpec, CapturedModel, RowFormat, copy_node
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.pipeline import PASSES, phase
 from forebay.rewriter.run_passes import Stage, check_switches
-from forebay.rewriter.switches import Switches
+from forebay.rewriter.switches import SwitchError, Switches
 
 WHERE_ASKED = ("quantize_cache", "quantize_weights")
 
@@ -24,13 +25,21 @@ WHERE_ASKED = ("quantize_cache", "quantize_weights")
 @no_collection()
 def rewrite_captured(captured: CapturedModel, switches: Switches, cache_format: str = "native") -> CapturedModel:
     """`captured` with the block passes run on copies of its graphs; weights that are stored as packed rows are read as
-    such, and the KV cache is kept in `cache_format` (native, kv8 or kv4)."""
+    such, and the KV cache is kept in `cache_format` (native, kv8 or kv4). Of graphs on which they have run, with a
+    native cache, only the cache is left to do."""
     check_switches(PASSES, switches)
+    if captured.rewritten:
+        _refuse_switches(switches)
+        if cache_format == "native":
+            return captured
+        if "val" not in captured.step.graph.find_nodes(op="placeholder")[0].meta:
+            fill_values(captured)
     step = _copied(captured.step)
     for name, block in captured.blocks().items():
         step.set_submodule(name, _copied(block))
-    captured = replace(captured, step=step)
-    formats = {name: spec.stored for name, spec in captured.weights.items() if spec.stored is not None}
+    done = captured.rewritten
+    captured = replace(captured, step=step, rewritten=True)
+    formats = {} if done else {name: spec.stored for name, spec in captured.weights.items() if spec.stored is not None}
     stored = {"": formats}
     if formats:
         captured, of_blocks = _blocks_by_format(captured, formats)
@@ -44,11 +53,20 @@ def rewrite_captured(captured: CapturedModel, switches: Switches, cache_format: 
         given["quantize_weights"] = lambda graph: (stored[graph],)
     stage = Stage(step, switches, "captured", formats)
     for each in phase("captured"):
-        if each.name in given or each.name not in WHERE_ASKED:
+        if each.name in given or (each.name not in WHERE_ASKED and not done):
             stage.run(each, given.get(each.name, lambda _: ()))
         else:
             stage.stop(each)
     return captured
+
+
+def _refuse_switches(switches: Switches) -> None:
+    """SwitchError for a switch about passes that ran before the graphs were written."""
+    done = {each.name for each in phase("captured")}
+    named = [name for name in (*switches.skip, switches.stop_after) if name in done]
+    if named:
+        raise SwitchError(f"{named[0]} ran when these graphs were exported: leave it out of FOREBAY_SKIP and "
+                          "FOREBAY_STOP_AFTER, or run the model from its checkpoint")
 
 
 def _format_of_cache(name: str) -> Format:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +60,8 @@ def capture_model(
                 _refuse_experts(model)
             if given is not None:
                 _check_same_parameters(given, model)
-            return trace_model(model, gives)
+            return replace(trace_model(model, gives),
+                           token_types="token_type_ids" in inspect.signature(cls.forward).parameters)
         except CaptureError as error:
             raise CaptureError(f"{title}: {error}") from error
         except Exception as error:  # whatever the model's own code or the tracer objects to

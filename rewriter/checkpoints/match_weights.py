@@ -18,7 +18,7 @@ def weight_files(
     another shape or dtype. `rename` gives today's name of a checkpoint's name, which may also lack, or have on top,
     the base model's `prefix`; a tied weight goes by any of its names.
     """
-    records = _weight_records(captured, checkpoint, prefix, rename)
+    records = weight_records(captured, checkpoint, prefix, rename)
     return {name: FileSlice(record.path, record.offset, record.nbytes) for name, record in records.items()}
 
 
@@ -26,7 +26,7 @@ def with_stored_formats(
     captured: CapturedModel, checkpoint: Checkpoint, prefix: str = "", rename: Callable[[str], str] = str
 ) -> CapturedModel:
     """`captured` knowing which of its weights the checkpoint holds as packed rows."""
-    records = _weight_records(captured, checkpoint, prefix, rename)
+    records = weight_records(captured, checkpoint, prefix, rename)
     weights = {name: replace(spec, stored=_row_format(records[name])) for name, spec in captured.weights.items()}
     return replace(captured, weights=weights)
 
@@ -38,9 +38,11 @@ def _row_format(record: TensorRecord) -> RowFormat | None:
         packed.row_nbytes, packed.dtype, packed.transposed)
 
 
-def _weight_records(
-    captured: CapturedModel, checkpoint: Checkpoint, prefix: str, rename: Callable[[str], str]
+def weight_records(
+    captured: CapturedModel, checkpoint: Checkpoint, prefix: str = "", rename: Callable[[str], str] = str
 ) -> dict[str, TensorRecord]:
+    """The tensor of the checkpoint for each weight of the model by its name there; arguments and errors as of
+    `weight_files`."""
     records = {rename(name): record for name, record in checkpoint.tensors.items()}
     found = {}
     for spec in captured.weights.values():

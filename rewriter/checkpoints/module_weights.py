@@ -44,16 +44,19 @@ class SpillFile:
 
 
 def spill_module(module: nn.Module, folder: str | os.PathLike[str]) -> Checkpoint:
-    """Write a module's parameters and persistent buffers to an unnamed file in `folder` and open it.
+    """Write a module's `named_tensors` to an unnamed file in `folder` and open it. See `spill_tensors`."""
+    return spill_tensors(named_tensors(module), folder)
 
-    Non-persistent buffers are left out: they belong to the program, not to the weights. See `spill_tensors`.
-    """
+
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's parameters and persistent buffers, under every name. Non-persistent buffers belong to the program, not
+    to the weights."""
     tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
             if name not in owner._non_persistent_buffers_set:
                 tensors[f"{prefix}.{name}" if prefix else name] = buffer
-    return spill_tensors(tensors, folder)
+    return tensors
 
 
 def spill_tensors(tensors: Mapping[str, torch.Tensor], folder: str | os.PathLike[str]) -> Checkpoint:

@@ -70,14 +70,16 @@ def write_quantized(
     shard_nbytes: int = SHARD_NBYTES,
     progress: Progress | None = None,
     check: Callable[[], None] = lambda: None,
+    remember: bool = True,
 ) -> Checkpoint:
     """Write `items` into the folder `out` and open it.
 
     `prepare(out)` writes config.json and the like. `settings`, JSON values, say what the result depends on: a folder
-    begun with equal ones is continued, its finished shards checked against their checksums and kept; a finished one
-    is left as it is. `check` raises if the source is no longer what `settings` say, and is called before each shard is
-    noted as done. One tensor's pieces are held at a time. Raises CheckpointError for a folder that holds anything
-    else, for one another process writes, and for a full disk, after which nothing half-written is left.
+    begun with equal ones is continued, its finished shards checked against their checksums and kept; a finished one is
+    left as it is. `check` raises if the source is no longer what `settings` say, and is called before each shard is
+    noted as done. Unless `remember`, the folder is not its last place. One tensor's pieces are held at a time. Raises
+    CheckpointError for a folder that holds anything else, for one another process writes, and for a full disk, after
+    which nothing half-written is left.
     """
     out.mkdir(parents=True, exist_ok=True)
     sync_folder(out.absolute().parent)
@@ -113,7 +115,8 @@ def write_quantized(
         write_json(out / MANIFEST, manifest | {"checksum": manifest_checksum(manifest)})
         (out / UNFINISHED).unlink()
         checkpoint = open_quantized(out, check="never")
-        remember_verified(checkpoint)
+        if remember:
+            remember_verified(checkpoint)
         return checkpoint
 
 

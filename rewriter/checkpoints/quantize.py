@@ -115,7 +115,7 @@ def quantize_model(
         names = {tensor.name: tensor.name for tensor in tensors}
     else:
         checkpoint, skeleton = _open_folder(path)
-        tensors = [_FileTensor(record) for record in _file_order(checkpoint)]
+        tensors = [FileTensor(record) for record in _file_order(checkpoint)]
         names = _match(skeleton, [tensor.name for tensor in tensors])
         fingerprint, states = _contents_fingerprint(checkpoint), checkpoint.states
 
@@ -242,7 +242,7 @@ def _contents_fingerprint(checkpoint: Checkpoint) -> str:
 
 
 @dataclass(frozen=True)
-class _FileTensor:
+class FileTensor:
     """A tensor of a safetensors file."""
 
     record: TensorRecord

@@ -151,8 +151,9 @@ class CapturedModel:
     max_positions: int  # 0: no limit known
     dtype: torch.dtype
     model_type: str
-    extra: dict[str, object] = field(default_factory=dict)
     gives: Gives = "last"
+    token_types: bool = False  # the model has a meaning for token_type_ids, which a step does not read
+    rewritten: bool = False  # the passes on captured graphs have run
 
     @property
     def weight_nbytes(self) -> int:

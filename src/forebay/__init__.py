@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     __version__: str
     from forebay.api import LanguageModel, wrap
     from forebay.compiled.report import OffloadReport, is_offloaded, offload_report
+    from forebay.exported.errors import ExportError
+    from forebay.exported.export import export
+    from forebay.exported.start import open_bundle
     from forebay.rewriter.capture.language_model import CaptureError
     from forebay.rewriter.checkpoints.checkpoint import CheckpointError
     from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, load_plan
@@ -22,6 +25,7 @@ __all__ = [
     "Budget",
     "CaptureError",
     "CheckpointError",
+    "ExportError",
     "LanguageModel",
     "Machine",
     "OffloadReport",
@@ -31,11 +35,13 @@ __all__ = [
     "Workload",
     "__version__",
     "cached_machine",
+    "export",
     "is_offloaded",
     "load_machine",
     "load_plan",
     "measure_machine",
     "offload_report",
+    "open_bundle",
     "save_machine",
     "wrap",
 ]
@@ -44,6 +50,9 @@ __all__ = [
 _HOMES = {
     "forebay.api": ("LanguageModel", "wrap"),
     "forebay.compiled.report": ("OffloadReport", "is_offloaded", "offload_report"),
+    "forebay.exported.errors": ("ExportError",),
+    "forebay.exported.export": ("export",),
+    "forebay.exported.start": ("open_bundle",),
     "forebay.rewriter.capture.language_model": ("CaptureError",),
     "forebay.rewriter.checkpoints.checkpoint": ("CheckpointError",),
     "forebay.rewriter.machine.profile": ("Machine", "load_machine", "save_machine"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from forebay.exported.bundle import is_bundle, read_bundle
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from forebay.rewriter.checkpoints.config import read_config
@@ -19,10 +20,12 @@ from forebay.rewriter.ir.program import FileSlice
 def open_model(
     model: str | os.PathLike[str], *, gives: Gives = "last", verify: bool = False
 ) -> tuple[CapturedModel, Checkpoint, dict[str, FileSlice]]:
-    """Capture a model from its folder (or "demo", or a GGUF file) and find its weights, without reading any. `gives`
-    says what its steps give (`capture_model`); with `verify` every weight is read once all the same, and compared with
-    its checksum (`open_checkpoint`)."""
+    """Capture a model from its folder (or "demo", or a GGUF file) and find its weights, without reading any; a bundle's
+    graphs are read. `gives` says what its steps give (`capture_model`); with `verify` every weight is read once all the
+    same, and compared with its checksum (`open_checkpoint`)."""
     folder = resolve_model(model)
+    if is_bundle(folder):
+        return read_bundle(folder, gives=gives, verify=verify)
     checkpoint = open_checkpoint(folder, verify=verify)
     config = read_config(folder, checkpoint.tensors)
     captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint), gives=gives)

@@ -11,6 +11,7 @@ import forebay
 from forebay.commands.allocate import allocate
 from forebay.commands.calibrate import calibrate_command
 from forebay.commands.chat import chat
+from forebay.commands.export import export_command
 from forebay.commands.machine import machine_command
 from forebay.commands.plan import explain, plan
 from forebay.commands.quantize import quantize_command
@@ -52,6 +53,7 @@ app.command("chat")(chat)
 app.command("plan")(plan)
 app.command("explain")(explain)
 app.command("quantize")(quantize_command)
+app.command("export")(export_command)
 app.command("calibrate")(calibrate_command)
 app.command("machine")(machine_command)
 app.command("allocate")(allocate)

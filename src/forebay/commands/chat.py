@@ -87,13 +87,23 @@ def _planned(
 ) -> LanguageModel:
     """The model planned for one sequence; within half of the memory that is free where no budget is named."""
     from forebay.api import wrap
+    from forebay.exported.bundle import is_bundle
+    from forebay.exported.start import open_bundle, stored_plan
     from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
     from forebay.rewriter.ir.plan import Budget
 
-    sizes = parse_budget(budget) if budget is not None else Budget(available_nbytes() // 2)
-    if budget is None:
-        say(f"no --budget is named: half of the free memory, {format_nbytes(sizes.device)}, may be used")
     profile = machine_profile(machine, folder)
+    saved = stored_plan(folder) if budget is None and is_bundle(folder) else None
+    if saved is not None and cache in ("native", saved.cache_format) and saved.workload.batch == 1 and (
+            prompt <= saved.workload.prompt and prompt + new_tokens <= saved.workload.context):
+        return open_bundle(folder, machine=profile)
+    if saved is not None:
+        sizes = Budget(saved.budget.device, saved.budget.host)
+    elif budget is not None:
+        sizes = parse_budget(budget)
+    else:
+        sizes = Budget(available_nbytes() // 2)
+        say(f"no --budget is named: half of the free memory, {format_nbytes(sizes.device)}, may be used")
     with console().status("capturing and planning"):
         return wrap(folder, sizes, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache)
 

@@ -103,9 +103,10 @@ def run(
         if prompts is None or output is None:
             raise JobError('name a "PROMPT" to answer here, or a file of --prompts and an --output for the answers')
         saved = load_plan(plan) if plan else None
-        if budget is None and saved is None:
+        exported = _plan_of_bundle(model) if budget is None and saved is None else saved
+        if budget is None and exported is None:
             raise PlanError("say how much memory may be used, as --budget device=120MiB, or name a --plan")
-        sizes = parse_budget(budget) if budget is not None else Budget(saved.budget.device, saved.budget.host)  # type: ignore[union-attr]
+        sizes = parse_budget(budget) if budget is not None else Budget(exported.budget.device, exported.budget.host)  # type: ignore[union-attr]
         require_spill_folder(sizes.disk)
         require_writable(trace, "--trace")
         require_writable(save_plan, "--save-plan")
@@ -158,6 +159,15 @@ def run(
             answered = len(encoded) - len(jobs.pending(encoded, answers.answered))
             say(f"{len(bad)} lines of {prompts} were not answered; {answered} were")
             raise typer.Exit(SOME_UNANSWERED)
+
+
+def _plan_of_bundle(model: str) -> Plan | None:
+    """The plan that lies in the bundle `model`, if it is one."""
+    from forebay.exported.bundle import is_bundle
+    from forebay.exported.start import stored_plan
+
+    folder = Path(model).expanduser()
+    return stored_plan(folder) if is_bundle(folder) else None
 
 
 def _wishes(slots: int | None, cache: str, batch: int | None) -> Wishes:

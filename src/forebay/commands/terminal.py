@@ -75,6 +75,7 @@ def _message(error: Exception) -> str | None:
     if isinstance(error, RuntimeError) and str(error).startswith("can't start new thread"):
         return NO_THREADS
     from forebay.commands.prompts import JobError
+    from forebay.exported.errors import ExportError
     from forebay.passes.lower.launches import LoweringError
     from forebay.rewriter.capture.language_model import CaptureError
     from forebay.rewriter.checkpoints.checkpoint import CheckpointError
@@ -88,7 +89,7 @@ def _message(error: Exception) -> str | None:
     from forebay.runtime.disk.reader import ReaderBrokenError
     from forebay.runtime.disk.spill import SpillError
 
-    known = (PlanError, CheckpointError, CaptureError, SwitchError, JobError, StoppedAfter, GraphError,
+    known = (PlanError, CheckpointError, ExportError, CaptureError, SwitchError, JobError, StoppedAfter, GraphError,
              PassChangedResult, ProgramError, LoweringError, RuntimeFault, ReaderBrokenError, SpillError, OSError)
     return _shortened(" ".join(str(error).split())) if isinstance(error, known) else None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -74,8 +73,7 @@ class StreamedCausalLM(GenerationMixin):
 
     def take_prompts(self, inputs: Any, options: dict[str, Any]) -> Prompts:
         """The prompts of a call, taken out of its arguments."""
-        reads_types = "token_type_ids" in inspect.signature(_model_class(self.config).forward).parameters
-        return take_prompts(inputs, options, self.lm.captured.vocab_size, reads_types)
+        return take_prompts(inputs, options, self.lm.captured.vocab_size, self.lm.captured.token_types)
 
     def answer(
         self, prompts: Prompts, generation_config: GenerationConfig | None, generator: Generators,
@@ -305,9 +303,3 @@ def _drawing_from(generator: torch.Generator | None) -> Iterator[None]:
 
 def _width(ids: torch.Tensor | None) -> int:
     return 0 if ids is None else ids.shape[1]
-
-
-def _model_class(config: PreTrainedConfig) -> Any:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    return cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]

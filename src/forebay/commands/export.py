@@ -1,0 +1,45 @@
+"""The command `forebay export`: a model as a folder that starts by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from forebay.commands.machine import machine_profile
+from forebay.commands.options import BudgetOption, CacheOption, DebugOption, MachineOption, ModelArgument, model_folder
+from forebay.commands.terminal import clean_errors, progress_bar, say
+
+
+def export_command(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
+    format: Annotated[str, typer.Option(help="bundle: a folder that every other command takes as a model.")]
+    = "bundle",
+    budget: BudgetOption = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that the stored plan is for.")] = 1,
+    prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of the longest prompt (default: 128).")] = None,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", "--max-new-tokens", min=1, help="Tokens to generate.")]
+    = 128,
+    cache: CacheOption = "native",
+    machine: MachineOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write MODEL with its rewritten graphs to the folder OUT, which starts without the model's code and without
+    capture. A --budget is that of the plan which lies in it: half of the free memory by default."""
+    with clean_errors(debug):
+        from forebay.exported.export import export
+        from forebay.rewriter.ir.byte_sizes import format_nbytes
+
+        folder = model_folder(model)
+        profile = machine_profile(machine, folder)
+        with progress_bar() as bar:
+            task = bar.add_task("exporting", total=None, note="")
+            made = export(
+                folder, out, format, budget=budget, batch=batch, prompt=prompt, new_tokens=new_tokens, cache=cache,  # type: ignore[arg-type]
+                machine=profile, force=force, progress=lambda done, total: bar.update(
+                    task, completed=done, total=total, note=format_nbytes(done)))
+        size = sum(path.stat().st_size for path in made.iterdir())
+        say(f"{made}: {format_nbytes(size)}")

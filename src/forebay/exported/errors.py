@@ -1,0 +1,7 @@
+"""One kind of error for all that keeps a model from being exported."""
+
+from __future__ import annotations
+
+
+class ExportError(ValueError):
+    """A model that cannot be exported as asked, or a place that cannot be written; the message says what to do."""

@@ -1,0 +1,84 @@
+"""`export`: a model's rewritten graphs as a folder for Forebay itself or for other runtimes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from forebay.commands.process_memory import available_nbytes
+from forebay.exported.bundle import GIVES, MACHINE, PLAN, read_bundle, seal, write_bundle
+from forebay.exported.errors import ExportError
+from forebay.exported.source import Source, open_source
+from forebay.exported.whole_folder import whole_folder
+from forebay.rewriter.checkpoints.checkpoint import Progress
+from forebay.rewriter.checkpoints.packed import open_quantized
+from forebay.rewriter.checkpoints.packed_writer import remember_verified
+from forebay.rewriter.ir.byte_sizes import parse_budget
+from forebay.rewriter.ir.plan import Budget, Workload
+from forebay.rewriter.machine.profile import Machine, save_machine
+from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.switches import read_switches
+
+FORMATS = ("bundle",)
+
+
+def export(
+    model: str | os.PathLike[str] | torch.nn.Module,
+    out: str | os.PathLike[str],
+    format: Literal["bundle"] = "bundle",
+    *,
+    budget: Budget | int | str | dict[str, Any] | None = None,
+    batch: int = 1,
+    prompt: int | None = None,
+    new_tokens: int = 128,
+    cache: str = "native",
+    machine: Machine | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Write `model` to the folder `out`, which appears whole or not at all, and return it.
+
+    `model`: a folder with a safetensors checkpoint, a .gguf file, "demo", or a transformers causal LM in memory. A
+    "bundle" is a folder that `wrap` and the commands take as a model: it starts without the model's code and without
+    capture, and is planned for any budget. The plan that lies in it is one for `budget` (half of the free memory by
+    default), `batch` sequences of `prompt` (default 128) and `new_tokens` tokens, a KV cache in the format `cache` and
+    `machine`, this one by default. `progress` is told bytes written and bytes in all. `force` replaces an earlier
+    export. One tensor's pieces are held at a time, whatever the model's size.
+
+    Raises ExportError for what cannot be exported or written, CaptureError and CheckpointError for a model that cannot
+    be read, or for a disk that lacks the space, known before the first byte; PlanError for a budget that cannot work.
+    """
+    if format not in FORMATS:
+        raise ExportError(f"no format {format!r}; there are {', '.join(FORMATS)}")
+    sizes = Budget(available_nbytes() // 2) if budget is None else parse_budget(budget)
+    with whole_folder(Path(out).expanduser(), force) as folder:
+        source = open_source(model)
+        if prompt is None:
+            most = source.captured.max_positions
+            prompt = min(128, max(1, most // 2)) if most else 128
+        _write_bundle(source, folder, progress)
+        seal(folder)
+        _write_plan(folder, sizes, Workload(batch, prompt, new_tokens), Wishes(cache_format=cache), machine)
+        seal(folder)
+    made = Path(out).expanduser()
+    remember_verified(open_quantized(made, check="never"))
+    return made
+
+
+def _write_bundle(source: Source, folder: Path, progress: Progress | None) -> None:
+    switches = read_switches()
+    models = {gives: rewrite_captured(source.giving(gives), switches) for gives in GIVES}
+    write_bundle(folder, models, source.items, source.identity, source.prepare, progress, source.check)
+
+
+def _write_plan(folder: Path, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine | None) -> None:
+    """Plan the bundle in `folder` for the machine."""
+    from forebay.api import LanguageModel
+
+    lm = LanguageModel(*read_bundle(folder), budget, workload, wishes, machine)
+    lm.plan.save(folder / PLAN)
+    save_machine(lm.machine, folder / MACHINE)

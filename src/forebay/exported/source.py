@@ -1,0 +1,82 @@
+"""What is exported: captured graphs, and the tensors and files that go with them, from a folder or from memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forebay.exported.errors import ExportError
+from forebay.open_model import open_model
+from forebay.rewriter.capture.language_model import capture_model
+from forebay.rewriter.checkpoints.checkpoint import CheckpointError, TensorRecord
+from forebay.rewriter.checkpoints.config import read_config
+from forebay.rewriter.checkpoints.match_weights import checkpoint_names, weight_records
+from forebay.rewriter.checkpoints.module_weights import named_tensors
+from forebay.rewriter.checkpoints.packed_writer import Item, copy_model_files
+from forebay.rewriter.checkpoints.quantize import FileTensor
+from forebay.rewriter.checkpoints.resolve import resolve_model
+from forebay.rewriter.ir.graph import CapturedModel, Gives
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to export. `capture` gives the graphs, as captured, of steps that give something; `items` the weights as
+    they are stored, by their names in the graphs; `prepare` writes config, tokenizer and generation settings into a
+    folder; `check` raises where the files have changed since; `identity` tells models apart."""
+
+    captured: CapturedModel
+    capture: Callable[..., CapturedModel]
+    items: dict[str, Item]
+    config: PreTrainedConfig
+    prepare: Callable[[Path], None]
+    check: Callable[[], None]
+    identity: str
+
+    def giving(self, gives: Gives) -> CapturedModel:
+        return self.captured if gives == self.captured.gives else self.capture(gives=gives)
+
+
+def open_source(model: str | os.PathLike[str] | torch.nn.Module) -> Source:
+    """A model in memory, or that of a folder, a .gguf file or "demo"; no weight is read yet."""
+    if isinstance(model, torch.nn.Module):
+        return _of_module(model)
+    folder = resolve_model(model)
+    captured, checkpoint, _ = open_model(folder)
+    if captured.rewritten:
+        raise ExportError(f"{folder} is an exported bundle: copy the folder, or export the model it was made from")
+    config = read_config(folder, checkpoint.tensors)
+    records = weight_records(captured, checkpoint, *checkpoint_names(config))
+    return Source(captured, lambda gives: open_model(folder, gives=gives)[0],
+                  {name: _file_item(name, record) for name, record in records.items()}, config,
+                  partial(copy_model_files, folder), checkpoint.require_unchanged, checkpoint.fingerprint)
+
+
+def _file_item(name: str, record: TensorRecord) -> Item:
+    return Item(name, record.dtype, record.shape, lambda: (record.packed, FileTensor(record).contents()))
+
+
+def _of_module(model: Any) -> Source:
+    captured = capture_model(model)
+    tensors = named_tensors(model)
+    items = {}
+    for name, spec in captured.weights.items():
+        tensor = tensors.get(name)
+        if tensor is None or tensor.is_meta:
+            raise CheckpointError(f"the module's {name} holds no numbers: load its weights before it is exported")
+        items[name] = Item(name, spec.dtype, spec.shape, lambda tensor=tensor: (None, iter([tensor])))  # type: ignore[misc]
+
+    def prepare(folder: Path) -> None:
+        model.config.save_pretrained(folder)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+
+    return Source(captured, partial(capture_model, model), items, model.config, prepare, lambda: None, "module")

@@ -1,0 +1,143 @@
+"""Captured graphs as data, and back: what runs is the same, and nothing outside the tables is ever called."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, captured
+
+from forebay.exported.allowed import ATEN, name_of, target_of
+from forebay.exported.captured_data import captured_from_data, captured_to_data
+from forebay.exported.errors import ExportError
+from forebay.exported.graph_data import graph_from_data, graph_to_data
+from forebay.rewriter.capture.concretise import concretise
+from forebay.rewriter.capture.step_graphs import step_inputs
+from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.ir.plan import Workload
+from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.switches import Switches
+
+SIZES = Workload(3, 5, 6)
+
+
+def stored(family: str) -> tuple[CapturedModel, dict[str, Any], dict[str, torch.Tensor]]:
+    model = rewrite_captured(captured(family), Switches())
+    keys = {name: f"c{i}" for i, name in enumerate(model.constants)}
+    data = json.loads(json.dumps(captured_to_data(model, keys)))
+    return model, data, {keys[name]: value for name, value in model.constants.items()}
+
+
+def nodes_of(model: CapturedModel) -> list[tuple]:
+    """What a step computes at fixed sizes: every node with its operation, arguments and layout."""
+    gm = concretise(model.step, step_inputs(model, SIZES, SIZES.prompt))
+    found = []
+    for graph in (gm, *(m for m in gm.children() if isinstance(m, torch.fx.GraphModule))):
+        for node in graph.graph.nodes:
+            value = node.meta.get("val")
+            layout = (tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else None
+            args = torch.fx.map_arg((node.args, node.kwargs), lambda n: f"%{n.name}")
+            found.append((node.op, str(node.target), node.name, str(args), layout, node.meta.get("forebay")))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_read_back_computes_the_same(family: str) -> None:
+    model, data, tensors = stored(family)
+    read = captured_from_data(data, tensors)
+    assert nodes_of(read) == nodes_of(model)
+    assert (read.layers, read.layer_weights, read.cache, read.vocab_size, read.max_positions, read.token_types) == (
+        model.layers, model.layer_weights, model.cache, model.vocab_size, model.max_positions, model.token_types)
+    assert read.weights == model.weights and read.constants.keys() == model.constants.keys()
+
+
+@pytest.mark.parametrize("cache", ["kv8", "kv4"])
+def test_a_cache_of_packed_rows_can_still_be_asked_for(cache: str) -> None:
+    model, data, tensors = stored("qwen3")
+    there = rewrite_captured(captured("qwen3"), Switches(), cache)
+    here = rewrite_captured(captured_from_data(data, tensors), Switches(), cache)
+    assert here.cache == there.cache != model.cache
+    assert nodes_of(here) == nodes_of(there)
+
+
+def test_every_name_is_one_operation_of_torch_that_writes_and_draws_nothing() -> None:
+    for name in ATEN:
+        overload = target_of(f"aten.{name}")
+        assert isinstance(overload, torch._ops.OpOverload) and name_of(overload) == f"aten.{name}"
+        assert not overload._schema.is_mutable, name
+        assert torch.Tag.nondeterministic_seeded not in overload.tags or "dropout" in name, name
+        assert not [a for a in overload._schema.arguments if str(a.type) == "str" and "file" in a.name], name
+
+
+@pytest.mark.parametrize("name", ["aten.from_file.default", "aten.add_.Tensor", "aten.rand.default", "os.system",
+                                  "python.eval", "prims.device_put.default", "forebay.nothing", "", "aten.add",
+                                  "aten.__class__.x", "torch.ops.aten.add.Tensor", "aten.item.default"])
+def test_a_name_outside_the_tables_is_never_looked_up(name: str) -> None:
+    with pytest.raises(ValueError, match="not an operation that a bundle may hold"):
+        target_of(name)
+
+
+def bad(change: Any) -> list[dict[str, Any]]:
+    nodes: list[dict[str, Any]] = [
+        {"in": "x", "dtype": "float32", "shape": ["B", 4]}, {"op": "aten.relu.default", "as": "y", "args": ["%x"]},
+        {"out": "%y"}]
+    change(nodes)
+    return nodes
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda n: n.pop(), "result"),
+    (lambda n: n[1].update(args=["%z"]), "no value of a node before"),
+    (lambda n: n[1].update(args=["%y"]), "no value of a node before"),
+    (lambda n: n[1].update(args=["x"]), "no value of a node before"),
+    (lambda n: n[1].update(op="aten.relu_.default"), "may hold"),
+    (lambda n: n[1].update(op=7), "named by text"),
+    (lambda n: n[1].update({"as": "x"}), "another node's"),
+    (lambda n: n[1].update({"as": "a b"}), "no name"),
+    (lambda n: n[1].update(kwargs={"out": "%x"}), "no such arguments"),
+    (lambda n: n[1].update(more=1), "unknown entry"),
+    (lambda n: n[1].update(args=[{"device": "cuda"}]), "no device"),
+    (lambda n: n[1].update(args=[{"eval": "1"}]), "no value"),
+    (lambda n: n[1].update(args=[1 << 70]), "whole number"),
+    (lambda n: n[1].update(op="aten.zeros.default", args=[[1 << 40]]), "name its device"),
+    (lambda n: n[0].update(shape=["S", 4]), "in their places"),
+    (lambda n: n[0].update(shape=[-1, 4]), "in their places"),
+    (lambda n: n[0].update(dtype="object"), "no dtype"),
+    (lambda n: n.insert(1, {"call": "block_0", "as": "l", "args": ["%x"], "layer": 0}), "no block"),
+    (lambda n: n.__setitem__(1, ["relu"]), "expected an object"),
+])
+def test_a_graph_that_is_none_is_refused_by_node(change: Any, says: str) -> None:
+    graph_from_data(bad(lambda _: None), "graphs.step")
+    with pytest.raises(ValueError, match=says):
+        graph_from_data(bad(change), "graphs.step")
+
+
+def test_an_operation_that_no_bundle_holds_is_named_with_its_layer() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(2, device="meta")
+    graph.output(graph.call_function(torch.ops.aten.bernoulli.default, (x,)))
+    with pytest.raises(ExportError, match=r"layer 7 computes aten\.bernoulli\.default"):
+        graph_to_data(torch.fx.GraphModule({}, graph), "layer 7")
+
+
+def test_graphs_that_do_not_belong_together_are_refused() -> None:
+    _, data, tensors = stored("llama")
+    for change, says in [
+        (lambda d: d["cache"].pop(), "not one for each layer"),
+        (lambda d: d["layers"].append("block_0"), "in order"),
+        (lambda d: d.update(vocab_size=5), "does not run"),
+        (lambda d: d["weights"].pop(), "is not a weight"),
+        (lambda d: d["weights"][0].update(shape=[3, 3]), "as it is elsewhere"),
+        (lambda d: d["constants"].popitem(), "odd|is not a weight"),
+        (lambda d: d.update(gives="first"), "is not one of"),
+        (lambda d: d.pop("step"), "step"),
+        (lambda d: d.update(extra=1), "unknown field"),
+        (lambda d: d["cache"][0].update(head_dim=17), "as it is elsewhere"),
+    ]:
+        edited = json.loads(json.dumps(data))
+        change(edited)
+        with pytest.raises(ValueError, match=says):
+            captured_from_data(edited, tensors)
