@@ -88,10 +88,8 @@ def _is_checked(name: str) -> bool:
 
 def is_bundle(folder: Path) -> bool:
     """Whether the manifest in `folder` is that of a bundle, of any version, or cannot be read."""
-    try:
-        return '"onnx"' not in (folder / MANIFEST).read_text()[:200]
-    except (OSError, ValueError):
-        return False
+    path = folder / MANIFEST
+    return path.is_file() and b'"onnx"' not in path.read_bytes()[:200]
 
 
 def read_bundle(
@@ -102,6 +100,9 @@ def read_bundle(
     files = read_manifest(folder)
     checkpoint = open_quantized(folder, check="always" if verify else "never")
     checked = [MANIFEST, WEIGHTS, CONSTANTS, "config.json", name := graphs_name(gives)]
+    for each in checked:
+        if not (folder / each).is_file():
+            raise CheckpointError(f"{folder / each} is missing; restore it, or export the model again")
     states = file_states(str(folder / each) for each in checked)  # before they are read
     for each in checked[1:]:
         _check_file(folder, each, files)
