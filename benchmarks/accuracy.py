@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    native = resolve_model("demo")
+    native = resolve_model("demo", dequantize=True)
     ids = text_ids(native, TEXT)[: args.tokens]
     reference = Reference(native)
     rows: list[dict[str, Any]] = []

@@ -136,7 +136,7 @@ def prepare(folder: Path) -> dict[str, tuple[str, int]]:
     from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
     from forebay.rewriter.checkpoints.resolve import demo_gguf, resolve_model
 
-    source, native = demo_gguf(), resolve_model("demo")
+    source, native = demo_gguf(), resolve_model("demo", dequantize=True)
     packed = quantize_model(source, folder / "packed", Wish("keep", head=True, embeddings=True))
     model = transformers.AutoModelForCausalLM.from_pretrained(native, dtype=torch.bfloat16)
     model.save_pretrained(folder / "bf16")

@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    folder = resolve_model("demo")
+    folder = resolve_model("demo", dequantize=True)
     ids = text_ids(folder, args.text)
     ids = ids[: args.tokens + 1] if args.tokens else ids
     reference = Reference(folder)

@@ -183,6 +183,8 @@ def _parse(fields: _Fields) -> _Header:
             raise ValueError(f"tensor {name!r} has {dims} dimensions, at most {MOST_DIMENSIONS} are possible")
         shape = tuple(fields.unpack("<Q") for _ in range(dims))[::-1]
         kind, offset = fields.unpack("<IQ")
+        if kind not in [known.value for known in GGML_QUANT_SIZES]:
+            raise ValueError(f"tensor {name!r} has type {kind}, which is none of GGUF's that this release knows")
         block, block_nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         if not shape or shape[-1] % block:
             raise ValueError(f"tensor {name!r} of shape {shape} is not made of blocks of {block}")
@@ -196,6 +198,17 @@ def _parse(fields: _Fields) -> _Header:
     start = -(-fields.file.tell() // alignment) * alignment
     tensors = tuple(_Tensor(name, shape, kind, start + offset, size) for name, shape, kind, offset, size in rows)
     return _Header(str(metadata.get("general.architecture")), "tokenizer.ggml.tokens" in metadata, tensors)
+
+
+def require_readable(path: Path, tensor: _Tensor) -> None:
+    """Raise CheckpointError, naming tensor and type, for a type whose values the `gguf` package cannot tell."""
+    from gguf import GGML_QUANT_SIZES, dequantize
+
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[tensor.kind][1]), np.uint8), tensor.kind)
+    except NotImplementedError as error:
+        raise CheckpointError(f"{path}: {tensor.name} has type {tensor.kind.name}, which cannot be read; quantize the "
+                              "model to another type, Q8_0 say") from error
 
 
 @contextmanager
@@ -263,6 +276,7 @@ def _write_weights(
     for name, value in parameters.items():
         if name not in sources:
             continue
+        require_readable(path, sources[name])
         if math.prod(sources[name].shape) != value.numel():
             source, target = sources[name], tuple(value.shape)
             raise CheckpointError(f"{path}: {source.name} is {source.shape}, but {name} of this model is {target}")
@@ -283,13 +297,7 @@ def _dequantize(path: Path, tensor: _Tensor, processor: Any) -> torch.Tensor:
     from gguf import dequantize, quant_shape_to_byte_shape
 
     data = np.fromfile(path, dtype=np.uint8, count=tensor.nbytes, offset=tensor.offset)
-    try:
-        values = dequantize(data.reshape(quant_shape_to_byte_shape(tensor.shape, tensor.kind)), tensor.kind)
-    except NotImplementedError as error:
-        raise CheckpointError(
-            f"{path}: {tensor.name} has type {tensor.kind.name}, which the `gguf` package cannot decode; "
-            "quantize the model to another type, Q8_0 say"
-        ) from error
+    values = dequantize(data.reshape(quant_shape_to_byte_shape(tensor.shape, tensor.kind)), tensor.kind)
     taken: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}
     result = processor.process(values, tensor.name, tensor_key_mapping={}, parsed_parameters=taken)
     if result.name is None:  # the processor stored it itself, as GPT-2's does with an untied head

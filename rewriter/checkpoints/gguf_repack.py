@@ -1,9 +1,4 @@
-"""GGUF tensors as they are: rows of blocks, put in the model's order, and repacked bit for bit where a format allows.
-
-Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. All have groups of 32 and an fp16 scale
-d: Q4_0 is (q - 8) d, Q4_1 is q d + m with an fp16 m, Q8_0 is q d with a signed byte q. With codes q + 128 and lows
--8 d and -128 d, which are exact in fp16 unless they overflow, every one of them is code * scale + low.
-"""
+"""GGUF tensors in the model's order: block by block as rows where `gguf_blocks` knows their type, else as values."""
 
 from __future__ import annotations
 
@@ -11,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,30 +14,42 @@ from typing import Any
 import numpy as np
 import torch
 
-from forebay.kernels.formats import packing
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY, meta_model
-from forebay.rewriter.checkpoints.gguf import _dequantize, _Header, _read_header, _Tensor, _write_config, alone
+from forebay.rewriter.checkpoints.gguf import (
+    _dequantize,
+    _Header,
+    _read_header,
+    _Tensor,
+    _write_config,
+    alone,
+    require_readable,
+)
+from forebay.rewriter.checkpoints.gguf_blocks import BLOCK_KINDS, repack, representable
+from forebay.rewriter.checkpoints.identity import read_whole
+from forebay.rewriter.checkpoints.named_errors import naming
 
-FORMATS = {"Q4_0": "w4g32", "Q4_1": "w4g32", "Q8_0": "w8g32"}
-GROUP = 32
 PIECE_NBYTES = 4 << 20
-DTYPE = torch.float32  # what weights that stay as they are, and activations, are computed in
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # types that hold values as they are
+# For what is quantised in a way that no rows hold exactly (values from tables of several at a time, factors beyond
+# fp16): rounded anew, by half of 1/255 of a group's range at most.
+NEAREST = "w8g32"
 
 
 @dataclass(frozen=True)
 class GgufSource:
-    """A GGUF file to be quantised; `model` is on the meta device."""
+    """A GGUF file to be quantised; `model` is on the meta device, `dtype` what it computes in."""
 
     path: Path
     header: _Header
     model: Any
     tensors: list[GgufTensor]
     fingerprint: str
+    dtype: torch.dtype
 
     def write_files(self, folder: Path) -> None:
         """Write config.json, generation settings and tokenizer."""
-        _write_config(self.path, self.header, folder, DTYPE)
+        _write_config(self.path, self.header, folder, self.dtype)
 
 
 def open_gguf(path: Path) -> GgufSource:
@@ -57,22 +65,30 @@ def open_gguf(path: Path) -> GgufSource:
     flat = SimpleNamespace(config=config, state_dict=model.state_dict, named_children=tuple)  # see gguf.py
     targets = get_gguf_hf_weights_map(flat, processor)
     parameters = model.state_dict(keep_vars=True)
+    dtype = _compute_dtype(header)
     tensors = []
     for tensor in sorted(header.tensors, key=lambda t: t.offset):
         name = targets.get(tensor.name)
         if name is None:
             continue
         shape = tuple(parameters[name].shape)
+        require_readable(path, tensor)
         if math.prod(tensor.shape) != math.prod(shape):
             raise CheckpointError(f"{path}: {tensor.name} is {tensor.shape}, but {name} of this model is {shape}")
-        tensors.append(GgufTensor(path, tensor, processor, name, shape))
+        tensors.append(GgufTensor(path, tensor, processor, name, shape, dtype))
     stored = {id(parameters[tensor.name]) for tensor in tensors}
     missing = [name for name, value in parameters.items() if id(value) not in stored]
     if missing:
         raise CheckpointError(f"{path} is incomplete: no tensor for {', '.join(missing[:5])} ({len(missing)} in all)")
     status = os.stat(path)
     identity = f"{path.name} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
-    return GgufSource(path, header, model, tensors, identity)
+    return GgufSource(path, header, model, tensors, identity, dtype)
+
+
+def _compute_dtype(header: _Header) -> torch.dtype:
+    """What a model computes in: the type that its matrices have, if all have one of 16 bits, else float32."""
+    kinds = {tensor.kind.name for tensor in header.tensors if len(tensor.shape) > 1}
+    return PLAIN.get(next(iter(kinds)), torch.float32) if len(kinds) == 1 else torch.float32
 
 
 @dataclass(frozen=True)
@@ -84,46 +100,63 @@ class GgufTensor:
     processor: Any
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype = DTYPE
+    dtype: torch.dtype = torch.float32
 
     def format(self) -> str:
-        found = FORMATS.get(self.tensor.kind.name, "")
-        if not found or self._order() is None:
+        kind = BLOCK_KINDS.get(self.tensor.kind.name)
+        if kind is None or kind.group % 32 or self._order is None:
             return ""
-        return found if self._representable() else ""
+        return kind.format if self._representable else ""
+
+    def nearest(self) -> str:
+        return "" if self.tensor.kind.name in PLAIN else NEAREST
 
     def contents(self) -> Iterator[torch.Tensor]:
-        order = self._order()
+        order = self._order
         if order is None or order[1]:
-            yield _dequantize(self.path, self.tensor, self.processor).to(self.dtype).reshape(self.shape)
+            yield self._whole().to(self.dtype)
             return
         rows = self.rows(False)
         step = max(1, PIECE_NBYTES // (4 * self.shape[1]))
         for n in range(0, self.shape[0], step):
-            yield rows(n, n + step)
+            yield rows(n, n + step).to(self.dtype)
 
     def rows(self, transposed: bool) -> Any:
-        order = self._order()
+        order = self._order
         if order is None or order[1] != transposed:
-            whole = _dequantize(self.path, self.tensor, self.processor).reshape(self.shape)
+            whole = self._whole()
             matrix = whole.t() if transposed else whole
             return lambda lower, upper: matrix[lower:upper].contiguous()
         from gguf import dequantize
 
-        blocks, kind = self._blocks(), self.tensor.kind
-        return lambda lower, upper: torch.from_numpy(dequantize(blocks[order[0][lower:upper]], kind))
+        return lambda lower, upper: torch.from_numpy(
+            dequantize(self._blocks(order[0][lower:upper]), self.tensor.kind))
 
     def repacked(self) -> Any:
-        order = self._order()
+        order = self._order
         assert order is not None
-        blocks, kind = self._blocks(), self.tensor.kind.name
-        return lambda lower, upper: _repack(blocks[order[0][lower:upper]], kind)
+        kind = BLOCK_KINDS[self.tensor.kind.name]
+        return lambda lower, upper: repack(self._blocks(order[0][lower:upper]), kind)
 
-    def _blocks(self) -> np.ndarray:
-        """The file's bytes, a row of blocks to each row."""
-        data = np.fromfile(self.path, dtype=np.uint8, count=self.tensor.nbytes, offset=self.tensor.offset)
-        return data.reshape(self.tensor.shape[0], -1)
+    def _whole(self) -> torch.Tensor:
+        return _dequantize(self.path, self.tensor, self.processor).reshape(self.shape)
 
+    def _blocks(self, order: np.ndarray) -> np.ndarray:
+        """The bytes of those rows of the file [rows, bytes of a row], none of whose pages stay in the page cache."""
+        width = self.tensor.nbytes // self.tensor.shape[0]
+        out = np.empty((len(order), width), np.uint8)
+        ends = np.flatnonzero(np.diff(np.append(order, -1)) != 1) + 1  # of runs that lie in a row
+        with naming(self.path), open(self.path, "rb", buffering=0) as file:
+            for begin, end in zip((0, *ends), ends, strict=False):
+                at, nbytes = self.tensor.offset + int(order[begin]) * width, int(end - begin) * width
+                found = read_whole(file.fileno(), nbytes, at)
+                if len(found) < nbytes:
+                    raise CheckpointError(f"{self.path} is truncated: it ends inside {self.tensor.name}")
+                out[begin:end] = np.frombuffer(found, np.uint8).reshape(-1, width)
+            os.posix_fadvise(file.fileno(), self.tensor.offset, self.tensor.nbytes, os.POSIX_FADV_DONTNEED)
+        return out
+
+    @cached_property
     def _order(self) -> tuple[np.ndarray, bool] | None:
         """Which row of the file each row of outputs is, and whether the model has the matrix transposed; None where
         the file's rows are not the model's in some order. Found by letting transformers order a numbered matrix."""
@@ -145,31 +178,10 @@ class GgufTensor:
                 return order, transposed
         return None
 
+    @cached_property
     def _representable(self) -> bool:
-        """Whether the lows, multiples of the scales, are finite in fp16."""
-        if self.tensor.kind.name == "Q4_1":
-            return True
-        factor = 8 if self.tensor.kind.name == "Q4_0" else 128
-        nbytes = 18 if self.tensor.kind.name == "Q4_0" else 34
-        scales = self._blocks().reshape(-1, nbytes)[:, :2].copy().view(np.float16)
-        return bool(np.all(np.abs(scales.astype(np.float32)) * factor <= np.finfo(np.float16).max))
-
-
-def _repack(rows: np.ndarray, kind: str) -> torch.Tensor:
-    """Rows of blocks [N, …] uint8 as rows of `packing` [N, R]."""
-    count = rows.shape[0]
-    if kind == "Q8_0":
-        blocks = torch.from_numpy(rows.reshape(count, -1, 34))
-        scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
-        return packing.pack_rows((blocks[..., 2:] ^ 128).flatten(1), scale, _times(scale, -128))
-    header = 2 if kind == "Q4_0" else 4
-    blocks = torch.from_numpy(rows.reshape(count, -1, header + GROUP // 2))
-    scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
-    low = _times(scale, -8) if kind == "Q4_0" else blocks[..., 2:4].contiguous().view(torch.float16)[..., 0]
-    nibbles = blocks[..., header:]  # byte i holds the elements i and i + 16
-    codes = torch.cat((nibbles & 15, nibbles >> 4), -1).flatten(1)
-    return packing.pack_rows(packing.pack_codes(codes, 4), scale, low)
-
-
-def _times(scale: torch.Tensor, factor: int) -> torch.Tensor:
-    return (scale.float() * factor).half()
+        """Whether scales and lows, products of the file's, are finite in the rows' dtype: reads the tensor."""
+        kind, count = BLOCK_KINDS[self.tensor.kind.name], self.tensor.shape[0]
+        step = max(1, PIECE_NBYTES // (4 * self.tensor.shape[1]))
+        return all(representable(self._blocks(np.arange(n, min(n + step, count))), kind)
+                   for n in range(0, count, step))

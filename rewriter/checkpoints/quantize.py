@@ -51,6 +51,9 @@ class SourceTensor(Protocol):
     def format(self) -> str:
         """The weight format that holds its values exactly as they lie in the source, or ""."""
 
+    def nearest(self) -> str:
+        """The weight format to round it to where it is quantised in a way that none holds exactly, or ""."""
+
     def contents(self) -> Iterator[torch.Tensor]:
         """All of it, in pieces, in the model's own order."""
 
@@ -96,9 +99,8 @@ def quantize_model(
 ) -> Checkpoint:
     """Write the model in the folder or GGUF file `model`, quantised, to the folder `out`, and open it.
 
-    Holds pieces of a few MiB; of a GGUF or transposed tensor, the whole as it lies in the file. GGUF tensors of types
-    Q4_0, Q4_1 and Q8_0 for which a format of their own grid is wished (w4g32, w4g32, w8g32; `keep` wishes it for all)
-    are repacked without rounding.
+    Holds pieces of a few MiB; of a transposed tensor the whole. Quantised GGUF tensors keep their codes where the
+    format of their own grid is wished (`gguf_blocks`; `keep` wishes it for all).
     Interrupted, the same call goes on where it stopped. `progress` is called with (bytes written, bytes in all).
     Raises CheckpointError for formats, names and patterns that mean nothing, and as `write_quantized` does.
     """
@@ -183,7 +185,7 @@ def choose_formats(
             if any(fnmatchcase(known, pattern) for known in (tensor.name, *matrix.names)):
                 format = other
                 unused = [p for p in unused if p != pattern]
-        formats[tensor.name] = (tensor.format() or NATIVE) if format == KEEP else format
+        formats[tensor.name] = (tensor.format() or tensor.nearest() or NATIVE) if format == KEEP else format
     if unused:
         known = ", ".join(list(matrices)[:3])
         raise CheckpointError(f"the override pattern {unused[0]!r} matches no weight matrix; names are like {known}")
@@ -260,6 +262,9 @@ class FileTensor:
         return self.record.dtype
 
     def format(self) -> str:
+        return ""
+
+    def nearest(self) -> str:
         return ""
 
     def contents(self) -> Iterator[torch.Tensor]:

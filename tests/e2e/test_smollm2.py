@@ -36,7 +36,7 @@ class Reference:
 @pytest.fixture(scope="module")
 def reference() -> Reference:
     try:
-        folder = resolve_model("demo")
+        folder = resolve_model("demo", dequantize=True)
     except CheckpointError as error:
         pytest.skip(f"needs the packaged model: {error}")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from forebay.commands.options import DequantizeOption, model_folder
 from forebay.commands.terminal import clean_errors, say
 
 
@@ -19,6 +20,7 @@ def calibrate_command(
         "--budget", metavar="TIER=SIZE,…", help="What may be used, e.g. device=120MiB,host=2GB,disk=/path.")],
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt that are looked at, at most.")] = 512,
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
+    dequantize: DequantizeOption = False,
     dtype: Annotated[str, typer.Option(help="fp16 or bf16: for which the printed ranges are chosen.")] = "bf16",
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:  # fmt: skip
@@ -29,14 +31,13 @@ def calibrate_command(
         from forebay.calibrate import calibrate
         from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests
         from forebay.rewriter.checkpoints.config import read_config
-        from forebay.rewriter.checkpoints.resolve import resolve_model
 
         chosen = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(dtype)
         if chosen is None:
             raise JobError(f"--dtype must be fp16 or bf16, found {dtype!r}")
         requests, bad = read_requests(prompts)
         _check_writable(output)
-        folder = resolve_model(model)
+        folder = model_folder(model, dequantize)
         config = read_config(folder).get_text_config()
         if limit := getattr(config, "max_position_embeddings", 0):
             tokens = min(tokens, limit - 1)  # a plan keeps one position for a new token

@@ -14,6 +14,7 @@ from forebay.commands.options import (
     BudgetOption,
     CacheOption,
     DebugOption,
+    DequantizeOption,
     MachineOption,
     ModelArgument,
     model_folder,
@@ -39,6 +40,7 @@ def chat(
     top_p: Annotated[float, typer.Option(help="Draw from the smallest set of tokens that holds this much.")] = 0.9,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     cache: CacheOption = "native",
+    dequantize: DequantizeOption = False,
     machine: MachineOption = None,
     debug: DebugOption = False,
 ) -> None:
@@ -52,7 +54,7 @@ def chat(
         except ValueError as error:
             raise JobError(str(error)) from error
         messages = [] if system is None else [{"role": "system", "content": system}]
-        folder = model_folder(model)
+        folder = model_folder(model, dequantize)
         tokenizer = load_tokenizer(folder)
         if not getattr(tokenizer, "chat_template", None):
             raise JobError(f"the tokenizer of {model} has no chat template; try forebay run {model} \"a prompt\"")
@@ -66,14 +68,14 @@ def chat(
 
 def answer_one(
     model: str, prompt: str, budget: str | None, max_new_tokens: int, sampling: Sampling, seed: int, *, chat: bool,
-    cache: str, machine: Path | None,
+    cache: str, machine: Path | None, dequantize: bool = False,
 ) -> None:
     """Print the answer to one prompt as its tokens come, then to stderr what time it took."""
     from forebay.commands.prompts import JobError, load_tokenizer
 
     if not prompt.strip():
         raise JobError("the prompt is empty")
-    folder = model_folder(model)
+    folder = model_folder(model, dequantize)
     tokenizer = load_tokenizer(folder)
     if chat and not getattr(tokenizer, "chat_template", None):
         raise JobError("the model's tokenizer has no chat template; leave --chat out")

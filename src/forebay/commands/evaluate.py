@@ -15,7 +15,7 @@ import torch
 import typer
 
 from forebay.commands.machine import machine_profile
-from forebay.commands.options import CacheOption
+from forebay.commands.options import CacheOption, DequantizeOption, model_folder
 from forebay.commands.prompts import JobError, load_tokenizer
 from forebay.commands.terminal import clean_errors, console, progress_bar
 
@@ -216,6 +216,7 @@ def eval_command(
     = None,
     batch: Annotated[int, typer.Option(min=1, help="Windows at once; they share each pass over the weights.")] = 1,
     cache: CacheOption = "native",
+    dequantize: DequantizeOption = False,
     tokens: Annotated[int | None, typer.Option(min=2, help="Only so many tokens of the text.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     machine: Annotated[Path | None, typer.Option(help="A machine profile to use instead of this machine's own.")]
@@ -228,7 +229,6 @@ def eval_command(
     """
     with clean_errors(debug):
         from forebay.commands.process_memory import MemoryWatch, available_nbytes
-        from forebay.rewriter.checkpoints.resolve import resolve_model
         from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
         from forebay.rewriter.ir.plan import Budget
         from forebay.runtime.disk.page_cache import drop_file
@@ -242,7 +242,7 @@ def eval_command(
         given = _read_text(text) if text else ""
         if words is not None:
             _read_texts(words)  # before a model is opened: mistakes show at once
-        folder = resolve_model(model)
+        folder = model_folder(model, dequantize)
         # Before the budget counts, as all input is: a tokenizer takes tens of MB, and none is needed afterwards.
         told = tokenize(folder, given) if text is not None else None
         passages = read_passages(folder, words) if words is not None else []

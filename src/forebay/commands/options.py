@@ -18,16 +18,18 @@ MachineOption = Annotated[Path | None, typer.Option("--machine", help="A machine
                                                     "machine's own.")]
 SlotsOption = Annotated[int | None, typer.Option(min=1, help="Staging slots; the planner chooses by default.")]
 CacheOption = Annotated[str, typer.Option("--cache", metavar="FORMAT", help="Of the KV cache: native, kv8 or kv4.")]
+DequantizeOption = Annotated[bool, typer.Option(
+    "--dequantize", help="Run a GGUF file's weights as float32; by default what is quantised stays packed.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
-def model_folder(model: str) -> Path:
+def model_folder(model: str, dequantize: bool = False) -> Path:
     """The model's folder, converted from GGUF with a progress bar where that is needed."""
     from forebay.rewriter.checkpoints.resolve import resolve_model
 
     with progress_bar() as bar:
         task = bar.add_task("converting, once", total=None, visible=False, note="")
-        return resolve_model(model, progress=lambda done, total: bar.update(
+        return resolve_model(model, dequantize=dequantize, progress=lambda done, total: bar.update(
             task, completed=done, total=total, visible=True))
 
 

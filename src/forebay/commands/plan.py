@@ -13,6 +13,7 @@ from forebay.commands.options import (
     BudgetOption,
     CacheOption,
     DebugOption,
+    DequantizeOption,
     SlotsOption,
     model_folder,
     require_writable,
@@ -44,6 +45,7 @@ def plan(
         "32).")] = None,
     slots: SlotsOption = None,
     cache: CacheOption = "native",
+    dequantize: DequantizeOption = False,
     machine: Annotated[str | None, typer.Option(
         metavar="FILE|NAME", help="A machine profile to use instead of this machine's own, or a preset such as t4.")]
     = None,
@@ -83,6 +85,8 @@ def plan(
 
         if (model is None) == (config is None):
             raise PlanError("name a MODEL, or a --config to plan without one")
+        if config is not None and dequantize:
+            raise PlanError("--dequantize is for the weights of a MODEL")
         if config is not None:
             request = _request(config, machine, budget, prompt=prompt or 512, output=new_tokens or 32,
                                objective=objective, batch=batch or 0, latency_s=latency, tokens_per_s=tokens_per_s)
@@ -105,12 +109,13 @@ def plan(
                 raise PlanError(f"{name} needs --config")
         assert model is not None
         shape = (batch or 1, prompt or 64, new_tokens or 64)
-        _plan_model(model, budget, shape, Wishes(slots, cache_format=cache), machine, as_json, save, (picture, pareto))
+        _plan_model(model, budget, shape, Wishes(slots, cache_format=cache), machine, as_json, save, (picture, pareto),
+                    dequantize)
 
 
 def _plan_model(
     model: str, budget: str | None, shape: tuple[int, int, int], wishes: Wishes, machine: str | None,
-    as_json: bool, save: Path | None, pictures: tuple[Path | None, Path | None],
+    as_json: bool, save: Path | None, pictures: tuple[Path | None, Path | None], dequantize: bool,
 ) -> None:
     from forebay.api import open_model
     from forebay.commands.pictures import draw_step
@@ -132,7 +137,7 @@ def _plan_model(
     picture, pareto = pictures
     require_writable(picture, "--picture")
     require_writable(pareto, "--pareto")
-    folder = model_folder(model)
+    folder = model_folder(model, dequantize)
     profile = _profile(machine, folder)
     with console().status("capturing the model"):
         captured, checkpoint, files = open_model(folder)

@@ -18,6 +18,7 @@ from forebay.commands.options import (
     BudgetOption,
     CacheOption,
     DebugOption,
+    DequantizeOption,
     MachineOption,
     ModelArgument,
     SlotsOption,
@@ -63,6 +64,7 @@ def run(
     top_p: Annotated[float | None, typer.Option(help="Implies --sample.")] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     force: Annotated[bool, typer.Option("--force", help="Go on though the answers there have other settings.")] = False,
+    dequantize: DequantizeOption = False,
     verify: Annotated[bool, typer.Option("--verify", help="First read every weight of a quantised model and compare it "
                                          "with its checksum.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
@@ -98,7 +100,8 @@ def run(
             for name, given in only.items():
                 if given is not None:
                     raise JobError(f"{name} is for the prompts of a file; leave it or the prompt out")
-            answer_one(model, prompt, budget, max_new_tokens, sampling, seed, chat=chat, cache=cache, machine=machine)
+            answer_one(model, prompt, budget, max_new_tokens, sampling, seed, chat=chat, cache=cache, machine=machine,
+                       dequantize=dequantize)
             return
         if prompts is None or output is None:
             raise JobError('name a "PROMPT" to answer here, or a file of --prompts and an --output for the answers')
@@ -120,7 +123,7 @@ def run(
         requests, bad = read_requests(prompts)
         if not requests and not bad:
             say(f"{prompts} holds no prompts: nothing to answer")
-        folder = model_folder(model)
+        folder = model_folder(model, dequantize)
         with console().status("capturing the model"):
             captured, checkpoint, files = open_model(folder, verify=verify)
             tokenizer = load_tokenizer(folder)

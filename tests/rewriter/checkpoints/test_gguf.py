@@ -9,89 +9,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_gguf import write_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
 import forebay.rewriter.checkpoints.write_tensors as writing
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from forebay.rewriter.checkpoints.gguf import ARCHITECTURES, convert_gguf
-
-VOCAB, HIDDEN, INNER, LAYERS = 288, 64, 96, 2
-SIZES = dict(
-    vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0,
-)  # fmt: skip
-CONFIGS: dict[str, dict] = {
-    "llama": SIZES | dict(head_dim=16),
-    "qwen2": SIZES,
-    "qwen3": SIZES | dict(head_dim=128),  # what transformers takes for every Qwen3 GGUF
-    "phi3": SIZES,
-    "gemma2": SIZES | dict(head_dim=32),
-    "gpt2": dict(vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=4, n_positions=1024),
-}
-
-
-def write_tokenizer(writer: gguf.GGUFWriter, architecture: str) -> None:
-    """Single characters and one merge, padded with unused entries; Gemma's is a SentencePiece model."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [b for b in range(256) if b not in printable]
-    tokens = [
-        "<s>",
-        "</s>",
-        "<unk>",
-        *(chr(b) for b in printable),
-        *(chr(256 + i) for i in range(len(hidden))),
-        "he",
-        "▁",
-    ]
-    tokens += [f"<unused{i}>" for i in range(VOCAB - len(tokens))]
-    writer.add_tokenizer_model("llama" if architecture == "gemma2" else "gpt2")
-    writer.add_token_scores([-float(i) for i in range(len(tokens))])
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 2] + [1] * (len(tokens) - 3))
-    writer.add_token_merges(["h e"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_unk_token_id(2)
-    writer.add_pad_token_id(0)
-
-
-def write_model(path, architecture: str, tied: bool = True, drop: str = "", extra: str = "") -> None:
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_layer_norm_eps(1e-5)
-    writer.add_rope_dimension_count(16)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_key_length(32)
-    writer.add_sliding_window(32)
-    writer.add_vocab_size(VOCAB)
-    write_tokenizer(writer, architecture)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **CONFIGS[architecture]))
-    parameters = model.state_dict()
-    random = np.random.default_rng(0)
-    for i, (name, target) in enumerate(get_gguf_hf_weights_map(model, TensorProcessor()).items()):
-        shape = tuple(parameters[target].shape)
-        if (tied and name == "output.weight") or (drop and name.startswith(drop)):
-            continue
-        if architecture == "gpt2" and name.endswith(("qkv.weight", "down.weight", "up.weight", "attn_output.weight")):
-            shape = shape[::-1]
-        values = random.standard_normal(shape, dtype=np.float32)
-        kinds = [gguf.GGMLQuantizationType[kind] for kind in ("Q8_0", "Q4_1", "F16", "F32", "Q4_0", "BF16")]
-        kind = kinds[i % len(kinds)] if len(shape) == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    if extra:
-        writer.add_tensor(extra, np.ones(8, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def loaded_by_transformers(path) -> dict[str, torch.Tensor]:
@@ -224,7 +147,7 @@ def test_damaged_files_are_refused(tmp_path):
     at = whole.index(name) + len(name)
     refused(whole[:at] + struct.pack("<I", 2) + struct.pack("<Q", 1 << 50) + whole[at + 12 :], "truncated: expected")
     kind = at + 4 + 16
-    refused(whole[:kind] + struct.pack("<I", 999) + whole[kind + 4 :], "corrupt header: 999")
+    refused(whole[:kind] + struct.pack("<I", 999) + whole[kind + 4 :], "tensor 'blk.0.attn_q.weight' has type 999")
     with pytest.raises(CheckpointError, match="no GGUF file at"):
         convert_gguf(tmp_path / "absent.gguf", out)
     assert os.listdir(tmp_path) == ["m.gguf"]

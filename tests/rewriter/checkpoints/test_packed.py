@@ -159,7 +159,7 @@ KINDS = {"Q4_0": "w4g32", "Q4_1": "w4g32", "Q8_0": "w8g32"}
 @pytest.mark.parametrize("kind", KINDS)
 def test_gguf_blocks_are_repacked_bit_for_bit(tmp_path, kind):
     """Rows of blocks, awkward ones too: negative, denormal and zero scales."""
-    from forebay.rewriter.checkpoints.gguf_repack import _repack
+    from forebay.rewriter.checkpoints.gguf_blocks import BLOCK_KINDS, repack
 
     ggml = gguf.GGMLQuantizationType[kind]
     random = np.random.default_rng(0)
@@ -167,7 +167,7 @@ def test_gguf_blocks_are_repacked_bit_for_bit(tmp_path, kind):
     values[3], values[4, :32], values[5] = 0, 0.5, -np.abs(values[5])
     blocks = gguf.quants.quantize(values, ggml)
     bits, group = parse_format(KINDS[kind])
-    rows = _repack(blocks, kind)
+    rows = repack(blocks, BLOCK_KINDS[kind])
     made = dequantize(*packing.unpack_rows(rows, 96, bits, group, torch.float16), bits, group, -1, 96, torch.float32)
     assert torch.equal(made, torch.from_numpy(gguf.dequantize(blocks, ggml)))
 

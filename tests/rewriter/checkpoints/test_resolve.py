@@ -1,4 +1,6 @@
 import os
+import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -7,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_gguf import write_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from forebay.rewriter.checkpoints import resolve as demo
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint, read_tensor
+from forebay.rewriter.checkpoints.packed import read_dequantized
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, demo_gguf, resolve_model
 
 
@@ -19,7 +23,7 @@ def conversions(tmp_path, monkeypatch):
     """An empty cache, and the list of conversions that took place in it; each writes one small tensor."""
     done: list[Path] = []
 
-    def convert(path, folder, *, progress=None):
+    def convert(path, folder, wish=None, *, progress=None):
         done.append(Path(path))
         time.sleep(0.05)  # long enough for another thread to arrive
         folder.mkdir(parents=True)
@@ -28,6 +32,7 @@ def conversions(tmp_path, monkeypatch):
 
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(demo, "convert_gguf", convert)
+    monkeypatch.setattr(demo, "quantize_model", convert)
     return done
 
 
@@ -53,7 +58,7 @@ def test_demo_equals_transformers_bit_for_bit(monkeypatch):
     assert plain(chat[0]["content"]).input_ids == packaged(chat[0]["content"]).input_ids
 
     monkeypatch.setattr(demo, "convert_gguf", None)  # the second time it is not called
-    assert demo_checkpoint() == resolve_model("demo") == folder
+    assert demo_checkpoint() == resolve_model("demo", dequantize=True) == folder
 
 
 def test_a_missing_demo_says_how_to_install_it(monkeypatch):
@@ -108,6 +113,49 @@ def test_two_users_at_once_convert_once(tmp_path, conversions):
     with ThreadPoolExecutor(4) as pool:
         folders = set(pool.map(resolve_model, [path] * 4))
     assert len(folders) == 1 and conversions == [path]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_a_quantised_gguf_file_stays_packed(tmp_path, cache, architecture):
+    path = tmp_path / "m.gguf"
+    write_model(path, architecture, kinds=("Q8_0", "Q4_1", "Q4_0"))
+    seen: list[tuple[int, int]] = []
+    packed = open_checkpoint(resolve_model(path, progress=lambda done, total: seen.append((done, total))))
+    plain = open_checkpoint(resolve_model(path, dequantize=True))
+    matrices = [r for r in packed.tensors.values() if len((r.packed or r).shape) == 2 and "wpe" not in r.name]
+    assert {r.packed.format for r in matrices} == {"w8g32", "w4g32"} and seen[-1][0] == seen[-1][1] == packed.nbytes
+    assert packed.tensors.keys() == plain.tensors.keys()
+    assert sum(r.nbytes for r in matrices) < 0.3 * sum(plain.tensors[r.name].nbytes for r in matrices)
+    assert all(torch.equal(read_dequantized(r), read_tensor(plain.tensors[n])) for n, r in packed.tensors.items())
+    assert AutoTokenizer.from_pretrained(packed.folder)("hello").input_ids
+    assert resolve_model(path) == packed.folder != plain.folder == resolve_model(path, dequantize=True)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("BF16", torch.bfloat16), ("F16", torch.float16), ("F32", torch.float32)])
+def test_plain_values_are_computed_with_as_they_are(tmp_path, cache, kind, dtype):
+    path = tmp_path / "m.gguf"
+    write_model(path, "qwen2", kinds=(kind,))
+    found, plain = (open_checkpoint(resolve_model(path, dequantize=whole)) for whole in (False, True))
+    assert {r.dtype for r in found.tensors.values()} == {dtype}
+    assert AutoConfig.from_pretrained(found.folder).dtype == dtype
+    for name, record in found.tensors.items():
+        assert torch.equal(read_tensor(record), read_tensor(plain.tensors[name]).to(dtype)), name
+
+
+def test_a_killed_conversion_is_finished(tmp_path, cache):
+    path = tmp_path / "m.gguf"
+    write_model(path, "llama")
+    code = ("import os, signal, sys; from forebay.rewriter.checkpoints.resolve import resolve_model\n"
+            "resolve_model(sys.argv[1], progress=lambda done, total: done > total / 2 and os.kill(os.getpid(), 9))")
+    assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -signal.SIGKILL
+    (folder,) = (entry for entry in (tmp_path / "cache" / "models").iterdir() if entry.is_dir())
+    assert not (folder / "forebay.json").exists()
+    assert resolve_model(path) == folder and open_checkpoint(folder, verify=True).tensors
 
 
 def test_other_names(tmp_path, monkeypatch):

@@ -1,0 +1,189 @@
+"""GGUF's quantised blocks as rows of `packing`: codes, scales and lows, every value being code * scale + low.
+
+Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. d and m are a block's factors, in fp16, q its
+codes.
+
+    Q4_0, Q4_1, Q5_0, Q5_1, Q8_0    32 values: (q - 8) d, q d + m, (q - 16) d, q d + m, q d with a signed q
+    IQ4_NL, MXFP4                   32 values: table[q] d; d of MXFP4 is a power of two
+    Q2_K, Q3_K, Q6_K                256 values, 16 share factors s and n: q s d - n m, (q - 4) s d, (q - 32) s d
+    Q4_K, Q5_K, IQ4_XS              256 values, 32 share factors s and n: q s d - n m, the same, table[q] s d
+
+Codes are exact. So are scales and lows of the first two lines, MXFP4's in bf16, the others' in fp16. The products s d
+and n m have up to 18 significant bits and are rounded to fp16's 11: by 2^-12 of a scale, where a value that was rounded
+to a code lost up to 2^-1 of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from forebay.kernels.formats import packing
+
+Bytes = np.ndarray  # uint8 [blocks, bytes of a block]
+Parts = tuple[np.ndarray, np.ndarray, np.ndarray]  # codes uint8 [blocks, values], scale, low float32 [blocks, groups]
+FP16_MOST = float(np.finfo(np.float16).max)
+IQ4_TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16)
+MXFP4_TABLE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16)
+
+
+class BlockKind(NamedTuple):
+    """How a block of `values` values in `nbytes` bytes becomes rows: bits of a code and values that share a scale."""
+
+    values: int
+    nbytes: int
+    bits: int
+    group: int
+    parts: Callable[[Bytes], Parts]
+    scale_dtype: torch.dtype = torch.float16
+
+    @property
+    def format(self) -> str:
+        """The weight format of these rows."""
+        return f"w{self.bits}g{self.group}"
+
+
+def repack(rows: np.ndarray, kind: BlockKind) -> torch.Tensor:
+    """Rows of blocks, uint8 [N, bytes of a row], as rows of `packing` [N, R]."""
+    count = rows.shape[0]
+    codes, scale, low = _parts(rows, kind)
+    scales, lows = (torch.from_numpy(part.reshape(count, -1)).to(kind.scale_dtype) for part in (scale, low))
+    return packing.pack_rows(packing.pack_codes(torch.from_numpy(codes.reshape(count, -1)), kind.bits), scales, lows)
+
+
+def representable(rows: np.ndarray, kind: BlockKind) -> bool:
+    """Whether scales and lows are finite in the rows' dtype."""
+    _, scale, low = _parts(rows, kind)
+    most = FP16_MOST if kind.scale_dtype == torch.float16 else float(torch.finfo(kind.scale_dtype).max)
+    return all(bool(np.all(np.abs(part) <= most)) for part in (scale, low))  # NaN is not
+
+
+def _parts(rows: np.ndarray, kind: BlockKind) -> Parts:
+    with np.errstate(over="ignore", invalid="ignore"):  # factors that are not finite are told by `representable`
+        return kind.parts(rows.reshape(-1, kind.nbytes))
+
+
+def _half(blocks: Bytes, at: int) -> np.ndarray:
+    """The fp16 number at byte `at` of each block, float32 [blocks, 1]."""
+    return blocks[:, at : at + 2].copy().view(np.float16).astype(np.float32)
+
+
+def _nibbles(packed: np.ndarray) -> np.ndarray:
+    """Codes [..., 2 n] of bytes [..., n]: all low nibbles, then all high ones."""
+    return np.concatenate([packed & 15, packed >> 4], -1)
+
+
+def _fifth_bits(blocks: Bytes, at: int) -> np.ndarray:
+    """Bit 4 of the codes of Q5_0 and Q5_1: bit j of the 32-bit word at byte `at` belongs to value j."""
+    return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
+
+
+def _legacy(header: int, offset: int, high: bool = False) -> Callable[[Bytes], Parts]:
+    """Blocks of 32 with nibbles after `header` bytes: q d - offset d, or q d + m where offset is 0."""
+
+    def parts(blocks: Bytes) -> Parts:
+        d = _half(blocks, 0)
+        codes = _nibbles(blocks[:, header : header + 16])
+        if high:
+            codes |= _fifth_bits(blocks, header - 4)
+        return codes, d, -offset * d if offset else _half(blocks, 2)
+
+    return parts
+
+
+def _q8_0(blocks: Bytes) -> Parts:
+    d = _half(blocks, 0)
+    return blocks[:, 2:] ^ 128, d, -128 * d
+
+
+def _iq4_nl(blocks: Bytes) -> Parts:
+    d = _half(blocks, 0)
+    return (IQ4_TABLE + 128).astype(np.uint8)[_nibbles(blocks[:, 2:])], d, -128 * d
+
+
+def _mxfp4(blocks: Bytes) -> Parts:
+    """The table holds twice the values of FP4, so d is half of the block's power of two: 2^(e - 128)."""
+    d = np.exp2(blocks[:, :1].astype(np.float32) - 128)
+    return (MXFP4_TABLE + 12).astype(np.uint8)[_nibbles(blocks[:, 1:])], d, -12 * d
+
+
+def _six_bit_factors(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The 6-bit factors of scales and of lows of Q4_K and Q5_K, each [blocks, 8], out of 12 bytes."""
+    first, second, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:12]
+    scales = np.concatenate([first & 63, (rest & 15) | (first >> 6 << 4)], 1)
+    lows = np.concatenate([second & 63, (rest >> 4) | (second >> 6 << 4)], 1)
+    return scales, lows
+
+
+def _q4_k(blocks: Bytes) -> Parts:
+    scales, lows = _six_bit_factors(blocks[:, 4:16])
+    codes = _nibbles(blocks[:, 16:144].reshape(-1, 4, 32)).reshape(-1, 256)
+    return codes, _half(blocks, 0) * scales, -(_half(blocks, 2) * lows)
+
+
+def _q5_k(blocks: Bytes) -> Parts:
+    scales, lows = _six_bit_factors(blocks[:, 4:16])
+    codes = _nibbles(blocks[:, 48:176].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    codes |= (blocks[:, 16:48].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8)[:, None] & 1) << 4
+    return codes.reshape(-1, 256), _half(blocks, 0) * scales, -(_half(blocks, 2) * lows)
+
+
+def _two_bits(packed: np.ndarray) -> np.ndarray:
+    """Codes [blocks, 2, 4, 32] of 64 bytes: each half holds its four runs of 32 values two bits apart."""
+    return packed.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+
+
+def _q2_k(blocks: Bytes) -> Parts:
+    factors = blocks[:, :16]
+    codes = _two_bits(blocks[:, 16:80]).reshape(-1, 256)
+    return codes, _half(blocks, 80) * (factors & 15), -(_half(blocks, 82) * (factors >> 4))
+
+
+def _q3_k(blocks: Bytes) -> Parts:
+    high = blocks[:, :32].reshape(-1, 1, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(2, 4, 1) & 1
+    codes = _two_bits(blocks[:, 32:96]) | high << 2
+    packed = blocks[:, 96:108]
+    low = np.concatenate([packed[:, :8] & 15, packed[:, :8] >> 4], 1)
+    top = (packed[:, None, 8:] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3).reshape(-1, 16)
+    scale = _rounded(_half(blocks, 108) * ((low | top << 4).astype(np.int8) - 32).astype(np.float32))
+    return codes.reshape(-1, 256), scale, -4 * scale
+
+
+def _q6_k(blocks: Bytes) -> Parts:
+    low, high = blocks[:, :128].reshape(-1, 2, 64), blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    codes = _nibbles(low).reshape(-1, 2, 4, 32) | (high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3) << 4
+    scale = _rounded(_half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32))
+    return codes.reshape(-1, 256), scale, -32 * scale
+
+
+def _iq4_xs(blocks: Bytes) -> Parts:
+    high = blocks[:, 2:4].copy().view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], -1).reshape(-1, 8)
+    scale = _rounded(_half(blocks, 0) * ((low | high << 4).astype(np.int16) - 32).astype(np.float32))
+    codes = (IQ4_TABLE + 128).astype(np.uint8)[_nibbles(blocks[:, 8:136].reshape(-1, 8, 16))].reshape(-1, 256)
+    return codes, scale, -128 * scale
+
+
+def _rounded(scale: np.ndarray) -> np.ndarray:
+    """To fp16 where that is finite, before lows are taken from it: the code of zero then stands for zero exactly."""
+    return scale.astype(np.float16).astype(np.float32)
+
+
+BLOCK_KINDS = {
+    "Q4_0": BlockKind(32, 18, 4, 32, _legacy(2, 8)),
+    "Q4_1": BlockKind(32, 20, 4, 32, _legacy(4, 0)),
+    "Q5_0": BlockKind(32, 22, 8, 32, _legacy(6, 16, True)),
+    "Q5_1": BlockKind(32, 24, 8, 32, _legacy(8, 0, True)),
+    "Q8_0": BlockKind(32, 34, 8, 32, _q8_0),
+    "IQ4_NL": BlockKind(32, 18, 8, 32, _iq4_nl),
+    "IQ4_XS": BlockKind(256, 136, 8, 32, _iq4_xs),
+    "MXFP4": BlockKind(32, 17, 8, 32, _mxfp4, torch.bfloat16),
+    "Q2_K": BlockKind(256, 84, 4, 16, _q2_k),
+    "Q3_K": BlockKind(256, 110, 4, 16, _q3_k),
+    "Q4_K": BlockKind(256, 144, 4, 32, _q4_k),
+    "Q5_K": BlockKind(256, 176, 8, 32, _q5_k),
+    "Q6_K": BlockKind(256, 210, 8, 16, _q6_k),
+}
