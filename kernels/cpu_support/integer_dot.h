@@ -14,7 +14,9 @@ namespace forebay {
 // Rows of x as integers: whole groups, padded with zeros. Rows are taken in blocks of 8, and what is left in one block
 // each of 4, 2 and 1. A block holds SUB elements of each of its rows, then the next SUB of each: read in order, and
 // with no power of two between rows, which would share one L1 set. Every 32 elements hold the even ones and then the
-// odd ones for 4-bit codes, so that low and high nibbles meet theirs; for 8-bit codes they stand in order.
+// odd ones for 4-bit codes, so that low and high nibbles meet theirs; for 8-bit codes they stand in order. Groups of 16
+// (SUB is 16) are taken two at a time, 32 elements: their products add up in the low and the high half of a vector, and
+// 8-bit codes meet elements 0 to 7 and 16 to 23, then the others. x then has one scale for both.
 struct IntegerRows {
   uint8_t* values;  // int16 or int8
   float* scale;     // [m, g8]
@@ -51,9 +53,10 @@ FB_INLINE float sum8(__m256 v) { return _mm_cvtss_f32(sum8(v, v, v, v)); }
 
 // Elements [0, n) of a group of `group` (a multiple of 32) as integers of BYTES bytes. False where x is not finite, or
 // so small that its scale would not be a normal number: such rows take the fp32 kernel.
+// With `halves` a group is two of 16: both get the scale, and each its own sum.
 template <int BYTES, class T>
-FB_INLINE bool round_group(const T* x, int64_t n, int64_t group, bool interleave, uint8_t* to, int64_t sub,
-                           int64_t sub_stride, float* scale, float* sum) {
+FB_INLINE bool round_group(const T* x, int64_t n, int64_t group, bool interleave, bool halves, uint8_t* to,
+                           int64_t sub, int64_t sub_stride, float* scale, float* sum) {
   alignas(32) float held[32];
   const __m256 sign = _mm256_set1_ps(-0.0f);
   __m256 most = _mm256_setzero_ps();
@@ -69,7 +72,7 @@ FB_INLINE bool round_group(const T* x, int64_t n, int64_t group, bool interleave
   const float inverse = largest > 0.0f && usable ? top / largest : 0.0f;
   *scale = usable ? largest / top : 0.0f;
   const __m256 factor = _mm256_set1_ps(inverse);
-  __m256i total = _mm256_setzero_si256();
+  __m256i total = _mm256_setzero_si256(), first = total;
   bool ordered = true;
   for (i = 0; i < group; i += 32) {
     __m256 v[4];
@@ -87,6 +90,7 @@ FB_INLINE bool round_group(const T* x, int64_t n, int64_t group, bool interleave
       q[j] = _mm256_cvtps_epi32(_mm256_mul_ps(v[j], factor));
       total = _mm256_add_epi32(total, q[j]);
     }
+    first = _mm256_add_epi32(q[0], q[1]);
     __m256i a = _mm256_permute4x64_epi64(_mm256_packs_epi32(q[0], q[1]), 0xd8);
     __m256i b = _mm256_permute4x64_epi64(_mm256_packs_epi32(q[2], q[3]), 0xd8);
     if (interleave) {
@@ -95,6 +99,10 @@ FB_INLINE bool round_group(const T* x, int64_t n, int64_t group, bool interleave
       const __m256i odds = _mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16));
       a = _mm256_permute4x64_epi64(even, 0xd8);
       b = _mm256_permute4x64_epi64(odds, 0xd8);
+    } else if (halves) {
+      const __m256i low = _mm256_permute2x128_si256(a, b, 0x20);
+      b = _mm256_permute2x128_si256(a, b, 0x31);
+      a = low;
     }
     uint8_t* at = to + i / sub * sub_stride + i % sub * BYTES;
     if (BYTES == 2) {
@@ -111,6 +119,14 @@ FB_INLINE bool round_group(const T* x, int64_t n, int64_t group, bool interleave
   int64_t whole = 0;
   for (int32_t part : parts) whole += part;
   *sum = *scale * float(whole);
+  if (halves) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(parts), first);
+    int64_t half = 0;
+    for (int32_t part : parts) half += part;
+    scale[1] = *scale;
+    sum[0] = *scale * float(half);
+    sum[1] = *scale * float(whole - half);
+  }
   return usable && ordered;
 }
 
@@ -119,12 +135,13 @@ template <int BYTES, class T>
 static bool round_row(const T* x, int64_t k, int64_t group, int32_t bits, const IntegerRows& rows, int64_t i,
                       int64_t m) {
   bool usable = true;
-  const int64_t count = rows.k / group, sub = group % 64 ? 32 : 64;
+  const bool halves = group == 16;
+  const int64_t count = rows.k / group, sub = group % 64 ? 32 : 64, together = halves ? 2 : 1, span = group * together;
   const RowBlock block = block_of(i, m);
   uint8_t* values = rows.values + (block.begin * rows.k + (i - block.begin) * sub) * BYTES;
   float *scale = rows.scale + i * rows.g8, *sum = rows.sum + i * rows.g8;
-  for (int64_t g = 0; g < count; ++g)
-    usable &= round_group<BYTES>(x + g * group, std::min(group, k - g * group), group, bits == 4,
+  for (int64_t g = 0; g < count; g += together)
+    usable &= round_group<BYTES>(x + g * group, std::min(span, k - g * group), span, bits == 4, halves,
                                  values + g * group * block.rows * BYTES, sub, sub * block.rows * BYTES, scale + g,
                                  sum + g);
   for (int64_t g = count; g < rows.g8; ++g) scale[g] = sum[g] = 0.0f;
@@ -150,7 +167,10 @@ constexpr int64_t AHEAD_NBYTES = 4096;
 
 #define FB_METHOD inline __attribute__((always_inline))
 
-// The dot products of SUB elements: Codes holds those of one weight row unpacked, `dot` meets them with a row of x.
+// Elements that are multiplied together.
+constexpr int unit_of(int sub) { return sub == 16 ? 32 : sub; }
+
+// The dot products of SUB elements (of 16: of two groups): Codes holds those of one weight row unpacked, `dot` meets them with a row of x.
 template <int BITS, int BYTES, int SUB> struct Codes;
 
 template <int SUB> struct Codes<4, 2, SUB> {
@@ -184,6 +204,17 @@ template <int SUB> struct Codes<8, 2, SUB> {
       sum = _mm256_add_epi32(
           sum, _mm256_madd_epi16(w[i], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 32 * i))));
     return sum;
+  }
+};
+
+template <> struct Codes<4, 2, 16> : Codes<4, 2, 32> { using Codes<4, 2, 32>::Codes; };
+
+template <> struct Codes<8, 2, 16> : Codes<8, 2, 32> {
+  FB_METHOD explicit Codes(const uint8_t* p) : Codes<8, 2, 32>(p) {
+    const __m128i a = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)),
+                  b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 16));
+    w[0] = _mm256_cvtepu8_epi16(_mm_unpacklo_epi64(a, b));
+    w[1] = _mm256_cvtepu8_epi16(_mm_unpackhi_epi64(a, b));
   }
 };
 
@@ -229,16 +260,22 @@ FB_INLINE void integer_block(const uint8_t* x, const float* x_scale, const float
       for (int64_t b = 0; b < stride; b += 64)
         _mm_prefetch(reinterpret_cast<const char*>(rows + n * stride + ahead + b), _MM_HINT_T0);
   }
-  const int shift = __builtin_ctzll(uint64_t(f.group / SUB));
-  const int64_t begin = g0 << shift, end = g1 << shift;
-  const uint8_t* values = x + begin * MB * SUB * BYTES;
-  const uint8_t* codes_at = rows + begin * SUB * BITS / 8;
-  for (int64_t u = 0; u < end - begin; ++u, values += MB * SUB * BYTES, codes_at += SUB * BITS / 8)
+  constexpr int UNIT = unit_of(SUB);
+  const int shift = SUB == 16 ? 0 : __builtin_ctzll(uint64_t(f.group / SUB));
+  const int64_t begin = SUB == 16 ? g0 / 2 : g0 << shift, end = SUB == 16 ? g1 / 2 : g1 << shift;
+  const uint8_t* values = x + begin * MB * UNIT * BYTES;
+  const uint8_t* codes_at = rows + begin * UNIT * BITS / 8;
+  for (int64_t u = 0; u < end - begin; ++u, values += MB * UNIT * BYTES, codes_at += UNIT * BITS / 8)
     FB_UNROLL for (int n = 0; n < NB; ++n) {
       const Codes<BITS, BYTES, SUB> codes(codes_at + n * stride);
       FB_UNROLL for (int i = 0; i < MB; ++i) {
-        const __m256 sum = _mm256_cvtepi32_ps(codes.dot(values + i * SUB * BYTES));
-        acc[n][i] = _mm256_fmadd_ps(sum, _mm256_broadcast_ss(scales[n][i] + (u >> shift)), acc[n][i]);
+        const __m256 sum = _mm256_cvtepi32_ps(codes.dot(values + i * UNIT * BYTES));
+        __m256 scale;
+        if constexpr (SUB == 16)
+          scale = _mm256_setr_m128(_mm_broadcast_ss(scales[n][i] + 2 * u), _mm_broadcast_ss(scales[n][i] + 2 * u + 1));
+        else
+          scale = _mm256_broadcast_ss(scales[n][i] + (u >> shift));
+        acc[n][i] = _mm256_fmadd_ps(sum, scale, acc[n][i]);
       }
     }
   if (NB == 4) {

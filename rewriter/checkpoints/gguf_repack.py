@@ -104,7 +104,7 @@ class GgufTensor:
 
     def format(self) -> str:
         kind = BLOCK_KINDS.get(self.tensor.kind.name)
-        if kind is None or kind.group % 32 or self._order is None:
+        if kind is None or self._order is None:
             return ""
         return kind.format if self._representable else ""
 

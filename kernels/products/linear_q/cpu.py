@@ -120,7 +120,7 @@ def bind_linear_q(
         fail("x", f"must be on the CPU, got {x.device}")
     out2, after = _check_out(x, rows, out, after)
     x2 = as_matrix(x, "x", fail)
-    if impl not in NAMES or (impl == "int8" and bits != 4):
+    if impl not in NAMES or (impl == "int8" and (bits != 4 or group_size == 16)):
         fail("impl", f"must be one of {implementations(bits)}, got {impl!r}")
     if impl == "upcast" or 0 in (*out2.shape, in_features):
         return functools.partial(_upcast, x2, rows, bias, out2, stored, after)

@@ -34,7 +34,7 @@ from forebay.kernels.products.linear.selection import Grid, grid_of
 from forebay.kernels.products.linear_q.gpu_dequantised import bind_dequantised
 
 OP = "linear_q"
-GROUP_SIZES = (32, 64, 128)
+GROUP_SIZES = (16, 32, 64, 128)
 SCALE_DTYPES = (torch.float16, torch.bfloat16)
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 VECTOR_STAGES = tl.constexpr(4)
@@ -267,8 +267,8 @@ def linear_q(
 ) -> Tensor:  # fmt: skip
     """act(x W^T + bias) * multiplier + residual into out [..., N], or a new tensor.
 
-    x [..., K], residual, multiplier and out are of one dtype, fp16 or bf16; rows uint8 [N, R] hold W in groups of 32,
-    64 or 128 along K. impl is a name of `selection`; "" asks its default table. Weights are rounded to x's dtype once,
+    x [..., K], residual, multiplier and out are of one dtype, fp16 or bf16; rows uint8 [N, R] hold W in groups of 16,
+    32, 64 or 128 along K. impl is a name of `selection`; "" asks its default table. Weights are rounded to x's dtype once,
     scales to it first. ValueError names what is wrong, before the launch.
     """
     run, result = _bind(x, rows, bias, stored, after, out, impl, workspace)

@@ -77,7 +77,8 @@ void run_chunk(const QuantizedLinearArgs& a, const Work& work, int64_t m0, int64
 #define FB_PRODUCT(BITS, BYTES, SUB) \
   integer_product<BITS, BYTES, SUB>(work.integers, m, rows, a.rows_stride, n, work.f, c, n)
   const bool whole = a.group % 64 == 0;
-  if (a.integer_nbytes == 2 && a.bits == 4) whole ? FB_PRODUCT(4, 2, 64) : FB_PRODUCT(4, 2, 32);
+  if (a.integer_nbytes == 2 && a.group == 16) a.bits == 4 ? FB_PRODUCT(4, 2, 16) : FB_PRODUCT(8, 2, 16);
+  else if (a.integer_nbytes == 2 && a.bits == 4) whole ? FB_PRODUCT(4, 2, 64) : FB_PRODUCT(4, 2, 32);
   else if (a.integer_nbytes == 2) whole ? FB_PRODUCT(8, 2, 64) : FB_PRODUCT(8, 2, 32);
   else if (a.integer_nbytes == 1) whole ? FB_PRODUCT(4, 1, 64) : FB_PRODUCT(4, 1, 32);
   else
@@ -182,11 +183,13 @@ extern "C" int forebay_integer_dot() {
 #endif
 }
 
-// Needs a group that is a multiple of 32 up to 512, and scratch for one row of x. Writes out[m, n] only.
+// Needs a group of 16 (then K a multiple of 32, and x as integers of 16 bits or as fp32), or a multiple of 32 up to 512,
+// and scratch for one row of x. Writes out[m, n] only.
 extern "C" int forebay_linear_q(const QuantizedLinearArgs* a, float* scratch, int64_t scratch_floats,
                                         int threads) {
   if (a->m == 0 || a->n == 0) return 0;
-  if (a->group % 32 || a->group > UNPACK_K || scratch_floats_for(*a, 1) > scratch_floats) return 1;
+  const bool pairs = a->group == 16 && a->k % 32 == 0 && a->integer_nbytes != 1;
+  if ((a->group % 32 && !pairs) || a->group > UNPACK_K || scratch_floats_for(*a, 1) > scratch_floats) return 1;
   if (a->integer_nbytes && !forebay_integer_dot()) return 1;
   run(*a, scratch, scratch_floats, threads);
   return 0;

@@ -2,8 +2,9 @@
 
     int16   C++, AVX2: x rounded to 16-bit integers with one scale per group, exact integer sums. Adds 1.5e-5 of a
             group's largest |x|, 250 times less than a bf16 x has lost already. The default at every number of rows
-    int8    the same with 8 bits, as llama.cpp does; 4-bit weights only. Adds 0.4 % of a group's largest |x|: some 0.4 %
-            of the product's norm, beside the 10 % that 4-bit weights cost. 1.2 to 1.5 times faster from 4 rows on
+    int8    the same with 8 bits, as llama.cpp does; 4-bit weights in groups of 32 or more. Adds 0.4 % of a group's
+            largest |x|: some 0.4 % of the product's norm, beside the 10 % that 4-bit weights cost. 1.2 to 1.5 times
+            faster from 4 rows on
     flat    C++ on any processor: some rows of W at a time unpacked to fp32, fp32 sums
     upcast  the same by torch, tile by tile in bounded scratch; needs no compiler
 

@@ -41,8 +41,10 @@ def check(x: Tensor, rows: Tensor, bias: Tensor | None, stored: Packing, after: 
     bits, in_features, group_size, scale_dtype = stored
     if bits not in BITS:
         fail("bits", f"must be one of {BITS}, got {bits}")
-    if group_size % 32 or not 32 <= group_size <= MAX_GROUP:
-        fail("group_size", f"must be a multiple of 32 up to {MAX_GROUP}, got {group_size}")
+    if group_size != 16 and (group_size % 32 or not 32 <= group_size <= MAX_GROUP):
+        fail("group_size", f"must be 16 or a multiple of 32 up to {MAX_GROUP}, got {group_size}")
+    if group_size == 16 and in_features % 32:
+        fail("in_features", f"must be a multiple of 32 for groups of 16, got {in_features}")
     if scale_dtype not in packing.SCALE_DTYPES:
         fail("scale_dtype", f"must be fp16 or bf16, got {scale_dtype}")
     if x.dtype not in native.DTYPES:
