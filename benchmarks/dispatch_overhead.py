@@ -117,7 +117,7 @@ def main() -> None:
     machine = cached_machine(tempfile.gettempdir())
     for budget in args.budgets.split(","):
         with forebay.wrap(args.model, {"device": budget}, batch=args.batch, prompt=32, new_tokens=args.new,
-                          machine=machine) as lm:
+                          machine=machine, dequantize=True) as lm:
             launches = sum(type(item).__name__ == "Launch" for item in lm.session.bound(1).program.step)
             ids = torch.randint(5, lm.captured.vocab_size, (args.batch, 32), generator=torch.Generator().manual_seed(1))
             lm.generate(ids, max_new_tokens=4, eos_token_id=None)

@@ -104,7 +104,7 @@ def measure(name: str, rounds: int, count: int, quick: bool, say: Any) -> dict[s
     prompts, answers = (QUICK if quick else LONGEST)[name]
     budget, places = BUDGETS[name]
     with tempfile.TemporaryDirectory() as folder:
-        opened = open_model("demo" if name == "smollm2" else tiny_model(Path(folder)))
+        opened = open_model("demo" if name == "smollm2" else tiny_model(Path(folder)), dequantize=True)
         wishes = Wishes(cache_tier="device")
         sizes = parse_budget({"device": budget})
         job = Workload(count, prompts[1], answers[1])

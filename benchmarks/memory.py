@@ -114,7 +114,7 @@ def compare(
     """Prefill and decode of one model, everything resident; planned for `machine`, this one unless told."""
     from transformers import AutoModelForCausalLM
 
-    captured, checkpoint, files = open_model(folder)
+    captured, checkpoint, files = open_model(folder, dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=captured.dtype).eval()
     found = []
     with LanguageModel(captured, checkpoint, files, Budget(16 << 30), workload,

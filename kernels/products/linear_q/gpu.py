@@ -268,8 +268,8 @@ def linear_q(
     """act(x W^T + bias) * multiplier + residual into out [..., N], or a new tensor.
 
     x [..., K], residual, multiplier and out are of one dtype, fp16 or bf16; rows uint8 [N, R] hold W in groups of 16,
-    32, 64 or 128 along K. impl is a name of `selection`; "" asks its default table. Weights are rounded to x's dtype once,
-    scales to it first. ValueError names what is wrong, before the launch.
+    32, 64 or 128 along K. impl is a name of `selection`; "" asks its default table. Weights are rounded to x's dtype
+    once, scales to it first. ValueError names what is wrong, before the launch.
     """
     run, result = _bind(x, rows, bias, stored, after, out, impl, workspace)
     run()

@@ -47,6 +47,9 @@ def weight(n: int, k: int, bits: int, group: int, scale_dtype: torch.dtype) -> t
         ("aten", 5, 33, 203, 64),
         ("", 256, 33, 70, 32),
         ("large", 66, 37, 256, 128),
+        ("gemv", 2, 13, 544, 16),
+        ("flat", 5, 33, 256, 16),
+        ("flat", 3, 20, 288, 16),
     ),
 )
 def test_near_float64(impl: str, m: int, n: int, k: int, group: int, dtype: torch.dtype, bits: int) -> None:
