@@ -24,11 +24,12 @@ LATENT = dict(GROUPED, num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, q
               v_head_dim=16, n_routed_experts=4, first_k_dense_replace=4, n_group=1, topk_group=1)
 EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 ROTARY = dict(rope_theta=10000.0)
+FOLLOW_LENGTH = ("dynamic", "longrope")  # the frequencies of a batch are those of its longest row
 
 # name -> (model type, sizes beside SIZES)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", GROUPED),
-    "Llama, dynamic rope": ("llama", dict(GROUPED, rope_parameters=dict(
+    "Llama, dynamic rope": ("llama", dict(GROUPED, max_position_embeddings=16, rope_parameters=dict(
         ROTARY, rope_type="dynamic", factor=2.0))),
     "Llama, linear rope": ("llama", dict(GROUPED, rope_parameters=dict(ROTARY, rope_type="linear", factor=2.0))),
     "Llama, YaRN": ("llama", dict(GROUPED, rope_parameters=dict(
@@ -53,9 +54,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi": ("phi", {}),
     "Phi-3": ("phi3", dict(GROUPED, original_max_position_embeddings=128)),
     "Phi-3, longrope": ("phi3", dict(
-        GROUPED, max_position_embeddings=256, original_max_position_embeddings=64, rope_parameters=dict(
+        GROUPED, max_position_embeddings=256, original_max_position_embeddings=24, rope_parameters=dict(
             ROTARY, rope_type="longrope", short_factor=[1.0] * 8, long_factor=[4.0] * 8,
-            original_max_position_embeddings=64))),
+            original_max_position_embeddings=24))),
     "PhiMoE": ("phimoe", GROUPED | EXPERTS),
     "OPT": ("opt", dict(ffn_dim=96, word_embed_proj_dim=64)),
     "OPT-350m": ("opt", dict(ffn_dim=96, word_embed_proj_dim=32, do_layer_norm_before=False)),
@@ -109,7 +110,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def check(name: str) -> Outcome:
-    """Two prompts of unequal length, streamed at about half of the weights' bytes, against each by itself."""
+    """Two prompts of unequal length, streamed at about half of the weights' bytes, against each by itself; as a batch
+    where their frequencies follow its length, which exceeds the original on the way."""
     kind, sizes = ARCHITECTURES[name]
     torch.manual_seed(0)
     try:
@@ -129,6 +131,11 @@ def check(name: str) -> Outcome:
             return Outcome("refused", one_line(error)) if "\n" not in str(error) else failed(one_line(error))
         except Exception as error:  # anything but a refusal by name is a fault
             return failed(f"{type(error).__name__}: {one_line(error)}")
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") in FOLLOW_LENGTH:
+        ids, mask = _padded(prompts)
+        expected = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+        same = torch.equal(expected[:, ids.shape[1] :], torch.stack(found))
+        return EQUAL if same else failed("other tokens than transformers' own of the batch")
     for prompt, row in zip(prompts, found, strict=True):
         wrong = _difference(model, prompt[0], row)
         if wrong:
@@ -136,12 +143,19 @@ def check(name: str) -> Outcome:
     return EQUAL
 
 
-def _streamed(folder: Path, prompts: list[torch.Tensor]) -> list[torch.Tensor]:
+def _padded(prompts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask [B, T] with the padding on the left."""
     longest = max(PROMPTS)
     ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
     mask = torch.zeros_like(ids)
     for i, prompt in enumerate(prompts):
         ids[i, longest - prompt.shape[1] :], mask[i, longest - prompt.shape[1] :] = prompt[0], 1
+    return ids, mask
+
+
+def _streamed(folder: Path, prompts: list[torch.Tensor]) -> list[torch.Tensor]:
+    ids, mask = _padded(prompts)
+    longest = ids.shape[1]
     budget = 700_000  # attention's workspace is 278 528 bytes of it with two threads
     with wrap(folder, {"device": budget}, batch=len(prompts), prompt=longest, new_tokens=NEW, prefill_chunk=8,
               machine=Machine.default()) as lm:

@@ -68,28 +68,3 @@ def window_of(module: nn.Module, given: int | None) -> int:
     if not tokens:
         raise CaptureError(f"its config has {pattern.name} but no {SIZES[pattern.name]}")
     return -tokens if pattern.name == "chunked_attention" else int(given or tokens)
-
-
-def fix_rotary(model: nn.Module) -> int:
-    """Keep rotary frequencies that would follow the longest position of a call (rope types dynamic and longrope) at
-    those of the model's original length; returns that length, within which they are exact, or 0 where none follow."""
-    lengths = [0]
-    for module in model.modules():
-        state = vars(module)
-        kinds = state.get("rope_type") or ""
-        named: dict[str, str] = kinds if isinstance(kinds, dict) else {"": kinds}
-        if not any(map(_follows, named.values())):
-            continue
-        for name, kind in named.items():
-            if _follows(kind):
-                given = state["config"].rope_parameters
-                parameters = given[name] if name else given
-                original = state["original_max_seq_len"] if "dynamic" in kind else 0
-                lengths.append(int(original or parameters["original_max_position_embeddings"]))
-        fixed = {name: "default" if _follows(kind) else kind for name, kind in named.items()}
-        state["rope_type"] = fixed if isinstance(kinds, dict) else fixed[""]
-    return min((n for n in lengths if n), default=0)
-
-
-def _follows(kind: str) -> bool:
-    return "dynamic" in kind or kind == "longrope"

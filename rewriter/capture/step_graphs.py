@@ -84,6 +84,8 @@ def step_inputs(
     `block` stages is token-major, K and V beside each other, in whole blocks that are whole pages."""
     batch, context = workload.batch, workload.context if cached is None else cached
     inputs = {"input_ids": _meta((batch, tokens)), "start": _meta((batch,)), "last": _meta((batch,))}
+    if any(node.name == "length" for node in captured.step.graph.find_nodes(op="placeholder")):
+        inputs["length"] = _meta((batch,))
     for i, spec in enumerate(captured.cache):
         for side in "kv":
             shape = batch, spec.kv_heads, context, spec.head_dim

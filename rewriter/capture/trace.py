@@ -28,8 +28,9 @@ from forebay.rewriter.capture.layers import (
     layer_signature,
 )
 from forebay.rewriter.capture.merge import Kind, join
-from forebay.rewriter.capture.patterns import fix_rotary, mark_patterns
+from forebay.rewriter.capture.patterns import mark_patterns
 from forebay.rewriter.capture.released import release_symbols, sources_released
+from forebay.rewriter.capture.rotary import calls_of, follow_length
 from forebay.rewriter.ir.graph import CacheSpec, CapturedModel, Gives
 
 # Example sizes: unequal, so that a size mistaken for another shows, and none is 1, which tracing would specialise.
@@ -68,12 +69,14 @@ class _Step(nn.Module):
         hidden = args[0]  # [B, S, H]
         return (hidden.gather(1, _last.get()[:, None, None].expand(-1, 1, hidden.shape[-1])),)
 
-    def forward(self, input_ids: torch.Tensor, start: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, start: torch.Tensor, last: torch.Tensor, length: torch.Tensor | None = None
+    ) -> torch.Tensor:
         self.calls.clear()
         positions = start[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
         token = _last.set(last)
         try:
-            with starting_at(start):
+            with starting_at(start), calls_of(length):
                 out = self.model(
                     input_ids=input_ids,
                     position_ids=positions,
@@ -131,9 +134,9 @@ def trace_model(model: Any, wanted: Gives) -> CapturedModel:
         raise CaptureError("it does not accept position_ids, so sequences of unequal length cannot share a batch")
     path, layers = found
     mark_patterns(model.config, list(layers))
-    positions = fix_rotary(model)
+    follows = follow_length(model)
     with sources_released():
-        tracer = _Tracer(model, path, list(layers), wanted)
+        tracer = _Tracer(model, path, list(layers), wanted, follows.length)
         try:
             kinds, kind_of_layer = tracer.trace_layers(("layer_idx",))
         except LayerIndexUsed:  # then layers that differ in nothing but their index are different kinds
@@ -142,14 +145,16 @@ def trace_model(model: Any, wanted: Gives) -> CapturedModel:
     for program in (tracer.program, *(kind.program for kind in kinds.values())):
         release_symbols(program)
     vocab_size = model.get_output_embeddings().weight.shape[0] if wanted == "scores" else joined.vocab_size
-    limit = min(joined.max_positions or positions, positions) if positions else joined.max_positions
-    return replace(joined, vocab_size=vocab_size, gives=wanted, max_positions=limit)
+    limit = 0 if follows.unlimited else joined.max_positions
+    return replace(joined, vocab_size=vocab_size, gives=wanted, max_positions=limit, renewed_at=follows.renewed_at)
 
 
 class _Tracer:
     """Holds the model while its outer part is traced, at once, and its kinds of layers, afterwards."""
 
-    def __init__(self, model: Any, path: str, layers: list[nn.Module], wanted: Gives) -> None:
+    def __init__(
+        self, model: Any, path: str, layers: list[nn.Module], wanted: Gives, follows_length: bool = False
+    ) -> None:
         self.layers = layers
         self.names = _canonical_names(model)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
@@ -165,11 +170,11 @@ class _Tracer:
         self._make_fake(model)
         with self.mode:
             tokens = torch.zeros(_B, _S, dtype=torch.int64)
-            start, last = torch.zeros(_B, dtype=torch.int64), torch.zeros(_B, dtype=torch.int64)
-            self.step(tokens, start, last)
+            each = [torch.zeros(_B, dtype=torch.int64) for _ in range(3 if follows_length else 2)]
+            self.step(tokens, *each)
         self.exporting = True
-        shapes = ({0: _BATCH, 1: _SEQ}, {0: _BATCH}, {0: _BATCH})
-        self.program = export(self.step, (tokens, start, last), dynamic_shapes=shapes, strict=False)
+        shapes = ({0: _BATCH, 1: _SEQ}, *({0: _BATCH} for _ in each))
+        self.program = export(self.step, (tokens, *each), dynamic_shapes=shapes, strict=False)
         self.sizes = _dynamic_sizes(self.program)
         if [call.layer for call in self.calls.calls] != list(range(len(layers))):
             raise CaptureError("its layers are not called once each, in order")

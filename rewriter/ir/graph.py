@@ -135,9 +135,10 @@ class CapturedModel:
     """A language model as graphs.
 
     `step` has the placeholders input_ids [B, S], start [B] (tokens already cached), last [B] (index within this
-    chunk of the token whose logits are wanted), then cache_k_i / cache_v_i [B, Hkv, L, D] for each layer i, then
-    weights; it returns what `gives` says: logits [B, V] of the token `last`, or something for all tokens
-    (`capture_model`). Its `call_module` nodes call block graphs (its submodules), whose
+    chunk of the token whose logits are wanted), where rotary frequencies follow it length [B] (tokens of the whole
+    call, in every chunk of a prompt), then cache_k_i / cache_v_i [B, Hkv, L, D] for each layer i, then weights; it
+    returns what `gives` says: logits [B, V] of the token `last`, or something for all tokens (`capture_model`). Its
+    `call_module` nodes call block graphs (its submodules), whose
     placeholders are matched by position. Equal layers share one block graph.
     """
 
@@ -154,6 +155,7 @@ class CapturedModel:
     gives: Gives = "last"
     token_types: bool = False  # the model has a meaning for token_type_ids, which a step does not read
     rewritten: bool = False  # the passes on captured graphs have run
+    renewed_at: int = 0  # a cache begun within so many tokens is computed anew beyond them; 0: never
 
     @property
     def weight_nbytes(self) -> int:

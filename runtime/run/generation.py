@@ -32,12 +32,13 @@ def generate_tokens(
 ) -> torch.Tensor:
     """New tokens [len(prompts), N] int64 for prompts of unequal length (each int64 [P], P >= 1), N <= max_new_tokens.
 
-    Fewer prompts than the plan's batch leave rows idle. `generator` is one for all, or one for each prompt. `on_token`
+    Fewer prompts than the plan's batch leave rows idle. The length of the call, where a model follows it, is that of
+    the longest row. `generator` is one for all, or one for each prompt. `on_token`
     sees each column [len(prompts)] as it is chosen.
     RuntimeFault, before anything runs, for sequences whose cache would reach into the activations.
     """
     rows, count = session.plan.workload.batch, len(prompts)
-    refuse_crossing(session.plan, prompts, stop.max_new_tokens)
+    refuse_crossing(session.plan, prompts, stop.max_new_tokens, session.renewed_at)
     lengths = _lengths(session, prompts)
     logits = prefill(session, prompts, lengths)
     ended = torch.zeros(count, dtype=torch.bool)
@@ -45,6 +46,7 @@ def generate_tokens(
     columns: list[torch.Tensor] = []
     position = lengths.clone()
     last = torch.zeros(rows, dtype=torch.int64)
+    grown = False
     while True:
         one = isinstance(generator, torch.Generator)
         scores = logits[:count].to(generator.device) if one else logits[:count]  # type: ignore[union-attr]
@@ -56,11 +58,19 @@ def generate_tokens(
         ended |= torch.isin(token, eos)
         if len(columns) == stop.max_new_tokens or bool(ended.all()):
             return torch.stack(columns, 1)
-        if len(columns) == 1:
-            session.grow()
-        ids = torch.zeros(rows, 1, dtype=torch.int64)
-        ids[:count, 0] = token
-        logits = session.step({"input_ids": ids, "start": position, "last": last})
+        longest = int(position.max())
+        if session.renews(longest, longest + 1):
+            new = torch.stack(columns, 1)
+            logits = prefill(session, [torch.cat(both) for both in zip(prompts, new, strict=True)], position + 1)
+            grown = False
+        else:
+            if not grown:
+                session.grow()
+                grown = True
+            ids = torch.zeros(rows, 1, dtype=torch.int64)
+            ids[:count, 0] = token
+            logits = session.step({"input_ids": ids, "start": position, "last": last,
+                                   "length": torch.full_like(position, longest + 1)})
         position = position + 1
 
 
@@ -70,11 +80,20 @@ def next_logits(session: Session, prompts: Sequence[torch.Tensor]) -> torch.Tens
     return prefill(session, prompts, _lengths(session, prompts))[: len(prompts)].clone()
 
 
-def refuse_crossing(plan: Plan, prompts: Sequence[torch.Tensor], new_tokens: int) -> None:
+def with_renewal(prompt: int, new_tokens: int, renewed_at: int) -> tuple[int, int]:
+    """Tokens of the longest prompt and of the answer to it, where the prompt and what has followed it begin anew once
+    they exceed `renewed_at` (0: never)."""
+    if prompt <= renewed_at < prompt + new_tokens - 1:
+        return renewed_at + 1, prompt + new_tokens - renewed_at - 1
+    return prompt, new_tokens
+
+
+def refuse_crossing(plan: Plan, prompts: Sequence[torch.Tensor], new_tokens: int, renewed_at: int = 0) -> None:
     """RuntimeFault if the plan's cache has no room for so many prompts, or for them and their new tokens."""
     w, count, longest = plan.workload, len(prompts), max(p.numel() for p in prompts)
     need = longest + new_tokens - 1  # the last token is never appended
-    if count <= w.batch and need <= w.context and (longest <= w.prompt or not plan.lends):
+    begun, _ = with_renewal(longest, new_tokens, renewed_at)
+    if count <= w.batch and need <= w.context and (begun <= w.prompt or not plan.lends):
         return
     meeting = plan.meeting()
     where = "" if meeting is None else (
@@ -94,8 +113,8 @@ def _lengths(session: Session, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def prefill(session: Session, prompts: Sequence[torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
-    """Run the prompts through the model; returns the logits [B, V] of each one's last token."""
-    under_way = Prefill(session, prompts, lengths)
+    """Run the prompts through the model as one call; returns the logits [B, V] of each one's last token."""
+    under_way = Prefill(session, prompts, lengths, lengths.max().expand(lengths.shape))
     while not under_way.step():
         pass
     return under_way.logits
@@ -106,16 +125,17 @@ class Prefill:
 
     Sequences stand left-aligned; what a shorter one computes past its end is never seen and is overwritten later. The
     last chunk is moved back to end with the longest prompt, so that no position beyond it is touched. `lengths` [B]
-    are of all rows of a step, of which the first hold the prompts; `places` [B], for a plan whose prefill steps compute
-    some sequences alone, are theirs. Rows beyond the prompts then repeat the first one.
+    are of all rows of a step, of which the first hold the prompts; `calls` [B] of the calls that they belong to;
+    `places` [B], for a plan whose prefill steps compute some sequences alone, are theirs. Rows beyond the prompts then
+    repeat the first one.
     """
 
     def __init__(
-        self, session: Session, prompts: Sequence[torch.Tensor], lengths: torch.Tensor,
+        self, session: Session, prompts: Sequence[torch.Tensor], lengths: torch.Tensor, calls: torch.Tensor,
         places: torch.Tensor | None = None,
     ) -> None:
         self.session, self.lengths = session, lengths
-        self.inputs = {} if places is None else {"places": places}
+        self.inputs = {"length": calls} if places is None else {"length": calls, "places": places}
         longest = int(lengths.max())
         self.chunk = session.plan.schedule.chunk_for(longest)
         self.span = max(longest, self.chunk)

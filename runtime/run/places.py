@@ -9,7 +9,7 @@ import torch
 
 from forebay.rewriter.ir.plan import Plan
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.run.generation import Prefill, Stop
+from forebay.runtime.run.generation import Prefill, Stop, with_renewal
 from forebay.runtime.run.sampling import Sampling, choose
 from forebay.runtime.run.session import Session
 
@@ -41,9 +41,10 @@ OnEnd = Callable[[int, list[int]], None]  # number of a sequence, and its new to
 OnStep = Callable[[Work], None]
 
 
-def fits(plan: Plan, prompt: int, new_tokens: int) -> bool:
+def fits(plan: Plan, prompt: int, new_tokens: int, renewed_at: int = 0) -> bool:
     """Whether a place of `plan` has room for a prompt of so many tokens and an answer."""
     w = plan.workload  # the last token is never appended
+    prompt, new_tokens = with_renewal(prompt, new_tokens, renewed_at)
     return prompt + new_tokens - 1 <= w.context and (prompt <= w.prompt or not (plan.lends or entering(plan)))
 
 
@@ -66,7 +67,7 @@ def answer_all(
     session is to be closed.
     """
     for i, each in enumerate(asked):
-        if not fits(session.plan, each.ids.numel(), each.new_tokens):
+        if not fits(session.plan, each.ids.numel(), each.new_tokens, session.renewed_at):
             w = session.plan.workload
             raise RuntimeFault(f"sequence {i} of {each.ids.numel()} tokens with {each.new_tokens} new ones does not "
                                f"fit the plan's places, which are of {w.prompt} with {w.new_tokens}; plan for more "
@@ -140,7 +141,8 @@ class _Loop:
         if not self.entering:
             self.free.sort(reverse=True)  # rows of a step are the first places
         self.entered = [(self.free.pop(), number) for number in numbers]
-        prompts = [self.asked[number].ids for number in numbers]
+        prompts = [torch.cat((self.asked[number].ids, torch.tensor(self.new.get(number, []), dtype=torch.int64)))
+                   for number in numbers]
         lengths = torch.ones(self.entering or self.batch, dtype=torch.int64)
         lengths[:most] = torch.tensor([prompt.numel() for prompt in prompts])
         places = None
@@ -148,7 +150,7 @@ class _Loop:
             lengths[most:] = lengths[0]
             places = torch.full_like(lengths, self.entered[0][0])
             places[:most] = torch.tensor([place for place, _ in self.entered])
-        self.prefill = Prefill(self.session, prompts, lengths, places)
+        self.prefill = Prefill(self.session, prompts, lengths, lengths, places)
 
     def advance(self) -> None:
         """Compute a chunk of those that enter; behind the last one they have their first tokens."""
@@ -160,7 +162,8 @@ class _Loop:
         entered, logits, self.prefill = self.entered, self.prefill.logits, None
         self.entered = []
         for place, number in entered:
-            self.running[place], self.new[number] = number, []
+            self.running[place] = number
+            self.new.setdefault(number, [])
         self._take(entered, logits[: len(entered)])
         if self.running and not self.entering:
             self.session.grow()
@@ -173,7 +176,8 @@ class _Loop:
         for place, number in self.running.items():
             new = self.new[number]
             ids[place, 0], start[place] = new[-1], self.asked[number].ids.numel() + len(new) - 1
-        logits = self.session.step({"input_ids": ids, "start": start, "last": torch.zeros_like(start)})
+        logits = self.session.step({"input_ids": ids, "start": start, "last": torch.zeros_like(start),
+                                    "length": start + 1})
         self.work.decodes += 1
         rows = sorted(self.running.items())
         self._take(rows, logits[torch.tensor([place for place, _ in rows]).to(logits.device)])
@@ -196,3 +200,14 @@ class _Loop:
         for number in ended:
             self.work.ended += 1
             self.on_end(number, self.new.pop(number))
+        self._renew()
+
+    def _renew(self) -> None:
+        """Let sequences whose cache is no use to their next token enter anew with all their tokens, and where all begin
+        together those beside them too."""
+        lengths = {place: self.asked[number].ids.numel() + len(self.new[number])
+                   for place, number in self.running.items()}
+        leaving = [place for place, length in lengths.items() if self.session.renews(length - 1, length)]
+        for place in sorted(leaving if self.entering or not leaving else lengths, key=lengths.__getitem__):
+            self.waiting.append(self.running.pop(place))
+            self.free.append(place)

@@ -24,15 +24,18 @@ class Rows:
     def __init__(self, session: Session, heads: Sequence[int]) -> None:
         self.session, self.heads = session, tuple(heads)
         self.lengths = torch.zeros(0, dtype=torch.int64)  # [n] tokens that each row holds
+        self._ids: list[torch.Tensor] = []  # and which, for a cache that may have to be computed anew
+        self._call = 0  # tokens of the longest row so far, some of which may have been taken back
         self._grown = False
 
     def begin(self, prompts: Sequence[torch.Tensor], new_tokens: int = 1) -> torch.Tensor:
         """Run prompts (each int64 [P]) from the start; logits [n, V] after each, or [n, longest, V] at every token,
         zeros past a prompt's end. RuntimeFault where the plan has no room for them and `new_tokens` more."""
         plan = self.session.plan
-        refuse_crossing(plan, prompts, new_tokens)
+        refuse_crossing(plan, prompts, new_tokens, self.session.renewed_at)
         self.lengths, self._grown = torch.zeros(len(prompts), dtype=torch.int64), False
         lengths = torch.tensor([p.numel() for p in prompts])
+        self._ids, self._call = list(prompts), int(lengths.max())
         if not self.session.every_position:
             padded = torch.ones(plan.workload.batch, dtype=torch.int64)
             padded[: len(prompts)] = lengths
@@ -53,12 +56,27 @@ class Rows:
         if ids.shape[1] > room:
             raise RuntimeFault(f"the cache has room for {room} more tokens, not for {ids.shape[1]}: plan for more "
                                "(wrap(new_tokens=…))")
+        longest = int(self.lengths.max()) + ids.shape[1]
+        if self.session.renewed_at:
+            held = zip(self._ids, self.lengths.tolist(), ids, strict=True)
+            self._ids = [torch.cat((old[:n], new)) for old, n, new in held]
+            if self.session.renews(self._call, longest):
+                return self._last(self.begin(self._ids), keep)
+        self._call = max(self._call, longest)
         if not self._grown:
             self.session.grow()
             self._grown = True
         logits = self._run(ids, keep)
         self.lengths = self.lengths + ids.shape[1]
         return logits
+
+    def _last(self, logits: torch.Tensor, keep: int) -> torch.Tensor:
+        """[n, keep, V] of the last tokens that the rows hold, of what `begin` returned."""
+        if logits.dim() == 2:
+            if keep > 1:
+                raise ValueError("this session's steps give logits of one token only")
+            return logits[:, None]
+        return torch.stack([row[n - keep : n] for row, n in zip(logits, self.lengths.tolist(), strict=True)])
 
     def crop(self, tokens: int) -> None:
         """Forget the last `tokens` tokens of every row."""
@@ -97,6 +115,7 @@ class Rows:
                 part = cache[:, :, first : min(first + tokens, used)]
                 part[to] = part[found]  # the right side is a copy, so no row is read after it was written
         self.lengths = self.lengths[index]
+        self._ids = [self._ids[i] for i in index.tolist()]
 
     def _run(self, ids: torch.Tensor, keep: int) -> torch.Tensor:
         """Steps over ids [n, S] behind what the rows hold; logits [n, keep, V] of the last `keep`."""
@@ -106,6 +125,7 @@ class Rows:
             raise ValueError("this session's steps give logits of one token only")
         fed = torch.zeros(batch, span, dtype=torch.int64)
         fed[:count] = ids
+        call = torch.full((batch,), self._call)
         start = torch.zeros(batch, dtype=torch.int64)
         start[:count] = self.lengths
         chunk = self._chunk(span, context - int(start.max()))
@@ -115,7 +135,7 @@ class Rows:
         for at in (*range(0, end - chunk, chunk), end - chunk):
             last = min(max(span - 1 - at, 0), chunk - 1)
             found = self.session.step({"input_ids": fed[:, at : at + chunk], "start": start + at,
-                                       "last": torch.full((batch,), last)})
+                                       "last": torch.full((batch,), last), "length": call})
             if found.dim() == 2:
                 logits = found[:count, None].clone() if at == end - chunk else None
                 continue

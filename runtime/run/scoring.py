@@ -23,10 +23,11 @@ def token_scores(session: Session, rows: Sequence[torch.Tensor]) -> list[torch.T
     for i, row in enumerate(rows):
         ids[i, : row.numel()] = row
     scores = torch.zeros(plan.workload.batch, span, 2)
+    calls = torch.tensor(lengths + [1] * (plan.workload.batch - len(rows)))  # each row by itself
     for start in (*range(0, span - chunk, chunk), span - chunk):
         scores[:, start : start + chunk] = session.step({
             "input_ids": ids[:, start : start + chunk], "start": torch.full((plan.workload.batch,), start),
-            "last": ids[:, start + chunk]})
+            "last": ids[:, start + chunk], "length": calls})
     return [scores[i, :length] for i, length in enumerate(lengths)]
 
 

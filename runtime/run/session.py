@@ -38,7 +38,8 @@ def resident_copies(plan: Plan, files: Mapping[str, FileSlice]) -> list[Copy]:
 class Session:
     """Holds the arenas of `plan` until `close`. `program` gives the Program for a number of tokens per sequence,
     `growth` the one between prefill and decoding where the cache then gets more room. With `every_position` the
-    Programs give logits of every token of a step."""
+    Programs give logits of every token of a step. A cache that was begun within `renewed_at` tokens is no use beyond
+    them: whoever runs steps then begins again (0: never)."""
 
     def __init__(
         self,
@@ -50,11 +51,12 @@ class Session:
         trace: Trace | None = None,
         growth: Program | None = None,
         every_position: bool = False,
+        renewed_at: int = 0,
     ) -> None:
         if plan.lends and growth is None:
             raise RuntimeFault("this plan's cache grows after the prefill; give the session the program that does it")
         self.plan, self.device, self.trace = plan, device, trace
-        self.every_position = every_position
+        self.every_position, self.renewed_at = every_position, renewed_at
         self._program, self._growth = program, growth
         self._grow: BoundProgram | None = None
         self._blocks = CacheBlocks(plan) if plan.schedule.block.staged else None
@@ -93,9 +95,9 @@ class Session:
         return found
 
     def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Run one step over input_ids [B, S], start [B], last [B] (int64); returns logits [B, V], or with
-        `every_position` [B, S, V], valid until the next step. A prefill of some sequences alone takes their `places`
-        [B] too."""
+        """Run one step over input_ids [B, S], start [B], last [B], length [B] (int64; `CapturedModel`); returns logits
+        [B, V], or with `every_position` [B, S, V], valid until the next step. A prefill of some sequences alone takes
+        their `places` [B] too."""
         tokens = inputs["input_ids"].shape[1]
         bound = self.bound(tokens)
         if self._blocks is not None:
@@ -108,6 +110,10 @@ class Session:
             self._started = True
         self._run(bound)
         return bound.outputs["out0"]
+
+    def renews(self, held: int, length: int) -> bool:
+        """Whether a cache of calls of `held` tokens is no use to one that comes to count `length`."""
+        return (held <= self.renewed_at) != (length <= self.renewed_at)
 
     def _run(self, bound: BoundProgram) -> None:
         """Run a program. Its proof orders what it stores with what it loads itself; another program's stores have ended

@@ -43,7 +43,7 @@ from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
 from forebay.runtime.disk.spill import require_spill_folder
 from forebay.runtime.measure.kept import kept_machine
-from forebay.runtime.run.generation import next_logits
+from forebay.runtime.run.generation import next_logits, with_renewal
 from forebay.runtime.run.places import Asked, OnEnd, OnStep, Work, answer_all, entering
 from forebay.runtime.run.rows import Rows
 from forebay.runtime.run.sampling import Sampling
@@ -156,6 +156,9 @@ class LanguageModel(ModuleHabits):
             if workload.prompt + 1 > limit:
                 raise PlanError(f"a prompt of {workload.prompt} tokens does not fit the model's {limit} positions")
             workload = replace(workload, new_tokens=limit - workload.prompt)
+        if plan is None:
+            begun, left = with_renewal(workload.prompt, workload.new_tokens, self.captured.renewed_at)
+            workload = replace(workload, prompt=begun, new_tokens=left)
         self._fused = self._fused or rewrite_captured(self.captured, self.switches, self.wishes.cache_format)
         if plan is None:
             pipeline, plan = choose(self._graphs, self.budget, workload, wishes, self.machine, self.switches)
@@ -226,7 +229,7 @@ class LanguageModel(ModuleHabits):
             self._session = Session(
                 self.plan, partial(self._pipeline.program, self.plan),  # without `self`: no cycle keeps the memory
                 resident_copies(self.plan, self.files), self.captured.constants, device, self.trace,
-                self._pipeline.growth(self.plan), self.captured.gives == "all")
+                self._pipeline.growth(self.plan), self.captured.gives == "all", self.captured.renewed_at)
             LOG.info("loaded %s of weights in %.1f s", format_nbytes(self.plan.nbytes_on("device")),
                      time.monotonic() - began)
         return self._session
@@ -298,6 +301,7 @@ class LanguageModel(ModuleHabits):
         """Plan for (at least) this many sequences, prompt tokens and new tokens; nothing happens if the present plan
         serves them. With `in_places`, a plan serves whose places they enter one after the other."""
         have = self.plan.workload
+        prompt, new_tokens = with_renewal(prompt, new_tokens, self.captured.renewed_at)
         held = in_places if entering(self.plan) else batch <= have.batch
         fits = held and prompt <= have.prompt and prompt + new_tokens <= have.context
         if not fits:

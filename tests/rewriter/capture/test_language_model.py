@@ -41,8 +41,10 @@ class Runner:
             for c in lm.cache
         ]
 
-    def __call__(self, tokens: torch.Tensor, start: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        bound = {"input_ids": tokens, "start": start, "last": last}
+    def __call__(
+        self, tokens: torch.Tensor, start: torch.Tensor, last: torch.Tensor, length: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        bound = {"input_ids": tokens, "start": start, "last": last} | ({} if length is None else {"length": length})
         for node in self.lm.step.graph.find_nodes(op="placeholder"):
             mark = node.meta.get(META)
             if isinstance(mark, CacheInput):
@@ -347,18 +349,46 @@ def test_other_architectures_are_refused_by_what_they_are():
         assert "\n" not in str(caught.value) and config.model_type in str(caught.value)
 
 
-def test_rotary_frequencies_that_follow_the_length_are_exact_up_to_the_original():
+def test_rotary_frequencies_follow_the_length_of_each_call():
+    """Which is an input of the step, the same in every chunk; models that need none have none."""
     rope = dict(rope_theta=10000.0, rope_type="longrope", short_factor=[1.0] * 8, long_factor=[4.0] * 8,
-                original_max_position_embeddings=64)
-    long = FAMILIES["phi3"](max_position_embeddings=256, original_max_position_embeddings=64, rope_parameters=rope)
-    dynamic = FAMILIES["llama"](rope_parameters=dict(rope_theta=10000.0, rope_type="dynamic", factor=2.0))
-    for config, limit in ((long, 64), (dynamic, 128)):
+                original_max_position_embeddings=16)
+    long = FAMILIES["phi3"](max_position_embeddings=64, original_max_position_embeddings=16, rope_parameters=rope)
+    dynamic = FAMILIES["llama"](max_position_embeddings=16, rope_parameters=dict(
+        rope_theta=10000.0, rope_type="dynamic", factor=2.0))
+    for config, limit, renewed_at in ((long, 64, 16), (dynamic, 0, 0)):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         lm = capture_model(config)
-        assert lm.max_positions == limit
-        tokens = torch.randint(3, VOCAB, (1, 20))
+        assert (lm.max_positions, lm.renewed_at) == (limit, renewed_at)
+        tokens = torch.randint(3, VOCAB, (2, 20))
         with torch.no_grad():
-            expected = model(tokens).logits[0, -1]
-        got = Runner(lm, model, 1, False)(tokens, torch.tensor([0]), torch.tensor([19]))
-        assert (got[0] - expected).abs().max() <= 2e-5 * expected.abs().max()
+            expected = [model(row[None, :n]).logits[0, -1] for row, n in zip(tokens, (20, 9), strict=True)]
+        run = Runner(lm, model, 2, False)
+        length = torch.tensor([20, 9])
+        run(tokens[:, :8], torch.tensor([0, 0]), torch.tensor([7, 7]), length)
+        got = run(tokens[:, 8:], torch.tensor([8, 8]), torch.tensor([11, 0]), length)
+        for row, logits in zip(got, expected, strict=True):
+            assert (row - logits).abs().max() <= 2e-5 * logits.abs().max()
+    assert not [n for n in captured("llama").step.graph.find_nodes(op="placeholder") if n.name == "length"]
+
+
+def test_layers_with_tables_of_their_own_that_follow_the_length_are_refused(monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    plain, config = LlamaDecoderLayer.__init__, FAMILIES["llama"](2, rope_parameters=dict(
+        rope_theta=10000.0, rope_type="dynamic", factor=2.0))
+    forward = LlamaDecoderLayer.forward
+
+    def init(self, config, layer_idx):
+        plain(self, config, layer_idx)
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    def own(self, hidden_states, position_embeddings=None, position_ids=None, **kwargs):
+        tables = self.rotary(hidden_states, position_ids)
+        return forward(self, hidden_states, position_embeddings=tables, position_ids=position_ids, **kwargs)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "__init__", init)
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", own)
+    with pytest.raises(CaptureError, match="a layer makes rotary tables of its own"):
+        capture_model(config)
