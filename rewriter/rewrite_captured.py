@@ -47,6 +47,8 @@ def rewrite_captured(captured: CapturedModel, switches: Switches, cache_format: 
     given: dict[str, Callable[[str], tuple]] = {}
     if cache_format != "native":
         kept = _format_of_cache(cache_format)
+        if any(spec.exact for spec in captured.cache):
+            raise PlanError(f"cache: {cache_format} would round positions, which its keys hold; keep it native")
         captured = replace(captured, cache=tuple(_packed(spec, kept) for spec in captured.cache))
         given["quantize_cache"] = lambda _: (kept,)
     if formats:

@@ -90,15 +90,15 @@ FAMILIES = {
 }
 
 
-def falcon() -> T.FalconConfig:
-    return T.FalconConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, **_TOKENS)
+def openai_gpt() -> T.OpenAIGPTConfig:
+    return T.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=128)
 
 
-def bloom() -> T.BloomConfig:
-    return T.BloomConfig(vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4, **_TOKENS)
+def xlnet() -> T.XLNetConfig:
+    return T.XLNetConfig(vocab_size=VOCAB, d_model=64, n_layer=2, n_head=4, d_inner=96)
 
 
-REFUSED = {"falcon": falcon, "bloom": bloom}
+REFUSED = {"openai_gpt": openai_gpt, "xlnet": xlnet}
 
 
 @functools.cache

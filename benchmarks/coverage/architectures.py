@@ -66,9 +66,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-NeoX-Japanese": ("gpt_neox_japanese", {}),
     "GPT-J": ("gptj", dict(GPT, rotary_dim=8)),
     "GPT-Neo": ("gpt_neo", dict(num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]], window_size=6)),
+    "CTRL": ("ctrl", dict(GPT, dff=96)),
     "CodeGen": ("codegen", dict(GPT, rotary_dim=8)),
     "gpt-oss": ("gpt_oss", dict(GROUPED | EXPERTS, head_dim=16, sliding_window=6)),
     "Falcon": ("falcon", {}),
+    "Falcon, grouped": ("falcon", dict(num_kv_heads=2, new_decoder_architecture=True)),
     "Bloom": ("bloom", dict(n_layer=4, n_head=4)),
     "MPT": ("mpt", dict(d_model=64, n_layers=4, n_heads=4, max_seq_len=128)),
     "StableLM": ("stablelm", GROUPED),
@@ -105,6 +107,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "Jamba": ("jamba", dict(GROUPED | EXPERTS, use_mamba_kernels=False, attn_layer_period=2, attn_layer_offset=1)),
     "LFM2": ("lfm2", dict(GROUPED, full_attn_idxs=[1, 3])),
     "RecurrentGemma": ("recurrent_gemma", dict(GROUPED, lru_width=64, attention_window_size=16)),
+    "OpenAI GPT": ("openai-gpt", GPT),
+    "XLNet": ("xlnet", dict(d_model=64, n_layer=4, n_head=4, d_inner=96)),
     "BERT": ("bert", {}),
 }
 

@@ -39,6 +39,11 @@ def starting_at(start: torch.Tensor) -> Iterator[None]:
         _start.reset(token)
 
 
+def starts() -> torch.Tensor:
+    """What `starting_at` was given."""
+    return _start.get()
+
+
 def _attention(
     module: nn.Module,
     query: torch.Tensor,  # [B, H, S, D]

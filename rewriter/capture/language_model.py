@@ -34,6 +34,7 @@ def capture_model(
     `CaptureError` for a model whose attention cannot be replaced, or whose layers are not a plain chain; and, unless it
     is to be looked at alone (not `runs`), for one whose layers choose among experts.
     """
+    from forebay.rewriter.capture.own_attention import adopts
     from forebay.rewriter.capture.trace import trace_model
 
     cls, config = _model_class(config_or_model)
@@ -44,7 +45,7 @@ def capture_model(
     if config.get_text_config(decoder=True).__dict__.get("altup_num_inputs"):
         raise CaptureError(f"{title}: its layers pass on several predictions of the hidden state (AltUp), where one is "
                            "all that is implemented")
-    if not cls._supports_attention_backend:
+    if not cls._supports_attention_backend and not adopts(cls):
         raise CaptureError(
             f"{title}: its attention does not go through transformers' attention interface, "
             "so it cannot be replaced by one that reads a streamed KV cache"
@@ -90,11 +91,15 @@ def _build(cls: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
     from transformers import initialization
 
     from forebay.rewriter.capture.attention import NAME, register_attention
+    from forebay.rewriter.capture.own_attention import adopt_attention
 
     register_attention()
+    built = NAME if cls._supports_attention_backend else "eager"
     with torch.device("meta"), initialization.no_init_weights():
-        model = cls._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=NAME)
+        model = cls._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=built)
         model.tie_weights()
+    model.config._attn_implementation = NAME
+    adopt_attention(model)
     for module in model.modules():
         vars(module)["training"] = False  # as eval() does, a tenth of its time: setting attributes of modules is dear
     _fill_constants(model)

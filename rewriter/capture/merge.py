@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -164,7 +164,7 @@ def _make_block(kind: Kind) -> _Block:
     graph.output(env[traced.result])
     (attention,) = graph.find_nodes(op="call_function", target=ATTENTION.overload)
     window = int(ATTENTION.argument(attention.args, "window"))
-    cache = CacheSpec(kind.cache.kv_heads, kind.cache.head_dim, kind.cache.dtype, window)
+    cache = replace(kind.cache, window=window)
     vals = {name: node.meta["val"] for node, name in weights.items()}
     return _Block(_LazyGraphModule({}, graph), used, vals, tuple(constants.values()), cache, cache_k.meta["val"])
 
@@ -275,7 +275,8 @@ def join(
         layer_weights=layer_weights,
         cache=tuple(block.cache for block in blocks),
         vocab_size=int(outer.result.meta["val"].shape[-1]),
-        max_positions=int(getattr(model.config, "max_position_embeddings", None) or 0),
+        max_positions=int(getattr(model.config, "max_position_embeddings", None)
+                          or getattr(model.config, "max_seq_len", None) or 0),
         dtype=model.dtype,
         model_type=model.config.model_type,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Hashable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from forebay.rewriter.capture.layers import (
     layer_signature,
 )
 from forebay.rewriter.capture.merge import Kind, join
+from forebay.rewriter.capture.own_attention import keys_hold_positions, outer_inputs
 from forebay.rewriter.capture.patterns import mark_patterns
 from forebay.rewriter.capture.released import release_symbols, sources_released
 from forebay.rewriter.capture.rotary import calls_of, follow_length
@@ -79,7 +79,7 @@ class _Step(nn.Module):
             with starting_at(start), calls_of(length):
                 out = self.model(
                     input_ids=input_ids,
-                    position_ids=positions,
+                    **outer_inputs(self.model, positions),
                     past_key_values=self.cache,
                     use_cache=True,
                     return_dict=True,
@@ -130,8 +130,6 @@ def trace_model(model: Any, wanted: Gives) -> CapturedModel:
     found = find_layers(model)
     if found is None:
         raise CaptureError("it has no repeated layers")
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise CaptureError("it does not accept position_ids, so sequences of unequal length cannot share a batch")
     path, layers = found
     mark_patterns(model.config, list(layers))
     follows = follow_length(model)
@@ -208,7 +206,8 @@ class _Tracer:
             raise CaptureError(f"layer {index} has keys {tuple(k.shape)} and values {tuple(v.shape)} of unequal shape")
         if isinstance(out, tuple) and any(isinstance(extra, torch.Tensor) for extra in out[1:]):
             raise CaptureError(f"layer {index} returns more than a hidden state")
-        return _Probe(len(out) if isinstance(out, tuple) else 0, CacheSpec(k.shape[1], k.shape[3], k.dtype))
+        cache = CacheSpec(k.shape[1], k.shape[3], k.dtype, exact=keys_hold_positions(self.layers[index]))
+        return _Probe(len(out) if isinstance(out, tuple) else 0, cache)
 
     def trace_layers(self, ignore: tuple[str, ...]) -> tuple[dict[str, Kind], list[str]]:
         """Trace one layer of each kind; returns the kinds by name, and the name of each layer's kind."""

@@ -121,13 +121,14 @@ class WeightSpec:
 @dataclass(frozen=True)
 class CacheSpec:
     """One layer's KV cache: k and v are each [B, kv_heads, L, head_dim], or of packed rows, whose bytes are then
-    counted as elements of dtype uint8."""
+    counted as elements of dtype uint8. `exact` rows hold positions too, and are never packed."""
 
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     window: int = 0  # sliding window in tokens, 0 for full attention
     format: str = "native"
+    exact: bool = False
 
 
 @dataclass

@@ -203,11 +203,10 @@ class _Loop:
         self._renew()
 
     def _renew(self) -> None:
-        """Let sequences whose cache is no use to their next token enter anew with all their tokens, and where all begin
-        together those beside them too."""
-        lengths = {place: self.asked[number].ids.numel() + len(self.new[number])
-                   for place, number in self.running.items()}
-        leaving = [place for place, length in lengths.items() if self.session.renews(length - 1, length)]
-        for place in sorted(leaving if self.entering or not leaving else lengths, key=lengths.__getitem__):
-            self.waiting.append(self.running.pop(place))
-            self.free.append(place)
+        """Let sequences whose cache is no use to their next token leave, and enter anew with all their tokens."""
+        for place, number in list(self.running.items()):
+            length = self.asked[number].ids.numel() + len(self.new[number])
+            if self.session.renews(length - 1, length):
+                del self.running[place]
+                self.free.append(place)
+                self.waiting.append(number)

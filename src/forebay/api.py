@@ -156,11 +156,10 @@ class LanguageModel(ModuleHabits):
             if workload.prompt + 1 > limit:
                 raise PlanError(f"a prompt of {workload.prompt} tokens does not fit the model's {limit} positions")
             workload = replace(workload, new_tokens=limit - workload.prompt)
+        self._fused = self._fused or rewrite_captured(self.captured, self.switches, self.wishes.cache_format)
         if plan is None:
             begun, left = with_renewal(workload.prompt, workload.new_tokens, self.captured.renewed_at)
             workload = replace(workload, prompt=begun, new_tokens=left)
-        self._fused = self._fused or rewrite_captured(self.captured, self.switches, self.wishes.cache_format)
-        if plan is None:
             pipeline, plan = choose(self._graphs, self.budget, workload, wishes, self.machine, self.switches)
         else:
             pipeline = Pipeline(self._graphs(workload, plan.schedule.block), workload, self.machine, self.switches)
@@ -336,8 +335,7 @@ class LanguageModel(ModuleHabits):
         self, asked: Sequence[Asked], sampling: Sampling, eos: frozenset[int], *, on_end: OnEnd, on_step: OnStep
     ) -> Work:
         """`runtime.run.places.answer_all` on the plan there is, however many are asked."""
-        longest = max(each.ids.numel() for each in asked)
-        most = max(each.new_tokens for each in asked)
+        longest, most = max(each.ids.numel() for each in asked), max(each.new_tokens for each in asked)
         with self.running(min(len(asked), self.plan.workload.batch), longest, most, in_places=True) as session:
             return answer_all(session, asked, sampling, eos, on_end=on_end, on_step=on_step)
 

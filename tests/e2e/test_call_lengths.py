@@ -27,7 +27,7 @@ CONFIGS = {
     "dynamic": lambda: llama(2, max_position_embeddings=ORIGINAL, rope_parameters=dict(
         rope_theta=10000.0, rope_type="dynamic", factor=8.0)),
     # A Llama's cache stays what it was where its frequencies change over: only Phi3's `generate` gives it up.
-    "longrope, kept": lambda: llama(2, max_position_embeddings=4 * ORIGINAL, rope_parameters=LONGROPE | dict(factor=4.0)),
+    "longrope, kept": lambda: llama(2, max_position_embeddings=96, rope_parameters=LONGROPE | dict(factor=4.0)),
 }
 BATCHES = {"shorter": (9, 4), "one of two longer": (5, 30), "longer": (40, 33), "across": (20, 20),
            "one of two across": (7, 20), "across at the first token": (24, 11), "across at the last": (17, 3)}
@@ -52,7 +52,7 @@ class Case:
 
     def streamed(self, lengths: Sequence[int], new: int = NEW, **wishes: Any) -> LanguageModel:
         work = Workload(wishes.pop("rows", len(lengths)), max(lengths), new)
-        return LanguageModel(*self.opened, Budget(700_000), work, Wishes(**dict(prefill_chunk=8) | wishes),
+        return LanguageModel(*self.opened, Budget(900_000), work, Wishes(**dict(prefill_chunk=8) | wishes),
                              Machine.default())
 
     def alone(self, prompt: torch.Tensor, new: int = NEW) -> list[int]:

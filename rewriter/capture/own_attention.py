@@ -1,0 +1,223 @@
+"""Families that compute attention by themselves: what transformers' code does there, done by our operators.
+
+Where a bias grows with the position of the key (ALiBi: arXiv 2108.12409, section 3), a few more columns of queries and
+keys give it in their products: what it has in common for all keys of a query, softmax does not see.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from forebay.kernels.operators import ATTENTION
+from forebay.rewriter.capture.attention import starts
+from forebay.rewriter.capture.layers import CaptureError
+
+# Attention goes through transformers' interface here, though the class does not say so.
+_THROUGH_INTERFACE = ("StableLmForCausalLM", "BioGptForCausalLM")
+_PIECE = 256  # whole numbers up to it are exact in every dtype
+_WIDTH = 8  # rows of queries and keys are multiples of it: 16 bytes of the narrowest dtype
+
+Column = torch.Tensor | float  # of queries or keys, spread to [B, H, S]
+
+
+def adopt_attention(model: nn.Module) -> None:
+    """Let attention that is a family's own call our operators, and what else cannot be traced as it is."""
+    for module in model.modules():
+        found = _REPLACED.get(type(module).__name__)
+        if found is not None:
+            name, prepare = found
+            vars(module)[name] = prepare(module)
+        if "layer_id" in vars(module):  # a layer's number by another name than elsewhere: all would differ in it
+            vars(module)["layer_id"] = None
+    if type(model).__name__ == "FalconForCausalLM":
+        vars(model.transformer)["use_alibi"] = False  # its layers have what they need
+    if type(model).__name__ == "BloomForCausalLM":
+        vars(model.transformer)["build_alibi_tensor"] = lambda *args, **kwargs: torch.zeros(1, 1, 1)
+
+
+def adopts(model: type) -> bool:
+    """Whether the attention of this class, which does not offer an interface, can be replaced all the same."""
+    return model.__name__ in _THROUGH_INTERFACE or model.__name__ in _MODELS
+
+
+def outer_inputs(model: nn.Module, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the model's forward is given beside tokens: their positions [B, S], where it takes any. A mask of four
+    dimensions is passed on as it is, and nobody reads it."""
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        return {"position_ids": positions}
+    if type(model).__name__ in _MODELS:
+        return {"attention_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool)}
+    raise CaptureError("it does not accept position_ids, so sequences of unequal length cannot share a batch")
+
+
+def keys_hold_positions(layer: nn.Module) -> bool:
+    """Whether the rows of a layer's cache hold more than keys and values, so that they must not be rounded."""
+    kinds = {type(module).__name__: module for module in layer.modules()}
+    falcon = kinds.get("FalconAttention")
+    return bool({"BloomAttention", "MptAttention"} & kinds.keys()) or bool(falcon and vars(falcon)["config"].alibi)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int = 0) -> torch.Tensor:
+    """[B, S, H, D] of queries [B, H, S, D] over the whole cache [B, Hkv, L, D]."""
+    found: torch.Tensor = ATTENTION.overload(q.to(k.dtype), k, v, starts(), scale, window, 0.0)
+    return found
+
+
+def _positions(like: torch.Tensor) -> torch.Tensor:
+    """[B, 1, S] of new queries or keys [B, H, S, D]."""
+    return (starts()[:, None] + torch.arange(like.shape[2]))[:, None]
+
+
+def _attend_biased(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: Any, scale: float,
+    columns: Sequence[tuple[Column, Column]],
+) -> torch.Tensor:
+    """[B, S, H, D] with q [B, H, S, D] and the cached k, to which k, v of the new tokens are added first, wider by
+    `columns`, of whose products `scale` takes its part too."""
+    if q.shape[1] != k.shape[1]:
+        raise CaptureError(f"its positions bias the scores of {q.shape[1]} heads that share {k.shape[1]} of keys")
+    width = q.shape[-1]
+    rest = -(width + len(columns)) % _WIDTH
+
+    def widened(rows: torch.Tensor, more: Sequence[Column]) -> torch.Tensor:
+        made = [torch.as_tensor(column, dtype=rows.dtype).expand(rows.shape[:3])[..., None] for column in more]
+        return nn.functional.pad(torch.cat((rows, *made), -1), (0, rest))
+
+    k, v = cache.update(widened(k, [key for _, key in columns]), nn.functional.pad(v, (0, len(columns) + rest)), None)
+    return _attend(widened(q, [query for query, _ in columns]), k, v, scale)[..., :width]
+
+
+def _core(module: nn.Module, scale: float | None = None, window: int = 0) -> Callable[..., Any]:
+    """In the place of `_attn`, which is given new queries and the cache, and returns [B, H, S, D]."""
+    def attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> tuple[torch.Tensor, None]:
+        if mask is not None:
+            raise CaptureError(f"{type(module).__name__} adds a mask of its own to the attention scores")
+        return _attend(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, window).transpose(1, 2), None
+
+    return attn
+
+
+def _gpt_neo(module: Any) -> Callable[..., Any]:
+    return _core(module, 1.0, module.config.window_size if module.attention_type == "local" else 0)
+
+
+def _xglm(module: Any) -> Callable[..., Any]:
+    def forward(
+        hidden_states: torch.Tensor, key_value_states: Any = None, past_key_values: Any = None, **others: Any
+    ) -> tuple[torch.Tensor, None]:
+        if key_value_states is not None:
+            raise CaptureError("it attends to an encoder")
+        shape = (*hidden_states.shape[:2], module.num_heads, module.head_dim)
+        q, k, v = (part(hidden_states).view(shape).transpose(1, 2)
+                   for part in (module.q_proj, module.k_proj, module.v_proj))
+        k, v = past_key_values.update(k, v, None)
+        return module.out_proj(_attend(q, k, v, module.scaling).flatten(2)), None
+
+    return forward
+
+
+def _xglm_positions(module: Any) -> Callable[..., Any]:
+    return lambda position_ids, past=0: module.weights[position_ids + module.offset]  # else sizes are compared
+
+
+def _linear(module: Any) -> Callable[..., Any]:
+    return partial(nn.Linear.forward, module)  # in one operator, whose weight can stream in row tiles
+
+
+def _falcon(module: Any) -> Callable[..., Any]:
+    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb, build_alibi_tensor
+
+    # as transformers rounds them: slopes and their products with positions are bf16 whatever the model's dtype
+    slopes = build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), module.num_heads, torch.bfloat16)[:, 0, 1]
+
+    def forward(
+        hidden_states: torch.Tensor, alibi: Any, attention_mask: Any, position_ids: Any = None,
+        layer_past: Any = None, position_embeddings: Any = None, **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        fused = module.query_key_value(hidden_states)
+        if module.new_decoder_architecture:  # several heads of queries, then one of keys and one of values, and so on
+            fused = fused.view(*fused.shape[:2], module.num_kv_heads, -1, module.head_dim)
+            parts = fused[..., :-2, :].flatten(2, 3), fused[..., -2, :], fused[..., -1, :]
+        else:
+            parts = module._split_heads(fused)
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        scale = module.head_dim**-0.5
+        if module.config.alibi:
+            bias = slopes[None, :, None] * _positions(k)
+            found = _attend_biased(q, k, v, layer_past, scale, [(1.0, bias)])
+        else:
+            q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+            k, v = layer_past.update(k, v, None)
+            found = _attend(q, k, v, scale)
+        return module.dense(found.flatten(2)), None
+
+    return forward
+
+
+def _bloom(module: Any) -> Callable[..., Any]:
+    from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+
+    slopes = _get_alibi_slopes(module.num_heads, torch.device("cpu"))
+
+    def forward(
+        hidden_states: torch.Tensor, residual: torch.Tensor, alibi: Any, attention_mask: Any, layer_past: Any = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        q, k, v = module._reshape(module.query_key_value(hidden_states))
+        columns = _sloped(slopes, _positions(k), module.inv_norm_factor, q.dtype)
+        found = _attend_biased(q, k, v, layer_past, module.inv_norm_factor, columns)
+        return module.dense(found.flatten(2)) + residual, None
+
+    return forward
+
+
+def _mpt(module: Any) -> Callable[..., Any]:
+    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+    slopes = -build_mpt_alibi_tensor(module.n_heads, 2)[:, 0, 0]  # of the position before the last
+
+    def forward(
+        hidden_states: torch.Tensor, position_bias: Any, past_key_values: Any = None, **others: Any
+    ) -> tuple[torch.Tensor, None]:
+        fused = module.Wqkv(hidden_states)
+        if module.clip_qkv:
+            fused = fused.clamp(-module.clip_qkv, module.clip_qkv)
+        shape = (*hidden_states.shape[:2], module.n_heads, module.head_dim)
+        q, k, v = (part.reshape(shape).transpose(1, 2) for part in fused.chunk(3, 2))
+        columns = _sloped(slopes, _positions(k), module.softmax_scale, q.dtype)
+        return module.out_proj(_attend_biased(q, k, v, past_key_values, module.softmax_scale, columns).flatten(2)), None
+
+    return forward
+
+
+def _sloped(
+    slopes: torch.Tensor, positions: torch.Tensor, scale: float, dtype: torch.dtype
+) -> list[tuple[Column, Column]]:
+    """Columns whose products, once multiplied by `scale`, are slopes [H] · positions [B, 1, S]: by pieces of positions
+    and in two parts of the slopes, as a narrow dtype would round both."""
+    steep = (slopes / scale)[None, :, None]
+    rounded = steep.to(dtype).float()
+    pieces = (_PIECE, positions // _PIECE), (1, positions % _PIECE)
+    return [(part * size, piece) for size, piece in pieces for part in (rounded, steep - rounded)]
+
+
+_REPLACED: dict[str, tuple[str, Callable[[Any], Callable[..., Any]]]] = {
+    "GPTJAttention": ("_attn", _core),
+    "CodeGenAttention": ("_attn", _core),
+    "GPTNeoXJapaneseAttention": ("_attn", _core),
+    "GPTNeoSelfAttention": ("_attn", _gpt_neo),
+    "XGLMAttention": ("forward", _xglm),
+    "XGLMSinusoidalPositionalEmbedding": ("forward", _xglm_positions),
+    "FalconAttention": ("forward", _falcon),
+    "FalconLinear": ("forward", _linear),
+    "BloomAttention": ("forward", _bloom),
+    "MptAttention": ("forward", _mpt),
+}
+_MODELS = ("GPTJForCausalLM", "CodeGenForCausalLM", "GPTNeoXJapaneseForCausalLM", "GPTNeoForCausalLM",
+           "XGLMForCausalLM", "FalconForCausalLM", "BloomForCausalLM", "MptForCausalLM")
