@@ -14,6 +14,7 @@ from forebay.rewriter.ir.plan import BufferPlacement, Limits, Plan, Schedule, Wo
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.generation import Stop, generate_tokens, next_logits
 from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.session import Session
 
 VOCAB = 50
 
@@ -26,6 +27,9 @@ class Recalling:
     plan: Plan
     cache: torch.Tensor = field(init=False)
     chunks: list[int] = field(default_factory=list)
+    renewed_at: int = 0
+    renews = Session.renews
+    call = 0  # what the cache was computed for
 
     def __post_init__(self) -> None:
         self.cache = torch.full((self.plan.workload.batch, self.plan.workload.context), -1)
@@ -38,6 +42,13 @@ class Recalling:
 
     def step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         ids, start, last = inputs["input_ids"], inputs["start"], inputs["last"]
+        call = int(inputs["length"].max())
+        if self.renewed_at and self.renews(self.call, call):
+            assert not start.any(), "a cache that is no use is continued"
+            self.grown = False
+            self.cache.fill_(-1)
+        assert call >= int(start.max()) + (1 if ids.shape[1] == 1 else 0)
+        self.call = call
         assert self.grown is (ids.shape[1] == 1) or not self.plan.lends
         if not self.grown and self.plan.lends:
             assert int(start.max()) + ids.shape[1] <= self.plan.workload.prompt
@@ -97,6 +108,19 @@ def test_any_prompts_in_any_chunks_see_exactly_their_own_tokens(data: st.DataObj
     for _ in range(2):
         assert run(target, prompts, new) == [answer(p, new) for p in prompts]
         target.grown = False
+
+
+@pytest.mark.parametrize("lends", [False, True])
+@pytest.mark.parametrize(("lengths", "chunks"), [
+    ((3, 5), [4, 4, 1, 1, 4, 4, 1, 1]), ((7,), [4, 4, 4, 4, 1, 1, 1, 1]), ((2, 8), [4, 4, 1, 1, 1, 1, 1]),
+    ((1,), None)])
+def test_a_cache_that_is_no_use_begins_anew(lengths: tuple[int, ...], chunks: list[int] | None, lends: bool) -> None:
+    """Calls of up to 7 tokens are of one kind, longer ones of another; six new tokens, the last of which is not run."""
+    target = session(2, 8, 5, 4, lends=lends)
+    target.renewed_at = 7
+    prompts = [list(range(n)) for n in lengths]
+    assert run(target, prompts, 6) == [answer(p, 6) for p in prompts]
+    assert chunks is None or target.chunks == chunks
 
 
 @pytest.mark.parametrize(("count", "longest", "new", "lends"), [
