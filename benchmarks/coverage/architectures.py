@@ -108,7 +108,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "LFM2": ("lfm2", dict(GROUPED, full_attn_idxs=[1, 3])),
     "RecurrentGemma": ("recurrent_gemma", dict(GROUPED, lru_width=64, attention_window_size=16)),
     "OpenAI GPT": ("openai-gpt", GPT),
-    "XLNet": ("xlnet", dict(d_model=64, n_layer=4, n_head=4, d_inner=96)),
     "BERT": ("bert", {}),
 }
 

@@ -109,7 +109,16 @@ def _clean(graph: fx.Graph) -> None:
         elif node.op == "call_function" and _is_identity(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        elif node.target is _aten.add_.Tensor and _is_fresh(node.args[0]):
+            node.target = _aten.add.Tensor
     graph.eliminate_dead_code()
+
+
+def _is_fresh(node: object) -> bool:
+    """Whether `node` made memory that only one other node sees."""
+    if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload) or len(node.users) != 1:
+        return False
+    return all(result.alias_info is None for result in node.target._schema.returns)
 
 
 def _is_identity(node: fx.Node) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as T
 from families import FAMILIES, captured
 
 from forebay.exported.allowed import ATEN, name_of, target_of
@@ -14,6 +15,7 @@ from forebay.exported.captured_data import captured_from_data, captured_to_data
 from forebay.exported.errors import ExportError
 from forebay.exported.graph_data import graph_from_data, graph_to_data
 from forebay.rewriter.capture.concretise import concretise
+from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_inputs
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Workload
@@ -23,8 +25,16 @@ from forebay.rewriter.switches import Switches
 SIZES = Workload(3, 5, 6)
 
 
+ROPE = dict(rope_theta=10000.0, short_factor=[1.0] * 8, long_factor=[4.0] * 8, original_max_position_embeddings=16)
+MORE = {"longrope": lambda: FAMILIES["phi3"](original_max_position_embeddings=16, rope_parameters=ROPE | dict(
+    rope_type="longrope")),
+        "dynamic": lambda: FAMILIES["llama"](2, rope_parameters=ROPE | dict(rope_type="dynamic", factor=2.0)),
+        "falcon": lambda: T.FalconConfig(vocab_size=199, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
+        "mpt": lambda: T.MptConfig(vocab_size=199, d_model=64, n_layers=2, n_heads=4, max_seq_len=64)}
+
+
 def stored(family: str) -> tuple[CapturedModel, dict[str, Any], dict[str, torch.Tensor]]:
-    model = rewrite_captured(captured(family), Switches())
+    model = rewrite_captured(capture_model(MORE[family]()) if family in MORE else captured(family), Switches())
     keys = {name: f"c{i}" for i, name in enumerate(model.constants)}
     data = json.loads(json.dumps(captured_to_data(model, keys)))
     return model, data, {keys[name]: value for name, value in model.constants.items()}
@@ -43,13 +53,14 @@ def nodes_of(model: CapturedModel) -> list[tuple]:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE])
 def test_a_model_read_back_computes_the_same(family: str) -> None:
     model, data, tensors = stored(family)
     read = captured_from_data(data, tensors)
     assert nodes_of(read) == nodes_of(model)
     assert (read.layers, read.layer_weights, read.cache, read.vocab_size, read.max_positions, read.token_types) == (
         model.layers, model.layer_weights, model.cache, model.vocab_size, model.max_positions, model.token_types)
+    assert read.renewed_at == model.renewed_at == (16 if family == "longrope" else 0)
     assert read.weights == model.weights and read.constants.keys() == model.constants.keys()
 
 

@@ -63,6 +63,7 @@ class StoredCache:
     head_dim: int
     dtype: str
     window: int
+    exact: bool
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class StoredModel:
     gives: Gives
     vocab_size: int
     max_positions: int
+    renewed_at: int
     dtype: str
     model_type: str
     token_types: bool
@@ -92,10 +94,10 @@ def captured_to_data(captured: CapturedModel, constants: Mapping[str, str]) -> d
     blocks: dict[str, object] = {
         name: graph_to_data(gm, f"layer {captured.layers.index(name)}") for name, gm in captured.blocks().items()}
     return asdict(StoredModel(
-        captured.gives, captured.vocab_size, captured.max_positions, dtype_name(captured.dtype), captured.model_type,
-        captured.token_types, tuple(_weight(spec) for spec in captured.weights.values()), dict(constants),
-        captured.layers, captured.layer_weights,
-        tuple(StoredCache(c.kv_heads, c.head_dim, dtype_name(c.dtype), c.window) for c in captured.cache),
+        captured.gives, captured.vocab_size, captured.max_positions, captured.renewed_at, dtype_name(captured.dtype),
+        captured.model_type, captured.token_types, tuple(_weight(spec) for spec in captured.weights.values()),
+        dict(constants), captured.layers, captured.layer_weights,
+        tuple(StoredCache(c.kv_heads, c.head_dim, dtype_name(c.dtype), c.window, c.exact) for c in captured.cache),
         graph_to_data(captured.step, "the model outside its layers"), blocks))
 
 
@@ -119,9 +121,11 @@ def captured_from_data(data: object, tensors: Mapping[str, torch.Tensor]) -> Cap
             weights={w.name: _spec(w) for w in read.weights},
             constants={name: tensors[key] for name, key in read.constants.items()},
             layers=read.layers, layer_weights=read.layer_weights,
-            cache=tuple(CacheSpec(c.kv_heads, c.head_dim, dtype_named(c.dtype), c.window) for c in read.cache),
-            vocab_size=read.vocab_size, max_positions=read.max_positions, dtype=dtype_named(read.dtype),
-            model_type=read.model_type, gives=read.gives, token_types=read.token_types, rewritten=True)
+            cache=tuple(CacheSpec(c.kv_heads, c.head_dim, dtype_named(c.dtype), c.window, exact=c.exact)
+                        for c in read.cache),
+            vocab_size=read.vocab_size, max_positions=read.max_positions, renewed_at=read.renewed_at,
+            dtype=dtype_named(read.dtype), model_type=read.model_type, gives=read.gives, token_types=read.token_types,
+            rewritten=True)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"graphs: {type(error).__name__}: {error}") from error
     _check_names(captured)
@@ -158,7 +162,7 @@ def _check_names(captured: CapturedModel) -> None:
     if odd:
         raise ValueError(f"graphs.weights: {odd[0]!r} is not a weight that graphs.step reads and graphs.weights has")
     free = {name for name, m in marks if m is None}
-    if not free <= {"input_ids", "start", "last"}:
+    if not free <= {"input_ids", "start", "last", "length"}:
         raise ValueError(f"graphs.step: unknown input {sorted(free)[0]!r}")
 
 
