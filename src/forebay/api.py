@@ -158,8 +158,8 @@ class LanguageModel(ModuleHabits):
             workload = replace(workload, new_tokens=limit - workload.prompt)
         self._fused = self._fused or rewrite_captured(self.captured, self.switches, self.wishes.cache_format)
         if plan is None:
-            begun, left = with_renewal(workload.prompt, workload.new_tokens, self.captured.renewed_at)
-            workload = replace(workload, prompt=begun, new_tokens=left)
+            asked = with_renewal(workload.prompt, workload.new_tokens, self.captured.renewed_at)
+            workload = Workload(workload.batch, *asked)
             pipeline, plan = choose(self._graphs, self.budget, workload, wishes, self.machine, self.switches)
         else:
             pipeline = Pipeline(self._graphs(workload, plan.schedule.block), workload, self.machine, self.switches)
@@ -299,8 +299,7 @@ class LanguageModel(ModuleHabits):
     def reserve(self, batch: int, prompt: int, new_tokens: int, in_places: bool = False) -> None:
         """Plan for (at least) this many sequences, prompt tokens and new tokens; nothing happens if the present plan
         serves them. With `in_places`, a plan serves whose places they enter one after the other."""
-        have = self.plan.workload
-        prompt, new_tokens = with_renewal(prompt, new_tokens, self.captured.renewed_at)
+        have, (prompt, new_tokens) = self.plan.workload, with_renewal(prompt, new_tokens, self.captured.renewed_at)
         held = in_places if entering(self.plan) else batch <= have.batch
         fits = held and prompt <= have.prompt and prompt + new_tokens <= have.context
         if not fits:
