@@ -66,6 +66,7 @@ class Driver:
 def cases() -> Iterator[tuple[str, Callable[[], Callable[[], None]]]]:
     """(name, what binds it) of the launches of a decode step of Llama-3-8B, two sequences."""
     from forebay.kernels.attention.decode_attention.gpu import bind_decode_attention_contiguous
+    from forebay.kernels.attention.scoring import Scoring
     from forebay.kernels.cache.kv_append.gpu import bind_kv_append
     from forebay.kernels.cache.kv_append_q.gpu import bind_kv_append_q
     from forebay.kernels.formats.row_sizes import CACHE_ALIGN, row_nbytes
@@ -73,6 +74,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Callable[[], None]]]]:
     from forebay.kernels.norms.rms_norm.gpu import bind_rms_norm
     from forebay.kernels.positions.rotary.gpu import bind_rotary
     from forebay.kernels.products.linear.gpu import bind_linear
+    from forebay.kernels.products.linear.reference import PLAIN
     from forebay.kernels.products.swiglu.gpu import bind_swiglu
     from forebay.kernels.quantization.dequantize_rows.gpu import bind_dequantize_rows
 
@@ -95,9 +97,9 @@ def cases() -> Iterator[tuple[str, Callable[[], Callable[[], None]]]]:
     yield "kv_append", lambda: bind_kv_append(cache, half(2, 8, 64, 128), kv, half(2, 8, 1, 128), start)
     yield "kv_append_q", lambda: bind_kv_append_q(rows, rows.clone(), kv, half(2, 8, 1, 128), start, 4, 64)
     yield "decode_attention", lambda: bind_decode_attention_contiguous(
-        out, cache, half(2, 8, 64, 128), start, 0.09, 0, 0.0, half(2, 32, 128))
-    yield "linear", lambda: bind_linear(hidden, key, None, None, "", narrow, "gemv")
-    yield "linear_split", lambda: bind_linear(wide, down, None, None, "", hidden, "flat_64x64_s2")
+        out, cache, half(2, 8, 64, 128), start, Scoring(0.09), half(2, 32, 128))
+    yield "linear", lambda: bind_linear(hidden, key, None, PLAIN, narrow, "gemv")
+    yield "linear_split", lambda: bind_linear(wide, down, None, PLAIN, hidden, "flat_64x64_s2")
     yield "swiglu", lambda: bind_swiglu(hidden, gate, half(14336, 4096), "silu", wide)
 
 

@@ -12,7 +12,7 @@ import networkx as nx
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("rewriter", "passes", "kernels", "runtime")
-MOST_LINES, MOST_IN_FUNCTION = 400, 60
+MOST_LINES, MOST_IN_FUNCTION, MOST_PARAMETERS = 400, 60, 9
 # What each part may import of ours; None: everything. The longest prefix that fits a file counts.
 MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "forebay": None,
@@ -121,6 +121,20 @@ def test_what_is_long_says_why() -> None:
         needless += [what for what, node, is_long in kinds if not is_long and says_why(node)]
     assert not long, f"cut in two, or say why in a line of the docstring, 'Long: …': {long}"
     assert not needless, f"no longer long: {needless}"
+
+
+def test_what_travels_together_is_a_record() -> None:
+    """No function of a kernel takes more than nine parameters, but for operators' schemas, which are torch's, and for
+    what Triton compiles, whose arguments are the launch."""
+    wide, seen = [], 0
+    for name, path in SOURCES.items():
+        for node in ast.walk(ast.parse(path.read_text())) if within(name, ("forebay.kernels",)) else ():
+            given = " ".join(map(ast.unparse, node.decorator_list)) if isinstance(node, Function) else "jit"
+            if isinstance(node, Function) and not re.search(r"\bjit\b|custom_op|register_(kernel|fake)", given):
+                seen += 1
+                count = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
+                wide += [f"{name}.{node.name}: {count}"] if count > MOST_PARAMETERS else []
+    assert seen > 300 and not wide, wide
 
 
 OF_THE_WHOLE = ("e2e", "faults")  # folders of tests that mirror no folder of sources

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, relative_error, repeated
 from forebay.kernels.attention.attention import reference as attention
 from forebay.kernels.attention.decode_attention import reference as decode_attention
+from forebay.kernels.attention.scoring import SYNCHRONISED, Scoring, SoftmaxRange
 from forebay.kernels.cache.activation_append_q import reference as activation_append_q
 from forebay.kernels.cache.kv_append_q import reference as kv_append_q
 from forebay.kernels.cache.kv_from_activation import operator as kv_from_activation_operator
@@ -23,7 +24,7 @@ from forebay.kernels.formats.table import ACTIVATION_FORMATS, BLOCK_FORMATS, NAT
 DTYPE = torch.bfloat16
 DIM = 128
 # phi, low and high under which every row of normal q and k shares the maximum.
-SHARED = (0.0, -60.0, 60.0)
+SHARED = SoftmaxRange(0.0, -60.0, 60.0)
 
 
 def decode_work(place: Place, batch: int, heads: int, kv_heads: int, context: int, format: str) -> Work:
@@ -49,12 +50,12 @@ def decode_work(place: Place, batch: int, heads: int, kv_heads: int, context: in
     q, out = normal(place, batch, heads, DIM), torch.empty(batch, heads, DIM, dtype=DTYPE, device=place.device)
     lengths, scale = torch.full((batch,), context, device=place.device), DIM**-0.5
 
-    def calls(*softmax: float) -> list[functools.partial]:
-        last = (table, lengths, layout, scale, 0, 0.0, *softmax, out)
+    def calls(softmax: SoftmaxRange) -> list[functools.partial]:
+        last = (table, lengths, layout, Scoring(scale), softmax, out)
         return [functools.partial(launch, q, one, *last) for one in pools]
 
-    ours = calls(*SHARED)
-    rivals: dict[str, list] = {"synchronised": calls(0.0, 0.0, 0.0)}
+    ours = calls(SHARED)
+    rivals: dict[str, list] = {"synchronised": calls(SYNCHRONISED)}
     aims = [Aim("bandwidth", 0.85), Aim("synchronised", 1.1)] if context % 64 == 0 else []
     if format == "native" and not place.tiny:
         # queries of a group are rows of one product: the fastest way to give torch grouped queries of one position
@@ -82,7 +83,8 @@ def prefill_work(place: Place, heads: int, kv_heads: int, queries: int, window: 
     k, v = normal(place, 1, kv_heads, queries + 9, DIM), normal(place, 1, kv_heads, queries + 9, DIM, scale=0.5)
     start, scale = torch.zeros(1, dtype=torch.int64, device=place.device), DIM**-0.5
     out = torch.empty(1, queries, heads, DIM, dtype=DTYPE, device=place.device)
-    ours = [functools.partial(prefill_attention, q, k, v, start, scale, window, softcap, out) for q in qs]
+    scoring = Scoring(scale, window, softcap)
+    ours = [functools.partial(prefill_attention, q, k, v, start, scoring, out) for q in qs]
     seen = sum(min(i + 1, window or queries) for i in range(queries))
 
     def want() -> torch.Tensor:
@@ -112,7 +114,7 @@ def attention_q_work(
     caches = list(repeated(lambda: kv_append_q.pack(x, bits, group).repeat(1, batch, 1, 1, 1), place.copies(nbytes)))
     q, scale = normal(place, batch, queries, heads, DIM).transpose(1, 2), DIM**-0.5
     out = torch.empty(batch, queries, heads, DIM, dtype=DTYPE, device=place.device)
-    ours = [functools.partial(launch, q, *cache, start, scale, 0, 0.0, bits, group, out) for cache in caches]
+    ours = [functools.partial(launch, q, *cache, start, Scoring(scale), bits, group, out) for cache in caches]
 
     def want() -> torch.Tensor:
         k, v = (kv_append_q.unpack(cache, DIM, bits, group) for cache in caches[0])
@@ -140,13 +142,13 @@ def kv_from_activation_work(place: Place, kv_heads: int, features: int, tokens: 
     make = functools.partial(normal, place, kv_heads, DIM, features, scale=features**-0.5)
     weights = [(w, w.flip(1)) for w in repeated(make, place.copies(nbytes))]
     pool = paged.allocate(layout, blocks, place.device).zero_()
-    last = (gain, None, None, None, cos, sin, features, bits, group, "rms", 1e-5, "native", layout)
-    ours = [functools.partial(kv_from_activation_operator.launch, pool, given, slots, *w, *last) for w in weights]
+    states = kv_from_activation_reference.States(given, features, bits, group)
+    ways = [kv_from_activation_reference.Projection(*w, "native", "rms", 1e-5, gain, cos=cos, sin=sin) for w in weights]
+    ours = [functools.partial(kv_from_activation_operator.launch, pool, states, slots, by, layout) for by in ways]
     table = torch.arange(blocks, dtype=torch.int32, device=place.device)[None]
 
     def verify() -> float:
-        options = {"norm": "rms", "eps": 1e-5, "dtype": torch.float32}
-        want = kv_from_activation_reference.reference(values, *weights[0], gain, cos=cos, sin=sin, **options)
+        want = kv_from_activation_reference.reference(values, ways[0], torch.float32)
         ours[0]()
         got = (t[0, :, slots].transpose(0, 1) for t in paged.read(pool, layout, table, torch.float32))
         return max(relative_error(a, b) for a, b in zip(got, want, strict=True))

@@ -14,7 +14,7 @@ from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.placement import NO_CHECKPOINTS
 from forebay.rewriter.planning.policy_search import Problem, Space, search
-from forebay.rewriter.predict.block_costs import Block
+from forebay.rewriter.predict.block_costs import BlockShape
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS
 from forebay.rewriter.predict.shares import shares
 
@@ -74,7 +74,8 @@ class Case:
         """Tokens per second under the model, with the paper's policy; `whole`: of a run that is not projected."""
         wg, wc, cg, cc, hg, hc = (p / 100 for p in self.percent)
         delegated = self.host_attention and self.cache_format == "native"  # section 5: off with quantisation
-        block = Block(self.micro_batch, self.micro_batches, "zigzag", self.weight_format, self.cache_format, delegated)
+        block = BlockShape(self.micro_batch, self.micro_batches, "zigzag", self.weight_format, self.cache_format,
+                           delegated)  # fmt: skip
         costs = (problem or self.problem()).costs(block, self.prompt + 1 if self.projected and not whole else 0.0)
         x = shares((wg, wc, 1 - wg - wc), (cg, cc, 1 - cg - cc), (hg, hc, 1 - hg - hc))
         return costs.tokens / costs.time_s(x)

@@ -20,7 +20,7 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.placement import NO_CHECKPOINTS, Closed, place
 from forebay.rewriter.planning.policy_search import Problem
 from forebay.rewriter.predict.activation_ratio import CacheBalance, Line, fill_host, layer_times
-from forebay.rewriter.predict.block_costs import Block
+from forebay.rewriter.predict.block_costs import BlockShape
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS
 from forebay.rewriter.predict.shares import shares
@@ -64,10 +64,10 @@ def tokens_per_s(system: System, model: str, prompt: int) -> float:
     """The best throughput over micro-batch sizes for the batch of 128 (for a row system, over batches that fit)."""
     shape = PRESET_MODELS[model]
     problem = Problem(shape, PRESETS[MACHINE], prompt, NEW_TOKENS, runs=running(system.runtime, UNPINNED[MACHINE]))
-    blocks = [Block(size, BATCH // size) for size in MICRO_BATCHES]
+    blocks = [BlockShape(size, BATCH // size) for size in MICRO_BATCHES]
     if system.cache_nbytes:
         held = int(system.cache_nbytes // shape.kv_nbytes(prompt + NEW_TOKENS))
-        blocks = [Block(size, order="row") for size in range(1, min(held, BATCH) + 1)]
+        blocks = [BlockShape(size, order="row") for size in range(1, min(held, BATCH) + 1)]
     best = 0.0
     for block in blocks[-5:]:
         costs = problem.costs(block)
@@ -125,7 +125,7 @@ def balance(model: str, machine: Machine, *, printed: bool) -> CacheBalance:
         times = replace(times, forward_s=0.0, load_checkpoint=Line(0.0))
     size = MICRO_BATCHES[0]
     problem = Problem(shape, machine, PROMPTS[-1], NEW_TOKENS, runs=running(HYBRID, UNPINNED[MACHINE]))
-    work = problem.costs(Block(size, BATCH // size))
+    work = problem.costs(BlockShape(size, BATCH // size))
     free = work.capacity["device"] - float(work.memory["device"] @ shares((0, 1, 0), (0, 1, 0), (0, 1, 0)))
     held = max(0.0, free) / (shape.n_layers * times.checkpoint_nbytes)
     return fill_host(times, work.capacity["host"] - shape.weight_nbytes, shape.n_layers, device_tokens=held)

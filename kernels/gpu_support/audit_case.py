@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class HeadShape(NamedTuple):
+    """Query heads, heads of keys and values, and their dimension."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+
+
+LLAMA_3_8B = HeadShape(32, 8, 128)
+OPT_30B = HeadShape(56, 56, 128)
+GEMMA_2_9B = HeadShape(16, 8, 256)
+SMOLLM2_135M = HeadShape(9, 3, 64)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -199,6 +199,21 @@ class CacheView:
     constants: dict[str, Any]
     unit: int = 1  # bytes that all strides of packed rows are multiples of
     power: int = 0  # rows are rotated by Hadamard blocks of 2^power elements
+
+
+class AttendedCache(NamedTuple):
+    """What a launch attends over: `kv_heads` heads of at most `capacity` positions of position_nbytes each.
+
+    Sequence b has lengths[b] positions before its queries, or all of them, and `length_more` beside them.
+    """
+
+    view: CacheView
+    kv_heads: int
+    capacity: int
+    position_nbytes: int
+    lengths: Tensor  # int64 [B]
+    length_more: int = 0
+    table: Tensor | None = None  # of a paged cache: int32 [B, M]
 
 
 def lanes(head_dim: int, group: int) -> dict[str, int]:

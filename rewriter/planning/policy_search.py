@@ -22,7 +22,7 @@ from forebay.rewriter.planning.placement import (
     place,
     round_placement,
 )
-from forebay.rewriter.predict.block_costs import Block, BlockCosts, BlockModel
+from forebay.rewriter.predict.block_costs import BlockCosts, BlockModel, BlockShape
 from forebay.rewriter.predict.estimator import Estimator, MachineEstimator
 from forebay.rewriter.predict.model_shapes import ModelShape
 from forebay.rewriter.predict.shares import ONE, TIERS
@@ -80,7 +80,7 @@ class Problem:
     runs: Callable[..., BlockModel] = BlockModel
     times: Estimator | None = None
 
-    def model_of(self, block: Block, context: float = 0.0) -> BlockModel:
+    def model_of(self, block: BlockShape, context: float = 0.0) -> BlockModel:
         capacity = {tier: self.machine.tiers[tier].capacity_nbytes if tier in self.machine.tiers else 0
                     for tier in TIERS} | dict(self.capacity)
         times = self.times or MachineEstimator(self.machine)
@@ -91,7 +91,7 @@ class Problem:
         times, host = self.times or MachineEstimator(self.machine), self.machine.tiers.get("host")
         return host is not None and host.capacity_nbytes > 0 and math.isfinite(times.host_attention_s(1.0))
 
-    def costs(self, block: Block, context: float = 0.0) -> BlockCosts:
+    def costs(self, block: BlockShape, context: float = 0.0) -> BlockCosts:
         """Costs of a block; decode sees `context` cached tokens, by default the average."""
         return self.model_of(block, context).costs()
 
@@ -101,7 +101,7 @@ class Policy:
     """What was chosen: the block, where everything lies, and the seconds the bound and the whole placement take."""
 
     problem: Problem
-    block: Block
+    block: BlockShape
     costs: BlockCosts
     placement: RoundedPlacement
     bound_time_s: float
@@ -121,12 +121,12 @@ class Policy:
 
 @dataclass(frozen=True)
 class _Candidate:
-    block: Block
+    block: BlockShape
     costs: BlockCosts
     bound: Placement
 
 
-def candidates(space: Space, host_attends: bool) -> Iterator[Block]:
+def candidates(space: Space, host_attends: bool) -> Iterator[BlockShape]:
     """Every block of the space. A row-by-row block of several micro-batches is the same block of one, again and again,
     so rows come with one micro-batch; other orders with several."""
     hosts = (False, True) if space.host_attention and host_attends else (False,)
@@ -138,7 +138,7 @@ def candidates(space: Space, host_attends: bool) -> Iterator[Block]:
         for order, weights, cache, host in product(orders, space.weight_formats, space.cache_formats, hosts):
             if host and cache != "native":
                 continue  # the host does not dequantise fast enough to be worth asking (FlexGen, section 5)
-            yield Block(size, count, order, weights, cache, host)
+            yield BlockShape(size, count, order, weights, cache, host)
 
 
 def search(problem: Problem, space: Space | None = None, objective: Objective | None = None) -> Policy:

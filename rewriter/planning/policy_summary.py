@@ -8,7 +8,7 @@ from typing import Any
 from forebay.kernels.formats.table import SMALL_CACHE, SMALL_WEIGHTS
 from forebay.rewriter.planning.placement import place, tensor_tiers
 from forebay.rewriter.planning.policy_search import Policy
-from forebay.rewriter.predict.block_costs import Block
+from forebay.rewriter.predict.block_costs import BlockShape
 from forebay.rewriter.predict.model_shapes import ATTENTION, MLP
 from forebay.rewriter.predict.shares import INDEX, TIERS
 
@@ -27,7 +27,7 @@ def advice(policy: Policy) -> str:
     block, problem = policy.block, policy.problem
     words = f"bound by {LANES[bottleneck(policy)]}"
     gains = []
-    others: list[tuple[str, Block]] = []
+    others: list[tuple[str, BlockShape]] = []
     if block.weight_format == "native":
         others.append((f"{SMALL_WEIGHTS.name} weights", replace(block, weight_format=SMALL_WEIGHTS.name)))
     if block.cache_format == "native":

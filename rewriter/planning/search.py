@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from forebay.kernels.formats.table import CACHE_FORMATS
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.planning.policy_search import BudgetError, Objective, Space, candidates
-from forebay.rewriter.predict.block_costs import Block
+from forebay.rewriter.predict.block_costs import BlockShape
 
 TARGET = 0.01  # the least budget for a throughput is found to this part of itself
 
@@ -33,15 +33,15 @@ class Lowered:
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 LOWERED = Lowered()
-PlanFor = Callable[[Block, Budget], Plan]  # PlanError where nothing fits
+PlanFor = Callable[[BlockShape, Budget], Plan]  # PlanError where nothing fits
 
 
-def blocks(batch: int, cache_formats: tuple[str, ...] = ("native",)) -> list[Block]:
+def blocks(batch: int, cache_formats: tuple[str, ...] = ("native",)) -> list[BlockShape]:
     """Every block that runs, small ones first."""
     return sorted(candidates(LOWERED.space(batch, cache_formats), host_attends=False), key=lambda b: b.size)
 
 
-def workload_of(block: Block, prompt: int, new_tokens: int) -> Workload:
+def workload_of(block: BlockShape, prompt: int, new_tokens: int) -> Workload:
     """What a run of that block is asked for."""
     return Workload(block.size, prompt, new_tokens)
 
@@ -58,7 +58,7 @@ def tokens_per_s(plan: Plan) -> float:
     return plan.workload.batch * plan.workload.new_tokens / time_s if time_s else 0.0
 
 
-def search_plans(plan_for: PlanFor, budget: Budget, objective: Objective, found: list[Block]) -> list[Plan]:
+def search_plans(plan_for: PlanFor, budget: Budget, objective: Objective, found: list[BlockShape]) -> list[Plan]:
     """Plans for those of the blocks that fit, smallest first; PlanError of the smallest if none does.
 
     A block that does not fit ends the search of larger ones in the same formats. With a budget as objective each
@@ -105,7 +105,7 @@ def plan_frontier(plans: list[Plan]) -> list[Plan]:
     return kept
 
 
-def _smallest(plan_for: PlanFor, block: Block, budget: Budget, wanted: float, known: Plan) -> Plan:
+def _smallest(plan_for: PlanFor, block: BlockShape, budget: Budget, wanted: float, known: Plan) -> Plan:
     """The plan with the least device budget that reaches `wanted` tokens per second; more is never predicted slower."""
     low, high = 0, known.budget.device
     while high - low > TARGET * high:

@@ -24,7 +24,7 @@ Phase = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockShape:
     """`micro_batches` micro-batches of `micro_batch` sequences that share one pass over the weights."""
 
     micro_batch: int
@@ -90,7 +90,7 @@ class BlockModel:
 
     model: ModelShape
     times: Estimator
-    block: Block
+    block: BlockShape
     prompt: int
     new_tokens: int
     capacity: Mapping[str, int]  # bytes per tier

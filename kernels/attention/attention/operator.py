@@ -17,6 +17,7 @@ from forebay.kernels.attention.attention.cpu import attention_out
 from forebay.kernels.attention.attention.reference import check, reference
 from forebay.kernels.attention.attention_q.operator import ATTENTION_Q
 from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
+from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.operator import Call, Operator, Use
 
 
@@ -42,10 +43,11 @@ def _(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int,
     check(q, k, v, start)
     batch, heads, queries, dim = q.shape
     out = q.new_empty(batch, queries, heads, dim)
+    scoring = Scoring(scale, window, softcap)
     if queries == 1:
-        decode_attention.decode_attention_contiguous(q[:, :, 0], k, v, start, scale, window, softcap, out[:, 0])
+        decode_attention.decode_attention_contiguous(q[:, :, 0], k, v, start, scoring, out[:, 0])
     else:
-        prefill_attention.prefill_attention(q, k, v, start, scale, window, softcap, out)
+        prefill_attention.prefill_attention(q, k, v, start, scoring, out)
     return out
 
 
@@ -59,10 +61,10 @@ def _bind_cuda(use: Use) -> Call:
     from forebay.kernels.attention.decode_attention.gpu import bind_decode_attention_contiguous
     from forebay.kernels.attention.prefill_attention.gpu import bind_prefill_attention
 
-    (q, k, v, start, scale, window, softcap), (out,) = use.args, use.out
+    (q, k, v, start, *scores), (out,) = use.args, use.out
     if q.shape[2] == 1:
-        return bind_decode_attention_contiguous(q[:, :, 0], k, v, start, scale, window, softcap, out[:, 0])
-    return bind_prefill_attention(q, k, v, start, scale, window, softcap, out)
+        return bind_decode_attention_contiguous(q[:, :, 0], k, v, start, Scoring(*scores), out[:, 0])
+    return bind_prefill_attention(q, k, v, start, Scoring(*scores), out)
 
 
 ATTENTION = Operator(

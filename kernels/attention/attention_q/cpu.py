@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forebay.kernels.attention.attention import cpu as attention_cpu
 from forebay.kernels.attention.attention_q.reference import check, fail, refuse_start
+from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.cache.kv_append_q import reference as kv_append_q
 from forebay.kernels.cpu_support import native
 
@@ -49,9 +50,7 @@ def _torch_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     start: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
+    scoring: Scoring,
     bits: int,
     group: int,
     out: Tensor,
@@ -61,7 +60,7 @@ def _torch_attention(
         refuse_start(q, k_cache, start)
     end = max(begins, default=0) + q.shape[2]
     k, v = (kv_append_q.unpack(cache[:, :, :end], q.shape[3], bits, group, q.dtype) for cache in (k_cache, v_cache))
-    attention_cpu.attention_out(q, k, v, start.contiguous(), scale, window, softcap, out)
+    attention_cpu.attention_out(q, k, v, start.contiguous(), *scoring, out)
 
 
 def bind_attention_q(
@@ -69,9 +68,7 @@ def bind_attention_q(
     k_cache: Tensor,
     v_cache: Tensor,
     start: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
+    scoring: Scoring,
     bits: int,
     group: int,
     out: Tensor,
@@ -92,12 +89,12 @@ def bind_attention_q(
     library = native.load()
     plain = all(t.stride(-1) == 1 or t.shape[-1] <= 1 for t in (q, k_cache, v_cache, out))
     if library is None or not plain or dim > library.forebay_cache_max_head_dim() or q.numel() == 0:
-        return lambda: _torch_attention(q, k_cache, v_cache, start, scale, window, softcap, bits, group, out)
+        return lambda: _torch_attention(q, k_cache, v_cache, start, scoring, bits, group, out)
     if not start.is_contiguous():
         fail("start", "must be contiguous")
     args = CacheAttentionArgs(
         *(t.data_ptr() for t in tensors), batch, heads, k_cache.shape[1], queries, k_cache.shape[2], dim, group,
         *(stride for t in (q, k_cache, v_cache, out) for stride in t.stride()[:3]),
-        window, scale, softcap, bits, native.DTYPES[q.dtype],
+        scoring.window, scoring.scale, scoring.softcap, bits, native.DTYPES[q.dtype],
     )  # fmt: skip
     return native.NativeCall("attention_q", args, tensors, refuse=lambda: refuse_start(q, k_cache, start))

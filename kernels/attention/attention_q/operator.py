@@ -8,6 +8,8 @@ that read packed rows, in registers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from forebay.kernels.attention.attention_q import cpu
 from forebay.kernels.attention.attention_q.cpu import bind_attention_q
 from forebay.kernels.attention.attention_q.reference import check, reference
 from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
+from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.operator import Call, Operator, Use
 
 
@@ -37,7 +40,7 @@ def attention_q(
     check(q, k_cache, v_cache, start, bits, group)
     batch, heads, queries, dim = q.shape
     out = q.new_empty(batch, queries, heads, dim)
-    bind_attention_q(q, k_cache, v_cache, start.contiguous(), scale, window, softcap, bits, group, out)()
+    bind_attention_q(q, k_cache, v_cache, start.contiguous(), Scoring(scale, window, softcap), bits, group, out)()
     return out
 
 
@@ -58,7 +61,7 @@ def _(
     check(q, k_cache, v_cache, start, bits, group)
     batch, heads, queries, dim = q.shape
     out = q.new_empty(batch, queries, heads, dim)
-    launch(q, k_cache, v_cache, start, scale, window, softcap, bits, group, out)
+    launch(q, k_cache, v_cache, start, Scoring(scale, window, softcap), bits, group, out)
     return out
 
 
@@ -81,14 +84,20 @@ def _(
 def _bind_cuda(use: Use) -> Call:
     from forebay.kernels.attention.attention_q.gpu import bind_attention_q as bind
 
-    return bind(*(*use.args, *use.out))
+    return bind(*_bound(use))
+
+
+def _bound(use: Use) -> tuple[Any, ...]:
+    """The arguments of a launcher of either device."""
+    *operands, scale, window, softcap, bits, group = use.args
+    return *operands, Scoring(scale, window, softcap), bits, group, *use.out
 
 
 ATTENTION_Q = Operator(
     torch.ops.forebay.attention_q.default,
     reference,
     attention_cost,
-    bind={"cpu": lambda use: cpu.bind_attention_q(*(*use.args, *use.out)), "cuda": _bind_cuda},
+    bind={"cpu": lambda use: cpu.bind_attention_q(*_bound(use)), "cuda": _bind_cuda},
     workspace={
         "cpu": lambda use: cpu.workspace_nbytes(*cpu_shape(use)),
         "cuda": lambda use: gpu_workspace_nbytes(use, *use.args[7:9]),

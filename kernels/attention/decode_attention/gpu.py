@@ -13,6 +13,7 @@ Loops over values are in `decode_values`; over rows whose codes the tensor cores
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,13 +33,22 @@ from forebay.kernels.attention.decode_attention.decode_shares import (
 from forebay.kernels.attention.decode_attention.gpu_codes import synchronised_codes, unified_codes
 from forebay.kernels.attention.decode_attention.gpu_merge import MERGED, merge_kernel, merge_shares
 from forebay.kernels.attention.decode_attention.gpu_values import synchronised_share, unified_share
+from forebay.kernels.attention.scoring import SYNCHRONISED, Scoring, SoftmaxRange
 from forebay.kernels.formats.paged import BlockLayout, check_pool, check_table
 from forebay.kernels.gpu_support.arguments import check_device, check_tensor, fail
-from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.audit_case import (
+    GEMMA_2_9B,
+    LLAMA_3_8B,
+    OPT_30B,
+    SMOLLM2_135M,
+    AuditCase,
+    HeadShape,
+)
 from forebay.kernels.gpu_support.launches import ALIGN, KernelCall, bound_with_scratch, kernel_call
 from forebay.kernels.gpu_support.paged import (  # fmt: skip
     INTERPRETED,
     LOG2E,
+    AttendedCache,
     CacheView,
     contiguous_view,
     first_seen,
@@ -187,14 +197,11 @@ def register_limit(view: CacheView, folded: bool, bf16: bool) -> dict[str, int]:
 
 
 def bind_view(
-    q: Tensor, view: CacheView, position_nbytes: int, table: Tensor | None, lengths: Tensor, length_more: int,
-    kv_heads: int, capacity: int, scale: float, window: int, softcap: float, phi: float, low: float, high: float,
-    splits: int | None, out: Tensor,
-) -> Callable[[], None]:  # fmt: skip
-    """A call that fills out [B, H, D] from q and a view of the cache, of arguments that have been checked.
-
-    A sequence has lengths[b] + length_more positions, at most `capacity`, each of position_nbytes for a KV head.
-    """
+    q: Tensor, cache: AttendedCache, scoring: Scoring, softmax: SoftmaxRange, splits: int | None, out: Tensor
+) -> Callable[[], None]:
+    """A call that fills out [B, H, D] from q and a view of the cache, of arguments that have been checked."""
+    view, kv_heads, capacity, position_nbytes, lengths, length_more, table = cache
+    phi, low, high = softmax
     batch, heads, dim = q.shape
     if q.numel() == 0:
         return lambda: None
@@ -203,7 +210,7 @@ def bind_view(
     if splits is None:
         sizes = (capacity, chosen.positions, part_nbytes(group_heads, dim), position_nbytes)
         splits = split_count(batch * kv_heads, *sizes, processor_count(q.device))
-    scale_log2, cap = score_factors(scale, softcap)
+    scale_log2, cap = score_factors(scoring.scale, scoring.softcap)
     limit = register_limit(view, product["FOLDED"], q.dtype == torch.bfloat16)
     shares = batch * heads * splits
     part_end = 4 * shares * dim
@@ -215,9 +222,9 @@ def bind_view(
             decode_attention_kernel, (splits, batch * kv_heads, triton.cdiv(group_heads, product["H"])),
             q, *view.pointers, table, lengths, counters, part, stat, out, q.stride(0), q.stride(1), *view.strides,
             out.stride(0), out.stride(1), table.stride(0) if table is not None else 0,
-            length_more, kv_heads, group_heads, splits, window, scale_log2, cap, phi * LOG2E, low * LOG2E, high * LOG2E,
-            MERGE=splits <= MERGED, UNIFIED=high > low, CAPPED=softcap > 0, UNIT=view.unit, POWER=view.power,
-            T=chosen.positions, PTX=not INTERPRETED, **product, **view.constants,
+            length_more, kv_heads, group_heads, splits, scoring.window, scale_log2, cap, phi * LOG2E, low * LOG2E,
+            high * LOG2E, MERGE=splits <= MERGED, UNIFIED=high > low, CAPPED=scoring.softcap > 0,
+            UNIT=view.unit, POWER=view.power, T=chosen.positions, PTX=not INTERPRETED, **product, **view.constants,
             num_warps=chosen.num_warps, num_stages=chosen.num_stages, **limit,
         )]  # fmt: skip
         if splits > MERGED:
@@ -246,13 +253,13 @@ def _check(op: str, q: Tensor, lengths: Tensor, name: str, kv_heads: int, out: T
 
 
 def decode_attention(
-    q: Tensor, pool: Tensor, table: Tensor, lengths: Tensor, layout: BlockLayout, scale: float, window: int,
-    softcap: float, phi: float, low: float, high: float, out: Tensor, splits: int | None = None,
+    q: Tensor, pool: Tensor, table: Tensor, lengths: Tensor, layout: BlockLayout, scoring: Scoring,
+    softmax: SoftmaxRange, out: Tensor, splits: int | None = None,
 ) -> None:  # fmt: skip
     """Fill out [B, H, D] from q [B, H, D] and the blocks of `layout` that table [B, M] names; see the operator.
 
-    phi, low and high as in `SoftmaxRange`; high <= low takes the synchronised softmax throughout. `splits` forces the
-    number of shares per sequence. Nothing is synchronised with the host, so lengths and block numbers are not checked.
+    `splits` forces the number of shares per sequence. Nothing is synchronised with the host, so lengths and block
+    numbers are not checked.
     ValueError names the argument that is wrong, before the launch.
     """
     op = "decode_attention"
@@ -261,15 +268,14 @@ def decode_attention(
     check_tensor(op, "q", q, dtype=layout.dtype, shape=(q.shape[0], q.shape[1], layout.head_dim))
     check_device(op, "pool", pool, q.device)
     check_table(op, table, q.shape[0], q.device)
-    bind_view(
-        q, paged_view(pool, layout), layout.position_nbytes, table, lengths, 0, layout.kv_heads,
-        table.shape[1] * layout.tokens, scale, window, softcap, phi, low, high, splits, out,
-    )()  # fmt: skip
+    cache = AttendedCache(paged_view(pool, layout), layout.kv_heads, table.shape[1] * layout.tokens,
+                          layout.position_nbytes, lengths, 0, table)  # fmt: skip
+    bind_view(q, cache, scoring, softmax, splits, out)()
 
 
 def bind_decode_attention_contiguous(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float, out: Tensor,
-    phi: float = 0.0, low: float = 0.0, high: float = 0.0, splits: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scoring: Scoring, out: Tensor,
+    softmax: SoftmaxRange = SYNCHRONISED, splits: int | None = None,
 ) -> Callable[[], None]:  # fmt: skip
     """decode_attention_contiguous as a call without arguments, on the tensors' contents then; checks are made here."""
     op = "attention"
@@ -279,31 +285,28 @@ def bind_decode_attention_contiguous(
     wanted = (q.shape[0], k.shape[1], k.shape[2], q.shape[2])
     for tensor, name in ((k, "k"), (v, "v")):
         check_tensor(op, name, tensor, device=q.device, dtype=q.dtype, shape=wanted)
-    return bind_view(
-        q, contiguous_view(k, v), 2 * q.shape[2] * q.dtype.itemsize, None, start, 1, k.shape[1], k.shape[2],
-        scale, window, softcap, phi, low, high, splits, out,
-    )  # fmt: skip
+    cache = AttendedCache(contiguous_view(k, v), k.shape[1], k.shape[2], 2 * q.shape[2] * q.dtype.itemsize, start, 1)
+    return bind_view(q, cache, scoring, softmax, splits, out)
 
 
 def decode_attention_contiguous(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float, out: Tensor,
-    phi: float = 0.0, low: float = 0.0, high: float = 0.0, splits: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scoring: Scoring, out: Tensor,
+    softmax: SoftmaxRange = SYNCHRONISED, splits: int | None = None,
 ) -> None:  # fmt: skip
     """`forebay::attention` of one query per sequence: q [B, H, D], k, v [B, Hkv, L, D], start int64 [B] -> out as q.
 
     The query stands at position start[b] and sees positions up to it. fp32, bf16 or fp16; any strides but D's.
     """
-    bind_decode_attention_contiguous(
-        q, k, v, start, scale, window, softcap, out, phi, low, high, splits
-    )()  # fmt: skip
+    bind_decode_attention_contiguous(q, k, v, start, scoring, out, softmax, splits)()
 
 
 def case(
-    name: str, dtype: str, view: CacheView, heads: int, kv_heads: int, position_nbytes: int, unified: bool = False,
-    load_nbytes: int = 16, in_suite: bool = True, amd: bool = False, aim: float = 0.0, merge: bool = False,
+    name: str, dtype: str, view: CacheView, shape: HeadShape, position_nbytes: int, *, unified: bool = False,
+    amd: bool = False, merge: bool = False,
 ) -> AuditCase:  # fmt: skip
     """One sequence of 16384 positions, each of position_nbytes in the cache of a KV head, seen through `view`."""
-    length, dim, bits, tokens = 16384, *(view.constants[n] for n in ("D", "BITS", "TOKENS"))
+    length, bits, tokens = 16384, *(view.constants[n] for n in ("BITS", "TOKENS"))
+    heads, kv_heads, dim = shape
     itemsize = 4 if dtype == "fp32" else 2
     chosen, product = choose(view, itemsize, heads // kv_heads, amd)
     partial = part_nbytes(heads // kv_heads, dim)
@@ -336,50 +339,46 @@ def case(
                    *((*strides[:2], *strides[-2:]) if view.unit > 1 else strides)),
         uses_dot=True,
         main_operands=2,
-        load_nbytes=load_nbytes,
         bytes_moved=minimum + 2 * kv_heads * splits * partial,
         minimum_bytes=minimum,
-        aim=aim,
         turn_nbytes=chosen.positions * position_nbytes,
         cached_nbytes=4 if tokens else 0,
         archs=("gfx942",) if amd else (("sm_80", "sm_90", "gfx942") if plain else ("sm_80", "sm_90")),
-        in_suite=in_suite,
     )  # fmt: skip
 
 
 def _case(
-    name: str, format: str, dtype: str, heads: int, kv_heads: int, dim: int, unified: bool, paged: bool,
-    amd: bool = False, merge: bool = False,
+    name: str, format: str, dtype: str, shape: HeadShape, unified: bool, paged: bool, amd: bool = False,
+    merge: bool = False,
 ) -> AuditCase:  # fmt: skip
     """Blocks of 64 where paged."""
     torch_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    layout = BlockLayout(64, kv_heads, dim, format, torch_dtype)
-    row = torch.empty(1, kv_heads, 1, dim, dtype=torch_dtype)
+    layout = BlockLayout(64, shape.kv_heads, shape.dim, format, torch_dtype)
+    row = torch.empty(1, shape.kv_heads, 1, shape.dim, dtype=torch_dtype)
     pool = torch.empty(1, layout.record_nbytes, dtype=torch.uint8)
     view = paged_view(pool, layout) if paged else contiguous_view(row, row)
-    nbytes = layout.position_nbytes
-    return case(
-        f"decode_attention/{name}", dtype, view, heads, kv_heads, nbytes, unified, amd=amd, aim=0.85, merge=merge
-    )
+    made = case(f"decode_attention/{name}", dtype, view, shape, layout.position_nbytes, unified=unified, amd=amd,
+                merge=merge)  # fmt: skip
+    return replace(made, aim=0.85)
 
 
 def audit_cases() -> list[AuditCase]:
     """Llama-3-8B (32 query heads on 8), OPT-30B (56 on 56) and Gemma-2-9B (16 on 8, D = 256), at 16384 positions."""
     return [
-        _case("unified", "native", "bf16", 32, 8, 128, True, True),
-        _case("synchronised", "native", "bf16", 32, 8, 128, False, True),
-        _case("contiguous", "native", "fp16", 32, 8, 128, True, False),
-        _case("unified", "native", "fp16", 56, 56, 128, True, True),
-        _case("unified", "native", "bf16", 16, 8, 256, True, True),
-        _case("unified", "native", "fp16", 9, 3, 64, True, True),
-        _case("unified-block8", "block8", "bf16", 32, 8, 128, True, True),
-        _case("unified-block4", "block4", "bf16", 32, 8, 128, True, True),
-        _case("unified-block8", "block8", "fp16", 56, 56, 128, True, True),
-        _case("unified-block4", "block4", "fp16", 56, 56, 128, True, True),
-        _case("merged", "native", "bf16", 32, 8, 128, True, True, merge=True),
-        _case("merged", "native", "bf16", 16, 8, 256, True, True, merge=True),
-        _case("merged-block8", "block8", "bf16", 32, 8, 128, True, True, merge=True),
-        _case("merged-block4", "block4", "bf16", 32, 8, 128, True, True, merge=True),
-        _case("unified-block8", "block8", "bf16", 32, 8, 128, True, True, amd=True),
-        _case("unified-block4", "block4", "fp16", 56, 56, 128, True, True, amd=True),
+        _case("unified", "native", "bf16", LLAMA_3_8B, True, True),
+        _case("synchronised", "native", "bf16", LLAMA_3_8B, False, True),
+        _case("contiguous", "native", "fp16", LLAMA_3_8B, True, False),
+        _case("unified", "native", "fp16", OPT_30B, True, True),
+        _case("unified", "native", "bf16", GEMMA_2_9B, True, True),
+        _case("unified", "native", "fp16", SMOLLM2_135M, True, True),
+        _case("unified-block8", "block8", "bf16", LLAMA_3_8B, True, True),
+        _case("unified-block4", "block4", "bf16", LLAMA_3_8B, True, True),
+        _case("unified-block8", "block8", "fp16", OPT_30B, True, True),
+        _case("unified-block4", "block4", "fp16", OPT_30B, True, True),
+        _case("merged", "native", "bf16", LLAMA_3_8B, True, True, merge=True),
+        _case("merged", "native", "bf16", GEMMA_2_9B, True, True, merge=True),
+        _case("merged-block8", "block8", "bf16", LLAMA_3_8B, True, True, merge=True),
+        _case("merged-block4", "block4", "bf16", LLAMA_3_8B, True, True, merge=True),
+        _case("unified-block8", "block8", "bf16", LLAMA_3_8B, True, True, amd=True),
+        _case("unified-block4", "block4", "fp16", OPT_30B, True, True, amd=True),
     ]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from forebay.kernels.attention.attention import cpu as attention_cpu
 from forebay.kernels.attention.decode_attention.reference import check, reference
+from forebay.kernels.attention.scoring import Scoring, SoftmaxRange
 from forebay.kernels.formats import paged
 from forebay.kernels.formats.paged import BlockLayout
 from forebay.kernels.operator import Cost, Operator, Use, nbytes_of
@@ -72,7 +73,8 @@ def _(
     layout = BlockLayout(block_tokens, kv_heads, q.shape[-1], format, q.dtype, group_size)
     check(q, pool, table, lengths, layout, low, high)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    gpu.decode_attention(q, pool, table, lengths, layout, scale, window, softcap, phi, low, high, out)
+    scoring, softmax = Scoring(scale, window, softcap), SoftmaxRange(phi, low, high)
+    gpu.decode_attention(q, pool, table, lengths, layout, scoring, softmax, out)
     return out
 
 

@@ -15,11 +15,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.formats.paged import BlockLayout, check_pool, check_table
 from forebay.kernels.gpu_support.arguments import AMD_STAGES, before_hopper, check_device, check_tensor, fail, stages
-from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.audit_case import (
+    GEMMA_2_9B,
+    LLAMA_3_8B,
+    OPT_30B,
+    SMOLLM2_135M,
+    AuditCase,
+    HeadShape,
+)
 from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.gpu_support.paged import (  # fmt: skip
+    AttendedCache,
     CacheView,
     contiguous_view,
     dot,
@@ -177,25 +186,23 @@ def tile(rows: int, lanes: int, itemsize: int, ampere: bool = False, rotated: bo
     return (SOME if rows <= 512 else MANY)[size]
 
 
-def bind_view(
-    q: Tensor, view: CacheView, table: Tensor | None, start: Tensor, kv_heads: int, scale: float, window: int,
-    softcap: float, out: Tensor,
-) -> Callable[[], None]:  # fmt: skip
+def bind_view(q: Tensor, cache: AttendedCache, scoring: Scoring, out: Tensor) -> Callable[[], None]:
     """A call that fills out [B, S, H, D] from q and a view of the cache, of arguments that have been checked."""
+    view, kv_heads, table = cache.view, cache.kv_heads, cache.table
     batch, heads, queries, _ = q.shape
     if q.numel() == 0:
         return lambda: None
     group_heads = heads // kv_heads
     rows = queries * group_heads
     chosen = tile(rows, view.constants["DP"], q.dtype.itemsize, before_hopper(q.device), view.power > 0)
-    scale_log2, cap = score_factors(scale, softcap)
+    scale_log2, cap = score_factors(scoring.scale, scoring.softcap)
     return bound(kernel_call(
         prefill_attention_kernel, (triton.cdiv(rows, chosen.rows), batch * kv_heads),
-        q, *view.pointers, table, start, out, *q.stride()[:3], *view.strides,
-        table.stride(0) if table is not None else 0, *out.stride()[:3], queries, kv_heads, group_heads, window,
-        scale_log2, cap, WINDOWED=window != 0, CAPPED=softcap > 0, UNIT=view.unit, POWER=view.power,
-        ROWS=chosen.rows, T=chosen.positions, **view.constants, num_warps=chosen.num_warps,
-        num_stages=stages(chosen.num_stages),
+        q, *view.pointers, table, cache.lengths, out, *q.stride()[:3], *view.strides,
+        table.stride(0) if table is not None else 0, *out.stride()[:3], queries, kv_heads, group_heads,
+        scoring.window, scale_log2, cap, WINDOWED=scoring.window != 0, CAPPED=scoring.softcap > 0,
+        UNIT=view.unit, POWER=view.power, ROWS=chosen.rows, T=chosen.positions, **view.constants,
+        num_warps=chosen.num_warps, num_stages=stages(chosen.num_stages),
     ))  # fmt: skip
 
 
@@ -214,7 +221,7 @@ def _check(op: str, q: Tensor, start: Tensor, kv_heads: int, out: Tensor) -> Non
 
 
 def bind_prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float, out: Tensor
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scoring: Scoring, out: Tensor
 ) -> Callable[[], None]:
     """prefill_attention as a call without arguments, on the tensors' contents at each call; checks are made here."""
     op = "prefill_attention"
@@ -224,24 +231,22 @@ def bind_prefill_attention(
     wanted = (q.shape[0], k.shape[1], k.shape[2], q.shape[3])
     for tensor, name in ((k, "k"), (v, "v")):
         check_tensor(op, name, tensor, device=q.device, dtype=q.dtype, shape=wanted)
-    return bind_view(q, contiguous_view(k, v), None, start, k.shape[1], scale, window, softcap, out)
+    cache = AttendedCache(contiguous_view(k, v), k.shape[1], k.shape[2], 2 * q.shape[3] * q.dtype.itemsize, start)
+    return bind_view(q, cache, scoring, out)
 
 
-def prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float, out: Tensor
-) -> None:
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scoring: Scoring, out: Tensor) -> None:
     """`forebay::attention`: q [B, H, S, D], caches k, v [B, Hkv, L, D], start int64 [B] -> out [B, S, H, D].
 
     fp32, bf16 or fp16; any strides but D's. The host is not synchronised, so start is not checked against L. ValueError
     names the argument that is wrong, before the launch.
     """
-    bind_prefill_attention(q, k, v, start, scale, window, softcap, out)()
+    bind_prefill_attention(q, k, v, start, scoring, out)()
 
 
 def prefill_attention_paged(
-    q: Tensor, pool: Tensor, table: Tensor, start: Tensor, layout: BlockLayout, scale: float, window: int,
-    softcap: float, out: Tensor,
-) -> None:  # fmt: skip
+    q: Tensor, pool: Tensor, table: Tensor, start: Tensor, layout: BlockLayout, scoring: Scoring, out: Tensor
+) -> None:
     """As prefill_attention, over the blocks of `layout` that table [B, M] names."""
     op = "prefill_attention_paged"
     _check(op, q, start, layout.kv_heads, out)
@@ -249,18 +254,23 @@ def prefill_attention_paged(
     check_tensor(op, "q", q, dtype=layout.dtype, shape=(*q.shape[:3], layout.head_dim))
     check_device(op, "pool", pool, q.device)
     check_table(op, table, q.shape[0], q.device)
-    bind_view(q, paged_view(pool, layout), table, start, layout.kv_heads, scale, window, softcap, out)()
+    cache = AttendedCache(paged_view(pool, layout), layout.kv_heads, table.shape[1] * layout.tokens,
+                          layout.position_nbytes, start, 0, table)  # fmt: skip
+    bind_view(q, cache, scoring, out)()
 
 
+# Of audited launches: what a scale is does not change their code.
+PLAIN, GEMMA_2_SCORES = Scoring(1.0), Scoring(1.0, 4096, 50.0)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def case(
-    name: str, dtype: str, view: CacheView, queries: int, heads: int, kv_heads: int, position_nbytes: int,
-    window: int = 0, softcap: float = 0.0, ampere: bool = False, load_nbytes: int = 16, in_suite: bool = True,
+    name: str, dtype: str, view: CacheView, queries: int, shape: HeadShape, position_nbytes: int,
+    scoring: Scoring = PLAIN, ampere: bool = False,
 ) -> AuditCase:  # fmt: skip
     """One sequence, nothing cached before, seen through `view`; for GPUs before Hopper, or the others."""
-    dim, bits, tokens = (view.constants[n] for n in ("D", "BITS", "TOKENS"))
+    bits, tokens = (view.constants[n] for n in ("BITS", "TOKENS"))
+    heads, kv_heads, dim = shape
     itemsize = DTYPES[dtype].itemsize
     chosen = tile(queries * heads // kv_heads, view.constants["DP"], itemsize, ampere, view.power > 0)
     pointer = "*u8" if bits else f"*{dtype}"
@@ -273,7 +283,8 @@ def case(
     cache_strides = ("kb", "kh", "kr", "vb", "vh", "vr", "pb", "ph", "table_stride")
     signature |= dict.fromkeys((*strides, *cache_strides, "queries", "kv_heads", "group_heads", "window"), "i32")
     signature |= dict.fromkeys(("scale_log2", "softcap"), "fp32")
-    constants: dict[str, Any] = {"WINDOWED": window != 0, "CAPPED": softcap > 0, "UNIT": view.unit, "POWER": view.power}
+    constants: dict[str, Any] = {"WINDOWED": scoring.window != 0, "CAPPED": scoring.softcap > 0}
+    constants |= {"UNIT": view.unit, "POWER": view.power}
     # Tiles of K and V that programs of one wave share come from L2: counted is what crosses from device memory.
     nbytes = queries * (kv_heads * position_nbytes + 2 * heads * dim * itemsize)
     return AuditCase(
@@ -292,19 +303,18 @@ def case(
                    *(() if view.unit > 1 else cache_strides)),
         uses_dot=True,
         main_operands=3,
-        load_nbytes=load_nbytes,
         bytes_moved=nbytes,
         minimum_bytes=nbytes,
         archs=("sm_80",) if ampere else ("sm_90",) if dtype == "fp32" else ("sm_90", "gfx942"),
-        in_suite=in_suite,
     )  # fmt: skip
 
 
 def _case(
-    name: str, dtype: str, queries: int, heads: int, kv_heads: int, dim: int, format: str = "", window: int = 0,
-    softcap: float = 0.0, ampere: bool = False,
+    name: str, dtype: str, queries: int, shape: HeadShape, format: str = "", scoring: Scoring = PLAIN,
+    ampere: bool = False,
 ) -> AuditCase:  # fmt: skip
     """Format "": a contiguous cache."""
+    _, kv_heads, dim = shape
     if format:
         layout = BlockLayout(64, kv_heads, dim, format, DTYPES[dtype])
         view = paged_view(torch.empty(1, layout.record_nbytes, dtype=torch.uint8), layout)
@@ -313,7 +323,7 @@ def _case(
         row = torch.empty(1, kv_heads, 1, dim, dtype=DTYPES[dtype])
         view, nbytes = contiguous_view(row, row), 2 * dim * row.itemsize
     full = f"prefill_attention/{name}"
-    return case(full, dtype, view, queries, heads, kv_heads, nbytes, window, softcap, ampere)
+    return case(full, dtype, view, queries, shape, nbytes, scoring, ampere)
 
 
 def audit_cases() -> list[AuditCase]:
@@ -321,13 +331,13 @@ def audit_cases() -> list[AuditCase]:
     cases = []
     for ampere in (False, True):
         cases += [
-            _case("long", "bf16", 2048, 32, 8, 128, ampere=ampere),
-            _case("chunk", "bf16", 64, 32, 8, 128, ampere=ampere),
-            _case("short", "fp16", 16, 56, 56, 128, ampere=ampere),
-            _case("window-softcap", "bf16", 2048, 16, 8, 256, window=4096, softcap=50.0, ampere=ampere),
-            _case("fp32", "fp32", 64, 9, 3, 64, ampere=ampere),
-            _case("paged", "fp16", 2048, 56, 56, 128, "native", ampere=ampere),
-            _case("paged-block8", "bf16", 2048, 32, 8, 128, "block8", ampere=ampere),
-            _case("paged-block4", "bf16", 2048, 32, 8, 128, "block4", ampere=ampere),
+            _case("long", "bf16", 2048, LLAMA_3_8B, ampere=ampere),
+            _case("chunk", "bf16", 64, LLAMA_3_8B, ampere=ampere),
+            _case("short", "fp16", 16, OPT_30B, ampere=ampere),
+            _case("window-softcap", "bf16", 2048, GEMMA_2_9B, scoring=GEMMA_2_SCORES, ampere=ampere),
+            _case("fp32", "fp32", 64, SMOLLM2_135M, ampere=ampere),
+            _case("paged", "fp16", 2048, OPT_30B, "native", ampere=ampere),
+            _case("paged-block8", "bf16", 2048, LLAMA_3_8B, "block8", ampere=ampere),
+            _case("paged-block4", "bf16", 2048, LLAMA_3_8B, "block4", ampere=ampere),
         ]
     return cases

@@ -16,6 +16,7 @@ from forebay.kernels.attention.attention import cpu as attention_cpu
 from forebay.kernels.attention.attention import reference as attention_reference
 from forebay.kernels.attention.costs import attention_cost
 from forebay.kernels.attention.prefill_attention.reference import check_paged, fail, paged_reference, reference
+from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.formats import paged
 from forebay.kernels.formats.paged import BlockLayout
 from forebay.kernels.operator import Cost, Operator, Use, nbytes_of
@@ -45,7 +46,7 @@ def _(
     attention_reference.check(q, k, v, start)
     batch, heads, queries, dim = q.shape
     out = q.new_empty(batch, queries, heads, dim)
-    gpu.prefill_attention(q, k, v, start, scale, window, softcap, out)
+    gpu.prefill_attention(q, k, v, start, Scoring(scale, window, softcap), out)
     return out
 
 
@@ -101,7 +102,7 @@ def _(
     check_paged(q, pool, table, start, layout)
     batch, heads, queries, dim = q.shape
     out = q.new_empty(batch, queries, heads, dim)
-    gpu.prefill_attention_paged(q, pool, table, start, layout, scale, window, softcap, out)
+    gpu.prefill_attention_paged(q, pool, table, start, layout, Scoring(scale, window, softcap), out)
     return out
 
 

@@ -8,7 +8,6 @@ stay in L2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forebay.kernels.cache.kv_from_activation.reference import Projection, States
 from forebay.kernels.cache.rotary_append.gpu import quantize_heads
 from forebay.kernels.formats import row_sizes
 from forebay.kernels.formats.paged import BlockLayout
@@ -218,22 +218,14 @@ def kv_from_activation_kernel(
     store_rows(v_out, v_ptr + head * vh, v_pairs, block, inside, used, vb, vr, pb, dtype, BM, D, DP, G, GP, BITS)
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """Values of a matrix or of a stack of them, or their packed rows (uint8) and the format of these."""
-
-    data: Tensor
-    bits: int = 0
-    group: int = 1
-
-    def words(self, name: str) -> tuple[Tensor, tuple[int, ...]]:
-        """(what a kernel reads, strides): of packed rows words, and strides of rows in units of 16 bytes."""
-        if not self.bits:
-            return self.data, self.data.stride()
-        strides = self.data.stride()[:-1]
-        if any(stride % UNIT for stride in strides) or self.data.storage_offset() % UNIT:
-            fail("kv_from_activation", name, f"must have rows at multiples of {UNIT} bytes, got strides {strides}")
-        return self.data.view(torch.uint32), (*(stride // UNIT for stride in strides), 1)
+def _words(name: str, data: Tensor, bits: int) -> tuple[Tensor, tuple[int, ...]]:
+    """(what a kernel reads, strides) of values or of packed rows: of these words, and strides in units of 16 bytes."""
+    if not bits:
+        return data, data.stride()
+    strides = data.stride()[:-1]
+    if any(stride % UNIT for stride in strides) or data.storage_offset() % UNIT:
+        fail("kv_from_activation", name, f"must have rows at multiples of {UNIT} bytes, got strides {strides}")
+    return data.view(torch.uint32), (*(stride // UNIT for stride in strides), 1)
 
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -256,12 +248,8 @@ def _constants(
     }  # fmt: skip
 
 
-def kv_from_activation(
-    pool: Tensor, x: Matrix, slots: Tensor, k_weight: Matrix, v_weight: Matrix, norm_weight: Tensor | None,
-    norm_bias: Tensor | None, k_bias: Tensor | None, v_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    features: int, norm: str, eps: float, layout: BlockLayout,
-) -> None:  # fmt: skip
-    """Fill slots int64 [T] of the pool from x [T, H] and weights [Hkv, D, H]; arguments checked as the operator does.
+def kv_from_activation(pool: Tensor, states: States, slots: Tensor, by: Projection, layout: BlockLayout) -> None:
+    """Fill slots int64 [T] of the pool; arguments checked as the operator does.
 
     A slot below 0 or beyond the pool is left out.
     """
@@ -269,27 +257,43 @@ def kv_from_activation(
     if slots.numel() == 0:
         return
     view = paged_view(pool, layout)
-    chosen = tile(slots.numel(), view.constants["DP"], k_weight.bits > 0)
-    given, x_strides = x.words("x")
-    k_rows, k_strides = k_weight.words("k_weight")
-    v_rows, v_strides = v_weight.words("v_weight")
-    tables = [t.stride(0) if t is not None else 0 for t in (cos, sin)]
-    formats = (x.bits, x.group), (k_weight.bits, k_weight.group)
+    x_format, w_format = (states.bits, max(1, states.group)), by.weight_bits()
+    chosen = tile(slots.numel(), view.constants["DP"], w_format[0] > 0)
+    given, x_strides = _words("x", states.x, states.bits)
+    k_rows, k_strides = _words("k_weight", by.k_weight, w_format[0])
+    v_rows, v_strides = _words("v_weight", by.v_weight, w_format[0])
+    tables = [t.stride(0) if t is not None else 0 for t in (by.cos, by.sin)]
     wanted = stages(chosen.num_stages)
     kv_from_activation_kernel[(triton.cdiv(slots.numel(), chosen.tokens), layout.kv_heads)](
-        given, slots, k_rows, v_rows, norm_weight, norm_bias, k_bias, v_bias, cos, sin, *view.pointers,
-        slots.numel(), features, pool.shape[0] * layout.tokens, eps,
+        given, slots, k_rows, v_rows, by.norm_weight, by.norm_bias, by.k_bias, by.v_bias, by.cos, by.sin,
+        *view.pointers, slots.numel(), states.features, pool.shape[0] * layout.tokens, by.eps,
         x_strides[0], *k_strides, *v_strides, *tables, *view.strides,
-        ROTARY=cos.shape[1] if cos is not None else 0, STAGES=wanted, dtype=TRITON_DTYPES[layout.dtype],
-        **_constants(chosen, features, norm, *formats, torch.version.hip is not None), **view.constants,
-        num_warps=chosen.num_warps, num_stages=wanted,
+        ROTARY=by.cos.shape[1] if by.cos is not None else 0, STAGES=wanted, dtype=TRITON_DTYPES[layout.dtype],
+        **_constants(chosen, states.features, by.norm, x_format, w_format, torch.version.hip is not None),
+        **view.constants, num_warps=chosen.num_warps, num_stages=wanted,
     )  # fmt: skip
 
 
+class _Model(NamedTuple):
+    """What an audited launch is made for."""
+
+    dtype: str
+    features: int
+    kv_heads: int
+    dim: int
+    norm: str
+    rotary: bool
+
+
+OPT_30B = _Model("fp16", 7168, 56, 128, "layer", False)
+LLAMA_2_7B = _Model("bf16", 4096, 32, 128, "rms", True)
+
+
 def _case(
-    name: str, dtype: str, tokens: int, features: int, kv_heads: int, dim: int, norm: str, rotary: bool,
-    format: str = "native", weights: str = "native", activation: str = "native", amd: bool = False,
+    name: str, tokens: int, model: _Model, format: str = "native", weights: str = "native",
+    activation: str = "native", amd: bool = False,
 ) -> AuditCase:  # fmt: skip
+    dtype, features, kv_heads, dim, norm, rotary = model
     torch_dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
     layout = BlockLayout(64, kv_heads, dim, format, torch_dtype)
     view = paged_view(torch.empty(1, layout.record_nbytes, dtype=torch.uint8), layout)
@@ -350,8 +354,7 @@ def _case(
 
 def audit_cases() -> list[AuditCase]:
     """OPT-30B (layer norm, biases) and Llama-2-7B (RMS norm, rotary), from 16 and from 1024 tokens."""
-    opt, llama = ("fp16", 1024, 7168, 56, 128, "layer", False), ("bf16", 1024, 4096, 32, 128, "rms", True)
-    few = ("bf16", 16, *llama[2:])
+    opt, llama, few = (1024, OPT_30B), (1024, LLAMA_2_7B), (16, LLAMA_2_7B)
     return [
         case
         for amd in (False, True)

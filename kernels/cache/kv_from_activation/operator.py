@@ -15,20 +15,20 @@ from torch.nn.functional import linear
 from forebay.kernels.cache.activation_append_q import reference as activation_append_q
 from forebay.kernels.cache.kv_from_activation.reference import (
     TILE_TOKENS,
+    Projection,
+    States,
     check,
     fail,
-    normalise,
     reference,
     rotate,
     unpack,
-    weight_bits,
 )
 from forebay.kernels.formats import paged
 from forebay.kernels.formats.paged import BlockLayout
 from forebay.kernels.operator import Cost, Operator, Use, nbytes_of
 
 
-@torch.library.custom_op("forebay::kv_from_activation", mutates_args=("pool",), device_types="cpu")
+@torch.library.custom_op("forebay::kv_from_activation", mutates_args=("pool",), device_types=("cpu", "cuda"))
 def kv_from_activation(
     pool: Tensor,
     x: Tensor,
@@ -62,59 +62,42 @@ def kv_from_activation(
     biases [Hkv * D]; cos and sin [T, R]. ValueError names the argument that is wrong, before anything is written; on a
     GPU slots beyond the pool are left out too.
     """
+    states = States(x, features, x_bits, x_group)
+    by = Projection(k_weight, v_weight, weight_format, norm, eps, norm_weight, norm_bias, k_bias, v_bias, cos, sin)
     layout = BlockLayout(block_tokens, kv_heads, head_dim, format, dtype, group_size)
-    check(pool, x, slots, k_weight, v_weight, norm_weight, norm_bias, k_bias, v_bias, cos, sin, features, x_bits,
-          x_group, norm, weight_format, layout)  # fmt: skip
+    (launch if pool.is_cuda else on_cpu)(pool, states, slots, by, layout)
+
+
+def on_cpu(pool: Tensor, states: States, slots: Tensor, by: Projection, layout: BlockLayout) -> None:
+    """The operator by torch, TILE_TOKENS at a time."""
+    check(pool, states, slots, by, layout)
     if slots.numel() == 0:
         return
-    if int(slots.max()) >= pool.shape[0] * block_tokens:
-        fail("slots", f"must be below {pool.shape[0] * block_tokens}, got {int(slots.max())}")
-    packed = weight_bits(weight_format)
-    k_values, v_values = (unpack(w.flatten(0, 1), features, *packed, dtype, dtype) for w in (k_weight, v_weight))
+    if int(slots.max()) >= pool.shape[0] * layout.tokens:
+        fail("slots", f"must be below {pool.shape[0] * layout.tokens}, got {int(slots.max())}")
+    (x, features, *packing), dtype, heads = states, layout.dtype, (layout.kv_heads, layout.head_dim)
+    k_values, v_values = (unpack(w.flatten(0, 1), features, *by.weight_bits(), dtype, dtype)
+                          for w in (by.k_weight, by.v_weight))  # fmt: skip
     for begin in range(0, slots.numel(), TILE_TOKENS):
         rows = slice(begin, begin + TILE_TOKENS)
-        wide = unpack(x[rows], features, x_bits, x_group, torch.float32, activation_append_q.SCALE_DTYPE)
-        n = normalise(wide, norm, norm_weight, norm_bias, eps).to(dtype)
-        k, v = linear(n, k_values, k_bias), linear(n, v_values, v_bias)
-        tables = (None if table is None else table[rows] for table in (cos, sin))
-        turned = rotate(k.view(-1, kv_heads, head_dim).float(), *tables).to(dtype)
-        paged.write(pool, layout, slots[rows], turned, v.view(-1, kv_heads, head_dim))
+        wide = unpack(x[rows], features, *packing, torch.float32, activation_append_q.SCALE_DTYPE)
+        n = by.normalised(wide).to(dtype)
+        k, v = linear(n, k_values, by.k_bias), linear(n, v_values, by.v_bias)
+        tables = (None if table is None else table[rows] for table in (by.cos, by.sin))
+        turned = rotate(k.view(-1, *heads).float(), *tables).to(dtype)
+        paged.write(pool, layout, slots[rows], turned, v.view(-1, *heads))
 
 
-@kv_from_activation.register_kernel("cuda")
-def _(
-    pool: Tensor, x: Tensor, slots: Tensor, k_weight: Tensor, v_weight: Tensor, norm_weight: Tensor | None,
-    norm_bias: Tensor | None, k_bias: Tensor | None, v_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    features: int, x_bits: int, x_group: int, norm: str, eps: float, weight_format: str, kv_heads: int, head_dim: int,
-    block_tokens: int, format: str, group_size: int, dtype: torch.dtype,
-) -> None:  # fmt: skip
-    launch(pool, x, slots, k_weight, v_weight, norm_weight, norm_bias, k_bias, v_bias, cos, sin, features, x_bits,
-           x_group, norm, eps, weight_format,
-           BlockLayout(block_tokens, kv_heads, head_dim, format, dtype, group_size))  # fmt: skip
-
-
-def launch(
-    pool: Tensor, x: Tensor, slots: Tensor, k_weight: Tensor, v_weight: Tensor, norm_weight: Tensor | None,
-    norm_bias: Tensor | None, k_bias: Tensor | None, v_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    features: int, x_bits: int, x_group: int, norm: str, eps: float, weight_format: str, layout: BlockLayout,
-) -> None:  # fmt: skip
+def launch(pool: Tensor, states: States, slots: Tensor, by: Projection, layout: BlockLayout) -> None:
     """The operator by its Triton kernel: for tensors on a GPU, or anywhere under TRITON_INTERPRET=1."""
     from forebay.kernels.cache.kv_from_activation import gpu
 
-    check(pool, x, slots, k_weight, v_weight, norm_weight, norm_bias, k_bias, v_bias, cos, sin, features, x_bits,
-          x_group, norm, weight_format, layout)  # fmt: skip
-    k_made, v_made = (gpu.Matrix(w, *weight_bits(weight_format)) for w in (k_weight, v_weight))
-    gpu.kv_from_activation(pool, gpu.Matrix(x, x_bits, x_group), slots, k_made, v_made, norm_weight, norm_bias, k_bias,
-                           v_bias, cos, sin, features, norm, eps, layout)  # fmt: skip
+    check(pool, states, slots, by, layout)
+    gpu.kv_from_activation(pool, states, slots, by, layout)
 
 
 @kv_from_activation.register_fake
-def _(
-    pool: Tensor, x: Tensor, slots: Tensor, k_weight: Tensor, v_weight: Tensor, norm_weight: Tensor | None,
-    norm_bias: Tensor | None, k_bias: Tensor | None, v_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    features: int, x_bits: int, x_group: int, norm: str, eps: float, weight_format: str, kv_heads: int, head_dim: int,
-    block_tokens: int, format: str, group_size: int, dtype: torch.dtype,
-) -> None:  # fmt: skip
+def _(*arguments: object) -> None:
     return None
 
 

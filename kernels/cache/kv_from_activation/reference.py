@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -16,10 +18,47 @@ TILE_TOKENS = 256  # of the CPU's steps: what is held in fp32 at once
 NORMS = ("", "rms", "rms_plus_one", "layer")
 
 
-def weight_bits(format: str) -> tuple[int, int]:
-    """(bits, group size) of a weight format; bits 0: native."""
-    found = WEIGHT_FORMATS.get(format, NATIVE)
-    return found.bits, max(1, found.group_size)
+class States(NamedTuple):
+    """Hidden states of `features` values: x [T, H], or rows uint8 [T, R] that `activation_append_q` wrote with `bits`
+    and `group`."""
+
+    x: Tensor
+    features: int
+    bits: int = 0
+    group: int = 0
+
+
+class Projection(NamedTuple):
+    """How K and V are made of hidden states; what each is, the operator says."""
+
+    k_weight: Tensor
+    v_weight: Tensor
+    weight_format: str = "native"
+    norm: str = ""
+    eps: float = 0.0
+    norm_weight: Tensor | None = None
+    norm_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+
+    def weight_bits(self) -> tuple[int, int]:
+        """(bits, group size) of the weights; bits 0: native."""
+        found = WEIGHT_FORMATS.get(self.weight_format, NATIVE)
+        return found.bits, max(1, found.group_size)
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """x [T, H] normalised in x's dtype."""
+        if self.norm == "" or self.norm_weight is None:
+            return x
+        gain = self.norm_weight.to(x.dtype)
+        if self.norm == "layer":
+            x = x - x.mean(-1, keepdim=True)
+        if self.norm == "rms_plus_one":
+            gain = gain + 1.0
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * gain
+        return y if self.norm_bias is None else y + self.norm_bias.to(x.dtype)
 
 
 def unpack(rows: Tensor, features: int, bits: int, group: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> Tensor:
@@ -28,19 +67,6 @@ def unpack(rows: Tensor, features: int, bits: int, group: int, dtype: torch.dtyp
         return rows.to(dtype)
     return quantize.dequantize(*packing.unpack_rows(rows, features, bits, group, scale_dtype), bits, group, 1, features,
                                dtype)  # fmt: skip
-
-
-def normalise(x: Tensor, norm: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """x [T, H] normalised in x's dtype."""
-    if norm == "" or weight is None:
-        return x
-    gain = weight.to(x.dtype)
-    if norm == "layer":
-        x = x - x.mean(-1, keepdim=True)
-    if norm == "rms_plus_one":
-        gain = gain + 1.0
-    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
-    return y if bias is None else y + bias.to(x.dtype)
 
 
 def rotate(k: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
@@ -53,27 +79,14 @@ def rotate(k: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     return torch.cat((first * cos.to(k.dtype)[:, None] + turned * sin.to(k.dtype)[:, None], rest), -1)
 
 
-def reference(
-    x: Tensor,
-    k_weight: Tensor,
-    v_weight: Tensor,
-    norm_weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    k_bias: Tensor | None = None,
-    v_bias: Tensor | None = None,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    norm: str = "",
-    eps: float = 0.0,
-    dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor]:
+def reference(x: Tensor, by: Projection, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """(k, v) [T, Hkv, D] in dtype by the definition, on any device, from values: x [T, H], weights [Hkv, D, H]."""
-    n = normalise(x.to(dtype), norm, norm_weight, norm_bias, eps)
+    n = by.normalised(x.to(dtype))
     made = []
-    for weight, bias in ((k_weight, k_bias), (v_weight, v_bias)):
+    for weight, bias in ((by.k_weight, by.k_bias), (by.v_weight, by.v_bias)):
         y = torch.einsum("th,gdh->tgd", n, weight.to(dtype))
         made.append(y if bias is None else y + bias.to(dtype).view(1, *weight.shape[:2]))
-    return rotate(made[0], cos, sin), made[1]
+    return rotate(made[0], by.cos, by.sin), made[1]
 
 
 def fail(argument: str, problem: str) -> None:
@@ -103,12 +116,10 @@ def _check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], features: int
         fail(name, f"must be on {device}, got {tensor.device}")
 
 
-def check(
-    pool: Tensor, x: Tensor, slots: Tensor, k_weight: Tensor, v_weight: Tensor, norm_weight: Tensor | None,
-    norm_bias: Tensor | None, k_bias: Tensor | None, v_bias: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    features: int, x_bits: int, x_group: int, norm: str, weight_format: str, layout: BlockLayout,
-) -> None:  # fmt: skip
+def check(pool: Tensor, states: States, slots: Tensor, by: Projection, layout: BlockLayout) -> None:
     """ValueError names the argument whose dtype, shape, device or value is wrong."""
+    x, features, x_bits, x_group = states
+    _, _, weight_format, norm, _, norm_weight, norm_bias, k_bias, v_bias, cos, sin = by
     paged.check_pool(OP, pool, layout)
     if features < 1:
         fail("features", f"must be positive, got {features}")
@@ -122,9 +133,9 @@ def check(
         fail("x", f"must have contiguous rows, got strides {x.stride()}")
     if weight_format not in WEIGHT_FORMATS:
         fail("weight_format", f"must be one of {tuple(WEIGHT_FORMATS)}, got {weight_format!r}")
-    for tensor, name in ((k_weight, "k_weight"), (v_weight, "v_weight")):
+    for tensor, name in ((by.k_weight, "k_weight"), (by.v_weight, "v_weight")):
         shape = (layout.kv_heads, layout.head_dim)
-        _check_rows(name, tensor, shape, features, *weight_bits(weight_format), layout, device)
+        _check_rows(name, tensor, shape, features, *by.weight_bits(), layout, device)
     if norm not in NORMS:
         fail("norm", f"must be one of {NORMS}, got {norm!r}")
     if (norm != "") != (norm_weight is not None):

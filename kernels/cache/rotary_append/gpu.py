@@ -6,6 +6,8 @@ Keys and values are stored as they are or quantised in registers, group by group
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -139,10 +141,19 @@ def rotary_append_kernel(
                     dtype, HEADS, D, DP, G, GP, BITS)  # fmt: skip
 
 
+class Turned(NamedTuple):
+    """Queries [B, H, S, D], the tables that turn them and the keys, and where queries go."""
+
+    q: Tensor
+    cos: Tensor
+    sin: Tensor
+    out: Tensor
+
+
 def _launch(
-    q: Tensor | None, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, place: Tensor, view: CacheView,
-    blocks: int, capacity: int, out: Tensor | None,
-) -> None:  # fmt: skip
+    turned: Turned | None, k: Tensor, v: Tensor, place: Tensor, view: CacheView, blocks: int, capacity: int
+) -> None:
+    q, cos, sin, out = turned or (None, None, None, None)
     batch, heads, queries, _ = k.shape
     q_heads = 0 if q is None else q.shape[1]
     block, warps = tile(max(q_heads, heads), view.constants["DP"])
@@ -186,7 +197,8 @@ def rotary_append(
     if v.shape[3] != k.shape[3]:
         fail(op, "v", f"must have k's head dimension {k.shape[3]}, got {v.shape[3]}")
     if k.numel():
-        _launch(q, k, v, cos, sin, start, contiguous_view(k_cache, v_cache), len(k), k_cache.shape[2], out)
+        view = contiguous_view(k_cache, v_cache)
+        _launch(Turned(q, cos, sin, out), k, v, start, view, len(k), k_cache.shape[2])
 
 
 def _check_paged(op: str, k: Tensor, v: Tensor, slots: Tensor, pool: Tensor, layout: BlockLayout) -> None:
@@ -214,7 +226,7 @@ def rotary_append_paged(
     _check_paged(op, k, v, slots, pool, layout)
     _check_turned(op, q, k, cos, sin, out)
     if k.numel():
-        _launch(q, k, v, cos, sin, slots, paged_view(pool, layout), len(pool), 0, out)
+        _launch(Turned(q, cos, sin, out), k, v, slots, paged_view(pool, layout), len(pool), 0)
 
 
 def kv_append_paged(k: Tensor, v: Tensor, slots: Tensor, pool: Tensor, layout: BlockLayout) -> None:
@@ -224,7 +236,7 @@ def kv_append_paged(k: Tensor, v: Tensor, slots: Tensor, pool: Tensor, layout: B
     """
     _check_paged("kv_append_paged", k, v, slots, pool, layout)
     if k.numel():
-        _launch(None, k, v, None, None, slots, paged_view(pool, layout), len(pool), 0, None)
+        _launch(None, k, v, slots, paged_view(pool, layout), len(pool), 0)
 
 
 def audit_cases() -> list[AuditCase]:

@@ -24,6 +24,7 @@ from forebay.kernels.gpu_support.launches import KernelCall, kernel_call
 from forebay.kernels.products.linear import selection
 from forebay.kernels.products.linear.gpu_arguments import bind_split, prepare, sm_count
 from forebay.kernels.products.linear.gpu_epilogue import finish
+from forebay.kernels.products.linear.reference import PLAIN, After
 from forebay.kernels.products.linear.selection import Grid, grid_of
 
 FORMS = ("nk", "kn")
@@ -141,15 +142,15 @@ def workspace_nbytes(m: int, n: int, k: int, impl: str = "", multiprocessors: in
 
 
 def _bind(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, out: Tensor | None,
-    impl: str, form: str, accumulate: bool, multiplier: Tensor | None, workspace: Tensor | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, after: After, out: Tensor | None, impl: str, form: str,
+    accumulate: bool, workspace: Tensor | None,
 ) -> tuple[Callable[[], None], Tensor]:  # fmt: skip
     if form not in FORMS:
         fail("linear", "form", f"must be one of {FORMS}, got {form!r}")
     if weight.dim() != 2:
         fail("linear", "weight", f"must have two dimensions, got shape {tuple(weight.shape)}")
     n, k = weight.shape if form == "nk" else reversed(weight.shape)
-    operands = prepare("linear", x, n, k, bias, residual, activation, out, multiplier, accumulate)
+    operands = prepare("linear", x, n, k, bias, after, out, accumulate)
     check_tensor("linear", "weight", weight, device=x.device, dtype=x.dtype)
     m = operands.x.shape[0]
     result = operands.out if out is None else out
@@ -177,31 +178,27 @@ def bind_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
+    after: After,
     out: Tensor,
     impl: str = "",
     form: str = "nk",
     *,
     accumulate: bool = False,
-    multiplier: Tensor | None = None,
 ) -> Callable[[], None]:
     """linear as a call without arguments, on the tensors' contents at each call; the checks are made here."""
-    return _bind(x, weight, bias, residual, activation, out, impl, form, accumulate, multiplier, None)[0]
+    return _bind(x, weight, bias, after, out, impl, form, accumulate, None)[0]
 
 
 def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: str = "",
+    after: After = PLAIN,
     out: Tensor | None = None,
     impl: str = "",
     form: str = "nk",
     *,
     accumulate: bool = False,
-    multiplier: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> Tensor:
     """act(x W^T + bias) * multiplier + residual into out [..., N], or a new tensor; added to out if accumulate.
@@ -210,7 +207,7 @@ def linear(
     is [N, K], or [K, N] with form "kn". Only last dimensions must be contiguous: out may be a column slice. impl is a
     name of `selection`; "" asks its default table. ValueError names what is wrong, before the launch.
     """
-    run, result = _bind(x, weight, bias, residual, activation, out, impl, form, accumulate, multiplier, workspace)
+    run, result = _bind(x, weight, bias, after, out, impl, form, accumulate, workspace)
     run()
     return result
 

@@ -14,6 +14,7 @@ from forebay.kernels.gpu_support.arguments import check_tensor, fail
 from forebay.kernels.gpu_support.launches import KernelCall, bound, bound_with_scratch
 from forebay.kernels.products.linear import selection
 from forebay.kernels.products.linear.gpu_epilogue import ACTIVATIONS
+from forebay.kernels.products.linear.reference import After
 from forebay.kernels.products.linear.selection import HELD_COUNTERS_NBYTES, Grid
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -67,13 +68,12 @@ def prepare(
     n: int,
     k: int,
     bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
+    after: After,
     out: Tensor | None,
-    multiplier: Tensor | None,
     accumulate: bool,
 ) -> Operands:
     """Checked operands; out is made where it is None. ValueError names op and argument."""
+    activation, multiplier, residual = after
     if activation not in ACTIVATIONS:
         fail(op, "activation", f"must be one of {ACTIVATIONS}, got {activation!r}")
     check_tensor(op, "x", x, dtype=HALVES)

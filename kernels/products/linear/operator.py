@@ -95,8 +95,7 @@ def _bind_cuda(use: Use) -> Call:
         return bind_by_torch(x, matrix, bias, out, accumulate, after)
     from forebay.kernels.products.linear.gpu import bind_linear
 
-    return bind_linear(x, weight, bias, after.residual, after.activation, out, use.impl, form, accumulate=accumulate,
-                       multiplier=after.multiplier)  # fmt: skip
+    return bind_linear(x, weight, bias, after, out, use.impl, form, accumulate=accumulate)
 
 
 def _cpu_workspace(use: Use) -> int:

@@ -291,9 +291,8 @@ def _bind(
     check_tensor(OP, "x", x, dtype=(torch.float16, torch.bfloat16))
     check_rows(rows, stored, x)
     bits, _, group_size, scale_dtype = stored
-    activation, multiplier, residual = after
     n, k = rows.shape[0], stored.in_features
-    operands = prepare(OP, x, n, k, bias, residual, activation, out, multiplier, False)
+    operands = prepare(OP, x, n, k, bias, after, out, False)
     m = operands.x.shape[0]
     result = operands.out if out is None else out
     if out is None:
@@ -330,13 +329,15 @@ POINTERS = (
     "residual_ptr",
 )  # fmt: skip
 NUMBERS = ("m", "n", "om", "pm", "rm", "k", "xm", "row_units", "groups")
+DOWN = 4096, 14336  # N and K of Llama-3-8B's down projection, at which all cases stand
 
 
 def case(
-    bits: int, implementation: str, setting: selection.Setting, group: int, m: int, n: int, k: int,
-    dtype: str = "bf16", amd: bool = False, in_suite: bool = False,
+    bits: int, implementation: str, setting: selection.Setting, group: int, m: int, dtype: str = "bf16",
+    amd: bool = False, in_suite: bool = False,
 ) -> AuditCase:  # fmt: skip
     """The audit's case of one setting at one shape, bias, SiLU and residual included; scales are of x's dtype."""
+    n, k = DOWN
     kind = selection.KIND_OF_BITS[bits]
     setting = selection.for_group(setting, group)
     grid = grid_of(implementation, setting, selection.default_splits(kind, setting, m, n, k), m, n, k)
@@ -376,7 +377,6 @@ def audit_cases() -> list[AuditCase]:
 
 
 def _cases_of(bits: int, groups: tuple[int, ...]) -> list[AuditCase]:
-    n, k = 4096, 14336
     cases = []
     for group in groups:
         for implementation, rows in (("gemv", (1, 2)), ("flat", (8, 16)), ("large", (4096,))):
@@ -384,9 +384,9 @@ def _cases_of(bits: int, groups: tuple[int, ...]) -> list[AuditCase]:
             for setting in settings:
                 for m in rows:
                     usual = setting == settings[0] and group == groups[0]
-                    cases.append(case(bits, implementation, setting, group, m, n, k, in_suite=usual))
+                    cases.append(case(bits, implementation, setting, group, m, in_suite=usual))
                     if implementation != "gemv" and group == groups[0]:
-                        cases.append(case(bits, implementation, setting, group, m, n, k, "fp16"))
+                        cases.append(case(bits, implementation, setting, group, m, "fp16"))
                         amd_usual = usual and m == rows[0]
-                        cases.append(case(bits, implementation, setting, group, m, n, k, amd=True, in_suite=amd_usual))
+                        cases.append(case(bits, implementation, setting, group, m, amd=True, in_suite=amd_usual))
     return cases

@@ -36,7 +36,7 @@ from forebay.rewriter.planning.search import (
     workload_of,
 )
 from forebay.rewriter.planning.wishes import Wishes
-from forebay.rewriter.predict.block_costs import Block
+from forebay.rewriter.predict.block_costs import BlockShape
 from forebay.rewriter.predict.model_shapes import capture_config, load_config
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import read_switches
@@ -116,12 +116,12 @@ def plan_config(request: Request, wishes: Wishes | None = None, *, complete: boo
 
     @functools.cache
     def pipeline_of(batch: int) -> Pipeline:
-        workload = workload_of(Block(batch, order="row"), request.prompt, request.output)
+        workload = workload_of(BlockShape(batch, order="row"), request.prompt, request.output)
         source = step_graphs(graphs, files, workload, fingerprint, host_hop=machine.near_disk == "host",
                              block=wishes.block(batch))
         return Pipeline(source, workload, machine, switches)
 
-    def plan_for(block: Block, budget: Budget) -> Plan:
+    def plan_for(block: BlockShape, budget: Budget) -> Plan:
         pipeline = pipeline_of(block.size)
         return make_plan(pipeline.needs, budget, pipeline.workload, wishes, machine.name)
 

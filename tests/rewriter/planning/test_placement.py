@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.planning.placement import NO_CHECKPOINTS, Goal, items_of, place, round_placement, tensor_tiers
 from forebay.rewriter.planning.policy_search import Problem
-from forebay.rewriter.predict.block_costs import Block, BlockCosts, BlockModel
+from forebay.rewriter.predict.block_costs import BlockCosts, BlockModel, BlockShape
 from forebay.rewriter.predict.model_shapes import ATTENTION, MLP, PRESET_MODELS, ModelShape, decoder_shape
 from forebay.rewriter.predict.shares import INDEX, TIERS, N, shares
 
@@ -36,12 +36,12 @@ def decoder(layers: int, hidden: int, kv_heads: int, gated: bool) -> ModelShape:
 
 
 models = st.builds(decoder, st.integers(24, 48), st.sampled_from([256, 512]), st.sampled_from([1, 2, 8]), st.booleans())
-blocks = st.builds(Block, st.integers(1, 8), st.integers(1, 4), host_attention=st.booleans())
+blocks = st.builds(BlockShape, st.integers(1, 8), st.integers(1, 4), host_attention=st.booleans())
 runtimes: st.SearchStrategy[Runs] = st.sampled_from([BlockModel, FLEXGEN])
 parts = st.floats(0.15, 1.1)
 
 
-def costs_of(model: ModelShape, block: Block, runs: Runs, device: float, host: float) -> BlockCosts:
+def costs_of(model: ModelShape, block: BlockShape, runs: Runs, device: float, host: float) -> BlockCosts:
     """Budgets as parts of what the whole problem takes on the device."""
     free = Problem(model, T4, 64, 16, runs=runs).costs(block)
     whole = float(free.memory["device"] @ shares((1, 0, 0), (1, 0, 0), (1, 0, 0)))
@@ -51,7 +51,7 @@ def costs_of(model: ModelShape, block: Block, runs: Runs, device: float, host: f
 @settings(max_examples=25, deadline=None)
 @given(models, blocks, runtimes, parts, parts)
 def test_rounded_is_feasible_and_near_the_bound(
-    model: ModelShape, block: Block, runs: Runs, device: float, host: float
+    model: ModelShape, block: BlockShape, runs: Runs, device: float, host: float
 ) -> None:
     costs = costs_of(model, block, runs, device, host)
     bound = place(costs, closed=FREE)
@@ -78,7 +78,7 @@ def test_the_best_whole_placement_may_be_a_twelfth_over_the_bound() -> None:
     """Tensors below 2 % of every budget, and still: the price is of whole tensors, not of how they are rounded."""
     model = decoder(37, 256, 1, False)
     runs = FLEXGEN
-    costs = costs_of(model, Block(1), runs, 0.8817, 1.024)
+    costs = costs_of(model, BlockShape(1), runs, 0.8817, 1.024)
     largest = 2 * max(t.elements for t in (*model.layers[0].attention, *model.layers[0].mlp, *model.outside))
     assert largest <= 0.02 * min(costs.capacity.values())
     bound, rounded = place(costs, closed=FREE), round_placement(costs, items_of(model, 1, 80), closed=FREE)
@@ -91,7 +91,7 @@ def test_the_best_whole_placement_may_be_a_twelfth_over_the_bound() -> None:
 def test_no_whole_placement_is_better(device: float, runs: Runs) -> None:
     """Against every way to lay two layers, the embeddings, two cache blocks and an activation on two tiers."""
     model = decoder(2, 256, 1, False)
-    block = Block(1)
+    block = BlockShape(1)
     free = Problem(model, T4, 24, 8, runs=runs).costs(block)
     whole = float(free.memory["device"] @ shares((1, 0, 0), (1, 0, 0), (1, 0, 0)))
     costs = replace(free, capacity={"device": int(device * whole), "host": int(2 * whole), "disk": 0})
@@ -115,7 +115,7 @@ def test_no_whole_placement_is_better(device: float, runs: Runs) -> None:
 @settings(max_examples=15, deadline=None)
 @given(models, blocks, runtimes, parts, parts, st.sampled_from(["device", "host"]))
 def test_more_memory_is_never_slower(
-    model: ModelShape, block: Block, runs: Runs, device: float, host: float, tier: str
+    model: ModelShape, block: BlockShape, runs: Runs, device: float, host: float, tier: str
 ) -> None:
     less = costs_of(model, block, runs, device, host)
     more = replace(less, capacity={**less.capacity, tier: int(1.3 * less.capacity[tier])})
@@ -126,7 +126,7 @@ def test_more_memory_is_never_slower(
 
 @settings(max_examples=10, deadline=None)
 @given(models, blocks, runtimes, parts, parts)
-def test_whole_items_add_up(model: ModelShape, block: Block, runs: Runs, device: float, host: float) -> None:
+def test_whole_items_add_up(model: ModelShape, block: BlockShape, runs: Runs, device: float, host: float) -> None:
     costs = costs_of(model, block, runs, device, host)
     rounded = round_placement(costs, items_of(model, block.size, 80), closed=FREE)
     if rounded is None:
@@ -144,7 +144,7 @@ def test_whole_items_add_up(model: ModelShape, block: Block, runs: Runs, device:
 def test_lp_finds_the_exhaustive_optimum() -> None:
     """Against every placement on a grid of quarters, on a machine with three small tiers."""
     model = decoder(8, 256, 2, True)
-    costs = costs_of(model, Block(4, 2), BlockModel, 0.6, 0.3)
+    costs = costs_of(model, BlockShape(4, 2), BlockModel, 0.6, 0.3)
     found = place(costs, closed=NO_CHECKPOINTS)
     assert found is not None
     steps = [(a / 4, b / 4, (4 - a - b) / 4) for a in range(5) for b in range(5 - a)]
@@ -161,7 +161,7 @@ def test_lp_finds_the_exhaustive_optimum() -> None:
 
 def test_closed_shares_stay_empty() -> None:
     model = PRESET_MODELS["opt-30b"]
-    costs = Problem(model, T4, 512, 32).costs(Block(16, 4))
+    costs = Problem(model, T4, 512, 32).costs(BlockShape(16, 4))
     closed = NO_CHECKPOINTS | {("kv", "device"), (ATTENTION, "disk"), (MLP, "disk")}
     for found in (place(costs, closed=closed), round_placement(costs, items_of(model, 64, 544), closed=closed)):
         assert found is not None
@@ -169,7 +169,7 @@ def test_closed_shares_stay_empty() -> None:
 
 
 def test_ties_go_to_the_fastest_tier() -> None:
-    costs = Problem(PRESET_MODELS["opt-6.7b"], T4, 512, 32).costs(Block(2))
+    costs = Problem(PRESET_MODELS["opt-6.7b"], T4, 512, 32).costs(BlockShape(2))
     found = place(costs)
     assert found is not None
     assert all(found.x[INDEX[tensor, "device"]] == pytest.approx(1) for tensor in ("attention", "mlp", "kv"))
@@ -177,7 +177,7 @@ def test_ties_go_to_the_fastest_tier() -> None:
 
 def test_least_memory_within_a_time() -> None:
     model = PRESET_MODELS["opt-6.7b"]
-    costs = Problem(model, T4, 512, 32).costs(Block(2))
+    costs = Problem(model, T4, 512, 32).costs(BlockShape(2))
     fastest = place(costs)
     assert fastest is not None
     least = place(costs, goal=Goal("device"))

@@ -11,7 +11,7 @@ from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.planning.placement import NO_CHECKPOINTS
 from forebay.rewriter.planning.policy_search import BudgetError, Objective, Problem, Space, candidates, frontier, search
 from forebay.rewriter.planning.policy_summary import advice, bottleneck, summary, weight_tiers
-from forebay.rewriter.predict.block_costs import Block
+from forebay.rewriter.predict.block_costs import BlockShape
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS, decoder_shape
 from forebay.rewriter.predict.shares import TIERS
 
@@ -116,4 +116,4 @@ def test_what_binds_and_what_would_move_it_is_said() -> None:
     policy = search(problem(device=3 * 10**8), Space(micro_batches=(1,), blocks=(1,), closed=NO_CHECKPOINTS))
     assert bottleneck(policy) == "host_to_device"
     assert re.search(r"bound by the link from host to device; w4g64 weights would give \d+\.\dx", advice(policy))
-    assert policy.block == Block(1, 1, "row", host_attention=policy.block.host_attention)
+    assert policy.block == BlockShape(1, 1, "row", host_attention=policy.block.host_attention)

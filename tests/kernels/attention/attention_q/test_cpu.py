@@ -12,6 +12,7 @@ from forebay.kernels.attention.attention import reference as attention
 from forebay.kernels.attention.attention_q import cpu as attention_q_cpu
 from forebay.kernels.attention.attention_q import operator as attention_q_operator
 from forebay.kernels.attention.attention_q import reference as attention_q_reference
+from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.cache.kv_append_q import cpu as kv_append_q_cpu
 from forebay.kernels.cache.kv_append_q import operator as kv_append_q_operator
 from forebay.kernels.cache.kv_append_q import reference as kv_append_q_reference
@@ -129,7 +130,7 @@ def test_attention_matches_float64(
     wide = torch.full((len(start), queries, 6, 26), 7.0, dtype=dtype)
     out = wide[..., 2:22]
     out.fill_(torch.nan)
-    attention_q_cpu.bind_attention_q(q, k_cache, v_cache, begin, 0.3, window, softcap, bits, group, out)()
+    attention_q_cpu.bind_attention_q(q, k_cache, v_cache, begin, Scoring(0.3, window, softcap), bits, group, out)()
     k, v = (kv_append_q_reference.unpack(cache, 20, bits, group) for cache in (k_cache, v_cache))
     want = attention.reference(q, k, v, begin, 0.3, window, softcap)
     assert not want.isnan().any()
@@ -144,7 +145,7 @@ def test_bound_calls_read_present_contents(path: str) -> None:
     k_cache, v_cache, k, v, start, bits, group = make([40, 40], 1, 8)
     q, out = torch.randn(2, 6, 1, 20), torch.empty(2, 1, 6, 20)
     append = kv_append_q_cpu.bind_kv_append_q(k_cache, v_cache, k, v, start, bits, group)
-    attend = attention_q_cpu.bind_attention_q(q, k_cache, v_cache, start, 0.3, 0, 0.0, bits, group, out)
+    attend = attention_q_cpu.bind_attention_q(q, k_cache, v_cache, start, Scoring(0.3), bits, group, out)
     for position in range(3):
         start.fill_(position)
         k.normal_()

@@ -19,6 +19,7 @@ from forebay.kernels.attention.attention import reference as attention
 from forebay.kernels.attention.attention_q import gpu
 from forebay.kernels.attention.attention_q import reference as attention_q
 from forebay.kernels.attention.costs import gpu_workspace_nbytes
+from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.cache.kv_append_q import reference as kv_append_q
 from forebay.kernels.formats import row_sizes
 from forebay.kernels.gpu_support import cache_rows
@@ -50,7 +51,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, start: Tensor, window: int, softcap: fl
     batch, heads, new, dim = q.shape
     wide = torch.full((batch, new, heads, dim + 6), 7.0, dtype=q.dtype)
     out = wide[..., :dim].fill_(math.nan)
-    gpu.attention_q(q, k, v, start, dim**-0.5, window, softcap, bits, group, out)
+    gpu.attention_q(q, k, v, start, Scoring(dim**-0.5, window, softcap), bits, group, out)
     assert (wide[..., dim:] == 7).all()
     return out
 
@@ -120,7 +121,7 @@ def test_decode_counts_the_shares_that_it_makes(
 ) -> None:
     group, row = row_sizes.cache_group_size(dim, bits), row_sizes.cache_row_nbytes(dim, bits)
     q, cache = torch.zeros(1, 4, 1, dim, dtype=dtype), torch.zeros(1, 1, 2048, row, dtype=torch.uint8)
-    call = gpu.bind_attention_q(q, cache, cache, torch.zeros(1, dtype=torch.int64), 1.0, 0, 0.0, bits, group,
+    call = gpu.bind_attention_q(q, cache, cache, torch.zeros(1, dtype=torch.int64), Scoring(1.0), bits, group,
                                 torch.empty(1, 1, 4, dim, dtype=dtype))  # fmt: skip
     taken, empty = [], torch.empty
 
@@ -151,12 +152,12 @@ def test_loads_are_as_wide_as_rows_permit() -> None:
     [(0, "q", lambda x: x.double()), (0, "q", lambda x: torch.stack((x, x), -1)[..., 0]),
      (1, "k_cache", lambda x: x[..., :-4]),
      (2, "v_cache", lambda x: x[:, :, 1:]), (3, "start", lambda x: x.int()),
-     (1, "k_cache", lambda x: x.new_zeros(x.numel() + 2)[2:].view(x.shape)), (9, "out", lambda x: x[:, :, :1])],
+     (1, "k_cache", lambda x: x.new_zeros(x.numel() + 2)[2:].view(x.shape)), (7, "out", lambda x: x[:, :, :1])],
 )  # fmt: skip
 def test_bad_arguments_are_named_before_a_launch(index: int, argument: str, wrong: object, new: int) -> None:
     k, v = made([9], 2, 64, 4, 32)
     q = queries([9], 4, new, 64, torch.float16)
-    args: list = [q, k, v, torch.tensor([5]), 1.0, 0, 0.0, 4, 32, torch.empty(1, new, 4, 64, dtype=q.dtype)]
+    args: list = [q, k, v, torch.tensor([5]), Scoring(1.0), 4, 32, torch.empty(1, new, 4, 64, dtype=q.dtype)]
     args[index] = wrong(args[index])  # type: ignore[operator]
     with pytest.raises(ValueError, match=f"^attention_q: {argument} "):
         gpu.bind_attention_q(*args)

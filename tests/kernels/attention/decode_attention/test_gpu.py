@@ -17,23 +17,23 @@ from kernels_blocks import LIMIT, FilledCache, fill_cache, relative_error
 from forebay.kernels.attention.attention import reference as attention
 from forebay.kernels.attention.decode_attention import decode_shares, gpu
 from forebay.kernels.attention.decode_attention import reference as decode_attention
+from forebay.kernels.attention.scoring import SYNCHRONISED, Scoring, SoftmaxRange
 from forebay.kernels.formats import paged
 from forebay.kernels.formats.paged import BlockLayout
 from forebay.kernels.gpu_support.scratch import scratch_of
 
-RANGE = {torch.float16: (0.0, -9.0, 11.0), torch.bfloat16: (0.0, -60.0, 60.0)}
-SAFE = (0.0, 0.0, 0.0)
+RANGE = {torch.float16: SoftmaxRange(0.0, -9.0, 11.0), torch.bfloat16: SoftmaxRange(0.0, -60.0, 60.0)}
+SAFE = SYNCHRONISED
 
 
 def run(
-    cache: FilledCache, q: torch.Tensor, scores: tuple[float, float, float] = SAFE, window: int = 0,
+    cache: FilledCache, q: torch.Tensor, scores: SoftmaxRange = SAFE, window: int = 0,
     softcap: float = 0.0, splits: int | None = 3,
 ) -> torch.Tensor:  # fmt: skip
     out = torch.full_like(q, math.nan)
     scale = q.shape[-1] ** -0.5
-    gpu.decode_attention(
-        q, cache.pool, cache.table, cache.lengths, cache.layout, scale, window, softcap, *scores, out, splits
-    )
+    scoring = Scoring(scale, window, softcap)
+    gpu.decode_attention(q, cache.pool, cache.table, cache.lengths, cache.layout, scoring, scores, out, splits)
     return out
 
 
@@ -76,12 +76,12 @@ def test_scores_out_of_range_are_computed_again(format: str) -> None:
     cache = fill_cache(BlockLayout(64, 1, 32, format, torch.float16), [150, 70], strength=30.0)
     q = queries(cache, 4)
     q[:, 1] *= 0.01
-    found = run(cache, q, (0.0, -9.0, 11.0))
+    found = run(cache, q, SoftmaxRange(0.0, -9.0, 11.0))
     # Beside K and V in the dtype they are multiplied in: a rounding of K moves scores of 120 by 0.03.
     k, v = paged.read(cache.pool, cache.layout, cache.table, torch.float16)
     wanted = attention.reference(q[:, :, None], k, v, cache.lengths - 1, 32**-0.5)[:, 0]
     assert relative_error(found, wanted) <= 1e-3
-    with_the_range_ignored = run(cache, q, (0.0, -1e4, 1e4))
+    with_the_range_ignored = run(cache, q, SoftmaxRange(0.0, -1e4, 1e4))
     assert not with_the_range_ignored[:, 0].isfinite().all(), "the inputs do not overflow: the test shows nothing"
     assert torch.equal(with_the_range_ignored[:, 1], found[:, 1])
 
@@ -90,8 +90,8 @@ def test_scores_far_below_the_maximum_are_computed_again() -> None:
     """phi = 40 above every score: exp(x - phi) is 0 in fp16."""
     cache = fill_cache(BlockLayout(64, 1, 32, "native", torch.float16), [100])
     q = queries(cache, 2)
-    assert relative_error(run(cache, q, (40.0, -9.0, 11.0)), expected(cache, q)) <= 1e-3
-    assert not run(cache, q, (40.0, -1e4, 1e4)).abs().max() > 0, "without the check the sums underflow"
+    assert relative_error(run(cache, q, SoftmaxRange(40.0, -9.0, 11.0)), expected(cache, q)) <= 1e-3
+    assert not run(cache, q, SoftmaxRange(40.0, -1e4, 1e4)).abs().max() > 0, "without the check the sums underflow"
 
 
 def test_a_row_is_computed_again_alone() -> None:
@@ -106,7 +106,7 @@ def test_a_row_is_computed_again_alone() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 @pytest.mark.parametrize("scores", [SAFE, RANGE[torch.bfloat16]], ids=["synchronised", "unified"])
-def test_nan_and_infinity_do_as_torch(value: float, where: str, scores: tuple[float, float, float]) -> None:
+def test_nan_and_infinity_do_as_torch(value: float, where: str, scores: SoftmaxRange) -> None:
     generator = torch.Generator().manual_seed(3)
     k, v = (torch.randn(1, 1, 40, 16, generator=generator).bfloat16() for _ in range(2))
     q = torch.rand(1, 2, 16, generator=generator).bfloat16() + 0.1  # positive: q . inf has one sign
@@ -116,7 +116,7 @@ def test_nan_and_infinity_do_as_torch(value: float, where: str, scores: tuple[fl
     else:
         (k if where == "k" else v)[0, 0, 7, 5] = value
     out = torch.full_like(q, 7.0)
-    gpu.decode_attention_contiguous(q, k, v, torch.tensor([39]), 0.25, 0, 0.0, out, *scores, splits=2)
+    gpu.decode_attention_contiguous(q, k, v, torch.tensor([39]), Scoring(0.25), out, scores, splits=2)
     wanted = attention.reference(q[:, :, None], k, v, torch.tensor([39]), 0.25, dtype=torch.float32)[:, 0]
     assert torch.equal(out.isnan(), wanted.isnan()) and torch.equal(out.isposinf(), wanted.isposinf())
     assert torch.equal(out.isneginf(), wanted.isneginf())
@@ -139,7 +139,7 @@ def test_contiguous_caches_of_any_strides(dtype: torch.dtype) -> None:
     start = torch.tensor([49, 0])
     for window in (0, 13):
         out = torch.full_like(q, math.nan)
-        gpu.decode_attention_contiguous(q, k, v, start, 0.3, window, 0.0, out)
+        gpu.decode_attention_contiguous(q, k, v, start, Scoring(0.3, window), out)
         wanted = attention.reference(q[:, :, None], k, v, start, 0.3, window)[:, 0]
         assert relative_error(out, wanted) <= LIMIT[dtype]
 
@@ -151,7 +151,7 @@ def test_bad_arguments_are_named_before_a_launch(monkeypatch: pytest.MonkeyPatch
 
     def call(q: torch.Tensor = good, **changed: object) -> None:
         values = {"pool": cache.pool, "table": cache.table, "lengths": cache.lengths, "layout": cache.layout} | changed
-        gpu.decode_attention(q, *values.values(), 1.0, 0, 0.0, *SAFE, torch.empty_like(q))  # type: ignore[arg-type]
+        gpu.decode_attention(q, *values.values(), Scoring(1.0), SAFE, torch.empty_like(q))  # type: ignore[arg-type]
 
     for name, wrong in (
         ("q", lambda: call(good.bfloat16())),
@@ -185,7 +185,7 @@ def test_one_sequence_fills_the_chip_as_far_as_its_shares_pay() -> None:
 
 @pytest.mark.parametrize("scores", [SAFE, RANGE[torch.float16]], ids=["synchronised", "unified"])
 @pytest.mark.parametrize("splits", [13, 20], ids=["by the last share", "by a kernel"])
-def test_shares_are_merged_and_counters_left_as_they_were_found(scores: tuple, splits: int) -> None:
+def test_shares_are_merged_and_counters_left_as_they_were_found(scores: SoftmaxRange, splits: int) -> None:
     """More shares than are taken at a time, of unequal sequences, several runs over one scratch."""
     cache = fill_cache(BlockLayout(16, 1, 16, "native", torch.float16), [300, 3])
     q = queries(cache, 65)  # more programs than one to a share

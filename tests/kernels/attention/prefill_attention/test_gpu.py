@@ -17,6 +17,7 @@ from kernels_blocks import LIMIT, fill_cache, relative_error
 from forebay.kernels.attention.attention import reference as attention
 from forebay.kernels.attention.prefill_attention import gpu
 from forebay.kernels.attention.prefill_attention import reference as prefill_attention
+from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.formats.paged import BlockLayout
 
 
@@ -43,7 +44,7 @@ def test_matches_the_definition(
         for b, begin in enumerate(starts):
             cache[b, :, begin + queries :] = math.nan
     out = torch.full((2, queries, heads, dim), math.nan, dtype=dtype)
-    gpu.prefill_attention(q, k, v, start, dim**-0.5, window, softcap, out)
+    gpu.prefill_attention(q, k, v, start, Scoring(dim**-0.5, window, softcap), out)
     wanted = attention.reference(q, k.nan_to_num(), v.nan_to_num(), start, dim**-0.5, window, softcap)
     assert relative_error(out, wanted) <= LIMIT[dtype]
 
@@ -56,7 +57,7 @@ def test_blocks_of_every_format(format: str, tokens: int) -> None:
     q = torch.randn(2, 4, 21, 32, generator=torch.Generator().manual_seed(5)).half()
     start = cache.lengths - 21
     out = torch.full((2, 21, 4, 32), math.nan, dtype=torch.float16)
-    gpu.prefill_attention_paged(q, cache.pool, cache.table, start, layout, 0.2, 0, 0.0, out)
+    gpu.prefill_attention_paged(q, cache.pool, cache.table, start, layout, Scoring(0.2), out)
     pool = cache.pool.clone()
     wanted = prefill_attention.paged_reference(q, pool, cache.table, start, layout, 0.2)
     assert relative_error(out, wanted) <= 1e-3
@@ -65,7 +66,7 @@ def test_blocks_of_every_format(format: str, tokens: int) -> None:
 def test_scores_that_overflow_exp() -> None:
     q, k, v = made(torch.float16, 1, 2, 1, 20, 20, 32)
     out = torch.full((1, 20, 2, 32), math.nan, dtype=torch.float16)
-    gpu.prefill_attention(q * 30, k * 30, v, torch.tensor([0]), 1.0, 0, 0.0, out)
+    gpu.prefill_attention(q * 30, k * 30, v, torch.tensor([0]), Scoring(1.0), out)
     assert relative_error(out, attention.reference(q * 30, k * 30, v, torch.tensor([0]), 1.0)) <= 1e-3
 
 
@@ -75,7 +76,7 @@ def test_nan_and_infinity_do_as_torch(value: float, where: str) -> None:
     q, k, v = (t.abs() + 0.1 for t in made(torch.bfloat16, 1, 1, 1, 20, 20, 16))
     {"q": q, "k": k, "v": v}[where][0, 0, 7, 5] = value
     out = torch.full((1, 20, 1, 16), 7.0, dtype=torch.bfloat16)
-    gpu.prefill_attention(q, k, v, torch.tensor([0]), 0.25, 0, 0.0, out)
+    gpu.prefill_attention(q, k, v, torch.tensor([0]), Scoring(0.25), out)
     wanted = attention.reference(q, k, v, torch.tensor([0]), 0.25, dtype=torch.float32)
     # What a query does not see is multiplied by 0 or not at all, as the tiles fall: torch's kernels differ there too.
     seen = slice(7, None) if where == "v" else slice(None)
@@ -90,12 +91,12 @@ def test_bad_arguments_are_named_before_a_launch(monkeypatch: pytest.MonkeyPatch
     q, k, v = made(torch.float16, 1, 4, 2, 3, 9, 16)
     start, out = torch.tensor([6]), torch.empty(1, 3, 4, 16, dtype=torch.float16)
     cases = {
-        "q": (q[0], k, v, start, 1.0, 0, 0.0, out),
-        "k": (q, k.float(), v, start, 1.0, 0, 0.0, out),
-        "v": (q, k, v[:, :, 1:], start, 1.0, 0, 0.0, out),
-        "kv_heads": (q[:, :3], k, v, start, 1.0, 0, 0.0, out),
-        "start": (q, k, v, start.int(), 1.0, 0, 0.0, out),
-        "out": (q, k, v, start, 1.0, 0, 0.0, out[:, 1:]),
+        "q": (q[0], k, v, start, Scoring(1.0), out),
+        "k": (q, k.float(), v, start, Scoring(1.0), out),
+        "v": (q, k, v[:, :, 1:], start, Scoring(1.0), out),
+        "kv_heads": (q[:, :3], k, v, start, Scoring(1.0), out),
+        "start": (q, k, v, start.int(), Scoring(1.0), out),
+        "out": (q, k, v, start, Scoring(1.0), out[:, 1:]),
     }
     for name, arguments in cases.items():
         with pytest.raises(ValueError, match=f"^prefill_attention: {name} "):

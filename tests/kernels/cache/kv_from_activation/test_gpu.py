@@ -44,14 +44,13 @@ class Work:
     v_values: torch.Tensor
 
     def launch(self, pool: torch.Tensor, slots: torch.Tensor) -> None:
-        names = ("norm_weight", "norm_bias", "k_bias", "v_bias", "cos", "sin")
-        op_operator.launch(pool, self.x, slots, self.k_weight, self.v_weight, *(self.vectors.get(n) for n in names),
-                  self.features, self.x_bits, self.x_group, self.norm, 1e-5, self.weight_format,
-                  self.layout)  # fmt: skip
+        states = op_reference.States(self.x, self.features, self.x_bits, self.x_group)
+        by = op_reference.Projection(self.k_weight, self.v_weight, self.weight_format, self.norm, 1e-5, **self.vectors)
+        op_operator.launch(pool, states, slots, by, self.layout)
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        how = {"norm": self.norm, "eps": 1e-5, **self.vectors}
-        return op_reference.reference(self.x_values, self.k_values, self.v_values, **how)
+        by = op_reference.Projection(self.k_values, self.v_values, "native", self.norm, 1e-5, **self.vectors)
+        return op_reference.reference(self.x_values, by)
 
 
 def packed(x: torch.Tensor, bits: int, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,8 +39,8 @@ def arguments(dtype: torch.dtype = torch.float16, format: str = "native") -> dic
 
 
 def expected(values: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    given = [values[n] for n in ("x", *NAMES[3:11])]
-    return module.reference(*given, norm=values["norm"], eps=values["eps"])
+    by = module.Projection(**{n: values[n] for n in (*NAMES[3:11], "norm", "eps")})
+    return module.reference(values["x"], by)
 
 
 def found(values: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

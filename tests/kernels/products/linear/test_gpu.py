@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from forebay.kernels.products.linear.gpu import linear, workspace_nbytes
+from forebay.kernels.products.linear.reference import After
 
 FUNCTIONS = {
     "": lambda x: x,
@@ -63,7 +64,7 @@ def test_near_float64(impl: str, m: int, n: int, k: int, dtype: torch.dtype, for
     x, weight, bias, residual = operands(m, n, k, dtype)
     out = poisoned(m, n, dtype=dtype)
     stored = weight if form == "nk" else weight.T.contiguous()
-    assert linear(x, stored, bias, residual, "silu", out, impl, form) is out
+    assert linear(x, stored, bias, After("silu", None, residual), out, impl, form) is out
     assert_near(out, exact(x, weight, bias, residual, "silu"))
 
 
@@ -71,7 +72,7 @@ def test_near_float64(impl: str, m: int, n: int, k: int, dtype: torch.dtype, for
 @pytest.mark.parametrize("activation", tuple(FUNCTIONS))
 def test_activations_and_multiplier(activation: str, impl: str) -> None:
     x, weight, bias, other = operands(2, 19, 40, torch.float16)
-    got = linear(x, weight, bias, None, activation, None, impl, multiplier=other)
+    got = linear(x, weight, bias, After(activation, other), None, impl)
     assert_near(got, exact(x, weight, bias, None, activation, other))
 
 
@@ -98,7 +99,7 @@ def test_special_values_as_torch(impl: str) -> None:
     x, weight, _, _ = operands(2, 9, 130, torch.float16)
     x[0, 3], weight[4, 7], weight[5, 120], weight[6, 1] = torch.nan, torch.inf, -torch.inf, torch.nan
     x[1, 9] = torch.inf
-    assert_near(linear(x, weight, None, None, "relu", None, impl), exact(x, weight, None, None, "relu"))
+    assert_near(linear(x, weight, None, After("relu"), None, impl), exact(x, weight, None, None, "relu"))
 
 
 def test_nothing_to_sum_or_to_write() -> None:
@@ -127,9 +128,10 @@ def test_bad_arguments_are_named() -> None:
     out = poisoned(2, 24, dtype=torch.float16)
 
     def refused(message: str, **changed: object) -> None:
-        arguments: dict[str, object] = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
+        given: dict = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out} | changed
+        after = After(given.pop("activation", ""), None, given.pop("residual"))
         with pytest.raises(ValueError, match=f"^linear: {message}"):
-            linear(**(arguments | changed))  # type: ignore[arg-type]
+            linear(**given, after=after)
 
     refused("x must be of", x=x.float())
     refused("x must end in 40 columns", x=x[:, :39])

@@ -1,0 +1,26 @@
+"""How attention makes scores, and what is known of them: what travels together from an operator to its launches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Scoring(NamedTuple):
+    """Products of q and k times `scale`; `window` w > 0: the last w positions, w < 0: those of the query's chunk of -w;
+    `softcap` c > 0: a score x becomes c tanh(x / c). 0: neither."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+
+class SoftmaxRange(NamedTuple):
+    """Rows whose largest score lies in phi + low < x < phi + high share the maximum phi (FlashDecoding++Next, section
+    III); high <= low: none does, and every row takes the synchronised softmax."""
+
+    phi: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+
+
+SYNCHRONISED = SoftmaxRange()
