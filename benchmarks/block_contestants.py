@@ -146,20 +146,10 @@ class Ours:
 
     def whole(self, order: Order, clock: StepClock) -> dict[str, Any]:
         """A whole answer through the public `generate`."""
-        left = order["new"]
-
-        def on_token(token: torch.Tensor) -> None:
-            nonlocal left
-            clock.end(token)
-            left -= 1
-            if left:
-                clock.begin()
-
         ids = prompts(order)
         self.lm.generate(ids[:, :2], max_new_tokens=2, eos_token_id=None)
         before = moved_so_far()
-        clock.begin()
-        self.lm.generate(ids, max_new_tokens=order["new"], eos_token_id=None, on_token=on_token)
+        self.lm.generate(ids, max_new_tokens=order["new"], eos_token_id=None, on_token=clock.start(order["new"]))
         read, written = (b - a for a, b in zip(before, moved_so_far(), strict=True))
         return {"prefill_s": clock.times_s[0], "steps_s": clock.times_s[1:], "tokens": clock.tokens,
                 "answer_read_nbytes": read, "answer_written_nbytes": written}

@@ -89,6 +89,20 @@ class StepClock:
         self.times_s.append(time.perf_counter() - self._start)
         self.tokens.append(token.tolist())
 
+    def start(self, tokens: int) -> Callable[[torch.Tensor], None]:
+        """Begin the first of so many steps; what is to be called with the token of each begins the next."""
+        left = tokens
+
+        def on_token(token: torch.Tensor) -> None:
+            nonlocal left
+            self.end(token)
+            left -= 1
+            if left:
+                self.begin()
+
+        self.begin()
+        return on_token
+
 
 class Peer:
     """A transformers model in bf16: `disk-map` by device_map="auto", `accelerate` by load_checkpoint_and_dispatch, both
@@ -165,17 +179,7 @@ class Forebay:
 
     def generate(self, ids: torch.Tensor, new_tokens: int, clock: StepClock) -> None:
         """Through the public `generate`; its reads bypass the page cache, so that there is nothing to drop."""
-        left = new_tokens
-
-        def on_token(token: torch.Tensor) -> None:
-            nonlocal left
-            clock.end(token)
-            left -= 1
-            if left:
-                clock.begin()
-
-        clock.begin()
-        self.lm.generate(ids, max_new_tokens=new_tokens, eos_token_id=None, on_token=on_token)
+        self.lm.generate(ids, max_new_tokens=new_tokens, eos_token_id=None, on_token=clock.start(new_tokens))
 
     def close(self) -> None:
         self.lm.close()

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,8 +17,8 @@ import pytest
 import torch
 from e2e.agreement import assert_same_tokens
 from e2e.block_case import ATTENDED, COUNT, DISK, HOST, HOST_NBYTES, NEW, PROMPT, SHARED, Case
+from late import make_late
 
-import forebay.runtime.devices.open_device as open_device_module
 import forebay.runtime.devices.threads as threads_module
 import forebay.runtime.disk.spill as spill_module
 from forebay.api import LanguageModel
@@ -34,14 +34,7 @@ from forebay.runtime.run.rows import Rows
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    made: dict[str, Case] = {}
-
-    def case(name: str) -> Case:
-        if name not in made:
-            made[name] = Case(name, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return case
+    return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name)))
 
 
 @pytest.mark.parametrize("order", ["row", "zigzag"])
@@ -116,52 +109,13 @@ def test_without_any_one_wait_the_program_is_refused(
         assert refused >= 0.8 * len(waits)
 
 
-class _LateReader:
-    """Reads that begin after a random while, in any order."""
-
-    def __init__(self, reader: Any, seed: int) -> None:
-        self.reader, self.chance = reader, random.Random(seed)
-
-    def prepare(self, read: Any) -> Callable[[], None]:
-        queue = self.reader.prepare(read)
-        return lambda: threading.Timer(self.chance.choice((0.0, 0.002, 0.006)), queue).start()
-
-    def submit(self, read: Any) -> None:
-        self.prepare(read)()
-
-    def read_rows(self, *args: Any) -> None:
-        threading.Timer(self.chance.choice((0.0, 0.002)), self.reader.read_rows, args).start()
-
-    def fault(self) -> BaseException | None:
-        return self.reader.fault()
-
-    def close(self) -> None:
-        self.reader.close()
-
-
-class _LateWriter:
-    """Writes that begin after a random while, in any order."""
-
-    def __init__(self, writer: Any, seed: int) -> None:
-        self.writer, self.chance = writer, random.Random(seed)
-
-    def write(self, file: Any, write: Any) -> None:
-        threading.Timer(self.chance.choice((0.0, 0.002, 0.01)), self.writer.write, (file, write)).start()
-
-    def close(self) -> None:
-        self.writer.close()
-
-
 @pytest.mark.parametrize(("order", "more"), [
     ("row", {}), ("zigzag", {}), ("zigzag", DISK), ("row", DISK), ("zigzag", HOST), ("zigzag", SHARED),
     ("row", SHARED), ("zigzag", ATTENDED), ("zigzag", SHARED | {"cpu_attention": True})])
 def test_copies_that_overtake_each_other(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, order: str, more: dict[str, Any]
 ) -> None:
-    opened = open_device_module.open_reader
-    monkeypatch.setattr(open_device_module, "open_reader", lambda *a, **k: _LateReader(opened(*a, **k), 3))
-    made = spill_module.open_writer
-    monkeypatch.setattr(spill_module, "open_writer", lambda *a: _LateWriter(made(*a), 5))
+    make_late(monkeypatch)
     chance, copied = random.Random(7), threads_module.copy_runs
 
     def late(*args: Any) -> None:

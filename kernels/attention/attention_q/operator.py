@@ -45,38 +45,19 @@ def attention_q(
 
 
 @attention_q.register_kernel("cuda")
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    start: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    bits: int,
-    group: int,
-) -> Tensor:
+def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, *how: Any) -> Tensor:
     from forebay.kernels.attention.attention_q.gpu import attention_q as launch
 
+    *scores, bits, group = how
     check(q, k_cache, v_cache, start, bits, group)
     batch, heads, queries, dim = q.shape
     out = q.new_empty(batch, queries, heads, dim)
-    launch(q, k_cache, v_cache, start, Scoring(scale, window, softcap), bits, group, out)
+    launch(q, k_cache, v_cache, start, Scoring(*scores), bits, group, out)
     return out
 
 
 @attention_q.register_fake
-def _(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    start: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    bits: int,
-    group: int,
-) -> Tensor:
+def _(q: Tensor, *others: Any) -> Tensor:
     batch, heads, queries, dim = q.shape
     return q.new_empty(batch, queries, heads, dim)
 

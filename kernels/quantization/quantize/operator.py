@@ -16,6 +16,8 @@ codes 0: all of it reads back as NaN. On the CPU `quantize` raises ValueError in
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -105,37 +107,20 @@ def dequantize(
 
 
 @dequantize.register_fake
-def _(
-    packed: Tensor,
-    scale: Tensor,
-    low: Tensor,
-    bits: int,
-    group_size: int,
-    dim: int,
-    size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    check_packed(packed, scale, low, bits, group_size, dim, size, dtype)
+def _(packed: Tensor, *others: Any) -> Tensor:
+    check_packed(packed, *others)
+    *_, dim, size, dtype = others
     shape = list(packed.shape)
     shape[dim] = size
     return packed.new_empty(shape, dtype=dtype)
 
 
 @dequantize.register_kernel("cuda")
-def _(
-    packed: Tensor,
-    scale: Tensor,
-    low: Tensor,
-    bits: int,
-    group_size: int,
-    dim: int,
-    size: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    check_packed(packed, scale, low, bits, group_size, dim, size, dtype)
+def _(*arguments: Any) -> Tensor:
+    check_packed(*arguments)
     from forebay.kernels.quantization.quantize import gpu
 
-    return gpu.dequantize(packed, scale, low, bits, group_size, dim, size, dtype)
+    return gpu.dequantize(*arguments)
 
 
 QUANTIZE = Operator(torch.ops.forebay.quantize.default, reference, each_once)

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +16,8 @@ import pytest
 import torch
 import transformers
 from families import gemma2, gpt2, llama, opt
+from late import make_late
 
-import forebay.runtime.devices.open_device as open_device_module
-import forebay.runtime.disk.spill as spill_module
 from forebay.api import LanguageModel, open_model
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict, validate
 from forebay.rewriter.ir.program import Wait
@@ -79,14 +78,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    made: dict[str, Case] = {}
-
-    def case(name: str) -> Case:
-        if name not in made:
-            made[name] = Case(name, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return case
+    return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name)))
 
 
 def answers(
@@ -145,42 +137,11 @@ def test_draws_are_a_prompts_own(cases: Callable[[str], Case]) -> None:
         assert answers(lm, case.asked()[4:9], DRAWN, case.eos)[0] == alone[4:9]
 
 
-class _Late:
-    """A reader or writer that begins after a random while, in any order."""
-
-    def __init__(self, other: Any, seed: int) -> None:
-        self.other, self.chance = other, random.Random(seed)
-
-    def _later(self, call: Callable[..., None], *args: Any) -> None:
-        threading.Timer(self.chance.choice((0.0, 0.002, 0.006)), call, args).start()
-
-    def prepare(self, read: Any) -> Callable[[], None]:
-        queue = self.other.prepare(read)
-        return lambda: self._later(queue)
-
-    def submit(self, read: Any) -> None:
-        self.prepare(read)()
-
-    def read_rows(self, *args: Any) -> None:
-        self._later(self.other.read_rows, *args)
-
-    def write(self, file: Any, write: Any) -> None:
-        self._later(self.other.write, file, write)
-
-    def fault(self) -> BaseException | None:
-        return self.other.fault()
-
-    def close(self) -> None:
-        self.other.close()
-
-
 @pytest.mark.parametrize("more", [{}, DISK | {"micro_batches": 2}])
 def test_copies_that_overtake_each_other(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
-    opened, made = open_device_module.open_reader, spill_module.open_writer
-    monkeypatch.setattr(open_device_module, "open_reader", lambda *a, **k: _Late(opened(*a, **k), 3))
-    monkeypatch.setattr(spill_module, "open_writer", lambda *a: _Late(made(*a), 5))
+    make_late(monkeypatch)
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases("llama")
     with case.language_model(1.0, entering=2, **more) as lm:
