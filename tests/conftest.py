@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import signal
 import sys
@@ -31,6 +32,48 @@ def graphs_are_checked() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_passes, "ALWAYS_CHECK", True)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def traces_are_not_kept() -> Iterator[None]:
+    """pytest hears loggers that do not propagate too; for the one of traces torch then words every step of a capture,
+    which took a tenth of its time."""
+    trace = logging.getLogger("torch.__trace")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "handlers", [])
+        patch.setattr(trace, "addHandler", lambda handler: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_profile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One profile of the machine for the whole run, whoever keeps the cores busy: commands measure none, which takes
+    half a minute each time that one was measured poorly. What takes long to make is the kept cache folder's."""
+    from forebay.kernels.build.cache_folder import make_cache_folder
+
+    kept, folder = make_cache_folder(), tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        _link_cache(kept, folder, patch)
+        for name in ("models", "verified"):
+            (kept / name).mkdir(exist_ok=True)
+            (folder / name).symlink_to(kept / name)
+        yield
+
+
+def _link_cache(kept: Path, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Make `folder` the cache, with the compiled code of `kept` and a profile for its disk and the one of `kept`."""
+    from forebay.kernels.cpu_support import native
+    from forebay.passes.allocators.native import load
+    from forebay.rewriter.machine.profile import Machine, save_machine
+    from forebay.runtime.measure.kept import machine_cache_path
+
+    native.load()
+    load()
+    for file in (f for f in kept.iterdir() if f.suffix in (".so", ".o")):
+        (folder / file.name).symlink_to(file)
+    patch.setenv("FOREBAY_CACHE", str(folder))
+    for disk in (folder, kept):
+        save_machine(Machine.default(), machine_cache_path(disk))
 
 
 @dataclass(frozen=True)
@@ -144,17 +187,9 @@ class _LoggedReader:
 @pytest.fixture
 def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own, in which the compiled kernels and a profile of the machine lie already."""
-    from forebay.kernels.build.cache_folder import cache_folder
-    from forebay.kernels.cpu_support import native
-    from forebay.rewriter.machine.profile import Machine, save_machine
-    from forebay.runtime.measure.kept import machine_cache_path
+    from forebay.kernels.build.cache_folder import make_cache_folder
 
-    native.load()
-    kept = cache_folder()
     folder = tmp_path / "cache"
-    folder.mkdir()
-    for file in (f for f in kept.iterdir() if f.suffix in (".so", ".o")) if kept.is_dir() else ():
-        (folder / file.name).symlink_to(file)
-    monkeypatch.setenv("FOREBAY_CACHE", str(folder))
-    save_machine(Machine.default(), machine_cache_path(tmp_path))  # a command would measure one, for half a minute
+    folder.mkdir(mode=0o700)
+    _link_cache(make_cache_folder(), folder, monkeypatch)
     return folder

@@ -81,7 +81,7 @@ def test_a_quantised_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     config = llama(2, hidden_size=64, intermediate_size=96, vocab_size=211, tie_word_embeddings=False)
     transformers.AutoModelForCausalLM.from_config(config).half().save_pretrained(tmp_path)
     prompt = torch.randint(3, 211, (2, 6), generator=torch.Generator().manual_seed(1))
-    opened, budget, workload = open_model(tmp_path), Budget(1 << 26, 1 << 24), Workload(2, 6, 2000)
+    opened, budget, workload = open_model(tmp_path), Budget(1 << 26, 1 << 24), Workload(2, 6, 300)
     found = {}
     for kind in ("cpu", "NVIDIA H200"):
         machine = replace(Machine.default(), device_kind=kind)

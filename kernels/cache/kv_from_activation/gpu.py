@@ -313,12 +313,9 @@ def _case(
     if layout.bits:
         kinds |= {"k_ptr": "*u8", "v_ptr": "*u8"}
     signature = {n: kinds[n] if there else "constexpr" for n, there in present.items()}
-    strides = (
-        "xs", "kwh", "kwn", "kwk", "vwh", "vwn", "vwk", "cs", "ss", "kb", "kh", "kr",
-        "vb", "vh", "vr", "pb", "ph",
-    )  # fmt: skip
-    signature |= dict.fromkeys(("tokens", "features", "slot_count"), "i32") | {"eps": "fp32"}
-    signature |= dict.fromkeys(strides, "i32")
+    strides = ("xs", "kwh", "kwn", "kwk", "vwh", "vwn", "vwk", "cs", "ss", "kb", "kh", "kr", "vb", "vh", "vr", "pb",
+               "ph")  # fmt: skip
+    signature |= dict.fromkeys(("tokens", "features", "slot_count", *strides), "i32") | {"eps": "fp32"}
     constants: dict[str, Any] = {n: None for n, there in present.items() if not there}
     ones = ("kwk", "vwk")  # a launch makes a stride of 1 a constant
     signature |= dict.fromkeys(ones, "constexpr")

@@ -75,12 +75,13 @@ def on_cpu(pool: Tensor, states: States, slots: Tensor, by: Projection, layout: 
         return
     if int(slots.max()) >= pool.shape[0] * layout.tokens:
         fail("slots", f"must be below {pool.shape[0] * layout.tokens}, got {int(slots.max())}")
-    (x, features, *packing), dtype, heads = states, layout.dtype, (layout.kv_heads, layout.head_dim)
+    x, features, bits, group = states
+    dtype, heads = layout.dtype, (layout.kv_heads, layout.head_dim)
     k_values, v_values = (unpack(w.flatten(0, 1), features, *by.weight_bits(), dtype, dtype)
                           for w in (by.k_weight, by.v_weight))  # fmt: skip
     for begin in range(0, slots.numel(), TILE_TOKENS):
         rows = slice(begin, begin + TILE_TOKENS)
-        wide = unpack(x[rows], features, *packing, torch.float32, activation_append_q.SCALE_DTYPE)
+        wide = unpack(x[rows], features, bits, group, torch.float32, activation_append_q.SCALE_DTYPE)
         n = by.normalised(wide).to(dtype)
         k, v = linear(n, k_values, by.k_bias), linear(n, v_values, by.v_bias)
         tables = (None if table is None else table[rows] for table in (by.cos, by.sin))

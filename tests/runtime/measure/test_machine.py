@@ -14,6 +14,7 @@ from forebay.runtime.disk.reader import available_kinds
 from forebay.runtime.measure import cuda as measure_cuda
 from forebay.runtime.measure import kernels as measure_kernels
 from forebay.runtime.measure import machine as measure
+from forebay.runtime.measure import steady
 from forebay.runtime.measure.machine import DiskTrial, choose_trial, measure_machine
 
 
@@ -26,6 +27,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Machine, list[tu
         patch.setattr(measure.Neighbours, "share", lambda _: 0.0)
         patch.setattr(measure_kernels, "QUICK_SHAPES", 3)  # as few as a product's three coefficients need
         patch.setattr(measure_kernels, "COLD_NBYTES", 4 << 20)  # in the caches: no figure is looked at
+        patch.setattr(steady, "TRIES", 1)  # beside the suite's other work lines fit poorly, and again so
         machine = measure_machine(folder, quick=True, progress=lambda stage, done: stages.append((stage, done)))
     return machine, stages, folder
 
