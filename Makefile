@@ -33,9 +33,9 @@ types: $(DEV_STAMP)
 check: $(DEV_STAMP)
 	$(BIN)/pytest -n 2 --dist loadfile
 
-# Every operator of torch's own database over the compile backend, where the suite has a sample of them.
+# Every operator and module of torch's own databases over the compile backend, of which the suite has a sample.
 test-opinfo: $(DEV_STAMP)
-	FOREBAY_TEST_OPINFO=all $(BIN)/pytest -n 2 tests/e2e/test_compile_opinfo.py
+	FOREBAY_TEST_OPINFO=all $(BIN)/pytest -n 2 tests/e2e/test_compile_opinfo.py tests/e2e/test_compile_modules.py
 
 check-all: $(DEV_STAMP)
 	FOREBAY_TEST_ALL=1 $(BIN)/pytest -n 2 --dist loadfile

@@ -19,8 +19,8 @@ import torch
 
 from forebay.huggingface.emptied import empty_module
 from forebay.huggingface.inputs import read_prompts
-from forebay.huggingface.module_habits import ModuleHabits
-from forebay.open_model import capture_folder, open_model
+from forebay.huggingface.module_habits import ModuleHabits, refuse_options
+from forebay.open_model import capture_folder, known_machine, open_model
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
@@ -42,7 +42,6 @@ from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
 from forebay.runtime.disk.spill import require_spill_folder
-from forebay.runtime.measure.kept import kept_machine
 from forebay.runtime.run.generation import next_logits, with_renewal
 from forebay.runtime.run.places import Asked, OnEnd, OnStep, Work, answer_all, entering
 from forebay.runtime.run.rows import Rows
@@ -69,8 +68,7 @@ def wrap(
     new_tokens: int = 128,
     machine: Machine | None = None,
     plan: Plan | None = None,
-    slots: int | None = None,
-    slot_nbytes: int | None = None,
+    slots: int | None = None, slot_nbytes: int | None = None,
     lead: int | None = None,
     prefill_chunk: int | None = None,
     cache: str = "native",
@@ -80,7 +78,7 @@ def wrap(
     cache_shares: tuple[float, float] | None = None,
     cpu_attention: bool | None = None,
     places: int | None = None,
-    dequantize: bool = False,
+    dequantize: bool = False, **others: Any,
 ) -> LanguageModel:
     """Make `model` run within `budget`.
 
@@ -100,6 +98,7 @@ def wrap(
     Raises PlanError for a budget that cannot work, CheckpointError for files that cannot be used, SpillError for such a
     disk folder, CaptureError for an architecture that is not supported.
     """
+    refuse_options(others)
     sizes = parse_budget(budget)
     require_spill_folder(sizes.disk)
     wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk, cache, micro_batches, order, cache_tier, cache_shares,
@@ -131,7 +130,7 @@ class LanguageModel(ModuleHabits):
         choose: PlanChoice = plan_block,
     ) -> None:
         self.captured, self.checkpoint, self.budget = captured, checkpoint, budget
-        self.machine = machine or kept_machine(checkpoint.folder) or Machine.default()
+        self.machine = machine or known_machine(checkpoint.folder)
         self.switches = read_switches()
         self.files = files
         self.trace: Trace | None = None

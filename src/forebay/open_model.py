@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -15,6 +16,11 @@ from forebay.rewriter.checkpoints.match_weights import checkpoint_names, weight_
 from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.machine.profile import Machine
+from forebay.runtime.measure.kept import kept_machine
+
+LOG = logging.getLogger("forebay")
+_guessed = False  # whether it has been told
 
 
 def open_model(
@@ -37,6 +43,17 @@ def open_model(
 def capture_folder(folder: Path, gives: Gives) -> CapturedModel:
     """The model of a folder as `open_model` captures it, alone."""
     return open_model(folder, gives=gives)[0]
+
+
+def known_machine(folder: Path) -> Machine:
+    """The profile that is kept of this machine, or a cautious guess, which a warning tells of once."""
+    global _guessed
+    kept = kept_machine(folder)
+    if kept is None and not _guessed:
+        _guessed = True
+        LOG.warning("this machine was never measured, so plans go by a cautious guess of its speed; `forebay machine` "
+                    "measures it once")
+    return kept or Machine.default()
 
 
 def _checkpoint_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -88,7 +88,8 @@ def evaluated(folder: str) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        eval_command(folder, text, None, f"device={BUDGET_NBYTES}", 64, None, 2, "native", None, True, machine, False)
+        eval_command(folder, text=text, budget=f"device={BUDGET_NBYTES}", context=64, batch=2, as_json=True,
+                     machine=machine)
     return json.loads(said.getvalue()) | {"tokenizer": os.path.getsize(Path(folder, "tokenizer.json"))}
 
 
@@ -165,8 +166,14 @@ def test_generates_within_the_budget(folder: Path) -> None:
     assert seen["read"] >= seen["streamed"], "the bytes that the plan streams did not come from storage"
 
 
-def test_eval_keeps_its_budget(folder: Path) -> None:
+@pytest.mark.parametrize("weights", ["native", "w4g64"])
+def test_eval_keeps_its_budget(folder: Path, tmp_path: Path, weights: str) -> None:
     """A tokenizer is no part of what the budget counts, and must not be measured as if it were."""
+    if weights != "native":
+        from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+
+        quantize_model(folder, tmp_path / "packed", Wish(weights))
+        folder = tmp_path / "packed"
     seen = in_process("evaluated", folder)
     print(f"\neval under {BUDGET_NBYTES / 1e6:.0f} MB: planned {seen['planned_peak'] / 1e6:.1f} MB, measured "
           f"{seen['measured_peak'] / 1e6:.1f} MB")

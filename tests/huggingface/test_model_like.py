@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from forebay import open_model as opening
 from forebay.api import LanguageModel, wrap
 from forebay.runtime.run.session import Session
 
@@ -192,6 +193,39 @@ def test_what_scripts_call_before_they_generate(streamed: LanguageModel) -> None
             call()
     with pytest.raises(ValueError, match="only predicts"):
         streamed.train()
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("parameters", "where the plan puts them"), ("named_parameters", "where the plan puts them"),
+    ("state_dict", "where the plan puts them"), ("save_pretrained", "forebay.export"), ("modules", "no module of it"),
+    ("requires_grad_", "only predicts"), ("lm_head", "explain"), ("of_no_model", "attribute 'of_no_model'$")])
+def test_what_modules_have_and_this_has_not(streamed: LanguageModel, name: str, said: str) -> None:
+    """In one line; `hasattr` says no, as transformers asks before it calls."""
+    assert not hasattr(streamed, name)
+    with pytest.raises(AttributeError, match=said) as caught:
+        getattr(streamed, name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("option", "said"), [
+    (dict(device_map="auto"), "plan says where weights lie"), (dict(torch_dtype=torch.float16), "is stored in"),
+    (dict(load_in_4bit=True), "forebay quantize"), (dict(attn_implementation="sdpa"), "leave it out"),
+    (dict(batches=3), "argument 'batches'$")])
+def test_options_of_transformers_are_answered_in_one_line(llama_checkpoint: Any, option: dict, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        wrap(llama_checkpoint.folder, "1MB", **option)
+
+
+def test_a_machine_that_was_not_measured_is_told_of_once(
+    llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(opening, "_guessed", False)
+    monkeypatch.setattr(opening, "kept_machine", lambda folder: None)
+    for _ in range(2):
+        llama_checkpoint.language_model(0.6)
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        "this machine was never measured, so plans go by a cautious guess of its speed; `forebay machine` measures it "
+        "once"]
 
 
 def test_text_in_the_place_of_tokens_is_refused_in_words(streamed: LanguageModel) -> None:

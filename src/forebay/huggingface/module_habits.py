@@ -6,11 +6,49 @@ from typing import Any, Self
 
 import torch
 
+_WEIGHTS = ("its weights lie where the plan puts them, most of them in files: look at the module before it is wrapped, "
+            "or at `plan.weights`")
+_PARTS = "no module of it runs, but a plan: look at the module before it is wrapped, or at `explain()`"
+_SAVING = "it writes no checkpoint: save the module before it is wrapped, or write a bundle with `forebay.export`"
+_TRAINING = "it only predicts: train the module before it is wrapped"
+_ABSENT = {
+    **dict.fromkeys(("parameters", "named_parameters", "buffers", "named_buffers", "state_dict", "load_state_dict",
+                     "get_parameter", "get_buffer", "num_parameters", "get_memory_footprint", "get_input_embeddings",
+                     "get_output_embeddings", "resize_token_embeddings", "tie_weights"), _WEIGHTS),
+    **dict.fromkeys(("modules", "named_modules", "children", "named_children", "get_submodule", "apply", "compile",
+                     "register_forward_hook", "register_forward_pre_hook", "model", "lm_head", "transformer",
+                     "get_decoder", "get_base_model"), _PARTS),
+    **dict.fromkeys(("save_pretrained", "push_to_hub"), _SAVING),
+    **dict.fromkeys(("requires_grad_", "zero_grad", "gradient_checkpointing_enable", "enable_input_require_grads",
+                     "add_adapter", "load_adapter"), _TRAINING),
+}
+_ELSEWHERE = {
+    **dict.fromkeys(("device_map", "max_memory", "offload_folder", "offload_state_dict", "low_cpu_mem_usage"),
+                    "the plan says where weights lie, within the budget: leave it out"),
+    **dict.fromkeys(("torch_dtype", "dtype"), "the model computes in the dtype that its checkpoint is stored in: leave "
+                    "it out, or give a checkpoint stored otherwise"),
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit", "quantization_config"), "give a checkpoint that `forebay "
+                    "quantize` has written"),
+    **dict.fromkeys(("attn_implementation", "use_cache", "trust_remote_code", "device"), "leave it out"),
+}
+
+
+def refuse_options(options: dict[str, Any]) -> None:
+    """TypeError for keywords of `wrap` that it does not have, with what to do where they are transformers'."""
+    for name in options:
+        said = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        raise TypeError(f"wrap() got an unexpected keyword argument {name!r}{said}")
+
 
 class ModuleHabits:
     """`eval`, `to` and their like for a model whose dtype is the checkpoint's, and whose places are the plan's."""
 
     training = False
+
+    def __getattr__(self, name: str) -> Any:
+        """AttributeError, with what to do where scripts expect what modules have."""
+        said = f": {_ABSENT[name]}" if name in _ABSENT else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{said}", name=name, obj=self)
 
     @property
     def dtype(self) -> torch.dtype:
