@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -12,27 +13,29 @@ from forebay.passes.allocators import native
 from forebay.passes.allocators.bounds import compress
 from forebay.passes.allocators.problem import Buffer
 
-Greedy = Callable[[Sequence[Buffer]], list[int]]
+Greedy = Callable[[Sequence[Buffer], float], list[int] | None]  # seconds that it may take; None: they were too few
 COMPILED_FROM = 2000  # buffers: below, first fit takes less than 50 ms in Python
 
 
-def by_size(buffers: Sequence[Buffer]) -> list[int]:
+def by_size(buffers: Sequence[Buffer], limit_s: float = math.inf) -> list[int] | None:
     """Offsets from first fit, largest buffer first (Pisarchyk and Lee 2020, "greedy by size")."""
-    return _first_fit(buffers, sorted(range(len(buffers)), key=lambda i: (-buffers[i].size, buffers[i].lower, i)))
+    return _first_fit(buffers, sorted(range(len(buffers)), key=lambda i: (-buffers[i].size, buffers[i].lower, i)),
+                      limit_s)
 
 
-def by_area(buffers: Sequence[Buffer]) -> list[int]:
+def by_area(buffers: Sequence[Buffer], limit_s: float = math.inf) -> list[int] | None:
     """Offsets from first fit, largest lifetime × size first."""
-    return _first_fit(buffers, sorted(range(len(buffers)), key=lambda i: (-_lifetime(buffers[i]) * buffers[i].size, i)))
+    return _first_fit(buffers, sorted(range(len(buffers)), key=lambda i: (-_lifetime(buffers[i]) * buffers[i].size, i)),
+                      limit_s)
 
 
-def by_tall_area(buffers: Sequence[Buffer]) -> list[int]:
+def by_tall_area(buffers: Sequence[Buffer], limit_s: float = math.inf) -> list[int] | None:
     """Offsets from first fit, largest √lifetime × size first: between the two above."""
     key = [math.sqrt(_lifetime(buffer)) * buffer.size for buffer in buffers]
-    return _first_fit(buffers, sorted(range(len(buffers)), key=lambda i: (-key[i], i)))
+    return _first_fit(buffers, sorted(range(len(buffers)), key=lambda i: (-key[i], i)), limit_s)
 
 
-def by_breadth(buffers: Sequence[Buffer]) -> list[int]:
+def by_breadth(buffers: Sequence[Buffer], limit_s: float = math.inf) -> list[int] | None:
     """Offsets from first fit, those live at the fullest moment first (breadth), of these the longest-lived."""
     if not buffers:
         return []
@@ -44,61 +47,70 @@ def by_breadth(buffers: Sequence[Buffer]) -> list[int]:
     live = np.cumsum(change)
     spans = zip(sections.lower, sections.upper, strict=True)
     fullest = [int(live[lower:upper].max()) for lower, upper in spans]
-    return _first_fit(buffers, sorted(range(len(buffers)), key=lambda i: (-fullest[i], -_lifetime(buffers[i]), i)))
+    return _first_fit(buffers, sorted(range(len(buffers)), key=lambda i: (-fullest[i], -_lifetime(buffers[i]), i)),
+                      limit_s)
 
 
-def best_fit(buffers: Sequence[Buffer]) -> list[int]:
+def best_fit(buffers: Sequence[Buffer], limit_s: float = math.inf) -> list[int] | None:
     """Offsets from the tightest free gap at the time each buffer starts, larger buffers first among equal starts."""
     n = len(buffers)
     order = sorted(range(n), key=lambda i: (buffers[i].lower, -buffers[i].size, i))
+    library = _compiled(buffers)
+    if library is not None:  # n log n: no limit is needed
+        found = np.zeros(n, dtype=np.int64)
+        library.forebay_best_fit(native.Problem(buffers), native.pointer(np.array(order, dtype=np.int32)),
+                                 native.pointer(found))
+        return found.tolist()
     live = _Placed(n)
     offsets = [0] * n
+    end = time.perf_counter() + limit_s
     for i in order:
         buffer = buffers[i]
         live.drop_ended(buffer.lower)
         offsets[i] = live.tightest_gap(buffer.size)
         live.insert(buffer, offsets[i])
+        if time.perf_counter() > end:
+            return None
     return offsets
 
 
-def around(buffers: Sequence[Buffer], fixed: Mapping[int, int]) -> list[int]:
+def around(buffers: Sequence[Buffer], fixed: Mapping[int, int], limit_s: float = math.inf) -> list[int] | None:
     """Offsets from first fit, largest first, of the buffers that `fixed` gives no offset yet."""
     order = sorted(range(len(buffers)), key=lambda i: (-buffers[i].size, buffers[i].lower, i))
-    return _first_fit(buffers, order, fixed)
+    return _first_fit(buffers, order, limit_s, fixed)
 
 
 def _lifetime(buffer: Buffer) -> int:
     return buffer.upper - buffer.lower
 
 
-def _first_fit(buffers: Sequence[Buffer], order: Sequence[int], fixed: Mapping[int, int] | None = None) -> list[int]:
+def _compiled(buffers: Sequence[Buffer]) -> ctypes.CDLL | None:
+    return native.load() if len(buffers) >= COMPILED_FROM else None
+
+
+def _first_fit(
+    buffers: Sequence[Buffer], order: Sequence[int], limit_s: float, fixed: Mapping[int, int] | None = None
+) -> list[int] | None:
     """Place buffers in `order`, each in the lowest gap among those already placed, or `fixed`, that meet it in time."""
     offsets = np.full(len(buffers), -1, dtype=np.int64)
     for i, offset in (fixed or {}).items():
         offsets[i] = offset
-    library = native.load() if len(buffers) >= COMPILED_FROM else None
+    library = _compiled(buffers)
     if library is not None:
-        _first_fit_compiled(library, buffers, order, offsets)
-        return [int(offset) for offset in offsets]
+        done = library.forebay_first_fit(native.Problem(buffers), native.pointer(np.array(order, dtype=np.int32)),
+                                         min(limit_s, native.FOREVER_S), native.pointer(offsets))
+        return offsets.tolist() if done else None
     placed = _Placed(len(buffers))
     for i in fixed or ():
         placed.insert(buffers[i], int(offsets[i]))
+    end = time.perf_counter() + limit_s
     for i in order:
         if offsets[i] < 0:
             offsets[i] = placed.lowest_gap(buffers[i])
             placed.insert(buffers[i], int(offsets[i]))
-    return [int(offset) for offset in offsets]
-
-
-def _first_fit_compiled(
-    library: ctypes.CDLL, buffers: Sequence[Buffer], order: Sequence[int], offsets: np.ndarray
-) -> None:
-    """Fill in the negative ones of `offsets`."""
-    int32s, int64s = ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_int64)
-    columns = np.array([(b.lower, b.upper, b.size) for b in buffers], dtype=np.int64).reshape(-1, 3).T.copy()
-    places = np.array(order, dtype=np.int32)
-    library.forebay_first_fit(len(buffers), *(c.ctypes.data_as(int64s) for c in columns), places.ctypes.data_as(int32s),
-                              offsets.ctypes.data_as(int64s))
+        if time.perf_counter() > end:
+            return None
+    return offsets.tolist()
 
 
 class _Placed:

@@ -163,6 +163,8 @@ class Packing {
       where_[b] = -1;
     }
   }
+  // What lies low weighs little: of packings as high, the one with its gaps further up.
+  double lever(int b) const { return double(p_.hi[b] - p_.lo[b]) * double(p_.size[b]) * double(at_[b]); }
   double excess(int b, i64 ceiling) const { return std::max(0.0, double(at_[b] + p_.size[b] - ceiling)); }
 
   // Whether every buffer came to end at or below the ceiling before time or patience ran out.
@@ -172,7 +174,8 @@ class Packing {
     for (int b = 0; b < p_.n; b++) note(b, ceiling);
     for (int idle = 0; !above_.empty(); idle++) {
       if (idle > kPatience || Clock::now() > end) return false;
-      if (round(above_[below_of(i64(above_.size()))], ceiling)) idle = 0;
+      const bool any = below_of(3) == 0;
+      if (round(any ? i32(below_of(p_.n)) : above_[below_of(i64(above_.size()))], ceiling)) idle = 0;
     }
     return true;
   }
@@ -180,10 +183,11 @@ class Packing {
   // Puts the buffers of some moments around one back otherwise; whether less of them is above the ceiling then.
   bool round(int around, i64 ceiling) {
     choose(around);
-    double before = 0, now = 0;
+    double before = 0, now = 0, weight_before = 0, weight = 0;
     old_.clear();
     for (int b : out_) {
       before += excess(b, ceiling);
+      weight_before += lever(b);
       old_.push_back(at_[b]);
     }
     arrange(around);
@@ -192,13 +196,15 @@ class Packing {
     for (const auto& [key, b] : order_) {
       at_[b] = lowest_gap(b);
       now += excess(b, ceiling);
+      weight += lever(b);
       if (!(kept = now <= before)) break;
     }
+    kept = kept && (now < before || weight <= weight_before);
     for (size_t i = 0; i < out_.size(); i++) {
       if (!kept) at_[out_[i]] = old_[i];
       else note(out_[i], ceiling);
     }
-    return kept && now < before;
+    return kept && (now < before || weight < weight_before);
   }
 
   void choose(int around) {

@@ -1,41 +1,56 @@
-"""The compiled search: built from search.cpp on first use, kept in a cache, absent where there is no compiler."""
+"""The compiled allocators: built on first use, kept in a cache, absent where there is no compiler."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
-from forebay.kernels.build.compile import BuildError, Library, load_library
+import numpy as np
 
-SEARCH = Library("allocator-search", (Path(__file__).with_name("search.cpp"),), ("-std=c++17", "-O2", "-fPIC"))
+from forebay.kernels.build.compile import BuildError, Library, load_library
+from forebay.passes.allocators.problem import Buffer
+
+HERE = Path(__file__).parent
+LIBRARY = Library("allocators", (HERE / "search.cpp", HERE / "improve.cpp"), ("-std=c++17", "-O2", "-fPIC"))
+FOREVER_S = 1e6  # what C++ is told where there is no limit
 log = logging.getLogger(__name__)
+
+
+class Problem(ctypes.Structure):
+    """Mirror of `Problem` in improve.cpp: buffers by columns, whose memory it keeps."""
+
+    _fields_ = (("count", ctypes.c_int32), *((name, ctypes.c_void_p) for name in ("lower", "upper", "size")))
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        columns = np.array([(b.lower, b.upper, b.size) for b in buffers], dtype=np.int64).reshape(-1, 3).T.copy()
+        super().__init__(len(buffers), *(column.ctypes.data for column in columns))
+        self.columns = columns
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The compiled search, or None (said once in the log) where it cannot be built; the answer is kept. OSError as
-    `load_library`."""
+    """The compiled allocators, or None (said once in the log) where they cannot be built; the answer is kept. OSError
+    as `load_library`."""
     try:
-        library = load_library(SEARCH)
+        library = load_library(LIBRARY)
     except BuildError as error:
         log.warning("the allocator's compiled search is not available, the slower one in Python is used: %s", error)
         return None
-    int32s, int64s = ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_int64)
-    library.forebay_search.restype = ctypes.c_int
-    library.forebay_search.argtypes = [
-        ctypes.c_int,
-        ctypes.c_int,
-        int32s,
-        int32s,
-        int64s,
-        ctypes.c_int64,
-        ctypes.c_double,
-        ctypes.c_uint64,
-        int64s,
-        int64s,
-    ]
-    library.forebay_first_fit.restype = None
-    library.forebay_first_fit.argtypes = [ctypes.c_int, int64s, int64s, int64s, int32s, int64s]
+    problem, int32s, int64s = ctypes.POINTER(Problem), ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_int64)
+    seconds, seed, height = ctypes.c_double, ctypes.c_uint64, ctypes.c_int64
+    library.forebay_search.restype = library.forebay_first_fit.restype = ctypes.c_int
+    library.forebay_search.argtypes = [ctypes.c_int, ctypes.c_int, int32s, int32s, int64s, height, seconds, seed,
+                                       int64s, int64s]
+    library.forebay_first_fit.argtypes = [problem, int32s, seconds, int64s]
+    library.forebay_best_fit.restype = library.forebay_improve.restype = None
+    library.forebay_best_fit.argtypes = [problem, int32s, int64s]
+    library.forebay_improve.argtypes = [problem, height, seconds, seed, int64s]
     return library
+
+
+def pointer(numbers: np.ndarray) -> ctypes._Pointer:
+    """To the numbers of a contiguous array of int32 or int64."""
+    return numbers.ctypes.data_as(ctypes.POINTER(ctypes.c_int32 if numbers.itemsize == 4 else ctypes.c_int64))

@@ -1,4 +1,4 @@
-// Exact search for static memory allocation: lifetimes are given, offsets are free, one capacity. And first fit.
+// Exact search for static memory allocation: lifetimes are given, offsets are free, one capacity.
 //
 // Time is a row of sections (the maximal sets of buffers live together). Every section keeps a floor: the top of what
 // is placed there, below everything still to be placed. A buffer's earliest offset is the highest floor over its
@@ -24,7 +24,7 @@ using Clock = std::chrono::steady_clock;
 using std::vector;
 
 constexpr i64 kNone = INT64_MAX;
-constexpr i64 kRoundNodes = 1000;    // nodes of the shortest round; longer ones follow the Luby sequence
+constexpr i64 kRoundNodes = 1000;    // nodes of the shortest round, which must place all; longer ones: the Luby sequence
 constexpr int kMaxDepth = 20000;     // about 6 MB of stack; deeper rounds are given up, not proved
 constexpr double kNoise = 0.3;       // relative disorder of the buffer ordering after each strategy ran once
 constexpr double kWeightGrowth = 1.1;  // later failures weigh more, per round
@@ -135,7 +135,7 @@ class Search {
     strategy_ = kStrategies[round % kNumStrategies];
     backward_ = (round + round / kNumStrategies) % 2;
     noise_ = round < kNumStrategies ? 0 : kNoise;
-    round_end_ = nodes_ + kRoundNodes * luby(round / kNumStrategies + 1);
+    round_end_ = nodes_ + std::max(kRoundNodes, i64{2} * n_) * luby(round / kNumStrategies + 1);
     stop_ = false;
     for (int b = 0; b < n_; b++) {
       const double width = hi_[b] - lo_[b], size = static_cast<double>(size_[b]);
@@ -390,34 +390,7 @@ class Search {
   }
 };
 
-struct Placed {
-  i64 offset, top, lo, hi;
-};
-
 }  // namespace
-
-// Places, in this order, each buffer whose offset is negative in the lowest gap among those placed that meet it in time.
-extern "C" void forebay_first_fit(int n, const i64* lo, const i64* hi, const i64* size, const i32* order, i64* offsets) {
-  const auto lower = [](const Placed& a, const Placed& b) { return a.offset < b.offset; };
-  vector<Placed> placed;
-  placed.reserve(n);
-  for (int b = 0; b < n; b++)
-    if (offsets[b] >= 0) placed.push_back({offsets[b], offsets[b] + size[b], lo[b], hi[b]});
-  std::sort(placed.begin(), placed.end(), lower);
-  for (int i = 0; i < n; i++) {
-    const int b = order[i];
-    if (offsets[b] >= 0) continue;
-    i64 at = 0;
-    for (const Placed& other : placed) {
-      if (other.lo >= hi[b] || other.hi <= lo[b]) continue;
-      if (other.offset - at >= size[b]) break;
-      at = std::max(at, other.top);
-    }
-    offsets[b] = at;
-    const Placed mine{at, at + size[b], lo[b], hi[b]};
-    placed.insert(std::upper_bound(placed.begin(), placed.end(), mine, lower), mine);
-  }
-}
 
 extern "C" int forebay_search(int n, int sections, const i32* lo, const i32* hi, const i64* size, i64 capacity,
                               double limit_s, u64 seed, i64* offsets, i64* nodes) {

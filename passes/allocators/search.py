@@ -14,7 +14,7 @@ from forebay.passes.allocators import native
 from forebay.passes.allocators.bounds import Sections, compress
 from forebay.passes.allocators.problem import Buffer
 
-MAX_BUFFERS = 5000  # depth of the compiled recursion stays within an 8 MB stack
+MAX_BUFFERS = 8000  # depth of the compiled recursion stays within an 8 MB stack; placing all once takes 10 s
 MAX_PAIRS = 2_000_000  # (buffer, section) pairs: about 40 MB; beyond it a node costs milliseconds
 
 
@@ -55,19 +55,11 @@ def _search_compiled(
     sizes, offsets = np.array([buffer.size for buffer in buffers], dtype=np.int64), np.zeros(n, dtype=np.int64)
     nodes = ctypes.c_int64()
     found = library.forebay_search(
-        n,
-        sections.count,
-        lower.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-        upper.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)),
-        sizes.ctypes.data_as(ctypes.POINTER(ctypes.c_int64)),
-        capacity,
-        time_limit_s,
-        seed,
-        offsets.ctypes.data_as(ctypes.POINTER(ctypes.c_int64)),
-        ctypes.byref(nodes),
-    )
+        n, sections.count, native.pointer(lower), native.pointer(upper), native.pointer(sizes), capacity, time_limit_s,
+        seed, native.pointer(offsets), ctypes.byref(nodes),
+    )  # fmt: skip
     if found == 1:
-        return [int(offset) for offset in offsets]
+        return offsets.tolist()
     return Verdict.IMPOSSIBLE if found == 0 else Verdict.UNDECIDED
 
 

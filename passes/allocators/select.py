@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
-from forebay.passes.allocators import greedy
+from forebay.passes.allocators import greedy, native, neighbourhoods
 from forebay.passes.allocators.bounds import lower_bound
 from forebay.passes.allocators.problem import Allocation, Buffer, occupied, padded
-from forebay.passes.allocators.search import Verdict, search
+from forebay.passes.allocators.search import MAX_BUFFERS, Verdict, search
 
 GREEDY: dict[str, greedy.Greedy] = {
     "greedy by size": greedy.by_size,
@@ -24,6 +25,8 @@ MIN_SEARCH_S = 0.05
 NEAR = 0.01  # of the target: gaps above it are worth a pass of their own over the long-lived buffers
 LONG = 8  # median lifetimes
 LONG_SEARCH_S = 2.0
+MANY = 1000  # buffers: from here on one that fits below what is known is searched first, and neighbourhoods last
+FIRST_SHARE, LAST_SHARE = 0.6, 0.15  # of the time for these two
 
 
 def allocate(
@@ -43,6 +46,8 @@ def allocate(
     """
     if alignment < 1:
         raise ValueError(f"alignment must be at least 1 byte, not {alignment}")
+    if len(buffers) >= greedy.COMPILED_FROM:
+        native.load()  # building it does not count against the limit
     started = time.perf_counter()
     if time_limit_s is None:
         time_limit_s = MINIMIZE_TIME_S if capacity is None else FIT_TIME_S
@@ -56,8 +61,16 @@ def allocate(
     staged = _long_lived_first(units, end) if height > (1 + NEAR) * target else None
     if staged is not None and _height(units, staged) < height:
         best, height, method = staged, _height(units, staged), "long-lived first"
-    if height > target:
-        best, height, method, bound = _improve(units, best, height, method, bound, target, end)
+    if height > target and len(units) > MANY:
+        best, height, method = _descend(units, best, height, method, target, end)
+    if height > target and len(units) <= MAX_BUFFERS:
+        last_s = LAST_SHARE * (end - time.perf_counter()) if len(units) > MANY else 0.0
+        best, height, method, bound = _improve(units, best, height, method, bound, target, end - last_s)
+    left_s = end - time.perf_counter()
+    if height > target and len(units) > MANY and left_s > MIN_SEARCH_S:
+        found = neighbourhoods.improve(units, best, max(target, bound), left_s)
+        if _height(units, found) < height:
+            best, height, method = found, _height(units, found), "neighbourhoods"
     offsets = [0] * len(buffers)
     for i, offset in zip(kept, best, strict=True):
         offsets[i] = offset * alignment
@@ -66,6 +79,8 @@ def allocate(
 
 
 def _in_units(buffer: Buffer, alignment: int) -> Buffer:
+    if alignment == 1:
+        return buffer
     return Buffer(buffer.id, buffer.lower, buffer.upper, padded(buffer.size, alignment) // alignment)
 
 
@@ -74,20 +89,30 @@ def _height(buffers: Sequence[Buffer], offsets: Sequence[int]) -> int:
 
 
 def _best_greedy(buffers: Sequence[Buffer], target: int, end: float) -> tuple[list[int], int, str]:
-    """Offsets, height and name of the lowest greedy result; the first that reaches the target ends the row."""
+    """Offsets, height and name of the lowest greedy result; the first that reaches the target ends the row.
+
+    Of many buffers best fit over time comes first, whose time alone does not grow with those that live together.
+    """
     best: tuple[list[int], int, str] | None = None
-    slowest_s = 0.0
-    for name, allocator in GREEDY.items():
-        began = time.perf_counter()
-        if best and (best[1] <= target or began + slowest_s > end):
+    names = sorted(GREEDY, key=lambda name: len(buffers) > MANY and GREEDY[name] is not greedy.best_fit)
+    for name in names:
+        left_s = math.inf if best is None else end - time.perf_counter()
+        if best and (best[1] <= target or left_s < 0):
             break
-        offsets = allocator(buffers)
-        height = _height(buffers, offsets)
-        if best is None or height < best[1]:
-            best = offsets, height, name
-        slowest_s = max(slowest_s, time.perf_counter() - began)
+        offsets = GREEDY[name](buffers, left_s)
+        if offsets is not None and (best is None or _height(buffers, offsets) < best[1]):
+            best = offsets, _height(buffers, offsets), name
     assert best is not None
     return best
+
+
+def _descend(
+    buffers: Sequence[Buffer], best: list[int], height: int, method: str, target: int, end: float
+) -> tuple[list[int], int, str]:
+    """Offsets, height and method after one search below the height: of what can be searched, placing valley by valley
+    comes out far below first fit whatever the capacity."""
+    found = search(buffers, height - 1, FIRST_SHARE * max(0.0, end - time.perf_counter()))
+    return (found, _height(buffers, found), "exact search") if isinstance(found, list) else (best, height, method)
 
 
 def _long_lived_first(buffers: Sequence[Buffer], end: float) -> list[int] | None:
@@ -103,7 +128,7 @@ def _long_lived_first(buffers: Sequence[Buffer], end: float) -> list[int] | None
     if not few or len(few) > len(buffers) // 10 or left_s < MIN_SEARCH_S:
         return None
     alone = allocate([buffers[i] for i in few], time_limit_s=min(LONG_SEARCH_S, 0.8 * left_s))
-    return greedy.around(buffers, dict(zip(few, alone.offsets, strict=True)))
+    return greedy.around(buffers, dict(zip(few, alone.offsets, strict=True)), end - time.perf_counter())
 
 
 def _improve(

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from forebay.passes.allocators import (
 from forebay.passes.allocators.bounds import compress
 from forebay.passes.allocators.problem import occupied
 from forebay.passes.allocators.search import Verdict, search, search_in_python
-from forebay.passes.allocators.select import GREEDY
+from forebay.passes.allocators.select import GREEDY, _long_lived_first
 
 WITH_COMPILER = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler on this machine")
 
@@ -270,10 +271,10 @@ def test_compiled_search_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path))
     cxx = compile.compiler()
     assert cxx is not None
-    built = compile.build(native.SEARCH, cxx)
+    built = compile.build(native.LIBRARY, cxx)
     monkeypatch.setattr(compile, "_make", pytest.fail)
-    assert compile.build(native.SEARCH, cxx) == built
-    assert sorted(path.suffix for path in built.parent.iterdir()) == [".o", ".so"]
+    assert compile.build(native.LIBRARY, cxx) == built
+    assert sorted(path.suffix for path in built.parent.iterdir()) == [".o", ".o", ".so"]
 
 
 @pytest.mark.parametrize("alignment", [1, 256])
@@ -322,11 +323,24 @@ def kept_chain(n: int, longest: int) -> list[Buffer]:
 def test_few_long_lived_buffers_are_placed_first() -> None:
     """First fit alone leaves gaps between those that stay, for whatever order."""
     buffers = kept_chain(10_000, 5000)
-    found = allocate(buffers, time_limit_s=60.0)
-    check(buffers, found)
-    alone = min(max(o + b.size for o, b in zip(place(buffers), buffers, strict=True)) for place in GREEDY.values())
-    assert found.height < alone
-    assert found.method == "long-lived first"
+    found = _long_lived_first(buffers, time.perf_counter() + 60.0)
+    assert found is not None
+    check(buffers, Allocation(tuple(found), height_of(buffers, found), 0, "", 0))
+    assert height_of(buffers, found) < min(height_of(buffers, place(buffers)) for place in GREEDY.values())
+
+
+def height_of(buffers: list[Buffer], offsets: list[int] | None) -> int:
+    assert offsets is not None
+    return max((o + b.size for o, b in zip(offsets, buffers, strict=True)), default=0)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=WITH_COMPILER)])
+@pytest.mark.parametrize("name", sorted(GREEDY))
+def test_a_pass_without_time_says_so(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the one that is quick enough for any number of buffers, where it is compiled."""
+    monkeypatch.setattr(greedy, "COMPILED_FROM", 0 if compiled else 1 << 30)
+    found = GREEDY[name](kept_chain(400, 100), 0.0)
+    assert (found is None) is (name != "best fit over time" or not compiled)
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=WITH_COMPILER)])

@@ -1,0 +1,65 @@
+"""Local search never makes a packing worse, and thousands of buffers are searched, not only packed."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from benchmarks.allocators import CAPACITY, packed
+from forebay.kernels.build import compile
+from forebay.passes.allocators import Allocation, Buffer, allocate, check, lower_bound
+from forebay.passes.allocators.greedy import by_area
+from forebay.passes.allocators.neighbourhoods import improve
+from forebay.passes.allocators.select import GREEDY
+
+WITH_COMPILER = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler on this machine")
+SPANS = st.tuples(st.integers(0, 20), st.integers(1, 8), st.integers(1, 30))  # begin, lifetime, bytes
+
+
+def height_of(buffers: list[Buffer], offsets: list[int] | None) -> int:
+    assert offsets is not None
+    return max((o + b.size for o, b in zip(offsets, buffers, strict=True)), default=0)
+
+
+@WITH_COMPILER
+@settings(max_examples=60, deadline=None)
+@given(spans=st.lists(SPANS, max_size=40), seed=st.integers(0, 1 << 60))
+def test_neighbourhoods_never_end_above_where_they_began(spans: list[tuple[int, int, int]], seed: int) -> None:
+    buffers = [Buffer(str(i), lower, lower + life, size) for i, (lower, life, size) in enumerate(spans)]
+    before = by_area(buffers)
+    assert before is not None
+    found = improve(buffers, before, lower_bound(buffers), 0.005, seed=seed)
+    height = height_of(buffers, found)
+    check(buffers, Allocation(tuple(found), height, 0, "", 0))
+    assert lower_bound(buffers) <= height <= height_of(buffers, before)
+
+
+@WITH_COMPILER
+def test_neighbourhoods_of_many_buffers_reach_the_bound() -> None:
+    """Few live together: whatever first fit leaves above the bound, its neighbours can be laid out anew."""
+    rng, buffers, now = random.Random(0), [], 0
+    for i in range(20_000):
+        begin, now = max(0, now - rng.randint(0, 2)), now + rng.randint(2, 10)
+        buffers.append(Buffer(str(i), begin, now, rng.randint(1 << 10, 1 << 20)))
+    rng.shuffle(buffers)
+    first = by_area(buffers)
+    assert height_of(buffers, first) > 1.1 * lower_bound(buffers)
+    found = allocate(buffers, time_limit_s=120.0)
+    check(buffers, found)
+    assert found.height == found.lower_bound and found.method == "neighbourhoods"
+
+
+@WITH_COMPILER
+def test_thousands_of_tiles_are_searched() -> None:
+    """A round of the search places all of them, and comes out far below first fit."""
+    buffers = packed(2000, 0, 0.0)
+    assert min(height_of(buffers, place(buffers)) for place in GREEDY.values()) > 1.25 * CAPACITY
+    found = allocate(buffers, capacity=int(1.2 * CAPACITY), time_limit_s=120.0)
+    check(buffers, found)
+    assert found.height <= 1.2 * CAPACITY and found.lower_bound == CAPACITY
