@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from forebay.kernels.onnx_meaning import Meaning
+
 
 class Use(Protocol):
     """One use of an operator, as a `Launch` has it: arguments by position and by name, what is filled, and by which
@@ -75,7 +77,8 @@ class Operator:
     names arguments whose every element is read just before the element of the result that may take its place. `caches`
     names the arguments that are K and V, and `over_rows` the same operator over packed rows of them, with bits and
     group size as its last arguments. `takes` tells whether its kernels take such tensors, of those that a pass asks
-    about. `timed_as` says which of a machine's measurements tell its time.
+    about. `timed_as` says which of a machine's measurements tell its time. `onnx` is what it is in ONNX, as a function
+    of its arguments that puts operators into a graph (`onnx_meaning`); without it the operator has no place there.
     """
 
     overload: torch._ops.OpOverload
@@ -90,6 +93,7 @@ class Operator:
     over_rows: Operator | None = None
     implementations: Implementations | None = None
     timed_as: Literal["product", "attention", "memory"] = "memory"
+    onnx: Meaning | None = None
 
     @property
     def name(self) -> str:

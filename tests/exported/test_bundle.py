@@ -48,12 +48,12 @@ def exported(llama_checkpoint: Checkpointed, tmp_path_factory: pytest.TempPathFa
 def captured_once(exported: Path, llama_checkpoint: Checkpointed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exports of the checkpoint find it captured."""
     source = export.open_source
-    monkeypatch.setattr(export, "open_source", lambda model: _source(source, model))
+    monkeypatch.setattr(export, "open_source", lambda model, *gives: _source(source, model, *gives))
 
 
 @functools.cache
-def _source(make: Any, model: Path) -> Any:
-    made = make(model)
+def _source(make: Any, model: Path, *gives: Any) -> Any:
+    made = make(model, *gives)
     return replace(made, capture=functools.cache(made.capture))
 
 

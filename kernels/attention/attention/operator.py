@@ -14,6 +14,7 @@ from torch import Tensor
 
 from forebay.kernels.attention.attention import cpu
 from forebay.kernels.attention.attention.cpu import attention_out
+from forebay.kernels.attention.attention.onnx import attention as attention_onnx
 from forebay.kernels.attention.attention.reference import check, reference
 from forebay.kernels.attention.attention_q.operator import ATTENTION_Q
 from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
@@ -76,4 +77,5 @@ ATTENTION = Operator(
     caches=("k", "v"),
     over_rows=ATTENTION_Q,
     timed_as="attention",
+    onnx=attention_onnx,
 )

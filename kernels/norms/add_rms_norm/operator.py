@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from forebay.kernels.norms import onnx
 from forebay.kernels.norms.add_rms_norm.reference import check, reference
 from forebay.kernels.norms.rms_norm import cpu as rms_norm_cpu
 from forebay.kernels.operator import Operator, each_once
@@ -34,4 +35,4 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-ADD_RMS_NORM = Operator(torch.ops.forebay.add_rms_norm.default, reference, each_once)
+ADD_RMS_NORM = Operator(torch.ops.forebay.add_rms_norm.default, reference, each_once, onnx=onnx.add_rms_norm)

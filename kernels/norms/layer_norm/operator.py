@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm as torch_layer_norm
 
+from forebay.kernels.norms import onnx
 from forebay.kernels.norms.layer_norm.reference import FLOATS, check, reference
 from forebay.kernels.norms.rms_norm.reference import MAX_COLUMNS
 from forebay.kernels.operator import Call, Operator, Use, each_once, nbytes_of
@@ -100,5 +101,6 @@ LAYER_NORM = Operator(
     bind={"cpu": _bind_cpu, "cuda": _bind_cuda},
     workspace={"cpu": _cpu_workspace},
     takes=_takes,
+    onnx=onnx.layer_norm,
 )
-ADD_LAYER_NORM = Operator(torch.ops.forebay.add_layer_norm.default, reference, each_once)
+ADD_LAYER_NORM = Operator(torch.ops.forebay.add_layer_norm.default, reference, each_once, onnx=onnx.add_layer_norm)

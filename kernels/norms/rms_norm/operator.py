@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from forebay.kernels.norms import onnx
 from forebay.kernels.norms.rms_norm.cpu import bind_rms_norm
 from forebay.kernels.norms.rms_norm.reference import reference
 from forebay.kernels.operator import Call, Operator, Use, each_once
@@ -48,4 +49,5 @@ RMS_NORM = Operator(
     reference,
     each_once,
     bind={"cpu": lambda use: bind_rms_norm(*(*use.args, *use.out)), "cuda": _bind_cuda},
+    onnx=onnx.rms_norm,
 )

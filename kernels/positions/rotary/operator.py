@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forebay.kernels.operator import Call, Operator, Use, each_once
 from forebay.kernels.positions.rotary.cpu import bind_rotary
+from forebay.kernels.positions.rotary.onnx import rotary as rotary_onnx
 from forebay.kernels.positions.rotary.reference import reference
 
 
@@ -51,4 +52,5 @@ ROTARY = Operator(
     reference,
     each_once,
     bind={"cpu": lambda use: bind_rotary(*(*use.args, *use.out)), "cuda": _bind_cuda},
+    onnx=rotary_onnx,
 )

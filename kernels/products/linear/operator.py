@@ -25,6 +25,7 @@ from forebay.kernels.operator import Call, Cost, Implementations, Operator, Prod
 from forebay.kernels.products.linear import choices, cpu, selection
 from forebay.kernels.products.linear.by_torch import bind_by_torch
 from forebay.kernels.products.linear.cpu import default_choice, run
+from forebay.kernels.products.linear.onnx import linear as linear_onnx
 from forebay.kernels.products.linear.reference import After, finish_, reference
 
 
@@ -117,4 +118,5 @@ LINEAR = Operator(
         default={"cpu": lambda p, _: default_choice(getattr(torch, p.weight), p.m, p.n, p.k), "cuda": choices.choose},
     ),
     timed_as="product",
+    onnx=linear_onnx,
 )

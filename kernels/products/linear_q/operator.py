@@ -27,6 +27,7 @@ from forebay.kernels.products.linear import choices
 from forebay.kernels.products.linear.reference import After
 from forebay.kernels.products.linear_q import cpu
 from forebay.kernels.products.linear_q.cpu import bind_linear_q, default_choice
+from forebay.kernels.products.linear_q.onnx import linear_q as linear_q_onnx
 from forebay.kernels.products.linear_q.reference import check, reference
 
 
@@ -123,4 +124,5 @@ LINEAR_Q = Operator(
         default={"cpu": lambda p, _: default_choice(weight_format(p.weight).bits, p.m), "cuda": choices.choose},
     ),
     timed_as="product",
+    onnx=linear_q_onnx,
 )

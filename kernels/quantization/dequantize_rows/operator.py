@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forebay.kernels.operator import Call, Operator, Use, each_once
 from forebay.kernels.quantization.dequantize_rows.cpu import bind_dequantize_rows, workspace_nbytes
+from forebay.kernels.quantization.dequantize_rows.onnx import dequantize_rows as dequantize_rows_onnx
 from forebay.kernels.quantization.dequantize_rows.reference import check, reference
 
 
@@ -62,4 +63,5 @@ DEQUANTIZE_ROWS = Operator(
     each_once,
     bind={"cpu": lambda use: bind_dequantize_rows(*use.args, out=use.out[0]), "cuda": _bind_cuda},
     workspace={"cpu": _workspace},
+    onnx=dequantize_rows_onnx,
 )

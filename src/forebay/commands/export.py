@@ -15,8 +15,12 @@ from forebay.commands.terminal import clean_errors, progress_bar, say
 def export_command(
     model: ModelArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
-    format: Annotated[str, typer.Option(help="bundle: a folder that every other command takes as a model.")]
+    format: Annotated[str, typer.Option(
+        help="bundle: a folder that every other command takes as a model; onnx: one for onnxruntime and its like.")]
     = "bundle",
+    dialect: Annotated[str, typer.Option(
+        help="Of onnx: microsoft (onnxruntime's own operators too, and onnxruntime-genai's config) or standard.")]
+    = "microsoft",
     budget: BudgetOption = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences that the stored plan is for.")] = 1,
     prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of the longest prompt (default: 128).")] = None,
@@ -34,12 +38,12 @@ def export_command(
         from forebay.rewriter.ir.byte_sizes import format_nbytes
 
         folder = model_folder(model)
-        profile = machine_profile(machine, folder)
+        profile = machine_profile(machine, folder) if format == "bundle" else None
         with progress_bar() as bar:
             task = bar.add_task("exporting", total=None, note="")
             made = export(
                 folder, out, format, budget=budget, batch=batch, prompt=prompt, new_tokens=new_tokens, cache=cache,  # type: ignore[arg-type]
-                machine=profile, force=force, progress=lambda done, total: bar.update(
+                dialect=dialect, machine=profile, force=force, progress=lambda done, total: bar.update(  # type: ignore[arg-type]
                     task, completed=done, total=total, note=format_nbytes(done)))
         size = sum(path.stat().st_size for path in made.iterdir())
         say(f"{made}: {format_nbytes(size)}")

@@ -14,6 +14,7 @@ import torch
 from forebay.exported.errors import ExportError
 from forebay.open_model import open_model
 from forebay.rewriter.capture.language_model import capture_model
+from forebay.rewriter.checkpoints import packed
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError, TensorRecord
 from forebay.rewriter.checkpoints.config import read_config
 from forebay.rewriter.checkpoints.match_weights import checkpoint_names, weight_records
@@ -45,27 +46,32 @@ class Source:
         return self.captured if gives == self.captured.gives else self.capture(gives=gives)
 
 
-def open_source(model: str | os.PathLike[str] | torch.nn.Module) -> Source:
-    """A model in memory, or that of a folder, a .gguf file or "demo"; no weight is read yet."""
+def open_source(model: str | os.PathLike[str] | torch.nn.Module, gives: Gives = "last") -> Source:
+    """A model in memory, or that of a folder, a .gguf file or "demo", whose steps give `gives`; no weight is read."""
     if isinstance(model, torch.nn.Module):
-        return _of_module(model)
+        return _of_module(model, gives)
     folder = resolve_model(model)
-    captured, checkpoint, _ = open_model(folder)
+    captured, checkpoint, _ = open_model(folder, gives=gives)
     if captured.rewritten:
         raise ExportError(f"{folder} is an exported bundle: copy the folder, or export the model it was made from")
     config = read_config(folder, checkpoint.tensors)
     records = weight_records(captured, checkpoint, *checkpoint_names(config))
     return Source(captured, lambda gives: open_model(folder, gives=gives)[0],
                   {name: _file_item(name, record) for name, record in records.items()}, config,
-                  partial(copy_model_files, folder), checkpoint.require_unchanged, checkpoint.fingerprint)
+                  partial(_copy_files, folder), checkpoint.require_unchanged, checkpoint.fingerprint)
+
+
+def _copy_files(folder: Path, out: Path) -> None:
+    copy_model_files(folder, out)
+    (out / packed.MANIFEST).unlink(missing_ok=True)  # of the source's weights
 
 
 def _file_item(name: str, record: TensorRecord) -> Item:
     return Item(name, record.dtype, record.shape, lambda: (record.packed, FileTensor(record).contents()))
 
 
-def _of_module(model: Any) -> Source:
-    captured = capture_model(model)
+def _of_module(model: Any, gives: Gives) -> Source:
+    captured = capture_model(model, gives=gives)
     tensors = named_tensors(model)
     items = {}
     for name, spec in captured.weights.items():

@@ -1,0 +1,57 @@
+"""Answer prompts with an exported ONNX model in onnxruntime alone: python examples/run_onnx.py FOLDER "PROMPT" …
+
+The folder is what `forebay export MODEL FOLDER --format onnx` wrote; needs onnxruntime, numpy and tokenizers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+
+
+def generate(folder: str | Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> np.ndarray:
+    """Greedy tokens int64 [len(prompts), new_tokens] that follow prompts of any lengths."""
+    dialect = json.loads((Path(folder) / "export.json").read_text())["dialect"]
+    options = onnxruntime.SessionOptions()
+    session = onnxruntime.InferenceSession(str(Path(folder) / "model.onnx"), options, ["CPUExecutionProvider"])
+    lengths, rows = np.array([len(p) for p in prompts]), np.arange(len(prompts))
+    width = int(lengths.max())
+    # GroupQueryAttention wants prompts at the left; the standard Attention appends for all alike: at the right there
+    left = dialect == "microsoft"
+    places = [slice(0, n) if left else slice(width - n, width) for n in lengths]
+    ids, mask = np.zeros((2, len(prompts), width), np.int64)
+    for row, place in enumerate(places):
+        ids[row, place], mask[row, place] = prompts[row], 1
+    positions = np.maximum(mask.cumsum(1) - 1, 0)
+    last = lengths - 1 if left else np.full(len(prompts), width - 1)
+    cache = {i.name: np.zeros((len(prompts), i.shape[1], 0, i.shape[3]), np.float32)
+             for i in session.get_inputs() if i.name.startswith("past_key_values")}
+    names, found = [o.name for o in session.get_outputs()], []
+    for step in range(new_tokens):
+        feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **cache}
+        made = dict(zip(names, session.run(None, feeds), strict=True))
+        token = made["logits"][rows, last].argmax(-1)
+        found.append(token)
+        cache = {name: made[name.replace("past_key_values", "present")] for name in cache}
+        ids, positions, last = token[:, None], (lengths + step)[:, None], np.zeros_like(lengths)
+        one = np.ones((len(prompts), 1), np.int64)
+        total = np.arange(width + step + 1)
+        mask = (total < (lengths + step + 1)[:, None]).astype(np.int64) if left else np.concatenate([mask, one], 1)
+    return np.stack(found, 1)
+
+
+def main(folder: str, *texts: str) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    for text, answer in zip(texts, generate(folder, [tokenizer.encode(t).ids for t in texts], 32), strict=True):
+        print(f"{text}{tokenizer.decode(answer.tolist())}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

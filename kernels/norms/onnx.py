@@ -1,0 +1,36 @@
+"""The norms in ONNX."""
+
+from __future__ import annotations
+
+import torch
+
+from forebay.kernels.onnx_meaning import OnnxGraph, OnnxValue
+
+
+def rms_norm(g: OnnxGraph, x: OnnxValue, weight: str, eps: float) -> str:
+    """x / sqrt(mean x^2 + eps) * weight. In the older opset the parts, which onnxruntime makes one operator of."""
+    if g.dialect == "standard":
+        return g.op("RMSNormalization", x, weight, axis=-1, epsilon=eps, stash_type=1)
+    wide = x if x.dtype == torch.float32 else g.cast(x, torch.float32)
+    mean = g.op("ReduceMean", g.op("Pow", wide, g.constant(2.0, torch.float32)), g.constant([-1]), keepdims=1)
+    deviation = g.op("Sqrt", g.op("Add", mean, g.constant(eps, torch.float32)))
+    normed = g.op("Div", wide, deviation)
+    return g.op("Mul", normed if x.dtype == torch.float32 else g.cast(normed, x.dtype), weight)
+
+
+def add_rms_norm(g: OnnxGraph, x: OnnxValue, residual: str, weight: str, eps: float) -> tuple[str, str]:
+    summed = OnnxValue(g.op("Add", x, residual), x.dtype, x.shape)
+    return rms_norm(g, summed, weight, eps), summed
+
+
+def layer_norm(g: OnnxGraph, x: OnnxValue, weight: str | None, bias: str | None, eps: float) -> str:
+    """(x - mean) / sqrt(variance + eps) * weight + bias."""
+    scale = g.constant([1.0] * (x.shape[-1] or 1), x.dtype) if weight is None else weight
+    return g.op("LayerNormalization", x, scale, *([] if bias is None else [bias]), axis=-1, epsilon=eps)
+
+
+def add_layer_norm(
+    g: OnnxGraph, x: OnnxValue, residual: str, weight: str | None, bias: str | None, eps: float
+) -> tuple[str, str]:
+    summed = OnnxValue(g.op("Add", x, residual), x.dtype, x.shape)
+    return layer_norm(g, summed, weight, bias, eps), summed

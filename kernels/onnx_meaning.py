@@ -1,0 +1,62 @@
+"""What an operator's meaning in ONNX is written with: values by name, and the graph that they are put into. A meaning
+is a function of the operator's arguments, values where they are tensors; it needs no ONNX package itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+
+MICROSOFT = "com.microsoft"  # the domain of onnxruntime's own operators
+Dialect = Literal["microsoft", "standard"]
+
+
+class OnnxValue(str):
+    """The name of a value, with its dtype and shape as far as they are known (None: a size that varies). Packed rows
+    are three values: `parts` are codes uint8 [..., groups, bytes of a group], scales and lows [..., groups]."""
+
+    dtype: torch.dtype
+    shape: tuple[int | None, ...]
+    parts: tuple[OnnxValue, OnnxValue, OnnxValue] | None
+
+    def __new__(
+        cls, name: str, dtype: torch.dtype = torch.float32, shape: Sequence[int | None] = (),
+        parts: tuple[OnnxValue, OnnxValue, OnnxValue] | None = None,
+    ) -> OnnxValue:
+        made = super().__new__(cls, name)
+        made.dtype, made.shape, made.parts = dtype, tuple(shape), parts
+        return made
+
+
+class OnnxGraph(Protocol):
+    """A graph under construction, in one dialect."""
+
+    dialect: Dialect
+
+    def op(self, kind: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: Any) -> Any:
+        """The name of what an operator gives, a tuple of them where it gives several; "" leaves an input out."""
+
+    def constant(self, value: Any, dtype: torch.dtype = torch.int64) -> str:
+        """A number, or a list of them."""
+
+    def once(self, key: object, make: Callable[[], str]) -> str:
+        """What `make` gave for an equal key before, made only once."""
+
+    def transposed(self, weight: OnnxValue) -> str:
+        """A matrix [N, K] as [K, N]."""
+
+    def cast(self, value: str, dtype: torch.dtype) -> str:
+        """A value in another dtype."""
+
+    def append(self, cache: OnnxValue, new: str) -> None:
+        """Let `new` [B, Hkv, S, D] be what follows in a cache."""
+
+    def appended(self, cache: OnnxValue) -> tuple[str, str]:
+        """What a cache held before this step, and what follows."""
+
+    def present(self, cache: OnnxValue, value: str) -> None:
+        """Let `value` be what the cache holds after this step."""
+
+
+Meaning = Callable[..., Any]

@@ -1,0 +1,31 @@
+"""`forebay::rotary` in ONNX: both dialects have an operator that turns halves."""
+
+from __future__ import annotations
+
+from forebay.kernels.onnx_meaning import MICROSOFT, OnnxGraph, OnnxValue
+
+
+def rotary(g: OnnxGraph, x: OnnxValue, cos: OnnxValue, sin: OnnxValue) -> str:
+    """x [B, H, S, D] turned by the angles whose cosines and sines [B or 1, S, D] are given, equal in both halves."""
+    half = (cos.shape[-1] or 0) // 2
+
+    def halves(table: str) -> str:  # [B, S, D / 2]
+        return g.op("Slice", table, g.constant([0]), g.constant([half]), g.constant([-1]))
+
+    if g.dialect == "standard" or cos.shape[0] == 1:
+        batch = g.op("Shape", x, start=0, end=1)
+        spread = g.op("Concat", batch, g.constant([1, 1]), axis=0)
+        cos_of, sin_of = (g.once(("halves", t), lambda t=t: g.op("Expand", halves(t), spread)) for t in (cos, sin))  # type: ignore[misc]
+        if g.dialect == "standard":
+            return g.op("RotaryEmbedding", x, cos_of, sin_of)
+        cos, sin = OnnxValue(cos_of), OnnxValue(sin_of)
+    # the other dialect looks tables up by position: here each token's row of the table is its own
+    cos_rows, sin_rows = (g.once(("rows", t), lambda t=t: g.op(  # type: ignore[misc]
+        "Reshape", t if t.shape == () else halves(t), g.constant([-1, half]))) for t in (cos, sin))
+
+    def rows() -> str:  # [B, S]
+        sizes = g.op("Concat", g.op("Shape", x, start=0, end=1), g.op("Shape", x, start=2, end=3), axis=0)
+        count = g.op("ReduceProd", sizes, keepdims=0)
+        return g.op("Reshape", g.op("Range", g.constant(0), count, g.constant(1)), sizes)
+
+    return g.op("RotaryEmbedding", x, g.once("rotary rows", rows), cos_rows, sin_rows, domain=MICROSOFT)

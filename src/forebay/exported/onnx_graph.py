@@ -1,0 +1,159 @@
+"""An ONNX graph under construction, and the file of tensors beside it: what meanings of operators are written with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx
+import torch
+from onnx import TensorProto, helper
+
+from forebay.kernels.onnx_meaning import MICROSOFT, Dialect, OnnxValue
+from forebay.rewriter.ir.alignment import whole_pages
+
+OPSETS: dict[Dialect, int] = {"microsoft": 22, "standard": 23}
+IR_VERSIONS: dict[Dialect, int] = {"microsoft": 10, "standard": 11}
+TYPES: dict[torch.dtype, int] = {
+    torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, torch.bfloat16: TensorProto.BFLOAT16,
+    torch.float64: TensorProto.DOUBLE, torch.int64: TensorProto.INT64, torch.int32: TensorProto.INT32,
+    torch.uint8: TensorProto.UINT8, torch.bool: TensorProto.BOOL}
+Pieces = Callable[[], Any]  # gives a tensor's contents in order, in pieces
+
+
+class Graph:
+    """Nodes and tensors as they are added; `OnnxGraph` says what each method does. Names of nodes begin with `prefix`.
+    """
+
+    def __init__(self, dialect: Dialect) -> None:
+        self.dialect: Dialect = dialect
+        self.prefix = ""
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: list[onnx.TensorProto] = []
+        self.data: list[tuple[int, Pieces]] = []  # of the file beside: offset, contents
+        self.data_nbytes = 0
+        self.file = ""
+        self._known: dict[object, str] = {}
+        self._caches: dict[str, tuple[str, str]] = {}  # past -> new
+        self._stored: dict[str, tuple[OnnxValue, Callable[[bool], None]]] = {}
+        self._names = 0
+
+    # -- operators
+
+    def op(self, kind: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: Any) -> Any:
+        self._names += 1
+        name = f"{self.prefix}{kind}_{self._names}"
+        for given in inputs:
+            if given in self._stored:
+                self.place(self._stored[given][0])
+        names = [name] if outputs == 1 else [f"{name}_{i}" for i in range(outputs)]
+        self.nodes.append(helper.make_node(kind, [str(i) for i in inputs], names, name, domain=domain, **attributes))
+        return names[0] if outputs == 1 else tuple(names)
+
+    def constant(self, value: Any, dtype: torch.dtype = torch.int64) -> str:
+        key = ("constant", str(value), dtype)
+        if key not in self._known:
+            name = self._known[key] = f"constant_{len(self._known)}"
+            values = torch.tensor(value, dtype=dtype)
+            self.initializers.append(_inline(name, values))
+        return self._known[key]
+
+    def once(self, key: object, make: Callable[[], str]) -> str:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def cast(self, value: str, dtype: torch.dtype) -> str:
+        return self.op("Cast", value, to=TYPES[dtype])
+
+    def sizes(self, sizes: Sequence[Any]) -> str:
+        """A shape of numbers and of sizes that vary, as int64 [n]."""
+        if all(isinstance(size, int) for size in sizes):
+            return self.constant(list(sizes))
+        parts = [self.constant([size]) if isinstance(size, int) else self.op("Reshape", size, self.constant([1]))
+                 for size in sizes]
+        return self.op("Concat", *parts, axis=0)
+
+    # -- caches
+
+    def append(self, cache: OnnxValue, new: str) -> None:
+        self._caches[cache] = (cache, new)
+
+    def appended(self, cache: OnnxValue) -> tuple[str, str]:
+        return self._caches[cache]
+
+    def present(self, cache: OnnxValue, value: str) -> None:
+        self.nodes.append(helper.make_node("Identity", [value], [cache.replace("past_key_values", "present")]))
+
+    # -- tensors
+
+    def weight(self, name: str, dtype: torch.dtype, shape: Sequence[int], read: Pieces) -> OnnxValue:
+        """A tensor of the file beside, placed when it is first used."""
+        value = OnnxValue(name, dtype, shape)
+        self._stored[name] = value, lambda turned: self._place(name, dtype, shape, read, turned)
+        return value
+
+    def place(self, value: OnnxValue) -> OnnxValue:
+        """`value`, a tensor, in the file."""
+        if ("placed", str(value)) not in self._known:
+            self._known["placed", str(value)] = value
+            self._stored[value][1](False)
+        return value
+
+    def transposed(self, weight: OnnxValue) -> str:
+        if weight not in self._stored:
+            return self.op("Transpose", weight, perm=[1, 0])
+        if ("placed", str(weight)) in self._known or weight.dtype == torch.uint8:
+            return self.once(("turned", str(weight)), lambda: self.op("Transpose", self.place(weight), perm=[1, 0]))
+        return self.once(("turned", str(weight)), lambda: self._turned(weight))
+
+    def _turned(self, weight: OnnxValue) -> str:
+        self._stored[weight][1](True)
+        return f"{weight}.T"
+
+    def _place(self, name: str, dtype: torch.dtype, shape: Sequence[int], read: Pieces, turned: bool) -> None:
+        tensor = TensorProto(name=f"{name}.T" if turned else name, data_type=TYPES[dtype],
+                             dims=[*shape][::-1] if turned else [*shape], data_location=TensorProto.EXTERNAL)
+        nbytes = dtype.itemsize
+        for size in shape:
+            nbytes *= size
+        for key, value in (("location", self.file), ("offset", self.data_nbytes), ("length", nbytes)):
+            tensor.external_data.add(key=key, value=str(value))
+        self.initializers.append(tensor)
+        self.data.append((self.data_nbytes, (lambda: iter([_whole(read, shape, dtype).t()])) if turned else read))
+        self.data_nbytes = whole_pages(self.data_nbytes + nbytes)
+
+    # -- the whole
+
+    def model(self, inputs: list[Any], outputs: list[Any], producer: tuple[str, str]) -> onnx.ModelProto:
+        nodes, read = self._needed({value.name for value in outputs})
+        graph = helper.make_graph(nodes, "forebay", inputs, outputs, [t for t in self.initializers if t.name in read])
+        opsets = [helper.make_opsetid("", OPSETS[self.dialect])]
+        if self.dialect == "microsoft":
+            opsets.append(helper.make_opsetid(MICROSOFT, 1))
+        return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSIONS[self.dialect],
+                                 producer_name=producer[0], producer_version=producer[1])
+
+
+    def _needed(self, outputs: set[str]) -> tuple[list[onnx.NodeProto], set[str]]:
+        """The nodes that something needs for the outputs, in their order, and all that they read."""
+        wanted, kept = set(outputs), []
+        for node in reversed(self.nodes):
+            if wanted & set(node.output):
+                wanted |= set(node.input)
+                kept.append(node)
+        return kept[::-1], wanted
+
+
+def _whole(read: Pieces, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat([piece.reshape(-1) for piece in read()]).view(dtype).reshape(list(shape))
+
+
+def _inline(name: str, value: torch.Tensor) -> onnx.TensorProto:
+    raw = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return TensorProto(name=name, data_type=TYPES[value.dtype], dims=list(value.shape), raw_data=raw)
+
+
+def value_info(name: str, dtype: torch.dtype, shape: Sequence[int | str]) -> onnx.ValueInfoProto:
+    """An input or output of a graph."""
+    return helper.make_tensor_value_info(name, TYPES[dtype], list(shape))

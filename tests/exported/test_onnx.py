@@ -1,0 +1,278 @@
+"""Exported ONNX models in onnxruntime: each operator by itself, whole models, and what has no place there."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from conftest import Checkpointed
+from families import FAMILIES
+
+import forebay
+from forebay.exported import onnx_model
+from forebay.exported.onnx_graph import Graph, value_info
+from forebay.kernels.attention.attention.reference import reference as attention_reference
+from forebay.kernels.formats.packing import pack_rows, unpack_rows
+from forebay.kernels.onnx_meaning import Dialect, OnnxValue
+from forebay.kernels.operators import (
+    ADD_LAYER_NORM,
+    ADD_RMS_NORM,
+    ATTENTION,
+    DEQUANTIZE_ROWS,
+    KV_APPEND,
+    LAYER_NORM,
+    LINEAR,
+    LINEAR_Q,
+    OPERATORS,
+    RMS_NORM,
+    ROTARY,
+)
+from forebay.kernels.quantization.quantize.operator import quantize
+from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DIALECTS: tuple[Dialect, ...] = ("microsoft", "standard")
+NAMED = ("opt", "gpt2", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox")
+both = pytest.mark.parametrize("dialect", DIALECTS)
+
+
+def run(
+    dialect: Dialect, build: Callable[..., Any], inputs: Mapping[str, torch.Tensor], *,
+    parts: Mapping[str, tuple[torch.Tensor, ...]] | None = None
+) -> list[torch.Tensor]:
+    """What onnxruntime gives for a graph of one meaning; sizes of the inputs vary, `parts` are packed rows."""
+    g = Graph(dialect)
+    packed = parts or {}
+    fed = {**inputs, **{f"{name}.{i}": part for name, given in packed.items() for i, part in enumerate(given)}}
+    values = {name: OnnxValue(name, t.dtype, t.shape) for name, t in fed.items()}
+    for name, given in packed.items():
+        three = tuple(values[f"{name}.{i}"] for i in range(3))
+        values[name] = OnnxValue(name, torch.uint8, (*given[0].shape[:-2], 0), three)  # type: ignore[arg-type]
+    made = build(g, values)
+    names = [made] if isinstance(made, str) else list(made)
+    model = g.model([value_info(n, t.dtype, t.shape) for n, t in fed.items()],
+                    [onnx.ValueInfoProto(name=n) for n in names], ("test", "0"))
+    if dialect == "standard":  # of the other no shape is inferred
+        onnx.checker.check_model(onnx.shape_inference.infer_shapes(_typed(model)), full_check=True)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    session = onnxruntime.InferenceSession(_typed(model).SerializeToString(), options, ["CPUExecutionProvider"])
+    return [torch.from_numpy(t) for t in session.run(None, {n: t.numpy() for n, t in fed.items()})]
+
+
+def _typed(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Outputs are float32 of whatever shape."""
+    for output in model.graph.output:
+        output.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    return model
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(math.prod(shape)))
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2e-6) -> None:
+    wanted = wanted.to(torch.float64)
+    assert found.shape == wanted.shape
+    assert float((found - wanted).norm() / wanted.norm()) < tolerance
+
+
+def test_every_operator_of_a_rewritten_graph_has_a_meaning() -> None:
+    assert {o.name for o in OPERATORS if o.onnx is not None} == {
+        o.name for o in (LINEAR, LINEAR_Q, ATTENTION, KV_APPEND, RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ADD_LAYER_NORM,
+                         ROTARY, DEQUANTIZE_ROWS)}
+
+
+@both
+@pytest.mark.parametrize("activation", ["", "silu", "gelu", "gelu_tanh", "relu"])
+def test_a_product_and_what_follows_it(dialect: Dialect, activation: str) -> None:
+    inputs = {"x": normal(2, 3, 24), "w": normal(16, 24), "b": normal(16), "m": normal(2, 3, 16), "r": normal(6, 16
+              ).view(2, 3, 16)}
+    (found,) = run(dialect, lambda g, v: LINEAR.onnx(g, v["x"], v["w"], v["b"], v["m"], v["r"], activation), inputs)
+    close(found, torch.ops.forebay.linear(*inputs.values(), activation))
+
+
+@both
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (8, 128), (4, 96)])
+@pytest.mark.parametrize("k", [192, 200])
+def test_a_product_over_packed_rows_and_the_rows_themselves(dialect: Dialect, bits: int, group: int, k: int) -> None:
+    rows = pack_rows(*quantize(normal(40, k) + 0.3, bits, group, -1, torch.float16, "minmax"))
+    codes, scale, low = unpack_rows(rows, k, bits, group, torch.float16)
+    parts = (codes.reshape(40, scale.shape[1], -1).contiguous(), scale.contiguous(), low.contiguous())
+    x, bias = normal(2, 3, k), normal(40)
+    how = (bits, k, group, torch.float16)
+    (found,) = run(dialect, lambda g, v: LINEAR_Q.onnx(g, v["x"], v["rows"], v["b"], None, None, "relu", *how),
+                   {"x": x, "b": bias}, parts={"rows": parts})
+    values = DEQUANTIZE_ROWS.reference(rows, k, bits, group, torch.float16, torch.float32, False)
+    close(found, torch.relu(x.double() @ values.double().T + bias))
+    (same,) = run(dialect, lambda g, v: DEQUANTIZE_ROWS.onnx(
+        g, OnnxValue("rows", torch.uint8, (40, 0), v["rows"].parts), *(k, bits, group, torch.float16, torch.float32),
+        True), {}, parts={"rows": parts})
+    assert torch.equal(same, values.T)
+
+
+@both
+def test_norms(dialect: Dialect) -> None:
+    x, residual, w, b = normal(2, 3, 48), normal(3, 2, 48).view(2, 3, 48), normal(48), normal(48) + 1
+    inputs = {"x": x, "r": residual, "w": w, "b": b}
+    (found,) = run(dialect, lambda g, v: RMS_NORM.onnx(g, v["x"], v["w"], 1e-5), inputs)
+    close(found, RMS_NORM.reference(x, w, 1e-5))
+    (found,) = run(dialect, lambda g, v: LAYER_NORM.onnx(g, v["x"], v["w"], v["b"], 1e-5), inputs)
+    close(found, torch.nn.functional.layer_norm(x, (48,), w, b, 1e-5))
+    (found,) = run(dialect, lambda g, v: LAYER_NORM.onnx(g, v["x"], None, None, 1e-5), inputs)
+    close(found, torch.nn.functional.layer_norm(x, (48,), None, None, 1e-5))
+    found, summed = run(dialect, lambda g, v: ADD_RMS_NORM.onnx(g, v["x"], v["r"], v["w"], 1e-5), inputs)
+    close(found, RMS_NORM.reference(x + residual, w, 1e-5))
+    assert torch.equal(summed, x + residual)
+    found, summed = run(dialect, lambda g, v: ADD_LAYER_NORM.onnx(g, v["x"], v["r"], v["w"], v["b"], 1e-5), inputs)
+    close(found, torch.nn.functional.layer_norm(x + residual, (48,), w, b, 1e-5))
+    assert torch.equal(summed, x + residual)
+
+
+@both
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rotary(dialect: Dialect, batch: int) -> None:
+    angles = normal(batch, 5, 8).repeat(1, 1, 2)
+    inputs = {"x": normal(3, 4, 5, 16), "cos": angles.cos(), "sin": angles.sin()}
+    (found,) = run(dialect, lambda g, v: ROTARY.onnx(g, v["x"], v["cos"], v["sin"]), inputs)
+    close(found, ROTARY.reference(*inputs.values()))
+
+
+@both
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (3, 0.0), (0, 2.0), (3, 2.0)])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_attention_appends_and_attends(dialect: Dialect, window: int, softcap: float, tokens: int) -> None:
+    """Sequences of unequal length in the older dialect, where each stands at the left."""
+    heads, of, width, past = 4, 2, 16, 5 if tokens == 1 else 0
+    starts = torch.tensor([5, 2] if past and dialect == "microsoft" else [past, past])
+    q, k, v = normal(2, heads, tokens, width), normal(2, of, tokens, width), normal(2, of, tokens, width) * 2
+    held = normal(2, of, past, width), normal(2, of, past, width) * 3
+    total = past + tokens
+    mask = (torch.arange(total) < (starts + tokens)[:, None]).long()
+    inputs = {"q": q, "k": k, "v": v, "attention_mask": mask, "input_ids": torch.zeros(2, tokens, dtype=torch.int64),
+              "past_key_values.0.key": held[0], "past_key_values.0.value": held[1]}
+    made: dict[str, str] = {}
+
+    def build(g: Graph, values: dict[str, OnnxValue]) -> Any:
+        g.present = lambda cache, value: made.update({cache: value})  # type: ignore[method-assign]
+        caches = values["past_key_values.0.key"], values["past_key_values.0.value"]
+        KV_APPEND.onnx(g, *caches, values["k"], values["v"], "start")
+        out = ATTENTION.onnx(g, values["q"], *caches, "start", 0.3, window, softcap)
+        return out, *made.values()
+
+    found, new_k, new_v = run(dialect, build, inputs)
+    caches = []
+    for old, new in zip(held, (k, v), strict=True):
+        cache = torch.cat((old, torch.zeros(2, of, tokens, width)), 2)
+        for b, start in enumerate(starts.tolist()):
+            cache[b, :, start : start + tokens] = new[b]
+        caches.append(cache)
+    close(found, attention_reference(q, *caches, starts, 0.3, window, softcap), 1e-5)
+    for given, cache in ((new_k, caches[0]), (new_v, caches[1])):
+        for b, start in enumerate(starts.tolist()):
+            assert torch.equal(given[b, :, : start + tokens], cache[b, :, : start + tokens])
+
+
+def generate(folder: Path, rows: list[torch.Tensor], new_tokens: int) -> list[list[int]]:
+    """By the example, in a process that has no torch."""
+    asked = json.dumps([row.tolist() for row in rows])
+    code = ("import sys, json; sys.path.insert(0, sys.argv[1]); from run_onnx import generate\n"
+            "found = generate(sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4]))\n"
+            "assert 'torch' not in sys.modules; print(json.dumps(found.tolist()))")
+    ran = subprocess.run([sys.executable, "-c", code, str(EXAMPLES), str(folder), asked, str(new_tokens)],
+                         capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("family", NAMED)
+def test_greedy_tokens_of_each_family(family: str, tmp_path: Path) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
+    ids = torch.randint(3, 199, (3, 10), generator=torch.Generator().manual_seed(1))
+    rows = [ids[0, 4:], ids[1, 7:], ids[2]]
+    with torch.no_grad():
+        wanted = [model.generate(row[None], max_new_tokens=32, do_sample=False, pad_token_id=0, eos_token_id=None)
+                  [0, len(row):].tolist() for row in rows]
+    for dialect in DIALECTS:
+        out = forebay.export(model, tmp_path / dialect, "onnx", dialect=dialect)
+        assert generate(out, rows, 32) == wanted, dialect
+
+
+def test_onnxruntime_genai_gives_the_tokens(llama_checkpoint: Checkpointed, tmp_path: Path) -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        from run_genai import generate as by_genai
+    finally:
+        sys.path.pop(0)
+    out = forebay.export(llama_checkpoint.folder, tmp_path / "out", "onnx")
+    for row, mask, wanted in zip(llama_checkpoint.ids, llama_checkpoint.mask, llama_checkpoint.expected, strict=True):
+        found = by_genai(out, row[mask.bool()].tolist(), 8)
+        assert found.tolist() == wanted[10:].tolist()[: len(found)] and (len(found) == 8 or found[-1] == 2)
+
+
+@both
+@pytest.mark.parametrize("weights", ["w4g32", "w8"])
+def test_logits_over_packed_weights(
+    llama_checkpoint: Checkpointed, tmp_path: Path, dialect: Dialect, weights: str
+) -> None:
+    quantize_model(llama_checkpoint.folder, tmp_path / "q", Wish(weights, head=True, embeddings=True))
+    out = forebay.export(tmp_path / "q", tmp_path / "out", "onnx", dialect=dialect)
+    assert not (out / "forebay.json").exists()
+    ids = llama_checkpoint.ids
+    with forebay.wrap(tmp_path / "q", "4MiB", batch=3, prompt=10) as lm:
+        wanted = lm(ids).logits
+    session = onnxruntime.InferenceSession(str(out / "model.onnx"), None, ["CPUExecutionProvider"])
+    fed: dict[str, Any] = {"input_ids": ids.numpy(), "attention_mask": np.ones((3, 10), np.int64),
+                           "position_ids": np.arange(10)[None].repeat(3, 0)}
+    for given in session.get_inputs()[3:]:
+        fed[given.name] = np.zeros((3, given.shape[1], 0, given.shape[3]), np.float32)
+    close(torch.from_numpy(session.run(["logits"], fed)[0]), wanted, 1e-3)
+
+
+def test_the_model_is_what_others_expect(llama_checkpoint: Checkpointed, tmp_path: Path) -> None:
+    out = forebay.export(llama_checkpoint.folder, tmp_path / "out", "onnx", dialect="standard")
+    model = onnx.load(out / "model.onnx", load_external_data=False)
+    assert [o.domain for o in model.opset_import] == [""]
+    assert [i.name for i in model.graph.input][:4] == ["input_ids", "attention_mask", "position_ids",
+                                                        "past_key_values.0.key"]
+    assert [o.name for o in model.graph.output][:2] == ["logits", "present.0.key"]
+    places = [{e.key: e.value for e in t.external_data} for t in model.graph.initializer if t.external_data]
+    assert len(places) > 20 and all(int(p["offset"]) % 4096 == 0 for p in places)
+    onnx.shape_inference.infer_shapes_path(str(out / "model.onnx"), str(tmp_path / "inferred.onnx"), strict_mode=True)
+    onnx.save(onnx.load(out / "model.onnx"), tmp_path / "again.onnx")  # all of it, as onnx's own reads it
+    with pytest.raises(forebay.ExportError, match="force"):
+        forebay.export(llama_checkpoint.folder, out, "onnx")
+
+
+def test_what_has_no_meaning_is_named_with_its_layer(
+    llama_checkpoint: Checkpointed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = onnx_model.of_target
+    monkeypatch.setattr(onnx_model, "of_target", lambda target: replace(known(target), onnx=None)
+                        if known(target) is ROTARY else known(target))
+    with pytest.raises(forebay.ExportError, match=r"layer 0 computes forebay\.rotary.* export the model as a bundle"):
+        forebay.export(llama_checkpoint.folder, tmp_path / "out", "onnx")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(forebay.ExportError, match="no dialect"):
+        forebay.export(llama_checkpoint.folder, tmp_path / "out", "onnx", dialect="tosa")  # type: ignore[arg-type]
+
+
+def test_attention_within_chunks_has_no_place_there() -> None:
+    g = Graph("standard")
+    cache = OnnxValue("past_key_values.0.key", torch.float32, (2, 2, 5, 16))
+    with pytest.raises(NotImplementedError, match="within chunks"):
+        ATTENTION.onnx(g, OnnxValue("q", torch.float32, (2, 4, 1, 16)), cache, cache, "start", 1.0, -6, 0.0)
