@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from forebay.kernels.formats.packing import Packing
 from forebay.kernels.onnx_meaning import MICROSOFT, OnnxGraph, OnnxValue
 from forebay.kernels.products.linear.onnx import followed
 from forebay.kernels.quantization.dequantize_rows.onnx import dequantized
@@ -11,10 +14,11 @@ from forebay.kernels.quantization.dequantize_rows.onnx import dequantized
 
 def linear_q(
     g: OnnxGraph, x: OnnxValue, rows: OnnxValue, bias: str | None, multiplier: str | None, residual: str | None,
-    activation: str, bits: int, in_features: int, group_size: int, scale_dtype: torch.dtype,
+    activation: str, *how: Any,
 ) -> str:  # fmt: skip
-    """The product with what packed rows stand for, rounded no further."""
+    """The product with what packed rows stand for (`how`: a `Packing`), rounded no further."""
     assert rows.parts is not None
+    bits, in_features, group_size, _ = Packing(*how)
     whole = group_size >= 16 and group_size & (group_size - 1) == 0
     if g.dialect == "microsoft" and whole and x.dtype == torch.float32:
         y = _by_codes(g, x, rows, bits, in_features, group_size)
