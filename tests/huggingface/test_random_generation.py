@@ -1,4 +1,4 @@
-"""`generate` with random settings, held to transformers under the same seed: the same tokens and scores, or an error each.
+"""`generate` with random settings, held to transformers under the same seed: the same tokens and scores, or errors.
 
 A few in the suite; `FOREBAY_TEST_ALL=1` draws two hundred.
 """
