@@ -23,6 +23,7 @@ using std::vector;
 constexpr i64 kEntries = 8;        // of slices for a buffer on average: long-lived ones have many
 constexpr int kFewest = 6, kMost = 160;  // buffers that are taken out together
 constexpr double kNoise = 0.5;     // relative disorder of the order in which they are put back
+constexpr size_t kCrowd = 4096;    // placed buffers beside one: from here on each is given a look at the time
 constexpr int kPatience = 3000;    // rounds without gain before a ceiling half as far below is tried
 
 struct Problem {
@@ -114,6 +115,7 @@ class Packing {
   // Offsets of the least height found, of at least `target`.
   void improve(i64 target, Clock::time_point end, u64 seed) {
     random_ = seed;
+    end_ = end;
     best_.assign(at_, at_ + p_.n);
     i64 best = height(), share = 16;
     while (best > target) {
@@ -141,6 +143,7 @@ class Packing {
   vector<i32> out_, above_, where_;
   vector<std::pair<double, i32>> order_;
   u64 random_ = 1;
+  Clock::time_point end_;
 
   u64 next() {  // splitmix64
     u64 x = random_ += 0x9e3779b97f4a7c15ull;
@@ -197,7 +200,7 @@ class Packing {
       at_[b] = lowest_gap(b);
       now += excess(b, ceiling);
       weight += lever(b);
-      if (!(kept = now <= before)) break;
+      if (!(kept = now <= before && (taken_.size() < kCrowd || Clock::now() < end_))) break;
     }
     kept = kept && (now < before || weight <= weight_before);
     for (size_t i = 0; i < out_.size(); i++) {
