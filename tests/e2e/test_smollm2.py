@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from e2e.agreement import assert_same_tokens
 
-from forebay.api import wrap
+from forebay.api import LanguageModel, open_model
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.resolve import resolve_model
+from forebay.rewriter.ir.plan import Budget, Workload
+from forebay.rewriter.planning.wishes import Wishes
 
 NEW = 64
 PROMPTS = (
@@ -25,7 +26,7 @@ RUNS = ((1.0, None, 64), (0.5, 2, 64), (0.5, 1, 12), (0.5, 3, 12), (0.15, 3, 64)
 
 @dataclass(frozen=True)
 class Reference:
-    folder: Any
+    opened: tuple  # traced once for all budgets
     model: torch.nn.Module
     ids: torch.Tensor
     mask: torch.Tensor
@@ -46,7 +47,7 @@ def reference() -> Reference:
     with torch.no_grad():
         expected = model.generate(**encoded, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    return Reference(folder, model, encoded.input_ids, encoded.attention_mask, expected, nbytes)
+    return Reference(open_model(folder), model, encoded.input_ids, encoded.attention_mask, expected, nbytes)
 
 
 @pytest.mark.parametrize(("share", "slots", "new"), RUNS)
@@ -56,7 +57,7 @@ def test_tokens_equal_transformers(
     assert len(set(reference.mask.sum(1).tolist())) >= 5, "the prompts are of unequal length"
     budget = int(reference.nbytes * share)
     width = reference.ids.shape[1]
-    with wrap(reference.folder, {"device": budget}, batch=8, prompt=width, new_tokens=NEW, slots=slots) as lm:
+    with LanguageModel(*reference.opened, Budget(budget), Workload(8, width, NEW), Wishes(slots=slots)) as lm:
         ours = lm.generate(reference.ids, attention_mask=reference.mask, max_new_tokens=new, eos_token_id=None,
                            pad_token_id=0)
         found = assert_same_tokens(ours, reference.expected[:, : width + new], reference.mask, reference.model,
