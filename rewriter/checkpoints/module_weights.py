@@ -24,20 +24,36 @@ PREFIX = ".forebay-spill-"
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
+class SpillPath(str):
+    """The path of an open file without a name, in this process. The descriptor it goes by lives as long as the path, so
+    that this never comes to mean another file; a plain copy of its text knows nothing of that."""
+
+    fd: int
+
+    def __new__(cls, fd: int) -> SpillPath:
+        path = super().__new__(cls, f"/proc/self/fd/{fd}")
+        path.fd = fd
+        weakref.finalize(path, os.close, fd).atexit = False
+        return path
+
+    def __str__(self) -> str:
+        return self
+
+
 class SpillFile:
     """An open file in `folder` that no name refers to; `path` opens it again, also with O_DIRECT, in this process.
 
     The kernel frees it when the process ends in any way, SIGKILL and loss of power included: no exit or signal
     handler has to run, so none can be missed. `free`, called at the latest when this object is collected, gives the
-    bytes back earlier. It empties the file and keeps the descriptor, so that `path` never comes to mean another file:
-    who still reads it meets its end, and never foreign weights. The price is one descriptor per spill.
+    bytes back earlier. It empties the file: who still reads it by `path` meets its end, and never foreign weights. The
+    descriptor goes with the last reference to `path`.
     """
 
     def __init__(self, folder: Path) -> None:
         remove_stale(folder)
-        self.fd = _open_unnamed(folder)
-        self.path = f"/proc/self/fd/{self.fd}"
-        self.free = weakref.finalize(self, _empty, self.fd, os.getpid())
+        self.path = SpillPath(_open_unnamed(folder))
+        self.fd = self.path.fd
+        self.free = weakref.finalize(self, _empty, self.path, os.getpid())
         self.free.atexit = False
         if not (os.path.exists(self.path) and os.path.samestat(os.stat(self.path), os.fstat(self.fd))):
             raise CheckpointError(f"{self.path} does not lead to the spill file; spilling needs Linux with /proc")
@@ -104,10 +120,10 @@ def remove_stale(folder: Path) -> None:
         raise CheckpointError(f"{folder}: stale spill files cannot be removed: {error.strerror}") from error
 
 
-def _empty(fd: int, owner: int) -> None:
+def _empty(path: SpillPath, owner: int) -> None:
     if os.getpid() == owner:  # a forked child shares the file with its living parent
         with contextlib.suppress(OSError):  # nobody is there to be told; the space is given back with the process
-            os.ftruncate(fd, 0)
+            os.ftruncate(path.fd, 0)
 
 
 def _open_unnamed(folder: Path) -> int:

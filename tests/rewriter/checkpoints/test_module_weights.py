@@ -1,6 +1,8 @@
+import ctypes
 import gc
 import mmap
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -14,7 +16,9 @@ import forebay.rewriter.checkpoints.write_tensors as writing
 from forebay.rewriter.checkpoints import module_weights as spill
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError, read_tensor
 from forebay.rewriter.checkpoints.module_weights import PREFIX, spill_module, spill_tensors
+from forebay.runtime.disk.chunks import Read
 from forebay.runtime.disk.page_cache import in_page_cache_filesystem, resident_nbytes
+from forebay.runtime.disk.reader import open_reader
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lies in memory")
 
@@ -82,6 +86,30 @@ def test_no_name_ever_appears_and_collection_frees_the_disk(tmp_path, monkeypatc
     with pytest.raises(CheckpointError, match="truncated"):
         read_tensor(record)
     assert torch.equal(read_tensor(other.tensors["a"]), torch.zeros(1000))
+
+
+def test_a_descriptor_lives_as_long_as_its_path(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(100):
+        path = spill_tensors({"a": torch.arange(10.0)}, tmp_path).tensors["a"].path
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before + 1 and os.stat(str(path)).st_size == 0
+    read_later(tmp_path, path)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    del path
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def read_later(folder, path):
+    """A reader that was told a path keeps it: the number of its descriptor does not go to another file meanwhile."""
+    memory, done = mmap.mmap(-1, 4096), queue.SimpleQueue()
+    reader = open_reader("direct", 1)
+    issue = reader.prepare(Read(path, 4096, 40, ctypes.addressof(ctypes.c_char.from_buffer(memory)), 0, 0, done.put))
+    other = spill_tensors({"a": torch.zeros(10)}, folder)
+    issue()
+    assert "truncated" in str(done.get(timeout=30)) and other.nbytes == 40
+    reader.close()
 
 
 @pytest.mark.parametrize("end", ["exit", "exception", "SIGINT", "SIGTERM", "SIGKILL"])
