@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx import graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -35,10 +36,51 @@ def release_symbols(program: ExportedProgram) -> None:
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, FakeTensor) and value.fake_mode.shape_env is not None:
-            value.fake_mode.cache_enabled = False  # else the passes fill it again
-            value.fake_mode.shape_env.tracked_fakes = None
-            value.fake_mode.shape_env.fake_tensor_cache.clear()
+            _release(value.fake_mode)
             break
+    _forget_environments()
+
+
+@contextmanager
+def failures_released() -> Iterator[None]:
+    """The same where a trace breaks off: of the modes and programs among the variables of what was under way."""
+    try:
+        yield
+    except BaseException as error:
+        frames, told = [], error
+        while told is not None:
+            frames += [frame for frame, _ in traceback.walk_tb(told.__traceback__)]
+            told = told.__cause__ or told.__context__  # type: ignore[assignment]
+        for found in _held(list(frame.f_locals.values()) for frame in frames):
+            if isinstance(found, ExportedProgram):
+                release_symbols(found)
+            elif found.shape_env is not None:
+                _release(found)
+        _forget_environments()
+        raise
+
+
+def _release(mode: FakeTensorMode) -> None:
+    assert mode.shape_env is not None
+    mode.cache_enabled = False  # else the passes fill it again
+    mode.shape_env.tracked_fakes = None
+    mode.shape_env.fake_tensor_cache.clear()
+
+
+def _forget_environments() -> None:
     for method in vars(ShapeEnv).values():
         if hasattr(method, "cache_clear"):
             method.cache_clear()
+
+
+def _held(values: Iterable[object], depth: int = 4) -> Iterator[ExportedProgram | FakeTensorMode]:
+    """The modes and programs among some values, in collections of them, and in objects of our own."""
+    for value in values:
+        if isinstance(value, ExportedProgram | FakeTensorMode):
+            yield value
+        elif isinstance(value, FakeTensor):
+            yield value.fake_mode
+        elif depth and isinstance(value, list | tuple | dict):
+            yield from _held(value.values() if isinstance(value, dict) else value, depth - 1)
+        elif depth and type(value).__module__.startswith("forebay.") and hasattr(value, "__dict__"):
+            yield from _held(list(vars(value).values()), depth - 1)

@@ -29,7 +29,7 @@ from forebay.rewriter.capture.layers import (
 from forebay.rewriter.capture.merge import Kind, join
 from forebay.rewriter.capture.own_attention import keys_hold_positions, outer_inputs
 from forebay.rewriter.capture.patterns import mark_patterns
-from forebay.rewriter.capture.released import release_symbols, sources_released
+from forebay.rewriter.capture.released import failures_released, release_symbols, sources_released
 from forebay.rewriter.capture.rotary import calls_of, follow_length
 from forebay.rewriter.ir.graph import CacheSpec, CapturedModel, Gives
 
@@ -133,7 +133,7 @@ def trace_model(model: Any, wanted: Gives) -> CapturedModel:
     path, layers = found
     mark_patterns(model.config, list(layers))
     follows = follow_length(model)
-    with sources_released():
+    with failures_released(), sources_released():
         tracer = _Tracer(model, path, list(layers), wanted, follows.length)
         try:
             kinds, kind_of_layer = tracer.trace_layers(("layer_idx",))

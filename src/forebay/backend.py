@@ -43,6 +43,7 @@ from forebay.rewriter.capture.compiled_module import (
     is_plain,
     refuse_tensor,
 )
+from forebay.rewriter.capture.released import sources_released
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.ir.byte_sizes import format_nbytes
@@ -190,6 +191,7 @@ class OffloadedGraph:
                 closing = threading.Thread(target=_drop_lost, args=(weakref.ref(self),), daemon=True)
                 weakref.finalize(held, _thread.start_new_thread, closing.start, ()).atexit = False
 
+    @sources_released()
     def _prepare(self, args: Sequence[Any]) -> Prepared:
         """Capture, plan, move the weights to disk, lower and prove. Nothing has moved when this raises."""
         if self.differentiable:
