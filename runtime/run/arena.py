@@ -28,8 +28,9 @@ class Arena:
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._skip = -start % HUGE_PAGE
         self.address = start + self._skip
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+        whole = nbytes // HUGE_PAGE * HUGE_PAGE  # a huge page that ends behind the arena would be memory of no budget
+        if hasattr(mmap, "MADV_HUGEPAGE") and whole:
+            self._map.madvise(mmap.MADV_HUGEPAGE, self._skip, whole)
         with torch.inference_mode(False):  # threads write to it that are in no mode of the caller's
             self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)[self._skip : self._skip + nbytes]
 

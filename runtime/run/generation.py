@@ -121,20 +121,22 @@ def prefill(session: Session, prompts: Sequence[torch.Tensor], lengths: torch.Te
 
 
 class Prefill:
-    """Prompts on their way into the cache, a chunk each `step`; `logits` [B, V] are then those of each last token.
+    """Prompts on their way into the cache, a chunk each `step`; `logits` [B, V] are then those of each last token,
+    valid until the session's next step.
 
     Sequences stand left-aligned; what a shorter one computes past its end is never seen and is overwritten later. The
     last chunk is moved back to end with the longest prompt, so that no position beyond it is touched. `lengths` [B]
     are of all rows of a step, of which the first hold the prompts; `calls` [B] of the calls that they belong to;
     `places` [B], for a plan whose prefill steps compute some sequences alone, are theirs. Rows beyond the prompts then
-    repeat the first one.
+    repeat the first one. `take`, where it is given, gets the prompts that end in a chunk, each once, and the chunk's
+    logits [B, V]: none are kept then.
     """
 
     def __init__(
         self, session: Session, prompts: Sequence[torch.Tensor], lengths: torch.Tensor, calls: torch.Tensor,
-        places: torch.Tensor | None = None,
+        places: torch.Tensor | None = None, take: Callable[[Sequence[int], torch.Tensor], None] | None = None,
     ) -> None:
-        self.session, self.lengths = session, lengths
+        self.session, self.lengths, self.take = session, lengths, take
         self.inputs = {"length": calls} if places is None else {"length": calls, "places": places}
         longest = int(lengths.max())
         self.chunk = session.plan.schedule.chunk_for(longest)
@@ -144,6 +146,8 @@ class Prefill:
             prompt = prompts[row] if row < len(prompts) else prompts[0]
             self.ids[row, : prompt.numel()] = prompt
         self.done = 0  # tokens of each row that have been computed
+        self.waiting = set(range(len(prompts)))  # rows whose last token has not been computed
+        self.early: dict[int, torch.Tensor] = {}  # logits [V] by row
         self.logits = torch.empty(0)
 
     def step(self) -> bool:
@@ -153,10 +157,15 @@ class Prefill:
         logits = self.session.step({
             "input_ids": self.ids[:, start : start + self.chunk], "start": torch.full_like(self.lengths, start),
             "last": last.clamp(0, self.chunk - 1), **self.inputs})
-        if start == 0:
-            self.logits = logits.clone()
-        else:
-            here = (last >= 0) & (last < self.chunk)
-            self.logits[here] = logits[here]
         self.done = start + self.chunk
+        ends = sorted(row for row in self.waiting if last[row] < self.chunk)
+        self.waiting.difference_update(ends)
+        if self.take is not None:
+            self.take(ends, logits)
+        elif self.done < self.span:
+            self.early |= {row: logits[row].clone() for row in ends}
+        else:
+            for row, values in self.early.items():
+                logits[row] = values
+            self.logits = logits
         return self.done == self.span

@@ -20,11 +20,11 @@ HELD = 4  # chunks at most hold up the next step of a busy plan; places stand id
 @dataclass(frozen=True)
 class Asked:
     """A prompt int64 [P], P >= 1, to be continued by at most `new_tokens`; its draws, if any are made, are those of its
-    own `generator`, so that they depend on nothing beside it."""
+    own generator, which `generator` makes when it enters, so that they depend on nothing beside it."""
 
     ids: torch.Tensor
     new_tokens: int
-    generator: torch.Generator | None = None
+    generator: Callable[[], torch.Generator] | None = None  # made then: one is 5 KB, and a job has thousands
 
 
 @dataclass
@@ -98,7 +98,7 @@ def generate_in_places(
     if sampling.do_sample and (generator is None or isinstance(generator, torch.Generator)):
         seeds = torch.randint(1 << 62, (len(prompts),), generator=generator).tolist()
         generator = [torch.Generator().manual_seed(seed) for seed in seeds]
-    drawn = list(generator) if isinstance(generator, Sequence) else [None] * len(prompts)
+    drawn = [lambda g=g: g for g in generator] if isinstance(generator, Sequence) else [None] * len(prompts)
     found = torch.full((len(prompts), stop.max_new_tokens), stop.pad, dtype=torch.int64)
     longest = 0
 
@@ -130,6 +130,8 @@ class _Loop:
         self.entered: list[tuple[int, int]] = []
         self.prefill: Prefill | None = None
         self.new: dict[int, list[int]] = {}
+        self.generators: dict[int, torch.Generator] = {}
+        self.first: dict[int, int] = {}  # tokens of those whose prompts ended before those that they entered with
         self.work = Work()
 
     def begin(self) -> None:
@@ -150,7 +152,7 @@ class _Loop:
             lengths[most:] = lengths[0]
             places = torch.full_like(lengths, self.entered[0][0])
             places[:most] = torch.tensor([place for place, _ in self.entered])
-        self.prefill = Prefill(self.session, prompts, lengths, lengths, places)
+        self.prefill = Prefill(self.session, prompts, lengths, lengths, places, self._begun)
 
     def advance(self) -> None:
         """Compute a chunk of those that enter; behind the last one they have their first tokens."""
@@ -159,12 +161,11 @@ class _Loop:
         self.work.prefills += 1
         if not done:
             return
-        entered, logits, self.prefill = self.entered, self.prefill.logits, None
-        self.entered = []
+        entered, self.entered, self.prefill = self.entered, [], None
         for place, number in entered:
             self.running[place] = number
             self.new.setdefault(number, [])
-        self._take(entered, logits[: len(entered)])
+        self._take(entered, [self.first.pop(number) for _, number in entered])
         if self.running and not self.entering:
             self.session.grow()
 
@@ -180,15 +181,29 @@ class _Loop:
                                     "length": start + 1})
         self.work.decodes += 1
         rows = sorted(self.running.items())
-        self._take(rows, logits[torch.tensor([place for place, _ in rows]).to(logits.device)])
+        self._take(rows, self._chosen([number for _, number in rows], logits, [place for place, _ in rows]))
 
-    def _take(self, rows: Sequence[tuple[int, int]], logits: torch.Tensor) -> None:
-        """Choose the next tokens of the sequences in `rows` (place, number) from logits [len(rows), V]; those that end
-        leave their places."""
-        generators: list[torch.Generator] = []
-        if self.sampling.do_sample:
-            generators = [self.asked[number].generator or torch.default_generator for _, number in rows]
-        tokens = choose(logits, self.sampling, generators or None).tolist()
+    def _begun(self, ends: Sequence[int], logits: torch.Tensor) -> None:
+        """Choose the first tokens of those that entered and whose prompts have ended."""
+        numbers = [self.entered[row][1] for row in ends]
+        self.first.update(zip(numbers, self._chosen(numbers, logits, ends), strict=True))
+
+    def _chosen(self, numbers: Sequence[int], logits: torch.Tensor, at: Sequence[int]) -> list[int]:
+        """The next tokens of sequences, whose logits are those rows of [B, V]."""
+        if not self.sampling.do_sample:
+            tokens = logits.argmax(-1).tolist()
+            return [tokens[row] for row in at]
+        for number in numbers:
+            if number not in self.generators:
+                make = self.asked[number].generator
+                self.generators[number] = torch.default_generator if make is None else make()
+        drawn = [self.generators[number] for number in numbers]
+        if logits.device.type == "cpu":  # without a copy of their rows, which no plan counts
+            return [int(choose(logits[row : row + 1], self.sampling, [g])) for row, g in zip(at, drawn, strict=True)]
+        return choose(logits[torch.tensor(at).to(logits.device)], self.sampling, drawn).tolist() if at else []
+
+    def _take(self, rows: Sequence[tuple[int, int]], tokens: Sequence[int]) -> None:
+        """Append the next tokens of the sequences in `rows` (place, number); those that end leave their places."""
         self.work.tokens += len(tokens)
         ended = []
         for (place, number), token in zip(rows, tokens, strict=True):
@@ -199,6 +214,7 @@ class _Loop:
                 ended.append(number)
         for number in ended:
             self.work.ended += 1
+            self.generators.pop(number, None)
             self.on_end(number, self.new.pop(number))
         self._renew()
 

@@ -43,8 +43,12 @@ def choose(
         return logits.argmax(-1)
     if generator is not None and not isinstance(generator, torch.Generator):
         uniforms = torch.cat([torch.rand(1, generator=g, device=g.device).to(logits.device) for g in generator])
-        kept = max(sampling.top_p, LEAST_TOP_P)
-        return SAMPLING.overload(logits, uniforms, sampling.temperature, sampling.top_k, kept)  # type: ignore[no-any-return]
+        options = sampling.temperature, sampling.top_k, max(sampling.top_p, LEAST_TOP_P)
+        if logits.device.type != "cpu":
+            return SAMPLING.overload(logits, uniforms, *options)  # type: ignore[no-any-return]
+        # a row at a time: what one takes in passing is some 100 bytes a logit, which no plan counts
+        return torch.cat([SAMPLING.overload(logits[i : i + 1], uniforms[i : i + 1], *options)
+                          for i in range(len(logits))])
     scores = logits.float() / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         lowest = scores.topk(sampling.top_k).values[:, -1:]

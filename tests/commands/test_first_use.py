@@ -57,13 +57,13 @@ def test_a_process_is_as_large_as_plan_said(tmp_path: Path) -> None:
     said = subprocess.run([*command, "plan", "demo", "--budget", "150MB", "--prompt", "16", "--new-tokens", "8"],
                           capture_output=True, text=True, check=True).stdout
     line = next(line for line in said.splitlines() if line.startswith("process "))
-    expected, python, planned = (float(x) for x in re.findall(r"([\d.]+) MiB", line))
-    assert expected == pytest.approx(python + planned, abs=0.2)
+    expected, python, planned, beside = (float(x) for x in re.findall(r"([\d.]+) MiB", line))
+    assert expected == pytest.approx(python + planned + beside, abs=0.3)
     ran = subprocess.run([*command, "run", "demo", "--prompts", str(tmp_path / "in.jsonl"), "--output",
                           str(tmp_path / "out.jsonl"), "--budget", "150MB", "--max-new-tokens", "8", "--json"],
                          capture_output=True, text=True, check=True).stdout
     measured = json.loads(ran)["process_peak_nbytes"] / (1 << 20)
-    assert 0.8 * measured < expected < 1.35 * measured
+    assert measured < expected < 1.35 * measured
 
 
 def test_a_conversation_goes_on_from_what_was_said() -> None:

@@ -245,7 +245,8 @@ class Drawer(Counter):
     """A model that draws each token from what the prompt is given to draw from."""
 
     def token(self, asked: Asked, new: list[int]) -> int:
-        return int(torch.randint(1, 1 << 40, (1,), generator=asked.generator))
+        assert asked.generator is not None
+        return int(torch.randint(1, 1 << 40, (len(new) + 1,), generator=asked.generator())[-1])
 
 
 def test_draws_depend_on_the_prompt_and_the_seed_alone(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import stat
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -290,7 +291,7 @@ def run_job(
         if stop():
             raise Interrupted
 
-    asked = [Asked(torch.tensor(p.ids), ask.max_new_tokens, _draws(ask.seed, p.request.id)) for p in left]
+    asked = [Asked(torch.tensor(p.ids), ask.max_new_tokens, partial(_draws, ask.seed, p.request.id)) for p in left]
     work = model.answer_all(asked, ask.sampling, frozenset(ask.eos), on_end=on_end, on_step=on_step)
     output.flush()
     return work

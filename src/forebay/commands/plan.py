@@ -120,7 +120,7 @@ def _plan_model(
     from forebay.api import open_model
     from forebay.commands.pictures import draw_step
     from forebay.commands.plan_config import draw_frontier, frontier_lines
-    from forebay.commands.process_memory import anonymous_nbytes
+    from forebay.commands.process_memory import anonymous_nbytes, beside_nbytes, calls_of
     from forebay.rewriter.capture.step_graphs import step_graphs
     from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
     from forebay.rewriter.ir.plan import PlanError, Workload
@@ -164,9 +164,11 @@ def _plan_model(
     show_plan(made, captured)
     print(*frontier_lines(frontier), sep="\n", end="\n" if len(frontier) > 1 else "")
     python, peak = anonymous_nbytes(), sum(made.prediction.peak_nbytes.values())
-    print(f"process     {format_nbytes(python + peak)} of anonymous memory expected at the peak: "
-          f"{format_nbytes(python)} that Python and its imports hold, measured here, which no budget counts, and the "
-          f"{format_nbytes(peak)} that are planned")
+    beside = beside_nbytes(calls_of(pipeline, made))
+    print(f"process     {format_nbytes(python + peak + beside)} of anonymous memory and page cache at most: "
+          f"{format_nbytes(python)} that Python and its imports hold, measured here, the {format_nbytes(peak)} that "
+          f"are planned, which the budget counts, and {format_nbytes(beside)} for threads and what is kept ready for "
+          "each launch and copy")
     print(f"smallest    a device budget of {format_nbytes(smallest)} ({smallest} bytes) would still work")
 
 

@@ -1,12 +1,46 @@
-"""What the process really takes: anonymous memory, pages in the page cache, bytes fetched from disk."""
+"""What the process really takes: anonymous memory, pages in the page cache, bytes fetched from disk.
+
+The promise of a budget is one inequality, in which a GPU's memory has no part:
+
+    anonymous memory + pages of the model's files in the page cache  <=  budget + constant
+    constant = what the process holds before the budget is touched, measured there once,
+               + THREADS_NBYTES + CALL_NBYTES per call of the plan's Programs
+               + PROMPT_NBYTES per prompt + TOKEN_NBYTES per token of them, for a job
+               + LOGIT_NBYTES per word of the vocabulary, where tokens are drawn
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from forebay.runtime.disk.page_cache import resident_nbytes
+
+if TYPE_CHECKING:
+    from forebay.rewriter.ir.plan import Plan
+    from forebay.rewriter.pipeline import Pipeline
+
+THREADS_NBYTES = 8 << 20  # stacks and heaps of the threads that read, write and compute, edges of reads, Python's slack
+CALL_NBYTES = 3 << 10  # a launch, copy or wait made ready: Python objects, tensors over the arena; 1.2 KiB were seen
+PROMPT_NBYTES, TOKEN_NBYTES = 1 << 10, 8  # a prompt as a tensor, and its place among the answered
+LOGIT_NBYTES = 120  # of one row at a time: float64, sorted and summed
+
+
+def beside_nbytes(calls: int, prompts: int = 0, tokens: int = 0, drawn_from: int = 0) -> int:
+    """The part of the promise's constant that is known beforehand: of a plan whose Programs have so many `calls`, a job
+    of so many prompts and tokens, and draws from a vocabulary of `drawn_from` (0: none are made)."""
+    return (THREADS_NBYTES + CALL_NBYTES * calls + PROMPT_NBYTES * prompts + TOKEN_NBYTES * tokens
+            + LOGIT_NBYTES * drawn_from)
+
+
+def calls_of(pipeline: Pipeline, plan: Plan) -> int:
+    """About how many launches, copies and waits all Programs of `plan` have: those of a chunk of the prompts as many as
+    of the largest."""
+    prefill, growth = pipeline.program(plan, plan.schedule.prefill_chunk), pipeline.growth(plan)
+    programs = [pipeline.program(plan, 1), *[prefill] * len(plan.schedule.prefill_chunks), *filter(None, [growth])]
+    return sum(len(program.prologue) + len(program.step) for program in programs)
 
 
 class MemoryWatch:

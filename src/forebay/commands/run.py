@@ -242,7 +242,7 @@ def _answer(
 ) -> None:
     """Run the job with a progress bar, then say what was planned and what was measured."""
     from forebay.commands import jobs
-    from forebay.commands.process_memory import MemoryWatch, disk_read_nbytes
+    from forebay.commands.process_memory import MemoryWatch, beside_nbytes, calls_of, disk_read_nbytes
     from forebay.rewriter.report.explain import summarise_plan
     from forebay.runtime.disk.page_cache import drop_file
     from forebay.runtime.run.places import Work
@@ -282,7 +282,9 @@ def _answer(
             if trace:
                 lm.save_trace(trace)
             lm.close()
-    found = _measured(lm.plan, done, spent, elapsed_s, memory, disk_read_nbytes() - read_before)
+    beside = beside_nbytes(calls_of(lm._pipeline, lm.plan), total, sum(len(p.ids) for p in encoded),
+                           lm.captured.vocab_size if ask.sampling.do_sample else 0)
+    found = _measured(lm.plan, done, spent, elapsed_s, memory, disk_read_nbytes() - read_before, beside)
     if as_json:
         print(json.dumps(found, indent=1))
         return
@@ -305,9 +307,9 @@ class Spent:
         return now
 
 
-def _measured(plan: Plan, done: Work, spent: Spent, elapsed_s: float, memory: MemoryWatch, read_nbytes: int
-              ) -> dict[str, Any]:
-    """What a job took, in bytes and seconds."""
+def _measured(plan: Plan, done: Work, spent: Spent, elapsed_s: float, memory: MemoryWatch, read_nbytes: int,
+              beside: int) -> dict[str, Any]:
+    """What a job took, in bytes and seconds, and the constant of the budget's promise, of which `beside` is a part."""
     grown, steps = memory.peak - memory.before, done.prefills + done.decodes
     return {
         "answers": done.ended, "tokens": done.tokens, "steps": steps, "time_s": elapsed_s, **asdict(spent),
@@ -315,7 +317,13 @@ def _measured(plan: Plan, done: Work, spent: Spent, elapsed_s: float, memory: Me
         "budget_nbytes": plan.budget.device, "planned_peak_nbytes": sum(plan.prediction.peak_nbytes.values()),
         "measured_peak_nbytes": grown + memory.cached_peak, "anonymous_nbytes": grown,
         "python_nbytes": memory.before, "page_cache_nbytes": memory.cached_peak, "process_peak_nbytes": memory.peak,
+        "constant_nbytes": memory.before + beside, "promised_nbytes": _given(plan) + memory.before + beside,
         "streamed_nbytes_per_step": plan.prediction.streamed_nbytes, "read_nbytes": read_nbytes}
+
+
+def _given(plan: Plan) -> int:
+    """Bytes of the budget, with the host memory that is planned where there is no limit of it."""
+    return plan.budget.device + (plan.arenas.get("host", 0) if plan.budget.host is None else plan.budget.host)
 
 
 def _measured_text(found: dict[str, Any]) -> str:
@@ -328,7 +336,8 @@ def _measured_text(found: dict[str, Any]) -> str:
         f"{size['measured_peak_nbytes']} ({size['anonymous_nbytes']} of anonymous memory beyond the "
         f"{size['python_nbytes']} that Python had before, {size['page_cache_nbytes']} of the model's file in the page "
         "cache)",
-        f"process     {size['process_peak_nbytes']} of anonymous memory at the peak",
+        f"process     {size['process_peak_nbytes']} of anonymous memory at the peak; with the page cache at most "
+        f"{size['promised_nbytes']} are promised: the budget and {size['constant_nbytes']} beside it",
         f"streamed    {size['streamed_nbytes_per_step']} per decode step as planned; {size['read_nbytes']} fetched "
         f"from disk in all, {format_nbytes(found['read_nbytes'] // max(1, found['steps']))} per step",
         f"speed       {found['answers']} answers, {found['tokens']} tokens in {found['time_s']:.1f} s: "

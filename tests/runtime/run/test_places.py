@@ -72,7 +72,7 @@ class Case:
 
     def asked(self) -> list[Asked]:
         """Each prompt with a generator that is its own."""
-        return [Asked(ids, wanted, torch.Generator().manual_seed(100 + i))
+        return [Asked(ids, wanted, lambda i=i: torch.Generator().manual_seed(100 + i))
                 for i, (ids, wanted) in enumerate(zip(self.prompts, self.wanted, strict=True))]
 
 
