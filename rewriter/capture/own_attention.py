@@ -71,7 +71,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, win
 
 def _positions(like: torch.Tensor) -> torch.Tensor:
     """[B, 1, S] of new queries or keys [B, H, S, D]."""
-    return (starts()[:, None] + torch.arange(like.shape[2]))[:, None]
+    return (starts()[:, None] + torch.arange(like.shape[2], device=like.device))[:, None]
 
 
 def _attend_biased(
@@ -86,7 +86,8 @@ def _attend_biased(
     rest = -(width + len(columns)) % _WIDTH
 
     def widened(rows: torch.Tensor, more: Sequence[Column]) -> torch.Tensor:
-        made = [torch.as_tensor(column, dtype=rows.dtype).expand(rows.shape[:3])[..., None] for column in more]
+        columns = [c.to(rows.dtype) if isinstance(c, torch.Tensor) else torch.tensor(c, dtype=rows.dtype) for c in more]
+        made = [column.expand(rows.shape[:3])[..., None] for column in columns]
         return nn.functional.pad(torch.cat((rows, *made), -1), (0, rest))
 
     k, v = cache.update(widened(k, [key for _, key in columns]), nn.functional.pad(v, (0, len(columns) + rest)), None)
