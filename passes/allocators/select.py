@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from forebay.passes.allocators import greedy, native, neighbourhoods
 from forebay.passes.allocators.bounds import lower_bound
 from forebay.passes.allocators.problem import Allocation, Buffer, occupied, padded
-from forebay.passes.allocators.search import MAX_BUFFERS, Verdict, search
+from forebay.passes.allocators.search import Verdict, search
 
 GREEDY: dict[str, greedy.Greedy] = {
     "greedy by size": greedy.by_size,
@@ -26,7 +26,8 @@ NEAR = 0.01  # of the target: gaps above it are worth a pass of their own over t
 LONG = 8  # median lifetimes
 LONG_SEARCH_S = 2.0
 MANY = 1000  # buffers: from here on one that fits below what is known is searched first, and neighbourhoods last
-FIRST_SHARE, LAST_SHARE = 0.6, 0.15  # of the time for these two
+FIRST_SHARE, TARGET_SHARE, LAST_SHARE = 0.6, 0.25, 0.15  # of the time for these two, and for the target in between
+LEAST_PART, STEP_SHARE = 0.125, 0.6  # of the gap that is to go where the target was not met; of the time, for a step
 
 
 def allocate(
@@ -62,10 +63,10 @@ def allocate(
     if staged is not None and _height(units, staged) < height:
         best, height, method = staged, _height(units, staged), "long-lived first"
     if height > target and len(units) > MANY:
-        best, height, method = _descend(units, best, height, method, target, end)
-    if height > target and len(units) <= MAX_BUFFERS:
-        last_s = LAST_SHARE * (end - time.perf_counter()) if len(units) > MANY else 0.0
-        best, height, method, bound = _improve(units, best, height, method, bound, target, end - last_s)
+        last_s = LAST_SHARE * max(0.0, end - time.perf_counter())
+        best, height, method = _descend(units, best, height, method, target, end - last_s)
+    elif height > target:
+        best, height, method, bound = _improve(units, best, height, method, bound, target, end)
     left_s = end - time.perf_counter()
     if height > target and len(units) > MANY and left_s > MIN_SEARCH_S:
         found = neighbourhoods.improve(units, best, max(target, bound), left_s)
@@ -109,10 +110,22 @@ def _best_greedy(buffers: Sequence[Buffer], target: int, end: float) -> tuple[li
 def _descend(
     buffers: Sequence[Buffer], best: list[int], height: int, method: str, target: int, end: float
 ) -> tuple[list[int], int, str]:
-    """Offsets, height and method after one search below the height: of what can be searched, placing valley by valley
-    comes out far below first fit whatever the capacity."""
-    found = search(buffers, height - 1, FIRST_SHARE * max(0.0, end - time.perf_counter()))
-    return (found, _height(buffers, found), "exact search") if isinstance(found, list) else (best, height, method)
+    """Offsets, height and method after searches below the height, at the target, and at steps towards it.
+
+    Of what can be searched the first comes out far below first fit whatever its capacity: it places valley by valley.
+    """
+    part, share = 0.0, FIRST_SHARE  # of the gap to the target that is to go; of the time left
+    while height > target and (left_s := end - time.perf_counter()) > MIN_SEARCH_S:
+        goal = height - max(1, round(part * (height - target)))
+        found = search(buffers, goal, share * left_s)
+        if isinstance(found, list):
+            best, height, method = found, _height(buffers, found), "exact search"
+            part, share = (1.0, TARGET_SHARE) if part == 0.0 else (min(1.0, 2 * part), STEP_SHARE)
+        elif part == 0.0 or part * (height - target) < GOOD_ENOUGH * target:
+            break
+        else:
+            part, share = (LEAST_PART if part == 1.0 else part / 2), STEP_SHARE
+    return best, height, method
 
 
 def _long_lived_first(buffers: Sequence[Buffer], end: float) -> list[int] | None:
