@@ -271,6 +271,17 @@ def test_what_has_no_meaning_is_named_with_its_layer(
         forebay.export(llama_checkpoint.folder, tmp_path / "out", "onnx", dialect="tosa")  # type: ignore[arg-type]
 
 
+def test_a_model_that_computes_with_the_number_of_tokens_is_refused(tmp_path: Path) -> None:
+    """Rotary frequencies of type dynamic follow the length of the whole prompt."""
+    import transformers
+
+    config = FAMILIES["llama"](rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(forebay.ExportError, match="export the model as a bundle"):
+        forebay.export(model, tmp_path / "out", "onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_attention_within_chunks_has_no_place_there() -> None:
     g = Graph("standard")
     cache = OnnxValue("past_key_values.0.key", torch.float32, (2, 2, 5, 16))

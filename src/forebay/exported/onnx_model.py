@@ -30,6 +30,7 @@ from forebay.rewriter.checkpoints.write_tensors import FLUSH_NBYTES, require_fre
 from forebay.rewriter.ir.graph import META, CacheInput, CapturedModel, RowFormat, WeightInput, values_of
 
 MODEL, DATA = "model.onnx", "model.onnx.data"
+UNKNOWN = "of the step: "  # begins the name of an input that the ONNX model has not
 aten = torch.ops.aten
 
 
@@ -44,6 +45,10 @@ def write_onnx(
     logits = _Conversion(g, captured, items).step()
     g.nodes.append(onnx.helper.make_node("Identity", [logits], ["logits"]))
     model = g.model(*_interface(captured), ("forebay", forebay.__version__))
+    odd = sorted({name for node in model.graph.node for name in node.input if name.startswith(UNKNOWN)})
+    if odd:
+        raise ExportError(f"the model computes with the number of tokens ({odd[0].removeprefix(UNKNOWN)}) itself, which "
+                          "is no input of an ONNX model: positions alone are; export the model as a bundle")
     require_free(out, g.data_nbytes)
     _write_data(out / DATA, g, progress)
     check()
@@ -141,7 +146,7 @@ class _Conversion:
             side = "key" if mark.side == "k" else "value"
             return OnnxValue(f"past_key_values.{mark.layer}.{side}", value.dtype, shape)
         if not isinstance(mark, WeightInput):
-            return OnnxValue(node.name, value.dtype, shape)
+            return OnnxValue(node.name if node.name == "input_ids" else UNKNOWN + node.name, value.dtype, shape)
         if mark.name in self.captured.constants:
             constant = self.captured.constants[mark.name].detach()
             return self.g.weight(mark.name, constant.dtype, constant.shape, lambda: iter([constant]))
