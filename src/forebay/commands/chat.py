@@ -23,7 +23,9 @@ from forebay.commands.process_memory import available_nbytes
 from forebay.commands.terminal import clean_errors, console, say
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    import torch
 
     from forebay.api import LanguageModel
     from forebay.runtime.run.sampling import Sampling
@@ -71,12 +73,13 @@ def answer_one(
     cache: str, machine: Path | None, dequantize: bool = False,
 ) -> None:
     """Print the answer to one prompt as its tokens come, then to stderr what time it took."""
+    from forebay.commands.plain_tokenizer import plain_tokenizer
     from forebay.commands.prompts import JobError, load_tokenizer
 
     if not prompt.strip():
         raise JobError("the prompt is empty")
     folder = model_folder(model, dequantize)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = (None if chat else plain_tokenizer(folder)) or load_tokenizer(folder)
     if chat and not getattr(tokenizer, "chat_template", None):
         raise JobError("the model's tokenizer has no chat template; leave --chat out")
     ids = _templated(tokenizer, [{"role": "user", "content": prompt}]) if chat else tokenizer(prompt)["input_ids"]
@@ -125,7 +128,6 @@ def _stream(
 ) -> str:
     """Print an answer as its tokens come, and to stderr what time it took; returns its text."""
     import torch
-    from transformers import TextStreamer
 
     from forebay.commands.prompts import JobError, stop_ids
 
@@ -139,22 +141,49 @@ def _stream(
     began = time.monotonic()
     _ = lm.session  # loads what is resident
     times = [time.monotonic()]
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    streamer.put(torch.tensor([ids]))
+    made: list[int] = []
+    shown = ""
 
     def on_token(column: torch.Tensor) -> None:
+        nonlocal shown
         times.append(time.monotonic())
-        streamer.put(column)
+        made.append(int(column[0]))
+        text = tokenizer.decode(made, skip_special_tokens=True)
+        if text.startswith(shown) and not text.endswith("\ufffd"):  # else the next token may complete a character
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
 
-    eos = list(stop_ids(lm.checkpoint.folder, tokenizer))
-    drawing = vars(sampling) if sampling.do_sample else {"do_sample": False}
-    out = lm.generate([ids], max_new_tokens=new_tokens, eos_token_id=eos or None, on_token=on_token,
-                      generator=torch.Generator().manual_seed(seed), **drawing)
-    streamer.end()
+    _generate(lm, ids, new_tokens, stop_ids(lm.checkpoint.folder, tokenizer), sampling,
+              torch.Generator().manual_seed(seed), on_token)
+    text = tokenizer.decode(made, skip_special_tokens=True)
+    print(text.removeprefix(shown))
     first, last, count = times[1], times[-1], len(times) - 1
     say(f"{count} tokens: {times[0] - began:.1f} s to load, {first - times[0]:.1f} s of prefill, {last - first:.1f} s "
         "of decode" + (f" ({(count - 1) / (last - first):.1f} tokens/s)" if count > 1 else ""))
-    return tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
+    return text
+
+
+def _generate(
+    lm: LanguageModel, ids: list[int], new_tokens: int, eos: tuple[int, ...], sampling: Sampling,
+    draws: torch.Generator, on_token: Callable[[torch.Tensor], None],
+) -> None:
+    """The answer to one prompt, by the runtime's loop alone where nothing more is asked: transformers' takes seconds to
+    load, and ends in the same loop."""
+    import torch
+
+    from forebay.huggingface.served import asks_nothing_more
+    from forebay.runtime.run.generation import Stop, generate_tokens
+    from forebay.runtime.run.places import entering, generate_in_places
+
+    if not asks_nothing_more(lm.checkpoint.folder) or lm.captured.renewed_at:
+        drawing = vars(sampling) if sampling.do_sample else {"do_sample": False}
+        lm.generate([ids], max_new_tokens=new_tokens, eos_token_id=list(eos) or None, on_token=on_token,
+                    generator=draws, **drawing)
+        return
+    with lm.running(1, len(ids), new_tokens, in_places=True) as session:
+        loop = generate_in_places if entering(session.plan) else generate_tokens
+        loop(session, [torch.tensor(ids)], sampling, Stop(new_tokens, frozenset(eos), eos[0] if eos else 0), draws,
+             on_token)
 
 
 def _lines() -> Iterator[str]:

@@ -47,8 +47,8 @@ def write_onnx(
     model = g.model(*_interface(captured), ("forebay", forebay.__version__))
     odd = sorted({name for node in model.graph.node for name in node.input if name.startswith(UNKNOWN)})
     if odd:
-        raise ExportError(f"the model computes with the number of tokens ({odd[0].removeprefix(UNKNOWN)}) itself, which "
-                          "is no input of an ONNX model: positions alone are; export the model as a bundle")
+        raise ExportError(f"the model computes with the number of tokens ({odd[0].removeprefix(UNKNOWN)}) itself, "
+                          "which is no input of an ONNX model: positions alone are; export the model as a bundle")
     require_free(out, g.data_nbytes)
     _write_data(out / DATA, g, progress)
     check()

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from forebay.huggingface.inputs import Prompts, read_prompts, take_prompts
 from forebay.huggingface.row_cache import RowCache
+from forebay.huggingface.served import SERVED
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.places import entering, generate_in_places
 from forebay.runtime.run.rows import Rows
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
 OnToken = Callable[[torch.Tensor], None]
 Generators = torch.Generator | Sequence[torch.Generator] | None
 DEFAULT_NEW_TOKENS = 20  # as transformers has it
-# what the loop of `generate_tokens` serves by itself, or what changes no token
-_SERVED = {"max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id",
-           "bos_token_id", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size",
-           "disable_compile", "compile_config", "transformers_version"}
 _PASSED_ON = ("tokenizer", "assistant_tokenizer")  # by generate, which needed them itself
 
 
@@ -103,7 +100,7 @@ class StreamedCausalLM(GenerationMixin):
     def _plain(self, config: GenerationConfig) -> bool:
         """Whether the runtime's loop gives what `config` asks for."""
         plain = GenerationConfig().to_dict() | self.generation_config._get_default_generation_params()
-        return all(name in _SERVED or name.startswith("_") or value is None or value == plain.get(name)
+        return all(name in SERVED or name.startswith("_") or value is None or value == plain.get(name)
                    or (value is False and plain.get(name) is None) for name, value in config.to_dict().items())
 
     def _new_tokens(self, config: GenerationConfig, prompts: Prompts, options: dict[str, Any]) -> int:
