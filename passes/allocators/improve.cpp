@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <map>
+#include <new>
 #include <set>
 #include <utility>
 #include <vector>
@@ -251,16 +252,20 @@ class Packing {
   }
 };
 
+// What a caller, which knows no exceptions, is told where the system gives no memory.
+constexpr int kNoMemory = -2;
 }  // namespace
 
 // Places, in this order, each buffer whose offset is negative in the lowest gap among those placed that meet it in
 // time. 0: out of time, and offsets mean nothing.
-extern "C" int forebay_first_fit(const Problem* p, const i32* order, double limit_s, i64* offsets) {
+extern "C" int forebay_first_fit(const Problem* p, const i32* order, double limit_s, i64* offsets) try {
   return Packing(*p, offsets).first_fit(order, after(limit_s));
+} catch (const std::bad_alloc&) {
+  return kNoMemory;
 }
 
 // Places each buffer, at its start, in the tightest gap among those that live then, in this order of equal starts.
-extern "C" void forebay_best_fit(const Problem* p, const i32* order, i64* offsets) {
+extern "C" int forebay_best_fit(const Problem* p, const i32* order, i64* offsets) try {
   std::set<std::pair<i64, i64>> ending, gaps;  // (end, buffer); (bytes, offset)
   std::map<i64, i64> from;                     // of gaps, all below `top`: offset to end
   i64 top = 0;
@@ -307,9 +312,15 @@ extern "C" void forebay_best_fit(const Problem* p, const i32* order, i64* offset
     }
     ending.insert({p->hi[b], b});
   }
+  return 0;
+} catch (const std::bad_alloc&) {
+  return kNoMemory;
 }
 
 // Lowers the height of a packing, down to `target` at the least.
-extern "C" void forebay_improve(const Problem* p, i64 target, double limit_s, u64 seed, i64* offsets) {
+extern "C" int forebay_improve(const Problem* p, i64 target, double limit_s, u64 seed, i64* offsets) try {
   Packing(*p, offsets).improve(target, after(limit_s), seed);
+  return 0;
+} catch (const std::bad_alloc&) {
+  return kNoMemory;
 }

@@ -14,7 +14,8 @@ from forebay.kernels.build.compile import BuildError, Library, load_library
 from forebay.passes.allocators.problem import Buffer
 
 HERE = Path(__file__).parent
-LIBRARY = Library("allocators", (HERE / "search.cpp", HERE / "improve.cpp"), ("-std=c++17", "-O2", "-fPIC"))
+LIBRARY = Library("allocators", (HERE / "search.cpp", HERE / "improve.cpp"), ("-std=c++17", "-O2", "-pthread", "-fPIC"))
+NO_MEMORY = -2  # what any of its functions returns where the system gives none
 FOREVER_S = 1e6  # what C++ is told where there is no limit
 log = logging.getLogger(__name__)
 
@@ -45,10 +46,20 @@ def load() -> ctypes.CDLL | None:
     library.forebay_search.argtypes = [ctypes.c_int, ctypes.c_int, int32s, int32s, int64s, height, seconds, seed,
                                        int64s, int64s]
     library.forebay_first_fit.argtypes = [problem, int32s, seconds, int64s]
-    library.forebay_best_fit.restype = library.forebay_improve.restype = None
+    library.forebay_best_fit.restype = library.forebay_improve.restype = ctypes.c_int
     library.forebay_best_fit.argtypes = [problem, int32s, int64s]
     library.forebay_improve.argtypes = [problem, height, seconds, seed, int64s]
+    for function in (library.forebay_search, library.forebay_first_fit, library.forebay_best_fit,
+                     library.forebay_improve):
+        function.errcheck = _refuse_shortage
     return library
+
+
+def _refuse_shortage(found: int, function: object, given: tuple[object, ...]) -> int:
+    """What a function gave; MemoryError where that is that it had no memory."""
+    if found == NO_MEMORY:
+        raise MemoryError("to place buffers")
+    return found
 
 
 def pointer(numbers: np.ndarray) -> ctypes._Pointer:

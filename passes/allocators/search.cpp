@@ -9,10 +9,13 @@
 //
 // Exhausted states (unplaced buffers and floors of an independent run of sections) are remembered by a 64-bit hash
 // across restarts; a collision could only lose a solution, never produce a wrong one.
+#include <pthread.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -26,6 +29,7 @@ using std::vector;
 constexpr i64 kNone = INT64_MAX;
 constexpr i64 kRoundNodes = 1000;    // nodes of the shortest round, which must place all; longer ones: the Luby sequence
 constexpr int kMaxDepth = 20000;     // about 6 MB of stack; deeper rounds are given up, not proved
+constexpr size_t kStackLeft = 64 << 10;  // of a thread's stack, whose size a shell's limit may set, not recursed into
 constexpr double kNoise = 0.3;       // relative disorder of the buffer ordering after each strategy ran once
 constexpr double kWeightGrowth = 1.1;  // later failures weigh more, per round
 constexpr u64 kTableSize = u64{1} << 21;
@@ -44,6 +48,21 @@ i64 luby(int i) {  // 1 1 2 1 1 2 4 …, i counted from 1
     if ((1 << p) - 1 == i) return i64{1} << (p - 1);
     i -= (1 << (p - 1)) - 1;
   }
+}
+
+// The address below which this thread's stack is not to be used; null where the system does not tell.
+const char* stack_end() {
+#ifdef __linux__
+  pthread_attr_t how;
+  void* lowest = nullptr;
+  size_t nbytes = 0;
+  if (pthread_getattr_np(pthread_self(), &how)) return nullptr;
+  pthread_attr_getstack(&how, &lowest, &nbytes);
+  pthread_attr_destroy(&how);
+  return static_cast<char*>(lowest) + kStackLeft;
+#else
+  return nullptr;
+#endif
 }
 
 enum class Order { kArea, kWidth, kSize, kTall };          // which buffer to try first; kTall = √width × size
@@ -87,6 +106,7 @@ class Search {
   int run(double limit_s, u64 seed) {
     end_ = Clock::now() + std::chrono::microseconds(static_cast<i64>(limit_s * 1e6));
     random_ = seed;
+    stack_end_ = stack_end();
     for (int s = 0; s < m_; s++) mark(s);
     if (!propagate()) return 0;
     const size_t root = trail_.size();
@@ -128,6 +148,7 @@ class Search {
   double noise_ = 0, increment_ = 1;
   u64 random_ = 1;
   i64 nodes_ = 0, round_end_ = 0;
+  const char* stack_end_ = nullptr;
   bool stop_ = false, timeout_ = false, backward_ = false;
   Clock::time_point end_;
 
@@ -350,7 +371,8 @@ class Search {
   bool solve(int l, int r, int depth) {
     if (stop_) return false;
     if ((++nodes_ & 63) == 0 && Clock::now() > end_) stop_ = timeout_ = true;
-    if ((stop_ |= nodes_ > round_end_ || depth > kMaxDepth)) return false;
+    const char here = 0;
+    if ((stop_ |= nodes_ > round_end_ || depth > kMaxDepth || &here < stack_end_)) return false;
     const u64 state = hash(l, r);
     u64 &first = table_[state & (kTableSize - 1)], &second = table_[(state & (kTableSize - 1)) ^ 1];
     if (first == state || second == state) return false;
@@ -392,11 +414,16 @@ class Search {
 
 }  // namespace
 
+// What a caller, which knows no exceptions, is told where the system gives no memory.
+constexpr int kNoMemory = -2;
+
 extern "C" int forebay_search(int n, int sections, const i32* lo, const i32* hi, const i64* size, i64 capacity,
-                              double limit_s, u64 seed, i64* offsets, i64* nodes) {
+                              double limit_s, u64 seed, i64* offsets, i64* nodes) try {
   Search search(n, sections, lo, hi, size, capacity);
   const int found = search.run(limit_s, seed);
   *nodes = search.nodes();
   if (found == 1) std::copy(search.offsets().begin(), search.offsets().end(), offsets);
   return found;
+} catch (const std::bad_alloc&) {
+  return kNoMemory;
 }
