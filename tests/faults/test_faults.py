@@ -14,6 +14,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 SEED = int(os.environ.get("FOREBAY_TEST_SEED", "0"))
 SAMPLE = {"run": 4, "quantize": 8, "packed": 2, "job": 12, "generate": 12, "spill": 12, "compiled": 8}
 COUNT = 3  # prompts
+MANY = 120  # of a job that is killed
+KILLS = 30 if ALL else 3
 # Words that say what is short where no file is to blame.
 SHORTAGES = ("gives no more memory", "gives no more threads", "ulimit", "io_uring", "the spill file", "the disk reader")
 
@@ -50,12 +53,12 @@ class Zygote:
         return self.process.stdout.readline().strip()
 
     def ask(self, scenario: str, case: Path, fault: tuple[str, str, int] | None = None, *, inject: bool = True,
-            storm: bool = False) -> dict[str, Any]:
-        """Exit code, stderr, whether the fault came about, and calls by kind and place."""
+            storm: bool = False, kill_s: float | None = None) -> dict[str, Any]:
+        """Exit code, stderr, whether the fault came about, and calls by kind and place; killed after `kill_s`."""
         case.mkdir(parents=True, exist_ok=True)
         assert self.process.stdin is not None
         request = {"scenario": scenario, "model": str(self.model), "case": str(case), "fault": fault, "inject": inject,
-                   "storm": storm}
+                   "storm": storm, "kill_s": kill_s}
         print(json.dumps(request), file=self.process.stdin, flush=True)
         return json.loads(self._line())
 
@@ -77,6 +80,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_machine(Machine.default(), folder / "machine.json")
     lines = [{"id": f"p{i}", "prompt": " ".join(f"w{5 + 7 * i + j}" for j in range(1 + 2 * i))} for i in range(COUNT)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [{"id": f"m{i}", "prompt": " ".join(f"w{5 + (3 * i + j) % 90}" for j in range(1 + i % 7))}
+             for i in range(MANY)]
+    (folder / "many.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
@@ -182,3 +188,40 @@ def test_signals_interrupt_nothing(zygote: Zygote, tmp_path: Path) -> None:
         stormy = zygote.ask(scenario, tmp_path / scenario / "stormy", inject=False, storm=True)
         assert calm["code"] == stormy["code"] == 0, stormy["stderr"]
         assert _found(scenario, tmp_path / scenario / "stormy") == _found(scenario, tmp_path / scenario / "calm")
+
+
+def test_a_job_that_is_killed_again_and_again_is_finished(zygote: Zygote, tmp_path: Path) -> None:
+    """At any moment: no answer is lost, repeated or torn but for the last line, and no other file is left."""
+    rng, began = random.Random(SEED), time.monotonic()
+    whole = zygote.ask("many", tmp_path / "whole", inject=False)
+    assert whole["code"] == 0, whole["stderr"]
+    wanted, took_s = _answers(tmp_path / "whole"), time.monotonic() - began
+    assert len(wanted) == MANY
+    kills = rounds = 0
+    while kills < KILLS:
+        case, rounds, known = tmp_path / f"round{rounds}", rounds + 1, dict[str, Any]()
+        while True:
+            # a part of the time, so that jobs are killed many times, in planning and in answering
+            kill_s = rng.uniform(0, 0.7 * took_s) if kills < KILLS else None
+            outcome = zygote.ask("many", case, inject=False, kill_s=kill_s)
+            assert outcome["code"] in (0, -9), outcome
+            assert {p.name for p in case.iterdir()} <= {"out.jsonl", "out.jsonl.settings", "stderr.txt"}
+            found = _answers(case, torn=True)
+            assert known.items() <= found.items() and found.items() <= wanted.items()
+            known = found
+            if outcome["code"] == 0:
+                break
+            kills += 1
+        assert _answers(case) == wanted
+        shutil.rmtree(case)
+    print(f"\n{kills} kills over {rounds} jobs of {MANY} prompts, seed {SEED}")
+
+
+def _answers(case: Path, torn: bool = False) -> dict[str, str]:
+    """Answers by id, each once; with `torn` the last line may be a part of one."""
+    path = case / "out.jsonl"
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    assert torn or not lines[-1]
+    entries = [json.loads(line) for line in lines[:-1]]
+    assert len({entry["id"] for entry in entries}) == len(entries), "an answer is repeated"
+    return {entry["id"]: json.dumps(entry, sort_keys=True) for entry in entries}

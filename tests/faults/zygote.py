@@ -54,6 +54,13 @@ def run(model: Path, case: Path) -> int:
                     "device=260KiB", "--max-new-tokens", NEW, "--batch", 2, "--machine", model / "machine.json")
 
 
+def many(model: Path, case: Path) -> int:
+    """A job of many prompts, which enter places as others end."""
+    return _command("run", model, "--prompts", model / "many.jsonl", "--output", case / "out.jsonl", "--budget",
+                    f"device=400KiB,disk={case}", "--max-new-tokens", NEW, "--batch", 16, "--machine",
+                    model / "machine.json")
+
+
 def quantize(model: Path, case: Path) -> int:
     return _command("quantize", model, case / "quantized", "--weights", "w4g32", "--shard-size", "128KiB")
 
@@ -141,7 +148,7 @@ def _twice(case: Path, make: Callable[[], Any], use: Callable[[Any], list[Any]])
     return 9
 
 
-SCENARIOS = {f.__name__: f for f in (run, quantize, packed, job, generate, spill, compiled)}
+SCENARIOS = {f.__name__: f for f in (run, many, quantize, packed, job, generate, spill, compiled)}
 
 
 def _child(request: dict[str, Any]) -> int:
@@ -173,7 +180,7 @@ def _child(request: dict[str, Any]) -> int:
     return code
 
 
-def _outcome(child: int, case: Path) -> dict[str, Any]:
+def _outcome(child: int, case: Path, kill_s: float | None) -> dict[str, Any]:
     polls = idle = used = 0
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -181,6 +188,8 @@ def _outcome(child: int, case: Path) -> dict[str, Any]:
             break
         polls, before, used = polls + 1, used, _ticks(child)
         idle = idle + 1 if used == before else 0
+        if kill_s is not None and polls * POLL_S > kill_s:
+            os.kill(child, signal.SIGKILL)
         if polls > BUSY_S / POLL_S or (polls > LIMIT_S / POLL_S and idle > IDLE_S / POLL_S):
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -213,7 +222,7 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             os._exit(_child(request))
-        print(json.dumps(_outcome(child, Path(request["case"]))), flush=True)
+        print(json.dumps(_outcome(child, Path(request["case"]), request["kill_s"])), flush=True)
 
 
 if __name__ == "__main__":
