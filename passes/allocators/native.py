@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +56,7 @@ def load() -> ctypes.CDLL | None:
     return library
 
 
-def _refuse_shortage(found: int, function: object, given: tuple[object, ...]) -> int:
+def _refuse_shortage(found: Any, function: object, given: tuple[object, ...]) -> Any:
     """What a function gave; MemoryError where that is that it had no memory."""
     if found == NO_MEMORY:
         raise MemoryError("to place buffers")

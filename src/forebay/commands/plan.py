@@ -165,10 +165,10 @@ def _plan_model(
     print(*frontier_lines(frontier), sep="\n", end="\n" if len(frontier) > 1 else "")
     python, peak = anonymous_nbytes(), sum(made.prediction.peak_nbytes.values())
     beside = beside_nbytes(calls_of(pipeline, made))
-    print(f"process     {format_nbytes(python + peak + beside)} of anonymous memory and page cache at most: "
-          f"{format_nbytes(python)} that Python and its imports hold, measured here, the {format_nbytes(peak)} that "
-          f"are planned, which the budget counts, and {format_nbytes(beside)} for threads and what is kept ready for "
-          "each launch and copy")
+    print(f"process     {format_nbytes(python + peak + beside)} of anonymous memory expected at the peak: "
+          f"{format_nbytes(python)} that Python and its imports hold, measured here, without a tokenizer, the "
+          f"{format_nbytes(peak)} that are planned, which the budget counts, and "
+          f"{format_nbytes(beside)} for threads and what is kept ready for each launch and copy")
     print(f"smallest    a device budget of {format_nbytes(smallest)} ({smallest} bytes) would still work")
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import captured
+import transformers
+from families import captured, llama
 from tiny import aten, chain, flat_graph, planned
 from torch import fx
 
 import forebay.rewriter.pipeline as pipeline
+from forebay.api import LanguageModel, open_model
 from forebay.kernels.formats import row_sizes
 from forebay.passes.lower.draft import Draft
 from forebay.rewriter.capture.step_graphs import step_graphs
@@ -22,6 +24,7 @@ from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Copy, FileSlice, Program
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 from forebay.rewriter.verify.bisect import Bisection, PassChangedResult
@@ -186,3 +189,34 @@ def packed(model: CapturedModel) -> CapturedModel:
         return replace(spec, stored=kept)
 
     return replace(model, weights={name: stored(spec) for name, spec in model.weights.items()})
+
+
+STAGED = {"micro_batches": 2, "cache_tokens": 4, "prefill_chunk": 4}
+
+
+@pytest.mark.parametrize("wishes", [Wishes(cache_tier="disk", **STAGED), Wishes(cache_tier="host", **STAGED),
+                                    Wishes(cache_tier="host", cpu_attention=True, **STAGED)])
+def test_steps_with_caches_elsewhere_run_under_bisection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wishes: Wishes
+) -> None:
+    """Compared are the passes up to lowering; Programs whose caches come for their turns are run as ever."""
+    torch.manual_seed(0)
+    config = llama(2, hidden_size=64, intermediate_size=160, vocab_size=200, tie_word_embeddings=False)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    ids, compared = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]]), list[str]()
+    compare = Bisection.compare
+
+    def noted(self: Bisection, gm: fx.GraphModule, name: str, rounds: bool = False) -> None:
+        compared.append(name)
+        compare(self, gm, name, rounds)
+
+    def tokens() -> list[list[int]]:
+        with LanguageModel(*open_model(tmp_path), Budget(1 << 20, 1 << 20, str(tmp_path)), Workload(2, 8, 8),
+                           wishes, Machine.default()) as lm:
+            assert lm.plan.schedule.block.staged
+            return lm.generate(ids, max_new_tokens=6, eos_token_id=None, pad_token_id=0).tolist()
+
+    expected = tokens()
+    monkeypatch.setenv("FOREBAY_BISECT", "1")
+    monkeypatch.setattr(Bisection, "compare", noted)
+    assert tokens() == expected and {"fuse_rms_norm", "insert_transfers", "allocate_buffers"} <= set(compared)
