@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 
 from forebay.rewriter.ir.program import Copy, Rows, Span, TensorRef, place_of, tier_of
@@ -26,27 +27,23 @@ def runs(item: Copy, tensor: Callable[[TensorRef], torch.Tensor]) -> list[Run]:
     rows, inward = (item.src, True) if isinstance(item.src, Rows) else (item.dst, False)
     if not isinstance(rows, Rows):
         return [(0, 0, item.src.nbytes)]
-    named = None if rows.index is None else tensor(rows.index).flatten().tolist()
-    total = rows.rows if named is None else len(named)
-    count = total if rows.count is None else int(tensor(rows.count).item())
-    if not 0 <= count <= total:
-        raise RuntimeFault(f"{item.label}: {count} rows are to be moved, of {total} at most")
-    found: list[Run] = []
-    nbytes, near, far, length = rows.row_nbytes, 0, 0, 0
-    for i, row in enumerate(range(count) if named is None else named[:count]):
-        if not 0 <= row < rows.rows:
-            if row < 0 and rows.skips:
-                continue
-            raise RuntimeFault(f"{item.label}: row {row} of a table of {rows.rows}")
-        if length and row * nbytes == far + length and i * nbytes == near + length:
-            length += nbytes
-            continue
-        if length:
-            found.append((far, near, length) if inward else (near, far, length))
-        near, far, length = i * nbytes, row * nbytes, nbytes
-    if length:
-        found.append((far, near, length) if inward else (near, far, length))
-    return found
+    named = np.arange(rows.rows) if rows.index is None else tensor(rows.index).flatten().numpy(force=True)
+    count = len(named) if rows.count is None else int(tensor(rows.count).item())
+    if not 0 <= count <= len(named):
+        raise RuntimeFault(f"{item.label}: {count} rows are to be moved, of {len(named)} at most")
+    named = named[:count]
+    there = (named >= 0) & (named < rows.rows)
+    lacking = ~there & (named >= 0) if rows.skips else ~there
+    if lacking.any():
+        raise RuntimeFault(f"{item.label}: row {named[lacking][0]} of a table of {rows.rows}")
+    near = np.flatnonzero(there)
+    if not len(near):
+        return []
+    far = named[near]
+    first = np.concatenate(([0], np.flatnonzero((np.diff(near) != 1) | (np.diff(far) != 1)) + 1))
+    lengths = np.diff(first, append=len(near)) * rows.row_nbytes
+    ends = (far[first] * rows.row_nbytes, near[first] * rows.row_nbytes)
+    return list(zip(*((end.tolist()) for end in (ends if inward else ends[::-1])), lengths.tolist(), strict=True))
 
 
 def runs_nbytes(moved: list[Run]) -> int:
