@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.block_contestants import Ours
+from benchmarks.block_sweep import errors_of, forced_blocks, step_times
 from benchmarks.shaped_models import Sizes, make_shaped
 from benchmarks.throughput_cells import OURS, Cell, cells
 from benchmarks.throughput_figures import link_bound_s, verdicts
@@ -80,3 +81,16 @@ def test_cells_and_contestants_by_name() -> None:
     assert set(OURS) == {
         *(f"forebay {f} {o}" for f in ("bf16", "w4", "w4+kv4") for o in ("zigzag", "row")),
         *(f"ram {f}" for f in ("bf16", "w4", "w4+kv4"))}
+
+
+def test_a_block_stands_to_its_prediction_as_the_median_of_its_turns() -> None:
+    turns = [{"steps_s": [1.0, 3.0, 2.0], "predicted_step_s": p, "prefill_s": 10.0, "predicted_prefill_s": 12.0}
+             for p in (1.0, 2.2, 9.0)]
+    assert errors_of(turns) == pytest.approx({"step": 0.1, "prefill": 0.2})
+    assert set(errors_of([turns[0], {k: v for k, v in turns[1].items() if "prefill" not in k}])) == {"step"}
+    assert step_times({"a": turns[:1]}) == {"a": [2.0]}
+
+
+def test_forced_blocks_are_enough_and_within_the_batch() -> None:
+    found = forced_blocks(48)
+    assert len(found) >= 24 and all(2 <= wish["micro_batches"] <= 24 for wish in found.values())

@@ -181,3 +181,20 @@ def test_a_negative_window_is_a_chunk(path: str) -> None:
         seen = slice(position // 4 * 4, position + 1)
         alone = reference(q[:, :, s : s + 1], k[:, :, seen], v[:, :, seen], torch.tensor([position % 4]), 0.3)
         assert (out[:, s : s + 1] - alone).abs().max() < TOLERANCE[torch.float32], position
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), ((6, 3, 16), (8, 8, 37), (4, 2, 128), (30, 2, 24), (40, 40, 8)))
+@pytest.mark.parametrize(("queries", "window", "softcap"), ((1, 0, 0.0), (1, 70, 1.5), (3, 0, 0.0), (40, -64, 0.0)))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_token_by_token_is_as_head_by_head(
+    heads: int, kv_heads: int, dim: int, queries: int, window: int, softcap: float, dtype: torch.dtype
+) -> None:
+    """To the bit, for as many sequences as give each thread tasks of several heads, of unequal lengths."""
+    start = [(37 * i) % 201 for i in range(4 * torch.get_num_threads() + 3)]
+    q, k, v, begin = make(start, queries, heads, kv_heads, dim, dtype)
+    beside = torch.stack((k, v), 1).permute(0, 3, 1, 2, 4).contiguous()  # [B, L, 2, Hkv, D]
+    tokens = [beside[:, :, side].transpose(1, 2) for side in (0, 1)]
+    found = [torch.full((len(start), queries, heads, dim), torch.nan, dtype=dtype) for _ in range(2)]
+    for out, caches in zip(found, ((k, v), tokens), strict=True):
+        attention_out(q, *caches, begin, 0.3, window, softcap, out)
+    assert torch.equal(*found) and not found[0].isnan().any()

@@ -232,3 +232,20 @@ def test_stack_of_the_native_kernel_is_what_is_stated() -> None:
         "attention/attention_q/attention_q.cpp", "cpu_support/cache_rows.h"))
     rows, keys, dim = (int(source.split(f"{name} = ")[1].split(";")[0]) for name in ("ROWS", "KEYS", "MAX_HEAD_DIM"))
     assert 4 * (2 * rows * dim + rows * keys + keys * dim) == attention_q_cpu.NATIVE_NBYTES
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize(("heads", "queries", "window"), ((4, 1, 0), (2, 3, 70), (30, 1, -64)))
+def test_token_by_token_is_as_head_by_head(bits: int, heads: int, queries: int, window: int) -> None:
+    """To the bit, for as many sequences as give each thread tasks of several heads, of unequal lengths."""
+    start = [(37 * i) % 201 for i in range(4 * torch.get_num_threads() + 3)]
+    new = max(start) + queries
+    k_cache, v_cache, k, v, _, bits, group = make([0] * len(start), new, bits, 32, 32)
+    kv_append_q_operator.kv_append_q(k_cache, v_cache, k, v, torch.zeros(len(start), dtype=torch.int64), bits, group)
+    q = torch.randn(len(start), queries, heads, 32).transpose(1, 2)
+    beside = torch.stack((k_cache, v_cache), 1).permute(0, 3, 1, 2, 4).contiguous()  # [B, L, 2, Hkv, R]
+    tokens = [beside[:, :, side].transpose(1, 2) for side in (0, 1)]
+    found = [torch.full((len(start), queries, heads, 32), torch.nan) for _ in range(2)]
+    for out, caches in zip(found, ((k_cache, v_cache), tokens), strict=True):
+        attention_q_cpu.bind_attention_q(q, *caches, torch.tensor(start), 0.3, window, 0.0, bits, group, out)()
+    assert torch.equal(*found) and not found[0].isnan().any()
