@@ -20,7 +20,7 @@ from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.switches import Switches
 
 SIZES = (1, 4, 8, 12, 16, 24, 32, 64)  # of micro-batches; those near the best take a plan and its Programs
-TOKENS = (16, 32, 64)  # of a cache block
+TOKENS = (8, 16, 32, 64)  # of a cache block
 PADDING = 1 / 8  # of a token's bytes
 PLACES = 256  # at most, of which some are given anew while the others decode
 ENTERING = 8  # a prefill step computes one in so many places: idle ones, which wait for as many, are a sixteenth

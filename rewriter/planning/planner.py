@@ -289,7 +289,7 @@ def _chunk_sizes(largest: int) -> tuple[int, ...]:
 
 def _shortest(needs: ModelNeeds, prompt: int) -> int:
     """Tokens of the shortest prefill step. Where sequences enter alone it computes few of them, at the price of its
-    launches, which no candidate counts."""
+    launches, of which candidates count what issuing them takes, and not the memory that the small ones touch."""
     return min(prompt, SHORTEST_CHUNK) if needs.block.entering else 1
 
 

@@ -29,7 +29,10 @@ from forebay.rewriter.plan_block import (
     sequence_time_s,
     staged_blocks,
 )
+from forebay.rewriter.planning.graph_needs import launch_count
 from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.predict.closed_form import rates_of
+from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
@@ -45,7 +48,7 @@ def test_blocks_are_whole_pages_with_little_padding_where_that_can_be(token: int
     def padding(count: int) -> float:
         return math.ceil(2 * token / (PAGE_NBYTES // count)) * (PAGE_NBYTES // count) / (2 * token) - 1
 
-    assert all(padding(count) > 1 / 8 for count in (16, 32, 64) if count < tokens)
+    assert all(padding(count) > 1 / 8 for count in (8, 16, 32, 64) if count < tokens)
     assert tokens == 64 or padding(tokens) <= 1 / 8
 
 
@@ -204,3 +207,13 @@ def test_without_a_gpu_it_attends_only_where_that_is_wished() -> None:
         _, plan = plan_block(graphs, Budget(needed("disk") * 2, 1 << 24), WORK, replace(wishes, cpu_attention=wish),
                              replace(Machine.default(), host_attention_bytes_per_s=1e15), Switches())
         assert plan.schedule.block.cpu_attention is expected
+
+
+def test_launches_are_counted_as_programs_have_them() -> None:
+    """And what issuing them takes, in each part, where one candidate is compared with another."""
+    pipeline = Pipeline(graphs(WORK, Block()), WORK, Machine.default(), Switches())
+    plan = pipeline.plan(Budget(1 << 28))
+    counts = {launch_count(pipeline.graphs.step(tokens)) for tokens in (1, plan.schedule.prefill_chunk)}
+    assert counts == {len(list(pipeline.program(plan, 1).launches()))}
+    rates = [rates_of(MachineEstimator(Machine.default()), (), 9, "disk", block=Block(3), launches=n) for n in (0, 7)]
+    assert rates[1].compute_s(1) - rates[0].compute_s(1) == pytest.approx(3 * 7 * Machine.default().dispatch_s)
