@@ -60,10 +60,12 @@ def sweep(family: str, cell: Cell, given: Row, threads: int, rounds: int) -> Row
 
 
 def forced_blocks(batch: int) -> dict[str, Row]:
-    """Blocks to force by name: sizes of micro-batches, staging slots of the cache and of weights, and both orders."""
+    """Blocks to force by name: sizes of micro-batches, staging slots of the cache, sizes of those of weights (as many
+    as a layer needs), and both orders."""
     counts = sorted({-(-batch // size) for size in SWEPT_SIZES if size <= batch})
-    found = {f"{n} micro-batches, {staged} + {slots} slots": {"micro_batches": n, "cache_slots": staged, "slots": slots}
-             for n in counts for staged in (2, 3) for slots in (2, 4, 8)}
+    found = {f"{n} micro-batches, {staged} slots, weights' of {mib} MiB":
+             {"micro_batches": n, "cache_slots": staged, "slot_nbytes": mib << 20}
+             for n in counts for staged in (2, 3) for mib in (1, 2, 4)}
     return found | {f"{n} micro-batches, row": {"micro_batches": n, "order": "row"} for n in counts}
 
 
