@@ -51,7 +51,7 @@ from forebay.rewriter.planning.graph_needs import (
     weight_products,
     weight_uses,
 )
-from forebay.rewriter.planning.launch_memory import product_launch, with_memory
+from forebay.rewriter.planning.launch_memory import phase_workspace, product_launch, with_memory
 from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed
 from forebay.rewriter.planning.planner import make_plan, smallest_budget
 from forebay.rewriter.planning.product_shapes import ProductUse, planned_shapes, product_uses, weights_of_layers
@@ -219,7 +219,7 @@ class Pipeline:
                       for b in place_activations(self._layout(tokens), plan.during(tokens), phase)]
             plan = replace(plan, buffers=(*plan.buffers, *moving))
         shapes = () if plan.gemm else sorted(self._shapes(plan))
-        most = max(self.need(tokens).workspace for tokens in {1, plan.schedule.prefill_chunk})
+        most = self.needs.workspace(plan.schedule.prefill_chunk)
         chosen = (GemmChoice(*shape, impl=self._best_gemm(shape, most)) for shape in shapes)
         return replace(plan, gemm=(*plan.gemm, *chosen))
 
@@ -243,8 +243,8 @@ class Pipeline:
             self._takers[tokens] = self._launches(flat, uses := product_uses(flat))
             if tokens > 1:
                 self.need(1)
-            taken = workspace_nbytes(launch for n in (1, tokens) for launch in self._takers[n])
-            found = self._needs[tokens] = PhaseNeed(layout.height, taken, layout, uses)
+            taken, *parts = phase_workspace(self._takers, tokens)
+            found = self._needs[tokens] = PhaseNeed(layout.height, taken, layout, uses, *parts)
         return found
 
     def _layout(self, tokens: int) -> Layout:
@@ -369,12 +369,14 @@ class Pipeline:
         for each in phase("lowered"):
             beside = (self.graphs.files, self._workspace, f"step of {tokens} tokens") if each.name == "lower" else ()
             program = stage.lowered(each, program, plan, *beside)
-        taken = plan.arenas["device"] + program.workspace_nbytes()
-        if taken > plan.budget.device:
-            raise PlanError(f"plan.arenas.device, plan.budget.device: {program.name} takes {taken} bytes, with the "
-                            f"workspace of its operators, {plan.budget.device} are allowed")
+        budget = {"device": plan.budget.device, "host": plan.budget.host or None}
+        for tier, limit in budget.items():
+            taken = plan.arenas.get(tier, 0) + program.workspace_nbytes(tier)
+            if limit is not None and taken > limit:
+                raise PlanError(f"plan.arenas.{tier}, plan.budget.{tier}: {program.name} takes {taken} bytes, with the "
+                                f"workspace of its operators, {limit} are allowed")
         if self.switches.verify:
-            verify_program(program, {"device": plan.budget.device, "host": plan.budget.host or None})
+            verify_program(program, budget)
         return program
 
 
@@ -387,8 +389,8 @@ def _nowhere(node: fx.Node, result: int = 0) -> TensorRef:
 def _prediction(plan: Plan, programs: Mapping[int, Program], lines: Mapping[int, Timeline]) -> Prediction:
     chunk = plan.schedule.prefill_chunk
     passes = -(-plan.workload.prompt // chunk) * plan.schedule.block.prefills(plan.workload.batch)
-    workspace = workspace_nbytes(launch for program in programs.values() for launch in program.launches())
-    peak = {tier: nbytes + (workspace if tier == "device" else 0) for tier, nbytes in plan.arenas.items()}
+    launches = [launch for program in programs.values() for launch in program.launches()]
+    peak = {tier: nbytes + workspace_nbytes(launches, tier) for tier, nbytes in plan.arenas.items()}
     return Prediction(
         prefill_time_s=passes * lines[chunk].time_s, decode_time_s=lines[1].time_s, busy_time_s=lines[1].busy_time_s,
         streamed_nbytes=programs[1].moved_nbytes(), peak_nbytes=peak, bottleneck=lines[1].bottleneck)

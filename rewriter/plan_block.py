@@ -22,8 +22,6 @@ from forebay.rewriter.switches import Switches
 SIZES = (1, 4, 8, 12, 16, 24, 32, 64)  # of micro-batches; those near the best take a plan and its Programs
 TOKENS = (8, 16, 32, 64)  # of a cache block
 PADDING = 1 / 8  # of a token's bytes
-PLACES = 256  # at most, of which some are given anew while the others decode
-ENTERING = 8  # a prefill step computes one in so many places: idle ones, which wait for as many, are a sixteenth
 BATCHES = (1, 4, 16, 64, 256)  # between latency and throughput
 NEAR = 1.5  # times the least of the closed form: what it finds slower is not simulated
 
@@ -74,8 +72,10 @@ def plan_block(
     for way in ways:  # where the host attends, the closed form says less of what waits for what: near their own best
         if way.time_s <= NEAR * min(w.time_s for w in ways if w.block.cpu_attention == way.block.cpu_attention):
             pipeline = way.pipeline.with_block(way.block)
-            with contextlib.suppress(PlanError):  # layers that cannot share addresses take more than was known
+            try:  # layers that cannot share addresses take more than was known
                 fitting.append((pipeline, pipeline.plan(budget, wishes)))
+            except PlanError as error:
+                refused.append((pipeline, error))
     if fitting:
         return min(fitting, key=lambda pair: answer_time_s(pair[1]))
     if len(refused) == 1:
@@ -103,7 +103,8 @@ def _in_shares(pipeline: Pipeline, block: Block, budget: Budget, wishes: Wishes)
         return plan_fits(needs.staging(layers, way, workload), budget, workload, wishes)
 
     def in_shares(device: int, host: int) -> Block:
-        return replace(block, cache_device=device, cache_host=host)
+        unit = block.together
+        return replace(block, cache_device=device // unit * unit, cache_host=host // unit * unit)
 
     def most(way: Callable[[int], Block]) -> int:
         """The most caches that a faster tier has room for; all of them need no slots for what comes from the disk."""
@@ -117,8 +118,6 @@ def _in_shares(pipeline: Pipeline, block: Block, budget: Budget, wishes: Wishes)
             raise PlanError(f"cache_shares: {device_share} on the device and {host_share} in host memory must be "
                             "shares of one whole")
         ways = [in_shares(int(device_share * total), int(host_share * total))]
-    elif block.entering:  # whose caches lie on one tier
-        ways = [block, *([replace(block, cache="host")] if budget.host else [])]
     else:
         host = most(lambda n: in_shares(0, n)) if block.cache == "disk" and budget.host else 0
         on_device = most(lambda n: in_shares(n, min(host, total - n)))
@@ -140,66 +139,6 @@ def host_attends(machine: Machine) -> bool:
 def parts_of(most: int, parts: int) -> list[int]:
     """0, `most` and what lies between, in so many equal parts."""
     return list(dict.fromkeys(most * i // parts for i in range(parts + 1)))
-
-
-def plan_answers(
-    graphs_of: GraphsOf, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine, switches: Switches
-) -> tuple[Pipeline, Plan]:
-    """The plan for sequences that need not all be computed at once. They are where their cache fits the device; else it
-    is as `plan_places` finds, unless a wish says how many are."""
-    try:
-        tier = wishes.cache_tier if wishes.entering else wishes.cache_tier or "device"
-        return plan_block(graphs_of, budget, workload, replace(wishes, cache_tier=tier), machine, switches)
-    except PlanError:
-        if wishes.entering or wishes.cache_tier in ("host", "disk") or wishes.micro_batches:
-            raise
-    return plan_places(graphs_of, budget, workload, wishes, machine, switches)
-
-
-def entering_at_once(places: int | None) -> int | None:
-    """How many sequences a prefill step computes where they enter `places`."""
-    return -(-places // ENTERING) if places else None
-
-
-def plan_places(
-    graphs_of: GraphsOf, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine, switches: Switches,
-    places: int | None = None,
-) -> tuple[Pipeline, Plan]:
-    """The plan for a job of as many sequences as the batch of `workload`, and the pipeline of its Programs.
-
-    Unless all find room at once, and no way with fewer places is faster, its batch is a number of places that sequences
-    enter and leave. Numbers that halve the job's are planned (or `places` alone), and the one whose Programs are
-    predicted to take least time a sequence is taken. PlanError, if none fits, for the fewest.
-    """
-    count = workload.batch
-    sizes = [min(places, count)] if places else _halvings(count)
-    found: list[tuple[Pipeline, Plan]] = []
-    refused: PlanError | None = None
-    for size in sizes:
-        enters = wishes if size == count else replace(wishes, entering=wishes.entering or entering_at_once(size))
-        try:
-            found.append(plan_block(graphs_of, budget, replace(workload, batch=size), enters, machine, switches))
-        except PlanError as error:
-            refused = error
-    if not found:
-        assert refused is not None
-        raise refused
-    return min(found, key=lambda way: sequence_time_s(way[1]))
-
-
-def _halvings(count: int) -> list[int]:
-    """`count`, if it is not above `PLACES`, and powers of two below it."""
-    powers = [1 << i for i in reversed(range(PLACES.bit_length())) if 1 << i < count]
-    return [count, *powers] if count <= PLACES else powers
-
-
-def sequence_time_s(plan: Plan) -> float:
-    """Predicted seconds of the block per sequence of a long job. Where sequences enter, places wait until as many are
-    free as enter at once: half of these are idle at any time."""
-    batch, enters = plan.workload.batch, plan.schedule.block.entering
-    idle = (enters - 1) / 2 if enters else 0.0
-    decode = (plan.workload.new_tokens - 1) * plan.prediction.decode_time_s
-    return plan.prediction.prefill_time_s / batch + decode / (batch - idle)
 
 
 def block_tokens(cache: Mapping[str, int], workload: Workload) -> int:

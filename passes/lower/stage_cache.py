@@ -6,7 +6,7 @@ The *tail*, the block of each sequence that is not full yet, stays on the device
 new tokens are appended there, and is taken out again behind attention. So attention reads one piece of memory, and what
 was loaded is attended where it landed. Which blocks exist, int64 tensors tell that the caller writes before each step.
 A prefill of some sequences alone stages those: its tables name blocks of all sequences, and the tails of its places
-pass through the buffer `entering`.
+pass through the buffer `entering`. So do their whole caches in layers whose caches live on the device.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class CacheStaging:
         where it lives stays there."""
         home, tier = self._home(layer, micro_batch), self.homes[layer][micro_batch]
         if self._stays(tier):
-            return home.arena, home.offset, home.buffer
+            return self._bring_places(layer, home) if self.places is not None else (
+                home.arena, home.offset, home.buffer)
         staged, slot = self.layers[layer], self.fetched % self.plan.schedule.block.cache_slots
         self.fetched += 1
         b, index = self.buffers[f"{RING}{slot}"], len(self.draft.moves)
@@ -156,6 +157,8 @@ class CacheStaging:
         """Take the tails out of the slot at `place`, store the blocks that got full, and give the slot back."""
         tier = self.homes[layer][micro_batch]
         if self._stays(tier):
+            if self.places is not None:
+                self._keep_places(layer, self._home(layer, micro_batch))
             return
         staged, index = self.layers[layer], int(place[2].rpartition(":")[2])
         span = Span(place[0], place[1], staged.nbytes, place[2])
@@ -180,6 +183,29 @@ class CacheStaging:
             tails = self._tails(layer)
             self.draft.items += [put(tail, self.places, tails, span_of(tails), f"layer{layer}_tails_to_places", layer),
                                  Release(COMPUTE, span_of(tail))]
+
+    def _bring_places(self, layer: int, home: Span) -> Place:
+        """Take the caches of the places out of those of all sequences, which live on the device; where they lie then.
+        """
+        assert self.places is not None
+        caches, entering = self._sequences(layer, home)
+        self.draft.items.append(take(caches, self.places, entering, home, f"layer{layer}_take", layer))
+        return entering.arena, entering.offset, entering.buffer
+
+    def _keep_places(self, layer: int, home: Span) -> None:
+        """Put the caches back to their places."""
+        assert self.places is not None
+        caches, entering = self._sequences(layer, home)
+        self.draft.items += [put(entering, self.places, caches, home, f"layer{layer}_put", layer),
+                             Release(COMPUTE, span_of(entering))]
+
+    def _sequences(self, layer: int, home: Span) -> tuple[TensorRef, TensorRef]:
+        """A layer's caches that live at `home`, and those that enter, as rows of a sequence each."""
+        staged, b = self.layers[layer], self.buffers[ENTERING]
+        words = staged.blocks * staged.block_nbytes // WORD
+        return (TensorRef(home.arena, home.offset, "int64", (home.nbytes // WORD // words, words), (words, 1),
+                          home.buffer),
+                TensorRef(b.arena, b.offset, "int64", (staged.sequences, words), (words, 1), f"{ENTERING}:{layer}"))
 
     def _stays(self, tier: str) -> bool:
         """Whether caches of a tier are attended there."""

@@ -38,7 +38,8 @@ class Block:
     results cross the link, while the device computes for other micro-batches. Those caches have no tails.
 
     With `entering`, a prefill step computes so many sequences alone, for the places that its input names; the others
-    keep their cache. Else it computes all of them.
+    keep their cache. Else it computes all of them. The sequences that enter stand in any micro-batches, so then all
+    caches of a layer lie on one tier, and `cache_device` and `cache_host` are whole layers of them.
     """
 
     micro_batches: int = 1
@@ -61,7 +62,10 @@ class Block:
 
     def of_step(self, tokens: int) -> Block:
         """The block as a step over `tokens` tokens per sequence sees it."""
-        return replace(self, micro_batches=1) if self.entering and tokens > 1 else self
+        if not self.entering or tokens == 1:
+            return self
+        unit = self.together
+        return replace(self, micro_batches=1, cache_device=self.cache_device // unit, cache_host=self.cache_host // unit)
 
     def sequences(self, batch: int, tokens: int) -> int:
         """Sequences of a micro-batch in a step over `tokens` tokens, of `batch` in all."""
@@ -80,20 +84,28 @@ class Block:
         """Blocks of a sequence in a staged cache: those of `context` tokens, the last of which is never full."""
         return context // self.cache_tokens + 1
 
+    @property
+    def together(self) -> int:
+        """How many of a layer's caches lie on one tier at least."""
+        return self.micro_batches if self.entering else 1
+
     def cache_homes(self, layers: int) -> list[list[str]]:
         """The tier of each cache of a model of so many layers, by layer and micro-batch: in the order of the turns each
-        is the one that is furthest behind its share."""
-        count = self.micro_batches
-        total = layers * count
-        shares = {"device": self.cache_device, "host": self.cache_host}
-        shares[self.cache] = shares.get(self.cache, 0) + total - self.cache_device - self.cache_host
+        (with `entering`, each layer's) is the one that is furthest behind its share."""
+        count, unit = self.micro_batches, self.together
+        total = layers * count // unit
+        shares = {"device": self.cache_device // unit, "host": self.cache_host // unit}
+        shares[self.cache] = shares.get(self.cache, 0) + total - sum(shares.values())
         homes, done = [[""] * count for _ in range(layers)], dict.fromkeys(shares, 0)
         for turn in range(total):
             tier = max((t for t in shares if done[t] < shares[t]),
                        key=lambda t: (shares[t] * (turn + 1) / total - done[t], t))
             done[tier] += 1
-            layer, k = (turn % layers, turn // layers) if self.order == "row" else divmod(turn, count)
-            homes[layer][k] = tier
+            if unit > 1:
+                homes[turn] = [tier] * count
+            else:
+                layer, k = (turn % layers, turn // layers) if self.order == "row" else divmod(turn, count)
+                homes[layer][k] = tier
         return homes
 
     @property

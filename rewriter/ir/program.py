@@ -202,9 +202,9 @@ class Program:
                    if isinstance(i, Copy) and isinstance(i.dst, Span) and i.dst.arena == DEVICE
                    and i.dst.buffer.startswith("slot"))
 
-    def workspace_nbytes(self) -> int:
-        """Most memory that launches take outside the arenas at a time, those of the prologue among them."""
-        return workspace_nbytes(self.launches())
+    def workspace_nbytes(self, tier: str = DEVICE) -> int:
+        """Most memory of a tier that launches take outside the arenas at a time, those of the prologue among them."""
+        return workspace_nbytes(self.launches(), tier)
 
     def held_nbytes(self) -> dict[str, int]:
         """Bytes outside the arenas that its launches keep, by name."""
@@ -224,9 +224,10 @@ def held_nbytes(launches: Iterable[Launch]) -> dict[str, int]:
     return held
 
 
-def workspace_nbytes(launches: Iterable[Launch]) -> int:
-    """Bytes that launches take outside the arenas: the largest transient memory, and all that is kept."""
-    known = tuple(launches)
+def workspace_nbytes(launches: Iterable[Launch], tier: str = DEVICE) -> int:
+    """Bytes of a tier that launches take outside the arenas: the largest transient memory, and all that is kept. Those
+    on the host's stream, which run beside the device's, take theirs of the host."""
+    known = tuple(launch for launch in launches if (launch.stream == ATTEND) == (tier == HOST))
     return max((launch.workspace_nbytes for launch in known), default=0) + sum(held_nbytes(known).values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import packed_format
 from forebay.kernels.operator import Product
 from forebay.kernels.products.linear import choices, selection
-from forebay.rewriter.ir.program import COMPUTE, SCRATCH, Launch, TensorRef
+from forebay.rewriter.ir.program import COMPUTE, SCRATCH, Launch, TensorRef, workspace_nbytes
 
 # How torch's allocator takes memory from a GPU (CUDACachingAllocator.cpp, torch 2.13): blocks of at most SMALL lie in
 # segments of SMALL_SEGMENT, below LARGE of LARGE_SEGMENT, and others are rounded up to a multiple of ROUND.
@@ -42,6 +43,20 @@ def with_memory(launch: Launch, device: str) -> Launch:
     if launch.flops and (operator is None or launch.impl == selection.ATEN):
         held["cuBLAS"] = reserved_nbytes(choices.cublas_nbytes())
     return replace(launch, workspace_nbytes=passing, held=tuple((name, n) for name, n in held.items() if n))
+
+
+def phase_workspace(launches: Mapping[int, Sequence[Launch]], tokens: int) -> tuple[int, int, int]:
+    """Bytes of workspace of steps over `tokens` tokens and over one, from their `launches`: of all of them, of those
+    that remain where the host attends for decode steps, and of those that it then runs."""
+    def over_cache(launch: Launch) -> bool:
+        operator = operators.find(launch.op)
+        return operator is not None and bool(operator.caches)
+
+    known = [(n, launch) for n in {1, tokens} for launch in launches[n]]
+    attends = [n == 1 and over_cache(launch) for n, launch in known]
+    return (workspace_nbytes(launch for _, launch in known),
+            workspace_nbytes(launch for (_, launch), there in zip(known, attends, strict=True) if not there),
+            workspace_nbytes(launch for (_, launch), there in zip(known, attends, strict=True) if there))
 
 
 def product_launch(product: Product, impl: str, device: str) -> Launch:

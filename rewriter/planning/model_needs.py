@@ -33,12 +33,15 @@ class WeightUse:
 @dataclass(frozen=True)
 class PhaseNeed:
     """What a step over chunks of this many tokens takes beside weights and cache, in bytes; for the activations also
-    their `layout`, with addresses from 0 on, and the matrix products that it makes."""
+    their `layout`, with addresses from 0 on, and the matrix products that it makes. Where the host attends for decode
+    steps, only `computing` of the workspace is the device's, and `attending` the host's."""
 
     activations: int
     workspace: int
     layout: Layout | None = None
     products: tuple[ProductUse, ...] = ()
+    computing: int = 0
+    attending: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,24 @@ class ModelNeeds:
     layers: Mapping[int, tuple[str | None, ...]] = field(default_factory=dict)  # the weights that each layer is given
     cache_format: str = "native"
     staged: StagedCache | None = None  # of caches off the device, whose tails stand in `cache`
+
+    def workspace(self, chunk: int) -> int:
+        """Bytes that launches take of the device beside its arena, in prefill steps over `chunk` tokens and decode
+        steps. Attention takes some unless all caches are attended by the host."""
+        elsewhere = self._host_attends and self.staged is not None and set(self.staged.homes) == {"host"}
+        needs = self.need(chunk), self.need(1)
+        return max(need.computing if elsewhere else need.workspace for need in needs)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of host memory for caches, and for what attends over them there."""
+        if self.staged is None:
+            return 0
+        return self.staged.host_nbytes + (self.need(1).attending if self._host_attends else 0)
+
+    @property
+    def _host_attends(self) -> bool:
+        return self.block.cpu_attention and self.staged is not None and "host" in self.staged.homes
 
     def staging(self, layers: Mapping[int, StagedLayer], block: Block, work: Workload) -> ModelNeeds:
         """The same with caches of `layers` staged as `block`, which has as many micro-batches, says."""

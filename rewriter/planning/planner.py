@@ -35,7 +35,7 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, wishes: Wis
     for resident weights. They are compared by `Rates.step_time_s`, and none of them gets worse with more budget.
     """
     kinds = _kinds(needs)
-    held = needs.staged.host_nbytes if needs.staged is not None else 0
+    held = needs.host_nbytes
     if budget.host is not None and held > budget.host:
         raise PlanError(f"budget.host: {format_nbytes(budget.host)} cannot hold the {format_nbytes(held)} ({held} "
                         "bytes) of cache that are to lie in host memory (plan.schedule.block.cache_host); give more")
@@ -56,7 +56,7 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, wishes: Wis
 
 def plan_fits(needs: ModelNeeds, budget: Budget, workload: Workload, wishes: Wishes) -> bool:
     """Whether there is a plan for `budget`."""
-    held = needs.staged.host_nbytes if needs.staged is not None else 0
+    held = needs.host_nbytes
     return (budget.host is None or held <= budget.host) and bool(
         _candidates(needs, _kinds(needs), budget, workload, wishes))
 
@@ -87,7 +87,7 @@ def smallest_budget(needs: ModelNeeds, workload: Workload, wishes: Wishes) -> tu
     upper, _ = _upper(needs, chunk)
     parts["activation"] = min(max(needs.need(chunk).activations, needs.need(1).activations),
                               upper - parts.get("cache", 0))  # less where the cache takes the rest over
-    parts["workspace"] = max(needs.need(chunk).workspace, needs.need(1).workspace)
+    parts["workspace"] = needs.workspace(chunk)
     return high, parts
 
 
@@ -149,8 +149,7 @@ def _candidates(needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Work
     found = []
     for chunk in chunks:
         upper, _ = _upper(needs, chunk)
-        workspace = max(needs.need(chunk).workspace, needs.need(1).workspace)
-        fixed = upper + workspace + sum(aligned(n) for n in needs.constants.values())
+        fixed = upper + needs.workspace(chunk) + sum(aligned(n) for n in needs.constants.values())
         fixed += needs.staged.device_nbytes if needs.staged is not None else 0
         room = budget.device - fixed - kinds.pinned_nbytes
         if room < 0:
@@ -231,9 +230,8 @@ def _host_room(needs: ModelNeeds, budget: Limits, fit: _Fit) -> int:
     """Bytes of host memory for weights beside what copies from disk pass through."""
     if not budget.host or needs.weight_tier != "disk":
         return 0
-    cached = needs.staged.host_nbytes if needs.staged is not None else 0
     passing = _staging(needs, fit.chunk, fit.slots, fit.slot_nbytes) if needs.host_hop else 0
-    return max(0, budget.host - cached - passing)
+    return max(0, budget.host - needs.host_nbytes - passing)
 
 
 def _planned(
@@ -270,8 +268,9 @@ def _predicted(needs: ModelNeeds, kinds: _Kinds, plan: Plan) -> Prediction:
     busy = rates.busy_s(1, nbytes, copies, held)
     if needs.weight_tier == "host":
         busy[UPLOAD] = busy.pop(DISK)
-    workspace = max(needs.need(tokens).workspace for tokens in (s.prefill_chunk, 1))
-    peak = {tier: size + (workspace if tier == "device" else 0) for tier, size in plan.arenas.items()}
+    beside = {"device": needs.workspace(s.prefill_chunk),
+              "host": needs.host_nbytes - (needs.staged.host_nbytes if needs.staged is not None else 0)}
+    peak = {tier: size + beside.get(tier, 0) for tier, size in plan.arenas.items()}
     passes = -(-plan.workload.prompt // s.prefill_chunk) * needs.block.prefills(plan.workload.batch)
     return Prediction(passes * prefill, decode, {stream: t for stream, t in busy.items() if t}, nbytes, peak,
                       max(busy, key=lambda stream: busy[stream]))

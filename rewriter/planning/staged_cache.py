@@ -101,11 +101,15 @@ class StagedCache:
 def staged_cache(layers: Mapping[int, StagedLayer], block: Block, host_hop: bool = False) -> StagedCache:
     """What the caches of all micro-batches of `block` take, from the `layers` of one; with `host_hop` what comes from
     the disk passes through host memory. PlanError where more of them are to lie on faster tiers than there are, or
-    sequences enter and they lie apart."""
+    sequences enter and a layer's lie apart."""
     count, faster = block.micro_batches, block.cache_device + block.cache_host
     if faster > len(layers) * count:
         raise PlanError(f"plan.schedule.block.cache_device, cache_host: {faster} cannot lie on faster tiers; "
                         f"{len(layers)} layers of {count} micro-batches have {len(layers) * count}")
+    if block.cache_device % block.together or block.cache_host % block.together:
+        raise PlanError(f"plan.schedule.block.cache_device, cache_host: {block.cache_device} and {block.cache_host} "
+                        f"are not whole layers of {count} micro-batches; where sequences enter places "
+                        "(plan.schedule.block.entering) all caches of a layer lie on one tier")
     tiers = dict(zip(layers, block.cache_homes(len(layers)), strict=True))
     homes: dict[str, dict[str, int]] = {}
     tails = {}
@@ -118,10 +122,7 @@ def staged_cache(layers: Mapping[int, StagedLayer], block: Block, host_hop: bool
     slots = {f"{RING}{i}": largest for i in range(block.cache_slots)}
     inputs = {name: count * size * WORD for name, size in input_sizes(layers, block).items()}
     if block.entering:
-        if block.cache_device or block.cache_host:
-            raise PlanError(f"plan.schedule.block.cache_device, cache_host: where sequences enter places "
-                            f"(plan.schedule.block.entering) all caches lie on the tier {block.cache}; both must be 0")
-        slots[ENTERING] = block.entering * max(layer.block_nbytes for layer in layers.values())
+        slots[ENTERING] = block.entering * max(_passing_nbytes(layers[i], of_layer[0]) for i, of_layer in tiers.items())
         inputs[PLACES] = block.entering * WORD
     lent = {}
     if host_hop and "disk" in homes:
@@ -129,6 +130,11 @@ def staged_cache(layers: Mapping[int, StagedLayer], block: Block, host_hop: bool
                  *(f"host_{LEAVING}{i}" for i in range(LEAVING_SLOTS))]
         lent = dict.fromkeys(names, largest)
     return StagedCache(block, slots, inputs, tails, homes, tiers, layers, lent)
+
+
+def _passing_nbytes(layer: StagedLayer, tier: str) -> int:
+    """What a sequence that enters takes of the buffer `entering`: all of a cache on the device, of others the tail."""
+    return layer.nbytes // layer.sequences if tier == "device" else layer.block_nbytes
 
 
 def staged_places(step: fx.GraphModule, block: Block, prompt: int) -> StagedCache | None:

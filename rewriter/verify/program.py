@@ -72,7 +72,7 @@ def _sharing(items: list[Prepared]) -> list[Prepared]:
 def _check_sizes(program: Program, budget: Mapping[str, int | None]) -> None:
     for arena, nbytes in program.arenas.items():
         limit = budget.get(arena)
-        total = nbytes + (program.workspace_nbytes() if arena == "device" else 0)
+        total = nbytes + program.workspace_nbytes(arena)
         if limit is not None and total > limit:
             raise ProgramError(f"{program.name}: {arena} needs {total} bytes (arena {nbytes} and workspace "
                                f"{total - nbytes}), the budget is {limit}")

@@ -29,12 +29,15 @@ class Asked:
 
 @dataclass
 class Work:
-    """What was done so far: steps that computed prompts, steps that decoded, tokens chosen, sequences that ended."""
+    """What was done so far: steps that computed prompts, steps that decoded, tokens chosen, sequences that ended, and
+    those of them that stopped before they had their most tokens; and how many tokens the others may still take."""
 
     prefills: int = 0
     decodes: int = 0
     tokens: int = 0
     ended: int = 0
+    stopped: int = 0
+    left: int = 0
 
 
 OnEnd = Callable[[int, list[int]], None]  # number of a sequence, and its new tokens
@@ -132,7 +135,8 @@ class _Loop:
         self.new: dict[int, list[int]] = {}
         self.generators: dict[int, torch.Generator] = {}
         self.first: dict[int, int] = {}  # tokens of those whose prompts ended before those that they entered with
-        self.work = Work()
+        self.last = torch.zeros(self.batch, dtype=torch.int64)
+        self.work = Work(left=sum(each.new_tokens for each in asked))
 
     def begin(self) -> None:
         """Let the next sequences enter, if there are places for as many as a prefill step computes."""
@@ -171,14 +175,15 @@ class _Loop:
 
     def decode(self) -> None:
         """A step of one token for every sequence that runs."""
-        ids, start = torch.zeros(self.batch, 1, dtype=torch.int64), torch.zeros(self.batch, dtype=torch.int64)
+        ids, start = [0] * self.batch, [0] * self.batch
         for place, _ in self.entered:  # what is written there now its next chunk writes anew
             start[place] = self.prefill.done if self.prefill is not None else 0
         for place, number in self.running.items():
             new = self.new[number]
-            ids[place, 0], start[place] = new[-1], self.asked[number].ids.numel() + len(new) - 1
-        logits = self.session.step({"input_ids": ids, "start": start, "last": torch.zeros_like(start),
-                                    "length": start + 1})
+            ids[place], start[place] = new[-1], self.asked[number].ids.numel() + len(new) - 1
+        starts = torch.tensor(start)
+        logits = self.session.step(
+            {"input_ids": torch.tensor(ids)[:, None], "start": starts, "last": self.last, "length": starts + 1})
         self.work.decodes += 1
         rows = sorted(self.running.items())
         self._take(rows, self._chosen([number for _, number in rows], logits, [place for place, _ in rows]))
@@ -208,7 +213,11 @@ class _Loop:
         ended = []
         for (place, number), token in zip(rows, tokens, strict=True):
             self.new[number].append(token)
-            if token in self.eos or len(self.new[number]) == self.asked[number].new_tokens:
+            left = self.asked[number].new_tokens - len(self.new[number])
+            self.work.left -= 1
+            if token in self.eos or not left:
+                self.work.left -= left
+                self.work.stopped += left > 0
                 del self.running[place]
                 self.free.append(place)
                 ended.append(number)

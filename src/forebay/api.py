@@ -35,7 +35,8 @@ from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_block import PlanChoice, entering_at_once, plan_answers, plan_block
+from forebay.rewriter.plan_block import PlanChoice, plan_block
+from forebay.rewriter.plan_places import entering_at_once, plan_answers
 from forebay.rewriter.planning.wishes import Wishes, check_choices
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.rewrite_captured import rewrite_captured

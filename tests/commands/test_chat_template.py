@@ -68,7 +68,7 @@ def test_a_template_that_does_not_end_is_left(quick: None, template: str) -> Non
 def test_no_more_are_tried_after_some_that_did_not_end(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "TIME_S", 0.1)
     asked = [Request(i, i, messages=CHAT) for i in range(1, 50)]
-    prompts, bad = encode(asked, Tokenizer(ENDLESS), chat=True, most_tokens=0, vocab_size=999)
+    prompts, bad = encode(asked, Tokenizer(ENDLESS), chat=True, vocab_size=999)
     assert not prompts and len(bad) == 49
     assert bad[0] == BadLine(1, "the chat template refuses these messages: it does not end within 0.1 s")
     assert "3 others did not end" in bad[3].reason and "3 others did not end" in bad[48].reason

@@ -479,19 +479,19 @@ class Letters:
 def test_encode_reports_what_does_not_fit() -> None:
     asked = [Request(1, "a", "hi"), Request(2, "b", messages=[{"role": "user", "content": "hi"}]),
              Request(3, "c", "x" * 9), Request(4, "d", messages=[{"role": "robot", "content": "hi"}])]
-    prompts, bad = encode(asked, Letters(), chat=False, most_tokens=8, vocab_size=999)
+    prompts, bad = encode(asked, Letters(), chat=False, most_tokens=lambda request: 8, vocab_size=999)
     assert [p.ids for p in prompts] == [(1, 104, 105), (60, 104, 105, 62)]
     assert bad == [BadLine(3, "the prompt is too long: 10 tokens, at most 8 fit"),
                    BadLine(4, "the chat template refuses these messages: no robots")]
-    assert encode(asked[:1], Letters(), chat=True, most_tokens=0, vocab_size=999)[0][0].ids == (60, 104, 105, 62)
+    assert encode(asked[:1], Letters(), chat=True, vocab_size=999)[0][0].ids == (60, 104, 105, 62)
     plain = Letters()
     plain.chat_template = ""
-    assert "no chat template" in encode(asked[1:2], plain, chat=False, most_tokens=0, vocab_size=999)[1][0].reason
+    assert "no chat template" in encode(asked[1:2], plain, chat=False, vocab_size=999)[1][0].reason
 
 
 def test_token_that_the_model_lacks_is_a_bad_line() -> None:
     asked = [Request(1, "a", "hi"), Request(2, "b", "bc")]
-    prompts, bad = encode(asked, Letters(), chat=False, most_tokens=0, vocab_size=105)
+    prompts, bad = encode(asked, Letters(), chat=False, vocab_size=105)
     assert [p.request.id for p in prompts] == ["b"]
     assert [b.line for b in bad] == [1] and "token 105, but the model's vocabulary has 105" in bad[0].reason
 

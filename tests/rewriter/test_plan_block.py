@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from families import captured
@@ -14,21 +13,12 @@ from hypothesis import strategies as st
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.block import Block
-from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
+from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_block import (
-    answer_time_s,
-    block_tokens,
-    entering_at_once,
-    plan_answers,
-    plan_block,
-    plan_places,
-    sequence_time_s,
-    staged_blocks,
-)
+from forebay.rewriter.plan_block import answer_time_s, block_tokens, plan_block, staged_blocks
 from forebay.rewriter.planning.graph_needs import launch_count
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.closed_form import rates_of
@@ -123,61 +113,6 @@ def test_where_nothing_fits_the_smallest_need_is_named() -> None:
     plan_block(graphs, Budget(named), WORK, Wishes(), Machine.default(), Switches())
     with pytest.raises(PlanError, match="the smallest that can is"):
         plan_block(graphs, Budget(named - 1), WORK, Wishes(), Machine.default(), Switches())
-
-
-JOB = Workload(100, 60, 40)
-
-
-def places_of(budget: int, job: Workload = JOB, wished: int | None = None, **wishes: Any) -> Plan:
-    wish = Wishes(**{"cache_tier": "device"} | wishes)
-    return plan_places(graphs, Budget(budget), job, wish, Machine.default(), Switches(), wished)[1]
-
-
-def test_a_job_has_the_places_that_take_least_time_a_sequence() -> None:
-    budget = 4 << 20
-    plan = places_of(budget)
-    assert 1 < plan.workload.batch < JOB.batch
-    assert plan.schedule.block == Block(entering=entering_at_once(plan.workload.batch) or 0)
-    assert min(plan.schedule.prefill_chunks) >= 16
-    for size in (2, 8, 32, 64):
-        try:
-            other = places_of(budget, wished=size)
-        except PlanError:
-            continue
-        assert other.workload.batch == size and sequence_time_s(plan) <= sequence_time_s(other)
-
-
-def test_more_memory_is_never_predicted_to_take_longer_a_sequence() -> None:
-    times = [sequence_time_s(places_of(budget)) for budget in (2 << 20, 4 << 20, 8 << 20, 64 << 20)]
-    assert times == sorted(times, reverse=True) and times[0] > times[-1]
-
-
-def test_sequences_that_all_find_room_are_one_batch() -> None:
-    for wished in (3, 8):
-        plan = places_of(1 << 28, Workload(3, 60, 40), wished)
-        assert plan.workload.batch == 3 and plan.schedule.block == Block()
-
-
-def test_a_job_that_fits_nowhere_is_refused_for_one_place() -> None:
-    with pytest.raises(PlanError, match=r"cannot work for batch 1, .*the smallest that can is .*?\d+ bytes") as refused:
-        places_of(1000)
-    named = int(str(refused.value).split(" bytes: ")[0].rsplit("(", 1)[1])
-    assert places_of(named).workload.batch == 1
-    with pytest.raises(PlanError, match="cannot work for batch 64"):
-        places_of(named, wished=64)
-
-
-def test_a_prompt_of_one_token_enters() -> None:
-    plan = places_of(1 << 28, Workload(100, 1, 5), 8)
-    assert plan.workload.prompt == 2 and plan.schedule.prefill_chunks == (2,)
-
-
-def test_answers_begin_together_where_the_device_caches_them() -> None:
-    for budget, entering in ((1 << 28, False), (4 << 20, True)):
-        _, plan = plan_answers(graphs, Budget(budget), JOB, Wishes(), Machine.default(), Switches())
-        assert bool(plan.schedule.block.entering) is entering and (plan.workload.batch == JOB.batch) is not entering
-    _, plan = plan_answers(graphs, Budget(4 << 20), JOB, Wishes(cache_tier="disk"), Machine.default(), Switches())
-    assert plan.schedule.block.cache == "disk" and plan.workload.batch >= JOB.batch
 
 
 def on_gpu(work: Workload, block: Block) -> StepGraphs:

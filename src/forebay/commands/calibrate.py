@@ -41,8 +41,7 @@ def calibrate_command(
         config = read_config(folder).get_text_config()
         if limit := getattr(config, "max_position_embeddings", 0):
             tokens = min(tokens, limit - 1)  # a plan keeps one position for a new token
-        encoded, more = encode(requests, load_tokenizer(folder), chat=chat, most_tokens=0,
-                               vocab_size=config.vocab_size)
+        encoded, more = encode(requests, load_tokenizer(folder), chat=chat, vocab_size=config.vocab_size)
         for line in sorted(bad + more, key=lambda b: b.line):
             say(f"{prompts} line {line.line}: {line.reason}")
         if not encoded:

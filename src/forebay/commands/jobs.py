@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from forebay.commands.prompts import JobError, Prompt, Request
+from forebay.commands.prompts import QUESTION, JobError, Prompt, Request
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.identity import read_whole, states_checksum, tokenizer_checksum
 from forebay.rewriter.checkpoints.packed import is_quantized
@@ -135,7 +135,7 @@ class AnswerFile:
                 at, number = at + len(raw), number + 1
                 try:
                     entry = json.loads(raw)
-                    name, question = entry["id"], {k: entry[k] for k in ("prompt", "messages") if k in entry}
+                    name, question = entry["id"], {k: entry[k] for k in QUESTION if k in entry}
                     entry["text"]
                     if isinstance(name, bool) or not isinstance(name, str | int):
                         raise TypeError(f"id {name!r}")
@@ -220,7 +220,7 @@ class AnswerFile:
             if self.resumable:
                 os.ftruncate(self._fd, before)
             raise OSError(error.errno, error.strerror, os.fspath(self.path)) from error
-        self.answered[answer["id"]] = {k: answer[k] for k in ("prompt", "messages") if k in answer}
+        self.answered[answer["id"]] = {k: answer[k] for k in QUESTION if k in answer}
 
     def flush(self) -> None:
         """Make what was written survive a loss of power."""
@@ -291,7 +291,8 @@ def run_job(
         if stop():
             raise Interrupted
 
-    asked = [Asked(torch.tensor(p.ids), ask.max_new_tokens, partial(_draws, ask.seed, p.request.id)) for p in left]
+    asked = [Asked(torch.tensor(p.ids), p.request.max_new_tokens or ask.max_new_tokens,
+                   partial(_draws, ask.seed, p.request.id)) for p in left]
     work = model.answer_all(asked, ask.sampling, frozenset(ask.eos), on_end=on_end, on_step=on_step)
     output.flush()
     return work

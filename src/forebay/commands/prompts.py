@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,24 @@ class JobError(ValueError):
     """A job that cannot start or go on; the message says what to do. Answers already written stay."""
 
 
+QUESTION = ("prompt", "messages", "max_new_tokens")  # of a line: what its answer depends on, and repeats
+
+
 @dataclass(frozen=True)
 class Request:
-    """One line of the prompts file: `line` counts from 1; either `prompt` or `messages` is given."""
+    """One line of the prompts file: `line` counts from 1; either `prompt` or `messages` is given. `max_new_tokens` is
+    that of this answer alone; None: the job's."""
 
     line: int
     id: str | int
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    max_new_tokens: int | None = None
 
     @property
     def question(self) -> dict[str, Any]:
         """The part of the line that is asked, as it stands in the answer."""
-        return {"prompt": self.prompt} if self.messages is None else {"messages": self.messages}
+        return {name: value for name in QUESTION if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,8 @@ def read_requests(path: str | Path) -> tuple[list[Request], list[BadLine]]:
     """The readable lines of a prompts file and the others; blank lines are skipped but counted.
 
     A line is {"prompt": "..."} or {"messages": [...]}, with an optional "id" (a string or integer; by default the line
-    number). A second line with the id of an earlier one is bad; a byte order mark at the beginning is passed over.
-    Raises JobError if the file cannot be read.
+    number) and an optional "max_new_tokens" (at least 1; by default the job's). A second line with the id of an earlier
+    one is bad; a byte order mark at the beginning is passed over. Raises JobError if the file cannot be read.
     """
     try:
         lines = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
@@ -102,20 +107,24 @@ def _parse_line(number: int, raw: bytes) -> Request:
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
     ):
         raise ValueError('messages must be a list of {"role": "...", "content": "..."}')
+    most = entry.get("max_new_tokens")
+    if most is not None and (type(most) is not int or most < 1):
+        raise ValueError(f"max_new_tokens must be an integer of at least 1, found {most!r}")
     try:
         json.dumps(entry, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError("holds half of a surrogate pair, which is no text") from error
-    return Request(number, name, prompt, messages)
+    return Request(number, name, prompt, messages, most)
 
 
 def encode(
-    requests: Iterable[Request], tokenizer: Any, *, chat: bool, most_tokens: int, vocab_size: int
+    requests: Iterable[Request], tokenizer: Any, *, chat: bool, vocab_size: int,
+    most_tokens: Callable[[Request], int | None] = lambda request: None,
 ) -> tuple[list[Prompt], list[BadLine]]:
     """Token ids of each request, through the tokenizer's chat template for messages (with `chat` for prompts too).
 
-    A prompt longer than `most_tokens` (0: no limit), one without tokens, one with a token that the model's vocabulary
-    of `vocab_size` lacks, and one the template refuses are bad lines.
+    A prompt longer than `most_tokens` of its request (None: no limit), one without tokens, one with a token that the
+    model's vocabulary of `vocab_size` lacks, and one the template refuses are bad lines.
     """
     prompts: list[Prompt] = []
     bad: list[BadLine] = []
@@ -123,7 +132,7 @@ def encode(
         for request in requests:
             try:
                 ids = _ids(request, tokenizer, template, chat)
-                _check_ids(ids, most_tokens, vocab_size)
+                _check_ids(ids, most_tokens(request), vocab_size)
             except BadPrompt as error:
                 bad.append(BadLine(request.line, str(error)))
             else:
@@ -159,10 +168,12 @@ def _tokenized(tokenizer: Any, text: str | None, **options: Any) -> list[int]:
         raise BadPrompt(f"the tokenizer refuses it: {error}") from error
 
 
-def _check_ids(ids: list[int], most_tokens: int, vocab_size: int) -> None:
+def _check_ids(ids: list[int], most_tokens: int | None, vocab_size: int) -> None:
     if not ids:
         raise BadPrompt("the prompt has no token")
-    if most_tokens and len(ids) > most_tokens:
+    if most_tokens is not None and most_tokens < 1:
+        raise BadPrompt("max_new_tokens leaves no room for a prompt")
+    if most_tokens is not None and len(ids) > most_tokens:
         raise BadPrompt(f"the prompt is too long: {len(ids)} tokens, at most {most_tokens} fit")
     if max(ids) >= vocab_size:
         raise BadPrompt(f"the tokenizer gives token {max(ids)}, but the model's vocabulary has {vocab_size}: they do "

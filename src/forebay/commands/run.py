@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,16 +23,14 @@ from forebay.commands.options import (
     model_folder,
     require_writable,
 )
-from forebay.commands.terminal import clean_errors, console, progress_bar, say, stopping
+from forebay.commands.terminal import clean_errors, console, say, stopping
 
 if TYPE_CHECKING:
     from forebay.api import LanguageModel
     from forebay.commands import jobs
     from forebay.commands.process_memory import MemoryWatch
-    from forebay.commands.prompts import BadLine, Prompt
+    from forebay.commands.prompts import Prompt
     from forebay.rewriter.ir.plan import Plan
-    from forebay.rewriter.machine.profile import Machine
-    from forebay.rewriter.planning.wishes import Wishes
     from forebay.runtime.run.places import Work
 
 SOME_UNANSWERED = 3  # exit code
@@ -45,11 +41,12 @@ def run(
     prompt: Annotated[str | None, typer.Argument(metavar='["PROMPT"]', help="One prompt, answered here and now.")]
     = None,
     prompts: Annotated[Path | None, typer.Option(
-        help='JSONL: {"prompt": "…"} or {"messages": […]}, optionally "id".')] = None,
+        help='JSONL: {"prompt": "…"} or {"messages": […]}, optionally "id" and "max_new_tokens".')] = None,
     output: Annotated[Path | None, typer.Option(
         help="JSONL of answers; what it holds already is not done again.")] = None,
     budget: BudgetOption = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(
+        min=1, help="Longest answer, in tokens, where its line names no other.")] = 64,
     batch: Annotated[int | None, typer.Option(
         min=1, help="Prompts at once; others follow as some end (default: the planner's choice).")] = None,
     slots: SlotsOption = None,
@@ -81,9 +78,11 @@ def run(
         from forebay.api import open_model
         from forebay.commands import jobs
         from forebay.commands.chat import answer_one
+        from forebay.commands.plan_job import fit_job, prompt_room, unfit
         from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids
         from forebay.rewriter.ir.byte_sizes import parse_budget
         from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
+        from forebay.rewriter.planning.wishes import Wishes
         from forebay.runtime.disk.spill import require_spill_folder
         from forebay.runtime.run.sampling import Sampling
 
@@ -128,8 +127,8 @@ def run(
             captured, checkpoint, files = open_model(folder, verify=verify)
             tokenizer = load_tokenizer(folder)
             eos = stop_ids(folder, tokenizer)
-        most = _most_prompt_tokens(captured.max_positions, saved, max_new_tokens)
-        encoded, more = encode(requests, tokenizer, chat=chat, most_tokens=most, vocab_size=captured.vocab_size)
+        most = prompt_room(captured.max_positions, saved, max_new_tokens)
+        encoded, more = encode(requests, tokenizer, chat=chat, vocab_size=captured.vocab_size, most_tokens=most)
         bad += more
         ask = jobs.Ask(max_new_tokens, eos, sampling, seed)
         settings = jobs.job_settings(checkpoint, tokenizer, ask, chat=chat,
@@ -144,13 +143,13 @@ def run(
             if left:
                 profile = machine_profile(machine, folder)
                 answers.check_batch(batch if saved is None else saved.workload.batch)
-                lm, fitting = _fit_job((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch,
-                                         _wishes(slots, cache, batch), saved, profile, first=answers.batch)
+                lm, fitting = fit_job((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch,
+                                       Wishes(slots, cache_format=cache), saved, profile, first=answers.batch)
                 if answers.batch not in (None, lm.plan.workload.batch):
                     say(f"{output}: going on with {lm.plan.workload.batch} prompts at once, not with {answers.batch}, "
                         "which do not fit: what is computed may differ by rounding")
                 answers.note_batch(lm.plan.workload.batch)
-                bad += _unfit(left, fitting)
+                bad += unfit(left, fitting)
                 if save_plan:
                     lm.plan.save(save_plan)
                 if jobs.pending(fitting, answers.answered):
@@ -173,75 +172,13 @@ def _plan_of_bundle(model: str) -> Plan | None:
     return stored_plan(folder) if is_bundle(folder) else None
 
 
-def _wishes(slots: int | None, cache: str, batch: int | None) -> Wishes:
-    """A number of prompts that is asked for may have its cache on disk; else it is one whose cache fits the device."""
-    from forebay.rewriter.planning.wishes import Wishes
-
-    return Wishes(slots, cache_format=cache, cache_tier=None if batch else "device")
-
-
-def _fit_job(
-    opened: tuple[Any, Any, Any], encoded: list[Prompt], sizes: Any, new_tokens: int, batch: int | None,
-    wishes: Wishes, saved: Plan | None, machine: Machine, first: int | None = None,
-) -> tuple[LanguageModel, list[Prompt]]:
-    """The model planned once for the whole job, and the prompts that the budget holds.
-
-    Without a wish, the planner says how many prompts are computed at once, unless as many as `first` fit. Prompts too
-    long even by themselves are left out, and what the longest needs is said; PlanError where not even the shortest
-    fits.
-    """
-    from forebay.api import LanguageModel
-    from forebay.rewriter.ir.plan import PlanError, Workload
-    from forebay.rewriter.plan_block import plan_places
-
-    if saved is not None:
-        if batch is not None and batch != saved.workload.batch:
-            raise PlanError(f"the plan is for batches of {saved.workload.batch}, not of {batch}; leave --batch out")
-        return LanguageModel(*opened, sizes, saved.workload, wishes, machine, saved), encoded
-    lengths = sorted({len(p.ids) for p in encoded})
-
-    def planned(longest: int, places: int | None) -> LanguageModel:
-        with console().status("planning the job"):
-            return LanguageModel(*opened, sizes, Workload(len(encoded), longest, new_tokens), wishes, machine,
-                                 choose=partial(plan_places, places=places))
-
-    if first is not None and batch is None:
-        with suppress(PlanError):
-            return planned(lengths[-1], first), encoded
-    try:
-        return planned(lengths[-1], batch), encoded
-    except PlanError as error:
-        if batch not in (None, 1) or len(lengths) == 1:
-            raise
-        planned(lengths[0], 1)
-        say(f"some prompts are too long for the budget: {error}")
-    low, high = 0, len(lengths) - 1  # the first fits, the other does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        try:
-            planned(lengths[middle], 1)
-            low = middle
-        except PlanError:
-            high = middle
-    shorter = [p for p in encoded if len(p.ids) <= lengths[low]]
-    return _fit_job(opened, shorter, sizes, new_tokens, batch, wishes, None, machine, first)
-
-
-def _unfit(left: list[Prompt], fitting: list[Prompt]) -> list[BadLine]:
-    """The unanswered prompts that the budget does not hold, as lines that are not answered."""
-    from forebay.commands.prompts import BadLine
-
-    longest = max(len(p.ids) for p in fitting)
-    return [BadLine(p.request.line, f"the prompt is too long: {len(p.ids)} tokens do not fit the budget, {longest} do")
-            for p in left if len(p.ids) > longest]
-
-
 def _answer(
     lm: LanguageModel, encoded: list[Prompt], answers: jobs.AnswerFile, ask: jobs.Ask, tokenizer: Any,
     trace: Path | None, as_json: bool,
 ) -> None:
     """Run the job with a progress bar, then say what was planned and what was measured."""
     from forebay.commands import jobs
+    from forebay.commands.job_progress import JobProgress
     from forebay.commands.process_memory import MemoryWatch, beside_nbytes, calls_of, disk_read_nbytes
     from forebay.rewriter.report.explain import summarise_plan
     from forebay.runtime.disk.page_cache import drop_file
@@ -258,17 +195,15 @@ def _answer(
     files = {f.path for f in lm.files.values()}
     for path in files:
         drop_file(path)  # what others left in the page cache would be memory beyond the budget
-    with stopping() as stopped, MemoryWatch(files) as memory, progress_bar() as bar:
+    with stopping() as stopped, MemoryWatch(files) as memory, JobProgress(total) as shown:
         _ = lm.session  # loads what is resident
         started = spent.mark("load_s", began)
-        task = bar.add_task("answering", total=total, note="")
 
         def progress(now: Work) -> None:
             nonlocal done, started
             started = spent.mark("prefill_s" if now.prefills > done.prefills else "decode_s", started)
             done = replace(now)
-            rate = now.tokens / (time.monotonic() - began)
-            bar.update(task, completed=now.ended, note=f"{now.ended}/{total} answers, {rate:.2f} tokens/s")
+            shown.show(now)
 
         try:
             jobs.run_job(lm, encoded, answers, ask, decode, stop=lambda: bool(stopped), progress=progress)
@@ -345,17 +280,3 @@ def _measured_text(found: dict[str, Any]) -> str:
         f"time        {found['load_s']:.1f} s to load, {found['prefill_s']:.1f} s of prefill, "
         f"{found['decode_s']:.1f} s of decode",
     ))
-
-
-def _most_prompt_tokens(max_positions: int, saved: Plan | None, new_tokens: int) -> int:
-    """The longest prompt that fits the model's positions and the saved plan; 0 for no limit."""
-    from forebay.commands.prompts import JobError
-
-    limits = [max_positions - new_tokens] if max_positions else []
-    if saved is not None:
-        limits += [saved.workload.prompt, saved.workload.context - new_tokens]
-    if limits and min(limits) < 1:
-        raise JobError(f"--max-new-tokens {new_tokens} leaves no room for a prompt: "
-                       + (f"the plan has {saved.workload.context} positions" if saved is not None else
-                          f"the model has {max_positions} positions"))
-    return min(limits, default=0)

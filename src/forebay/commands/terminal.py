@@ -105,12 +105,14 @@ def console() -> Console:
     return Console(stderr=True)
 
 
-def progress_bar() -> Progress:
+def progress_bar(remaining: bool = True) -> Progress:
+    """A bar on a terminal, and nothing elsewhere; with `remaining` it says how long the rest takes at the rate so far.
+    """
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     where = console()
     return Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
-                    TextColumn("{task.fields[note]}"), TimeRemainingColumn(), console=where,
+                    TextColumn("{task.fields[note]}"), *([TimeRemainingColumn()] if remaining else []), console=where,
                     disable=not where.is_terminal)
 
 

@@ -1,0 +1,98 @@
+"""Choose how many places a job's sequences enter and leave, by plans made for several numbers of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.plan_block import GraphsOf, plan_block
+from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.switches import Switches
+
+Tier = Literal["device", "host", "disk"] | None
+WORTH_S = 60.0  # a shorter job is done before ways with caches on slower tiers are compared, which takes seconds each
+PLACES = 256  # at most, of which some are given anew while the others decode
+ENTERING = 8  # a prefill step computes one in so many places: idle ones, which wait for as many, are a sixteenth
+
+
+def plan_answers(
+    graphs_of: GraphsOf, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine, switches: Switches
+) -> tuple[Pipeline, Plan]:
+    """The plan for sequences that need not all be computed at once. They are where their cache fits the device; else it
+    is as `plan_places` finds, unless a wish says how many are."""
+    try:
+        tier = wishes.cache_tier if wishes.entering else wishes.cache_tier or "device"
+        return plan_block(graphs_of, budget, workload, replace(wishes, cache_tier=tier), machine, switches)
+    except PlanError:
+        if wishes.entering or wishes.cache_tier in ("host", "disk") or wishes.micro_batches:
+            raise
+    return plan_places(graphs_of, budget, workload, wishes, machine, switches)
+
+
+def entering_at_once(places: int | None) -> int | None:
+    """How many sequences a prefill step computes where they enter `places`."""
+    return -(-places // ENTERING) if places else None
+
+
+def plan_places(
+    graphs_of: GraphsOf, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine, switches: Switches,
+    places: int | None = None,
+) -> tuple[Pipeline, Plan]:
+    """The plan for a job of as many sequences as the batch of `workload`, and the pipeline of its Programs.
+
+    Unless all find room at once, and no way with fewer places is faster, its batch is a number of places that sequences
+    enter and leave. Numbers that halve the job's are planned (or `places` alone), and the one whose Programs are
+    predicted to take least time a sequence is taken. Numbers whose cache the device cannot hold have it on slower tiers
+    too, for a job that takes `WORTH_S` else: from the fewest on, as long as more are faster. PlanError, if none fits,
+    for the fewest.
+    """
+    count = workload.batch
+    sizes = [min(places, count)] if places else _halvings(count)
+
+    def planned(size: int, tier: Tier) -> tuple[Pipeline, Plan]:
+        wished = replace(wishes, cache_tier=tier)
+        enters = wished if size == count else replace(wished, entering=wishes.entering or entering_at_once(size))
+        return plan_block(graphs_of, budget, replace(workload, batch=size), enters, machine, switches)
+
+    found: list[tuple[Pipeline, Plan]] = []
+    larger, refused = [], None
+    for size in sizes:
+        try:
+            found.append(planned(size, wishes.cache_tier or "device"))
+        except PlanError as error:
+            refused = error
+            larger.append(size)
+    least = min((sequence_time_s(plan) for _, plan in found), default=math.inf)
+    staging = wishes.cache_tier is None and least * count > WORTH_S
+    for size in reversed(larger) if staging else ():
+        try:
+            found.append(planned(size, None))
+        except PlanError as error:
+            refused = error
+            break
+        if least <= (time_s := sequence_time_s(found[-1][1])):
+            break
+        least = time_s
+    if not found:
+        assert refused is not None
+        raise refused
+    return min(found, key=lambda way: sequence_time_s(way[1]))
+
+
+def _halvings(count: int) -> list[int]:
+    """`count`, if it is not above `PLACES`, and powers of two below it."""
+    powers = [1 << i for i in reversed(range(PLACES.bit_length())) if 1 << i < count]
+    return [count, *powers] if count <= PLACES else powers
+
+
+def sequence_time_s(plan: Plan) -> float:
+    """Predicted seconds of the block per sequence of a long job. Where sequences enter, places wait until as many are
+    free as enter at once: half of these are idle at any time."""
+    batch, enters = plan.workload.batch, plan.schedule.block.entering
+    idle = (enters - 1) / 2 if enters else 0.0
+    decode = (plan.workload.new_tokens - 1) * plan.prediction.decode_time_s
+    return plan.prediction.prefill_time_s / batch + decode / (batch - idle)

@@ -1,0 +1,110 @@
+"""One plan for all the prompts of a job, and which of them the budget holds."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from forebay.commands.prompts import BadLine, JobError, Prompt, Request
+from forebay.commands.terminal import console, say
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forebay.api import LanguageModel
+    from forebay.rewriter.ir.plan import Plan
+    from forebay.rewriter.machine.profile import Machine
+    from forebay.rewriter.planning.wishes import Wishes
+
+
+def fit_job(
+    opened: tuple[Any, Any, Any], encoded: list[Prompt], sizes: Any, new_tokens: int, batch: int | None,
+    wishes: Wishes, saved: Plan | None, machine: Machine, first: int | None = None,
+) -> tuple[LanguageModel, list[Prompt]]:
+    """The model planned once for the whole job, and the prompts that the budget holds.
+
+    Without a wish, the planner says how many prompts are computed at once, unless as many as `first` fit. Prompts that
+    are too long for `batch` at once, or else even by themselves, are left out, and what the longest needs is said;
+    PlanError where not even the shortest fits.
+    """
+    from forebay.api import LanguageModel
+    from forebay.rewriter.ir.plan import PlanError, Workload
+    from forebay.rewriter.plan_places import plan_places
+
+    if saved is not None:
+        if batch is not None and batch != saved.workload.batch:
+            raise PlanError(f"the plan is for batches of {saved.workload.batch}, not of {batch}; leave --batch out")
+        return LanguageModel(*opened, sizes, saved.workload, wishes, machine, saved), encoded
+    needs = sorted({_tokens(p, new_tokens) for p in encoded})
+
+    def up_to(most: int) -> list[Prompt]:
+        return [p for p in encoded if _tokens(p, new_tokens) <= most]
+
+    def planned(most: int, places: int | None) -> LanguageModel:
+        kept = up_to(most)
+        work = Workload(len(kept), max(len(p.ids) for p in kept), max(_new_tokens(p, new_tokens) for p in kept))
+        with console().status("planning the job"):
+            return LanguageModel(*opened, sizes, work, wishes, machine, choose=partial(plan_places, places=places))
+
+    def chosen(most: int) -> LanguageModel:
+        if first is not None and batch is None:
+            with suppress(PlanError):
+                return planned(most, first)
+        return planned(most, batch)
+
+    try:
+        return chosen(needs[-1]), encoded
+    except PlanError as error:
+        if len(needs) == 1:
+            raise
+        planned(needs[0], batch or 1)
+        say(f"some prompts are too long for the budget: {error}")
+    low, high = 0, len(needs) - 1  # the first fits, the other does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            planned(needs[middle], batch or 1)
+            low = middle
+        except PlanError:
+            high = middle
+    return chosen(needs[low]), up_to(needs[low])
+
+
+def _new_tokens(prompt: Prompt, new_tokens: int) -> int:
+    return prompt.request.max_new_tokens or new_tokens
+
+
+def _tokens(prompt: Prompt, new_tokens: int) -> int:
+    """Tokens of a prompt and its answer."""
+    return len(prompt.ids) + _new_tokens(prompt, new_tokens)
+
+
+def unfit(left: list[Prompt], fitting: list[Prompt]) -> list[BadLine]:
+    """The unanswered prompts that are not among the `fitting`, as lines that are not answered."""
+    longest, held = max(len(p.ids) for p in fitting), {p.request.id for p in fitting}
+    found = []
+    for p in left:
+        if p.request.id not in held:
+            own = p.request.max_new_tokens
+            what = f"{len(p.ids)} tokens" + (f" with max_new_tokens {own}" if own else "")
+            found.append(BadLine(p.request.line, f"the prompt is too long: {what} do not fit the budget, {longest} do"))
+    return found
+
+
+def prompt_room(max_positions: int, saved: Plan | None, new_tokens: int) -> Callable[[Request], int | None]:
+    """The longest prompt of a request that fits the model's positions and the saved plan; None for no limit. JobError
+    where the job's `new_tokens` leave no room."""
+
+    def room(new: int) -> int | None:
+        limits = [max_positions - new] if max_positions else []
+        if saved is not None:
+            limits += [saved.workload.prompt, saved.workload.context - new]
+        return min(limits, default=None)
+
+    most = room(new_tokens)
+    if most is not None and most < 1:
+        raise JobError(f"--max-new-tokens {new_tokens} leaves no room for a prompt: "
+                       + (f"the plan has {saved.workload.context} positions" if saved is not None else
+                          f"the model has {max_positions} positions"))
+    return lambda request: room(request.max_new_tokens or new_tokens)

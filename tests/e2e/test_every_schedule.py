@@ -1,0 +1,147 @@
+"""Every order of micro-batches x tier of their caches x who attends x cache format x family, with sequences that enter
+places as others leave them: each answer is that of the prompt alone.
+
+The suite tries cells that cover every pair of choices, FOREBAY_TEST_ALL=1 (`make test-all`) all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families import gemma2, gpt2, opt
+
+from forebay.api import LanguageModel, open_model
+from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.checkpoints.resolve import resolve_model
+from forebay.rewriter.ir.plan import Budget, Workload
+from forebay.rewriter.ir.program import ATTEND, Launch
+from forebay.rewriter.planning.wishes import Wishes
+from forebay.runtime.run.places import Asked, answer_all
+from forebay.runtime.run.sampling import Sampling
+
+PLACES, ENTERING, MICRO_BATCHES, COUNT, PROMPT, NEW = 4, 2, 2, 7, 14, 6
+HOST_NBYTES = 1 << 26
+CONFIGS = {"opt": lambda: opt(3), "gpt2": lambda: gpt2(3), "gemma2": gemma2}  # a layer for each tier
+# where caches lie, and who attends over those in host memory
+TIERS: dict[str, dict[str, Any]] = {
+    "device": {"cache_tier": "device"}, "disk": {"cache_tier": "disk"}, "host": {"cache_tier": "host"},
+    "mixed": {"cache_tier": "disk", "cache_shares": (0.4, 0.4)},
+    "host, attended there": {"cache_tier": "host", "cpu_attention": True},
+    "mixed, attended on the host": {"cache_tier": "disk", "cache_shares": (0.4, 0.4), "cpu_attention": True}}
+CHOICES = (("smollm2", *CONFIGS), tuple(TIERS), ("row", "zigzag"), ("native", "kv8"))
+Cell = tuple[str, ...]
+
+
+def covering(cells: list[Cell]) -> list[Cell]:
+    """Some of the cells, in which each two choices that any cell has together stand together."""
+    def pairs(cell: Cell) -> set[Any]:
+        return set(itertools.combinations(enumerate(cell), 2))
+
+    left, found = set[Any]().union(*map(pairs, cells)), []
+    while left:
+        found.append(max(cells, key=lambda cell: len(pairs(cell) & left)))
+        left -= pairs(found[-1])
+    return found
+
+
+ALL = list(itertools.product(*CHOICES))
+CELLS = ALL if os.environ.get("FOREBAY_TEST_ALL") == "1" else covering(ALL)
+
+
+class Case:
+    """A model, prompts of unequal length, answers of unequal length, and what transformers says to each alone."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        torch.manual_seed(0)
+        if name == "smollm2":
+            try:
+                folder = resolve_model("demo")
+            except CheckpointError as error:
+                pytest.skip(f"needs the packaged model: {error}")
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        else:
+            self.model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+            self.model.save_pretrained(folder)
+        self.opened = open_model(folder)
+        self.nbytes = sum(p.numel() * 4 for p in self.model.parameters())
+        chance, made = random.Random(5), torch.Generator().manual_seed(1)
+        lengths = [PROMPT, 1, *(chance.randint(2, PROMPT) for _ in range(COUNT - 2))]
+        self.prompts = [torch.randint(3, self.model.config.vocab_size, (n,), generator=made) for n in lengths]
+        self.wanted = [1, NEW, *(chance.randint(2, NEW) for _ in range(COUNT - 2))]
+        self.alone = functools.cache(self._alone)
+
+    def language_model(self, places: int, cache: str, **wishes: Any) -> LanguageModel:
+        """On a budget of a bit less than the weights of a large model; a small one needs more than its weights."""
+        most = int(0.9 * self.nbytes) if self.nbytes > 1 << 28 else 4 * self.nbytes
+        return LanguageModel(*self.opened, Budget(most, HOST_NBYTES), Workload(places, PROMPT, NEW),
+                             Wishes(cache_format=cache, **wishes))
+
+    def answers(self, lm: LanguageModel) -> list[list[int]]:
+        found: dict[int, list[int]] = {}
+        asked = [Asked(ids, wanted) for ids, wanted in zip(self.prompts, self.wanted, strict=True)]
+        answer_all(lm.session, asked, Sampling(), on_end=lambda number, tokens: found.update({number: tokens}))
+        return [found[i] for i in range(COUNT)]
+
+    def _alone(self, cache: str) -> list[list[int]]:
+        """Transformers' answers; of a packed cache, which has no other reference, those of one place on the device."""
+        if cache != "native":
+            with self.language_model(1, cache, cache_tier="device") as lm:
+                return self.answers(lm)
+        found = []
+        for ids, wanted in zip(self.prompts, self.wanted, strict=True):
+            with torch.no_grad():
+                whole = self.model.generate(ids[None], attention_mask=torch.ones_like(ids)[None], do_sample=False,
+                                            max_new_tokens=wanted, pad_token_id=0, eos_token_id=None)
+            found.append(whole[0, len(ids) :].tolist())
+        return found
+
+    def margin(self, i: int, tokens: list[int]) -> float:
+        """By how much transformers finds its next token likelier than any other, behind these of an answer."""
+        ids = torch.cat((self.prompts[i], torch.tensor(tokens, dtype=torch.int64)))
+        with torch.no_grad():
+            best = self.model(ids[None]).logits[0, -1].topk(2).values
+        return float(best[0] - best[1])
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name)))
+
+
+def test_a_covering_sample_has_every_pair() -> None:
+    sample = covering(ALL)
+    assert len(sample) < len(ALL) / 3
+    for (i, some), (k, others) in itertools.combinations(enumerate(CHOICES), 2):
+        assert {(cell[i], cell[k]) for cell in sample} == set(itertools.product(some, others))
+
+
+@pytest.mark.parametrize(("name", "tier", "order", "cache"), CELLS)
+def test_answers_are_those_of_each_prompt_alone(
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, tier: str, order: Any, cache: str
+) -> None:
+    """More sequences than places, which end at different steps."""
+    monkeypatch.setenv("FOREBAY_POISON", "1")
+    case = cases(name)
+    expected = case.alone(cache)
+    staging = {} if tier == "device" else {"cache_tokens": 8 if name == "smollm2" else 4}
+    with case.language_model(PLACES, cache, order=order, micro_batches=MICRO_BATCHES, entering=ENTERING,
+                             prefill_chunk=6, **TIERS[tier], **staging) as lm:
+        block = lm.plan.schedule.block
+        homes = {home for of_layer in block.cache_homes(len(case.opened[0].cache)) for home in of_layer}
+        assert homes == ({tier.partition(",")[0]} if "mixed" not in tier else {"device", "host", "disk"})
+        assert (block.micro_batches, block.order, block.entering) == (MICRO_BATCHES, order, ENTERING)
+        step = lm._pipeline.program(lm.plan, 1).step
+        assert any(isinstance(i, Launch) and i.stream == ATTEND for i in step) == ("attended" in tier)
+        for i, (ours, theirs) in enumerate(zip(case.answers(lm), expected, strict=True)):
+            assert len(ours) == len(theirs)
+            parts = next((t for t in range(len(ours)) if ours[t] != theirs[t]), None)
+            assert parts is None or case.margin(i, theirs[:parts]) < 1e-3, (i, ours, theirs)
