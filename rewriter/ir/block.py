@@ -64,8 +64,8 @@ class Block:
         """The block as a step over `tokens` tokens per sequence sees it."""
         if not self.entering or tokens == 1:
             return self
-        unit = self.together
-        return replace(self, micro_batches=1, cache_device=self.cache_device // unit, cache_host=self.cache_host // unit)
+        shares = self.cache_device // self.together, self.cache_host // self.together
+        return replace(self, micro_batches=1, cache_device=shares[0], cache_host=shares[1])
 
     def sequences(self, batch: int, tokens: int) -> int:
         """Sequences of a micro-batch in a step over `tokens` tokens, of `batch` in all."""

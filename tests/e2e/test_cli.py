@@ -201,6 +201,25 @@ def test_prompts_that_the_budget_cannot_hold_are_named_and_the_others_answered(f
     assert _forebay(*arguments).exit_code == 0, "what is answered needs no room"
 
 
+def test_one_prompt_too_long_for_the_batch_stops_no_job(folder: Path, tmp_path: Path) -> None:
+    """Nor does one whose answer is to be too long, by a line's own word."""
+    prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    _write_lines(prompts, [{"prompt": "w1 " * 100}, {"prompt": "w1 w2"}, {"prompt": "w3 w4 w5", "max_new_tokens": 2},
+                           {"prompt": "w6", "max_new_tokens": 90}, {"prompt": "w7", "max_new_tokens": 128}])
+    shape = ["--batch", 2, "--prompt", 10, "--new-tokens", 4, "--machine", folder / "machine.json"]
+    refused = _forebay("plan", folder, *shape, "--budget", "device=20KiB").stderr
+    budget = f"device={refused.split('(')[1].split(' bytes')[0]}"
+    result = _forebay(*_run_arguments(folder, output, prompts=prompts, budget=budget, max_new_tokens=4))
+    assert result.exit_code == 3, result.output
+    for part in ("too long for the budget", "line 1: the prompt is too long: 100 tokens do not fit the budget, 3 do",
+                 "line 4: the prompt is too long: 1 tokens with max_new_tokens 90 do not fit the budget",
+                 "line 5: max_new_tokens leaves no room for a prompt", "; 2 were"):
+        assert part in result.stderr, result.stderr
+    answers = _answers(output)
+    assert {key: answer["tokens"] for key, answer in answers.items()} == {2: 4, 3: 2}
+    assert answers[3]["max_new_tokens"] == 2 and "max_new_tokens" not in answers[2]
+
+
 @pytest.mark.parametrize("suffix", ["", ".settings"])
 def test_answers_are_not_written_into_the_prompts(folder: Path, tmp_path: Path, suffix: str) -> None:
     prompts = tmp_path / f"out{suffix}" if suffix else tmp_path / "in"

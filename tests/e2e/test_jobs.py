@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -433,6 +434,24 @@ def test_bad_lines_are_named_and_the_others_kept(tmp_path: Path) -> None:
     assert "not UTF-8" in reasons[9] and "already that of line 1" in reasons[13]
 
 
+def test_a_line_says_how_long_its_answer_may_be(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    wrong = ("0", "-1", "1.0", "true", '"5"', "[3]")
+    path.write_text("\n".join(['{"prompt": "a", "max_new_tokens": 2}', '{"prompt": "b", "max_new_tokens": null}',
+                               *(f'{{"prompt": "c", "max_new_tokens": {value}}}' for value in wrong)]))
+    requests, bad = read_requests(path)
+    assert [r.max_new_tokens for r in requests] == [2, None]
+    assert requests[0].question == {"prompt": "a", "max_new_tokens": 2} and requests[1].question == {"prompt": "b"}
+    assert [b.line for b in bad] == list(range(3, 9)) and all("of at least 1" in b.reason for b in bad)
+    prompts = [Prompt(r, (9,)) for r in requests]
+    _run(tmp_path / "out", prompts)
+    assert [answer["tokens"] for answer in _answers(tmp_path / "out").values()] == [2, 8]
+    with AnswerFile(tmp_path / "out", SETTINGS) as output:
+        output.check_questions(requests)
+        with pytest.raises(JobError, match="line 1: id 1"):
+            output.check_questions([replace(requests[0], max_new_tokens=3)])
+
+
 def test_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b'\xef\xbb\xbf{"prompt": "one"}\n')
     requests, bad = read_requests(tmp_path / "in")
@@ -483,6 +502,8 @@ def test_encode_reports_what_does_not_fit() -> None:
     assert [p.ids for p in prompts] == [(1, 104, 105), (60, 104, 105, 62)]
     assert bad == [BadLine(3, "the prompt is too long: 10 tokens, at most 8 fit"),
                    BadLine(4, "the chat template refuses these messages: no robots")]
+    few = encode(asked[:1], Letters(), chat=False, most_tokens=lambda request: 0, vocab_size=999)[1]
+    assert few == [BadLine(1, "max_new_tokens leaves no room for a prompt")]
     assert encode(asked[:1], Letters(), chat=True, vocab_size=999)[0][0].ids == (60, 104, 105, 62)
     plain = Letters()
     plain.chat_template = ""

@@ -91,7 +91,8 @@ def answers(
         found[number] = tokens
 
     work = answer_all(lm.session, asked, sampling, eos, on_end=on_end)
-    assert work.ended == len(found) == len(asked) and work.tokens == sum(map(len, found.values()))
+    assert work.ended == len(found) == len(asked) and work.tokens == sum(map(len, found.values())) and work.left == 0
+    assert work.stopped == sum(len(tokens) < asked[i].new_tokens for i, tokens in found.items())
     return [found[i] for i in range(len(asked))], work
 
 
