@@ -124,12 +124,12 @@ class Prefill:
     """Prompts on their way into the cache, a chunk each `step`; `logits` [B, V] are then those of each last token,
     valid until the session's next step.
 
-    Sequences stand left-aligned; what a shorter one computes past its end is never seen and is overwritten later. The
-    last chunk is moved back to end with the longest prompt, so that no position beyond it is touched. `lengths` [B]
-    are of all rows of a step, of which the first hold the prompts; `calls` [B] of the calls that they belong to;
-    `places` [B], for a plan whose prefill steps compute some sequences alone, are theirs. Rows beyond the prompts then
-    repeat the first one. `take`, where it is given, gets the prompts that end in a chunk, each once, and the chunk's
-    logits [B, V]: none are kept then.
+    Sequences stand left-aligned; what a shorter one computes past its end is never seen and is overwritten later. Each
+    chunk is the smallest planned one that holds what is left, else the largest; the last one is moved back to end with
+    the longest prompt, so that no position beyond it is touched. `lengths` [B] are of all rows of a step, of which the
+    first hold the prompts; `calls` [B] of the calls that they belong to; `places` [B], for a plan whose prefill steps
+    compute some sequences alone, are theirs. Rows beyond the prompts then repeat the first one. `take`, where it is
+    given, gets the prompts that end in a chunk, each once, and the chunk's logits [B, V]: none are kept then.
     """
 
     def __init__(
@@ -138,10 +138,9 @@ class Prefill:
     ) -> None:
         self.session, self.lengths, self.take = session, lengths, take
         self.inputs = {"length": calls} if places is None else {"length": calls, "places": places}
-        longest = int(lengths.max())
-        self.chunk = session.plan.schedule.chunk_for(longest)
-        self.span = max(longest, self.chunk)
-        self.ids = torch.zeros(lengths.numel(), self.span, dtype=torch.int64)
+        self.longest = int(lengths.max())
+        width = max(self.longest, session.plan.schedule.chunk_for(self.longest))
+        self.ids = torch.zeros(lengths.numel(), width, dtype=torch.int64)
         for row in range(lengths.numel() if places is not None else len(prompts)):
             prompt = prompts[row] if row < len(prompts) else prompts[0]
             self.ids[row, : prompt.numel()] = prompt
@@ -152,20 +151,21 @@ class Prefill:
 
     def step(self) -> bool:
         """Compute the next chunk; whether it was the last."""
-        start = min(self.done, self.span - self.chunk)
+        chunk = self.session.plan.schedule.chunk_for(self.longest - self.done)
+        start = max(0, min(self.done, self.longest - chunk))
         last = self.lengths - 1 - start
         logits = self.session.step({
-            "input_ids": self.ids[:, start : start + self.chunk], "start": torch.full_like(self.lengths, start),
-            "last": last.clamp(0, self.chunk - 1), **self.inputs})
-        self.done = start + self.chunk
-        ends = sorted(row for row in self.waiting if last[row] < self.chunk)
+            "input_ids": self.ids[:, start : start + chunk], "start": torch.full_like(self.lengths, start),
+            "last": last.clamp(0, chunk - 1), **self.inputs})
+        self.done = start + chunk
+        ends = sorted(row for row in self.waiting if last[row] < chunk)
         self.waiting.difference_update(ends)
         if self.take is not None:
             self.take(ends, logits)
-        elif self.done < self.span:
+        elif self.done < self.longest:
             self.early |= {row: logits[row].clone() for row in ends}
         else:
             for row, values in self.early.items():
                 logits[row] = values
             self.logits = logits
-        return self.done == self.span
+        return self.done >= self.longest
