@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from forebay.kernels.operators import of_target
+from forebay.kernels.operators import find, of_target
 from forebay.passes.lower.draft import Arrive, Draft, Evict, Fetch, Lookup, Mark, Move, Outgoing, Store
 from forebay.rewriter.ir.alignment import aligned
 from forebay.rewriter.ir.graph import values_of
@@ -116,10 +116,12 @@ class _Delegating:
         def moved(given: tuple[Span, ...]) -> tuple[Span, ...]:
             return tuple(s if s.arena == HOST else spans[s.offset, s.buffer] for s in given)
 
+        operator = find(launch.op)
+        workspace = launch.workspace_nbytes if operator is None else operator.workspace_nbytes(launch, "cpu")
         self.items.append(Launch(
             ATTEND, launch.op, _moved(launch.args, here), {k: _moved(v, here) for k, v in launch.kwargs.items()},
             _moved(launch.out, here), moved(launch.reads), moved(launch.writes), launch.label, launch.layer,
-            launch.flops, launch.workspace_nbytes, launch.impl, launch.held))
+            launch.flops, workspace, launch.impl))
         for home, span in results:
             self.results.append((len(self.draft.moves), span.buffer))
             self.draft.moves.append(Move(f"result of {launch.label}", home, len(self.results) - 1, span, (0, 0),

@@ -47,16 +47,16 @@ def with_memory(launch: Launch, device: str) -> Launch:
 
 def phase_workspace(launches: Mapping[int, Sequence[Launch]], tokens: int) -> tuple[int, int, int]:
     """Bytes of workspace of steps over `tokens` tokens and over one, from their `launches`: of all of them, of those
-    that remain where the host attends for decode steps, and of those that it then runs."""
-    def over_cache(launch: Launch) -> bool:
+    that remain where the host attends for decode steps, and of what it then takes."""
+    staying, there = [launch for launch in launches[tokens] if tokens > 1], 0
+    for launch in launches[1]:
         operator = operators.find(launch.op)
-        return operator is not None and bool(operator.caches)
-
-    known = [(n, launch) for n in {1, tokens} for launch in launches[n]]
-    attends = [n == 1 and over_cache(launch) for n, launch in known]
-    return (workspace_nbytes(launch for _, launch in known),
-            workspace_nbytes(launch for (_, launch), there in zip(known, attends, strict=True) if not there),
-            workspace_nbytes(launch for (_, launch), there in zip(known, attends, strict=True) if there))
+        if operator is not None and operator.caches:
+            there = max(there, operator.workspace_nbytes(launch, "cpu"))
+        else:
+            staying.append(launch)
+    every = (launch for n in {1, tokens} for launch in launches[n])
+    return workspace_nbytes(every), workspace_nbytes(staying), there
 
 
 def product_launch(product: Product, impl: str, device: str) -> Launch:

@@ -144,7 +144,7 @@ def _candidates(needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Work
     chunks = [min(wishes.prefill_chunk, workload.prompt)] if wishes.prefill_chunk else [
         *(chunk for chunk in _halvings(workload.prompt) if chunk > shortest), shortest]
     choices = _slot_choices(kinds.products, wishes, needs.block)
-    cached = needs.staged.host_nbytes if needs.staged is not None else 0
+    cached = needs.host_nbytes
     hops = budget.host and needs.weight_tier == "disk" and needs.host_hop
     found = []
     for chunk in chunks:

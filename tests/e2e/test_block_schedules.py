@@ -199,6 +199,27 @@ def test_tokens_where_the_host_attends(
         case.check(lm)
 
 
+def test_what_the_host_attends_with_is_counted_there(cases: Callable[[str], Case]) -> None:
+    """Beside the device's own workspace, which is smaller by it where all caches lie in host memory."""
+    case = cases("llama")
+    with case.language_model(3.0, micro_batches=3, **ATTENDED) as lm, case.language_model(
+            3.0, micro_batches=3, **HOST) as elsewhere:
+        plan, program = lm.plan, lm._pipeline.program(lm.plan, 1)
+        there = max(i.workspace_nbytes for i in program.step if isinstance(i, Launch) and i.stream == ATTEND)
+        here = max(i.workspace_nbytes for i in program.step if isinstance(i, Launch) and i.stream != ATTEND)
+        assert program.workspace_nbytes("host") == there > 0 and program.workspace_nbytes() == here
+        assert plan.prediction.peak_nbytes["host"] == plan.arenas["host"] + there
+        assert elsewhere._pipeline.program(elsewhere.plan, 1).workspace_nbytes() == max(here, there)
+    least, wishes = plan.prediction.peak_nbytes["host"], Wishes(micro_batches=3, **ATTENDED)  # type: ignore[arg-type]
+    for host, fits in ((least, True), (least - 1, False)):
+        try:
+            LanguageModel(*case.opened, Budget(3 * case.nbytes, host), Workload(COUNT, PROMPT, NEW), wishes)
+        except PlanError as error:
+            assert not fits and "budget.host" in str(error)
+        else:
+            assert fits
+
+
 def test_host_memory_that_cannot_hold_its_share_is_named(cases: Callable[[str], Case]) -> None:
     case = cases("llama")
     with pytest.raises(PlanError, match=r"budget.host: 1000 B cannot hold the .*of cache that are to lie in host"):

@@ -150,7 +150,8 @@ def test_prefill_never_runs_more_at_once_than_planned() -> None:
 
 
 @pytest.mark.parametrize(("longest", "expected"), [
-    (1, [16]), (16, [16]), (17, [48]), (48, [48]), (49, [64]), (64, [64]), (65, [64, 16]), (81, [64, 48]), (99, [64, 48])])
+    (1, [16]), (16, [16]), (17, [48]), (48, [48]), (49, [64]), (64, [64]), (65, [64, 16]), (81, [64, 48]),
+    (99, [64, 48])])
 def test_a_prompt_runs_in_the_smallest_planned_chunks_that_hold_it(longest: int, expected: list[int]) -> None:
     target = session(1, 100, 2, 64, 48, 16)
     run(target, [[3] * longest], 2)
