@@ -64,7 +64,7 @@ class Case:
         torch.manual_seed(0)
         if name == "smollm2":
             try:
-                folder = resolve_model("demo")
+                folder = resolve_model("demo", dequantize=True)
             except CheckpointError as error:
                 pytest.skip(f"needs the packaged model: {error}")
             self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
