@@ -108,6 +108,10 @@ class GgufTensor:
             return ""
         return kind.format if self._representable else ""
 
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return BLOCK_KINDS[self.tensor.kind.name].scale_dtype
+
     def nearest(self) -> str:
         return "" if self.tensor.kind.name in PLAIN else NEAREST
 

@@ -25,6 +25,13 @@ from forebay.rewriter.checkpoints.checkpoint import (
     read_tensor,
 )
 from forebay.rewriter.checkpoints.config import meta_model, read_config
+from forebay.rewriter.checkpoints.grouped import (
+    GroupedTensor,
+    grouped_tensors,
+    quantization_settings,
+    read_scheme,
+    without_quantization,
+)
 from forebay.rewriter.checkpoints.identity import FileState, changed_file, file_states
 from forebay.rewriter.checkpoints.match_weights import checkpoint_names
 from forebay.rewriter.checkpoints.packed import NATIVE, Packed, is_quantized, parse_format
@@ -50,6 +57,10 @@ class SourceTensor(Protocol):
 
     def format(self) -> str:
         """The weight format that holds its values exactly as they lie in the source, or ""."""
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """What the scales and lows of `repacked` rows are of."""
 
     def nearest(self) -> str:
         """The weight format to round it to where it is quantised in a way that none holds exactly, or ""."""
@@ -117,14 +128,19 @@ def quantize_model(
         names = {tensor.name: tensor.name for tensor in tensors}
     else:
         checkpoint, skeleton = _open_folder(path)
-        tensors = [FileTensor(record) for record in _file_order(checkpoint)]
+        tensors = _file_tensors(checkpoint)
         names = _match(skeleton, [tensor.name for tensor in tensors])
         fingerprint, states = _contents_fingerprint(checkpoint), checkpoint.states
 
         def prepare(folder: Path) -> None:
             copy_model_files(path, folder)
+            without_quantization(folder / "config.json")
 
     matrices = find_matrices(skeleton)
+    for tensor in tensors:
+        if isinstance(tensor, GroupedTensor) and getattr(matrices.get(names.get(tensor.name, "")), "transposed", False):
+            raise CheckpointError(f"{path}: {tensor.name} is a quantised matrix that the model has transposed "
+                                  "(Conv1D), which is not read; quantise the model it was made from")
     formats = choose_formats(tensors, names, matrices, wish)
     items = [_item(t, formats[t.name], matrices[names[t.name]] if formats[t.name] != NATIVE else None, wish.rounding)
              for t in tensors if t.name in formats]
@@ -194,9 +210,9 @@ def choose_formats(
 
 def _check(wish: Wish, path: Path) -> None:
     for format in (wish.weights, *(format for _, format in wish.overrides)):
-        if format == KEEP and path.suffix != ".gguf":
-            raise CheckpointError(f"the format {KEEP!r} is for GGUF files, whose weights are quantised already; {path} "
-                                  "is none: name a format such as w4g64")
+        if format == KEEP and path.suffix != ".gguf" and quantization_settings(path) is None:
+            raise CheckpointError(f"the format {KEEP!r} is for GGUF files and others whose weights are quantised "
+                                  f"already; {path} is none: name a format such as w4g64")
         if format not in (NATIVE, KEEP):
             parse_format(format)
     if wish.rounding not in ROUNDINGS:
@@ -233,8 +249,15 @@ def _match(model: Any, stored: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _file_order(checkpoint: Checkpoint) -> list[TensorRecord]:
-    return sorted(checkpoint.tensors.values(), key=lambda r: (r.path, r.offset, r.name))
+def _file_tensors(checkpoint: Checkpoint) -> list[SourceTensor]:
+    """The tensors of a folder in file order, behind those that are quantised, of which several make one."""
+    settings, parts = quantization_settings(checkpoint.folder), set[str]()
+    made: list[SourceTensor] = []
+    if settings is not None:
+        grouped, parts = grouped_tensors(checkpoint, read_scheme(settings, checkpoint.folder))
+        made += grouped
+    ordered = sorted(checkpoint.tensors.values(), key=lambda r: (r.path, r.offset, r.name))
+    return made + [FileTensor(record) for record in ordered if record.name not in parts]
 
 
 def _contents_fingerprint(checkpoint: Checkpoint) -> str:
@@ -263,6 +286,10 @@ class FileTensor:
 
     def format(self) -> str:
         return ""
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return torch.float16
 
     def nearest(self) -> str:
         return ""
@@ -305,7 +332,7 @@ def _item(tensor: SourceTensor, format: str, matrix: Matrix | None, rounding: st
     def pieces() -> Pieces:
         if tensor.format() == format:
             read = tensor.repacked()
-            return packed(torch.float16), (read(n, min(n + step, outputs)) for n in range(0, outputs, step))
+            return packed(tensor.scale_dtype), (read(n, min(n + step, outputs)) for n in range(0, outputs, step))
         rows = tensor.rows(matrix.transposed)
         scale_dtype = _scale_dtype(tensor.name, rows, outputs, step)
         return packed(scale_dtype), (

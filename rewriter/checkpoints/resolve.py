@@ -22,8 +22,9 @@ from forebay.rewriter.checkpoints.checkpoint import (
     refuse_other_formats,
 )
 from forebay.rewriter.checkpoints.gguf import convert_gguf
-from forebay.rewriter.checkpoints.identity import file_state
-from forebay.rewriter.checkpoints.packed import UNFINISHED
+from forebay.rewriter.checkpoints.grouped import quantization_settings, read_scheme
+from forebay.rewriter.checkpoints.identity import file_state, file_states, states_checksum
+from forebay.rewriter.checkpoints.packed import NATIVE, UNFINISHED
 from forebay.rewriter.checkpoints.packed_writer import write_json
 from forebay.rewriter.checkpoints.quantize import KEEP, Wish, quantize_model
 
@@ -64,14 +65,21 @@ def resolve_model(
 
     `demo` is the packaged model (a folder of that name is reached as ./demo); a .gguf file is converted once into the
     cache, keyed by path, size, times of change and inode: quantised tensors become packed rows that keep their codes,
-    or with `dequantize` all become float32. A folder is itself. Anything else raises CheckpointError: nothing is ever
-    downloaded.
+    or with `dequantize` all become float32. So is a folder quantised by AWQ, GPTQ or compressed-tensors (with
+    `dequantize` to the dtype of its other weights); another folder is itself. Anything else raises CheckpointError:
+    nothing is ever downloaded.
     """
     if name_or_path == "demo":
         return demo_checkpoint(progress, dequantize=dequantize)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
-        return path
+        settings = quantization_settings(path)
+        if settings is None:
+            return path
+        read_scheme(settings, path)
+        files = [str(p) for p in sorted(path.iterdir()) if p.name.endswith((".safetensors", ".json"))]
+        identity = f"{path.resolve()} {states_checksum(file_states(files))}"
+        return _convert_once(path, identity, dequantize, progress)
     if not path.exists():
         raise CheckpointError(
             f"no model at {path}: expected `demo`, a folder or a .gguf file. Models are not downloaded; fetch one "
@@ -84,9 +92,9 @@ def resolve_model(
 
 
 def _convert_once(path: Path, identity: str, dequantize: bool, progress: Progress | None) -> Path:
-    """The conversion of a GGUF file: `{stem}-{key}` in the cache, whose source.json says of which file.
+    """The conversion of a model: `{stem}-{key}` in the cache, whose source.json says of which file or folder.
 
-    One of packed rows that was killed goes on with its next shard; one in float32 begins again.
+    Killed, it goes on with its next shard; that of a GGUF file to float32 begins again.
     """
     key = hashlib.sha256(f"{identity} {CONVERSIONS[dequantize]}".encode()).hexdigest()[:12]
     models = cache_folder() / MODELS
@@ -100,12 +108,13 @@ def _convert_once(path: Path, identity: str, dequantize: bool, progress: Progres
                 open_checkpoint(folder)
                 return folder
             except CheckpointError:
-                if dequantize or not (folder / UNFINISHED).exists():
+                if not (folder / UNFINISHED).exists():
                     shutil.rmtree(folder)
-        if dequantize:
+        if dequantize and path.suffix == ".gguf":
             convert_gguf(path, folder, progress=progress)
         else:
-            quantize_model(path, folder, Wish(KEEP, head=True, embeddings=True), progress=progress)
+            wish = Wish(NATIVE) if dequantize else Wish(KEEP, head=True, embeddings=True)
+            quantize_model(path, folder, wish, progress=progress)
         write_json(folder / SOURCE, {"path": str(path.resolve()), "state": list(file_state(path))})
     return folder
 

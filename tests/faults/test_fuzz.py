@@ -158,20 +158,35 @@ def _gguf(folder: Path) -> Format:
     writer.add_block_count(1)
     writer.add_context_length(32)
     writer.add_embedding_length(32)
-    writer.add_feed_forward_length(64)
+    writer.add_feed_forward_length(256)
     writer.add_head_count(2)
     writer.add_vocab_size(8)
     writer.add_layer_norm_rms_eps(1e-5)
     layer = {name: (32, 32) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
-    layer |= {"attn_norm": (32,), "ffn_norm": (32,), "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64)}
+    layer |= {"attn_norm": (32,), "ffn_norm": (32,), "ffn_gate": (256, 32), "ffn_up": (256, 32), "ffn_down": (32, 256)}
+    kinds = {"attn_q": "Q4_0", "attn_k": "Q5_1", "attn_v": "MXFP4", "ffn_gate": "Q8_0", "ffn_up": "IQ4_NL",
+             "ffn_down": "Q6_K"}
     for name, shape in {"token_embd.weight": (8, 32), "output_norm.weight": (32,), "output.weight": (8, 32),
                         **{f"blk.0.{part}.weight": size for part, size in layer.items()}}.items():
-        writer.add_tensor(name, torch.ones(shape).numpy())
+        kind = kinds.get(name.removeprefix("blk.0.").removesuffix(".weight"))
+        if kind is None:
+            writer.add_tensor(name, torch.ones(shape).numpy())
+            continue
+        ggml = gguf.GGMLQuantizationType[kind]
+        block, nbytes = gguf.GGML_QUANT_SIZES[ggml]
+        writer.add_tensor(name, torch.full((shape[0], shape[1] // block * nbytes), 17, dtype=torch.uint8).numpy(),
+                          raw_dtype=ggml)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return Format(folder / "model.gguf", lambda: open_gguf(folder / "model.gguf"))
+
+    def read() -> None:
+        for tensor in open_gguf(folder / "model.gguf").tensors:
+            if tensor.format():
+                tensor.repacked()(0, tensor.shape[0])
+
+    return Format(folder / "model.gguf", read)
 
 
 def _manifest(folder: Path) -> Format:

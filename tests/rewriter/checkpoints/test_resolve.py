@@ -123,14 +123,14 @@ def cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_a_quantised_gguf_file_stays_packed(tmp_path, cache, architecture):
     path = tmp_path / "m.gguf"
-    write_model(path, architecture, kinds=("Q8_0", "Q4_1", "Q4_0"))
+    write_model(path, architecture, kinds=("Q8_0", "Q4_1", "MXFP4", "Q4_0", "Q5_0", "Q5_1"))
     seen: list[tuple[int, int]] = []
     packed = open_checkpoint(resolve_model(path, progress=lambda done, total: seen.append((done, total))))
     plain = open_checkpoint(resolve_model(path, dequantize=True))
     matrices = [r for r in packed.tensors.values() if len((r.packed or r).shape) == 2 and "wpe" not in r.name]
     assert {r.packed.format for r in matrices} == {"w8g32", "w4g32"} and seen[-1][0] == seen[-1][1] == packed.nbytes
     assert packed.tensors.keys() == plain.tensors.keys()
-    assert sum(r.nbytes for r in matrices) < 0.3 * sum(plain.tensors[r.name].nbytes for r in matrices)
+    assert sum(r.nbytes for r in matrices) < 0.4 * sum(plain.tensors[r.name].nbytes for r in matrices)
     assert all(torch.equal(read_dequantized(r), read_tensor(plain.tensors[n])) for n, r in packed.tensors.items())
     assert AutoTokenizer.from_pretrained(packed.folder)("hello").input_ids
     assert resolve_model(path) == packed.folder != plain.folder == resolve_model(path, dequantize=True)

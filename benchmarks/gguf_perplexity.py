@@ -1,0 +1,140 @@
+"""Perplexity of GGUF files of every type, by Forebay and by llama.cpp: python -m benchmarks.gguf_perplexity
+
+The files are SmolLM2-135M's, quantised anew by llama.cpp's own code (through xllamacpp, which must be installed) from
+the values of the packaged Q4_1 file. Types of blocks of 256 fit the rows of its down projections alone (1536; the
+others have 576): there the rest is Q8_0. Columns: what Forebay computes with rows, as files run by default; what
+transformers computes in float32 with the values that the `gguf` package reads; llama.cpp. The first against the second
+is what rows cost (rounding of scales to fp16, of activations to 16 bits); the first against the third is to stay within
+0.5 %: llama.cpp rounds activations to 8 bits and its cache to fp16. One window of tokens, each predicted from its
+start; llama.cpp is asked one token at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from benchmarks.perplexity import TEXT, by_llama_cpp, text_ids
+from forebay.commands.evaluate import open_scorer, perplexity
+from forebay.rewriter.checkpoints.gguf_blocks import BLOCK_KINDS
+from forebay.rewriter.checkpoints.gguf_repack import open_gguf
+from forebay.rewriter.checkpoints.quantize import KEEP, Wish, quantize_model
+from forebay.rewriter.checkpoints.resolve import demo_checkpoint, demo_gguf
+from forebay.rewriter.ir.plan import Budget
+
+REST = "Q8_0"  # of tensors whose rows are not whole blocks
+KINDS = ("F16", "BF16", *BLOCK_KINDS)
+AIM = 0.005
+
+
+def quantized(library: Any, values: np.ndarray, kind: str) -> np.ndarray:
+    """Rows of blocks, uint8, of values [N, K] by llama.cpp's own quantiser."""
+    ggml = gguf.GGMLQuantizationType[kind]
+    if kind in ("F16", "BF16"):
+        return gguf.quants.quantize(values, ggml)
+    n, k = values.shape
+    block, nbytes = gguf.GGML_QUANT_SIZES[ggml]
+    source, out = np.ascontiguousarray(values, np.float32), np.zeros((n, k // block * nbytes), np.uint8)
+    library.ggml_quantize_chunk.restype = ctypes.c_size_t
+    done = library.ggml_quantize_chunk(
+        ctypes.c_int(int(ggml)), ctypes.c_void_p(source.ctypes.data), ctypes.c_void_p(out.ctypes.data),
+        ctypes.c_int64(0), ctypes.c_int64(n), ctypes.c_int64(k), None)
+    assert done == out.nbytes, (kind, done, out.nbytes)
+    return out
+
+
+def write_file(library: Any, path: Path, kind: str) -> None:
+    """The packaged model with matrices of `kind`, or of `REST` where their rows are not whole blocks of it."""
+    reader = gguf.GGUFReader(demo_gguf())
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")):
+            sub = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub)
+    block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+    for tensor in reader.tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        if values.ndim == 1:
+            writer.add_tensor(tensor.name, values)
+            continue
+        chosen = REST if values.shape[1] % block else kind
+        writer.add_tensor(tensor.name, quantized(library, values, chosen),
+                          raw_dtype=gguf.GGMLQuantizationType[chosen])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def by_forebay(path: Path, ids: torch.Tensor) -> tuple[float, int]:
+    """Perplexity of ids [T] as the file runs by default, and the bytes of its weights then."""
+    folder = path.with_suffix("")
+    nbytes = quantize_model(path, folder, Wish(KEEP, head=True, embeddings=True)).nbytes
+    with open_scorer(folder, Budget(2 << 30), context=ids.numel()) as lm:
+        found = perplexity(lm, ids, ids.numel()).perplexity
+    shutil.rmtree(folder)
+    return found, nbytes
+
+
+def by_float32(path: Path, ids: torch.Tensor) -> float:
+    """Perplexity of ids [T] by transformers with the values that the `gguf` package reads."""
+    from transformers import AutoModelForCausalLM
+
+    source = open_gguf(path)
+    model = AutoModelForCausalLM.from_config(source.model.config).eval()
+    with torch.no_grad():
+        for tensor in source.tensors:
+            values = torch.cat([piece.float() for piece in tensor.contents()])
+            model.get_parameter(tensor.name).copy_(values.reshape(tensor.shape))
+        return math.exp(model(ids[None], labels=ids[None]).loss)
+
+
+def rows(kinds: list[str], tokens: int, threads: int) -> Iterator[dict[str, Any]]:
+    import xllamacpp
+
+    library = ctypes.CDLL(str(next(Path(xllamacpp.__file__).parent.glob("*.so"))))
+    ids = text_ids(demo_checkpoint(dequantize=False), TEXT)[: tokens + 1]
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in kinds:
+            path = Path(folder) / f"{kind}.gguf"
+            write_file(library, path, kind)
+            ours, nbytes = by_forebay(path, ids)
+            yield {"type": kind, "file_nbytes": path.stat().st_size, "rows_nbytes": nbytes, "forebay": ours,
+                   "float32": by_float32(path, ids), "llama_cpp": by_llama_cpp(path, ids, 49152, threads)}
+            path.unlink()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(f"{options.tokens} tokens of {TEXT.name}\n"
+          "type      file MB  rows MB   forebay   float32  llama.cpp   to float32  to llama.cpp")
+    made = []
+    for row in rows(options.kinds.split(","), options.tokens, options.threads):
+        made.append(row)
+        rest, peer = row["forebay"] / row["float32"] - 1, row["forebay"] / row["llama_cpp"] - 1
+        print(f"{row['type']:8} {row['file_nbytes'] / 1e6:8.1f} {row['rows_nbytes'] / 1e6:8.1f} {row['forebay']:9.4f} "
+              f"{row['float32']:9.4f} {row['llama_cpp']:10.4f} {rest:+11.4%} {peer:+12.3%}"
+              f"{'' if abs(peer) <= AIM else '  missed'}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(made, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
