@@ -9,8 +9,8 @@ codes.
     Q4_K, Q5_K, IQ4_XS              256 values, 32 share factors s and n: q s d - n m, the same, table[q] s d
 
 Codes are exact. So are scales and lows of the first two lines, MXFP4's in bf16, the others' in fp16. The products s d
-and n m have up to 18 significant bits and are rounded to fp16's 11: by 2^-12 of a scale, where a value that was rounded
-to a code lost up to 2^-1 of it.
+and n m have up to 18 significant bits and are rounded to fp16's 11, by 2^-11 of themselves at most: up to 2^-7 of a
+code's step, where a value that was rounded to a code lost up to 2^-1 of it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A matrix [N, K] of theirs has codes q, and a scale s and a zero point z for each row and group: (q - z) s, which as
 code, scale and low is q s - z s. Codes and scales are kept. -z s is exact for symmetric ones, whose z is half of the
-codes' range; else it is rounded to fp16, by 2^-12 of it: 1/256 of s at most for codes of 4 bits.
+codes' range; else it is rounded to fp16, by 2^-11 of it: 1/128 of s at most for codes of 4 bits.
 
     gptq                qweight int32 [K / p, N]: p = 32 / bits codes along K; qzeros int32 [g, N / p] along N, each
                         less by 1 (not in format gptq_v2); scales [g, N]; g_idx [K]: the group of each input

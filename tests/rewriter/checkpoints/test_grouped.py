@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from forebay.api import wrap
+from forebay.rewriter.checkpoints import resolve
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint
 from forebay.rewriter.checkpoints.packed import read_dequantized
 from forebay.rewriter.checkpoints.resolve import resolve_model
@@ -69,7 +70,9 @@ def settings(method: str, bits: int, group: int, symmetric: bool) -> dict[str, A
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
+    """A place of the test's own for conversions; compiled kernels stay where they are."""
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(resolve, "cache_folder", lambda: tmp_path / "cache")
 
 
 def make(folder: Path, method: str, bits: int = 4, group: int = 64, symmetric: bool = True,
@@ -115,8 +118,8 @@ def test_rows_hold_the_codes(tmp_path: Path, method: str, bits: int, group: int,
         if symmetric:
             assert torch.equal(made, value.to(dtype).double())
         else:
-            step = float(value.abs().max()) * (2.0**-12 + (2.0**-12 if dtype == torch.float16 else 2.0**-9))
-            assert (made - value).abs().max() <= step
+            most = 0.021 * 2**bits  # of a low, and of a value
+            assert (made - value).abs().max() <= most * (2.0**-11 + (2.0**-11 if dtype == torch.float16 else 2.0**-8))
     assert found["lm_head.weight"].packed is None
 
 

@@ -117,7 +117,9 @@ def test_two_users_at_once_convert_once(tmp_path, conversions):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
+    """A place of the test's own for conversions; compiled kernels stay where they are."""
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(demo, "cache_folder", lambda: tmp_path / "cache")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
@@ -147,7 +149,8 @@ def test_plain_values_are_computed_with_as_they_are(tmp_path, cache, kind, dtype
         assert torch.equal(read_tensor(record), read_tensor(plain.tensors[name]).to(dtype)), name
 
 
-def test_a_killed_conversion_is_finished(tmp_path, cache):
+def test_a_killed_conversion_is_finished(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "m.gguf"
     write_model(path, "llama")
     code = ("import os, signal, sys; from forebay.rewriter.checkpoints.resolve import resolve_model\n"
