@@ -56,7 +56,7 @@ def name_of(target: object) -> str | None:
         return ours.name
     if isinstance(target, torch._ops.OpOverload):
         space, _, name = str(target).partition(".")
-        return f"aten.{name}" if space == "aten" and name in ATEN else None
+        return str(target) if space == "aten" and name in ATEN else None
     return _NAMES.get(target)  # type: ignore[call-overload, no-any-return]
 
 

@@ -25,6 +25,7 @@ from forebay.kernels.attention.attention_q import reference as attention_q_opera
 from forebay.kernels.attention.decode_attention import decode_shares
 from forebay.kernels.attention.decode_attention import gpu as decode_attention
 from forebay.kernels.attention.decode_attention import reference as decode_operator
+from forebay.kernels.attention.scoring import Scoring, SoftmaxRange
 from forebay.kernels.cache.kv_append_q import reference as kv_append_q
 from forebay.kernels.formats import row_sizes
 from forebay.kernels.formats.paged import BlockLayout
@@ -122,7 +123,8 @@ def test_paged_rows_as_compiled(
     arguments = (q, cache.pool, cache.table, cache.lengths, layout, scale)
     for scores, window, softcap in (((0.0, -9.0, 11.0), 0, 0.0), ((0.0, 0.0, 0.0), 11, 3.0)):
         out = torch.full_like(q, math.nan)
-        decode_attention.decode_attention(*arguments, window, softcap, *scores, out, 2)
+        decode_attention.decode_attention(
+            *arguments[:5], Scoring(scale, window, softcap), SoftmaxRange(*scores), out, 2)
         wanted = decode_operator.reference(*arguments, window, softcap)
         assert relative_error(out, wanted) <= LIMIT[dtype]
     assert with_ptx
@@ -145,9 +147,8 @@ def test_packed_rows_as_compiled(with_ptx: list[str], dtype: torch.dtype, heads:
         cache[0, :, :71] = kv_append_q.pack(x, bits, group)
     q = torch.randn(1, heads, 1, dim, generator=generator).to(dtype)
     out = torch.full((1, 1, heads, dim), math.nan, dtype=dtype)
-    arguments = (q, *caches, start, dim**-0.5, 0, 0.0, bits, group)
-    attention_q.attention_q(*arguments, out)
-    wanted = attention_q_operator.reference(*arguments)
+    attention_q.attention_q(q, *caches, start, Scoring(dim**-0.5), bits, group, out)
+    wanted = attention_q_operator.reference(q, *caches, start, dim**-0.5, 0, 0.0, bits, group)
     assert relative_error(out, wanted) <= LIMIT[dtype]
     assert with_ptx
 

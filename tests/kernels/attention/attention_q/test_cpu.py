@@ -247,5 +247,5 @@ def test_token_by_token_is_as_head_by_head(bits: int, heads: int, queries: int, 
     tokens = [beside[:, :, side].transpose(1, 2) for side in (0, 1)]
     found = [torch.full((len(start), queries, heads, 32), torch.nan) for _ in range(2)]
     for out, caches in zip(found, ((k_cache, v_cache), tokens), strict=True):
-        attention_q_cpu.bind_attention_q(q, *caches, torch.tensor(start), 0.3, window, 0.0, bits, group, out)()
+        attention_q_cpu.bind_attention_q(q, *caches, torch.tensor(start), Scoring(0.3, window), bits, group, out)()
     assert torch.equal(*found) and not found[0].isnan().any()
