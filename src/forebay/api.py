@@ -321,13 +321,13 @@ class LanguageModel(ModuleHabits):
         """Continue the prompts, as transformers' `generate` does and with its arguments; returns [B, T + N] int64,
         prompts included, or what `return_dict_in_generate` asks for.
 
-        `inputs` (or `input_ids`) [B, T]: a tensor, lists, or all that a tokenizer returns; `attention_mask` [B, T] is 0
-        on padding, which may stand at either end of a row. What is not given comes from `generation_config`, then from
-        the model's own. `generator` draws in place of torch's global one (one for each prompt: its draws are then its
-        own, whatever batch it stands in); `on_token` sees each column [B] of tokens as it is chosen. Calls from several
-        threads take turns. Raises ValueError for arguments that do not fit together.
+        `inputs` (or `input_ids`) [B, T]: a tensor, lists, or all that a tokenizer returns; without them the model's bos
+        token begins. `attention_mask` [B, T] is 0 on padding, which may stand at either end of a row. What is not given
+        comes from `generation_config`, then from the model's own. `generator` draws in place of torch's global one (one
+        for each prompt: its draws are then its own, whatever batch it stands in); `on_token` sees each column [B] of
+        tokens as it is chosen. Calls from several threads take turns. ValueError where arguments do not fit.
         """
-        prompts = self._causal_lm.take_prompts(inputs, options)
+        prompts = self._causal_lm.take_prompts(inputs, generation_config, options)
         return self._causal_lm.answer(prompts, generation_config, generator, on_token, options)
 
     def answer_all(

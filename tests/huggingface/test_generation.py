@@ -327,3 +327,52 @@ def test_a_generator_for_each_prompt_draws_for_it_alone(streamed: LanguageModel,
     got = streamed.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0, eos_token_id=None,
                             repetition_penalty=1.2, generator=draws)
     assert torch.equal(got, plain)
+
+
+def test_without_a_prompt_the_first_token_begins(streamed: LanguageModel, llama_checkpoint: Any) -> None:
+    """That of the call, else of its config, else of the model; an empty prompt and embeddings are still refused."""
+    named = transformers.GenerationConfig(bos_token_id=7, eos_token_id=None)
+    for options, first in ((dict(), 1), (dict(bos_token_id=5), 5), (dict(generation_config=named), 7),
+                           (dict(generation_config=named, bos_token_id=5, repetition_penalty=1.2), 5),
+                           (dict(num_beams=2, eos_token_id=None), 1)):
+        ours, theirs = (generate(max_new_tokens=4, pad_token_id=0, **options)
+                        for generate in (streamed.generate, llama_checkpoint.model.generate))
+        assert torch.equal(ours, theirs) and ours[0, 0] == first
+    with pytest.raises(ValueError, match="at least one token"):
+        streamed.generate([])
+    with pytest.raises(ValueError, match="inputs_embeds"):
+        streamed.generate(inputs_embeds=torch.zeros(1, 3, 96), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("rows", [slice(2, 3), slice(None)])
+def test_going_on_from_a_cache_with_new_tokens_alone(
+    streamed: LanguageModel, llama_checkpoint: Any, rows: slice
+) -> None:
+    """The mask covers what the cache has seen too; the whole sequence may be given instead."""
+    options = dict(pad_token_id=0, eos_token_id=None, return_dict_in_generate=True)
+    ids, mask = llama_checkpoint.ids[rows], llama_checkpoint.mask[rows]
+    wanted = llama_checkpoint.expected[rows, : 10 + NEW]
+    grown = torch.cat((mask, mask.new_ones(len(ids), 3)), 1)
+    for whole in (False, True):
+        begun = streamed.generate(ids, attention_mask=mask, max_new_tokens=3, **options)
+        given = begun.sequences if whole else begun.sequences[:, -1:]
+        found = streamed.generate(given, attention_mask=grown, past_key_values=begun.past_key_values,
+                                  max_new_tokens=NEW - 3, **options)
+        assert torch.equal(found.sequences[:, 10 if whole else 0 :], wanted[:, 10 if whole else 12 :])
+    with pytest.raises(ValueError, match="attention_mask has shape"):
+        streamed.generate(given[:, -1:], attention_mask=grown, max_new_tokens=1)
+
+
+def test_a_loop_of_the_callers_returns_what_it_will(streamed: LanguageModel, llama_checkpoint: Any) -> None:
+    def loop(model: Any, input_ids: torch.Tensor, stopping_criteria: Any, **rest: Any) -> str:
+        return f"{input_ids.shape[1]} to {stopping_criteria[0].max_length}"
+
+    assert streamed.generate(llama_checkpoint.ids, max_new_tokens=3, custom_generate=loop) == "10 to 13"
+
+
+@pytest.mark.parametrize("options", [dict(), dict(num_beams=3, num_return_sequences=2)])
+def test_scores_of_the_chosen_tokens(streamed: LanguageModel, llama_checkpoint: Any, options: dict) -> None:
+    ours, theirs = both(streamed, llama_checkpoint, return_dict_in_generate=True, output_scores=True, **options)
+    found = [model.compute_transition_scores(one.sequences, one.scores, getattr(one, "beam_indices", None), True)
+             for model, one in ((streamed, ours), (llama_checkpoint.model, theirs))]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)

@@ -68,9 +68,13 @@ class StreamedCausalLM(GenerationMixin):
     def get_experts_implementation(self) -> dict[str, str]:
         return {}
 
-    def take_prompts(self, inputs: Any, options: dict[str, Any]) -> Prompts:
-        """The prompts of a call, taken out of its arguments."""
-        return take_prompts(inputs, options, self.lm.captured.vocab_size, self.lm.captured.token_types)
+    def take_prompts(self, inputs: Any, config: GenerationConfig | None, options: dict[str, Any]) -> Prompts:
+        """The prompts of a call, taken out of its arguments; without any, the model's first token (bos) is one."""
+        named = (options, {} if config is None else config.to_dict(), self.generation_config.to_dict())
+        bos = next((given["bos_token_id"] for given in named if given.get("bos_token_id") is not None), None)
+        held = options.get("past_key_values")
+        return take_prompts(inputs, options, self.lm.captured.vocab_size, self.lm.captured.token_types, bos,
+                            held.seen if isinstance(held, RowCache) else 0)
 
     def answer(
         self, prompts: Prompts, generation_config: GenerationConfig | None, generator: Generators,
@@ -177,8 +181,10 @@ class StreamedCausalLM(GenerationMixin):
 
     @staticmethod
     def _restored(result: Any, prompts: Prompts, copies: int) -> Any:
-        """`result` with the prompts as they were given, wherever their padding was."""
-        sequences = result if isinstance(result, torch.Tensor) else result.sequences
+        """`result` with the prompts as they were given, wherever their padding was; what is no sequences stays."""
+        sequences = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", None)
+        if sequences is None:
+            return result
         each = len(sequences) // len(prompts.ids)
         sequences[:, : prompts.ids.shape[1]] = prompts.ids.repeat_interleave(each, 0)
         return result

@@ -14,7 +14,7 @@ class Prompts:
     """Token ids [B, T] int64 as they were given, and which of them count; the rest is padding."""
 
     ids: torch.Tensor
-    mask: torch.Tensor  # [B, T] bool, one run of ones in each row
+    mask: torch.Tensor  # [B, T] bool, one run of ones in each row; before T stand tokens that a cache holds, if any
 
     def rows(self) -> list[torch.Tensor]:
         """The tokens of each row."""
@@ -27,17 +27,18 @@ class Prompts:
     def at_the_right(self) -> Prompts:
         """The same with every row's padding on its left."""
         after = self.mask.flip(1).int().argmax(1)  # [B] padding behind the tokens
-        if not bool(after.any()):
+        if not bool(after.any()) or self.mask.shape != self.ids.shape:
             return self
         ids, mask = (torch.stack([row.roll(int(n)) for row, n in zip(t, after, strict=True)])
                      for t in (self.ids, self.mask))
         return Prompts(ids, mask)
 
 
-def read_prompts(ids: Any, attention_mask: Any, vocab_size: int) -> Prompts:
+def read_prompts(ids: Any, attention_mask: Any, vocab_size: int, seen: int = 0) -> Prompts:
     """Prompts from ids [B, T] or [T], as a tensor, an array or lists; lists of unequal length are padded on the left.
 
-    `attention_mask` [B, T] is 0 on padding, at either end of a row. ValueError for anything else, naming the row.
+    `attention_mask` [B, T] is 0 on padding, at either end of a row; it may be [B, seen + T] behind a cache that has
+    seen so many columns. ValueError for anything else, naming the row.
     """
     if isinstance(ids, list | tuple) and ids and isinstance(ids[0], list | tuple):
         if attention_mask is None and len({len(row) for row in ids}) > 1:
@@ -64,7 +65,7 @@ def read_prompts(ids: Any, attention_mask: Any, vocab_size: int) -> Prompts:
     mask = torch.as_tensor(attention_mask).cpu().bool()
     if mask.dim() == 1 and not isinstance(attention_mask, torch.Tensor):
         mask = mask[None]
-    if mask.shape != found.shape:
+    if mask.shape != found.shape and (not seen or mask.shape != (len(found), seen + found.shape[1])):
         raise ValueError(f"attention_mask has shape {list(mask.shape)}, input_ids {list(found.shape)}")
     edges = mask.int().diff(dim=1, prepend=torch.zeros_like(mask[:, :1]).int()) == 1  # where runs of ones begin
     for row, runs in enumerate(edges.sum(1).tolist()):
@@ -75,8 +76,11 @@ def read_prompts(ids: Any, attention_mask: Any, vocab_size: int) -> Prompts:
     return Prompts(found, mask)
 
 
-def take_prompts(inputs: Any, options: dict[str, Any], vocab_size: int, token_types: bool) -> Prompts:
-    """The prompts of a call, taken out of `inputs` (ids, or a mapping such as a BatchEncoding) and `options`.
+def take_prompts(
+    inputs: Any, options: dict[str, Any], vocab_size: int, token_types: bool, bos: int | None = None, seen: int = 0
+) -> Prompts:
+    """The prompts of a call, taken out of `inputs` (ids, or a mapping such as a BatchEncoding) and `options`; where
+    there are none, one that is the token `bos`. `seen` as for `read_prompts`.
 
     `token_type_ids` are dropped unless the model gives them a meaning (`token_types`), which is refused: a step reads
     input_ids alone.
@@ -94,4 +98,6 @@ def take_prompts(inputs: Any, options: dict[str, Any], vocab_size: int, token_ty
     if options.pop("token_type_ids", None) is not None and token_types:
         raise ValueError("this model adds token_type_ids to its embeddings, which a captured step does not; leave them "
                          "out (tokenizer(…, return_token_type_ids=False))")
-    return read_prompts(given[0] if given else None, options.pop("attention_mask", None), vocab_size)
+    if not given and bos is not None:
+        given = [[[bos]]]
+    return read_prompts(given[0] if given else None, options.pop("attention_mask", None), vocab_size, seen)

@@ -81,6 +81,13 @@ class ModuleHabits:
                              f"or give wrap a checkpoint stored in {dtype}")
         return self
 
+    def compute_transition_scores(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The score of each token that `generate` chose, of the `sequences` and `scores` it returned, as transformers
+        has it."""
+        from transformers import GenerationMixin
+
+        return GenerationMixin.compute_transition_scores(self, *args, **kwargs)  # type: ignore[arg-type]
+
     def cpu(self) -> Self:
         return self.to("cpu")
 
