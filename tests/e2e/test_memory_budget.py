@@ -25,6 +25,7 @@ from benchmarks.big_model import Shape, big_model, make_model
 
 ROOT = Path(__file__).parents[2]
 BIG = os.environ.get("FOREBAY_BIG") == "1"
+ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 SMALL = Shape(hidden=1024, layers=8, heads=8, kv_heads=4, intermediate=2816, vocab=8000)  # 221 MB
 BUDGET_NBYTES = 500_000_000 if BIG else 60_000_000
 # Beside the budget, whatever the model: stacks of the I/O and OpenMP threads, kernel scratch, bound calls, torch's
@@ -151,7 +152,7 @@ def promised(folder: str) -> list[dict[str, Any]]:
 
     save_machine(Machine.default(), Path(folder, "machine.json"))
     found = []
-    for number, case in enumerate(GRID if os.environ.get("FOREBAY_TEST_ALL") == "1" else SAMPLE):
+    for number, case in enumerate(GRID if ALL else SAMPLE):
         model, case_folder = Path(folder, case.model), Path(folder, f"case{number}")
         case_folder.mkdir()
         _make_job(case_folder / "in.jsonl", case.prompts)
@@ -240,10 +241,10 @@ def _warm_up_threads() -> None:
     torch.ones(512, 512) @ torch.ones(512, 512)
 
 
-def in_process(function: str, folder: Path) -> Any:
+def in_process(function: str, folder: Path, limit_s: int = 600) -> Any:
     environment = os.environ | {"GOMP_SPINCOUNT": "0", "MALLOC_ARENA_MAX": "2"}
     done = subprocess.run([sys.executable, __file__, function, str(folder)], capture_output=True, text=True,
-                          env=environment, cwd=ROOT, check=False, timeout=600)
+                          env=environment, cwd=ROOT, check=False, timeout=limit_s)
     assert done.returncode == 0, f"exit code {done.returncode}:\n{done.stderr[-3000:]}"
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -306,7 +307,7 @@ def test_the_promise_holds_over_jobs(tmp_path: Path) -> None:
             _save_words(make_model(tmp_path / name, shape), 1000)
     quantize_model(tmp_path / "large", tmp_path / "packed", Wish("w4g32"))
     over, ran = [], 0
-    for found in in_process("promised", tmp_path):
+    for found in in_process("promised", tmp_path, limit_s=100 * len(GRID if ALL else SAMPLE)):
         if found["code"] == 2 and "the smallest that can" in found["errors"]:
             continue
         assert found["code"] == 0, found
