@@ -121,17 +121,18 @@ class OpenFile:
 def _open_direct(path: str) -> int:
     """A descriptor that is seen to read with O_DIRECT, or -1 where the file system refuses it."""
     fd = -1
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        with mmap.mmap(-1, PAGE_NBYTES) as page:
+    with mmap.mmap(-1, PAGE_NBYTES) as page:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
             os.preadv(fd, [page], 0)  # some file systems accept the flag and refuse the read
-        return fd
-    except OSError as error:
-        if fd >= 0:
-            os.close(fd)
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            return -1
-        raise
+            return fd
+        except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                return -1
+            error.filename = error.filename or path  # a read does not say of what
+            raise
 
 
 class Task:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import random
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -369,6 +371,32 @@ def test_pieces_resume_where_a_partial_read_ended(head: int, tail: int, middle: 
 
 
 KINDS = [kind for kind in disk.KINDS if kind in disk.available_kinds()]
+
+
+@pytest.mark.parametrize("good", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_disk_that_fails_names_its_file(kind: str, good: int, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first read, which shows whether direct ones are possible, and after `good` ones."""
+    preadv, reap, left = os.preadv, uring._Ring.reap, good
+
+    def fail(*given: Any) -> int:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return preadv(*given)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    monkeypatch.setattr(uring._Ring, "reap", lambda ring: [
+        (slot, result if slot == uring.WAKE else -errno.EIO) for slot, result in reap(ring)])
+    memory, waiter, reader = Memory(PAGE_NBYTES), Waiter(), open_reader(kind)
+    try:
+        for number in range(good + 1):
+            reader.submit(Read(path, 0, PAGE_NBYTES, memory.address, 0, 0, waiter.callback(number)))
+        error = next(error for _, error in waiter.wait(good + 1) if error is not None)
+    finally:
+        reader.close()
+    assert isinstance(error, OSError) and (error.errno, error.filename) == (errno.EIO, path), error
 
 
 @pytest.mark.parametrize("kind", KINDS)
