@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -168,6 +169,11 @@ def test_an_assistant_model_saves_steps(streamed: LanguageModel, llama_checkpoin
                                              eos_token_id=None)
     assert torch.equal(ours, theirs)
     assert len(steps) < 8
+
+
+def test_a_wrapped_assistant_is_refused(streamed: LanguageModel, llama_checkpoint: Any) -> None:
+    with pytest.raises(ValueError, match="wrapped model cannot assist"):
+        streamed.generate(llama_checkpoint.ids[2:], max_new_tokens=3, assistant_model=streamed)
 
 
 def test_the_folders_own_generation_config(llama_checkpoint: Any, tmp_path: Path) -> None:
@@ -359,6 +365,8 @@ def test_going_on_from_a_cache_with_new_tokens_alone(
         found = streamed.generate(given, attention_mask=grown, past_key_values=begun.past_key_values,
                                   max_new_tokens=NEW - 3, **options)
         assert torch.equal(found.sequences[:, 10 if whole else 0 :], wanted[:, 10 if whole else 12 :])
+    with pytest.raises(ValueError, match="cannot be copied"):
+        copy.deepcopy(found.past_key_values)
     with pytest.raises(ValueError, match="attention_mask has shape"):
         streamed.generate(given[:, -1:], attention_mask=grown, max_new_tokens=1)
 

@@ -12,6 +12,7 @@ from transformers.generation import BaseStreamer, GenerationMode, LogitsProcesso
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from forebay.huggingface.inputs import Prompts, read_prompts, take_prompts
+from forebay.huggingface.module_habits import ModuleHabits
 from forebay.huggingface.row_cache import RowCache
 from forebay.huggingface.served import SERVED
 from forebay.runtime.run.generation import Stop, generate_tokens
@@ -136,6 +137,8 @@ class StreamedCausalLM(GenerationMixin):
                              "custom_generate as a function")
         if config.guidance_scale not in (None, 1, 1.0):
             raise ValueError("generate: guidance_scale needs a second cache, and the plan has one; leave it out")
+        if isinstance(options.get("assistant_model"), ModuleHabits):
+            raise ValueError("generate: a wrapped model cannot assist; give transformers' own as assistant_model")
         if on_token is not None:
             if options.get("streamer") is not None:
                 raise ValueError("generate: give a streamer or on_token, not both")
