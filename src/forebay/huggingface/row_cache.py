@@ -33,8 +33,8 @@ class RowCache(Cache):
         """Nothing to do: tokens that are taken back are overwritten by those that follow."""
 
     def __deepcopy__(self, memo: object) -> RowCache:
-        raise ValueError("a cache lies in the plan's memory, which has room for one: it cannot be copied; go on from it, "
-                         "or give the whole prompt again")
+        raise ValueError("a cache lies in the plan's memory, which has room for one: it cannot be copied; go on from "
+                         "it, or give the whole prompt again")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last -`tokens_to_remove` tokens of every row; positive numbers are lengths to keep."""
