@@ -271,7 +271,6 @@ def test_sampling_is_reproducible_and_its_narrowest_is_greedy(resident: Language
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (dict(input_ids=None), "input_ids must be a tensor"),
     (dict(input_ids=torch.zeros(0, 3, dtype=torch.int64)), "at least one token"),
     (dict(input_ids=torch.zeros(3, dtype=torch.int64)), r"\[B, T\]"),
     (dict(input_ids=torch.tensor([[1.5]])), "whole numbers, found torch.float32"),

@@ -54,3 +54,6 @@ def test_prompts_are_taken_out_of_the_arguments() -> None:
         take_prompts([[1]], dict(input_ids=[[1]]), 9, False)
     with pytest.raises(ValueError, match="token_type_ids"):
         take_prompts([[1]], dict(token_type_ids=[[0]]), 9, True)
+    assert take_prompts(None, {}, 9, False, bos=4).ids.tolist() == [[4]]
+    with pytest.raises(ValueError, match="input_ids must be a tensor"):
+        take_prompts(None, {}, 9, False)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, plan_from_dict, validate
+from forebay.rewriter.planning import planner
 from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed, WeightUse
 from forebay.rewriter.planning.planner import make_plan, smallest_budget
 from forebay.rewriter.planning.wishes import Wishes
@@ -128,14 +129,29 @@ def test_smallest_budget_is_exact_and_named(needs: ModelNeeds, workload: Workloa
             make_plan(needs, Budget(smallest - 1), workload, Wishes(), MACHINE)
 
 
+def chosen_slot_nbytes(plan: Plan, needs: ModelNeeds) -> int:
+    """Bytes of the slots that the planner compared for this plan; 0 where nothing streams."""
+    budget, kinds = Budget(plan.budget.device, plan.budget.host), planner._kinds(needs)
+    fit = planner._cheapest(needs, kinds, budget, plan.workload,
+                            planner._candidates(needs, kinds, budget, plan.workload, Wishes()))
+    assert fit is not None and (fit.slots, fit.chunk) == (plan.schedule.slots, plan.schedule.prefill_chunk)
+    assert plan.schedule.slot_nbytes <= fit.slot_nbytes
+    return fit.slot_nbytes
+
+
 def predicted_s(plan: Plan, needs: ModelNeeds) -> float:
-    """Prompt and answer by the costs that the planner compares with, every byte beside its alignment counted."""
+    """Prompt and answer by the costs that the planner compares with, every byte beside its alignment counted.
+
+    Copies are counted as through slots of the size that was chosen; the plan's own are as large as the largest piece
+    that streams, up to a row of each weight less.
+    """
     s, w = plan.schedule, plan.workload
     products = [u for u in needs.uses if u.product and not (u.nbytes <= PAGE_NBYTES or u.rows == 1)]
     streams = sum(-(-p.nbytes // 64) * 64 for p, u in zip(plan.weights, needs.uses, strict=True)
                   if p.tier != "device" and u.product)
     total = sum(-(-u.nbytes // 64) * 64 for u in products)
-    copies = streams / total * sum(-(-u.nbytes // s.slot_nbytes) for u in products) if streams else 0
+    slot_nbytes = chosen_slot_nbytes(plan, needs)
+    copies = streams / total * sum(-(-u.nbytes // slot_nbytes) for u in products) if streams else 0
     steps = ((-(-w.prompt // s.prefill_chunk), s.prefill_chunk), (w.new_tokens - 1, 1))
     return sum(count * needs.rates.step_time_s(tokens, streams, copies, s.slots) for count, tokens in steps)
 
