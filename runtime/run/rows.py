@@ -49,12 +49,16 @@ class Rows:
         self.lengths = lengths
         return logits
 
+    @property
+    def room(self) -> int:
+        """Tokens that the cache has room for behind the longest row."""
+        return self.session.plan.workload.context - int(self.lengths.max())
+
     def extend(self, ids: torch.Tensor, keep: int = 1) -> torch.Tensor:
         """Append ids [n, S] to the rows; logits [n, keep, V] of the last `keep` tokens. RuntimeFault where the cache
         has no room for them."""
-        room = self.session.plan.workload.context - int(self.lengths.max())
-        if ids.shape[1] > room:
-            raise RuntimeFault(f"the cache has room for {room} more tokens, not for {ids.shape[1]}: plan for more "
+        if ids.shape[1] > self.room:
+            raise RuntimeFault(f"the cache has room for {self.room} more tokens, not for {ids.shape[1]}: plan for more "
                                "(wrap(new_tokens=…))")
         longest = int(self.lengths.max()) + ids.shape[1]
         if self.session.renewed_at:

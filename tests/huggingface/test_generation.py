@@ -16,6 +16,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, MaxTimeCriteria, 
 from forebay.api import LanguageModel, wrap
 from forebay.huggingface import causal_lm
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.run.session import Session
 
 NEW = 7
 
@@ -172,9 +174,64 @@ def test_an_assistant_model_saves_steps(streamed: LanguageModel, llama_checkpoin
     assert len(steps) < 8
 
 
-def test_a_wrapped_assistant_is_refused(streamed: LanguageModel, llama_checkpoint: Any) -> None:
-    with pytest.raises(ValueError, match="wrapped model cannot assist"):
+@pytest.mark.parametrize("options", [dict(), dict(do_sample=True, temperature=0.8), dict(repetition_penalty=1.3)])
+def test_a_wrapped_assistant_drafts(streamed: LanguageModel, llama_checkpoint: Any, options: dict) -> None:
+    """With a cache of its own, for a wrapped model and for one of transformers'. Its weights are the model's, so most
+    of what it drafts is right; some is not, and is taken back."""
+    found = []
+    with llama_checkpoint.language_model(0.5, batch=1, prompt=4, new_tokens=2) as draft:
+        draft.generation_config.num_assistant_tokens = 4
+        llama_checkpoint.model.generation_config.num_assistant_tokens = 4
+        for model, helper in ((streamed, draft), (llama_checkpoint.model, draft), (streamed, llama_checkpoint.model),
+                              (llama_checkpoint.model, llama_checkpoint.model)):
+            helper.generation_config.assistant_confidence_threshold = 0.0  # scikit-learn, where it is, would change it
+            torch.manual_seed(6)
+            found.append(model.generate(llama_checkpoint.ids[2:], max_new_tokens=20, pad_token_id=0, eos_token_id=None,
+                                        assistant_model=helper, **options))
+    for other in found[1:]:
+        assert torch.equal(found[0], other)
+
+
+def test_an_assistants_cache_serves_all_its_drafts(streamed: LanguageModel, llama_checkpoint: Any) -> None:
+    """Planned once, for all that the model may ask; each draft begins where the last one's cache ends."""
+    with llama_checkpoint.language_model(0.5, batch=1, prompt=4, new_tokens=2) as draft:
+        draft.generation_config.num_assistant_tokens = 3
+        draft.generation_config.num_assistant_tokens_schedule = "constant"
+        plans, steps = [], []
+        prepared, passed = type(draft)._prepare, Session.step
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(draft), "_prepare", lambda self, *a: plans.append(self) or prepared(self, *a))
+            patch.setattr(Session, "step", lambda self, inputs: steps.append((self, inputs)) or passed(self, inputs))
+            streamed.generate(llama_checkpoint.ids[2:], max_new_tokens=12, pad_token_id=0, eos_token_id=None,
+                              assistant_model=draft)
+        drafted = [inputs["input_ids"].shape[1] for session, inputs in steps if session is draft.session]
+        assert plans.count(draft) == 1
+        assert drafted[0] >= 10 and len(drafted) > 4 and max(drafted[1:]) <= 3
+
+
+def test_who_cannot_assist_is_told_why(streamed: LanguageModel, llama_checkpoint: Any, tied_checkpoint: Any) -> None:
+    with pytest.raises(ValueError, match="cannot assist itself"):
         streamed.generate(llama_checkpoint.ids[2:], max_new_tokens=3, assistant_model=streamed)
+    with tied_checkpoint.language_model(2.0) as other:
+        other.captured.vocab_size = 700
+        with pytest.raises(ValueError, match="drafts greedily alone"):
+            streamed.generate(llama_checkpoint.ids[2:], max_new_tokens=3, assistant_model=other, do_sample=True)
+
+
+def test_going_on_beyond_the_room_of_a_cache(streamed: LanguageModel, llama_checkpoint: Any) -> None:
+    """The prompt and what followed it are given whole, so they can be computed again under a plan with more room."""
+    options = dict(pad_token_id=0, eos_token_id=None, return_dict_in_generate=True)
+    ids, mask = llama_checkpoint.ids, llama_checkpoint.mask
+    with llama_checkpoint.language_model(0.6, batch=3, prompt=10, new_tokens=3) as lm:
+        begun = lm.generate(ids, attention_mask=mask, max_new_tokens=3, **options)
+        grown = torch.cat((mask, mask.new_ones(3, 3)), 1)
+        found = lm.generate(begun.sequences, attention_mask=grown, past_key_values=begun.past_key_values,
+                            max_new_tokens=NEW - 3, **options)
+        assert torch.equal(found.sequences, llama_checkpoint.expected[:, : 10 + NEW])
+        assert found.past_key_values is begun.past_key_values
+        with pytest.raises(RuntimeFault, match="room for"):
+            lm.generate(found.sequences[:, -1:], attention_mask=torch.cat((grown, mask.new_ones(3, NEW - 3)), 1),
+                        past_key_values=found.past_key_values, max_new_tokens=60, **options)
 
 
 def test_the_folders_own_generation_config(llama_checkpoint: Any, tmp_path: Path) -> None:

@@ -88,12 +88,31 @@ def test_the_cache_that_generate_returns_goes_on(streamed: LanguageModel, llama_
     assert torch.equal(second.sequences, llama_checkpoint.expected[2:])
 
 
+def test_position_ids_that_say_what_the_mask_says(streamed: LanguageModel, llama_checkpoint: Any) -> None:
+    """As transformers' own loops and scripts give them; whatever stands at padding."""
+    ids, mask = llama_checkpoint.ids, llama_checkpoint.mask
+    counted = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    found = streamed(ids, attention_mask=mask, position_ids=counted, use_cache=True)
+    assert torch.equal(found.logits, streamed(ids, attention_mask=mask).logits)
+    assert torch.equal(streamed(ids, position_ids=torch.arange(10)[None]).logits, streamed(ids).logits)
+    with pytest.raises(ValueError, match="position_ids"):
+        streamed(ids, attention_mask=mask, position_ids=torch.arange(10)[None])
+    grown, token = torch.cat((mask, mask.new_ones(3, 1)), 1), llama_checkpoint.expected[:, 10:11]
+    for given in (None, grown):
+        held = streamed(ids, attention_mask=mask, use_cache=True).past_key_values
+        with pytest.raises(ValueError, match="position_ids"):
+            streamed(token, attention_mask=given, past_key_values=held, position_ids=counted[:, -1:] + 2)
+        after = streamed(token, attention_mask=given, past_key_values=held, position_ids=counted[:, -1:] + 1)
+        assert torch.equal(after.logits[:, -1].argmax(-1), llama_checkpoint.expected[:, 11])
+
+
 def test_labels_and_inputs_that_cannot_be(streamed: LanguageModel, llama_checkpoint: Any) -> None:
     ids = llama_checkpoint.ids
     with pytest.raises(ValueError, match="labels has 3 columns, the logits 10"):
         streamed(ids, labels=ids[:, :3])
-    with pytest.raises(ValueError, match="position_ids: a captured step reads"):
-        streamed(ids, position_ids=ids)
+    for odd in (ids, torch.arange(9)[None], torch.arange(10), torch.arange(10).expand(2, -1)):
+        with pytest.raises(ValueError, match="position_ids: a step counts"):
+            streamed(ids, position_ids=odd)
     with pytest.raises(ValueError, match="output_attentions: a captured step"):
         streamed(ids, output_attentions=True)
     with pytest.raises(ValueError, match="at least one token"):

@@ -137,13 +137,14 @@ class StreamedCausalLM(GenerationMixin):
                              "custom_generate as a function")
         if config.guidance_scale not in (None, 1, 1.0):
             raise ValueError("generate: guidance_scale needs a second cache, and the plan has one; leave it out")
-        if isinstance(options.get("assistant_model"), ModuleHabits):
-            raise ValueError("generate: a wrapped model cannot assist; give transformers' own as assistant_model")
+        helper = options.get("assistant_model")
+        if isinstance(helper, ModuleHabits):
+            self._admit(cast("LanguageModel", helper), prompts, new_tokens, config)
         if on_token is not None:
             if options.get("streamer") is not None:
                 raise ValueError("generate: give a streamer or on_token, not both")
             options["streamer"] = _Listener(on_token)
-        mode = config.get_generation_mode(options.get("assistant_model"))
+        mode = config.get_generation_mode(helper)
         copies = max(config.num_beams or 1, config.num_return_sequences or 1)
         shown, count = prompts.at_the_right(), len(prompts.ids) * copies
         held = options.pop("past_key_values", None)
@@ -158,15 +159,27 @@ class StreamedCausalLM(GenerationMixin):
                 raise ValueError("generate: with several generators each draws for one prompt and one answer to it")
             self.draws, generator = tuple(generator), None
         with _drawing_from(generator):
-            if held is not None:
+            if held is not None and held.has_room(shown, new_tokens):
                 return self._generate(shown, given, options, past_key_values=held)
             if not config.use_cache:
                 with lm.running(count, prompts.longest + new_tokens, 1):
                     return self._restored(self._generate(shown, given, options), prompts, copies)
+            if held is not None:  # as long an answer as planned for, lest a draft's every few tokens be a new plan
+                new_tokens = max(new_tokens, lm.plan.workload.new_tokens)
             with lm.running(count, prompts.longest, new_tokens):
-                cache = RowCache(lm)
-                cache.new_tokens = new_tokens
+                cache = RowCache(lm) if held is None else held
+                cache.empty(new_tokens)
                 return self._restored(self._generate(shown, given, options, past_key_values=cache), prompts, copies)
+
+    def _admit(self, helper: LanguageModel, prompts: Prompts, new_tokens: int, config: GenerationConfig) -> None:
+        """Plan for all that an assistant will draft; ValueError for one that cannot."""
+        if helper is self.lm:
+            raise ValueError("generate: a wrapped model cannot assist itself, its memory has room for one cache; wrap "
+                             "a smaller one, with a budget of its own, as assistant_model")
+        if config.do_sample and helper.captured.vocab_size != self.lm.captured.vocab_size:
+            raise ValueError("generate: a wrapped assistant with a tokenizer of its own drafts greedily alone; leave "
+                             "do_sample out, or give transformers' own model as assistant_model")
+        helper.reserve(len(prompts.ids), prompts.longest, new_tokens)
 
     def _get_logits_processor(self, generation_config: GenerationConfig, *args: Any, **options: Any) -> Any:
         """transformers' own, and last, where each prompt has a generator, what draws from it."""
@@ -201,14 +214,16 @@ class StreamedCausalLM(GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
+        position_ids: torch.Tensor | None = None,
         **others: Any,
     ) -> Any:
         """Logits [B, T, V] of input_ids [B, T], or of the last `logits_to_keep` tokens, and with `labels` [B, T] (-100
         does not count) the loss: the mean cross-entropy of each label given the tokens before it.
 
         The logits at padding are 0. They are the caller's memory, beside the budget. Attention masks as for
-        `generate`; `use_cache` returns the cache as past_key_values, for tokens that follow. ValueError for other
-        inputs of transformers' models, which a step does not have.
+        `generate`; `use_cache` returns the cache as past_key_values, for tokens that follow; `position_ids` [B, T] or
+        [1, T] may say what the mask says. ValueError for other inputs of transformers' models, which a step does not
+        have.
         """
         unknown = [name for name, value in others.items() if value is not None and value is not False
                    and name not in _PASSED_ON]
@@ -216,10 +231,12 @@ class StreamedCausalLM(GenerationMixin):
             raise ValueError(f"{unknown[0]}: a captured step reads input_ids and attention_mask alone; leave it out")
         if past_key_values is not None and past_key_values.seen:
             keep = logits_to_keep or _width(input_ids)
+            _check_positions(position_ids, attention_mask, past_key_values.lengths, _width(input_ids))
             logits = past_key_values.extend(torch.as_tensor(input_ids).cpu(), attention_mask, keep)
             cache: RowCache | None = past_key_values
         else:
             prompts = read_prompts(input_ids, attention_mask, self.lm.captured.vocab_size)
+            _check_positions(position_ids, prompts.mask, None, prompts.ids.shape[1])
             logits, cache = self._begin(prompts, past_key_values, bool(use_cache), logits_to_keep)
         loss = None
         if labels is not None:
@@ -309,3 +326,21 @@ def _drawing_from(generator: torch.Generator | None) -> Iterator[None]:
 
 def _width(ids: torch.Tensor | None) -> int:
     return 0 if ids is None else ids.shape[1]
+
+
+def _check_positions(
+    positions: torch.Tensor | None, mask: torch.Tensor | None, held: torch.Tensor | None, width: int
+) -> None:
+    """ValueError unless `positions` [B, width] count the tokens that `mask` keeps, behind the `held` [B] of a cache."""
+    if positions is None:
+        return
+    if mask is not None:
+        kept = mask.cpu().bool()
+        counted, kept = (kept.cumsum(1) - 1)[:, -width:], kept[:, -width:]
+    else:
+        counted = torch.arange(width) + (0 if held is None else held[:, None])
+        kept = torch.ones_like(counted, dtype=torch.bool)
+    found = torch.as_tensor(positions).cpu()
+    if found.dim() != 2 or found.shape[1] != width or len(found) not in (1, len(counted)) or bool(
+            ((found != counted) & kept).any()):
+        raise ValueError("position_ids: a step counts the tokens that attention_mask keeps, from 0; leave them out")

@@ -88,6 +88,10 @@ class ModuleHabits:
 
         return GenerationMixin.compute_transition_scores(self, *args, **kwargs)  # type: ignore[arg-type]
 
+    def _supports_logits_to_keep(self) -> bool:
+        """What transformers asks of an assistant."""
+        return True
+
     def cpu(self) -> Self:
         return self.to("cpu")
 

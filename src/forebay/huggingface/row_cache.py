@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import Cache
 
+from forebay.huggingface.inputs import Prompts
 from forebay.runtime.run.rows import Rows
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ class RowCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
 
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[B] tokens of each row, without padding."""
+        return self._held().lengths
+
     def activate_past_recording(self) -> None:
         """Nothing to do: tokens that are taken back are overwritten by those that follow."""
 
@@ -45,6 +51,17 @@ class RowCache(Cache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         with self.model.resuming(self._held()):
             self._held().reorder(beam_idx)
+
+    def empty(self, new_tokens: int) -> None:
+        """Hold nothing, and expect prompts with room for `new_tokens` behind them."""
+        self.rows, self.seen, self.new_tokens = None, 0, new_tokens
+
+    def has_room(self, prompts: Prompts, new_tokens: int) -> bool:
+        """Whether so many tokens fit behind `prompts`, or nothing can be begun anew: these are not all there is."""
+        columns = prompts.ids.shape[1]
+        if self.rows is None or columns <= self.seen:
+            return True
+        return columns - self.seen + new_tokens - 1 <= self.rows.room
 
     def begin(self, rows: Rows, prompts: list[torch.Tensor], width: int, new_tokens: int) -> torch.Tensor:
         """Logits of `Rows.begin`; `width` counts the columns of the prompts with their padding."""
