@@ -17,6 +17,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
+from forebay.rewriter.capture.layouts import layout_of
 from forebay.rewriter.ir.graph import META, copy_node
 
 ALIAS = "alias_of"
@@ -103,6 +104,9 @@ class _Concretiser:
 
     def _run(self, node: fx.Node) -> Any:
         args, kwargs = _mapped((node.args, node.kwargs), self.values, onto_meta=True)
+        known = layout_of(node.target, args, kwargs)
+        if known is not None:
+            return known
         try:
             return node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception as error:

@@ -1,0 +1,112 @@
+"""The rules of layouts say what torch says, or nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._pytree import tree_map_only
+
+from forebay.rewriter.capture.layouts import layout_of
+
+aten = torch.ops.aten
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.bool])
+SIZES = st.integers(0, 3)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, rank: int = 4) -> torch.Tensor:
+    """On the CPU: contiguous, transposed, expanded or a slice of a larger one."""
+    found = torch.ones(draw(st.lists(SIZES, max_size=rank)), dtype=draw(DTYPES))
+    kind = draw(st.sampled_from(["as it is", "as it is", "as it is", "transposed", "expanded", "sliced"]))
+    if kind == "transposed" and found.ndim > 1:
+        return found.transpose(0, -1)
+    if kind == "expanded":
+        return found[None].expand(2, *found.shape)
+    if kind == "sliced" and found.ndim:
+        return torch.ones((*found.shape[:-1], found.shape[-1] + 2), dtype=found.dtype)[..., 1 : 1 + found.shape[-1]]
+    return found
+
+
+numbers = st.one_of(st.integers(-2, 3), st.floats(0.5, 2), st.booleans())
+PAIRS = [aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor]
+ALONE = [aten.neg.default, aten.cos.default, aten.sin.default, aten.tanh.default, aten.exp.default,
+         aten.rsqrt.default, aten.sigmoid.default, aten.silu.default]
+
+
+def agrees(target: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether there is a rule for these operands; if so it says what torch gives for them on the CPU."""
+    onto = tree_map_only(torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"),
+                         (args, kwargs))
+    found = layout_of(target, *onto)
+    if found is None:
+        return False
+    wanted = target(*args, **kwargs)
+    assert (found.shape, found.stride(), found.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+    assert found.is_meta and found.storage_offset() == 0
+    return True
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.sampled_from(PAIRS), tensors(), st.one_of(tensors(), numbers))
+def test_pairs(target: Any, left: torch.Tensor, right: Any) -> None:
+    agrees(target, (left, right), {})
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.sampled_from(ALONE), tensors())
+def test_single_operands(target: Any, operand: torch.Tensor) -> None:
+    agrees(target, (operand,), {})
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(tensors(3), max_size=3), st.integers(-4, 3))
+def test_concatenation(parts: list[torch.Tensor], dim: int) -> None:
+    agrees(aten.cat.default, (parts, dim), {})
+
+
+@settings(deadline=None, max_examples=200)
+@given(tensors(3), st.integers(-4, 3), st.lists(SIZES, max_size=3), st.sampled_from([torch.int64, torch.int32]))
+def test_gather(source: torch.Tensor, dim: int, shape: list[int], dtype: torch.dtype) -> None:
+    agrees(aten.gather.default, (source, dim, torch.zeros(shape, dtype=dtype)), {})
+
+
+@settings(deadline=None, max_examples=100)
+@given(tensors(2), tensors(3))
+def test_embedding(weight: torch.Tensor, ids: torch.Tensor) -> None:
+    agrees(aten.embedding.default, (weight, torch.zeros_like(ids)), {})
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.sampled_from([aten.arange.default, aten.arange.start, aten.arange.start_step]), numbers, numbers, numbers,
+       st.sampled_from([{}, {"dtype": torch.float32}, {"dtype": torch.int32}]))
+def test_counting(target: Any, start: Any, end: Any, step: Any, options: dict[str, Any]) -> None:
+    bounds = {aten.arange.default: (end,), aten.arange.start: (start, end), aten.arange.start_step: (start, end, step)}
+    agrees(target, bounds[target], options)
+
+
+@pytest.mark.parametrize(("target", "args"), [
+    (aten.add.Tensor, (torch.ones(2, 3), torch.ones(3))), (aten.mul.Tensor, (torch.ones(4), 0.5)),
+    (aten.cos.default, (torch.ones(2),)), (aten.cat.default, ([torch.ones(2, 1), torch.ones(2, 2)], -1)),
+    (aten.gather.default, (torch.ones(2, 3), 1, torch.zeros(2, 1, dtype=torch.int64))),
+    (aten.embedding.default, (torch.ones(5, 2), torch.zeros(1, 3, dtype=torch.int64))), (aten.arange.default, (4,)),
+    (aten.arange.start_step, (5, 1, -2))])
+def test_plain_operands_have_a_rule(target: Any, args: tuple) -> None:
+    assert agrees(target, args, {})
+    assert layout_of(aten.add.Tensor, (torch.ones(2, device="meta"), 1), {"alpha": 2}) is None
+
+
+def test_no_rule_loads_what_is_slow_to_load() -> None:
+    script = ("import sys, torch; from forebay.rewriter.capture.layouts import layout_of; a = torch.ops.aten\n"
+              "m = torch.ones(2, 3, device='meta')\n"
+              "for t, x in ((a.add.Tensor, (m, m)), (a.sin.default, (m,)), (a.cat.default, ([m, m],)),\n"
+              "             (a.arange.default, (3,))):\n"
+              "    assert layout_of(t, x, {}) is not None\n"
+              "print([n for n in ('sympy', 'torch._dynamo') if n in sys.modules])")
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
