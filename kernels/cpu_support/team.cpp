@@ -142,17 +142,20 @@ class Team {
   std::condition_variable work_;
 };
 
-// Never destroyed, since its threads outlive main; a forked process has none of them and begins anew.
-Team* team = nullptr;
+// Never destroyed, since its threads outlive main; a forked process has none of them and begins anew, in the same memory:
+// none is asked for, since `bad_alloc` would end a process that calls from Python.
+alignas(Team) unsigned char memory[sizeof(Team)];
+
+void begin() { new (memory) Team; }
 
 Team& the_team() {
   static const bool made = [] {
-    team = new Team;
-    pthread_atfork(nullptr, nullptr, [] { team = new Team; });
+    begin();
+    pthread_atfork(nullptr, nullptr, begin);
     return true;
   }();
   (void)made;
-  return *team;
+  return *std::launder(reinterpret_cast<Team*>(memory));
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
-"""What C++ asks of the system fails too: each allocation of the allocator's search in turn, its stack, and the threads
-and files of a build; a child then ends with an error of Python's own, never by a signal.
+"""What C++ asks of the system fails too: each allocation of the allocator's search in turn, its stack, and each
+allocation of the kernels' team of threads; a process then goes on or has an error of Python's own, and never ends by a
+signal.
 
 FOREBAY_TEST_ALL=1 (`make test-all`) fails up to 1 000 allocations of each function instead of 60.
 """
@@ -27,13 +28,17 @@ SHIM = r"""
 #include <cstdlib>
 #include <new>
 extern "C" { long failing = -1, asked = 0; }
-void* operator new(std::size_t nbytes) {
+void* operator new(std::size_t nbytes, std::align_val_t to) {
+  void* found = nullptr;
   if (failing >= 0 && asked++ == failing) throw std::bad_alloc();
-  if (void* found = std::malloc(nbytes ? nbytes : 1)) return found;
-  throw std::bad_alloc();
+  if (posix_memalign(&found, std::size_t(to), nbytes ? nbytes : 1)) throw std::bad_alloc();
+  return found;
 }
+void* operator new(std::size_t nbytes) { return operator new(nbytes, std::align_val_t(16)); }
 void operator delete(void* held) noexcept { std::free(held); }
 void operator delete(void* held, std::size_t) noexcept { std::free(held); }
+void operator delete(void* held, std::align_val_t) noexcept { std::free(held); }
+void operator delete(void* held, std::size_t, std::align_val_t) noexcept { std::free(held); }
 """
 SEARCHING = """
 import ctypes, random, sys
@@ -90,6 +95,53 @@ def test_each_allocation_of_the_search_may_fail(tmp_path: Path) -> None:
     assert found.returncode == 0, f"{found.returncode}\n{found.stderr[-2000:]}"
     print("\n" + found.stdout)
     assert found.stdout.count("told") == 4
+
+
+LOOPS = """
+import ctypes, os, torch
+from forebay.kernels.cpu_support import native
+from tests.kernels.cpu_support.test_team import calls
+torch.set_num_threads(4)
+shim, (steps, made) = ctypes.CDLL(None), calls(2)
+failing, asked = (ctypes.c_long.in_dll(shim, name) for name in ("failing", "asked"))
+chain = native.chained(steps)
+
+def loops(n):  # torch's own allocations are not meant
+    asked.value, failing.value = 0, n
+    for step in chain:
+        step()
+    failing.value = -1
+    return asked.value
+
+def forked(use, n=-1):  # the allocation `n` of the fork itself fails
+    asked.value, failing.value = 0, n
+    child = os.fork()
+    failing.value = -1
+    if child == 0:
+        os._exit(use())
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def failed(n):  # in the first loops of a process, and in those of one that it forks
+    loops(n)
+    found = [tensor.clone() for tensor in made]
+    for tensor in made:
+        tensor.fill_(torch.nan)
+    inner = [forked(lambda: (loops(n), not all(map(torch.equal, made, found)))[1], at) for at in (-1, 0)]
+    return any(inner) or any(tensor.isnan().any() for tensor in found)
+
+count = forked(lambda: loops(1 << 40))
+found = [forked(lambda: failed(n)) for n in range(count)]
+assert 3 <= count < 200 and not any(found), (count, found)
+print(count, "allocations of the team failed")
+"""
+
+
+def test_each_allocation_of_the_team_may_fail(tmp_path: Path) -> None:
+    """Before any loop, of each of three threads, and in a process that is forked."""
+    found = subprocess.run([sys.executable, "-c", LOOPS], cwd=ROOT, capture_output=True, text=True, timeout=300,
+                           env=os.environ | {"LD_PRELOAD": _shim(tmp_path, SHIM)})
+    assert found.returncode == 0, f"{found.returncode}\n{found.stderr[-2000:]}"
+    print("\n" + found.stdout)
 
 
 def _shim(folder: Path, text: str) -> str:
