@@ -22,6 +22,7 @@ from forebay.kernels.cache.rotary_append.reference import (
     reference,
     write_rows,
 )
+from forebay.kernels.dense_like import dense_like
 from forebay.kernels.formats import paged
 from forebay.kernels.formats.paged import BlockLayout
 from forebay.kernels.operator import Cost, Operator, Use, dtype_of, nbytes_of
@@ -59,7 +60,7 @@ def _(
 def _(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, start: Tensor, k_cache: Tensor, v_cache: Tensor
 ) -> Tensor:
-    return torch.empty_like(q)
+    return dense_like(q)
 
 
 @torch.library.custom_op("forebay::rotary_append_paged", mutates_args=("pool",), device_types="cpu")
@@ -98,7 +99,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, pool: Tensor,
     block_tokens: int, format: str, group_size: int,
 ) -> Tensor:  # fmt: skip
-    return torch.empty_like(q)
+    return dense_like(q)
 
 
 @torch.library.custom_op("forebay::kv_append_paged", mutates_args=("pool",), device_types="cpu")

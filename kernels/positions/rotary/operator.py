@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from forebay.kernels.dense_like import dense_like
 from forebay.kernels.operator import Call, Operator, Use, each_once
 from forebay.kernels.positions.rotary.cpu import bind_rotary
 from forebay.kernels.positions.rotary.onnx import rotary as rotary_onnx
@@ -38,7 +39,7 @@ def _(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @rotary.register_fake
 def _(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.empty_like(x)
+    return dense_like(x)
 
 
 def _bind_cuda(use: Use) -> Call:
