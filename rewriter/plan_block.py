@@ -64,10 +64,11 @@ def plan_block(
             best[at] = min(best.get(at, way), way, key=lambda way: way.time_s)
         ways += best.values()
         if not found:
+            least = pipeline.with_block(_wished_shares(pipeline, block, wishes))
             try:
-                pipeline.plan(budget, wishes)
+                least.plan(budget, wishes)
             except PlanError as error:
-                refused.append((pipeline, error))
+                refused.append((least, error))
     fitting = []
     for way in ways:  # where the host attends, the closed form says less of what waits for what: near their own best
         if way.time_s <= NEAR * min(w.time_s for w in ways if w.block.cpu_attention == way.block.cpu_attention):
@@ -102,10 +103,6 @@ def _in_shares(pipeline: Pipeline, block: Block, budget: Budget, wishes: Wishes)
     def fits(way: Block) -> bool:
         return plan_fits(needs.staging(layers, way, workload), budget, workload, wishes)
 
-    def in_shares(device: int, host: int) -> Block:
-        unit = block.together
-        return replace(block, cache_device=device // unit * unit, cache_host=host // unit * unit)
-
     def most(way: Callable[[int], Block]) -> int:
         """The most caches that a faster tier has room for; all of them need no slots for what comes from the disk."""
         if fits(way(total)):
@@ -113,15 +110,12 @@ def _in_shares(pipeline: Pipeline, block: Block, budget: Budget, wishes: Wishes)
         return max(0, bisect_right(range(total), 0, key=lambda n: int(not fits(way(n)))) - 1)
 
     if wishes.cache_tier is not None or wishes.cache_shares is not None:
-        device_share, host_share = wishes.cache_shares or (0.0, 0.0)
-        if min(device_share, host_share) < 0 or device_share + host_share > 1:
-            raise PlanError(f"cache_shares: {device_share} on the device and {host_share} in host memory must be "
-                            "shares of one whole")
-        ways = [in_shares(int(device_share * total), int(host_share * total))]
+        ways = [_wished_shares(pipeline, block, wishes)]
     else:
-        host = most(lambda n: in_shares(0, n)) if block.cache == "disk" and budget.host else 0
-        on_device = most(lambda n: in_shares(n, min(host, total - n)))
-        ways = [in_shares(d, min(h, total - d)) for d in parts_of(on_device, 4) for h in parts_of(host, 2)]
+        host = most(lambda n: _in_whole_layers(block, 0, n)) if block.cache == "disk" and budget.host else 0
+        on_device = most(lambda n: _in_whole_layers(block, n, min(host, total - n)))
+        ways = [_in_whole_layers(block, d, min(h, total - d))
+                for d in parts_of(on_device, 4) for h in parts_of(host, 2)]
     if wishes.cpu_attention is None and host_attends(pipeline.machine):
         ways += [replace(way, cpu_attention=True) for way in ways if way.cache_host or way.cache == "host"]
     found = []
@@ -129,6 +123,24 @@ def _in_shares(pipeline: Pipeline, block: Block, budget: Budget, wishes: Wishes)
         plan = make_plan(needs.staging(layers, way, workload), budget, workload, wishes, "")
         found.append(_Way(answer_time_s(plan), pipeline, way))
     return found
+
+
+def _wished_shares(pipeline: Pipeline, block: Block, wishes: Wishes) -> Block:
+    """The block with the shares of its caches that `wishes` name on faster tiers, none where they name none. PlanError
+    for shares that are none."""
+    device_share, host_share = wishes.cache_shares or (0.0, 0.0)
+    if min(device_share, host_share) < 0 or device_share + host_share > 1:
+        raise PlanError(f"cache_shares: {device_share} on the device and {host_share} in host memory must be "
+                        "shares of one whole")
+    assert pipeline.needs.staged is not None
+    total = len(pipeline.needs.staged.layers) * block.micro_batches
+    return _in_whole_layers(block, int(device_share * total), int(host_share * total))
+
+
+def _in_whole_layers(block: Block, device: int, host: int) -> Block:
+    """The block with at most so many of its caches on the device and in host memory: as many as lie together."""
+    unit = block.together
+    return replace(block, cache_device=device // unit * unit, cache_host=host // unit * unit)
 
 
 def host_attends(machine: Machine) -> bool:

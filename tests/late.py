@@ -1,9 +1,10 @@
-"""Reads and writes that begin late, so that they overtake each other."""
+"""Copies, and work of the host's, that begin late, so that they overtake each other."""
 
 from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 import forebay.runtime.devices.open_device as open_device_module
 import forebay.runtime.disk.spill as spill_module
+from forebay.runtime.devices.streams import Worker
 
 
 class Late:
@@ -43,7 +45,14 @@ class Late:
 
 
 def make_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All readers and writers that are opened from here on."""
+    """All readers and writers that are opened from here on, and what workers of the other streams are given."""
     opened, made = open_device_module.open_reader, spill_module.open_writer
     monkeypatch.setattr(open_device_module, "open_reader", lambda *a, **k: Late(opened(*a, **k), 3))
     monkeypatch.setattr(spill_module, "open_writer", lambda *a: Late(made(*a), 5))
+    chance, submit = random.Random(7), Worker.submit
+
+    def submitted(worker: Worker, call: Callable[[], object]) -> None:
+        delay_s = chance.choice((0.0, 0.0, 0.001, 0.004))
+        submit(worker, lambda: (time.sleep(delay_s), call()))
+
+    monkeypatch.setattr(Worker, "submit", submitted)

@@ -6,8 +6,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import random
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,6 @@ from e2e.agreement import assert_same_tokens
 from e2e.block_case import ATTENDED, COUNT, DISK, HOST, HOST_NBYTES, NEW, PROMPT, SHARED, Case
 from late import make_late
 
-import forebay.runtime.devices.threads as threads_module
 import forebay.runtime.disk.spill as spill_module
 from forebay.api import LanguageModel
 from forebay.rewriter.ir.plan import Budget, PlanError, Prediction, Workload, load_plan, plan_from_dict
@@ -28,7 +25,6 @@ from forebay.rewriter.plan_block import answer_time_s
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.devices.streams import Worker
 from forebay.runtime.run.rows import Rows
 
 
@@ -116,19 +112,6 @@ def test_copies_that_overtake_each_other(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, order: str, more: dict[str, Any]
 ) -> None:
     make_late(monkeypatch)
-    chance, copied = random.Random(7), threads_module.copy_runs
-
-    def late(*args: Any) -> None:
-        time.sleep(chance.choice((0.0, 0.002, 0.006)))
-        copied(*args)
-
-    monkeypatch.setattr(threads_module, "copy_runs", late)
-    submit = Worker.submit
-
-    def submitted(worker: Worker, call: Callable[[], object]) -> None:
-        submit(worker, lambda: (time.sleep(chance.choice((0.0, 0.0, 0.001))), call()))
-
-    monkeypatch.setattr(Worker, "submit", submitted)
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases("llama")
     with case.language_model(1.0, micro_batches=3, order=order, **more) as lm:
@@ -375,3 +358,14 @@ def test_a_saved_block_runs_again_and_an_edited_one_is_obeyed(cases: Callable[[s
 def test_too_few_slots_for_a_layer_are_refused(cases: Callable[[str], Case]) -> None:
     with pytest.raises(PlanError, match=r"2 slots cannot hold.*use more slots"):
         cases("llama").language_model(0.8, micro_batches=2, slots=2)
+
+
+def test_shares_that_no_budget_of_the_device_holds_are_refused_with_what_they_need(
+    cases: Callable[[str], Case]
+) -> None:
+    """Also where the same block without shares would fit."""
+    wishes = SHARED | {"cache_shares": (1.0, 0.0)}
+    with cases("llama").language_model(0.9, micro_batches=2, **DISK):
+        pass
+    with pytest.raises(PlanError, match=r"cannot work for batch 6.*the smallest that can is"):
+        cases("llama").language_model(0.2, micro_batches=2, **wishes)

@@ -1,5 +1,5 @@
 """Every order of micro-batches x tier of their caches x who attends x cache format x family, with sequences that enter
-places as others leave them: each answer is that of the prompt alone.
+places as others leave them, and every stream late at random: each answer is that of the prompt alone.
 
 The suite tries cells that cover every pair of choices, FOREBAY_TEST_ALL=1 (`make test-all`) all of them.
 """
@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers
 from families import gemma2, gpt2, opt
+from late import make_late
 
 from forebay.api import LanguageModel, open_model
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
@@ -129,9 +130,10 @@ def test_answers_are_those_of_each_prompt_alone(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, tier: str, order: Any, cache: str
 ) -> None:
     """More sequences than places, which end at different steps."""
-    monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases(name)
     expected = case.alone(cache)
+    monkeypatch.setenv("FOREBAY_POISON", "1")
+    make_late(monkeypatch)
     staging = {} if tier == "device" else {"cache_tokens": 8 if name == "smollm2" else 4}
     with case.language_model(PLACES, cache, order=order, micro_batches=MICRO_BATCHES, entering=ENTERING,
                              prefill_chunk=6, **TIERS[tier], **staging) as lm:

@@ -33,6 +33,12 @@ PLACES, PROMPT, NEW, COUNT = 6, 14, 9, 17
 GREEDY = Sampling()
 DRAWN = Sampling(True, 1.3, 40, 0.95)
 DISK = {"cache_tier": "disk", "cache_tokens": 4}
+HOST_NBYTES = 1 << 22
+STAGED = [  # every way that places' caches move, and who attends over them
+    DISK | {"micro_batches": 2}, DISK | {"cache_tier": "host", "micro_batches": 2},
+    DISK | {"cache_shares": (0.34, 0.34), "micro_batches": 2, "order": "row"},
+    DISK | {"cache_tier": "host", "micro_batches": 3, "cpu_attention": True},
+    DISK | {"cache_shares": (0.34, 0.34), "micro_batches": 2, "cpu_attention": True}]
 
 
 class Case:
@@ -67,7 +73,8 @@ class Case:
                 for tokens in self.alone]
 
     def language_model(self, share: float = 1.0, places: int = PLACES, **wishes: Any) -> LanguageModel:
-        return LanguageModel(*self.opened, Budget(int(share * self.nbytes)), Workload(places, PROMPT, NEW),
+        host = HOST_NBYTES if wishes.get("cache_tier") == "host" or "cache_shares" in wishes else 0
+        return LanguageModel(*self.opened, Budget(int(share * self.nbytes), host), Workload(places, PROMPT, NEW),
                              Wishes(**{"cache_tier": "device", "prefill_chunk": 5} | wishes))
 
     def asked(self) -> list[Asked]:
@@ -138,23 +145,26 @@ def test_draws_are_a_prompts_own(cases: Callable[[str], Case]) -> None:
         assert answers(lm, case.asked()[4:9], DRAWN, case.eos)[0] == alone[4:9]
 
 
-@pytest.mark.parametrize("more", [{}, DISK | {"micro_batches": 2}])
+@pytest.mark.parametrize("more", [{}, *STAGED])
 def test_copies_that_overtake_each_other(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
     make_late(monkeypatch)
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases("llama")
-    with case.language_model(1.0, entering=2, **more) as lm:
+    with case.language_model(1.2, entering=2, **more) as lm:
         assert lm.plan.prediction.streamed_nbytes > 0
         assert answers(lm, case.asked(), eos=case.eos)[0] == case.expected(case.eos)
 
 
-@pytest.mark.parametrize("more", [{}, DISK | {"micro_batches": 2}])
-def test_without_any_one_wait_a_prefill_is_refused(cases: Callable[[str], Case], more: dict[str, Any]) -> None:
+@pytest.mark.parametrize("more", [{}, *STAGED])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_without_any_one_wait_a_step_is_refused(
+    cases: Callable[[str], Case], more: dict[str, Any], tokens: int
+) -> None:
     """Every wait but those that a later one of the same stream implies, together with which it is refused."""
-    with cases("llama").language_model(1.0, entering=2, **more) as lm:
-        program = lm._pipeline.program(lm.plan, 5)
+    with cases("llama").language_model(1.2, entering=2, **more) as lm:
+        program = lm._pipeline.program(lm.plan, tokens)
         waits = [i for i, item in enumerate(program.step) if isinstance(item, Wait)]
         assert len(waits) > 10
         for i in waits:
