@@ -7,7 +7,6 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
