@@ -102,6 +102,20 @@ def test_a_saved_plan_lends_as_before(llama_checkpoint: Any, tmp_path: Path) -> 
         check(again, llama_checkpoint)
 
 
+def test_an_edited_plan_whose_cache_cannot_grow_is_refused(llama_checkpoint: Any) -> None:
+    """Of a cache that decodes from the other end its last layer would have to move down."""
+    with lending(llama_checkpoint) as lm:
+        plan = lm.plan
+    places = [b.offset for b in plan.buffers if b.kind == "cache" and b.phase == "decode"]
+    turned = {old: new for old, new in zip(sorted(places), sorted(places, reverse=True), strict=True)}
+    edited = replace(plan, buffers=tuple(
+        replace(b, offset=turned[b.offset]) if b.kind == "cache" and b.phase == "decode" else b for b in plan.buffers))
+    with pytest.raises(PlanError, match=r"cache_\w+ lies higher during prefill than later; a cache only moves up"):
+        LanguageModel(*llama_checkpoint.opened, plan.budget, plan.workload, Wishes(), plan=edited)
+    with lending(llama_checkpoint) as lm, pytest.raises(PlanError, match=r"cache cannot grow .*moves up; plan again"):
+        lm._pipeline.growth(edited)
+
+
 def test_one_token_at_a_time_borrows_nothing(llama_checkpoint: Any) -> None:
     with llama_checkpoint.language_model(0.8, prefill_chunk=1) as lm:
         assert not lm.plan.lends and lm._pipeline.growth(lm.plan) is None
