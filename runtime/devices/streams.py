@@ -100,6 +100,8 @@ class Worker:
         while (call := self._queue.get()) is not None:
             try:
                 call()
+            except SystemExit:  # raised in another thread it would end the process without a word
+                self.error = self.error or RuntimeFault(f"the thread {self._thread.name} has ended")
             except BaseException as error:  # handed to whoever waits
                 self.error = self.error or error
 

@@ -89,6 +89,12 @@ class ReaderBrokenError(RuntimeError):
     """A fault that was no read's own ended the reader; it has to be opened anew."""
 
 
+def told_as(error: BaseException | None) -> BaseException | None:
+    """What to tell those who wait of `error`: of the SystemExit that ends a thread that it did, since raised in theirs it
+    would end the process without a word."""
+    return ReaderBrokenError("the disk reader's thread has ended") if isinstance(error, SystemExit) else error
+
+
 class OpenFile:
     """An open file; `direct` says whether O_DIRECT holds, `stale` that read-ahead may have left pages behind."""
 
@@ -273,7 +279,7 @@ class ChunkQueue:
         with self.changed:
             job.flying -= chunk is not None
             if error is not None:
-                job.error = job.error or error
+                job.error = job.error or told_as(error)
                 job.end = job.next
                 if self.jobs and self.jobs[0] is job:
                     self.jobs.popleft()
@@ -294,7 +300,7 @@ class ChunkQueue:
 
     def fail(self, error: BaseException) -> None:
         """A thread of the engine ends by `error`: so do all reads that are not in another's hands, and the engine."""
-        self.error = self.error or error
+        self.error = self.error or told_as(error)
         self.close()
         while (taken := self.take(wait=False)) is not None:
             self.finish(*taken, None)

@@ -37,12 +37,13 @@ CODES = {
     "write": (errno.ENOSPC, errno.EIO, errno.EFBIG), "fsync": (errno.EIO, errno.ENOSPC), "mmap": (errno.ENOMEM,),
     "process": (errno.EAGAIN, errno.ENOMEM), "uring": (errno.EIO, errno.EINVAL), "setup": (errno.ENOMEM, errno.EMFILE),
 }
-KINDS = (*CODES, "thread", "allocation", "short")
+KINDS = (*CODES, "thread", "allocation", "short", "death")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """The `k`-th call (from 0) of `kind` that `place` makes fails; of kind "short" it moves a part of its bytes."""
+    """The `k`-th call (from 0) of `kind` that `place` makes fails; of kind "short" it moves a part of its bytes, of kind
+    "death" it ends the thread that makes it, as a thread that nobody waits for ends."""
 
     kind: str
     place: str
@@ -71,7 +72,9 @@ class Faults:
         return now
 
     def check(self, kind: str, path: object = None) -> None:
-        """Count a call, and raise OSError if it is the one that fails."""
+        """Count a call, and raise OSError if it is the one that fails, or what ends a thread beside the first."""
+        if threading.current_thread() is not threading.main_thread() and self.due("death"):
+            raise SystemExit
         if self.due(kind):
             assert self.fault is not None
             code = CODES[kind][self.fault.k % len(CODES[kind])]

@@ -76,7 +76,15 @@ def packed(model: Path, case: Path) -> int:
 
 def job(model: Path, case: Path) -> int:
     """The part of `run` behind planning: answers are computed and written."""
-    lm, encoded = PLANNED["job"]
+    return _answering(case, *PLANNED["job"])
+
+
+def spilled(model: Path, case: Path) -> int:
+    """The same where the cache lies on disk, in a file of this case."""
+    return _answering(case, PLANNED["spill"], PLANNED["job"][1])
+
+
+def _answering(case: Path, lm: LanguageModel, encoded: list[Prompt]) -> int:
     ask = Ask(NEW, (2,))
 
     def use(_: object) -> list[Any]:
@@ -151,7 +159,7 @@ def _twice(case: Path, make: Callable[[], Any], use: Callable[[Any], list[Any]])
     return 9
 
 
-SCENARIOS = {f.__name__: f for f in (run, many, quantize, packed, job, generate, spill, compiled)}
+SCENARIOS = {f.__name__: f for f in (run, many, quantize, packed, job, spilled, generate, spill, compiled)}
 
 
 def _child(request: dict[str, Any]) -> int:

@@ -181,6 +181,17 @@ def test_nobody_waits_for_a_worker_that_has_ended(monkeypatch: pytest.MonkeyPatc
     assert worker.fault() is None  # as it was asked to
 
 
+def test_what_ends_a_worker_does_not_end_who_waits_for_it() -> None:
+    def leave() -> None:
+        raise SystemExit
+
+    worker = Worker("test")
+    worker.submit(leave)
+    with pytest.raises(RuntimeFault, match="the thread forebay-test has ended"):
+        worker.wait_idle()
+    worker.close()
+
+
 def test_nobody_waits_for_copies_that_nobody_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "WATCH_S", 0.01)
     found: list[BaseException] = []
