@@ -90,8 +90,8 @@ class ReaderBrokenError(RuntimeError):
 
 
 def told_as(error: BaseException | None) -> BaseException | None:
-    """What to tell those who wait of `error`: of the SystemExit that ends a thread that it did, since raised in theirs it
-    would end the process without a word."""
+    """What to tell those who wait of `error`: of the SystemExit that ends a thread that it did, since raised in theirs
+    it would end the process without a word."""
     return ReaderBrokenError("the disk reader's thread has ended") if isinstance(error, SystemExit) else error
 
 

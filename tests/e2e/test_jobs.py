@@ -403,6 +403,28 @@ def test_what_stops_an_answer_half_way_is_named(tmp_path: Path, monkeypatch: pyt
     assert set(AnswerFile(path, SETTINGS).answered) == {1, 2}
 
 
+@pytest.mark.parametrize("call", ["fsync", "ftruncate", "pread"])
+def test_what_a_descriptor_is_refused_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    path = tmp_path / "out"
+    with AnswerFile(path, SETTINGS) as output:
+        output.write({"id": 1, "prompt": "a", "text": "b"})
+    path.write_bytes(path.read_bytes() + b'{"id": 2')
+
+    def refused(fd: int, *given: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    output = AnswerFile(tmp_path / "other", SETTINGS)
+    monkeypatch.setattr(os, call, refused)
+    with pytest.raises(OSError) as caught:
+        AnswerFile(path, SETTINGS) if call != "fsync" else output.flush()
+    monkeypatch.undo()
+    output.close()
+    named = path if call != "fsync" else tmp_path / "other"
+    assert caught.value.errno == errno.EIO and caught.value.filename == str(named)
+
+
 def test_two_jobs_do_not_write_one_file(tmp_path: Path) -> None:
     with AnswerFile(tmp_path / "out", SETTINGS), pytest.raises(JobError, match="another job"):
         AnswerFile(tmp_path / "out", SETTINGS)

@@ -42,8 +42,8 @@ KINDS = (*CODES, "thread", "allocation", "short", "death")
 
 @dataclass(frozen=True)
 class Fault:
-    """The `k`-th call (from 0) of `kind` that `place` makes fails; of kind "short" it moves a part of its bytes, of kind
-    "death" it ends the thread that makes it, as a thread that nobody waits for ends."""
+    """The `k`-th call (from 0) of `kind` that `place` makes fails; of kind "short" it moves a part of its bytes, of
+    kind "death" it ends the thread that makes it, as a thread that nobody waits for ends."""
 
     kind: str
     place: str

@@ -9,7 +9,8 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -68,6 +69,16 @@ def job_settings(
         "sampling": vars(ask.sampling) | {"seed": ask.seed} if ask.sampling.do_sample else "greedy"}
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of a descriptor names its file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)
+        raise
+
+
 class AnswerFile:
     """The output of a job, held against other jobs until `close`; each answer is one line, whole or absent.
 
@@ -89,17 +100,21 @@ class AnswerFile:
         try:
             self.resumable = stat.S_ISREG(os.fstat(self._fd).st_mode)
             if self.resumable:
-                self._lock()
-                end = self._read_answers(self._end_of_whole_lines())
-                self._check_settings()
-                self._check_torn_line(end)
-                self._write_settings()
-                self.cut_nbytes = os.fstat(self._fd).st_size - end
-                if self.cut_nbytes:
-                    os.ftruncate(self._fd, end)
+                with naming(self.path):
+                    self._begin()
         except BaseException:
             os.close(self._fd)
             raise
+
+    def _begin(self) -> None:
+        self._lock()
+        end = self._read_answers(self._end_of_whole_lines())
+        self._check_settings()
+        self._check_torn_line(end)
+        self._write_settings()
+        self.cut_nbytes = os.fstat(self._fd).st_size - end
+        if self.cut_nbytes:
+            os.ftruncate(self._fd, end)
 
     def _lock(self) -> None:
         try:
@@ -209,23 +224,25 @@ class AnswerFile:
         """Append one answer as one line; if that fails part-way, take the part back and raise OSError."""
         line = json.dumps(answer, ensure_ascii=False).encode("utf-8") + b"\n"
         before = os.fstat(self._fd).st_size
-        try:
-            left = memoryview(line)
-            while left:  # what stops a write half-way is said when the rest is tried
-                done = os.write(self._fd, left)
-                if done == 0:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                left = left[done:]
-        except OSError as error:
-            if self.resumable:
-                os.ftruncate(self._fd, before)
-            raise OSError(error.errno, error.strerror, os.fspath(self.path)) from error
+        with naming(self.path):
+            try:
+                left = memoryview(line)
+                while left:  # what stops a write half-way is said when the rest is tried
+                    done = os.write(self._fd, left)
+                    if done == 0:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    left = left[done:]
+            except OSError:
+                if self.resumable:
+                    os.ftruncate(self._fd, before)
+                raise
         self.answered[answer["id"]] = {k: answer[k] for k in QUESTION if k in answer}
 
     def flush(self) -> None:
         """Make what was written survive a loss of power."""
         if self.resumable:
-            os.fsync(self._fd)
+            with naming(self.path):
+                os.fsync(self._fd)
 
     def close(self) -> None:
         try:
