@@ -32,6 +32,10 @@ BUDGET_NBYTES = 500_000_000 if BIG else 60_000_000
 # own caches. RLIMIT_DATA counts what is mapped, touched or not, so thread stacks and heaps count in full.
 OVERHEAD_NBYTES = 64 << 20
 BATCH, PROMPT, NEW = 2, 24, 6
+# Caches of these sequences take 200 MB, more than the device, the host's memory and all overhead together.
+NARROW = Shape(hidden=256, layers=8, heads=8, kv_heads=8, intermediate=704, vocab=2000)  # 17 MB
+SEQUENCES, LONG, STAGED_NBYTES = 96, 250, (24_000_000, 20_000_000)
+STACKS_NBYTES = 64 << 20  # mapped, hardly touched: readers, a writer and workers of both directions are more threads
 
 
 def anonymous_mapped_nbytes() -> int:
@@ -72,6 +76,44 @@ def streamed(folder: str) -> dict[str, Any]:
         "streamed": prediction.streamed_nbytes * program_steps, "model": sum(os.path.getsize(p) for p in files),
         "cap": cap,
     }
+
+
+def staged(folder: str) -> dict[str, Any]:
+    """Cap this process, answer more sequences than could have their caches in memory; what was seen."""
+    import torch
+
+    import forebay.api
+    from forebay.commands.process_memory import MemoryWatch
+    from forebay.rewriter.machine.profile import Machine
+    from forebay.runtime.disk.page_cache import cached_nbytes, drop_file
+
+    torch.set_num_threads(2)
+    _warm_up_threads()
+    lm = forebay.api.wrap(folder, {"device": STAGED_NBYTES[0], "host": STAGED_NBYTES[1]}, batch=SEQUENCES,
+                          prompt=LONG, new_tokens=NEW, cache_tier="disk", cache_shares=(0.0, 0.08),
+                          machine=Machine.default())
+    files = sorted(str(p) for p in Path(folder).glob("*.safetensors"))
+    for path in files:
+        drop_file(path)
+    cap = anonymous_mapped_nbytes() + sum(STAGED_NBYTES) + OVERHEAD_NBYTES + STACKS_NBYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
+    ids = torch.randint(5, lm.captured.vocab_size, (SEQUENCES, LONG), generator=torch.Generator().manual_seed(2))
+    spilled: list[int] = []
+
+    def note(token: torch.Tensor) -> None:
+        device = lm.session.device
+        device.finish()
+        spilled.append(cached_nbytes(device.spill["cache"].fd))
+
+    with MemoryWatch(files) as watch:
+        out = lm.generate(ids, max_new_tokens=NEW, eos_token_id=None, on_token=note)
+    plan = lm.plan
+    moved = {tier: sum(b.nbytes for b in plan.buffers if b.kind == "cache" and b.name.endswith(tier))
+             for tier in ("host", "disk")}
+    peak = plan.prediction.peak_nbytes
+    lm.close()
+    return {"tokens": out[:, LONG:].tolist(), "growth": watch.peak - watch.before, "cached": watch.cached_peak,
+            "spilled": max(spilled), "caches": moved, "planned": [peak["device"], peak["host"]], "cap": cap}
 
 
 def evaluated(folder: str) -> dict[str, Any]:
@@ -274,6 +316,22 @@ def test_generates_within_the_budget(folder: Path) -> None:
     assert seen["read"] >= seen["streamed"], "the bytes that the plan streams did not come from storage"
 
 
+def test_caches_on_disk_and_host_within_both_budgets(tmp_path: Path) -> None:
+    """They could not be held in memory under the kernel's cap, and are not in the page cache either."""
+    from forebay.runtime.disk.page_cache import in_page_cache_filesystem
+
+    if in_page_cache_filesystem(tmp_path):
+        pytest.skip("spill files lie on a file system in memory: page-cache bytes mean nothing there")
+    seen = in_process("staged", make_model(tmp_path / "narrow", NARROW))
+    print(f"\ncaches of {seen['caches']} under {STAGED_NBYTES}: planned {seen['planned']}, measured growth "
+          f"{seen['growth'] / 1e6:.1f} MB, page cache {seen['cached']} of the model and {seen['spilled']} of caches")
+    assert seen["caches"]["disk"] > sum(STAGED_NBYTES) + OVERHEAD_NBYTES + STACKS_NBYTES and seen["caches"]["host"] > 0
+    assert all(0 < planned <= budget for planned, budget in zip(seen["planned"], STAGED_NBYTES, strict=True))
+    assert len(seen["tokens"]) == SEQUENCES and len({token for row in seen["tokens"] for token in row}) > 2
+    assert seen["growth"] + seen["cached"] + seen["spilled"] <= sum(STAGED_NBYTES) + OVERHEAD_NBYTES
+    assert seen["spilled"] == 0 and seen["cached"] <= 1 << 20
+
+
 @pytest.mark.parametrize("weights", ["native", "w4g64"])
 def test_eval_keeps_its_budget(folder: Path, tmp_path: Path, weights: str) -> None:
     """A tokenizer is no part of what the budget counts, and must not be measured as if it were."""
@@ -328,7 +386,7 @@ def test_the_promise_holds_over_jobs(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     began = time.perf_counter()
-    asked = {"streamed": streamed, "evaluated": evaluated, "plainly": plainly, "promised": promised}[sys.argv[1]]
-    answer = asked(sys.argv[2])
+    answer = {"streamed": streamed, "staged": staged, "evaluated": evaluated, "plainly": plainly,
+              "promised": promised}[sys.argv[1]](sys.argv[2])
     print(f"{time.perf_counter() - began:.1f} s", file=sys.stderr)
     print(json.dumps(answer))
