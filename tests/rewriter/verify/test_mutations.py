@@ -63,6 +63,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "cache on disk, row": DISK_CACHE | {"order": "row", "cache_slots": 2},
     "cache on disk, kv8": DISK_CACHE | {"cache_format": "kv8", "cache_tokens": 64},
     "cache on disk, kv4": DISK_CACHE | {"cache_format": "kv4", "cache_tokens": 64},
+    "cache in shares": DISK_CACHE | {"cache_shares": (0.25, 0.5)},
+    "attended on the host": DISK_CACHE | {"cache_tier": "host", "cpu_attention": True},
+    "entering": DISK_CACHE | {"entering": 1, "cache_shares": (0.0, 0.5), "cpu_attention": True},
 }
 
 
@@ -82,7 +85,9 @@ def programs_of(schedule: str, opened: tuple, folder: Path) -> list[Program]:
     if schedule.startswith("carried"):
         return [Carried(tier="host" if "host" in schedule else "disk", hop="hop" in schedule).program()]
     nbytes = sum(w.nbytes for w in opened[0].weights.values())
-    budget = Budget(int({"streamed": 1.0, "row": 1.0, "zigzag": 1.4}.get(schedule, 1.6) * nbytes), disk=str(folder))
+    host = 1 << 22 if {"cache_shares", "cpu_attention"} & {*SCHEDULES[schedule]} else 0
+    share = {"streamed": 1.0, "row": 1.0, "zigzag": 1.4}.get(schedule, 1.6)
+    budget = Budget(int(share * nbytes), host, str(folder))
     lm = LanguageModel(*opened, budget, Workload(2, 8, 8), Wishes(**SCHEDULES[schedule]))
     chunk = lm.plan.schedule.prefill_chunk
     return [lm._pipeline.program(lm.plan, tokens) for tokens in {1, chunk}]

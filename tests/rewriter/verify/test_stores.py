@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from forebay.rewriter.ir.program import (
+    ATTEND,
     COMPUTE,
     DOWNLOAD,
     LOAD,
@@ -26,6 +27,7 @@ from forebay.rewriter.ir.program import (
     Wait,
 )
 from forebay.rewriter.verify.program import ProgramError, verify_program
+from tests.rewriter.verify import oracle
 
 PAGE = 4096
 X = Span("device", 0, PAGE, "x")
@@ -76,6 +78,27 @@ def test_every_wait_is_needed(event: int, message: str) -> None:
 
 def _waits(step: tuple[Item, ...], event: int) -> str:
     return next(item.stream for item in step if isinstance(item, Wait) and item.event == event)
+
+
+def test_memory_is_shared_by_happens_before_not_by_places_in_the_list() -> None:
+    """An operand that the host attends with is read until compute waits for its copy, wherever in the list copy and
+    release stand: what is written over it behind them, and not behind that wait, is refused."""
+    operand, later = Span("device", 2 * PAGE, PAGE, "q"), Span("device", 2 * PAGE, PAGE, "next")
+    there, made = Span("host", 0, PAGE, "q there"), Span("host", PAGE, PAGE, "result there")
+    begun = (
+        launch("q", (X,), (operand,)), Record(COMPUTE, 1),
+        Wait(DOWNLOAD, 1), Copy(DOWNLOAD, operand, there, "down"), Release(DOWNLOAD, operand), Record(DOWNLOAD, 2),
+        Wait(ATTEND, 2), Launch(ATTEND, "op", (), {}, (), (there,), (made,), "attend"), Release(ATTEND, there),
+        Record(ATTEND, 3), Wait(UPLOAD, 3), Copy(UPLOAD, made, SLOT, "up"), Record(UPLOAD, 4))
+    ended = (launch("reads", (later, SLOT)), *(Release(COMPUTE, span) for span in (later, SLOT, made)))
+    writes, waits = launch("writes", (X,), (later,)), Wait(COMPUTE, 4)
+    for sound in ((*begun, waits, writes, *ended), (*begun, Wait(COMPUTE, 2), writes, waits, *ended)):
+        verify_program(program(*sound))
+        oracle.flow(program(*sound))
+    for late in ((*begun, writes, waits, *ended), (*begun, writes, Wait(COMPUTE, 2), waits, *ended)):
+        refused(late, "writes on compute .*while down on download may still|q .*without waiting")
+        with pytest.raises(oracle.Refused):
+            oracle.flow(program(*late))
 
 
 def test_a_read_of_a_file_waits_for_the_write_of_the_step_before() -> None:
