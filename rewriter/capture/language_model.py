@@ -22,7 +22,7 @@ __all__ = ["CaptureError", "capture_model"]
 
 def capture_model(
     config_or_model: PreTrainedConfig | nn.Module, *, dtype: torch.dtype | None = None, gives: Gives = "last",
-    architecture: type[PreTrainedModel] | None = None, runs: bool = True,
+    architecture: type[PreTrainedModel] | None = None, runs: bool = True, embeds: bool = False,
 ) -> CapturedModel:
     """Capture a causal language model from its transformers config, or from a model in memory.
 
@@ -30,9 +30,10 @@ def capture_model(
     `dtype` overrides the config's (or the model's), `architecture` the class that transformers has for the config. The
     step graph gives logits [B, V] at the token `last`; logits [B, S, V] of "all"; or "scores", float32 [B, S, 2]: the
     natural logarithm of the probability that each token gives to the one after it, and 1 where none was likelier, else
-    0; `last` [B] is then the token that follows the chunk. Sizes B, S and L stay symbolic and may be 1. Raises
-    `CaptureError` for a model whose attention cannot be replaced, or whose layers are not a plain chain; and, unless it
-    is to be looked at alone (not `runs`), for one whose layers choose among experts.
+    0; `last` [B] is then the token that follows the chunk. With `embeds` it takes embeddings of tokens too. Sizes
+    B, S and L stay symbolic and may be 1. Raises `CaptureError` for a model whose attention cannot be replaced, or
+    whose layers are not a plain chain; and, unless it is to be looked at alone (not `runs`), for one whose layers
+    choose among experts.
     """
     from forebay.rewriter.capture.own_attention import adopts
     from forebay.rewriter.capture.trace import trace_model
@@ -61,7 +62,7 @@ def capture_model(
                 _refuse_experts(model)
             if given is not None:
                 _check_same_parameters(given, model)
-            return replace(trace_model(model, gives),
+            return replace(trace_model(model, gives, embeds),
                            token_types="token_type_ids" in inspect.signature(cls.forward).parameters)
         except CaptureError as error:
             raise CaptureError(f"{title}: {error}") from error

@@ -86,6 +86,8 @@ def step_inputs(
     inputs = {"input_ids": _meta((batch, tokens)), "start": _meta((batch,)), "last": _meta((batch,))}
     if any(node.name == "length" for node in captured.step.graph.find_nodes(op="placeholder")):
         inputs["length"] = _meta((batch,))
+    if captured.embeds:
+        inputs["inputs_embeds"] = _meta((batch, tokens, captured.embeds), captured.dtype)
     for i, spec in enumerate(captured.cache):
         for side in "kv":
             shape = batch, spec.kv_heads, context, spec.head_dim

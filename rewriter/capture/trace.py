@@ -36,6 +36,7 @@ from forebay.rewriter.ir.graph import CacheSpec, CapturedModel, Gives
 # Example sizes: unequal, so that a size mistaken for another shows, and none is 1, which tracing would specialise.
 _B, _S, _L = 3, 7, 19
 _last: ContextVar[torch.Tensor] = ContextVar("forebay_last")  # read by the hook on the head
+_given: ContextVar[list[tuple[torch.Tensor, torch.Tensor]]] = ContextVar("forebay_given")  # and that on the embedding
 _BATCH, _SEQ, _LEN = Dim("B", min=1), Dim("S", min=1), Dim("L", min=1)
 
 
@@ -53,7 +54,7 @@ class _Probe:
 class _Step(nn.Module):
     """The model with its layers taken out: tokens in, logits or scores out."""
 
-    def __init__(self, model: Any, calls: LayerCalls, wanted: Gives) -> None:
+    def __init__(self, model: Any, calls: LayerCalls, wanted: Gives, embeds: bool = False) -> None:
         super().__init__()
         self.model = model
         self.calls = calls
@@ -64,17 +65,23 @@ class _Step(nn.Module):
             if head is None:
                 raise CaptureError("it has no output embeddings")
             head.register_forward_pre_hook(self._gather_last)
+        if embeds:
+            model.get_input_embeddings().register_forward_hook(_put_given)
 
     def _gather_last(self, head: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
         hidden = args[0]  # [B, S, H]
         return (hidden.gather(1, _last.get()[:, None, None].expand(-1, 1, hidden.shape[-1])),)
 
     def forward(
-        self, input_ids: torch.Tensor, start: torch.Tensor, last: torch.Tensor, length: torch.Tensor | None = None
+        self, input_ids: torch.Tensor, start: torch.Tensor, last: torch.Tensor, length: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.calls.clear()
         positions = start[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
         token = _last.set(last)
+        if inputs_embeds is not None:
+            _given.set([(input_ids, inputs_embeds)])
+            input_ids = input_ids.clamp(min=0)
         try:
             with starting_at(start), calls_of(length):
                 out = self.model(
@@ -89,6 +96,15 @@ class _Step(nn.Module):
         if self.wanted == "scores":
             return _score(out.logits, torch.cat((input_ids, last[:, None]), 1)[:, 1:])
         return out.logits if self.wanted == "all" else out.logits[:, 0]
+
+
+def _put_given(table: nn.Module, args: Any, looked_up: torch.Tensor) -> torch.Tensor:
+    """Embeddings [B, S, H] as the table has them, but where an id is negative those that are given."""
+    given = _given.get()
+    if not given:
+        raise CaptureError("it looks up embeddings of tokens twice, so none can be given")
+    ids, embeds = given.pop()
+    return torch.where((ids < 0)[..., None], embeds, looked_up)
 
 
 def _score(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -125,7 +141,7 @@ def _no_store(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     raise CaptureError("it stores keys and values outside its repeated layers")
 
 
-def trace_model(model: Any, wanted: Gives) -> CapturedModel:
+def trace_model(model: Any, wanted: Gives, embeds: bool = False) -> CapturedModel:
     """Trace `model`, which is on the meta device and has our attention, into a `CapturedModel`."""
     found = find_layers(model)
     if found is None:
@@ -134,7 +150,7 @@ def trace_model(model: Any, wanted: Gives) -> CapturedModel:
     mark_patterns(model.config, list(layers))
     follows = follow_length(model)
     with failures_released(), sources_released():
-        tracer = _Tracer(model, path, list(layers), wanted, follows.length)
+        tracer = _Tracer(model, path, list(layers), wanted, follows.length, embeds)
         try:
             kinds, kind_of_layer = tracer.trace_layers(("layer_idx",))
         except LayerIndexUsed:  # then layers that differ in nothing but their index are different kinds
@@ -144,14 +160,28 @@ def trace_model(model: Any, wanted: Gives) -> CapturedModel:
         release_symbols(program)
     vocab_size = model.get_output_embeddings().weight.shape[0] if wanted == "scores" else joined.vocab_size
     limit = 0 if follows.unlimited else joined.max_positions
-    return replace(joined, vocab_size=vocab_size, gives=wanted, max_positions=limit, renewed_at=follows.renewed_at)
+    if embeds:
+        _check_ids_only_looked_up(joined, follows.renewed_at)
+    return replace(joined, vocab_size=vocab_size, gives=wanted, max_positions=limit, renewed_at=follows.renewed_at,
+                   embeds=tracer.width)
+
+
+def _check_ids_only_looked_up(captured: CapturedModel, renewed_at: int) -> None:
+    """CaptureError where given embeddings would not be all that a step needs to know of a token."""
+    ids = next(node for node in captured.step.graph.nodes if node.name == "input_ids")
+    known = [node for node in ids.users if node.target is torch.ops.aten.clamp.default]
+    if len(known) != 1 or len(known[0].users) != 1:
+        raise CaptureError("it reads ids of tokens beside their embeddings, so embeddings alone cannot be given")
+    if renewed_at:
+        raise CaptureError("its cache is computed anew once it is long, for which ids are needed, not embeddings")
 
 
 class _Tracer:
     """Holds the model while its outer part is traced, at once, and its kinds of layers, afterwards."""
 
     def __init__(
-        self, model: Any, path: str, layers: list[nn.Module], wanted: Gives, follows_length: bool = False
+        self, model: Any, path: str, layers: list[nn.Module], wanted: Gives, follows_length: bool = False,
+        embeds: bool = False,
     ) -> None:
         self.layers = layers
         self.names = _canonical_names(model)
@@ -161,18 +191,24 @@ class _Tracer:
         self.signatures = _numbered(layer_signature(layer) for layer in layers)
         self.probes: dict[int, _Probe] = {}
         self.exporting = False
+        self.width = 0  # of embeddings that are given
         parent, _, attribute = path.rpartition(".")
         stubs = nn.ModuleList(LayerStub(i, layer, self._call_layer) for i, layer in enumerate(layers))
         setattr(model.get_submodule(parent), attribute, stubs)
-        self.step = _Step(model, self.calls, wanted)
+        self.step = _Step(model, self.calls, wanted, embeds)
         self._make_fake(model)
         with self.mode:
             tokens = torch.zeros(_B, _S, dtype=torch.int64)
             each = [torch.zeros(_B, dtype=torch.int64) for _ in range(3 if follows_length else 2)]
-            self.step(tokens, *each)
+            given: dict[str, torch.Tensor] = dict(zip(("input_ids", "start", "last", "length"), (tokens, *each),
+                                                      strict=False))
+            if embeds:
+                self.width = model.get_input_embeddings().weight.shape[1]
+                given["inputs_embeds"] = torch.zeros(_B, _S, self.width, dtype=model.dtype)
+            self.step(**given)
         self.exporting = True
-        shapes = ({0: _BATCH, 1: _SEQ}, *({0: _BATCH} for _ in each))
-        self.program = export(self.step, (tokens, *each), dynamic_shapes=shapes, strict=False)
+        shapes = {name: {0: _BATCH, 1: _SEQ} if value.dim() > 1 else {0: _BATCH} for name, value in given.items()}
+        self.program = export(self.step, (), given, dynamic_shapes=shapes, strict=False)
         self.sizes = _dynamic_sizes(self.program)
         if [call.layer for call in self.calls.calls] != list(range(len(layers))):
             raise CaptureError("its layers are not called once each, in order")

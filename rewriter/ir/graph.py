@@ -135,12 +135,12 @@ class CacheSpec:
 class CapturedModel:
     """A language model as graphs.
 
-    `step` has the placeholders input_ids [B, S], start [B] (tokens already cached), last [B] (index within this
-    chunk of the token whose logits are wanted), where rotary frequencies follow it length [B] (tokens of the whole
-    call, in every chunk of a prompt), then cache_k_i / cache_v_i [B, Hkv, L, D] for each layer i, then weights; it
-    returns what `gives` says: logits [B, V] of the token `last`, or something for all tokens (`capture_model`). Its
-    `call_module` nodes call block graphs (its submodules), whose
-    placeholders are matched by position. Equal layers share one block graph.
+    `step` has the placeholders input_ids [B, S], start [B] (tokens already cached), last [B] (index within this chunk
+    of the token whose logits are wanted), where rotary frequencies follow it length [B] (tokens of the whole call, in
+    every chunk of a prompt), where it `embeds` inputs_embeds [B, S, H] (read where an id is -1), then cache_k_i /
+    cache_v_i [B, Hkv, L, D] for each layer i, then weights; it returns what `gives` says: logits [B, V] of the token
+    `last`, or something for all tokens (`capture_model`). Its `call_module` nodes call block graphs (its submodules),
+    whose placeholders are matched by position. Equal layers share one block graph.
     """
 
     step: fx.GraphModule
@@ -156,6 +156,7 @@ class CapturedModel:
     gives: Gives = "last"
     token_types: bool = False  # the model has a meaning for token_type_ids, which a step does not read
     rewritten: bool = False  # the passes on captured graphs have run
+    embeds: int = 0  # width of the embeddings that a step takes too; 0: it takes ids alone
     renewed_at: int = 0  # a cache begun within so many tokens is computed anew beyond them; 0: never
 
     @property

@@ -112,12 +112,27 @@ def _lengths(session: Session, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
     return lengths
 
 
-def prefill(session: Session, prompts: Sequence[torch.Tensor], lengths: torch.Tensor) -> torch.Tensor:
-    """Run the prompts through the model as one call; returns the logits [B, V] of each one's last token."""
-    under_way = Prefill(session, prompts, lengths, lengths.max().expand(lengths.shape))
+def prefill(
+    session: Session, prompts: Sequence[torch.Tensor], lengths: torch.Tensor,
+    embeds: Sequence[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Run the prompts through the model as one call; returns the logits [B, V] of each one's last token. `embeds`, each
+    [P, H], stand for ids of -1."""
+    under_way = Prefill(session, prompts, lengths, lengths.max().expand(lengths.shape), embeds=embeds)
     while not under_way.step():
         pass
     return under_way.logits
+
+
+def embedded(embeds: Sequence[torch.Tensor] | None, batch: int, start: int, chunk: int) -> dict[str, torch.Tensor]:
+    """The input inputs_embeds [batch, chunk, H] of a step over the tokens from `start` of rows, each [P, H], if any."""
+    if embeds is None:
+        return {}
+    given = embeds[0].new_zeros(batch, chunk, embeds[0].shape[1])
+    for to, row in zip(given, embeds, strict=False):
+        part = row[start : start + chunk]
+        to[: len(part)] = part
+    return {"inputs_embeds": given}
 
 
 class Prefill:
@@ -135,8 +150,9 @@ class Prefill:
     def __init__(
         self, session: Session, prompts: Sequence[torch.Tensor], lengths: torch.Tensor, calls: torch.Tensor,
         places: torch.Tensor | None = None, take: Callable[[Sequence[int], torch.Tensor], None] | None = None,
+        embeds: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        self.session, self.lengths, self.take = session, lengths, take
+        self.session, self.lengths, self.take, self.embeds = session, lengths, take, embeds
         self.inputs = {"length": calls} if places is None else {"length": calls, "places": places}
         self.longest = int(lengths.max())
         width = max(self.longest, session.plan.schedule.chunk_for(self.longest))
@@ -154,9 +170,10 @@ class Prefill:
         chunk = self.session.plan.schedule.chunk_for(self.longest - self.done)
         start = max(0, min(self.done, self.longest - chunk))
         last = self.lengths - 1 - start
+        inputs = self.inputs | embedded(self.embeds, self.lengths.numel(), start, chunk)
         logits = self.session.step({
             "input_ids": self.ids[:, start : start + chunk], "start": torch.full_like(self.lengths, start),
-            "last": last.clamp(0, chunk - 1), **self.inputs})
+            "last": last.clamp(0, chunk - 1), **inputs})
         self.done = start + chunk
         ends = sorted(row for row in self.waiting if last[row] < chunk)
         self.waiting.difference_update(ends)

@@ -8,7 +8,7 @@ import torch
 
 from forebay.rewriter.ir.program import TensorRef
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.run.generation import prefill, refuse_crossing
+from forebay.runtime.run.generation import embedded, prefill, refuse_crossing
 from forebay.runtime.run.session import Session
 
 SCRATCH_NBYTES = 1 << 20  # at most so much of the cache is copied aside at once where rows change places
@@ -28,9 +28,12 @@ class Rows:
         self._call = 0  # tokens of the longest row so far, some of which may have been taken back
         self._grown = False
 
-    def begin(self, prompts: Sequence[torch.Tensor], new_tokens: int = 1) -> torch.Tensor:
-        """Run prompts (each int64 [P]) from the start; logits [n, V] after each, or [n, longest, V] at every token,
-        zeros past a prompt's end. RuntimeFault where the plan has no room for them and `new_tokens` more."""
+    def begin(
+        self, prompts: Sequence[torch.Tensor], new_tokens: int = 1, embeds: Sequence[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Run prompts (each int64 [P]; for ids of -1 stand `embeds`, each [P, H]) from the start; logits [n, V] after
+        each, or [n, longest, V] at every token, zeros past a prompt's end. RuntimeFault where the plan has no room for
+        them and `new_tokens` more."""
         plan = self.session.plan
         refuse_crossing(plan, prompts, new_tokens, self.session.renewed_at)
         self.lengths, self._grown = torch.zeros(len(prompts), dtype=torch.int64), False
@@ -39,12 +42,12 @@ class Rows:
         if not self.session.every_position:
             padded = torch.ones(plan.workload.batch, dtype=torch.int64)
             padded[: len(prompts)] = lengths
-            logits = prefill(self.session, prompts, padded)[: len(prompts)].clone()
+            logits = prefill(self.session, prompts, padded, embeds)[: len(prompts)].clone()
         else:
             ids = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
             for row, prompt in zip(ids, prompts, strict=True):
                 row[: prompt.numel()] = prompt
-            logits = self._run(ids, ids.shape[1])
+            logits = self._run(ids, ids.shape[1], embeds)
             logits[torch.arange(ids.shape[1]) >= lengths[:, None]] = 0
         self.lengths = lengths
         return logits
@@ -121,7 +124,7 @@ class Rows:
         self.lengths = self.lengths[index]
         self._ids = [self._ids[i] for i in index.tolist()]
 
-    def _run(self, ids: torch.Tensor, keep: int) -> torch.Tensor:
+    def _run(self, ids: torch.Tensor, keep: int, embeds: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
         """Steps over ids [n, S] behind what the rows hold; logits [n, keep, V] of the last `keep`."""
         plan, (count, span) = self.session.plan, ids.shape
         batch, context = plan.workload.batch, plan.workload.context
@@ -139,7 +142,8 @@ class Rows:
         for at in (*range(0, end - chunk, chunk), end - chunk):
             last = min(max(span - 1 - at, 0), chunk - 1)
             found = self.session.step({"input_ids": fed[:, at : at + chunk], "start": start + at,
-                                       "last": torch.full((batch,), last), "length": call})
+                                       "last": torch.full((batch,), last), "length": call,
+                                       **embedded(embeds, batch, at, chunk)})
             if found.dim() == 2:
                 logits = found[:count, None].clone() if at == end - chunk else None
                 continue

@@ -95,9 +95,9 @@ class Session:
         return found
 
     def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Run one step over input_ids [B, S], start [B], last [B], length [B] (int64; `CapturedModel`); returns logits
-        [B, V], or with `every_position` [B, S, V], valid until the next step. A prefill of some sequences alone takes
-        their `places` [B] too."""
+        """Run one step over input_ids [B, S], start [B], last [B], length [B] (int64; `CapturedModel`), and where ids
+        are -1 inputs_embeds [B, S, H]; returns logits [B, V], or with `every_position` [B, S, V], valid until the next
+        step. A prefill of some sequences alone takes their `places` [B] too."""
         tokens = inputs["input_ids"].shape[1]
         bound = self.bound(tokens)
         if self._blocks is not None:

@@ -139,7 +139,7 @@ class LanguageModel(ModuleHabits):
         self._session: Session | None = None
         self._lock = threading.RLock()  # one caller at a time has the arenas
         self._held: Rows | None = None  # whose tokens the cache holds between calls
-        self._variants: dict[Gives, LanguageModel] = {}  # the same model with steps that give something else
+        self._variants: dict[tuple[Gives, bool], LanguageModel] = {}  # the same model with steps of other kinds
         self._origin: weakref.ref[LanguageModel] | None = None  # of a variant; weak, for a cycle would keep the memory
         self._capture: Callable[..., CapturedModel] = partial(capture_folder, checkpoint.folder)
         check_choices(workload, wishes)
@@ -233,20 +233,22 @@ class LanguageModel(ModuleHabits):
                      time.monotonic() - began)
         return self._session
 
-    def giving(self, gives: Gives) -> LanguageModel:
-        """This model with steps that give something else (`capture_model`), under the same budget: only one of them
-        has memory at a time."""
-        if gives == self.captured.gives:
+    def giving(self, gives: Gives, embeds: bool = False) -> LanguageModel:
+        """This model with steps that give something else, or take embeddings too (`capture_model`), under the same
+        budget: only one of them has memory at a time."""
+        kind = gives, embeds
+        if kind == (self.captured.gives, bool(self.captured.embeds)):
             return self
         with self._lock:
-            if gives not in self._variants:
+            if kind not in self._variants:
                 wishes = Wishes(cache_format=self.wishes.cache_format)
-                other = LanguageModel(self._capture(gives=gives), self.checkpoint, self.files, self.budget,
+                captured = self._capture(gives=gives, embeds=True) if embeds else self._capture(gives=gives)
+                other = LanguageModel(captured, self.checkpoint, self.files, self.budget,
                                       self.plan.workload, wishes, self.machine)
                 other._lock, other._capture, other._origin = self._lock, self._capture, weakref.ref(self)
                 other.config, other.generation_config = self.config, self.generation_config
-                self._variants[gives] = other
-            return self._variants[gives]
+                self._variants[kind] = other
+            return self._variants[kind]
 
     def _family(self) -> list[LanguageModel]:
         """The model and all that share its budget."""
@@ -366,6 +368,13 @@ class LanguageModel(ModuleHabits):
         """For each (context, continuation) of token ids the log-likelihood in nats of the continuation, and whether
         greedy decoding would give it; as many at once as the plan's batch. ValueError for an empty half."""
         return loglikelihoods(pairs, self.token_scores, self.plan.workload.batch)
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """What gives the embeddings [..., H] of ids [...], as the model's own does: for `inputs_embeds`. It reads their
+        rows from the model's files at each call, and keeps none."""
+        from forebay.huggingface.token_embeddings import TokenEmbeddings
+
+        return TokenEmbeddings(self.giving("last", embeds=True).captured, self.files, self.check_files)
 
     def start_trace(self) -> None:
         """Record every launch, wait and copy from here on (slower by a few microseconds each)."""

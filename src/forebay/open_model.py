@@ -24,25 +24,29 @@ _guessed = False  # whether it has been told
 
 
 def open_model(
-    model: str | os.PathLike[str], *, gives: Gives = "last", verify: bool = False, dequantize: bool = False
+    model: str | os.PathLike[str], *, gives: Gives = "last", verify: bool = False, dequantize: bool = False,
+    embeds: bool = False,
 ) -> tuple[CapturedModel, Checkpoint, dict[str, FileSlice]]:
     """Capture a model from its folder (or "demo", or a GGUF file) and find its weights, without reading any; a bundle's
-    graphs are read. `gives` says what its steps give (`capture_model`); with `verify` every weight is read once all the
-    same, and compared with its checksum (`open_checkpoint`); with `dequantize` a GGUF file's weights are float32
-    (`resolve_model`)."""
+    graphs are read. `gives` and `embeds` say what its steps give and take (`capture_model`); with `verify` every weight
+    is read once all the same, and compared with its checksum (`open_checkpoint`); with `dequantize` a GGUF file's
+    weights are float32 (`resolve_model`)."""
     folder = resolve_model(model, dequantize=dequantize)
     if is_bundle(folder):
+        if embeds:
+            raise ValueError(f"{folder} is a bundle, whose steps take ids alone: give ids, or open the folder it was "
+                             "made of")
         return read_bundle(folder, gives=gives, verify=verify)
     checkpoint = open_checkpoint(folder, verify=verify)
     config = read_config(folder, checkpoint.tensors)
-    captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint), gives=gives)
+    captured = capture_model(config, dtype=_checkpoint_dtype(checkpoint), gives=gives, embeds=embeds)
     names = checkpoint_names(config)
     return with_stored_formats(captured, checkpoint, *names), checkpoint, weight_files(captured, checkpoint, *names)
 
 
-def capture_folder(folder: Path, gives: Gives) -> CapturedModel:
+def capture_folder(folder: Path, gives: Gives, embeds: bool = False) -> CapturedModel:
     """The model of a folder as `open_model` captures it, alone."""
-    return open_model(folder, gives=gives)[0]
+    return open_model(folder, gives=gives, embeds=embeds)[0]
 
 
 def known_machine(folder: Path) -> Machine:

@@ -284,6 +284,27 @@ def test_padding_on_either_side(streamed: LanguageModel, llama_checkpoint: Any, 
     assert torch.equal(streamed.next_logits(left, mask), streamed.next_logits(right, ones))
 
 
+@pytest.mark.parametrize("options", [{}, dict(num_beams=2), dict(repetition_penalty=1.4), dict(eos_token_id=5)])
+@pytest.mark.parametrize("told", [False, True])
+def test_padding_within_and_padding_that_its_token_tells(
+    streamed: LanguageModel, llama_checkpoint: Any, options: dict, told: bool
+) -> None:
+    """Without a mask what is the pad token does not count, unless it ends sequences too; wherever it stands."""
+    ids = torch.where(llama_checkpoint.mask.bool(), llama_checkpoint.ids, 2)
+    ids[0, 6], ids[2, 2:4] = 2, 2
+    given = dict(max_new_tokens=NEW, eos_token_id=None, pad_token_id=2) | options
+    more = dict(attention_mask=(ids != 2).long()) if told else {}
+    ours, theirs = (generate(ids, **given, **more) for generate in (streamed.generate, llama_checkpoint.model.generate))
+    assert torch.equal(ours, theirs)
+    counted = streamed.generate(ids, attention_mask=torch.ones_like(ids), **given)
+    assert not torch.equal(counted, ours)
+    if not told:
+        assert torch.equal(streamed.generate(ids, **given | dict(pad_token_id=2, eos_token_id=2)),
+                           llama_checkpoint.model.generate(ids, **given | dict(pad_token_id=2, eos_token_id=2)))
+        with pytest.raises(ValueError, match="row 1 has no token that counts"):
+            streamed.generate([[5, 6], [2, 2]], **given)
+
+
 def test_lists_and_a_tokenizers_whole_output(streamed: LanguageModel, llama_checkpoint: Any) -> None:
     plain = dict(max_new_tokens=NEW, pad_token_id=0, eos_token_id=None)
     ids, mask = llama_checkpoint.ids, llama_checkpoint.mask
@@ -369,7 +390,6 @@ def test_stop_strings() -> None:
     (dict(num_beams=2, streamer=transformers.TextStreamer(None)), "beam search"),  # type: ignore[arg-type]
     (dict(custom_generate="some/repository"), "never run"), (dict(trust_remote_code=True), "never run"),
     (dict(penalty_alpha=0.6, top_k=4), "trust_remote_code"),
-    (dict(inputs_embeds=torch.zeros(3, 10, 96)), "inputs_embeds"),
 ])
 def test_what_cannot_be_is_refused(streamed: LanguageModel, llama_checkpoint: Any, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -394,7 +414,7 @@ def test_a_generator_for_each_prompt_draws_for_it_alone(streamed: LanguageModel,
 
 
 def test_without_a_prompt_the_first_token_begins(streamed: LanguageModel, llama_checkpoint: Any) -> None:
-    """That of the call, else of its config, else of the model; an empty prompt and embeddings are still refused."""
+    """That of the call, else of its config, else of the model; an empty prompt is still refused."""
     named = transformers.GenerationConfig(bos_token_id=7, eos_token_id=None)
     for options, first in ((dict(), 1), (dict(bos_token_id=5), 5), (dict(generation_config=named), 7),
                            (dict(generation_config=named, bos_token_id=5, repetition_penalty=1.2), 5),
@@ -404,8 +424,6 @@ def test_without_a_prompt_the_first_token_begins(streamed: LanguageModel, llama_
         assert torch.equal(ours, theirs) and ours[0, 0] == first
     with pytest.raises(ValueError, match="at least one token"):
         streamed.generate([])
-    with pytest.raises(ValueError, match="inputs_embeds"):
-        streamed.generate(inputs_embeds=torch.zeros(1, 3, 96), max_new_tokens=3)
 
 
 @pytest.mark.parametrize("rows", [slice(2, 3), slice(None)])

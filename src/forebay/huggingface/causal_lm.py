@@ -11,10 +11,11 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
 from transformers.generation import BaseStreamer, GenerationMode, LogitsProcessor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from forebay.huggingface.inputs import Prompts, read_prompts, take_prompts
+from forebay.huggingface.inputs import Prompts, read_embeds, read_prompts, take_prompts
 from forebay.huggingface.module_habits import ModuleHabits
 from forebay.huggingface.row_cache import RowCache
 from forebay.huggingface.served import SERVED
+from forebay.rewriter.ir.graph import Gives
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.places import entering, generate_in_places
 from forebay.runtime.run.rows import Rows
@@ -86,12 +87,15 @@ class StreamedCausalLM(GenerationMixin):
             _check_lengths(options, prompts)
         config, rest = cast(Any, self)._prepare_generation_config(generation_config, **options)
         rest = {name: value for name, value in rest.items() if value is not None}
+        ends = [] if config.eos_token_id is None else [*torch.as_tensor(config.eos_token_id).reshape(-1).tolist()]
+        held = options.get("past_key_values")
+        seen = held.seen if isinstance(held, RowCache) else 0
+        if not prompts.masked and prompts.ids.shape[1] > seen and config.pad_token_id not in (None, *ends):
+            prompts = prompts.without(config.pad_token_id)
         new_tokens = self._new_tokens(config, prompts, options)
-        if rest or not self._plain(config):
+        if rest or prompts.embeds is not None or not self._plain(config):
             return self._answer_through_mixin(prompts, config, new_tokens, generation_config, generator, on_token,
                                               options)
-        eos = config.eos_token_id
-        ends = [] if eos is None else [eos] if isinstance(eos, int) else [*torch.as_tensor(eos).tolist()]
         pad = config.pad_token_id if config.pad_token_id is not None else ends[0] if ends else 0
         sampling = Sampling(bool(config.do_sample), 1.0 if config.temperature is None else config.temperature,
                             config.top_k or 0, 1.0 if config.top_p is None else config.top_p)
@@ -137,6 +141,8 @@ class StreamedCausalLM(GenerationMixin):
                              "custom_generate as a function")
         if config.guidance_scale not in (None, 1, 1.0):
             raise ValueError("generate: guidance_scale needs a second cache, and the plan has one; leave it out")
+        if prompts.embeds is not None and options.get("past_key_values") is not None:
+            raise ValueError("generate: inputs_embeds begin a sequence; leave past_key_values out")
         helper = options.get("assistant_model")
         if isinstance(helper, ModuleHabits):
             self._admit(cast("LanguageModel", helper), prompts, new_tokens, config)
@@ -153,7 +159,8 @@ class StreamedCausalLM(GenerationMixin):
                              f"{type(held).__name__}; leave it out")
         # one pass checks several tokens there, so every position's logits are wanted
         assisted = mode == GenerationMode.ASSISTED_GENERATION
-        lm = held.model if held is not None else self.lm.giving("all") if assisted else self.lm
+        lm = held.model if held is not None else (
+            self.lm.giving("all" if assisted else self.lm.captured.gives, prompts.embeds is not None))
         if isinstance(generator, Sequence):
             if config.do_sample and (copies > 1 or len(generator) != len(prompts.ids)):
                 raise ValueError("generate: with several generators each draws for one prompt and one answer to it")
@@ -161,7 +168,7 @@ class StreamedCausalLM(GenerationMixin):
         with _drawing_from(generator):
             if held is not None and held.has_room(shown, new_tokens):
                 return self._generate(shown, given, options, past_key_values=held)
-            if not config.use_cache:
+            if not config.use_cache and prompts.embeds is None:
                 with lm.running(count, prompts.longest + new_tokens, 1):
                     return self._restored(self._generate(shown, given, options), prompts, copies)
             if held is not None:  # as long an answer as planned for, lest a draft's every few tokens be a new plan
@@ -191,15 +198,17 @@ class StreamedCausalLM(GenerationMixin):
     def _generate(self, prompts: Prompts, config: GenerationConfig | None, options: dict[str, Any], **more: Any) -> Any:
         """`GenerationMixin.generate`; where the cache lies and how a prompt is cut into chunks is the plan's affair."""
         planned = dict.fromkeys(("cache_implementation", "cache_config", "prefill_chunk_size"))
-        return cast(Any, self).generate(input_ids=prompts.ids, attention_mask=prompts.mask.long(),
-                                        generation_config=config, trust_remote_code=False,
-                                        **{**options, **planned, **more})
+        if prompts.embeds is not None:
+            more["inputs_embeds"] = prompts.embeds
+        return cast(Any, self).generate(input_ids=None if prompts.nameless else prompts.ids,
+                                        attention_mask=prompts.mask.long(), generation_config=config,
+                                        trust_remote_code=False, **{**options, **planned, **more})
 
     @staticmethod
     def _restored(result: Any, prompts: Prompts, copies: int) -> Any:
         """`result` with the prompts as they were given, wherever their padding was; what is no sequences stays."""
         sequences = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", None)
-        if sequences is None:
+        if sequences is None or prompts.nameless:
             return result
         each = len(sequences) // len(prompts.ids)
         sequences[:, : prompts.ids.shape[1]] = prompts.ids.repeat_interleave(each, 0)
@@ -215,27 +224,35 @@ class StreamedCausalLM(GenerationMixin):
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
         position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         **others: Any,
     ) -> Any:
         """Logits [B, T, V] of input_ids [B, T], or of the last `logits_to_keep` tokens, and with `labels` [B, T] (-100
         does not count) the loss: the mean cross-entropy of each label given the tokens before it.
 
-        The logits at padding are 0. They are the caller's memory, beside the budget. Attention masks as for
-        `generate`; `use_cache` returns the cache as past_key_values, for tokens that follow; `position_ids` [B, T] or
-        [1, T] may say what the mask says. ValueError for other inputs of transformers' models, which a step does not
-        have.
+        The logits at padding are 0. They are the caller's memory, beside the budget. Attention masks as for `generate`;
+        `use_cache` returns the cache as past_key_values, for tokens that follow; `position_ids` [B, T] or [1, T] may
+        say what the mask says, and `inputs_embeds` [B, T, H] stand for the ids. ValueError for other inputs of
+        transformers' models, which a step does not have.
         """
         unknown = [name for name, value in others.items() if value is not None and value is not False
                    and name not in _PASSED_ON]
         if unknown:
             raise ValueError(f"{unknown[0]}: a captured step reads input_ids and attention_mask alone; leave it out")
         if past_key_values is not None and past_key_values.seen:
+            if inputs_embeds is not None:
+                raise ValueError("inputs_embeds: behind a cache tokens are given by their input_ids")
             keep = logits_to_keep or _width(input_ids)
             _check_positions(position_ids, attention_mask, past_key_values.lengths, _width(input_ids))
             logits = past_key_values.extend(torch.as_tensor(input_ids).cpu(), attention_mask, keep)
             cache: RowCache | None = past_key_values
         else:
-            prompts = read_prompts(input_ids, attention_mask, self.lm.captured.vocab_size)
+            vocab_size = self.lm.captured.vocab_size
+            if inputs_embeds is not None and input_ids is not None:
+                raise ValueError("give input_ids or inputs_embeds, not both")
+            holes = position_ids is not None  # these say, then, that the mask's are no positions
+            prompts = read_prompts(input_ids, attention_mask, vocab_size, 0, holes) if inputs_embeds is None else (
+                read_embeds(inputs_embeds, None, attention_mask, vocab_size, holes))
             _check_positions(position_ids, prompts.mask, None, prompts.ids.shape[1])
             logits, cache = self._begin(prompts, past_key_values, bool(use_cache), logits_to_keep)
         loss = None
@@ -253,16 +270,20 @@ class StreamedCausalLM(GenerationMixin):
         """Run prompts from the start, on the model of `cache` where one is given, else on the one that serves."""
         count, width = prompts.ids.shape
         ends_alike = bool(prompts.mask[:, -1].all())
-        lm = cache.model if cache is not None else self.lm if keep == 1 and ends_alike else self.lm.giving("all")
+        gives: Gives = "last" if keep == 1 and ends_alike else "all"
+        lm = cache.model if cache is not None else self.lm.giving(gives, prompts.embeds is not None)
+        if prompts.embeds is not None and prompts.embeds.shape[2] != lm.captured.embeds:
+            raise ValueError(f"inputs_embeds has width {prompts.embeds.shape[2]}, the model's embeddings "
+                             f"{lm.captured.embeds}")
         new_tokens = cache.new_tokens if cache is not None else 1
         if cache is None and use_cache:
             cache, new_tokens = RowCache(lm), self.lm.plan.workload.new_tokens
         with lm.running(count, prompts.longest, new_tokens) as session:
             rows = Rows(session, [spec.kv_heads for spec in lm.captured.cache])
             if cache is None:
-                found = rows.begin(prompts.rows())
+                found = rows.begin(prompts.rows(), 1, prompts.embed_rows())
             else:
-                found = cache.begin(rows, prompts.rows(), width, new_tokens)
+                found = cache.begin(rows, prompts, new_tokens)
                 lm.hold(rows)
         if found.dim() == 2:
             return found[:, None], cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,14 +11,33 @@ import torch
 
 @dataclass(frozen=True)
 class Prompts:
-    """Token ids [B, T] int64 as they were given, and which of them count; the rest is padding."""
+    """Token ids [B, T] int64 as they were given, and which of them count; the rest is padding. Where `embeds` [B, T, H]
+    are given they are what is computed, and ids, or -1 where there are none, what is known of the tokens."""
 
     ids: torch.Tensor
-    mask: torch.Tensor  # [B, T] bool, one run of ones in each row; before T stand tokens that a cache holds, if any
+    mask: torch.Tensor  # [B, T] bool; before T stand tokens that a cache holds, if any
+    embeds: torch.Tensor | None = None
+    masked: bool = True  # by the caller
 
     def rows(self) -> list[torch.Tensor]:
-        """The tokens of each row."""
-        return [row[keep] for row, keep in zip(self.ids, self.mask, strict=True)]
+        """The tokens of each row, -1 where their embeddings stand for them."""
+        ids = self.ids if self.embeds is None else torch.full_like(self.ids, -1)
+        return [row[keep] for row, keep in zip(ids, self.mask, strict=True)]
+
+    def embed_rows(self) -> list[torch.Tensor] | None:
+        """The embeddings [P, H] of each row."""
+        return None if self.embeds is None else [row[keep] for row, keep in zip(self.embeds, self.mask, strict=True)]
+
+    def without(self, pad: int) -> Prompts:
+        """The same where the token `pad` does not count. ValueError for a row of nothing else."""
+        mask = self.ids != pad
+        _require_tokens(mask)
+        return replace(self, mask=mask)
+
+    @property
+    def nameless(self) -> bool:
+        """Whether nothing but embeddings is known of the tokens."""
+        return self.embeds is not None and int(self.ids[0, 0]) < 0
 
     @property
     def longest(self) -> int:
@@ -29,16 +48,21 @@ class Prompts:
         after = self.mask.flip(1).int().argmax(1)  # [B] padding behind the tokens
         if not bool(after.any()) or self.mask.shape != self.ids.shape:
             return self
-        ids, mask = (torch.stack([row.roll(int(n)) for row, n in zip(t, after, strict=True)])
-                     for t in (self.ids, self.mask))
-        return Prompts(ids, mask)
+        ids, mask, *embeds = (torch.stack([row.roll(int(n), 0) for row, n in zip(t, after, strict=True)])
+                              for t in (self.ids, self.mask, self.embeds) if t is not None)
+        return Prompts(ids, mask, *embeds)
 
 
-def read_prompts(ids: Any, attention_mask: Any, vocab_size: int, seen: int = 0) -> Prompts:
+def _require_tokens(mask: torch.Tensor) -> None:
+    for row in (~mask.any(1)).nonzero()[:1, 0].tolist():
+        raise ValueError(f"row {row} has no token that counts; attention_mask is all 0, or all are padding")
+
+
+def read_prompts(ids: Any, attention_mask: Any, vocab_size: int, seen: int = 0, holes: bool = False) -> Prompts:
     """Prompts from ids [B, T] or [T], as a tensor, an array or lists; lists of unequal length are padded on the left.
 
-    `attention_mask` [B, T] is 0 on padding, at either end of a row; it may be [B, seen + T] behind a cache that has
-    seen so many columns. ValueError for anything else, naming the row.
+    `attention_mask` [B, T] is 0 on padding, at either end of a row, or with `holes` anywhere; it may be [B, seen + T]
+    behind a cache that has seen so many columns. ValueError for anything else, naming the row.
     """
     if isinstance(ids, list | tuple) and ids and isinstance(ids[0], list | tuple):
         if attention_mask is None and len({len(row) for row in ids}) > 1:
@@ -61,26 +85,39 @@ def read_prompts(ids: Any, attention_mask: Any, vocab_size: int, seen: int = 0) 
         raise ValueError(f"input_ids must lie in [0, {vocab_size})")
     found = found.to("cpu", torch.int64)
     if attention_mask is None:
-        return Prompts(found, torch.ones_like(found, dtype=torch.bool))
+        return Prompts(found, torch.ones_like(found, dtype=torch.bool), masked=False)
     mask = torch.as_tensor(attention_mask).cpu().bool()
     if mask.dim() == 1 and not isinstance(attention_mask, torch.Tensor):
         mask = mask[None]
     if mask.shape != found.shape and (not seen or mask.shape != (len(found), seen + found.shape[1])):
         raise ValueError(f"attention_mask has shape {list(mask.shape)}, input_ids {list(found.shape)}")
     edges = mask.int().diff(dim=1, prepend=torch.zeros_like(mask[:, :1]).int()) == 1  # where runs of ones begin
-    for row, runs in enumerate(edges.sum(1).tolist()):
-        if runs == 0:
-            raise ValueError(f"row {row} has no token; attention_mask is all 0")
-        if runs > 1:
-            raise ValueError(f"row {row} has a hole: attention_mask may be 0 at the left and right end only")
+    _require_tokens(mask)
+    for row in (edges.sum(1) > 1).nonzero()[:1, 0].tolist() if not holes else ():
+        raise ValueError(f"row {row} has a hole: attention_mask may be 0 at the left and right end only, but for "
+                         "position_ids that count the rest")
     return Prompts(found, mask)
+
+
+def read_embeds(embeds: Any, ids: Any, attention_mask: Any, vocab_size: int, holes: bool = False) -> Prompts:
+    """Prompts from embeddings [B, T, H], with what `read_prompts` takes beside. ValueError where they do not fit."""
+    found = torch.as_tensor(embeds)
+    if found.dim() != 3 or not found.is_floating_point() or found.numel() == 0:
+        raise ValueError("inputs_embeds must be floats [B, T, H] with at least one token, as "
+                         "get_input_embeddings()(ids) gives them")
+    blank = torch.zeros(found.shape[:2], dtype=torch.int64)
+    known = read_prompts(blank if ids is None else ids, attention_mask, vocab_size, 0, holes)
+    if known.ids.shape != found.shape[:2]:
+        raise ValueError(f"inputs_embeds has shape {list(found.shape)}, input_ids {list(known.ids.shape)}")
+    return replace(known, ids=blank - 1 if ids is None else known.ids, embeds=found.detach().cpu(),
+                   masked=known.masked or ids is None)
 
 
 def take_prompts(
     inputs: Any, options: dict[str, Any], vocab_size: int, token_types: bool, bos: int | None = None, seen: int = 0
 ) -> Prompts:
     """The prompts of a call, taken out of `inputs` (ids, or a mapping such as a BatchEncoding) and `options`; where
-    there are none, one that is the token `bos`. `seen` as for `read_prompts`.
+    there are none, one that is the token `bos`. `seen` as for `read_prompts`; `inputs_embeds` as for `read_embeds`.
 
     `token_type_ids` are dropped unless the model gives them a meaning (`token_types`), which is refused: a step reads
     input_ids alone.
@@ -98,6 +135,11 @@ def take_prompts(
     if options.pop("token_type_ids", None) is not None and token_types:
         raise ValueError("this model adds token_type_ids to its embeddings, which a captured step does not; leave them "
                          "out (tokenizer(…, return_token_type_ids=False))")
+    embeds = options.pop("inputs_embeds", None)
+    if embeds is not None:
+        return read_embeds(embeds, given[0] if given else None, options.pop("attention_mask", None), vocab_size,
+                           True)
     if not given and bos is not None:
         given = [[[bos]]]
-    return read_prompts(given[0] if given else None, options.pop("attention_mask", None), vocab_size, seen)
+    return read_prompts(given[0] if given else None, options.pop("attention_mask", None), vocab_size, seen,
+                        True)

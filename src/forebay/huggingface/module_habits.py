@@ -12,8 +12,8 @@ _PARTS = "no module of it runs, but a plan: look at the module before it is wrap
 _SAVING = "it writes no checkpoint: save the module before it is wrapped, or write a bundle with `forebay.export`"
 _TRAINING = "it only predicts: train the module before it is wrapped"
 _ABSENT = {
-    **dict.fromkeys(("parameters", "named_parameters", "buffers", "named_buffers", "state_dict", "load_state_dict",
-                     "get_parameter", "get_buffer", "num_parameters", "get_memory_footprint", "get_input_embeddings",
+    **dict.fromkeys(("parameters", "named_parameters", "buffers", "named_buffers", "state_dict",
+                     "load_state_dict", "get_parameter", "get_buffer", "num_parameters", "get_memory_footprint",
                      "get_output_embeddings", "resize_token_embeddings", "tie_weights"), _WEIGHTS),
     **dict.fromkeys(("modules", "named_modules", "children", "named_children", "get_submodule", "apply", "compile",
                      "register_forward_hook", "register_forward_pre_hook", "model", "lm_head", "transformer",

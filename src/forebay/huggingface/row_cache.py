@@ -26,6 +26,7 @@ class RowCache(Cache):
         self.rows: Rows | None = None
         self.seen = 0
         self.new_tokens = 1  # room to plan for behind the prompts
+        self.nameless = False  # of some tokens nothing but embeddings was given
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
@@ -59,14 +60,14 @@ class RowCache(Cache):
     def has_room(self, prompts: Prompts, new_tokens: int) -> bool:
         """Whether so many tokens fit behind `prompts`, or nothing can be begun anew: these are not all there is."""
         columns = prompts.ids.shape[1]
-        if self.rows is None or columns <= self.seen:
+        if self.rows is None or columns <= self.seen or self.nameless:
             return True
         return columns - self.seen + new_tokens - 1 <= self.rows.room
 
-    def begin(self, rows: Rows, prompts: list[torch.Tensor], width: int, new_tokens: int) -> torch.Tensor:
-        """Logits of `Rows.begin`; `width` counts the columns of the prompts with their padding."""
-        self.rows, self.seen = rows, width
-        return rows.begin(prompts, new_tokens)
+    def begin(self, rows: Rows, prompts: Prompts, new_tokens: int) -> torch.Tensor:
+        """Logits of `Rows.begin`."""
+        self.rows, self.seen, self.nameless = rows, prompts.ids.shape[1], prompts.embeds is not None
+        return rows.begin(prompts.rows(), new_tokens, prompts.embed_rows())
 
     def extend(self, ids: torch.Tensor, attention_mask: torch.Tensor | None, keep: int) -> torch.Tensor:
         """Logits [B, keep, V] of the last `keep` of ids [B, S]; the mask, if given, covers what was seen and these."""
