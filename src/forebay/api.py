@@ -193,10 +193,6 @@ class LanguageModel(ModuleHabits):
         """What `generate` does unless told: the folder's own."""
         return read_generation_config(self.checkpoint.folder)
 
-    @property
-    def name_or_path(self) -> str:
-        return str(self.checkpoint.folder)
-
     def __repr__(self) -> str:
         plan, stays = self.plan, sum(w.nbytes for w in self.plan.weights if w.tier == "device")
         state = "not loaded" if self._session is None else "loaded"
@@ -204,9 +200,6 @@ class LanguageModel(ModuleHabits):
                 f"{format_nbytes(self.captured.weight_nbytes)} of weights, {format_nbytes(stays)} of them resident; "
                 f"budget {format_nbytes(plan.budget.device)}, planned for {plan.workload.batch} of "
                 f"{plan.workload.prompt} + {plan.workload.new_tokens} tokens, {state})")
-
-    def can_generate(self) -> bool:
-        return True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -242,9 +235,8 @@ class LanguageModel(ModuleHabits):
         with self._lock:
             if kind not in self._variants:
                 wishes = Wishes(cache_format=self.wishes.cache_format)
-                captured = self._capture(gives=gives, embeds=True) if embeds else self._capture(gives=gives)
-                other = LanguageModel(captured, self.checkpoint, self.files, self.budget,
-                                      self.plan.workload, wishes, self.machine)
+                other = LanguageModel(self._capture(gives=gives, embeds=embeds), self.checkpoint, self.files,
+                                      self.budget, self.plan.workload, wishes, self.machine)
                 other._lock, other._capture, other._origin = self._lock, self._capture, weakref.ref(self)
                 other.config, other.generation_config = self.config, self.generation_config
                 self._variants[kind] = other
@@ -278,11 +270,15 @@ class LanguageModel(ModuleHabits):
         """Let `resuming` go on with these rows until the session is used for others."""
         self._held = rows
 
+    def holds(self, rows: Rows) -> bool:
+        """Whether `resuming` can go on with these rows."""
+        return self._held is rows and self._session is rows.session
+
     @contextmanager
     def resuming(self, rows: Rows) -> Iterator[None]:
         """The session that holds `rows`, to run further steps; RuntimeError if it has been used for others since."""
         with self._lock:
-            if self._held is not rows or self._session is not rows.session:
+            if not self.holds(rows):
                 raise RuntimeError("this cache was given up when the model was used for something else; begin again "
                                    "with the whole prompt")
             self.check_files()
@@ -368,13 +364,6 @@ class LanguageModel(ModuleHabits):
         """For each (context, continuation) of token ids the log-likelihood in nats of the continuation, and whether
         greedy decoding would give it; as many at once as the plan's batch. ValueError for an empty half."""
         return loglikelihoods(pairs, self.token_scores, self.plan.workload.batch)
-
-    def get_input_embeddings(self) -> torch.nn.Module:
-        """What gives the embeddings [..., H] of ids [...], as the model's own does: for `inputs_embeds`. It reads their
-        rows from the model's files at each call, and keeps none."""
-        from forebay.huggingface.token_embeddings import TokenEmbeddings
-
-        return TokenEmbeddings(self.giving("last", embeds=True).captured, self.files, self.check_files)
 
     def start_trace(self) -> None:
         """Record every launch, wait and copy from here on (slower by a few microseconds each)."""

@@ -229,9 +229,14 @@ def test_going_on_beyond_the_room_of_a_cache(streamed: LanguageModel, llama_chec
                             max_new_tokens=NEW - 3, **options)
         assert torch.equal(found.sequences, llama_checkpoint.expected[:, : 10 + NEW])
         assert found.past_key_values is begun.past_key_values
+        lm.generate(ids[:1])  # its memory is another's now, so it is begun anew too
+        grown = torch.cat((mask, mask.new_ones(3, NEW)), 1)
+        again = lm.generate(found.sequences, attention_mask=grown, past_key_values=found.past_key_values,
+                            max_new_tokens=1, **options)
+        assert torch.equal(again.sequences, llama_checkpoint.expected)
         with pytest.raises(RuntimeFault, match="room for"):
-            lm.generate(found.sequences[:, -1:], attention_mask=torch.cat((grown, mask.new_ones(3, NEW - 3)), 1),
-                        past_key_values=found.past_key_values, max_new_tokens=60, **options)
+            lm.generate(found.sequences[:, -1:], attention_mask=grown, past_key_values=found.past_key_values,
+                        max_new_tokens=60, **options)
 
 
 def test_the_folders_own_generation_config(llama_checkpoint: Any, tmp_path: Path) -> None:
@@ -372,14 +377,17 @@ def test_an_exception_of_the_callers_leaves_a_model_that_works(streamed: Languag
     assert torch.equal(ours, theirs)
 
 
-def test_stop_strings() -> None:
+def test_stop_strings_and_healed_prompts() -> None:
     with wrap("demo", "300MB", prompt=16, new_tokens=24) as lm:
         tokenizer = transformers.AutoTokenizer.from_pretrained(lm.checkpoint.folder)
         asked = tokenizer("One, two, three, four,", return_tensors="pt")
         free = tokenizer.decode(lm.generate(**asked, max_new_tokens=24)[0])
         word = free.split()[8]
         stopped = lm.generate(**asked, max_new_tokens=24, stop_strings=[word], tokenizer=tokenizer)[0]
+        healed = lm.generate(**asked, max_new_tokens=2, token_healing=True, tokenizer=tokenizer)
+        wanted = lm._causal_lm.heal_tokens(asked.input_ids.clone(), tokenizer)
     assert tokenizer.decode(stopped) == free[: free.index(word) + len(word)] != free
+    assert torch.equal(healed[:, : wanted.shape[1]], wanted) and not torch.equal(wanted, asked.input_ids)
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -389,7 +397,12 @@ def test_stop_strings() -> None:
     (dict(streamer=transformers.TextStreamer(None), on_token=print), "not both"),  # type: ignore[arg-type]
     (dict(num_beams=2, streamer=transformers.TextStreamer(None)), "beam search"),  # type: ignore[arg-type]
     (dict(custom_generate="some/repository"), "never run"), (dict(trust_remote_code=True), "never run"),
-    (dict(penalty_alpha=0.6, top_k=4), "trust_remote_code"),
+    (dict(penalty_alpha=0.6, top_k=4), "contrastive search .* is never run"),
+    (dict(dola_layers="low"), "DoLa .* is never run"),
+    (dict(num_beams=4, num_beam_groups=2, diversity_penalty=0.5), "group beam search .* is never run"),
+    (dict(num_beams=2, force_words_ids=[[7]]), "constrained beam search .* is never run"),
+    (dict(assistant_early_exit=1), "assistant_early_exit drafts with parts"),
+    (dict(use_mtp=True), "use_mtp drafts with parts"), (dict(speculation_type="dflash"), "speculation_type drafts"),
 ])
 def test_what_cannot_be_is_refused(streamed: LanguageModel, llama_checkpoint: Any, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):

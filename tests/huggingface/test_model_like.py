@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ def test_few_logits_and_right_padding(streamed: LanguageModel, llama_checkpoint:
     whole = streamed(ids).logits
     for keep in (1, 3):
         torch.testing.assert_close(streamed(ids, logits_to_keep=keep).logits, whole[:, -keep:], **TOLERANCE)
+    torch.testing.assert_close(streamed(ids, logits_to_keep=torch.tensor([7, 2])).logits, whole[:, [7, 2]], **TOLERANCE)
     mask = torch.ones_like(ids)
     mask[0, 6:] = 0
     padded = streamed(ids, attention_mask=mask).logits
@@ -117,6 +120,11 @@ def test_labels_and_inputs_that_cannot_be(streamed: LanguageModel, llama_checkpo
         streamed(ids, output_attentions=True)
     with pytest.raises(ValueError, match="at least one token"):
         streamed()
+    with pytest.raises(ValueError, match="what this model returned, not a DynamicCache"):
+        streamed(ids, past_key_values=transformers.DynamicCache(), use_cache=True)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="wrap the model's folder again"):
+            copied(streamed)
 
 
 def test_only_one_kind_of_steps_has_memory(streamed: LanguageModel, llama_checkpoint: Any,
@@ -217,6 +225,7 @@ def test_what_scripts_call_before_they_generate(streamed: LanguageModel) -> None
 @pytest.mark.parametrize(("name", "said"), [
     ("parameters", "where the plan puts them"), ("named_parameters", "where the plan puts them"),
     ("state_dict", "where the plan puts them"), ("save_pretrained", "forebay.export"), ("modules", "no module of it"),
+    ("_modules", "no torch module, as Trainer"), ("generate_batch", r"wrap\(places="),
     ("requires_grad_", "only predicts"), ("lm_head", "explain"), ("of_no_model", "attribute 'of_no_model'$")])
 def test_what_modules_have_and_this_has_not(streamed: LanguageModel, name: str, said: str) -> None:
     """In one line; `hasattr` says no, as transformers asks before it calls."""

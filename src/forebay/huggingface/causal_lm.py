@@ -13,7 +13,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from forebay.huggingface.inputs import Prompts, read_embeds, read_prompts, take_prompts
 from forebay.huggingface.module_habits import ModuleHabits
-from forebay.huggingface.row_cache import RowCache
+from forebay.huggingface.refusals import refuse_generation
+from forebay.huggingface.row_cache import RowCache, require_own
 from forebay.huggingface.served import SERVED
 from forebay.rewriter.ir.graph import Gives
 from forebay.runtime.run.generation import Stop, generate_tokens
@@ -133,14 +134,8 @@ class StreamedCausalLM(GenerationMixin):
         self, prompts: Prompts, config: GenerationConfig, new_tokens: int, given: GenerationConfig | None,
         generator: Generators, on_token: OnToken | None, options: dict[str, Any],
     ) -> Any:
-        for name in ("output_attentions", "output_hidden_states"):
-            if getattr(config, name):
-                raise ValueError(f"generate: {name} cannot be had, only logits leave a step")
-        if options.pop("trust_remote_code", None) or isinstance(options.get("custom_generate"), str):
-            raise ValueError("generate: Python that a model or a repository brings along is never run; give "
-                             "custom_generate as a function")
-        if config.guidance_scale not in (None, 1, 1.0):
-            raise ValueError("generate: guidance_scale needs a second cache, and the plan has one; leave it out")
+        mode = config.get_generation_mode(options.get("assistant_model"))
+        refuse_generation(config, mode, options)
         if prompts.embeds is not None and options.get("past_key_values") is not None:
             raise ValueError("generate: inputs_embeds begin a sequence; leave past_key_values out")
         helper = options.get("assistant_model")
@@ -150,13 +145,10 @@ class StreamedCausalLM(GenerationMixin):
             if options.get("streamer") is not None:
                 raise ValueError("generate: give a streamer or on_token, not both")
             options["streamer"] = _Listener(on_token)
-        mode = config.get_generation_mode(helper)
         copies = max(config.num_beams or 1, config.num_return_sequences or 1)
         shown, count = prompts.at_the_right(), len(prompts.ids) * copies
         held = options.pop("past_key_values", None)
-        if held is not None and not isinstance(held, RowCache):
-            raise ValueError(f"generate: past_key_values must be what this model returned, not a "
-                             f"{type(held).__name__}; leave it out")
+        require_own(held)
         # one pass checks several tokens there, so every position's logits are wanted
         assisted = mode == GenerationMode.ASSISTED_GENERATION
         lm = held.model if held is not None else (
@@ -166,17 +158,19 @@ class StreamedCausalLM(GenerationMixin):
                 raise ValueError("generate: with several generators each draws for one prompt and one answer to it")
             self.draws, generator = tuple(generator), None
         with _drawing_from(generator):
-            if held is not None and held.has_room(shown, new_tokens):
+            if held is not None and held.serves(shown, new_tokens):
                 return self._generate(shown, given, options, past_key_values=held)
-            if not config.use_cache and prompts.embeds is None:
-                with lm.running(count, prompts.longest + new_tokens, 1):
-                    return self._restored(self._generate(shown, given, options), prompts, copies)
             if held is not None:  # as long an answer as planned for, lest a draft's every few tokens be a new plan
                 new_tokens = max(new_tokens, lm.plan.workload.new_tokens)
-            with lm.running(count, prompts.longest, new_tokens):
-                cache = RowCache(lm) if held is None else held
-                cache.empty(new_tokens)
-                return self._restored(self._generate(shown, given, options, past_key_values=cache), prompts, copies)
+            if not config.use_cache and prompts.embeds is None:
+                with lm.running(count, prompts.longest + new_tokens, 1):
+                    found = self._generate(shown, given, options)
+            else:
+                with lm.running(count, prompts.longest, new_tokens):
+                    cache = RowCache(lm) if held is None else held
+                    cache.empty(new_tokens)
+                    found = self._generate(shown, given, options, past_key_values=cache)
+        return found if shown is prompts or config.token_healing else self._restored(found, prompts)
 
     def _admit(self, helper: LanguageModel, prompts: Prompts, new_tokens: int, config: GenerationConfig) -> None:
         """Plan for all that an assistant will draft; ValueError for one that cannot."""
@@ -195,6 +189,12 @@ class StreamedCausalLM(GenerationMixin):
             found.append(_DrawEach(self.draws))
         return found
 
+    def _prepare_cache_for_generation(self, generation_config: GenerationConfig, model_kwargs: Any, *args: Any) -> Any:
+        """transformers' own, but for the cache that it makes where a call within a call has none."""
+        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = RowCache(self.lm)
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
+
     def _generate(self, prompts: Prompts, config: GenerationConfig | None, options: dict[str, Any], **more: Any) -> Any:
         """`GenerationMixin.generate`; where the cache lies and how a prompt is cut into chunks is the plan's affair."""
         planned = dict.fromkeys(("cache_implementation", "cache_config", "prefill_chunk_size"))
@@ -205,7 +205,7 @@ class StreamedCausalLM(GenerationMixin):
                                         trust_remote_code=False, **{**options, **planned, **more})
 
     @staticmethod
-    def _restored(result: Any, prompts: Prompts, copies: int) -> Any:
+    def _restored(result: Any, prompts: Prompts) -> Any:
         """`result` with the prompts as they were given, wherever their padding was; what is no sequences stays."""
         sequences = result if isinstance(result, torch.Tensor) else getattr(result, "sequences", None)
         if sequences is None or prompts.nameless:
@@ -221,24 +221,30 @@ class StreamedCausalLM(GenerationMixin):
         past_key_values: RowCache | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | torch.Tensor = 0,
         return_dict: bool | None = None,
         position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         **others: Any,
     ) -> Any:
-        """Logits [B, T, V] of input_ids [B, T], or of the last `logits_to_keep` tokens, and with `labels` [B, T] (-100
-        does not count) the loss: the mean cross-entropy of each label given the tokens before it.
+        """Logits [B, T, V] of input_ids [B, T], or of the last (or those) `logits_to_keep` tokens, and with `labels`
+        [B, T] (-100 does not count) the loss: the mean cross-entropy of each label given the tokens before it.
 
         The logits at padding are 0. They are the caller's memory, beside the budget. Attention masks as for `generate`;
         `use_cache` returns the cache as past_key_values, for tokens that follow; `position_ids` [B, T] or [1, T] may
         say what the mask says, and `inputs_embeds` [B, T, H] stand for the ids. ValueError for other inputs of
         transformers' models, which a step does not have.
         """
+        if isinstance(logits_to_keep, torch.Tensor):
+            found = self.forward(input_ids, attention_mask, past_key_values, labels, use_cache, 0, True, position_ids,
+                                 inputs_embeds, **others)
+            found.logits = found.logits[:, logits_to_keep]
+            return found.to_tuple() if return_dict is False else found
         unknown = [name for name, value in others.items() if value is not None and value is not False
                    and name not in _PASSED_ON]
         if unknown:
             raise ValueError(f"{unknown[0]}: a captured step reads input_ids and attention_mask alone; leave it out")
+        require_own(past_key_values)
         if past_key_values is not None and past_key_values.seen:
             if inputs_embeds is not None:
                 raise ValueError("inputs_embeds: behind a cache tokens are given by their input_ids")

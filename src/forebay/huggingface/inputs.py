@@ -48,9 +48,12 @@ class Prompts:
         after = self.mask.flip(1).int().argmax(1)  # [B] padding behind the tokens
         if not bool(after.any()) or self.mask.shape != self.ids.shape:
             return self
-        ids, mask, *embeds = (torch.stack([row.roll(int(n), 0) for row, n in zip(t, after, strict=True)])
-                              for t in (self.ids, self.mask, self.embeds) if t is not None)
-        return Prompts(ids, mask, *embeds)
+
+        def moved(given: torch.Tensor) -> torch.Tensor:
+            return torch.stack([row.roll(int(n), 0) for row, n in zip(given, after, strict=True)])
+
+        return replace(self, ids=moved(self.ids), mask=moved(self.mask),
+                       embeds=None if self.embeds is None else moved(self.embeds))
 
 
 def _require_tokens(mask: torch.Tensor) -> None:

@@ -18,6 +18,9 @@ _ABSENT = {
     **dict.fromkeys(("modules", "named_modules", "children", "named_children", "get_submodule", "apply", "compile",
                      "register_forward_hook", "register_forward_pre_hook", "model", "lm_head", "transformer",
                      "get_decoder", "get_base_model"), _PARTS),
+    **dict.fromkeys(("_modules", "_parameters"), "it is no torch module, as Trainer and accelerate ask for: loop over "
+                    "`lm(**batch).loss` instead"),
+    "generate_batch": "give `generate` all prompts: with `wrap(places=…)` they enter as others end",
     **dict.fromkeys(("save_pretrained", "push_to_hub"), _SAVING),
     **dict.fromkeys(("requires_grad_", "zero_grad", "gradient_checkpointing_enable", "enable_input_require_grads",
                      "add_adapter", "load_adapter"), _TRAINING),
@@ -49,6 +52,10 @@ class ModuleHabits:
         """AttributeError, with what to do where scripts expect what modules have."""
         said = f": {_ABSENT[name]}" if name in _ABSENT else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{said}", name=name, obj=self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a wrapped model cannot be copied, pickled or sent to another process: wrap the model's folder "
+                        "again where it is to run")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,6 +94,22 @@ class ModuleHabits:
         from transformers import GenerationMixin
 
         return GenerationMixin.compute_transition_scores(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    @property
+    def name_or_path(self) -> str:
+        lm: Any = self
+        return str(lm.checkpoint.folder)
+
+    def can_generate(self) -> bool:
+        return True
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        """What gives the embeddings [..., H] of ids [...], as the model's own does: for `inputs_embeds`. It reads their
+        rows from the model's files at each call, and keeps none."""
+        from forebay.huggingface.token_embeddings import TokenEmbeddings
+
+        lm: Any = self
+        return TokenEmbeddings(lm.giving("last", embeds=True).captured, lm.files, lm.check_files)
 
     def _supports_logits_to_keep(self) -> bool:
         """What transformers asks of an assistant."""

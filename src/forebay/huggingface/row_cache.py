@@ -57,12 +57,13 @@ class RowCache(Cache):
         """Hold nothing, and expect prompts with room for `new_tokens` behind them."""
         self.rows, self.seen, self.new_tokens = None, 0, new_tokens
 
-    def has_room(self, prompts: Prompts, new_tokens: int) -> bool:
-        """Whether so many tokens fit behind `prompts`, or nothing can be begun anew: these are not all there is."""
+    def serves(self, prompts: Prompts, new_tokens: int) -> bool:
+        """Whether it still holds its rows, and so many tokens fit behind `prompts`; or nothing can be begun anew: these
+        are not all there is."""
         columns = prompts.ids.shape[1]
         if self.rows is None or columns <= self.seen or self.nameless:
             return True
-        return columns - self.seen + new_tokens - 1 <= self.rows.room
+        return self.model.holds(self.rows) and columns - self.seen + new_tokens - 1 <= self.rows.room
 
     def begin(self, rows: Rows, prompts: Prompts, new_tokens: int) -> torch.Tensor:
         """Logits of `Rows.begin`."""
@@ -86,3 +87,10 @@ class RowCache(Cache):
         if self.rows is None:
             raise ValueError("the cache is empty; give the model a prompt first")
         return self.rows
+
+
+def require_own(cache: object) -> None:
+    """ValueError for a cache of transformers' own, which no step reads."""
+    if cache is not None and not isinstance(cache, RowCache):
+        raise ValueError(f"past_key_values must be what this model returned, not a {type(cache).__name__}: leave it "
+                         "out")
