@@ -235,8 +235,8 @@ def test_going_on_beyond_the_room_of_a_cache(streamed: LanguageModel, llama_chec
                             max_new_tokens=1, **options)
         assert torch.equal(again.sequences, llama_checkpoint.expected)
         with pytest.raises(RuntimeFault, match="room for"):
-            lm.generate(found.sequences[:, -1:], attention_mask=grown, past_key_values=found.past_key_values,
-                        max_new_tokens=60, **options)
+            lm.generate(again.sequences[:, -1:], attention_mask=torch.cat((grown, mask.new_ones(3, 1)), 1),
+                        past_key_values=found.past_key_values, max_new_tokens=60, **options)
 
 
 def test_the_folders_own_generation_config(llama_checkpoint: Any, tmp_path: Path) -> None:
@@ -384,6 +384,7 @@ def test_stop_strings_and_healed_prompts() -> None:
         free = tokenizer.decode(lm.generate(**asked, max_new_tokens=24)[0])
         word = free.split()[8]
         stopped = lm.generate(**asked, max_new_tokens=24, stop_strings=[word], tokenizer=tokenizer)[0]
+        asked = tokenizer("The link is <a href=\"http:", return_tensors="pt")
         healed = lm.generate(**asked, max_new_tokens=2, token_healing=True, tokenizer=tokenizer)
         wanted = lm._causal_lm.heal_tokens(asked.input_ids.clone(), tokenizer)
     assert tokenizer.decode(stopped) == free[: free.index(word) + len(word)] != free
