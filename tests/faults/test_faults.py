@@ -118,6 +118,10 @@ def _found(scenario: str, case: Path) -> Any:
     return json.loads((case / "found.json").read_text())
 
 
+def _names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
 def _check_told(outcome: dict[str, Any]) -> None:
     """One line of an error where there is one, and no traceback of any thread."""
     text, code = outcome["stderr"], outcome["code"]
@@ -154,7 +158,7 @@ def _chosen(scenario: str, seen: list[list[Any]]) -> list[tuple[str, str, int]]:
 def test_any_call_may_fail(scenario: str, zygote: Zygote, tmp_path: Path) -> None:
     clean = zygote.ask(scenario, tmp_path / "clean")
     assert clean["code"] == 0, clean["stderr"]
-    expected = _found(scenario, tmp_path / "clean")
+    expected, there = _found(scenario, tmp_path / "clean"), _names(zygote.model)
     kinds = {kind for kind, _, _ in clean["seen"]}
     assert kinds >= {"open", "read", "allocation"}, kinds
     alike: set[tuple[Any, ...]] = set()
@@ -177,6 +181,7 @@ def test_any_call_may_fail(scenario: str, zygote: Zygote, tmp_path: Path) -> Non
                 again = zygote.ask(scenario, case, inject=False, captured=scenario in PLANNING)
                 assert again["code"] == 0, again["stderr"]
             assert _found(scenario, case) == expected
+            assert _names(case) <= _names(tmp_path / "clean") and _names(zygote.model) == there, "a file is left"
         except AssertionError as error:
             raise AssertionError(f"{scenario} with the fault {call}, seed {SEED}: {error}\n{outcome}") from error
         struck += outcome["struck"]
@@ -223,6 +228,28 @@ def test_a_job_that_is_killed_again_and_again_is_finished(zygote: Zygote, tmp_pa
         assert _answers(case) == wanted
         shutil.rmtree(case)
     print(f"\n{kills} kills over {rounds} jobs of {MANY} prompts, seed {SEED}")
+
+
+def test_a_job_goes_on_with_no_other_prompts(zygote: Zygote, tmp_path: Path) -> None:
+    """Others under the old ids are refused; nothing is written, and with its own prompts it is finished."""
+    case, prompts = tmp_path / "job", zygote.model / "many.jsonl"
+    assert zygote.ask("many", case, inject=False)["code"] == 0
+    wanted, own = _answers(case), prompts.read_bytes()
+    lines = (case / "out.jsonl").read_bytes().splitlines(keepends=True)
+    begun = b"".join(lines[: MANY // 2])
+    (case / "out.jsonl").write_bytes(begun)
+    swapped = [json.loads(line) for line in own.splitlines()]
+    for entry, other in zip(swapped, reversed(swapped[:]), strict=True):
+        entry["prompt"] = f"w5 {other['prompt']}"
+    try:
+        prompts.write_text("".join(json.dumps(entry) + "\n" for entry in swapped))
+        outcome = zygote.ask("many", case, inject=False)
+        _check_told(outcome)
+        assert outcome["code"] == 2 and "with another question" in outcome["stderr"]
+        assert (case / "out.jsonl").read_bytes() == begun
+    finally:
+        prompts.write_bytes(own)
+    assert zygote.ask("many", case, inject=False)["code"] == 0 and _answers(case) == wanted
 
 
 def _answers(case: Path, torn: bool = False) -> dict[str, str]:
