@@ -6,7 +6,8 @@ The promise of a budget is one inequality, in which a GPU's memory has no part:
     constant = what the process holds before the budget is touched, measured there once,
                + THREADS_NBYTES + CALL_NBYTES per call of the plan's Programs
                + PROMPT_NBYTES per prompt + TOKEN_NBYTES per token of them, for a job
-               + LOGIT_NBYTES per word of the vocabulary, where tokens are drawn
+               + LOGIT_NBYTES per word of the vocabulary, where tokens are drawn, or BATCH_LOGIT_NBYTES per word and row
+                 where one generator draws for a batch at once, as that of `generate(do_sample=True)` does
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ if TYPE_CHECKING:
 THREADS_NBYTES = 8 << 20  # stacks and heaps of the threads that read, write and compute, edges of reads, Python's slack
 CALL_NBYTES = 3 << 10  # a launch, copy or wait made ready: Python objects, tensors over the arena; 1.2 KiB were seen
 PROMPT_NBYTES, TOKEN_NBYTES = 1 << 10, 8  # a prompt as a tensor, and its place among the answered
-LOGIT_NBYTES = 120  # of one row at a time: float64, sorted and summed
+LOGIT_NBYTES = 120  # of one row at a time: float64, sorted and summed; 88 were seen
+BATCH_LOGIT_NBYTES = 48  # float32, sorted and summed as transformers does; 35 were seen
 
 
-def beside_nbytes(calls: int, prompts: int = 0, tokens: int = 0, drawn_from: int = 0) -> int:
+def beside_nbytes(calls: int, prompts: int = 0, tokens: int = 0, drawn_from: int = 0, together: int = 0) -> int:
     """The part of the promise's constant that is known beforehand: of a plan whose Programs have so many `calls`, a job
-    of so many prompts and tokens, and draws from a vocabulary of `drawn_from` (0: none are made)."""
+    of so many prompts and tokens, and draws from a vocabulary of `drawn_from` (0: none are made), each row by itself or
+    for so many rows `together`."""
     return (THREADS_NBYTES + CALL_NBYTES * calls + PROMPT_NBYTES * prompts + TOKEN_NBYTES * tokens
-            + LOGIT_NBYTES * drawn_from)
+            + max(LOGIT_NBYTES, BATCH_LOGIT_NBYTES * together) * drawn_from)
 
 
 def calls_of(pipeline: Pipeline, plan: Plan) -> int:
