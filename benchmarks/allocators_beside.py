@@ -42,7 +42,7 @@ for line in sys.stdin:
 """
 
 
-class Peer:
+class PeerProcess:
     """The peer's process, which keeps the instance that it made last."""
 
     def __init__(self, python: str) -> None:
@@ -57,7 +57,7 @@ class Peer:
         return json.loads(line)
 
 
-def instances(peer: Peer, names: list[str], counts: list[int]) -> Iterator[tuple[str, list[Buffer]]]:
+def instances(peer: PeerProcess, names: list[str], counts: list[int]) -> Iterator[tuple[str, list[Buffer]]]:
     for name in names:
         for count in (c for c in counts if c <= SLOW_SOURCES.get(name, c)):
             rows = peer.ask(name, count)
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--source", nargs="*", default=list(SOURCES), choices=SOURCES)
     parser.add_argument("--count", nargs="*", type=int, default=list(COUNTS), help="buffers")
     arguments = parser.parse_args()
-    limit_s, peer = arguments.time_limit, Peer(arguments.peer)
+    limit_s, peer = arguments.time_limit, PeerProcess(arguments.peer)
     load()  # compiling is not part of any row
     lost = rows = 0
     print(f"{'source':12} {'buffers':>7} {'bound':>12} {'ours':>8} {'theirs':>8} {'ours s':>7} {'theirs s':>8}  by")

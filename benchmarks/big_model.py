@@ -22,7 +22,7 @@ SPREAD = 0.02  # standard deviation of the weights, as transformers initialises 
 
 
 @dataclass(frozen=True)
-class Shape:
+class LlamaShape:
     """Sizes of a Llama; the default is the model that the measurements are made on."""
 
     hidden: int = 2048
@@ -37,7 +37,7 @@ class Shape:
         return "llama-" + "-".join(map(str, vars(self).values()))
 
 
-def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+def tensors(shape: LlamaShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and sizes of all weights, in the order in which a step reads them."""
     head = shape.hidden // shape.heads
     yield "model.embed_tokens.weight", (shape.vocab, shape.hidden)
@@ -55,7 +55,7 @@ def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "lm_head.weight", (shape.vocab, shape.hidden)
 
 
-def make_model(folder: Path, shape: Shape = Shape()) -> Path:
+def make_model(folder: Path, shape: LlamaShape = LlamaShape()) -> Path:
     """A checkpoint of `shape` in `folder`, as `write_checkpoint` makes it."""
     return write_checkpoint(folder, tensors(shape), {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
@@ -104,7 +104,7 @@ def write_checkpoint(folder: Path, sizes: Iterable[tuple[str, tuple[int, ...]]],
     return folder
 
 
-def big_model(shape: Shape = Shape()) -> Path:
+def big_model(shape: LlamaShape = LlamaShape()) -> Path:
     """The model in the cache folder, made on first use."""
     return make_model(cache_folder() / "benchmarks" / shape.name, shape)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contestants import PageCache, PeakWatch, Peer, StepClock
+from benchmarks.contestants import PageCache, PeakWatch, StepClock, TransformersPeer
 from benchmarks.throughput_cells import PEERS
 from forebay.commands.process_memory import anonymous_nbytes
 
@@ -193,10 +193,10 @@ class Ours:
 
 
 class Others:
-    """A transformers model: see `contestants.Peer`."""
+    """A transformers model: see `contestants.TransformersPeer`."""
 
     def __init__(self, name: str, order: Order) -> None:
-        self.peer = Peer(name, order)
+        self.peer = TransformersPeer(name, order)
 
     def plan(self, order: Order) -> dict[str, Any]:
         return {"batch": order["batch"]}
@@ -240,7 +240,7 @@ class Others:
         gc.collect()
 
 
-class Link:
+class LinkNow:
     """What the machine does just now: plain reads and products by the profile's engine, and plain writes."""
 
     def __init__(self, order: Order) -> None:
@@ -344,7 +344,7 @@ def filled_pages(nbytes: int) -> Iterator[memoryview]:
     yield memoryview(memory)
 
 
-class Worker:
+class BlockWorker:
     """Answers commands for one contestant."""
 
     def __init__(self, name: str) -> None:
@@ -359,7 +359,7 @@ class Worker:
         self.contestant: Any = None
 
     def load(self, order: Order) -> dict[str, Any]:
-        self.contestant = (Link(order) if self.name == "link" else Others(self.name, order) if self.name in PEERS
+        self.contestant = (LinkNow(order) if self.name == "link" else Others(self.name, order) if self.name in PEERS
                            else Ours(order))
         return {"baseline": self.baseline}
 
@@ -377,7 +377,7 @@ def main() -> None:
     os.dup2(2, 1)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.set_grad_enabled(False)
-    worker = Worker(sys.argv[1])
+    worker = BlockWorker(sys.argv[1])
     answer: Callable[[Order], dict[str, Any]] = worker.answer
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), file=out)

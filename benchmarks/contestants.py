@@ -104,7 +104,7 @@ class StepClock:
         return on_token
 
 
-class Peer:
+class TransformersPeer:
     """A transformers model in bf16: `disk-map` by device_map="auto", `accelerate` by load_checkpoint_and_dispatch, both
     with the memory limit and disk offload; `ram` wholly in memory."""
 
@@ -205,7 +205,7 @@ class PeakWatch:
         self._thread.join()
 
 
-def run_turn(contestant: Peer | Forebay, cache: PageCache, order: dict[str, Any]) -> dict[str, Any]:
+def run_turn(contestant: TransformersPeer | Forebay, cache: PageCache, order: dict[str, Any]) -> dict[str, Any]:
     """One turn: the page cache dropped, memory taken, an untimed warm-up of two steps (which, not cold, also leaves in
     the page cache what a contestant leaves there), then the measured answer."""
     batch, new, cold = order["batch"], order["new"], order["cold"]
@@ -291,7 +291,7 @@ def compute_rates(batch: int) -> dict[str, Any]:
     return {"memory_bytes_per_s": values.nbytes / min(times), "gemm_s": gemm}
 
 
-class Worker:
+class DecodeWorker:
     """Answers commands for one contestant."""
 
     def __init__(self, name: str) -> None:
@@ -307,7 +307,7 @@ class Worker:
     def load(self, order: dict[str, Any]) -> dict[str, Any]:
         start = time.perf_counter()
         with PeakWatch() as watch:
-            self.contestant = Forebay(order) if self.name in OURS else Peer(self.name, order)
+            self.contestant = Forebay(order) if self.name in OURS else TransformersPeer(self.name, order)
             gc.collect()
         self.cache = PageCache(self.contestant.folders)
         return {"load_s": time.perf_counter() - start, "baseline": self.baseline, "load_peak": watch.peak,
@@ -334,7 +334,7 @@ def main() -> None:
     os.dup2(2, 1)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.set_grad_enabled(False)
-    worker = Worker(sys.argv[1])
+    worker = DecodeWorker(sys.argv[1])
     commands: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "load": worker.load, "turn": worker.turn, "machine": worker.machine, "ceilings": worker.ceilings}
     for line in sys.stdin:

@@ -48,7 +48,7 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-class Forebay:
+class ForebayInRam:
     def __init__(self, folder: str, threads: int) -> None:
         from forebay.api import wrap
 
@@ -114,7 +114,7 @@ def serve(name: str, path: str, threads: int) -> None:
         transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(threads)
     empty = resident("VmRSS")
-    make = {"forebay": Forebay, "llama.cpp": LlamaCpp, "transformers": Transformers}[name.split()[0]]
+    make = {"forebay": ForebayInRam, "llama.cpp": LlamaCpp, "transformers": Transformers}[name.split()[0]]
     contestant: Any = make(path, threads)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, 49000, (PROMPT,), generator=generator).tolist()

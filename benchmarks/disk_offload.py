@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.big_model import Shape, big_model
+from benchmarks.big_model import LlamaShape, big_model
 from benchmarks.contestants import OURS
 from forebay.rewriter.ir.byte_sizes import parse_nbytes
 
@@ -92,7 +92,7 @@ def measure(args: argparse.Namespace, names: list[str], batches: list[int]) -> d
     with tempfile.TemporaryDirectory(prefix="forebay-benchmark-", dir=Path(model).parent) as scratch:
         link = Process("link", args.threads)
         order = {"model": model, "scratch": scratch, "budget": parse_nbytes(args.budget), "batches": batches,
-                 "peer_budget": args.peer_budget, "prompt": args.prompt, "new": args.new, "vocab": Shape().vocab,
+                 "peer_budget": args.peer_budget, "prompt": args.prompt, "new": args.new, "vocab": LlamaShape().vocab,
                  "machine": str(args.machine or Path(scratch) / "machine.json")}
         try:
             if args.machine is None:

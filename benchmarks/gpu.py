@@ -229,7 +229,7 @@ def main() -> int:
     if options.answer:
         answer(cases, place, json.loads(options.answer))
         return 0
-    from benchmarks.gpu_cases.isolated import Worker
+    from benchmarks.gpu_cases.isolated import IsolatedWorker
     from benchmarks.gpu_cases.timing import ceilings, uncaptured
     from forebay.kernels.products.linear import selection
 
@@ -243,7 +243,8 @@ def main() -> int:
         f"{limits['host_to_device_bytes_per_s'] / 1e9:.1f} GB/s")  # fmt: skip
     warm_in_parallel(["--ops", options.ops])
     say("compiled")
-    worker = Worker([sys.executable, "-m", "benchmarks.gpu", "--ops", options.ops, "--answer", json.dumps(limits)])
+    command = [sys.executable, "-m", "benchmarks.gpu", "--ops", options.ops, "--answer", json.dumps(limits)]
+    worker = IsolatedWorker(command)
     try:
         rows = run_all(families, lambda number: worker.ask(number, CASE_S), True, lambda rows: write(rows, limits))
     finally:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_cases import flexgen
-from benchmarks.gpu_cases.isolated import Worker, check_gpu, serve
+from benchmarks.gpu_cases.isolated import IsolatedWorker, check_gpu, serve
 
 STARTED = time.monotonic()
 LIMIT_S = 520.0  # of the whole run: a job that is begun late gets what is left of it
@@ -311,7 +311,7 @@ def main() -> int:
         result["links"] = [f"{x.src}->{x.dst} {x.method} {x.bandwidth_bytes_per_s / 1e9:.2f} GB/s"
                            for x in machine.links]  # fmt: skip
         say("; ".join(result["links"]))
-        worker = Worker([sys.executable, "-m", "benchmarks.gpu_offload", "--answer", scratch])
+        worker = IsolatedWorker([sys.executable, "-m", "benchmarks.gpu_offload", "--answer", scratch])
         try:
             for number, job in enumerate(jobs()):
                 left = STARTED + LIMIT_S - time.monotonic()

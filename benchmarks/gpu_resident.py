@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_cases.isolated import Worker, check_gpu, serve
+from benchmarks.gpu_cases.isolated import IsolatedWorker, check_gpu, serve
 from benchmarks.gpu_offload import saved_model, weights_nbytes
 
 STARTED = time.monotonic()
@@ -139,7 +139,7 @@ def line(job: Row, row: Row, read_bytes_per_s: float) -> str:
             f"weights at {row['weight_bytes_per_s'] / 1e9:.0f} GB/s of {read_bytes_per_s / 1e9:.0f}")
 
 
-def run(worker: Worker, tiny: bool, keep: Callable[[Row, Row], None]) -> None:
+def run(worker: IsolatedWorker, tiny: bool, keep: Callable[[Row, Row], None]) -> None:
     """All jobs in order; those that no time is left for are named."""
     for number, job in enumerate(jobs(tiny)):
         left = STARTED + LIMIT_S - time.monotonic()
@@ -175,7 +175,7 @@ def main() -> int:
         save_machine(machine, Path(scratch) / "machine.json")
         rate = machine.tiers["device"].bandwidth_bytes_per_s
         tiny = ["--tiny"] if options.tiny else []
-        worker = Worker([sys.executable, "-m", "benchmarks.gpu_resident", "--answer", scratch, *tiny])
+        worker = IsolatedWorker([sys.executable, "-m", "benchmarks.gpu_resident", "--answer", scratch, *tiny])
 
         def keep(job: Row, row: Row) -> None:
             result["rows"].append(job | row)

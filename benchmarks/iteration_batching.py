@@ -42,7 +42,7 @@ from forebay.rewriter.ir.byte_sizes import parse_budget
 from forebay.rewriter.ir.plan import Workload
 from forebay.rewriter.plan_places import plan_places
 from forebay.rewriter.planning.wishes import Wishes
-from forebay.runtime.run.places import Work
+from forebay.runtime.run.places import WorkDone
 
 AIM = 1.5  # tokens/s of `entering` over those of `static`
 PROMPTS, ANSWERS = (10, 400), (5, 200)
@@ -55,10 +55,10 @@ NOTE_S = 20.0
 
 
 @dataclass
-class Turn:
+class ContestantTurn:
     """What one contestant did with the sequences of a round."""
 
-    work: Work
+    work: WorkDone
     time_s: float
     decode_s: float
     answers: dict[str | int, str]
@@ -89,15 +89,15 @@ def sequences(
     return sorted(found, key=lambda prompt: -len(prompt.ids))
 
 
-def turn(lm: LanguageModel, prompts: Sequence[Prompt], size: int, say: Any) -> Turn:
+def turn(lm: LanguageModel, prompts: Sequence[Prompt], size: int, say: Any) -> ContestantTurn:
     """Answer the prompts, `size` at a time."""
-    total, decode_s = Work(), 0.0
+    total, decode_s = WorkDone(), 0.0
     began = last = noted = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, AnswerFile(Path(folder) / "answers.jsonl", {}) as output:
         for at in range(0, len(prompts), size):
-            before = Work()
+            before = WorkDone()
 
-            def progress(work: Work) -> None:
+            def progress(work: WorkDone) -> None:
                 nonlocal before, last, decode_s, noted
                 now = time.monotonic()
                 decode_s += (now - last) * (work.decodes > before.decodes)
@@ -108,10 +108,10 @@ def turn(lm: LanguageModel, prompts: Sequence[Prompt], size: int, say: Any) -> T
 
             work = run_job(lm, prompts[at : at + size], output, Ask(ANSWERS[1]), lambda ids: " ".join(map(str, ids)),
                            progress=progress)
-            total = Work(*(a + b for a, b in zip(vars(total).values(), vars(work).values(), strict=True)))
+            total = WorkDone(*(a + b for a, b in zip(vars(total).values(), vars(work).values(), strict=True)))
         time_s = time.monotonic() - began
         lines = map(json.loads, output.path.read_bytes().splitlines())
-        return Turn(total, time_s, decode_s, {line["id"]: line["text"] for line in lines})
+        return ContestantTurn(total, time_s, decode_s, {line["id"]: line["text"] for line in lines})
 
 
 def measure(name: str, options: argparse.Namespace, say: Any) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def measure(name: str, options: argparse.Namespace, say: Any) -> dict[str, Any]:
                 f"{plan.prediction.streamed_nbytes / 1e6:.1f} MB stream in each step")
             for tokens in (1, *plan.schedule.prefill_chunks):  # Programs are made, weights read once
                 lm.session.bound(tokens)
-            found: dict[str, list[Turn]] = {"entering": [], "static": []}
+            found: dict[str, list[ContestantTurn]] = {"entering": [], "static": []}
             for i in range(1 if options.quick else options.rounds):
                 asked = sequences(count, prompts, answers, opened[0].vocab_size, seed=i)
                 for label in list(found)[:: 1 if i % 2 == 0 else -1]:
@@ -142,7 +142,7 @@ def measure(name: str, options: argparse.Namespace, say: Any) -> dict[str, Any]:
     return summary_of(name, places, count, found)
 
 
-def summary_of(name: str, places: int, count: int, found: dict[str, list[Turn]]) -> dict[str, Any]:
+def summary_of(name: str, places: int, count: int, found: dict[str, list[ContestantTurn]]) -> dict[str, Any]:
     """Medians over the rounds, and what of them holds."""
     pairs = list(zip(found["entering"], found["static"], strict=True))
     ratios = [a.tokens_per_s / b.tokens_per_s for a, b in pairs]

@@ -56,7 +56,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Cell:
+class PredictedCell:
     """One model and workload on one machine profile."""
 
     model: str
@@ -110,7 +110,7 @@ class Probe:
         return median(found)
 
 
-def step_times_s(lm: LanguageModel, cell: Cell) -> list[float]:
+def step_times_s(lm: LanguageModel, cell: PredictedCell) -> list[float]:
     """Seconds of each decode step of one answer, from token to token."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(5, lm.captured.vocab_size, (cell.batch, cell.prompt), generator=generator)
@@ -128,7 +128,7 @@ def at_pace(machine: Machine, bytes_per_s: float, pace: float) -> Machine:
         memory_bytes_per_s=machine.memory_bytes_per_s / pace)
 
 
-def visit(lm: LanguageModel, cell: Cell, probe: Probe) -> Row:
+def visit(lm: LanguageModel, cell: PredictedCell, probe: Probe) -> Row:
     """One answer's steps, between plain reads and products."""
     paces, rates = [probe.pace()], [probe.bytes_per_s() for _ in range(2)]
     times = step_times_s(lm, cell)
@@ -137,7 +137,7 @@ def visit(lm: LanguageModel, cell: Cell, probe: Probe) -> Row:
     return {"times_s": times, "bytes_per_s": median(rates), "pace": sum(paces) / 2}
 
 
-def predict(lm: LanguageModel, cell: Cell, visits: Sequence[Row]) -> Row:
+def predict(lm: LanguageModel, cell: PredictedCell, visits: Sequence[Row]) -> Row:
     """What the plan is, and each visit's step predicted with the rates found at it."""
     program = lm._pipeline.program(lm.plan, 1)
     lines = [simulate(program, at_pace(cell.machine, v["bytes_per_s"], v["pace"])) for v in visits]
@@ -149,7 +149,7 @@ def predict(lm: LanguageModel, cell: Cell, visits: Sequence[Row]) -> Row:
         "lead": s.lead, "prefill_chunk": s.prefill_chunk, "budget": lm.plan.budget.device}
 
 
-def measure_cell(cell: Cell, shares: Sequence[float], rounds: int) -> Iterator[Row]:
+def measure_cell(cell: PredictedCell, shares: Sequence[float], rounds: int) -> Iterator[Row]:
     """A row per budget; the budgets take turns, `rounds` times."""
     with cell.wrap(1 << 40) as lm:
         smallest = lm._pipeline.smallest_budget()
@@ -169,7 +169,7 @@ def measure_cell(cell: Cell, shares: Sequence[float], rounds: int) -> Iterator[R
             "weights": weights}
 
 
-def sweep(cell: Cell, share: float, rounds: int) -> None:
+def sweep(cell: PredictedCell, share: float, rounds: int) -> None:
     """Print forced schedules beside the planner's own: the decode step predicted as planned, and measured.
 
     All take turns; then the planner's and the best few alone, three times as often and from nothing, because the best
@@ -204,7 +204,7 @@ def sweep(cell: Cell, share: float, rounds: int) -> None:
           flush=True)
 
 
-def in_turns(models: Mapping[str, LanguageModel], cell: Cell, rounds: int) -> dict[str, list[float]]:
+def in_turns(models: Mapping[str, LanguageModel], cell: PredictedCell, rounds: int) -> dict[str, list[float]]:
     """Seconds of each model's decode step in each round, the median of its steps there."""
     times: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(rounds):
@@ -272,7 +272,7 @@ def main() -> None:
             if machine.guessed:  # the pace of measured products then says nothing of those that a guess stands for
                 print(f"a cautious guess stands for {'; '.join(machine.guessed)}: what follows is no measure of the "
                       "predictions; run this on a quieter machine", file=sys.stderr)
-            cell = Cell(name, folder, machine, batch, args.prompt, args.new)
+            cell = PredictedCell(name, folder, machine, batch, args.prompt, args.new)
             shares = [float(s) / 100 for s in args.budgets.split(",")]
             if not args.sweep:
                 rows += measure_cell(cell, shares, args.rounds)

@@ -18,7 +18,6 @@ import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,10 +26,10 @@ from forebay.kernels.cpu_support import native
 from forebay.kernels.formats import row_sizes
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import WEIGHT_FORMATS
+from forebay.kernels.operator import Call
 from forebay.kernels.products.linear import cpu as linear
 from forebay.kernels.products.linear_q.cpu import bind_linear_q, implementations
 
-Call = Callable[[], object]
 SHAPES = ((5632, 2048), (2048, 5632), (2048, 2048))  # (N, K) of a 1.1B Llama
 SMOLLM2 = ((576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536))
 SMOLLM2_LAYERS = 30

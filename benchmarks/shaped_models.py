@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.big_model import Shape, make_model, write_checkpoint
+from benchmarks.big_model import LlamaShape, make_model, write_checkpoint
 
 POSITIONS = 2048
 
@@ -31,8 +31,8 @@ SMALL = (Sizes("llama", 512, 6, 8, 1408, 8192), Sizes("opt", 512, 6, 8, 2048, 81
 def make_shaped(folder: Path, sizes: Sizes) -> Path:
     """The checkpoint of a model of these sizes in `folder`, by a fixed seed."""
     if sizes.family == "llama":
-        return make_model(folder, Shape(sizes.hidden, sizes.layers, sizes.heads, sizes.heads // 2, sizes.intermediate,
-                                        sizes.vocab))
+        return make_model(folder, LlamaShape(sizes.hidden, sizes.layers, sizes.heads, sizes.heads // 2,
+                                             sizes.intermediate, sizes.vocab))
     return write_checkpoint(folder, _opt_tensors(sizes), {
         "architectures": ["OPTForCausalLM"], "model_type": "opt", "dtype": "bfloat16", "hidden_size": sizes.hidden,
         "word_embed_proj_dim": sizes.hidden, "num_hidden_layers": sizes.layers, "ffn_dim": sizes.intermediate,

@@ -64,7 +64,7 @@ class Implementations:
     default: Mapping[str, Callable[[Product, str], str]]
 
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from forebay.rewriter.plan_block import GraphsOf, plan_block
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.switches import Switches
 
-Tier = Literal["device", "host", "disk"] | None
+CacheTier = Literal["device", "host", "disk"] | None
 WORTH_S = 60.0  # a shorter job is done before ways with caches on slower tiers are compared, which takes seconds each
 PLACES = 256  # at most, of which some are given anew while the others decode
 ENTERING = 8  # a prefill step computes one in so many places: idle ones, which wait for as many, are a sixteenth
@@ -53,7 +53,7 @@ def plan_places(
     count = workload.batch
     sizes = [min(places, count)] if places else _halvings(count)
 
-    def planned(size: int, tier: Tier) -> tuple[Pipeline, Plan]:
+    def planned(size: int, tier: CacheTier) -> tuple[Pipeline, Plan]:
         wished = replace(wishes, cache_tier=tier)
         enters = wished if size == count else replace(wished, entering=wishes.entering or entering_at_once(size))
         return plan_block(graphs_of, budget, replace(workload, batch=size), enters, machine, switches)

@@ -95,6 +95,27 @@ def test_no_module_imports_itself_in_a_circle() -> None:
     assert [c for c in nx.strongly_connected_components(graph) if len(c) > 1] == []
 
 
+def names_of_types(tree: ast.Module) -> Iterator[str]:
+    """Classes, at the top of a module or within, and the module's aliases of types."""
+    yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (t.id for t in targets if isinstance(t, ast.Name) and re.fullmatch(r"_?[A-Z][a-z]\w*", t.id))
+
+
+def test_a_name_means_one_type() -> None:
+    """Classes and aliases of the package, public or not, and the benchmarks' classes."""
+    found = [(name.lstrip("_"), module) for module, path in SOURCES.items()
+             for name in set(names_of_types(ast.parse(path.read_text())))]
+    found += [(node.name, str(path.relative_to(ROOT))) for path in (ROOT / "benchmarks").rglob("*.py")
+              for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    homes: dict[str, list[str]] = {}
+    for name, module in found:
+        homes.setdefault(name, []).append(module)
+    assert len(found) > 400 and not {name: modules for name, modules in homes.items() if len(modules) > 1}
+
+
 def test_fx_is_no_business_of_the_runtime() -> None:
     for name, path in SOURCES.items():
         if within(name, ("forebay.runtime",)):

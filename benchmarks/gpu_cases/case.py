@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-Call = Callable[[], object]
+from forebay.kernels.operator import Call
+
 # Relative error allowed against float64, by dtype of the result.
 LIMITS = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 

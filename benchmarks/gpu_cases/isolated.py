@@ -18,7 +18,7 @@ from typing import IO, Any
 START_S = 90.0  # for the imports and the GPU's context, before the first answer
 
 
-class Worker:
+class IsolatedWorker:
     """Runs `command`, which calls `serve`; started when first asked, and anew after a job it did not survive."""
 
     def __init__(self, command: list[str]) -> None:

@@ -8,7 +8,7 @@ from benchmarks.papers.tables import Row, show
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS, ModelShape
-from forebay.rewriter.predict.roofline import Module, Operator, asynchronous_time_s, attaining, module_s
+from forebay.rewriter.predict.roofline import Module, RooflineOperator, asynchronous_time_s, attaining, module_s
 
 MODEL, MACHINE = "codellama-34b", "ascend-910b3"
 TENSOR_PARALLEL, BATCH, PROMPT, NEW = 4, 1, 2048, 63
@@ -22,7 +22,7 @@ TOTAL_MS = {"prefill": 265.123, "decode": 33.573}
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TableSymbols:
     """The tables' symbols: batch, tokens of this pass, cached tokens, hidden and MLP width, query and KV heads, t."""
 
     b: int
@@ -35,40 +35,42 @@ class Sizes:
     t: int
 
 
-def norm(z: Sizes) -> tuple[Operator, ...]:
+def norm(z: TableSymbols) -> tuple[RooflineOperator, ...]:
     """Tables 6 and 7; not divided among the t devices."""
     n, rows = z.b * z.s * z.h, z.b * z.s
-    return (Operator("pow", n, 4 * n), Operator("mean", n, 2 * n + 2 * rows), Operator("add", rows, 4 * rows),
-            Operator("rsqrt", rows, 4 * rows), Operator("mul", n, 4 * n + 2 * rows),
-            Operator("mul_weight", n, 4 * n + 2 * z.h))
+    return (RooflineOperator("pow", n, 4 * n), RooflineOperator("mean", n, 2 * n + 2 * rows),
+            RooflineOperator("add", rows, 4 * rows),
+            RooflineOperator("rsqrt", rows, 4 * rows), RooflineOperator("mul", n, 4 * n + 2 * rows),
+            RooflineOperator("mul_weight", n, 4 * n + 2 * z.h))
 
 
-def attention(z: Sizes, phase: str) -> tuple[Operator, ...]:
+def attention(z: TableSymbols, phase: str) -> tuple[RooflineOperator, ...]:
     """Tables 10 and 11. The table of decode also lists the update of the cache, repeat_kv and an upcast, at rates
     (kappa) that the paper does not print; its compute column is met without them, so they take no time here."""
     n, group = z.b * z.s * z.h, z.hkv / z.hq
     scores = z.b * z.hq * z.s * z.context
-    q = Operator("q_proj", 2 * n * z.h / z.t, 2 * (2 * n + z.h * z.h) / z.t)
+    q = RooflineOperator("q_proj", 2 * n * z.h / z.t, 2 * (2 * n + z.h * z.h) / z.t)
     kv_nbytes = 2 * (n + z.h * z.h * group / z.t + n * group / z.t)
-    kv = Operator("kv_proj", 2 * n * z.h * group / z.t, kv_nbytes)
-    rope = Operator("rope", 3.5 * n * (1 + group), 2 * n * (8.5 + 8.5 * group + 2 / z.hq))
+    kv = RooflineOperator("kv_proj", 2 * n * z.h * group / z.t, kv_nbytes)
+    rope = RooflineOperator("rope", 3.5 * n * (1 + group), 2 * n * (8.5 + 8.5 * group + 2 / z.hq))
     product = 2 * scores * (z.h / z.hq) / z.t
     # Prefill reads Q and K of s tokens; decode one query and the whole cache.
     read = 2 * n if phase == "prefill" else n + z.b * z.context * z.h
-    scored = Operator("qk", product, 2 * (read + scores) / z.t)
+    scored = RooflineOperator("qk", product, 2 * (read + scores) / z.t)
     mask = z.b * z.s * z.context
-    out = Operator("o_proj", 2 * n * z.h / z.t, 2 * (n + n / z.t + z.h * z.h / (1 if phase == "prefill" else z.t)))
-    return (q, kv, kv, rope, scored, Operator("div", scores / z.t, 4 * scores / z.t),
-            Operator("add", scores / z.t, 2 * (2 * scores / z.t + mask)),
-            Operator("softmax", 3 * scores / z.t, 4 * scores / z.t), scored, out)
+    weight = z.h * z.h / (1 if phase == "prefill" else z.t)
+    out = RooflineOperator("o_proj", 2 * n * z.h / z.t, 2 * (n + n / z.t + weight))
+    return (q, kv, kv, rope, scored, RooflineOperator("div", scores / z.t, 4 * scores / z.t),
+            RooflineOperator("add", scores / z.t, 2 * (2 * scores / z.t + mask)),
+            RooflineOperator("softmax", 3 * scores / z.t, 4 * scores / z.t), scored, out)
 
 
-def mlp(z: Sizes) -> tuple[Operator, ...]:
+def mlp(z: TableSymbols) -> tuple[RooflineOperator, ...]:
     """Tables 12 and 13, with their slips mended: b for b s in decode's mul, h for h0 in the last add."""
     n, wide = z.b * z.s * z.h, z.b * z.s * z.h0
-    product = Operator("product", 2 * n * z.h0 / z.t, 2 * (n + wide + z.h * z.h0) / z.t)
-    return (product, Operator("silu", 5 * wide / z.t, 4 * wide / z.t), product,
-            Operator("mul", wide / z.t, 6 * wide / z.t), product, Operator("add", n / z.t, 4 * n / z.t))
+    product = RooflineOperator("product", 2 * n * z.h0 / z.t, 2 * (n + wide + z.h * z.h0) / z.t)
+    return (product, RooflineOperator("silu", 5 * wide / z.t, 4 * wide / z.t), product,
+            RooflineOperator("mul", wide / z.t, 6 * wide / z.t), product, RooflineOperator("add", n / z.t, 4 * n / z.t))
 
 
 def modules(model: ModelShape, phase: str) -> list[Module]:
@@ -76,8 +78,8 @@ def modules(model: ModelShape, phase: str) -> list[Module]:
     layer = model.layers[0]
     context = PROMPT if phase == "prefill" else PROMPT + NEW
     intermediate = layer.mlp_flops // (6 * layer.hidden)
-    z = Sizes(BATCH, PROMPT if phase == "prefill" else 1, context, layer.hidden, intermediate, layer.heads,
-              layer.kv_heads, TENSOR_PARALLEL)
+    z = TableSymbols(BATCH, PROMPT if phase == "prefill" else 1, context, layer.hidden, intermediate, layer.heads,
+                     layer.kv_heads, TENSOR_PARALLEL)
     link = PRESETS[MACHINE].interconnect_bytes_per_s * EFFICIENCY[phase][2]
     exchange = z.b * z.s * z.h / z.t / link
     parts = {"RMSNorm": norm(z), "Attention": attention(z, phase), "MLP": mlp(z)}

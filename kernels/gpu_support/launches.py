@@ -74,7 +74,7 @@ def _direct(compiled: Any, launch: KernelCall) -> tuple[Any, ...]:
 
 def bound_with_scratch(
     device: torch.device, values_nbytes: int, counters: int,
-    launches: Callable[[Tensor, Tensor], Sequence[KernelCall | Callable[[], None]]],
+    launches: Callable[[Tensor, Tensor], Sequence[KernelCall | Callable[[], object]]],
 ) -> Callable[[], None]:
     """launches(values uint8, counters int32) as one call without arguments; both are at least as long as asked for.
     Those that are not of Triton's are called as they are.
@@ -82,7 +82,7 @@ def bound_with_scratch(
     All bound calls of a stream share them, so memory is taken for the largest need and not for the sum."""
     on_gpu = device.type == "cuda"
     index = device.index if device.index is not None else 0
-    stream, version, calls = -1, -1, list[Callable[[], None]]()
+    stream, version, calls = -1, -1, list[Callable[[], object]]()
     scratch: Scratch | None = None
 
     def run() -> None:

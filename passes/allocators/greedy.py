@@ -58,7 +58,7 @@ def best_fit(buffers: Sequence[Buffer], limit_s: float = math.inf) -> list[int] 
     library = _compiled(buffers)
     if library is not None:  # n log n: no limit is needed
         found = np.zeros(n, dtype=np.int64)
-        library.forebay_best_fit(native.Problem(buffers), native.pointer(np.array(order, dtype=np.int32)),
+        library.forebay_best_fit(native.BufferColumns(buffers), native.pointer(np.array(order, dtype=np.int32)),
                                  native.pointer(found))
         return found.tolist()
     live = _Placed(n)
@@ -97,7 +97,7 @@ def _first_fit(
         offsets[i] = offset
     library = _compiled(buffers)
     if library is not None:
-        done = library.forebay_first_fit(native.Problem(buffers), native.pointer(np.array(order, dtype=np.int32)),
+        done = library.forebay_first_fit(native.BufferColumns(buffers), native.pointer(np.array(order, dtype=np.int32)),
                                          min(limit_s, native.FOREVER_S), native.pointer(offsets))
         return offsets.tolist() if done else None
     placed = _Placed(len(buffers))

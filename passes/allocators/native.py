@@ -21,7 +21,7 @@ FOREVER_S = 1e6  # what C++ is told where there is no limit
 log = logging.getLogger(__name__)
 
 
-class Problem(ctypes.Structure):
+class BufferColumns(ctypes.Structure):
     """Mirror of `Problem` in improve.cpp: buffers by columns, whose memory it keeps."""
 
     _fields_ = (("count", ctypes.c_int32), *((name, ctypes.c_void_p) for name in ("lower", "upper", "size")))
@@ -41,7 +41,8 @@ def load() -> ctypes.CDLL | None:
     except BuildError as error:
         log.warning("the allocator's compiled search is not available, the slower one in Python is used: %s", error)
         return None
-    problem, int32s, int64s = ctypes.POINTER(Problem), ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_int64)
+    problem = ctypes.POINTER(BufferColumns)
+    int32s, int64s = ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_int64)
     seconds, seed, height = ctypes.c_double, ctypes.c_uint64, ctypes.c_int64
     library.forebay_search.restype = library.forebay_first_fit.restype = ctypes.c_int
     library.forebay_search.argtypes = [ctypes.c_int, ctypes.c_int, int32s, int32s, int64s, height, seconds, seed,

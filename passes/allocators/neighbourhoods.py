@@ -19,5 +19,5 @@ def improve(
     if library is None or not buffers:
         return list(offsets)
     found = np.array(offsets, dtype=np.int64)
-    library.forebay_improve(native.Problem(buffers), target, limit_s, seed, native.pointer(found))
+    library.forebay_improve(native.BufferColumns(buffers), target, limit_s, seed, native.pointer(found))
     return found.tolist()

@@ -64,7 +64,7 @@ def _search_compiled(
 
 
 @dataclass
-class _State:
+class _SearchState:
     """Floors per section, and the unplaced buffers; search.cpp explains the terms."""
 
     floors: list[int]
@@ -83,7 +83,7 @@ def search_in_python(buffers: Sequence[Buffer], capacity: int, time_limit_s: flo
             live[s].append(i)
     end = time.perf_counter() + time_limit_s
     failed: set[tuple[frozenset[int], tuple[int, ...]]] = set()
-    stack = [_State([0] * sections.count, frozenset(range(len(buffers))))]
+    stack = [_SearchState([0] * sections.count, frozenset(range(len(buffers))))]
     while stack:  # depth first; the most promising child is pushed last
         if time.perf_counter() > end:
             return Verdict.UNDECIDED
@@ -100,7 +100,7 @@ def search_in_python(buffers: Sequence[Buffer], capacity: int, time_limit_s: flo
 
 
 def _settle(
-    state: _State, live: list[list[int]], spans: list[range], sizes: list[int], capacity: int
+    state: _SearchState, live: list[list[int]], spans: list[range], sizes: list[int], capacity: int
 ) -> dict[int, int] | None:
     """Raise floors to the least earliest offset above them until nothing moves; None when a section cannot fit."""
     while True:
@@ -123,8 +123,8 @@ def _settle(
 
 
 def _children(
-    state: _State, earliest: dict[int, int], live: list[list[int]], spans: list[range], sizes: list[int]
-) -> list[_State]:
+    state: _SearchState, earliest: dict[int, int], live: list[list[int]], spans: list[range], sizes: list[int]
+) -> list[_SearchState]:
     """The branches on a section of the lowest valley, largest buffer last."""
     open_sections = [s for s in range(len(live)) if any(i in state.unplaced for i in live[s])]
     section = min(open_sections, key=lambda s: (state.floors[s], sum(i in state.unplaced for i in live[s])))
@@ -137,10 +137,10 @@ def _children(
     if later:
         floors = state.floors.copy()
         floors[section] = min(later)
-        children.append(_State(floors, state.unplaced, state.placed))
+        children.append(_SearchState(floors, state.unplaced, state.placed))
     for i in candidates:
         floors = state.floors.copy()
         for s in spans[i]:
             floors[s] = height + sizes[i]
-        children.append(_State(floors, state.unplaced - {i}, state.placed | {i: height}))
+        children.append(_SearchState(floors, state.unplaced - {i}, state.placed | {i: height}))
     return children

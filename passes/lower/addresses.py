@@ -16,8 +16,8 @@ from forebay.rewriter.ir.program import Span, TensorRef
 # the graph's placeholder 3 stands for, "?t2" the tile that its fetch number 2 brings, "?ax" the planned buffer x of the
 # micro-batch whose turn it is.
 WEIGHT, TILE, ACTIVATION = "?w", "?t", "?a"
-Place = tuple[str, int, str]  # arena, byte address, buffer name
-Symbols = Mapping[str, Place]
+Address = tuple[str, int, str]  # arena, byte address, buffer name
+Symbols = Mapping[str, Address]
 
 
 class Addresses:
@@ -27,9 +27,9 @@ class Addresses:
     the places of placeholders that are neither weights nor cache.
     """
 
-    def __init__(self, gm: fx.GraphModule, layout: Layout, prefix: str, inputs: Mapping[fx.Node, Place]) -> None:
+    def __init__(self, gm: fx.GraphModule, layout: Layout, prefix: str, inputs: Mapping[fx.Node, Address]) -> None:
         self.layout, self.prefix, self.inputs = layout, prefix, inputs
-        self.made: dict[tuple[fx.Node, int], Place] = {}  # by block calls
+        self.made: dict[tuple[fx.Node, int], Address] = {}  # by block calls
         nodes = list(gm.graph.nodes)
         self.symbols = {n: f"{WEIGHT}{i}" for i, n in enumerate(n for n in nodes if n.op == "placeholder")}
         self.tiles = {n: i for i, n in enumerate(n for n in nodes if n.target is ops.fetch)}
@@ -47,7 +47,7 @@ class Addresses:
                 arena, address + before, str(value.dtype)[6:], tuple(value.shape), tuple(value.stride()), buffer)
         return known
 
-    def _place(self, base: fx.Node, element: int) -> Place:
+    def _place(self, base: fx.Node, element: int) -> Address:
         if base.target is ops.fetch:
             symbol = f"{TILE}{self.tiles[base]}"
             return symbol, 0, symbol
@@ -88,7 +88,7 @@ class Addresses:
         return (buffers.get(name) or buffers[f"{name}@0"]).nbytes
 
 
-def micro_batch_symbols(layout: Layout, number: int, count: int) -> dict[str, Place]:
+def micro_batch_symbols(layout: Layout, number: int, count: int) -> dict[str, Address]:
     """What the symbols of planned buffers stand for during a turn of micro-batch `number` of `count`. Contents go by
     its name, so that nobody takes them for those of another that uses the same memory."""
     if count == 1:

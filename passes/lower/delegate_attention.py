@@ -18,7 +18,7 @@ from forebay.rewriter.ir.program import ATTEND, HOST, Item, Launch, Release, Spa
 OPERANDS = "operands"  # host memory for what a turn's launches there read and write; a buffer for each micro-batch
 
 
-class Operands(NamedTuple):
+class OperandSizes(NamedTuple):
     """What a block's operators over caches are given beside the caches, and give: bytes of both, the copies that take
     them between the tiers, and host bytes to hold them."""
 
@@ -28,10 +28,10 @@ class Operands(NamedTuple):
     room_nbytes: int
 
 
-NO_OPERANDS = Operands(0, 0, 0, 0)
+NO_OPERANDS = OperandSizes(0, 0, 0, 0)
 
 
-def operands_of(block: fx.GraphModule) -> Operands:
+def operands_of(block: fx.GraphModule) -> OperandSizes:
     """The operands of a block's operators over caches."""
     found = {True: list[int](), False: list[int]()}
     for node in block.graph.nodes:
@@ -42,7 +42,7 @@ def operands_of(block: fx.GraphModule) -> Operands:
         found[True] += [_extent(v) for n in node.all_input_nodes if n not in caches for v in values_of(n)]
         found[False] += map(_extent, values_of(node) if node.meta.get("alias_of") is None else ())
     both = [*found[True], *found[False]]
-    return Operands(sum(found[True]), sum(found[False]), len(both), sum(map(aligned, both)))
+    return OperandSizes(sum(found[True]), sum(found[False]), len(both), sum(map(aligned, both)))
 
 
 def _extent(value: torch.Tensor) -> int:

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import fx
 
-from forebay.passes.lower.addresses import Place
+from forebay.passes.lower.addresses import Address
 from forebay.passes.lower.draft import Draft
 from forebay.rewriter.ir.alignment import aligned
 from forebay.rewriter.ir.graph import META, CacheInput
@@ -65,7 +65,7 @@ class PlaceStaging:
         dtype, shape = self.staged[mark.layer, "k"]
         return aligned(math.prod(shape) * dtype_itemsize(dtype))
 
-    def bring(self, layer: int, micro_batch: int) -> Place:
+    def bring(self, layer: int, micro_batch: int) -> Address:
         """Take the rows of the places; where they lie then."""
         for side in "kv":
             cache, memory, staged = self._refs(layer, side)
@@ -73,7 +73,7 @@ class PlaceStaging:
         b = self.buffers[ENTERING]
         return b.arena, b.offset, self._contents(layer)
 
-    def keep(self, layer: int, micro_batch: int, place: Place) -> None:
+    def keep(self, layer: int, micro_batch: int, place: Address) -> None:
         """Put the rows back to their places."""
         for side in "kv":
             cache, memory, staged = self._refs(layer, side)

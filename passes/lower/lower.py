@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from forebay.passes.lower.addresses import TILE, Addresses, Place, Symbols, micro_batch_symbols, settled
+from forebay.passes.lower.addresses import TILE, Address, Addresses, Symbols, micro_batch_symbols, settled
 from forebay.passes.lower.draft import Arrive, Draft, Fetch, Found, Free, Lookup, Move
 from forebay.passes.lower.enter_places import PlaceStaging
 from forebay.passes.lower.launches import LoweringError, Workspace
@@ -36,19 +36,19 @@ from forebay.rewriter.ir.program import FileSlice, Launch, Release, Rows, Span, 
 
 
 @dataclass
-class _Instance:
+class _Stamp:
     """One use of a graph: what its symbols stand for, and the step's numbers of its copies, and of its lookups by
     micro-batch. Every micro-batch has an equal part of the memory that a symbol of `cache` stands for."""
 
     layer: int
-    symbols: dict[str, Place]
+    symbols: dict[str, Address]
     names: dict[str, str]  # symbol -> weight
-    cache: dict[str, tuple[Place, int]]  # where it begins, and the bytes of a part
+    cache: dict[str, tuple[Address, int]]  # where it begins, and the bytes of a part
     staged: dict[str, int]  # symbols of a cache that is staged, and where in the slot
     moves: dict[int, int] = field(default_factory=dict)
     lookups: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def of_turn(self, micro_batch: int) -> dict[str, Place]:
+    def of_turn(self, micro_batch: int) -> dict[str, Address]:
         """What the symbols stand for in a turn of this micro-batch."""
         parts = {symbol: (arena, offset + micro_batch * nbytes, buffer)
                  for symbol, ((arena, offset, buffer), nbytes) in self.cache.items()}
@@ -76,7 +76,7 @@ class _Lowering:
         self.draft = Draft(name)
         self.outer = Addresses(gm, layout, "", {})
         self.recorded: dict[object, tuple[list[Recording], list[tuple[int, str]]]] = {}
-        self.pieces: list[list[tuple[Recording, _Instance]]] = []
+        self.pieces: list[list[tuple[Recording, _Stamp]]] = []
         self.staging: CacheStaging | PlaceStaging | None = None
         self.activations = [micro_batch_symbols(layout, k, self.count) for k in range(self.count)]
         self.lookups = self.fetched = 0
@@ -136,7 +136,7 @@ class _Lowering:
 
     # -- one layer
 
-    def _call(self, call: fx.Node) -> list[tuple[Recording, _Instance]]:
+    def _call(self, call: fx.Node) -> list[tuple[Recording, _Stamp]]:
         """A layer as pieces of the step: two, where the host attends between them."""
         layer = call.meta.get("layer", -1)
         like = self.layout.likes.get(layer, layer)
@@ -154,7 +154,7 @@ class _Lowering:
         return [(recording, instance) for recording in recordings]
 
     def _record_block(
-        self, call: fx.Node, like: int, given: tuple[Place, ...]
+        self, call: fx.Node, like: int, given: tuple[Address, ...]
     ) -> tuple[list[Recording], list[tuple[int, str]]]:
         """The recordings of a block, and which arguments of a call its symbols stand for."""
         block = self.gm.get_submodule(str(call.target))
@@ -167,7 +167,7 @@ class _Lowering:
         own = [(i, addresses.symbols[n]) for i, n in enumerate(placeholders) if n.meta.get(META) is not None]
         return recordings, own
 
-    def _instance(self, layer: int, given: Iterable[tuple[str, fx.Node]]) -> _Instance:
+    def _instance(self, layer: int, given: Iterable[tuple[str, fx.Node]]) -> _Stamp:
         """A use of a graph whose symbols stand for these placeholders of the step graph."""
         symbols, names, cache, staged = {}, {}, {}, {}
         for symbol, node in given:
@@ -182,11 +182,11 @@ class _Lowering:
             elif isinstance(mark, CacheInput):
                 b = self.buffers[f"cache_{mark.side}_{mark.layer}"]
                 cache[symbol] = (b.arena, b.offset, b.name), b.nbytes // self.count
-        return _Instance(layer, symbols, names, cache, staged)
+        return _Stamp(layer, symbols, names, cache, staged)
 
     # -- stamping
 
-    def _stamp(self, recording: Recording, instance: _Instance, turn: Turn) -> None:
+    def _stamp(self, recording: Recording, instance: _Stamp, turn: Turn) -> None:
         """Append a recording with its symbols settled; in layers, labels get the layer's name in front, and of several
         micro-batches their number behind. Weights are fetched in the turn that opens, and freed in the one that
         closes."""
@@ -196,7 +196,7 @@ class _Lowering:
             symbols[f"{TILE}{fetch}"] = self._landing(move)
         before, after = f"layer{layer}_" if layer >= 0 else "", f"@{k}" if self.count > 1 else ""
         add = self.draft.items.append
-        place: Place = "", 0, ""
+        place: Address = "", 0, ""
         for entry in recording.of_turn(k, self.activations[k]):
             if isinstance(entry, Recorded):
                 launch = entry.launch
@@ -228,11 +228,11 @@ class _Lowering:
             else:
                 self._gather(entry, instance, symbols, k)
 
-    def _landing(self, move: int) -> Place:
+    def _landing(self, move: int) -> Address:
         span = self.draft.moves[move].span
         return span.arena, span.offset, span.buffer
 
-    def _fetch(self, entry: Fetched, instance: _Instance) -> None:
+    def _fetch(self, entry: Fetched, instance: _Stamp) -> None:
         index = instance.moves[entry.number] = len(self.draft.moves)
         weight = instance.names[entry.source]
         placement = self.plan.weight(weight)
@@ -258,7 +258,7 @@ class _Lowering:
         self.draft.moves.append(Move(label, source, number, span, room))
         self.draft.items.append(Fetch(index))
 
-    def _gather(self, entry: Gather, instance: _Instance, symbols: Symbols, micro_batch: int) -> None:
+    def _gather(self, entry: Gather, instance: _Stamp, symbols: Symbols, micro_batch: int) -> None:
         number = instance.lookups[micro_batch, entry.number] = self.lookups
         self.lookups += 1
         name = instance.names[entry.table]

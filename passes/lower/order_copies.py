@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from forebay.rewriter.ir.program import COMPUTE, UNORDERED, Copy, Item, Launch, Record, Span, Wait
 
-_Clock = dict[str, int]  # by stream, how many of its launches and copies are known to be done
+_VectorClock = dict[str, int]  # by stream, how many of its launches and copies are known to be done
 
 
 @dataclass
@@ -26,9 +26,9 @@ class Order:
     """Follows the items of a step as they are placed, with vector clocks over streams and events as the proof has them,
     and notes which copies touch which bytes that outlive the step (cache, hidden states) on the slower tiers."""
 
-    _issued: _Clock = field(default_factory=dict)
-    _known: dict[str, _Clock] = field(default_factory=dict)
-    _events: dict[int, _Clock] = field(default_factory=dict)
+    _issued: _VectorClock = field(default_factory=dict)
+    _known: dict[str, _VectorClock] = field(default_factory=dict)
+    _events: dict[int, _VectorClock] = field(default_factory=dict)
     _recorded: dict[int, str] = field(default_factory=dict)  # by event, the stream that recorded it last
     _groups: dict[tuple[str, int, int], list[_Touch]] = field(default_factory=dict)
 
@@ -101,11 +101,11 @@ class Order:
                 if touch.event not in carried:
                     touch.event = before[touch.stream]
 
-    def _clock(self, stream: str) -> _Clock:
+    def _clock(self, stream: str) -> _VectorClock:
         return self._known.setdefault(stream, {})
 
 
-def _covered(need: tuple[str, int], clock: _Clock) -> bool:
+def _covered(need: tuple[str, int], clock: _VectorClock) -> bool:
     return clock.get(need[0], -1) >= need[1]
 
 

@@ -29,7 +29,7 @@ _lock = threading.Lock()
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _Strided:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class _Layout:
             values.copy_(torch.rand(self.length, generator=torch.Generator().manual_seed(1)) * 0.8 + 0.1)
         return values.as_strided(self.shape, self.stride)
 
-    def resized(self, shape: tuple[int, ...]) -> _Layout:
+    def resized(self, shape: tuple[int, ...]) -> _Strided:
         """Another shape; strides keep their order, and those of 0 stay."""
         if shape == self.shape:
             return self
@@ -54,7 +54,7 @@ class _Layout:
         for dim in sorted(range(len(shape)), key=lambda d: (self.stride[d], -d)):
             if stride[dim]:
                 stride[dim], step = step, step * max(1, shape[dim])
-        return _Layout(tuple(shape), tuple(stride), self.dtype)
+        return _Strided(tuple(shape), tuple(stride), self.dtype)
 
     def within(self, arena: torch.Tensor, offset: int) -> torch.Tensor:
         """Memory of an arena of bytes."""
@@ -70,8 +70,8 @@ def keeps_memory(
     """
     given = map_aggregate(dict(arguments), _described)  # type: ignore[arg-type]
     results = tuple(_layout(value) for value in values_of(node))
-    layouts: list[_Layout] = list(results)
-    map_aggregate(given, lambda leaf: layouts.append(leaf) if isinstance(leaf, _Layout) else None)
+    layouts: list[_Strided] = list(results)
+    map_aggregate(given, lambda leaf: layouts.append(leaf) if isinstance(leaf, _Strided) else None)
     if sum(math.prod(layout.shape) for layout in layouts) > LARGE:
         shorter = _shorter(layouts)
         given, results = map_aggregate(given, shorter), tuple(map(shorter, results))
@@ -85,7 +85,7 @@ def keeps_memory(
 
 
 def _try(
-    variant: torch._ops.OpOverload, op: torch._ops.OpOverload, given: Mapping[str, Any], results: tuple[_Layout, ...]
+    variant: torch._ops.OpOverload, op: torch._ops.OpOverload, given: Mapping[str, Any], results: tuple[_Strided, ...]
 ) -> bool:
     names = [a.name for a in variant._schema.arguments if a.is_out]
     taken = {a.name for a in variant._schema.arguments if not a.is_out}
@@ -117,7 +117,7 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _filled(given: Mapping[str, Any]) -> dict[str, Any]:
-    return map_aggregate(dict(given), lambda v: v.filled() if isinstance(v, _Layout) else v)  # type: ignore
+    return map_aggregate(dict(given), lambda v: v.filled() if isinstance(v, _Strided) else v)  # type: ignore
 
 
 def _described(value: Any) -> Any:
@@ -125,17 +125,17 @@ def _described(value: Any) -> Any:
     return _layout(value) if isinstance(value, torch.Tensor) else value
 
 
-def _layout(value: torch.Tensor) -> _Layout:
-    return _Layout(tuple(value.shape), value.stride(), value.dtype)
+def _layout(value: torch.Tensor) -> _Strided:
+    return _Strided(tuple(value.shape), value.stride(), value.dtype)
 
 
-def _shorter(layouts: list[_Layout]) -> Callable[[Any], Any]:
+def _shorter(layouts: list[_Strided]) -> Callable[[Any], Any]:
     """Maps long dimensions, and numbers that equal one, to short odd ones, the same length to the same number."""
     lengths = sorted({size for layout in layouts for size in layout.shape if size > SHORT})
     short = {length: SHORT + 1 + 2 * i for i, length in enumerate(lengths)}
 
     def one(value: Any) -> Any:
-        if isinstance(value, _Layout):
+        if isinstance(value, _Strided):
             return value.resized(tuple(short.get(size, size) for size in value.shape))
         return short.get(value, value) if type(value) is int else value
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from forebay.passes.lower.addresses import Addresses, Place, Symbols, has_symbols, settled
+from forebay.passes.lower.addresses import Address, Addresses, Symbols, has_symbols, settled
 from forebay.passes.lower.draft import Arrive, Found, Free
 from forebay.passes.lower.launches import Launches, Workspace
 from forebay.passes.lower.out_variants import mutated_arguments
@@ -66,7 +66,7 @@ class Recording:
     """What one graph, or a piece of one, does, and where its results lie; `settled` for each micro-batch."""
 
     entries: tuple[Entry, ...]
-    results: tuple[Place, ...] = ()
+    results: tuple[Address, ...] = ()
     settled: dict[int, tuple[Entry, ...]] = field(default_factory=dict)
 
     def of_turn(self, micro_batch: int, symbols: Symbols) -> tuple[Entry, ...]:
@@ -128,7 +128,7 @@ class Recorder:
         """What these nodes do, which follow those recorded before, in one piece or several."""
         pieces: list[Recording] = []
         self.entries = []
-        results: tuple[Place, ...] = ()
+        results: tuple[Address, ...] = ()
         touching = [n for n in nodes if touches_cache(n)] if self.staged else []
         for node in nodes:
             if touching and node is touching[0]:
@@ -197,7 +197,7 @@ def _rows(value: torch.Tensor) -> int:
     return max(1, value.shape[0] if value.dim() else 1)
 
 
-def place_of(ref: TensorRef) -> Place:
+def place_of(ref: TensorRef) -> Address:
     return ref.arena, ref.offset, ref.buffer
 
 

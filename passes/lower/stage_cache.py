@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from forebay.passes.lower.addresses import Place
-from forebay.passes.lower.delegate_attention import NO_OPERANDS, Operands, operands_of
+from forebay.passes.lower.addresses import Address
+from forebay.passes.lower.delegate_attention import NO_OPERANDS, OperandSizes, operands_of
 from forebay.passes.lower.draft import Arrive, Draft, Evict, Fetch, Free, Move, Outgoing, Store
 from forebay.passes.lower.enter_places import ENTERING, name_places, put, take
 from forebay.rewriter.ir.block import BEFORE, BEHIND, STORES, WHOLE_LOADS, WHOLE_STORES, Block, loads_name
@@ -42,7 +42,7 @@ class StagedLayer:
     block_nbytes: int
     beside: int
     window: int = 0
-    operands: Operands = NO_OPERANDS
+    operands: OperandSizes = NO_OPERANDS
 
     @property
     def nbytes(self) -> int:
@@ -125,7 +125,7 @@ class CacheStaging:
         """Where K or V of a layer begins in what is staged."""
         return self.layers[mark.layer].beside if mark.side == "v" else 0
 
-    def bring(self, layer: int, micro_batch: int) -> Place:
+    def bring(self, layer: int, micro_batch: int) -> Address:
         """Load the blocks that exist, and put the tails beside them; where they lie then. A cache that is attended
         where it lives stays there."""
         home, tier = self._home(layer, micro_batch), self.homes[layer][micro_batch]
@@ -153,7 +153,7 @@ class CacheStaging:
         self.draft.items.append(put(tail, index_ref, table, span, f"layer{layer}_tail_in@{micro_batch}", layer))
         return span.arena, span.offset, span.buffer
 
-    def keep(self, layer: int, micro_batch: int, place: Place) -> None:
+    def keep(self, layer: int, micro_batch: int, place: Address) -> None:
         """Take the tails out of the slot at `place`, store the blocks that got full, and give the slot back."""
         tier = self.homes[layer][micro_batch]
         if self._stays(tier):
@@ -184,7 +184,7 @@ class CacheStaging:
             self.draft.items += [put(tail, self.places, tails, span_of(tails), f"layer{layer}_tails_to_places", layer),
                                  Release(COMPUTE, span_of(tail))]
 
-    def _bring_places(self, layer: int, home: Span) -> Place:
+    def _bring_places(self, layer: int, home: Span) -> Address:
         """Take the caches of the places out of those of all sequences, which live on the device; where they lie then.
         """
         assert self.places is not None

@@ -82,7 +82,7 @@ def capture_module(gm: fx.GraphModule, args: Sequence[Any], weights: Mapping[int
         refuse_tensor(arg, weights.get(position, f"input {position}"))
     first = _first_uses(args)
     positions = sorted(set(first.values()))
-    call = _Call(gm, args, [positions.index(first[i]) if i in first else -1 for i in range(len(args))])
+    call = _OverTensors(gm, args, [positions.index(first[i]) if i in first else -1 for i in range(len(args))])
     tensors = [args[p] for p in positions]
     with _tracing():
         results = _eager_results(call, tensors, positions)
@@ -112,7 +112,7 @@ def capture_module(gm: fx.GraphModule, args: Sequence[Any], weights: Mapping[int
     return ModuleGraph(concretise(fixed, {}), constants, inputs, mutated, results)
 
 
-class _Call(nn.Module):
+class _OverTensors(nn.Module):
     """`gm` over its distinct tensors alone; everything else it is given is a constant of the trace."""
 
     def __init__(self, gm: fx.GraphModule, args: Sequence[Any], sources: Sequence[int]) -> None:
@@ -164,14 +164,14 @@ def _fakes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
 
 
-def _eager_results(call: _Call, tensors: Sequence[torch.Tensor], positions: Sequence[int]) -> tuple[Result, ...]:
+def _eager_results(call: _OverTensors, tensors: Sequence[torch.Tensor], positions: Sequence[int]) -> tuple[Result, ...]:
     """The results that an eager run gives, without its computing. A functional trace knows less: where an operator in
     place has become one that lays out its result anew, it has other strides, and views of that have others yet."""
     fakes = _fakes(tensors)
     return describe(call(*fakes), fakes, positions)
 
 
-def _export(call: _Call, tensors: Sequence[torch.Tensor]) -> tuple[fx.GraphModule, Any]:
+def _export(call: _OverTensors, tensors: Sequence[torch.Tensor]) -> tuple[fx.GraphModule, Any]:
     """Functional ATen in training IR. Traced before dispatch, so that linear and attention stay one node each."""
     traced, signature = aot_export_module(
         call, _fakes(tensors), trace_joint=False, pre_dispatch=True, decompositions=DECOMPOSITIONS)

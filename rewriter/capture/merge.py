@@ -55,7 +55,7 @@ class _Traced:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _TracedBlock:
     module: fx.GraphModule
     others: tuple[int, ...]  # which of the layer's other inputs it reads
     weights: dict[str, torch.Tensor]  # relative name -> traced value
@@ -150,7 +150,7 @@ def _copy_node(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> f
     return copied
 
 
-def _make_block(kind: Kind) -> _Block:
+def _make_block(kind: Kind) -> _TracedBlock:
     traced = _read(kind.program, "layer.")
     _check_ops(traced.graph)
     graph = fx.Graph()
@@ -175,7 +175,7 @@ def _make_block(kind: Kind) -> _Block:
     window = int(ATTENTION.argument(attention.args, "window"))
     cache = replace(kind.cache, window=window)
     vals = {name: node.meta["val"] for node, name in weights.items()}
-    return _Block(_LazyGraphModule({}, graph), used, vals, tuple(constants.values()), cache, cache_k.meta["val"])
+    return _TracedBlock(_LazyGraphModule({}, graph), used, vals, tuple(constants.values()), cache, cache_k.meta["val"])
 
 
 def _check_ops(graph: fx.Graph) -> None:

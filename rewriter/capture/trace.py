@@ -41,7 +41,7 @@ _BATCH, _SEQ, _LEN = Dim("B", min=1), Dim("S", min=1), Dim("L", min=1)
 
 
 @dataclass(frozen=True)
-class _Probe:
+class _TrialRun:
     """What one run of a layer over fake tensors showed."""
 
     returned: int  # elements of the tuple it returns, 0 if it returns the bare hidden state
@@ -189,7 +189,7 @@ class _Tracer:
         self.memo: dict[torch.Tensor, torch.Tensor] = {}
         self.calls = LayerCalls()
         self.signatures = _numbered(layer_signature(layer) for layer in layers)
-        self.probes: dict[int, _Probe] = {}
+        self.probes: dict[int, _TrialRun] = {}
         self.exporting = False
         self.width = 0  # of embeddings that are given
         parent, _, attribute = path.rpartition(".")
@@ -223,7 +223,7 @@ class _Tracer:
             hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         return self.probes[signature].output(hidden)
 
-    def _probe(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Probe:
+    def _probe(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _TrialRun:
         """Run a layer on fake tensors to see what it stores and what it returns."""
         stored: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -243,7 +243,7 @@ class _Tracer:
         if isinstance(out, tuple) and any(isinstance(extra, torch.Tensor) for extra in out[1:]):
             raise CaptureError(f"layer {index} returns more than a hidden state")
         cache = CacheSpec(k.shape[1], k.shape[3], k.dtype, exact=keys_hold_positions(self.layers[index]))
-        return _Probe(len(out) if isinstance(out, tuple) else 0, cache)
+        return _TrialRun(len(out) if isinstance(out, tuple) else 0, cache)
 
     def trace_layers(self, ignore: tuple[str, ...]) -> tuple[dict[str, Kind], list[str]]:
         """Trace one layer of each kind; returns the kinds by name, and the name of each layer's kind."""

@@ -49,7 +49,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 MAX_HEADER_NBYTES = 100_000_000  # the reference implementation's own limit
 
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+Progress = Callable[[int, int], None]  # (done, in all)
 Spec = tuple[str, torch.dtype, tuple[int, ...]]  # of a tensor: name, dtype, shape
 
 

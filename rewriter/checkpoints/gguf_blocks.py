@@ -24,7 +24,8 @@ import torch
 from forebay.kernels.formats import packing
 
 Bytes = np.ndarray  # uint8 [blocks, bytes of a block]
-Parts = tuple[np.ndarray, np.ndarray, np.ndarray]  # codes uint8 [blocks, values], scale, low float32 [blocks, groups]
+# codes uint8 [blocks, values], scales and lows float32 [blocks, groups]
+BlockParts = tuple[np.ndarray, np.ndarray, np.ndarray]
 FP16_MOST = float(np.finfo(np.float16).max)
 IQ4_TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16)
 MXFP4_TABLE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16)
@@ -37,7 +38,7 @@ class BlockKind(NamedTuple):
     nbytes: int
     bits: int
     group: int
-    parts: Callable[[Bytes], Parts]
+    parts: Callable[[Bytes], BlockParts]
     scale_dtype: torch.dtype = torch.float16
 
     @property
@@ -61,7 +62,7 @@ def representable(rows: np.ndarray, kind: BlockKind) -> bool:
     return all(bool(np.all(np.abs(part) <= most)) for part in (scale, low))  # NaN is not
 
 
-def _parts(rows: np.ndarray, kind: BlockKind) -> Parts:
+def _parts(rows: np.ndarray, kind: BlockKind) -> BlockParts:
     with np.errstate(over="ignore", invalid="ignore"):  # factors that are not finite are told by `representable`
         return kind.parts(rows.reshape(-1, kind.nbytes))
 
@@ -81,10 +82,10 @@ def _fifth_bits(blocks: Bytes, at: int) -> np.ndarray:
     return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
 
 
-def _legacy(header: int, offset: int, high: bool = False) -> Callable[[Bytes], Parts]:
+def _legacy(header: int, offset: int, high: bool = False) -> Callable[[Bytes], BlockParts]:
     """Blocks of 32 with nibbles after `header` bytes: q d - offset d, or q d + m where offset is 0."""
 
-    def parts(blocks: Bytes) -> Parts:
+    def parts(blocks: Bytes) -> BlockParts:
         d = _half(blocks, 0)
         codes = _nibbles(blocks[:, header : header + 16])
         if high:
@@ -94,17 +95,17 @@ def _legacy(header: int, offset: int, high: bool = False) -> Callable[[Bytes], P
     return parts
 
 
-def _q8_0(blocks: Bytes) -> Parts:
+def _q8_0(blocks: Bytes) -> BlockParts:
     d = _half(blocks, 0)
     return blocks[:, 2:] ^ 128, d, -128 * d
 
 
-def _iq4_nl(blocks: Bytes) -> Parts:
+def _iq4_nl(blocks: Bytes) -> BlockParts:
     d = _half(blocks, 0)
     return (IQ4_TABLE + 128).astype(np.uint8)[_nibbles(blocks[:, 2:])], d, -128 * d
 
 
-def _mxfp4(blocks: Bytes) -> Parts:
+def _mxfp4(blocks: Bytes) -> BlockParts:
     """The table holds twice the values of FP4, so d is half of the block's power of two: 2^(e - 128)."""
     d = np.exp2(blocks[:, :1].astype(np.float32) - 128)
     return (MXFP4_TABLE + 12).astype(np.uint8)[_nibbles(blocks[:, 1:])], d, -12 * d
@@ -118,13 +119,13 @@ def _six_bit_factors(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scales, lows
 
 
-def _q4_k(blocks: Bytes) -> Parts:
+def _q4_k(blocks: Bytes) -> BlockParts:
     scales, lows = _six_bit_factors(blocks[:, 4:16])
     codes = _nibbles(blocks[:, 16:144].reshape(-1, 4, 32)).reshape(-1, 256)
     return codes, _half(blocks, 0) * scales, -(_half(blocks, 2) * lows)
 
 
-def _q5_k(blocks: Bytes) -> Parts:
+def _q5_k(blocks: Bytes) -> BlockParts:
     scales, lows = _six_bit_factors(blocks[:, 4:16])
     codes = _nibbles(blocks[:, 48:176].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     codes |= (blocks[:, 16:48].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8)[:, None] & 1) << 4
@@ -136,13 +137,13 @@ def _two_bits(packed: np.ndarray) -> np.ndarray:
     return packed.reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
 
 
-def _q2_k(blocks: Bytes) -> Parts:
+def _q2_k(blocks: Bytes) -> BlockParts:
     factors = blocks[:, :16]
     codes = _two_bits(blocks[:, 16:80]).reshape(-1, 256)
     return codes, _half(blocks, 80) * (factors & 15), -(_half(blocks, 82) * (factors >> 4))
 
 
-def _q3_k(blocks: Bytes) -> Parts:
+def _q3_k(blocks: Bytes) -> BlockParts:
     high = blocks[:, :32].reshape(-1, 1, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(2, 4, 1) & 1
     codes = _two_bits(blocks[:, 32:96]) | high << 2
     packed = blocks[:, 96:108]
@@ -152,14 +153,14 @@ def _q3_k(blocks: Bytes) -> Parts:
     return codes.reshape(-1, 256), scale, -4 * scale
 
 
-def _q6_k(blocks: Bytes) -> Parts:
+def _q6_k(blocks: Bytes) -> BlockParts:
     low, high = blocks[:, :128].reshape(-1, 2, 64), blocks[:, 128:192].reshape(-1, 2, 1, 32)
     codes = _nibbles(low).reshape(-1, 2, 4, 32) | (high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3) << 4
     scale = _rounded(_half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32))
     return codes.reshape(-1, 256), scale, -32 * scale
 
 
-def _iq4_xs(blocks: Bytes) -> Parts:
+def _iq4_xs(blocks: Bytes) -> BlockParts:
     high = blocks[:, 2:4].copy().view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], -1).reshape(-1, 8)
     scale = _rounded(_half(blocks, 0) * ((low | high << 4).astype(np.int16) - 32).astype(np.float32))

@@ -33,7 +33,8 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 METHODS = ("awq", "gptq", "compressed-tensors")
 WIDEST = 128  # values of a group where one scale serves a longer run
 PIECE_NBYTES = 4 << 20
-Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # codes uint8 [N, K], scales [N, g], zero points int32 [N, g]
+# codes uint8 [N, K], scales [N, g], zero points int32 [N, g]
+GroupParts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Scheme(NamedTuple):
@@ -219,7 +220,7 @@ class GroupedTensor:
         return rows
 
     @property
-    def _parts(self) -> Parts:
+    def _parts(self) -> GroupParts:
         """All of it; a byte for each code."""
         n, k = self.shape
         read = {part: read_tensor(record) for part, record in self.records.items()}

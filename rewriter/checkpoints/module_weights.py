@@ -40,7 +40,7 @@ class SpillPath(str):
         return self
 
 
-class SpillFile:
+class UnnamedFile:
     """An open file in `folder` that no name refers to; `path` opens it again, also with O_DIRECT, in this process.
 
     The kernel frees it when the process ends in any way, SIGKILL and loss of power included: no exit or signal
@@ -95,7 +95,7 @@ def spill_tensors(tensors: Mapping[str, torch.Tensor], folder: str | os.PathLike
             first[key] = name
             stored[name] = tensor
     _require_disk(folder)
-    file = SpillFile(folder)
+    file = UnnamedFile(folder)
     specs: list[Spec] = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()]
     try:
         write_tensors(file.fd, folder, specs, stored.__getitem__, metadata={"ties": json.dumps(ties)})

@@ -47,7 +47,7 @@ Pieces = tuple[Packed | None, Iterator[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Item:
+class PendingTensor:
     """A tensor to be written: stored `dtype` and `shape`, and `pieces`, which gives what its rows mean and then its
     contents in order, in pieces of any size, each a tensor of `dtype`."""
 
@@ -63,7 +63,7 @@ class Item:
 
 def write_quantized(
     out: Path,
-    items: Sequence[Item],
+    items: Sequence[PendingTensor],
     settings: Mapping[str, Any],
     prepare: Callable[[Path], None],
     *,
@@ -179,9 +179,9 @@ def _sound(path: Path, entries: Mapping[str, Any]) -> bool:
     return True
 
 
-def _shards(items: Sequence[Item], shard_nbytes: int) -> dict[str, list[Item]]:
+def _shards(items: Sequence[PendingTensor], shard_nbytes: int) -> dict[str, list[PendingTensor]]:
     """Consecutive items of at most `shard_nbytes` together, or a single larger one, by file name."""
-    parts: list[list[Item]] = []
+    parts: list[list[PendingTensor]] = []
     room = 0
     for item in items:
         if not parts or item.nbytes > room:
@@ -192,7 +192,7 @@ def _shards(items: Sequence[Item], shard_nbytes: int) -> dict[str, list[Item]]:
     return {f"weights-{i:05}-of-{len(parts):05}.safetensors": part for i, part in enumerate(parts, start=1)}
 
 
-def _write_shard(path: Path, items: Sequence[Item], report: Callable[[int], None]) -> dict[str, Any]:
+def _write_shard(path: Path, items: Sequence[PendingTensor], report: Callable[[int], None]) -> dict[str, Any]:
     """Write one file under a draft name, force it to disk and rename it; its entries for the manifest."""
     header: dict[str, Any] = {}
     at = 0
@@ -257,7 +257,7 @@ class _Writer:
         os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self.unflushed = 0
 
-    def write_item(self, item: Item, before: int, report: Callable[[int], None]) -> tuple[Packed | None, str]:
+    def write_item(self, item: PendingTensor, before: int, report: Callable[[int], None]) -> tuple[Packed | None, str]:
         """Write a tensor and its filler; what its rows mean, and its SHA-256."""
         packed, pieces = item.pieces()
         digest, done = hashlib.sha256(), 0

@@ -35,12 +35,18 @@ from forebay.rewriter.checkpoints.grouped import (
 from forebay.rewriter.checkpoints.identity import FileState, changed_file, file_states
 from forebay.rewriter.checkpoints.match_weights import checkpoint_names
 from forebay.rewriter.checkpoints.packed import NATIVE, Packed, is_quantized, parse_format
-from forebay.rewriter.checkpoints.packed_writer import SHARD_NBYTES, Item, Pieces, copy_model_files, write_quantized
+from forebay.rewriter.checkpoints.packed_writer import (
+    SHARD_NBYTES,
+    PendingTensor,
+    Pieces,
+    copy_model_files,
+    write_quantized,
+)
 
 KEEP = "keep"  # each GGUF matrix in the format it has
 PIECE_NBYTES = 4 << 20  # float32 bytes quantised at a time
 
-Rows = Callable[[int, int], torch.Tensor]  # rows [lower, upper)
+ReadRows = Callable[[int, int], torch.Tensor]  # rows [lower, upper)
 
 
 class SourceTensor(Protocol):
@@ -68,10 +74,10 @@ class SourceTensor(Protocol):
     def contents(self) -> Iterator[torch.Tensor]:
         """All of it, in pieces, in the model's own order."""
 
-    def rows(self, transposed: bool) -> Rows:
+    def rows(self, transposed: bool) -> ReadRows:
         """Its rows in float32; with `transposed`, its columns."""
 
-    def repacked(self) -> Rows:
+    def repacked(self) -> ReadRows:
         """Its rows (of outputs) in the layout of `packing`, bit for bit, in the format that `format` names."""
 
 
@@ -299,7 +305,7 @@ class FileTensor:
         step = max(1, PIECE_NBYTES * count // max(1, self.record.nbytes))
         return (self._rows(n, min(n + step, count)) for n in range(0, count, step))
 
-    def rows(self, transposed: bool) -> Rows:
+    def rows(self, transposed: bool) -> ReadRows:
         if not transposed:
             return lambda lower, upper: self._rows(lower, upper).float()
         whole = read_tensor(self.record).t()
@@ -313,13 +319,13 @@ class FileTensor:
         return read_tensor(replace(self.record, offset=self.record.offset + lower * size, nbytes=(upper - lower) * size,
                                    shape=(upper - lower, *self.shape[1:])))
 
-    def repacked(self) -> Rows:
+    def repacked(self) -> ReadRows:
         raise NotImplementedError(f"{self.name} has no format of its own")
 
 
-def _item(tensor: SourceTensor, format: str, matrix: Matrix | None, rounding: str) -> Item:
+def _item(tensor: SourceTensor, format: str, matrix: Matrix | None, rounding: str) -> PendingTensor:
     if matrix is None:
-        return Item(tensor.name, tensor.dtype, tensor.shape, lambda: (None, tensor.contents()))
+        return PendingTensor(tensor.name, tensor.dtype, tensor.shape, lambda: (None, tensor.contents()))
     bits, group_size = parse_format(format)
     outer, inner = tensor.shape
     inputs, outputs = (outer, inner) if matrix.transposed else (inner, outer)
@@ -339,10 +345,10 @@ def _item(tensor: SourceTensor, format: str, matrix: Matrix | None, rounding: st
             packing.pack_rows(*quantize(rows(n, min(n + step, outputs)), bits, group_size, -1, scale_dtype, rounding))
             for n in range(0, outputs, step))
 
-    return Item(tensor.name, torch.uint8, (outputs, width), pieces)
+    return PendingTensor(tensor.name, torch.uint8, (outputs, width), pieces)
 
 
-def _scale_dtype(name: str, rows: Rows, outputs: int, step: int) -> torch.dtype:
+def _scale_dtype(name: str, rows: ReadRows, outputs: int, step: int) -> torch.dtype:
     """fp16, or bf16 for a matrix with values that fp16 cannot hold."""
     most = 0.0
     for n in range(0, outputs, step):

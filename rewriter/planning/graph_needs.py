@@ -14,7 +14,7 @@ from forebay.passes.lower.grow_cache import CacheRows
 from forebay.passes.place.insert_transfers import tileable
 from forebay.rewriter.ir.graph import META, CacheInput, weight_name
 from forebay.rewriter.planning.model_needs import WeightUse
-from forebay.rewriter.predict.closed_form import CacheSide, Product
+from forebay.rewriter.predict.closed_form import CacheSide, StepProduct
 
 aten = torch.ops.aten
 
@@ -63,7 +63,7 @@ def weight_uses(step: fx.GraphModule, constants: set[str]) -> list[WeightUse]:
     return [use for _, use in sorted(found, key=lambda pair: pair[0])]
 
 
-def weight_products(uses: Sequence[WeightUse]) -> list[Product]:
+def weight_products(uses: Sequence[WeightUse]) -> list[StepProduct]:
     """The products that a step makes with weights of two dimensions. Packed rows hold, per group, a scale and a low of
     16 bits."""
     found = []
@@ -73,7 +73,7 @@ def weight_products(uses: Sequence[WeightUse]) -> list[Product]:
         packed = re.fullmatch(r"w([48])g(\d+)", u.format)
         kind = u.format if packed else u.dtype
         bits = int(packed[1]) + 32 / int(packed[2]) if packed else 8 * getattr(torch, u.dtype).itemsize
-        found.append(Product(kind, u.rows, max(1, round(8 * u.nbytes / u.rows / bits)), u.nbytes))
+        found.append(StepProduct(kind, u.rows, max(1, round(8 * u.nbytes / u.rows / bits)), u.nbytes))
     return found
 
 

@@ -30,7 +30,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Item:
+class Indivisible:
     """`count` equal things of `tensor`, each `share` of it, that lie whole on one tier."""
 
     tensor: str
@@ -43,7 +43,7 @@ class Item:
 class RoundedPlacement(Placement):
     """A placement of whole things: how many of each item lie on device, host and disk."""
 
-    items: tuple[tuple[Item, tuple[int, int, int]], ...]
+    items: tuple[tuple[Indivisible, tuple[int, int, int]], ...]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ FASTEST = Goal()
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _Constraints:
     """The problem in the N shares and one variable per piece of time: minimise cost @ y subject to a @ y <= b."""
 
     cost: Affine
@@ -82,7 +82,7 @@ def place(costs: BlockCosts, *, closed: Closed = NO_CHECKPOINTS, goal: Goal = FA
     return Placement(x, costs.time_s(x))
 
 
-def round_placement(costs: BlockCosts, items: list[Item], *, closed: Closed = NO_CHECKPOINTS,
+def round_placement(costs: BlockCosts, items: list[Indivisible], *, closed: Closed = NO_CHECKPOINTS,
                     goal: Goal = FASTEST) -> RoundedPlacement | None:
     """The best placement of whole items that respects every capacity exactly, or None when there is none.
 
@@ -128,7 +128,7 @@ def round_placement(costs: BlockCosts, items: list[Item], *, closed: Closed = NO
     return RoundedPlacement(x, costs.time_s(x), placed)
 
 
-def items_of(model: ModelShape, sequences: int, tokens: int) -> list[Item]:
+def items_of(model: ModelShape, sequences: int, tokens: int) -> list[Indivisible]:
     """What may lie apart: weights (equal ones together), cache blocks of 16 tokens of one sequence in every layer,
     and the activations of each sequence."""
     items = []
@@ -137,12 +137,12 @@ def items_of(model: ModelShape, sequences: int, tokens: int) -> list[Item]:
         by_size: dict[int, list[str]] = {}
         for name, elements in _layer_tensors(model, stage):
             by_size.setdefault(elements, []).append(name)
-        items += [Item(stage, size / total, len(names), tuple(names)) for size, names in by_size.items()]
+        items += [Indivisible(stage, size / total, len(names), tuple(names)) for size, names in by_size.items()]
     outside = sum(t.elements for t in model.outside)
-    items += [Item("outside", t.elements / outside, 1, (t.name,)) for t in model.outside]
+    items += [Indivisible("outside", t.elements / outside, 1, (t.name,)) for t in model.outside]
     blocks = sequences * -(-tokens // CACHE_BLOCK_TOKENS)
-    items += [Item("kv", 1 / blocks, blocks), Item("checkpoint", 1 / blocks, blocks)]
-    return [*items, Item("activation", 1 / sequences, sequences)]
+    items += [Indivisible("kv", 1 / blocks, blocks), Indivisible("checkpoint", 1 / blocks, blocks)]
+    return [*items, Indivisible("activation", 1 / sequences, sequences)]
 
 
 def tensor_tiers(placement: RoundedPlacement) -> dict[str, str]:
@@ -181,7 +181,7 @@ def _upper(costs: BlockCosts, closed: Closed, goal: Goal) -> Affine:
     return upper
 
 
-def _rows(costs: BlockCosts, goal: Goal) -> _Rows:
+def _rows(costs: BlockCosts, goal: Goal) -> _Constraints:
     pieces = costs.pieces
     a, b = [], []
     for i, piece in enumerate(pieces):
@@ -207,10 +207,10 @@ def _rows(costs: BlockCosts, goal: Goal) -> _Rows:
         cost = np.append(costs.memory[goal.tier][:N] / 1e9 + tie, np.zeros(len(pieces)))
     else:
         cost = time / reference + np.append(tie, np.zeros(len(pieces)))
-    return _Rows(cost, np.array(a), np.array(b))
+    return _Constraints(cost, np.array(a), np.array(b))
 
 
-def _solve(rows: _Rows, a: Affine, sums: Affine, wanted: Affine, upper: Affine, cost: Affine,
+def _solve(rows: _Constraints, a: Affine, sums: Affine, wanted: Affine, upper: Affine, cost: Affine,
            integers: Affine) -> OptimizeResult:
     if not integers.any():  # linprog: half of milp's overhead
         return linprog(cost, a, rows.b, sums, wanted, np.column_stack([np.zeros_like(upper), upper]), method="highs")

@@ -66,7 +66,7 @@ def smallest_budget(needs: ModelNeeds, workload: Workload, wishes: Wishes) -> tu
     kinds = _kinds(needs)
     least = replace(wishes, prefill_chunk=wishes.prefill_chunk or _shortest(needs, workload.prompt))
 
-    def fits(nbytes: int) -> list[_Fit]:
+    def fits(nbytes: int) -> list[_ChunkRoom]:
         return _candidates(needs, kinds, Budget(nbytes), workload, least)
 
     high = 1 << 20
@@ -129,7 +129,7 @@ def _kinds(needs: ModelNeeds) -> _Kinds:
 
 
 @dataclass(frozen=True)
-class _Fit:
+class _ChunkRoom:
     """What one prefill chunk leaves: `room` bytes for resident weights beside slots; without slots nothing streams."""
 
     chunk: int
@@ -138,7 +138,9 @@ class _Fit:
     slot_nbytes: int
 
 
-def _candidates(needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes) -> list[_Fit]:
+def _candidates(
+    needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes
+) -> list[_ChunkRoom]:
     """Every way to spend the budget that is worth a look, larger chunks first."""
     shortest = _shortest(needs, workload.prompt)
     chunks = [min(wishes.prefill_chunk, workload.prompt)] if wishes.prefill_chunk else [
@@ -157,13 +159,13 @@ def _candidates(needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Work
         for slots, slot in ((0, 0),) if kinds.products_nbytes <= room else choices:
             left = room - slots * slot_stride(slot)
             if left >= 0 and not (hops and cached + _staging(needs, chunk, slots, slot) > (budget.host or 0)):
-                found.append(_Fit(chunk, left, slots, slot))
+                found.append(_ChunkRoom(chunk, left, slots, slot))
     return found
 
 
 def _cheapest(
-    needs: ModelNeeds, kinds: _Kinds, budget: Limits, workload: Workload, fits: Sequence[_Fit]
-) -> _Fit | None:
+    needs: ModelNeeds, kinds: _Kinds, budget: Limits, workload: Workload, fits: Sequence[_ChunkRoom]
+) -> _ChunkRoom | None:
     """The fit of least predicted time, of equals the first. Bounds come first, as if weights filled the room."""
     tiles = functools.cache(kinds.tiles)
 
@@ -171,7 +173,7 @@ def _cheapest(
     def kept(room: int) -> int:
         return sum(aligned(u.nbytes) for u in _spread(kinds.products, room))
 
-    def cost(fit: _Fit, nbytes: int) -> float:
+    def cost(fit: _ChunkRoom, nbytes: int) -> float:
         passes = -(-workload.prompt // fit.chunk) * needs.block.prefills(workload.batch)
         held = needs.block.fetches * min(max(0, nbytes - kinds.tied_nbytes), _host_room(needs, budget, fit))
         nbytes *= needs.block.fetches
@@ -202,7 +204,7 @@ def _upper(needs: ModelNeeds, chunk: int) -> tuple[int, bool]:
     return whole + aligned(max(need, decode)), False
 
 
-def _resident(kinds: _Kinds, fit: _Fit) -> set[str]:
+def _resident(kinds: _Kinds, fit: _ChunkRoom) -> set[str]:
     """Names of the weights that stay on the device."""
     chosen = {u.name for u in kinds.pinned}
     if fit.slots:
@@ -226,7 +228,7 @@ def host_rows_nbytes(needs: ModelNeeds, chunk: int) -> int:
     return max(needs.need(chunk).activations, needs.need(1).activations)
 
 
-def _host_room(needs: ModelNeeds, budget: Limits, fit: _Fit) -> int:
+def _host_room(needs: ModelNeeds, budget: Limits, fit: _ChunkRoom) -> int:
     """Bytes of host memory for weights beside what copies from disk pass through."""
     if not budget.host or needs.weight_tier != "disk":
         return 0
@@ -235,7 +237,7 @@ def _host_room(needs: ModelNeeds, budget: Limits, fit: _Fit) -> int:
 
 
 def _planned(
-    needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes, machine: str, fit: _Fit
+    needs: ModelNeeds, kinds: _Kinds, budget: Budget, workload: Workload, wishes: Wishes, machine: str, fit: _ChunkRoom
 ) -> Plan:
     """The plan that spends the budget as `fit` says."""
     resident = _resident(kinds, fit)

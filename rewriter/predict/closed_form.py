@@ -22,7 +22,7 @@ HIDDEN = 0.05
 
 
 @dataclass(frozen=True)
-class Product:
+class StepProduct:
     """A weight of `n` rows and `k` columns in `nbytes` that each step multiplies by; dtype or format as GEMMs are
     measured."""
 
@@ -132,7 +132,7 @@ class CacheSide:
 
 
 def rates_of(
-    times: Estimator, products: Sequence[Product], batch: int, tier: str, cache: Sequence[CacheSide] = (),
+    times: Estimator, products: Sequence[StepProduct], batch: int, tier: str, cache: Sequence[CacheSide] = (),
     block: Block = ALONE, launches: int = 0,
 ) -> Rates:
     """The rates for streaming from `tier` and for steps of `batch` sequences over `products`, in the parts of `block`,

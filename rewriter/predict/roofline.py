@@ -10,7 +10,7 @@ from forebay.rewriter.predict.estimator import Estimator
 
 
 @dataclass(frozen=True)
-class Operator:
+class RooflineOperator:
     """Operations and bytes of memory traffic of one operator."""
 
     name: str
@@ -24,7 +24,7 @@ class Module:
     what it then exchanges with other devices."""
 
     name: str
-    operators: tuple[Operator, ...]
+    operators: tuple[RooflineOperator, ...]
     dispatch_s: float = 0.0
     communication_s: float = 0.0
 

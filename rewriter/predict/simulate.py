@@ -20,7 +20,7 @@ from forebay.rewriter.ir.program import (
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.predict.estimator import Estimator, MachineEstimator
 from forebay.rewriter.predict.item_costs import copy_latency_s, item_time_s, launch_issue_s, touched_nbytes
-from forebay.runtime.devices.virtual import Cost, run_on_streams
+from forebay.runtime.devices.virtual import ItemCost, run_on_streams
 from forebay.runtime.devices.virtual_threads import run_on_threads
 
 STEPS = 3  # the third step starts as every later one does
@@ -41,9 +41,9 @@ def simulate(program: Program, machine: Machine, steps: int = STEPS, times: Esti
     """The last of so many steps of `program` on `machine`, in seconds: with the default the steady state, with 1 the
     first step, which finds only the prologue issued. `times` stand in the place of the machine's own."""
     times = times or MachineEstimator(machine)
-    known: dict[tuple, Cost] = {}  # equal layers cost the same
+    known: dict[tuple, ItemCost] = {}  # equal layers cost the same
 
-    def cost(item: Item) -> Cost:
+    def cost(item: Item) -> ItemCost:
         key = _likeness(item)
         found = known.get(key)
         if found is None:
@@ -61,16 +61,16 @@ def simulate(program: Program, machine: Machine, steps: int = STEPS, times: Esti
     return Timeline(end - start, busy, bottleneck, spans)
 
 
-def item_cost(item: Item, times: Estimator) -> Cost:
+def item_cost(item: Item, times: Estimator) -> ItemCost:
     """What an item costs on the virtual device, alone and beside others."""
     time_s = item_time_s(item, times)
     if isinstance(item, Launch):
         share = times.memory_share(touched_nbytes(item), time_s)
-        return Cost(time_s, times.slowed(share), times.slows(share), issue_s=launch_issue_s(times))
+        return ItemCost(time_s, times.slowed(share), times.slows(share), issue_s=launch_issue_s(times))
     if isinstance(item, Copy):
         both_ways = times.both_ways(copy_nbytes(item)) if item.stream == WRITE and copy_nbytes(item) else (1.0, 1.0)
-        return Cost(time_s, latency_s=copy_latency_s(item, times), issue_s=times.copy_issue_s, both_ways=both_ways)
-    return Cost(time_s)
+        return ItemCost(time_s, latency_s=copy_latency_s(item, times), issue_s=times.copy_issue_s, both_ways=both_ways)
+    return ItemCost(time_s)
 
 
 def choice_time_s(program: Program, times: Estimator) -> float:

@@ -13,8 +13,8 @@ from forebay.kernels.operators import DEQUANTIZE_ROWS
 from forebay.kernels.quantization.quantize.operator import quantize
 from forebay.rewriter.ir.graph import RowFormat, values_of, weight_name
 
-Tensors = Mapping[str, torch.Tensor]
-RunStep = Callable[[Tensors, Tensors], list[torch.Tensor]]
+NamedTensors = Mapping[str, torch.Tensor]
+RunStep = Callable[[NamedTensors, NamedTensors], list[torch.Tensor]]
 
 
 class PassChangedResult(RuntimeError):

@@ -20,7 +20,7 @@ class Segment:
 
 
 # Owners of an arena's indivisible ranges, which of them (one or a slice), and the buffer meant (for each of a slice).
-Run = tuple[list[str | None], Any, Any]
+TouchedRun = tuple[list[str | None], Any, Any]
 
 
 class Touched:
@@ -31,21 +31,21 @@ class Touched:
 
     def __init__(self, spans: tuple[Span, ...]) -> None:
         self.spans = spans
-        self.private: list[Run] = []
+        self.private: list[TouchedRun] = []
         self.shared: list[tuple[list[Segment], str]] = []
 
 
 # Where bytes lie among the cuts of their arena: first indivisible range, end of the last, the segments among them.
 Range = tuple[int, int, list[Segment]]
-Prepared = tuple[Item, int, Touched, Touched]  # the number of its stream, what it reads (or frees) and writes
+PreparedItem = tuple[Item, int, Touched, Touched]  # the number of its stream, what it reads (or frees) and writes
 
 
-def buffer_of(run: Run) -> str:
+def buffer_of(run: TouchedRun) -> str:
     meant = run[2]
     return meant if type(meant) is str else meant[0]
 
 
-def owners_of(run: Run) -> list[str | None]:
+def owners_of(run: TouchedRun) -> list[str | None]:
     """Whose contents the ranges of a run hold."""
     owners, where, _ = run
     return owners[where] if type(where) is slice else [owners[where]]

@@ -27,7 +27,7 @@ from forebay.rewriter.ir.program import (
     Wait,
     span_of,
 )
-from forebay.rewriter.verify.held import Prepared, Range, Run, Segment, Touched, buffer_of, owners_of
+from forebay.rewriter.verify.held import PreparedItem, Range, Segment, Touched, TouchedRun, buffer_of, owners_of
 from forebay.rewriter.verify.items import ItemFault, check_items, copy_spans, span_text
 
 OUTWARD = (DOWNLOAD, WRITE)
@@ -48,7 +48,7 @@ def verify_program(program: Program, budget: Mapping[str, int | None] | None = N
         check_items(program)
     except ItemFault as fault:
         raise ProgramError(f"{program.name}: {fault}") from None
-    state = _State(program)
+    state = _ProofState(program)
     state.run(state.prologue)
     before = state.owners()
     state.run(state.given)
@@ -64,7 +64,7 @@ def verify_program(program: Program, budget: Mapping[str, int | None] | None = N
     state.compare(before)
 
 
-def _sharing(items: list[Prepared]) -> list[Prepared]:
+def _sharing(items: list[PreparedItem]) -> list[PreparedItem]:
     """Those that order others, or touch memory that not launches alone do."""
     return [entry for entry in items if entry[2].shared or entry[3].shared or type(entry[0]) in (Record, Wait)]
 
@@ -84,7 +84,7 @@ def _check_sizes(program: Program, budget: Mapping[str, int | None]) -> None:
         raise ProgramError(f"{program.name}: {both[0]} is both an arena and a spill file; name one of them otherwise")
 
 
-class _State:
+class _ProofState:
     def __init__(self, program: Program) -> None:
         self.name = program.name
         self.private = True  # what launches alone touch is looked at too
@@ -120,9 +120,9 @@ class _State:
                 for segment in segments:
                     segment.owner = span.buffer
 
-    def _prepared(self, items: Iterable[Item]) -> list[Prepared]:
+    def _prepared(self, items: Iterable[Item]) -> list[PreparedItem]:
         """The items with their memory, which is looked up once for those that share their spans."""
-        found: list[Prepared] = []
+        found: list[PreparedItem] = []
         number, known, nothing, new, copied = self.number, self._known, self._nothing, self._new, self._copied
         for item in items:
             stream = number.get(item.stream)
@@ -240,7 +240,7 @@ class _State:
                 if segment is not None and segment.owner in taken:
                     segment.owner = None
 
-    def run(self, items: list[Prepared]) -> None:
+    def run(self, items: list[PreparedItem]) -> None:
         clocks, events, positions, private = self.clocks, self.events, self.items, self.private
         for item, stream, reads, writes in items:
             kind = type(item)
@@ -330,12 +330,12 @@ class _State:
                                            "read it")
                 segment.owner = None
 
-    def _check_free(self, item: Item, touched: Touched, run: Run) -> None:
+    def _check_free(self, item: Item, touched: Touched, run: TouchedRun) -> None:
         buffer = buffer_of(run)
         if any(owner is not None and owner != buffer for owner in owners_of(run)):
             self._refuse_private(item, touched, run, "writes")
 
-    def _refuse_private(self, item: Item, touched: Touched, run: Run, what: str) -> None:
+    def _refuse_private(self, item: Item, touched: Touched, run: TouchedRun, what: str) -> None:
         owners, where, _ = run
         buffer, first = buffer_of(run), where if type(where) is int else where.start
         found = owners_of(run)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
+from forebay.kernels.operator import Call
 from forebay.rewriter.ir.program import Item, Launch, TensorRef
-
-Call = Callable[[], object]
 
 
 class RuntimeFault(RuntimeError):

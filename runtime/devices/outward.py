@@ -14,14 +14,14 @@ from forebay.runtime.disk.chunks import OnDone, Read, Write
 from forebay.runtime.disk.reader import DiskReader
 from forebay.runtime.disk.spill import SpillSpace
 
-Run = tuple[int, int, int]  # bytes that stay together: offset in the source, offset in the target, nbytes
+RowRun = tuple[int, int, int]  # bytes that stay together: offset in the source, offset in the target, nbytes
 
 
 class SpillFault(RuntimeFault):
     """A copy to or from a spill file failed; the message names tier, tensor and layer."""
 
 
-def runs(item: Copy, tensor: Callable[[TensorRef], torch.Tensor]) -> list[Run]:
+def runs(item: Copy, tensor: Callable[[TensorRef], torch.Tensor]) -> list[RowRun]:
     """What a copy is to move now, offsets counted from where each end begins; rows that follow each other at both ends
     are one run. RuntimeFault where a row is named that the table lacks."""
     rows, inward = (item.src, True) if isinstance(item.src, Rows) else (item.dst, False)
@@ -46,7 +46,7 @@ def runs(item: Copy, tensor: Callable[[TensorRef], torch.Tensor]) -> list[Run]:
     return list(zip(*((end.tolist()) for end in (ends if inward else ends[::-1])), lengths.tolist(), strict=True))
 
 
-def runs_nbytes(moved: list[Run]) -> int:
+def runs_nbytes(moved: list[RowRun]) -> int:
     """Bytes of some runs."""
     return sum(nbytes for _, _, nbytes in moved)
 
@@ -70,7 +70,7 @@ class Together:
 
 
 def read_rows(
-    item: Copy, spill: SpillSpace | None, reader: DiskReader, address: int, moved: list[Run], done: OnDone
+    item: Copy, spill: SpillSpace | None, reader: DiskReader, address: int, moved: list[RowRun], done: OnDone
 ) -> None:
     """Read runs of a file to the memory at `address`; `done` is called once."""
     place, path = place_of(item.src), ""
@@ -87,7 +87,7 @@ def read_rows(
         Read(path, place.offset + run[0], run[2], address + run[1], before, after, together.part)))
 
 
-def write_rows(item: Copy, spill: SpillSpace, address: int, moved: list[Run], done: OnDone) -> None:
+def write_rows(item: Copy, spill: SpillSpace, address: int, moved: list[RowRun], done: OnDone) -> None:
     """Write runs of the memory at `address` to a spill file, those that follow each other there in one piece; `done` is
     called once."""
     place = place_of(item.dst)
@@ -142,7 +142,7 @@ def faults_named(item: Copy, done: OnDone) -> OnDone:
     return named
 
 
-def copy_runs(moved: list[Run], source: torch.Tensor, target: torch.Tensor, **how: bool) -> None:
+def copy_runs(moved: list[RowRun], source: torch.Tensor, target: torch.Tensor, **how: bool) -> None:
     """Copy runs between two byte tensors."""
     for at, to, nbytes in moved:
         target[to : to + nbytes].copy_(source[at : at + nbytes], **how)

@@ -18,10 +18,10 @@ from forebay.runtime.disk.chunks import OnDone
 
 WATCH_S = 1.0
 
-Watch = Callable[[], BaseException | None]  # what has ended the threads that would end a wait; None while they live
+FaultCheck = Callable[[], BaseException | None]  # what ended the threads that would end a wait; None while they live
 
 
-def wait_watched(wait: Callable[[float], bool], watch: Watch) -> None:
+def wait_watched(wait: Callable[[float], bool], watch: FaultCheck) -> None:
     """Repeat `wait`, which takes seconds and tells whether what it waits for has come, until it has; RuntimeFault once
     `watch` says that nobody is left to bring it."""
     while not wait(WATCH_S):
@@ -50,7 +50,7 @@ class Ticket:
 
     __slots__ = ("_event", "error", "parts", "watch")
 
-    def __init__(self, parts: int = 1, watch: Watch = nobody) -> None:
+    def __init__(self, parts: int = 1, watch: FaultCheck = nobody) -> None:
         self._event = threading.Event()
         self.parts, self.watch = parts, watch
         self.error: BaseException | None = None
@@ -129,7 +129,7 @@ class CopyLedger:
     """Which asynchronous copies have ended, so that 'all issued so far' can be waited for: copies are numbered as they
     begin, and a mark n stands for all with smaller numbers. `watch` looks after who is to end them."""
 
-    def __init__(self, watch: Watch = nobody) -> None:
+    def __init__(self, watch: FaultCheck = nobody) -> None:
         self.watch = watch
         self._lock = threading.Lock()
         self._sleepers: list[tuple[int, threading.Lock]] = []  # marks waited for, each with a lock to open then

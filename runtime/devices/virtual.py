@@ -14,7 +14,7 @@ from forebay.rewriter.ir.program import COMPUTE, READS, WRITE, Copy, Item, Launc
 from forebay.runtime.devices.device import Call
 
 
-class Cost(NamedTuple):
+class ItemCost(NamedTuple):
     """Seconds of an item alone. A launch takes `slowed` times as long while copies run, and they take `slows` times as
     long beside it; a copy takes `latency_s` more, of which those under way before it on its stream hide their share.
     `issue_s` is what an item takes of the thread that issues it. `both_ways`: a write of a file takes the first number
@@ -28,8 +28,8 @@ class Cost(NamedTuple):
     both_ways: tuple[float, float] = (1.0, 1.0)
 
 
-CostOf = Callable[[Item], Cost]
-Span = tuple[str, str, float, float]  # stream, label, start and end in seconds
+CostOf = Callable[[Item], ItemCost]
+TimedSpan = tuple[str, str, float, float]  # stream or lane, label, start and end in seconds
 
 
 @dataclass
@@ -43,7 +43,7 @@ class VirtualDevice:
     issued_s: float = 0.0  # when the thread that issues launches had issued the last
     clocks: dict[str, float] = field(default_factory=dict)
     events: dict[int, float] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TimedSpan] = field(default_factory=list)
     writing: float = 1.0  # how many times as long reads take beside the last write
 
     def allocate(self, arenas: Mapping[str, int]) -> None:
@@ -97,7 +97,7 @@ class VirtualDevice:
     def joined(self, run: Sequence[tuple[Launch, Call]]) -> list[Call]:
         return [call for _, call in run]
 
-    def _disk_time_s(self, stream: str, cost: Cost, begin: float) -> float:
+    def _disk_time_s(self, stream: str, cost: ItemCost, begin: float) -> float:
         """Seconds of an item from `begin` on: longer where it goes the other way on the disk than what is under way."""
         alone, factor, until = cost.time_s + cost.latency_s, 1.0, begin
         if stream == WRITE:
@@ -120,7 +120,7 @@ class VirtualDevice:
 
 def run_on_streams(
     program: Program, cost: CostOf, steps: int, between_s: float = 0.0
-) -> tuple[list[float], list[Span]]:
+) -> tuple[list[float], list[TimedSpan]]:
     """When the first step began on the compute stream and each ended, and all spans, where launches and copies only
     join the queues of their streams. Each step ends with `between_s` seconds in which nothing is launched, once all
     that was launched is done."""

@@ -19,7 +19,7 @@ from forebay.rewriter.ir.program import (
     Record,
     Wait,
 )
-from forebay.runtime.devices.virtual import CostOf, Span
+from forebay.runtime.devices.virtual import CostOf, TimedSpan
 
 
 class _Under:
@@ -32,23 +32,23 @@ class _Under:
         self.label, self.left, self.start, self.both_ways = label, left, -1.0, both_ways
 
 
-class _Mark:
+class _QueueMark:
     """A record or, with `gate`, a wait in the queue of a stream: passed once it comes to the front (and `gate` was)."""
 
     __slots__ = ("gate", "passed")
 
-    def __init__(self, gate: _Mark | None = None) -> None:
+    def __init__(self, gate: _QueueMark | None = None) -> None:
         self.gate, self.passed = gate, False
 
 
 _Front = tuple["_Under", str, "_Queue", float]  # a copy under way, its stream, and how many times as long it takes
-_Queue = deque["_Under | _Mark"]
+_Queue = deque["_Under | _QueueMark"]
 _LAUNCH, _COPY, _RECORD, _WAIT_HERE, _WAIT_THERE = range(5)
 
 
 def run_on_threads(
     program: Program, cost: CostOf, steps: int, between_s: float = 0.0
-) -> tuple[list[float], list[Span]]:
+) -> tuple[list[float], list[TimedSpan]]:
     """When the first step began and each ended, and all spans, where nothing is issued while a launch computes, and
     what streams do to each other is counted: each launch is slowed by copies under way, and slows them, as its cost
     says. Each step ends with `between_s` seconds in which nothing is launched. Stops before `steps` once a step would
@@ -56,7 +56,7 @@ def run_on_threads(
 
     Copies stand in a queue per stream and progress as time passes, which only launches and waits let it do.
     """
-    clock = _Clock()
+    clock = _StreamClock()
     prologue, step = (_prepared(items, cost, clock) for items in (program.prologue, program.step))
     clock.run(prologue)
     ends = [clock.now]
@@ -69,7 +69,7 @@ def run_on_threads(
     return ends, clock.spans
 
 
-def _prepared(items: Iterable[Item], cost: CostOf, clock: _Clock) -> list[tuple]:
+def _prepared(items: Iterable[Item], cost: CostOf, clock: _StreamClock) -> list[tuple]:
     """What each item does to the clock, with its cost and its stream's queue looked up: a step runs several times."""
     found: list[tuple] = []
     queue_of, add = clock.queue_of, found.append
@@ -94,14 +94,14 @@ def _prepared(items: Iterable[Item], cost: CostOf, clock: _Clock) -> list[tuple]
     return found
 
 
-class _Clock:
+class _StreamClock:
     """The time, and what stands in the queues then."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.spans: list[Span] = []
+        self.spans: list[TimedSpan] = []
         self.queues: dict[str, _Queue] = {}
-        self.marks: dict[int, _Mark] = {}  # of the latest record of each event
+        self.marks: dict[int, _QueueMark] = {}  # of the latest record of each event
         self.fronts: list[_Front] | None = None  # copies under way; None: look
 
     def queue_of(self, stream: str) -> _Queue:
@@ -120,7 +120,7 @@ class _Clock:
                 compute(item[2], item[3], item[4])
                 note((COMPUTE, item[1], start, self.now))
             elif kind == _RECORD:
-                mark = marks[item[2]] = _Mark()
+                mark = marks[item[2]] = _QueueMark()
                 if item[1]:
                     item[1].append(mark)
                 else:
@@ -139,7 +139,7 @@ class _Clock:
             else:
                 awaited = marks.get(item[2])
                 if awaited is not None and not awaited.passed:
-                    item[1].append(_Mark(awaited))
+                    item[1].append(_QueueMark(awaited))
 
     def compute(self, left: float, slowed: float, slows: float) -> None:
         """The issuing thread is busy for `left` seconds, more where copies are under way."""
@@ -199,7 +199,7 @@ def _beside(fronts: list[_Front]) -> list[_Front]:
 
 def _settled(queue: _Queue) -> bool:
     """Pass the marks at the front; whether a copy is there then."""
-    while queue and isinstance(mark := queue[0], _Mark):
+    while queue and isinstance(mark := queue[0], _QueueMark):
         if mark.gate is not None and not mark.gate.passed:
             return False
         mark.passed = True

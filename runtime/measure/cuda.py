@@ -16,12 +16,11 @@ import torch
 
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import TIMED_WEIGHTS
-from forebay.kernels.operator import Operator, Tensors
-from forebay.kernels.operator import Product as Shape
+from forebay.kernels.operator import Call, Operator, Product, Tensors
 from forebay.kernels.operators import ATTENTION, KV_APPEND, RMS_NORM, ROTARY
 from forebay.rewriter.machine.points import GemmPoint
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.measure.kernels import Call, Product, product_of, timed_products
+from forebay.runtime.measure.kernels import TimedProduct, product_of, timed_products
 
 # The GPU is kept busy so long while calls are issued, the next where that was too short; 2, 8 and 34 ms at 2 GHz.
 BUSY_CYCLES = (4 << 20, 16 << 20, 64 << 20)
@@ -93,7 +92,7 @@ def gemm_points(quick: bool, say: Callable[[str, float], None]) -> tuple[GemmPoi
                           device_burst_s)
 
 
-def products(rows: Sequence[int], device: torch.device, kind: str, n: int, k: int) -> Iterator[Product]:
+def products(rows: Sequence[int], device: torch.device, kind: str, n: int, k: int) -> Iterator[TimedProduct]:
     """By the implementation that a plan would name, for weights of a dtype, or packed rows for 16-bit x."""
     operator, how, dtype = product_of(kind, k, half(device))
     assert operator.implementations is not None
@@ -103,7 +102,7 @@ def products(rows: Sequence[int], device: torch.device, kind: str, n: int, k: in
     weights = torch.full((count, n, width), 0x11 if packed else 1, dtype=stored, device=device)  # 0x11: small scales
     for m in rows:
         x, out = torch.ones(m, k, dtype=dtype, device=device), torch.empty(m, n, dtype=dtype, device=device)
-        shape = Shape(kind, m, n, k)
+        shape = Product(kind, m, n, k)
         name = operator.implementations.default["cuda"](shape, torch.cuda.get_device_name(device))
         if name == "aten" and not packed:
             calls: list[Call] = [functools.partial(torch.mm, x, weight.mT, out=out) for weight in weights]

@@ -47,7 +47,7 @@ def kept_machine(folder: str | os.PathLike[str]) -> Machine | None:
 
 def cached_machine(
     folder: str | os.PathLike[str], *, quick: bool = True, anew: bool = False, keep: bool = True,
-    scratch: str | os.PathLike[str] | None = None, progress: measuring.Progress | None = None,
+    scratch: str | os.PathLike[str] | None = None, progress: measuring.StageProgress | None = None,
 ) -> Machine:
     """The kept profile; where there is none, or `anew`, it is measured, and kept if `keep`.
 

@@ -22,7 +22,7 @@ import torch
 from forebay.kernels.attention.operations import attention_flops
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import TIMED_WEIGHTS, packed_format
-from forebay.kernels.operator import Operator, Tensors
+from forebay.kernels.operator import Call, Operator, Tensors
 from forebay.kernels.operators import product_with
 from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint
 from forebay.rewriter.machine.profile import Link
@@ -45,8 +45,7 @@ ATTENTION_SHAPES = ((1, 1, 128), (8, 1, 128), (32, 1, 128), (1, 1, 4096), (8, 1,
                     (1, 256, 512))
 KV_HEADS, HEADS, HEAD_DIM = 8, 16, 64
 
-Call = Callable[[], object]
-Product = tuple[str, int, Sequence[Call]]  # implementation, rows of x, and the call over weights outside the caches
+TimedProduct = tuple[str, int, Sequence[Call]]  # implementation, rows of x, calls over weights outside the caches
 
 
 def burst_s(turn: Iterator[Call], count: int) -> float:
@@ -96,7 +95,7 @@ def timed_products(
     kinds: Sequence[str],
     shapes: Sequence[tuple[int, int]],
     rounds: int,
-    products: Callable[[str, int, int], Iterator[Product]],
+    products: Callable[[str, int, int], Iterator[TimedProduct]],
     say: Callable[[str, float], None],
     burst_s: Callable[[Iterator[Call], int], float] = burst_s,
 ) -> tuple[GemmPoint, ...]:
@@ -113,7 +112,7 @@ def timed_products(
     return tuple(points)
 
 
-def _products(kind: str, n: int, k: int) -> Iterator[Product]:
+def _products(kind: str, n: int, k: int) -> Iterator[TimedProduct]:
     """By every implementation as accurate as floats, for weights of a dtype, or packed rows for bfloat16 x."""
     operator, how, dtype = product_of(kind, k, torch.bfloat16)
     assert operator.implementations is not None

@@ -59,7 +59,7 @@ CANDIDATES = (
 QUICK_CANDIDATES = 4
 TIE = 0.95  # engines this close to the fastest are told apart by CPU time, which the computation wants
 
-Progress = Callable[[str, float], None]
+StageProgress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class DiskTrial:
     cores: float
 
 
-def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: Progress | None = None) -> Machine:
+def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: StageProgress | None = None) -> Machine:
     """Measure everything a plan needs; the disk tier is the file system of `folder`.
 
     Writes 512 MiB (quick: 128 MiB) to a file in `folder` that has no name and so vanishes with the process, however
@@ -179,7 +179,7 @@ def choose_trial(trials: list[DiskTrial]) -> DiskTrial:
 
 
 def _disk_links(
-    folder: str | os.PathLike[str], near: str, quick: bool, say: Progress
+    folder: str | os.PathLike[str], near: str, quick: bool, say: StageProgress
 ) -> tuple[Link, Link, Contention, tuple[BothWays, ...]]:
     nbytes = (128 if quick else 512) * MIB
     free = shutil.disk_usage(folder).free

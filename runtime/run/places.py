@@ -28,7 +28,7 @@ class Asked:
 
 
 @dataclass
-class Work:
+class WorkDone:
     """What was done so far: steps that computed prompts, steps that decoded, tokens chosen, sequences that ended, and
     those of them that stopped before they had their most tokens; and how many tokens the others may still take."""
 
@@ -41,7 +41,7 @@ class Work:
 
 
 OnEnd = Callable[[int, list[int]], None]  # number of a sequence, and its new tokens
-OnStep = Callable[[Work], None]
+OnStep = Callable[[WorkDone], None]
 
 
 def fits(plan: Plan, prompt: int, new_tokens: int, renewed_at: int = 0) -> bool:
@@ -59,7 +59,7 @@ def entering(plan: Plan) -> int:
 def answer_all(
     session: Session, asked: Sequence[Asked], sampling: Sampling, eos: frozenset[int] = frozenset(), *,
     on_end: OnEnd, on_step: OnStep = lambda work: None,
-) -> Work:
+) -> WorkDone:
     """Continue every sequence until a token of `eos` or its most tokens; `on_end` is told of each when it ends,
     `on_step` of every step.
 
@@ -136,7 +136,7 @@ class _Loop:
         self.generators: dict[int, torch.Generator] = {}
         self.first: dict[int, int] = {}  # tokens of those whose prompts ended before those that they entered with
         self.last = torch.zeros(self.batch, dtype=torch.int64)
-        self.work = Work(left=sum(each.new_tokens for each in asked))
+        self.work = WorkDone(left=sum(each.new_tokens for each in asked))
 
     def begin(self) -> None:
         """Let the next sequences enter, if there are places for as many as a prefill step computes."""

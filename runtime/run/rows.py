@@ -14,7 +14,7 @@ from forebay.runtime.run.session import Session
 SCRATCH_NBYTES = 1 << 20  # at most so much of the cache is copied aside at once where rows change places
 
 
-class Rows:
+class SequenceRows:
     """The cache rows of `session` from the first prompt to the last token of a call.
 
     `heads` are the KV heads of each layer. A session whose steps give logits [B, V] can be asked for those of the last

@@ -24,7 +24,7 @@ def run_once(
     what the program reads of `files` it reads of these. KeyError for what is not given."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "weights"
-        moved = _Moved(str(path), {place: name for name, place in files.items() if name in weights})
+        moved = _SideFile(str(path), {place: name for name, place in files.items() if name in weights})
         with path.open("wb") as file:
             for name in moved.names:
                 file.write(_bytes(weights[name]).numpy().data)
@@ -50,7 +50,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-class _Moved:
+class _SideFile:
     """Weights one behind the other in a file of their own, and items that read them there."""
 
     def __init__(self, path: str, names: Mapping[FileSlice, str]) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from forebay.rewriter.ir.program import Copy, Item, Launch, Wait, tier_of
 from forebay.runtime.devices.device import Call
+from forebay.runtime.devices.virtual import TimedSpan
 
-Span = tuple[str, str, float, float]  # lane, label, start and end in seconds
 Moved = tuple[str, str, float, int]  # from tier, to tier, when (seconds), bytes
 
 
@@ -21,7 +21,7 @@ class Trace:
 
     def __init__(self) -> None:
         self.zero = time.perf_counter()
-        self.spans: list[Span] = []
+        self.spans: list[TimedSpan] = []
         self.moved: list[Moved] = []
         self._lock = threading.Lock()
 
@@ -73,7 +73,7 @@ class Trace:
 
 
 def write_trace(
-    path: str | Path, actual: Iterable[Span], planned: Iterable[Span] = (), moved: Iterable[Moved] = (),
+    path: str | Path, actual: Iterable[TimedSpan], planned: Iterable[TimedSpan] = (), moved: Iterable[Moved] = (),
     step_nbytes: Mapping[tuple[str, str], int] | None = None,
 ) -> None:
     """Write Chrome trace events (ui.perfetto.dev opens them): process 'actual' and process 'planned', a lane per

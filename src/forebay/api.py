@@ -44,8 +44,8 @@ from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
 from forebay.runtime.disk.spill import require_spill_folder
 from forebay.runtime.run.generation import next_logits, with_renewal
-from forebay.runtime.run.places import Asked, OnEnd, OnStep, Work, answer_all, entering
-from forebay.runtime.run.rows import Rows
+from forebay.runtime.run.places import Asked, OnEnd, OnStep, WorkDone, answer_all, entering
+from forebay.runtime.run.rows import SequenceRows
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scoring import loglikelihoods, token_scores
 from forebay.runtime.run.session import Session, resident_copies
@@ -138,7 +138,7 @@ class LanguageModel(ModuleHabits):
         self._fused: CapturedModel | None = None  # the captured graphs after the block passes, whatever the workload
         self._session: Session | None = None
         self._lock = threading.RLock()  # one caller at a time has the arenas
-        self._held: Rows | None = None  # whose tokens the cache holds between calls
+        self._held: SequenceRows | None = None  # whose tokens the cache holds between calls
         self._variants: dict[tuple[Gives, bool], LanguageModel] = {}  # the same model with steps of other kinds
         self._origin: weakref.ref[LanguageModel] | None = None  # of a variant; weak, for a cycle would keep the memory
         self._capture: Callable[..., CapturedModel] = partial(capture_folder, checkpoint.folder)
@@ -266,16 +266,16 @@ class LanguageModel(ModuleHabits):
                 self.close()
                 raise
 
-    def hold(self, rows: Rows) -> None:
+    def hold(self, rows: SequenceRows) -> None:
         """Let `resuming` go on with these rows until the session is used for others."""
         self._held = rows
 
-    def holds(self, rows: Rows) -> bool:
+    def holds(self, rows: SequenceRows) -> bool:
         """Whether `resuming` can go on with these rows."""
         return self._held is rows and self._session is rows.session
 
     @contextmanager
-    def resuming(self, rows: Rows) -> Iterator[None]:
+    def resuming(self, rows: SequenceRows) -> Iterator[None]:
         """The session that holds `rows`, to run further steps; RuntimeError if it has been used for others since."""
         with self._lock:
             if not self.holds(rows):
@@ -330,7 +330,7 @@ class LanguageModel(ModuleHabits):
 
     def answer_all(
         self, asked: Sequence[Asked], sampling: Sampling, eos: frozenset[int], *, on_end: OnEnd, on_step: OnStep
-    ) -> Work:
+    ) -> WorkDone:
         """`runtime.run.places.answer_all` on the plan there is, however many are asked."""
         longest, most = max(each.ids.numel() for each in asked), max(each.new_tokens for each in asked)
         with self.running(min(len(asked), self.plan.workload.batch), longest, most, in_places=True) as session:

@@ -8,16 +8,17 @@ import pytest
 
 import forebay.commands.job_progress as job_progress
 from forebay.commands.job_progress import JobProgress, left_time_s, progress_note
-from forebay.runtime.run.places import Work
+from forebay.runtime.run.places import WorkDone
 
 
 def test_without_answers_that_stop_the_rest_is_known() -> None:
-    work = Work(tokens=100, ended=3, left=300)
+    work = WorkDone(tokens=100, ended=3, left=300)
     assert left_time_s(work, 10, 20.0) == pytest.approx(60.0)
     assert progress_note(work, 10, 20.0) == "3/10 answers, 5.00 tokens/s, about 1:00 left"
-    assert left_time_s(Work(left=400), 10, 20.0) is None and "left" not in progress_note(Work(left=400), 10, 20.0)
-    assert left_time_s(Work(tokens=100, ended=10), 10, 20.0) == 0.0
-    assert progress_note(Work(tokens=1, left=9999), 2, 1.0).endswith("about 2:46:39 left")
+    begun = WorkDone(left=400)
+    assert left_time_s(begun, 10, 20.0) is None and "left" not in progress_note(begun, 10, 20.0)
+    assert left_time_s(WorkDone(tokens=100, ended=10), 10, 20.0) == 0.0
+    assert progress_note(WorkDone(tokens=1, left=9999), 2, 1.0).endswith("about 2:46:39 left")
 
 
 @pytest.mark.parametrize("chance", [0.02, 0.2])
@@ -25,7 +26,7 @@ def test_answers_that_stop_by_themselves_are_foreseen(chance: float) -> None:
     """Half way through a simulated job in 16 places, though the long answers have not ended; to an eighth."""
     draw, count, most = random.Random(1), 4000, 60
     lengths = [next((n for n in range(1, most) if draw.random() < chance), most) for _ in range(count)]
-    work, waiting, running = Work(left=count * most), list(enumerate(lengths)), dict[int, list[int]]()
+    work, waiting, running = WorkDone(left=count * most), list(enumerate(lengths)), dict[int, list[int]]()
     steps = half = 0
     estimate = 0.0
     while waiting or running:
@@ -53,6 +54,6 @@ def test_a_line_now_and_then_where_there_is_no_terminal(
     with JobProgress(10) as progress:
         for second in range(1, 100):
             now = float(second)
-            progress.show(Work(tokens=second, ended=second // 10, left=200 - second))
+            progress.show(WorkDone(tokens=second, ended=second // 10, left=200 - second))
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 3 and said[0] == "3/10 answers, 1.00 tokens/s, about 2:50 left"

@@ -26,7 +26,7 @@ from forebay.commands.prompts import (
     read_requests,
     stop_ids,
 )
-from forebay.runtime.run.places import Asked, OnEnd, OnStep, Work
+from forebay.runtime.run.places import Asked, OnEnd, OnStep, WorkDone
 from forebay.runtime.run.sampling import Sampling
 
 EOS = 0
@@ -45,10 +45,10 @@ class Counter:
 
     def answer_all(
         self, asked: Sequence[Asked], sampling: Sampling, eos: frozenset[int], *, on_end: OnEnd, on_step: OnStep
-    ) -> Work:
+    ) -> WorkDone:
         assert eos == {EOS} and not sampling.do_sample
         self.asked.append([int(each.ids[-1]) for each in asked])
-        work, waiting, running = Work(), list(range(len(asked))), dict[int, list[int]]()
+        work, waiting, running = WorkDone(), list(range(len(asked))), dict[int, list[int]]()
         while waiting or running:
             while waiting and len(running) < self.size:
                 running[waiting.pop(0)] = []

@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from benchmarks.big_model import Shape, big_model, make_model
+from benchmarks.big_model import LlamaShape, big_model, make_model
 
 ROOT = Path(__file__).parents[2]
 BIG = os.environ.get("FOREBAY_BIG") == "1"
 ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
-SMALL = Shape(hidden=1024, layers=8, heads=8, kv_heads=4, intermediate=2816, vocab=8000)  # 221 MB
+SMALL = LlamaShape(hidden=1024, layers=8, heads=8, kv_heads=4, intermediate=2816, vocab=8000)  # 221 MB
 BUDGET_NBYTES = 500_000_000 if BIG else 60_000_000
 # Beside the budget, whatever the model: stacks of the I/O and OpenMP threads, kernel scratch, bound calls, torch's
 # own caches. RLIMIT_DATA counts what is mapped, touched or not, so thread stacks and heaps count in full.
@@ -174,10 +174,10 @@ class Case:
 
 
 SHAPES = {
-    "deep": Shape(hidden=256, layers=16, heads=8, kv_heads=4, intermediate=704, vocab=2000),
-    "wide": Shape(hidden=128, layers=2, heads=4, kv_heads=2, intermediate=352, vocab=64_000),
-    "large": Shape(hidden=512, layers=6, heads=8, kv_heads=4, intermediate=1408, vocab=8000),
-    "packed": Shape(hidden=512, layers=6, heads=8, kv_heads=4, intermediate=1408, vocab=8000)}  # as w4g32
+    "deep": LlamaShape(hidden=256, layers=16, heads=8, kv_heads=4, intermediate=704, vocab=2000),
+    "wide": LlamaShape(hidden=128, layers=2, heads=4, kv_heads=2, intermediate=352, vocab=64_000),
+    "large": LlamaShape(hidden=512, layers=6, heads=8, kv_heads=4, intermediate=1408, vocab=8000),
+    "packed": LlamaShape(hidden=512, layers=6, heads=8, kv_heads=4, intermediate=1408, vocab=8000)}  # as w4g32
 GRID = [Case(model, share, batch, cache, drawn, host) for model in SHAPES for share in (0.3, 0.6, 1.5)
         for batch in (None, 1, 8) for cache in ("native", "kv4") for drawn in (False, True) for host in (0.0, 0.4)]
 SAMPLE = [

@@ -11,7 +11,7 @@ import pytest
 
 from forebay.commands.explore_config import explore_config, explore_text
 from forebay.commands.plan_config import (
-    Request,
+    PlanRequest,
     draw_frontier,
     frontier_data,
     plan_config,
@@ -44,8 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def request(folder: Path, **asked: Any) -> Request:
-    return replace(Request(str(folder), str(folder / "machine.json"), 24, 6, batch=2), **asked)
+def request(folder: Path, **asked: Any) -> PlanRequest:
+    return replace(PlanRequest(str(folder), str(folder / "machine.json"), 24, 6, batch=2), **asked)
 
 
 @pytest.mark.parametrize("wishes", [Wishes(), Wishes(slots=3, cache_format="kv8")])
@@ -100,11 +100,12 @@ def test_objectives(folder: Path) -> None:
 
 def test_a_machine_elsewhere_and_a_step_of_many_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies in host memory is uploaded; a plan of many copies is made and not lowered."""
-    found = plan_config(Request("opt-125m", "t4", 32, 4, batch=1, capacity=(("device", 11 * 10**7),)), Wishes(slots=2))
+    request = PlanRequest("opt-125m", "t4", 32, 4, batch=1, capacity=(("device", 11 * 10**7),))
+    found = plan_config(request, Wishes(slots=2))
     assert found.complete and found.plan.schedule.host_hop and "upload" in found.plan.prediction.busy_time_s
     assert found.plan.nbytes_on("host") > 10**7 and found.plan.machine.startswith("t4")
     monkeypatch.setattr("forebay.commands.plan_config.COMPLETED_COPIES", step_copies(found.plan) - 1)
-    same = Request("opt-125m", "t4", 32, 4, batch=1, capacity=(("device", 11 * 10**7),))
+    same = PlanRequest("opt-125m", "t4", 32, 4, batch=1, capacity=(("device", 11 * 10**7),))
     dry, whole = plan_config(same, Wishes(slots=2)), plan_config(same, Wishes(slots=2), complete=True)
     assert not dry.complete and "by the closed form" in plan_text(dry) and not dry.plan.gemm
     assert whole.complete and whole.plan == found.plan
@@ -121,7 +122,7 @@ def test_a_machine_elsewhere_and_a_step_of_many_copies(monkeypatch: pytest.Monke
 def test_bad_input_is_refused(asked: dict[str, Any], kind: type[ValueError], says: str) -> None:
     for search in (plan_config, explore_config):
         with pytest.raises(kind, match=says):
-            search(replace(Request("opt-30b", "t4", batch=1), **asked))
+            search(replace(PlanRequest("opt-30b", "t4", batch=1), **asked))
 
 
 @pytest.mark.parametrize(("asked", "says"), [
@@ -134,7 +135,7 @@ def test_what_cannot_run_is_refused(folder: Path, asked: dict[str, Any], says: s
 
 
 def test_a_preset_model_gives_a_whole_policy_that_is_no_plan(tmp_path: Path) -> None:
-    found = json.loads(json.dumps(explore_config(Request("opt-175b", "t4", batch=32))))
+    found = json.loads(json.dumps(explore_config(PlanRequest("opt-175b", "t4", batch=32))))
     assert found["kind"] == "policy" and found["policy"]["block"]["sequences"] == 32 and found["machine"] == "t4"
     assert len(found["weights"]) == 96 * (2 * 6 + 2) + 3  # six products with bias and two norms a layer
     policy = found["policy"]
@@ -149,7 +150,7 @@ def test_a_preset_model_gives_a_whole_policy_that_is_no_plan(tmp_path: Path) -> 
 
 def test_frontier_of_policies_is_drawn_and_saved(tmp_path: Path) -> None:
     path = tmp_path / "frontier.png"
-    found = explore_config(Request("opt-1.3b", "t4", capacity=(("device", 10**9),)), pareto=path)
+    found = explore_config(PlanRequest("opt-1.3b", "t4", capacity=(("device", 10**9),)), pareto=path)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     points = json.loads(path.with_suffix(".json").read_text())
     assert points == found["pareto"] and len(points) > 2
@@ -157,7 +158,7 @@ def test_frontier_of_policies_is_drawn_and_saved(tmp_path: Path) -> None:
 
 
 def test_quantising_is_never_slower() -> None:
-    plain, packed = (explore_config(Request("opt-30b", "t4", batch=4), quantise=q)["policy"] for q in (False, True))
+    plain, packed = (explore_config(PlanRequest("opt-30b", "t4", batch=4), quantise=q)["policy"] for q in (False, True))
     assert packed["tokens_per_s"] > 1.5 * plain["tokens_per_s"]
 
 
@@ -165,4 +166,4 @@ def test_quantising_is_never_slower() -> None:
     ((("device", 10**8),), "binding tier is device"), ((("host", 10**9), ("disk", 10**9)), "device.*host.*disk")])
 def test_a_policy_that_fits_nowhere_names_the_tier(capacity: tuple, says: str) -> None:
     with pytest.raises(BudgetError, match=says):
-        explore_config(Request("opt-30b", "t4", batch=1, capacity=capacity))
+        explore_config(PlanRequest("opt-30b", "t4", batch=1, capacity=capacity))

@@ -28,7 +28,7 @@ from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.config import read_config, read_eos, read_generation_config
 from forebay.rewriter.checkpoints.gguf_repack import open_gguf
 from forebay.rewriter.checkpoints.packed import MANIFEST, manifest_checksum, open_quantized
-from forebay.rewriter.checkpoints.packed_writer import Item, write_quantized
+from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_quantized
 from forebay.rewriter.ir.byte_sizes import parse_budget
 from forebay.rewriter.ir.plan import load_plan
 from forebay.rewriter.machine.profile import Machine, load_machine
@@ -194,7 +194,8 @@ def _manifest(folder: Path) -> Format:
         (out / "config.json").write_text("{}")
 
     values = torch.ones(2000)
-    write_quantized(folder / "q", [Item("w", values.dtype, (2000,), lambda: (None, iter([values])))], {"a": 1}, prepare)
+    tensor = PendingTensor("w", values.dtype, (2000,), lambda: (None, iter([values])))
+    write_quantized(folder / "q", [tensor], {"a": 1}, prepare)
 
     def mend(value: dict[str, Any]) -> dict[str, Any]:
         value.pop("checksum", None)

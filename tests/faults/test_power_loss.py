@@ -18,7 +18,7 @@ from forebay.commands.jobs import AnswerFile, Ask, run_job
 from forebay.commands.prompts import Prompt, Request
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError, read_tensor
 from forebay.rewriter.checkpoints.packed import MANIFEST, file_checksum, open_quantized
-from forebay.rewriter.checkpoints.packed_writer import Item, write_json, write_quantized
+from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_json, write_quantized
 from tests.e2e.test_jobs import Counter
 from tests.faults.power import Recorder, crashes
 
@@ -98,7 +98,7 @@ def test_settings_are_the_old_or_the_new(tmp_path: Path) -> None:
 
 def _quantised(out: Path) -> None:
     tensors = {f"w{i}": torch.arange(i, i + 3000, dtype=torch.float32) for i in range(4)}
-    items = [Item(name, t.dtype, tuple(t.shape), lambda t=t: (None, iter(t.split(1000))))  # type: ignore[misc]
+    items = [PendingTensor(name, t.dtype, tuple(t.shape), lambda t=t: (None, iter(t.split(1000))))  # type: ignore[misc]
              for name, t in tensors.items()]
 
     def prepare(folder: Path) -> None:

@@ -11,7 +11,7 @@ from forebay.kernels.formats import row_sizes
 from forebay.kernels.products.linear.selection import HELD_COUNTERS_NBYTES
 
 
-class Tile(NamedTuple):
+class DecodeTile(NamedTuple):
     """Positions of a tile, warps and pipeline stages."""
 
     positions: int
@@ -21,10 +21,11 @@ class Tile(NamedTuple):
 
 # By bytes of a row of K once dequantised: tiles of K and V in two stages of flight, two programs or more to a
 # multiprocessor. Four warps at 256 bytes spill on sm_90 with Triton 3.9; dequantised rows do not, and need less room.
-TILES = {"narrow": Tile(64, 4, 3), "usual": Tile(64, 8, 3), "wide": Tile(32, 8, 3), "widest": Tile(16, 4, 2)}
-DEQUANTISED = Tile(64, 4, 3)
+TILES = {"narrow": DecodeTile(64, 4, 3), "usual": DecodeTile(64, 8, 3), "wide": DecodeTile(32, 8, 3),
+         "widest": DecodeTile(16, 4, 2)}
+DEQUANTISED = DecodeTile(64, 4, 3)
 # Dequantised to fp32, by lanes: three products take the place of one, and their factors registers.
-EXACT = {"usual": Tile(32, 4, 3), "wide": Tile(16, 8, 2)}
+EXACT = {"usual": DecodeTile(32, 4, 3), "wide": DecodeTile(16, 8, 2)}
 # Programs that are made where the sequences are long enough: eight for each multiprocessor even out the last wave.
 PROGRAMS_PER_PROCESSOR = 8
 # Multiprocessors where there is no GPU to ask: an H100's or H200's.
@@ -32,7 +33,7 @@ PROCESSORS = 132
 AMD = torch.version.hip is not None
 
 
-class Product(NamedTuple):
+class DecodeProduct(NamedTuple):
     """How a program multiplies: rows of the scores, query heads among them, codes as they are (`decode_codes`)."""
 
     rows: int
@@ -40,7 +41,7 @@ class Product(NamedTuple):
     folded: bool
 
 
-def product(head_dim: int, group: int, bits: int, itemsize: int, group_heads: int, amd: bool = AMD) -> Product:
+def product(head_dim: int, group: int, bits: int, itemsize: int, group_heads: int, amd: bool = AMD) -> DecodeProduct:
     """The product for queries of itemsize bytes, `group_heads` to a KV head, over rows whose strides are words."""
     heads = _power_of_two(group_heads)
     lanes = lane_count(head_dim, group)
@@ -49,12 +50,12 @@ def product(head_dim: int, group: int, bits: int, itemsize: int, group_heads: in
     # Rows of codes that are whole words by group, words for both products, registers for 256 lanes of 4 bits.
     # On AMD, without the byte permutations, it would spill up to 124 values of 512 registers.
     if bits and itemsize == 2 and not amd and group * bits % 32 == 0 and 256 <= lanes * bits <= 1024 and rows <= 64:
-        return Product(rows, max(8, heads) if groups == 1 else rows // groups, True)
+        return DecodeProduct(rows, max(8, heads) if groups == 1 else rows // groups, True)
     rows = min(64, max(16, heads))
-    return Product(rows, rows, False)
+    return DecodeProduct(rows, rows, False)
 
 
-def tile(lanes: int, itemsize: int, bits: int, folded: bool) -> Tile:
+def tile(lanes: int, itemsize: int, bits: int, folded: bool) -> DecodeTile:
     """The tile for rows of K that take so many lanes of itemsize bytes once dequantised from bits (0: as they are).
 
     Where folded, each of four warps takes 16 positions.

@@ -24,7 +24,7 @@ from torch import Tensor
 from forebay.kernels.attention.decode_attention import decode_shares
 from forebay.kernels.attention.decode_attention.decode_shares import (
     PROCESSORS,
-    Tile,
+    DecodeTile,
     part_nbytes,
     processor_count,
     split_count,
@@ -176,7 +176,7 @@ def decode_attention_kernel(
 
 def choose(
     view: CacheView, itemsize: int, group_heads: int, amd: bool = decode_shares.AMD
-) -> tuple[Tile, dict[str, Any]]:
+) -> tuple[DecodeTile, dict[str, Any]]:
     """(tile, constants of the product) for queries of itemsize bytes over a view."""
     dim, lanes, group, bits = (view.constants[name] for name in ("D", "DP", "G", "BITS"))
     product = decode_shares.product(dim, group, bits, itemsize, group_heads, amd)

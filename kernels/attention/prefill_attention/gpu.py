@@ -44,7 +44,7 @@ from forebay.kernels.gpu_support.paged import (  # fmt: skip
 from forebay.kernels.gpu_support.rotation import load_query, rotated_values
 
 
-class Tile(NamedTuple):
+class PrefillTile(NamedTuple):
     """Rows and positions of a tile, warps and pipeline stages."""
 
     rows: int
@@ -55,16 +55,16 @@ class Tile(NamedTuple):
 
 # By rows there are, then by bytes of a row of K once dequantised: 16 rows suit the smallest tensor-core tile, 128 two
 # warp groups; D = 256 leaves room for 64 rows. fp32 takes three products for one, and their split factors registers.
-FEW = {"usual": Tile(16, 64, 4, 3), "wide": Tile(16, 32, 4, 3)}
-SOME = {"usual": Tile(64, 64, 4, 3), "wide": Tile(64, 32, 8, 2)}
-MANY = {"usual": Tile(128, 64, 8, 3), "wide": Tile(64, 32, 8, 2)}
+FEW = {"usual": PrefillTile(16, 64, 4, 3), "wide": PrefillTile(16, 32, 4, 3)}
+SOME = {"usual": PrefillTile(64, 64, 4, 3), "wide": PrefillTile(64, 32, 8, 2)}
+MANY = {"usual": PrefillTile(128, 64, 8, 3), "wide": PrefillTile(64, 32, 8, 2)}
 # Before Hopper, where the tiles above for more than 16 rows spill up to 72 values a thread of 255 registers.
-AMPERE = {"usual": Tile(64, 64, 8, 3), "wide": Tile(32, 32, 8, 2)}
-EXACT = {"usual": Tile(32, 32, 4, 2), "wide": Tile(16, 16, 4, 2)}
+AMPERE = {"usual": PrefillTile(64, 64, 8, 3), "wide": PrefillTile(32, 32, 8, 2)}
+EXACT = {"usual": PrefillTile(32, 32, 4, 2), "wide": PrefillTile(16, 16, 4, 2)}
 # Over rotated rows, where the first of each kind would spill up to 70 values.
-FEW_ROTATED = {"usual": Tile(16, 64, 4, 2), "wide": Tile(16, 32, 4, 2)}
-AMPERE_ROTATED = {"usual": Tile(64, 64, 8, 2), "wide": AMPERE["wide"]}
-EXACT_ROTATED = {"usual": Tile(16, 32, 4, 2), "wide": Tile(16, 16, 4, 2)}
+FEW_ROTATED = {"usual": PrefillTile(16, 64, 4, 2), "wide": PrefillTile(16, 32, 4, 2)}
+AMPERE_ROTATED = {"usual": PrefillTile(64, 64, 8, 2), "wide": AMPERE["wide"]}
+EXACT_ROTATED = {"usual": PrefillTile(16, 32, 4, 2), "wide": PrefillTile(16, 16, 4, 2)}
 
 
 @triton.jit
@@ -174,7 +174,7 @@ def prefill_attention_kernel(
     tl.store(out_ptr + out_at[:, None] + d[None, :], out, mask=present[:, None] & valid[None, :])
 
 
-def tile(rows: int, lanes: int, itemsize: int, ampere: bool = False, rotated: bool = False) -> Tile:
+def tile(rows: int, lanes: int, itemsize: int, ampere: bool = False, rotated: bool = False) -> PrefillTile:
     """The tile for so many rows, of K rows that take so many lanes of itemsize bytes once dequantised."""
     size = "wide" if lanes > (64 if itemsize == 4 else 128) else "usual"
     if itemsize == 4:

@@ -29,7 +29,7 @@ from forebay.kernels.products.linear_q.gpu import columns_of
 NORMS = {"": 0, "rms": 1, "rms_plus_one": 2, "layer": 3}
 
 
-class Tile(NamedTuple):
+class KVTile(NamedTuple):
     """Tokens and features of a tile, warps and pipeline stages."""
 
     tokens: int
@@ -39,9 +39,9 @@ class Tile(NamedTuple):
 
 
 # By tokens there are; accumulators of K and V at D = 128 take 64 registers of each thread in the largest.
-TILES = {"few": Tile(16, 64, 4, 3), "many": Tile(64, 64, 8, 3), "wide": Tile(32, 64, 8, 2)}
+TILES = {"few": KVTile(16, 64, 4, 3), "many": KVTile(64, 64, 8, 3), "wide": KVTile(32, 64, 8, 2)}
 # Of packed weights, which are half or a quarter of the bytes.
-PACKED_TILES = {"few": Tile(16, 128, 4, 3), "many": Tile(64, 128, 8, 3), "wide": Tile(32, 64, 8, 3)}
+PACKED_TILES = {"few": KVTile(16, 128, 4, 3), "many": KVTile(64, 128, 8, 3), "wide": KVTile(32, 64, 8, 3)}
 # Bytes that packed rows lie apart a multiple of.
 UNIT = row_sizes.WEIGHT_ALIGN
 
@@ -231,13 +231,13 @@ def _words(name: str, data: Tensor, bits: int) -> tuple[Tensor, tuple[int, ...]]
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-def tile(tokens: int, lanes: int, packed: bool) -> Tile:
+def tile(tokens: int, lanes: int, packed: bool) -> KVTile:
     """The tile for so many tokens."""
     return (PACKED_TILES if packed else TILES)["few" if tokens <= 16 else "many" if lanes <= 128 else "wide"]
 
 
 def _constants(
-    chosen: Tile, features: int, norm: str, x: tuple[int, int], w: tuple[int, int], amd: bool
+    chosen: KVTile, features: int, norm: str, x: tuple[int, int], w: tuple[int, int], amd: bool
 ) -> dict[str, Any]:
     whole = not amd and features % chosen.features == 0
     tiles = next(t for t in (4, 2, 1) if not whole or features % (t * chosen.features) == 0)
@@ -274,7 +274,7 @@ def kv_from_activation(pool: Tensor, states: States, slots: Tensor, by: Projecti
     )  # fmt: skip
 
 
-class _Model(NamedTuple):
+class _AuditedModel(NamedTuple):
     """What an audited launch is made for."""
 
     dtype: str
@@ -285,12 +285,12 @@ class _Model(NamedTuple):
     rotary: bool
 
 
-OPT_30B = _Model("fp16", 7168, 56, 128, "layer", False)
-LLAMA_2_7B = _Model("bf16", 4096, 32, 128, "rms", True)
+OPT_30B = _AuditedModel("fp16", 7168, 56, 128, "layer", False)
+LLAMA_2_7B = _AuditedModel("bf16", 4096, 32, 128, "rms", True)
 
 
 def _case(
-    name: str, tokens: int, model: _Model, format: str = "native", weights: str = "native",
+    name: str, tokens: int, model: _AuditedModel, format: str = "native", weights: str = "native",
     activation: str = "native", amd: bool = False,
 ) -> AuditCase:  # fmt: skip
     dtype, features, kv_heads, dim, norm, rotary = model

@@ -74,7 +74,7 @@ Points = tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True)
-class Entry:
+class TableEntry:
     """For one shape of weight: (largest M, name) in the order of M; the last name serves every larger M too."""
 
     kind: str
@@ -83,15 +83,15 @@ class Entry:
     points: Points
 
 
-DEFAULT_TABLE: tuple[Entry, ...] = (
-    Entry("linear", 4096, 4096, ((2, "gemv"), (16, "flat"), (64, "large_128x64x64"), (1 << 30, "large"))),
-    Entry("linear_w4", 4096, 4096, ((16, "flat"), (255, "large"), (1 << 30, ATEN))),
-    Entry("linear_w8", 4096, 4096, ((16, "flat"), (255, "large"), (1 << 30, ATEN))),
+DEFAULT_TABLE: tuple[TableEntry, ...] = (
+    TableEntry("linear", 4096, 4096, ((2, "gemv"), (16, "flat"), (64, "large_128x64x64"), (1 << 30, "large"))),
+    TableEntry("linear_w4", 4096, 4096, ((16, "flat"), (255, "large"), (1 << 30, ATEN))),
+    TableEntry("linear_w8", 4096, 4096, ((16, "flat"), (255, "large"), (1 << 30, ATEN))),
 )
 TABLES = Path(__file__).parent
 
 
-def choose(kind: str, m: int, n: int, k: int, table: Sequence[Entry] = DEFAULT_TABLE) -> str:
+def choose(kind: str, m: int, n: int, k: int, table: Sequence[TableEntry] = DEFAULT_TABLE) -> str:
     """The name that a table holds for the shape nearest to [n, k], or the default one for a kind it does not know.
 
     Nearest is by |log n - log n'| + |log k - log k'|. ValueError for an unknown kind or sizes below 1.
@@ -210,7 +210,7 @@ def workspace_nbytes(
     return grid_of(implementation, for_group(setting, group_size), splits, m, n, k, amd).workspace_nbytes
 
 
-def fit(times_s: Mapping[tuple[str, int, int, int], Mapping[str, float]]) -> tuple[Entry, ...]:
+def fit(times_s: Mapping[tuple[str, int, int, int], Mapping[str, float]]) -> tuple[TableEntry, ...]:
     """The table of inflection points from {(kind, m, n, k): {name: time_s}}: the fastest name at each M measured, and
     beyond the largest what DEFAULT_TABLE holds."""
     shapes = sorted({(kind, n, k) for kind, _, n, k in times_s})
@@ -226,7 +226,7 @@ def fit(times_s: Mapping[tuple[str, int, int, int], Mapping[str, float]]) -> tup
                 points.append((m, best))
         default = next(e for e in DEFAULT_TABLE if e.kind == kind)
         points += [point for point in default.points if point[0] > points[-1][0]]
-        entries.append(Entry(kind, n, k, tuple(points)))
+        entries.append(TableEntry(kind, n, k, tuple(points)))
     return tuple(entries)
 
 
@@ -236,7 +236,7 @@ def table_path(device_name: str) -> Path:
 
 
 @functools.cache
-def table_of(device_name: str) -> tuple[Entry, ...]:
+def table_of(device_name: str) -> tuple[TableEntry, ...]:
     """The table measured on a device of that name, or DEFAULT_TABLE where none was; read once in a process.
 
     ValueError where what lies there is no table of that device.
@@ -245,17 +245,17 @@ def table_of(device_name: str) -> tuple[Entry, ...]:
     return load_table(device_name, path) if path.exists() else DEFAULT_TABLE
 
 
-def save_table(device_name: str, entries: Sequence[Entry], path: Path) -> None:
+def save_table(device_name: str, entries: Sequence[TableEntry], path: Path) -> None:
     """Write the table of a device as JSON."""
     data = {"device": device_name, "entries": [[e.kind, e.n, e.k, e.points] for e in entries]}
     path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
-def load_table(device_name: str, path: Path) -> tuple[Entry, ...]:
+def load_table(device_name: str, path: Path) -> tuple[TableEntry, ...]:
     """Read what save_table wrote for that device; ValueError names what a table cannot hold."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        entries = tuple(Entry(kind, n, k, tuple((m, name) for m, name in points))
+        entries = tuple(TableEntry(kind, n, k, tuple((m, name) for m, name in points))
                         for kind, n, k, points in data["entries"])  # fmt: skip
         if data["device"] != device_name:
             raise ValueError(f"it is of {data['device']!r}")
@@ -269,7 +269,7 @@ def load_table(device_name: str, path: Path) -> tuple[Entry, ...]:
     return entries
 
 
-def _check(entry: Entry) -> None:
+def _check(entry: TableEntry) -> None:
     """ValueError unless each name of an entry takes all rows that it is held for, and the last any number."""
     if entry.kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS}, got {entry.kind!r}")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.gpu_support.launches import KernelCall, bound_with_scratch
+from forebay.kernels.operator import Call
 from forebay.kernels.products.linear.by_torch import bind_by_torch
 from forebay.kernels.products.linear.choices import dequantised_rows
 from forebay.kernels.products.linear.reference import After
@@ -26,8 +27,8 @@ def bind_dequantised(
     n, k = rows.shape[0], stored.in_features
     each = dequantised_rows(n, k)
 
-    def launches(scratch: Tensor, _: Tensor) -> list[KernelCall | Callable[[], None]]:
-        made: list[KernelCall | Callable[[], None]] = []
+    def launches(scratch: Tensor, _: Tensor) -> list[KernelCall | Call]:
+        made: list[KernelCall | Call] = []
         for first in range(0, n, each):
             part = slice(first, min(n, first + each))
             tile = rows[part]

@@ -8,7 +8,6 @@ cores take rows padded to 16, 32 or 64.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -19,27 +18,16 @@ from forebay.kernels.gpu_support.arguments import check_tensor, fail
 from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.gpu_support.paged import dot, round_to
+from forebay.kernels.products.linear.selection import Setting
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
-
-@dataclass(frozen=True)
-class Setting:
-    """One configuration: rows of x and of the weights in a tile, elements of K a step, warps, pipeline stages."""
-
-    bm: int
-    bn: int
-    bk: int
-    warps: int
-    stages: int
-
-
 # A step of the vector kernels reads 8 and 4 KiB of each weight: 8 rows at M = 2 would take 240 registers a thread.
 # A stage of the matrix kernel holds 16 KiB of both weights beside x.
-VECTOR = (Setting(1, 8, 512, 4, 2), Setting(2, 4, 512, 4, 2))
-MATRIX = (Setting(16, 32, 128, 4, 4), Setting(32, 64, 64, 4, 3), Setting(64, 64, 64, 4, 3))
+VECTOR = (Setting(8, 512, 4, 2, 1), Setting(4, 512, 4, 2, 2))
+MATRIX = (Setting(32, 128, 4, 4, 16), Setting(64, 64, 4, 3, 32), Setting(64, 64, 4, 3, 64))
 # fp32 products take several instructions on parts of the operands, which fill the registers.
-MATRIX_FP32 = (Setting(16, 32, 32, 4, 3), Setting(32, 32, 32, 8, 3))
+MATRIX_FP32 = (Setting(32, 32, 4, 3, 16), Setting(32, 32, 8, 3, 32))
 
 
 @triton.jit

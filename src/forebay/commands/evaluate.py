@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,13 +21,13 @@ from forebay.commands.terminal import clean_errors, console, progress_bar
 
 if TYPE_CHECKING:
     from forebay.api import LanguageModel
+    from forebay.rewriter.checkpoints.checkpoint import Progress
     from forebay.rewriter.ir.plan import Budget
     from forebay.rewriter.machine.profile import Machine
 
 CONTEXT = 512
 
 Passage = tuple[torch.Tensor, int]  # token ids, and how many of them stand before the last word
-Progress = Callable[[int, int], None]  # (tokens done, tokens in all)
 
 
 @dataclass(frozen=True)

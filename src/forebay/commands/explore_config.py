@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from forebay.commands.plan_config import Point, Request, draw_frontier, frontier_data, frontier_lines
+from forebay.commands.plan_config import PlanRequest, Point, draw_frontier, frontier_data, frontier_lines
 from forebay.kernels.formats.table import SMALL_CACHE, SMALL_WEIGHTS
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.machine.presets import load_machine_or_preset
@@ -17,7 +17,7 @@ from forebay.rewriter.predict.model_shapes import load_model_shape
 
 
 def explore_config(
-    request: Request, *, quantise: bool = False, checkpoints: bool = True, diagonal: bool = False,
+    request: PlanRequest, *, quantise: bool = False, checkpoints: bool = True, diagonal: bool = False,
     pareto: Path | None = None,
 ) -> dict[str, Any]:
     """The best policy as JSON-able data; with `pareto`, the frontier too, drawn to that PNG and JSON.

@@ -10,7 +10,7 @@ from forebay.commands.terminal import progress_bar, say
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from forebay.runtime.run.places import Work
+    from forebay.runtime.run.places import WorkDone
 
 SHOWN_S = 0.1  # between two notes on a terminal
 SAID_S = 30.0  # between two lines where stderr is no terminal
@@ -31,7 +31,7 @@ class JobProgress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.bar.stop()
 
-    def show(self, work: Work) -> None:
+    def show(self, work: WorkDone) -> None:
         """Tell how far `work` is, if that was not told a moment ago."""
         now = time.monotonic()
         if now - self.told < (SAID_S if self.bar.disable else SHOWN_S):
@@ -43,14 +43,14 @@ class JobProgress:
             say(note)
 
 
-def progress_note(work: Work, total: int, elapsed_s: float) -> str:
+def progress_note(work: WorkDone, total: int, elapsed_s: float) -> str:
     """Answers, tokens a second, and the time that the rest takes as far as can be told."""
     left_s = left_time_s(work, total, elapsed_s)
     eta = "" if left_s is None else f", about {_hours(left_s)} left"
     return f"{work.ended}/{total} answers, {work.tokens / elapsed_s:.2f} tokens/s{eta}"
 
 
-def left_time_s(work: Work, total: int, elapsed_s: float) -> float | None:
+def left_time_s(work: WorkDone, total: int, elapsed_s: float) -> float | None:
     """Seconds until all `total` answers have ended, at the tokens per second so far; None before the first token.
 
     Answers that stop by themselves are taken to do so with equal chance at each token, which is then the number of

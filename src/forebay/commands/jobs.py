@@ -23,7 +23,7 @@ from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.identity import read_whole, states_checksum, tokenizer_checksum
 from forebay.rewriter.checkpoints.packed import is_quantized
 from forebay.rewriter.checkpoints.packed_writer import write_json
-from forebay.runtime.run.places import Asked, OnEnd, OnStep, Work
+from forebay.runtime.run.places import Asked, OnEnd, OnStep, WorkDone
 from forebay.runtime.run.sampling import Sampling
 
 SETTINGS_SUFFIX = ".settings"  # answers.jsonl.settings says what the answers were made with
@@ -269,7 +269,7 @@ class Model(Protocol):
 
     def answer_all(
         self, asked: Sequence[Asked], sampling: Sampling, eos: frozenset[int], *, on_end: OnEnd, on_step: OnStep
-    ) -> Work: ...
+    ) -> WorkDone: ...
 
     def check_files(self) -> None:
         """Raise if the files that answers are computed from are no longer those that were opened."""
@@ -284,7 +284,7 @@ def run_job(
     *,
     stop: Callable[[], bool] = lambda: False,
     progress: OnStep = lambda work: None,
-) -> Work:
+) -> WorkDone:
     """Answer the prompts that are not answered yet, each answer written the moment its sequence ends.
 
     `progress` is called after every step. When `stop` turns true the step under way is completed and Interrupted
@@ -292,14 +292,14 @@ def run_job(
     """
     left = pending(prompts, output.answered)
     if not left:
-        return Work()
+        return WorkDone()
     flushed_s = time.monotonic()
 
     def on_end(number: int, ids: list[int]) -> None:
         model.check_files()
         _write_answer(left[number], ids, output, ask, decode)
 
-    def on_step(work: Work) -> None:
+    def on_step(work: WorkDone) -> None:
         nonlocal flushed_s
         if time.monotonic() - flushed_s > FLUSH_S:
             output.flush()

@@ -21,7 +21,7 @@ from forebay.commands.options import (
 from forebay.commands.terminal import clean_errors, console, say
 
 if TYPE_CHECKING:
-    from forebay.commands.plan_config import Request
+    from forebay.commands.plan_config import PlanRequest
     from forebay.rewriter.capture.step_graphs import StepGraphs
     from forebay.rewriter.ir.block import Block
     from forebay.rewriter.ir.graph import CapturedModel
@@ -185,8 +185,8 @@ def _profile(machine: str | None, folder: Path) -> Machine:
         raise PlanError(str(error)) from error
 
 
-def _request(config: str, machine: str | None, budget: str | None, **asked: Any) -> Request:
-    from forebay.commands.plan_config import Request
+def _request(config: str, machine: str | None, budget: str | None, **asked: Any) -> PlanRequest:
+    from forebay.commands.plan_config import PlanRequest
     from forebay.rewriter.ir.byte_sizes import parse_nbytes
     from forebay.rewriter.ir.plan import TIERS, PlanError
     from forebay.runtime.measure.kept import machine_cache_path
@@ -204,10 +204,10 @@ def _request(config: str, machine: str | None, budget: str | None, **asked: Any)
         if not kept.exists():
             raise PlanError("name a --machine, such as t4, or measure this one: forebay machine")
         machine = str(kept)
-    return Request(config, machine, capacity=tuple(capacity.items()), **asked)
+    return PlanRequest(config, machine, capacity=tuple(capacity.items()), **asked)
 
 
-def _explore(request: Request, as_json: bool, **choices: Any) -> None:
+def _explore(request: PlanRequest, as_json: bool, **choices: Any) -> None:
     import json
 
     from forebay.commands.explore_config import explore_config, explore_text
@@ -221,7 +221,7 @@ def _explore(request: Request, as_json: bool, **choices: Any) -> None:
     print(json.dumps(found, indent=1) if as_json else explore_text(found))
 
 
-def _plan_config(request: Request, wishes: Wishes, as_json: bool, save: Path | None, pareto: Path | None) -> None:
+def _plan_config(request: PlanRequest, wishes: Wishes, as_json: bool, save: Path | None, pareto: Path | None) -> None:
     import json
 
     from forebay.commands.plan_config import draw_frontier, plan_config, plan_data, plan_text

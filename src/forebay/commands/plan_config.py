@@ -47,7 +47,7 @@ Point = tuple[float, float, int]  # seconds for a block of sequences, tokens per
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What is asked of a model and a machine, however it is searched.
 
     objective "throughput" (within `latency_s` for all sequences, if given), "latency" (of `batch` sequences) or
@@ -96,7 +96,7 @@ class ConfigPlan:
     frontier: tuple[Point, ...]
 
 
-def plan_config(request: Request, wishes: Wishes | None = None, *, complete: bool = False) -> ConfigPlan:
+def plan_config(request: PlanRequest, wishes: Wishes | None = None, *, complete: bool = False) -> ConfigPlan:
     """The best plan that runs, as the model itself would be planned on that machine; lowered and simulated, with
     `complete` also where that takes long.
 
@@ -141,7 +141,7 @@ def step_copies(plan: Plan) -> int:
     return sum(-(-w.nbytes // size) for w in plan.weights if w.tier != "device" and (w.tile_rows or not w.gather))
 
 
-def plan_data(found: ConfigPlan, request: Request) -> dict[str, Any]:
+def plan_data(found: ConfigPlan, request: PlanRequest) -> dict[str, Any]:
     """What `plan_config` found, for JSON."""
     return {"kind": "plan", "complete": found.complete, "model": found.model, "machine": found.plan.machine,
             "objective": request.objective, "tokens_per_s": tokens_per_s(found.plan),

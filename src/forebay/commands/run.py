@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from forebay.commands.process_memory import MemoryWatch
     from forebay.commands.prompts import Prompt
     from forebay.rewriter.ir.plan import Plan
-    from forebay.runtime.run.places import Work
+    from forebay.runtime.run.places import WorkDone
 
 SOME_UNANSWERED = 3  # exit code
 
@@ -182,12 +182,12 @@ def _answer(
     from forebay.commands.process_memory import MemoryWatch, beside_nbytes, calls_of, disk_read_nbytes
     from forebay.rewriter.report.explain import summarise_plan
     from forebay.runtime.disk.page_cache import drop_file
-    from forebay.runtime.run.places import Work
+    from forebay.runtime.run.places import WorkDone
 
     total = len(jobs.pending(encoded, answers.answered))
     if trace:
         lm.start_trace()
-    read_before, began, done, spent = disk_read_nbytes(), time.monotonic(), Work(), Spent()
+    read_before, began, done, spent = disk_read_nbytes(), time.monotonic(), WorkDone(), Spent()
 
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
@@ -199,7 +199,7 @@ def _answer(
         _ = lm.session  # loads what is resident
         started = spent.mark("load_s", began)
 
-        def progress(now: Work) -> None:
+        def progress(now: WorkDone) -> None:
             nonlocal done, started
             started = spent.mark("prefill_s" if now.prefills > done.prefills else "decode_s", started)
             done = replace(now)
@@ -242,7 +242,7 @@ class Spent:
         return now
 
 
-def _measured(plan: Plan, done: Work, spent: Spent, elapsed_s: float, memory: MemoryWatch, read_nbytes: int,
+def _measured(plan: Plan, done: WorkDone, spent: Spent, elapsed_s: float, memory: MemoryWatch, read_nbytes: int,
               beside: int) -> dict[str, Any]:
     """What a job took, in bytes and seconds, and the constant of the budget's promise, of which `beside` is a part."""
     grown, steps = memory.peak - memory.before, done.prefills + done.decodes

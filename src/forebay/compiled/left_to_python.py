@@ -43,12 +43,12 @@ class Watch:
             frame = frame.f_back
         call, compiled, at_end = (frame.f_locals.get(name) for name in ("fn", "self", "cleanups"))
         options = _options_for(self.backend, getattr(compiled, "callback", None))
-        if options is not None and isinstance(at_end, list) and not any(isinstance(f, _End) for f in at_end):
-            at_end.append(_End(tuple(_modules_of(call)), bool(options.get("strict")), sys.exc_info()[1]))
+        if options is not None and isinstance(at_end, list) and not any(isinstance(f, _EndOfCall) for f in at_end):
+            at_end.append(_EndOfCall(tuple(_modules_of(call)), bool(options.get("strict")), sys.exc_info()[1]))
 
 
 @dataclass(frozen=True)
-class _End:
+class _EndOfCall:
     """At the end of a call: a warning, once per module, or with `strict` OffloadError. Not where the call failed, for a
     reason of its own; `handled` is an exception that the caller was handling meanwhile."""
 

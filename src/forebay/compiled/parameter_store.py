@@ -21,11 +21,11 @@ from weakref import WeakValueDictionary
 import torch
 
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint, CheckpointError
-from forebay.rewriter.checkpoints.module_weights import SpillFile, spill_tensors
+from forebay.rewriter.checkpoints.module_weights import UnnamedFile, spill_tensors
 from forebay.rewriter.ir.program import FileSlice
 from forebay.runtime.run.arena import return_freed_memory
 
-Layout = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]  # byte offset, dtype, shape, stride
+ViewLayout = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]  # byte offset, dtype, shape, stride
 UNTOUCHED_NS = 946_684_800 * 10**9  # the year 2000: a time of last change that no write sets
 
 
@@ -40,7 +40,7 @@ class StoreMap(mmap.mmap):
     path: str
     fd: int
     address: int
-    copies: dict[Layout, int]
+    copies: dict[ViewLayout, int]
     tells: bool
     changes: int
     lock: threading.Lock
@@ -55,11 +55,11 @@ class Target:
 
     offset: int
     nbytes: int
-    layout: Layout
+    layout: ViewLayout
 
 
 @dataclass(frozen=True)
-class Move:
+class Relocation:
     """Tensors written to disk and still in memory: `commit` lets go of the memory, dropping this object of the file."""
 
     map: StoreMap | None
@@ -93,10 +93,10 @@ class Move:
         return_freed_memory()
 
 
-def move_out(tensors: Sequence[torch.Tensor], folder: str | os.PathLike[str]) -> Move:
+def move_out(tensors: Sequence[torch.Tensor], folder: str | os.PathLike[str]) -> Relocation:
     """Write those of `tensors` that are in memory to a nameless file in `folder`, each storage once.
 
-    Nothing is freed before `Move.commit`. Raises CheckpointError as `spill_tensors` does.
+    Nothing is freed before `Relocation.commit`. Raises CheckpointError as `spill_tensors` does.
     """
     storages: dict[int, torch.Tensor] = {}
     copies: dict[str, torch.Tensor] = {}
@@ -108,7 +108,7 @@ def move_out(tensors: Sequence[torch.Tensor], folder: str | os.PathLike[str]) ->
         if not tensor.is_contiguous():
             copies[f"copy.{len(copies)}"] = tensor.detach()
     if not storages:
-        return Move(None, tuple(tensors), (None,) * len(tensors))
+        return Relocation(None, tuple(tensors), (None,) * len(tensors))
     checkpoint = spill_tensors({**{f"storage.{at}": t for at, t in storages.items()}, **copies}, folder)
     records = {at: checkpoint.tensors[f"storage.{at}"] for at in storages}
 
@@ -128,7 +128,7 @@ def move_out(tensors: Sequence[torch.Tensor], folder: str | os.PathLike[str]) ->
         _layout(t, records[t.untyped_storage().data_ptr()].offset): checkpoint.tensors[name].offset
         for name, t in copies.items()
     }
-    return Move(held, tuple(tensors), tuple(map(target, tensors)))
+    return Relocation(held, tuple(tensors), tuple(map(target, tensors)))
 
 
 def changes(held: StoreMap) -> int:
@@ -183,7 +183,7 @@ def map_of(tensor: torch.Tensor) -> StoreMap | None:
 
 def _map(checkpoint: Checkpoint) -> StoreMap:
     file = checkpoint.backing
-    assert isinstance(file, SpillFile)
+    assert isinstance(file, UnnamedFile)
     held = StoreMap(file.fd, os.fstat(file.fd).st_size)
     held.checkpoint, held.path, held.fd = checkpoint, file.path, file.fd
     held.address = _bytes_at(held, 0, held.size()).data_ptr()
@@ -212,7 +212,7 @@ def _tells(held: StoreMap) -> bool:
     return True
 
 
-def _layout(tensor: torch.Tensor, base: int) -> Layout:
+def _layout(tensor: torch.Tensor, base: int) -> ViewLayout:
     offset = base + int(tensor.storage_offset()) * tensor.element_size()
     return offset, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
 
@@ -240,12 +240,12 @@ def _bytes_at(held: StoreMap, offset: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(held, dtype=torch.uint8, count=nbytes, offset=offset)
 
 
-def _point(tensor: torch.Tensor, storage: torch.UntypedStorage, layout: Layout) -> None:
+def _point(tensor: torch.Tensor, storage: torch.UntypedStorage, layout: ViewLayout) -> None:
     """Make `tensor` show other memory. One made in inference mode stays so: elsewhere it could be used no more."""
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.data = _view(storage, layout)
 
 
-def _view(storage: torch.UntypedStorage, layout: Layout) -> torch.Tensor:
+def _view(storage: torch.UntypedStorage, layout: ViewLayout) -> torch.Tensor:
     offset, dtype, shape, stride = layout
     return torch.empty(0, dtype=dtype).set_(storage, offset // dtype.itemsize, shape, stride)  # type: ignore[call-overload]

@@ -28,7 +28,7 @@ from forebay.rewriter.checkpoints.identity import file_states
 from forebay.rewriter.checkpoints.match_weights import weight_files, with_stored_formats
 from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.checkpoints.packed import file_checksum, manifest_checksum, open_quantized
-from forebay.rewriter.checkpoints.packed_writer import Item, write_json, write_quantized
+from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_json, write_quantized
 from forebay.rewriter.checkpoints.write_tensors import write_tensors
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.program import FileSlice
@@ -45,7 +45,7 @@ def graphs_name(gives: Gives) -> str:
 
 
 def write_bundle(
-    out: Path, models: Mapping[Gives, CapturedModel], items: Mapping[str, Item], identity: str,
+    out: Path, models: Mapping[Gives, CapturedModel], items: Mapping[str, PendingTensor], identity: str,
     prepare: Callable[[Path], None], progress: Progress | None, check: Callable[[], None],
 ) -> None:
     """Write weights, graphs and constants into the empty folder `out`, one piece of a tensor at a time; the manifest is

@@ -14,7 +14,7 @@ from forebay.kernels.onnx_meaning import OnnxValue
 from forebay.kernels.products.linear.onnx import activated, linear
 
 aten = torch.ops.aten
-End = 2**63 - 1
+TO_THE_END = 2**63 - 1
 
 
 def meaning_of(target: object) -> Callable[..., Any] | None:
@@ -75,7 +75,7 @@ def _embedding(g: Graph, weight: OnnxValue, index: OnnxValue, *_: Any) -> str:
 
 
 def _slice(g: Graph, x: OnnxValue, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> str:
-    ends = [g.sizes([0 if start is None else start]), g.sizes([End if end is None else end])]
+    ends = [g.sizes([0 if start is None else start]), g.sizes([TO_THE_END if end is None else end])]
     return g.op("Slice", x, *ends, g.constant([dim]), g.constant([step]))
 
 

@@ -18,7 +18,7 @@ TYPES: dict[torch.dtype, int] = {
     torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, torch.bfloat16: TensorProto.BFLOAT16,
     torch.float64: TensorProto.DOUBLE, torch.int64: TensorProto.INT64, torch.int32: TensorProto.INT32,
     torch.uint8: TensorProto.UINT8, torch.bool: TensorProto.BOOL}
-Pieces = Callable[[], Any]  # gives a tensor's contents in order, in pieces
+WeightPieces = Callable[[], Any]  # gives a tensor's contents in order, in pieces
 
 
 class Graph:
@@ -30,7 +30,7 @@ class Graph:
         self.prefix = ""
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
-        self.data: list[tuple[int, Pieces]] = []  # of the file beside: offset, contents
+        self.data: list[tuple[int, WeightPieces]] = []  # of the file beside: offset, contents
         self.data_nbytes = 0
         self.file = ""
         self._known: dict[object, str] = {}
@@ -87,7 +87,7 @@ class Graph:
 
     # -- tensors
 
-    def weight(self, name: str, dtype: torch.dtype, shape: Sequence[int], read: Pieces) -> OnnxValue:
+    def weight(self, name: str, dtype: torch.dtype, shape: Sequence[int], read: WeightPieces) -> OnnxValue:
         """A tensor of the file beside, placed when it is first used."""
         value = OnnxValue(name, dtype, shape)
         self._stored[name] = value, lambda turned: self._place(name, dtype, shape, read, turned)
@@ -111,7 +111,7 @@ class Graph:
         self._stored[weight][1](True)
         return f"{weight}.T"
 
-    def _place(self, name: str, dtype: torch.dtype, shape: Sequence[int], read: Pieces, turned: bool) -> None:
+    def _place(self, name: str, dtype: torch.dtype, shape: Sequence[int], read: WeightPieces, turned: bool) -> None:
         tensor = TensorProto(name=f"{name}.T" if turned else name, data_type=TYPES[dtype],
                              dims=[*shape][::-1] if turned else [*shape], data_location=TensorProto.EXTERNAL)
         nbytes = dtype.itemsize
@@ -145,7 +145,7 @@ class Graph:
         return kept[::-1], wanted
 
 
-def _whole(read: Pieces, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _whole(read: WeightPieces, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([piece.reshape(-1) for piece in read()]).view(dtype).reshape(list(shape))
 
 

@@ -25,7 +25,7 @@ from forebay.kernels.onnx_meaning import Dialect, OnnxValue
 from forebay.kernels.operators import of_target
 from forebay.rewriter.checkpoints.checkpoint import Progress
 from forebay.rewriter.checkpoints.named_errors import naming
-from forebay.rewriter.checkpoints.packed_writer import Item
+from forebay.rewriter.checkpoints.packed_writer import PendingTensor
 from forebay.rewriter.checkpoints.write_tensors import FLUSH_NBYTES, require_free
 from forebay.rewriter.ir.graph import META, CacheInput, CapturedModel, RowFormat, WeightInput, values_of
 
@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 
 def write_onnx(
-    out: Path, captured: CapturedModel, items: Mapping[str, Item], dialect: Dialect, progress: Progress | None,
+    out: Path, captured: CapturedModel, items: Mapping[str, PendingTensor], dialect: Dialect, progress: Progress | None,
     check: Callable[[], None],
 ) -> None:
     """Write model.onnx and model.onnx.data into `out`: `captured` (rewritten, steps giving "all" logits) with the
@@ -96,7 +96,7 @@ def _write_data(path: Path, g: Graph, progress: Progress | None) -> None:
 class _Conversion:
     """One walk over a captured model."""
 
-    def __init__(self, g: Graph, captured: CapturedModel, items: Mapping[str, Item]) -> None:
+    def __init__(self, g: Graph, captured: CapturedModel, items: Mapping[str, PendingTensor]) -> None:
         self.g, self.captured, self.items = g, captured, items
 
     def step(self) -> OnnxValue:

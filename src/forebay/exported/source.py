@@ -19,7 +19,7 @@ from forebay.rewriter.checkpoints.checkpoint import CheckpointError, TensorRecor
 from forebay.rewriter.checkpoints.config import read_config
 from forebay.rewriter.checkpoints.match_weights import checkpoint_names, weight_records
 from forebay.rewriter.checkpoints.module_weights import named_tensors
-from forebay.rewriter.checkpoints.packed_writer import Item, copy_model_files
+from forebay.rewriter.checkpoints.packed_writer import PendingTensor, copy_model_files
 from forebay.rewriter.checkpoints.quantize import FileTensor
 from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.graph import CapturedModel, Gives
@@ -36,7 +36,7 @@ class Source:
 
     captured: CapturedModel
     capture: Callable[..., CapturedModel]
-    items: dict[str, Item]
+    items: dict[str, PendingTensor]
     config: PreTrainedConfig
     prepare: Callable[[Path], None]
     check: Callable[[], None]
@@ -66,8 +66,8 @@ def _copy_files(folder: Path, out: Path) -> None:
     (out / packed.MANIFEST).unlink(missing_ok=True)  # of the source's weights
 
 
-def _file_item(name: str, record: TensorRecord) -> Item:
-    return Item(name, record.dtype, record.shape, lambda: (record.packed, FileTensor(record).contents()))
+def _file_item(name: str, record: TensorRecord) -> PendingTensor:
+    return PendingTensor(name, record.dtype, record.shape, lambda: (record.packed, FileTensor(record).contents()))
 
 
 def _of_module(model: Any, gives: Gives) -> Source:
@@ -78,7 +78,7 @@ def _of_module(model: Any, gives: Gives) -> Source:
         tensor = tensors.get(name)
         if tensor is None or tensor.is_meta:
             raise CheckpointError(f"the module's {name} holds no numbers: load its weights before it is exported")
-        items[name] = Item(name, spec.dtype, spec.shape, lambda tensor=tensor: (None, iter([tensor])))  # type: ignore[misc]
+        items[name] = PendingTensor(name, spec.dtype, spec.shape, lambda tensor=tensor: (None, iter([tensor])))  # type: ignore[misc]
 
     def prepare(folder: Path) -> None:
         model.config.save_pretrained(folder)

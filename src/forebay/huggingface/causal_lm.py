@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,13 +19,12 @@ from forebay.huggingface.served import SERVED
 from forebay.rewriter.ir.graph import Gives
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.places import entering, generate_in_places
-from forebay.runtime.run.rows import Rows
+from forebay.runtime.run.rows import SequenceRows
 from forebay.runtime.run.sampling import Sampling, choose
 
 if TYPE_CHECKING:
-    from forebay.api import LanguageModel
+    from forebay.api import LanguageModel, OnToken
 
-OnToken = Callable[[torch.Tensor], None]
 Generators = torch.Generator | Sequence[torch.Generator] | None
 DEFAULT_NEW_TOKENS = 20  # as transformers has it
 _PASSED_ON = ("tokenizer", "assistant_tokenizer")  # by generate, which needed them itself
@@ -285,7 +284,7 @@ class StreamedCausalLM(GenerationMixin):
         if cache is None and use_cache:
             cache, new_tokens = RowCache(lm), self.lm.plan.workload.new_tokens
         with lm.running(count, prompts.longest, new_tokens) as session:
-            rows = Rows(session, [spec.kv_heads for spec in lm.captured.cache])
+            rows = SequenceRows(session, [spec.kv_heads for spec in lm.captured.cache])
             if cache is None:
                 found = rows.begin(prompts.rows(), 1, prompts.embed_rows())
             else:

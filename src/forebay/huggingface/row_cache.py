@@ -8,7 +8,7 @@ import torch
 from transformers import Cache
 
 from forebay.huggingface.inputs import Prompts
-from forebay.runtime.run.rows import Rows
+from forebay.runtime.run.rows import SequenceRows
 
 if TYPE_CHECKING:
     from forebay.api import LanguageModel
@@ -23,7 +23,7 @@ class RowCache(Cache):
     def __init__(self, model: LanguageModel) -> None:
         super().__init__(layers=[])
         self.model = model
-        self.rows: Rows | None = None
+        self.rows: SequenceRows | None = None
         self.seen = 0
         self.new_tokens = 1  # room to plan for behind the prompts
         self.nameless = False  # of some tokens nothing but embeddings was given
@@ -65,7 +65,7 @@ class RowCache(Cache):
             return True
         return self.model.holds(self.rows) and columns - self.seen + new_tokens - 1 <= self.rows.room
 
-    def begin(self, rows: Rows, prompts: Prompts, new_tokens: int) -> torch.Tensor:
+    def begin(self, rows: SequenceRows, prompts: Prompts, new_tokens: int) -> torch.Tensor:
         """Logits of `Rows.begin`."""
         self.rows, self.seen, self.nameless = rows, prompts.ids.shape[1], prompts.embeds is not None
         return rows.begin(prompts.rows(), new_tokens, prompts.embed_rows())
@@ -83,7 +83,7 @@ class RowCache(Cache):
         self.seen += ids.shape[1]
         return logits
 
-    def _held(self) -> Rows:
+    def _held(self) -> SequenceRows:
         if self.rows is None:
             raise ValueError("the cache is empty; give the model a prompt first")
         return self.rows

@@ -8,14 +8,14 @@ import pytest
 
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.predict.estimator import MachineEstimator
-from forebay.rewriter.predict.roofline import Module, Operator, asynchronous_time_s, attaining, module_s
+from forebay.rewriter.predict.roofline import Module, RooflineOperator, asynchronous_time_s, attaining, module_s
 
 SHEET = replace(PRESETS["h100"], peak_flops=100e12, peak_memory_bytes_per_s=1e12)
 ROOF = MachineEstimator(attaining(SHEET, 0.5, 0.8))
 
 
 def operator_s(name: str, flops: float, nbytes: float) -> float:
-    return module_s(Module("m", (Operator(name, flops, nbytes),)), ROOF)
+    return module_s(Module("m", (RooflineOperator(name, flops, nbytes),)), ROOF)
 
 
 def test_an_operator_takes_the_longer_of_work_and_traffic() -> None:
@@ -33,10 +33,10 @@ def test_an_operator_takes_the_longer_of_work_and_traffic() -> None:
 def test_the_slower_of_host_and_device_sets_the_pace(
     dispatch_s: float, compute_s: float, layers: int, expected: float
 ) -> None:
-    module = Module("m", (Operator("copy", 0.0, compute_s * 0.8e12),), dispatch_s)
+    module = Module("m", (RooflineOperator("copy", 0.0, compute_s * 0.8e12),), dispatch_s)
     assert asynchronous_time_s([module], ROOF, layers) == pytest.approx(expected)
 
 
 def test_communication_delays_the_device() -> None:
-    module = Module("m", (Operator("copy", 0.0, 0.8e12),), 0.0, 0.5)
+    module = Module("m", (RooflineOperator("copy", 0.0, 0.8e12),), 0.0, 0.5)
     assert asynchronous_time_s([module], ROOF, 4) == pytest.approx(4 * 1.5)

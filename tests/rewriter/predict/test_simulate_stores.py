@@ -12,7 +12,7 @@ from forebay.rewriter.machine.both_ways import BothWays
 from forebay.rewriter.machine.profile import Link, Machine, machine_from_json
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.simulate import item_cost, simulate
-from forebay.runtime.devices.virtual import Cost, run_on_streams
+from forebay.runtime.devices.virtual import ItemCost, run_on_streams
 from forebay.runtime.devices.virtual_threads import run_on_threads
 
 BOTH = (BothWays(1 << 16, 4.0, 1.5), BothWays(1 << 20, 2.0, 3.0))
@@ -55,10 +55,10 @@ PAIR = (Copy("load", Span("cache", 0, 1, "a"), Span("device", 0, 1, "x"), "load"
         Copy("write", Span("device", 1, 1, "y"), Span("cache", 4096, 1, "b"), "store"))
 
 
-def cost(item: Item) -> Cost:
+def cost(item: Item) -> ItemCost:
     if not isinstance(item, Copy):
-        return Cost(0.0)
-    return Cost(1.0) if item.label == "load" else Cost(2.0, both_ways=(2.0, 3.0))
+        return ItemCost(0.0)
+    return ItemCost(1.0) if item.label == "load" else ItemCost(2.0, both_ways=(2.0, 3.0))
 
 
 @pytest.mark.parametrize(("order", "expected"), [

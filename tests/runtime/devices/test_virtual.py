@@ -36,7 +36,7 @@ from forebay.rewriter.ir.program import (
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.verify.items import copy_spans
 from forebay.rewriter.verify.program import ProgramError, verify_program
-from forebay.runtime.devices.virtual import Cost, CostOf, VirtualDevice, run_on_streams
+from forebay.runtime.devices.virtual import CostOf, ItemCost, VirtualDevice, run_on_streams
 from forebay.runtime.devices.virtual_threads import run_on_threads
 
 DEAD = "dead"  # what a Release leaves behind, as FOREBAY_POISON does
@@ -269,7 +269,7 @@ def run(
 ) -> tuple[list[float], dict[str, tuple[float, float]]]:
     program = Program("p", step, (), {"device": 8}, {})
     on = run_on_threads if inline else run_on_streams
-    ends, spans = on(program, cost or (lambda i: Cost(2.0 if isinstance(i, Copy) else 3.0)), steps)
+    ends, spans = on(program, cost or (lambda i: ItemCost(2.0 if isinstance(i, Copy) else 3.0)), steps)
     return ends, {label: (start, end) for _, label, start, end in spans}
 
 
@@ -291,15 +291,15 @@ def test_steps_follow_each_other() -> None:
     step = (work("x"), copy("a"), Record(DISK, 1), Wait(COMPUTE, 1))
     assert run(*step, steps=3, inline=False)[0] == [0, 3, 6, 9]
     assert run(*step, steps=3)[0] == [0, 5], "the second step begins as the first did"
-    ends, spans = run(work("x"), copy("a"), steps=3, cost=lambda i: Cost(4.0 if isinstance(i, Copy) else 3.0))
+    ends, spans = run(work("x"), copy("a"), steps=3, cost=lambda i: ItemCost(4.0 if isinstance(i, Copy) else 3.0))
     assert ends == [0, 3, 6, 9] and spans["a"] == (3, 7), "what was queued when a step began differs"
 
 
 def test_a_gpu_waits_for_launches_that_take_longer_to_issue_than_to_run() -> None:
-    def cost(item: Item) -> Cost:
+    def cost(item: Item) -> ItemCost:
         if isinstance(item, Copy):
-            return Cost(2.0, issue_s=9.0)
-        return Cost(6.0 if item.label == "long" else 1.0, issue_s=2.0)  # type: ignore[union-attr]
+            return ItemCost(2.0, issue_s=9.0)
+        return ItemCost(6.0 if item.label == "long" else 1.0, issue_s=2.0)  # type: ignore[union-attr]
 
     ends, spans = run(work("x"), work("long"), work("y"), work("z"), copy("a"), inline=False, cost=cost)
     assert spans == {"x": (0, 3), "long": (3, 10), "y": (10, 11), "z": (11, 12), "a": (0, 2)} and ends == [0, 12]
@@ -311,24 +311,24 @@ def test_copies_and_launches_slow_each_other_while_both_run() -> None:
     """A launch of 3 s that copies slow to half, and that slows copies to half: a copy of 2 s takes 4 beside it, in
     which the launch does 2 s of its work."""
     step = (copy("a"), Record(DISK, 1), work("x"), Wait(COMPUTE, 1), work("y"))
-    ends, spans = run(*step, cost=lambda i: Cost(2.0) if isinstance(i, Copy) else Cost(3.0, 2.0, 2.0))
+    ends, spans = run(*step, cost=lambda i: ItemCost(2.0) if isinstance(i, Copy) else ItemCost(3.0, 2.0, 2.0))
     assert spans == {"a": (0, 4), "x": (0, 5), "y": (5, 8)} and ends == [0, 8]
     _, spans = run(copy("a"), copy("b"), Record(DISK, 1), Wait(COMPUTE, 1), work("x"),
-                   cost=lambda i: Cost(2.0, latency_s=0.5) if isinstance(i, Copy) else Cost(3.0))
+                   cost=lambda i: ItemCost(2.0, latency_s=0.5) if isinstance(i, Copy) else ItemCost(3.0))
     assert spans == {"a": (0, 2.5), "b": (2.5, 4.75), "x": (4.75, 7.75)}, "one more under way hides half of the latency"
     _, spans = run(copy("a"), copy("b"), work("x"),
-                   cost=lambda i: Cost(2.0, issue_s=0.5) if isinstance(i, Copy) else Cost(3.0))
+                   cost=lambda i: ItemCost(2.0, issue_s=0.5) if isinstance(i, Copy) else ItemCost(3.0))
     assert spans["x"] == (1, 4), "issuing takes the computing thread's time"
 
 
 def test_between_steps_copies_go_on() -> None:
     program = Program("p", (work("x"), copy("a"), Record(DISK, 1), Wait(COMPUTE, 1)), (), {"device": 8}, {})
-    ends, _ = run_on_threads(program, lambda i: Cost(2.0), 2, between_s=1.0)
+    ends, _ = run_on_threads(program, lambda i: ItemCost(2.0), 2, between_s=1.0)
     assert ends == [0, 5]
 
 
 def test_it_computes_nothing_and_holds_nothing() -> None:
-    device = VirtualDevice(lambda item: Cost(1.0))
+    device = VirtualDevice(lambda item: ItemCost(1.0))
     device.allocate({"device": 1 << 50})
     tensor = device.tensor(TensorRef("device", 1 << 49, "float32", (2, 1 << 20), (1, 2), "b"))
     assert tensor.device.type == "meta" and tensor.stride() == (1, 2)

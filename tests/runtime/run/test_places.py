@@ -24,7 +24,7 @@ from forebay.rewriter.ir.program import Wait
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.run.places import BUSY, HELD, Asked, Work, answer_all, entering
+from forebay.runtime.run.places import BUSY, HELD, Asked, WorkDone, answer_all, entering
 from forebay.runtime.run.sampling import Sampling
 
 CONFIGS = {"llama": lambda: llama(3, hidden_size=96, intermediate_size=256, vocab_size=97), "opt": opt, "gpt2": gpt2,
@@ -90,7 +90,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 
 def answers(
     lm: LanguageModel, asked: Sequence[Asked], sampling: Sampling = GREEDY, eos: frozenset[int] = frozenset()
-) -> tuple[list[list[int]], Work]:
+) -> tuple[list[list[int]], WorkDone]:
     found: dict[int, list[int]] = {}
 
     def on_end(number: int, tokens: list[int]) -> None:
@@ -193,7 +193,7 @@ def test_decoding_is_held_up_by_few_chunks_at_a_time(cases: Callable[[str], Case
     """Unless many places stand empty."""
     case = cases("llama")
     asked, chunks = [Asked(case.prompts[1], 4 + i % 6) for i in range(40)], -(-PROMPT // 2)
-    steps: list[Work] = [Work()]
+    steps: list[WorkDone] = [WorkDone()]
     with case.language_model(4.0, entering=1, prefill_chunk=2) as lm:
         answer_all(lm.session, asked, GREEDY, on_end=lambda number, tokens: None,
                    on_step=lambda work: steps.append(replace(work)))

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.run.rows import SCRATCH_NBYTES, Rows
+from forebay.runtime.run.rows import SCRATCH_NBYTES, SequenceRows
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +20,8 @@ def every(llama_checkpoint: Any) -> Any:
         yield lm.giving("all")
 
 
-def rows_of(lm: Any, session: Any) -> Rows:
-    return Rows(session, [spec.kv_heads for spec in lm.captured.cache])
+def rows_of(lm: Any, session: Any) -> SequenceRows:
+    return SequenceRows(session, [spec.kv_heads for spec in lm.captured.cache])
 
 
 def expected(model: Any, ids: list[int]) -> torch.Tensor:
