@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from benchmarks.sass import WARP, Instruction, LoopTurn, exposed_loads, turn_time
+from benchmarks.sass import WARP, Instruction, Turn, exposed_loads, turn_time
 
 SCHEDULERS = 4
 
@@ -105,7 +105,7 @@ def _cost(instruction: Instruction, arch: str) -> Mapping[str, float] | None:
     return COSTS[arch].get(kind or "")
 
 
-def cycles_of(turn: LoopTurn, arch: str) -> tuple[dict[str, float], tuple[str, ...]]:
+def cycles_of(turn: Turn, arch: str) -> tuple[dict[str, float], tuple[str, ...]]:
     """(cycles of a scheduler for one warp's turn on each pipe, and for the issue; opcodes that have no known rate).
 
     The largest of the cycles is what the turn takes at least.
@@ -144,7 +144,7 @@ class Hot:
 
 
 def measure(
-    turn: LoopTurn, arch: str, registers: int, shared_nbytes: int, warps: int, turn_nbytes: int, cached_nbytes: int = 0
+    turn: Turn, arch: str, registers: int, shared_nbytes: int, warps: int, turn_nbytes: int, cached_nbytes: int = 0
 ) -> Hot:
     """A turn of a kernel whose programs have so many warps, registers a thread and bytes of shared memory.
 

@@ -39,7 +39,7 @@ class Listing:
 
 
 @dataclass(frozen=True)
-class LoopTurn:
+class Turn:
     """The instructions of one turn of the hot loop, or of a whole kernel, in the order in which they stand."""
 
     body: tuple[Instruction, ...]
@@ -167,7 +167,7 @@ def _longest(head: int, body: set[int], blocks: Sequence[range], after: Sequence
     return path
 
 
-def hot_turn(listing: Listing) -> LoopTurn:
+def hot_turn(listing: Listing) -> Turn:
     """One turn of the loop that loads most bytes per instruction; without a loop that loads, the whole kernel.
 
     Loops with bulk copies come before all, then those that multiply on tensor cores (a pass for a norm does not); of
@@ -176,15 +176,15 @@ def hot_turn(listing: Listing) -> LoopTurn:
     blocks, after = _blocks(listing)
     loops = _loops(after)
 
-    def turn_of(head: int, body: set[int], looped: bool) -> LoopTurn:
+    def turn_of(head: int, body: set[int], looped: bool) -> Turn:
         path = _longest(head, body, blocks, after)
         nested = any(start in path and (start != head or not looped) for start in loops)
-        return LoopTurn(tuple(listing.instructions[i] for n in path for i in blocks[n]), looped, nested)
+        return Turn(tuple(listing.instructions[i] for n in path for i in blocks[n]), looped, nested)
 
-    def loads(turn: LoopTurn) -> bool:
+    def loads(turn: Turn) -> bool:
         return any(i.opcode in ("LDG", "LDGSTS", "UTMALDG") for i in turn.body)
 
-    def rank(turn: LoopTurn) -> tuple[bool, bool, float, bool]:
+    def rank(turn: Turn) -> tuple[bool, bool, float, bool]:
         multiplies = any(i.opcode.endswith("MMA") for i in turn.body)
         per_instruction = turn.nbytes("LDG", "LDGSTS") / len(turn.body)
         return turn.count("UTMALDG") > 0, multiplies, per_instruction, not turn.nested
@@ -250,7 +250,7 @@ def _written(instruction: Instruction) -> set[int]:
     return _registers(target, count)
 
 
-def exposed_loads(turn: LoopTurn) -> tuple[int, ...]:
+def exposed_loads(turn: Turn) -> tuple[int, ...]:
     """Distances, in instructions, of loads into registers whose value is read in the turn that issued them."""
     reads = [_read(i) for i in turn.body]
     distances = []
@@ -265,7 +265,7 @@ def exposed_loads(turn: LoopTurn) -> tuple[int, ...]:
     return tuple(distances)
 
 
-def turn_time(turn: LoopTurn, latency: float, cached_nbytes: int = 0, cached_latency: float = 0.0) -> float:
+def turn_time(turn: Turn, latency: float, cached_nbytes: int = 0, cached_latency: float = 0.0) -> float:
     """Cycles of a turn of a warp that issues one instruction a cycle and waits for device memory alone.
 
     A value loaded into registers can be read `latency` cycles later, or cached_latency if the load is of cached_nbytes

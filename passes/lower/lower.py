@@ -29,7 +29,7 @@ from forebay.passes.lower.recording import (
     place_of,
 )
 from forebay.passes.lower.stage_cache import CacheStaging, staged_layers
-from forebay.passes.lower.take_turns import Turn, turns
+from forebay.passes.lower.take_turns import PieceTurn, turns
 from forebay.rewriter.ir.graph import META, CacheInput, Layout, WeightInput, values_of
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
 from forebay.rewriter.ir.program import FileSlice, Launch, Release, Rows, Span, TensorRef, span_of
@@ -186,7 +186,7 @@ class _Lowering:
 
     # -- stamping
 
-    def _stamp(self, recording: Recording, instance: _Stamp, turn: Turn) -> None:
+    def _stamp(self, recording: Recording, instance: _Stamp, turn: PieceTurn) -> None:
         """Append a recording with its symbols settled; in layers, labels get the layer's name in front, and of several
         micro-batches their number behind. Weights are fetched in the turn that opens, and freed in the one that
         closes."""

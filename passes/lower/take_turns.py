@@ -9,7 +9,7 @@ from forebay.rewriter.ir.block import Block
 
 
 @dataclass(frozen=True)
-class Turn:
+class PieceTurn:
     """Micro-batch `micro_batch` runs through piece number `piece`. It is the first to read the weights that the piece
     brings (`opens`), or the last (`closes`)."""
 
@@ -19,14 +19,14 @@ class Turn:
     closes: bool
 
 
-def turns(pieces: int, block: Block) -> Iterator[Turn]:
+def turns(pieces: int, block: Block) -> Iterator[PieceTurn]:
     """Every piece for every micro-batch, each micro-batch through the pieces in order (FlexGen, figure 3)."""
     count = block.micro_batches
     if block.order == "row":
         for k in range(count):
             for piece in range(pieces):
-                yield Turn(piece, k, True, True)
+                yield PieceTurn(piece, k, True, True)
         return
     for piece in range(pieces):
         for k in range(count):
-            yield Turn(piece, k, k == 0, k == count - 1)
+            yield PieceTurn(piece, k, k == 0, k == count - 1)

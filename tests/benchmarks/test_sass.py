@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks
 
 from benchmarks.chips import CHIPS, cycles_of, measure, resident_programs
-from benchmarks.sass import Instruction, LoopTurn, exposed_loads, hot_turn, parse, turn_time
+from benchmarks.sass import Instruction, Turn, exposed_loads, hot_turn, parse, turn_time
 
 
 def listing(text: str) -> str:
@@ -20,11 +20,11 @@ def listing(text: str) -> str:
                      for n, s in enumerate(lines))  # fmt: skip
 
 
-def turn(text: str, looped: bool = True) -> LoopTurn:
-    return LoopTurn(parse(listing(text)).instructions, looped, nested=False)
+def turn(text: str, looped: bool = True) -> Turn:
+    return Turn(parse(listing(text)).instructions, looped, nested=False)
 
 
-def opcodes(found: LoopTurn) -> list[str]:
+def opcodes(found: Turn) -> list[str]:
     return [i.opcode for i in found.body]
 
 

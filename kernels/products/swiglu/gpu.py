@@ -8,6 +8,7 @@ cores take rows padded to 16, 32 or 64.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,16 +19,27 @@ from forebay.kernels.gpu_support.arguments import check_tensor, fail
 from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.gpu_support.paged import dot, round_to
-from forebay.kernels.products.linear.selection import Setting
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
+
+@dataclass(frozen=True)
+class SwigluTiles:
+    """One configuration: rows of x and of the weights in a tile, elements of K a step, warps, pipeline stages."""
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+
+
 # A step of the vector kernels reads 8 and 4 KiB of each weight: 8 rows at M = 2 would take 240 registers a thread.
 # A stage of the matrix kernel holds 16 KiB of both weights beside x.
-VECTOR = (Setting(8, 512, 4, 2, 1), Setting(4, 512, 4, 2, 2))
-MATRIX = (Setting(32, 128, 4, 4, 16), Setting(64, 64, 4, 3, 32), Setting(64, 64, 4, 3, 64))
+VECTOR = (SwigluTiles(1, 8, 512, 4, 2), SwigluTiles(2, 4, 512, 4, 2))
+MATRIX = (SwigluTiles(16, 32, 128, 4, 4), SwigluTiles(32, 64, 64, 4, 3), SwigluTiles(64, 64, 64, 4, 3))
 # fp32 products take several instructions on parts of the operands, which fill the registers.
-MATRIX_FP32 = (Setting(32, 32, 4, 3, 16), Setting(32, 32, 8, 3, 32))
+MATRIX_FP32 = (SwigluTiles(16, 32, 32, 4, 3), SwigluTiles(32, 32, 32, 8, 3))
 
 
 @triton.jit
@@ -105,7 +117,7 @@ def swiglu_matrix_kernel(
     tl.store(out_at, round_to(y, out_ptr.dtype.element_ty), mask=(i < m)[:, None] & (j < n)[None, :])
 
 
-def setting(m: int, dtype: torch.dtype) -> Setting:
+def setting(m: int, dtype: torch.dtype) -> SwigluTiles:
     """The configuration for m rows of x."""
     if m <= len(VECTOR):
         return VECTOR[m - 1]
