@@ -66,7 +66,7 @@ class RowCache(Cache):
         return self.model.holds(self.rows) and columns - self.seen + new_tokens - 1 <= self.rows.room
 
     def begin(self, rows: SequenceRows, prompts: Prompts, new_tokens: int) -> torch.Tensor:
-        """Logits of `Rows.begin`."""
+        """Logits of `SequenceRows.begin`."""
         self.rows, self.seen, self.nameless = rows, prompts.ids.shape[1], prompts.embeds is not None
         return rows.begin(prompts.rows(), new_tokens, prompts.embed_rows())
 
