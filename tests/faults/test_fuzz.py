@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from forebay.api import LanguageModel, open_model
 from forebay.commands.jobs import AnswerFile
 from forebay.commands.prompts import JobError, read_requests
 from forebay.commands.terminal import _message
@@ -30,8 +31,9 @@ from forebay.rewriter.checkpoints.gguf_repack import open_gguf
 from forebay.rewriter.checkpoints.packed import MANIFEST, manifest_checksum, open_quantized
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_quantized
 from forebay.rewriter.ir.byte_sizes import parse_budget
-from forebay.rewriter.ir.plan import load_plan
+from forebay.rewriter.ir.plan import Budget, Workload, load_plan
 from forebay.rewriter.machine.profile import Machine, load_machine
+from forebay.rewriter.planning.wishes import Wishes
 from tests.rewriter.ir.test_plan import PLAN
 
 COUNT = 10_000 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 80
@@ -209,6 +211,24 @@ def _plan(folder: Path) -> Format:
     return Format(folder / "plan.json", lambda: load_plan(folder / "plan.json"))
 
 
+def _replayed(folder: Path) -> Format:
+    """A plan that is taken for its model: proved, its memory given out, its weights loaded."""
+    from families import llama
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(llama(1)).save_pretrained(folder / "model")
+    opened = open_model(folder / "model")
+    machine, wishes = Machine.default(), Wishes(prefill_chunk=24)
+    with LanguageModel(*opened, Budget(400 << 10), Workload(2, 24, 4), wishes, machine) as lm:
+        lm.plan.save(folder / "plan.json")
+
+    def read() -> None:
+        plan = load_plan(folder / "plan.json")
+        LanguageModel(*opened, Budget(plan.budget.device), plan.workload, Wishes(), machine, plan=plan).close()
+
+    return Format(folder / "plan.json", read)
+
+
 def _machine(folder: Path) -> Format:
     (folder / "machine.json").write_text(Machine.default().to_json())
 
@@ -262,7 +282,8 @@ def _budget(folder: Path) -> Format:
 FORMATS: dict[str, Callable[[Path], Format]] = {
     "safetensors": _safetensors, "header": lambda folder: _Header(_safetensors(folder).path,
                                                                   lambda: open_checkpoint(folder)),
-    "index": _index, "gguf": _gguf, "manifest": _manifest, "plan": _plan, "machine": _machine, "answers": _answers,
+    "index": _index, "gguf": _gguf, "manifest": _manifest, "plan": _plan,
+    "replayed plan": _replayed, "machine": _machine, "answers": _answers,
     "settings": _settings, "prompts": _prompts, "config": _config, "generation config": _generation, "budget": _budget}
 
 
@@ -272,8 +293,8 @@ def test_only_our_own_errors_come_of_a_spoiled_file(name: str, tmp_path: Path, m
     made = FORMATS[name](tmp_path)
     made.read()
     refused = 0
-    # What transformers reads takes it 50 to 300 ms a case.
-    count = COUNT if name not in ("gguf", "config", "generation config") else COUNT // 4
+    # What transformers reads takes it 50 to 300 ms a case, and so does a plan that is taken.
+    count = COUNT if name not in ("gguf", "config", "generation config", "replayed plan") else COUNT // 4
     for number in range(count):
         rng = random.Random(f"{SEED} {name} {number}")
         spoiled = made.spoil(rng)
