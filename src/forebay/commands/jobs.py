@@ -9,8 +9,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from forebay.commands.prompts import QUESTION, JobError, Prompt, Request
 from forebay.rewriter.checkpoints.checkpoint import Checkpoint
 from forebay.rewriter.checkpoints.identity import read_whole, states_checksum, tokenizer_checksum
+from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.checkpoints.packed import is_quantized
 from forebay.rewriter.checkpoints.packed_writer import write_json
 from forebay.runtime.run.places import Asked, OnEnd, OnStep, WorkDone
@@ -67,16 +67,6 @@ def job_settings(
         "chat_template": hashlib.sha256(template.encode()).hexdigest(), "chat": chat, "eos": list(ask.eos),
         "max_new_tokens": ask.max_new_tokens, "cache": cache,
         "sampling": vars(ask.sampling) | {"seed": ask.seed} if ask.sampling.do_sample else "greedy"}
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """An OSError of a descriptor names its file."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or os.fspath(path)
-        raise
 
 
 class AnswerFile:
