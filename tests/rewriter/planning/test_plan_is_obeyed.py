@@ -20,7 +20,7 @@ from families import captured
 import forebay.rewriter.run_passes as run_passes
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.block import ALONE, Block
-from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, plan_from_dict
+from forebay.rewriter.ir.plan import MOVING, Budget, Plan, PlanError, Workload, plan_from_dict
 from forebay.rewriter.ir.program import FileSlice, Program
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
@@ -142,6 +142,18 @@ def names(message: str, path: str) -> bool:
     return (record if record != "plan" else "plan." + field) in bare and field in bare
 
 
+def leaves(kind: Any, path: str) -> Iterator[str]:
+    """Every field that a plan may have by its types, whether it holds anything in this plan or not."""
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        for field in dataclasses.fields(kind):
+            yield from leaves(hints[field.name], f"{path}.{field.name}")
+    elif get_origin(kind) is tuple:
+        yield from leaves(get_args(kind)[0], path)
+    else:
+        yield path
+
+
 @pytest.mark.parametrize("kind", ["lending", "resident", "by way of the host", *BLOCKS])
 def test_every_field_is_obeyed_or_refused_by_name(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made, plan = planned(kind)
@@ -173,6 +185,27 @@ def test_every_field_is_obeyed_or_refused_by_name(kind: str, monkeypatch: pytest
     assert not silent, "changed nothing and were not refused: " + "; ".join(silent)
     assert all(effects.values()), [path for path, effect in effects.items() if not effect]
     fields = {re.sub(r"\[\d+\]", "", path) for path in effects}
-    assert found > (100 if EVERY else 50)
+    missed = [leaf for leaf in leaves(Plan, "plan") if not any(f"{field}.".startswith(f"{leaf}.") for field in fields)]
+    assert found > (100 if EVERY else 50) and not missed, f"no value of these was changed: {missed}"
     assert {"plan.version", "plan.fingerprint", "plan.schedule.lead", "plan.buffers.last",
             "plan.weights.tile_rows", "plan.gemm.impl", "plan.prediction.bottleneck"} <= fields
+
+
+def test_an_activation_that_is_moved_is_moved_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No address is figured again behind the plan's back: some have room beside them, others do not."""
+    made, plan = planned("resident")
+    monkeypatch.setattr(run_passes, "ALWAYS_CHECK", False)
+    before, moved, refused = programs(made, plan), 0, 0
+    for i, buffer in enumerate(plan.buffers):
+        if buffer.kind not in MOVING:
+            continue
+        for offset in (buffer.offset + 64, buffer.offset - 64):
+            try:
+                replayed = made.replay(plan_from_dict(changed(plan, ["buffers", i, "offset"], offset)))
+                after = programs(made, replayed)
+            except PlanError:
+                refused += 1
+            else:
+                assert replayed.buffers[i].offset == offset and after != before, f"{buffer.name} to {offset}"
+                moved += 1
+    assert moved > 5 and refused > 5
