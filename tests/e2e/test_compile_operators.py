@@ -84,6 +84,19 @@ def test_a_write_beside_the_operand_is_refused(tmp_path) -> None:
             assert torch.equal(compiled(x), wanted)
 
 
+@pytest.mark.parametrize("sizes", [(8, 0), (0, 8)])
+@pytest.mark.filterwarnings("ignore:.*lies in memory", "ignore:OpenMP threads spin", "ignore:Initializing zero-element")
+def test_a_product_without_elements(sizes: tuple[int, int], tmp_path) -> None:
+    """Beside one that streams: this was a `math domain error`."""
+    torch._dynamo.reset()
+    module = nn.Sequential(nn.Linear(*sizes), nn.Linear(sizes[1], 512), nn.Linear(512, 512)).eval()
+    x = torch.randn(3, sizes[0])
+    with torch.no_grad():
+        found = torch.compile(module, backend="forebay", options={
+            "budget": {"device": "600KB", "disk": str(tmp_path)}})(x)
+        torch.testing.assert_close(found, module(x), rtol=1e-4, atol=1e-5)
+
+
 class Biased(nn.Module):
     """A product whose weight must stream, with a bias that torch spreads or takes in steps."""
 

@@ -207,13 +207,15 @@ def test_batch_smaller_than_the_plan_and_each_row_alone(resident: LanguageModel,
     assert resident.plan is plan, "nothing was planned again"
 
 
-def test_larger_requests_plan_again(llama_checkpoint: Any) -> None:
+def test_larger_requests_plan_again(llama_checkpoint: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "forebay")
     with llama_checkpoint.language_model(1.5, batch=1, prompt=4, new_tokens=2) as lm:
         first = lm.plan
         lm.generate(llama_checkpoint.ids[2:, :4], max_new_tokens=2)
-        assert lm.plan is first
+        assert lm.plan is first and "planning anew" not in caplog.text
         check(lm, llama_checkpoint)
         assert (lm.plan.workload.batch, lm.plan.workload.prompt) == (3, 10)
+        assert "planning anew for 3 of 10 + 8 tokens; the plan was for 1 of 4 + 2" in caplog.text
 
 
 def test_eos_ends_a_row_and_pads_it(resident: LanguageModel, llama_checkpoint: Any) -> None:

@@ -239,6 +239,17 @@ def test_going_on_beyond_the_room_of_a_cache(streamed: LanguageModel, llama_chec
                         past_key_values=found.past_key_values, max_new_tokens=60, **options)
 
 
+def test_new_tokens_alone_are_not_taken_for_the_whole(llama_checkpoint: Any) -> None:
+    """More of them than the cache has seen, and it was given up: they are no prompt to begin anew with."""
+    options = dict(pad_token_id=0, eos_token_id=None, return_dict_in_generate=True)
+    ids, ones = llama_checkpoint.ids[2:], llama_checkpoint.mask.new_ones
+    with llama_checkpoint.language_model(0.6, batch=1, prompt=10, new_tokens=20) as lm:
+        held = lm.generate(ids[:, :4], max_new_tokens=1, **options).past_key_values
+        lm.generate(ids)
+        with pytest.raises(RuntimeError, match="given up"):
+            lm.generate(ids[:, 4:], attention_mask=ones(1, 10), max_new_tokens=1, past_key_values=held, **options)
+
+
 def test_the_folders_own_generation_config(llama_checkpoint: Any, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(llama_checkpoint.folder, folder)

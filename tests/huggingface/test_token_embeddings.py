@@ -78,12 +78,15 @@ def test_forward_its_cache_and_right_padding(streamed: LanguageModel, llama_chec
     assert torch.equal(turned, streamed.generate(inputs_embeds=embeds, attention_mask=mask, **options))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "opt"])
+@pytest.mark.parametrize("family", ["llama", "dynamic rope", "gpt2", "gemma3", "opt"])
 def test_rows_are_the_modules_own(family: str, tmp_path: Path) -> None:
     """Whatever the module computes of a row (Gemma3 scales it, OPT's is narrower than the hidden state), from a folder
     or from memory; a tied table too."""
     make: dict[str, Callable[[], Any]] = {
-        "llama": lambda: llama(2, vocab_size=250), "gpt2": lambda: gpt2(2, vocab_size=250),
+        "llama": lambda: llama(2, vocab_size=250),
+        "dynamic rope": lambda: llama(2, vocab_size=250, max_position_embeddings=16, rope_parameters=dict(
+            rope_theta=10000.0, rope_type="dynamic", factor=2.0)),
+        "gpt2": lambda: gpt2(2, vocab_size=250),
         "gemma3": lambda: transformers.Gemma3TextConfig(
             vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
             head_dim=16, intermediate_size=96, max_position_embeddings=64),

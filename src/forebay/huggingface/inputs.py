@@ -93,7 +93,8 @@ def read_prompts(ids: Any, attention_mask: Any, vocab_size: int, seen: int = 0, 
     if mask.dim() == 1 and not isinstance(attention_mask, torch.Tensor):
         mask = mask[None]
     if mask.shape != found.shape and (not seen or mask.shape != (len(found), seen + found.shape[1])):
-        raise ValueError(f"attention_mask has shape {list(mask.shape)}, input_ids {list(found.shape)}")
+        raise ValueError(f"attention_mask has shape {list(mask.shape)}, input_ids {list(found.shape)}: a step "
+                         "reads masks [B, T], 1 where a token counts")
     edges = mask.int().diff(dim=1, prepend=torch.zeros_like(mask[:, :1]).int()) == 1  # where runs of ones begin
     _require_tokens(mask)
     for row in (edges.sum(1) > 1).nonzero()[:1, 0].tolist() if not holes else ():

@@ -61,7 +61,7 @@ class RowCache(Cache):
         """Whether it still holds its rows, and so many tokens fit behind `prompts`; or nothing can be begun anew: these
         are not all there is."""
         columns = prompts.ids.shape[1]
-        if self.rows is None or columns <= self.seen or self.nameless:
+        if self.rows is None or columns <= self.seen or prompts.mask.shape[1] > columns or self.nameless:
             return True
         return self.model.holds(self.rows) and columns - self.seen + new_tokens - 1 <= self.rows.room
 

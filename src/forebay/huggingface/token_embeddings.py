@@ -21,7 +21,7 @@ class TokenEmbeddings(torch.nn.Module):
         self, captured: CapturedModel, files: Mapping[str, FileSlice], check_files: Callable[[], None]
     ) -> None:
         super().__init__()
-        (chosen,) = captured.step.graph.find_nodes(op="call_function", target=torch.ops.aten.where.self)
+        (chosen,) = next(node for node in captured.step.graph.nodes if node.name == "inputs_embeds").users
         self.looked_up = cast("fx.Node", chosen.args[2])
         self.constants, self.files, self.check_files = captured.constants, files, check_files
         lookup = next(node for node in captured.step.graph.find_nodes(
