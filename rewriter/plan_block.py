@@ -40,6 +40,9 @@ def plan_block(
     one whose Programs are predicted to take prompt and answer the least time is taken.
     PlanError, if none fits, for the way that fits the smallest budget.
     """
+    if wishes.entering and wishes.prefill_chunk == 1:
+        raise PlanError("prefill_chunk: 1 is a step that decodes for all places; where sequences enter them, a chunk "
+                        "has at least 2 tokens")
     refused: list[tuple[Pipeline, PlanError]] = []
 
     def pipeline_of(block: Block) -> Pipeline:

@@ -229,6 +229,8 @@ class _Loop:
 
     def _renew(self) -> None:
         """Let sequences whose cache is no use to their next token leave, and enter anew with all their tokens."""
+        if not self.session.renewed_at:
+            return
         for place, number in list(self.running.items()):
             length = self.asked[number].ids.numel() + len(self.new[number])
             if self.session.renews(length - 1, length):

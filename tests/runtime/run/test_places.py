@@ -241,6 +241,8 @@ def test_a_plan_says_how_many_enter(cases: Callable[[str], Case]) -> None:
     case = cases("llama")
     with case.language_model(3.0, entering=2) as lm:
         block = lm.plan.schedule.block
+        with pytest.raises(PlanError, match=r"prefill_chunk: 1 is a step that decodes"):
+            case.language_model(3.0, entering=2, prefill_chunk=1)
         for bad in (-1, PLACES + 1):
             with pytest.raises(PlanError, match=r"plan\.schedule\.block\.entering"):
                 validate(replace(lm.plan, schedule=replace(lm.plan.schedule, block=replace(block, entering=bad))))
