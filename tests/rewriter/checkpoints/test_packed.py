@@ -318,6 +318,38 @@ def test_torn_or_altered_files_are_refused_by_name(llama, tmp_path, damage):
         open_checkpoint(out)
 
 
+@pytest.mark.parametrize("value", [None, 7, -1, "x", [], {}, [None], True, 10**30])
+def test_fields_of_a_wrong_type_are_told_of_the_manifest(llama, tmp_path, value):
+    """Each in turn, of the manifest and of a packed tensor, under a checksum that is right."""
+    out, refused = tmp_path / "out", 0
+    quantize_model(llama, out, Wish("w4g64"))
+    good = json.loads((out / MANIFEST).read_text())
+    shard, entries = next(iter(good["shards"].items()))
+    tensor = next(name for name, entry in entries.items() if entry["packed"])
+    within = ("shards", shard, tensor)
+    fields = [("version",), ("shards",), ("shards", shard), within, *((*within, key) for key in entries[tensor]),
+              *((*within, "packed", key) for key in entries[tensor]["packed"])]
+    for path in fields:
+        wrong = json.loads((out / MANIFEST).read_text())
+        del wrong["checksum"]
+        holder = wrong
+        for key in path[:-1]:
+            holder = holder[key]
+        holder[path[-1]] = value
+        (out / "wrong").mkdir(exist_ok=True)
+        for file in out.iterdir():
+            if file.is_file() and not (out / "wrong" / file.name).exists():
+                (out / "wrong" / file.name).symlink_to(file)
+        (out / "wrong" / MANIFEST).unlink()
+        (out / "wrong" / MANIFEST).write_text(json.dumps(wrong | {"checksum": manifest_checksum(wrong)}))
+        try:
+            open_checkpoint(out / "wrong")
+        except CheckpointError as error:
+            assert len(str(error)) < 1000, path
+            refused += 1
+    assert refused > 0.8 * len(fields)  # a tensor may be unpacked, and its matrix transposed by anything that is true
+
+
 def test_an_interrupted_run_goes_on_with_the_next_shard(llama, tmp_path, monkeypatch):
     out = tmp_path / "out"
     whole = quantize_model(llama, tmp_path / "whole", Wish("w4g64"), shard_nbytes=100_000)
