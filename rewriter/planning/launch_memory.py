@@ -68,7 +68,8 @@ def product_launch(product: Product, impl: str, device: str) -> Launch:
         packing = Packing(stored.bits, k, stored.group_size)
         operator, dtype, how, sizes[1] = operators.LINEAR_Q, "float16", packing._asdict(), (n, packing.row_nbytes)
     x, w, out = (TensorRef("device", 0, dtype, size, (size[1], 1), "") for size in sizes)
-    launch = Launch(COMPUTE, operator.name, (x, w, None), how, (out,), (), (), "", impl=impl, flops=2 * m * n * k)
+    launch = Launch(COMPUTE, operator.name, (x, w, None), how, (out,), (), (), "", impl=impl)
+    launch = replace(launch, flops=operator.cost(launch).flops)
     return launch if stored is not None and device == "cpu" else with_memory(launch, device)
 
 

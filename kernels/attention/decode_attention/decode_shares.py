@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from forebay.kernels.formats import row_sizes
-from forebay.kernels.products.linear.selection import HELD_COUNTERS_NBYTES
+from forebay.kernels.products.linear.selection import AMD, HELD_COUNTERS_NBYTES, SM_COUNT
 
 
 class DecodeTile(NamedTuple):
@@ -28,9 +28,6 @@ DEQUANTISED = DecodeTile(64, 4, 3)
 EXACT = {"usual": DecodeTile(32, 4, 3), "wide": DecodeTile(16, 8, 2)}
 # Programs that are made where the sequences are long enough: eight for each multiprocessor even out the last wave.
 PROGRAMS_PER_PROCESSOR = 8
-# Multiprocessors where there is no GPU to ask: an H100's or H200's.
-PROCESSORS = 132
-AMD = torch.version.hip is not None
 
 
 class DecodeProduct(NamedTuple):
@@ -109,12 +106,12 @@ def counters_nbytes(batch: int, heads: int) -> int:
 
 @functools.cache
 def processor_count(device: torch.device) -> int:
-    """Multiprocessors of a GPU; PROCESSORS for anything else."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else PROCESSORS
+    """Multiprocessors of a GPU; SM_COUNT for anything else."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else SM_COUNT
 
 
 def workspace_nbytes(
-    batch: int, heads: int, kv_heads: int, capacity: int, dim: int, itemsize: int, processors: int = PROCESSORS,
+    batch: int, heads: int, kv_heads: int, capacity: int, dim: int, itemsize: int, processors: int = SM_COUNT,
     bits: int = 0, group: int = 0,
 ) -> int:  # fmt: skip
     """Bytes that the shares of `attention` of one query and their counters take beside its arguments, or of

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from forebay.kernels.attention.decode_attention import decode_shares
 from forebay.kernels.attention.decode_attention.decode_shares import (
-    PROCESSORS,
     DecodeTile,
     part_nbytes,
     processor_count,
@@ -57,6 +56,7 @@ from forebay.kernels.gpu_support.paged import (  # fmt: skip
     score_factors,
 )
 from forebay.kernels.gpu_support.rotation import load_query
+from forebay.kernels.products.linear.selection import AMD, SM_COUNT
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def decode_attention_kernel(
 
 
 def choose(
-    view: CacheView, itemsize: int, group_heads: int, amd: bool = decode_shares.AMD
+    view: CacheView, itemsize: int, group_heads: int, amd: bool = AMD
 ) -> tuple[DecodeTile, dict[str, Any]]:
     """(tile, constants of the product) for queries of itemsize bytes over a view."""
     dim, lanes, group, bits = (view.constants[name] for name in ("D", "DP", "G", "BITS"))
@@ -192,7 +192,7 @@ def register_limit(view: CacheView, folded: bool, bf16: bool) -> dict[str, int]:
 
     Triton 3.6 and 3.9 take up to 226 by themselves, without need; fp16 would spill with 3.6.
     """
-    few = folded and bf16 and not decode_shares.AMD and view.constants["BITS"] == 4 and view.constants["D"] == 128
+    few = folded and bf16 and not AMD and view.constants["BITS"] == 4 and view.constants["D"] == 128
     return {"maxnreg": 168} if few else {}
 
 
@@ -310,7 +310,7 @@ def case(
     itemsize = 4 if dtype == "fp32" else 2
     chosen, product = choose(view, itemsize, heads // kv_heads, amd)
     partial = part_nbytes(heads // kv_heads, dim)
-    splits = split_count(kv_heads, length, chosen.positions, partial, position_nbytes, PROCESSORS)
+    splits = split_count(kv_heads, length, chosen.positions, partial, position_nbytes, SM_COUNT)
     pointer = "*u8" if bits else f"*{dtype}"
     pairs = ("k_pairs_ptr", "v_pairs_ptr")
     absent = (*(pairs if view.pointers[2] is None else ()), *(() if tokens else ("table_ptr",)))

@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.attention.decode_attention.decode_shares import AMD
 from forebay.kernels.cache.kv_append_q import reference as operator
 from forebay.kernels.cache.rotary_append.gpu import tile, valid_lanes
 from forebay.kernels.formats import row_sizes
@@ -23,6 +22,7 @@ from forebay.kernels.gpu_support.cache_rows import check_rows, rotation_power, r
 from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.gpu_support.paged import lane_values, lanes, round_to
 from forebay.kernels.gpu_support.rotation import load_rotated, rotated
+from forebay.kernels.products.linear.selection import AMD
 from forebay.kernels.quantization.quantize.gpu import CODE_BASE, group_codes, group_range, pack_codes
 
 

@@ -1,8 +1,7 @@
-"""`forebay::quantize` and `forebay::dequantize` in Triton: the formulas of `kernels/quantize.py`, bit for bit.
+"""`forebay::quantize` and `forebay::dequantize` in Triton: the formulas of `reference.py`, bit for bit.
 
 A tile is some groups side by side: along the last dimension each row of the tile is one group, and along any other
-dimension its rows are neighbours in memory, one place of the group after the other. Every byte moves once.
-"""
+dimension its rows are neighbours in memory, one place of the group after the other. Every byte moves once."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forebay.kernels.formats.row_sizes import codes_nbytes
 from forebay.kernels.gpu_support.arguments import check_tensor, fail
 from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.paged import INTERPRETED, round_to
@@ -287,7 +287,7 @@ def quantize(
     dim %= x.dim()
     before, size, after = x.shape[:dim], x.shape[dim], x.shape[dim + 1 :]
     groups = triton.cdiv(size, group_size)
-    packed = x.new_empty((*before, groups * group_size * bits // 8, *after), dtype=torch.uint8)
+    packed = x.new_empty((*before, codes_nbytes(size, bits, group_size), *after), dtype=torch.uint8)
     scale = x.new_empty((*before, groups, *after), dtype=scale_dtype)
     low = torch.empty_like(scale)
     if packed.numel() == 0:
@@ -327,8 +327,8 @@ def dequantize(
     groups = triton.cdiv(size, group_size)
     before, after = packed.shape[:dim], packed.shape[dim + 1 :]
     check_tensor("dequantize", "packed", packed.flatten()[:0], dtype=torch.uint8)
-    if packed.shape[dim] != groups * group_size * bits // 8:
-        fail("dequantize", "packed", f"must have {groups * group_size * bits // 8} bytes along dim, got {packed.shape}")
+    if packed.shape[dim] != (want := codes_nbytes(size, bits, group_size)):
+        fail("dequantize", "packed", f"must have {want} bytes along dim, got {packed.shape}")
     for tensor, argument in ((scale, "scale"), (low, "low")):
         check_tensor("dequantize", argument, tensor.flatten()[:0], device=packed.device, dtype=SCALE_DTYPES)
         if tensor.shape != (*before, groups, *after):
