@@ -9,6 +9,8 @@ ties to even, and x ~ q * scale + low, all in fp32. Layout: `packing`. Rounding 
             is exact where scale_dtype holds the value. Where it holds minimum and scale, codes are the paper's.
     mse     of the ranges clipped by MSE_CLIPS, each refitted to its codes by least squares, the one with the least
             squared error; never worse than minmax in that measure. Clipped values are off by more than half a step.
+    symmetric  low is -2^(bits-1) scales to the bit, so that the middle code stands for 0, as runtimes without lows ask;
+            the round-trip error is at most half the stored scale, which is up to twice that of minmax.
 
 A group that holds NaN or infinity, or a range that scale_dtype cannot (beyond 65504 for fp16), gets scale NaN and
 codes 0: all of it reads back as NaN. On the CPU `quantize` raises ValueError instead; on CUDA it does not look.

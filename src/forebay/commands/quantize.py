@@ -19,7 +19,9 @@ def quantize_command(
     override: Annotated[list[str] | None, typer.Option(
         metavar="PATTERN=FORMAT", help="Another format for the weights whose names match, e.g. '*.down_proj.*=w8'. May "
         "be given again; the last that matches counts.")] = None,
-    rounding: Annotated[str, typer.Option(help="minmax, or mse: search the ranges with the least squared error.")]
+    rounding: Annotated[str, typer.Option(
+        help="minmax; mse: search the ranges with the least squared error; symmetric: the middle code stands for 0, as "
+             "other runtimes compute fastest with.")]
     = "minmax",
     head: Annotated[bool, typer.Option("--head", help="The output head too.")] = False,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="The token embedding too.")] = False,

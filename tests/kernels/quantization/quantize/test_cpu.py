@@ -162,7 +162,7 @@ def test_largest_numbers_stay_finite(path: str) -> None:
     assert_half_step(torch.tensor([[1e30, -1e37, 3e37, 0.0]]), 8, 32, 1, torch.bfloat16)
 
 
-@pytest.mark.parametrize("rounding", ("minmax", "mse"))
+@pytest.mark.parametrize("rounding", ("minmax", "mse", "symmetric"))
 def test_refuses_what_it_cannot_hold(path: str, rounding: str) -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
         x = torch.randn(5, 70)
@@ -190,6 +190,23 @@ def test_groups_that_cannot_be_held_are_nan_in_the_reference() -> None:
 
 @pytest.mark.parametrize("bits", (4, 8))
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
+def test_the_middle_code_of_symmetric_ranges_stands_for_zero(bits: int, scale_dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    x = torch.randn(40, 96) * torch.logspace(-6, 3, 40)[:, None]
+    x[0], x[1], x[2], x[3] = 0.0, x[1].abs(), -x[2].abs(), 3.0
+    x[:, ::7] = 0.0
+    codes, scale, low = quantize(x, bits, 32, 1, scale_dtype, "symmetric")
+    assert torch.equal(low.float(), scale.float() * -(1 << (bits - 1)))
+    found = dequantize(codes, scale, low, bits, 32, 1, 96, torch.float32)
+    assert (found[:, ::7] == 0).all()
+    step = scale.float().repeat_interleave(32, 1)
+    assert ((found - x).abs() <= step * (0.5 + 1e-6)).all()
+    plain = quantize(x, bits, 32, 1, scale_dtype)[1].float()
+    assert (scale.float() <= 2.3 * plain + 1e-7)[4:].all() and not scale[0].any()
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
 def test_mse_has_less_squared_error(bits: int, scale_dtype: torch.dtype) -> None:
     """Never more in any group than minmax, and well below it where there are outliers."""
     torch.manual_seed(4)
@@ -207,7 +224,7 @@ def test_mse_has_less_squared_error(bits: int, scale_dtype: torch.dtype) -> None
     assert searched.sum() < (0.9 if bits == 4 else 1.0) * plain.sum()
 
 
-@pytest.mark.parametrize("rounding", ("minmax", "mse"))
+@pytest.mark.parametrize("rounding", ("minmax", "mse", "symmetric"))
 def test_quantize_rows_is_quantize_and_pack(path: str, rounding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.kernels.quantization.quantize.cpu.PIECE_ELEMENTS", 700)  # several pieces
     weight = torch.randn(11, 150).bfloat16()
