@@ -13,32 +13,44 @@ Dialect = Literal["microsoft", "standard"]
 
 
 class OnnxValue(str):
-    """The name of a value, with its dtype and shape as far as they are known (None: a size that varies). Packed rows
-    are three values: `parts` are codes uint8 [..., groups, bytes of a group], scales and lows [..., groups]."""
+    """The name of a value, with its dtype and shape as far as they are known (None: a size that varies), and `sizes`,
+    the shape as the captured graph writes it; of a size the size itself. Packed rows are three values: `parts` are
+    codes uint8 [..., groups, bytes of a group], scales and lows [..., groups], none where the middle code is 0."""
 
     dtype: torch.dtype
     shape: tuple[int | None, ...]
-    parts: tuple[OnnxValue, OnnxValue, OnnxValue] | None
+    parts: Parts | None
+    sizes: tuple[str, ...]
 
     def __new__(
         cls, name: str, dtype: torch.dtype = torch.float32, shape: Sequence[int | None] = (),
-        parts: tuple[OnnxValue, OnnxValue, OnnxValue] | None = None,
+        parts: Parts | None = None, sizes: Sequence[str] = (),
     ) -> OnnxValue:
         made = super().__new__(cls, name)
-        made.dtype, made.shape, made.parts = dtype, tuple(shape), parts
+        made.dtype, made.shape, made.parts, made.sizes = dtype, tuple(shape), parts, tuple(sizes)
         return made
+
+
+Parts = tuple[OnnxValue, OnnxValue, OnnxValue | None]
 
 
 class OnnxGraph(Protocol):
     """A graph under construction, in one dialect."""
 
     dialect: Dialect
+    int8_activations: bool  # products of packed rows may round what they are given to 8 bits
 
     def op(self, kind: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: Any) -> Any:
         """The name of what an operator gives, a tuple of them where it gives several; "" leaves an input out."""
 
     def constant(self, value: Any, dtype: torch.dtype = torch.int64) -> str:
         """A number, or a list of them."""
+
+    def source(self, value: str, kind: str) -> tuple[list[str], dict[str, Any]] | None:
+        """Inputs and attributes of the operator that gave `value`, if it is a `kind`."""
+
+    def numbers(self, value: str) -> list[int] | None:
+        """The list that `constant` was given for a value."""
 
     def once(self, key: object, make: Callable[[], str]) -> str:
         """What `make` gave for an equal key before, made only once."""

@@ -34,6 +34,7 @@ def attention(
         out, present_k, present_v = g.op(
             "GroupQueryAttention", *rows, past_k, past_v, _lengths(g), _total(g), outputs=3, domain=MICROSOFT,
             num_heads=q.shape[1], kv_num_heads=k.shape[1], scale=scale, **more)
+        out = OnnxValue(out, q.dtype, (None, None, None))
         found = g.op("Reshape", out, g.constant([0, 0, q.shape[1], q.shape[3]]))
     elif softcap:
         present_k, present_v = (g.op("Concat", past, new, axis=2) for past, new in ((past_k, new_k), (past_v, new_v)))

@@ -28,4 +28,21 @@ def rotary(g: OnnxGraph, x: OnnxValue, cos: OnnxValue, sin: OnnxValue) -> str:
         count = g.op("ReduceProd", sizes, keepdims=0)
         return g.op("Reshape", g.op("Range", g.constant(0), count, g.constant(1)), sizes)
 
-    return g.op("RotaryEmbedding", x, g.once("rotary rows", rows), cos_rows, sin_rows, domain=MICROSOFT)
+    tables = g.once("rotary rows", rows), cos_rows, sin_rows
+    flat = _as_rows(g, x)
+    if flat is None:
+        return g.op("RotaryEmbedding", x, *tables, domain=MICROSOFT)
+    turned = OnnxValue(g.op("RotaryEmbedding", flat, *tables, domain=MICROSOFT), x.dtype, (None, None, None))
+    return g.op("Transpose", g.op("Reshape", turned, g.constant([0, 0, x.shape[1], x.shape[3]])), perm=[0, 2, 1, 3])
+
+
+def _as_rows(g: OnnxGraph, x: OnnxValue) -> str | None:
+    """The [B, S, H D] that x is a view of, if it is."""
+    inner = g.source(x, "Transpose")
+    if inner is None or inner[1]["perm"] != [0, 2, 1, 3]:
+        return None
+    outer = g.source(inner[0][0], "Reshape")
+    heads = outer and g.numbers(outer[0][1])
+    if outer is None or heads not in ([0, 0, x.shape[1], x.shape[3]], [0, 0, -1, x.shape[3]]):
+        return None
+    return outer[0][0]

@@ -30,11 +30,16 @@ def linear_q(
 
 def _by_codes(g: OnnxGraph, x: OnnxValue, rows: OnnxValue, bits: int, in_features: int, group_size: int) -> str:
     """x W^T for W = (code - middle) * scale + rest: MatMulNBits takes whole numbers as zero points, a low is none, so
-    what is left of it, the same for a group, is multiplied by the sum of x over the group."""
+    what is left of it, the same for a group, is multiplied by the sum of x over the group. Symmetric rows have none."""
     assert rows.parts is not None
     codes, scale, low = rows.parts
     middle, dims = 1 << (bits - 1), len(x.shape)
     scales = g.once(("scales", scale), lambda: g.cast(scale, torch.float32))  # [N, g]
+    how = {"accuracy_level": 4} if g.int8_activations else {}
+    y = g.op("MatMulNBits", x, codes, g.op("Reshape", scales, g.constant([-1])), domain=MICROSOFT, K=in_features,
+             N=codes.shape[0], bits=bits, block_size=group_size, **how)
+    if low is None:
+        return str(y)
     rest = g.once(("rest", low), lambda: g.op("Transpose", g.op("Add", g.cast(low, torch.float32), g.op(
         "Mul", scales, g.constant(float(middle), torch.float32))), perm=[1, 0]))  # [g, N]
 
@@ -46,6 +51,4 @@ def _by_codes(g: OnnxGraph, x: OnnxValue, rows: OnnxValue, bits: int, in_feature
         parts = g.op("Reshape", whole, g.constant([0] * (dims - 1) + [-1, group_size]))
         return g.op("ReduceSum", parts, g.constant([-1]), keepdims=0)
 
-    y = g.op("MatMulNBits", x, codes, g.op("Reshape", scales, g.constant([-1])), domain=MICROSOFT, K=in_features,
-             N=codes.shape[0], bits=bits, block_size=group_size)
     return g.op("Add", y, g.op("MatMul", g.once(("sums", x, group_size), sums), rest))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from forebay.kernels.onnx_meaning import OnnxGraph, OnnxValue
+from forebay.kernels.onnx_meaning import OnnxGraph, OnnxValue, Parts
 
 
 def dequantize_rows(
@@ -18,7 +18,7 @@ def dequantize_rows(
 
 
 def dequantized(
-    g: OnnxGraph, parts: tuple[OnnxValue, OnnxValue, OnnxValue], bits: int, in_features: int, dtype: torch.dtype,
+    g: OnnxGraph, parts: Parts, bits: int, in_features: int, dtype: torch.dtype,
     dims: int,
 ) -> str:
     """code * scale + low in float32, rounded to dtype: [..., K] of `dims` dimensions."""
@@ -32,8 +32,11 @@ def dequantized(
     else:
         whole = codes
     numbers = g.cast(whole, torch.float32)
-    scaled = g.op("Mul", numbers, g.op("Unsqueeze", g.cast(scale, torch.float32), last))
-    values = g.op("Add", scaled, g.op("Unsqueeze", g.cast(low, torch.float32), last))
+    if low is None:
+        numbers = g.op("Sub", numbers, g.constant(float(1 << (bits - 1)), torch.float32))
+    values = g.op("Mul", numbers, g.op("Unsqueeze", g.cast(scale, torch.float32), last))
+    if low is not None:
+        values = g.op("Add", values, g.op("Unsqueeze", g.cast(low, torch.float32), last))
     flat = g.op("Reshape", values, g.constant([0] * (dims - 1) + [-1]))
     cut = g.op("Slice", flat, g.constant([0]), g.constant([in_features]), last)
     return cut if dtype == torch.float32 else g.cast(cut, dtype)

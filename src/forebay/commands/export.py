@@ -21,6 +21,9 @@ def export_command(
     dialect: Annotated[str, typer.Option(
         help="Of onnx: microsoft (onnxruntime's own operators too, and onnxruntime-genai's config) or standard.")]
     = "microsoft",
+    activations: Annotated[str, typer.Option(
+        help="Of onnx: float32, or int8: onnxruntime rounds what packed weights are multiplied with to 8 bits, which "
+             "is faster and less exact.")] = "float32",
     budget: BudgetOption = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences that the stored plan is for.")] = 1,
     prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of the longest prompt (default: 128).")] = None,
@@ -43,7 +46,8 @@ def export_command(
             task = bar.add_task("exporting", total=None, note="")
             made = export(
                 folder, out, format, budget=budget, batch=batch, prompt=prompt, new_tokens=new_tokens, cache=cache,  # type: ignore[arg-type]
-                dialect=dialect, machine=profile, force=force, progress=lambda done, total: bar.update(  # type: ignore[arg-type]
+                dialect=dialect, activations=activations, machine=profile, force=force,  # type: ignore[arg-type]
+                progress=lambda done, total: bar.update(
                     task, completed=done, total=total, note=format_nbytes(done)))
         size = sum(path.stat().st_size for path in made.iterdir())
         say(f"{made}: {format_nbytes(size)}")

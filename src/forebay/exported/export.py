@@ -26,6 +26,7 @@ from forebay.rewriter.switches import read_switches
 
 FORMATS = ("bundle", "onnx")
 DIALECTS = ("microsoft", "standard")
+ACTIVATIONS = ("float32", "int8")
 
 
 def export(
@@ -40,6 +41,7 @@ def export(
     cache: str = "native",
     machine: Machine | None = None,
     dialect: Literal["microsoft", "standard"] = "microsoft",
+    activations: Literal["float32", "int8"] = "float32",
     force: bool = False,
     progress: Progress | None = None,
 ) -> Path:
@@ -50,7 +52,8 @@ def export(
     capture, and is planned for any budget. The plan that lies in it is one for `budget` (half of the free memory by
     default), `batch` sequences of `prompt` (default 128) and `new_tokens` tokens, a KV cache in the format `cache` and
     `machine`, this one by default. "onnx" is model.onnx, its tensors beside it, config and tokenizer, in a `dialect`:
-    onnxruntime's own operators, with genai_config.json for onnxruntime-genai, or the standard's alone. `progress` is
+    onnxruntime's own operators, with genai_config.json for onnxruntime-genai, or the standard's alone; with "int8"
+    `activations` onnxruntime may round what packed weights are multiplied with to 8 bits. `progress` is
     told bytes written and bytes in all. `force` replaces an earlier export. One tensor's pieces are held at a time,
     whatever the model's size.
 
@@ -61,10 +64,12 @@ def export(
         raise ExportError(f"no format {format!r}; there are {', '.join(FORMATS)}")
     if dialect not in DIALECTS:
         raise ExportError(f"no dialect {dialect!r}; there are {', '.join(DIALECTS)}")
+    if activations not in ACTIVATIONS:
+        raise ExportError(f"no activations {activations!r}; there are {', '.join(ACTIVATIONS)}")
     made = Path(out).expanduser()
     if format == "onnx":
         with whole_folder(made, force) as folder:
-            _write_onnx(open_source(model, "all"), folder, dialect, progress)
+            _write_onnx(open_source(model, "all"), folder, dialect, activations == "int8", progress)
         return made
     sizes = Budget(available_nbytes() // 2) if budget is None else parse_budget(budget)
     with whole_folder(made, force) as folder:
@@ -86,8 +91,10 @@ def _write_bundle(source: Source, folder: Path, progress: Progress | None) -> No
     write_bundle(folder, models, source.items, source.identity, source.prepare, progress, source.check)
 
 
-def _write_onnx(source: Source, folder: Path, dialect: Literal["microsoft", "standard"], progress: Progress | None
-                ) -> None:
+def _write_onnx(
+    source: Source, folder: Path, dialect: Literal["microsoft", "standard"], int8_activations: bool,
+    progress: Progress | None,
+) -> None:
     try:
         from forebay.exported.genai_config import write_genai_config
         from forebay.exported.onnx_model import write_onnx
@@ -97,7 +104,7 @@ def _write_onnx(source: Source, folder: Path, dialect: Literal["microsoft", "sta
         raise ExportError("onnx is not installed; pip install 'forebay[export]'") from error
     captured = rewrite_captured(source.captured, read_switches())
     source.prepare(folder)
-    write_onnx(folder, captured, source.items, dialect, progress, source.check)
+    write_onnx(folder, captured, source.items, dialect, int8_activations, progress, source.check)
     if dialect == "microsoft":
         write_genai_config(folder, captured, source.config)
     write_json(folder / MANIFEST, {"format": "onnx", "dialect": dialect, "written_by": forebay.__version__})

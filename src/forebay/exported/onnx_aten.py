@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from forebay.exported.onnx_graph import Graph
+from forebay.exported.onnx_views import shape_of
 from forebay.kernels.norms.onnx import layer_norm
 from forebay.kernels.onnx_meaning import OnnxValue
 from forebay.kernels.products.linear.onnx import activated, linear
@@ -69,8 +70,8 @@ def _arange(g: Graph, *bounds: Any, dtype: torch.dtype | None = None, **_: Any) 
 def _embedding(g: Graph, weight: OnnxValue, index: OnnxValue, *_: Any) -> str:
     if weight.parts is None:
         return g.op("Gather", weight, index, axis=0)
-    parts = [OnnxValue(g.op("Gather", part, index, axis=0), part.dtype, (*index.shape, *part.shape[1:]))
-             for part in weight.parts]
+    parts = [part if part is None else OnnxValue(
+        g.op("Gather", part, index, axis=0), part.dtype, (*index.shape, *part.shape[1:])) for part in weight.parts]
     return OnnxValue(parts[0], torch.uint8, (*index.shape, weight.shape[1]), tuple(parts))  # type: ignore[arg-type]
 
 
@@ -95,7 +96,8 @@ def _permute(g: Graph, x: OnnxValue, dims: list[int]) -> str:
 
 
 def _reshape(g: Graph, x: OnnxValue, sizes: list[Any]) -> str:
-    return g.op("Reshape", x, g.sizes(sizes))
+    numbers = shape_of(x, sizes)
+    return g.op("Reshape", x, g.sizes(sizes) if numbers is None else g.constant(numbers))
 
 
 def _split(g: Graph, x: OnnxValue, size: Any, dim: int = 0) -> tuple[str, ...]:

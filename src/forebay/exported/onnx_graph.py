@@ -9,6 +9,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper
 
+from forebay.exported.onnx_views import VIEWS, viewed
 from forebay.kernels.onnx_meaning import MICROSOFT, Dialect, OnnxValue
 from forebay.rewriter.ir.alignment import whole_pages
 
@@ -25,8 +26,9 @@ class Graph:
     """Nodes and tensors as they are added; `OnnxGraph` says what each method does. Names of nodes begin with `prefix`.
     """
 
-    def __init__(self, dialect: Dialect) -> None:
+    def __init__(self, dialect: Dialect, int8_activations: bool = False) -> None:
         self.dialect: Dialect = dialect
+        self.int8_activations = int8_activations
         self.prefix = ""
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
@@ -37,26 +39,52 @@ class Graph:
         self._caches: dict[str, tuple[str, str]] = {}  # past -> new
         self._stored: dict[str, tuple[OnnxValue, Callable[[bool], None]]] = {}
         self._names = 0
+        self._makers: dict[str, onnx.NodeProto] = {}
+        self._numbers: dict[str, Any] = {}  # constants' values
+        self._ranks: dict[str, int] = {}
 
     # -- operators
 
     def op(self, kind: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: Any) -> Any:
+        for given in inputs:
+            if isinstance(given, OnnxValue) and given.shape:
+                self._ranks[str(given)] = len(given.shape)
+        seen = viewed(self, kind, inputs, attributes) if kind in VIEWS else None
+        if seen is not None:
+            return seen
         self._names += 1
         name = f"{self.prefix}{kind}_{self._names}"
         for given in inputs:
             if given in self._stored:
                 self.place(self._stored[given][0])
         names = [name] if outputs == 1 else [f"{name}_{i}" for i in range(outputs)]
-        self.nodes.append(helper.make_node(kind, [str(i) for i in inputs], names, name, domain=domain, **attributes))
+        node = helper.make_node(kind, [str(i) for i in inputs], names, name, domain=domain, **attributes)
+        self.nodes.append(node)
+        self._makers.update(dict.fromkeys(names, node))
         return names[0] if outputs == 1 else tuple(names)
 
     def constant(self, value: Any, dtype: torch.dtype = torch.int64) -> str:
         key = ("constant", str(value), dtype)
         if key not in self._known:
             name = self._known[key] = f"constant_{len(self._known)}"
+            self._numbers[name] = value
             values = torch.tensor(value, dtype=dtype)
             self.initializers.append(_inline(name, values))
         return self._known[key]
+
+    def source(self, value: str, kind: str) -> tuple[list[str], dict[str, Any]] | None:
+        node = self._makers.get(str(value))
+        if node is None or node.op_type != kind:
+            return None
+        return list(node.input), {a.name: helper.get_attribute_value(a) for a in node.attribute}
+
+    def numbers(self, value: str) -> list[int] | None:
+        found = self._numbers.get(str(value))
+        return found if isinstance(found, list) else None
+
+    def rank(self, value: str) -> int | None:
+        """The dimensions of a value, where they are known."""
+        return self._ranks.get(str(value))
 
     def once(self, key: object, make: Callable[[], str]) -> str:
         if key not in self._known:

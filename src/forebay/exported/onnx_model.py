@@ -21,7 +21,7 @@ from forebay.exported.errors import ExportError
 from forebay.exported.onnx_aten import meaning_of
 from forebay.exported.onnx_graph import Graph, value_info
 from forebay.kernels.formats import packing
-from forebay.kernels.onnx_meaning import Dialect, OnnxValue
+from forebay.kernels.onnx_meaning import Dialect, OnnxValue, Parts
 from forebay.kernels.operators import of_target
 from forebay.rewriter.checkpoints.checkpoint import Progress
 from forebay.rewriter.checkpoints.named_errors import naming
@@ -35,12 +35,12 @@ aten = torch.ops.aten
 
 
 def write_onnx(
-    out: Path, captured: CapturedModel, items: Mapping[str, PendingTensor], dialect: Dialect, progress: Progress | None,
-    check: Callable[[], None],
+    out: Path, captured: CapturedModel, items: Mapping[str, PendingTensor], dialect: Dialect, int8_activations: bool,
+    progress: Progress | None, check: Callable[[], None],
 ) -> None:
     """Write model.onnx and model.onnx.data into `out`: `captured` (rewritten, steps giving "all" logits) with the
     weights `items`, one piece of a tensor at a time. ExportError names an operator without a meaning, and its layer."""
-    g = Graph(dialect)
+    g = Graph(dialect, int8_activations)
     g.file = DATA
     logits = _Conversion(g, captured, items).step()
     g.nodes.append(onnx.helper.make_node("Identity", [logits], ["logits"]))
@@ -112,9 +112,10 @@ class _Conversion:
             if node.op == "call_module":
                 layer = node.meta["layer"]
                 block: Any = self.captured.step.get_submodule(str(node.target))
-                inner = dict(zip(block.graph.find_nodes(op="placeholder"), (env[a] for a in node.args), strict=True))
+                given = zip(block.graph.find_nodes(op="placeholder"), (env[a] for a in node.args), strict=True)
+                inner = {placeholder: _within(placeholder, value) for placeholder, value in given}
                 self.g.prefix = f"layer.{layer}/"
-                env[node] = self._graph(block.graph, inner, f"layer {layer}")
+                env[node] = _described(node, self._graph(block.graph, inner, f"layer {layer}"))
                 self.g.prefix = ""
             elif node.op == "call_function":
                 env[node] = self._call(node, env, where)
@@ -162,7 +163,7 @@ class _Conversion:
 
 def _parts(
     g: Graph, name: str, stored: RowFormat, contents: Callable[[], Iterator[torch.Tensor]]
-) -> tuple[OnnxValue, OnnxValue, OnnxValue]:
+) -> Parts:
     """Codes [N, g, bytes], scales and lows [N, g] of packed rows, as tensors of the file."""
     groups = -(-stored.in_features // stored.group_size)
     nbytes = stored.group_size * stored.bits // 8
@@ -171,9 +172,21 @@ def _parts(
         return lambda: (packing.unpack_rows(rows, stored.in_features, stored.bits, stored.group_size,
                                             stored.scale_dtype)[which] for rows in contents())
 
+    low = None if _is_symmetric(stored, contents) else g.weight(
+        f"{name}.low", stored.scale_dtype, (stored.out_features, groups), part(2))
     return (g.weight(f"{name}.codes", torch.uint8, (stored.out_features, groups, nbytes), part(0)),
             g.weight(f"{name}.scale", stored.scale_dtype, (stored.out_features, groups), part(1)),
-            g.weight(f"{name}.low", stored.scale_dtype, (stored.out_features, groups), part(2)))
+            low)
+
+
+def _is_symmetric(stored: RowFormat, contents: Callable[[], Iterator[torch.Tensor]]) -> bool:
+    """Whether the middle code stands for 0 in all groups; the first that differs ends the reading."""
+    for rows in contents():
+        _, scale, low = packing.unpack_rows(rows, stored.in_features, stored.bits, stored.group_size,
+                                            stored.scale_dtype)
+        if not torch.equal(low.float(), scale.float() * -(1 << (stored.bits - 1))):
+            return False
+    return True
 
 
 def _is_positions(node: fx.Node) -> bool:
@@ -193,9 +206,17 @@ def _described(node: fx.Node, made: Any) -> Any:
     values = values_of(node)
     if isinstance(made, tuple):
         return tuple(_value(name, value) for name, value in zip(made, values, strict=True))
-    return _value(made, values[0]) if values else OnnxValue(made, torch.int64)
+    return _value(made, values[0]) if values else OnnxValue(made, torch.int64, sizes=[str(node.meta.get("val"))])
+
+
+def _within(placeholder: fx.Node, value: OnnxValue) -> OnnxValue:
+    """An operand of a block with its sizes as the block's graph writes them."""
+    if value.parts is not None:
+        return value
+    return OnnxValue(value, value.dtype, value.shape, None, [str(n) for n in placeholder.meta["val"].shape])
 
 
 def _value(name: str, value: torch.Tensor) -> OnnxValue:
     parts = name.parts if isinstance(name, OnnxValue) else None
-    return OnnxValue(name, value.dtype, [n if isinstance(n, int) else None for n in value.shape], parts)
+    return OnnxValue(name, value.dtype, [n if isinstance(n, int) else None for n in value.shape], parts,
+                     [str(n) for n in value.shape])
