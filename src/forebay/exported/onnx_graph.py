@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import onnx
@@ -38,6 +39,7 @@ class Graph:
         self._known: dict[object, str] = {}
         self._caches: dict[str, tuple[str, str]] = {}  # past -> new
         self._stored: dict[str, tuple[OnnxValue, Callable[[bool], None]]] = {}
+        self._reads: dict[str, WeightPieces] = {}
         self._names = 0
         self._makers: dict[str, onnx.NodeProto] = {}
         self._numbers: dict[str, Any] = {}  # constants' values
@@ -119,7 +121,17 @@ class Graph:
         """A tensor of the file beside, placed when it is first used."""
         value = OnnxValue(name, dtype, shape)
         self._stored[name] = value, lambda turned: self._place(name, dtype, shape, read, turned)
+        self._reads[name] = read
         return value
+
+    def joined(self, tensors: Sequence[OnnxValue]) -> OnnxValue | None:
+        """Tensors of the file one behind the other along the first dimension, as one; None for others."""
+        reads = [self._reads.get(t) for t in tensors]
+        if None in reads or len({(t.dtype, t.shape[1:]) for t in tensors}) > 1:
+            return None
+        shape = [sum(t.shape[0] or 0 for t in tensors), *(n or 0 for n in tensors[0].shape[1:])]
+        return self.weight("+".join(tensors), tensors[0].dtype, shape,
+                           lambda: chain.from_iterable(read() for read in reads if read is not None))
 
     def place(self, value: OnnxValue) -> OnnxValue:
         """`value`, a tensor, in the file."""

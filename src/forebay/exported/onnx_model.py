@@ -20,6 +20,7 @@ import forebay
 from forebay.exported.errors import ExportError
 from forebay.exported.onnx_aten import meaning_of
 from forebay.exported.onnx_graph import Graph, value_info
+from forebay.exported.onnx_merged import beside, merged
 from forebay.kernels.formats import packing
 from forebay.kernels.onnx_meaning import Dialect, OnnxValue, Parts
 from forebay.kernels.operators import of_target
@@ -98,6 +99,7 @@ class _Conversion:
 
     def __init__(self, g: Graph, captured: CapturedModel, items: Mapping[str, PendingTensor]) -> None:
         self.g, self.captured, self.items = g, captured, items
+        self.made: dict[fx.Node, Any] = {}  # what a product made of the products beside it
 
     def step(self) -> OnnxValue:
         env: dict[fx.Node, Any] = {}
@@ -127,16 +129,24 @@ class _Conversion:
         ours = of_target(node.target)
         meaning = meaning_of(node.target) if ours is None else ours.onnx
         reason = "" if meaning is not None else "it has none"
+        if node in self.made:
+            return self.made.pop(node)
+        products = beside(node)
+        joined = merged(self.g, products, env) if len(products) > 1 else None
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)  # type: ignore[arg-type]
         made: Any = None
         if meaning is not None:
             try:
-                made = meaning(self.g, *args, **kwargs)
+                made = meaning(self.g, *(args if joined is None else joined[0]), **kwargs)
             except NotImplementedError as error:
                 reason = str(error)
         if reason:
             raise ExportError(f"{where} computes {node.target} ({node.name}), whose meaning in ONNX is not known "
                               f"({reason}); export the model as a bundle")
+        if joined is not None:
+            parts = self.g.op("Split", made, self.g.constant(joined[1]), outputs=len(products), axis=-1)
+            self.made.update((other, _described(other, part)) for other, part in zip(products, parts, strict=True))
+            return self.made.pop(node)
         return _described(node, made)
 
     def _input(self, node: fx.Node) -> Any:

@@ -1,0 +1,62 @@
+"""Products of one operand as one product with the rows of all, of which each takes its part: a runtime starts one
+operator and has longer rows of work for its threads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from forebay.exported.onnx_graph import Graph
+from forebay.kernels.onnx_meaning import OnnxValue, Parts
+from forebay.kernels.operators import of_target
+
+PLAIN = (None, None, "")  # multiplier, residual, activation
+
+
+def beside(node: fx.Node) -> list[fx.Node]:
+    """The products that can be one with `node`, itself among them: of the same operand, in the same format, with a
+    bias each or none, and with nothing that follows in the same operator."""
+    if not _is_plain(node):
+        return [node]
+    operand: Any = node.args[0]
+    return [other for other in operand.users if other.target is node.target and other.args[0] is operand
+            and _is_plain(other) and other.args[6:] == node.args[6:]
+            and (_bias(other) is None) == (_bias(node) is None)]
+
+
+def merged(g: Graph, nodes: list[fx.Node], env: Mapping[fx.Node, Any]) -> tuple[list[Any], list[int]] | None:
+    """Operands of the one product that `nodes` are, and the columns of its result that each of them has; None where
+    their tensors are not all of the model's own."""
+    weights = [env[node.args[1]] for node in nodes]  # type: ignore[index]
+    weight = _packed(g, weights) if all(w.parts is not None for w in weights) else g.joined(weights)
+    biases = [env[bias] for node in nodes if (bias := _bias(node)) is not None]
+    bias = g.joined(biases) if biases else None
+    if weight is None or (biases and bias is None):
+        return None
+    return [env[nodes[0].args[0]], weight, bias, *nodes[0].args[3:]], [w.shape[0] for w in weights]  # type: ignore[index]
+
+
+def _packed(g: Graph, rows: list[OnnxValue]) -> OnnxValue | None:
+    codes, scales, lows = zip(*(r.parts for r in rows), strict=True)  # type: ignore[misc]
+    if len({low is None for low in lows}) > 1:
+        return None
+    low = None if lows[0] is None else g.joined(lows)
+    parts: Parts | None = (g.joined(codes), g.joined(scales), low)  # type: ignore[assignment]
+    if None in parts[: 2 if lows[0] is None else 3]:  # type: ignore[index]
+        return None
+    return OnnxValue("+".join(rows), rows[0].dtype, (sum(r.shape[0] or 0 for r in rows), *rows[0].shape[1:]), parts)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    record = of_target(node.target)
+    if node.target is not torch.ops.aten.linear.default and (record is None or record.implementations is None):
+        return False
+    follows = any(found != plain for found, plain in zip(node.args[3:6], PLAIN, strict=False))
+    return not follows and not node.kwargs and isinstance(node.args[1], fx.Node) and node.args[1].op == "placeholder"
+
+
+def _bias(node: fx.Node) -> Any:
+    return node.args[2] if len(node.args) > 2 else None
