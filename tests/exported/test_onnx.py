@@ -224,23 +224,59 @@ def test_onnxruntime_genai_gives_the_tokens(llama_checkpoint: Checkpointed, tmp_
         assert found.tolist() == wanted[10:].tolist()[: len(found)] and (len(found) == 8 or found[-1] == 2)
 
 
+def logits(out: Path, ids: torch.Tensor) -> torch.Tensor:
+    """Of a first step over ids [B, S]."""
+    batch, tokens = ids.shape
+    session = onnxruntime.InferenceSession(str(out / "model.onnx"), None, ["CPUExecutionProvider"])
+    fed: dict[str, Any] = {"input_ids": ids.numpy(), "attention_mask": np.ones((batch, tokens), np.int64),
+                           "position_ids": np.arange(tokens)[None].repeat(batch, 0)}
+    for given in session.get_inputs()[3:]:
+        fed[given.name] = np.zeros((batch, given.shape[1], 0, given.shape[3]), np.float32)
+    return torch.from_numpy(session.run(["logits"], fed)[0])
+
+
 @both
-@pytest.mark.parametrize("weights", ["w4g32", "w8"])
+@pytest.mark.parametrize(("weights", "rounding"), [("w4g32", "minmax"), ("w8", "minmax"), ("w4g32", "symmetric")])
 def test_logits_over_packed_weights(
-    llama_checkpoint: Checkpointed, tmp_path: Path, dialect: Dialect, weights: str
+    llama_checkpoint: Checkpointed, tmp_path: Path, dialect: Dialect, weights: str, rounding: str
 ) -> None:
-    quantize_model(llama_checkpoint.folder, tmp_path / "q", Wish(weights, head=True, embeddings=True))
+    quantize_model(llama_checkpoint.folder, tmp_path / "q", Wish(weights, (), rounding, head=True, embeddings=True))
     out = forebay.export(tmp_path / "q", tmp_path / "out", "onnx", dialect=dialect)
     assert not (out / "forebay.json").exists()
     ids = llama_checkpoint.ids
     with forebay.wrap(tmp_path / "q", "4MiB", batch=3, prompt=10) as lm:
         wanted = lm(ids).logits
-    session = onnxruntime.InferenceSession(str(out / "model.onnx"), None, ["CPUExecutionProvider"])
-    fed: dict[str, Any] = {"input_ids": ids.numpy(), "attention_mask": np.ones((3, 10), np.int64),
-                           "position_ids": np.arange(10)[None].repeat(3, 0)}
-    for given in session.get_inputs()[3:]:
-        fed[given.name] = np.zeros((3, given.shape[1], 0, given.shape[3]), np.float32)
-    close(torch.from_numpy(session.run(["logits"], fed)[0]), wanted, 1e-3)
+    close(logits(out, ids), wanted, 1e-3)
+
+
+def nodes(out: Path, kind: str) -> list[onnx.NodeProto]:
+    model = onnx.load(out / "model.onnx", load_external_data=False)
+    return [node for node in model.graph.node if node.op_type == kind]
+
+
+def test_activations_of_eight_bits_are_asked_for(llama_checkpoint: Checkpointed, tmp_path: Path) -> None:
+    """Symmetric rows need one operator a product; whether it may round what it is given stands in the model."""
+    quantize_model(llama_checkpoint.folder, tmp_path / "q", Wish("w4g32", (), "symmetric"))
+    exact = forebay.export(tmp_path / "q", tmp_path / "exact", "onnx")
+    rounded = forebay.export(tmp_path / "q", tmp_path / "rounded", "onnx", activations="int8")
+    levels = [[a.i for node in nodes(out, "MatMulNBits") for a in node.attribute if a.name == "accuracy_level"]
+              for out in (exact, rounded)]
+    assert levels == [[], [4] * 15]
+    assert len(nodes(exact, "MatMul")) == 1, "the head alone"
+    wanted, found = logits(exact, llama_checkpoint.ids), logits(rounded, llama_checkpoint.ids)
+    assert 0 < float((found - wanted).norm() / wanted.norm()) < 0.05
+    with pytest.raises(forebay.ExportError, match="no activations 'int4'; there are float32, int8"):
+        forebay.export(tmp_path / "q", tmp_path / "no", "onnx", activations="int4")  # type: ignore[arg-type]
+
+
+def test_a_layer_has_no_operator_that_only_views(llama_checkpoint: Checkpointed, tmp_path: Path) -> None:
+    out = forebay.export(llama_checkpoint.folder, tmp_path / "out", "onnx")
+    model = onnx.load(out / "model.onnx", load_external_data=False)
+    inner = [node.op_type for node in model.graph.node if node.name.startswith("layer.1/")]
+    assert inner.count("MatMul") == 5 and inner.count("Split") == 1 and inner.count("RotaryEmbedding") == 2
+    assert not {"Transpose", "Reshape", "Concat", "Shape"} & set(inner)
+    merged = [t.name for t in model.graph.initializer if "+" in t.name]
+    assert len(merged) == 3 and all(name.count("_proj.weight") == 3 for name in merged)
 
 
 def test_the_model_is_what_others_expect(llama_checkpoint: Checkpointed, tmp_path: Path) -> None:
