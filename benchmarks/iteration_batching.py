@@ -1,8 +1,8 @@
 """Sequences that enter as others end, beside batches that wait: `python -m benchmarks.iteration_batching`.
 
 A job as `forebay run` does it, answers written to a file as they end: prompts of 10 to 400 random tokens whose answers
-take 5 to 200, through weights that stream. In one process, in turns, each contestant on the same sequences within the
-same budget and with the same number of places:
+take 5 to 200, through weights that stream. In one process, in turns of half a second, each contestant on the same
+sequences within the same budget and with the same number of places:
 
 - `entering`: sequences enter the places of the plan that `plan_places` makes as others leave them;
 - `static`: the same plan and Programs, as many sequences at a time as there are places, until all of them have ended.
@@ -18,6 +18,7 @@ The random Llama `tiny` makes the 2 000 sequences that `--sequences 2000` asks f
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -34,6 +35,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch loads OpenMP: as fo
 
 import torch
 
+from benchmarks.taking_turns import Turns, in_turns
 from forebay.api import LanguageModel, open_model
 from forebay.commands.job_progress import progress_note
 from forebay.commands.jobs import AnswerFile, Ask, run_job
@@ -89,27 +91,30 @@ def sequences(
     return sorted(found, key=lambda prompt: -len(prompt.ids))
 
 
-def turn(lm: LanguageModel, prompts: Sequence[Prompt], size: int, say: Any) -> ContestantTurn:
-    """Answer the prompts, `size` at a time."""
+def turn(
+    lm: LanguageModel, prompts: Sequence[Prompt], size: int, say: Any, label: str, turns: Turns
+) -> ContestantTurn:
+    """Answer the prompts, `size` at a time, whenever it is the turn of `label`."""
     total, decode_s = WorkDone(), 0.0
-    began = last = noted = time.monotonic()
+    began = last = noted = turns.clock(label)
     with tempfile.TemporaryDirectory() as folder, AnswerFile(Path(folder) / "answers.jsonl", {}) as output:
         for at in range(0, len(prompts), size):
             before = WorkDone()
 
             def progress(work: WorkDone) -> None:
                 nonlocal before, last, decode_s, noted
-                now = time.monotonic()
+                now = turns.clock(label)
                 decode_s += (now - last) * (work.decodes > before.decodes)
                 before, last = replace(work), now
                 if now - noted > NOTE_S and size == len(prompts):
                     noted = now
                     say(f"    {progress_note(work, len(prompts), now - began)}")
+                turns.step(label)
 
             work = run_job(lm, prompts[at : at + size], output, Ask(ANSWERS[1]), lambda ids: " ".join(map(str, ids)),
                            progress=progress)
             total = WorkDone(*(a + b for a, b in zip(vars(total).values(), vars(work).values(), strict=True)))
-        time_s = time.monotonic() - began
+        time_s = turns.clock(label) - began
         lines = map(json.loads, output.path.read_bytes().splitlines())
         return ContestantTurn(total, time_s, decode_s, {line["id"]: line["text"] for line in lines})
 
@@ -129,16 +134,20 @@ def measure(name: str, options: argparse.Namespace, say: Any) -> dict[str, Any]:
             say(f"{name}: planned in {time.monotonic() - began:.1f} s; {places} places, "
                 f"{plan.schedule.block.entering} enter at once, chunks of {plan.schedule.prefill_chunk} tokens; "
                 f"{plan.prediction.streamed_nbytes / 1e6:.1f} MB stream in each step")
-            for tokens in (1, *plan.schedule.prefill_chunks):  # Programs are made, weights read once
-                lm.session.bound(tokens)
-            found: dict[str, list[ContestantTurn]] = {"entering": [], "static": []}
-            for i in range(1 if options.quick else options.rounds):
-                asked = sequences(count, prompts, answers, opened[0].vocab_size, seed=i)
-                for label in list(found)[:: 1 if i % 2 == 0 else -1]:
-                    found[label].append(done := turn(lm, asked, count if label == "entering" else places, say))
-                    say(f"  round {i} {label:<9} {done.tokens_per_s:8.1f} tokens/s  {done.work.decodes} decode steps "
-                        f"in {done.decode_s:.1f} s and {done.work.prefills} prefill steps in "
-                        f"{done.time_s - done.decode_s:.1f} s")
+            with LanguageModel(*opened, lm.budget, plan.workload, Wishes(), plan=plan) as other:
+                sizes = {"entering": (lm, count), "static": (other, places)}
+                found: dict[str, list[ContestantTurn]] = {label: [] for label in sizes}
+                for one, tokens in itertools.product((lm, other), (1, *plan.schedule.prefill_chunks)):
+                    one.session.bound(tokens)  # Programs are made, weights read once
+                for i in range(1 if options.quick else options.rounds):
+                    asked = sequences(count, prompts, answers, opened[0].vocab_size, seed=i)
+                    ended = in_turns({
+                        label: partial(turn, one, asked, size, say, label) for label, (one, size) in sizes.items()})
+                    for label, done in ended.items():
+                        found[label].append(done)
+                        say(f"  round {i} {label:<9} {done.tokens_per_s:8.1f} tokens/s  {done.work.decodes} decode "
+                            f"steps in {done.decode_s:.1f} s and {done.work.prefills} prefill steps in "
+                            f"{done.time_s - done.decode_s:.1f} s")
     return summary_of(name, places, count, found)
 
 
