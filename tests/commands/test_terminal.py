@@ -7,6 +7,7 @@ import typer
 
 from forebay.commands.process_memory import MemoryWatch
 from forebay.commands.terminal import clean_errors
+from forebay.rewriter.capture.language_model import CaptureError
 
 
 @pytest.mark.parametrize(("error", "part"), [
@@ -23,6 +24,21 @@ def test_what_the_system_refuses_is_one_line(
     assert ended.value.exit_code == 2 and part in said and said.startswith("error: ") and said.count("\n") == 1
     with pytest.raises(type(error)), clean_errors(True):
         raise error
+
+
+@pytest.mark.parametrize("cause", [
+    MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.")])
+def test_a_shortage_is_told_and_not_what_came_of_it(cause: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    def captured() -> None:
+        try:
+            raise cause
+        except Exception as error:
+            raise CaptureError("this model cannot be captured: its own code cannot be traced") from error
+
+    with pytest.raises(typer.Exit), clean_errors(False):
+        captured()
+    said = capsys.readouterr().err
+    assert "gives no more memory" in said and "traced" not in said
 
 
 def test_errors_of_our_own_making_keep_their_traceback() -> None:

@@ -70,7 +70,7 @@ def _message(error: Exception) -> str | None:
         return SHORT[error.errno]
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+    if _lacks_memory(error):
         return NO_MEMORY
     if isinstance(error, RuntimeError) and str(error).startswith("can't start new thread"):
         return NO_THREADS
@@ -92,6 +92,17 @@ def _message(error: Exception) -> str | None:
     known = (PlanError, CheckpointError, ExportError, CaptureError, SwitchError, JobError, StoppedAfter, GraphError,
              PassChangedResult, ProgramError, LoweringError, RuntimeFault, ReaderBrokenError, SpillError, OSError)
     return _shortened(" ".join(str(error).split())) if isinstance(error, known) else None
+
+
+def _lacks_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, is that there is no memory: a model's code that could not be traced
+    for want of it, say."""
+    while error is not None:
+        if isinstance(error, MemoryError) or (
+                isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _shortened(text: str) -> str:
