@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +58,7 @@ def capture_model(
     if dtype is None:
         own = config.dtype if given is None else given.dtype
         dtype = own if isinstance(own, torch.dtype) else torch.float32
-    with no_collection(), torch.no_grad():
+    with no_collection(), torch.no_grad(), _unlogged():
         try:
             model = _build(cls, config, dtype)
             if runs:
@@ -69,6 +72,17 @@ def capture_model(
         except Exception as error:  # whatever the model's own code or the tracer objects to
             said = " ".join(str(error).split())[:200]
             raise CaptureError(f"{title}: its own code cannot be traced ({type(error).__name__}: {said})") from error
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Without the tracebacks that torch writes of what an operator raises while it is traced, which is told once."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _model_class(config_or_model: Any) -> tuple[type[PreTrainedModel], PreTrainedConfig]:

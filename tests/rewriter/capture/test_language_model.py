@@ -1,5 +1,6 @@
 import copy
 import functools
+import logging
 import resource
 
 import pytest
@@ -348,6 +349,18 @@ def test_other_architectures_are_refused_by_what_they_are():
         with pytest.raises(CaptureError, match=reason) as caught:
             capture_model(config)
         assert "\n" not in str(caught.value) and config.model_type in str(caught.value)
+
+
+def test_code_that_cannot_be_traced_is_told_once(monkeypatch):
+    """In the error, and not in torch's own log as well."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    log, seen = logging.getLogger("torch._subclasses.fake_tensor"), []
+    monkeypatch.setattr(log, "callHandlers", seen.append)
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: torch.gather(x, 5, x))
+    with pytest.raises(CaptureError, match="its own code cannot be traced"):
+        capture_model(FAMILIES["llama"]())
+    assert not seen and not log.disabled
 
 
 def test_rotary_frequencies_follow_the_length_of_each_call():
