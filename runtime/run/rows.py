@@ -57,9 +57,11 @@ class SequenceRows:
         """Tokens that the cache has room for behind the longest row."""
         return self.session.plan.workload.context - int(self.lengths.max())
 
-    def extend(self, ids: torch.Tensor, keep: int = 1) -> torch.Tensor:
-        """Append ids [n, S] to the rows; logits [n, keep, V] of the last `keep` tokens. RuntimeFault where the cache
-        has no room for them."""
+    def extend(
+        self, ids: torch.Tensor, keep: int = 1, embeds: Sequence[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Append ids [n, S] (for those of -1 stand `embeds`, each [S, H]) to the rows; logits [n, keep, V] of the last
+        `keep` tokens. RuntimeFault where the cache has no room for them."""
         if ids.shape[1] > self.room:
             raise RuntimeFault(f"the cache has room for {self.room} more tokens, not for {ids.shape[1]}: plan for more "
                                "(wrap(new_tokens=…))")
@@ -73,7 +75,7 @@ class SequenceRows:
         if not self._grown:
             self.session.grow()
             self._grown = True
-        logits = self._run(ids, keep)
+        logits = self._run(ids, keep, embeds)
         self.lengths = self.lengths + ids.shape[1]
         return logits
 

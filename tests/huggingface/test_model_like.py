@@ -32,7 +32,8 @@ def test_logits_at_every_position_and_the_loss(streamed: LanguageModel, llama_ch
     ours = streamed(ids, attention_mask=mask, labels=labels)
     with torch.no_grad():
         theirs = llama_checkpoint.model(ids, attention_mask=mask, labels=labels)
-    assert ours.logits.shape == theirs.logits.shape and ours.past_key_values is None
+    assert ours.logits.shape == theirs.logits.shape
+    assert streamed(ids, use_cache=False).past_key_values is None
     torch.testing.assert_close(ours.logits[mask.bool()], theirs.logits[mask.bool()], **TOLERANCE)
     assert not ours.logits[~mask.bool()].any()
     whole = streamed(ids, labels=ids)
@@ -79,6 +80,22 @@ def test_a_loop_of_ones_own_over_the_cache(streamed: LanguageModel, llama_checkp
     streamed.next_logits(ids)
     with pytest.raises(RuntimeError, match="cache was given up"):
         streamed(tokens[:, -1:], past_key_values=found.past_key_values)
+
+
+def test_a_cache_comes_back_unasked_with_the_room_there_is(llama_checkpoint: Any) -> None:
+    """As transformers' own: a loop that asks for none but passes it on would otherwise forget the prompt."""
+    ids = llama_checkpoint.ids[2:]
+    with llama_checkpoint.language_model(0.6, batch=1, prompt=10, new_tokens=3) as lm:
+        found = lm(ids)
+        plan = lm.giving("all").plan
+        for at in range(10, 12):
+            token = found.logits[:, -1:].argmax(-1)
+            assert torch.equal(token, llama_checkpoint.expected[2:, at : at + 1])
+            found = lm(token, past_key_values=found.past_key_values)
+        assert lm.giving("all").plan is plan
+        room = plan.workload.context - 12
+        with pytest.raises(RuntimeError, match=f"room for {room} more tokens"):
+            lm(ids[:, :1].expand(1, room + 1), past_key_values=found.past_key_values)
 
 
 def test_the_cache_that_generate_returns_goes_on(streamed: LanguageModel, llama_checkpoint: Any) -> None:

@@ -125,23 +125,48 @@ def test_packed_rows(llama_checkpoint: Any, tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_refused(streamed: LanguageModel, llama_checkpoint: Any, tmp_path: Path) -> None:
     ids, embeds = llama_checkpoint.ids, near(llama_checkpoint)
-    cache = streamed.generate(ids, max_new_tokens=2, return_dict_in_generate=True).past_key_values
     for options, message in ((dict(inputs_embeds=embeds[0]), "must be floats"),
                              (dict(inputs_embeds=ids), "must be floats"),
                              (dict(inputs_embeds=embeds[:, :0]), "must be floats"),
                              (dict(inputs_embeds=embeds, input_ids=ids[:, 1:]), r"input_ids \[3, 9\]"),
-                             (dict(inputs_embeds=embeds[..., 1:]), "has width 95, the model's embeddings 96"),
-                             (dict(inputs_embeds=embeds, past_key_values=cache), "begin a sequence")):
+                             (dict(inputs_embeds=embeds[..., 1:]), "has width 95, the model's embeddings 96")):
         with pytest.raises(ValueError, match=message):
             streamed.generate(max_new_tokens=3, **options)
     with pytest.raises(ValueError, match="not both"):
         streamed(ids, inputs_embeds=embeds)
-    held = streamed(inputs_embeds=embeds, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="behind a cache"):
+    held = streamed(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="this cache was begun with ids"):
         streamed(inputs_embeds=embeds[:, :1], past_key_values=held)
     export(llama_checkpoint.folder, tmp_path / "bundle")
     with (wrap(tmp_path / "bundle", "4MB") as bundle, pytest.raises(ValueError, match="is a bundle")):
         bundle.generate(inputs_embeds=embeds, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("start", ["embeds", "ids", "given up"])
+def test_embeddings_behind_a_cache(llama_checkpoint: Any, start: str) -> None:
+    """Given whole, of which those that follow are computed; all, where the cache was made by steps that take none."""
+    embeds, mask, table = near(llama_checkpoint), llama_checkpoint.mask, llama_checkpoint.model.get_input_embeddings()
+    if start == "ids":
+        embeds = table(llama_checkpoint.ids).detach()
+    options = dict(pad_token_id=0, eos_token_id=None)
+    with llama_checkpoint.language_model(0.6, batch=3, prompt=10, new_tokens=NEW) as lm:
+        first = dict(input_ids=llama_checkpoint.ids) if start == "ids" else dict(inputs_embeds=embeds)
+        begun = lm.generate(**first, attention_mask=mask, max_new_tokens=3, return_dict_in_generate=True, **options)
+        if start == "given up":
+            lm.generate(llama_checkpoint.ids, max_new_tokens=1)
+        new = begun.sequences[:, -3:]
+        rest = lm.generate(inputs_embeds=torch.cat((embeds, table(new).detach()), 1), max_new_tokens=NEW - 3,
+                           attention_mask=torch.cat((mask, mask.new_ones(3, 3)), 1),
+                           past_key_values=begun.past_key_values, **options)
+        wanted = llama_checkpoint.model.generate(inputs_embeds=embeds, attention_mask=mask, max_new_tokens=NEW,
+                                                 **options)
+        assert torch.equal(torch.cat((new, rest), 1), wanted)
+        if start == "embeds":
+            held = lm(inputs_embeds=embeds[:, :6], attention_mask=mask[:, :6].clamp(min=1)).past_key_values
+            after = lm(inputs_embeds=embeds[:, 6:9], past_key_values=held).logits
+            with torch.no_grad():
+                whole = llama_checkpoint.model(inputs_embeds=embeds[:, :9]).logits
+            torch.testing.assert_close(after, whole[:, 6:], **TOLERANCE)
 
 
 def test_a_cache_begun_with_embeddings_is_not_begun_anew_from_ids(llama_checkpoint: Any) -> None:

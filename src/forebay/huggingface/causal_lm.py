@@ -135,8 +135,6 @@ class StreamedCausalLM(GenerationMixin):
     ) -> Any:
         mode = config.get_generation_mode(options.get("assistant_model"))
         refuse_generation(config, mode, options)
-        if prompts.embeds is not None and options.get("past_key_values") is not None:
-            raise ValueError("generate: inputs_embeds begin a sequence; leave past_key_values out")
         helper = options.get("assistant_model")
         if isinstance(helper, ModuleHabits):
             self._admit(cast("LanguageModel", helper), prompts, new_tokens, config)
@@ -150,8 +148,9 @@ class StreamedCausalLM(GenerationMixin):
         require_own(held)
         # one pass checks several tokens there, so every position's logits are wanted
         assisted = mode == GenerationMode.ASSISTED_GENERATION
-        lm = held.model if held is not None else (
-            self.lm.giving("all" if assisted else self.lm.captured.gives, prompts.embeds is not None))
+        embeds = prompts.embeds is not None
+        lm = held.model if held is not None and embeds <= bool(held.model.captured.embeds) else (
+            self.lm.giving("all" if assisted else self.lm.captured.gives, embeds))
         if isinstance(generator, Sequence):
             if config.do_sample and (copies > 1 or len(generator) != len(prompts.ids)):
                 raise ValueError("generate: with several generators each draws for one prompt and one answer to it")
@@ -167,7 +166,7 @@ class StreamedCausalLM(GenerationMixin):
             else:
                 with lm.running(count, prompts.longest, new_tokens):
                     cache = RowCache(lm) if held is None else held
-                    cache.empty(new_tokens)
+                    cache.empty(lm, new_tokens)
                     found = self._generate(shown, given, options, past_key_values=cache)
         return found if shown is prompts or config.token_healing else self._restored(found, prompts)
 
@@ -230,9 +229,10 @@ class StreamedCausalLM(GenerationMixin):
         [B, T] (-100 does not count) the loss: the mean cross-entropy of each label given the tokens before it.
 
         The logits at padding are 0. They are the caller's memory, beside the budget. Attention masks as for `generate`;
-        `use_cache` returns the cache as past_key_values, for tokens that follow; `position_ids` [B, T] or [1, T] may
-        say what the mask says, and `inputs_embeds` [B, T, H] stand for the ids. ValueError for other inputs of
-        transformers' models, which a step does not have.
+        past_key_values is the cache, for tokens that follow: as many as the plan answers with `use_cache`, none of it
+        with False, else as many as there happens to be room for. `position_ids` [B, T] or [1, T] may say what the mask
+        says, and `inputs_embeds` [B, T, H] stand for the ids. ValueError for other inputs of transformers' models,
+        which a step does not have.
         """
         if isinstance(logits_to_keep, torch.Tensor):
             found = self.forward(input_ids, attention_mask, past_key_values, labels, use_cache, 0, True, position_ids,
@@ -244,22 +244,21 @@ class StreamedCausalLM(GenerationMixin):
         if unknown:
             raise ValueError(f"{unknown[0]}: a captured step reads input_ids and attention_mask alone; leave it out")
         require_own(past_key_values)
+        if inputs_embeds is not None and input_ids is not None:
+            raise ValueError("give input_ids or inputs_embeds, not both")
         if past_key_values is not None and past_key_values.seen:
-            if inputs_embeds is not None:
-                raise ValueError("inputs_embeds: behind a cache tokens are given by their input_ids")
-            keep = logits_to_keep or _width(input_ids)
-            _check_positions(position_ids, attention_mask, past_key_values.lengths, _width(input_ids))
-            logits = past_key_values.extend(torch.as_tensor(input_ids).cpu(), attention_mask, keep)
+            ids = torch.full(inputs_embeds.shape[:2], -1) if inputs_embeds is not None else (
+                torch.as_tensor(input_ids).cpu())
+            _check_positions(position_ids, attention_mask, past_key_values.lengths, ids.shape[1])
+            logits = past_key_values.extend(ids, attention_mask, logits_to_keep or ids.shape[1], inputs_embeds)
             cache: RowCache | None = past_key_values
         else:
             vocab_size = self.lm.captured.vocab_size
-            if inputs_embeds is not None and input_ids is not None:
-                raise ValueError("give input_ids or inputs_embeds, not both")
             holes = position_ids is not None  # these say, then, that the mask's are no positions
             prompts = read_prompts(input_ids, attention_mask, vocab_size, 0, holes) if inputs_embeds is None else (
                 read_embeds(inputs_embeds, None, attention_mask, vocab_size, holes))
             _check_positions(position_ids, prompts.mask, None, prompts.ids.shape[1])
-            logits, cache = self._begin(prompts, past_key_values, bool(use_cache), logits_to_keep)
+            logits, cache = self._begin(prompts, past_key_values, use_cache, logits_to_keep)
         loss = None
         if labels is not None:
             if logits.shape[1] != labels.shape[1]:
@@ -270,7 +269,7 @@ class StreamedCausalLM(GenerationMixin):
         return made.to_tuple() if return_dict is False else made
 
     def _begin(
-        self, prompts: Prompts, cache: RowCache | None, use_cache: bool, keep: int
+        self, prompts: Prompts, cache: RowCache | None, use_cache: bool | None, keep: int
     ) -> tuple[torch.Tensor, RowCache | None]:
         """Run prompts from the start, on the model of `cache` where one is given, else on the one that serves."""
         count, width = prompts.ids.shape
@@ -281,8 +280,8 @@ class StreamedCausalLM(GenerationMixin):
             raise ValueError(f"inputs_embeds has width {prompts.embeds.shape[2]}, the model's embeddings "
                              f"{lm.captured.embeds}")
         new_tokens = cache.new_tokens if cache is not None else 1
-        if cache is None and use_cache:
-            cache, new_tokens = RowCache(lm), self.lm.plan.workload.new_tokens
+        if cache is None and (use_cache or (use_cache is None and getattr(self.config, "use_cache", True))):
+            cache, new_tokens = RowCache(lm), self.lm.plan.workload.new_tokens if use_cache else 1
         with lm.running(count, prompts.longest, new_tokens) as session:
             rows = SequenceRows(session, [spec.kv_heads for spec in lm.captured.cache])
             if cache is None:
@@ -349,9 +348,6 @@ def _drawing_from(generator: torch.Generator | None) -> Iterator[None]:
         yield
         generator.set_state(torch.get_rng_state())
 
-
-def _width(ids: torch.Tensor | None) -> int:
-    return 0 if ids is None else ids.shape[1]
 
 
 def _check_positions(

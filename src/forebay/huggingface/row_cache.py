@@ -53,16 +53,18 @@ class RowCache(Cache):
         with self.model.resuming(self._held()):
             self._held().reorder(beam_idx)
 
-    def empty(self, new_tokens: int) -> None:
-        """Hold nothing, and expect prompts with room for `new_tokens` behind them."""
-        self.rows, self.seen, self.new_tokens = None, 0, new_tokens
+    def empty(self, model: LanguageModel, new_tokens: int) -> None:
+        """Hold nothing, and expect prompts of `model` with room for `new_tokens` behind them."""
+        self.model, self.rows, self.seen, self.new_tokens = model, None, 0, new_tokens
 
     def serves(self, prompts: Prompts, new_tokens: int) -> bool:
         """Whether it still holds its rows, and so many tokens fit behind `prompts`; or nothing can be begun anew: these
         are not all there is."""
-        columns = prompts.ids.shape[1]
-        if self.rows is None or columns <= self.seen or prompts.mask.shape[1] > columns or self.nameless:
+        columns, known = prompts.ids.shape[1], prompts.embeds is not None or not self.nameless
+        if self.rows is None or columns <= self.seen or prompts.mask.shape[1] > columns or not known:
             return True
+        if prompts.embeds is not None and not self.model.captured.embeds:
+            return False
         return self.model.holds(self.rows) and columns - self.seen + new_tokens - 1 <= self.rows.room
 
     def begin(self, rows: SequenceRows, prompts: Prompts, new_tokens: int) -> torch.Tensor:
@@ -70,8 +72,14 @@ class RowCache(Cache):
         self.rows, self.seen, self.nameless = rows, prompts.ids.shape[1], prompts.embeds is not None
         return rows.begin(prompts.rows(), new_tokens, prompts.embed_rows())
 
-    def extend(self, ids: torch.Tensor, attention_mask: torch.Tensor | None, keep: int) -> torch.Tensor:
-        """Logits [B, keep, V] of the last `keep` of ids [B, S]; the mask, if given, covers what was seen and these."""
+    def extend(
+        self, ids: torch.Tensor, attention_mask: torch.Tensor | None, keep: int, embeds: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits [B, keep, V] of the last `keep` of ids [B, S], or of `embeds` [B, S, H]; the mask, if given, covers
+        what was seen and these."""
+        if embeds is not None and not self.model.captured.embeds:
+            raise ValueError("inputs_embeds: this cache was begun with ids, whose steps take no embeddings; begin "
+                             "again with the embeddings of all tokens")
         rows = self._held()
         if ids.shape[0] != rows.lengths.numel():
             raise ValueError(f"the cache holds {rows.lengths.numel()} sequences, input_ids {ids.shape[0]}")
@@ -79,7 +87,8 @@ class RowCache(Cache):
                                                           rows.lengths + ids.shape[1]):
             raise ValueError("attention_mask must keep every token behind the prompt, and the prompt's own padding")
         with self.model.resuming(rows):
-            logits = rows.extend(ids, keep)
+            logits = rows.extend(ids, keep, None if embeds is None else list(embeds))
+        self.nameless = self.nameless or embeds is not None
         self.seen += ids.shape[1]
         return logits
 
