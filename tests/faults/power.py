@@ -65,7 +65,9 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """Record what is done meanwhile through `os` and `open`."""
+        """Record what is done meanwhile through `os` and `open`.
+
+        Long: a small stand-in for each function of the system, over the same few variables."""
         patch = pytest.MonkeyPatch()
         real = {name: getattr(os, name) for name in ("open", "write", "fsync", "replace", "rename", "unlink",
                                                      "ftruncate")}
