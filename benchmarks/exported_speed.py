@@ -1,0 +1,120 @@
+"""Tokens per second of exported ONNX models in onnxruntime-genai, beside those that its own builder makes of the same
+checkpoint, in turns: `python -m benchmarks.exported_speed [MODEL] [--folder DIR]`.
+
+Both in float32, and both with 4-bit weights in groups of 32 (ours symmetric, as the builder's are) whose products round
+activations to 8 bits, which is what the builder asks for on a CPU. The builder needs `pip install onnx_ir`. The ceiling
+is the memory's: bytes of the tensors that a decode step reads over the rate of plain reads of as many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import onnxruntime_genai as genai
+import torch
+
+import forebay
+from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+from forebay.rewriter.checkpoints.resolve import resolve_model
+
+PRECISIONS = {"float32": "fp32", "4 bits": "int4"}  # and the builder's names of them
+
+
+def make(model: Path, folder: Path) -> dict[tuple[str, str], Path]:
+    """The four models, by precision and maker; those that `folder` has are taken as they are."""
+    makers = ("forebay", "builder")
+    found = {(p, maker): folder / f"{maker}_{name}" for p, name in PRECISIONS.items() for maker in makers}
+    for (precision, maker), out in found.items():
+        if out.exists():
+            continue
+        if maker == "builder":
+            command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", model, "-o", out, "-e", "cpu",
+                       "-p", PRECISIONS[precision], "-c", folder / "cache"]
+            ran = subprocess.run(command, capture_output=True, text=True)
+            if ran.returncode:
+                raise SystemExit(f"the builder failed (it needs: pip install onnx_ir): {ran.stderr.splitlines()[-1]}")
+            continue
+        if precision == "4 bits":
+            quantize_model(model, folder / "packed", Wish("w4g32", (), "symmetric", head=True))
+            forebay.export(folder / "packed", out, "onnx", activations="int8")
+        else:
+            forebay.export(model, out, "onnx")
+    return found
+
+
+def opened(folder: Path, threads: int) -> genai.Model:
+    config = genai.Config(str(folder))
+    options = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
+    config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
+    return genai.Model(config)
+
+
+def answer(model: genai.Model, prompt: list[int], new_tokens: int) -> tuple[float, float]:
+    """Tokens/s of the prompt and of the answer behind its first token."""
+    options = genai.GeneratorParams(model)
+    whole = len(prompt) + new_tokens
+    options.set_search_options(max_length=whole, min_length=whole, do_sample=False)
+    generator = genai.Generator(model, options)
+    began = time.perf_counter()
+    generator.append_tokens(np.array([prompt], np.int32))
+    generator.generate_next_token()
+    first = time.perf_counter()
+    for _ in range(new_tokens - 1):
+        generator.generate_next_token()
+    return len(prompt) / (first - began), (new_tokens - 1) / (time.perf_counter() - first)
+
+
+def memory_rate(threads: int) -> float:
+    """Bytes/s of a sum over 256 MiB, the best of five."""
+    torch.set_num_threads(threads)
+    values, best = torch.ones(64 << 20), 0.0
+    for _ in range(5):
+        began = time.perf_counter()
+        values.sum()
+        best = max(best, values.nbytes / (time.perf_counter() - began))
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--folder", type=Path, help="keeps the models (default: a temporary one)")
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    asked = parser.parse_args()
+    checkpoint = resolve_model(asked.model, dequantize=True)
+    with tempfile.TemporaryDirectory(dir=checkpoint.parent) as temporary:
+        folders = make(checkpoint, asked.folder or Path(temporary))
+        rate = memory_rate(asked.threads)
+        models = {key: opened(folder, asked.threads) for key, folder in folders.items()}
+        nbytes = {key: sum(p.stat().st_size for p in folder.glob("model.onnx*")) for key, folder in folders.items()}
+        prompt = np.random.default_rng(0).integers(3, 400, asked.prompt).tolist()
+        found: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in models}
+        for _ in range(asked.rounds):
+            for key, model in models.items():
+                found[key].append(answer(model, prompt, asked.new))
+    print(f"prompt {asked.prompt}, {asked.new} new tokens, {asked.threads} threads, {asked.rounds} rounds in turns")
+    for (precision, maker), speeds in found.items():
+        decode = [d for _, d in speeds]
+        size = nbytes[precision, maker]
+        print(f"{precision:<8} {maker:<8} {size / 1e6:6.0f} MB  prefill {median(p for p, _ in speeds):6.0f}  decode "
+              f"{median(decode):6.1f} tokens/s ({min(decode):.1f} .. {max(decode):.1f}; {rate / size:.0f} at the "
+              "memory's rate)")
+    for precision in PRECISIONS:
+        ours, theirs = found[precision, "forebay"], found[precision, "builder"]
+        prefill, decode = (median(a[i] / b[i] for a, b in zip(ours, theirs, strict=True)) for i in (0, 1))
+        print(f"{precision}: forebay over builder, round by round: prefill {prefill:.2f}, decode {decode:.2f}")
+
+
+if __name__ == "__main__":
+    main()
