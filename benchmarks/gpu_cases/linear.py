@@ -29,7 +29,7 @@ def packed_rows(place: Place, n: int, k: int, bits: int) -> Tensor:
     """A weight of random codes, about normal with variance 1 / K once dequantised."""
     generator = torch.Generator(place.device).manual_seed(n + k)
     groups = row_sizes.group_count(k, GROUP)
-    nbytes = groups * GROUP * bits // 8
+    nbytes = row_sizes.codes_nbytes(k, bits, GROUP)
     codes = torch.randint(0, 256, (n, nbytes), dtype=torch.uint8, device=place.device, generator=generator)
     scale = torch.rand(n, groups, device=place.device, generator=generator) * (2**-bits * 8 / k**0.5)
     return packing.pack_rows(codes, scale.to(DTYPE), (scale * -(2 ** (bits - 1))).to(DTYPE))
