@@ -210,7 +210,7 @@ def _write_shard(path: Path, items: Sequence[PendingTensor], report: Callable[[i
     entries: dict[str, Any] = {}
     try:
         with naming(path), open(draft, "wb", buffering=0) as file:
-            writer = _Writer(file.fileno())
+            writer = Writer(file.fileno())
             writer.write(struct.pack("<Q", len(text)) + text)
             before = 0
             for item in items:
@@ -236,7 +236,7 @@ def _write_shard(path: Path, items: Sequence[PendingTensor], report: Callable[[i
     return entries
 
 
-class _Writer:
+class Writer:
     """Appends to a file, keeping few dirty pages and none of the written ones in the page cache."""
 
     def __init__(self, fd: int) -> None:

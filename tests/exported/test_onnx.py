@@ -20,7 +20,7 @@ from conftest import Checkpointed
 from families import FAMILIES
 
 import forebay
-from forebay.exported import onnx_model
+from forebay.exported import onnx_convert
 from forebay.exported.onnx_graph import Graph, value_info
 from forebay.kernels.attention.attention.reference import reference as attention_reference
 from forebay.kernels.formats.packing import pack_rows, unpack_rows
@@ -297,8 +297,8 @@ def test_the_model_is_what_others_expect(llama_checkpoint: Checkpointed, tmp_pat
 def test_what_has_no_meaning_is_named_with_its_layer(
     llama_checkpoint: Checkpointed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = onnx_model.of_target
-    monkeypatch.setattr(onnx_model, "of_target", lambda target: replace(known(target), onnx=None)
+    known = onnx_convert.of_target
+    monkeypatch.setattr(onnx_convert, "of_target", lambda target: replace(known(target), onnx=None)
                         if known(target) is ROTARY else known(target))
     with pytest.raises(forebay.ExportError, match=r"layer 0 computes forebay\.rotary.* export the model as a bundle"):
         forebay.export(llama_checkpoint.folder, tmp_path / "out", "onnx")

@@ -16,7 +16,8 @@ def export_command(
     model: ModelArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it appears whole or not at all.")],
     format: Annotated[str, typer.Option(
-        help="bundle: a folder that every other command takes as a model; onnx: one for onnxruntime and its like.")]
+        help="bundle: a folder that every other command takes as a model; onnx: one for onnxruntime and its like; "
+             "pt2: a program of torch.export; aoti: one compiled for this processor.")]
     = "bundle",
     dialect: Annotated[str, typer.Option(
         help="Of onnx: microsoft (onnxruntime's own operators too, and onnxruntime-genai's config) or standard.")]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -89,7 +90,7 @@ def _is_checked(name: str) -> bool:
 def is_bundle(folder: Path) -> bool:
     """Whether the manifest in `folder` is that of a bundle, of any version, or cannot be read."""
     path = folder / MANIFEST
-    return path.is_file() and b'"onnx"' not in path.read_bytes()[:200]
+    return path.is_file() and not re.search(rb'"format": "(onnx|pt2|aoti)"', path.read_bytes()[:200])
 
 
 def read_bundle(

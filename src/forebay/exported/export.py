@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -12,8 +13,11 @@ import forebay
 from forebay.commands.process_memory import available_nbytes
 from forebay.exported.bundle import GIVES, MACHINE, PLAN, read_bundle, seal, write_bundle
 from forebay.exported.errors import ExportError
+from forebay.exported.modules import trace_module
+from forebay.exported.pt2 import compile_program, describe_inputs, language_model_program, save_program
 from forebay.exported.source import Source, open_source
 from forebay.exported.whole_folder import MANIFEST, whole_folder
+from forebay.kernels.onnx_meaning import Dialect
 from forebay.rewriter.checkpoints.checkpoint import Progress
 from forebay.rewriter.checkpoints.packed import open_quantized, remember_verified
 from forebay.rewriter.checkpoints.packed_writer import write_json
@@ -24,7 +28,7 @@ from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import read_switches
 
-FORMATS = ("bundle", "onnx")
+FORMATS = ("bundle", "onnx", "pt2", "aoti")
 DIALECTS = ("microsoft", "standard")
 ACTIVATIONS = ("float32", "int8")
 
@@ -32,7 +36,7 @@ ACTIVATIONS = ("float32", "int8")
 def export(
     model: str | os.PathLike[str] | torch.nn.Module,
     out: str | os.PathLike[str],
-    format: Literal["bundle", "onnx"] = "bundle",
+    format: Literal["bundle", "onnx", "pt2", "aoti"] = "bundle",
     *,
     budget: Budget | int | str | dict[str, Any] | None = None,
     batch: int = 1,
@@ -42,6 +46,8 @@ def export(
     machine: Machine | None = None,
     dialect: Literal["microsoft", "standard"] = "microsoft",
     activations: Literal["float32", "int8"] = "float32",
+    inputs: Sequence[Any] | None = None,
+    dynamic_shapes: Any = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Path:
@@ -53,9 +59,13 @@ def export(
     default), `batch` sequences of `prompt` (default 128) and `new_tokens` tokens, a KV cache in the format `cache` and
     `machine`, this one by default. "onnx" is model.onnx, its tensors beside it, config and tokenizer, in a `dialect`:
     onnxruntime's own operators, with genai_config.json for onnxruntime-genai, or the standard's alone; with "int8"
-    `activations` onnxruntime may round what packed weights are multiplied with to 8 bits. `progress` is
-    told bytes written and bytes in all. `force` replaces an earlier export. One tensor's pieces are held at a time,
-    whatever the model's size.
+    `activations` onnxruntime may round what packed weights are multiplied with to 8 bits. "pt2" is
+    model.pt2 for `torch.export.load`, "aoti" one that AOTInductor compiled, for `torch._inductor.aoti_load_package`.
+    `progress` is told bytes written and bytes in all. `force` replaces an earlier export. One tensor's pieces are held
+    at a time, whatever the model's size (but by AOTInductor's compilation).
+
+    With `inputs`, example tensors, `model` is any module in memory, exported for inputs of their sizes, or, where
+    `dynamic_shapes` says so in the form of `torch.export.export`, of others; as all but a "bundle".
 
     Raises ExportError for what cannot be exported or written, CaptureError and CheckpointError for a model that cannot
     be read, or for a disk that lacks the space, known before the first byte; PlanError for a budget that cannot work.
@@ -67,10 +77,15 @@ def export(
     if activations not in ACTIVATIONS:
         raise ExportError(f"no activations {activations!r}; there are {', '.join(ACTIVATIONS)}")
     made = Path(out).expanduser()
-    if format == "onnx":
+    if format != "bundle":
         with whole_folder(made, force) as folder:
-            _write_onnx(open_source(model, "all"), folder, dialect, activations == "int8", progress)
+            if inputs is None:
+                _write_language_model(model, folder, format, dialect, activations == "int8", progress)
+            else:
+                _write_module(model, folder, format, dialect, progress, inputs, dynamic_shapes)
         return made
+    if inputs is not None:
+        raise ExportError("a bundle holds a language model; export other modules as onnx, pt2 or aoti")
     sizes = Budget(available_nbytes() // 2) if budget is None else parse_budget(budget)
     with whole_folder(made, force) as folder:
         source = open_source(model)
@@ -91,23 +106,67 @@ def _write_bundle(source: Source, folder: Path, progress: Progress | None) -> No
     write_bundle(folder, models, source.items, source.identity, source.prepare, progress, source.check)
 
 
-def _write_onnx(
-    source: Source, folder: Path, dialect: Literal["microsoft", "standard"], int8_activations: bool,
-    progress: Progress | None,
-) -> None:
+def _write_language_model(model: Any, folder: Path, format: str, dialect: Dialect, int8_activations: bool,
+                          progress: Progress | None) -> None:
+    if format == "onnx":
+        writers = _onnx_writers()
+        source = open_source(model, "all")
+        captured = rewrite_captured(source.captured, read_switches())
+        source.prepare(folder)
+        writers.language_model(folder, captured, source.items, dialect, int8_activations, progress, source.check)
+        if dialect == "microsoft":
+            writers.genai_config(folder, captured, source.config)
+        _write_manifest(folder, "onnx", dialect=dialect)
+        return
+    source = open_source(model)
+    captured = rewrite_captured(source.captured, read_switches())
+    source.prepare(folder)
+    program = language_model_program(source, captured)
+    if format == "pt2":
+        save_program(folder, program, progress, source.check)
+    else:
+        compile_program(folder, program, source.check)
+    _write_manifest(folder, format, **describe_inputs(captured))
+
+
+def _write_module(model: Any, folder: Path, format: str, dialect: Dialect, progress: Progress | None,
+                  inputs: Sequence[Any], dynamic_shapes: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ExportError("inputs= goes with a module in memory; a checkpoint is a language model, and needs none")
+    if format == "onnx":
+        writers = _onnx_writers()
+        writers.module(folder, trace_module(model, inputs, dynamic_shapes, read_switches()), dialect, progress)
+        _write_manifest(folder, "onnx", dialect=dialect)
+        return
+    program = trace_module(model, inputs, dynamic_shapes, read_switches()).program()
+    if format == "pt2":
+        save_program(folder, program, progress, lambda: None)
+    else:
+        compile_program(folder, program, lambda: None)
+    _write_manifest(folder, format)
+
+
+class _OnnxWriters(NamedTuple):
+    language_model: Callable[..., None]
+    genai_config: Callable[..., None]
+    module: Callable[..., None]
+
+
+def _onnx_writers() -> _OnnxWriters:
+    """What needs the onnx package."""
     try:
         from forebay.exported.genai_config import write_genai_config
         from forebay.exported.onnx_model import write_onnx
+        from forebay.exported.onnx_module import write_module
     except ModuleNotFoundError as error:
         if error.name != "onnx":
             raise
         raise ExportError("onnx is not installed; pip install 'forebay[export]'") from error
-    captured = rewrite_captured(source.captured, read_switches())
-    source.prepare(folder)
-    write_onnx(folder, captured, source.items, dialect, int8_activations, progress, source.check)
-    if dialect == "microsoft":
-        write_genai_config(folder, captured, source.config)
-    write_json(folder / MANIFEST, {"format": "onnx", "dialect": dialect, "written_by": forebay.__version__})
+    return _OnnxWriters(write_onnx, write_genai_config, write_module)
+
+
+def _write_manifest(folder: Path, format: str, **described: Any) -> None:
+    write_json(folder / MANIFEST, {"format": format, **described, "written_by": forebay.__version__})
 
 
 def _write_plan(folder: Path, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine | None) -> None:

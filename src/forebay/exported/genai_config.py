@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from forebay.exported.onnx_model import MODEL
+from forebay.exported.onnx_file import MODEL
 from forebay.rewriter.checkpoints.config import read_eos
 from forebay.rewriter.checkpoints.packed_writer import write_json
 from forebay.rewriter.ir.graph import CapturedModel

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from forebay.exported import onnx_networks
 from forebay.exported.onnx_graph import Graph
 from forebay.exported.onnx_views import shape_of
 from forebay.kernels.norms.onnx import layer_norm
@@ -20,7 +22,7 @@ TO_THE_END = 2**63 - 1
 
 def meaning_of(target: object) -> Callable[..., Any] | None:
     """What a function of torch's or Python's is in ONNX; None for one that is not known."""
-    return MEANINGS.get(target)
+    return MEANINGS.get(target) or onnx_networks.MEANINGS.get(target)
 
 
 def _number(g: Graph, value: Any, dtype: torch.dtype) -> str:
@@ -65,6 +67,30 @@ def _arange(g: Graph, *bounds: Any, dtype: torch.dtype | None = None, **_: Any) 
     start, end, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1)[:3]
     found = g.op("Range", *(_number(g, n, torch.int64) for n in (start, end, step)))
     return found if dtype in (None, torch.int64) else g.cast(found, dtype or torch.int64)
+
+
+def _filled(g: Graph, sizes: list[Any], value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> str:
+    kind = dtype or (torch.int64 if type(value) is int else torch.bool if type(value) is bool else torch.float32)
+    return g.op("Expand", g.constant(value, kind), g.sizes(sizes))
+
+
+def _of_booleans(kind: str) -> Callable[..., str]:
+    def meaning(g: Graph, a: OnnxValue, b: OnnxValue) -> str:
+        if (a.dtype, b.dtype) != (torch.bool, torch.bool):
+            raise NotImplementedError("of numbers")
+        return g.op(kind, a, b)
+    return meaning
+
+
+def _index(g: Graph, x: OnnxValue, indices: list[OnnxValue | None]) -> str:
+    """x[a, b, …] of its first dimensions."""
+    known = [i for i in indices if i is not None]
+    if len(known) < len(indices) or any(i.dtype != torch.int64 for i in known):
+        raise NotImplementedError("by a mask, or with dimensions left out")
+    zero, last = g.constant(0), g.constant([-1])
+    alike = functools.reduce(lambda a, b: g.op("Add", a, b), (g.op("Mul", i, zero) for i in known))
+    rows = [g.op("Unsqueeze", g.op("Add", i, alike), last) for i in known]
+    return g.op("GatherND", x, g.op("Concat", *rows, axis=-1))
 
 
 def _embedding(g: Graph, weight: OnnxValue, index: OnnxValue, *_: Any) -> str:
@@ -130,6 +156,10 @@ def _to_dtype(g: Graph, x: OnnxValue, dtype: torch.dtype, *_: Any, **__: Any) ->
     return g.cast(x, dtype)
 
 
+def _to_device(g: Graph, x: OnnxValue, device: Any, dtype: torch.dtype, *_: Any, **__: Any) -> str:
+    return g.cast(x, dtype)
+
+
 def _addmm(g: Graph, bias: OnnxValue, x: OnnxValue, weight: OnnxValue) -> str:
     return g.op("Add", g.op("MatMul", x, weight), bias)
 
@@ -189,11 +219,19 @@ MEANINGS: dict[object, Callable[..., Any]] = {
     aten.stack.default: lambda g, parts, dim=0: g.op(
         "Concat", *(g.op("Unsqueeze", p, g.constant([dim])) for p in parts), axis=dim),
     aten.slice.Tensor: _slice, aten.select.int: _select, aten.expand.default: _expand, aten.arange.default: _arange,
-    aten.arange.start: _arange, aten.view.default: _reshape, aten.reshape.default: _reshape,
+    aten.arange.start: _arange, aten.full.default: _filled,
+    aten.zeros.default: lambda g, sizes, **how: _filled(g, sizes, 0.0, **how),
+    aten.ones.default: lambda g, sizes, **how: _filled(g, sizes, 1.0, **how),
+    aten.new_ones.default: lambda g, x, sizes, dtype=None, **_: _filled(g, sizes, 1.0, dtype=dtype or x.dtype),
+    aten.__and__.Tensor: _of_booleans("And"), aten.logical_and.default: _of_booleans("And"),
+    aten.bitwise_and.Tensor: _of_booleans("And"), aten.index.Tensor: _index,
+    aten.to.dtype_layout: lambda g, x, *, dtype=None, **_: g.cast(x, dtype or x.dtype),
+    aten.view.default: _reshape, aten.reshape.default: _reshape,
     aten.transpose.int: _transpose, aten.permute.default: _permute, aten.t.default: lambda g, x: _transpose(g, x, 0, 1),
     aten.split.Tensor: _split, aten.split_with_sizes.default: _split, aten.chunk.default: _chunk,
-    aten.mean.dim: _mean, aten.sum.dim_IntList: _sum, aten.to.dtype: _to_dtype,
+    aten.mean.dim: _mean, aten.sum.dim_IntList: _sum, aten.to.dtype: _to_dtype, aten.to.device: _to_device,
     aten.contiguous.default: _same, aten.clone.default: _same, aten.alias.default: _same, aten.detach.default: _same,
+    aten._assert_tensor_metadata.default: lambda g, *_, **__: None,
     aten.embedding.default: _embedding, aten.linear.default: linear, aten.addmm.default: _addmm,
     aten.gather.default: lambda g, x, dim, index, **_: g.op("GatherElements", x, index, axis=dim),
     aten.index_select.default: lambda g, x, dim, index: g.op("Gather", x, index, axis=dim),

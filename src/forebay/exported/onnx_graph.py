@@ -57,13 +57,18 @@ class Graph:
         self._names += 1
         name = f"{self.prefix}{kind}_{self._names}"
         for given in inputs:
-            if given in self._stored:
-                self.place(self._stored[given][0])
+            self.used(given)
         names = [name] if outputs == 1 else [f"{name}_{i}" for i in range(outputs)]
         node = helper.make_node(kind, [str(i) for i in inputs], names, name, domain=domain, **attributes)
         self.nodes.append(node)
         self._makers.update(dict.fromkeys(names, node))
         return names[0] if outputs == 1 else tuple(names)
+
+    def used(self, value: str) -> str:
+        """`value`, in the file if it is a tensor of it."""
+        if value in self._stored:
+            self.place(self._stored[value][0])
+        return value
 
     def constant(self, value: Any, dtype: torch.dtype = torch.int64) -> str:
         key = ("constant", str(value), dtype)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from forebay.exported.errors import ExportError
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Source:
     """A model to export. `capture` gives the graphs, as captured, of steps that give something; `items` the weights as
-    they are stored, by their names in the graphs; `prepare` writes config, tokenizer and generation settings into a
-    folder; `check` raises where the files have changed since; `identity` tells models apart."""
+    they are stored, by their names in the graphs, and `tensor` one of them, mapped where it lies in a file; `prepare`
+    writes config, tokenizer and generation settings into a folder; `check` raises where the files have changed since;
+    `identity` tells models apart."""
 
     captured: CapturedModel
     capture: Callable[..., CapturedModel]
     items: dict[str, PendingTensor]
+    tensor: Callable[[str], torch.Tensor]
     config: PreTrainedConfig
     prepare: Callable[[Path], None]
     check: Callable[[], None]
@@ -57,7 +60,8 @@ def open_source(model: str | os.PathLike[str] | torch.nn.Module, gives: Gives = 
     config = read_config(folder, checkpoint.tensors)
     records = weight_records(captured, checkpoint, *checkpoint_names(config))
     return Source(captured, lambda gives: open_model(folder, gives=gives)[0],
-                  {name: _file_item(name, record) for name, record in records.items()}, config,
+                  {name: _file_item(name, record) for name, record in records.items()},
+                  lambda name: _mapped(records[name]), config,
                   partial(_copy_files, folder), checkpoint.require_unchanged, checkpoint.fingerprint)
 
 
@@ -68,6 +72,13 @@ def _copy_files(folder: Path, out: Path) -> None:
 
 def _file_item(name: str, record: TensorRecord) -> PendingTensor:
     return PendingTensor(name, record.dtype, record.shape, lambda: (record.packed, FileTensor(record).contents()))
+
+
+def _mapped(record: TensorRecord) -> torch.Tensor:
+    if not record.nbytes:
+        return torch.empty(record.shape, dtype=record.dtype)
+    data = np.memmap(record.path, np.uint8, "c", record.offset, (record.nbytes,))  # no page of it is ever written
+    return torch.from_numpy(data).view(record.dtype).reshape(record.shape)
 
 
 def _of_module(model: Any, gives: Gives) -> Source:
@@ -85,4 +96,5 @@ def _of_module(model: Any, gives: Gives) -> Source:
         if model.generation_config is not None:
             model.generation_config.save_pretrained(folder)
 
-    return Source(captured, partial(capture_model, model), items, model.config, prepare, lambda: None, "module")
+    return Source(captured, partial(capture_model, model), items, lambda name: tensors[name].detach(),
+                  model.config, prepare, lambda: None, "module")

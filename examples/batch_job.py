@@ -1,0 +1,28 @@
+"""Answer a file of prompts, and go on where it stopped if it is started again:
+python examples/batch_job.py MODEL PROMPTS.jsonl ANSWERS.jsonl
+
+A line of PROMPTS is {"id": …, "prompt": …}, one of ANSWERS {"id": …, "text": …, …}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def main(model: str, prompts: str, answers: str) -> None:
+    command = [sys.executable, "-m", "forebay", "run", model, "--prompts", prompts, "--output", answers,
+               "--budget", "120MiB", "--max-new-tokens", "16"]
+    ran = subprocess.run(command, env={"GOMP_SPINCOUNT": "0", **os.environ})
+    if ran.returncode:
+        sys.exit(ran.returncode)
+    for line in Path(answers).read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        print(f"{entry['id']}: {entry['text']}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

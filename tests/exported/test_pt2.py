@@ -1,0 +1,199 @@
+"""Exported torch programs: loaded where only the kernels are imported, compiled, and of modules of other kinds."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Checkpointed
+from families import FAMILIES, captured
+from networks import NETWORKS
+from torch.export import Dim
+
+import forebay
+from forebay.exported import export, pt2
+from forebay.exported.modules import TracedModule, trace_module
+from forebay.exported.program import step_program
+from forebay.exported.pt2 import describe_inputs, save_program
+from forebay.kernels.build.compile import compiler
+from forebay.rewriter.checkpoints.module_weights import named_tensors
+from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.switches import Switches
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NAMED = ("opt", "gpt2", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox")
+BATCH = ({0: Dim("batch", min=1)},)
+
+
+def generate(asked: dict[Path, list[torch.Tensor]], new_tokens: int) -> list[torch.Tensor]:
+    """By the example, in a process that has neither transformers nor anything of ours but the kernels."""
+    code = ("import sys, json; sys.path.insert(0, sys.argv[1]); from run_pt2 import generate; import forebay\n"
+            "found = [generate(folder, rows, int(sys.argv[3])).tolist() for folder, rows in json.loads(sys.argv[2])]\n"
+            "ours = {name.split('.')[1] for name in sys.modules if name.startswith('forebay.')}\n"
+            "assert 'transformers' not in sys.modules and ours == {'kernels'}, ours; print(json.dumps(found))")
+    given = json.dumps([(str(folder), [row.tolist() for row in rows]) for folder, rows in asked.items()])
+    ran = subprocess.run([sys.executable, "-c", code, str(EXAMPLES), given, str(new_tokens)], capture_output=True,
+                         text=True)
+    assert ran.returncode == 0, ran.stderr
+    return [torch.tensor(each) for each in json.loads(ran.stdout.splitlines()[-1])]
+
+
+def test_greedy_tokens_of_each_family(tmp_path: Path) -> None:
+    """From prompts of unequal length: batch, tokens and room in the cache are not those of the trace."""
+    import transformers
+
+    ids = torch.randint(3, 199, (2, 10), generator=torch.Generator().manual_seed(1))
+    rows, wanted, asked = [ids[0, 4:], ids[1]], [], {}
+    for family in NAMED:
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
+        with torch.no_grad():
+            wanted.append(torch.cat([model.generate(
+                row[None], max_new_tokens=32, do_sample=False, pad_token_id=0, eos_token_id=None)[:, len(row) :]
+                for row in rows]))
+        rewritten = rewrite_captured(captured(family), Switches())
+        program = step_program(rewritten, {**named_tensors(model), **rewritten.constants})
+        (tmp_path / family).mkdir()
+        save_program(tmp_path / family, program, None, lambda: None)
+        (tmp_path / family / "export.json").write_text(json.dumps({"format": "pt2", **describe_inputs(rewritten)}))
+        asked[tmp_path / family] = rows
+    for family, found, right in zip(NAMED, generate(asked, 32), wanted, strict=True):
+        assert torch.equal(found, right), family
+
+
+@pytest.fixture(scope="module")
+def exported(llama_checkpoint: Checkpointed, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return forebay.export(llama_checkpoint.folder, tmp_path_factory.mktemp("exported") / "out", "pt2")
+
+
+def test_a_folder_is_exported_with_what_goes_with_it(
+    exported: Path, llama_checkpoint: Checkpointed, tmp_path: Path
+) -> None:
+    known = json.loads((exported / "export.json").read_text())
+    assert known["format"] == "pt2" and len(known["caches"]) == 3 and (exported / "config.json").is_file()
+    rows = [row[mask.bool()] for row, mask in zip(llama_checkpoint.ids, llama_checkpoint.mask, strict=True)]
+    made = quantize_model(llama_checkpoint.folder, tmp_path / "w4", Wish("w4g32", head=True, embeddings=True))
+    packed = forebay.export(made.folder, tmp_path / "out", "pt2")
+    assert (packed / "model.pt2").stat().st_size < 0.4 * (exported / "model.pt2").stat().st_size
+    found, of_packed = generate({exported: rows, packed: rows}, 8)
+    assert torch.equal(found, llama_checkpoint.expected[:, 10:])
+    with forebay.wrap(tmp_path / "w4", "4MiB", batch=3, prompt=10, new_tokens=8) as lm:
+        assert torch.equal(of_packed, lm.generate(llama_checkpoint.ids, attention_mask=llama_checkpoint.mask,
+                                                  max_new_tokens=8, do_sample=False, eos_token_id=None)[:, 10:])
+
+
+def test_progress_is_told_and_weights_are_mapped(
+    llama_checkpoint: Checkpointed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs: list[Any] = []
+    saved = pt2.save_program
+    monkeypatch.setattr(export, "save_program", lambda out, program, *rest: (
+        programs.append(program), saved(out, program, *rest)))
+    told: list[tuple[int, int]] = []
+    forebay.export(llama_checkpoint.folder, tmp_path / "out", "pt2", progress=lambda *each: told.append(each))
+    assert told == sorted(told) and told[-1][0] == told[-1][1] > 0.9 * llama_checkpoint.nbytes
+    (file,) = llama_checkpoint.folder.glob("*.safetensors")
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [tuple(int(n, 16) for n in line.split()[0].split("-")) for line in lines if line.endswith(str(file))]
+    weights = programs[0].state_dict
+    outside = [name for name, t in weights.items() if not any(low <= t.data_ptr() < high for low, high in mapped)]
+    assert len(weights) > 25 and [name for name in outside if name.endswith(".weight")] == []
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_a_compiled_package_gives_the_tokens(tmp_path: Path) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES["llama"](layers=1)).eval()
+    row = torch.randint(3, 199, (6,))
+    with torch.no_grad():
+        wanted = model.generate(row[None], max_new_tokens=8, do_sample=False, eos_token_id=None)[:, 6:]
+    out = forebay.export(model, tmp_path / "out", "aoti")
+    assert torch.equal(generate({out: [row]}, 8)[0], wanted)
+
+
+def test_without_a_compiler_nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(forebay.ExportError, match=r"needs a C\+\+ compiler .*pt2"):
+        forebay.export(torch.nn.Linear(3, 4).eval(), tmp_path / "out", "aoti", inputs=(torch.zeros(2, 3),))
+    assert list(tmp_path.iterdir()) == []
+
+
+@functools.cache
+def network(name: str) -> tuple[Any, TracedModule, torch.Tensor, list[torch.Tensor]]:
+    """A small network, its trace for another batch, and what it gives for one."""
+    torch.manual_seed(0)
+    make, batch = NETWORKS[name]
+    module, example, x = make().eval(), batch(3), batch(5)
+    for each in module.modules():
+        if isinstance(each, torch.nn.BatchNorm2d):
+            each.running_mean.normal_()
+            each.running_var.uniform_(0.5, 2)
+    with torch.no_grad():
+        wanted = module(x)
+    return (module, trace_module(module, (example,), BATCH, Switches()), x,
+            [wanted] if isinstance(wanted, torch.Tensor) else list(wanted))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_that_are_no_language_models(name: str, tmp_path: Path) -> None:
+    _, traced, x, wanted = network(name)
+    save_program(tmp_path, traced.program(), None, lambda: None)
+    loaded = torch.export.load(str(tmp_path / "model.pt2"))
+    kinds = {str(node.target) for node in loaded.graph.nodes}
+    assert name not in ("BERT", "ViT") or {"forebay.layer_norm.default", "forebay.linear.default"} <= kinds
+    with torch.no_grad():
+        found = loaded.module()(x)
+    for given, right in zip([found] if isinstance(found, torch.Tensor) else found, wanted, strict=True):
+        assert torch.allclose(given, right, rtol=1e-4, atol=1e-5) and float(right.abs().max()) > 0.01
+
+
+def test_what_is_written_in_place_meanwhile_is_written_anew(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(inplace=True)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    traced = trace_module(module, (x,), None, Switches())
+    assert not any(getattr(n.target, "_schema", None) and n.target._schema.is_mutable for n in traced.gm.graph.nodes)
+    with torch.no_grad():
+        assert torch.allclose(traced.program().module()(x), module(x), atol=1e-6)
+
+
+class Changing(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return x * self.calls
+
+
+class Choosing(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
+@pytest.mark.parametrize(("module", "words"), [
+    (torch.nn.Dropout(), "Dropout is in training mode; call its eval"),
+    (Changing().eval(), "Changing changes its buffers or its inputs"),
+    (Choosing().eval(), "Choosing cannot be traced for these inputs: .*"),
+])
+def test_what_cannot_be_exported_is_told(module: torch.nn.Module, words: str, tmp_path: Path) -> None:
+    with pytest.raises(forebay.ExportError, match=words) as caught:
+        forebay.export(module, tmp_path / "out", "pt2", inputs=(torch.randn(3),))
+    assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
+
+
+def test_inputs_go_with_a_module_in_memory(llama_checkpoint: Checkpointed, tmp_path: Path) -> None:
+    with pytest.raises(forebay.ExportError, match="inputs= goes with a module in memory"):
+        forebay.export(llama_checkpoint.folder, tmp_path / "out", "pt2", inputs=(torch.zeros(1),))
+    with pytest.raises(forebay.ExportError, match="a bundle holds a language model"):
+        forebay.export(torch.nn.Linear(1, 1).eval(), tmp_path / "out", inputs=(torch.zeros(1),))
+    assert list(tmp_path.iterdir()) == []

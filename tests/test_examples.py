@@ -1,0 +1,70 @@
+"""The example of each way of use runs as it stands; those of exported files are run in tests/exported."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Checkpointed
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+WORDS = [f"w{i}" for i in range(190)]
+
+
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(llama_checkpoint: Checkpointed, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with a tokenizer of whole words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model")
+    shutil.copytree(llama_checkpoint.folder, folder, dirs_exist_ok=True)
+    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])},
+                                     unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+                            pad_token="<pad>").save_pretrained(folder)
+    return folder
+
+
+def test_a_compiled_module(capsys: pytest.CaptureFixture[str]) -> None:
+    example("compile_module").main()
+    said = capsys.readouterr().out
+    found = re.search(r"largest difference from eager: (\S+)", said)
+    assert found is not None and float(found[1]) < 1e-4 and "streamed" in said
+
+
+def test_a_bundle_that_answers(folder: Path, llama_checkpoint: Checkpointed, tmp_path: Path,
+                               capsys: pytest.CaptureFixture[str]) -> None:
+    example("export_bundle").main(str(folder), str(tmp_path / "out"), "w5 w7 w11")
+    answer = llama_checkpoint.model.generate(_ids([5, 7, 11]), max_new_tokens=16, do_sample=False, pad_token_id=0)
+    words = ["<pad>", "<s>", "</s>", "<unk>", *WORDS]
+    wanted = [words[i] for i in answer[0].tolist() if i > 3]
+    assert capsys.readouterr().out.split()[: len(wanted)] == wanted and len(wanted) > 3
+
+
+def _ids(numbers: list[int]) -> Any:
+    import torch
+
+    return torch.tensor([[n + 4 for n in numbers]])
+
+
+def test_a_batch_job(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prompts = [{"id": f"p{i}", "prompt": " ".join(WORDS[i : i + 3 + i])} for i in range(3)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
+    example("batch_job").main(str(folder), str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
+    said = capfd.readouterr().out
+    assert all(re.search(rf"^p{i}: ", said, re.MULTILINE) for i in range(3))
