@@ -35,8 +35,8 @@ def write_module(out: Path, traced: TracedModule, dialect: Dialect, progress: Pr
         elif isinstance(value, torch.Tensor):
             if value.dtype not in TYPES:
                 raise ExportError(f"the input {node.name} is {value.dtype}, which ONNX models here have not")
-            env[node] = OnnxValue(node.name, value.dtype, [n if isinstance(n, int) else None for n in value.shape], None,
-                                  [str(n) for n in value.shape])
+            known = [n if isinstance(n, int) else None for n in value.shape]
+            env[node] = OnnxValue(node.name, value.dtype, known, None, [str(n) for n in value.shape])
             inputs.append(value_info(node.name, value.dtype, _shape(node.name, value, names)))
         else:
             env[node] = value
