@@ -100,7 +100,8 @@ def trace_module(module: nn.Module, inputs: Sequence[Any], shapes: Any, switches
 @contextmanager
 def _tracing() -> Iterator[None]:
     """Without gradients, and without guards for chance: BERT's would rule out sequences of as many tokens as heads."""
-    with torch.no_grad(), sources_released(), _config.patch(backed_size_oblivious=True):
+    with torch.no_grad(), sources_released(), _config.patch(  # type: ignore[attr-defined]
+            backed_size_oblivious=True):
         yield
 
 
