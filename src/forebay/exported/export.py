@@ -70,12 +70,10 @@ def export(
     Raises ExportError for what cannot be exported or written, CaptureError and CheckpointError for a model that cannot
     be read, or for a disk that lacks the space, known before the first byte; PlanError for a budget that cannot work.
     """
-    if format not in FORMATS:
-        raise ExportError(f"no format {format!r}; there are {', '.join(FORMATS)}")
-    if dialect not in DIALECTS:
-        raise ExportError(f"no dialect {dialect!r}; there are {', '.join(DIALECTS)}")
-    if activations not in ACTIVATIONS:
-        raise ExportError(f"no activations {activations!r}; there are {', '.join(ACTIVATIONS)}")
+    for kind, given, known in (("format", format, FORMATS), ("dialect", dialect, DIALECTS),
+                               ("activations", activations, ACTIVATIONS)):
+        if given not in known:
+            raise ExportError(f"no {kind} {given!r}; there are {', '.join(known)}")
     made = Path(out).expanduser()
     if format != "bundle":
         with whole_folder(made, force) as folder:
@@ -89,15 +87,19 @@ def export(
     sizes = Budget(available_nbytes() // 2) if budget is None else parse_budget(budget)
     with whole_folder(made, force) as folder:
         source = open_source(model)
-        if prompt is None:
-            most = source.captured.max_positions
-            prompt = min(128, max(1, most // 2)) if most else 128
         _write_bundle(source, folder, progress)
         seal(folder)
-        _write_plan(folder, sizes, Workload(batch, prompt, new_tokens), Wishes(cache_format=cache), machine)
+        longest = _prompt_for(source) if prompt is None else prompt
+        _write_plan(folder, sizes, Workload(batch, longest, new_tokens), Wishes(cache_format=cache), machine)
         seal(folder)
     remember_verified(open_quantized(made, check="never"))
     return made
+
+
+def _prompt_for(source: Source) -> int:
+    """Tokens of the longest prompt, unless told."""
+    most = source.captured.max_positions
+    return min(128, max(1, most // 2)) if most else 128
 
 
 def _write_bundle(source: Source, folder: Path, progress: Progress | None) -> None:
