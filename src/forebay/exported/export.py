@@ -59,13 +59,12 @@ def export(
     default), `batch` sequences of `prompt` (default 128) and `new_tokens` tokens, a KV cache in the format `cache` and
     `machine`, this one by default. "onnx" is model.onnx, its tensors beside it, config and tokenizer, in a `dialect`:
     onnxruntime's own operators, with genai_config.json for onnxruntime-genai, or the standard's alone; with "int8"
-    `activations` onnxruntime may round what packed weights are multiplied with to 8 bits. "pt2" is
-    model.pt2 for `torch.export.load`, "aoti" one that AOTInductor compiled, for `torch._inductor.aoti_load_package`.
-    `progress` is told bytes written and bytes in all. `force` replaces an earlier export. One tensor's pieces are held
-    at a time, whatever the model's size (but by AOTInductor's compilation).
+    `activations` onnxruntime may round what packed weights are multiplied with to 8 bits. "pt2" is model.pt2 for
+    `torch.export.load`, "aoti" one that AOTInductor compiled. `progress` is told bytes written and in all. `force`
+    replaces an earlier export. One tensor's pieces are held at a time, but by AOTInductor's compilation.
 
-    With `inputs`, example tensors, `model` is any module in memory, exported for inputs of their sizes, or, where
-    `dynamic_shapes` says so in the form of `torch.export.export`, of others; as all but a "bundle".
+    With `inputs`, example tensors, `model` is any module in memory, exported, but as a "bundle", for their sizes, or
+    others where `dynamic_shapes`, as in `torch.export.export`, says so.
 
     Raises ExportError for what cannot be exported or written, CaptureError and CheckpointError for a model that cannot
     be read, or for a disk that lacks the space, known before the first byte; PlanError for a budget that cannot work.
@@ -89,8 +88,8 @@ def export(
         source = open_source(model)
         _write_bundle(source, folder, progress)
         seal(folder)
-        longest = _prompt_for(source) if prompt is None else prompt
-        _write_plan(folder, sizes, Workload(batch, longest, new_tokens), Wishes(cache_format=cache), machine)
+        workload = Workload(batch, _prompt_for(source) if prompt is None else prompt, new_tokens)
+        _write_plan(folder, sizes, workload, Wishes(cache_format=cache), machine)
         seal(folder)
     remember_verified(open_quantized(made, check="never"))
     return made
