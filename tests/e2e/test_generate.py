@@ -280,7 +280,6 @@ def test_sampling_is_reproducible_and_its_narrowest_is_greedy(resident: Language
     (dict(input_ids=torch.tensor([[-1]])), r"must lie in \[0, 997\)"),
     (dict(input_ids=torch.tensor([[1, 2]]), attention_mask=torch.tensor([[1]])), "attention_mask has shape"),
     (dict(input_ids=torch.tensor([[1, 2]]), inputs=torch.tensor([[1]])), "given twice"),
-    (dict(input_ids=torch.tensor([[1, 2, 3]]), attention_mask=torch.tensor([[1, 0, 1]])), "row 0 has a hole"),
     (dict(input_ids=torch.tensor([[1], [2]]), attention_mask=torch.tensor([[1], [0]])), "row 1 has no token"),
     (dict(input_ids=torch.tensor([[1]]), max_new_tokens=0), "max_new_tokens must be at least 1"),
     (dict(input_ids=torch.tensor([[1, 2]]), max_length=2), "max_length 2 leaves no room"),
