@@ -92,6 +92,7 @@ class Cells:
         self.step = 0
         self.labels: list[str] = []  # by item: what it is, and in which step
         self.flow: set[tuple[str, frozenset[str]]] = set()
+        self.updates: set[str] = set()  # labels of items that write over contents of the same name
 
     def of(self, span: Span) -> Iterator[Memory]:
         """The cells of a span."""
@@ -138,8 +139,18 @@ def flow(program: Program) -> Flow:
     return check(program, granule=0)
 
 
+def updates(program: Program) -> set[str]:
+    """Labels of the items of a real Program that write, in its first step, where contents of the name they give lie
+    already."""
+    return _unrolled(program, 0).updates
+
+
 def check(program: Program, granule: int = GRANULE) -> Flow:
     """Raise Refused unless every byte of `program`, run for STEPS steps, is read and written in one order only."""
+    return frozenset(_unrolled(program, granule).flow)
+
+
+def _unrolled(program: Program, granule: int) -> Cells:
     cells, order = Cells(program, granule), Order()
     for span in program.resident.values():
         for cell in cells.of(span):
@@ -163,7 +174,7 @@ def check(program: Program, granule: int = GRANULE) -> Flow:
                 cell.owner = None
         if not program.once and cells.owners() != before:
             raise Refused("a step leaves other contents")
-    return frozenset(cells.flow)
+    return cells
 
 
 def _do(item: Item, order: Order, cells: Cells) -> None:
@@ -194,6 +205,8 @@ def _do(item: Item, order: Order, cells: Cells) -> None:
             cell.readers.append(number)
             cell.unread = False
     for span in writes:
+        if cells.step <= 1 and any(cell.owner == span.buffer for cell in cells.of(span)):
+            cells.updates.add(item.label)
         if isinstance(item, Copy) and isinstance(item.dst, Rows) and any(
                 cell.owner != span.buffer for cell in cells.of(span)):
             raise Refused("written in part, but the rest holds something else")
