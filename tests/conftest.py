@@ -94,17 +94,21 @@ class Checkpointed:
 
         return open_model(self.folder)
 
+    def share(self, part: float) -> int:
+        """Bytes of a budget: such a share of the weights, beside what torch's operators take where no compiler makes
+        ours."""
+        from forebay.kernels.cpu_support import native
+
+        return int(part * self.nbytes) + (0 if native.load() is not None else 5 << 18)
+
     def language_model(self, device: int | float, host: int = 0, batch: int = 3, prompt: int = 10, new_tokens: int = 8,
                        **wishes: Any) -> Any:
-        """A LanguageModel on a budget of so many bytes, or such a share of the weights, beside what torch's operators
-        take where no compiler makes ours."""
+        """A LanguageModel on a budget of so many bytes, or such a share of the weights (`share`)."""
         from forebay.api import LanguageModel
-        from forebay.kernels.cpu_support import native
         from forebay.rewriter.ir.plan import Budget, Workload
         from forebay.rewriter.planning.wishes import Wishes
 
-        beside = 0 if native.load() is not None else 5 << 18
-        nbytes = device if isinstance(device, int) else int(device * self.nbytes) + beside
+        nbytes = device if isinstance(device, int) else self.share(device)
         return LanguageModel(*self.opened, Budget(nbytes, host), Workload(batch, prompt, new_tokens), Wishes(**wishes))
 
 

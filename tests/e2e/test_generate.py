@@ -311,7 +311,7 @@ def test_a_module_in_memory_moves_to_disk_and_computes_the_same(
     llama_checkpoint: Any, tmp_path: Path, loaded: bool
 ) -> None:
     module = in_memory(llama_checkpoint, loaded)
-    with wrap(module, {"device": llama_checkpoint.nbytes // 2, "disk": str(tmp_path)}, batch=3, prompt=10,
+    with wrap(module, {"device": llama_checkpoint.share(0.5), "disk": str(tmp_path)}, batch=3, prompt=10,
               new_tokens=8) as lm:
         assert sum(p.untyped_storage().nbytes() for p in module.parameters()) == 0, "its memory is given back"
         assert lm.plan.prediction.streamed_nbytes > 0
@@ -353,21 +353,21 @@ def test_a_budget_that_cannot_work_names_the_smallest_that_can(llama_checkpoint:
 def test_a_file_cut_short_while_running_is_named(llama_checkpoint: Any, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(llama_checkpoint.folder, folder)
-    lm = wrap(folder, {"device": llama_checkpoint.nbytes // 2}, batch=3, prompt=10, new_tokens=8, slots=2)
+    lm = wrap(folder, {"device": llama_checkpoint.share(0.5)}, batch=3, prompt=10, new_tokens=8, slots=2)
     answer(lm, llama_checkpoint, max_new_tokens=2)
     path = folder / "model.safetensors"
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(CheckpointError, match=r"model\.safetensors was changed"):
         answer(lm, llama_checkpoint)
     shutil.copy(llama_checkpoint.folder / "model.safetensors", path)
-    lm = wrap(folder, {"device": llama_checkpoint.nbytes // 2}, batch=3, prompt=10, new_tokens=8, slots=2)
+    lm = wrap(folder, {"device": llama_checkpoint.share(0.5)}, batch=3, prompt=10, new_tokens=8, slots=2)
     with pytest.raises(TruncatedFileError, match=r"model\.safetensors"):
         answer(lm, llama_checkpoint, on_token=lambda _: os.truncate(path, path.stat().st_size // 2))
     lm.close()  # told once
     shutil.copy(llama_checkpoint.folder / "model.safetensors", path)
     with pytest.raises(CheckpointError, match=r"model\.safetensors was changed"):  # the same again, for all one knows
         answer(lm, llama_checkpoint)
-    lm = wrap(folder, {"device": llama_checkpoint.nbytes // 2}, batch=3, prompt=10, new_tokens=8, slots=2)
+    lm = wrap(folder, {"device": llama_checkpoint.share(0.5)}, batch=3, prompt=10, new_tokens=8, slots=2)
     check(lm, llama_checkpoint)
     lm.close()
     os.truncate(path, path.stat().st_size // 2)
@@ -425,7 +425,7 @@ def test_memory_that_cannot_be_had_leaves_no_thread(llama_checkpoint: Any, monke
 
 def test_a_failed_copy_is_told_once_and_closing_does_not_wait_for_ever(llama_checkpoint: Any) -> None:
     host = {"host": 2 * llama_checkpoint.nbytes}
-    device = int(0.5 * llama_checkpoint.nbytes)
+    device = llama_checkpoint.share(0.5)
     with wrap(llama_checkpoint.folder, {"device": device} | host, batch=3, prompt=10, new_tokens=8, slots=2) as lm:
         check(lm, llama_checkpoint)
         lm.session.device._worker(UPLOAD).error = OSError("a copy failed")
@@ -480,7 +480,7 @@ def test_what_cannot_be_planned_is_refused_by_name(llama_checkpoint: Any, option
 def test_under_inference_mode(llama_checkpoint: Any) -> None:
     """The arenas are made in the caller's mode; uploads are made by a thread that is in none."""
     host = {"host": 2 * llama_checkpoint.nbytes}
-    device = int(0.5 * llama_checkpoint.nbytes)
+    device = llama_checkpoint.share(0.5)
     with wrap(llama_checkpoint.folder, {"device": device} | host, batch=3, prompt=10, new_tokens=8, slots=2) as lm:
         with torch.inference_mode():
             check(lm, llama_checkpoint)

@@ -257,7 +257,7 @@ def test_the_folders_own_generation_config(llama_checkpoint: Any, tmp_path: Path
                                            max_new_tokens=5, eos_token_id=2, pad_token_id=0)
     config.save_pretrained(folder)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    with wrap(folder, int(0.7 * llama_checkpoint.nbytes), batch=3, prompt=10, new_tokens=8) as lm:
+    with wrap(folder, llama_checkpoint.share(0.7), batch=3, prompt=10, new_tokens=8) as lm:
         for options in ({}, dict(do_sample=False), dict(repetition_penalty=1.0),
                         dict(generation_config=transformers.GenerationConfig(top_k=5, max_new_tokens=4))):
             found = []

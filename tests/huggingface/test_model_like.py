@@ -211,7 +211,7 @@ def test_loglikelihood(streamed: LanguageModel, llama_checkpoint: Any) -> None:
 def test_an_emptied_module_says_so_and_its_wrapping_scores_too(llama_checkpoint: Any, tmp_path: Path) -> None:
     module = transformers.AutoModelForCausalLM.from_pretrained(llama_checkpoint.folder)
     module.generation_config.max_new_tokens = 3
-    with wrap(module, {"device": int(0.7 * llama_checkpoint.nbytes), "disk": str(tmp_path)}) as lm:
+    with wrap(module, {"device": llama_checkpoint.share(0.7), "disk": str(tmp_path)}) as lm:
         with pytest.raises(RuntimeError, match=r"LlamaForCausalLM was emptied by forebay\.wrap"):
             module(llama_checkpoint.ids)
         with pytest.raises(RuntimeError, match="was emptied"):
