@@ -42,7 +42,7 @@ serve(run)
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(isolated, "START_S", 20.0)
     (tmp_path / "jobs.py").write_text(JOBS)
-    made = isolated.Worker([sys.executable, str(tmp_path / "jobs.py"), str(FILE.parent)])
+    made = isolated.IsolatedWorker([sys.executable, str(tmp_path / "jobs.py"), str(FILE.parent)])
     yield made
     made.close()
 

@@ -55,7 +55,7 @@ order = np.array(sorted(range(len(buffers)), key=lambda i: starts[i]), dtype=np.
 
 def placed(call, begin):
     offsets = np.array(begin, dtype=np.int64)
-    call(native.Problem(buffers), offsets)
+    call(native.BufferColumns(buffers), offsets)
     return offsets.tolist()
 
 stacked = np.cumsum([0, *(b.size for b in buffers)])[:-1]

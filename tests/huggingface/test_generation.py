@@ -209,11 +209,13 @@ def test_an_assistants_cache_serves_all_its_drafts(streamed: LanguageModel, llam
         assert drafted[0] >= 10 and len(drafted) > 4 and max(drafted[1:]) <= 3
 
 
-def test_who_cannot_assist_is_told_why(streamed: LanguageModel, llama_checkpoint: Any, tied_checkpoint: Any) -> None:
+def test_who_cannot_assist_is_told_why(
+    streamed: LanguageModel, llama_checkpoint: Any, tied_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match="cannot assist itself"):
         streamed.generate(llama_checkpoint.ids[2:], max_new_tokens=3, assistant_model=streamed)
     with tied_checkpoint.language_model(2.0) as other:
-        other.captured.vocab_size = 700
+        monkeypatch.setattr(other.captured, "vocab_size", 700)  # what is captured is shared
         with pytest.raises(ValueError, match="drafts greedily alone"):
             streamed.generate(llama_checkpoint.ids[2:], max_new_tokens=3, assistant_model=other, do_sample=True)
 

@@ -129,6 +129,7 @@ READERS = {
     "rewriter/predict/item_costs.py": {"item.op"},  # which read as much as they write
     "passes/lower/lower.py": {"str(node.target)"},  # names of inputs
     "rewriter/capture/step_graphs.py": {"str(node.target)"},  # names of inputs
+    "src/forebay/exported/modules.py": {"str(spec.target)"},  # names of parameters
 }
 
 
