@@ -40,8 +40,18 @@ class OnnxGraph(Protocol):
     dialect: Dialect
     int8_activations: bool  # products of packed rows may round what they are given to 8 bits
 
-    def op(self, kind: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: Any) -> Any:
-        """The name of what an operator gives, a tuple of them where it gives several; "" leaves an input out."""
+    def op(
+        self, kind: str, *inputs: str, outputs: int = 1, domain: str = "", named: Sequence[str] = (), **attributes: Any
+    ) -> Any:
+        """The name of what an operator gives, a tuple of them where it gives several; "" leaves an input out. `named`
+        are names to give to results behind those, "" for one that is not wanted."""
+
+    def sum(self, a: str, b: str) -> str:
+        """Two values of one shape, added, unless an operator that follows adds them itself (`summands`)."""
+
+    def summands(self, value: str) -> tuple[str, str] | None:
+        """What `sum` adds to give `value`: an operator that adds them itself and gives `value` as well (`named`) stands
+        in its place, and reads nothing younger."""
 
     def constant(self, value: Any, dtype: torch.dtype = torch.int64) -> str:
         """A number, or a list of them."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from forebay.kernels.onnx_meaning import OnnxGraph, OnnxValue
+from forebay.kernels.onnx_meaning import MICROSOFT, OnnxGraph, OnnxValue
 
 
 def rms_norm(g: OnnxGraph, x: OnnxValue, weight: str, eps: float) -> str:
     """x / sqrt(mean x^2 + eps) * weight. In the older opset the parts, which onnxruntime makes one operator of."""
     if g.dialect == "standard":
         return g.op("RMSNormalization", x, weight, axis=-1, epsilon=eps, stash_type=1)
+    terms = _summands(g, x)
+    if terms is not None:
+        return g.op("SkipSimplifiedLayerNormalization", *terms, weight, domain=MICROSOFT, named=("", "", x),
+                    epsilon=eps)
     wide = x if x.dtype == torch.float32 else g.cast(x, torch.float32)
     mean = g.op("ReduceMean", g.op("Pow", wide, g.constant(2.0, torch.float32)), g.constant([-1]), keepdims=1)
     deviation = g.op("Sqrt", g.op("Add", mean, g.constant(eps, torch.float32)))
@@ -19,18 +23,27 @@ def rms_norm(g: OnnxGraph, x: OnnxValue, weight: str, eps: float) -> str:
 
 
 def add_rms_norm(g: OnnxGraph, x: OnnxValue, residual: str, weight: str, eps: float) -> tuple[str, str]:
-    summed = OnnxValue(g.op("Add", x, residual), x.dtype, x.shape)
+    summed = OnnxValue(g.sum(x, residual), x.dtype, x.shape)
     return rms_norm(g, summed, weight, eps), summed
 
 
 def layer_norm(g: OnnxGraph, x: OnnxValue, weight: str | None, bias: str | None, eps: float) -> str:
     """(x - mean) / sqrt(variance + eps) * weight + bias."""
     scale = g.constant([1.0] * (x.shape[-1] or 1), x.dtype) if weight is None else weight
+    terms = _summands(g, x) if g.dialect == "microsoft" else None
+    if terms is not None:
+        shift = [] if bias is None else [bias]
+        return g.op("SkipLayerNormalization", *terms, scale, *shift, domain=MICROSOFT, named=("", "", x), epsilon=eps)
     return g.op("LayerNormalization", x, scale, *([] if bias is None else [bias]), axis=-1, epsilon=eps)
 
 
 def add_layer_norm(
     g: OnnxGraph, x: OnnxValue, residual: str, weight: str | None, bias: str | None, eps: float
 ) -> tuple[str, str]:
-    summed = OnnxValue(g.op("Add", x, residual), x.dtype, x.shape)
+    summed = OnnxValue(g.sum(x, residual), x.dtype, x.shape)
     return layer_norm(g, summed, weight, bias, eps), summed
+
+
+def _summands(g: OnnxGraph, x: OnnxValue) -> tuple[str, str] | None:
+    """What a norm of onnxruntime's own may add itself to give x, which it gives as its fourth result."""
+    return g.summands(x) if len(x.shape) == 3 and x.dtype == torch.float32 else None

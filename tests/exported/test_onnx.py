@@ -275,6 +275,7 @@ def test_a_layer_has_no_operator_that_only_views(llama_checkpoint: Checkpointed,
     inner = [node.op_type for node in model.graph.node if node.name.startswith("layer.1/")]
     assert inner.count("MatMul") == 5 and inner.count("Split") == 1 and inner.count("RotaryEmbedding") == 2
     assert not {"Transpose", "Reshape", "Concat", "Shape"} & set(inner)
+    assert inner.count("SkipSimplifiedLayerNormalization") == 2 and not {"Add", "Pow", "Sqrt"} & set(inner)
     merged = [t.name for t in model.graph.initializer if "+" in t.name]
     assert len(merged) == 3 and all(name.count("_proj.weight") == 3 for name in merged)
 

@@ -6,6 +6,8 @@ standard Attention appends behind whatever the cache holds, padding too, and hid
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from forebay.kernels.onnx_meaning import MICROSOFT, OnnxGraph, OnnxValue
@@ -28,7 +30,7 @@ def attention(
     if g.dialect == "microsoft":
         rows = (g.op("Reshape", g.op("Transpose", t, perm=[0, 2, 1, 3]), g.constant([0, 0, -1]))
                 for t in (q, new_k, new_v))
-        more = {"softcap": softcap} if softcap else {}
+        more: dict[str, Any] = {"softcap": softcap} if softcap else {}
         if window:
             more["local_window_size"] = window
         out, present_k, present_v = g.op(

@@ -20,7 +20,7 @@ def followed(
     y = y if bias is None else g.op("Add", y, bias)
     y = activated(g, y, activation)
     y = y if multiplier is None else g.op("Mul", y, multiplier)
-    return y if residual is None else g.op("Add", y, residual)
+    return y if residual is None else g.sum(y, residual)
 
 
 def activated(g: OnnxGraph, y: str, activation: str) -> str:

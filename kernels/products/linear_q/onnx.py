@@ -35,7 +35,7 @@ def _by_codes(g: OnnxGraph, x: OnnxValue, rows: OnnxValue, bits: int, in_feature
     codes, scale, low = rows.parts
     middle, dims = 1 << (bits - 1), len(x.shape)
     scales = g.once(("scales", scale), lambda: g.cast(scale, torch.float32))  # [N, g]
-    how = {"accuracy_level": 4} if g.int8_activations else {}
+    how: dict[str, Any] = {"accuracy_level": 4} if g.int8_activations else {}
     y = g.op("MatMulNBits", x, codes, g.op("Reshape", scales, g.constant([-1])), domain=MICROSOFT, K=in_features,
              N=codes.shape[0], bits=bits, block_size=group_size, **how)
     if low is None:

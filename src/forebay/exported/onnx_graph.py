@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 import onnx
@@ -44,10 +44,13 @@ class Graph:
         self._makers: dict[str, onnx.NodeProto] = {}
         self._numbers: dict[str, Any] = {}  # constants' values
         self._ranks: dict[str, int] = {}
+        self._sums: dict[str, tuple[str, str]] = {}
 
     # -- operators
 
-    def op(self, kind: str, *inputs: str, outputs: int = 1, domain: str = "", **attributes: Any) -> Any:
+    def op(
+        self, kind: str, *inputs: str, outputs: int = 1, domain: str = "", named: Sequence[str] = (), **attributes: Any
+    ) -> Any:
         for given in inputs:
             if isinstance(given, OnnxValue) and given.shape:
                 self._ranks[str(given)] = len(given.shape)
@@ -59,10 +62,25 @@ class Graph:
         for given in inputs:
             self.used(given)
         names = [name] if outputs == 1 else [f"{name}_{i}" for i in range(outputs)]
-        node = helper.make_node(kind, [str(i) for i in inputs], names, name, domain=domain, **attributes)
-        self.nodes.append(node)
-        self._makers.update(dict.fromkeys(names, node))
+        given_names = [str(i) for i in (*names, *named)]
+        node = helper.make_node(kind, [str(i) for i in inputs], given_names, name, domain=domain, **attributes)
+        summed = next((n for n in given_names if n in self._sums), None)
+        if summed is None:
+            self.nodes.append(node)
+        else:  # it stands where the sum stood, before all that reads it
+            del self._sums[summed]
+            behind = sum(1 for _ in takewhile(lambda other: other is not self._makers[summed], reversed(self.nodes)))
+            self.nodes[-1 - behind] = node
+        self._makers.update(dict.fromkeys(filter(None, given_names), node))
         return names[0] if outputs == 1 else tuple(names)
+
+    def sum(self, a: str, b: str) -> str:
+        made = self.op("Add", a, b)
+        self._sums[made] = a, b
+        return str(made)
+
+    def summands(self, value: str) -> tuple[str, str] | None:
+        return self._sums.get(str(value))
 
     def used(self, value: str) -> str:
         """`value`, in the file if it is a tensor of it."""
