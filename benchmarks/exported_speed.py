@@ -22,6 +22,7 @@ import onnxruntime_genai as genai
 import torch
 
 import forebay
+from benchmarks.quantized_linear import ceiling_bytes_per_s
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.checkpoints.resolve import resolve_model
 
@@ -72,17 +73,6 @@ def answer(model: genai.Model, prompt: list[int], new_tokens: int) -> tuple[floa
     return len(prompt) / (first - began), (new_tokens - 1) / (time.perf_counter() - first)
 
 
-def memory_rate(threads: int) -> float:
-    """Bytes/s of a sum over 256 MiB, the best of five."""
-    torch.set_num_threads(threads)
-    values, best = torch.ones(64 << 20), 0.0
-    for _ in range(5):
-        began = time.perf_counter()
-        values.sum()
-        best = max(best, values.nbytes / (time.perf_counter() - began))
-    return best
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="demo")
@@ -95,7 +85,8 @@ def main() -> None:
     checkpoint = resolve_model(asked.model, dequantize=True)
     with tempfile.TemporaryDirectory(dir=checkpoint.parent) as temporary:
         folders = make(checkpoint, asked.folder or Path(temporary))
-        rate = memory_rate(asked.threads)
+        torch.set_num_threads(asked.threads)
+        rate = ceiling_bytes_per_s(5)
         models = {key: opened(folder, asked.threads) for key, folder in folders.items()}
         nbytes = {key: sum(p.stat().st_size for p in folder.glob("model.onnx*")) for key, folder in folders.items()}
         prompt = np.random.default_rng(0).integers(3, 400, asked.prompt).tolist()

@@ -49,9 +49,9 @@ class OnnxGraph(Protocol):
     def sum(self, a: str, b: str) -> str:
         """Two values of one shape, added, unless an operator that follows adds them itself (`summands`)."""
 
-    def summands(self, value: str) -> tuple[str, str] | None:
-        """What `sum` adds to give `value`: an operator that adds them itself and gives `value` as well (`named`) stands
-        in its place, and reads nothing younger."""
+    def summands(self, value: str, *others: str) -> tuple[str, str] | None:
+        """What `sum` adds to give `value`, for an operator that adds them itself and gives `value` as well (`named`),
+        and stands in the sum's place. None where one of the `others` that it reads is younger."""
 
     def constant(self, value: Any, dtype: torch.dtype = torch.int64) -> str:
         """A number, or a list of them."""

@@ -137,6 +137,16 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor]
 }
 
 
+def evaluated(name: str) -> nn.Module:
+    """A network of NETWORKS that is not trained, with statistics in its batch norms."""
+    module = NETWORKS[name][0]().eval()
+    for each in module.modules():
+        if isinstance(each, nn.BatchNorm2d):
+            each.running_mean.normal_()  # type: ignore[union-attr]
+            each.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+    return module
+
+
 class Wide(nn.Module):
     """One weight is half of all: larger than any slot that fits beside the rest."""
 

@@ -11,7 +11,7 @@ def rms_norm(g: OnnxGraph, x: OnnxValue, weight: str, eps: float) -> str:
     """x / sqrt(mean x^2 + eps) * weight. In the older opset the parts, which onnxruntime makes one operator of."""
     if g.dialect == "standard":
         return g.op("RMSNormalization", x, weight, axis=-1, epsilon=eps, stash_type=1)
-    terms = _summands(g, x)
+    terms = _summands(g, x, weight)
     if terms is not None:
         return g.op("SkipSimplifiedLayerNormalization", *terms, weight, domain=MICROSOFT, named=("", "", x),
                     epsilon=eps)
@@ -30,11 +30,11 @@ def add_rms_norm(g: OnnxGraph, x: OnnxValue, residual: str, weight: str, eps: fl
 def layer_norm(g: OnnxGraph, x: OnnxValue, weight: str | None, bias: str | None, eps: float) -> str:
     """(x - mean) / sqrt(variance + eps) * weight + bias."""
     scale = g.constant([1.0] * (x.shape[-1] or 1), x.dtype) if weight is None else weight
-    terms = _summands(g, x) if g.dialect == "microsoft" else None
+    shift = [] if bias is None else [bias]
+    terms = _summands(g, x, scale, *shift) if g.dialect == "microsoft" else None
     if terms is not None:
-        shift = [] if bias is None else [bias]
         return g.op("SkipLayerNormalization", *terms, scale, *shift, domain=MICROSOFT, named=("", "", x), epsilon=eps)
-    return g.op("LayerNormalization", x, scale, *([] if bias is None else [bias]), axis=-1, epsilon=eps)
+    return g.op("LayerNormalization", x, scale, *shift, axis=-1, epsilon=eps)
 
 
 def add_layer_norm(
@@ -44,6 +44,6 @@ def add_layer_norm(
     return layer_norm(g, summed, weight, bias, eps), summed
 
 
-def _summands(g: OnnxGraph, x: OnnxValue) -> tuple[str, str] | None:
+def _summands(g: OnnxGraph, x: OnnxValue, *others: str) -> tuple[str, str] | None:
     """What a norm of onnxruntime's own may add itself to give x, which it gives as its fourth result."""
-    return g.summands(x) if len(x.shape) == 3 and x.dtype == torch.float32 else None
+    return g.summands(x, *others) if len(x.shape) == 3 and x.dtype == torch.float32 else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,7 +26,7 @@ from forebay.passes.product_nodes import Linear, is_product, linear_arguments
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import META, Gemm, values_of
 from forebay.rewriter.ir.operator_names import called
-from forebay.rewriter.ir.program import COMPUTE, Launch, TensorRef, dtype_itemsize, span_of
+from forebay.rewriter.ir.program import COMPUTE, Launch, TensorRef, dtype_itemsize, row_major_strides, span_of
 
 aten = torch.ops.aten
 
@@ -204,13 +203,9 @@ def _narrow(ref: TensorRef, dim: int, lower: int, length: int) -> TensorRef:
 
 def _reshaped(ref: TensorRef, shape: tuple[int, ...], node: fx.Node) -> TensorRef:
     """Row-major memory seen in another shape."""
-    if ref.stride != _row_major_strides(ref.shape):
+    if ref.stride != row_major_strides(ref.shape):
         raise LoweringError(f"lower: {node.name} reshapes into a permuted layout")
-    return TensorRef(ref.arena, ref.offset, ref.dtype, shape, _row_major_strides(shape), ref.buffer)
-
-
-def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(max(1, s) for s in shape[i + 1 :]) for i in range(len(shape)))
+    return TensorRef(ref.arena, ref.offset, ref.dtype, shape, row_major_strides(shape), ref.buffer)
 
 
 def _refs(value: Any) -> list[TensorRef]:

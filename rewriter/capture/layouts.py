@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from forebay.rewriter.ir.program import row_major_strides
+
 aten = torch.ops.aten
 
 _NUMERIC = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default}
@@ -93,15 +95,7 @@ _RULES: dict[object, Callable[..., torch.Tensor | None]] = {
 def _plain(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all have one dtype and the strides of a new tensor, those of a single element's dimension too."""
     return all(t.dtype is tensors[0].dtype and t.layout is torch.strided and t.numel()
-               and t.stride() == _strides(t.shape) for t in tensors)
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    found, step = [], 1
-    for n in reversed(shape):
-        found.append(step)
-        step *= n
-    return tuple(found[::-1])
+               and t.stride() == row_major_strides(t.shape) for t in tensors)
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

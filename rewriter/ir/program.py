@@ -7,7 +7,7 @@ order them, as CUDA events do: a Wait refers to the latest Record of its event t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, dataclass_transform
 
@@ -252,6 +252,11 @@ def dtype_itemsize(dtype: str) -> int:
     import torch
 
     return getattr(torch, dtype).itemsize
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a new tensor."""
+    return tuple(math.prod(max(1, s) for s in shape[i + 1 :]) for i in range(len(shape)))
 
 
 def span_of(ref: TensorRef) -> Span:

@@ -140,6 +140,19 @@ def test_norms(dialect: Dialect) -> None:
     assert torch.equal(summed, x + residual)
 
 
+def test_a_norm_does_not_add_what_is_summed_before_its_weight_is_known() -> None:
+    inputs = {"x": normal(2, 3, 24), "r": normal(2, 3, 24) + 1, "w": normal(24)}
+
+    def build(g: Graph, v: Mapping[str, OnnxValue]) -> Any:
+        summed = OnnxValue(g.sum(v["x"], v["r"]), torch.float32, (2, 3, 24))
+        weight = g.op("Add", v["w"], g.constant(1.0, torch.float32))
+        return RMS_NORM.onnx(g, summed, weight, 1e-5), summed
+
+    normed, summed = run("microsoft", build, inputs)
+    close(summed, inputs["x"] + inputs["r"])
+    close(normed, torch.ops.forebay.rms_norm(inputs["x"] + inputs["r"], inputs["w"] + 1, 1e-5))
+
+
 @both
 @pytest.mark.parametrize("batch", [1, 3])
 def test_rotary(dialect: Dialect, batch: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import onnxruntime
 import pytest
 import torch
-from networks import NETWORKS
+from networks import NETWORKS, evaluated
 from torch.export import Dim
 
 import forebay
@@ -45,12 +45,8 @@ def exported(module: torch.nn.Module, out: Path, dialect: Dialect, *inputs: torc
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_for_any_batch(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    make, batch = NETWORKS[name]
-    module, x = make().eval(), batch(5)
-    for each in module.modules():
-        if isinstance(each, torch.nn.BatchNorm2d):
-            each.running_mean.normal_()
-            each.running_var.uniform_(0.5, 2)
+    module, batch = evaluated(name), NETWORKS[name][1]
+    x = batch(5)
     with torch.no_grad():
         wanted = module(x)
     traced = trace_module(module, (batch(3),), ({0: Dim("batch", min=1)},), Switches())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import Checkpointed
 from families import FAMILIES, captured
-from networks import NETWORKS
+from networks import NETWORKS, evaluated
 from torch.export import Dim
 
 import forebay
@@ -131,12 +131,8 @@ def test_without_a_compiler_nothing_is_compiled(tmp_path: Path, monkeypatch: pyt
 def network(name: str) -> tuple[Any, TracedModule, torch.Tensor, list[torch.Tensor]]:
     """A small network, its trace for another batch, and what it gives for one."""
     torch.manual_seed(0)
-    make, batch = NETWORKS[name]
-    module, example, x = make().eval(), batch(3), batch(5)
-    for each in module.modules():
-        if isinstance(each, torch.nn.BatchNorm2d):
-            each.running_mean.normal_()
-            each.running_var.uniform_(0.5, 2)
+    module, batch = evaluated(name), NETWORKS[name][1]
+    example, x = batch(3), batch(5)
     with torch.no_grad():
         wanted = module(x)
     return (module, trace_module(module, (example,), BATCH, Switches()), x,

@@ -69,8 +69,7 @@ class Graph:
             self.nodes.append(node)
         else:  # it stands where the sum stood, before all that reads it
             del self._sums[summed]
-            behind = sum(1 for _ in takewhile(lambda other: other is not self._makers[summed], reversed(self.nodes)))
-            self.nodes[-1 - behind] = node
+            self.nodes[-1 - len(self._behind(summed))] = node
         self._makers.update(dict.fromkeys(filter(None, given_names), node))
         return names[0] if outputs == 1 else tuple(names)
 
@@ -79,8 +78,16 @@ class Graph:
         self._sums[made] = a, b
         return str(made)
 
-    def summands(self, value: str) -> tuple[str, str] | None:
-        return self._sums.get(str(value))
+    def summands(self, value: str, *others: str) -> tuple[str, str] | None:
+        terms = self._sums.get(str(value))
+        if terms is None or any(other in node.output for node in self._behind(value) for other in others):
+            return None
+        return terms
+
+    def _behind(self, value: str) -> list[onnx.NodeProto]:
+        """The nodes behind the one that gives `value`, the last first."""
+        maker = self._makers[str(value)]
+        return list(takewhile(lambda node: node is not maker, reversed(self.nodes)))
 
     def used(self, value: str) -> str:
         """`value`, in the file if it is a tensor of it."""
