@@ -8,19 +8,27 @@ import torch
 
 from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, repeated
 from forebay.kernels.formats import packing
+from forebay.kernels.operator import Tensors, nbytes_of
 from forebay.kernels.quantization.dequantize_rows import reference as rows_op
 from forebay.kernels.quantization.quantize import reference as op
+from forebay.kernels.quantization.quantize.operator import QUANTIZE
 
 DTYPE = torch.bfloat16
 GROUP = 64
+
+
+def _nbytes(rows: int, columns: int, bits: int, dim: int) -> int:
+    """Bytes of a matrix and of its codes, scales and lows: what is moved, in either direction."""
+    x = torch.empty(rows, columns, dtype=DTYPE, device="meta")
+    cost = QUANTIZE.cost(Tensors((x,), {}, QUANTIZE.overload(x, bits, GROUP, dim, DTYPE)))
+    return cost.read_nbytes + cost.written_nbytes
 
 
 def quantize_work(place: Place, bits: int, dim: int) -> Work:
     from forebay.kernels.quantization.quantize.gpu import quantize
 
     rows, columns = place.size(4096, 5), place.size(4096, 5)
-    count = rows * columns
-    nbytes = count * 2 + count * bits // 8 + 4 * count // GROUP
+    nbytes = _nbytes(rows, columns, bits, dim)
     xs = list(repeated(lambda: normal(place, rows, columns, dtype=DTYPE), place.copies(nbytes)))
     ours = [functools.partial(quantize, x, bits, GROUP, dim, DTYPE) for x in xs]
 
@@ -35,8 +43,7 @@ def dequantize_work(place: Place, bits: int, dim: int) -> Work:
     from forebay.kernels.quantization.quantize.gpu import dequantize
 
     rows, columns = place.size(4096, 5), place.size(4096, 5)
-    count = rows * columns
-    nbytes = count * 2 + count * bits // 8 + 4 * count // GROUP
+    nbytes = _nbytes(rows, columns, bits, dim)
     x = normal(place, rows, columns, dtype=DTYPE)
     parts = op.reference(x, bits, GROUP, dim, DTYPE)
     packed = list(repeated(lambda: parts[0], place.copies(nbytes)))
@@ -56,8 +63,8 @@ def dequantize_rows_work(place: Place, bits: int, transposed: bool) -> Work:
 
     n, k = place.size(4096, 5), place.size(14336, 139)
     rows = packing.pack_rows(*op.reference(normal(place, n, k, dtype=DTYPE), bits, GROUP, -1, DTYPE))
-    nbytes = n * k * 2 + rows.nbytes
     out = torch.empty((k, n) if transposed else (n, k), dtype=DTYPE, device=place.device)
+    nbytes = nbytes_of(rows, out)
     given = k, bits, GROUP, DTYPE, DTYPE, transposed
     packed = list(repeated(lambda: rows, place.copies(nbytes)))
     ours = [bind_dequantize_rows(one, *given, out=out) for one in packed]

@@ -260,8 +260,8 @@ def audit_cases() -> list[AuditCase]:
         strides = ("qb", "qh", "qs", "kb", "kh", "ks", "vb", "vh", "vs", "cb", "cs", "nb", "ns", "ob", "oh", "os",
                    "kcb", "kch", "kcl", "vcb", "vch", "vcl", "pb", "ph")  # fmt: skip
         numbers = ("queries", "q_heads", "heads", "blocks", "capacity", *strides)
-        stored = 2 * heads * (dim * bits // 8 + 4 * dim // group if bits else 2 * dim)
-        tables = 2 if q_heads else 0
+        layout = BlockLayout(paged or 1, heads, dim, f"block{bits}" if bits else "native", torch.bfloat16, group)
+        stored, tables = heads * layout.position_nbytes, 2 if q_heads else 0
         nbytes = tokens * (2 * (2 * q_heads + 2 * heads + tables) * dim + 8 + stored)
         cases.append(
             AuditCase(
