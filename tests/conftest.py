@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's own functions look at it when they are imported
-sys.path.insert(0, str(Path(__file__).parent))  # families, tiny, e2e.agreement
+sys.path.insert(0, str(Path(__file__).parent))  # families, budgets, e2e.agreement
 
 
 def pytest_configure() -> None:
@@ -94,12 +94,13 @@ class Checkpointed:
 
         return open_model(self.folder)
 
-    def share(self, part: float) -> int:
-        """Bytes of a budget: such a share of the weights, beside what torch's operators take where no compiler makes
-        ours."""
-        from forebay.kernels.cpu_support import native
+    def share(self, part: float, workload: Any = None, wishes: Any = None, host: int = 0) -> int:
+        """Bytes of a budget: such a share of the weights, beside what operators take here (`operators_nbytes`)."""
+        from budgets import operators_nbytes
 
-        return int(part * self.nbytes) + (0 if native.load() is not None else 5 << 18)
+        from forebay.rewriter.ir.plan import Workload
+
+        return int(part * self.nbytes) + operators_nbytes(self.opened, workload or Workload(3, 10, 8), wishes, host)
 
     def language_model(self, device: int | float, host: int = 0, batch: int = 3, prompt: int = 10, new_tokens: int = 8,
                        **wishes: Any) -> Any:
@@ -108,8 +109,9 @@ class Checkpointed:
         from forebay.rewriter.ir.plan import Budget, Workload
         from forebay.rewriter.planning.wishes import Wishes
 
-        nbytes = device if isinstance(device, int) else self.share(device)
-        return LanguageModel(*self.opened, Budget(nbytes, host), Workload(batch, prompt, new_tokens), Wishes(**wishes))
+        workload, wanted = Workload(batch, prompt, new_tokens), Wishes(**wishes)
+        nbytes = device if isinstance(device, int) else self.share(device, workload, wanted, host)
+        return LanguageModel(*self.opened, Budget(nbytes, host), workload, wanted)
 
 
 def _checkpointed(config: Any, folder: Path) -> Checkpointed:

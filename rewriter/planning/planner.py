@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, aligned
@@ -86,7 +86,7 @@ def smallest_budget(needs: ModelNeeds, workload: Workload, wishes: Wishes) -> tu
     chunk = plan.schedule.prefill_chunk
     upper, _ = _upper(needs, chunk)
     parts["activation"] = min(max(needs.need(chunk).activations, needs.need(1).activations),
-                              upper - parts.get("cache", 0))  # less where the cache takes the rest over
+                              upper - _aligned(needs.cache))  # less where the cache takes the rest over
     parts["workspace"] = needs.workspace(chunk)
     return high, parts
 
@@ -151,7 +151,7 @@ def _candidates(
     found = []
     for chunk in chunks:
         upper, _ = _upper(needs, chunk)
-        fixed = upper + needs.workspace(chunk) + sum(aligned(n) for n in needs.constants.values())
+        fixed = upper + needs.workspace(chunk) + _aligned(needs.constants)
         fixed += needs.staged.device_nbytes if needs.staged is not None else 0
         room = budget.device - fixed - kinds.pinned_nbytes
         if room < 0:
@@ -197,11 +197,16 @@ def _upper(needs: ModelNeeds, chunk: int) -> tuple[int, bool]:
     """Bytes that cache, from below, and activations, from above, take together, and whether a prefill's activations
     may lie where decoding has cache, as its own ends with the prompt (FlashDecoding++Next, section V)."""
     need, decode = needs.need(chunk).activations, needs.need(1).activations
-    whole, prompt = (sum(aligned(n) for n in sizes.values()) for sizes in (needs.cache, needs.cache_prompt))
+    whole, prompt = _aligned(needs.cache), _aligned(needs.cache_prompt)
     grows = needs.cache_prompt and (whole - prompt) * GROWTH_PARTS >= whole
     if grows and chunk > 1 and need > decode:  # a chunk of one token is a decode step, which has the whole cache
         return max(prompt + aligned(need), whole + aligned(decode)), True
     return whole + aligned(max(need, decode)), False
+
+
+def _aligned(sizes: Mapping[str, int]) -> int:
+    """Bytes that buffers of such sizes take together."""
+    return sum(aligned(n) for n in sizes.values())
 
 
 def _resident(kinds: _Kinds, fit: _ChunkRoom) -> set[str]:

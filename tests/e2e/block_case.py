@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from budgets import operators_nbytes
 from e2e.agreement import assert_same_tokens
 from families import gemma2, gpt2, llama, opt
 
@@ -45,20 +46,22 @@ class Case:
                                                 pad_token_id=0, eos_token_id=None)
         self.nbytes = sum(p.numel() * 4 for p in self.model.parameters())
 
-    def language_model(self, share: float, machine: Machine | None = None, **wishes: Any) -> LanguageModel:
-        """On `share` of the model's bytes, and, where caches lie in host memory or a GPU's copies pass through it,
-        `HOST_NBYTES` of that."""
+    def language_model(self, device: int | float, machine: Machine | None = None, **wishes: Any) -> LanguageModel:
+        """On so many bytes, or on such a share of the model's beside what operators take here, and, where caches lie in
+        host memory or a GPU's copies pass through it, `HOST_NBYTES` of that."""
         host = HOST_NBYTES if wishes.get("cache_tier") == "host" or "cache_shares" in wishes or machine else 0
-        return LanguageModel(*self.opened, Budget(int(share * self.nbytes), host), Workload(COUNT, PROMPT, NEW),
-                             Wishes(**{"cache_tier": "device"} | wishes), machine)
+        workload, wanted = Workload(COUNT, PROMPT, NEW), Wishes(**{"cache_tier": "device"} | wishes)
+        nbytes = device if isinstance(device, int) else int(device * self.nbytes) + (
+            0 if machine else operators_nbytes(self.opened, workload, wanted, host))
+        return LanguageModel(*self.opened, Budget(nbytes, host), workload, wanted, machine)
 
     def tight(self, **wishes: Any) -> LanguageModel:
         """On a budget hardly larger than the smallest."""
         with pytest.raises(PlanError) as refused:
-            self.language_model(0.1, **wishes)
+            self.language_model(self.nbytes // 10, **wishes)
         found = re.search(r"the smallest that can is .*?\((\d+) bytes", str(refused.value))
         assert found
-        return self.language_model(1.03 * int(found[1]) / self.nbytes, **wishes)
+        return self.language_model(int(1.03 * int(found[1])), **wishes)
 
     def answer(self, lm: LanguageModel, **options: Any) -> torch.Tensor:
         return lm.generate(self.ids, attention_mask=self.mask, max_new_tokens=NEW, pad_token_id=0, eos_token_id=None,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from budgets import operators_nbytes
 from e2e.agreement import assert_same_tokens
 from e2e.block_case import ATTENDED, COUNT, DISK, HOST, HOST_NBYTES, NEW, PROMPT, SHARED, Case
 from late import make_late
@@ -282,7 +284,7 @@ def test_more_sequences_than_the_device_could_cache(cases: Callable[[str], Case]
     workload = Workload(count, length, new)
     with LanguageModel(*case.opened, Budget(1 << 30), workload, Wishes()) as lm:
         whole = sum(b.nbytes for b in lm.plan.buffers_of("decode") if b.kind == "cache")
-    budget = Budget(int(0.75 * whole))
+    budget = Budget(int(0.75 * whole) + operators_nbytes(case.opened, workload))
     with pytest.raises(PlanError, match="cannot work for batch 24"):
         LanguageModel(*case.opened, budget, workload, Wishes(cache_tier="device"))
     with LanguageModel(*case.opened, budget, workload, Wishes()) as lm:
@@ -367,5 +369,8 @@ def test_shares_that_no_budget_of_the_device_holds_are_refused_with_what_they_ne
     wishes = SHARED | {"cache_shares": (1.0, 0.0)}
     with cases("llama").language_model(0.9, micro_batches=2, **DISK):
         pass
-    with pytest.raises(PlanError, match=r"cannot work for batch 6.*the smallest that can is"):
+    with pytest.raises(PlanError, match=r"cannot work for batch 6.*the smallest that can is") as refused:
         cases("llama").language_model(0.2, micro_batches=2, **wishes)
+    parts = re.findall(r"([a-z]+) (-?[\d.]+) [KM]?i?B[,)]", str(refused.value))
+    assert {"cache", "activation", "workspace"} <= {name for name, _ in parts}
+    assert all(float(size) >= 0 for _, size in parts)

@@ -34,6 +34,8 @@ class QuantizedLinearArgs(ctypes.Structure):
 
 
 NAMES = ("int16", "int8", "flat", "upcast")
+# fp32 numbers that the torch code holds for each element of a weight being unpacked, and of a result being finished.
+UNPACKED_FLOATS, RESULT_FLOATS = 6, 4
 INTEGER_NBYTES = {"int16": 2, "int8": 1, "flat": 0}
 M_BLOCK = 64  # rows of x that the C++ kernels hold at a time
 
@@ -56,7 +58,10 @@ def _check_out(x: Tensor, rows: Tensor, out: Tensor, after: After) -> tuple[Tens
 def scratch_nbytes(impl: str, dtype: torch.dtype, m: int, n: int, k: int, group_size: int) -> int:
     """Upper bound, in bytes, of the scratch that a call holds for x [m, k] of dtype and n outputs."""
     if impl == "upcast":
-        return SCRATCH_NBYTES + 64 * max(1, k) + 8 * m
+        rows, columns = (min(of, step) for of, step in zip((m, n), _upcast_steps(m, k), strict=True))
+        unpacked = 4 * UNPACKED_FLOATS * columns * packing.group_count(k, group_size) * group_size
+        held = 4 * rows * k + unpacked + 4 * RESULT_FLOATS * rows * columns
+        return min(SCRATCH_NBYTES, held) + 64 * max(1, k) + 8 * m
     return 4 * _scratch_floats(impl, dtype, m, k, group_size)
 
 
@@ -70,6 +75,15 @@ def _scratch_floats(impl: str, dtype: torch.dtype, m: int, k: int, group_size: i
     return max(min(rows * per_row + rest, SCRATCH_NBYTES // 4), per_row + rest)
 
 
+def _upcast_steps(m: int, k: int) -> tuple[int, int]:
+    """Rows of x, and of the weight, that `_upcast` takes at a time: a quarter of the scratch for rows of x and for
+    their results, a half for a tile of weight being unpacked."""
+    m_step = max(1, SCRATCH_NBYTES // 16 // max(1, k))
+    n_step = max(1, min(SCRATCH_NBYTES // 8 // UNPACKED_FLOATS // max(1, k),
+                        SCRATCH_NBYTES // 16 // max(1, min(m, m_step))))
+    return m_step, n_step
+
+
 def _upcast(
     x: Tensor,
     rows: Tensor,
@@ -80,10 +94,7 @@ def _upcast(
 ) -> None:
     bits, k, group_size, scale_dtype = stored
     m, n = x.shape[0], rows.shape[0]
-    # A quarter of the scratch for rows of x and for their results, a half for a tile of weight being unpacked: about
-    # six fp32 numbers an element.
-    m_step = max(1, SCRATCH_NBYTES // 16 // max(1, k))
-    n_step = max(1, min(SCRATCH_NBYTES // 8 // 6 // max(1, k), SCRATCH_NBYTES // 16 // max(1, min(m, m_step))))
+    m_step, n_step = _upcast_steps(m, k)
     for m0 in range(0, m, m_step):
         x32 = x[m0 : m0 + m_step].float()
         for n0 in range(0, n, n_step):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from budgets import operators_nbytes
 from families import gemma2, gpt2, llama, opt
 from late import make_late
 
@@ -74,8 +75,10 @@ class Case:
 
     def language_model(self, share: float = 1.0, places: int = PLACES, **wishes: Any) -> LanguageModel:
         host = HOST_NBYTES if wishes.get("cache_tier") == "host" or "cache_shares" in wishes else 0
-        return LanguageModel(*self.opened, Budget(int(share * self.nbytes), host), Workload(places, PROMPT, NEW),
-                             Wishes(**{"cache_tier": "device", "prefill_chunk": 5} | wishes))
+        workload = Workload(places, PROMPT, NEW)
+        wanted = Wishes(**{"cache_tier": "device", "prefill_chunk": 5} | wishes)
+        nbytes = int(share * self.nbytes) + operators_nbytes(self.opened, workload, wanted, host)
+        return LanguageModel(*self.opened, Budget(nbytes, host), workload, wanted)
 
     def asked(self) -> list[Asked]:
         """Each prompt with a generator that is its own."""

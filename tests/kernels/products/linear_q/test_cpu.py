@@ -3,12 +3,14 @@ must refuse."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from forebay.kernels import operators
 from forebay.kernels.build import compile
@@ -179,6 +181,21 @@ def test_scratch_stays_within_its_bound(bits: int, impl: str, monkeypatch: pytes
     if impl != "upcast":
         held = native._held.floats.nbytes
         assert 0 < held <= scratch_nbytes(impl, torch.bfloat16, 70, 30, 333, 64) <= 1 << 14
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 96, 256), (3, 997, 96), (300, 300, 64), (9, 5, 4096), (200, 700, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_torch_takes_is_bounded_by_the_products_size(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    """Every allocation counted; a small product is not said to take what the largest may."""
+    rows, _ = make(4, n, k, 32)
+    x, out, multiplier = (torch.randn(shape).to(dtype) for shape in ((m, k), (m, n), (m, n)))
+    call = bind_linear_q("upcast", x, rows, None, out, Packing(4, k, 32), After("silu", multiplier))
+    call()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        call()
+    held = itertools.accumulate(e.nbytes() for e in seen.profiler.kineto_results.events() if e.name() == "[memory]")
+    bound = scratch_nbytes("upcast", dtype, m, n, k, 32)
+    assert 0 < max(held) <= bound <= 64 * k + 8 * m + 4 * (m * k + 6 * n * max(32, k) + 4 * m * n)
 
 
 @pytest.mark.parametrize(("bits", "impl"), IMPLS)
