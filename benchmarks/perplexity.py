@@ -5,9 +5,8 @@ with each weight of its linear layers (not the head, not the embedding) replaced
 `forebay::dequantize` gives, or with the keys and values of its attention packed as the cache's rows and read back, or
 made again from hidden states that were packed as a checkpoint's rows (act8): the numbers that streaming the packed
 bytes must reproduce. Peers in the same run, where installed: torchao (int4, asymmetric) and HQQ (4 bits, its
-half-quadratic search), at the same group size, and llama.cpp on the GGUF file itself (through xllamacpp). llama.cpp's
-server gives the probabilities of one next token per request, so its row has few tokens, and the reference is repeated
-on them. Windows of 512 tokens, each predicted from its own start; see `forebay.commands.evaluate.perplexity`.
+half-quadratic search), at the same group size, and llama.cpp on the GGUF file itself (through xllamacpp). Windows of
+512 tokens, each predicted from its own start; see `forebay.commands.evaluate.perplexity`.
 
 Weights that come from Q4_1 lie on a grid of 32: w4g32 finds it again and is exact, while every coarser 4-bit group
 rounds a second time.
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import llama_cpp
 from forebay.kernels.cache.activation_append_q import reference as activation_append_q
 from forebay.kernels.cache.kv_append_q import reference as kv_append_q
 from forebay.kernels.formats import row_sizes
@@ -38,7 +38,6 @@ from forebay.rewriter.checkpoints.resolve import demo_gguf, resolve_model
 TEXT = Path(__file__).resolve().parent.parent / "examples/text/stories.txt"
 WINDOW = 512
 GROUP = 64  # of the peers
-FEW = 1000  # probabilities asked of llama.cpp at first; all 49152 make an answer of 5 MB
 
 Treat = Callable[[torch.Tensor], torch.Tensor]
 Row = dict[str, Any]
@@ -138,32 +137,6 @@ class Reference:
         return math.exp(loss / (ids.numel() - 1))
 
 
-def by_llama_cpp(path: Path, ids: torch.Tensor, vocabulary: int, threads: int) -> float:
-    """llama.cpp's own perplexity of ids [T]: one request a token."""
-    import xllamacpp
-
-    params = xllamacpp.CommonParams()
-    params.model.path = str(path)
-    params.n_ctx, params.n_parallel, params.cpuparams.n_threads, params.warmup = WINDOW + 8, 1, threads, False
-    server = xllamacpp.Server(params)
-
-    def likelihoods(ids: list[int], count: int) -> dict[int, float]:
-        answer: Any = server.handle_completions(
-            {"prompt": ids, "max_tokens": 1, "n_probs": count, "cache_prompt": True, "temperature": 0.0})
-        (said,) = answer["choices"][0]["logprobs"]["content"]
-        return {entry["id"]: entry["logprob"] for entry in said["top_logprobs"]}
-
-    loss = 0.0
-    for start in range(0, ids.numel() - 1, WINDOW):
-        part = ids[start : start + WINDOW + 1].tolist()
-        for end in range(1, len(part)):
-            found = likelihoods(part[:end], FEW)
-            if part[end] not in found:
-                found = likelihoods(part[:end], vocabulary)
-            loss -= found[part[end]]
-    return math.exp(loss / (ids.numel() - 1))
-
-
 def contestants() -> Mapping[str, tuple[Treat | None, ...]]:
     """Name -> what happens to weights, to keys and values, and to the activations that these are made from again."""
     kv = {f.name: (lambda x, bits=f.bits: cached(x, bits)) for f in CACHE_FORMATS.values() if f.bits}
@@ -194,7 +167,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--tokens", type=int, default=16384, help="of the text; 0: all")
-    parser.add_argument("--llama-tokens", type=int, default=512, help="for llama.cpp; 0: leave it out")
     parser.add_argument("--only", default="", help="comma-separated names of rows; the reference is always one")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
@@ -220,11 +192,9 @@ def main() -> None:
         if name == "reference" or not wanted or name in wanted:
             found = add(name, ids.numel() - 1, base, lambda t=treats: reference.measure(ids, *t))
             base = base or found
-    if args.llama_tokens and importlib.util.find_spec("xllamacpp") and (not wanted or "llama.cpp" in wanted):
-        few = ids[: args.llama_tokens + 1]
-        own = add("reference", few.numel() - 1, None, lambda: reference.measure(few, None, None))
-        add("llama.cpp on Q4_1", few.numel() - 1, own, lambda: by_llama_cpp(
-            demo_gguf(), few, reference.model.config.vocab_size, args.threads))
+    if importlib.util.find_spec("xllamacpp") and (not wanted or "llama.cpp" in wanted):
+        add("llama.cpp on Q4_1", ids.numel() - 1, base,
+            lambda: llama_cpp.perplexity(demo_gguf(), ids, WINDOW, args.threads))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
