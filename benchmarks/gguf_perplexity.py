@@ -82,8 +82,8 @@ def by_forebay(path: Path, ids: torch.Tensor) -> tuple[float, int]:
     """Perplexity of ids [T] as the file runs by default, and the bytes of its weights then."""
     folder = path.with_suffix("")
     nbytes = quantize_model(path, folder, Wish(KEEP, head=True, embeddings=True)).nbytes
-    with open_scorer(folder, Budget(2 << 30), context=WINDOW + 1) as lm:
-        found = perplexity(lm, ids, WINDOW + 1, WINDOW).perplexity
+    with open_scorer(folder, Budget(2 << 30), context=WINDOW) as lm:
+        found = perplexity(lm, ids, WINDOW).perplexity
     shutil.rmtree(folder)
     return found, nbytes
 

@@ -124,8 +124,9 @@ def _convert_once(path: Path, identity: str, dequantize: bool, progress: Progres
 
 
 @contextmanager
-def held(path: Path) -> Iterator[None]:
-    """Hold `path` against other processes; the kernel lets go of it when this one dies."""
+def held(path: Path, wait: bool = True) -> Iterator[None]:
+    """Hold `path` against other processes; the kernel lets go of it when this one dies. CheckpointError where it cannot
+    be made, and without `wait` where another process holds it."""
     try:
         make_cache_folder()
         path.parent.mkdir(exist_ok=True)
@@ -135,7 +136,11 @@ def held(path: Path) -> Iterator[None]:
             f"the cache {path.parent} cannot be written ({error.strerror}); set FOREBAY_CACHE to a folder that can"
         ) from error
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{path.name[1:].removesuffix('.lock')} is being converted by another process; try "
+                                  "again once it has ended") from None
         yield
     finally:
         os.close(fd)

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from budgets import operators_nbytes
 from e2e.agreement import assert_same_tokens
 from families import FAMILIES
 
@@ -51,8 +52,9 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize(("share", "slots"), BUDGETS)
 def test_tokens_equal_transformers(family, share: float, slots: int | None) -> None:
     model, opened, ids, mask, expected, nbytes = family
-    budget = int(nbytes * share)
-    with LanguageModel(*opened, Budget(budget), Workload(3, PROMPT, NEW), Wishes(slots=slots)) as lm:
+    workload, wishes = Workload(3, PROMPT, NEW), Wishes(slots=slots)
+    budget = int(nbytes * share) + operators_nbytes(opened, workload, wishes)
+    with LanguageModel(*opened, Budget(budget), workload, wishes) as lm:
         ours = lm.generate(ids, attention_mask=mask, max_new_tokens=NEW, eos_token_id=None)
         streamed = lm.plan.prediction.streamed_nbytes
         if share < 1:

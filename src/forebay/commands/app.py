@@ -13,6 +13,7 @@ from forebay.commands.calibrate import calibrate_command
 from forebay.commands.chat import chat
 from forebay.commands.export import export_command
 from forebay.commands.machine import machine_command
+from forebay.commands.models import models_command
 from forebay.commands.plan import explain, plan
 from forebay.commands.quantize import quantize_command
 from forebay.commands.run import run
@@ -56,4 +57,5 @@ app.command("quantize")(quantize_command)
 app.command("export")(export_command)
 app.command("calibrate")(calibrate_command)
 app.command("machine")(machine_command)
+app.command("models")(models_command)
 app.command("allocate")(allocate)

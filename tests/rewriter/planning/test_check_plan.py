@@ -19,7 +19,7 @@ Opened = Callable[[dict[str, Any] | None], LanguageModel]
 @pytest.fixture(scope="module")
 def opened(llama_checkpoint: Any) -> Opened:
     """A LanguageModel by a plan given as JSON, or by one of its own."""
-    parts, budget = open_model(llama_checkpoint.folder), Budget(llama_checkpoint.nbytes * 3 // 4)
+    parts, budget = open_model(llama_checkpoint.folder), Budget(llama_checkpoint.share(0.75))
 
     def make(plan: dict[str, Any] | None) -> LanguageModel:
         return LanguageModel(*parts, budget, Workload(1, 8, 4), Wishes(), Machine.default(),

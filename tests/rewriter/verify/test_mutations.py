@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from budgets import operators_nbytes
 from carried import Carried
 from families import llama
 
@@ -88,8 +89,9 @@ def programs_of(schedule: str, opened: tuple, folder: Path) -> list[Program]:
     nbytes = sum(w.nbytes for w in opened[0].weights.values())
     host = 1 << 22 if {"cache_shares", "cpu_attention"} & {*SCHEDULES[schedule]} else 0
     share = {"streamed": 1.0, "row": 1.0, "zigzag": 1.4}.get(schedule, 1.6)
-    budget = Budget(int(share * nbytes), host, str(folder))
-    lm = LanguageModel(*opened, budget, Workload(2, 8, 8), Wishes(**SCHEDULES[schedule]))
+    workload, wishes = Workload(2, 8, 8), Wishes(**SCHEDULES[schedule])
+    budget = Budget(int(share * nbytes) + operators_nbytes(opened, workload, wishes, host), host, str(folder))
+    lm = LanguageModel(*opened, budget, workload, wishes)
     chunk = lm.plan.schedule.prefill_chunk
     return [lm._pipeline.program(lm.plan, tokens) for tokens in {1, chunk}]
 
