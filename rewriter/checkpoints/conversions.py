@@ -20,7 +20,7 @@ PARTIAL = re.compile(r"\.(.+)\.[^.]+\.partial")  # of a conversion or a deletion
 
 
 @dataclass(frozen=True)
-class Conversion:
+class Converted:
     """A model in the cache: its folder's name, bytes on disk, and the file or folder that it was made from, None where
     nothing says so. `state`: current, changed or gone, as that file is now; unfinished where a conversion was stopped.
     """
@@ -31,7 +31,7 @@ class Conversion:
     state: str
 
 
-def list_conversions() -> list[Conversion]:
+def list_conversions() -> list[Converted]:
     """What the cache holds, the largest first."""
     models = cache_folder() / MODELS
     names = set()
@@ -70,19 +70,19 @@ def _partials(models: Path, name: str) -> list[Path]:
     return [path for path in models.iterdir() if (left := PARTIAL.fullmatch(path.name)) and left[1] == name]
 
 
-def _described(models: Path, name: str) -> Conversion:
+def _described(models: Path, name: str) -> Converted:
     folder = models / name
     nbytes = sum(_nbytes(each) for each in (folder, *_partials(models, name)))
     try:
         noted = json.loads((folder / SOURCE).read_text(encoding="utf-8"))
         source, state = Path(noted["path"]), list(map(int, noted["state"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return Conversion(name, nbytes, None, "unfinished")
+        return Converted(name, nbytes, None, "unfinished")
     try:
         now = "current" if list(file_state(source)) == state else "changed"
     except OSError:
         now = "gone"
-    return Conversion(name, nbytes, source, now)
+    return Converted(name, nbytes, source, now)
 
 
 def _nbytes(folder: Path) -> int:
