@@ -3,10 +3,11 @@
 The files are SmolLM2-135M's, quantised anew by llama.cpp's own code (through xllamacpp, which must be installed) from
 the values of the packaged Q4_1 file. Types of blocks of 256 fit the rows of its down projections alone (1536; the
 others have 576): there the rest is Q8_0. Columns: what Forebay computes with rows, as files run by default; what
-transformers computes in float32 with the values that the `gguf` package reads; llama.cpp. The first against the second
-is what rows cost (rounding of scales to fp16, of activations to 16 bits); the first against the third is to stay within
-0.5 %: llama.cpp rounds activations to 8 bits and its cache to fp16, which over few tokens moves its perplexity by more
-than that either way. Windows of 512 tokens, each predicted from its start and computed as one prompt.
+transformers computes in float32 with the values that the `gguf` package reads; the same with the operands of products
+rounded as llama.cpp's kernels do (8 bits a value, in blocks of 32, or of 256 beside types of such blocks); llama.cpp.
+The first against the second is what rows cost (rounding of scales to fp16, of activations to 16 bits); the first
+against the last is to stay within 0.5 %, unless the third shows that llama.cpp's own rounding is what parts them.
+Windows of 512 tokens, each predicted from its start and computed as one prompt.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from benchmarks import llama_cpp
 from benchmarks.perplexity import TEXT, WINDOW, text_ids
 from forebay.commands.evaluate import open_scorer, perplexity
 from forebay.rewriter.checkpoints.gguf_blocks import BLOCK_KINDS
-from forebay.rewriter.checkpoints.gguf_repack import open_gguf
+from forebay.rewriter.checkpoints.gguf_repack import PLAIN, open_gguf
 from forebay.rewriter.checkpoints.quantize import KEEP, Wish, quantize_model
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, demo_gguf
 from forebay.rewriter.ir.plan import Budget
@@ -88,16 +89,37 @@ def by_forebay(path: Path, ids: torch.Tensor) -> tuple[float, int]:
     return found, nbytes
 
 
-def by_float32(path: Path, ids: torch.Tensor) -> float:
-    """Perplexity of ids [T] by transformers with the values that the `gguf` package reads."""
+def in_eight_bits(x: torch.Tensor, block: int) -> torch.Tensor:
+    """x as llama.cpp's products take it: codes of 8 bits, scaled by the largest magnitude of each block; blocks of 32
+    keep that scale in fp16, and those of 256 give the largest magnitude the code -127."""
+    parts = x.unflatten(-1, (-1, block))
+    scale = parts.abs().amax(-1, keepdim=True) / 127
+    codes = torch.where(scale == 0, 0.0, parts / scale).round()
+    return (codes * (scale.half().float() if block == 32 else scale)).flatten(-2)
+
+
+def by_float32(path: Path, ids: torch.Tensor, rounded: bool) -> float:
+    """Perplexity of ids [T] by transformers with the values that the `gguf` package reads; `rounded`: operands of
+    products are, as by llama.cpp."""
     from transformers import AutoModelForCausalLM
 
     source = open_gguf(path)
     model = AutoModelForCausalLM.from_config(source.model.config).eval()
+    kinds = {tensor.name: tensor.tensor.kind for tensor in source.tensors}
+
+    def round_input(name: str) -> Callable[[torch.nn.Module, tuple[torch.Tensor]], tuple[torch.Tensor]]:
+        kind = kinds[f"{name}.weight"] if f"{name}.weight" in kinds else kinds["model.embed_tokens.weight"]
+        if kind.name in PLAIN:
+            return lambda _, given: (given[0].to(PLAIN[kind.name]).float(),)
+        return lambda _, given: (in_eight_bits(given[0], max(32, gguf.GGML_QUANT_SIZES[kind][0])),)
+
     with torch.no_grad():
         for tensor in source.tensors:
             values = torch.cat([piece.float() for piece in tensor.contents()])
             model.get_parameter(tensor.name).copy_(values.reshape(tensor.shape))
+        for name, module in model.named_modules():
+            if rounded and isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(round_input(name))
         parts = [ids[None, start : start + WINDOW + 1] for start in range(0, ids.numel() - 1, WINDOW)]
         return math.exp(sum(model(part, labels=part).loss * (part.numel() - 1) for part in parts) / (ids.numel() - 1))
 
@@ -111,7 +133,7 @@ def rows(kinds: list[str], tokens: int, threads: int, peer: bool) -> Iterator[di
             write_file(library, path, kind)
             ours, nbytes = by_forebay(path, ids)
             yield {"type": kind, "file_nbytes": path.stat().st_size, "rows_nbytes": nbytes, "forebay": ours,
-                   "float32": by_float32(path, ids),
+                   "float32": by_float32(path, ids, False), "rounded": by_float32(path, ids, True),
                    "llama_cpp": llama_cpp.perplexity(path, ids, WINDOW, threads) if peer else math.nan}
             path.unlink()
 
@@ -126,13 +148,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"{options.tokens} tokens of {TEXT.name}\n"
-          "type      file MB  rows MB   forebay   float32  llama.cpp   to float32  to llama.cpp")
+          "type      file MB  rows MB   forebay   float32   rounded  llama.cpp   to float32  to llama.cpp   rounded to")
     made = []
     for row in rows(options.kinds.split(","), options.tokens, options.threads, not options.without_peer):
         made.append(row)
         rest, peer = row["forebay"] / row["float32"] - 1, row["forebay"] / row["llama_cpp"] - 1
         print(f"{row['type']:8} {row['file_nbytes'] / 1e6:8.1f} {row['rows_nbytes'] / 1e6:8.1f} {row['forebay']:9.4f} "
-              f"{row['float32']:9.4f} {row['llama_cpp']:10.4f} {rest:+11.4%} {peer:+12.3%}"
+              f"{row['float32']:9.4f} {row['rounded']:9.4f} {row['llama_cpp']:10.4f} {rest:+11.4%} {peer:+12.3%} "
+              f"{row['rounded'] / row['llama_cpp'] - 1:+13.3%}"
               f"{'  missed' if abs(peer) > AIM else ''}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(made, indent=1) + "\n")

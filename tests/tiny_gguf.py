@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import gguf
@@ -22,8 +22,15 @@ CONFIGS: dict[str, dict] = {
     "qwen3": SIZES | dict(head_dim=128),  # what transformers takes for every Qwen3 GGUF
     "phi3": SIZES,
     "gemma2": SIZES | dict(head_dim=32),
+    "gemma3": SIZES | dict(head_dim=32),
+    "nemotron": SIZES,
+    "stablelm": SIZES,
+    "starcoder2": SIZES,
     "gpt2": dict(vocab_size=VOCAB, n_embd=HIDDEN, n_layer=LAYERS, n_head=4, n_positions=1024),
 }
+
+
+ROTATED = {"nemotron": 8, "stablelm": 4}  # of a head's channels; all elsewhere
 
 
 def write_tokenizer(writer: gguf.GGUFWriter, architecture: str) -> None:
@@ -40,7 +47,7 @@ def write_tokenizer(writer: gguf.GGUFWriter, architecture: str) -> None:
         "▁",
     ]
     tokens += [f"<unused{i}>" for i in range(VOCAB - len(tokens))]
-    writer.add_tokenizer_model("llama" if architecture == "gemma2" else "gpt2")
+    writer.add_tokenizer_model("llama" if architecture.startswith("gemma") else "gpt2")
     writer.add_token_scores([-float(i) for i in range(len(tokens))])
     writer.add_token_list(tokens)
     writer.add_token_types([3, 3, 2] + [1] * (len(tokens) - 3))
@@ -55,26 +62,36 @@ KINDS = ("Q8_0", "Q4_1", "F16", "F32", "Q4_0", "BF16")
 
 
 def write_model(
-    path: Path, architecture: str, tied: bool = True, drop: str = "", extra: str = "", kinds: Sequence[str] = KINDS
+    path: Path, architecture: str, tied: bool = True, drop: str = "", extra: str = "", kinds: Sequence[str] = KINDS,
+    settings: Mapping[str, str | int | float] | None = None, factors: Mapping[str, np.ndarray] | None = None,
+    loadable: bool = False,
 ) -> None:
-    """A model of two layers of random weights, whose matrices have the types `kinds` in turn."""
+    """A model of two layers of random weights, whose matrices have the types `kinds` in turn. `settings` are further
+    metadata of its architecture, `factors` further tensors. `loadable`: by llama.cpp, which asks for sizes that
+    transformers does not look at, and small weights."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(LAYERS)
-    writer.add_context_length(128)
+    writer.add_context_length(1024 if loadable and architecture == "gpt2" else 128)
     writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
+    writer.add_feed_forward_length(4 * HIDDEN if loadable and architecture == "gpt2" else INNER)
     writer.add_head_count(4)
-    writer.add_head_count_kv(2)
+    writer.add_head_count_kv(4 if loadable and architecture == "gpt2" else 2)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_layer_norm_eps(1e-5)
-    writer.add_rope_dimension_count(16)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_key_length(32)
+    settings = {"rope.dimension_count": ROTATED.get(architecture, CONFIGS[architecture].get("head_dim", 16)),
+                "rope.freq_base": 10000.0} | dict(settings or {})
+    for key, value in settings.items():
+        kind = {float: gguf.GGUFValueType.FLOAT32, int: gguf.GGUFValueType.UINT32, str: gguf.GGUFValueType.STRING}
+        writer.add_key_value(f"{architecture}.{key}", value, kind[type(value)])
+    head_dim = CONFIGS[architecture].get("head_dim", 16) if loadable else 32
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_sliding_window(32)
     writer.add_vocab_size(VOCAB)
     write_tokenizer(writer, architecture)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **CONFIGS[architecture]))
+        named = {"gemma3": "gemma3_text"}.get(architecture, architecture)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(named, **CONFIGS[architecture]))
     parameters = model.state_dict()
     random = np.random.default_rng(0)
     for i, (name, target) in enumerate(get_gguf_hf_weights_map(model, TensorProcessor()).items()):
@@ -84,8 +101,12 @@ def write_model(
         if architecture == "gpt2" and name.endswith(("qkv.weight", "down.weight", "up.weight", "attn_output.weight")):
             shape = shape[::-1]
         values = random.standard_normal(shape, dtype=np.float32)
+        if loadable:
+            values = values * 0.15 + (len(shape) == 1 and name.endswith("norm.weight"))
         kind = gguf.GGMLQuantizationType[kinds[i % len(kinds)] if len(shape) == 2 else "F32"]
         writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    for name, values in (factors or {}).items():
+        writer.add_tensor(name, values)
     if extra:
         writer.add_tensor(extra, np.ones(8, dtype=np.float32))
     writer.write_header_to_file()

