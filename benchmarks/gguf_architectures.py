@@ -19,13 +19,17 @@ import torch
 
 from benchmarks import llama_cpp
 from forebay.rewriter.checkpoints.gguf import ARCHITECTURES, convert_gguf
+from forebay.rewriter.checkpoints.gguf_config import llama3_factors
 
 AIM = 0.001
 TOKENS, VOCABULARY = 64, 288
 LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
 # Beside an architecture by itself: settings and tensors of factors.
 MORE: tuple[tuple[str, dict[str, Any], dict[str, np.ndarray]], ...] = (
-    ("llama", LINEAR, {}), ("starcoder2", {"rope.freq_base": 999999.0}, {}),
+    ("llama", LINEAR, {}),
+    ("llama", {"rope.freq_base": 500000.0},
+     {"rope_freqs.weight": llama3_factors(8.0, 16, 500000.0).astype(np.float32)}),
+    ("starcoder2", {"rope.freq_base": 999999.0}, {}),
     ("stablelm", {"rope.dimension_count": 8, "rope.freq_base": 20000.0}, {}),
     ("phi3", {"rope.scaling.original_context_length": 32, "rope.scaling.attn_factor": math.sqrt(1 + math.log(4, 32))},
      {"rope_factors_short.weight": np.linspace(1, 2, 8, dtype=np.float32),

@@ -87,7 +87,7 @@ def _scaling(path: Path, header: _Header, theta: float) -> dict[str, Any]:
                 "original_max_position_embeddings": context}
     if freqs is not None and not np.all(freqs == 1):
         most = float(freqs.max())
-        if short is None is long and np.allclose(freqs, _llama3_factors(most, 2 * len(freqs), theta), rtol=1e-3):
+        if short is None is long and np.allclose(freqs, llama3_factors(most, 2 * len(freqs), theta), rtol=1e-3):
             return {"rope_type": "llama3", "factor": most} | LLAMA3
     elif short is None is long and (how == "none" or not factor or factor == 1.0):
         return {}
@@ -110,7 +110,7 @@ def _factors(path: Path, header: _Header, name: str) -> np.ndarray | None:
     return np.fromfile(path, np.float32, math.prod(found.shape), offset=found.offset)
 
 
-def _llama3_factors(factor: float, dims: int, theta: float) -> np.ndarray:
+def llama3_factors(factor: float, dims: int, theta: float) -> np.ndarray:
     """By what Llama 3's scaling divides the frequency of each pair of `dims` rotated channels."""
     turns = LLAMA3["original_max_position_embeddings"] / (2 * math.pi * theta ** (np.arange(0, dims, 2) / dims))
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
