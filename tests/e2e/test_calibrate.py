@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from budgets import operators_nbytes
 
 from forebay.calibrate import Calibration, LayerScores, calibrate, score_extremes
-from forebay.rewriter.ir.plan import PlanError
+from forebay.rewriter.ir.plan import PlanError, Workload
+from forebay.rewriter.planning.wishes import Wishes
 
 
 def scores_of(model: Any, prompts: list[torch.Tensor]) -> dict[int, tuple[float, float]]:
@@ -45,7 +47,7 @@ def test_extremes_are_those_of_the_model(llama_checkpoint: Any, tmp_path: Path, 
     """Prompts of unequal length, padding not counted, weights streamed from disk."""
     generator = torch.Generator().manual_seed(4)
     prompts = [torch.randint(3, 997, (n,), generator=generator) for n in (21, 5, 9)]
-    budget = {"device": llama_checkpoint.nbytes * 3 // 4, "disk": str(tmp_path)}
+    budget = {"device": llama_checkpoint.share(0.75), "disk": str(tmp_path)}
     found = calibrate(llama_checkpoint.folder, prompts, budget, batch=batch)
     expected = scores_of(llama_checkpoint.model, prompts)
     assert [s.layer for s in found.layers] == sorted(expected) and found.tokens == 35
@@ -93,9 +95,10 @@ def test_bad_input_is_refused(llama_checkpoint: Any, tmp_path: Path) -> None:
 def test_the_cache_stays_where_its_launches_are_looked_at(llama_checkpoint: Any) -> None:
     """A budget for which a cache on disk would do: 24 prompts of 120 tokens take 3.3 MB of cache."""
     prompts = [torch.full((120,), 5)] * 24
+    budget = 2_500_000 + operators_nbytes(llama_checkpoint.opened, Workload(1, 120, 1), Wishes(prefill_chunk=8))
     with pytest.raises(PlanError, match="cannot work for batch 24"):
-        calibrate(llama_checkpoint.folder, prompts, 2_500_000, batch=24)
-    with llama_checkpoint.language_model(2_500_000, batch=24, prompt=120, new_tokens=1) as lm:
+        calibrate(llama_checkpoint.folder, prompts, budget, batch=24)
+    with llama_checkpoint.language_model(budget, batch=24, prompt=120, new_tokens=1) as lm:
         assert lm.plan.schedule.block.cache == "disk"
 
 
@@ -115,7 +118,7 @@ def test_the_command(llama_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.json"
     prompts.write_text('{"prompt": "one two three"}\n')
     arguments = [str(llama_checkpoint.folder), "--prompts", str(prompts), "--output", str(output), "--tokens", "7"]
-    result = CliRunner().invoke(app, [*arguments, "--budget", f"device={llama_checkpoint.nbytes}"])
+    result = CliRunner().invoke(app, [*arguments, "--budget", f"device={llama_checkpoint.share(1.0)}"])
     assert result.exit_code == 0, result.output
     assert "phi" in result.output and Calibration.load(output).tokens == 7
     result = CliRunner().invoke(app, [*arguments, "--budget", "device=1MiB", "--dtype", "fp8"])

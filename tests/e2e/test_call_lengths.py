@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from budgets import operators_nbytes
 from families import VOCAB, llama, phi3
 
 from forebay.api import LanguageModel, open_model, wrap
@@ -52,8 +53,9 @@ class Case:
 
     def streamed(self, lengths: Sequence[int], new: int = NEW, **wishes: Any) -> LanguageModel:
         work = Workload(wishes.pop("rows", len(lengths)), max(lengths), new)
-        return LanguageModel(*self.opened, Budget(900_000), work, Wishes(**dict(prefill_chunk=8) | wishes),
-                             Machine.default())
+        wanted = Wishes(**dict(prefill_chunk=8) | wishes)
+        budget = Budget(900_000 + operators_nbytes(self.opened, work, wanted))
+        return LanguageModel(*self.opened, budget, work, wanted, Machine.default())
 
     def alone(self, prompt: torch.Tensor, new: int = NEW) -> list[int]:
         return self.fresh().generate(prompt[None], max_new_tokens=new, do_sample=False, eos_token_id=None,
@@ -188,6 +190,7 @@ def test_wrap_of_a_module_beyond_its_original_length(cases: Callable[[str], Case
     case = cases("dynamic")
     given = padded(prompts_of((30,)))
     expected = case.fresh().generate(**given, **GREEDY)
-    with wrap(case.fresh(), {"device": 700_000}, machine=Machine.default()) as lm:
+    device = 700_000 + operators_nbytes(case.opened, Workload(1, 128, 128))
+    with wrap(case.fresh(), {"device": device}, machine=Machine.default()) as lm:
         assert torch.equal(lm.generate(**given, **GREEDY), expected)
         assert lm.captured.max_positions == 0

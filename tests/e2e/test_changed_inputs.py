@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from forebay.commands.jobs import AnswerFile
 from forebay.rewriter.checkpoints.checkpoint import read_header
-from tests.e2e.test_cli import COUNT, _answers, _forebay, _run_arguments, folder, reference
+from tests.e2e.test_cli import COUNT, DEVICE, _answers, _forebay, _run_arguments, folder, reference
 
 __all__ = ["folder", "reference"]  # fixtures
 
@@ -137,7 +137,7 @@ def test_generate_does_not_return_what_came_from_changed_weights(folder: Path, t
 
     model = tmp_path / "model"
     shutil.copytree(folder, model)
-    with forebay.wrap(model, "device=1200KiB", prompt=4, new_tokens=4) as lm:
+    with forebay.wrap(model, DEVICE, prompt=4, new_tokens=4) as lm:
         assert lm.generate(torch.tensor([[5, 6]]), max_new_tokens=3).shape == (1, 5)
         with pytest.raises(CheckpointError, match="changed or replaced"):
             lm.generate(torch.tensor([[5, 6]]), max_new_tokens=3, on_token=lambda _: _one_byte(model))

@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from budgets import attention_nbytes
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from forebay.commands.app import app
+from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import PlanError, load_plan, plan_from_dict
 from forebay.rewriter.machine.profile import Machine, save_machine
 from forebay.runtime.measure.kept import machine_cache_path
@@ -30,7 +32,8 @@ WORDS = [f"w{i}" for i in range(196)]
 TEMPLATE = ("{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
             "{% if add_generation_prompt %}w9{% endif %}")
 NEW = 16
-BUDGET = "device=1200KiB"  # the weights take 2.4 MiB
+DEVICE = (1200 << 10) + attention_nbytes(2, 4, 32, 32)  # the weights take 2.4 MiB
+BUDGET = f"device={DEVICE}"
 COUNT = 14
 
 
@@ -84,7 +87,8 @@ def reference(folder: Path) -> dict[Any, dict[str, Any]]:
     """The answers of a job that nothing interrupts."""
     result = _forebay(*_run_arguments(folder, folder / "reference.jsonl"))
     assert result.exit_code == 0, result.output
-    for part in ("budget", "1.2 MiB", "measured peak", "tokens/s", "per decode step as planned", "device arena"):
+    for part in ("budget", format_nbytes(DEVICE), "measured peak", "tokens/s", "per decode step as planned",
+                 "device arena"):
         assert part in result.stdout, part
     return _answers(folder / "reference.jsonl")
 
@@ -494,7 +498,7 @@ def test_eval_measures_a_text(folder: Path, tmp_path: Path) -> None:
                       "--machine", folder / "machine.json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found["tokens"] == 59 and found["perplexity"] > 1 and found["budget"] == 1200 << 10
+    assert found["tokens"] == 59 and found["perplexity"] > 1 and found["budget"] == DEVICE
     unknown = _forebay("eval", folder, "--bogus")
     assert unknown.exit_code == 2 and "--bogus" in unknown.stderr
 
