@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from budgets import attention_nbytes
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
@@ -30,6 +31,7 @@ CONFIGS: dict[str, Any] = {
     "gpt2": GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=64, **COMMON),
 }
 NBYTES = 4 * 160_000  # more than the weights of either take
+TAKEN = attention_nbytes(4, 4, 34, 32)  # of the largest
 IDS = torch.randint(3, VOCAB, (75,), generator=torch.Generator().manual_seed(0))
 
 
@@ -79,8 +81,8 @@ def test_perplexity_is_that_of_plain_transformers(folder: Path, share: float) ->
     """Windows that do not divide the text, in memory and streamed, two at a time, in chunks."""
     expected = torch.cat([_log_probabilities(folder, IDS[i : i + 21]) for i in range(0, 74, 20)])
     weights = sum(p.numel() * 4 for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
-    with open_scorer(folder, Budget(int(weights * share) + 200_000), context=20, batch=2,
-                     machine=Machine.default()) as lm:
+    budget = Budget(int(weights * share) + 200_000 + attention_nbytes(2, 4, 21, 16))
+    with open_scorer(folder, budget, context=20, batch=2, machine=Machine.default()) as lm:
         streamed = [w.name for w in lm.plan.weights if w.tier == "disk" and not w.gather]
         assert bool(streamed) == (share < 1)
         found = perplexity(lm, IDS, 20)
@@ -98,7 +100,7 @@ def test_overlapping_windows_count_every_token_once(llama: Path) -> None:
         if fresh == end:
             break
         expected += _log_probabilities(llama, ids[start : end + 1])[fresh - start :].sum()
-    with open_scorer(llama, Budget(NBYTES), context=20, machine=Machine.default()) as lm:
+    with open_scorer(llama, Budget(NBYTES + TAKEN), context=20, machine=Machine.default()) as lm:
         found = perplexity(lm, ids, 20, 8)
         assert found.tokens == 49
         assert found.loss == pytest.approx(-expected.item() / 49, rel=1e-5)
@@ -111,7 +113,7 @@ def test_an_opening_token_stands_before_every_window(tmp_path: Path) -> None:
     # 16 tokens of input: the opening one and 15 of the text, the last window's from token 15 on
     first = _log_probabilities(folder, torch.cat((bos, ids[:16])))
     second = _log_probabilities(folder, torch.cat((bos, ids[15:])))[1:]
-    with open_scorer(folder, Budget(NBYTES), context=16, machine=Machine.default()) as lm:
+    with open_scorer(folder, Budget(NBYTES + TAKEN), context=16, machine=Machine.default()) as lm:
         found = perplexity(lm, _text(ids), 16)
     assert found.tokens == 30
     assert found.loss == pytest.approx(-torch.cat((first, second)).mean().item(), rel=1e-5)
@@ -122,7 +124,7 @@ def test_scores_tell_the_likeliest_token(llama: Path) -> None:
     with torch.no_grad():
         ids = model.generate(IDS[None, :10], max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
         best = model(ids[None, :-1]).logits[0].argmax(-1)
-    with open_scorer(llama, Budget(NBYTES), context=32, batch=2, machine=Machine.default()) as lm:
+    with open_scorer(llama, Budget(NBYTES + TAKEN), context=32, batch=2, machine=Machine.default()) as lm:
         scores, shorter = lm.token_scores([ids, ids[:13]])
     assert torch.equal(scores[:, 1].bool(), best == ids[1:]) and scores[9:, 1].all()
     assert torch.equal(shorter, scores[:12])
@@ -139,7 +141,7 @@ def test_next_words(llama: Path, tmp_path: Path) -> None:
         lines.append(json.dumps({"text": _text(ids) + f" w{max(3, word)}"}))
     path = tmp_path / "words.jsonl"
     path.write_text("\n".join(lines) + "\n\n")
-    with open_scorer(llama, Budget(NBYTES), context=8, batch=4, machine=Machine.default()) as lm:
+    with open_scorer(llama, Budget(NBYTES + TAKEN), context=8, batch=4, machine=Machine.default()) as lm:
         found = next_word_accuracy(lm, read_passages(llama, path))
     assert (found.right, found.words, found.accuracy) == (4, 6, 4 / 6)
 
@@ -152,14 +154,15 @@ def test_command_prints_json_within_the_budget(llama: Path, tmp_path: Path) -> N
     text, words = tmp_path / "text.txt", tmp_path / "words.jsonl"
     text.write_text(_text(IDS))
     words.write_text(json.dumps({"text": _text(IDS[:9])}))
-    result = _eval(llama, "--text", text, "--words", words, "--budget", "device=500KiB", "--context", 20, "--json",
-                   "--machine", llama / "machine.json")
+    budget = (500 << 10) + TAKEN
+    result = _eval(llama, "--text", text, "--words", words, "--budget", f"device={budget}", "--context", 20,
+                   "--json", "--machine", llama / "machine.json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     expected = torch.cat([_log_probabilities(llama, IDS[i : i + 21]) for i in range(0, 74, 20)])
     assert found["perplexity"] == pytest.approx(math.exp(-expected.mean().item()), rel=1e-4)
     assert found["tokens"] == 74 and found["words"] == 1 and found["next_word_accuracy"] in (0, 1)
-    assert found["budget"] == 500 << 10 and 0 < found["planned_peak"] <= found["budget"]
+    assert found["budget"] == budget and 0 < found["planned_peak"] <= found["budget"]
     assert found["time_s"] > 0 and found["tokens_per_s"] > 0 and found["measured_peak"] >= 0
     shown = _eval(llama, "--text", text, "--context", 20, "--tokens", 30, "--machine", llama / "machine.json")
     assert shown.exit_code == 0 and "perplexity" in shown.stdout and "29 tokens" in shown.stdout
@@ -189,6 +192,6 @@ def test_mistakes_are_one_line(llama: Path, tmp_path: Path, text: str | None, wo
 
 
 def test_wrong_strides_are_refused(llama: Path) -> None:
-    with (open_scorer(llama, Budget(NBYTES), context=20, machine=Machine.default()) as lm,
+    with (open_scorer(llama, Budget(NBYTES + TAKEN), context=20, machine=Machine.default()) as lm,
           pytest.raises(JobError, match="not -1")):
         perplexity(lm, IDS, 20, -1)

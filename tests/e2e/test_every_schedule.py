@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from budgets import operators_nbytes
 from families import gemma2, gpt2, opt
 from late import make_late
 
@@ -82,9 +83,10 @@ class Case:
 
     def language_model(self, places: int, cache: str, **wishes: Any) -> LanguageModel:
         """On a budget of a bit less than the weights of a large model; a small one needs more than its weights."""
-        most = int(0.9 * self.nbytes) if self.nbytes > 1 << 28 else 4 * self.nbytes
-        return LanguageModel(*self.opened, Budget(most, HOST_NBYTES), Workload(places, PROMPT, NEW),
-                             Wishes(cache_format=cache, **wishes))
+        workload, wanted = Workload(places, PROMPT, NEW), Wishes(cache_format=cache, **wishes)
+        most = int(0.9 * self.nbytes) if self.nbytes > 1 << 28 else (
+            4 * self.nbytes + operators_nbytes(self.opened, workload, wanted, HOST_NBYTES))
+        return LanguageModel(*self.opened, Budget(most, HOST_NBYTES), workload, wanted)
 
     def answers(self, lm: LanguageModel) -> list[list[int]]:
         found: dict[int, list[int]] = {}
