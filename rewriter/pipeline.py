@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -37,10 +37,11 @@ from forebay.passes.quantise.quantize_weights import fuse_dequantize, quantize_w
 from forebay.rewriter.capture.concretise import inline_blocks
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.garbage import no_collection
+from forebay.rewriter.ir.alignment import aligned
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import META, Gemm, Layout, values_of
 from forebay.rewriter.ir.plan import MOVING, Budget, GemmChoice, Plan, PlanError, Prediction, Workload, validate
-from forebay.rewriter.ir.program import Launch, Program, TensorRef, workspace_nbytes
+from forebay.rewriter.ir.program import Launch, Program, TensorRef
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.check_plan import check_plan, check_prediction, check_products
 from forebay.rewriter.planning.graph_needs import (
@@ -59,7 +60,8 @@ from forebay.rewriter.planning.staged_cache import staged_places
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.closed_form import rates_of
 from forebay.rewriter.predict.estimator import MachineEstimator
-from forebay.rewriter.predict.simulate import STEPS, Timeline, simulate
+from forebay.rewriter.predict.of_programs import prediction_of
+from forebay.rewriter.predict.simulate import STEPS, simulate
 from forebay.rewriter.report.dump import Dump
 from forebay.rewriter.run_passes import Pass, Stage, check_switches
 from forebay.rewriter.switches import Switches
@@ -215,8 +217,9 @@ class Pipeline:
         """`plan` with activations placed and implementations chosen, if it has none."""
         if not any(b.kind in MOVING and b.phase != "all" for b in plan.buffers):
             phases = {"decode": 1, "prefill": plan.schedule.prefill_chunk}
+            above = {"prefill": aligned(self._layout(1).height) if plan.schedule.block.joined else 0, "decode": 0}
             moving = [b for phase, tokens in phases.items() if tokens > 1 or phase == "decode"
-                      for b in place_activations(self._layout(tokens), plan.during(tokens), phase)]
+                      for b in place_activations(self._layout(tokens), plan.during(tokens), phase, above[phase])]
             plan = replace(plan, buffers=(*plan.buffers, *moving))
         shapes = () if plan.gemm else sorted(self._shapes(plan))
         most = self.needs.workspace(plan.schedule.prefill_chunk)
@@ -339,7 +342,7 @@ class Pipeline:
         programs = {tokens: self.program(plan, tokens) for tokens in sorted({1, chunk})}
         lines = {tokens: simulate(program, self.machine, STEPS if tokens == 1 else min(STEPS, passes))
                  for tokens, program in programs.items()}
-        return _prediction(plan, programs, lines)
+        return prediction_of(plan, programs, lines)
 
     def _runs(self, plan: Plan) -> Callable[[Draft | Program], RunStep] | None:
         """What runs a step of `plan` for comparison: its copies placed, if they are not, and one after the other. None
@@ -354,21 +357,28 @@ class Pipeline:
 
         return runs
 
+    def _placed(self, plan: Plan, tokens: int, folder: str) -> tuple[Stage, Plan]:
+        """A fresh graph of a step behind all passes on graphs, and `plan` as it sees it."""
+        gm, seen = self._step(plan, tokens), plan.during(tokens)
+        gm.meta[META] = self._layout(tokens)
+        stage = Stage(gm, self.switches, folder, runs=self._runs(seen))
+        for each in phase("planned"):
+            stage.run(each, lambda _: (seen,))
+        return stage, seen
+
     def _lowered(self, plan: Plan, tokens: int) -> Program:
         """Run all passes on a fresh graph, lower it and prove the Program."""
         if tokens not in (1, *plan.schedule.prefill_chunks):
             raise PlanError(f"plan.schedule.prefill_chunks: no step over {tokens} tokens is planned, only over 1 and "
                             f"{', '.join(map(str, plan.schedule.prefill_chunks))}")
-        gm = self._step(plan, tokens)
-        plan = plan.during(tokens)
-        gm.meta[META] = self._layout(tokens)
-        stage = Stage(gm, self.switches, f"{tokens}_tokens", runs=self._runs(plan))
-        for each in phase("planned"):
-            stage.run(each, lambda _: (plan,))
-        program: Any = gm
+        stage, seen = self._placed(plan, tokens, f"{tokens}_tokens")
+        beside: tuple[Any, ...] = self.graphs.files, self._workspace, f"step of {tokens} tokens"
+        if plan.schedule.block.decodes(tokens):
+            decoding, of_one = self._placed(plan, 1, f"{tokens}_tokens_decoding")
+            beside = *beside, (decoding.gm, of_one)
+        program: Any = stage.gm
         for each in phase("lowered"):
-            beside = (self.graphs.files, self._workspace, f"step of {tokens} tokens") if each.name == "lower" else ()
-            program = stage.lowered(each, program, plan, *beside)
+            program = stage.lowered(each, program, seen, *(beside if each.name == "lower" else ()))
         budget = {"device": plan.budget.device, "host": plan.budget.host or None}
         for tier, limit in budget.items():
             taken = plan.arenas.get(tier, 0) + program.workspace_nbytes(tier)
@@ -384,13 +394,3 @@ def _nowhere(node: fx.Node, result: int = 0) -> TensorRef:
     """A reference with a value's layout, before it has an address."""
     value = values_of(node)[result]
     return TensorRef("device", 0, str(value.dtype)[6:], tuple(value.shape), tuple(value.stride()), "")
-
-
-def _prediction(plan: Plan, programs: Mapping[int, Program], lines: Mapping[int, Timeline]) -> Prediction:
-    chunk = plan.schedule.prefill_chunk
-    passes = -(-plan.workload.prompt // chunk) * plan.schedule.block.prefills(plan.workload.batch)
-    launches = [launch for program in programs.values() for launch in program.launches()]
-    peak = {tier: nbytes + workspace_nbytes(launches, tier) for tier, nbytes in plan.arenas.items()}
-    return Prediction(
-        prefill_time_s=passes * lines[chunk].time_s, decode_time_s=lines[1].time_s, busy_time_s=lines[1].busy_time_s,
-        streamed_nbytes=programs[1].moved_nbytes(), peak_nbytes=peak, bottleneck=lines[1].bottleneck)

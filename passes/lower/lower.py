@@ -3,11 +3,15 @@
 A block graph is recorded once, with symbols for what differs between the layers that call it (weights, cache, staged
 tiles) and between micro-batches (activations). The recording is settled for each micro-batch, and then stamped for
 every layer: that is why compile time hardly grows with depth.
+
+A step may be of two graphs, of the sequences that enter and of all that decode. Their pieces take turns, and a weight
+that the first brings is read by both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -30,6 +34,7 @@ from forebay.passes.lower.recording import (
 )
 from forebay.passes.lower.stage_cache import CacheStaging, staged_layers
 from forebay.passes.lower.take_turns import PieceTurn, turns
+from forebay.rewriter.ir.block import DECODING
 from forebay.rewriter.ir.graph import META, CacheInput, Layout, WeightInput, values_of
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
 from forebay.rewriter.ir.program import FileSlice, Launch, Release, Rows, Span, TensorRef, span_of
@@ -56,16 +61,49 @@ class _Stamp:
 
 
 def lower(
-    gm: fx.GraphModule, plan: Plan, files: Mapping[str, FileSlice], workspace: Workspace, name: str = "step"
+    gm: fx.GraphModule, plan: Plan, files: Mapping[str, FileSlice], workspace: Workspace, name: str = "step",
+    decoding: tuple[fx.GraphModule, Plan] | None = None,
 ) -> Draft:
     """The draft of one step. `files` gives the bytes of every weight on the disk tier, `workspace` adds to a
-    launch what it takes outside the arenas."""
-    return _Lowering(gm, plan, files, workspace, name).run()
+    launch what it takes outside the arenas. `decoding` is the graph of a step of one token, and its plan, that takes
+    turns with `gm`: its contents, inputs and outputs have `DECODING` before their names."""
+    draft, lookups = Draft(name), itertools.count()
+    parts = [_Lowering(draft, gm, plan, files, workspace, lookups)]
+    if decoding is not None:
+        parts.append(_Lowering(draft, *decoding, files, workspace, lookups, DECODING))
+    for part in parts:
+        part.record()
+    for other in parts[1:]:
+        _share_moves(parts[0], other)
+    beside = sum(other.count for other in parts[1:])
+    for turn in turns(len(parts[0].pieces), plan.schedule.block, beside):
+        parts[turn.graph].stamp(turn)
+    return draft
+
+
+def _share_moves(first: _Lowering, other: _Lowering) -> None:
+    """Let the uses of one graph read what those of the other bring. LoweringError where they differ in that."""
+    if [_brought(piece) for piece in first.pieces] != [_brought(piece) for piece in other.pieces]:
+        raise LoweringError(f"lower: {first.draft.name} brings other weights, or in another order, than the step of "
+                            "one token that shares them; plan without plan.schedule.block.joined")
+    for piece, others in zip(first.pieces, other.pieces, strict=True):
+        for (_, one), (_, two) in zip(piece, others, strict=True):
+            two.moves = one.moves
+
+
+def _brought(piece: list[tuple[Recording, _Stamp]]) -> list[list[tuple[int, str, int, int]]]:
+    """The numbers, weights and rows that each recording of a piece fetches."""
+    return [[(e.number, stamp.names[e.source], e.lower, e.upper) for e in recording.entries if isinstance(e, Fetched)]
+            for recording, stamp in piece]
 
 
 class _Lowering:
+    """One graph of a step on its way into the draft: `record` cuts it into pieces, `stamp` adds one. What it adds has
+    `prefix` before its names."""
+
     def __init__(
-        self, gm: fx.GraphModule, plan: Plan, files: Mapping[str, FileSlice], workspace: Workspace, name: str
+        self, draft: Draft, gm: fx.GraphModule, plan: Plan, files: Mapping[str, FileSlice], workspace: Workspace,
+        lookups: Iterator[int], prefix: str = "",
     ) -> None:
         layout = gm.meta[META]
         assert isinstance(layout, Layout), "allocate_buffers runs before lower"
@@ -73,19 +111,21 @@ class _Lowering:
         self.count = plan.schedule.block.micro_batches
         self.buffers: dict[str, BufferPlacement] = {b.name: b for b in plan.buffers}
         self.slots = [b for b in plan.buffers if b.kind == "slot" and b.arena == "device"]
-        self.draft = Draft(name)
+        self.draft, self.lookups, self.prefix = draft, lookups, prefix
         self.outer = Addresses(gm, layout, "", {})
         self.recorded: dict[object, tuple[list[Recording], list[tuple[int, str]]]] = {}
         self.pieces: list[list[tuple[Recording, _Stamp]]] = []
         self.staging: CacheStaging | PlaceStaging | None = None
-        self.activations = [micro_batch_symbols(layout, k, self.count) for k in range(self.count)]
-        self.lookups = self.fetched = 0
+        self.activations = [
+            {symbol: (arena, offset, prefix + buffer) for symbol, (arena, offset, buffer) in micro_batch_symbols(
+                layout, k, self.count).items()} for k in range(self.count)]
+        self.fetched = 0
 
-    def run(self) -> Draft:
+    def record(self) -> None:
         draft = self.draft
         kept = ("weight", "constant", "cache")
-        draft.resident = {b.name: Span(b.arena, b.offset, b.nbytes, b.name)
-                          for b in self.plan.buffers if b.kind in kept}
+        draft.resident |= {b.name: Span(b.arena, b.offset, b.nbytes, b.name)
+                           for b in self.plan.buffers if b.kind in kept}
         placeholders = self.gm.graph.find_nodes(op="placeholder")
         block = self.plan.schedule.block
         self.cut = False
@@ -102,9 +142,9 @@ class _Lowering:
         for node in self.gm.graph.nodes:
             pending.append(node)
             if node.op == "placeholder" and node.meta.get(META) is None and values_of(node):
-                draft.inputs[str(node.target)] = self._boundary(node)
+                ref = draft.inputs[self.prefix + str(node.target)] = self._boundary(node)
                 b = self.layout.buffers[self.outer.buffer(node, 0)]
-                draft.resident[b.name] = Span(b.arena, b.offset, b.nbytes, b.name)
+                draft.resident[ref.buffer] = Span(b.arena, b.offset, b.nbytes, ref.buffer)
             elif node.op == "call_module":
                 *before, last = recorder.record(pending)
                 pending = []
@@ -116,11 +156,7 @@ class _Lowering:
                 self.pieces += [[(recording, outer)] for recording in recorder.record(pending)]
                 for i, value in enumerate(flatten(node.args[0])):
                     if isinstance(value, fx.Node) and values_of(value):
-                        draft.outputs[f"out{i}"] = settled(self._boundary(value), outer.symbols)
-        for turn in turns(len(self.pieces), self.plan.schedule.block):
-            for recording, instance in self.pieces[turn.piece]:
-                self._stamp(recording, instance, turn)
-        return draft
+                        draft.outputs[f"{self.prefix}out{i}"] = settled(self._boundary(value), outer.symbols)
 
     def _boundary(self, node: fx.Node) -> TensorRef:
         """Where an input or output lies, of all micro-batches together: one after the other along the first
@@ -186,6 +222,11 @@ class _Lowering:
 
     # -- stamping
 
+    def stamp(self, turn: PieceTurn) -> None:
+        """Append the piece of a turn."""
+        for recording, instance in self.pieces[turn.piece]:
+            self._stamp(recording, instance, turn)
+
     def _stamp(self, recording: Recording, instance: _Stamp, turn: PieceTurn) -> None:
         """Append a recording with its symbols settled; in layers, labels get the layer's name in front, and of several
         micro-batches their number behind. Weights are fetched in the turn that opens, and freed in the one that
@@ -194,7 +235,8 @@ class _Lowering:
         symbols = instance.of_turn(k)
         for fetch, move in instance.moves.items():
             symbols[f"{TILE}{fetch}"] = self._landing(move)
-        before, after = f"layer{layer}_" if layer >= 0 else "", f"@{k}" if self.count > 1 else ""
+        before = f"{self.prefix}layer{layer}_" if layer >= 0 else self.prefix
+        after = f"@{k}" if self.count > 1 else ""
         add = self.draft.items.append
         place: Address = "", 0, ""
         for entry in recording.of_turn(k, self.activations[k]):
@@ -259,8 +301,7 @@ class _Lowering:
         self.draft.items.append(Fetch(index))
 
     def _gather(self, entry: Gather, instance: _Stamp, symbols: Symbols, micro_batch: int) -> None:
-        number = instance.lookups[micro_batch, entry.number] = self.lookups
-        self.lookups += 1
+        number = instance.lookups[micro_batch, entry.number] = next(self.lookups)
         name = instance.names[entry.table]
         spec, row_nbytes = self.files[name], self.plan.weight(name).nbytes // entry.rows
         index, out = settled(entry.index, symbols), settled(entry.out, symbols)

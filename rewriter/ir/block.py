@@ -11,6 +11,8 @@ LOADS, STORES, BEFORE, BEHIND = "cache_loads", "cache_stores", "cache_before", "
 # the same rows of caches without tails: of their last blocks too
 WHOLE_LOADS, WHOLE_STORES = "cache_whole_loads", "cache_whole_stores"
 
+DECODING = "decode_"  # before the names of what a prefill step has for the places that it decodes for
+
 
 def loads_name(window: int) -> str:
     """The input that says what is loaded for layers whose attention sees this window (0: all; below 0: chunks)."""
@@ -39,7 +41,9 @@ class Block:
 
     With `entering`, a prefill step computes so many sequences alone, for the places that its input names; the others
     keep their cache. Else it computes all of them. The sequences that enter stand in any micro-batches, so then all
-    caches of a layer lie on one tier, and `cache_device` and `cache_host` are whole layers of them.
+    caches of a layer lie on one tier, and `cache_device` and `cache_host` are whole layers of them. Where it is
+    `joined`, such a step decodes a token of every place as well: each piece computes those that enter, and then, over
+    the same weights, all the others.
     """
 
     micro_batches: int = 1
@@ -51,10 +55,20 @@ class Block:
     cache_host: int = 0
     entering: int = 0
     cpu_attention: bool = False
+    joined: bool = False
 
     def attends_on_host(self, tokens: int) -> bool:
         """Whether a step over `tokens` tokens per sequence attends where caches in host memory lie."""
         return self.cpu_attention and tokens == 1
+
+    def decodes(self, tokens: int) -> bool:
+        """Whether a step over `tokens` tokens per sequence also computes one of every place."""
+        return self.joined and tokens > 1
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether several micro-batches, or those that enter and the others, read a weight that was brought once."""
+        return self.order == "zigzag" and (self.micro_batches > 1 or self.joined)
 
     def has_tails(self, tier: str) -> bool:
         """Whether the blocks that are not full yet of caches of this tier stay on the device."""

@@ -206,8 +206,11 @@ def _check_places(plan: Plan) -> None:
             raise PlanError(f"plan.buffers[{i}].offset: {b.name} [{b.offset}:+{b.nbytes}] must lie in the {b.arena} "
                             f"arena of {plan.arenas.get(b.arena, 0)} bytes (plan.arenas.{b.arena}), at a multiple of "
                             f"{step}")
-    for phase in ("prefill", "decode"):
-        for b, other in _meetings(plan.buffers_of(phase)):
+    alive = {phase: plan.buffers_of(phase) for phase in ("prefill", "decode")}
+    if plan.schedule.block.joined:
+        alive["prefill steps, which decode as well,"] = plan.buffers
+    for phase, buffers in alive.items():
+        for b, other in _meetings(buffers):
             raise PlanError(f"plan.buffers[{number[id(b)]}].offset: during {phase} {b.name} would lie on {other.name}, "
                             "which is alive at the same time")
     wide = {b.name: b for b in plan.buffers if b.kind == "cache" and b.phase == "decode"}
@@ -225,6 +228,7 @@ def _meetings(buffers: Sequence[BufferPlacement]) -> Iterator[tuple[BufferPlacem
         open_ = [o for o in open_ if o.arena == b.arena and o.offset + o.nbytes > b.offset]
         for other in open_:
             comes = [x for x in (b, other) if x.kind in MOVING and x.phase != "all"]
-            if len(comes) < 2 or (b.first <= other.last and other.first <= b.last):
+            apart = b.phase == other.phase and (b.first > other.last or other.first > b.last)
+            if len(comes) < 2 or not apart:
                 yield b, other
         open_.append(b)

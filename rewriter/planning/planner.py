@@ -178,7 +178,8 @@ def _cheapest(
         held = needs.block.fetches * min(max(0, nbytes - kinds.tied_nbytes), _host_room(needs, budget, fit))
         nbytes *= needs.block.fetches
         copies = nbytes / kinds.products_nbytes * tiles(fit.slot_nbytes) if nbytes else 0
-        steps = ((passes, fit.chunk), (workload.new_tokens - 1, 1))
+        alone = workload.new_tokens - 1 - (passes if needs.block.joined else 0)  # steps that decode, and no more
+        steps = ((passes, fit.chunk), (max(0, alone), 1))
         return sum(count * needs.rates.step_time_s(tokens, nbytes, copies, fit.slots, held) for count, tokens in steps)
 
     bounds = [(cost(fit, kinds.products_nbytes - fit.room if fit.slots else 0), i) for i, fit in enumerate(fits)]
@@ -197,6 +198,8 @@ def _upper(needs: ModelNeeds, chunk: int) -> tuple[int, bool]:
     """Bytes that cache, from below, and activations, from above, take together, and whether a prefill's activations
     may lie where decoding has cache, as its own ends with the prompt (FlashDecoding++Next, section V)."""
     need, decode = needs.need(chunk).activations, needs.need(1).activations
+    if needs.block.decodes(chunk):  # at the same time, one below the other
+        need += aligned(decode)
     whole, prompt = _aligned(needs.cache), _aligned(needs.cache_prompt)
     grows = needs.cache_prompt and (whole - prompt) * GROWTH_PARTS >= whole
     if grows and chunk > 1 and need > decode:  # a chunk of one token is a decode step, which has the whole cache
@@ -330,7 +333,7 @@ def _slot_choices(products: Sequence[WeightUse], wishes: Wishes, block: Block) -
     small = [low << i for i in range(8) if low << i < SLOT_NBYTES[-1]]
     sizes = [wishes.slot_nbytes] if wishes.slot_nbytes else list(dict.fromkeys(
         [*(max(low, min(largest, n)) for n in SLOT_NBYTES), *huge, *small, low]))
-    if block.micro_batches == 1 or block.order == "row" or wishes.slots:
+    if not block.takes_turns or wishes.slots:
         return [(slots, slot) for slots in ([wishes.slots] if wishes.slots else SLOTS) for slot in sizes]
     least = {slot: _most_tiles(products, slot) for slot in sizes}
     return [(least[slot] + ahead, slot) for slot in sizes

@@ -28,10 +28,12 @@ class Wishes:
     cache_tokens: int | None = None
     cache_slots: int = 3
     entering: int | None = None  # sequences of a prefill step; None: all at once
+    joined: bool = False  # prefill steps decode as well, where sequences enter
 
     def block(self, batch: int) -> Block:
         """The block for `batch` sequences with their cache on the device; no micro-batch is empty."""
-        return Block(min(self.micro_batches or 1, batch), self.order, entering=min(self.entering or 0, batch))
+        return Block(min(self.micro_batches or 1, batch), self.order, entering=min(self.entering or 0, batch),
+                     joined=self.joined and bool(self.entering))
 
 
 def check_choices(workload: Workload, wishes: Wishes) -> None:

@@ -145,12 +145,14 @@ def rates_of(
         products_s = parts * sum(
             count * times.product_s(p.dtype, m, p.n, p.k, nbytes=p.nbytes) for p, count in counts.items())
         issued_s = parts * launches * times.dispatch_s
-        return products_s + issued_s if times.serial else max(products_s, issued_s)
+        both_s = products_s + issued_s if times.serial else max(products_s, issued_s)
+        return both_s + (compute_s(1) if block.decodes(tokens) else 0.0)
 
     @functools.cache
     def attend_s(tokens: int) -> float:  # a side has half of the bytes and of the operations
         share = block.of_step(tokens).micro_batches * block.sequences(batch, tokens) / block.sequences(batch, 1)
-        return share * sum(count * times.attention_s(side.dtype, side.nbytes, attention_flops(
+        beside_s = attend_s(1) if block.decodes(tokens) else 0.0
+        return beside_s + share * sum(count * times.attention_s(side.dtype, side.nbytes, attention_flops(
             1, side.rows, tokens, side.tokens, side.width) / 2) for side, count in Counter(cache).items())
 
     link = (tier, "device" if tier == "host" else times.near_disk)

@@ -104,7 +104,8 @@ def _head(plan: Plan) -> str:
                     + f", {format_nbytes(p.streamed_nbytes)} stream per decode step"),
         ("schedule", _schedule(plan)),
         ("prefill", f"chunks of {s.prefill_chunk} tokens, {passes} pass{'es' if passes > 1 else ''} over the weights"
-                    + (f"; {s.block.entering} enter at once as places fall free" if s.block.entering else "")),
+                    + (f"; {s.block.entering} enter at once as places fall free" if s.block.entering else "")
+                    + (", while the others decode in the same passes" if s.block.joined else "")),
         ("cache", f"{plan.cache_format}, {_cache_tier(plan)}"),
     ]
     return "\n".join(f"{name:<10}{text}" for name, text in lines)

@@ -163,17 +163,30 @@ class Prefill:
         self.done = 0  # tokens of each row that have been computed
         self.waiting = set(range(len(prompts)))  # rows whose last token has not been computed
         self.early: dict[int, torch.Tensor] = {}  # logits [V] by row
-        self.logits = torch.empty(0)
+        self.logits = self.decoded = torch.empty(0)
 
-    def step(self) -> bool:
-        """Compute the next chunk; whether it was the last."""
-        chunk = self.session.plan.schedule.chunk_for(self.longest - self.done)
-        start = max(0, min(self.done, self.longest - chunk))
+    @property
+    def reached(self) -> int:
+        """Tokens of each row that will have been computed behind the next chunk."""
+        chunk = self._chunk
+        return max(0, min(self.done, self.longest - chunk)) + chunk
+
+    @property
+    def _chunk(self) -> int:
+        return self.session.plan.schedule.chunk_for(self.longest - self.done)
+
+    def step(self, decoding: Mapping[str, torch.Tensor] | None = None) -> bool:
+        """Compute the next chunk; whether it was the last. In a joined plan the step of one token that `decoding` gives
+        runs beside it, and leaves its logits as `decoded`."""
+        chunk, start = self._chunk, self.reached - self._chunk
         last = self.lengths - 1 - start
-        inputs = self.inputs | embedded(self.embeds, self.lengths.numel(), start, chunk)
-        logits = self.session.step({
-            "input_ids": self.ids[:, start : start + chunk], "start": torch.full_like(self.lengths, start),
-            "last": last.clamp(0, chunk - 1), **inputs})
+        inputs = {"input_ids": self.ids[:, start : start + chunk], "start": torch.full_like(self.lengths, start),
+                  "last": last.clamp(0, chunk - 1), **self.inputs,
+                  **embedded(self.embeds, self.lengths.numel(), start, chunk)}
+        if decoding is None:
+            logits = self.session.step(inputs)
+        else:
+            logits, self.decoded = self.session.step_joined(inputs, decoding)
         self.done = start + chunk
         ends = sorted(row for row in self.waiting if last[row] < chunk)
         self.waiting.difference_update(ends)

@@ -64,8 +64,10 @@ def answer_all(
     `on_step` of every step.
 
     Prompts of like length enter together, the longest first. Their prefill takes turns with the decoding of the
-    others, `HELD` chunks and a step, once `BUSY` of the places decode; before, it goes on. Where the plan computes all
-    sequences of a prefill at once, they begin together, as many as there are places, when the last ones have ended.
+    others, `HELD` chunks and a step, once `BUSY` of the places decode; before, it goes on. In a joined plan each of its
+    chunks is computed with a token of the others; then the longest and the shortest enter in turns, so that chunks
+    suffice for places at any time. Where the plan computes all sequences of a prefill at once, they begin together, as
+    many as there are places, when the last ones have ended.
     RuntimeFault, before anything runs, for a sequence that no place has room for. If `on_end` or `on_step` raises, the
     session is to be closed.
     """
@@ -79,7 +81,8 @@ def answer_all(
     held = 0
     while loop.waiting or loop.prefill is not None or loop.running:
         loop.begin()
-        if loop.prefill is not None and (held < HELD or len(loop.running) < BUSY * loop.batch):
+        if loop.prefill is not None and (
+                loop.joined or held < HELD or len(loop.running) < BUSY * loop.batch):
             loop.advance()
             held += 1
         else:
@@ -87,6 +90,15 @@ def answer_all(
             held = 0
         on_step(loop.work)
     return loop.work
+
+
+def from_both_ends(numbers: Sequence[int], together: int) -> list[int]:
+    """The numbers in groups of so many neighbours, to be taken from the end: the last group, the first, the last but
+    one, …, and what is left over at the beginning of them behind all."""
+    rest = len(numbers) % together
+    groups = [list(numbers[at : at + together]) for at in range(rest, len(numbers), together)]
+    order = [groups.pop(0 if turn % 2 else -1) for turn in range(len(groups))]
+    return [*numbers[:rest], *(number for group in reversed(order) for number in group)]
 
 
 def generate_in_places(
@@ -127,7 +139,10 @@ class _Loop:
     ) -> None:
         self.session, self.asked, self.sampling, self.eos, self.on_end = session, asked, sampling, eos, on_end
         self.batch, self.entering = session.plan.workload.batch, entering(session.plan)
+        self.joined = session.plan.schedule.block.joined
         self.waiting = sorted(range(len(asked)), key=lambda i: (asked[i].ids.numel(), -i))
+        if self.joined:
+            self.waiting = from_both_ends(self.waiting, self.entering)
         self.free = list(range(self.batch - 1, -1, -1))
         self.running: dict[int, int] = {}
         self.entered: list[tuple[int, int]] = []
@@ -159,10 +174,14 @@ class _Loop:
         self.prefill = Prefill(self.session, prompts, lengths, lengths, places, self._begun)
 
     def advance(self) -> None:
-        """Compute a chunk of those that enter; behind the last one they have their first tokens."""
+        """Compute a chunk of those that enter, in a joined plan with a token of the others; behind the last chunk they
+        have their first tokens."""
         assert self.prefill is not None
-        done = self.prefill.step()
+        rows = sorted(self.running.items())
+        done = self.prefill.step(self._next_inputs(self.prefill.reached) if self.joined else None)
         self.work.prefills += 1
+        if self.joined and rows:
+            self._decoded(rows, self.prefill.decoded)
         if not done:
             return
         entered, self.entered, self.prefill = self.entered, [], None
@@ -175,17 +194,24 @@ class _Loop:
 
     def decode(self) -> None:
         """A step of one token for every sequence that runs."""
+        logits = self.session.step(self._next_inputs(self.prefill.done if self.prefill is not None else 0))
+        self._decoded(sorted(self.running.items()), logits)
+
+    def _next_inputs(self, done: int) -> dict[str, torch.Tensor]:
+        """The inputs of a step of one token, where chunks have computed `done` tokens of those that enter: what it
+        writes there, and in places that are free, is written anew before it is seen."""
         ids, start = [0] * self.batch, [0] * self.batch
-        for place, _ in self.entered:  # what is written there now its next chunk writes anew
-            start[place] = self.prefill.done if self.prefill is not None else 0
+        for place, _ in self.entered:
+            start[place] = done
         for place, number in self.running.items():
             new = self.new[number]
             ids[place], start[place] = new[-1], self.asked[number].ids.numel() + len(new) - 1
         starts = torch.tensor(start)
-        logits = self.session.step(
-            {"input_ids": torch.tensor(ids)[:, None], "start": starts, "last": self.last, "length": starts + 1})
+        return {"input_ids": torch.tensor(ids)[:, None], "start": starts, "last": self.last, "length": starts + 1}
+
+    def _decoded(self, rows: Sequence[tuple[int, int]], logits: torch.Tensor) -> None:
+        """Give the sequences in `rows` (place, number), which a step of one token computed, their next tokens."""
         self.work.decodes += 1
-        rows = sorted(self.running.items())
         self._take(rows, self._chosen([number for _, number in rows], logits, [place for place, _ in rows]))
 
     def _begun(self, ends: Sequence[int], logits: torch.Tensor) -> None:

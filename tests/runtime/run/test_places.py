@@ -34,6 +34,7 @@ PLACES, PROMPT, NEW, COUNT = 6, 14, 9, 17
 GREEDY = Sampling()
 DRAWN = Sampling(True, 1.3, 40, 0.95)
 DISK = {"cache_tier": "disk", "cache_tokens": 4}
+JOINED = {"joined": True}
 HOST_NBYTES = 1 << 22
 STAGED = [  # every way that places' caches move, and who attends over them
     DISK | {"micro_batches": 2}, DISK | {"cache_tier": "host", "micro_batches": 2},
@@ -109,6 +110,9 @@ def answers(
 @pytest.mark.parametrize(("name", "more"), [
     ("llama", {"entering": 2}), ("llama", {"entering": 6}), ("llama", {"entering": 1, "prefill_chunk": 14}),
     ("llama", {"entering": 4, "micro_batches": 3}), ("opt", {"entering": 3}), ("gpt2", {"entering": 2}),
+    ("llama", {"entering": 1} | JOINED), ("llama", {"entering": 2, "micro_batches": 3} | JOINED),
+    ("llama", {"entering": 6, "prefill_chunk": 14} | JOINED), ("opt", {"entering": 1, "micro_batches": 2} | JOINED),
+    ("gpt2", {"entering": 2} | JOINED), ("gemma2", {"entering": 1} | JOINED),
     ("gemma2", {"entering": 2}), ("gemma2", {"entering": 3, "micro_batches": 2, "order": "row"}),
     ("llama", {"entering": 2, "micro_batches": 2} | DISK), ("llama", {"entering": 5, "micro_batches": 3} | DISK),
     ("gemma2", {"entering": 2, "micro_batches": 3, "order": "row"} | DISK),
@@ -120,7 +124,8 @@ def test_answers_are_those_of_each_prompt_alone(
     """More sequences than places, of unequal lengths, that end at different steps; twice, in places left by others."""
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases(name)
-    with case.language_model(3.0 if name == "opt" else 1.5, **more) as lm:
+    with case.language_model(3.0 if name == "opt" else 1.6, **more) as lm:
+        assert lm.plan.schedule.block.joined is more.get("joined", False)
         assert entering(lm.plan) == more.get("entering", 0) and lm.plan.workload.batch == PLACES
         assert answers(lm, case.asked())[0] == case.expected()
         assert answers(lm, case.asked(), eos=case.eos)[0] == case.expected(case.eos)
