@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from typing import Literal
 
+from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
@@ -38,6 +40,12 @@ def entering_at_once(places: int | None) -> int | None:
     return -(-places // ENTERING) if places else None
 
 
+def joining_at_once(places: int, new_tokens: int) -> int:
+    """How many sequences a prefill step computes that decodes for `places` as well: the fewest with which whole prompts
+    in every step suffice for places that all answer."""
+    return -(-places // max(1, new_tokens - 1))
+
+
 def plan_places(
     graphs_of: GraphsOf, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine, switches: Switches,
     places: int | None = None,
@@ -46,16 +54,18 @@ def plan_places(
 
     Unless all find room at once, and no way with fewer places is faster, its batch is a number of places that sequences
     enter and leave. Numbers that halve the job's are planned (or `places` alone), and the one whose Programs are
-    predicted to take least time a sequence is taken. Numbers whose cache the device cannot hold have it on slower tiers
-    too, for a job that takes `WORTH_S` else: from the fewest on, as long as more are faster. PlanError, if none fits,
-    for the fewest.
+    predicted to take least time a sequence is taken; its prefill steps decode for all places as well (`Block.joined`)
+    where that is predicted to be faster. Numbers whose cache the device cannot hold have it on slower tiers too, for a
+    job that takes `WORTH_S` else: from the fewest on, as long as more are faster. PlanError, if none fits, for the
+    fewest.
     """
     count = workload.batch
     sizes = [min(places, count)] if places else _halvings(count)
 
-    def planned(size: int, tier: CacheTier) -> tuple[Pipeline, Plan]:
-        wished = replace(wishes, cache_tier=tier)
-        enters = wished if size == count else replace(wished, entering=wishes.entering or entering_at_once(size))
+    def planned(size: int, tier: CacheTier, joined: bool = wishes.joined) -> tuple[Pipeline, Plan]:
+        wished = replace(wishes, cache_tier=tier, joined=joined)
+        together = joining_at_once(size, workload.new_tokens) if joined else entering_at_once(size)
+        enters = wished if size == count else replace(wished, entering=wishes.entering or together)
         return plan_block(graphs_of, budget, replace(workload, batch=size), enters, machine, switches)
 
     found: list[tuple[Pipeline, Plan]] = []
@@ -66,6 +76,11 @@ def plan_places(
         except PlanError as error:
             refused = error
             larger.append(size)
+    if found:
+        best = min((plan for _, plan in found), key=sequence_time_s)
+        if _may_join(best.schedule.block):
+            with contextlib.suppress(PlanError):
+                found.append(planned(best.workload.batch, wishes.cache_tier or "device", True))
     least = min((sequence_time_s(plan) for _, plan in found), default=math.inf)
     staging = wishes.cache_tier is None and least * count > WORTH_S
     for size in reversed(larger) if staging else ():
@@ -83,6 +98,11 @@ def plan_places(
     return min(found, key=lambda way: sequence_time_s(way[1]))
 
 
+def _may_join(block: Block) -> bool:
+    """Whether prefill steps of such a block can decode as well, and do not."""
+    return block.entering > 0 and block.order == "zigzag" and not block.staged and not block.joined
+
+
 def _halvings(count: int) -> list[int]:
     """`count`, if it is not above `PLACES`, and powers of two below it."""
     powers = [1 << i for i in reversed(range(PLACES.bit_length())) if 1 << i < count]
@@ -91,8 +111,13 @@ def _halvings(count: int) -> list[int]:
 
 def sequence_time_s(plan: Plan) -> float:
     """Predicted seconds of the block per sequence of a long job. Where sequences enter, places wait until as many are
-    free as enter at once: half of these are idle at any time."""
-    batch, enters = plan.workload.batch, plan.schedule.block.entering
-    idle = (enters - 1) / 2 if enters else 0.0
-    decode = (plan.workload.new_tokens - 1) * plan.prediction.decode_time_s
-    return plan.prediction.prefill_time_s / batch + decode / (batch - idle)
+    free as enter at once: half of these are idle at any time. Where prefill steps decode as well, there are others only
+    where a place, which is taken for the steps of a prompt and of an answer, is taken for longer than those last."""
+    w, s = plan.workload, plan.schedule
+    idle = (s.block.entering - 1) / 2 if s.block.entering else 0.0
+    if s.block.joined:
+        passes = -(-w.prompt // s.prefill_chunk)
+        alone = max(0, passes + w.new_tokens - 1 - passes * s.block.prefills(w.batch))
+        return (plan.prediction.prefill_time_s + alone * plan.prediction.decode_time_s) / (w.batch - idle)
+    decode = (w.new_tokens - 1) * plan.prediction.decode_time_s
+    return plan.prediction.prefill_time_s / w.batch + decode / (w.batch - idle)

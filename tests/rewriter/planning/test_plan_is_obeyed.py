@@ -33,7 +33,8 @@ LENDING = Workload(batch=2, prompt=40, new_tokens=4)
 # what records an expectation and decides nothing: replaying restores it, where it does not refuse it
 RECORDS = ("plan.machine", "plan.prediction")
 BLOCKS = {"row": Block(2, "row"), "cache on disk": Block(2, "zigzag", "disk", 16, 3),
-          "cache in shares": Block(2, "zigzag", "disk", 16, 3, 1, 1), "entering": Block(2, entering=1)}
+          "cache in shares": Block(2, "zigzag", "disk", 16, 3, 1, 1), "entering": Block(2, entering=1),
+          "joined": Block(2, entering=1, joined=True)}
 EVERY = os.environ.get("FOREBAY_TEST_ALL") == "1"
 LIMITS = ("plan.budget.",)  # may be more than is taken; less is refused
 

@@ -17,15 +17,18 @@ import torch
 import transformers
 from budgets import operators_nbytes
 from families import gemma2, gpt2, llama, opt
+from hypothesis import given
+from hypothesis import strategies as st
 from late import make_late
 
 from forebay.api import LanguageModel, open_model
+from forebay.rewriter.ir.block import DECODING
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict, validate
 from forebay.rewriter.ir.program import Wait
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.run.places import BUSY, HELD, Asked, WorkDone, answer_all, entering
+from forebay.runtime.run.places import BUSY, HELD, Asked, WorkDone, answer_all, entering, from_both_ends
 from forebay.runtime.run.sampling import Sampling
 
 CONFIGS = {"llama": lambda: llama(3, hidden_size=96, intermediate_size=256, vocab_size=97), "opt": opt, "gpt2": gpt2,
@@ -153,7 +156,7 @@ def test_draws_are_a_prompts_own(cases: Callable[[str], Case]) -> None:
         assert answers(lm, case.asked()[4:9], DRAWN, case.eos)[0] == alone[4:9]
 
 
-@pytest.mark.parametrize("more", [{}, *STAGED])
+@pytest.mark.parametrize("more", [{}, JOINED, *STAGED])
 def test_copies_that_overtake_each_other(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
@@ -165,7 +168,7 @@ def test_copies_that_overtake_each_other(
         assert answers(lm, case.asked(), eos=case.eos)[0] == case.expected(case.eos)
 
 
-@pytest.mark.parametrize("more", [{}, *STAGED])
+@pytest.mark.parametrize("more", [{}, JOINED, *STAGED])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_without_any_one_wait_a_step_is_refused(
     cases: Callable[[str], Case], more: dict[str, Any], tokens: int
@@ -182,6 +185,42 @@ def test_without_any_one_wait_a_step_is_refused(
                 verify_program(replace(program, step=tuple(rest)))
                 verify_program(replace(program, step=tuple(
                     item for k, item in enumerate(program.step) if k not in (*earlier, i))))
+
+
+def test_a_joined_step_brings_weights_once(cases: Callable[[str], Case]) -> None:
+    """For the chunk of those that enter and for a token of every place; both stand in its Program."""
+    with cases("llama").language_model(1.2, entering=1, **JOINED) as lm:
+        one, both = (lm._pipeline.program(lm.plan, tokens) for tokens in (1, 5))
+        row = lm.plan.weight("model.embed_tokens.weight").nbytes // 97
+        assert both.moved_nbytes() == one.moved_nbytes() + 5 * row > 100_000
+        decoding = [launch.label for launch in both.launches() if launch.label.startswith(DECODING)]
+        assert decoding == [DECODING + launch.label for launch in one.launches()]
+        assert {DECODING + name for name in one.inputs} == {name for name in both.inputs if name.startswith(DECODING)}
+
+
+def test_chunks_suffice_for_places_of_a_joined_plan(cases: Callable[[str], Case]) -> None:
+    """A token of all others beside each chunk: no step prefills alone once places are taken."""
+    case = cases("llama")
+    lengths = [2, NEW, 3, 2] * 15
+    asked = [Asked(case.prompts[i % COUNT], new) for i, new in enumerate(lengths)]
+    seen: list[WorkDone] = []
+    with case.language_model(4.0, entering=1, prefill_chunk=PROMPT, **JOINED) as lm:
+        work = answer_all(lm.session, asked, GREEDY, on_end=lambda number, tokens: None,
+                          on_step=lambda work: seen.append(replace(work)))
+    assert work.prefills == len(asked) and sum(lengths) == work.tokens
+    alone = [b for a, b in itertools.pairwise(seen) if a.decodes == b.decodes]
+    assert len(alone) < 10 and work.decodes < len(asked) + NEW
+    assert sum(b.tokens - a.tokens > 1 for a, b in itertools.pairwise(seen) if b.prefills > a.prefills) > 40
+
+
+@given(st.integers(0, 40), st.integers(1, 7))
+def test_neighbours_enter_together_from_both_ends(count: int, together: int) -> None:
+    order = from_both_ends(range(count), together)[::-1]
+    assert sorted(order) == list(range(count))
+    groups = [order[at : at + together] for at in range(0, count, together)]
+    assert all(max(group) - min(group) == len(group) - 1 for group in groups)
+    middles = [sum(a) + sum(b) for a, b in itertools.pairwise(groups[: count // together])]
+    assert not middles or max(middles) - min(middles) <= together**2
 
 
 def test_places_are_taken_as_they_are_left(cases: Callable[[str], Case]) -> None:
