@@ -9,6 +9,7 @@ import contextlib
 import functools
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
@@ -17,6 +18,7 @@ from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.disk.chunks import OnDone
 
 WATCH_S = 1.0
+LEAVE_S = 10.0  # that the end of the process waits for a call of a worker
 
 FaultCheck = Callable[[], BaseException | None]  # what ended the threads that would end a wait; None while they live
 
@@ -92,6 +94,7 @@ class Worker:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"forebay-{name}", daemon=True)
         self._thread.start()
+        self._leaving = weakref.finalize(self, _leave, self._queue, self._thread)  # at exit, while the thread lives
 
     def submit(self, call: Callable[[], object]) -> None:
         self._queue.put(call)
@@ -123,6 +126,17 @@ class Worker:
         self._closed = True
         self._queue.put(None)
         self._thread.join()
+        self._leaving.detach()
+
+
+def _leave(calls: queue.SimpleQueue[Callable[[], object] | None], thread: threading.Thread) -> None:
+    """End a worker's thread behind the call that it runs. One that is inside torch while the interpreter ends would
+    abort the process (exit code 134), whatever it had achieved."""
+    with contextlib.suppress(queue.Empty):
+        while True:
+            calls.get_nowait()
+    calls.put(None)
+    thread.join(LEAVE_S)
 
 
 class CopyLedger:

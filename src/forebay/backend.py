@@ -188,7 +188,7 @@ class OffloadedGraph:
         for held in maps:
             if held not in self._watched:
                 self._watched.add(held)
-                closing = threading.Thread(target=_drop_lost, args=(weakref.ref(self),), daemon=True)
+                closing = threading.Thread(target=_drop_lost, args=(weakref.ref(self),), daemon=False)
                 weakref.finalize(held, _thread.start_new_thread, closing.start, ()).atexit = False
 
     @sources_released()

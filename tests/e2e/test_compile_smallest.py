@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from forebay.backend import prepared_for
+from forebay.kernels.cpu_support import native
 from forebay.rewriter.ir.plan import PlanError
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*lies in memory"),
@@ -90,7 +91,9 @@ def assert_named_is_smallest(build: Callable[[], nn.Module], x: torch.Tensor) ->
         taken = prepared.program.arenas["device"] + prepared.program.workspace_nbytes()
         # A product of half precision cut along its inputs widens fewer of them than the whole, which is planned.
         widened = 0 if x.dtype in (torch.float32, torch.float64) else 4 * len(x) * max(map(max, _matrices(model)))
-        assert smallest - widened <= taken <= smallest
+        assert taken <= smallest
+        if native.load() is not None:  # torch's products of a tile take less than those of the whole, which are planned
+            assert smallest - widened <= taken
 
 
 def _matrices(model: nn.Module) -> list[torch.Size]:

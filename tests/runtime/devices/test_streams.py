@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -216,3 +218,27 @@ def _expect_fault(wait, found: list) -> None:
         wait()
     except RuntimeFault as error:
         found.append("told" if "gone" in str(error) else error)
+
+
+ENDING = """
+import threading, torch
+from forebay.runtime.devices.streams import Worker
+
+worker, begun, x = Worker("test"), threading.Event(), torch.randn(300, 300)
+
+def multiply():
+    begun.set()
+    for _ in range(400):
+        x.copy_(x @ x / 100)
+
+for _ in range(1000):
+    worker.submit(multiply)
+begun.wait()
+print("done")
+"""
+
+
+def test_a_process_ends_well_while_a_worker_is_inside_torch() -> None:
+    """It waits for the call under way, not for the thousand behind it; a thread that is let go on aborts it."""
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
