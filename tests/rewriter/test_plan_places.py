@@ -99,7 +99,7 @@ def test_caches_off_the_device_where_more_places_take_less_time_a_sequence() -> 
 
 def test_prefill_steps_decode_as_well_where_that_is_faster() -> None:
     """Which of both plans is faster the link decides: a slow one hides the chunks."""
-    job, budget, joined = Workload(100, 60, 40), 3 << 20, []
+    job, budget, joined = Workload(100, 60, 40), 1_800_000, []
     for bytes_per_s in (2e7, 1e12):
         machine = Machine.default()
         links = tuple(replace(link, bandwidth_bytes_per_s=bytes_per_s) for link in machine.links)
