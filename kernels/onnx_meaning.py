@@ -10,6 +10,7 @@ import torch
 
 MICROSOFT = "com.microsoft"  # the domain of onnxruntime's own operators
 Dialect = Literal["microsoft", "standard"]
+TO_THE_END = 2**63 - 1  # the end of a Slice, as torch writes it too
 
 
 class OnnxValue(str):
@@ -70,6 +71,18 @@ class OnnxGraph(Protocol):
 
     def cast(self, value: str, dtype: torch.dtype) -> str:
         """A value in another dtype."""
+
+    def turn(self, value: str, x: OnnxValue, cos: OnnxValue, sin: OnnxValue) -> None:
+        """Note that `value` is x [B, H, S, D] turned by angles with these cosines and sines, for an operator that
+        turns x itself (`turned`)."""
+
+    def turned(self, value: str) -> tuple[OnnxValue, OnnxValue, OnnxValue] | None:
+        """The x of which `turn` says that it gave `value`, and the cosines and sines [positions, D / 2] at every
+        position. None for another value, and where the angles follow more than a token's position."""
+
+    def cut_from(self, parts: Sequence[str], widths: Sequence[int]) -> str | None:
+        """The [B, S, sum of widths] that is cut along its last dimension into `parts`, of these widths and in this
+        order; None for what is no such whole."""
 
     def append(self, cache: OnnxValue, new: str) -> None:
         """Let `new` [B, Hkv, S, D] be what follows in a cache."""

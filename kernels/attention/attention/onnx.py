@@ -6,11 +6,11 @@ standard Attention appends behind whatever the cache holds, padding too, and hid
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from forebay.kernels.onnx_meaning import MICROSOFT, OnnxGraph, OnnxValue
+from forebay.kernels.attention.attention.onnx_grouped import grouped
+from forebay.kernels.attention.scoring import Scoring
+from forebay.kernels.onnx_meaning import OnnxGraph, OnnxValue
 
 
 def kv_append(g: OnnxGraph, k_cache: OnnxValue, v_cache: OnnxValue, k: str, v: str, start: str) -> None:
@@ -28,16 +28,8 @@ def attention(
         raise NotImplementedError("attention within chunks")
     (past_k, new_k), (past_v, new_v) = g.appended(k), g.appended(v)
     if g.dialect == "microsoft":
-        rows = (g.op("Reshape", g.op("Transpose", t, perm=[0, 2, 1, 3]), g.constant([0, 0, -1]))
-                for t in (q, new_k, new_v))
-        more: dict[str, Any] = {"softcap": softcap} if softcap else {}
-        if window:
-            more["local_window_size"] = window
-        out, present_k, present_v = g.op(
-            "GroupQueryAttention", *rows, past_k, past_v, _lengths(g), _total(g), outputs=3, domain=MICROSOFT,
-            num_heads=q.shape[1], kv_num_heads=k.shape[1], scale=scale, **more)
-        out = OnnxValue(out, q.dtype, (None, None, None))
-        found = g.op("Reshape", out, g.constant([0, 0, q.shape[1], q.shape[3]]))
+        found, present_k, present_v = grouped(g, q, (past_k, past_v), (new_k, new_v), k.shape[1] or 1,
+                                              Scoring(scale, window, softcap))
     elif softcap:
         present_k, present_v = (g.op("Concat", past, new, axis=2) for past, new in ((past_k, new_k), (past_v, new_v)))
         found = g.op("Transpose", _by_parts(g, q, k, present_k, present_v, scale, window, softcap), perm=[0, 2, 1, 3])
@@ -61,18 +53,6 @@ def _by_parts(
     scores = g.op("Mul", g.op("MatMul", q, g.op("Transpose", k, perm=[0, 1, 3, 2])), g.constant(scale, q.dtype))
     capped = g.op("Mul", g.op("Tanh", g.op("Div", scores, g.constant(softcap, q.dtype))), g.constant(softcap, q.dtype))
     return g.op("MatMul", g.op("Softmax", g.op("Add", capped, _hidden(g, window, q.dtype)), axis=-1), v)
-
-
-def _lengths(g: OnnxGraph) -> str:
-    """int32 [B]: the index of each sequence's last token."""
-    return g.once("lengths", lambda: g.cast(g.op("Sub", g.op(
-        "ReduceSum", "attention_mask", g.constant([1]), keepdims=0), g.constant(1)), torch.int32))
-
-
-def _total(g: OnnxGraph) -> str:
-    """int32: the length of the longest sequence."""
-    return g.once("total", lambda: g.cast(g.op("Squeeze", g.op("Shape", "attention_mask", start=1, end=2)),
-                                          torch.int32))
 
 
 def _hidden(g: OnnxGraph, window: int, dtype: torch.dtype) -> str:

@@ -7,6 +7,12 @@ from forebay.kernels.onnx_meaning import MICROSOFT, OnnxGraph, OnnxValue
 
 def rotary(g: OnnxGraph, x: OnnxValue, cos: OnnxValue, sin: OnnxValue) -> str:
     """x [B, H, S, D] turned by the angles whose cosines and sines [B or 1, S, D] are given, equal in both halves."""
+    made = _turned(g, x, cos, sin)
+    g.turn(made, x, cos, sin)
+    return made
+
+
+def _turned(g: OnnxGraph, x: OnnxValue, cos: OnnxValue, sin: OnnxValue) -> str:
     half = (cos.shape[-1] or 0) // 2
 
     def halves(table: str) -> str:  # [B, S, D / 2]
@@ -17,7 +23,7 @@ def rotary(g: OnnxGraph, x: OnnxValue, cos: OnnxValue, sin: OnnxValue) -> str:
         spread = g.op("Concat", batch, g.constant([1, 1]), axis=0)
         cos_of, sin_of = (g.once(("halves", t), lambda t=t: g.op("Expand", halves(t), spread)) for t in (cos, sin))  # type: ignore[misc]
         if g.dialect == "standard":
-            return g.op("RotaryEmbedding", x, cos_of, sin_of)
+            return str(g.op("RotaryEmbedding", x, cos_of, sin_of))
         cos, sin = OnnxValue(cos_of), OnnxValue(sin_of)
     # the other dialect looks tables up by position: here each token's row of the table is its own
     cos_rows, sin_rows = (g.once(("rows", t), lambda t=t: g.op(  # type: ignore[misc]
@@ -31,9 +37,10 @@ def rotary(g: OnnxGraph, x: OnnxValue, cos: OnnxValue, sin: OnnxValue) -> str:
     tables = g.once("rotary rows", rows), cos_rows, sin_rows
     flat = _as_rows(g, x)
     if flat is None:
-        return g.op("RotaryEmbedding", x, *tables, domain=MICROSOFT)
+        return str(g.op("RotaryEmbedding", x, *tables, domain=MICROSOFT))
     turned = OnnxValue(g.op("RotaryEmbedding", flat, *tables, domain=MICROSOFT), x.dtype, (None, None, None))
-    return g.op("Transpose", g.op("Reshape", turned, g.constant([0, 0, x.shape[1], x.shape[3]])), perm=[0, 2, 1, 3])
+    heads = g.op("Reshape", turned, g.constant([0, 0, x.shape[1], x.shape[3]]))
+    return str(g.op("Transpose", heads, perm=[0, 2, 1, 3]))
 
 
 def _as_rows(g: OnnxGraph, x: OnnxValue) -> str | None:

@@ -13,11 +13,10 @@ from forebay.exported import onnx_networks
 from forebay.exported.onnx_graph import Graph
 from forebay.exported.onnx_views import shape_of
 from forebay.kernels.norms.onnx import layer_norm
-from forebay.kernels.onnx_meaning import OnnxValue
+from forebay.kernels.onnx_meaning import TO_THE_END, OnnxValue
 from forebay.kernels.products.linear.onnx import activated, linear
 
 aten = torch.ops.aten
-TO_THE_END = 2**63 - 1
 
 
 def meaning_of(target: object) -> Callable[..., Any] | None:
@@ -104,6 +103,11 @@ def _embedding(g: Graph, weight: OnnxValue, index: OnnxValue, *_: Any) -> str:
 def _slice(g: Graph, x: OnnxValue, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> str:
     ends = [g.sizes([0 if start is None else start]), g.sizes([TO_THE_END if end is None else end])]
     return g.op("Slice", x, *ends, g.constant([dim]), g.constant([step]))
+
+
+def _cat(g: Graph, parts: list[OnnxValue], dim: int = 0) -> str:
+    full = [part for part in parts if part.shape[dim] != 0]
+    return full[0] if len(full) == 1 else g.op("Concat", *full, axis=dim)
 
 
 def _expand(g: Graph, x: OnnxValue, sizes: list[Any], **_: Any) -> str:
@@ -215,7 +219,7 @@ MEANINGS: dict[object, Callable[..., Any]] = {
     aten.where.self: _where,
     aten.unsqueeze.default: lambda g, x, dim: g.op("Unsqueeze", x, g.constant([dim])),
     aten.squeeze.dim: lambda g, x, dim: g.op("Squeeze", x, g.constant([dim])),
-    aten.cat.default: lambda g, parts, dim=0: g.op("Concat", *parts, axis=dim),
+    aten.cat.default: _cat,
     aten.stack.default: lambda g, parts, dim=0: g.op(
         "Concat", *(g.op("Unsqueeze", p, g.constant([dim])) for p in parts), axis=dim),
     aten.slice.Tensor: _slice, aten.select.int: _select, aten.expand.default: _expand, aten.arange.default: _arange,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain, takewhile
+from itertools import accumulate, chain, takewhile
 from typing import Any
 
 import onnx
@@ -11,7 +11,7 @@ import torch
 from onnx import TensorProto, helper
 
 from forebay.exported.onnx_views import VIEWS, viewed
-from forebay.kernels.onnx_meaning import MICROSOFT, Dialect, OnnxValue
+from forebay.kernels.onnx_meaning import MICROSOFT, TO_THE_END, Dialect, OnnxValue
 from forebay.rewriter.ir.alignment import whole_pages
 
 OPSETS: dict[Dialect, int] = {"microsoft": 22, "standard": 23}
@@ -45,6 +45,9 @@ class Graph:
         self._numbers: dict[str, Any] = {}  # constants' values
         self._ranks: dict[str, int] = {}
         self._sums: dict[str, tuple[str, str]] = {}
+        self._turns: dict[str, tuple[OnnxValue, OnnxValue, OnnxValue]] = {}
+        self._tables: dict[str, OnnxValue | None] = {}
+        self.table_of: Callable[[str], torch.Tensor | None] = lambda value: None  # a row for each position, or None
 
     # -- operators
 
@@ -113,6 +116,39 @@ class Graph:
     def numbers(self, value: str) -> list[int] | None:
         found = self._numbers.get(str(value))
         return found if isinstance(found, list) else None
+
+    def turn(self, value: str, x: OnnxValue, cos: OnnxValue, sin: OnnxValue) -> None:
+        self._turns[str(value)] = x, cos, sin
+
+    def turned(self, value: str) -> tuple[OnnxValue, OnnxValue, OnnxValue] | None:
+        x, *angles = self._turns.get(str(value), (None,))
+        cos, sin = (self._half_table(angle) for angle in angles) if angles else (None, None)
+        return None if x is None or cos is None or sin is None else (x, cos, sin)
+
+    def _half_table(self, angle: OnnxValue) -> OnnxValue | None:
+        """The first halves [positions, D / 2] of cosines or sines [B, S, D], as a tensor of the file."""
+        if str(angle) not in self._tables:
+            rows = self.table_of(angle)
+            half = None if rows is None else rows[:, : rows.shape[1] // 2].contiguous()
+            self._tables[str(angle)] = None if half is None else self.weight(
+                f"{angle}.by_position", half.dtype, half.shape, lambda: iter([half]))
+        return self._tables[str(angle)]
+
+    def cut_from(self, parts: Sequence[str], widths: Sequence[int]) -> str | None:
+        makers = [node for part in parts if (node := self._makers.get(str(part))) is not None]
+        whole, kinds = {node.input[0] for node in makers}, {node.op_type for node in makers}
+        if len(makers) < len(parts) or len(whole) != 1:
+            return None
+        if kinds == {"Slice"}:
+            ends = list(accumulate(widths))
+            bounds = [[self.numbers(name) for name in node.input[1:]] for node in makers]
+            found = any(bounds == [[[start], [end], [axis], [1]] for start, end in zip(
+                [0, *ends], [*ends[:-1], TO_THE_END], strict=False)] for axis in (-1, 2))
+        else:
+            axis = [a.i for a in makers[0].attribute if a.name == "axis"]
+            found = kinds == {"Split"} and axis in ([-1], [2]) and self.numbers(makers[0].input[1]) == list(widths) \
+                and list(makers[0].output) == [str(part) for part in parts]
+        return whole.pop() if found else None
 
     def rank(self, value: str) -> int | None:
         """The dimensions of a value, where they are known."""

@@ -8,6 +8,7 @@ page boundary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from forebay.exported.errors import ExportError
 from forebay.exported.onnx_convert import Conversion
 from forebay.exported.onnx_file import DATA, write_model
 from forebay.exported.onnx_graph import Graph, value_info
+from forebay.exported.position_table import position_table
 from forebay.kernels.formats import packing
 from forebay.kernels.onnx_meaning import Dialect, OnnxValue, Parts
 from forebay.rewriter.checkpoints.checkpoint import Progress
@@ -40,6 +42,7 @@ def write_onnx(
     g = Graph(dialect, int8_activations)
     g.file = DATA
     env = {node: _input(g, captured, items, node) for node in captured.step.graph.find_nodes(op="placeholder")}
+    g.table_of = partial(_table, captured, env)
     logits = Conversion(g, ADVICE, _positions).convert(captured.step, env, "the model outside its layers")
     g.nodes.append(onnx.helper.make_node("Identity", [logits], ["logits"]))
     model = g.model(*_interface(captured), ("forebay", forebay.__version__))
@@ -114,6 +117,12 @@ def _is_symmetric(stored: RowFormat, contents: Callable[[], Iterator[torch.Tenso
         if not torch.equal(low.float(), scale.float() * -(1 << (stored.bits - 1))):
             return False
     return True
+
+
+def _table(captured: CapturedModel, env: Mapping[fx.Node, Any], value: str) -> torch.Tensor | None:
+    """What a value of the step holds for a token at each position, a row each, if it follows from that alone."""
+    node = next((n for n, made in env.items() if isinstance(made, OnnxValue) and str(made) == value), None)
+    return None if node is None else position_table(captured, node)
 
 
 def _positions(node: fx.Node) -> OnnxValue | None:
