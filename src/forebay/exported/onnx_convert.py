@@ -12,7 +12,7 @@ from torch import fx
 from forebay.exported.errors import ExportError
 from forebay.exported.onnx_aten import meaning_of
 from forebay.exported.onnx_graph import Graph
-from forebay.exported.onnx_merged import beside, merged
+from forebay.exported.onnx_merged import after, beside, merged
 from forebay.kernels.onnx_meaning import OnnxValue
 from forebay.kernels.operators import of_target
 from forebay.rewriter.ir.graph import values_of
@@ -26,7 +26,7 @@ class Conversion:
     g: Graph
     advice: str
     known: Callable[[fx.Node], OnnxValue | None] = lambda node: None
-    made: dict[fx.Node, Any] = field(default_factory=dict)  # what a product made of the products beside it
+    made: dict[fx.Node, Any] = field(default_factory=dict)  # of products computed as one: their parts of it
 
     def convert(self, gm: fx.GraphModule, env: dict[fx.Node, Any], where: str) -> Any:
         """What `gm` gives, for values of its placeholders in `env`. ExportError names an operator without a meaning,
@@ -51,7 +51,7 @@ class Conversion:
         if known is not None:
             return known
         if node in self.made:
-            return self.made.pop(node)
+            return _described(node, after(self.g, node, self.made.pop(node), env))
         ours = of_target(node.target)
         meaning = meaning_of(node.target) if ours is None else ours.onnx
         reason = "" if meaning is not None else "it has none"
@@ -69,8 +69,8 @@ class Conversion:
                               f"ONNX is not known ({reason}); {self.advice}")
         if joined is not None:
             parts = self.g.op("Split", made, self.g.constant(joined[1]), outputs=len(products), axis=-1)
-            self.made.update((other, _described(other, part)) for other, part in zip(products, parts, strict=True))
-            return self.made.pop(node)
+            self.made.update(zip(products, parts, strict=True))
+            return _described(node, after(self.g, node, self.made.pop(node), env))
         return _described(node, made)
 
 

@@ -12,18 +12,19 @@ from torch import fx
 from forebay.exported.onnx_graph import Graph
 from forebay.kernels.onnx_meaning import OnnxValue, Parts
 from forebay.kernels.operators import of_target
+from forebay.kernels.products.linear.onnx import followed
 
 PLAIN = (None, None, "")  # multiplier, residual, activation
 
 
 def beside(node: fx.Node) -> list[fx.Node]:
-    """The products that can be one with `node`, itself among them: of the same operand, in the same format, with a
-    bias each or none, and with nothing that follows in the same operator."""
-    if not _is_plain(node):
+    """The products that can be one with `node`, itself among them: of the same operand, in the same format, and with a
+    bias each or none. What follows each in its operator is left to it (`after`)."""
+    if not _is_product(node):
         return [node]
     operand: Any = node.args[0]
     return [other for other in operand.users if other.target is node.target and other.args[0] is operand
-            and _is_plain(other) and other.args[6:] == node.args[6:]
+            and _is_product(other) and other.args[6:] == node.args[6:]
             and (_bias(other) is None) == (_bias(node) is None)]
 
 
@@ -36,7 +37,14 @@ def merged(g: Graph, nodes: list[fx.Node], env: Mapping[fx.Node, Any]) -> tuple[
     bias = g.joined(biases) if biases else None
     if weight is None or (biases and bias is None):
         return None
-    return [env[nodes[0].args[0]], weight, bias, *nodes[0].args[3:]], [w.shape[0] for w in weights]  # type: ignore[index]
+    first: Any = nodes[0].args
+    return [env[first[0]], weight, bias, *PLAIN[: len(first[3:])], *first[6:]], [w.shape[0] for w in weights]
+
+
+def after(g: Graph, node: fx.Node, part: str, env: Mapping[fx.Node, Any]) -> str:
+    """What the product `node` gives, of which `part` is the product itself and its bias."""
+    given: Any = fx.map_arg(node.args[3:6], env.__getitem__)  # type: ignore[arg-type]
+    return followed(g, part, None, *given, *PLAIN[len(given) :])
 
 
 def _packed(g: Graph, rows: list[OnnxValue]) -> OnnxValue | None:
@@ -50,12 +58,11 @@ def _packed(g: Graph, rows: list[OnnxValue]) -> OnnxValue | None:
     return OnnxValue("+".join(rows), rows[0].dtype, (sum(r.shape[0] or 0 for r in rows), *rows[0].shape[1:]), parts)
 
 
-def _is_plain(node: fx.Node) -> bool:
+def _is_product(node: fx.Node) -> bool:
     record = of_target(node.target)
     if node.target is not torch.ops.aten.linear.default and (record is None or record.implementations is None):
         return False
-    follows = any(found != plain for found, plain in zip(node.args[3:6], PLAIN, strict=False))
-    return not follows and not node.kwargs and isinstance(node.args[1], fx.Node) and node.args[1].op == "placeholder"
+    return not node.kwargs and isinstance(node.args[1], fx.Node) and node.args[1].op == "placeholder"
 
 
 def _bias(node: fx.Node) -> Any:
