@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 
 import numpy as np
 import onnxruntime_genai as genai
@@ -26,10 +26,12 @@ from benchmarks.quantized_linear import ceiling_bytes_per_s
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.checkpoints.resolve import resolve_model
 
+Key = tuple[str, str]  # precision, maker
 PRECISIONS = {"float32": "fp32", "4 bits": "int4"}  # and the builder's names of them
+TURN = 4  # tokens: the pace of a machine with neighbours changes within seconds
 
 
-def make(model: Path, folder: Path) -> dict[tuple[str, str], Path]:
+def make(model: Path, folder: Path) -> dict[Key, Path]:
     """The four models, by precision and maker; those that `folder` has are taken as they are."""
     makers = ("forebay", "builder")
     found = {(p, maker): folder / f"{maker}_{name}" for p, name in PRECISIONS.items() for maker in makers}
@@ -58,19 +60,34 @@ def opened(folder: Path, threads: int) -> genai.Model:
     return genai.Model(config)
 
 
-def answer(model: genai.Model, prompt: list[int], new_tokens: int) -> tuple[float, float]:
-    """Tokens/s of the prompt and of the answer behind its first token."""
-    options = genai.GeneratorParams(model)
+def one_round(models: dict[Key, genai.Model], prompt: list[int], new_tokens: int, first: int
+              ) -> tuple[dict[Key, float], dict[Key, list[float]]]:
+    """Tokens/s of the prompt, and of each turn of the answer behind its first token; number `first` begins."""
+    keys = list(models)
     whole = len(prompt) + new_tokens
-    options.set_search_options(max_length=whole, min_length=whole, do_sample=False)
-    generator = genai.Generator(model, options)
-    began = time.perf_counter()
-    generator.append_tokens(np.array([prompt], np.int32))
-    generator.generate_next_token()
-    first = time.perf_counter()
-    for _ in range(new_tokens - 1):
-        generator.generate_next_token()
-    return len(prompt) / (first - began), (new_tokens - 1) / (time.perf_counter() - first)
+    prefill: dict[Key, float] = {}
+    decode: dict[Key, list[float]] = {key: [] for key in keys}
+    generators: dict[Key, genai.Generator] = {}
+    for key in _from(keys, first):
+        options = genai.GeneratorParams(models[key])
+        options.set_search_options(max_length=whole, min_length=whole, do_sample=False)
+        generators[key] = genai.Generator(models[key], options)
+        began = time.perf_counter()
+        generators[key].append_tokens(np.array([prompt], np.int32))
+        generators[key].generate_next_token()
+        prefill[key] = len(prompt) / (time.perf_counter() - began)
+    for turn in range((new_tokens - 1) // TURN):
+        for key in _from(keys, first + turn):
+            began = time.perf_counter()
+            for _ in range(TURN):
+                generators[key].generate_next_token()
+            decode[key].append(TURN / (time.perf_counter() - began))
+    return prefill, decode
+
+
+def _from(keys: list[Key], first: int) -> list[Key]:
+    at = first % len(keys)
+    return keys[at:] + keys[:at]
 
 
 def main() -> None:
@@ -90,21 +107,29 @@ def main() -> None:
         models = {key: opened(folder, asked.threads) for key, folder in folders.items()}
         nbytes = {key: sum(p.stat().st_size for p in folder.glob("model.onnx*")) for key, folder in folders.items()}
         prompt = np.random.default_rng(0).integers(3, 400, asked.prompt).tolist()
-        found: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in models}
-        for _ in range(asked.rounds):
-            for key, model in models.items():
-                found[key].append(answer(model, prompt, asked.new))
-    print(f"prompt {asked.prompt}, {asked.new} new tokens, {asked.threads} threads, {asked.rounds} rounds in turns")
-    for (precision, maker), speeds in found.items():
-        decode = [d for _, d in speeds]
-        size = nbytes[precision, maker]
-        print(f"{precision:<8} {maker:<8} {size / 1e6:6.0f} MB  prefill {median(p for p, _ in speeds):6.0f}  decode "
-              f"{median(decode):6.1f} tokens/s ({min(decode):.1f} .. {max(decode):.1f}; {rate / size:.0f} at the "
-              "memory's rate)")
+        prefill: dict[Key, list[float]] = {key: [] for key in models}
+        decode: dict[Key, list[float]] = {key: [] for key in models}
+        for i in range(asked.rounds):
+            of_prompt, of_answer = one_round(models, prompt, asked.new, i)
+            for key in models:
+                prefill[key].append(of_prompt[key])
+                decode[key] += of_answer[key]
+    print(f"prompt {asked.prompt}, {asked.new} new tokens, {asked.threads} threads, {asked.rounds} rounds, "
+          f"{TURN} tokens in turn")
+    for (precision, maker), speeds in decode.items():
+        size, first = nbytes[precision, maker], median(prefill[precision, maker])
+        print(f"{precision:<8} {maker:<8} {size / 1e6:6.0f} MB  prefill {first:6.0f}  decode {median(speeds):6.1f} "
+              f"tokens/s ({min(speeds):.1f} .. {max(speeds):.1f}; {rate / size:.0f} at the memory's rate)")
     for precision in PRECISIONS:
-        ours, theirs = found[precision, "forebay"], found[precision, "builder"]
-        prefill, decode = (median(a[i] / b[i] for a, b in zip(ours, theirs, strict=True)) for i in (0, 1))
-        print(f"{precision}: forebay over builder, round by round: prefill {prefill:.2f}, decode {decode:.2f}")
+        print(f"{precision}: forebay over builder, turn by turn: prefill {_beside(prefill, precision)}, decode "
+              f"{_beside(decode, precision)}")
+
+
+def _beside(found: dict[Key, list[float]], precision: str) -> str:
+    """The median of the ratios, and their quartiles."""
+    ratios = [a / b for a, b in zip(found[precision, "forebay"], found[precision, "builder"], strict=True)]
+    low, middle, high = quantiles(ratios, n=4)
+    return f"{middle:.2f} ({low:.2f} .. {high:.2f})"
 
 
 if __name__ == "__main__":

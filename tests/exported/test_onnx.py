@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +14,7 @@ import onnxruntime
 import pytest
 import torch
 from conftest import Checkpointed
+from exported.clients import by_genai, by_onnxruntime
 from families import FAMILIES
 
 import forebay
@@ -42,7 +40,6 @@ from forebay.kernels.operators import (
 from forebay.kernels.quantization.quantize.operator import quantize
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 DIALECTS: tuple[Dialect, ...] = ("microsoft", "standard")
 NAMED = ("opt", "gpt2", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox")
 both = pytest.mark.parametrize("dialect", DIALECTS)
@@ -252,18 +249,6 @@ def test_attention_turns_queries_and_keys_itself(rotary_dim: int, packed: bool) 
     close(found, attention_reference(q, *caches, lengths - 1, 0.3, 0, 0.0), 1e-5)
 
 
-def generate(folder: Path, rows: list[torch.Tensor], new_tokens: int) -> list[list[int]]:
-    """By the example, in a process that has no torch."""
-    asked = json.dumps([row.tolist() for row in rows])
-    code = ("import sys, json; sys.path.insert(0, sys.argv[1]); from run_onnx import generate\n"
-            "found = generate(sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4]))\n"
-            "assert 'torch' not in sys.modules; print(json.dumps(found.tolist()))")
-    ran = subprocess.run([sys.executable, "-c", code, str(EXAMPLES), str(folder), asked, str(new_tokens)],
-                         capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout.splitlines()[-1])
-
-
 @pytest.mark.parametrize("family", NAMED)
 def test_greedy_tokens_of_each_family(family: str, tmp_path: Path) -> None:
     import transformers
@@ -277,19 +262,14 @@ def test_greedy_tokens_of_each_family(family: str, tmp_path: Path) -> None:
                   [0, len(row):].tolist() for row in rows]
     for dialect in DIALECTS:
         out = forebay.export(model, tmp_path / dialect, "onnx", dialect=dialect)
-        assert generate(out, rows, 32) == wanted, dialect
+        assert by_onnxruntime(out, rows, 32) == wanted, dialect
 
 
 def test_onnxruntime_genai_gives_the_tokens(llama_checkpoint: Checkpointed, tmp_path: Path) -> None:
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        from run_genai import generate as by_genai
-    finally:
-        sys.path.pop(0)
     out = forebay.export(llama_checkpoint.folder, tmp_path / "out", "onnx")
     for row, mask, wanted in zip(llama_checkpoint.ids, llama_checkpoint.mask, llama_checkpoint.expected, strict=True):
-        found = by_genai(out, row[mask.bool()].tolist(), 8)
-        assert found.tolist() == wanted[10:].tolist()[: len(found)] and (len(found) == 8 or found[-1] == 2)
+        found = by_genai(out, row[mask.bool()], 8)
+        assert found == wanted[10:].tolist()[: len(found)] and (len(found) == 8 or found[-1] == 2)
 
 
 def logits(out: Path, ids: torch.Tensor) -> torch.Tensor:

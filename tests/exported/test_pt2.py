@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import Checkpointed
+from exported.clients import by_torch
 from families import FAMILIES, captured
 from networks import NETWORKS, evaluated
 from torch.export import Dim
@@ -27,22 +26,8 @@ from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMED = ("opt", "gpt2", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox")
 BATCH = ({0: Dim("batch", min=1)},)
-
-
-def generate(asked: dict[Path, list[torch.Tensor]], new_tokens: int) -> list[torch.Tensor]:
-    """By the example, in a process that has neither transformers nor anything of ours but the kernels."""
-    code = ("import sys, json; sys.path.insert(0, sys.argv[1]); from run_pt2 import generate; import forebay\n"
-            "found = [generate(folder, rows, int(sys.argv[3])).tolist() for folder, rows in json.loads(sys.argv[2])]\n"
-            "ours = {name.split('.')[1] for name in sys.modules if name.startswith('forebay.')}\n"
-            "assert 'transformers' not in sys.modules and ours == {'kernels'}, ours; print(json.dumps(found))")
-    given = json.dumps([(str(folder), [row.tolist() for row in rows]) for folder, rows in asked.items()])
-    ran = subprocess.run([sys.executable, "-c", code, str(EXAMPLES), given, str(new_tokens)], capture_output=True,
-                         text=True)
-    assert ran.returncode == 0, ran.stderr
-    return [torch.tensor(each) for each in json.loads(ran.stdout.splitlines()[-1])]
 
 
 def test_greedy_tokens_of_each_family(tmp_path: Path) -> None:
@@ -64,7 +49,7 @@ def test_greedy_tokens_of_each_family(tmp_path: Path) -> None:
         save_program(tmp_path / family, program, None, lambda: None)
         (tmp_path / family / "export.json").write_text(json.dumps({"format": "pt2", **describe_inputs(rewritten)}))
         asked[tmp_path / family] = rows
-    for family, found, right in zip(NAMED, generate(asked, 32), wanted, strict=True):
+    for family, found, right in zip(NAMED, by_torch(asked, 32), wanted, strict=True):
         assert torch.equal(found, right), family
 
 
@@ -82,7 +67,7 @@ def test_a_folder_is_exported_with_what_goes_with_it(
     made = quantize_model(llama_checkpoint.folder, tmp_path / "w4", Wish("w4g32", head=True, embeddings=True))
     packed = forebay.export(made.folder, tmp_path / "out", "pt2")
     assert (packed / "model.pt2").stat().st_size < 0.4 * (exported / "model.pt2").stat().st_size
-    found, of_packed = generate({exported: rows, packed: rows}, 8)
+    found, of_packed = by_torch({exported: rows, packed: rows}, 8)
     assert torch.equal(found, llama_checkpoint.expected[:, 10:])
     with forebay.wrap(tmp_path / "w4", "4MiB", batch=3, prompt=10, new_tokens=8) as lm:
         assert torch.equal(of_packed, lm.generate(llama_checkpoint.ids, attention_mask=llama_checkpoint.mask,
@@ -117,7 +102,7 @@ def test_a_compiled_package_gives_the_tokens(tmp_path: Path) -> None:
     with torch.no_grad():
         wanted = model.generate(row[None], max_new_tokens=8, do_sample=False, eos_token_id=None)[:, 6:]
     out = forebay.export(model, tmp_path / "out", "aoti")
-    assert torch.equal(generate({out: [row]}, 8)[0], wanted)
+    assert torch.equal(by_torch({out: [row]}, 8)[0], wanted)
 
 
 def test_without_a_compiler_nothing_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,6 @@ import torch
 from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.onnx_meaning import MICROSOFT, TO_THE_END, OnnxGraph, OnnxValue
 
-Turned = tuple[str, OnnxValue, OnnxValue]  # what is turned, cosines and sines [positions, angles]
-
 
 def grouped(
     g: OnnxGraph, q: OnnxValue, past: tuple[str, str], new: tuple[str, str], kv_heads: int, scoring: Scoring
@@ -49,8 +47,9 @@ def _turned_alike(g: OnnxGraph, q: OnnxValue, k: str) -> tuple[str, str, OnnxVal
     return (query, of_k[0], cos, sin) if suits else None
 
 
-def _before_turning(g: OnnxGraph, value: str) -> Turned | None:
-    """What `value` [B, H, S, D] is before each head is turned, whole or in its first dimensions."""
+def _before_turning(g: OnnxGraph, value: str) -> tuple[str, OnnxValue, OnnxValue] | None:
+    """What `value` [B, H, S, D] is before each head is turned, whole or in its first dimensions, and by which cosines
+    and sines [positions, angles]."""
     parts = g.source(value, "Concat")
     if parts is None:
         return g.turned(value)
