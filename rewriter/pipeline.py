@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -60,8 +60,7 @@ from forebay.rewriter.planning.staged_cache import staged_places
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.closed_form import rates_of
 from forebay.rewriter.predict.estimator import MachineEstimator
-from forebay.rewriter.predict.of_programs import prediction_of
-from forebay.rewriter.predict.simulate import STEPS, simulate
+from forebay.rewriter.predict.of_programs import predict
 from forebay.rewriter.report.dump import Dump
 from forebay.rewriter.run_passes import Pass, Stage, check_switches
 from forebay.rewriter.switches import Switches
@@ -134,9 +133,14 @@ class Pipeline:
             rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, graphs.weight_tier,
                      cache_sides(decode), graphs.block, launch_count(decode)),
             graphs.block, weights_of_layers(decode), graphs.cache_format,
-            staged_places(decode, graphs.block, workload.prompt))
+            staged_places(decode, graphs.block, workload.prompt), graphs.speculative)
         if graphs.block.staged:
             self.needs = self.needs.staging(staged_layers(decode, graphs.block), graphs.block, workload)
+
+    def with_speculative(self, sizes: tuple[int, ...]) -> Pipeline:
+        """The pipeline with steps of these sizes that check drafted tokens beside the others. PlanError where the model
+        has no such steps."""
+        return Pipeline(self.graphs.speculating(sizes), self.workload, self.machine, self.switches)
 
     def with_block(self, block: Block) -> Pipeline:
         """The pipeline of the same graphs with caches in other shares, as `block` says, which differs in nothing else.
@@ -169,9 +173,9 @@ class Pipeline:
     def complete(self, plan: Plan) -> Plan:
         """A plan of the planner with activations placed, implementations chosen and times predicted: after this nobody
         decides anything."""
-        largest, chunks = self._layout(plan.schedule.prefill_chunk), plan.schedule.prefill_chunks
-        chunks = tuple(c for c in chunks if self._layout(c).within(largest))
-        plan = self._filled(replace(plan, schedule=replace(plan.schedule, prefill_chunks=chunks)))
+        s, largest = plan.schedule, self._layout(plan.schedule.prefill_chunk)
+        chunks = tuple(c for c in s.prefill_chunks if self._layout(c).within(largest))
+        plan = self._filled(replace(plan, schedule=replace(s, prefill_chunks=chunks)))
         return self._keep(replace(plan, prediction=self._predicted(plan)))
 
     def smallest_budget(self, wishes: Wishes | None = None) -> int:
@@ -216,10 +220,9 @@ class Pipeline:
     def _filled(self, plan: Plan) -> Plan:
         """`plan` with activations placed and implementations chosen, if it has none."""
         if not any(b.kind in MOVING and b.phase != "all" for b in plan.buffers):
-            phases = {"decode": 1, "prefill": plan.schedule.prefill_chunk}
-            above = {"prefill": aligned(self._layout(1).height) if plan.schedule.block.joined else 0, "decode": 0}
-            moving = [b for phase, tokens in phases.items() if tokens > 1 or phase == "decode"
-                      for b in place_activations(self._layout(tokens), plan.during(tokens), phase, above[phase])]
+            above = {"prefill": aligned(self._layout(1).height)} if plan.schedule.block.joined else {}
+            moving = [b for phase, tokens in plan.schedule.largest_steps.items()
+                      for b in place_activations(self._layout(tokens), plan.during(tokens), phase, above.get(phase, 0))]
             plan = replace(plan, buffers=(*plan.buffers, *moving))
         shapes = () if plan.gemm else sorted(self._shapes(plan))
         most = self.needs.workspace(plan.schedule.prefill_chunk)
@@ -257,7 +260,7 @@ class Pipeline:
 
     def _step(self, plan: Plan, tokens: int) -> fx.GraphModule:
         """A fresh graph of a step, which passes may use up."""
-        key = tokens, plan.lends and tokens > 1
+        key = tokens, plan.lends and plan.schedule.phase_of(tokens) == "prefill"
         made = self.graphs.prefill if key[1] and self.graphs.prefill is not None else self.graphs.step
         return self._steps.pop(key, None) or made(tokens)
 
@@ -266,9 +269,9 @@ class Pipeline:
         on, and takes more memory than the planner knew."""
         if self._each_layer:
             return True
-        for tokens in {1, plan.schedule.prefill_chunk}:
+        for phase, tokens in plan.schedule.largest_steps.items():
             gm = self._step(plan, tokens)
-            self._steps[tokens, plan.lends and tokens > 1] = gm
+            self._steps[tokens, plan.lends and phase == "prefill"] = gm
             self._each_layer |= not repeats(gm, self._layout(tokens))
         if self._each_layer:
             self._needs.clear()
@@ -276,7 +279,7 @@ class Pipeline:
 
     def _shapes(self, plan: Plan) -> set[Shape]:
         """The shapes of all matrix products of all steps of `plan`."""
-        return {shape for tokens in {1, *plan.schedule.prefill_chunks} for shape in planned_shapes(
+        return {shape for tokens in plan.schedule.step_sizes for shape in planned_shapes(
             plan, self.need(tokens).products, self.needs.layers, self._layout(tokens).likes)}
 
     def _implementations(self, plan: Plan) -> dict[str, tuple[str, ...]]:
@@ -337,12 +340,7 @@ class Pipeline:
 
     def _predicted(self, plan: Plan) -> Prediction:
         """What the Programs of `plan` are expected to take on this machine."""
-        chunk = plan.schedule.prefill_chunk
-        passes = -(-plan.workload.prompt // chunk)  # of a prefill, which need not reach its steady state
-        programs = {tokens: self.program(plan, tokens) for tokens in sorted({1, chunk})}
-        lines = {tokens: simulate(program, self.machine, STEPS if tokens == 1 else min(STEPS, passes))
-                 for tokens, program in programs.items()}
-        return prediction_of(plan, programs, lines)
+        return predict(plan, partial(self.program, plan), self.machine)
 
     def _runs(self, plan: Plan) -> Callable[[Draft | Program], RunStep] | None:
         """What runs a step of `plan` for comparison: its copies placed, if they are not, and one after the other. None
@@ -368,9 +366,9 @@ class Pipeline:
 
     def _lowered(self, plan: Plan, tokens: int) -> Program:
         """Run all passes on a fresh graph, lower it and prove the Program."""
-        if tokens not in (1, *plan.schedule.prefill_chunks):
-            raise PlanError(f"plan.schedule.prefill_chunks: no step over {tokens} tokens is planned, only over 1 and "
-                            f"{', '.join(map(str, plan.schedule.prefill_chunks))}")
+        if tokens not in plan.schedule.step_sizes:
+            raise PlanError(f"plan.schedule.prefill_chunks: no step over {tokens} tokens is planned, only over "
+                            f"{', '.join(map(str, plan.schedule.step_sizes))}")
         stage, seen = self._placed(plan, tokens, f"{tokens}_tokens")
         beside: tuple[Any, ...] = self.graphs.files, self._workspace, f"step of {tokens} tokens"
         if plan.schedule.block.decodes(tokens):

@@ -10,11 +10,12 @@ import torch
 from torch import fx
 
 from forebay.rewriter.capture.concretise import concretise, few_layers, inline_blocks
+from forebay.rewriter.capture.every_position import every_position
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput
-from forebay.rewriter.ir.plan import Workload
+from forebay.rewriter.ir.plan import PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 
 StepGraph = Callable[[int], fx.GraphModule]  # tokens per sequence in one step -> a fresh graph of concrete sizes
@@ -30,7 +31,9 @@ class StepGraphs:
     `sample(tokens)`, if it has block calls, a flat one of a few of its layers, and for each layer the one there that it
     is like. `files` tells where the weights lie on disk; `constants` are small tensors that always stay in memory.
     `prefill(tokens)`, if the cache may grow, is `step(tokens)` with a cache of the workload's prompt alone. All graphs
-    are those of one micro-batch of `block`, as a step over so many tokens sees it.
+    are those of one micro-batch of `block`, as a step over so many tokens sees it. Steps over `speculative` numbers of
+    tokens give logits of every token, all others of one; `speculate`, if the model's can, gives the step graphs of
+    which other steps do.
     """
 
     fingerprint: str
@@ -43,15 +46,31 @@ class StepGraphs:
     prefill: StepGraph | None = None
     block: Block = ALONE
     cache_format: str = "native"
+    speculative: tuple[int, ...] = ()
+    speculate: Callable[[tuple[int, ...]], StepGraphs] | None = None
+
+    def speculating(self, sizes: tuple[int, ...]) -> StepGraphs:
+        """The step graphs with steps of these sizes, if any, that give logits of every token. PlanError where the model
+        has no such steps."""
+        if sizes == self.speculative:
+            return self
+        if self.speculate is None:
+            raise PlanError("plan.schedule.speculative_steps: this model's step gives logits of one token only, so "
+                            "none can check drafted tokens; leave them out")
+        return self.speculate(sizes)
 
 
 @no_collection()
 def step_graphs(
     captured: CapturedModel, files: Mapping[str, FileSlice], workload: Workload, fingerprint: str, *,
-    host_hop: bool = False, block: Block = ALONE
+    host_hop: bool = False, block: Block = ALONE, speculative: tuple[int, ...] = ()
 ) -> StepGraphs:
-    """The step graphs of `captured` for the batch and context of `workload`, whose batch `block` divides."""
+    """The step graphs of `captured` for the batch and context of `workload`, whose batch `block` divides; those over
+    `speculative` numbers of tokens give logits of every token. ValueError where the model's cannot."""
     weights = _weight_inputs(captured)
+    every = every_position(captured)
+    if speculative and every is None:
+        raise ValueError("this model has no steps that give logits of every token; see `every_position`")
 
     def inputs_of(tokens: int, cached: int | None = None) -> dict[str, torch.Tensor]:
         each = replace(workload, batch=block.sequences(workload.batch, tokens))
@@ -59,20 +78,26 @@ def step_graphs(
             cached = workload.prompt  # of the rows that are staged
         return step_inputs(captured, each, tokens, cached, weights, block)
 
-    def step(tokens: int, cached: int | None = None) -> fx.GraphModule:
-        return concretise(captured.step, inputs_of(tokens, cached))
+    def graph_of(tokens: int) -> fx.GraphModule:
+        return every.step if every is not None and tokens in speculative else captured.step
 
-    short, likes = few_layers(captured.step)
-    few = {node.name for node in short.graph.find_nodes(op="placeholder")}
+    def step(tokens: int, cached: int | None = None) -> fx.GraphModule:
+        return concretise(graph_of(tokens), inputs_of(tokens, cached))
 
     def sample(tokens: int) -> tuple[fx.GraphModule, dict[int, int]]:
+        short, likes = few_layers(graph_of(tokens))
         inputs = inputs_of(tokens)
+        few = {node.name for node in short.graph.find_nodes(op="placeholder")}
         return inline_blocks(concretise(short, {name: inputs[name] for name in few & inputs.keys()})), likes
+
+    def speculate(sizes: tuple[int, ...]) -> StepGraphs:
+        return step_graphs(captured, files, workload, fingerprint, host_hop=host_hop, block=block, speculative=sizes)
 
     return StepGraphs(fingerprint, step, files, captured.constants, host_hop, sample=sample,
                       prefill=None if block.staged or block.entering else (
                           lambda tokens: step(tokens, workload.prompt)),
-                      cache_format=captured.cache[0].format if captured.cache else "native", block=block)
+                      cache_format=captured.cache[0].format if captured.cache else "native", block=block,
+                      speculative=speculative, speculate=speculate if every is not None else None)
 
 
 def step_inputs(

@@ -93,11 +93,29 @@ class Schedule:
     prefill_chunks: tuple[int, ...] = (64,)  # tokens per sequence of every prefill step that may run, largest first
     host_hop: bool = False  # disk reads land in pinned host slots first (a GPU cannot read the disk)
     block: Block = ALONE
+    # tokens per sequence of every step that checks drafted tokens, with logits at each, largest first; no chunk has
+    # one of these sizes, and their memory is that of decoding, behind the growth of the cache
+    speculative_steps: tuple[int, ...] = ()
 
     @property
     def prefill_chunk(self) -> int:
         """The most tokens per sequence that run at once."""
         return self.prefill_chunks[0]
+
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        """Tokens per sequence of all steps that may run."""
+        return tuple(dict.fromkeys((1, *self.prefill_chunks, *self.speculative_steps)))
+
+    @property
+    def largest_steps(self) -> dict[str, int]:
+        """Tokens per sequence of the largest step of each phase, which the phase's memory is for."""
+        found = {"decode": 1, "prefill": self.prefill_chunk, "speculative": max(self.speculative_steps, default=1)}
+        return {phase: tokens for phase, tokens in found.items() if tokens > 1 or phase == "decode"}
+
+    def phase_of(self, tokens: int) -> str:
+        """The phase of a step over `tokens` tokens per sequence."""
+        return "decode" if tokens == 1 else "speculative" if tokens in self.speculative_steps else "prefill"
 
     def chunk_for(self, tokens: int) -> int:
         """Tokens per sequence of the steps in which a prompt of `tokens` runs: the fewest that hold it, else the
@@ -158,6 +176,7 @@ class Prediction:
     streamed_nbytes: int = 0  # crossing into device memory, per decode step
     peak_nbytes: dict[str, int] = field(default_factory=dict)
     bottleneck: str = ""
+    speculative_times_s: tuple[float, ...] = ()  # of `Schedule.speculative_steps`, in their order
 
 
 @dataclass(frozen=True)
@@ -200,13 +219,14 @@ class Plan:
         return any(b.kind == "cache" and b.phase == "prefill" for b in self.buffers)
 
     def buffers_of(self, phase: str) -> tuple[BufferPlacement, ...]:
-        """The buffers of one phase, with those that live throughout."""
-        return tuple(b for b in self.buffers if b.phase in ("all", phase))
+        """The buffers of one phase, with those that live throughout; speculative steps have decoding's cache."""
+        cache = "decode" if phase == "speculative" else phase
+        return tuple(b for b in self.buffers if b.phase in ("all", phase) or (b.kind == "cache" and b.phase == cache))
 
     def during(self, tokens: int) -> Plan:
         """The plan as a step over `tokens` tokens per sequence sees it: with the buffers and the block of its phase."""
         schedule = replace(self.schedule, block=self.schedule.block.of_step(tokens))
-        return replace(self, schedule=schedule, buffers=self.buffers_of("decode" if tokens == 1 else "prefill"))
+        return replace(self, schedule=schedule, buffers=self.buffers_of(self.schedule.phase_of(tokens)))
 
     def meeting(self) -> Meeting | None:
         """Where cache and activations of a decode step would meet; None without a cache on the device."""
@@ -215,7 +235,8 @@ class Plan:
         if not cache:
             return None
         top = max(b.offset + b.nbytes for b in cache)
-        moving = [b.offset for b in here if b.phase != "all" and b.kind != "cache"]
+        moving = [b.offset for b in self.buffers
+                  if b.arena == "device" and b.phase in ("decode", "speculative") and b.kind != "cache"]
         base = min(moving, default=self.arenas.get("device", top))
         per_token = max(1, sum(b.nbytes for b in cache) // self.workload.context)
         return Meeting(top, base, self.workload.context + (base - top) // per_token, self.workload.batch)
@@ -279,6 +300,20 @@ def _validate_block(plan: Plan) -> None:
                         "the shortest chunk must be 2")
 
 
+def _validate_speculative(plan: Plan) -> None:
+    s = plan.schedule
+    sizes = list(s.speculative_steps)
+    if sizes != sorted(set(sizes) - {*s.prefill_chunks}, reverse=True) or min(sizes, default=2) < 2:
+        raise PlanError(f"plan.schedule.speculative_steps: {sizes} must be different, the largest first, none below 2, "
+                        f"and none a prefill's {list(s.prefill_chunks)} (plan.schedule.prefill_chunks)")
+    if sizes and (s.block.staged or s.block.entering):
+        raise PlanError("plan.schedule.speculative_steps: there are none where caches come to the device for their "
+                        "turns (plan.schedule.block.cache) or sequences enter places (plan.schedule.block.entering)")
+    if sizes and sizes[0] > plan.workload.context:
+        raise PlanError(f"plan.schedule.speculative_steps: {sizes[0]} tokens exceed the {plan.workload.context} that "
+                        "the cache has room for (plan.workload)")
+
+
 def validate(plan: Plan) -> None:
     """Refuse a plan that contradicts itself, naming the field; whether its Program is safe is the verifier's task."""
     s = plan.schedule
@@ -304,6 +339,7 @@ def validate(plan: Plan) -> None:
     if list(s.prefill_chunks) != sorted(set(s.prefill_chunks), reverse=True) or s.prefill_chunk > plan.workload.prompt:
         raise PlanError(f"plan.schedule.prefill_chunks: {list(s.prefill_chunks)} must be different, the largest first, "
                         f"and none above the prompt's {plan.workload.prompt} tokens (plan.workload.prompt)")
+    _validate_speculative(plan)
     for tier, nbytes in plan.arenas.items():
         if tier not in ARENAS or nbytes < 0:
             raise PlanError(f"plan.arenas.{tier}: {nbytes} bytes; there are arenas of at least 0 bytes for "
@@ -328,7 +364,7 @@ def validate(plan: Plan) -> None:
     for i, b in enumerate(plan.buffers):
         if b.offset < 0 or b.nbytes < 0:
             raise PlanError(f"plan.buffers[{i}]: negative offset or size")
-    for phase in ("prefill", "decode"):
+    for phase in ("prefill", "decode", "speculative"):
         below: BufferPlacement | None = None  # of those that keep their contents, the one that reaches highest
         kept = [b for b in plan.buffers_of(phase) if b.kind in KEPT and b.nbytes]
         for b in sorted(kept, key=lambda b: (b.arena, b.offset)):

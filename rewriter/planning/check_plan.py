@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 
 from forebay.passes.place.select_gemm import Shape
 from forebay.rewriter.ir.alignment import ALIGNMENT, PAGE_NBYTES
-from forebay.rewriter.ir.plan import ARENAS, MOVING, BufferPlacement, Plan, PlanError, Prediction, Workload
+from forebay.rewriter.ir.byte_sizes import format_nbytes
+from forebay.rewriter.ir.plan import ARENAS, MOVING, Budget, BufferPlacement, Plan, PlanError, Prediction, Workload
 from forebay.rewriter.planning.arena_layout import slot_stride
 from forebay.rewriter.planning.model_needs import ModelNeeds
 from forebay.rewriter.planning.planner import host_rows_nbytes
@@ -45,6 +46,14 @@ def check_plan(plan: Plan, needs: ModelNeeds, workload: Workload) -> None:
     _check_places(plan)
 
 
+def require_within(plan: Plan, budget: Budget) -> None:
+    """Raise PlanError where a plan may take more than `budget`."""
+    if not budget.hold(plan.budget):
+        raise PlanError(f"plan.budget: the plan may take {format_nbytes(plan.budget.device)} of device memory and "
+                        f"{format_nbytes(plan.budget.host or 0)} of host memory, the run is given "
+                        f"{format_nbytes(budget.device)} and {format_nbytes(budget.host or 0)}; plan again")
+
+
 def check_products(plan: Plan, shapes: set[Shape], known: Mapping[str, Sequence[str]]) -> None:
     """Raise PlanError where the plan's table has other matrix products than those of `shapes`, or implementations that
     are not `known` for their dtype (without an entry: any is)."""
@@ -78,6 +87,11 @@ def check_prediction(said: Prediction, found: Prediction, same_machine: bool) ->
         return
     times = {"prefill_time_s": (said.prefill_time_s, found.prefill_time_s),
              "decode_time_s": (said.decode_time_s, found.decode_time_s)}
+    if len(said.speculative_times_s) != len(found.speculative_times_s):
+        raise PlanError(f"plan.prediction.speculative_times_s: the plan has {len(said.speculative_times_s)}, its "
+                        f"schedule {len(found.speculative_times_s)} such steps; {again}")
+    for i, pair in enumerate(zip(said.speculative_times_s, found.speculative_times_s, strict=True)):
+        times[f"speculative_times_s[{i}]"] = pair
     for lane in (*found.busy_time_s, *said.busy_time_s):
         times[f"busy_time_s.{lane}"] = said.busy_time_s.get(lane, -1.0), found.busy_time_s.get(lane, -1.0)
     for name, (a, b) in times.items():
@@ -131,17 +145,21 @@ def _check_schedule(plan: Plan, needs: ModelNeeds) -> None:
             raise PlanError(f"plan.schedule.block.{name}: the model is to run with {getattr(needs.block, name)}, the "
                             f"plan says {there}; plan again")
     slots = [b for b in plan.buffers if b.kind == "slot" and b.arena == "device" and b.name.startswith("slot")]
+    if s.speculative_steps != tuple(needs.speculative):
+        raise PlanError(f"plan.schedule.speculative_steps: the model is to run with {list(needs.speculative)}, the "
+                        f"plan says {list(s.speculative_steps)}; plan again")
     if s.slots != len(slots):
         raise PlanError(f"plan.schedule.slots: {s.slots} slots need as many buffers of kind slot in the device arena, "
                         f"plan.buffers has {len(slots)}")
     if any(b.nbytes != slot_stride(s.slot_nbytes) for b in slots):
         raise PlanError(f"plan.schedule.slot_nbytes: slots of {s.slot_nbytes} bytes take buffers of "
                         f"{slot_stride(s.slot_nbytes)} bytes, which is not the nbytes of those in plan.buffers")
-    for i, chunk in enumerate(s.prefill_chunks):
-        layout, largest = needs.need(chunk).layout, needs.need(s.prefill_chunk).layout
-        if layout is not None and largest is not None and not layout.within(largest):
-            raise PlanError(f"plan.schedule.prefill_chunks[{i}]: steps over {chunk} tokens need other buffers than "
-                            f"those over {s.prefill_chunk}; leave it out")
+    for name in ("prefill_chunks", "speculative_steps"):
+        for i, tokens in enumerate(sizes := getattr(s, name)):
+            layout, largest = needs.need(tokens).layout, needs.need(sizes[0]).layout
+            if layout is not None and largest is not None and not layout.within(largest):
+                raise PlanError(f"plan.schedule.{name}[{i}]: steps over {tokens} tokens need other buffers than those "
+                                f"over {sizes[0]}; leave it out")
 
 
 def _expected(plan: Plan, needs: ModelNeeds) -> dict[tuple[str, str], _Expected]:
@@ -162,9 +180,9 @@ def _expected(plan: Plan, needs: ModelNeeds) -> dict[tuple[str, str], _Expected]
         found |= {(name, phase): _Expected("cache", "device", nbytes) for name, nbytes in sizes.items()}
     if plan.schedule.host_hop and any(w.gather and w.tier == "disk" for w in plan.weights):
         found["host_rows", "all"] = _Expected("io", "host", host_rows_nbytes(needs, plan.schedule.prefill_chunk))
-    for phase, tokens in (("decode", 1), ("prefill", plan.schedule.prefill_chunk)):
+    for phase, tokens in plan.schedule.largest_steps.items():
         layout = needs.need(tokens).layout
-        for b in layout.buffers.values() if layout is not None and (tokens > 1 or phase == "decode") else ():
+        for b in layout.buffers.values() if layout is not None else ():
             found[b.name, phase] = _Expected(b.kind, "device", b.nbytes, b.first, b.last)
     return found
 
@@ -206,7 +224,7 @@ def _check_places(plan: Plan) -> None:
             raise PlanError(f"plan.buffers[{i}].offset: {b.name} [{b.offset}:+{b.nbytes}] must lie in the {b.arena} "
                             f"arena of {plan.arenas.get(b.arena, 0)} bytes (plan.arenas.{b.arena}), at a multiple of "
                             f"{step}")
-    alive = {phase: plan.buffers_of(phase) for phase in ("prefill", "decode")}
+    alive = {phase: plan.buffers_of(phase) for phase in ("prefill", "decode", "speculative")}
     if plan.schedule.block.joined:
         alive["prefill steps, which decode as well,"] = plan.buffers
     for phase, buffers in alive.items():

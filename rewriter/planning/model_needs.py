@@ -62,12 +62,18 @@ class ModelNeeds:
     layers: Mapping[int, tuple[str | None, ...]] = field(default_factory=dict)  # the weights that each layer is given
     cache_format: str = "native"
     staged: StagedCache | None = None  # of caches off the device, whose tails stand in `cache`
+    speculative: tuple[int, ...] = ()  # `Schedule.speculative_steps` of the plans
+
+    @property
+    def speculative_activations(self) -> int:
+        """Bytes of activations of the largest step that checks drafted tokens, or of a decode step."""
+        return max((self.need(tokens).activations for tokens in self.speculative[:1]), default=0)
 
     def workspace(self, chunk: int) -> int:
-        """Bytes that launches take of the device beside its arena, in prefill steps over `chunk` tokens and decode
-        steps. Attention takes some unless all caches are attended by the host."""
+        """Bytes that launches take of the device beside its arena, in prefill steps over `chunk` tokens, decode steps
+        and those that check drafted tokens. Attention takes some unless all caches are attended by the host."""
         elsewhere = self._host_attends and self.staged is not None and set(self.staged.homes) == {"host"}
-        needs = self.need(chunk), self.need(1)
+        needs = [self.need(tokens) for tokens in (chunk, 1, *self.speculative[:1])]
         return max(need.computing if elsewhere else need.workspace for need in needs)
 
     @property

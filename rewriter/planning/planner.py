@@ -85,7 +85,7 @@ def smallest_budget(needs: ModelNeeds, workload: Workload, wishes: Wishes) -> tu
             parts[b.kind] = parts.get(b.kind, 0) + b.nbytes
     chunk = plan.schedule.prefill_chunk
     upper, _ = _upper(needs, chunk)
-    parts["activation"] = min(max(needs.need(chunk).activations, needs.need(1).activations),
+    parts["activation"] = min(host_rows_nbytes(needs, chunk),
                               upper - _aligned(needs.cache))  # less where the cache takes the rest over
     parts["workspace"] = needs.workspace(chunk)
     return high, parts
@@ -149,7 +149,7 @@ def _candidates(
     cached = needs.host_nbytes
     hops = budget.host and needs.weight_tier == "disk" and needs.host_hop
     found = []
-    for chunk in chunks:
+    for chunk in (chunk for chunk in chunks if chunk not in needs.speculative):
         upper, _ = _upper(needs, chunk)
         fixed = upper + needs.workspace(chunk) + _aligned(needs.constants)
         fixed += needs.staged.device_nbytes if needs.staged is not None else 0
@@ -197,7 +197,8 @@ def _cheapest(
 def _upper(needs: ModelNeeds, chunk: int) -> tuple[int, bool]:
     """Bytes that cache, from below, and activations, from above, take together, and whether a prefill's activations
     may lie where decoding has cache, as its own ends with the prompt (FlashDecoding++Next, section V)."""
-    need, decode = needs.need(chunk).activations, needs.need(1).activations
+    need = needs.need(chunk).activations
+    decode = max(needs.need(1).activations, needs.speculative_activations)
     if needs.block.decodes(chunk):  # at the same time, one below the other
         need += aligned(decode)
     whole, prompt = _aligned(needs.cache), _aligned(needs.cache_prompt)
@@ -233,7 +234,7 @@ def _staging(needs: ModelNeeds, chunk: int, slots: int, slot_nbytes: int) -> int
 
 def host_rows_nbytes(needs: ModelNeeds, chunk: int) -> int:
     """Host bytes for the rows of a lookup, which are activations of a step."""
-    return max(needs.need(chunk).activations, needs.need(1).activations)
+    return max(needs.need(tokens).activations for tokens in (chunk, 1, *needs.speculative[:1]))
 
 
 def _host_room(needs: ModelNeeds, budget: Limits, fit: _ChunkRoom) -> int:
@@ -254,8 +255,9 @@ def _planned(
     rows = {u.name: u.rows for u in needs.uses if u.product}
     piece = max((w.nbytes // rows[w.name] * (w.tile_rows or rows[w.name])
                  for w in weights if w.tier != "device" and w.name in rows), default=0)
-    schedule = Schedule(fit.slots, piece, min(wishes.lead or fit.slots, fit.slots), _chunk_sizes(fit.chunk),
-                        needs.host_hop, needs.block)
+    chunks = tuple(chunk for chunk in _chunk_sizes(fit.chunk) if chunk not in needs.speculative)
+    schedule = Schedule(fit.slots, piece, min(wishes.lead or fit.slots, fit.slots), chunks, needs.host_hop, needs.block,
+                        needs.speculative)
     plan = Plan(needs.fingerprint, machine, budget.limits, workload, schedule, tuple(weights),
                 cache_format=needs.cache_format)
     upper, lends = _upper(needs, fit.chunk)

@@ -29,6 +29,7 @@ class Wishes:
     cache_slots: int = 3
     entering: int | None = None  # sequences of a prefill step; None: all at once
     joined: bool = False  # prefill steps decode as well, where sequences enter
+    drafted_tokens: int | Literal["auto"] | None = None  # that a step checks at most; None: no step checks any
 
     def block(self, batch: int) -> Block:
         """The block for `batch` sequences with their cache on the device; no micro-batch is empty."""
@@ -40,9 +41,10 @@ def check_choices(workload: Workload, wishes: Wishes) -> None:
     """PlanError for sizes below 1, and for more copies ahead than there are slots."""
     chosen = {"batch": workload.batch, "prompt": workload.prompt, "new_tokens": workload.new_tokens,
               "slots": wishes.slots, "lead": wishes.lead, "prefill_chunk": wishes.prefill_chunk,
-              "micro_batches": wishes.micro_batches, "entering": wishes.entering}
+              "micro_batches": wishes.micro_batches, "entering": wishes.entering,
+              "drafted_tokens": wishes.drafted_tokens}
     for name, value in chosen.items():
-        if value is not None and value < 1:
+        if isinstance(value, int) and value < 1:
             raise PlanError(f"{name} must be at least 1, found {value}")
     if wishes.lead and wishes.slots and wishes.lead > wishes.slots:
         raise PlanError(f"lead {wishes.lead} needs as many slots; {wishes.slots} were asked for")

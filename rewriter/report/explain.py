@@ -107,6 +107,7 @@ def _head(plan: Plan) -> str:
                     + (f"; {s.block.entering} enter at once as places fall free" if s.block.entering else "")
                     + (", while the others decode in the same passes" if s.block.joined else "")),
         ("cache", f"{plan.cache_format}, {_cache_tier(plan)}"),
+        *([("drafts", _drafts(plan))] if s.speculative_steps else []),
     ]
     return "\n".join(f"{name:<10}{text}" for name, text in lines)
 
@@ -124,6 +125,14 @@ def _cache_tier(plan: Plan) -> str:
     attends = "; decode steps attend in host memory to what lies there" if block.cpu_attention else ""
     return (f"{where} in blocks of {block.cache_tokens} tokens, through {block.cache_slots} staging slots; the blocks "
             f"that are not full yet on the device{attends}")
+
+
+def _drafts(plan: Plan) -> str:
+    sizes, times_s, one_s = plan.schedule.speculative_steps, plan.prediction.speculative_times_s, (
+        plan.prediction.decode_time_s)
+    beside = "" if not (times_s and one_s) else ", in {} times the time of one".format(
+        ", ".join(f"{time_s / one_s:.2f}" for time_s in times_s))
+    return f"checked by steps over {', '.join(map(str, sizes))} tokens{beside}"
 
 
 def _schedule(plan: Plan) -> str:

@@ -49,6 +49,11 @@ def choose(
         # a row at a time: what one takes in passing is some 100 bytes a logit, which no plan counts
         return torch.cat([SAMPLING.overload(logits[i : i + 1], uniforms[i : i + 1], *options)
                           for i in range(len(logits))])
+    return torch.multinomial(probabilities(logits, sampling), 1, generator=generator).squeeze(-1)
+
+
+def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The distributions [B, V], float32, that `sampling` draws from for logits [B, V]."""
     scores = logits.float() / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         lowest = scores.topk(sampling.top_k).values[:, -1:]
@@ -58,4 +63,4 @@ def choose(
         drop = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
         drop[:, -1] = False
         scores = scores.masked_fill(drop.scatter(-1, order, drop), float("-inf"))
-    return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(-1)
+    return scores.softmax(-1)

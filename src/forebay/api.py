@@ -37,6 +37,8 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan_block import PlanChoice, plan_block
 from forebay.rewriter.plan_places import entering_at_once, plan_answers
+from forebay.rewriter.plan_speculation import plan_speculation
+from forebay.rewriter.planning.check_plan import require_within
 from forebay.rewriter.planning.wishes import Wishes, check_choices
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.rewrite_captured import rewrite_captured
@@ -49,6 +51,7 @@ from forebay.runtime.run.rows import SequenceRows
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.scoring import loglikelihoods, token_scores
 from forebay.runtime.run.session import Session, resident_copies
+from forebay.runtime.run.speculation import Tally
 from forebay.runtime.run.trace import Trace, write_trace
 
 if TYPE_CHECKING:
@@ -67,18 +70,14 @@ def wrap(
     batch: int = 1,
     prompt: int | None = None,
     new_tokens: int = 128,
-    machine: Machine | None = None,
-    plan: Plan | None = None,
-    slots: int | None = None, slot_nbytes: int | None = None,
-    lead: int | None = None,
-    prefill_chunk: int | None = None,
-    cache: str = "native",
-    micro_batches: int | None = None,
-    order: Literal["row", "zigzag"] = "zigzag",
+    machine: Machine | None = None, plan: Plan | None = None,
+    slots: int | None = None, slot_nbytes: int | None = None, lead: int | None = None,
+    prefill_chunk: int | None = None, cache: str = "native",
+    micro_batches: int | None = None, order: Literal["row", "zigzag"] = "zigzag",
     cache_tier: Literal["device", "host", "disk"] | None = None,
     cache_shares: tuple[float, float] | None = None,
     cpu_attention: bool | None = None,
-    places: int | None = None,
+    places: int | None = None, prompt_lookup_num_tokens: int | Literal["auto"] | None = None,
     dequantize: bool = False, **others: Any,
 ) -> LanguageModel:
     """Make `model` run within `budget`.
@@ -94,7 +93,9 @@ def wrap(
     on a `cache_tier` but for `cache_shares` on the device and in host memory, where with `cpu_attention` the host
     attends. The batch is then computed in `micro_batches` parts that load their caches for their turns in each layer
     (by default the planner says how many); in "zigzag" `order` they share each pass over the weights. With `places`, so
-    many are computed at once, whatever `batch`, and prompts of a `generate` enter as others end. `plan` replays a plan.
+    many are computed at once, whatever `batch`, and prompts of a `generate` enter as others end. With
+    `prompt_lookup_num_tokens` steps check up to so many tokens that followed the last ones before, as many as pay, or
+    with "auto" none where none do. `plan` replays a plan.
 
     Raises PlanError for a budget that cannot work, CheckpointError for files that cannot be used, SpillError for such a
     disk folder, CaptureError for an architecture that is not supported.
@@ -103,7 +104,7 @@ def wrap(
     sizes = parse_budget(budget)
     require_spill_folder(sizes.disk)
     wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk, cache, micro_batches, order, cache_tier, cache_shares,
-                    cpu_attention, entering=entering_at_once(places))
+                    cpu_attention, entering=entering_at_once(places), drafted_tokens=prompt_lookup_num_tokens)
     if isinstance(model, torch.nn.Module):
         captured = capture_model(model)
         checkpoint = spill_module(model, sizes.disk or tempfile.gettempdir())
@@ -135,6 +136,7 @@ class LanguageModel(ModuleHabits):
         self.switches = read_switches()
         self.files = files
         self.trace: Trace | None = None
+        self.tally = Tally()  # of the last `generate`
         self._fused: CapturedModel | None = None  # the captured graphs after the block passes, whatever the workload
         self._session: Session | None = None
         self._lock = threading.RLock()  # one caller at a time has the arenas
@@ -143,10 +145,8 @@ class LanguageModel(ModuleHabits):
         self._origin: weakref.ref[LanguageModel] | None = None  # of a variant; weak, for a cycle would keep the memory
         self._capture: Callable[..., CapturedModel] = partial(capture_folder, checkpoint.folder)
         check_choices(workload, wishes)
-        if plan is not None and not budget.hold(plan.budget):
-            raise PlanError(f"plan.budget: the plan may take {format_nbytes(plan.budget.device)} of device memory and "
-                            f"{format_nbytes(plan.budget.host or 0)} of host memory, the run is given "
-                            f"{format_nbytes(budget.device)} and {format_nbytes(budget.host or 0)}; plan again")
+        if plan is not None:
+            require_within(plan, budget)
         self.wishes = wishes if plan is None else replace(wishes, cache_format=plan.cache_format)
         self._prepare(plan.workload if plan else workload, wishes, choose, plan)
 
@@ -161,8 +161,10 @@ class LanguageModel(ModuleHabits):
             asked = with_renewal(workload.prompt, workload.new_tokens, self.captured.renewed_at)
             workload = Workload(workload.batch, *asked)
             pipeline, plan = choose(self._graphs, self.budget, workload, wishes, self.machine, self.switches)
+            pipeline, plan = plan_speculation(pipeline, plan, self.budget, wishes)
         else:
-            pipeline = Pipeline(self._graphs(workload, plan.schedule.block), workload, self.machine, self.switches)
+            graphs = self._graphs(workload, plan.schedule.block).speculating(plan.schedule.speculative_steps)
+            pipeline = Pipeline(graphs, workload, self.machine, self.switches)
             plan = pipeline.replay(plan)
         self.close()  # only now: where there is no plan, the one before still serves
         self._pipeline, self.plan = pipeline, plan

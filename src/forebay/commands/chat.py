@@ -17,6 +17,7 @@ from forebay.commands.options import (
     DequantizeOption,
     MachineOption,
     ModelArgument,
+    SpeculateOption,
     model_folder,
 )
 from forebay.commands.process_memory import available_nbytes
@@ -42,6 +43,7 @@ def chat(
     top_p: Annotated[float, typer.Option(help="Draw from the smallest set of tokens that holds this much.")] = 0.9,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     cache: CacheOption = "native",
+    speculate: SpeculateOption = None,
     dequantize: DequantizeOption = False,
     machine: MachineOption = None,
     debug: DebugOption = False,
@@ -60,7 +62,7 @@ def chat(
         tokenizer = load_tokenizer(folder)
         if not getattr(tokenizer, "chat_template", None):
             raise JobError(f"the tokenizer of {model} has no chat template; try forebay run {model} \"a prompt\"")
-        with _planned(folder, budget, FIRST_PROMPT, max_new_tokens, cache, machine) as lm:
+        with _planned(folder, budget, FIRST_PROMPT, max_new_tokens, cache, machine, speculate is not False) as lm:
             for turn, line in enumerate(_lines()):
                 messages.append({"role": "user", "content": line})
                 ids = _templated(tokenizer, messages)
@@ -70,7 +72,7 @@ def chat(
 
 def answer_one(
     model: str, prompt: str, budget: str | None, max_new_tokens: int, sampling: Sampling, seed: int, *, chat: bool,
-    cache: str, machine: Path | None, dequantize: bool = False,
+    cache: str, machine: Path | None, speculate: bool, dequantize: bool = False,
 ) -> None:
     """Print the answer to one prompt as its tokens come, then to stderr what time it took."""
     from forebay.commands.plain_tokenizer import plain_tokenizer
@@ -83,14 +85,15 @@ def answer_one(
     if chat and not getattr(tokenizer, "chat_template", None):
         raise JobError("the model's tokenizer has no chat template; leave --chat out")
     ids = _templated(tokenizer, [{"role": "user", "content": prompt}]) if chat else tokenizer(prompt)["input_ids"]
-    with _planned(folder, budget, len(ids), max_new_tokens, cache, machine) as lm:
+    with _planned(folder, budget, len(ids), max_new_tokens, cache, machine, speculate) as lm:
         _stream(lm, tokenizer, ids, max_new_tokens, sampling, seed)
 
 
 def _planned(
-    folder: Path, budget: str | None, prompt: int, new_tokens: int, cache: str, machine: Path | None
+    folder: Path, budget: str | None, prompt: int, new_tokens: int, cache: str, machine: Path | None, speculate: bool
 ) -> LanguageModel:
-    """The model planned for one sequence; within half of the memory that is free where no budget is named."""
+    """The model planned for one sequence, if it may `speculate` with steps that check drafts where they pay; within
+    half of the memory that is free where no budget is named."""
     from forebay.api import wrap
     from forebay.exported.bundle import is_bundle
     from forebay.exported.start import open_bundle, stored_plan
@@ -110,7 +113,8 @@ def _planned(
         sizes = Budget(available_nbytes() // 2)
         say(f"no --budget is named: half of the free memory, {format_nbytes(sizes.device)}, may be used")
     with console().status("capturing and planning"):
-        return wrap(folder, sizes, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache)
+        return wrap(folder, sizes, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache,
+                    prompt_lookup_num_tokens="auto" if speculate else None)
 
 
 def _templated(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
@@ -159,7 +163,8 @@ def _stream(
     print(text.removeprefix(shown))
     first, last, count = times[1], times[-1], len(times) - 1
     say(f"{count} tokens: {times[0] - began:.1f} s to load, {first - times[0]:.1f} s of prefill, {last - first:.1f} s "
-        "of decode" + (f" ({(count - 1) / (last - first):.1f} tokens/s)" if count > 1 else ""))
+        "of decode" + (f" ({(count - 1) / (last - first):.1f} tokens/s)" if count > 1 else "")
+        + (f"; {lm.tally}" if lm.tally.passes else ""))
     return text
 
 
@@ -172,8 +177,9 @@ def _generate(
     import torch
 
     from forebay.huggingface.served import asks_nothing_more
-    from forebay.runtime.run.generation import Stop, generate_tokens
-    from forebay.runtime.run.places import entering, generate_in_places
+    from forebay.runtime.run.generation import Stop
+    from forebay.runtime.run.loops import generate_as_planned
+    from forebay.runtime.run.speculation import Tally
 
     if not asks_nothing_more(lm.checkpoint.folder) or lm.captured.renewed_at:
         drawing = vars(sampling) if sampling.do_sample else {"do_sample": False}
@@ -181,9 +187,9 @@ def _generate(
                     generator=draws, **drawing)
         return
     with lm.running(1, len(ids), new_tokens, in_places=True) as session:
-        loop = generate_in_places if entering(session.plan) else generate_tokens
-        loop(session, [torch.tensor(ids)], sampling, Stop(new_tokens, frozenset(eos), eos[0] if eos else 0), draws,
-             on_token)
+        lm.tally = Tally()
+        generate_as_planned(session, [torch.tensor(ids)], sampling,
+                            Stop(new_tokens, frozenset(eos), eos[0] if eos else 0), draws, on_token, lm.tally)
 
 
 def _lines() -> Iterator[str]:

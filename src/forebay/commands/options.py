@@ -18,6 +18,9 @@ MachineOption = Annotated[Path | None, typer.Option("--machine", help="A machine
                                                     "machine's own.")]
 SlotsOption = Annotated[int | None, typer.Option(min=1, help="Staging slots; the planner chooses by default.")]
 CacheOption = Annotated[str, typer.Option("--cache", metavar="FORMAT", help="Of the KV cache: native, kv8 or kv4.")]
+SpeculateOption = Annotated[bool | None, typer.Option(
+    "--speculate/--no-speculate", help="Where a step over several tokens takes hardly longer than one over one, check "
+    "tokens that followed the last ones before (prompt lookup); answers are the same.")]
 DequantizeOption = Annotated[bool, typer.Option(
     "--dequantize", help="Run a GGUF file's weights as float32; by default what is quantised stays packed.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]

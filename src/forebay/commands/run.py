@@ -20,6 +20,7 @@ from forebay.commands.options import (
     MachineOption,
     ModelArgument,
     SlotsOption,
+    SpeculateOption,
     model_folder,
     require_writable,
 )
@@ -60,6 +61,7 @@ def run(
     top_k: Annotated[int | None, typer.Option(help="Implies --sample; 0: all.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Implies --sample.")] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    speculate: SpeculateOption = None,
     force: Annotated[bool, typer.Option("--force", help="Go on though the answers there have other settings.")] = False,
     dequantize: DequantizeOption = False,
     verify: Annotated[bool, typer.Option("--verify", help="First read every weight of a quantised model and compare it "
@@ -100,8 +102,10 @@ def run(
                 if given is not None:
                     raise JobError(f"{name} is for the prompts of a file; leave it or the prompt out")
             answer_one(model, prompt, budget, max_new_tokens, sampling, seed, chat=chat, cache=cache, machine=machine,
-                       dequantize=dequantize)
+                       speculate=speculate is not False, dequantize=dequantize)
             return
+        if speculate is not None:
+            raise JobError("--speculate and --no-speculate are for one prompt: the places of a job check no drafts")
         if prompts is None or output is None:
             raise JobError('name a "PROMPT" to answer here, or a file of --prompts and an --output for the answers')
         saved = load_plan(plan) if plan else None

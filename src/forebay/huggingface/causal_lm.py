@@ -17,10 +17,11 @@ from forebay.huggingface.refusals import refuse_generation
 from forebay.huggingface.row_cache import RowCache, require_own
 from forebay.huggingface.served import SERVED
 from forebay.rewriter.ir.graph import Gives
-from forebay.runtime.run.generation import Stop, generate_tokens
-from forebay.runtime.run.places import entering, generate_in_places
+from forebay.runtime.run.generation import Stop
+from forebay.runtime.run.loops import generate_as_planned
 from forebay.runtime.run.rows import SequenceRows
 from forebay.runtime.run.sampling import Sampling, choose
+from forebay.runtime.run.speculation import Tally
 
 if TYPE_CHECKING:
     from forebay.api import LanguageModel, OnToken
@@ -102,14 +103,15 @@ class StreamedCausalLM(GenerationMixin):
         rows = prompts.rows()
         stop = Stop(new_tokens, frozenset(ends), int(pad))
         with self.lm.running(len(rows), prompts.longest, new_tokens, in_places=True) as session:
-            loop = generate_in_places if entering(session.plan) else generate_tokens
-            new = loop(session, rows, sampling, stop, generator, on_token)
+            self.lm.tally = Tally()
+            new = generate_as_planned(session, rows, sampling, stop, generator, on_token, self.lm.tally)
         return torch.cat((prompts.ids, new), 1)
 
     def _plain(self, config: GenerationConfig) -> bool:
         """Whether the runtime's loop gives what `config` asks for."""
         plain = GenerationConfig().to_dict() | self.generation_config._get_default_generation_params()
-        return all(name in SERVED or name.startswith("_") or value is None or value == plain.get(name)
+        drafts = {"prompt_lookup_num_tokens"} if self.lm.plan.schedule.speculative_steps else set()
+        return all(name in SERVED | drafts or name.startswith("_") or value is None or value == plain.get(name)
                    or (value is False and plain.get(name) is None) for name, value in config.to_dict().items())
 
     def _new_tokens(self, config: GenerationConfig, prompts: Prompts, options: dict[str, Any]) -> int:

@@ -39,29 +39,32 @@ EVERY = os.environ.get("FOREBAY_TEST_ALL") == "1"
 LIMITS = ("plan.budget.",)  # may be more than is taken; less is refused
 
 
-def pipeline(work: Workload, host_hop: bool, block: Block = ALONE) -> Pipeline:
+def pipeline(work: Workload, host_hop: bool, block: Block = ALONE, speculative: tuple[int, ...] = ()) -> Pipeline:
     lm = rewrite_captured(captured("llama"), Switches())
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
-    graphs = step_graphs(lm, files, work, "llama", host_hop=host_hop, block=block)
+    graphs = step_graphs(lm, files, work, "llama", host_hop=host_hop, block=block,
+                         speculative=speculative)
     return Pipeline(graphs, work, Machine.default(), Switches())
 
 
 def planned(kind: str) -> tuple[Pipeline, Plan]:
-    made = pipeline(LENDING if kind == "lending" else WORK, kind == "by way of the host", BLOCKS.get(kind, ALONE))
+    lending = kind in ("lending", "speculative")
+    made = pipeline(LENDING if lending else WORK, kind == "by way of the host", BLOCKS.get(kind, ALONE),
+                    (6, 3) if kind == "speculative" else ())
     wishes = Wishes(prefill_chunk=36)
     weights = sum(u.nbytes for u in made.needs.uses)
     device = made.smallest_budget(wishes) + (
         4 * weights if kind == "resident" else 0 if kind in BLOCKS else weights // 2)
     cached = made.needs.staged.host_nbytes if made.needs.staged is not None else 0
     plan = made.plan(Budget(device, weights // 4 if "host" in kind else cached), wishes)
-    assert plan.lends is (kind == "lending")
+    assert plan.lends is lending
     assert (plan.prediction.streamed_nbytes > 0) is (kind != "resident") and len(plan.schedule.prefill_chunks) > 1
     assert (plan.nbytes_on("host") > 0) is ("host" in kind)
     return made, plan
 
 
 def programs(made: Pipeline, plan: Plan) -> list[Program | None]:
-    return [*(made.program(plan, tokens) for tokens in (1, *plan.schedule.prefill_chunks)), made.growth(plan)]
+    return [*(made.program(plan, tokens) for tokens in plan.schedule.step_sizes), made.growth(plan)]
 
 
 def other_values(hint: Any, value: Any) -> Iterator[Any]:
@@ -155,7 +158,7 @@ def leaves(kind: Any, path: str) -> Iterator[str]:
         yield path
 
 
-@pytest.mark.parametrize("kind", ["lending", "resident", "by way of the host", *BLOCKS])
+@pytest.mark.parametrize("kind", ["lending", "speculative", "resident", "by way of the host", *BLOCKS])
 def test_every_field_is_obeyed_or_refused_by_name(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made, plan = planned(kind)
     monkeypatch.setattr(run_passes, "ALWAYS_CHECK", False)  # graphs of changed plans differ in addresses and tiles

@@ -1,0 +1,88 @@
+"""Which drafted tokens stand, and how many to draft: exact whatever was drafted, fast where drafts are good."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from forebay.runtime.run.drafts import Draft
+from forebay.runtime.run.sampling import Sampling, choose, probabilities
+
+FORGETS = 0.9  # of what was seen of drafts of a kind remains with each further one
+BEGINS = (1.0, 1.0)  # accepted and refused tokens that a kind of drafts begins with
+
+
+Draws = torch.Generator | Sequence[torch.Generator] | None  # of one sequence, as `choose` takes them
+
+
+def accepted(logits: torch.Tensor, draft: Draft, sampling: Sampling, draws: Draws) -> list[int]:
+    """The next tokens of a sequence, at least one, by the logits [N + 1, V] behind its last token and behind each of
+    the N drafted ones that were computed.
+
+    Greedy, these are the most likely ones, as far as the draft has them, and the one behind. Drawn, each token has the
+    distribution of `sampling`, given those before: a draft that was not drawn meets the very tokens that would be drawn
+    without it, one draw each; one that was drawn is taken or replaced by rejection sampling (Leviathan et al. 2023,
+    algorithm 1)."""
+    tokens = draft.tokens[: len(logits) - 1]
+    if not sampling.do_sample:
+        best = logits.argmax(-1).tolist()
+        count = next((i for i, token in enumerate(tokens) if token != best[i]), len(tokens))
+        return best[: count + 1]
+    own = draws[0] if isinstance(draws, Sequence) else draws
+    if draft.chances is not None:
+        where = "cpu" if own is None else own.device
+        target, drafted = (chances.to(where) for chances in (probabilities(logits, sampling).double(), draft.chances))
+        return without_refused(target, drafted, tokens, own)
+    if isinstance(draws, torch.Generator):
+        logits = logits.to(draws.device)
+    found: list[int] = []
+    for i in range(len(tokens) + 1):
+        found += choose(logits[i : i + 1], sampling, draws).tolist()
+        if found[i:] != list(tokens[i : i + 1]):
+            break
+    return found
+
+
+def without_refused(
+    target: torch.Tensor, drafted: torch.Tensor, tokens: Sequence[int], generator: torch.Generator | None
+) -> list[int]:
+    """Drafted tokens until one is refused, and one more: drawn from what the target [N + 1, V] gives beyond the draft
+    [N, V] where one was refused, else from the target behind the last."""
+    for i, token in enumerate(tokens):
+        uniform = torch.rand((), generator=generator, dtype=torch.float64, device=target.device)
+        if bool(uniform * drafted[i, token] >= target[i, token]):
+            beyond = (target[i] - drafted[i]).clamp(min=0)
+            if not beyond.any():  # both are alike to rounding
+                beyond = target[i]
+            return [*tokens[:i], int(torch.multinomial(beyond, 1, generator=generator))]
+    return [*tokens, int(torch.multinomial(target[len(tokens)], 1, generator=generator))]
+
+
+class Acceptance:
+    """How often drafted tokens of one sequence were right of late, by the kind of draft."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[float, float]] = {}
+
+    def note(self, draft: Draft, offered: int, right: int) -> None:
+        """Of the draft's first `offered` tokens the first `right` stood."""
+        if offered:
+            good, bad = self._seen.get(draft.kind, BEGINS)
+            self._seen[draft.kind] = FORGETS * good + right, FORGETS * bad + (right < offered)
+
+    def expected(self, draft: Draft, offered: int) -> float:
+        """Tokens that a step is expected to give with so many of the draft's: each stands with one chance, if all
+        before it do (Leviathan et al., equation 1)."""
+        good, bad = self._seen.get(draft.kind, BEGINS)
+        chance = good / (good + bad)
+        return sum(chance**i for i in range(min(offered, len(draft.tokens)) + 1))
+
+
+def best_size(drafts: Mapping[int, Draft], seen: Mapping[int, Acceptance], times_s: Mapping[int, float]) -> int:
+    """Tokens per sequence of the step that is expected to give the most tokens per second, by the drafts of the
+    sequences that go on; `times_s` are of the steps that may run, of which one is over a single token."""
+    def rate(size: int) -> float:
+        return sum(seen[row].expected(draft, size - 1) for row, draft in drafts.items()) / times_s[size]
+
+    return max(sorted(times_s), key=rate)

@@ -1,0 +1,55 @@
+"""Tokens that may follow, guessed without the model: a step over several costs little more than one over one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+LONGEST_MATCH = 4  # tokens
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that may come next in a sequence. `kind` groups drafts that are as likely to be right; `chances` [N, V],
+    float64, are the distributions that they were drawn from, where they were drawn."""
+
+    tokens: tuple[int, ...] = ()
+    kind: int = 0
+    chances: torch.Tensor | None = None
+
+
+class Drafter(Protocol):
+    """Drafts for the sequences of a call."""
+
+    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int]) -> list[Draft]:
+        """For each sequence of tokens int64 [T], prompt and answer so far, a draft of at most so many (0: none)."""
+        ...
+
+
+class PromptLookup:
+    """What followed the last tokens of a sequence where they stood before, in its prompt or answer (Saxena, prompt
+    lookup decoding, 2023): behind the longest match of at most `LONGEST_MATCH` tokens, of those the latest. `kind` is
+    its length."""
+
+    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int]) -> list[Draft]:
+        return [_looked_up(tokens, count) for tokens, count in zip(held, most, strict=True)]
+
+
+def _looked_up(tokens: torch.Tensor, most: int) -> Draft:
+    if most < 1 or len(tokens) < 2:
+        return Draft()
+    ends = (tokens[:-1] == tokens[-1]).nonzero()[:, 0]  # positions of the last token of each match
+    length = 0
+    while len(ends):
+        length, latest = length + 1, int(ends[-1])
+        if length == LONGEST_MATCH:
+            break
+        ends = ends[ends >= length]
+        ends = ends[tokens[ends - length] == tokens[len(tokens) - 1 - length]] if length < len(tokens) else ends[:0]
+    if not length:
+        return Draft()
+    behind = tokens[latest + 1 :].tolist()  # what ends with the sequence goes on as it has repeated itself
+    return Draft(tuple(behind[i % len(behind)] for i in range(most)), length)

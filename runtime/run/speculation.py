@@ -1,0 +1,170 @@
+"""Several tokens for one pass over the weights: drafted tokens are checked by one step, and what it gives is what
+decoding one by one would have given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from forebay.rewriter.ir.plan import Plan
+from forebay.runtime.run.acceptance import Acceptance, Draws, accepted, best_size
+from forebay.runtime.run.drafts import Draft, Drafter
+from forebay.runtime.run.generation import Stop, prefill, refuse_crossing
+from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.session import Session
+
+
+@dataclass
+class Tally:
+    """What speculative decoding did: steps, by their tokens per sequence, tokens that they gave, drafted tokens that
+    they checked, and those of them that stood."""
+
+    steps: dict[int, int] = field(default_factory=dict)
+    tokens: int = 0
+    offered: int = 0
+    accepted: int = 0
+
+    @property
+    def passes(self) -> int:
+        """Passes over the weights behind the prompts."""
+        return sum(self.steps.values())
+
+    def __str__(self) -> str:
+        if not self.passes:
+            return "no step was needed behind the prompt"
+        share = f", {100 * self.accepted / self.offered:.0f} % of {self.offered} drafted tokens stood" * (
+            self.offered > 0)
+        return f"{self.tokens / self.passes:.2f} tokens per pass over the weights{share}"
+
+
+def speculates(plan: Plan, sampling: Sampling, count: int, generator: object) -> bool:
+    """Whether steps of `plan` check drafts for `count` sequences whose draws come from `generator`: with one of torch's
+    for several, each column of tokens is one draw."""
+    alone = not sampling.do_sample or count == 1 or isinstance(generator, Sequence)
+    return bool(plan.schedule.speculative_steps) and alone
+
+
+def generate_speculatively(
+    session: Session,
+    prompts: Sequence[torch.Tensor],
+    sampling: Sampling,
+    stop: Stop,
+    generator: torch.Generator | Sequence[torch.Generator] | None,
+    on_token: Callable[[torch.Tensor], None] | None,
+    drafter: Drafter,
+    tally: Tally | None = None,
+) -> torch.Tensor:
+    """`generate_tokens`, with drafts of `drafter` checked by the plan's speculative steps: the same tokens where they
+    are not drawn, else the same distribution, each sequence from its own generator (ValueError where several share
+    one). Sequences go on by as many tokens as were right of their own drafts; how many a step checks follows from its
+    predicted time and from how many were right so far. `on_token` sees a column once all sequences have it."""
+    if not speculates(session.plan, sampling, len(prompts), generator):
+        raise ValueError("drafts are checked by a plan with speculative steps, and where tokens are drawn, with a "
+                         "generator for each prompt")
+    refuse_crossing(session.plan, prompts, stop.max_new_tokens, session.renewed_at)
+    call = _Call(session, prompts, sampling, stop, generator, on_token, Tally() if tally is None else tally)
+    call.begin(prompts)
+    while not call.ended():
+        call.step(drafter)
+    return call.columns(max(map(len, call.new)))
+
+
+class _Call:
+    """The sequences of a call: tokens so far, and how many of them the cache holds."""
+
+    def __init__(
+        self, session: Session, prompts: Sequence[torch.Tensor], sampling: Sampling, stop: Stop,
+        generator: torch.Generator | Sequence[torch.Generator] | None,
+        on_token: Callable[[torch.Tensor], None] | None, tally: Tally,
+    ) -> None:
+        self.session, self.sampling, self.stop, self.on_token, self.tally = session, sampling, stop, on_token, tally
+        count = len(prompts)
+        each = isinstance(generator, Sequence)
+        self.draws: list[Draws] = [[g] for g in generator] if each else [generator] * count  # type: ignore[union-attr]
+        self.lengths = torch.ones(session.plan.workload.batch, dtype=torch.int64)  # idle rows count one
+        self.lengths[:count] = torch.tensor([p.numel() for p in prompts])
+        self.held = torch.zeros(count, int(self.lengths.max()) + stop.max_new_tokens, dtype=torch.int64)
+        for row, prompt in zip(self.held, prompts, strict=True):
+            row[: prompt.numel()] = prompt
+        self.prompt = [p.numel() for p in prompts]
+        self.new: list[list[int]] = [[] for _ in prompts]
+        self.shown = 0  # columns that were handed out
+        self.seen = {row: Acceptance() for row in range(count)}
+        self.times_s = step_times_s(session.plan)
+
+    def begin(self, prompts: Sequence[torch.Tensor]) -> None:
+        """Run the prompts; the first token of each."""
+        logits = prefill(self.session, prompts, self.lengths)
+        for row in range(len(prompts)):
+            self._append(row, accepted(logits[row : row + 1], Draft(), self.sampling, self.draws[row]))
+        self._show()
+        if not self.ended():
+            self.session.grow()
+
+    def ended(self, row: int | None = None) -> bool:
+        """Whether a sequence, or all of them, have all their tokens."""
+        if row is None:
+            return all(map(self.ended, range(len(self.new))))
+        new = self.new[row]
+        return len(new) >= self.stop.max_new_tokens or bool(new and new[-1] in self.stop.eos)
+
+    def step(self, drafter: Drafter) -> None:
+        """One pass: draft, check, keep what stands."""
+        context = self.session.plan.workload.context
+        going = [row for row in range(len(self.new)) if not self.ended(row)]
+        room = context - max(int(self.lengths[row]) for row in going)
+        times_s = {size: time_s for size, time_s in self.times_s.items() if size <= room}
+        most = [0 if self.ended(row) else min(max(times_s), self.stop.max_new_tokens - len(new)) - 1
+                for row, new in enumerate(self.new)]
+        rows = [tokens[: self.prompt[i] + len(self.new[i])] for i, tokens in enumerate(self.held)]
+        drafts = drafter.draft(rows, most)
+        size = best_size({row: drafts[row] for row in going}, self.seen, times_s)
+        ids = torch.zeros(len(self.lengths), size, dtype=torch.int64)
+        for row in going:
+            known = [self.new[row][-1], *drafts[row].tokens[: size - 1]]
+            ids[row, : len(known)] = torch.tensor(known)
+        start = self.lengths.clamp(max=context - size)  # of what has ended, the cache is no longer read
+        logits = self.session.step({"input_ids": ids, "start": start, "last": torch.zeros_like(start)})
+        logits = logits.view(len(start), size, -1)
+        for row in going:
+            offered = min(size - 1, len(drafts[row].tokens))
+            found = accepted(logits[row, : offered + 1], drafts[row], self.sampling, self.draws[row])
+            self.seen[row].note(drafts[row], offered, len(found) - 1)
+            self.tally.offered += offered
+            self.tally.accepted += len(found) - 1
+            self.lengths[row] += len(found)
+            self.tally.tokens += self._append(row, found)
+        self.tally.steps[size] = self.tally.steps.get(size, 0) + 1
+        self._show()
+
+    def _append(self, row: int, tokens: Sequence[int]) -> int:
+        """Add tokens to a sequence up to the one that ends it; how many."""
+        before = len(self.new[row])
+        for token in tokens:
+            if not self.ended(row):
+                self.held[row, self.prompt[row] + len(self.new[row])] = token
+                self.new[row].append(token)
+        return len(self.new[row]) - before
+
+    def columns(self, count: int) -> torch.Tensor:
+        """The first `count` tokens of all sequences, [n, count]; ended ones are filled."""
+        return torch.tensor([[*new, *[self.stop.pad] * count][:count] for new in self.new])
+
+    def _show(self) -> None:
+        known = min((len(new) for row, new in enumerate(self.new) if not self.ended(row)),
+                    default=max(map(len, self.new)))
+        if self.on_token is not None and known > self.shown:
+            for column in self.columns(known)[:, self.shown :].T:
+                self.on_token(column)
+        self.shown = max(self.shown, known)
+
+
+def step_times_s(plan: Plan) -> dict[int, float]:
+    """Predicted seconds of decode steps and of those that check drafts, by their tokens per sequence; alike where the
+    plan predicts nothing."""
+    said = plan.prediction
+    sizes = (1, *plan.schedule.speculative_steps)
+    times = (said.decode_time_s, *said.speculative_times_s)
+    return dict(zip(sizes, times, strict=True)) if said.decode_time_s > 0 else dict.fromkeys(sizes, 1.0)

@@ -1,0 +1,100 @@
+"""Answers whose drafts are checked equal plain ones: families, packed weights and caches, streamed, in batches."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from families import FAMILIES
+
+from forebay.api import LanguageModel, open_model, wrap
+from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict
+from forebay.rewriter.planning.wishes import Wishes
+from forebay.runtime.run.drafts import PromptLookup
+from forebay.runtime.run.generation import Stop, generate_tokens
+from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.speculation import Tally, generate_speculatively
+
+NEW = 40
+PROMPTS = [torch.tensor(ids) for ids in ([5, 6, 7, 8, 9] * 4, [11, 12, 13], [3, 4, 5, 6, 3, 4, 5], [9])]
+
+
+@pytest.fixture(scope="module", params=["llama", "opt", "gpt2", "gemma2"])
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A family's checkpoint, as it is and in packed rows."""
+    torch.manual_seed(3)
+    folder = tmp_path_factory.mktemp(request.param)
+    transformers.AutoModelForCausalLM.from_config(FAMILIES[request.param](3)).eval().save_pretrained(folder)
+    packed = tmp_path_factory.mktemp("packed") / "w4"
+    quantize_model(folder, packed, Wish("w4g32"))
+    return {"native": folder, "w4": packed}
+
+
+def language_model(folder: Path, wishes: Wishes, batch: int = 4, room: float = 0.4) -> LanguageModel:
+    """Planned for a budget in which so much of the weights stays beside what every plan takes."""
+    opened, work = open_model(folder), Workload(batch, 20, NEW)
+    nbytes = sum(spec.nbytes for spec in opened[0].weights.values())
+    with pytest.raises(PlanError) as refused:
+        LanguageModel(*opened, Budget(1 << 12), work, wishes)
+    least = int(str(refused.value).partition(" bytes:")[0].rpartition("(")[2])
+    return LanguageModel(*opened, Budget(least + int(room * nbytes) + (64 << 10)), work, wishes)
+
+
+@pytest.mark.parametrize(("weights", "cache"), [("native", "native"), ("native", "kv8"), ("w4", "native"),
+                                                ("w4", "kv8")])
+def test_tokens_equal_plain_ones(folders: dict[str, Path], weights: str, cache: str) -> None:
+    with language_model(folders[weights], Wishes(drafted_tokens=7, cache_format=cache)) as lm:
+        assert lm.plan.schedule.speculative_steps == (8, 4, 2) and lm.plan.prediction.streamed_nbytes > 0
+        with lm.running(4, 20, NEW) as session:
+            for count in (1, 4):
+                prompts = PROMPTS[:count]
+                free = generate_tokens(session, prompts, Sampling(), Stop(NEW))
+                eos = frozenset(free[:, [NEW // 3, NEW // 2]].flatten().tolist())  # falls within passes
+                for stop in (Stop(NEW), Stop(NEW, eos)):
+                    plain = generate_tokens(session, prompts, Sampling(), stop)
+                    tally = Tally()
+                    found = generate_speculatively(session, prompts, Sampling(), stop, None, None, PromptLookup(),
+                                                   tally)
+                    assert torch.equal(found, plain)
+                    assert tally.passes < plain.shape[1] or not tally.accepted
+        program = lm._pipeline.program(lm.plan, 8)  # proved when it was made
+        assert program.outputs["out0"].shape[:2] == (4, 8)
+
+
+def test_generate_checks_drafts_where_the_plan_does(llama_checkpoint: Any) -> None:
+    ids, model = llama_checkpoint.ids, llama_checkpoint.model
+    with torch.no_grad():
+        expected = model.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None)
+    drawn = []
+    for drafted in (7, None):
+        with wrap(llama_checkpoint.folder, llama_checkpoint.share(0.8), batch=3, prompt=10, new_tokens=24,
+                  prompt_lookup_num_tokens=drafted) as lm:
+            assert ("checked by steps over 8, 4, 2" in lm.explain()) is bool(lm.plan.schedule.speculative_steps)
+            for more in ({}, {"prompt_lookup_num_tokens": 3}) if drafted else ({},):
+                ours = lm.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=None, **more)
+                assert torch.equal(ours, expected) and lm.tally.tokens == (3 * 23 if drafted else 0)
+            # one generator for three: each column is one draw, so none is drafted
+            for draws in ([torch.Generator().manual_seed(i) for i in range(3)], torch.Generator().manual_seed(7)):
+                drawn.append(lm.generate(ids, max_new_tokens=24, do_sample=True, top_k=5, pad_token_id=0,
+                                         eos_token_id=None, generator=draws))
+                assert (lm.tally.passes > 0) is (drafted is not None and isinstance(draws, list))
+    assert torch.equal(drawn[0], drawn[2]) and torch.equal(drawn[1], drawn[3])
+
+
+def test_a_saved_plan_checks_drafts_again(llama_checkpoint: Any, tmp_path: Path) -> None:
+    with wrap(llama_checkpoint.folder, llama_checkpoint.share(0.8), prompt=10, new_tokens=24,
+              prompt_lookup_num_tokens=7) as lm:
+        lm.plan.save(tmp_path / "plan.json")
+    plan = plan_from_dict(json.loads((tmp_path / "plan.json").read_text()))
+    with wrap(llama_checkpoint.folder, llama_checkpoint.share(0.8), plan=plan) as again:
+        assert again.plan.schedule.speculative_steps == (8, 4, 2)
+        again.generate(llama_checkpoint.ids[:1], max_new_tokens=20, eos_token_id=None, do_sample=False)
+        assert again.tally.passes

@@ -1,0 +1,123 @@
+"""Whether steps check drafts, and over how many tokens: where that costs nothing, and never where it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from families import captured
+
+from forebay.rewriter.capture.step_graphs import step_graphs
+from forebay.rewriter.ir.block import ALONE, Block
+from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, validate
+from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.plan_speculation import FREE, LOSS, SIZES, plan_speculation
+from forebay.rewriter.planning.wishes import Wishes, check_choices
+from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.switches import Switches
+
+WORK = Workload(1, 40, 24)
+
+
+def pipeline(work: Workload = WORK, block: Block = ALONE, family: str = "llama") -> Pipeline:
+    lm = rewrite_captured(captured(family), Switches())
+    files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
+    return Pipeline(step_graphs(lm, files, work, family, block=block), work, Machine.default(), Switches())
+
+
+def planned(room: int, wishes: Wishes, work: Workload = WORK, block: Block = ALONE) -> tuple[Plan, Plan, Pipeline]:
+    """The plan without and with what is decided here, `room` bytes above the least budget."""
+    made = pipeline(work, block)
+    budget = Budget(made.smallest_budget(wishes) + room)
+    plain = made.plan(budget, wishes)
+    found, plan = plan_speculation(made, plain, budget, wishes)
+    return plain, plan, found
+
+
+def test_steps_that_cost_nothing_check_drafts_by_themselves() -> None:
+    plain, plan, found = planned(100_000, Wishes(drafted_tokens="auto"))
+    assert plan.schedule.speculative_steps and set(plan.schedule.speculative_steps) <= set(SIZES)
+    assert all(t <= FREE * plain.prediction.decode_time_s for t in plan.prediction.speculative_times_s)
+    assert plan.prediction.decode_time_s <= LOSS * plain.prediction.decode_time_s
+    assert plan.budget == plain.budget and sum(plan.prediction.peak_nbytes.values()) <= plan.budget.device
+    for tokens in plan.schedule.speculative_steps:
+        program = found.program(plan, tokens)
+        assert program.outputs["out0"].shape == (1, tokens, 199)
+        assert program.moved_nbytes() == plan.prediction.streamed_nbytes, "a step brings other weights"
+
+
+def test_where_nothing_is_asked_for_the_plan_stays() -> None:
+    plain, plan, _ = planned(100_000, Wishes())
+    assert plan is plain and not plan.schedule.speculative_steps
+
+
+def test_dearer_steps_are_taken_where_they_are_forced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import forebay.rewriter.plan_speculation as module
+
+    monkeypatch.setattr(module, "FREE", 0.5)
+    plain, plan, _ = planned(100_000, Wishes(drafted_tokens="auto"))
+    assert plan is plain
+    _, plan, _ = planned(100_000, Wishes(drafted_tokens=6))
+    assert plan.schedule.speculative_steps == (7, 4, 2)
+
+
+def test_memory_that_would_make_decoding_slower_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    import forebay.rewriter.plan_speculation as module
+
+    monkeypatch.setattr(module, "LOSS", 0.5)
+    plain, plan, _ = planned(100_000, Wishes(drafted_tokens="auto"))
+    assert plan is plain
+
+
+def test_a_budget_without_room_for_them_has_no_such_steps() -> None:
+    wishes = Wishes(drafted_tokens="auto", prefill_chunk=1)
+    made = pipeline(Workload(4, 2, 60))
+    budget = Budget(made.smallest_budget(wishes))
+    plain = made.plan(budget, wishes)
+    assert plan_speculation(made, plain, budget, wishes)[1] is plain
+    with pytest.raises(PlanError, match="cannot work"):
+        plan_speculation(made, plain, budget, replace(wishes, drafted_tokens=40))
+
+
+def test_caches_off_the_device_and_places_have_no_such_steps() -> None:
+    for block in (Block(2, entering=1), Block(2, "zigzag", "disk", 16, 3)):
+        wishes = Wishes(drafted_tokens="auto")
+        plain, plan, _ = planned(200_000, wishes, Workload(2, 40, 24), block)
+        assert plan is plain
+        with pytest.raises(PlanError, match="drafted_tokens: caches"):
+            planned(200_000, Wishes(drafted_tokens=3), Workload(2, 40, 24), block)
+
+
+def test_one_token_leaves_nothing_to_draft() -> None:
+    with pytest.raises(PlanError, match="leaves nothing to draft"):
+        planned(100_000, Wishes(drafted_tokens=3), Workload(1, 40, 1))
+    with pytest.raises(PlanError, match="drafted_tokens must be at least 1"):
+        check_choices(WORK, Wishes(drafted_tokens=0))
+
+
+@pytest.mark.parametrize("prompt", [4, 8, 16, 36])
+def test_chunks_have_other_sizes(prompt: int) -> None:
+    _, plan, _ = planned(150_000, Wishes(drafted_tokens=15), Workload(2, prompt, 30))
+    assert plan.schedule.speculative_steps and not set(plan.schedule.speculative_steps) & set(
+        plan.schedule.prefill_chunks)
+    assert plan.schedule.prefill_chunk == prompt, "the prompt runs in smaller chunks for the sake of drafts"
+
+
+@pytest.mark.parametrize(("steps", "message"), [
+    ((4, 8), "the largest first"), ((8, 1), "none below 2"), ((40, 4), "none a prefill's"), ((100,), "has room for")])
+def test_contradictions_are_refused_by_name(steps: tuple[int, ...], message: str) -> None:
+    _, plan, _ = planned(150_000, Wishes(drafted_tokens=7))
+    with pytest.raises(PlanError, match=f"plan.schedule.speculative_steps.*{message}"):
+        validate(replace(plan, schedule=replace(plan.schedule, speculative_steps=steps)))
+
+
+def test_a_model_that_cannot_says_so() -> None:
+    graphs: Any = pipeline().graphs
+    assert graphs.speculating(()) is graphs
+    with pytest.raises(PlanError, match="logits of one token only"):
+        replace(graphs, speculate=None).speculating((4,))
+    assert torch.equal(torch.tensor(graphs.speculating((4,)).speculative), torch.tensor([4]))

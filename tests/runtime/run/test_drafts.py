@@ -1,0 +1,36 @@
+"""What prompt lookup drafts."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.runtime.run.drafts import LONGEST_MATCH, Draft, PromptLookup
+
+
+def looked_up(tokens: list[int], most: int) -> Draft:
+    return PromptLookup().draft([torch.tensor(tokens, dtype=torch.int64)], [most])[0]
+
+
+def by_hand(tokens: list[int], most: int) -> Draft:
+    """Every match by slices, the longest first and of those the latest."""
+    for length in range(min(LONGEST_MATCH, len(tokens) - 1), 0, -1):
+        for end in range(len(tokens) - 1, length - 1, -1):
+            if tokens[end - length : end] == tokens[-length:] and most > 0:
+                out = list(tokens)
+                for i in range(most):
+                    out.append(out[end + i])
+                return Draft(tuple(out[len(tokens) :]), length)
+    return Draft()
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(0, 12))
+def test_the_longest_and_latest_match_goes_on(tokens: list[int], most: int) -> None:
+    assert looked_up(tokens, most) == by_hand(tokens, most)
+
+
+def test_each_sequence_has_its_own() -> None:
+    drafts = PromptLookup().draft([torch.tensor([1, 2, 3, 1, 2]), torch.tensor([4, 5]), torch.tensor([7, 7, 7])],
+                                  [2, 3, 4])
+    assert drafts == [Draft((3, 1), 2), Draft(), Draft((7, 7, 7, 7), 2)]

@@ -1,0 +1,140 @@
+"""Speculative decoding on a stand-in for a session: the tokens of plain decoding, whatever is drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.rewriter.ir.plan import Limits, Plan, Prediction, Schedule, Workload
+from forebay.runtime.run.drafts import Draft, PromptLookup
+from forebay.runtime.run.generation import Stop, generate_tokens
+from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.speculation import Tally, generate_speculatively, step_times_s
+
+VOCAB = 5
+
+
+class Recalling:
+    """A session whose logits depend on every token of a row, through a cache as the model's; what is written behind
+    where a row's tokens end is rubbish that nothing may read."""
+
+    renewed_at = 0
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.grown = plan, 0
+        self.cache = torch.full((plan.workload.batch, plan.workload.context), -1)
+        self.sizes: list[int] = []
+
+    def renews(self, held: int, length: int) -> bool:
+        return False
+
+    def grow(self) -> None:
+        self.grown += 1
+
+    def step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        ids, start = inputs["input_ids"], inputs["start"]
+        size = ids.shape[1]
+        assert size in self.plan.schedule.step_sizes and ids.shape[0] == start.shape[0] == self.plan.workload.batch
+        self.sizes.append(size)
+        logits = torch.zeros(len(ids), size, VOCAB)
+        for row, at in enumerate(start.tolist()):
+            assert 0 <= at <= self.cache.shape[1] - size, "a position beyond the cache is written"
+            self.cache[row, at : at + size] = ids[row]
+            for i in range(size):
+                logits[row, i] = scores(self.cache[row, : at + i + 1].tolist())
+        if size in self.plan.schedule.speculative_steps:
+            return logits
+        return logits[torch.arange(len(ids)), inputs["last"]]
+
+
+def scores(seen: list[int]) -> torch.Tensor:
+    """Repeats itself much, and depends on the first token as on the last."""
+    best = (seen[-1] + (2 if len(seen) % 7 else 1) + seen[0]) % VOCAB
+    return torch.eye(VOCAB)[best] * 2
+
+
+class Guessing:
+    """Drafts from a list of numbers, right ones where it says so; it sees no more than it may."""
+
+    def __init__(self, guesses: Sequence[int], right: Sequence[bool]) -> None:
+        self.guesses, self.right, self.calls = guesses, right, 0
+
+    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int]) -> list[Draft]:
+        found = []
+        for tokens, count in zip(held, most, strict=True):
+            seen, drafted = tokens.tolist(), []
+            for _ in range(max(0, count)):
+                self.calls += 1
+                token = int(scores(seen).argmax()) if self.right[self.calls % len(self.right)] else (
+                    self.guesses[self.calls % len(self.guesses)])
+                drafted.append(token)
+                seen.append(token)
+            found.append(Draft(tuple(drafted)))
+        return found
+
+
+def session(batch: int, prompt: int, new_tokens: int, sizes: Sequence[int], chunk: int) -> Any:
+    schedule = Schedule(prefill_chunks=(chunk,), speculative_steps=tuple(sorted(sizes, reverse=True)))
+    return Recalling(Plan("f", "m", Limits(1), Workload(batch, prompt, new_tokens), schedule, ()))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_tokens_are_those_of_plain_decoding_whatever_is_drafted(data: st.DataObject) -> None:
+    planned, new, batch = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 14)), data.draw(st.integers(1, 4))
+    chunk = data.draw(st.sampled_from([c for c in (1, 7, 9) if c <= planned]))
+    sizes = data.draw(st.sets(st.sampled_from([n for n in (2, 3, 5, 8) if n <= planned + new]), min_size=1))
+    prompts = data.draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=planned), min_size=1,
+                                 max_size=batch))
+    tensors = [torch.tensor(p) for p in prompts]
+    stop = Stop(new, frozenset(data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=1))), pad=9)
+    drafter = data.draw(st.sampled_from([PromptLookup(), Guessing(
+        data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9)),
+        data.draw(st.lists(st.booleans(), min_size=1, max_size=9)))]))
+    sampling = data.draw(st.sampled_from([Sampling(), Sampling(True, 1.0, 0, 1.0), Sampling(True, 0.5, 3, 0.9)]))
+
+    def draws() -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(i) for i in range(len(prompts))]
+
+    target, other = session(batch, planned, new, sizes, chunk), session(batch, planned, new, sizes, chunk)
+    columns: list[torch.Tensor] = []
+    tally = Tally()
+    found = generate_speculatively(target, tensors, sampling, stop, draws(), columns.append, drafter, tally)
+    plain = generate_tokens(other, tensors, sampling, stop, draws())
+    assert found.tolist() == plain.tolist()
+    assert torch.stack(columns, 1).tolist() == found.tolist(), "columns were handed out otherwise"
+    assert tally.passes <= max(0, len(other.sizes)) and 0 <= tally.accepted <= tally.offered
+    assert target.grown == (tally.passes > 0)
+
+
+def test_right_drafts_take_few_passes_and_wrong_ones_no_more_than_none() -> None:
+    prompt, stop = [torch.tensor([1, 2, 3])], Stop(40)
+    for right, most in (([True], 8), ([False], 39)):
+        target, tally = session(1, 3, 40, (16, 8, 4, 2), 3), Tally()
+        drafter = Guessing([4, 4, 4, 4, 4, 4, 4], right)
+        generate_speculatively(target, prompt, Sampling(), stop, None, None, drafter, tally)
+        assert tally.passes <= most and tally.tokens == 39
+        assert tally.passes == len(target.sizes) - 1
+    assert tally.steps.get(1, 0) == 0, "steps that cost nothing were not used"
+
+
+def test_a_step_that_costs_more_than_it_gives_is_not_taken() -> None:
+    target = session(1, 3, 40, (8, 4), 3)
+    dear = Plan(**{**vars(target.plan), "prediction": Prediction(1.0, 1.0, speculative_times_s=(5.0, 3.0))})
+    assert step_times_s(dear) == {1: 1.0, 8: 5.0, 4: 3.0}
+    target.plan, tally = dear, Tally()
+    generate_speculatively(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(40), None, None, Guessing([4], [False]),
+                           tally)
+    assert tally.steps == {1: 39}
+
+
+def test_one_generator_for_several_prompts_is_refused() -> None:
+    target = session(2, 3, 4, (2,), 3)
+    prompts = [torch.tensor([1]), torch.tensor([2])]
+    with pytest.raises(ValueError, match="a generator for each prompt"):
+        generate_speculatively(target, prompts, Sampling(True), Stop(4), torch.Generator(), None, PromptLookup())
