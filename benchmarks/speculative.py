@@ -3,9 +3,9 @@
 Real weights in float32 within 15, 30, 50 and 75 % of their bytes beside what the smallest plan takes, batch 1, greedy,
 texts that repeat themselves (copy, summarise, edit code) and texts that do not. Contestants take turns over the same
 text: `plain`, one token a step; `lookup`, drafts of prompt lookup by the planner's own choice; with --peer
-`transformers`, its prompt lookup with weights offloaded to disk, in memory for as many bytes. The share of tokens before
-the first in which `lookup` differs is printed. The bound is a pass of `plain` over the tokens that `lookup` gave per
-pass, so a pass over a plain one says how far from it a run is. Reads go past the page cache; the peer's files are
+`transformers`, its prompt lookup with weights offloaded to disk, in memory for as many bytes. The share of tokens
+before the first in which `lookup` differs is printed. The bound is a pass of `plain` over the tokens that `lookup` gave
+per pass, so a pass over a plain one says how far from it a run is. Reads go past the page cache; the peer's files are
 dropped from it before each answer.
 """
 
