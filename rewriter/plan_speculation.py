@@ -23,30 +23,32 @@ def plan_speculation(pipeline: Pipeline, plan: Plan, budget: Budget, wishes: Wis
     if wishes.drafted_tokens is None:
         return pipeline, plan
     forced = wishes.drafted_tokens != "auto"
-    sizes = _sizes(pipeline, plan, wishes)
-    try:
-        if plan.schedule.block.staged or plan.schedule.block.entering:
-            raise PlanError("drafted_tokens: caches that come to the device for their turns, and places that sequences "
-                            "enter, have no steps that check drafts; leave it out, or keep the cache on the device "
-                            "with a larger budget")
-        if not sizes:
-            raise PlanError(f"drafted_tokens: an answer of {plan.workload.new_tokens} tokens leaves nothing to draft; "
-                            "leave it out")
-        found = pipeline.with_speculative(sizes)
-        drafting = found.plan(budget, wishes)
-    except PlanError:
+    if plan.schedule.block.staged or plan.schedule.block.entering or pipeline.graphs.speculate is None:
         if forced:
-            raise
+            raise PlanError("drafted_tokens: no step checks drafts where caches come to the device for their turns, "
+                            "where sequences enter places, and in models whose rotary follows the length of the call; "
+                            "leave it out, or keep the cache on the device with a larger budget")
         return pipeline, plan
-    if forced:
-        return found, drafting
-    kept = tuple(size for size, time_s in zip(sizes, drafting.prediction.speculative_times_s, strict=True)
-                 if time_s <= FREE * plan.prediction.decode_time_s)
-    if kept and kept != sizes:
-        found = pipeline.with_speculative(kept)
-        drafting = found.plan(budget, wishes)  # less memory than what there was a plan for
-    pays = kept and drafting.prediction.decode_time_s <= LOSS * plan.prediction.decode_time_s
-    return (found, drafting) if pays else (pipeline, plan)
+    sizes = _sizes(pipeline, plan, wishes)
+    if forced and not sizes:
+        raise PlanError(f"drafted_tokens: an answer of {plan.workload.new_tokens} tokens leaves nothing to draft; "
+                        "leave it out")
+    while sizes:
+        found = pipeline.with_speculative(sizes)
+        try:
+            drafting = found.plan(budget, wishes)
+        except PlanError:
+            if forced:
+                raise
+            sizes = sizes[1:]
+            continue
+        kept = tuple(size for size, time_s in zip(sizes, drafting.prediction.speculative_times_s, strict=True)
+                     if time_s <= FREE * plan.prediction.decode_time_s)
+        pays = drafting.prediction.decode_time_s <= LOSS * plan.prediction.decode_time_s
+        if forced or (kept == sizes and pays):
+            return found, drafting
+        sizes = kept if kept != sizes else sizes[1:]
+    return pipeline, plan
 
 
 def _sizes(pipeline: Pipeline, plan: Plan, wishes: Wishes) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from forebay.runtime.run.drafts import Draft
+from forebay.runtime.run.drafts import Drafted
 from forebay.runtime.run.sampling import Sampling, choose, probabilities
 
 FORGETS = 0.9  # of what was seen of drafts of a kind remains with each further one
@@ -16,7 +16,7 @@ BEGINS = (1.0, 1.0)  # accepted and refused tokens that a kind of drafts begins 
 Draws = torch.Generator | Sequence[torch.Generator] | None  # of one sequence, as `choose` takes them
 
 
-def accepted(logits: torch.Tensor, draft: Draft, sampling: Sampling, draws: Draws) -> list[int]:
+def accepted(logits: torch.Tensor, draft: Drafted, sampling: Sampling, draws: Draws) -> list[int]:
     """The next tokens of a sequence, at least one, by the logits [N + 1, V] behind its last token and behind each of
     the N drafted ones that were computed.
 
@@ -65,13 +65,13 @@ class Acceptance:
     def __init__(self) -> None:
         self._seen: dict[int, tuple[float, float]] = {}
 
-    def note(self, draft: Draft, offered: int, right: int) -> None:
+    def note(self, draft: Drafted, offered: int, right: int) -> None:
         """Of the draft's first `offered` tokens the first `right` stood."""
         if offered:
             good, bad = self._seen.get(draft.kind, BEGINS)
             self._seen[draft.kind] = FORGETS * good + right, FORGETS * bad + (right < offered)
 
-    def expected(self, draft: Draft, offered: int) -> float:
+    def expected(self, draft: Drafted, offered: int) -> float:
         """Tokens that a step is expected to give with so many of the draft's: each stands with one chance, if all
         before it do (Leviathan et al., equation 1)."""
         good, bad = self._seen.get(draft.kind, BEGINS)
@@ -79,7 +79,7 @@ class Acceptance:
         return sum(chance**i for i in range(min(offered, len(draft.tokens)) + 1))
 
 
-def best_size(drafts: Mapping[int, Draft], seen: Mapping[int, Acceptance], times_s: Mapping[int, float]) -> int:
+def best_size(drafts: Mapping[int, Drafted], seen: Mapping[int, Acceptance], times_s: Mapping[int, float]) -> int:
     """Tokens per sequence of the step that is expected to give the most tokens per second, by the drafts of the
     sequences that go on; `times_s` are of the steps that may run, of which one is over a single token."""
     def rate(size: int) -> float:

@@ -12,7 +12,7 @@ LONGEST_MATCH = 4  # tokens
 
 
 @dataclass(frozen=True)
-class Draft:
+class Drafted:
     """Tokens that may come next in a sequence. `kind` groups drafts that are as likely to be right; `chances` [N, V],
     float64, are the distributions that they were drawn from, where they were drawn."""
 
@@ -24,7 +24,7 @@ class Draft:
 class Drafter(Protocol):
     """Drafts for the sequences of a call."""
 
-    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int]) -> list[Draft]:
+    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int]) -> list[Drafted]:
         """For each sequence of tokens int64 [T], prompt and answer so far, a draft of at most so many (0: none)."""
         ...
 
@@ -34,13 +34,13 @@ class PromptLookup:
     lookup decoding, 2023): behind the longest match of at most `LONGEST_MATCH` tokens, of those the latest. `kind` is
     its length."""
 
-    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int]) -> list[Draft]:
+    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int]) -> list[Drafted]:
         return [_looked_up(tokens, count) for tokens, count in zip(held, most, strict=True)]
 
 
-def _looked_up(tokens: torch.Tensor, most: int) -> Draft:
+def _looked_up(tokens: torch.Tensor, most: int) -> Drafted:
     if most < 1 or len(tokens) < 2:
-        return Draft()
+        return Drafted()
     ends = (tokens[:-1] == tokens[-1]).nonzero()[:, 0]  # positions of the last token of each match
     length = 0
     while len(ends):
@@ -50,6 +50,6 @@ def _looked_up(tokens: torch.Tensor, most: int) -> Draft:
         ends = ends[ends >= length]
         ends = ends[tokens[ends - length] == tokens[len(tokens) - 1 - length]] if length < len(tokens) else ends[:0]
     if not length:
-        return Draft()
+        return Drafted()
     behind = tokens[latest + 1 :].tolist()  # what ends with the sequence goes on as it has repeated itself
-    return Draft(tuple(behind[i % len(behind)] for i in range(most)), length)
+    return Drafted(tuple(behind[i % len(behind)] for i in range(most)), length)

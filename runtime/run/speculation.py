@@ -10,7 +10,7 @@ import torch
 
 from forebay.rewriter.ir.plan import Plan
 from forebay.runtime.run.acceptance import Acceptance, Draws, accepted, best_size
-from forebay.runtime.run.drafts import Draft, Drafter
+from forebay.runtime.run.drafts import Drafted, Drafter
 from forebay.runtime.run.generation import Stop, prefill, refuse_crossing
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.session import Session
@@ -64,14 +64,14 @@ def generate_speculatively(
         raise ValueError("drafts are checked by a plan with speculative steps, and where tokens are drawn, with a "
                          "generator for each prompt")
     refuse_crossing(session.plan, prompts, stop.max_new_tokens, session.renewed_at)
-    call = _Call(session, prompts, sampling, stop, generator, on_token, Tally() if tally is None else tally)
+    call = _DraftedCall(session, prompts, sampling, stop, generator, on_token, Tally() if tally is None else tally)
     call.begin(prompts)
     while not call.ended():
         call.step(drafter)
     return call.columns(max(map(len, call.new)))
 
 
-class _Call:
+class _DraftedCall:
     """The sequences of a call: tokens so far, and how many of them the cache holds."""
 
     def __init__(
@@ -98,7 +98,7 @@ class _Call:
         """Run the prompts; the first token of each."""
         logits = prefill(self.session, prompts, self.lengths)
         for row in range(len(prompts)):
-            self._append(row, accepted(logits[row : row + 1], Draft(), self.sampling, self.draws[row]))
+            self._append(row, accepted(logits[row : row + 1], Drafted(), self.sampling, self.draws[row]))
         self._show()
         if not self.ended():
             self.session.grow()

@@ -38,14 +38,13 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return {"native": folder, "w4": packed}
 
 
-def language_model(folder: Path, wishes: Wishes, batch: int = 4, room: float = 0.4) -> LanguageModel:
-    """Planned for a budget in which so much of the weights stays beside what every plan takes."""
-    opened, work = open_model(folder), Workload(batch, 20, NEW)
-    nbytes = sum(spec.nbytes for spec in opened[0].weights.values())
+def language_model(folder: Path, wishes: Wishes) -> LanguageModel:
+    """Planned for a little more than what every plan takes."""
+    opened, work = open_model(folder), Workload(4, 20, NEW)
     with pytest.raises(PlanError) as refused:
         LanguageModel(*opened, Budget(1 << 12), work, wishes)
     least = int(str(refused.value).partition(" bytes:")[0].rpartition("(")[2])
-    return LanguageModel(*opened, Budget(least + int(room * nbytes) + (64 << 10)), work, wishes)
+    return LanguageModel(*opened, Budget(least + (40 << 10)), work, wishes)
 
 
 @pytest.mark.parametrize(("weights", "cache"), [("native", "native"), ("native", "kv8"), ("w4", "native"),

@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from forebay.runtime.run.acceptance import Acceptance, accepted, best_size, without_refused
-from forebay.runtime.run.drafts import Draft
+from forebay.runtime.run.drafts import Drafted
 from forebay.runtime.run.sampling import Sampling, choose, probabilities
 
 VOCAB, DRAWS = 7, 100_000
@@ -19,7 +19,7 @@ def test_greedy_takes_what_is_most_likely_and_one_more() -> None:
     logits = torch.eye(VOCAB)[[3, 1, 4, 1]]
     for drafted, expected in (((), [3]), ((3, 1, 4), [3, 1, 4, 1]), ((3, 1, 5), [3, 1, 4]), ((2, 1, 4), [3]),
                               ((3, 1, 4, 1, 5), [3, 1, 4, 1])):
-        assert accepted(logits[: len(drafted) + 1], Draft(drafted), Sampling(), None) == expected
+        assert accepted(logits[: len(drafted) + 1], Drafted(drafted), Sampling(), None) == expected
 
 
 @pytest.mark.parametrize("sampling", [Sampling(True, 1.3, 4, 1.0), Sampling(True, 0.9, 5, 0.8)])
@@ -33,7 +33,7 @@ def test_tokens_are_distributed_as_plain_draws(sampling: Sampling) -> None:
     counts, draws = torch.zeros(VOCAB, VOCAB), 4000
     for guess, then in torch.multinomial(chances, draws, replacement=True, generator=g).T.tolist():
         logits = torch.stack((first, second[guess], second[then]))
-        found = accepted(logits, Draft((guess, then), chances=chances), sampling, g)
+        found = accepted(logits, Drafted((guess, then), chances=chances), sampling, g)
         if len(found) == 1:
             found += choose(second[found[0]][None], sampling, g).tolist()
         counts[found[0], found[1]] += 1
@@ -74,7 +74,7 @@ def test_draws_that_are_given_a_draft_are_those_without_it() -> None:
             rest = tokens[len(found) :][:5]
             if len(found) % 3 == 0:
                 rest[-1] = (rest[-1] + 1) % VOCAB  # wrong at the end
-            found += accepted(logits[len(found) :][: len(rest) + 1], Draft(tuple(rest)), sampling, g)
+            found += accepted(logits[len(found) :][: len(rest) + 1], Drafted(tuple(rest)), sampling, g)
         assert found[:40] == tokens
 
 
@@ -84,11 +84,11 @@ def test_alike_distributions_refuse_nothing_and_break_nothing() -> None:
     chances = logits[:1].softmax(-1).double() * (1 + 1e-9)  # a rounding more than the target's
     for token in range(VOCAB):
         for _ in range(50):
-            assert len(accepted(logits, Draft((token,), chances=chances), Sampling(True, 1.0, 0), g)) == 2
+            assert len(accepted(logits, Drafted((token,), chances=chances), Sampling(True, 1.0, 0), g)) == 2
 
 
 def test_acceptance_follows_what_is_seen_of_a_kind() -> None:
-    seen, draft, other = Acceptance(), Draft((1,) * 8, 1), Draft((1,) * 8, 2)
+    seen, draft, other = Acceptance(), Drafted((1,) * 8, 1), Drafted((1,) * 8, 2)
     before = seen.expected(draft, 8)
     for _ in range(60):
         seen.note(draft, 8, 8)
@@ -97,16 +97,16 @@ def test_acceptance_follows_what_is_seen_of_a_kind() -> None:
     for _ in range(60):
         seen.note(draft, 8, 0)
     assert seen.expected(draft, 8) < 1.2, "what was seen long ago is not forgotten"
-    assert seen.expected(Draft(), 8) == seen.expected(draft, 0) == 1
-    seen.note(Draft((), 9), 0, 0)
-    assert seen.expected(Draft((1,) * 3, 9), 8) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
+    assert seen.expected(Drafted(), 8) == seen.expected(draft, 0) == 1
+    seen.note(Drafted((), 9), 0, 0)
+    assert seen.expected(Drafted((1,) * 3, 9), 8) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
 
 
 def test_the_step_is_chosen_that_gives_most_tokens_per_second() -> None:
-    drafts, seen = {0: Draft((1,) * 15)}, {0: Acceptance()}
+    drafts, seen = {0: Drafted((1,) * 15)}, {0: Acceptance()}
     assert best_size(drafts, seen, {1: 1.0, 4: 1.01, 16: 1.04}) == 4  # 1 of 2 tokens right: 16 give 1.07 as many
     assert best_size(drafts, seen, {1: 1.0, 4: 1.9, 16: 4.0}) == 1
     for _ in range(60):
         seen[0].note(drafts[0], 15, 15)
     assert best_size(drafts, seen, {1: 1.0, 4: 1.9, 16: 4.0}) == 16
-    assert best_size({0: Draft()}, seen, {1: 1.0, 4: 1.0, 16: 1.0}) == 1, "of equals the shortest"
+    assert best_size({0: Drafted()}, seen, {1: 1.0, 4: 1.0, 16: 1.0}) == 1, "of equals the shortest"

@@ -6,14 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.runtime.run.drafts import LONGEST_MATCH, Draft, PromptLookup
+from forebay.runtime.run.drafts import LONGEST_MATCH, Drafted, PromptLookup
 
 
-def looked_up(tokens: list[int], most: int) -> Draft:
+def looked_up(tokens: list[int], most: int) -> Drafted:
     return PromptLookup().draft([torch.tensor(tokens, dtype=torch.int64)], [most])[0]
 
 
-def by_hand(tokens: list[int], most: int) -> Draft:
+def by_hand(tokens: list[int], most: int) -> Drafted:
     """Every match by slices, the longest first and of those the latest."""
     for length in range(min(LONGEST_MATCH, len(tokens) - 1), 0, -1):
         for end in range(len(tokens) - 1, length - 1, -1):
@@ -21,8 +21,8 @@ def by_hand(tokens: list[int], most: int) -> Draft:
                 out = list(tokens)
                 for i in range(most):
                     out.append(out[end + i])
-                return Draft(tuple(out[len(tokens) :]), length)
-    return Draft()
+                return Drafted(tuple(out[len(tokens) :]), length)
+    return Drafted()
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(0, 12))
@@ -33,4 +33,4 @@ def test_the_longest_and_latest_match_goes_on(tokens: list[int], most: int) -> N
 def test_each_sequence_has_its_own() -> None:
     drafts = PromptLookup().draft([torch.tensor([1, 2, 3, 1, 2]), torch.tensor([4, 5]), torch.tensor([7, 7, 7])],
                                   [2, 3, 4])
-    assert drafts == [Draft((3, 1), 2), Draft(), Draft((7, 7, 7, 7), 2)]
+    assert drafts == [Drafted((3, 1), 2), Drafted(), Drafted((7, 7, 7, 7), 2)]
