@@ -11,21 +11,26 @@ from forebay.kernels.cpu_support import native
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.planning.wishes import Wishes
 
+THREADS = 2  # that shares are given for, with our C++ kernels
+
 
 def attention_nbytes(batch: int, heads: int, length: int, head_dim: int) -> int:
-    """Bytes that attention over float32 takes here beyond what it takes with our C++ kernel, for prompts of any length.
-    """
+    """Bytes that attention over float32 takes here beyond what our C++ kernel takes with two threads, for prompts of
+    any length."""
     taken = workspace_nbytes(batch, heads, heads, length, length, head_dim, torch.float32, 0.0)
-    return max(0, taken - NATIVE_NBYTES * torch.get_num_threads())
+    return taken - NATIVE_NBYTES * THREADS
 
 
 def operators_nbytes(opened: tuple[Any, ...], workload: Workload, wishes: Wishes | None = None, host: int = 0) -> int:
-    """Bytes of workspace that steps take here beyond what they take with our C++ kernels: 0 where a compiler made them.
-    `opened` is what `open_model` gave."""
-    if native.load() is not None:
+    """Bytes of workspace that steps take here beyond what they take with our C++ kernels and two threads. `opened` is
+    what `open_model` gave."""
+    threads, ours = torch.get_num_threads(), native.load() is not None
+    if ours and threads == THREADS:
         return 0
     from forebay.api import LanguageModel
 
     with LanguageModel(*opened, Budget(1 << 30, host), workload, wishes or Wishes()) as lm:
         taken = lm._pipeline.needs.workspace(lm.plan.schedule.prefill_chunk)
-    return max(0, taken - NATIVE_NBYTES * torch.get_num_threads())
+    if ours:  # a step whose attention is the host's takes none
+        return NATIVE_NBYTES * (threads - THREADS) if taken >= NATIVE_NBYTES * threads else 0
+    return max(0, taken - NATIVE_NBYTES * THREADS)
