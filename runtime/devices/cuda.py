@@ -246,7 +246,7 @@ class CudaDevice:
             copy_runs(moved, source, target, non_blocking=True)
             if self.trace is not None:
                 stream.synchronize()
-                self.trace.add_copy(item, runs_nbytes(moved), start, time.perf_counter())
+                self.trace.noting_copy(item)(start, runs_nbytes(moved))
 
     def _begin(self, item: Copy, nbytes: int) -> Callable[[BaseException | None], None]:
         """Note an asynchronous copy; with a trace, also its bytes and when it began and ended."""

@@ -134,18 +134,22 @@ class ThreadDevice:
 
     def _bind_asynchronous(self, item: Copy, prepare: Callable[[OnDone], Call]) -> Call:
         """A call that issues what `prepare` made ready, once for all, to tell whom it is given that it is done."""
-        if self.trace is not None:
-            return lambda: prepare(self._begin(item, copy_nbytes(item)))()
         ledger = self.ledgers[item.stream]
         numbers: deque[int] = deque()  # one at most, but for a program that overwrites what is still landing
+        begin: Call | None = None
 
-        def done(error: BaseException | None) -> None:
+        def end(error: BaseException | None) -> None:
             ledger.end(numbers.popleft(), error)
 
+        done: OnDone = end
+        if self.trace is not None:
+            begin, done = self.trace.under_way(item, copy_nbytes(item), end)
         queue = prepare(done)
 
         def issue() -> None:
             numbers.append(ledger.number())
+            if begin is not None:
+                begin()
             with told(done):
                 queue()
 
@@ -191,14 +195,15 @@ class ThreadDevice:
         """A copy between arenas, on the worker of its stream."""
         source, target = self._bytes(place_of(item.src)), self._bytes(place_of(item.dst))
         worker = self._worker(item.stream)
-        if self.trace is None and not isinstance(item.src, Rows) and not isinstance(item.dst, Rows):
+        note = None if self.trace is None else self.trace.noting_copy(item)
+        if note is None and not isinstance(item.src, Rows) and not isinstance(item.dst, Rows):
             return lambda: worker.submit(lambda: target.copy_(source))
 
         def move() -> None:
             moved, start = runs(item, self.tensor), time.perf_counter()
             copy_runs(moved, source, target)
-            if self.trace is not None:
-                self.trace.add_copy(item, runs_nbytes(moved), start, time.perf_counter())
+            if note is not None:
+                note(start, runs_nbytes(moved))
 
         return lambda: worker.submit(move)
 

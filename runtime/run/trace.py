@@ -3,54 +3,75 @@
 from __future__ import annotations
 
 import json
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from forebay.rewriter.ir.program import Copy, Item, Launch, Wait, tier_of
 from forebay.runtime.devices.device import Call
 from forebay.runtime.devices.virtual import TimedSpan
+from forebay.runtime.disk.chunks import OnDone
 
+Link = tuple[str, str]  # from tier, to tier
 Moved = tuple[str, str, float, int]  # from tier, to tier, when (seconds), bytes
+SPAN = struct.Struct("=ddqi")  # start and end in seconds, bytes brought, number of its name
+FIELDS = np.dtype([("start", "=f8"), ("end", "=f8"), ("nbytes", "=i8"), ("name", "=i4")])
+ROOM = 1 << 18
+TRACE_NBYTES = ROOM * SPAN.size  # of a trace that has as many spans as it keeps
 
 
 class Trace:
-    """Collects spans of launches, waits and copies, and the bytes that copies have brought from tier to tier; seconds
-    count from its making."""
+    """Collects spans of launches, waits and copies, of which the latest `room` are kept, and the bytes that copies have
+    brought from tier to tier; seconds count from its making."""
 
-    def __init__(self) -> None:
-        self.zero = time.perf_counter()
-        self.spans: list[TimedSpan] = []
-        self.moved: list[Moved] = []
+    def __init__(self, room: int = ROOM) -> None:
+        self.zero, self.room = time.perf_counter(), room
+        self.count = 0  # spans so far; number n lies at n modulo `room`
+        self._spans = np.zeros(room, dtype=FIELDS)  # no memory until it is written to
+        self._names: dict[tuple[str, str, Link | None], int] = {}  # lane, label, and what a copy joins
+        self._moved: dict[Link, int] = {}
         self._lock = threading.Lock()
 
-    def add(self, lane: str, label: str, start: float, end: float) -> None:
+    def noting(self, lane: str, label: str, link: Link | None = None) -> Callable[[float, int], None]:
+        """What notes that a span of this name, begun at the given `time.perf_counter()`, ends now, having brought so
+        many bytes."""
         with self._lock:
-            self.spans.append((lane, label, start - self.zero, end - self.zero))
+            name = self._names.setdefault((lane, label, link), len(self._names))
+        lock, clock, spans, zero, room = self._lock, time.perf_counter, self._spans.data, self.zero, self.room
 
-    def add_copy(self, item: Copy, nbytes: int, start: float, end: float) -> None:
-        """Note a copy that has brought `nbytes`."""
-        self.add(item.stream, item.label, start, end)
-        with self._lock:
-            self.moved.append((tier_of(item.src), tier_of(item.dst), end - self.zero, nbytes))
+        def note(start: float, nbytes: int) -> None:
+            with lock:  # and the time taken within, so that spans lie in the order of their ends
+                SPAN.pack_into(spans, self.count % room * SPAN.size, start - zero, clock() - zero, nbytes, name)
+                self.count += 1
+                if link is not None:
+                    self._moved[link] = self._moved.get(link, 0) + nbytes
 
-    def link_nbytes(self) -> dict[tuple[str, str], int]:
-        """Bytes brought from tier to tier so far."""
-        found: dict[tuple[str, str], int] = {}
-        for src, dst, _, nbytes in tuple(self.moved):
-            found[src, dst] = found.get((src, dst), 0) + nbytes
-        return found
+        return note
 
-    def until(self, item: Copy, nbytes: int, done: Callable[[BaseException | None], None]
-              ) -> Callable[[BaseException | None], None]:
-        """`done` for a copy that begins now; notes its span, and its bytes if they arrive, when it ends."""
-        start = time.perf_counter()
+    def noting_copy(self, item: Copy) -> Callable[[float, int], None]:
+        return self.noting(item.stream, item.label, (tier_of(item.src), tier_of(item.dst)))
+
+    def under_way(self, item: Copy, nbytes: int, done: OnDone) -> tuple[Call, OnDone]:
+        """What to call when a copy begins, and `done` for it: notes its span, and its bytes if they arrive, when it
+        ends. For any number of times, first begun first ended."""
+        note, clock, starts = self.noting_copy(item), time.perf_counter, deque[float]()
 
         def traced(error: BaseException | None) -> None:
-            self.add_copy(item, nbytes if error is None else 0, start, time.perf_counter())
+            note(starts.popleft(), nbytes if error is None else 0)
             done(error)
 
+        return lambda: starts.append(clock()), traced
+
+    def until(self, item: Copy, nbytes: int, done: OnDone) -> OnDone:
+        """The same for a copy that begins now, once."""
+        begin, traced = self.under_way(item, nbytes, done)
+        begin()
         return traced
 
     def timed(self, item: Item, call: Call) -> Call:
@@ -63,36 +84,85 @@ class Trace:
             lane, label = "issue", item.label
         else:
             return call
+        note, clock = self.noting(lane, label), time.perf_counter
 
         def run() -> None:
-            start = time.perf_counter()
+            start = clock()
             call()
-            self.add(lane, label, start, time.perf_counter())
+            note(start, 0)
 
         return run
+
+    @property
+    def gone(self) -> int:
+        """Spans whose place later ones have taken."""
+        return max(0, self.count - self.room)
+
+    def spans(self) -> Iterator[TimedSpan]:
+        """Those that are kept, in the order in which they ended."""
+        for (lane, label, _), start, end, _ in self._kept():
+            yield lane, label, start, end
+
+    def moved(self) -> Iterator[Moved]:
+        """Bytes of the copies that are kept, in order of time; first, in one piece for each link, those of copies that
+        are gone."""
+        brought = np.zeros(len(self._names), dtype=np.int64)
+        kept = self._spans[: self.count]
+        np.add.at(brought, kept["name"], kept["nbytes"])
+        gone = self.link_nbytes()
+        for (*_, link), nbytes in zip(self._names, brought.tolist(), strict=True):
+            if link is not None and nbytes:
+                gone[link] -= nbytes
+        for link, nbytes in gone.items():
+            if nbytes:
+                yield *link, float(kept["end"].min()), nbytes
+        for (*_, link), _, end, nbytes in self._kept():
+            if link is not None:
+                yield *link, end, nbytes
+
+    def _kept(self) -> Iterator[tuple[tuple[str, str, Link | None], float, float, int]]:
+        """Name, start, end and bytes."""
+        names = tuple(self._names)
+        for n in range(self.gone, self.count):
+            start, end, nbytes, name = SPAN.unpack_from(self._spans.data, n % self.room * SPAN.size)
+            yield names[name], start, end, nbytes
+
+    def link_nbytes(self) -> dict[Link, int]:
+        """Bytes brought from tier to tier so far."""
+        with self._lock:
+            return dict(self._moved)
 
 
 def write_trace(
     path: str | Path, actual: Iterable[TimedSpan], planned: Iterable[TimedSpan] = (), moved: Iterable[Moved] = (),
-    step_nbytes: Mapping[tuple[str, str], int] | None = None,
+    step_nbytes: Mapping[Link, int] | None = None,
 ) -> None:
     """Write Chrome trace events (ui.perfetto.dev opens them): process 'actual' and process 'planned', a lane per
-    stream, times in microseconds; a counter per link of the bytes `moved` so far, and of what a planned step moves."""
-    events: list[dict[str, object]] = []
+    stream, times in microseconds; a counter per link of the bytes `moved` so far (in order of time), and of what a
+    planned step moves. Events are written one by one: nothing of the trace's size is held in memory."""
+    with open(path, "w", encoding="utf-8") as file:
+        before = '{"traceEvents": [\n'
+        for event in _events(actual, planned, moved, step_nbytes or {}):
+            file.write(before + json.dumps(event))
+            before = ",\n"
+        file.write("\n]}\n")
+
+
+def _events(actual: Iterable[TimedSpan], planned: Iterable[TimedSpan], moved: Iterable[Moved],
+            step_nbytes: Mapping[Link, int]) -> Iterator[dict[str, Any]]:
     for pid, (process, spans) in enumerate((("actual", actual), ("planned", planned)), start=1):
-        spans = list(spans)
-        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}})
-        lanes = {lane: tid for tid, lane in enumerate(dict.fromkeys(s[0] for s in spans), start=1)}
-        for lane, tid in lanes.items():
-            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}})
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}}
+        lanes: dict[str, int] = {}
         for lane, label, start, end in spans:
-            events.append({"ph": "X", "name": label, "pid": pid, "tid": lanes[lane], "ts": start * 1e6,
-                           "dur": (end - start) * 1e6})
+            if lane not in lanes:
+                lanes[lane] = len(lanes) + 1
+                yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": lanes[lane], "args": {"name": lane}}
+            yield {"ph": "X", "name": label, "pid": pid, "tid": lanes[lane], "ts": start * 1e6,
+                   "dur": (end - start) * 1e6}
     so_far: dict[str, int] = {}
-    for src, dst, time_s, nbytes in sorted(moved, key=lambda copy: copy[2]):
+    for src, dst, time_s, nbytes in moved:
         link = f"{src} to {dst}"
         so_far[link] = so_far.get(link, 0) + nbytes
-        events.append({"ph": "C", "name": link, "pid": 1, "ts": time_s * 1e6, "args": {"bytes": so_far[link]}})
-    for (src, dst), nbytes in (step_nbytes or {}).items():
-        events.append({"ph": "C", "name": f"{src} to {dst}", "pid": 2, "ts": 0.0, "args": {"bytes per step": nbytes}})
-    Path(path).write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+        yield {"ph": "C", "name": link, "pid": 1, "ts": time_s * 1e6, "args": {"bytes": so_far[link]}}
+    for (src, dst), nbytes in step_nbytes.items():
+        yield {"ph": "C", "name": f"{src} to {dst}", "pid": 2, "ts": 0.0, "args": {"bytes per step": nbytes}}

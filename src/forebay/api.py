@@ -380,7 +380,7 @@ class LanguageModel(ModuleHabits):
 
         program = self._pipeline.program(self.plan, 1)
         planned = simulate(program, self.machine)
-        write_trace(path, self.trace.spans, planned.spans, self.trace.moved, program.link_nbytes())
+        write_trace(path, self.trace.spans(), planned.spans, self.trace.moved(), program.link_nbytes())
 
     def close(self) -> None:
         """Give back memory; the next `generate` takes it again."""

@@ -177,7 +177,7 @@ def test_a_trace_times_each_launch() -> None:
     for _ in range(3):
         traced.run()
     assert not Graph.made
-    assert [label for lane, label, *_ in trace.spans] == [f"add{i}" for i in range(2, 2 + LEAST)] * 3
+    assert [label for lane, label, *_ in trace.spans()] == [f"add{i}" for i in range(2, 2 + LEAST)] * 3
 
 
 def test_what_launches_keep_is_taken_before_they_are_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+import tracemalloc
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from tiny import chain, planned
 
 from forebay.rewriter.ir.plan import Budget
-from forebay.rewriter.ir.program import COMPUTE, DISK, Copy, FileSlice, Launch, Record, Release, Span, Wait
+from forebay.rewriter.ir.program import COMPUTE, DISK, WRITE, Copy, FileSlice, Launch, Record, Release, Span, Wait
 from forebay.runtime.devices.threads import ThreadDevice
 from forebay.runtime.disk.reader import open_reader
 from forebay.runtime.run.executor import BoundProgram
+from forebay.runtime.run.trace import SPAN as SPAN_RECORD
 from forebay.runtime.run.trace import Trace, write_trace
 
 SPAN = Span("device", 0, 8, "b")
@@ -28,8 +32,8 @@ def test_work_and_waiting_are_noted(item: object, lane: str, label: str) -> None
     trace, ran = Trace(), []
     trace.timed(item, lambda: ran.append(1))()  # type: ignore[arg-type]
     assert ran == [1]
-    assert [(s[0], s[1]) for s in trace.spans] == [(lane, label)]
-    assert 0 <= trace.spans[0][2] <= trace.spans[0][3]
+    (span,) = trace.spans()
+    assert span[:2] == (lane, label) and 0 <= span[2] <= span[3]
 
 
 @pytest.mark.parametrize("item", [Record(COMPUTE, 1), Release(COMPUTE, SPAN)])
@@ -39,19 +43,69 @@ def test_the_rest_runs_as_it_is(item: object) -> None:
     assert Trace().timed(item, call) is call  # type: ignore[arg-type]
 
 
-def test_spans_from_many_threads_are_all_kept() -> None:
+def test_spans_from_many_threads_are_all_kept_in_the_order_of_their_ends() -> None:
     trace = Trace()
-    threads = [threading.Thread(target=lambda: [trace.add("a", "b", 0.0, 1.0) for _ in range(500)]) for _ in range(8)]
+
+    def copy(number: int) -> None:
+        note = trace.noting_copy(Copy(DISK, FileSlice("f", 0, 8), SPAN, f"copy {number}"))
+        for _ in range(500):
+            note(time.perf_counter(), number)
+
+    threads = [threading.Thread(target=copy, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(trace.spans) == 4000
+    spans, moved = list(trace.spans()), list(trace.moved())
+    assert Counter(label for _, label, *_ in spans) == {f"copy {number}": 500 for number in range(8)}
+    assert sorted(spans, key=lambda span: span[3]) == spans and sorted(moved, key=lambda copy: copy[2]) == moved
+    assert sum(nbytes for *_, nbytes in moved) == 500 * sum(range(8)) == trace.link_nbytes()["disk", "device"]
+
+
+def test_the_latest_spans_are_kept_and_all_bytes_counted() -> None:
+    trace = Trace(room=5)
+    inward, outward = Copy(DISK, FileSlice("f", 0, 8), SPAN, "in"), Copy(WRITE, SPAN, Span("spill", 0, 8, "s"), "out")
+    begin = time.perf_counter()
+    trace.noting_copy(outward)(begin, 7)
+    note = trace.noting_copy(inward)
+    for nbytes in range(1, 9):
+        note(begin, nbytes)
+        trace.timed(Wait(COMPUTE, nbytes), lambda: None)()
+    assert trace.gone == 17 - 5
+    spans, moved = list(trace.spans()), list(trace.moved())
+    assert [label for _, label, *_ in spans] == ["event 6", "in", "event 7", "in", "event 8"]
+    assert [copy[:2] + copy[3:] for copy in moved] == [
+        ("device", "disk", 7), ("disk", "device", 21), ("disk", "device", 7), ("disk", "device", 8)]
+    assert sorted(copy[2] for copy in moved) == [copy[2] for copy in moved]
+    assert trace.link_nbytes() == {("device", "disk"): 7, ("disk", "device"): 36}
+
+
+def test_a_trace_takes_no_more_memory_however_long_it_runs(tmp_path: Path) -> None:
+    """Nor does writing it, but for the names of what ran."""
+    def fill(trace: Trace, times: int) -> None:
+        calls = [trace.timed(Wait(COMPUTE, event), lambda: None) for event in range(4)]
+        for call in times * calls:
+            call()
+
+    tracemalloc.start()
+    try:
+        for room, times in ((1000, 500), (1000, 20_000)):
+            before = tracemalloc.get_traced_memory()[0]
+            trace = Trace(room)
+            fill(trace, times)
+            tracemalloc.reset_peak()
+            held = tracemalloc.get_traced_memory()[0] - before
+            write_trace(tmp_path / "trace.json", trace.spans(), moved=trace.moved())
+            peak = tracemalloc.get_traced_memory()[1] - before
+            assert held < room * SPAN_RECORD.size + 20_000 and peak < held + 200_000, (held, peak)
+    finally:
+        tracemalloc.stop()
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == 1000 + 3
 
 
 def test_a_file_has_counters_of_bytes_per_link_in_order_of_time(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    write_trace(path, [], [], [("disk", "device", 2.0, 30), ("device", "disk", 1.5, 7), ("disk", "device", 1.0, 12)],
+    write_trace(path, [], [], [("disk", "device", 1.0, 12), ("device", "disk", 1.5, 7), ("disk", "device", 2.0, 30)],
                 {("disk", "device"): 42})
     counters = [(e["pid"], e["name"], e["ts"], e["args"]) for e in json.loads(path.read_text())["traceEvents"]
                 if e["ph"] == "C"]
@@ -83,11 +137,12 @@ def test_a_traced_step_shows_every_launch_and_every_read(tmp_path: Path) -> None
         bound.run()
     device.finish()
     device.close()
+    spans = list(trace.spans())
     launches = [i.label for i in program.step if isinstance(i, Launch)]
     copies = [i.label for i in program.step if isinstance(i, Copy)]
-    assert [s[1] for s in trace.spans if s[0] == COMPUTE] == 2 * launches
-    reads = [s[1] for s in trace.spans if s[0] == DISK]
+    assert [s[1] for s in spans if s[0] == COMPUTE] == 2 * launches
+    reads = [s[1] for s in spans if s[0] == DISK]
     assert len(reads) == len(program.prologue) / 2 + 2 * len(copies) and set(reads) == set(copies)
     assert plan.prediction.streamed_nbytes > 0
-    for lane, _, start, end in trace.spans:
+    for lane, _, start, end in spans:
         assert start <= end, lane
