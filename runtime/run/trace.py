@@ -18,7 +18,7 @@ from forebay.runtime.devices.device import Call
 from forebay.runtime.devices.virtual import TimedSpan
 from forebay.runtime.disk.chunks import OnDone
 
-Link = tuple[str, str]  # from tier, to tier
+TierPair = tuple[str, str]  # from tier, to tier
 Moved = tuple[str, str, float, int]  # from tier, to tier, when (seconds), bytes
 SPAN = struct.Struct("=ddqi")  # start and end in seconds, bytes brought, number of its name
 FIELDS = np.dtype([("start", "=f8"), ("end", "=f8"), ("nbytes", "=i8"), ("name", "=i4")])
@@ -34,11 +34,11 @@ class Trace:
         self.zero, self.room = time.perf_counter(), room
         self.count = 0  # spans so far; number n lies at n modulo `room`
         self._spans = np.zeros(room, dtype=FIELDS)  # no memory until it is written to
-        self._names: dict[tuple[str, str, Link | None], int] = {}  # lane, label, and what a copy joins
-        self._moved: dict[Link, int] = {}
+        self._names: dict[tuple[str, str, TierPair | None], int] = {}  # lane, label, and what a copy joins
+        self._moved: dict[TierPair, int] = {}
         self._lock = threading.Lock()
 
-    def noting(self, lane: str, label: str, link: Link | None = None) -> Callable[[float, int], None]:
+    def noting(self, lane: str, label: str, link: TierPair | None = None) -> Callable[[float, int], None]:
         """What notes that a span of this name, begun at the given `time.perf_counter()`, ends now, having brought so
         many bytes."""
         with self._lock:
@@ -120,14 +120,14 @@ class Trace:
             if link is not None:
                 yield *link, end, nbytes
 
-    def _kept(self) -> Iterator[tuple[tuple[str, str, Link | None], float, float, int]]:
+    def _kept(self) -> Iterator[tuple[tuple[str, str, TierPair | None], float, float, int]]:
         """Name, start, end and bytes."""
         names = tuple(self._names)
         for n in range(self.gone, self.count):
             start, end, nbytes, name = SPAN.unpack_from(self._spans.data, n % self.room * SPAN.size)
             yield names[name], start, end, nbytes
 
-    def link_nbytes(self) -> dict[Link, int]:
+    def link_nbytes(self) -> dict[TierPair, int]:
         """Bytes brought from tier to tier so far."""
         with self._lock:
             return dict(self._moved)
@@ -135,7 +135,7 @@ class Trace:
 
 def write_trace(
     path: str | Path, actual: Iterable[TimedSpan], planned: Iterable[TimedSpan] = (), moved: Iterable[Moved] = (),
-    step_nbytes: Mapping[Link, int] | None = None,
+    step_nbytes: Mapping[TierPair, int] | None = None,
 ) -> None:
     """Write Chrome trace events (ui.perfetto.dev opens them): process 'actual' and process 'planned', a lane per
     stream, times in microseconds; a counter per link of the bytes `moved` so far (in order of time), and of what a
@@ -149,7 +149,7 @@ def write_trace(
 
 
 def _events(actual: Iterable[TimedSpan], planned: Iterable[TimedSpan], moved: Iterable[Moved],
-            step_nbytes: Mapping[Link, int]) -> Iterator[dict[str, Any]]:
+            step_nbytes: Mapping[TierPair, int]) -> Iterator[dict[str, Any]]:
     for pid, (process, spans) in enumerate((("actual", actual), ("planned", planned)), start=1):
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}}
         lanes: dict[str, int] = {}

@@ -372,8 +372,9 @@ class LanguageModel(ModuleHabits):
         self.close()
         self.trace = Trace()
 
-    def save_trace(self, path: str | Path) -> None:
-        """Write what was recorded, bytes per link too, beside the predicted decode step, for ui.perfetto.dev."""
+    def save_trace(self, path: str | Path) -> int:
+        """Write what was recorded, bytes per link too, beside the predicted decode step, for ui.perfetto.dev. The
+        latest 262 144 launches, waits and copies are there; returned is how many of the first are not."""
         if self.trace is None:
             raise RuntimeError("save_trace: call start_trace before generate")
         from forebay.rewriter.predict.simulate import simulate
@@ -381,6 +382,7 @@ class LanguageModel(ModuleHabits):
         program = self._pipeline.program(self.plan, 1)
         planned = simulate(program, self.machine)
         write_trace(path, self.trace.spans(), planned.spans, self.trace.moved(), program.link_nbytes())
+        return self.trace.gone
 
     def close(self) -> None:
         """Give back memory; the next `generate` takes it again."""

@@ -8,6 +8,7 @@ The promise of a budget is one inequality, in which a GPU's memory has no part:
                + PROMPT_NBYTES per prompt + TOKEN_NBYTES per token of them, for a job
                + LOGIT_NBYTES per word of the vocabulary, where tokens are drawn, or BATCH_LOGIT_NBYTES per word and row
                  where one generator draws for a batch at once, as that of `generate(do_sample=True)` does
+               + TRACE_NBYTES for a job that is traced
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from forebay.runtime.disk.page_cache import resident_nbytes
+from forebay.runtime.run.trace import TRACE_NBYTES
 
 if TYPE_CHECKING:
     from forebay.rewriter.ir.plan import Plan
@@ -30,12 +32,13 @@ LOGIT_NBYTES = 120  # of one row at a time: float64, sorted and summed; 88 were 
 BATCH_LOGIT_NBYTES = 48  # float32, sorted and summed as transformers does; 35 were seen
 
 
-def beside_nbytes(calls: int, prompts: int = 0, tokens: int = 0, drawn_from: int = 0, together: int = 0) -> int:
+def beside_nbytes(calls: int, prompts: int = 0, tokens: int = 0, drawn_from: int = 0, together: int = 0, *,
+                  traced: bool = False) -> int:
     """The part of the promise's constant that is known beforehand: of a plan whose Programs have so many `calls`, a job
     of so many prompts and tokens, and draws from a vocabulary of `drawn_from` (0: none are made), each row by itself or
-    for so many rows `together`."""
+    for so many rows `together`; `traced` or not."""
     return (THREADS_NBYTES + CALL_NBYTES * calls + PROMPT_NBYTES * prompts + TOKEN_NBYTES * tokens
-            + max(LOGIT_NBYTES, BATCH_LOGIT_NBYTES * together) * drawn_from)
+            + max(LOGIT_NBYTES, BATCH_LOGIT_NBYTES * together) * drawn_from + TRACE_NBYTES * traced)
 
 
 def calls_of(pipeline: Pipeline, plan: Plan) -> int:

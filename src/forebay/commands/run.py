@@ -218,11 +218,11 @@ def _answer(
             raise typer.Exit(128 + (stopped[0] if stopped else signal.SIGINT)) from None
         finally:
             elapsed_s = time.monotonic() - began
-            if trace:
-                lm.save_trace(trace)
+            if trace and (gone := lm.save_trace(trace)):
+                say(f"{trace}: the first {gone} launches, waits and copies are left out")
             lm.close()
     beside = beside_nbytes(calls_of(lm._pipeline, lm.plan), total, sum(len(p.ids) for p in encoded),
-                           lm.captured.vocab_size if ask.sampling.do_sample else 0)
+                           lm.captured.vocab_size if ask.sampling.do_sample else 0, traced=trace is not None)
     found = _measured(lm.plan, done, spent, elapsed_s, memory, disk_read_nbytes() - read_before, beside)
     if as_json:
         print(json.dumps(found, indent=1))
