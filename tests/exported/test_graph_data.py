@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from typing import Any
 
 import pytest
@@ -152,3 +153,33 @@ def test_graphs_that_do_not_belong_together_are_refused() -> None:
         change(edited)
         with pytest.raises(ValueError, match=says):
             captured_from_data(edited, tensors)
+
+
+NUMBER = {"in": "input_ids", "dtype": "int64", "shape": ["B", "S"]}
+GROWING: dict[str, list[dict[str, Any]]] = {
+    "squares": [{"op": "python.mul", "as": f"n{i}", "args": [f"%n{i - 1}" if i else 7] * 2} for i in range(64)],
+    "power": [{"op": "python.pow", "as": "n", "args": [7, 10**12]}],
+    "string": [{"op": "python.mul", "as": "n", "args": [{"str": "x"}, 10**15]}],
+    "padding": [{"op": "python.mod", "as": "n", "args": [{"str": "%999999999999d"}, 5]}],
+    "list": [{"op": "python.mul", "as": "n", "args": [[1, 2], 10**15]}],
+    "doubled": [{"op": "python.add", "as": f"n{i}", "args": [f"%n{i - 1}" if i else [1]] * 2} for i in range(64)],
+    "literal": [{"op": "python.sub", "as": "n", "args": [10**400, 1]}],
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_arithmetic_of_a_stored_graph_does_not_grow_without_end(name: str) -> None:
+    gm = graph_from_data([NUMBER, *GROWING[name], {"out": "%input_ids"}], "graphs.step")
+    with pytest.raises(ValueError, match="64 bits"):
+        concretise(gm, {"input_ids": torch.empty(2, 3, dtype=torch.int64, device="meta")})
+
+
+def test_arithmetic_on_sizes_is_stored_again_as_it_was_read() -> None:
+    sums = [{"op": f"python.{name}", "as": name, "args": [7, 3]}
+            for name in ("add", "sub", "mul", "floordiv", "mod", "pow", "truediv")]
+    data = [NUMBER, *sums, {"out": "%input_ids"}]
+    gm = graph_from_data(data, "graphs.step")
+    calls: list[Any] = [node.target for node in gm.graph.nodes if node.op == "call_function"]
+    assert [name_of(call) for call in calls] == [entry["op"] for entry in sums]
+    assert [call(7, 3) for call in calls] == [10, 4, 21, 2, 1, 343, 7 / 3]
+    assert name_of(operator.mul) == "python.mul"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -40,13 +41,31 @@ ATEN = frozenset([
     "where.ScalarOther", "where.ScalarSelf", "where.self", "zeros.default", "zeros_like.default",
 ])
 
+LARGEST, MOST_BITS = 1 << 63, 63  # of a number, of an exponent: sizes are numbers of 64 bits
+
+
+def _of_numbers(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f` for numbers of 64 bits alone; ValueError for others, of which a few operations make one that fills all
+    memory, and for strings and lists, which grow by arithmetic too."""
+    @functools.wraps(f)
+    def bounded(*args: Any) -> Any:
+        if not all(isinstance(a, float) or (isinstance(a, int) and -LARGEST <= a < LARGEST) for a in args) or (
+                f is operator.pow and isinstance(args[1], int) and args[1] > MOST_BITS):
+            raise ValueError(f"{f.__name__} is for numbers that fit 64 bits")
+        return f(*args)
+
+    return bounded
+
+
 # arithmetic on sizes, and a part of several results
+_GROWING = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.pow)
+_OTHERS: tuple[Callable[..., Any], ...] = (
+    operator.truediv, operator.neg, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
+    operator.getitem, torch.sym_max, torch.sym_min, torch.sym_float, torch.sym_int, torch.sym_not)
 PYTHON: dict[str, Callable[..., Any]] = {
-    f"python.{f.__name__.strip('_')}": f for f in (
-        operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv, operator.mod, operator.neg,
-        operator.pow, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge, operator.getitem,
-        torch.sym_max, torch.sym_min, torch.sym_float, torch.sym_int, torch.sym_not)}
-_NAMES = {function: name for name, function in PYTHON.items()}
+    f"python.{f.__name__.strip('_')}": f for f in (*map(_of_numbers, _GROWING), *_OTHERS)}
+_NAMES = {function: name for name, function in PYTHON.items()} | {
+    function: f"python.{function.__name__}" for function in _GROWING}
 
 
 def name_of(target: object) -> str | None:

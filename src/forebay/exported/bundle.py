@@ -90,7 +90,10 @@ def _is_checked(name: str) -> bool:
 def is_bundle(folder: Path) -> bool:
     """Whether the manifest in `folder` is that of a bundle, of any version, or cannot be read."""
     path = folder / MANIFEST
-    return path.is_file() and not re.search(rb'"format": "(onnx|pt2|aoti)"', path.read_bytes()[:200])
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return not re.search(rb'"format": "(onnx|pt2|aoti)"', file.read(200))
 
 
 def read_bundle(
