@@ -163,7 +163,6 @@ GROWING: dict[str, list[dict[str, Any]]] = {
     "padding": [{"op": "python.mod", "as": "n", "args": [{"str": "%999999999999d"}, 5]}],
     "list": [{"op": "python.mul", "as": "n", "args": [[1, 2], 10**15]}],
     "doubled": [{"op": "python.add", "as": f"n{i}", "args": [f"%n{i - 1}" if i else [1]] * 2} for i in range(64)],
-    "literal": [{"op": "python.sub", "as": "n", "args": [10**400, 1]}],
 }
 
 
