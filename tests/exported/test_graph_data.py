@@ -174,7 +174,7 @@ def test_arithmetic_of_a_stored_graph_does_not_grow_without_end(name: str) -> No
 
 
 def test_arithmetic_on_sizes_is_stored_again_as_it_was_read() -> None:
-    sums = [{"op": f"python.{name}", "as": name, "args": [7, 3]}
+    sums = [{"op": f"python.{name}", "as": f"of_{name}", "args": [7, 3]}
             for name in ("add", "sub", "mul", "floordiv", "mod", "pow", "truediv")]
     data = [NUMBER, *sums, {"out": "%input_ids"}]
     gm = graph_from_data(data, "graphs.step")
