@@ -373,16 +373,14 @@ class LanguageModel(ModuleHabits):
         self.trace = Trace()
 
     def save_trace(self, path: str | Path) -> int:
-        """Write what was recorded, bytes per link too, beside the predicted decode step, for ui.perfetto.dev. The
-        latest 262 144 launches, waits and copies are there; returned is how many of the first are not."""
+        """Write what is kept, beside the predicted step, for ui.perfetto.dev; how many of the first items are not."""
         if self.trace is None:
             raise RuntimeError("save_trace: call start_trace before generate")
         from forebay.rewriter.predict.simulate import simulate
 
-        program = self._pipeline.program(self.plan, 1)
-        planned = simulate(program, self.machine)
-        write_trace(path, self.trace.spans(), planned.spans, self.trace.moved(), program.link_nbytes())
-        return self.trace.gone
+        program, trace = self._pipeline.program(self.plan, 1), self.trace
+        write_trace(path, trace.spans(), simulate(program, self.machine).spans, trace.moved(), program.link_nbytes())
+        return trace.gone
 
     def close(self) -> None:
         """Give back memory; the next `generate` takes it again."""
