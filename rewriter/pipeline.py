@@ -13,6 +13,7 @@ from torch import fx
 
 from forebay.kernels import operators
 from forebay.kernels.operator import Product
+from forebay.passes.checkpoint.checkpoint_kv import checkpoint_kv
 from forebay.passes.fuse.fuse_layer_norm import fuse_layer_norm
 from forebay.passes.fuse.fuse_residual import fuse_residual
 from forebay.passes.fuse.fuse_rms_norm import fuse_rms_norm
@@ -84,6 +85,7 @@ PASSES: tuple[Pass, ...] = (
          why="it changes operators and no order, and is fused with nothing: behind all that fuse"),
     Pass(quantize_weights, "captured", "each graph", "the products have what they took over, and keep it"),
     Pass(fuse_dequantize, "captured", "each graph", "it folds what quantize_weights put there into its readers"),
+    Pass(checkpoint_kv, "captured", "whole step", "last, where a block keeps checkpoints: what it moves is final"),
     # once per step size, on graphs of fixed sizes
     Pass(specialise_blocks, "planned", "whole step",
          "first: the rest see a weight's placement, which layers of one kind need not share"),

@@ -14,6 +14,7 @@ from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.planning.checkpoint_share import balanced_share, link_binds, shares_beside
 from forebay.rewriter.planning.graph_needs import cache_buffers
 from forebay.rewriter.planning.planner import make_plan, plan_fits
 from forebay.rewriter.planning.wishes import Wishes
@@ -37,8 +38,11 @@ def plan_block(
     A cache that fits the device stays there. For one that does not, micro-batches of several sizes are compared, each
     with several shares of its caches on faster tiers, by the closed form, and with a GPU each with attention to what
     lies in host memory on either side. Of those near the best, one for each size, share of host memory and side, the
-    one whose Programs are predicted to take prompt and answer the least time is taken.
+    one whose Programs are predicted to take prompt and answer the least time is taken. Where the links bind it, and
+    what K and V are made of is smaller, its caches may keep that of a share of the tokens.
     PlanError, if none fits, for the way that fits the smallest budget.
+
+    Long: what fits, and what was refused and why, is one search.
     """
     if wishes.entering and wishes.prefill_chunk == 1:
         raise PlanError("prefill_chunk: 1 is a step that decodes for all places; where sequences enter them, a chunk "
@@ -72,19 +76,51 @@ def plan_block(
                 least.plan(budget, wishes)
             except PlanError as error:
                 refused.append((least, error))
-    fitting = []
+    fitting: list[tuple[Pipeline, Plan]] = []
+
+    def simulate(pipeline: Pipeline) -> Plan | None:
+        try:  # layers that cannot share addresses take more than was known
+            fitting.append((pipeline, pipeline.plan(budget, wishes)))
+        except PlanError as error:
+            refused.append((pipeline, error))
+            return None
+        return fitting[-1][1]
+
     for way in ways:  # where the host attends, the closed form says less of what waits for what: near their own best
         if way.time_s <= NEAR * min(w.time_s for w in ways if w.block.cpu_attention == way.block.cpu_attention):
-            pipeline = way.pipeline.with_block(way.block)
-            try:  # layers that cannot share addresses take more than was known
-                fitting.append((pipeline, pipeline.plan(budget, wishes)))
-            except PlanError as error:
-                refused.append((pipeline, error))
+            simulate(way.pipeline.with_block(way.block))
     if fitting:
-        return min(fitting, key=lambda pair: answer_time_s(pair[1]))
+        if wishes.checkpoints is None:
+            _try_checkpoints(min(fitting, key=_answer_time_s)[1], graphs_of, workload,
+                             lambda block: simulate(pipeline_of(block)))
+        return min(fitting, key=_answer_time_s)
     if len(refused) == 1:
         raise refused[0][1]
     raise min(refused, key=lambda pair: pair[0].smallest_budget(wishes))[1]
+
+
+def _answer_time_s(pair: tuple[Pipeline, Plan]) -> float:
+    return answer_time_s(pair[1])
+
+
+def _try_checkpoints(
+    plain: Plan, graphs_of: GraphsOf, workload: Workload, simulate: Callable[[Block], Plan | None]
+) -> None:
+    """Simulate the block of `plain` with checkpoints, where a link binds it and they are smaller than K and V: of all
+    tokens, and the shares next to the one with which computing and that link end together."""
+    block = plain.schedule.block
+    if not (block.staged and link_binds(plain)) or block.cpu_attention:
+        return
+    try:
+        full = _with_checkpoints(block, graphs_of, workload, 1, 1)
+    except PlanError:  # the model has no place for them
+        return
+    if full.checkpoint_tokens <= full.cache_tokens:
+        return
+    found = simulate(full)
+    for some, period in shares_beside(balanced_share(plain, found)) if found is not None else ():
+        if some < period:
+            simulate(replace(full, checkpoints=some, checkpoint_period=period))
 
 
 @dataclass(frozen=True)
@@ -104,7 +140,8 @@ def _in_shares(pipeline: Pipeline, block: Block, budget: Budget, wishes: Wishes)
     total = len(layers) * block.micro_batches
 
     def fits(way: Block) -> bool:
-        return plan_fits(needs.staging(layers, way, workload), budget, workload, wishes)
+        return not (way.checkpoints and way.cache_device) and plan_fits(
+            needs.staging(layers, way, workload), budget, workload, wishes)
 
     def most(way: Callable[[int], Block]) -> int:
         """The most caches that a faster tier has room for; all of them need no slots for what comes from the disk."""
@@ -189,9 +226,25 @@ def staged_blocks(graphs_of: GraphsOf, workload: Workload, wishes: Wishes) -> li
     counts = [wishes.micro_batches] if wishes.micro_batches else [
         math.ceil(batch / size) for size in reversed(SIZES) if size == 1 or size < 2 * batch]
     entering = min(wishes.entering or 0, batch)
-    return [Block(count, wishes.order, wishes.cache_tier or "disk", tokens, wishes.cache_slots, entering=entering,
+    block = Block(1, wishes.order, wishes.cache_tier or "disk", tokens, wishes.cache_slots, entering=entering,
                   cpu_attention=bool(wishes.cpu_attention))
-            for count in dict.fromkeys(min(count, batch) for count in counts)]
+    kinds = [block if not some else _with_checkpoints(block, graphs_of, workload, some, period)
+             for some, period in [wishes.checkpoints or (0, 1)]]
+    return [replace(kind, micro_batches=count)
+            for count in dict.fromkeys(min(count, batch) for count in counts) for kind in kinds]
+
+
+def _with_checkpoints(block: Block, graphs_of: GraphsOf, workload: Workload, some: int, period: int) -> Block:
+    """The block with checkpoints of `some` stretches of tokens of every `period`. PlanError where it can have none."""
+    if not 0 < some <= period:
+        raise PlanError(f"checkpoints: {some} of {period} stretches of tokens are no share of them")
+    if block.cpu_attention:
+        raise PlanError("checkpoints: the host attends over K and V where they lie; leave out one of both")
+    tokens = graphs_of(workload, ALONE).checkpoint_tokens(block.cache_tokens)
+    if not tokens:
+        raise PlanError(f"checkpoints: blocks of {block.cache_tokens} tokens cannot hold them; wish for other "
+                        "cache_tokens")
+    return replace(block, checkpoints=some, checkpoint_period=period, checkpoint_tokens=tokens, cache_device=0)
 
 
 def answer_time_s(plan: Plan) -> float:

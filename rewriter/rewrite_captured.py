@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import fx
@@ -11,6 +12,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from forebay.kernels.formats.table import Format
 from forebay.kernels.formats.table import cache_format as format_of
+from forebay.passes.checkpoint.checkpoint_kv import CannotCheckpoint, checkpoint_kv
 from forebay.rewriter.capture.stored_sizes import fill_values
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import CacheSpec, CapturedModel, RowFormat, copy_node
@@ -19,7 +21,7 @@ from forebay.rewriter.pipeline import PASSES, phase
 from forebay.rewriter.run_passes import Stage, check_switches
 from forebay.rewriter.switches import SwitchError, Switches
 
-WHERE_ASKED = ("quantize_cache", "quantize_weights")
+WHERE_ASKED = ("quantize_cache", "quantize_weights", "checkpoint_kv")
 
 
 @no_collection()
@@ -31,12 +33,9 @@ def rewrite_captured(captured: CapturedModel, switches: Switches, cache_format: 
     if captured.rewritten:
         _refuse_switches(switches)
         if cache_format == "native":
-            return captured
-        if "val" not in captured.step.graph.find_nodes(op="placeholder")[0].meta:
-            fill_values(captured)
-    step = _copied(captured.step)
-    for name, block in captured.blocks().items():
-        step.set_submodule(name, _copied(block))
+            return replace(captured, checkpointed=cache(lambda: _checkpointed(captured, switches)))
+        _fill(captured)
+    step = _with_blocks(captured)
     done = captured.rewritten
     captured = replace(captured, step=step, rewritten=True)
     formats = {} if done else {name: spec.stored for name, spec in captured.weights.items() if spec.stored is not None}
@@ -59,7 +58,39 @@ def rewrite_captured(captured: CapturedModel, switches: Switches, cache_format: 
             stage.run(each, given.get(each.name, lambda _: ()))
         else:
             stage.stop(each)
-    return captured
+    return replace(captured, checkpointed=cache(lambda: _checkpointed(captured, switches)))
+
+
+def _checkpointed(captured: CapturedModel, switches: Switches) -> CapturedModel:
+    """`captured`, which is rewritten, with checkpoints beside its native cache. PlanError where it has no room for
+    them."""
+    if any(spec.format != "native" for spec in captured.cache):
+        raise PlanError(f"checkpoints: K and V are made again beside those of a native cache, not of one in the format "
+                        f"{captured.cache[0].format}")
+    _fill(captured)
+    step = _with_blocks(captured)
+    stage = Stage(step, switches, "checkpointed", {})
+    try:
+        stage.run(next(each for each in PASSES if each.run is checkpoint_kv), lambda _: ())
+    except CannotCheckpoint as error:
+        raise PlanError(f"checkpoints: {error}; leave them out") from error
+    widths = step.meta["cache_x"]
+    return replace(captured, step=step, cache=tuple(
+        replace(spec, checkpoint=widths[i]) for i, spec in enumerate(captured.cache)))
+
+
+def _fill(captured: CapturedModel) -> None:
+    """Give nodes of graphs that were read from a file their values."""
+    if "val" not in captured.step.graph.find_nodes(op="placeholder")[0].meta:
+        fill_values(captured)
+
+
+def _with_blocks(captured: CapturedModel) -> fx.GraphModule:
+    """A copy of the step graph, and of its blocks."""
+    step = _copied(captured.step)
+    for name, block in captured.blocks().items():
+        step.set_submodule(name, _copied(block))
+    return step
 
 
 def _refuse_switches(switches: Switches) -> None:

@@ -35,7 +35,9 @@ WORD = 8  # blocks move as int64
 @dataclass(frozen=True)
 class StagedLayer:
     """One layer's cache in a micro-batch of `sequences`: `blocks` blocks of `block_nbytes` for each; V stands `beside`
-    bytes behind K. Attention sees a `window` of it (0: all); beside it, it has its `operands`."""
+    bytes behind K. Attention sees a `window` of it (0: all); beside it, it has its `operands`. With `checkpoints` a
+    slot has so many blocks of them for each sequence, behind K and V of all, and where the cache lives are `kept`
+    blocks of either kind (else as many as in a slot)."""
 
     sequences: int
     blocks: int
@@ -43,15 +45,37 @@ class StagedLayer:
     beside: int
     window: int = 0
     operands: OperandSizes = NO_OPERANDS
+    checkpoints: int = 0
+    kept: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Blocks of all sequences in a slot."""
+        return self.sequences * (self.blocks + self.checkpoints)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all sequences and blocks, in a slot as in the file."""
-        return self.sequences * self.blocks * self.block_nbytes
+        """Bytes of all sequences and blocks in a slot."""
+        return self.rows * self.block_nbytes
+
+    @property
+    def home_nbytes(self) -> int:
+        """Bytes of all sequences where the cache lives."""
+        return self.sequences * (self.kept or self.blocks) * self.block_nbytes
+
+    @property
+    def tails(self) -> int:
+        """Blocks of a micro-batch that are not full yet: one for each sequence, and one of checkpoints."""
+        return self.sequences * (2 if self.checkpoints else 1)
 
     @property
     def tail_nbytes(self) -> int:
-        return self.sequences * self.block_nbytes
+        return self.tails * self.block_nbytes
+
+    @property
+    def checkpoint_offset(self) -> int:
+        """Where checkpoints begin in a slot."""
+        return self.sequences * self.blocks * self.block_nbytes
 
 
 def staged_layers(step: fx.GraphModule, block: Block) -> dict[int, StagedLayer]:
@@ -63,9 +87,12 @@ def staged_layers(step: fx.GraphModule, block: Block) -> dict[int, StagedLayer]:
             value = node.meta["val"]
             batch, heads, tokens, width = value.shape
             itemsize = value.element_size()
-            found[mark.layer] = StagedLayer(batch, tokens // block.cache_tokens,
-                                            block.cache_tokens * value.stride(2) * itemsize, heads * width * itemsize,
-                                            mark.window, operands_of(_caller(step, node)))
+            blocks = tokens // block.cache_tokens
+            context = blocks * block.cache_tokens - 1  # the most that takes as many blocks
+            found[mark.layer] = StagedLayer(batch, blocks, block.cache_tokens * value.stride(2) * itemsize,
+                                            heads * width * itemsize, mark.window, operands_of(_caller(step, node)),
+                                            block.checkpoint_blocks(context),
+                                            block.kept_blocks(context) if block.checkpoints else 0)
     return found
 
 
@@ -85,19 +112,25 @@ def home_name(layer: int, tier: str) -> str:
 def input_sizes(layers: Mapping[int, StagedLayer], block: Block) -> dict[str, int]:
     """Elements of a micro-batch's part of each input."""
     first = next(iter(layers.values()))
-    rows = first.sequences * first.blocks
+    rows = first.rows
     loads = dict.fromkeys((loads_name(layer.window) for layer in layers.values()), rows)
     whole = {WHOLE_LOADS: rows, WHOLE_STORES: rows} if block.cpu_attention else {}
-    return {**loads, STORES: rows, BEFORE: first.sequences, BEHIND: first.sequences, **whole}
+    return {**loads, STORES: rows, BEFORE: first.tails, BEHIND: first.tails, **whole}
 
 
-def usual_shares(layer: StagedLayer, cache_tokens: int, work: Workload, tokens: int) -> tuple[float, float]:
-    """The shares of its blocks that a step over `tokens` tokens is taken to load and store: halfway through the answer,
-    or through the prompt. A block gets full every so many tokens."""
-    capacity = layer.blocks * cache_tokens
+def usual_shares(layer: StagedLayer, block: Block, work: Workload, tokens: int) -> tuple[float, float]:
+    """The shares of the blocks in its slot that a step over `tokens` tokens is taken to load and store: halfway through
+    the answer, or through the prompt. A block gets full every so many tokens."""
+    capacity = layer.blocks * block.cache_tokens
     there = work.prompt + work.new_tokens / 2 if tokens == 1 else work.prompt / 2
-    seen = min(there, abs(layer.window) + cache_tokens / 2) if layer.window else there
-    return seen / capacity, min(1.0, tokens / capacity)
+    seen = min(there, abs(layer.window) + block.cache_tokens / 2) if layer.window else there
+    loaded, stored = seen / capacity, min(1.0, tokens / capacity)
+    if layer.checkpoints:  # as many bytes a block, of the checkpoints of as many more tokens
+        instead = block.checkpoints / block.checkpoint_period
+        kept = (1 - instead + instead * block.cache_tokens / block.checkpoint_tokens) * layer.blocks / (
+            layer.blocks + layer.checkpoints)
+        loaded, stored = kept * loaded, kept * stored
+    return loaded, stored
 
 
 class CacheStaging:
@@ -111,8 +144,9 @@ class CacheStaging:
         self.fetched = 0
         self.places = name_places(draft, plan) if plan.schedule.block.entering and tokens > 1 else None
         self.block, self.tokens = plan.schedule.block, tokens
+        self.alike = self.places is None and not self.block.checkpoints  # a slot has the rows of its table, in order
         self.sizes = input_sizes(layers, self.block)
-        self.usual = {i: usual_shares(layer, plan.schedule.block.cache_tokens, plan.workload, tokens)
+        self.usual = {i: usual_shares(layer, plan.schedule.block, plan.workload, tokens)
                       for i, layer in layers.items()}
         draft.files = {RING: max(b.offset + b.nbytes for b in plan.buffers if b.arena == RING)
                        } if any(b.arena == RING for b in plan.buffers) else {}
@@ -122,8 +156,9 @@ class CacheStaging:
             draft.resident[name] = span_of(draft.inputs[name])
 
     def offset(self, mark: CacheInput) -> int:
-        """Where K or V of a layer begins in what is staged."""
-        return self.layers[mark.layer].beside if mark.side == "v" else 0
+        """Where K, V or checkpoints of a layer begin in what is staged."""
+        layer = self.layers[mark.layer]
+        return {"k": 0, "v": layer.beside, "x": layer.checkpoint_offset}[mark.side]
 
     def bring(self, layer: int, micro_batch: int) -> Address:
         """Load the blocks that exist, and put the tails beside them; where they lie then. A cache that is attended
@@ -140,7 +175,7 @@ class CacheStaging:
         loads = self._told(loads_name(staged.window) if tailed else WHOLE_LOADS, micro_batch)
         source = Rows(home, staged.block_nbytes, loads, skips=True, usual=self.usual[layer][0])
         self.draft.moves.append(Move(f"load cache of layer {layer}@{micro_batch}", source, slot, span, (0, 0), RING,
-                                     layer, alike=self.places is None))
+                                     layer, alike=self.alike))
         index_ref = self._told(BEFORE, micro_batch)
         self.draft.items += [Fetch(index), Arrive(index)]
         if not tailed:
@@ -148,8 +183,8 @@ class CacheStaging:
         table, tail = self._tables(span, layer, micro_batch)
         if self.places is not None:
             tails = self._tails(layer)
-            self.draft.items.append(
-                take(tails, self.places, tail, span_of(tails), f"layer{layer}_tails_of_places", layer))
+            self.draft.items.append(take(tails, self.places, self._of_sequences(tail, staged), span_of(tails),
+                                         f"layer{layer}_tails_of_places", layer))
         self.draft.items.append(put(tail, index_ref, table, span, f"layer{layer}_tail_in@{micro_batch}", layer))
         return span.arena, span.offset, span.buffer
 
@@ -169,7 +204,7 @@ class CacheStaging:
         number = len(self.draft.stores)
         self.draft.stores.append(Outgoing(f"store cache of layer {layer}@{micro_batch}", span, target, keeps=True,
                                           slot=number % LEAVING_SLOTS, ring=LEAVING, layer=layer, cache=True,
-                                          alike=self.places is None))
+                                          alike=self.alike))
         if tails:
             self._take_tails(layer, micro_batch, span)
         self.draft.items += [Store(number), Evict(number), Free(index)]
@@ -181,7 +216,8 @@ class CacheStaging:
         self.draft.items.append(take(table, index_ref, tail, span, f"layer{layer}_tail_out@{micro_batch}", layer))
         if self.places is not None:
             tails = self._tails(layer)
-            self.draft.items += [put(tail, self.places, tails, span_of(tails), f"layer{layer}_tails_to_places", layer),
+            self.draft.items += [put(self._of_sequences(tail, self.layers[layer]), self.places, tails, span_of(tails),
+                                     f"layer{layer}_tails_to_places", layer),
                                  Release(COMPUTE, span_of(tail))]
 
     def _bring_places(self, layer: int, home: Span) -> Address:
@@ -214,7 +250,7 @@ class CacheStaging:
     def _home(self, layer: int, micro_batch: int) -> Span:
         """The bytes that a micro-batch's blocks are among where its cache lives."""
         homes = self.homes[layer]
-        tier, nbytes = homes[micro_batch], self.layers[layer].nbytes
+        tier, nbytes = homes[micro_batch], self.layers[layer].home_nbytes
         b = self.buffers[home_name(layer, tier)]
         if self.places is not None:
             return Span(b.arena, b.offset, b.nbytes, b.name)
@@ -224,22 +260,30 @@ class CacheStaging:
         """The slot, and the tails of those whose turn it is, as rows of blocks."""
         staged = self.layers[layer]
         words = staged.block_nbytes // WORD
-        table = TensorRef(span.arena, span.offset, "int64", (staged.sequences * staged.blocks, words), (words, 1),
-                          span.buffer)
+        table = TensorRef(span.arena, span.offset, "int64", (staged.rows, words), (words, 1), span.buffer)
         if self.places is not None:
             b = self.buffers[ENTERING]
-            return table, TensorRef(b.arena, b.offset, "int64", (staged.sequences, words), (words, 1),
+            return table, TensorRef(b.arena, b.offset, "int64", (staged.tails, words), (words, 1),
                                     f"{ENTERING}:{layer}")
         tails, homes = self._tails(layer), self.homes[layer][:micro_batch]
-        number = sum(map(self.block.has_tails, homes))  # among those that have a tail
+        number = sum(map(self.block.has_tails, homes))  # among those that have tails
         return table, TensorRef(tails.arena, tails.offset + number * staged.tail_nbytes, "int64",
-                                (staged.sequences, words), (words, 1), tails.buffer)
+                                (staged.tails, words), (words, 1), tails.buffer)
 
     def _tails(self, layer: int) -> TensorRef:
-        """The tails of all sequences as rows of blocks."""
-        b, block_nbytes = self.buffers[f"tail_{layer}"], self.layers[layer].block_nbytes
-        return TensorRef(b.arena, b.offset, "int64", (b.nbytes // block_nbytes, block_nbytes // WORD),
-                         (block_nbytes // WORD, 1), b.name)
+        """The tails of all sequences, those of a sequence in a row."""
+        b, staged = self.buffers[f"tail_{layer}"], self.layers[layer]
+        every = TensorRef(b.arena, b.offset, "int64", (b.nbytes // staged.block_nbytes, staged.block_nbytes // WORD),
+                          (staged.block_nbytes // WORD, 1), b.name)
+        return self._of_sequences(every, staged)
+
+    @staticmethod
+    def _of_sequences(blocks: TensorRef, staged: StagedLayer) -> TensorRef:
+        """Tails as rows of blocks, seen with those of a sequence in a row."""
+        each = staged.tails // staged.sequences
+        words = each * blocks.shape[1]
+        return TensorRef(blocks.arena, blocks.offset, blocks.dtype, (blocks.shape[0] // each, words), (words, 1),
+                         blocks.buffer)
 
     def _told(self, name: str, micro_batch: int) -> TensorRef:
         """A micro-batch's part of an input."""

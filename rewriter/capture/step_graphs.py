@@ -13,8 +13,8 @@ from forebay.rewriter.capture.concretise import concretise, few_layers, inline_b
 from forebay.rewriter.capture.every_position import every_position
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
-from forebay.rewriter.ir.block import ALONE, Block
-from forebay.rewriter.ir.graph import META, CapturedModel, WeightInput
+from forebay.rewriter.ir.block import ALONE, CHECKPOINTED, RESTORED, Block
+from forebay.rewriter.ir.graph import META, CacheSpec, CapturedModel, WeightInput
 from forebay.rewriter.ir.plan import PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 
@@ -46,6 +46,7 @@ class StepGraphs:
     prefill: StepGraph | None = None
     block: Block = ALONE
     cache_format: str = "native"
+    checkpoint_tokens: Callable[[int], int] = lambda cache_tokens: 0  # of a block of checkpoints; 0: there are none
     speculative: tuple[int, ...] = ()
     speculate: Callable[[tuple[int, ...]], StepGraphs] | None = None
 
@@ -66,7 +67,11 @@ def step_graphs(
     host_hop: bool = False, block: Block = ALONE, speculative: tuple[int, ...] = ()
 ) -> StepGraphs:
     """The step graphs of `captured` for the batch and context of `workload`, whose batch `block` divides; those over
-    `speculative` numbers of tokens give logits of every token. ValueError where the model's cannot."""
+    `speculative` numbers of tokens give logits of every token. ValueError where the model's cannot, PlanError for
+    checkpoints of a model that cannot have any."""
+    plain = captured
+    if block.checkpoints:
+        captured = _checkpointed(captured)
     weights = _weight_inputs(captured)
     every = every_position(captured)
     if speculative and every is None:
@@ -91,13 +96,21 @@ def step_graphs(
         return inline_blocks(concretise(short, {name: inputs[name] for name in few & inputs.keys()})), likes
 
     def speculate(sizes: tuple[int, ...]) -> StepGraphs:
-        return step_graphs(captured, files, workload, fingerprint, host_hop=host_hop, block=block, speculative=sizes)
+        return step_graphs(plain, files, workload, fingerprint, host_hop=host_hop, block=block, speculative=sizes)
 
     return StepGraphs(fingerprint, step, files, captured.constants, host_hop, sample=sample,
                       prefill=None if block.staged or block.entering else (
                           lambda tokens: step(tokens, workload.prompt)),
                       cache_format=captured.cache[0].format if captured.cache else "native", block=block,
-                      speculative=speculative, speculate=speculate if every is not None else None)
+                      speculative=speculative, speculate=speculate if every is not None else None,
+                      checkpoint_tokens=lambda tokens: checkpoint_tokens(_checkpointed(plain), tokens))
+
+
+def _checkpointed(captured: CapturedModel) -> CapturedModel:
+    """`captured` with checkpoints beside its cache."""
+    if captured.checkpointed is None:
+        raise PlanError("checkpoints: graphs are given them once they are rewritten")
+    return captured.checkpointed()
 
 
 def step_inputs(
@@ -118,6 +131,11 @@ def step_inputs(
             shape = batch, spec.kv_heads, context, spec.head_dim
             inputs[f"cache_{side}_{i}"] = _token_major(shape, spec.dtype, block) if block.staged else (
                 _meta(shape, spec.dtype))
+        if block.checkpoints:
+            inputs[f"cache_x_{i}"] = checkpoint_input(batch, context, spec, block)
+    if block.checkpoints:
+        inputs[RESTORED] = _meta((batch, 1, block.checkpoint_blocks(context) * block.checkpoint_tokens))
+        inputs[CHECKPOINTED] = _meta((batch, tokens))
     inputs.update(_weight_inputs(captured) if weights is None else weights)
     return inputs
 
@@ -144,10 +162,50 @@ def _token_major(shape: tuple[int, int, int, int], dtype: torch.dtype, block: Bl
     whole pages."""
     batch, heads, context, width = shape
     tokens = block.cache_blocks(context) * block.cache_tokens
-    unit = PAGE_NBYTES // math.gcd(PAGE_NBYTES, block.cache_tokens)
-    stride = -(-2 * heads * width * dtype.itemsize // unit) * unit // dtype.itemsize
+    stride = _token_nbytes(2 * heads * width * dtype.itemsize, block.cache_tokens) // dtype.itemsize
     return torch.empty_strided((batch, heads, tokens, width), (tokens * stride, width, stride, 1), dtype=dtype,
                                device=_META)
+
+
+def _token_nbytes(nbytes: int, tokens: int) -> int:
+    """Bytes from one token to the next, so that a block of `tokens` is whole pages."""
+    unit = PAGE_NBYTES // math.gcd(PAGE_NBYTES, tokens)
+    return -(-nbytes // unit) * unit
+
+
+def _block_nbytes(spec: CacheSpec, tokens: int) -> int:
+    """Bytes of a block of K and V of so many tokens."""
+    return tokens * _token_nbytes(2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize, tokens)
+
+
+def checkpoint_tokens(captured: CapturedModel, cache_tokens: int) -> int:
+    """Tokens whose checkpoints fill a block that holds K and V of `cache_tokens` tokens: `cache_tokens` times or over a
+    power of two, so that stretches of tokens are of either. 0 where a block does not hold one, or layers differ."""
+    found = {_checkpoint_tokens(spec, cache_tokens) for spec in captured.cache}
+    return found.pop() if len(found) == 1 else 0
+
+
+def _checkpoint_tokens(spec: CacheSpec, cache_tokens: int) -> int:
+    nbytes, itemsize = _block_nbytes(spec, cache_tokens), spec.dtype.itemsize
+
+    def fits(tokens: int) -> bool:
+        return tokens * spec.checkpoint * itemsize <= nbytes and nbytes % (tokens * itemsize) == 0
+
+    tokens = cache_tokens
+    while tokens and not fits(tokens):
+        tokens //= 2
+    while tokens and fits(2 * tokens):
+        tokens *= 2
+    return tokens if tokens and max(tokens, cache_tokens) % min(tokens, cache_tokens) == 0 else 0
+
+
+def checkpoint_input(batch: int, context: int, spec: CacheSpec, block: Block) -> torch.Tensor:
+    """Checkpoints [B, 1, rows, width] of sequences in a staging slot, those of a block in as many bytes as K and V have
+    there."""
+    rows, itemsize = block.checkpoint_blocks(context) * block.checkpoint_tokens, spec.dtype.itemsize
+    stride = _block_nbytes(spec, block.cache_tokens) // block.checkpoint_tokens // itemsize
+    return torch.empty_strided((batch, 1, rows, spec.checkpoint), (rows * stride, rows * stride, stride, 1),
+                               dtype=spec.dtype, device=_META)
 
 
 def _meta(shape: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:

@@ -10,6 +10,9 @@ from typing import Literal
 LOADS, STORES, BEFORE, BEHIND = "cache_loads", "cache_stores", "cache_before", "cache_behind"
 # the same rows of caches without tails: of their last blocks too
 WHOLE_LOADS, WHOLE_STORES = "cache_whole_loads", "cache_whole_stores"
+# inputs of a step graph with checkpoints: [B, 1, rows] the position that K and V of each row of a checkpoint go to, and
+# [B, S] the row that each new token's checkpoint goes to; what is nobody's goes to the last position and row
+RESTORED, CHECKPOINTED = "restored_positions", "checkpoint_rows"
 
 DECODING = "decode_"  # before the names of what a prefill step has for the places that it decodes for
 
@@ -39,6 +42,10 @@ class Block:
     With `cpu_attention` decode steps attend over caches in host memory there: only queries, new keys and values, and
     results cross the link, while the device computes for other micro-batches. Those caches have no tails.
 
+    With `checkpoints` a staged cache holds what K and V are made of for so many of every `checkpoint_period` stretches
+    of tokens, in blocks of `checkpoint_tokens` tokens as large as the others (HybridServe, section 4.1); K and V of
+    these are made anew when the cache has been loaded. A stretch is as long as the longer of the two kinds of blocks.
+
     With `entering`, a prefill step computes so many sequences alone, for the places that its input names; the others
     keep their cache. Else it computes all of them. The sequences that enter stand in any micro-batches, so then all
     caches of a layer lie on one tier, and `cache_device` and `cache_host` are whole layers of them. Where it is
@@ -56,6 +63,9 @@ class Block:
     entering: int = 0
     cpu_attention: bool = False
     joined: bool = False
+    checkpoints: int = 0
+    checkpoint_period: int = 0
+    checkpoint_tokens: int = 0
 
     def attends_on_host(self, tokens: int) -> bool:
         """Whether a step over `tokens` tokens per sequence attends where caches in host memory lie."""
@@ -97,6 +107,43 @@ class Block:
     def cache_blocks(self, context: int) -> int:
         """Blocks of a sequence in a staged cache: those of `context` tokens, the last of which is never full."""
         return context // self.cache_tokens + 1
+
+    def cache_rows(self, context: int) -> int:
+        """Blocks of a sequence in a staging slot: those of K and V, those of checkpoints, and one for what is nobody's.
+        """
+        return self.cache_blocks(context) + self.checkpoint_blocks(context)
+
+    def checkpoint_blocks(self, context: int) -> int:
+        """Blocks of checkpoints of a sequence in a staging slot, the last of which is nobody's; 0 without any."""
+        return self.kept_checkpoints(context) + 1 if self.checkpoints else 0
+
+    def kept_checkpoints(self, context: int) -> int:
+        """Blocks of checkpoints of a sequence where its cache lives."""
+        if not self.checkpoints:
+            return 0
+        return sum(map(self.is_checkpoint, range(context // self.stretch + 1))) * (
+            self.stretch // self.checkpoint_tokens)
+
+    def kept_blocks(self, context: int) -> int:
+        """Blocks of a sequence where its cache lives, of either kind."""
+        return self.kept_checkpoints(context) + sum(
+            not self.holds_checkpoints(number) for number in range(self.cache_blocks(context)))
+
+    @property
+    def stretch(self) -> int:
+        """Tokens that are kept in one way."""
+        return max(self.cache_tokens, self.checkpoint_tokens)
+
+    def is_checkpoint(self, stretch: int) -> bool:
+        """Whether of a stretch, counted from a sequence's first, checkpoints are kept: evenly spread."""
+        if not self.checkpoints:
+            return False
+        return (stretch + 1) * self.checkpoints // self.checkpoint_period > (
+            stretch * self.checkpoints // self.checkpoint_period)
+
+    def holds_checkpoints(self, number: int) -> bool:
+        """Whether instead of a block of K and V, counted so, checkpoints are kept."""
+        return self.is_checkpoint(number * self.cache_tokens // self.stretch)
 
     @property
     def together(self) -> int:

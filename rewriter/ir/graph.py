@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,8 +29,8 @@ class WeightInput:
 
 @dataclass(frozen=True)
 class CacheInput:
-    """On a placeholder of the step graph: the `side` ("k" or "v") cache of `layer`, of which attention sees a `window`
-    (as its operator says; 0: all)."""
+    """On a placeholder of the step graph: the `side` cache of `layer` ("k", "v", or "x" for checkpoints that both are
+    made of), of which attention sees a `window` (as its operator says; 0: all)."""
 
     layer: int
     side: str
@@ -129,6 +129,7 @@ class CacheSpec:
     window: int = 0  # sliding window in tokens, 0 for full attention
     format: str = "native"
     exact: bool = False
+    checkpoint: int = 0  # values of a token's checkpoint, of the same dtype; 0: the layer has none
 
 
 @dataclass
@@ -158,6 +159,7 @@ class CapturedModel:
     rewritten: bool = False  # the passes on captured graphs have run
     embeds: int = 0  # width of the embeddings that a step takes too; 0: it takes ids alone
     renewed_at: int = 0  # a cache begun within so many tokens is computed anew beyond them; 0: never
+    checkpointed: Callable[[], CapturedModel] | None = None  # the same with checkpoints beside K and V, made once
 
     @property
     def weight_nbytes(self) -> int:

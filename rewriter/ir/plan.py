@@ -281,7 +281,7 @@ def _validate_block(plan: Plan) -> None:
     if s.block.staged and (s.block.cache_slots < 1 or s.block.cache_tokens < 1):
         raise PlanError(f"plan.schedule.block: a cache on the tier {s.block.cache} needs cache_slots and cache_tokens "
                         "of at least 1")
-    for name in ("cache_slots", "cache_tokens", "cache_device", "cache_host", "cpu_attention"):
+    for name in ("cache_slots", "cache_tokens", "cache_device", "cache_host", "cpu_attention", "checkpoints"):
         given = getattr(s.block, name)
         if given < 0 or (given and not s.block.staged) or (given and name == "cache_host" and s.block.cache == "host"):
             raise PlanError(f"plan.schedule.block.{name}: {given} is for a cache on a tier further off than "
@@ -289,6 +289,10 @@ def _validate_block(plan: Plan) -> None:
     if plan.workload.batch % s.block.micro_batches:
         raise PlanError(f"plan.schedule.block.micro_batches: {s.block.micro_batches} do not divide a batch of "
                         f"{plan.workload.batch} (plan.workload.batch)")
+    if s.block.checkpoints and not (s.block.checkpoints <= s.block.checkpoint_period and s.block.checkpoint_tokens > 0):
+        raise PlanError(f"plan.schedule.block.checkpoints: {s.block.checkpoints} of checkpoint_period "
+                        f"{s.block.checkpoint_period}, in blocks of checkpoint_tokens {s.block.checkpoint_tokens}, are "
+                        "no share of the cache")
     if not 0 <= s.block.entering <= plan.workload.batch:
         raise PlanError(f"plan.schedule.block.entering: {s.block.entering} is not between 0 and the batch of "
                         f"{plan.workload.batch} (plan.workload.batch)")

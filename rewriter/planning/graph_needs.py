@@ -21,18 +21,20 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Reading:
-    """How one graph consumes one of its placeholders: where in its order first, by lookups, by other operators, and
-    whether all of the others accept row tiles."""
+    """How one graph consumes one of its placeholders: where in its order first, by lookups, by other operators, whether
+    all of the others accept row tiles, and the most rows that one of them multiplies by it."""
 
     first: int
     lookup: bool
     product: bool
     tiles: bool
+    rows: int = 0
 
 
 def weight_uses(step: fx.GraphModule, constants: set[str]) -> list[WeightUse]:
     """Every weight of a step graph and how it is consumed, in the order in which a step first multiplies by it."""
     order = {node: i for i, node in enumerate(step.graph.nodes)}
+    tokens = next((n.meta["val"].numel() for n in order if n.target == "input_ids"), 0)
     blocks: dict[object, list[_Reading | None]] = {}
     found: list[tuple[tuple[int, int], WeightUse]] = []
     for node in step.graph.find_nodes(op="placeholder"):
@@ -59,7 +61,8 @@ def weight_uses(step: fx.GraphModule, constants: set[str]) -> list[WeightUse]:
         found.append((first, WeightUse(name, nbytes, rows, tiles, any(r.lookup for _, r in readings), bool(products),
                                        node.meta[META].format, str(value.dtype)[6:],
                                        max((call.meta["layer"] for call in node.users if call.op == "call_module"),
-                                           default=-1))))
+                                           default=-1),
+                                       max(0, max((r.rows for _, r in readings), default=0) - tokens))))
     return [use for _, use in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -73,7 +76,7 @@ def weight_products(uses: Sequence[WeightUse]) -> list[StepProduct]:
         packed = re.fullmatch(r"w([48])g(\d+)", u.format)
         kind = u.format if packed else u.dtype
         bits = int(packed[1]) + 32 / int(packed[2]) if packed else 8 * getattr(torch, u.dtype).itemsize
-        found.append(StepProduct(kind, u.rows, max(1, round(8 * u.nbytes / u.rows / bits)), u.nbytes))
+        found.append(StepProduct(kind, u.rows, max(1, round(8 * u.nbytes / u.rows / bits)), u.nbytes, u.more_rows))
     return found
 
 
@@ -103,7 +106,9 @@ def _reading(node: fx.Node, order: dict[fx.Node, int]) -> _Reading | None:
     if not users:
         return None
     first = min(order[u] for u in others or lookups)
-    return _Reading(first, bool(lookups), bool(others), all(tileable(u, node) for u in others))
+    rows = max((u.meta["val"].numel() // max(1, u.meta["val"].shape[-1]) for u in others if tileable(u, node)),
+               default=0)
+    return _Reading(first, bool(lookups), bool(others), all(tileable(u, node) for u in others), rows)
 
 
 def cache_rows(step: fx.GraphModule) -> dict[str, CacheRows]:

@@ -28,6 +28,7 @@ class WeightUse:
     format: str = "native"
     dtype: str = "float32"  # of the values where they are stored as they are
     layer: int = -1  # that reads it; -1: none
+    more_rows: int = 0  # that a product multiplies by it beside those of the step's tokens, of checkpoints
 
 
 @dataclass(frozen=True)

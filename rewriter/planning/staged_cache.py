@@ -91,7 +91,7 @@ class StagedCache:
             on_host += attended * layer.nbytes
             for tier in ("disk",) if attended else ("host", "disk"):
                 for link, share in zip(((tier, "device"), ("device", tier)), usual_shares(
-                        layer, block.cache_tokens, work, tokens), strict=True):
+                        layer, block, work, tokens), strict=True):
                     nbytes[link] = nbytes.get(link, 0.0) + some * tiers.count(tier) * share * layer.nbytes
                 copies += 2 * (tiers.count(tier) if some == 1.0 else bool(tiers.count(tier)))
         return CacheMoves({link: n for link, n in nbytes.items() if n}, copies, block.cache_slots, on_host,
@@ -106,6 +106,9 @@ def staged_cache(layers: Mapping[int, StagedLayer], block: Block, host_hop: bool
     if faster > len(layers) * count:
         raise PlanError(f"plan.schedule.block.cache_device, cache_host: {faster} cannot lie on faster tiers; "
                         f"{len(layers)} layers of {count} micro-batches have {len(layers) * count}")
+    if block.cache_device and block.checkpoints:
+        raise PlanError("plan.schedule.block.cache_device: caches on the device have no checkpoints "
+                        "(plan.schedule.block.checkpoints); let all lie on slower tiers")
     if block.cache_device % block.together or block.cache_host % block.together:
         raise PlanError(f"plan.schedule.block.cache_device, cache_host: {block.cache_device} and {block.cache_host} "
                         f"are not whole layers of {count} micro-batches; where sequences enter places "
@@ -115,7 +118,7 @@ def staged_cache(layers: Mapping[int, StagedLayer], block: Block, host_hop: bool
     tails = {}
     for i, of_layer in tiers.items():
         for tier in dict.fromkeys(of_layer):
-            homes.setdefault(tier, {})[home_name(i, tier)] = of_layer.count(tier) * layers[i].nbytes
+            homes.setdefault(tier, {})[home_name(i, tier)] = of_layer.count(tier) * layers[i].home_nbytes
         if staged := sum(map(block.has_tails, of_layer)):
             tails[f"tail_{i}"] = staged * layers[i].tail_nbytes
     largest = max(layer.nbytes // layer.sequences * max(layer.sequences, block.entering) for layer in layers.values())
@@ -133,8 +136,8 @@ def staged_cache(layers: Mapping[int, StagedLayer], block: Block, host_hop: bool
 
 
 def _passing_nbytes(layer: StagedLayer, tier: str) -> int:
-    """What a sequence that enters takes of the buffer `entering`: all of a cache on the device, of others the tail."""
-    return layer.nbytes // layer.sequences if tier == "device" else layer.block_nbytes
+    """What a sequence that enters takes of the buffer `entering`: all of a cache on the device, of others the tails."""
+    return (layer.nbytes if tier == "device" else layer.tail_nbytes) // layer.sequences
 
 
 def staged_places(step: fx.GraphModule, block: Block, prompt: int) -> StagedCache | None:

@@ -24,12 +24,13 @@ HIDDEN = 0.05
 @dataclass(frozen=True)
 class StepProduct:
     """A weight of `n` rows and `k` columns in `nbytes` that each step multiplies by; dtype or format as GEMMs are
-    measured."""
+    measured. Beside those of its tokens it multiplies `more` rows."""
 
     dtype: str
     n: int
     k: int
     nbytes: int
+    more: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,15 @@ class CacheSide:
     nbytes: int
 
 
+def _byte_s(times: Estimator, source: str, target: str) -> float:
+    """Seconds a byte of a cache takes from tier to tier, by way of host memory where there is no link: those of the
+    slower half, as the other is under way meanwhile."""
+    try:
+        return times.byte_s(source, target)
+    except KeyError:
+        return max(times.byte_s(source, "host"), times.byte_s("host", target))
+
+
 def rates_of(
     times: Estimator, products: Sequence[StepProduct], batch: int, tier: str, cache: Sequence[CacheSide] = (),
     block: Block = ALONE, launches: int = 0,
@@ -141,9 +151,11 @@ def rates_of(
 
     @functools.cache
     def compute_s(tokens: int) -> float:
-        m, parts = block.sequences(batch, tokens) * tokens, block.of_step(tokens).micro_batches
+        sequences, parts = block.sequences(batch, tokens), block.of_step(tokens).micro_batches
+        m, each = sequences * tokens, block.sequences(batch, 1)
         products_s = parts * sum(
-            count * times.product_s(p.dtype, m, p.n, p.k, nbytes=p.nbytes) for p, count in counts.items())
+            count * times.product_s(p.dtype, m + p.more * sequences // each, p.n, p.k, nbytes=p.nbytes)
+            for p, count in counts.items())
         issued_s = parts * launches * times.dispatch_s
         both_s = products_s + issued_s if times.serial else max(products_s, issued_s)
         return both_s + (compute_s(1) if block.decodes(tokens) else 0.0)
@@ -162,7 +174,7 @@ def rates_of(
     between = {}
     for ends in CACHE_STREAMS:
         with contextlib.suppress(KeyError):
-            between[ends] = times.byte_s(*ends)
+            between[ends] = _byte_s(times, *ends)
     return Rates(1 / times.byte_s(*link), times.latency_s(*link), times.copy_issue_s + times.dispatch_s,
                  times.slowed(0.5), times.slows(0.5), compute_s, upload, link[1] == "host", attend_s,
                  cache_byte_s=between, host_attend_s=lambda nbytes: host_attend_s(nbytes, times))

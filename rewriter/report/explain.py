@@ -123,8 +123,14 @@ def _cache_tier(plan: Plan) -> str:
             homes[home] = homes.get(home, 0) + b.nbytes
     where = " and ".join(f"{format_nbytes(nbytes)} {home}" for home, nbytes in homes.items())
     attends = "; decode steps attend in host memory to what lies there" if block.cpu_attention else ""
+    kept = ""
+    if block.checkpoints:
+        share = ("all tokens" if block.checkpoints == block.checkpoint_period else
+                 f"{block.checkpoints} of {block.checkpoint_period} stretches of {block.stretch} tokens")
+        kept = (f"; of {share} checkpoints, {block.checkpoint_tokens} tokens in the room of {block.cache_tokens}, of "
+                "which K and V are made again")
     return (f"{where} in blocks of {block.cache_tokens} tokens, through {block.cache_slots} staging slots; the blocks "
-            f"that are not full yet on the device{attends}")
+            f"that are not full yet on the device{attends}{kept}")
 
 
 def _drafts(plan: Plan) -> str:

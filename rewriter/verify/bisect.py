@@ -12,6 +12,7 @@ from forebay.kernels.formats.packing import pack_rows
 from forebay.kernels.operators import DEQUANTIZE_ROWS
 from forebay.kernels.quantization.quantize.operator import quantize
 from forebay.rewriter.ir.graph import RowFormat, values_of, weight_name
+from forebay.rewriter.verify.graph import SMALL
 
 NamedTensors = Mapping[str, torch.Tensor]
 RunStep = Callable[[NamedTensors, NamedTensors], list[torch.Tensor]]
@@ -41,8 +42,12 @@ class Bisection:
         self.expected = self._run(gm)
 
     def _input(self, node: fx.Node) -> torch.Tensor:
-        """A fresh copy of an input; of its rows once it is packed, of an empty cache of rows."""
-        value, wanted = self.inputs[node.name], values_of(node)[0]
+        """A fresh copy of an input; of its rows once it is packed, of an empty cache of rows. What a pass adds is empty,
+        or names the last place of a cache, which is nobody's."""
+        wanted = values_of(node)[0]
+        if node.name not in self.inputs:
+            return torch.full(wanted.shape, 0 if wanted.is_floating_point() else SMALL[2] - 1, dtype=wanted.dtype)
+        value = self.inputs[node.name]
         if value.dtype != wanted.dtype:
             value = self.rows.get(node.name, torch.zeros(wanted.shape, dtype=wanted.dtype))
         return value.clone()

@@ -6,8 +6,46 @@ from collections.abc import Mapping
 
 import torch
 
-from forebay.rewriter.ir.block import BEFORE, BEHIND, LOADS, STORES, WHOLE_LOADS, WHOLE_STORES, window_of_loads
+from forebay.rewriter.ir.block import (
+    BEFORE,
+    BEHIND,
+    CHECKPOINTED,
+    LOADS,
+    RESTORED,
+    STORES,
+    WHOLE_LOADS,
+    WHOLE_STORES,
+    window_of_loads,
+)
 from forebay.rewriter.ir.plan import Plan
+
+
+class _BlocksOfOneKind:
+    """The blocks of one kind, of K and V or of checkpoints, that a sequence has in a slot: `numbers` [blocks] count
+    them from its first token on, in blocks of `tokens` tokens, below 0 where one is nobody's; `kept` [blocks] are
+    their rows where the cache lives, below 0 for those that are not kept."""
+
+    def __init__(self, tokens: int, numbers: list[int], kept: list[int], batch: int) -> None:
+        self.tokens, self.numbers, self.kept = tokens, torch.tensor(numbers), torch.tensor(kept)
+        self.tail = torch.zeros(batch, dtype=torch.int64)  # by sequence, the number of the block that is not full yet
+
+    def moved(self, start: torch.Tensor, behind: torch.Tensor, tail: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether blocks [B, blocks] are loaded and stored by a step from tokens `start` [B] up to `behind` [B], whose
+        tails were the blocks `tail`: the block that it begins in is loaded if it left its tail before."""
+        number, first = self.numbers, start // self.tokens
+        begun = (number == first[:, None]) & (start % self.tokens > 0)[:, None] & (first != tail)[:, None]
+        stored = (number >= first[:, None]) & (number < (behind // self.tokens)[:, None])
+        there = (number >= 0) & (self.kept >= 0)
+        return ((number < first[:, None]) | begun) & there, stored & there
+
+    def seen(self, lowest: torch.Tensor) -> torch.Tensor:
+        """Whether blocks [B, blocks] hold tokens from `lowest` [B] on."""
+        return (self.numbers + 1) * self.tokens > lowest[:, None]
+
+    def row(self, number: torch.Tensor) -> torch.Tensor:
+        """The row of a sequence's slot that has the block of this number, the last row where none has."""
+        found = self.numbers == number[..., None]
+        return torch.where(found.any(-1), found.int().argmax(-1), len(self.numbers) - 1)
 
 
 class CacheBlocks:
@@ -17,11 +55,17 @@ class CacheBlocks:
     """
 
     def __init__(self, plan: Plan) -> None:
-        block = plan.schedule.block
-        self.tokens, self.blocks = block.cache_tokens, block.cache_blocks(plan.workload.context)
-        each = plan.workload.batch // block.micro_batches
-        self.batch, self.each = plan.workload.batch, each
-        self.tail = torch.zeros(plan.workload.batch, dtype=torch.int64)
+        block, context = plan.schedule.block, plan.workload.context
+        self.block, self.tokens, self.blocks = block, block.cache_tokens, block.cache_blocks(context)
+        self.batch, self.each = plan.workload.batch, plan.workload.batch // block.micro_batches
+        self.kept = block.kept_blocks(context)
+        numbers, rows = list(range(self.blocks)), iter(range(self.kept))
+        kept = [-1 if block.holds_checkpoints(n) else next(rows) for n in numbers]
+        self.kinds = [_BlocksOfOneKind(self.tokens, numbers, kept, self.batch)]
+        if block.checkpoints:
+            each = block.stretch // block.checkpoint_tokens
+            of = [n for n in range((context // block.stretch + 1) * each) if block.is_checkpoint(n // each)]
+            self.kinds.append(_BlocksOfOneKind(block.checkpoint_tokens, [*of, -1], [*rows, -1], self.batch))
         self.whole = block.cpu_attention
         self.windows = {b.name: window_of_loads(b.name) for b in plan.buffers if b.name.startswith(LOADS)}
 
@@ -30,34 +74,66 @@ class CacheBlocks:
     ) -> Mapping[str, torch.Tensor]:
         """The inputs of a step over `tokens` tokens from `start` [B] on, of all sequences, or of those in `places` [B].
         ValueError for a start behind the tail: what stands between would be of nobody."""
-        tail = self.tail if places is None else self.tail[places]
-        first, behind = start // self.tokens, (start + tokens) // self.tokens
-        if bool((first > tail).any()) or bool((start < 0).any()) or bool((behind >= self.blocks).any()):
+        chosen = slice(None) if places is None else places
+        tails, behind = [kind.tail[chosen].clone() for kind in self.kinds], start + tokens
+        tail = tails[0]
+        if bool((start // self.tokens > tail).any()) or bool((start < 0).any()) or bool(
+                (behind // self.tokens >= self.blocks).any()):
             raise ValueError(f"start: {start.tolist()} does not continue sequences whose tails are blocks "
                              f"{tail.tolist()} of {self.blocks}")
-        number = torch.arange(self.blocks)
         if places is None:  # a micro-batch has a part of its own, and its sequences stand in the slot as they do there
-            in_slot = in_file = torch.arange(self.batch) % self.each * self.blocks
+            group = self.each
+            number = in_home = torch.arange(self.batch) % group
             own = torch.ones(self.batch, dtype=torch.bool)
         else:
-            in_slot, in_file = torch.arange(len(places)) * self.blocks, places * self.blocks
+            group, number, in_home = len(places), torch.arange(len(places)), places
             own = torch.tensor([place not in places[:i] for i, place in enumerate(places)])  # the rest are repeated
-        rows = in_file[:, None] + number
-        begun = (number == first[:, None]) & (start % self.tokens > 0)[:, None] & (first != tail)[:, None]
-        loaded = (number < first[:, None]) | begun  # the block it begins in left the tail before: it is there
-        stored = (number >= first[:, None]) & (number < behind[:, None]) & own[:, None]
-        if places is None:
-            self.tail = behind
-        else:
-            self.tail[places] = behind
-        found = {STORES: torch.where(stored, rows, -1).flatten(), BEFORE: in_slot + tail, BEHIND: in_slot + behind}
+        moved = [kind.moved(start, behind, before) for kind, before in zip(self.kinds, tails, strict=True)]
+        rows = [in_home[:, None] * self.kept + kind.kept for kind in self.kinds]
+        for kind in self.kinds:
+            kind.tail[chosen] = behind // kind.tokens
+        found = {
+            STORES: self._table([stored & own[:, None] for _, stored in moved], rows, group),
+            BEFORE: self._tails(number, tails, group),
+            BEHIND: self._tails(number, [behind // kind.tokens for kind in self.kinds], group)}
         if self.whole:  # all that is there, and all that is touched
-            found[WHOLE_LOADS] = torch.where(number * self.tokens < start[:, None], rows, -1).flatten()
-            touched = (number >= first[:, None]) & (number * self.tokens < (start + tokens)[:, None]) & own[:, None]
-            found[WHOLE_STORES] = torch.where(touched, rows, -1).flatten()
+            count = torch.arange(self.blocks)
+            touched = (count >= (start // self.tokens)[:, None]) & (count * self.tokens < behind[:, None])
+            found[WHOLE_LOADS] = self._table([count * self.tokens < start[:, None]], rows, group)
+            found[WHOLE_STORES] = self._table([touched & own[:, None]], rows, group)
         for name, window in self.windows.items():
             # what the first query sees, the others see or see less of
             lowest = start // -window * -window if window < 0 else start - window + 1 if window else start * 0
-            seen = (number + 1) * self.tokens > lowest[:, None]
-            found[name] = torch.where(loaded & seen, rows, -1).flatten()
+            found[name] = self._table([loaded & kind.seen(lowest) for kind, (loaded, _) in zip(
+                self.kinds, moved, strict=True)], rows, group)
+        if self.block.checkpoints:
+            found |= self._checkpoints(start, tokens, tail)
         return found
+
+    @staticmethod
+    def _table(chosen: list[torch.Tensor], rows: list[torch.Tensor], group: int) -> torch.Tensor:
+        """The rows of those blocks that are chosen, in the order of a slot: of `group` sequences at a time those of
+        each kind, -1 for the others."""
+        parts = [torch.where(c, r, -1).reshape(-1, group * r.shape[1]) for c, r in zip(chosen, rows, strict=True)]
+        return torch.cat(parts, 1).flatten()
+
+    def _tails(self, number: torch.Tensor, tails: list[torch.Tensor], group: int) -> torch.Tensor:
+        """The rows of a slot that the tails have, those of a sequence side by side."""
+        base, found = 0, []
+        for kind, tail in zip(self.kinds, tails, strict=True):
+            blocks = len(kind.numbers)
+            found.append(base + number * blocks + kind.row(tail))
+            base += group * blocks
+        return torch.stack(found, 1).flatten()
+
+    def _checkpoints(self, start: torch.Tensor, tokens: int, tail: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Where K and V that are made of checkpoints go, which are those below `start` but in the `tail` of K and V;
+        and where the checkpoints of new tokens go."""
+        kind, last = self.kinds[1], self.blocks * self.tokens - 1
+        position = (kind.numbers[:, None] * kind.tokens + torch.arange(kind.tokens)).flatten()
+        restored = (position >= 0) & (position < start[:, None]) & (position // self.tokens != tail[:, None])
+        token = start[:, None] + torch.arange(tokens)
+        row = kind.row(token // kind.tokens)
+        nobody = len(kind.numbers) - 1
+        return {RESTORED: torch.where(restored, position, last)[:, None],
+                CHECKPOINTED: row * kind.tokens + torch.where(row == nobody, 0, token % kind.tokens)}

@@ -76,15 +76,15 @@ def wrap(
     micro_batches: int | None = None, order: Literal["row", "zigzag"] = "zigzag",
     cache_tier: Literal["device", "host", "disk"] | None = None,
     cache_shares: tuple[float, float] | None = None,
-    cpu_attention: bool | None = None,
+    cpu_attention: bool | None = None, checkpoints: tuple[int, int] | None = None,
     places: int | None = None, prompt_lookup_num_tokens: int | Literal["auto"] | None = None,
     dequantize: bool = False, **others: Any,
 ) -> LanguageModel:
     """Make `model` run within `budget`.
 
     `model`: a folder with a safetensors checkpoint, a .gguf file, "demo", or a transformers causal LM in memory, whose
-    weights then move to a spill file in `budget["disk"]` (the module is empty afterwards). `budget`: bytes per tier,
-    as ints or strings: {"device": "120MiB", "disk": "/path"}. `batch`, `prompt` (default 128, or half of the model's
+    weights then move to a spill file in `budget["disk"]` (the module is empty afterwards). `budget`: bytes per tier, as
+    ints or strings: {"device": "120MiB", "disk": "/path"}. `batch`, `prompt` (default 128, or half of the model's
     positions where they are few) and `new_tokens` are what the first plan is made for; `generate` plans anew for calls
     that need more. `machine` is what `forebay machine` measured; by default the profile it has kept, or else a cautious
     guess. `slots`, `slot_nbytes`, `lead` and `prefill_chunk` force choices that are otherwise the planner's. `cache` is
@@ -92,8 +92,9 @@ def wrap(
     device of it lies in host memory, as far as `budget["host"]` allows, and in a spill file in `budget["disk"]`, or all
     on a `cache_tier` but for `cache_shares` on the device and in host memory, where with `cpu_attention` the host
     attends. The batch is then computed in `micro_batches` parts that load their caches for their turns in each layer
-    (by default the planner says how many); in "zigzag" `order` they share each pass over the weights. With `places`, so
-    many are computed at once, whatever `batch`, and prompts of a `generate` enter as others end. With
+    (by default the planner says how many); in "zigzag" `order` they share each pass over the weights. With
+    `checkpoints` (2, 3) it keeps of two of three stretches of tokens what K and V are made of. With `places`, so many
+    are computed at once, whatever `batch`, and prompts of a `generate` enter as others end. With
     `prompt_lookup_num_tokens` steps check up to so many tokens that followed the last ones before, as many as pay, or
     with "auto" none where none do. `plan` replays a plan.
 
@@ -104,7 +105,8 @@ def wrap(
     sizes = parse_budget(budget)
     require_spill_folder(sizes.disk)
     wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk, cache, micro_batches, order, cache_tier, cache_shares,
-                    cpu_attention, entering=entering_at_once(places), drafted_tokens=prompt_lookup_num_tokens)
+                    cpu_attention, checkpoints=checkpoints, entering=entering_at_once(places),
+                    drafted_tokens=prompt_lookup_num_tokens)
     if isinstance(model, torch.nn.Module):
         captured = capture_model(model)
         checkpoint = spill_module(model, sizes.disk or tempfile.gettempdir())

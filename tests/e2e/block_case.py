@@ -31,18 +31,19 @@ HOST_NBYTES = 1 << 22
 class Case:
     """A random model, five prompts of unequal length and transformers' greedy answers."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, prompt: int = PROMPT, new: int = NEW) -> None:
+        self.prompt, self.new = prompt, new
         torch.manual_seed(0)
         config = CONFIGS[name]()
         self.model = transformers.AutoModelForCausalLM.from_config(config).eval()
         self.model.save_pretrained(folder)
         self.opened = open_model(folder)
-        self.ids = torch.randint(3, config.vocab_size, (COUNT, PROMPT), generator=torch.Generator().manual_seed(1))
+        self.ids = torch.randint(3, config.vocab_size, (COUNT, prompt), generator=torch.Generator().manual_seed(1))
         self.mask = torch.ones_like(self.ids)
         for row, short in enumerate((0, 4, 10, 7, 1)):
             self.mask[row, :short] = 0
         with torch.no_grad():
-            self.expected = self.model.generate(self.ids, attention_mask=self.mask, max_new_tokens=NEW, do_sample=False,
+            self.expected = self.model.generate(self.ids, attention_mask=self.mask, max_new_tokens=new, do_sample=False,
                                                 pad_token_id=0, eos_token_id=None)
         self.nbytes = sum(p.numel() * 4 for p in self.model.parameters())
 
@@ -50,7 +51,8 @@ class Case:
         """On so many bytes, or on such a share of the model's beside what operators take here, and, where caches lie in
         host memory or a GPU's copies pass through it, `HOST_NBYTES` of that."""
         host = HOST_NBYTES if wishes.get("cache_tier") == "host" or "cache_shares" in wishes or machine else 0
-        workload, wanted = Workload(COUNT, PROMPT, NEW), Wishes(**{"cache_tier": "device"} | wishes)
+        workload = Workload(COUNT, self.prompt, self.new)
+        wanted = Wishes(**{"cache_tier": "device"} | wishes)
         nbytes = device if isinstance(device, int) else int(device * self.nbytes) + (
             0 if machine else operators_nbytes(self.opened, workload, wanted, host))
         return LanguageModel(*self.opened, Budget(nbytes, host), workload, wanted, machine)
@@ -64,10 +66,10 @@ class Case:
         return self.language_model(int(1.03 * int(found[1])), **wishes)
 
     def answer(self, lm: LanguageModel, **options: Any) -> torch.Tensor:
-        return lm.generate(self.ids, attention_mask=self.mask, max_new_tokens=NEW, pad_token_id=0, eos_token_id=None,
-                           **options)
+        return lm.generate(self.ids, attention_mask=self.mask, max_new_tokens=self.new, pad_token_id=0,
+                           eos_token_id=None, **options)
 
     def check(self, lm: LanguageModel) -> None:
         ours = self.answer(lm)
         found = assert_same_tokens(ours, self.expected, self.mask, self.model, lm.next_logits)
-        assert found.tokens >= COUNT * NEW - 3
+        assert found.tokens >= COUNT * self.new - 3

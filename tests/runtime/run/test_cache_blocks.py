@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -96,6 +98,60 @@ def test_some_sequences_alone_leave_the_others_as_they_were(batch: int, tokens: 
         for i, row in enumerate(given_["cache_stores"].tolist()):
             if row >= 0:
                 file[row] = slot[i]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 2), st.integers(1, 3), st.sampled_from([(4, 4), (2, 8), (4, 2), (1, 2), (8, 1)]),
+       st.sampled_from([(1, 1), (1, 2), (2, 3), (1, 3)]),
+       st.lists(st.tuples(st.lists(st.integers(0, CONTEXT), min_size=6, max_size=6), st.integers(1, 6)), max_size=12),
+       st.booleans())
+def test_keys_are_there_or_made_again(
+    micro_batches: int, each: int, tokens: tuple[int, int], share: tuple[int, int],
+    steps: list[tuple[list[int], int]], alone: bool,
+) -> None:
+    """With checkpoints: a token's checkpoint is its number plus 1000, and of it its K and V are made again. With
+    `alone` each sequence is computed by itself, in a place."""
+    if alone:
+        micro_batches = 1
+    batch = micro_batches * each
+    plan = plan_of(batch, micro_batches, tokens[0])
+    block = replace(plan.schedule.block, checkpoints=share[0], checkpoint_period=share[1], checkpoint_tokens=tokens[1])
+    known = CacheBlocks(replace(plan, schedule=Schedule(block=block)))
+    blocks, kept, lost = known.blocks, block.checkpoint_blocks(CONTEXT), -5
+    widest = max(tokens)
+    homes = torch.full((micro_batches, each * block.kept_blocks(CONTEXT), widest), lost)
+    tails = torch.full((batch, 2, widest), lost)
+    written, ends = [[lost] * (CONTEXT + widest) for _ in range(batch)], [0] * batch
+    for step, (wanted, span) in enumerate(steps):
+        groups = [[n] for n in range(batch)] if alone else [list(range(batch))]
+        for rows in groups:
+            start = torch.tensor([min(wanted[n], ends[n], CONTEXT - span) for n in rows])
+            told = known.step(start, span, torch.tensor(rows) if alone else None)
+            size = len(rows) // (1 if alone else micro_batches)
+            for k in range(1 if alone else micro_batches):
+                parts = {name: value.reshape(1 if alone else micro_batches, -1)[k] for name, value in told.items()}
+                slot = torch.full((size * (blocks + kept), widest), -9)
+                for i, row in enumerate(parts[loads_name(0)].tolist()):
+                    if row >= 0:
+                        slot[i] = homes[0 if alone else k, row]
+                mine = [rows[k * size + s] for s in range(size)]
+                slot[parts["cache_before"]] = tails[mine].reshape(2 * size, widest)
+                keys = slot[: size * blocks, : tokens[0]].reshape(size, -1).clone()
+                made = slot[size * blocks :, : tokens[1]].reshape(size, -1).clone()
+                for s, n in enumerate(mine):
+                    keys[s, parts["restored_positions"].view(size, -1)[s]] = made[s] - 1000
+                    first = int(start[k * size + s])
+                    keys[s, first : first + span] = step
+                    made[s, parts["checkpoint_rows"].view(size, -1)[s]] = step + 1000
+                    written[n][first : first + span] = [step] * span
+                    assert keys[s, : first + span].tolist() == written[n][: first + span]
+                    ends[n] = first + span
+                slot[: size * blocks, : tokens[0]] = keys.view(-1, tokens[0])
+                slot[size * blocks :, : tokens[1]] = made.view(-1, tokens[1])
+                tails[mine] = slot[parts["cache_behind"]].view(size, 2, widest)
+                for i, row in enumerate(parts["cache_stores"].tolist()):
+                    if row >= 0:
+                        homes[0 if alone else k, row] = slot[i]
 
 
 def test_a_start_behind_the_end_is_refused() -> None:

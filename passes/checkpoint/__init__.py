@@ -1,0 +1,1 @@
+"""Keeping what K and V are made of in their place."""

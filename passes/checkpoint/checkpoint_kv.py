@@ -1,0 +1,301 @@
+"""Keep checkpoints of a layer beside K and V, and make K and V of them where the layer attends.
+
+What is kept of a token is the value that the smallest cut finds (`smallest_cut`). The checkpoints of earlier tokens and
+the values of new ones run through the layer's own operators together, so that each weight is brought and read once;
+then K and V of the earlier ones go to their positions of the cache, and the new ones are appended as ever:
+
+    cache_x [B, 1, X, W] ─┐
+                          ├─ cat [1, B X + B S, W] ── the cut's operators ──┬─ index_put_ ─▶ cache_k, cache_v
+    new values [B, S, W] ─┤                                                └─ kv_append ──▶ cache_k, cache_v
+                          └─ index_put_ ─▶ cache_x
+
+Which rows of `cache_x` hold whose checkpoint, two inputs of the step say: `restored_positions` [B, 1, X] where K and V
+of each row go, and `checkpoint_rows` [B, S] where those of new tokens go. Rotary tables of the rows are made like those
+of new tokens, from these positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from forebay.passes.checkpoint.smallest_cut import Cut, smallest_cut, token_nbytes
+from forebay.rewriter.ir.block import CHECKPOINTED, RESTORED
+from forebay.rewriter.ir.graph import META, CacheInput, values_of
+from forebay.rewriter.ir.symbolic_values import InputLayout, fill_graphs
+
+aten = torch.ops.aten
+X = "cache_x"
+_LAYOUT = "layout"  # in the meta of a placeholder that this pass made
+
+
+class CannotCheckpoint(ValueError):
+    """A model whose K and V cannot be made of checkpoints; the message says why."""
+
+
+def checkpoint_kv(step: fx.GraphModule) -> None:
+    """Put checkpoints into a captured step graph and the block graphs that it calls. CannotCheckpoint, before anything
+    is changed, where the layers of a model do not have one value each that K and V are made of."""
+    cuts = layer_cuts(step)
+    positions = _positions(step)
+    tables = {name: _tables_used(cut) for name, cut in cuts.items()}
+    for call in step.graph.find_nodes(op="call_module"):
+        for table in tables[call.target]:
+            _cone(positions, _given(step, call, table))
+    for name, cut in cuts.items():
+        _rewrite_block(_block(step, name), cut, tables[name])
+    _rewrite_step(step, cuts, tables, positions)
+    fill_graphs([*(_block(step, name) for name in cuts), step], _layout)
+    step.meta[X] = {call.meta["layer"]: _width(cuts[call.target].kept[0])
+                    for call in step.graph.find_nodes(op="call_module")}
+
+
+def layer_cuts(step: fx.GraphModule) -> dict[object, Cut]:
+    """The cut of every block graph that a captured step graph calls. CannotCheckpoint where one has none."""
+    found: dict[object, Cut] = {}
+    for call in step.graph.find_nodes(op="call_module"):
+        name = call.target
+        if name in found:
+            continue
+        block = _block(step, name)
+        names = [n.name for n in block.graph.find_nodes(op="placeholder")]
+        tables = [inner for inner, given in zip(names, call.args, strict=True)
+                  if isinstance(given, fx.Node) and follows_positions(given)]
+        cut = smallest_cut(block, tables, behind_products=True)
+        if cut is None:
+            raise CannotCheckpoint("checkpoints need a cache in the model's own format")
+        if len(cut.kept) != 1 or not 2 <= _value(cut.kept[0]).dim() <= 3:
+            raise CannotCheckpoint(f"K and V are made of {', '.join(n.name for n in cut.kept) or 'nothing'} in {name}; "
+                                   "checkpoints are of one value for each token")
+        found[name] = cut
+    if not found:
+        raise CannotCheckpoint("the model has no layers that are captured by themselves")
+    return found
+
+
+def _block(step: fx.GraphModule, name: object) -> fx.GraphModule:
+    block = step.get_submodule(str(name))
+    assert isinstance(block, fx.GraphModule)
+    return block
+
+
+def follows_positions(node: fx.Node) -> bool:
+    """Whether a value of a step graph follows from where its tokens stand, and from weights, alone."""
+    seen, waiting, starts = set[fx.Node](), [node], False
+    while waiting:
+        here = waiting.pop()
+        if here in seen or not values_of(here):  # a size is not a value
+            continue
+        seen.add(here)
+        starts |= here.target == "start"
+        if here.op == "call_module" or (here.op == "placeholder" and here.target != "start"
+                                        and here.meta.get(META) is None):
+            return False
+        waiting += here.all_input_nodes
+    return starts and _value(node).dim() > 1
+
+
+def _layout(node: fx.Node) -> InputLayout:
+    """The layout of a placeholder: inputs are [B], [B, S] or [B, heads, L, D], of which B, S and L are symbols."""
+    if _LAYOUT in node.meta:
+        return node.meta[_LAYOUT]  # type: ignore[no-any-return]
+    value = _value(node)
+    return value.dtype, tuple(n if isinstance(n, int) else "BSL"[i] for i, n in enumerate(value.shape))
+
+
+def _value(node: fx.Node) -> torch.Tensor:
+    return values_of(node)[0]
+
+
+def _width(node: fx.Node) -> int:
+    return token_nbytes(node) // _value(node).element_size()
+
+
+def _tables_used(cut: Cut) -> list[str]:
+    """The placeholders of a block, weights apart, that making K and V again reads beside what is kept."""
+    found: dict[str, None] = {}
+    for node in cut.made:
+        for source in node.all_input_nodes:
+            if source.op == "placeholder" and source.meta.get(META) is None and source not in cut.kept:
+                found[source.name] = None
+    return list(found)
+
+
+def _positions(step: fx.GraphModule) -> fx.Node | None:
+    """The positions [B, S] of a step graph's tokens."""
+    ids = next(n for n in step.graph.find_nodes(op="placeholder") if n.target == "input_ids")
+    for node in step.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype is torch.int64 and node.op == "call_function" and (
+                list(map(str, value.shape)) == list(map(str, _value(ids).shape)) and follows_positions(node)):
+            return node  # type: ignore[no-any-return]
+    return None
+
+
+def _given(step: fx.GraphModule, call: fx.Node, name: str) -> fx.Node:
+    """What a call gives for a placeholder of its block."""
+    names = [n.name for n in _block(step, call.target).graph.find_nodes(op="placeholder")]
+    found = call.args[names.index(name)]
+    assert isinstance(found, fx.Node)
+    return found
+
+
+def _cone(positions: fx.Node | None, table: fx.Node) -> list[fx.Node]:
+    """The nodes that make a table of positions. CannotCheckpoint where it follows from anything else of the call."""
+    depends: dict[fx.Node, bool] = {}
+
+    def through(node: fx.Node) -> bool:
+        if node not in depends:
+            if node is positions:
+                depends[node] = True
+            elif node.op == "placeholder":
+                if node.meta.get(META) is None:
+                    raise CannotCheckpoint(f"{table.name} follows from {node.name}, not from positions alone")
+                depends[node] = False
+            else:
+                depends[node] = any([through(source) for source in node.all_input_nodes if values_of(source)])
+        return depends[node]
+
+    if positions is None or not through(table):
+        raise CannotCheckpoint(f"{table.name} does not follow from positions")
+    return [node for node in table.graph.nodes if depends.get(node) and node is not positions]
+
+
+class _GraphEdit:
+    """Puts operators into a captured graph; they get their values at the end (`_fill`)."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+
+    def __call__(self, target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        node.meta["made_by"] = "checkpoint_kv"
+        return node
+
+    def input(self, name: str, layout: InputLayout, mark: object = None) -> fx.Node:
+        """A placeholder of this layout."""
+        node = self.graph.create_node("placeholder", name, name=name)
+        node.meta |= {"made_by": "checkpoint_kv", _LAYOUT: layout} | ({} if mark is None else {META: mark})
+        return node
+
+    def over_rows(self, nodes: Iterable[fx.Node], env: dict[fx.Node, fx.Node], tokens: fx.Node, rows: fx.Node) -> None:
+        """Put nodes that compute on [B, S, …] again, on [1, rows, …]; `env` holds what they read instead, and then what
+        they became. `tokens` is a value [B, S, …]."""
+        batch, length = _value(tokens).shape[:2]
+
+        def one(arg: Any) -> Any:
+            if not isinstance(arg, fx.Node):
+                return arg
+            size = arg.meta.get("val")
+            if arg in env or not isinstance(size, torch.SymInt):
+                return env.get(arg, arg)
+            for known, put in ((batch, 1), (length, rows), (batch * length, rows)):
+                if str(size) == str(known):
+                    return put
+            raise CannotCheckpoint(f"{arg.name} is a size {size}, of neither sequences nor tokens")
+
+        for node in nodes:
+            args, kwargs = map_aggregate((node.args, node.kwargs), one)  # type: ignore[misc]
+            env[node] = self(node.target, *args, name=f"{node.name}_rows", **kwargs)
+
+
+def _rewrite_block(block: fx.GraphModule, cut: Cut, tables: list[str]) -> None:
+    graph, (kept,) = block.graph, cut.kept
+    placeholders = {n.name: n for n in graph.find_nodes(op="placeholder")}
+    cache_k, cache_v, k, v, start = cut.append.args
+    assert isinstance(cache_k, fx.Node)
+    token = next(n for n in graph.find_nodes(op="placeholder") if n.meta.get(META) is None and _value(n).dim() == 3)
+    write, width = _GraphEdit(graph), _width(kept)
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        cache_x = write.input(X, (_value(kept).dtype, ("B", 1, "L", width)), cache_k.meta.get(META))
+        restored = write.input(RESTORED, (torch.int64, ("B", 1, "L")))
+        rows_of = write.input(CHECKPOINTED, (torch.int64, ("B", "S")))
+        env = {placeholders[name]: write.input(f"{name}_rows", (
+            _value(placeholders[name]).dtype, (1, "R", *_value(placeholders[name]).shape[2:]))) for name in tables}
+    batch, length = _value(token).shape[:2]
+    made = set(cut.made) | {user for node in cut.made for user in node.users if len(values_of(node)) > 1}
+    slice_ = [node for node in graph.nodes if node in made]
+    with graph.inserting_before(slice_[0]):
+        count = write(aten.sym_size.int, token, 0)
+        number = write(aten.unsqueeze.default, write(aten.arange.default, count, device=torch.device("cpu"),
+                                                     pin_memory=False), 1)
+        own = write(aten.select.int, cache_x, 1, 0)
+        new = write(aten.reshape.default, kept, [1, -1, width])
+        old = write(aten.reshape.default, own, [1, -1, width])
+        every = write(aten.cat.default, [old, new], 1)
+        write(aten.index_put_.default, own, [number, rows_of], write(aten.reshape.default, kept, [count, -1, width]))
+        before, rows = write(aten.sym_size.int, old, 1), write(aten.sym_size.int, every, 1)
+        env[kept] = every if _value(kept).dim() == 3 else write(aten.reshape.default, every, [-1, width])
+        write.over_rows(slice_, env, token, rows)
+
+        def part(node: fx.Node, first: Any, last: Any) -> tuple[fx.Node, int]:
+            """Of a value over all rows those from `first` on, [B, …] again; and the dimension of tokens."""
+            sizes = list(map(str, _value(node).shape))
+            dim = sizes.index(str(length)) if str(length) in sizes else sizes.index(str(batch * length))
+            found = write(aten.slice.Tensor, env[node], dim, first, last)
+            shape = _value(node).shape
+            if len(shape) < 3:  # sequences and tokens are one dimension
+                return found, dim
+            order = [0, dim, *(i for i in range(1, len(shape)) if i != dim)]
+            tokens_first = found if dim == 1 else write(aten.permute.default, found, order)
+            return write(aten.reshape.default, tokens_first, [count, -1, *(shape[i] for i in order[2:])]), dim
+
+        for node in slice_:
+            others = [user for user in node.users if user not in made and user is not cut.append]
+            if others:
+                found, dim = part(node, before, rows)
+                if dim == 2:
+                    found = write(aten.permute.default, found, [0, 2, 1, 3])
+                node.replace_all_uses_with(found, lambda user, others=others: user in others)  # type: ignore[misc]
+    with graph.inserting_before(cut.append):
+        appended = []
+        for cache, node in ((cache_k, k), (cache_v, v)):
+            assert isinstance(cache, fx.Node) and isinstance(node, fx.Node)
+            by_token = write(aten.permute.default, cache, [0, 2, 1, 3])
+            write(aten.index_put_.default, by_token, [number, write(aten.select.int, restored, 1, 0)],
+                  part(node, 0, before)[0])
+            appended.append(write(aten.permute.default, part(node, before, rows)[0], [0, 2, 1, 3]))
+    cut.append.args = (cache_k, cache_v, *appended, start)
+    for node in reversed(slice_):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _rewrite_step(
+    step: fx.GraphModule, cuts: dict[object, Cut], tables: dict[object, list[str]], positions: fx.Node | None
+) -> None:
+    graph = step.graph
+    caches = [n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get(META), CacheInput)]
+    write = _GraphEdit(graph)
+    with graph.inserting_before(caches[0]):
+        restored = write.input(RESTORED, (torch.int64, ("B", 1, "L")))
+        rows_of = write.input(CHECKPOINTED, (torch.int64, ("B", "S")))
+    calls = graph.find_nodes(op="call_module")
+    windows = {n.meta[META].layer: n.meta[META].window for n in caches}
+    kept: dict[int, fx.Node] = {}
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        for call in calls:
+            layer, (value,) = call.meta["layer"], cuts[call.target].kept
+            kept[layer] = write.input(f"{X}_{layer}", (_value(value).dtype, ("B", 1, "L", _width(value))),
+                                      CacheInput(layer, "x", windows[layer]))
+    env: dict[fx.Node, fx.Node] = {}
+    if positions is not None and any(tables.values()):
+        with graph.inserting_before(positions.next):
+            new = write(aten.reshape.default, positions, [1, -1])
+            old = write(aten.reshape.default, restored, [1, -1])
+            env[positions] = write(aten.cat.default, [old, new], 1)
+            rows = write(aten.sym_size.int, env[positions], 1)
+    for call in calls:
+        names = tables[call.target]
+        given = [_given(step, call, name) for name in names]
+        with graph.inserting_before(call):
+            for table in given:
+                write.over_rows([n for n in _cone(positions, table) if n not in env], env, positions, rows)  # type: ignore[arg-type]
+        inner = [n.name for n in _block(step, call.target).graph.find_nodes(op="placeholder")]
+        more = {X: kept[call.meta["layer"]], RESTORED: restored, CHECKPOINTED: rows_of,
+                **{f"{name}_rows": env[table] for name, table in zip(names, given, strict=True)}}
+        call.args = (*call.args, *(more[name] for name in inner[len(call.args):]))

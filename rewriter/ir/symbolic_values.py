@@ -1,0 +1,45 @@
+"""A value for every node of captured graphs, of symbolic sizes, from those of their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+# examples of the sizes of inputs: sequences, tokens, length of the cache, and rows of checkpoints and tokens; unequal,
+# and none is 1
+SIZES = {"B": 3, "S": 7, "L": 19, "R": 3 * 19 + 3 * 7}
+InputLayout = tuple[torch.dtype, tuple[int | str, ...]]  # dtype and shape, with names of `SIZES` for what is not fixed
+
+
+def fill_graphs(graphs: Iterable[fx.GraphModule], layout_of: Callable[[fx.Node], InputLayout]) -> None:
+    """Give every node the `meta["val"]` that capture gives, where placeholders are as `layout_of` says; a call of a
+    block gives what its first argument is: a hidden state. Raises what an operation raises that does not run."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+    def fake(node: fx.Node) -> torch.Tensor:
+        dtype, shape = layout_of(node)
+        example = torch.empty([SIZES[n] if isinstance(n, str) else n for n in shape], dtype=dtype)
+        dynamic = [DimDynamic.DYNAMIC if n in SIZES else DimDynamic.STATIC for n in shape]
+        return mode.from_tensor(example, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic))
+
+    with torch.no_grad():
+        for graph in graphs:
+            values: dict[fx.Node, Any] = {}
+            for node in graph.graph.nodes:
+                if node.op == "placeholder":
+                    values[node] = fake(node)
+                elif node.op == "call_module":
+                    values[node] = values[node.args[0]]
+                elif node.op == "call_function":
+                    with mode:
+                        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[arg-type]
+                        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                else:
+                    break
+                node.meta["val"] = values[node]

@@ -1,0 +1,126 @@
+"""Caches that keep, for a share of the tokens, what K and V are made of: tokens equal transformers', and what moves is
+as many bytes as both kinds of blocks have."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from e2e.block_case import COUNT, Case
+from late import make_late
+
+from forebay.rewriter.ir.plan import PlanError
+from forebay.rewriter.ir.program import Wait
+from forebay.rewriter.verify.program import ProgramError, verify_program
+
+ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
+DISK = {"cache_tier": "disk", "cache_tokens": 4, "prefill_chunk": 10, "micro_batches": 2}
+SHARES = [(1, 1), (1, 2), (2, 3), (1, 3)]
+WAYS: list[dict[str, Any]] = [
+    {}, {"order": "row"}, {"cache_tier": "host"}, {"cache_slots": 1}, {"entering": 2}, {"prefill_chunk": 37},
+    {"cache_tokens": 8, "micro_batches": 5}, {"cache_tier": "disk", "cache_shares": (0.0, 0.5)}]
+SAMPLE = [("opt", (1, 1), 0), ("opt", (2, 3), 4), ("gpt2", (1, 2), 1), ("gpt2", (1, 1), 5), ("gemma2", (1, 2), 0),
+          ("llama", (2, 3), 2), ("llama", (1, 2), 6), ("opt", (1, 3), 7), ("gpt2", (2, 3), 3)]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """Prompts of 27 to 37 tokens, so that sequences have blocks of both kinds."""
+    return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name), 37, 9))
+
+
+@pytest.mark.parametrize(("name", "share", "way"), list(itertools.product(
+    ["opt", "gpt2", "gemma2", "llama"], SHARES, range(len(WAYS)))) if ALL else SAMPLE)
+def test_tokens_equal_transformers(
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, share: tuple[int, int], way: int
+) -> None:
+    """Twice, as the second answer finds the first one's blocks."""
+    monkeypatch.setenv("FOREBAY_POISON", "1")
+    case = cases(name)
+    with case.language_model(12.0, **DISK | {"checkpoints": share} | WAYS[way]) as lm:
+        block = lm.plan.schedule.block
+        assert (block.checkpoints, block.checkpoint_period) == share
+        case.check(lm)
+        case.check(lm)
+
+
+@pytest.mark.parametrize("share", [(1, 1), (1, 2)])
+def test_copies_that_overtake_each_other(
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, share: tuple[int, int]
+) -> None:
+    make_late(monkeypatch)
+    monkeypatch.setenv("FOREBAY_POISON", "1")
+    with cases("opt").language_model(12.0, **DISK | {"checkpoints": share}) as lm:
+        cases("opt").check(lm)
+
+
+def test_without_any_one_wait_the_program_is_refused(cases: Callable[[str], Case]) -> None:
+    with cases("opt").language_model(12.0, **DISK | {"checkpoints": (1, 2)}) as lm:
+        program = lm._pipeline.program(lm.plan, 1)
+        waits = [i for i, item in enumerate(program.step) if isinstance(item, Wait)]
+        for i in waits:
+            with pytest.raises(ProgramError):
+                verify_program(replace(program, step=(*program.step[:i], *program.step[i + 1 :])))
+
+
+@pytest.mark.parametrize("share", [(1, 1), (1, 2), (2, 3)])
+def test_bytes_are_those_of_both_kinds_of_blocks(cases: Callable[[str], Case], share: tuple[int, int]) -> None:
+    """In every decode step: of the tokens before it the blocks of K and V and of checkpoints that got full, and a store
+    where one does."""
+    case, marks = cases("opt"), list[Counter[tuple[str, str]]]()
+    with case.language_model(12.0, **DISK | {"cache_tier": "host", "checkpoints": share, "prefill_chunk": 37}) as lm:
+        assert not any(w.tier != "device" for w in lm.plan.weights), "what moves are caches alone"
+        lm.start_trace()
+
+        def note(column: object) -> None:
+            lm.session.device.finish()
+            assert lm.trace is not None
+            marks.append(Counter(lm.trace.link_nbytes()))
+
+        case.answer(lm, on_token=note)
+        block, layers = lm.plan.schedule.block, len(case.opened[0].cache)
+        context = lm.plan.workload.context
+        home = next(b for b in lm.plan.buffers if b.name == "cache_0_host")
+        nbytes = home.nbytes // lm.plan.workload.batch // block.kept_blocks(context)
+        lengths = [*case.mask.sum(1).tolist(), *[1] * (lm.plan.workload.batch - COUNT)]
+        longest = max(lengths)
+        for step, (one, other) in enumerate(itertools.pairwise(marks)):
+            expected: Counter[tuple[str, str]] = Counter()
+            for length in lengths:
+                start = length + step
+                for tokens, kept in ((block.cache_tokens, False), (block.checkpoint_tokens, True)):
+                    full = [n for n in range(-(-context // tokens)) if block.is_checkpoint(
+                        n * tokens // block.stretch) is kept]
+                    tail = longest // tokens if step == 0 else start // tokens
+                    loaded = sum((n + 1) * tokens <= start or (n * tokens < start and n != tail) for n in full)
+                    stored = sum((n + 1) * tokens == start + 1 for n in full)
+                    expected["host", "device"] += layers * nbytes * loaded
+                    expected["device", "host"] += layers * nbytes * stored
+            assert other - one == +expected, f"step {step}"
+
+
+def test_a_checkpoint_is_half_of_keys_and_values(cases: Callable[[str], Case]) -> None:
+    """Of OPT, whose heads do not share keys: with blocks of which none is padded."""
+    sizes = {}
+    for share in ((0, 1), (1, 1)):
+        with cases("opt").language_model(12.0, **DISK | {"cache_tokens": 32, "checkpoints": share}) as lm:
+            block = lm.plan.schedule.block
+            sizes[share] = sum(b.nbytes for b in lm.plan.buffers if b.arena == "cache") // block.kept_blocks(
+                lm.plan.workload.context) * (1 / block.checkpoint_tokens if block.checkpoints else 1 / 32)
+    assert sizes[1, 1] == pytest.approx(sizes[0, 1] / 2)
+
+
+def test_what_cannot_be_is_refused(cases: Callable[[str], Case]) -> None:
+    case = cases("opt")
+    for wishes, said in (
+            ({"checkpoints": (2, 1)}, "checkpoints: 2 of 1"), ({"checkpoints": (1, 0)}, "checkpoints: 1 of 0"),
+            ({"checkpoints": (1, 2), "cache_tier": "host", "cpu_attention": True}, "leave out one of both"),
+            ({"checkpoints": (1, 2), "cache_shares": (0.5, 0.0)}, "cache_device")):
+        with pytest.raises(PlanError, match=said):
+            case.language_model(12.0, **DISK | wishes)

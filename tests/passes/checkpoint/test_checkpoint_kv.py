@@ -1,0 +1,61 @@
+"""Checkpoints put into captured graphs: refused before anything is changed, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import gpt2, llama, opt
+
+from forebay.passes.checkpoint.checkpoint_kv import CannotCheckpoint, checkpoint_kv, follows_positions
+from forebay.rewriter.capture.language_model import capture_model
+from forebay.rewriter.ir.graph import META, CacheInput, CapturedModel
+from forebay.rewriter.ir.plan import PlanError
+from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.switches import Switches
+
+
+def captured(config: Any, cache_format: str = "native") -> CapturedModel:
+    return rewrite_captured(capture_model(config, dtype=torch.float32), Switches(), cache_format)
+
+
+@pytest.mark.parametrize("make", [opt, gpt2, lambda: llama(2)])
+def test_weights_are_read_as_often_as_before(make: Any) -> None:
+    """New tokens and checkpoints share a product, so a weight that streams is brought once."""
+    plain = captured(make())
+    assert plain.checkpointed is not None
+    kept = plain.checkpointed()
+    for name, block in plain.blocks().items():
+        other = kept.blocks()[name]
+        for node in block.graph.find_nodes(op="placeholder"):
+            again = next(n for n in other.graph.nodes if n.name == node.name)
+            if not isinstance(node.meta.get(META), CacheInput) and node.name.endswith("_weight"):
+                assert len(again.users) == len(node.users), node.name
+    assert all(spec.checkpoint for spec in kept.cache) and not any(spec.checkpoint for spec in plain.cache)
+
+
+def test_the_plain_graphs_stay_as_they_are() -> None:
+    plain = captured(opt())
+    before = str(plain.step.graph), [str(block.graph) for block in plain.blocks().values()]
+    assert plain.checkpointed is not None
+    assert plain.checkpointed() is plain.checkpointed()
+    assert before == (str(plain.step.graph), [str(block.graph) for block in plain.blocks().values()])
+
+
+def test_packed_keys_and_values_are_refused() -> None:
+    packed = captured(opt(), "kv8")
+    assert packed.checkpointed is not None
+    with pytest.raises(PlanError, match="checkpoints: K and V are made again beside those of a native cache"):
+        packed.checkpointed()
+    before = str(packed.step.graph)
+    with pytest.raises(CannotCheckpoint):
+        checkpoint_kv(packed.step)
+    assert str(packed.step.graph) == before
+
+
+def test_what_follows_positions() -> None:
+    step = captured(llama(2)).step
+    call = step.graph.find_nodes(op="call_module")[0]
+    follows = [follows_positions(arg) for arg in call.args[:3]]
+    assert follows == [False, True, True]  # the hidden state, and the two tables
