@@ -42,8 +42,8 @@ class Bisection:
         self.expected = self._run(gm)
 
     def _input(self, node: fx.Node) -> torch.Tensor:
-        """A fresh copy of an input; of its rows once it is packed, of an empty cache of rows. What a pass adds is empty,
-        or names the last place of a cache, which is nobody's."""
+        """A fresh copy of an input; of its rows once it is packed, of an empty cache of rows. One that a pass added is
+        empty, or names the last place of a cache, which is nobody's."""
         wanted = values_of(node)[0]
         if node.name not in self.inputs:
             return torch.full(wanted.shape, 0 if wanted.is_floating_point() else SMALL[2] - 1, dtype=wanted.dtype)
