@@ -47,10 +47,11 @@ def place_activations(layout: Layout, plan: Plan, phase: str, above: int = 0) ->
     PlanError when activations would meet what `plan`, which has no other phase's buffers, keeps at the lower end
     (weights, slots, cache).
     """
-    top = (plan.arenas["device"] - above) // ALIGNMENT * ALIGNMENT
+    arena = plan.arenas["device"]
+    top = (arena - above) // ALIGNMENT * ALIGNMENT if above else arena
     floor = max((b.offset + b.nbytes for b in plan.buffers if b.arena == "device" and b.kind in KEPT), default=0)
     if layout.height > top - floor:
-        raise PlanError(f"plan.arenas.device: activations need {layout.height} bytes, but the arena of {top} bytes has "
+        raise PlanError(f"plan.arenas.device: activations need {layout.height} bytes, but the arena of {arena} bytes has "
                         f"{top - floor} left above weights, slots and cache; a smaller prefill chunk or batch needs "
                         "less")
     base = (top - layout.height) // ALIGNMENT * ALIGNMENT
