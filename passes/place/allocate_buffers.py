@@ -51,9 +51,9 @@ def place_activations(layout: Layout, plan: Plan, phase: str, above: int = 0) ->
     top = (arena - above) // ALIGNMENT * ALIGNMENT if above else arena
     floor = max((b.offset + b.nbytes for b in plan.buffers if b.arena == "device" and b.kind in KEPT), default=0)
     if layout.height > top - floor:
-        raise PlanError(f"plan.arenas.device: activations need {layout.height} bytes, but the arena of {arena} bytes has "
-                        f"{top - floor} left above weights, slots and cache; a smaller prefill chunk or batch needs "
-                        "less")
+        raise PlanError(f"plan.arenas.device: activations need {layout.height} bytes, but the arena of {arena} bytes "
+                        f"has {top - floor} left above weights, slots and cache; a smaller prefill chunk or batch "
+                        "needs less")
     base = (top - layout.height) // ALIGNMENT * ALIGNMENT
     return tuple(replace(b, offset=base + b.offset, phase=phase) for b in layout.buffers.values())
 
