@@ -1,0 +1,98 @@
+"""What checkpoints beside K and V are worth on a machine: `python -m benchmarks.checkpoint_shares`.
+
+A decode step of a model (the first of its layers) whose cache lies in host memory, with checkpoints of none, of all and
+of shares of its tokens between: each is planned, lowered and proved as it would run, and the very Program is run on the
+virtual device with the rates of a machine (`--machine`). Beside the seconds of a step stand those of its two lanes (the
+links' is the ceiling of K and V alone) and the share with which both would end together (HybridServe, equation 8). No
+weight is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
+from forebay.rewriter.ir.alignment import whole_pages
+from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.plan import Budget, Plan, Workload
+from forebay.rewriter.ir.program import COMPUTE, FileSlice
+from forebay.rewriter.machine.presets import load_machine_or_preset
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.plan_block import plan_block
+from forebay.rewriter.planning.checkpoint_share import SHARES, balanced_share
+from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.predict.model_shapes import capture_config, load_config
+from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.switches import Switches
+
+ALL = ((0, 1), *SHARES)
+Row = dict[str, Any]
+
+
+def plans(model: str, layers: int, machine: Machine, work: Workload, micro: int) -> dict[tuple[int, int], Plan]:
+    """A plan for each share of checkpoints, of `micro` sequences at a time, with the cache in host memory and the
+    weights on the device, as far as it has room."""
+    _, values = load_config(model)
+    captured = rewrite_captured(capture_config({**values, "num_hidden_layers": layers}), Switches())
+    files, at = {}, 0
+    for name, spec in captured.weights.items():
+        files[name], at = FileSlice("weights", at, spec.nbytes), at + whole_pages(spec.nbytes)
+
+    def graphs_of(whole: Workload, block: Block) -> StepGraphs:
+        return step_graphs(captured, files, whole, model, block=block, host_hop=machine.near_disk == "host")
+
+    tiers = machine.tiers
+    budget = Budget(tiers["device"].capacity_nbytes, tiers["host"].capacity_nbytes)
+    return {share: plan_block(graphs_of, budget, work, Wishes(
+        cache_tier="host", micro_batches=-(-work.batch // micro), cpu_attention=False, checkpoints=share),
+        machine, Switches())[1] for share in ALL}
+
+
+def rows(found: dict[tuple[int, int], Plan], batch: int) -> list[Row]:
+    """A row for each share: seconds of a decode step and of its lanes, tokens per second, and times those without
+    checkpoints."""
+    plain = found[0, 1].prediction.decode_time_s
+    made = []
+    for (some, period), plan in found.items():
+        busy, step_s = plan.prediction.busy_time_s, plan.prediction.decode_time_s
+        links = max(time_s for stream, time_s in busy.items() if stream != COMPUTE)
+        made.append({"checkpoints": f"{some}/{period}", "step_s": step_s, "links_s": links, "compute_s": busy[COMPUTE],
+                     "tokens_per_s": batch / step_s, "times_kv_only": plain / step_s})
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="opt-6.7b", help="a preset model or a config file")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--machine", default="rtx4090", help="a preset or a profile")
+    parser.add_argument("--prompt", type=int, nargs="+", default=[512, 1024, 1792])
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--micro-batch", type=int, default=16)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    machine = load_machine_or_preset(options.machine)
+    told = []
+    for prompt in options.prompt:
+        work = Workload(options.batch, prompt, options.new_tokens)
+        found = plans(options.model, options.layers, machine, work, options.micro_batch)
+        share = balanced_share(found[0, 1], found[1, 1])
+        table = rows(found, work.batch)
+        told.append({"machine": machine.name, "model": options.model, "layers": options.layers, "prompt": prompt,
+                     "batch": work.batch, "balanced_share": share, "rows": table})
+        if not options.json:
+            print(f"{options.model}, {options.layers} layers, on {machine.name}: {work.batch} x {prompt} tokens, both "
+                  f"lanes end together at a share of {share:.2f}")
+            for row in table:
+                print(f"  {row['checkpoints']:>4}  step {1e3 * row['step_s']:7.1f} ms  links "
+                      f"{1e3 * row['links_s']:7.1f}  compute {1e3 * row['compute_s']:7.1f}  "
+                      f"{row['tokens_per_s']:7.1f} tokens/s  {row['times_kv_only']:.2f} x K and V alone")
+    if options.json:
+        print(json.dumps(told, indent=1))
+
+
+if __name__ == "__main__":
+    main()
