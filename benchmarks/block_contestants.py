@@ -113,14 +113,14 @@ class Ours:
         session, w = self.lm.session, self.lm.plan.workload
         generator = torch.Generator().manual_seed(1)
         if session._blocks is not None:
-            session._blocks.tail[:] = at // session._blocks.tokens
+            session._blocks.stand_at(at)
         times = []
         for i in range(count + 1):
             ids = torch.randint(5, order["vocab"], (w.batch, tokens), generator=generator)
             inputs = {"input_ids": ids, "last": torch.full((w.batch,), tokens - 1),
                       "start": torch.full((w.batch,), at + (i if tokens == 1 else 0))}
             if i and tokens > 1 and session._blocks is not None:
-                session._blocks.tail[:] = at // session._blocks.tokens
+                session._blocks.stand_at(at)
             start = time.perf_counter()
             choose(session.step(inputs), Sampling(False, 1.0, 0, 1.0), None)
             times.append(time.perf_counter() - start)

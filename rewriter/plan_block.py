@@ -107,9 +107,11 @@ def _try_checkpoints(
     plain: Plan, graphs_of: GraphsOf, workload: Workload, simulate: Callable[[Block], Plan | None]
 ) -> None:
     """Simulate the block of `plain` with checkpoints, where a link binds it and they are smaller than K and V: of all
-    tokens, and the shares next to the one with which computing and that link end together."""
+    tokens, and the shares next to the one with which computing and that link end together. What passes through host
+    slots keeps K and V: of blocks of two kinds the slot is not the table in order, so it would cross whole."""
     block = plain.schedule.block
-    if not (block.staged and link_binds(plain)) or block.cpu_attention:
+    hops = plain.schedule.host_hop and block.cache == "disk"
+    if not (block.staged and link_binds(plain)) or block.cpu_attention or hops:
         return
     try:
         full = _with_checkpoints(block, graphs_of, workload, 1, 1)

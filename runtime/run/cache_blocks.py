@@ -69,6 +69,11 @@ class CacheBlocks:
         self.whole = block.cpu_attention
         self.windows = {b.name: window_of_loads(b.name) for b in plan.buffers if b.name.startswith(LOADS)}
 
+    def stand_at(self, tokens: int) -> None:
+        """Take sequences to have so many tokens, whatever stands in their blocks."""
+        for kind in self.kinds:
+            kind.tail[:] = tokens // kind.tokens
+
     def step(
         self, start: torch.Tensor, tokens: int, places: torch.Tensor | None = None
     ) -> Mapping[str, torch.Tensor]:

@@ -34,9 +34,10 @@ class Tally:
     def __str__(self) -> str:
         if not self.passes:
             return "no step was needed behind the prompt"
-        share = f", {100 * self.accepted / self.offered:.0f} % of {self.offered} drafted tokens stood" * (
-            self.offered > 0)
-        return f"{self.tokens / self.passes:.2f} tokens per pass over the weights{share}"
+        pace = f"{self.tokens / self.passes:.2f} tokens per pass over the weights"
+        if not self.offered:
+            return f"{pace}, nothing was drafted"
+        return f"{pace}, {100 * self.accepted / self.offered:.0f} % of {self.offered} drafted tokens stood"
 
 
 def speculates(plan: Plan, sampling: Sampling, count: int, generator: object) -> bool:

@@ -98,8 +98,8 @@ def test_what_the_runtimes_own_loop_serves_does_not_go_through_transformers(
     streamed: LanguageModel, llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    own = causal_lm.generate_tokens
-    monkeypatch.setattr(causal_lm, "generate_tokens", lambda *a, **k: calls.append(1) or own(*a, **k))
+    own = causal_lm.generate_as_planned
+    monkeypatch.setattr(causal_lm, "generate_as_planned", lambda *a, **k: calls.append(1) or own(*a, **k))
     served = ["greedy", "sampling", "sampling with every default", "sampling from all", "eos and padding", "max_length"]
     for count, name in enumerate(served):
         both(streamed, llama_checkpoint, **SCENARIOS[name])

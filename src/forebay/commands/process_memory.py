@@ -19,7 +19,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from forebay.runtime.disk.page_cache import resident_nbytes
-from forebay.runtime.run.trace import TRACE_NBYTES
 
 if TYPE_CHECKING:
     from forebay.rewriter.ir.plan import Plan
@@ -37,6 +36,8 @@ def beside_nbytes(calls: int, prompts: int = 0, tokens: int = 0, drawn_from: int
     """The part of the promise's constant that is known beforehand: of a plan whose Programs have so many `calls`, a job
     of so many prompts and tokens, and draws from a vocabulary of `drawn_from` (0: none are made), each row by itself or
     for so many rows `together`; `traced` or not."""
+    from forebay.runtime.run.trace import TRACE_NBYTES
+
     return (THREADS_NBYTES + CALL_NBYTES * calls + PROMPT_NBYTES * prompts + TOKEN_NBYTES * tokens
             + max(LOGIT_NBYTES, BATCH_LOGIT_NBYTES * together) * drawn_from + TRACE_NBYTES * traced)
 
