@@ -4,8 +4,8 @@ accept is shown to be harmless, or to be of a kind that names cannot show.
 A mutant that both accept is *equivalent* where every read finds the writes that it finds in the sound Program, step by
 step: then only who waits for whom has changed, and each order that remains possible is safe. What else survives must be
 a write over contents of the same name (in place, or where the last value of a chain lies) left out, done twice, at
-another time or to another part of the same buffer: contents keep their name through it, and only results tell
-(`docs/architecture.md`, section 8).
+another time or to another part of the same buffer, or a read of another part of the same contents: contents keep their
+name through it, and only results tell (`docs/architecture.md`, section 8).
 
 FOREBAY_TEST_ALL=1 (`make test-all`) tries 400 faults of each Program instead of 12; FOREBAY_TEST_SEED draws others.
 """
@@ -225,8 +225,7 @@ FAULTS = {
 }
 
 # Those that leave every name where it was, made at what writes in place.
-IN_PLACE = ("a launch dropped", "a store dropped", "an item repeated", "an item moved", "neighbours swapped",
-            "an address shifted")
+IN_PLACE = ("a launch dropped", "a store dropped", "an item repeated", "an item moved", "neighbours swapped")
 
 
 def mutant(program: Program, rng: random.Random) -> tuple[str, Item, Program]:
@@ -289,7 +288,8 @@ def test_the_proof_refuses_what_the_oracle_refuses(schedule: str, opened: tuple,
             else:
                 found["unseen"] += 1
                 survivors[f"{name}: {item.stream} {getattr(item, 'op', type(item).__name__)}"] += 1
-                assert changes_in_place(item, updates, contents) and name in IN_PLACE, told
+                assert name == "an address shifted" or (  # each read finds the contents that it names, at another place
+                    changes_in_place(item, updates, contents) and name in IN_PLACE), told
     total = sum(found.values())
     print(f"\n{schedule}: {total} faults, {found['refused']} refused, {found['equivalent']} without effect, "
           f"{found['unseen']} in place: {found['refused'] / (total - found['equivalent']):.1%} of those that have an "
