@@ -230,10 +230,10 @@ def staged_blocks(graphs_of: GraphsOf, workload: Workload, wishes: Wishes) -> li
     entering = min(wishes.entering or 0, batch)
     block = Block(1, wishes.order, wishes.cache_tier or "disk", tokens, wishes.cache_slots, entering=entering,
                   cpu_attention=bool(wishes.cpu_attention))
-    kinds = [block if not some else _with_checkpoints(block, graphs_of, workload, some, period)
-             for some, period in [wishes.checkpoints or (0, 1)]]
-    return [replace(kind, micro_batches=count)
-            for count in dict.fromkeys(min(count, batch) for count in counts) for kind in kinds]
+    some, period = wishes.checkpoints or (0, 1)
+    if some:
+        block = _with_checkpoints(block, graphs_of, workload, some, period)
+    return [replace(block, micro_batches=count) for count in dict.fromkeys(min(count, batch) for count in counts)]
 
 
 def _with_checkpoints(block: Block, graphs_of: GraphsOf, workload: Workload, some: int, period: int) -> Block:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ import torch
 from torch import fx
 
 from forebay.rewriter.capture.concretise import concretise, few_layers, inline_blocks
-from forebay.rewriter.capture.every_position import every_position
+from forebay.rewriter.capture.every_position import every_position, gives_every_position
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.block import ALONE, CHECKPOINTED, RESTORED, Block
@@ -73,7 +74,7 @@ def step_graphs(
     if block.checkpoints:
         captured = _checkpointed(captured)
     weights = _weight_inputs(captured)
-    every = every_position(captured)
+    every = every_position(captured) if speculative else None
     if speculative and every is None:
         raise ValueError("this model has no steps that give logits of every token; see `every_position`")
 
@@ -89,8 +90,10 @@ def step_graphs(
     def step(tokens: int, cached: int | None = None) -> fx.GraphModule:
         return concretise(graph_of(tokens), inputs_of(tokens, cached))
 
+    few_of = functools.cache(few_layers)
+
     def sample(tokens: int) -> tuple[fx.GraphModule, dict[int, int]]:
-        short, likes = few_layers(graph_of(tokens))
+        short, likes = few_of(graph_of(tokens))
         inputs = inputs_of(tokens)
         few = {node.name for node in short.graph.find_nodes(op="placeholder")}
         return inline_blocks(concretise(short, {name: inputs[name] for name in few & inputs.keys()})), likes
@@ -102,7 +105,7 @@ def step_graphs(
                       prefill=None if block.staged or block.entering else (
                           lambda tokens: step(tokens, workload.prompt)),
                       cache_format=captured.cache[0].format if captured.cache else "native", block=block,
-                      speculative=speculative, speculate=speculate if every is not None else None,
+                      speculative=speculative, speculate=speculate if gives_every_position(captured) else None,
                       checkpoint_tokens=lambda tokens: checkpoint_tokens(_checkpointed(plain), tokens))
 
 
