@@ -193,6 +193,18 @@ class _LoggedReader:
         self.reader.close()
 
 
+@pytest.fixture(scope="session")
+def demo_folder() -> Path:
+    """The packaged model in float32; skips where it is not installed."""
+    from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+    from forebay.rewriter.checkpoints.resolve import resolve_model
+
+    try:
+        return resolve_model("demo", dequantize=True)
+    except CheckpointError as error:
+        pytest.skip(f"needs the packaged model: {error}")
+
+
 @pytest.fixture
 def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own, in which the compiled kernels and a profile of the machine lie already."""

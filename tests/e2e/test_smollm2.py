@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,6 @@ import transformers
 from e2e.agreement import assert_same_tokens
 
 from forebay.api import LanguageModel, open_model
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
-from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.planning.wishes import Wishes
 
@@ -35,19 +34,15 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def reference() -> Reference:
-    try:
-        folder = resolve_model("demo", dequantize=True)
-    except CheckpointError as error:
-        pytest.skip(f"needs the packaged model: {error}")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
+def reference(demo_folder: Path) -> Reference:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(demo_folder, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     encoded = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo_folder, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = model.generate(**encoded, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    return Reference(open_model(folder), model, encoded.input_ids, encoded.attention_mask, expected, nbytes)
+    return Reference(open_model(demo_folder), model, encoded.input_ids, encoded.attention_mask, expected, nbytes)
 
 
 @pytest.mark.parametrize(("share", "slots", "new"), RUNS)

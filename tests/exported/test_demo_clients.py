@@ -10,9 +10,7 @@ import torch
 from exported.clients import by_genai, by_onnxruntime, by_torch
 
 import forebay
-from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.config import read_eos
-from forebay.rewriter.checkpoints.resolve import resolve_model
 
 PROMPTS = ("The capital of France is", "Once upon a time, in a village by the sea, there lived", "Water boils at")
 NEW = 32
@@ -25,17 +23,13 @@ class Demo(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def demo() -> Demo:
+def demo(demo_folder: Path) -> Demo:
     from transformers import AutoTokenizer
 
-    try:
-        folder = resolve_model("demo", dequantize=True)
-    except CheckpointError as error:
-        pytest.skip(f"needs the packaged model: {error}")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(demo_folder)
     rows = [torch.tensor(tokenizer(text).input_ids) for text in PROMPTS]
     assert len({len(row) for row in rows}) == len(rows)
-    return Demo(folder, rows, tokens(folder, rows))
+    return Demo(demo_folder, rows, tokens(demo_folder, rows))
 
 
 def tokens(model: Path, rows: list[torch.Tensor]) -> torch.Tensor:
