@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's own functions look at it when they are imported
-sys.path.insert(0, str(Path(__file__).parent))  # families, budgets, e2e.agreement
 
 
 def pytest_configure() -> None:

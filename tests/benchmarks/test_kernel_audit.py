@@ -14,17 +14,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import audit_record, kernel_audit
+from benchmarks.chips import Hot
+from benchmarks.kernel_audit import Audited, Counts, problems_of
+from benchmarks.sass import parse
 from forebay.kernels.gpu_support.audit_case import AuditCase
 
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # benchmarks
-
-from benchmarks import audit_record, kernel_audit  # noqa: E402
-from benchmarks.chips import Hot  # noqa: E402
-from benchmarks.kernel_audit import Audited, Counts, problems_of  # noqa: E402
-from benchmarks.sass import parse  # noqa: E402
 
 # The interpreter must not stand in the place of the compiler.
 ENVIRONMENT = os.environ | {"TRITON_INTERPRET": "0"}

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks
 
 from benchmarks import memory
 from forebay.rewriter.ir.plan import Workload

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.papers import bestserve, flexgen, hybridserve
+from benchmarks.papers.published_runtime import UNPINNED
+from benchmarks.papers.tables import Row, as_json, as_markdown
 from forebay.rewriter.machine.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # benchmarks
-
-from benchmarks.papers import bestserve, flexgen, hybridserve  # noqa: E402
-from benchmarks.papers.published_runtime import UNPINNED  # noqa: E402
-from benchmarks.papers.tables import Row, as_json, as_markdown  # noqa: E402
 
 
 def test_flexgen_table_2_within_a_quarter() -> None:

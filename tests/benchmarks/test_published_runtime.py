@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from benchmarks.papers.published_runtime import UNPINNED, Runtime, Unpinned, running
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.planning.policy_search import Problem
 from forebay.rewriter.predict.block_costs import BlockCosts, BlockShape
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS
 from forebay.rewriter.predict.shares import INDEX, shares
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks
-
-from benchmarks.papers.published_runtime import UNPINNED, Runtime, Unpinned, running
 
 MODEL, T4, RATES = PRESET_MODELS["opt-30b"], PRESETS["t4"], UNPINNED["t4"]
 UP, DOWN = (T4.link(*ends).bandwidth_bytes_per_s for ends in (("host", "device"), ("device", "host")))

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks
 
 from benchmarks.chips import CHIPS, cycles_of, measure, resident_programs
 from benchmarks.sass import Instruction, Turn, exposed_loads, hot_turn, parse, turn_time

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from budgets import operators_nbytes
 from e2e.agreement import assert_same_tokens
 from families import FAMILIES

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.big_model import LlamaShape, big_model, make_model
 
 ROOT = Path(__file__).parents[2]

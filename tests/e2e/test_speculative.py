@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from families import FAMILIES
 
 from forebay.api import LanguageModel, open_model, wrap

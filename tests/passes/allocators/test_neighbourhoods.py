@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
 from benchmarks.allocators import CAPACITY, packed
 from forebay.kernels.build import compile
 from forebay.passes.allocators import Allocation, Buffer, allocate, check, lower_bound

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from tiny import aten
 from torch.nn import functional
-
-sys.path.insert(0, str(Path(__file__).parent))
 from traced import count, traced
 
 from forebay.kernels import operators

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,8 +10,6 @@ import torch
 from tiny import Tiny, aten, planned, run_program, tiny
 from torch import fx
 from torch.nn import functional
-
-sys.path.insert(0, str(Path(__file__).parent))
 from traced import count, traced
 
 from forebay.kernels import operators

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from families import captured
 
 from forebay.rewriter.rewrite_captured import rewrite_captured

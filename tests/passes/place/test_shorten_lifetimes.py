@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from families import captured
 from torch import fx
-
-sys.path.insert(0, str(Path(__file__).parent))
 from traced import traced
 
 from forebay.passes.place.shorten_lifetimes import shorten_lifetimes

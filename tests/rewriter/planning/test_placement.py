@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.published_runtime import UNPINNED, Runtime, running
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.planning.placement import NO_CHECKPOINTS, Goal, items_of, place, round_placement, tensor_tiers
 from forebay.rewriter.planning.policy_search import Problem
 from forebay.rewriter.predict.block_costs import BlockCosts, BlockModel, BlockShape
 from forebay.rewriter.predict.model_shapes import ATTENTION, MLP, PRESET_MODELS, ModelShape, decoder_shape
 from forebay.rewriter.predict.shares import INDEX, TIERS, N, shares
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # benchmarks
-
-from benchmarks.papers.published_runtime import UNPINNED, Runtime, running
 
 T4 = PRESETS["t4"]
 FLEXGEN = running(Runtime("step", pinned_cache=False, one_hop_thread=True, fused=False), UNPINNED["t4"])
