@@ -91,7 +91,7 @@ def plan_block(
             simulate(way.pipeline.with_block(way.block))
     if fitting:
         if wishes.checkpoints is None:
-            _try_checkpoints(min(fitting, key=_answer_time_s)[1], graphs_of, workload,
+            _try_checkpoints(min(fitting, key=_answer_time_s)[1], graphs_of, workload, wishes,
                              lambda block: simulate(pipeline_of(block)))
         return min(fitting, key=_answer_time_s)
     if len(refused) == 1:
@@ -104,7 +104,7 @@ def _answer_time_s(pair: tuple[Pipeline, Plan]) -> float:
 
 
 def _try_checkpoints(
-    plain: Plan, graphs_of: GraphsOf, workload: Workload, simulate: Callable[[Block], Plan | None]
+    plain: Plan, graphs_of: GraphsOf, workload: Workload, wishes: Wishes, simulate: Callable[[Block], Plan | None]
 ) -> None:
     """Simulate the block of `plain` with checkpoints, where a link binds it and they are smaller than K and V: of all
     tokens, and the shares next to the one with which computing and that link end together. What passes through host
@@ -114,7 +114,7 @@ def _try_checkpoints(
     if not (block.staged and link_binds(plain)) or block.cpu_attention or hops:
         return
     try:
-        full = _with_checkpoints(block, graphs_of, workload, 1, 1)
+        full = _with_checkpoints(block, graphs_of, workload, (1, 1), wishes.checkpoint_format)
     except PlanError:  # the model has no place for them
         return
     if full.checkpoint_tokens <= full.cache_tokens:
@@ -230,23 +230,28 @@ def staged_blocks(graphs_of: GraphsOf, workload: Workload, wishes: Wishes) -> li
     entering = min(wishes.entering or 0, batch)
     block = Block(1, wishes.order, wishes.cache_tier or "disk", tokens, wishes.cache_slots, entering=entering,
                   cpu_attention=bool(wishes.cpu_attention))
-    some, period = wishes.checkpoints or (0, 1)
-    if some:
-        block = _with_checkpoints(block, graphs_of, workload, some, period)
+    share = wishes.checkpoints or (0, 1)
+    if share[0]:
+        block = _with_checkpoints(block, graphs_of, workload, share, wishes.checkpoint_format)
     return [replace(block, micro_batches=count) for count in dict.fromkeys(min(count, batch) for count in counts)]
 
 
-def _with_checkpoints(block: Block, graphs_of: GraphsOf, workload: Workload, some: int, period: int) -> Block:
-    """The block with checkpoints of `some` stretches of tokens of every `period`. PlanError where it can have none."""
+def _with_checkpoints(
+    block: Block, graphs_of: GraphsOf, workload: Workload, share: tuple[int, int], kept: str
+) -> Block:
+    """The block with checkpoints in the format `kept` of so many stretches of tokens of every so many, its `share`.
+    PlanError where it can have none."""
+    some, period = share
     if not 0 < some <= period:
         raise PlanError(f"checkpoints: {some} of {period} stretches of tokens are no share of them")
     if block.cpu_attention:
         raise PlanError("checkpoints: the host attends over K and V where they lie; leave out one of both")
-    tokens = graphs_of(workload, ALONE).checkpoint_tokens(block.cache_tokens)
+    tokens = graphs_of(workload, ALONE).checkpoint_tokens(block.cache_tokens, kept)
     if not tokens:
         raise PlanError(f"checkpoints: blocks of {block.cache_tokens} tokens cannot hold them; wish for other "
                         "cache_tokens")
-    return replace(block, checkpoints=some, checkpoint_period=period, checkpoint_tokens=tokens, cache_device=0)
+    return replace(block, checkpoints=some, checkpoint_period=period, checkpoint_tokens=tokens, checkpoint_format=kept,
+                   cache_device=0)
 
 
 def answer_time_s(plan: Plan) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from forebay.kernels.formats.table import Format
+from forebay.kernels.formats.table import Format, checkpoint_format
 from forebay.kernels.formats.table import cache_format as format_of
 from forebay.passes.checkpoint.checkpoint_kv import CannotCheckpoint, checkpoint_kv
 from forebay.rewriter.capture.stored_sizes import fill_values
@@ -33,7 +33,7 @@ def rewrite_captured(captured: CapturedModel, switches: Switches, cache_format: 
     if captured.rewritten:
         _refuse_switches(switches)
         if cache_format == "native":
-            return replace(captured, checkpointed=cache(lambda: _checkpointed(captured, switches)))
+            return replace(captured, checkpointed=cache(lambda kept: _checkpointed(captured, switches, kept)))
         _fill(captured)
     step = _with_blocks(captured)
     done = captured.rewritten
@@ -58,12 +58,16 @@ def rewrite_captured(captured: CapturedModel, switches: Switches, cache_format: 
             stage.run(each, given.get(each.name, lambda _: ()))
         else:
             stage.stop(each)
-    return replace(captured, checkpointed=cache(lambda: _checkpointed(captured, switches)))
+    return replace(captured, checkpointed=cache(lambda kept: _checkpointed(captured, switches, kept)))
 
 
-def _checkpointed(captured: CapturedModel, switches: Switches) -> CapturedModel:
-    """`captured`, which is rewritten, with checkpoints beside its native cache. PlanError where it has no room for
-    them."""
+def _checkpointed(captured: CapturedModel, switches: Switches, kept: str) -> CapturedModel:
+    """`captured`, which is rewritten, with checkpoints in the format `kept` beside its native cache. PlanError where it
+    has no room for them."""
+    try:
+        stored = checkpoint_format(kept)
+    except ValueError as error:
+        raise PlanError(f"checkpoint_format: {error}") from error
     if any(spec.format != "native" for spec in captured.cache):
         raise PlanError(f"checkpoints: K and V are made again beside those of a native cache, not of one in the format "
                         f"{captured.cache[0].format}")
@@ -71,12 +75,12 @@ def _checkpointed(captured: CapturedModel, switches: Switches) -> CapturedModel:
     step = _with_blocks(captured)
     stage = Stage(step, switches, "checkpointed", {})
     try:
-        stage.run(next(each for each in PASSES if each.run is checkpoint_kv), lambda _: ())
+        stage.run(next(each for each in PASSES if each.run is checkpoint_kv), lambda _: (stored,))
     except CannotCheckpoint as error:
         raise PlanError(f"checkpoints: {error}; leave them out") from error
-    widths = step.meta["cache_x"]
+    specs = step.meta["cache_x"]
     return replace(captured, step=step, cache=tuple(
-        replace(spec, checkpoint=widths[i]) for i, spec in enumerate(captured.cache)))
+        replace(spec, checkpoint=specs[i]) for i, spec in enumerate(captured.cache)))
 
 
 def _fill(captured: CapturedModel) -> None:

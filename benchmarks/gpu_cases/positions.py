@@ -8,7 +8,6 @@ import functools
 import torch
 
 from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, relative_error, repeated
-from forebay.kernels.cache.activation_append_q import operator as activation_append_q_operator
 from forebay.kernels.cache.activation_append_q import reference as activation_append_q_reference
 from forebay.kernels.cache.kv_append import reference as append
 from forebay.kernels.cache.kv_append_q import reference as kv_append_q
@@ -102,18 +101,19 @@ def rotary_append_work(place: Place, format: str) -> Work:
 
 
 def activation_append_q_work(place: Place, format: str) -> Work:
+    from forebay.kernels.cache.activation_append_q.gpu import bind_activation_append_q
+
     bits, group = ACTIVATION_FORMATS[format].bits, ACTIVATION_FORMATS[format].group_size
     features, tokens = place.size(4096, 100), place.size(4096, 5)
     row_nbytes = row_sizes.row_nbytes(features, bits, group)
     nbytes = tokens * (2 * features + row_nbytes)
-    start = torch.tensor([7], device=place.device)
+    rows = torch.arange(7, 7 + tokens, device=place.device)[None]
     xs = list(repeated(lambda: normal(place, 1, tokens, features), place.copies(nbytes)))
     caches = [torch.zeros(1, tokens + 16, row_nbytes, dtype=torch.uint8, device=place.device) for _ in xs]
-    launch = activation_append_q_operator.launch
-    ours = [functools.partial(launch, cache, x, start, bits, group) for cache, x in zip(caches, xs, strict=True)]
+    ours = [bind_activation_append_q(cache, x, rows, bits, group) for cache, x in zip(caches, xs, strict=True)]
 
     def verify() -> float:
-        want = activation_append_q_reference.reference(caches[0], xs[0], start, bits, group)
+        want = activation_append_q_reference.reference(caches[0], xs[0], rows, bits, group)
         ours[0]()
         return float((caches[0] != want).double().mean())
 

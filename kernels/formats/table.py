@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,6 +65,7 @@ WEIGHT_FORMATS = {
 CACHE_FORMATS = {f.name: f for f in (NATIVE, Format("kv8", "cache", 8), Format("kv4", "cache", 4))}
 ACT8 = Format("act8", "activation", 8, 64)
 ACTIVATION_FORMATS = {ACT8.name: ACT8}
+CHECKPOINT_FORMATS = {f.name: f for f in (NATIVE, ACT8)}
 # What is advised and tried where bytes bind, and the rows of packed weights by which a machine is measured: those of
 # other group sizes are timed as these.
 SMALL_WEIGHTS, SMALL_CACHE = WEIGHT_FORMATS["w4g64"], CACHE_FORMATS["kv4"]
@@ -93,6 +95,15 @@ def packed_format(weight: str) -> Format | None:
 
 def cache_format(name: str) -> Format:
     """One of CACHE_FORMATS; ValueError for other names."""
-    if name not in CACHE_FORMATS:
-        raise ValueError(f"no cache format {name!r}; there are {', '.join(CACHE_FORMATS)}")
-    return CACHE_FORMATS[name]
+    return _among(CACHE_FORMATS, name, "cache")
+
+
+def checkpoint_format(name: str) -> Format:
+    """One of CHECKPOINT_FORMATS; ValueError for other names."""
+    return _among(CHECKPOINT_FORMATS, name, "checkpoint")
+
+
+def _among(formats: Mapping[str, Format], name: str, of: str) -> Format:
+    if name not in formats:
+        raise ValueError(f"no {of} format {name!r}; there are {', '.join(formats)}")
+    return formats[name]

@@ -23,9 +23,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from forebay.kernels.formats.table import NATIVE, Format
+from forebay.kernels.operators import ACTIVATION_APPEND_Q, DEQUANTIZE_ROWS
 from forebay.passes.checkpoint.smallest_cut import Cut, smallest_cut, token_nbytes
 from forebay.rewriter.ir.block import CHECKPOINTED, RESTORED
-from forebay.rewriter.ir.graph import META, CacheInput, values_of
+from forebay.rewriter.ir.graph import META, CacheInput, CheckpointSpec, values_of
 from forebay.rewriter.ir.symbolic_values import InputLayout, fill_graphs
 
 aten = torch.ops.aten
@@ -37,9 +39,10 @@ class CannotCheckpoint(ValueError):
     """A model whose K and V cannot be made of checkpoints; the message says why."""
 
 
-def checkpoint_kv(step: fx.GraphModule) -> None:
-    """Put checkpoints into a captured step graph and the block graphs that it calls. CannotCheckpoint, before anything
-    is changed, where the layers of a model do not have one value each that K and V are made of."""
+def checkpoint_kv(step: fx.GraphModule, stored: Format = NATIVE) -> None:
+    """Put checkpoints, as they are or in packed rows of the format `stored`, into a captured step graph and the block
+    graphs that it calls. CannotCheckpoint, before anything is changed, where the layers of a model do not have one
+    value each that K and V are made of."""
     cuts = layer_cuts(step)
     positions = _positions(step)
     tables = {name: _tables_used(cut) for name, cut in cuts.items()}
@@ -47,11 +50,12 @@ def checkpoint_kv(step: fx.GraphModule) -> None:
         for table in tables[call.target]:
             _cone(positions, _given(step, call, table))
     for name, cut in cuts.items():
-        _rewrite_block(_block(step, name), cut, tables[name])
-    _rewrite_step(step, cuts, tables, positions)
+        _rewrite_block(_block(step, name), cut, tables[name], stored)
+    kept = {call.meta["layer"]: _kept(cuts[call.target].kept[0], stored)
+            for call in step.graph.find_nodes(op="call_module")}
+    _rewrite_step(step, kept, tables, positions)
     fill_graphs([*(_block(step, name) for name in cuts), step], _layout)
-    step.meta[X] = {call.meta["layer"]: _width(cuts[call.target].kept[0])
-                    for call in step.graph.find_nodes(op="call_module")}
+    step.meta[X] = kept
 
 
 def layer_cuts(step: fx.GraphModule) -> dict[object, Cut]:
@@ -113,6 +117,14 @@ def _value(node: fx.Node) -> torch.Tensor:
 
 def _width(node: fx.Node) -> int:
     return token_nbytes(node) // _value(node).element_size()
+
+
+def _kept(node: fx.Node, stored: Format) -> CheckpointSpec:
+    """What is kept of a token of a value."""
+    dtype, width = _value(node).dtype, _width(node)
+    if not stored.bits:
+        return CheckpointSpec(width, dtype)
+    return CheckpointSpec(stored.row_nbytes(width, dtype.itemsize), torch.uint8, stored.name)
 
 
 def _tables_used(cut: Cut) -> list[str]:
@@ -182,6 +194,21 @@ class _GraphEdit:
         node.meta |= {"made_by": "checkpoint_kv", _LAYOUT: layout} | ({} if mark is None else {META: mark})
         return node
 
+    def keep(self, kept: fx.Node, places: list[fx.Node], value: fx.Node, stored: Format) -> tuple[fx.Node, fx.Node]:
+        """Put the value of new tokens to its places among what is kept [B, rows, …], by sequence and row. (What was
+        kept before of all sequences [1, B rows, width], that and the new value behind it.)"""
+        width, packing = _width(value), (stored.bits, stored.group_size)
+        old = self(aten.reshape.default, kept, [1, -1, _kept(value, stored).width])
+        if stored.bits:
+            old = self(DEQUANTIZE_ROWS.overload, old, width, *packing, torch.float16, _value(value).dtype, False)
+        every = self(aten.cat.default, [old, self(aten.reshape.default, value, [1, -1, width])], 1)
+        new = self(aten.reshape.default, value, [self(aten.sym_size.int, places[0], 0), -1, width])
+        if stored.bits:
+            self(ACTIVATION_APPEND_Q.overload, kept, new, places[1], *packing)
+        else:
+            self(aten.index_put_.default, kept, places, new)
+        return old, every
+
     def over_rows(self, nodes: Iterable[fx.Node], env: dict[fx.Node, fx.Node], tokens: fx.Node, rows: fx.Node) -> None:
         """Put nodes that compute on [B, S, …] again, on [1, rows, …]; `env` holds what they read instead, and then what
         they became. `tokens` is a value [B, S, …]."""
@@ -203,15 +230,15 @@ class _GraphEdit:
             env[node] = self(node.target, *args, name=f"{node.name}_rows", **kwargs)
 
 
-def _rewrite_block(block: fx.GraphModule, cut: Cut, tables: list[str]) -> None:
+def _rewrite_block(block: fx.GraphModule, cut: Cut, tables: list[str], stored: Format) -> None:
     graph, (kept,) = block.graph, cut.kept
     placeholders = {n.name: n for n in graph.find_nodes(op="placeholder")}
     cache_k, cache_v, k, v, start = cut.append.args
     assert isinstance(cache_k, fx.Node)
     token = next(n for n in graph.find_nodes(op="placeholder") if n.meta.get(META) is None and _value(n).dim() == 3)
-    write, width = _GraphEdit(graph), _width(kept)
+    write, width, spec = _GraphEdit(graph), _width(kept), _kept(kept, stored)
     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
-        cache_x = write.input(X, (_value(kept).dtype, ("B", 1, "L", width)), cache_k.meta.get(META))
+        cache_x = write.input(X, (spec.dtype, ("B", 1, "L", spec.width)), cache_k.meta.get(META))
         restored = write.input(RESTORED, (torch.int64, ("B", 1, "L")))
         rows_of = write.input(CHECKPOINTED, (torch.int64, ("B", "S")))
         env = {placeholders[name]: write.input(f"{name}_rows", (
@@ -223,11 +250,7 @@ def _rewrite_block(block: fx.GraphModule, cut: Cut, tables: list[str]) -> None:
         count = write(aten.sym_size.int, token, 0)
         number = write(aten.unsqueeze.default, write(aten.arange.default, count, device=torch.device("cpu"),
                                                      pin_memory=False), 1)
-        own = write(aten.select.int, cache_x, 1, 0)
-        new = write(aten.reshape.default, kept, [1, -1, width])
-        old = write(aten.reshape.default, own, [1, -1, width])
-        every = write(aten.cat.default, [old, new], 1)
-        write(aten.index_put_.default, own, [number, rows_of], write(aten.reshape.default, kept, [count, -1, width]))
+        old, every = write.keep(write(aten.select.int, cache_x, 1, 0), [number, rows_of], kept, stored)
         before, rows = write(aten.sym_size.int, old, 1), write(aten.sym_size.int, every, 1)
         env[kept] = every if _value(kept).dim() == 3 else write(aten.reshape.default, every, [-1, width])
         write.over_rows(slice_, env, token, rows)
@@ -266,7 +289,7 @@ def _rewrite_block(block: fx.GraphModule, cut: Cut, tables: list[str]) -> None:
 
 
 def _rewrite_step(
-    step: fx.GraphModule, cuts: dict[object, Cut], tables: dict[object, list[str]], positions: fx.Node | None
+    step: fx.GraphModule, kept: dict[int, CheckpointSpec], tables: dict[object, list[str]], positions: fx.Node | None
 ) -> None:
     graph = step.graph
     caches = [n for n in graph.find_nodes(op="placeholder") if isinstance(n.meta.get(META), CacheInput)]
@@ -276,12 +299,12 @@ def _rewrite_step(
         rows_of = write.input(CHECKPOINTED, (torch.int64, ("B", "S")))
     calls = graph.find_nodes(op="call_module")
     windows = {n.meta[META].layer: n.meta[META].window for n in caches}
-    kept: dict[int, fx.Node] = {}
+    given_x: dict[int, fx.Node] = {}
     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
         for call in calls:
-            layer, (value,) = call.meta["layer"], cuts[call.target].kept
-            kept[layer] = write.input(f"{X}_{layer}", (_value(value).dtype, ("B", 1, "L", _width(value))),
-                                      CacheInput(layer, "x", windows[layer]))
+            layer, spec = call.meta["layer"], kept[call.meta["layer"]]
+            given_x[layer] = write.input(f"{X}_{layer}", (spec.dtype, ("B", 1, "L", spec.width)),
+                                         CacheInput(layer, "x", windows[layer]))
     env: dict[fx.Node, fx.Node] = {}
     if positions is not None and any(tables.values()):
         with graph.inserting_before(positions.next):
@@ -296,6 +319,6 @@ def _rewrite_step(
             for table in given:
                 write.over_rows([n for n in _cone(positions, table) if n not in env], env, positions, rows)  # type: ignore[arg-type]
         inner = [n.name for n in _block(step, call.target).graph.find_nodes(op="placeholder")]
-        more = {X: kept[call.meta["layer"]], RESTORED: restored, CHECKPOINTED: rows_of,
+        more = {X: given_x[call.meta["layer"]], RESTORED: restored, CHECKPOINTED: rows_of,
                 **{f"{name}_rows": env[table] for name, table in zip(names, given, strict=True)}}
         call.args = (*call.args, *(more[name] for name in inner[len(call.args):]))

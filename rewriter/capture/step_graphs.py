@@ -47,7 +47,8 @@ class StepGraphs:
     prefill: StepGraph | None = None
     block: Block = ALONE
     cache_format: str = "native"
-    checkpoint_tokens: Callable[[int], int] = lambda cache_tokens: 0  # of a block of checkpoints; 0: there are none
+    # by tokens of a block of K and V, and format, those of a block of checkpoints; 0: there are none
+    checkpoint_tokens: Callable[[int, str], int] = lambda cache_tokens, kept: 0
     speculative: tuple[int, ...] = ()
     speculate: Callable[[tuple[int, ...]], StepGraphs] | None = None
 
@@ -72,7 +73,7 @@ def step_graphs(
     checkpoints of a model that cannot have any."""
     plain = captured
     if block.checkpoints:
-        captured = _checkpointed(captured)
+        captured = _checkpointed(captured, block.checkpoint_format)
     weights = _weight_inputs(captured)
     every = every_position(captured) if speculative else None
     if speculative and every is None:
@@ -106,14 +107,14 @@ def step_graphs(
                           lambda tokens: step(tokens, workload.prompt)),
                       cache_format=captured.cache[0].format if captured.cache else "native", block=block,
                       speculative=speculative, speculate=speculate if gives_every_position(captured) else None,
-                      checkpoint_tokens=lambda tokens: checkpoint_tokens(_checkpointed(plain), tokens))
+                      checkpoint_tokens=lambda tokens, kept: checkpoint_tokens(_checkpointed(plain, kept), tokens))
 
 
-def _checkpointed(captured: CapturedModel) -> CapturedModel:
-    """`captured` with checkpoints beside its cache."""
+def _checkpointed(captured: CapturedModel, kept: str) -> CapturedModel:
+    """`captured` with checkpoints in the format `kept` beside its cache."""
     if captured.checkpointed is None:
         raise PlanError("checkpoints: graphs are given them once they are rewritten")
-    return captured.checkpointed()
+    return captured.checkpointed(kept)
 
 
 def step_inputs(
@@ -189,10 +190,12 @@ def checkpoint_tokens(captured: CapturedModel, cache_tokens: int) -> int:
 
 
 def _checkpoint_tokens(spec: CacheSpec, cache_tokens: int) -> int:
-    nbytes, itemsize = _block_nbytes(spec, cache_tokens), spec.dtype.itemsize
+    nbytes, kept = _block_nbytes(spec, cache_tokens), spec.checkpoint
+    assert kept is not None
 
     def fits(tokens: int) -> bool:
-        return tokens * spec.checkpoint * itemsize <= nbytes and nbytes % (tokens * itemsize) == 0
+        """Whether rows of so many tokens have room, and begin where words do."""
+        return tokens * kept.nbytes <= nbytes and nbytes % (tokens * max(kept.dtype.itemsize, 4)) == 0
 
     tokens = cache_tokens
     while tokens and not fits(tokens):
@@ -205,10 +208,11 @@ def _checkpoint_tokens(spec: CacheSpec, cache_tokens: int) -> int:
 def checkpoint_input(batch: int, context: int, spec: CacheSpec, block: Block) -> torch.Tensor:
     """Checkpoints [B, 1, rows, width] of sequences in a staging slot, those of a block in as many bytes as K and V have
     there."""
-    rows, itemsize = block.checkpoint_blocks(context) * block.checkpoint_tokens, spec.dtype.itemsize
-    stride = _block_nbytes(spec, block.cache_tokens) // block.checkpoint_tokens // itemsize
-    return torch.empty_strided((batch, 1, rows, spec.checkpoint), (rows * stride, rows * stride, stride, 1),
-                               dtype=spec.dtype, device=_META)
+    rows, kept = block.checkpoint_blocks(context) * block.checkpoint_tokens, spec.checkpoint
+    assert kept is not None
+    stride = _block_nbytes(spec, block.cache_tokens) // block.checkpoint_tokens // kept.dtype.itemsize
+    return torch.empty_strided((batch, 1, rows, kept.width), (rows * stride, rows * stride, stride, 1),
+                               dtype=kept.dtype, device=_META)
 
 
 def _meta(shape: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:

@@ -45,6 +45,7 @@ class Block:
     With `checkpoints` a staged cache holds what K and V are made of for so many of every `checkpoint_period` stretches
     of tokens, in blocks of `checkpoint_tokens` tokens as large as the others (HybridServe, section 4.1); K and V of
     these are made anew when the cache has been loaded. A stretch is as long as the longer of the two kinds of blocks.
+    Checkpoints are kept as they are, or in a `checkpoint_format` (act8).
 
     With `entering`, a prefill step computes so many sequences alone, for the places that its input names; the others
     keep their cache. Else it computes all of them. The sequences that enter stand in any micro-batches, so then all
@@ -66,6 +67,7 @@ class Block:
     checkpoints: int = 0
     checkpoint_period: int = 0
     checkpoint_tokens: int = 0
+    checkpoint_format: str = "native"
 
     def attends_on_host(self, tokens: int) -> bool:
         """Whether a step over `tokens` tokens per sequence attends where caches in host memory lie."""

@@ -119,6 +119,20 @@ class WeightSpec:
 
 
 @dataclass(frozen=True)
+class CheckpointSpec:
+    """What is kept of a token in place of its K and V: so many elements of a dtype, or of packed rows, whose bytes are
+    then counted as elements of dtype uint8."""
+
+    width: int
+    dtype: torch.dtype
+    format: str = "native"
+
+    @property
+    def nbytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class CacheSpec:
     """One layer's KV cache: k and v are each [B, kv_heads, L, head_dim], or of packed rows, whose bytes are then
     counted as elements of dtype uint8. `exact` rows hold positions too, and are never packed."""
@@ -129,7 +143,7 @@ class CacheSpec:
     window: int = 0  # sliding window in tokens, 0 for full attention
     format: str = "native"
     exact: bool = False
-    checkpoint: int = 0  # values of a token's checkpoint, of the same dtype; 0: the layer has none
+    checkpoint: CheckpointSpec | None = None
 
 
 @dataclass
@@ -159,7 +173,7 @@ class CapturedModel:
     rewritten: bool = False  # the passes on captured graphs have run
     embeds: int = 0  # width of the embeddings that a step takes too; 0: it takes ids alone
     renewed_at: int = 0  # a cache begun within so many tokens is computed anew beyond them; 0: never
-    checkpointed: Callable[[], CapturedModel] | None = None  # the same with checkpoints beside K and V, made once
+    checkpointed: Callable[[str], CapturedModel] | None = None  # with checkpoints of a format beside K and V, made once
 
     @property
     def weight_nbytes(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from forebay.kernels.formats.table import cache_format, weight_format
+from forebay.kernels.formats.table import cache_format, checkpoint_format, weight_format
 from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.from_json import from_json
 
@@ -293,6 +293,13 @@ def _validate_block(plan: Plan) -> None:
         raise PlanError(f"plan.schedule.block.checkpoints: {s.block.checkpoints} of checkpoint_period "
                         f"{s.block.checkpoint_period}, in blocks of checkpoint_tokens {s.block.checkpoint_tokens}, are "
                         "no share of the cache")
+    try:
+        checkpoint_format(s.block.checkpoint_format)
+    except ValueError as error:
+        raise PlanError(f"plan.schedule.block.checkpoint_format: {error}") from error
+    if s.block.checkpoint_format != "native" and not s.block.checkpoints:
+        raise PlanError(f"plan.schedule.block.checkpoint_format: {s.block.checkpoint_format} of no checkpoints "
+                        "(plan.schedule.block.checkpoints)")
     if not 0 <= s.block.entering <= plan.workload.batch:
         raise PlanError(f"plan.schedule.block.entering: {s.block.entering} is not between 0 and the batch of "
                         f"{plan.workload.batch} (plan.workload.batch)")

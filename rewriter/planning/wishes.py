@@ -28,6 +28,7 @@ class Wishes:
     cache_tokens: int | None = None
     cache_slots: int = 3
     checkpoints: tuple[int, int] | None = None  # of so many stretches of a staged cache of every so many; (0, 1): none
+    checkpoint_format: str = "native"
     entering: int | None = None  # sequences of a prefill step; None: all at once
     joined: bool = False  # prefill steps decode as well, where sequences enter
     drafted_tokens: int | Literal["auto"] | None = None  # that a step checks at most; None: no step checks any

@@ -127,8 +127,9 @@ def _cache_tier(plan: Plan) -> str:
     if block.checkpoints:
         share = ("all tokens" if block.checkpoints == block.checkpoint_period else
                  f"{block.checkpoints} of {block.checkpoint_period} stretches of {block.stretch} tokens")
-        kept = (f"; of {share} checkpoints, {block.checkpoint_tokens} tokens in the room of {block.cache_tokens}, of "
-                "which K and V are made again")
+        form = "" if block.checkpoint_format == "native" else f" in {block.checkpoint_format}"
+        kept = (f"; of {share} checkpoints{form}, {block.checkpoint_tokens} tokens in the room of "
+                f"{block.cache_tokens}, of which K and V are made again")
     return (f"{where} in blocks of {block.cache_tokens} tokens, through {block.cache_slots} staging slots; the blocks "
             f"that are not full yet on the device{attends}{kept}")
 

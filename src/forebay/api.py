@@ -74,7 +74,7 @@ def wrap(
     micro_batches: int | None = None, order: Literal["row", "zigzag"] = "zigzag",
     cache_tier: Literal["device", "host", "disk"] | None = None,
     cache_shares: tuple[float, float] | None = None,
-    cpu_attention: bool | None = None, checkpoints: tuple[int, int] | None = None,
+    cpu_attention: bool | None = None, checkpoints: tuple[int, int] | None = None, checkpoint_format: str = "native",
     places: int | None = None, prompt_lookup_num_tokens: int | Literal["auto"] | None = None,
     dequantize: bool = False, **others: Any,
 ) -> LanguageModel:
@@ -91,8 +91,8 @@ def wrap(
     on a `cache_tier` but for `cache_shares` on the device and in host memory, where with `cpu_attention` the host
     attends. The batch is then computed in `micro_batches` parts that load their caches for their turns in each layer
     (by default the planner says how many); in "zigzag" `order` they share each pass over the weights. With
-    `checkpoints` (2, 3) it keeps of two of three stretches of tokens what K and V are made of. With `places`, so many
-    are computed at once, whatever `batch`, and prompts of a `generate` enter as others end. With
+    `checkpoints` (2, 3) it keeps of two of three stretches of tokens what K and V are made of, native or act8. With
+    `places`, so many are computed at once, whatever `batch`, and prompts of a `generate` enter as others end. With
     `prompt_lookup_num_tokens` steps check up to so many tokens that followed the last ones before, as many as pay, or
     with "auto" none where none do. `plan` replays a plan.
 
@@ -103,8 +103,8 @@ def wrap(
     sizes = parse_budget(budget)
     require_spill_folder(sizes.disk)
     wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk, cache, micro_batches, order, cache_tier, cache_shares,
-                    cpu_attention, checkpoints=checkpoints, entering=entering_at_once(places),
-                    drafted_tokens=prompt_lookup_num_tokens)
+                    cpu_attention, checkpoints=checkpoints, checkpoint_format=checkpoint_format,
+                    entering=entering_at_once(places), drafted_tokens=prompt_lookup_num_tokens)
     if isinstance(model, torch.nn.Module):
         captured = capture_model(model)
         checkpoint = spill_module(model, sizes.disk or tempfile.gettempdir())

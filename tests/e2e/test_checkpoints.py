@@ -9,9 +9,11 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from e2e.block_case import COUNT, Case
 from late import make_late
 
@@ -48,6 +50,30 @@ def test_tokens_equal_transformers(
         assert (block.checkpoints, block.checkpoint_period) == share
         case.check(lm)
         case.check(lm)
+
+
+@pytest.mark.parametrize(("name", "share", "way"), list(itertools.product(
+    ["opt", "gpt2", "gemma2", "llama"], SHARES, range(len(WAYS)))) if ALL else [
+        ("opt", (1, 2), 0), ("llama", (1, 1), 4)])
+def test_checkpoints_in_8_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, share: tuple[int, int], way: int
+) -> None:
+    """Logits behind prompts that come in pieces, each over K and V that are made of packed rows, are off by their
+    rounding and no more; and blocks hold the checkpoints of more tokens."""
+    monkeypatch.setenv("FOREBAY_POISON", "1")
+    case, tokens, errors = Case(name, tmp_path, 100, 4), [], []  # three stretches of 32 tokens
+    with torch.no_grad():
+        wanted = torch.stack([case.model(ids[mask.bool()][None]).logits[0, -1]
+                              for ids, mask in zip(case.ids, case.mask, strict=True)])
+    for kept in ("native", "act8"):
+        with case.language_model(12.0, **DISK | {"checkpoints": share, "checkpoint_format": kept} | WAYS[way]) as lm:
+            assert lm.plan.schedule.block.checkpoint_format == kept
+            tokens.append(lm.plan.schedule.block.checkpoint_tokens)
+            found = [lm.next_logits(case.ids, case.mask) for _ in range(2)]
+            assert torch.equal(*found), "the second time it finds the blocks of the first"
+            errors.append(((found[0] - wanted).abs().max() / wanted.abs().max()).item())
+    assert errors[0] < 1e-5 < errors[1] < 0.01
+    assert tokens[1] >= 2 * tokens[0]
 
 
 @pytest.mark.parametrize("share", [(1, 1), (1, 2)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,7 @@ from forebay.kernels.formats import packing, row_sizes
 from forebay.kernels.formats.table import ACT8
 from forebay.kernels.gpu_support.arguments import check_device, fail
 from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.quantization.quantize.gpu import group_codes, group_range, pack_codes
 
 SCALE_DTYPE = torch.float16
@@ -20,18 +23,18 @@ ROW_ALIGN = tl.constexpr(row_sizes.WEIGHT_ALIGN)
 
 @triton.jit
 def activation_append_q_kernel(
-    x_ptr, start_ptr, codes_ptr, scale_ptr, low_ptr, queries, features, groups, capacity, row_nbytes,
-    xb, xs, cb, cl, sb, sl,
+    x_ptr, rows_ptr, codes_ptr, scale_ptr, low_ptr, queries, features, groups, capacity, row_nbytes,
+    xb, xs, cb, cl, sb, sl, rb, rs,
     BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, tile of groups); a token whose position is outside the cache is left out.
+    """Program (token, tile of groups); a token whose row is outside the cache is left out.
 
     FULL: GROUP divides features.
     """
     token = tl.program_id(0)
     b = (token // queries).to(tl.int64)
     s = (token % queries).to(tl.int64)
-    position = tl.load(start_ptr + b) + s
+    position = tl.load(rows_ptr + b * rb + s * rs)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     kept = group < tl.where((position >= 0) & (position < capacity), groups, 0)
     place = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -60,26 +63,25 @@ def tile(features: int, group: int) -> tuple[int, int]:
     return wide // group, max(1, wide // 512)
 
 
-def activation_append_q(cache: Tensor, x: Tensor, start: Tensor, bits: int, group: int) -> None:
-    """Write x [B, S, H] into packed rows cache [B, L, R] at start[b] + s; arguments checked as the operator does.
-
-    A position outside the cache is left out.
-    """
+def bind_activation_append_q(cache: Tensor, x: Tensor, rows: Tensor, bits: int, group: int) -> Callable[[], None]:
+    """A call that writes x [B, S, H] into the packed rows [B, S] of cache [B, L, R]; arguments checked as the operator
+    does. A row outside the cache is left out."""
     op = "activation_append_q"
     check_device(op, "cache", cache)
     if x.stride(2) != 1 and x.shape[2] > 1:
         fail(op, "x", f"must have a contiguous last dimension, got strides {x.stride()}")
     if x.numel() == 0:
-        return
+        return lambda: None
     batch, queries, features = x.shape
     parts = packing.unpack_rows(cache, features, bits, group, SCALE_DTYPE)
     count = parts[1].shape[2]
     wide, warps = tile(features, group)
-    activation_append_q_kernel[(batch * queries, triton.cdiv(count, wide))](
-        x, start.contiguous(), *parts, queries, features, count, *cache.shape[1:],
-        *x.stride()[:2], *cache.stride()[:2], *parts[1].stride()[:2],
+    return bound(kernel_call(
+        activation_append_q_kernel, (batch * queries, triton.cdiv(count, wide)),
+        x, rows, *parts, queries, features, count, *cache.shape[1:],
+        *x.stride()[:2], *cache.stride()[:2], *parts[1].stride()[:2], *rows.stride(),
         BITS=bits, GROUP=group, GROUPS=wide, FULL=features % group == 0, num_warps=warps,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def audit_cases() -> list[AuditCase]:
@@ -90,8 +92,8 @@ def audit_cases() -> list[AuditCase]:
         row = row_sizes.row_nbytes(features, bits, group)
         wide, warps = tile(features, group)
         nbytes = 512 * (2 * features + row + 8)
-        strides = ("xb", "xs", "cb", "cl", "sb", "sl")
-        signature = {"x_ptr": f"*{dtype}", "start_ptr": "*i64", "codes_ptr": "*u8"}
+        strides = ("xb", "xs", "cb", "cl", "sb", "sl", "rb", "rs")
+        signature = {"x_ptr": f"*{dtype}", "rows_ptr": "*i64", "codes_ptr": "*u8"}
         signature |= dict.fromkeys(("scale_ptr", "low_ptr"), "*fp16")
         numbers = ("queries", "features", "groups", "capacity", "row_nbytes", *strides)
         cases.append(

@@ -25,11 +25,10 @@ def unpack(rows: Tensor, features: int, bits: int, group: int, dtype: torch.dtyp
     return quantize_reference.dequantize_reference(*parts, bits, group, -1, features, dtype)
 
 
-def reference(cache: Tensor, x: Tensor, start: Tensor, bits: int, group: int) -> Tensor:
-    """A new checkpoint [B, L, R] with x [B, S, H] at positions start[b] .. start[b] + S - 1, on any device."""
-    made, rows = cache.clone(), pack(x, bits, group)
-    for b, begin in enumerate(start.tolist()):
-        made[b, begin : begin + x.shape[1]] = rows[b]
+def reference(cache: Tensor, x: Tensor, rows: Tensor, bits: int, group: int) -> Tensor:
+    """New checkpoints [B, L, R] with x [B, S, H] in the rows [B, S], on any device."""
+    made = cache.clone()
+    made[torch.arange(len(rows), device=rows.device)[:, None], rows] = pack(x, bits, group)
     return made
 
 
@@ -45,8 +44,8 @@ def check_format(op: str, bits: int, group: int, prefix: str = "") -> None:
         raise ValueError(f"{op}: {prefix}group must be one of {GROUPS}, got {group}")
 
 
-def check(cache: Tensor, x: Tensor, start: Tensor, bits: int, group: int) -> None:
-    """ValueError names the argument whose dtype, shape or device is wrong; positions are looked at when used."""
+def check(cache: Tensor, x: Tensor, rows: Tensor, bits: int, group: int) -> None:
+    """ValueError names the argument whose dtype, shape or device is wrong; rows are looked at when used."""
     check_format(OP, bits, group)
     if x.dim() != 3 or x.dtype not in native.DTYPES or x.shape[-1] < 1:
         fail("x", f"must be [B, S, H] of fp32, bf16 or fp16, got {x.dtype} {tuple(x.shape)}")
@@ -55,8 +54,8 @@ def check(cache: Tensor, x: Tensor, start: Tensor, bits: int, group: int) -> Non
         fail("cache", f"must be uint8 {wanted}, got {cache.dtype} {tuple(cache.shape)}")
     if cache.stride(2) != 1 or cache.stride(0) % 2 or cache.stride(1) % 2 or cache.storage_offset() % 2:
         fail("cache", f"must have contiguous rows at even addresses, got strides {cache.stride()}")
-    if start.dtype != torch.int64 or start.shape != x.shape[:1]:
-        fail("start", f"must be int64 of shape {tuple(x.shape[:1])}, got {start.dtype} {tuple(start.shape)}")
-    for tensor, name in ((x, "x"), (start, "start")):
+    if rows.dtype != torch.int64 or rows.shape != x.shape[:2]:
+        fail("rows", f"must be int64 of shape {tuple(x.shape[:2])}, got {rows.dtype} {tuple(rows.shape)}")
+    for tensor, name in ((x, "x"), (rows, "rows")):
         if tensor.device != cache.device:
             fail(name, f"must be on {cache.device}, got {tensor.device}")

@@ -11,10 +11,12 @@ import math
 import torch
 from torch import Tensor
 
+from forebay.kernels.cpu_support import native
 from forebay.kernels.operator import Call, Operator, Use, each_once
 from forebay.kernels.quantization.dequantize_rows.cpu import bind_dequantize_rows, workspace_nbytes
 from forebay.kernels.quantization.dequantize_rows.onnx import dequantize_rows as dequantize_rows_onnx
 from forebay.kernels.quantization.dequantize_rows.reference import check, reference
+from forebay.kernels.quantization.quantize.cpu import NATIVE_MAX_GROUP
 
 
 @torch.library.custom_op("forebay::dequantize_rows", mutates_args=(), device_types="cpu")
@@ -54,6 +56,8 @@ def _bind_cuda(use: Use) -> Call:
 
 def _workspace(use: Use) -> int:
     rows, in_features, _, group_size = use.args[:4]
+    if not use.args[6] and group_size <= NATIVE_MAX_GROUP and native.load() is not None:
+        return 0  # rows in Programs stand equally far from each other
     return workspace_nbytes(math.prod(rows.shape[:-1]), in_features, group_size)
 
 

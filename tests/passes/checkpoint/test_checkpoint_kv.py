@@ -25,7 +25,7 @@ def test_weights_are_read_as_often_as_before(make: Any) -> None:
     """New tokens and checkpoints share a product, so a weight that streams is brought once."""
     plain = captured(make())
     assert plain.checkpointed is not None
-    kept = plain.checkpointed()
+    kept = plain.checkpointed("native")
     for name, block in plain.blocks().items():
         other = kept.blocks()[name]
         for node in block.graph.find_nodes(op="placeholder"):
@@ -39,7 +39,7 @@ def test_the_plain_graphs_stay_as_they_are() -> None:
     plain = captured(opt())
     before = str(plain.step.graph), [str(block.graph) for block in plain.blocks().values()]
     assert plain.checkpointed is not None
-    assert plain.checkpointed() is plain.checkpointed()
+    assert plain.checkpointed("native") is plain.checkpointed("native")
     assert before == (str(plain.step.graph), [str(block.graph) for block in plain.blocks().values()])
 
 
@@ -47,7 +47,7 @@ def test_packed_keys_and_values_are_refused() -> None:
     packed = captured(opt(), "kv8")
     assert packed.checkpointed is not None
     with pytest.raises(PlanError, match="checkpoints: K and V are made again beside those of a native cache"):
-        packed.checkpointed()
+        packed.checkpointed("native")
     before = str(packed.step.graph)
     with pytest.raises(CannotCheckpoint):
         checkpoint_kv(packed.step)

@@ -19,11 +19,11 @@ OP = operators.ACTIVATION_APPEND_Q.overload
 def arguments(
     features: int = 100, bits: int = 8, group: int = 64, dtype: torch.dtype = torch.float16
 ) -> dict[str, Any]:
-    """Strided rows of 0xff, whose scales are NaN, and new positions at unequal starts."""
+    """Strided rows of 0xff, whose scales are NaN, and tokens for any of them."""
     row = row_sizes.row_nbytes(features, bits, group)
     cache = torch.full((3, 9, row + 4), 0xFF, dtype=torch.uint8)[:, :7, :row]
     x = (5 * torch.randn(3, 2, features, generator=torch.Generator().manual_seed(3)) + 1).to(dtype)
-    return {"cache": cache, "x": x, "start": torch.tensor([0, 5, 2]), "bits": bits, "group": group}
+    return {"cache": cache, "x": x, "rows": torch.tensor([[0, 1], [6, 2], [3, 5]]), "bits": bits, "group": group}
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
@@ -38,8 +38,8 @@ def test_writes_the_bits_of_the_reference(path: str, features: int, bits: int, g
     OP(*args.values())
     assert torch.equal(args["cache"], wanted)
     assert torch.equal(whole[:, 7:], before[:, 7:]) and torch.equal(whole[..., -4:], before[..., -4:])
-    for b, begin in enumerate(args["start"].tolist()):
-        rows = args["cache"][b, begin : begin + 2]
+    for b, places in enumerate(args["rows"]):
+        rows = args["cache"][b, places]
         scale = packing.unpack_rows(rows, features, bits, group, torch.float16)[1].float()
         error = (module.unpack(rows, features, bits, group) - args["x"][b].float()).abs()
         assert (error <= scale.repeat_interleave(group, -1)[..., :features] * (0.5 + 1e-4)).all()
@@ -54,7 +54,7 @@ def test_features_that_are_not_contiguous_and_no_features_at_all(path: str) -> N
     OP(*turned.values())
     assert torch.equal(args["cache"], turned["cache"])
     before = args["cache"].clone()
-    OP(*(args | {"x": args["x"][:, :0]}).values())
+    OP(*(args | {"x": args["x"][:, :0], "rows": args["rows"][:, :0]}).values())
     assert torch.equal(args["cache"], before)
 
 
@@ -64,8 +64,8 @@ def test_what_cannot_be_held_reads_back_as_nan(path: str) -> None:
     for b, value in enumerate((torch.nan, torch.inf, -1e6)):
         args["x"][b, 1, 3] = value
     OP(*args.values())
-    for b, begin in enumerate(args["start"].tolist()):
-        found = module.unpack(args["cache"][b, begin : begin + 2], 100, 8, 64)
+    for b, places in enumerate(args["rows"]):
+        found = module.unpack(args["cache"][b, places], 100, 8, 64)
         assert found[1, :64].isnan().all() and found[0].isfinite().all()
         assert (found[1, 64:] - args["x"][b, 1, 64:]).abs().max() < 0.1
 
@@ -80,7 +80,7 @@ def test_bad_arguments_are_named() -> None:
     wrong: dict[str, list[Any]] = {
         "cache": [good["cache"].char(), good["cache"][..., 4:], good["cache"][0], good["cache"][1:], shifted[..., 1:]],
         "x": [good["x"].double(), good["x"][0], good["x"].int(), good["x"][..., :0]],
-        "start": [good["start"].int(), good["start"][1:], torch.tensor([0, 6, 0]), torch.tensor([0, -1, 0])],
+        "rows": [good["rows"].int(), good["rows"][1:], good["rows"] + 1, good["rows"] - 1],
         "bits": [2, 0],
         "group": [48, 0, 256],
     }
