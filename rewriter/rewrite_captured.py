@@ -62,15 +62,12 @@ def rewrite_captured(captured: CapturedModel, switches: Switches, cache_format: 
 
 
 def _checkpointed(captured: CapturedModel, switches: Switches, kept: str) -> CapturedModel:
-    """`captured`, which is rewritten, with checkpoints in the format `kept` beside its native cache. PlanError where it
-    has no room for them."""
+    """`captured`, which is rewritten, with checkpoints in the format `kept` beside K and V. PlanError where it has no
+    room for them."""
     try:
         stored = checkpoint_format(kept)
     except ValueError as error:
         raise PlanError(f"checkpoint_format: {error}") from error
-    if any(spec.format != "native" for spec in captured.cache):
-        raise PlanError(f"checkpoints: K and V are made again beside those of a native cache, not of one in the format "
-                        f"{captured.cache[0].format}")
     _fill(captured)
     step = _with_blocks(captured)
     stage = Stage(step, switches, "checkpointed", {})

@@ -71,7 +71,7 @@ def layer_cuts(step: fx.GraphModule) -> dict[object, Cut]:
                   if isinstance(given, fx.Node) and follows_positions(given)]
         cut = smallest_cut(block, tables, behind_products=True)
         if cut is None:
-            raise CannotCheckpoint("checkpoints need a cache in the model's own format")
+            raise CannotCheckpoint(f"{name} appends to no cache")
         if len(cut.kept) != 1 or not 2 <= _value(cut.kept[0]).dim() <= 3:
             raise CannotCheckpoint(f"K and V are made of {', '.join(n.name for n in cut.kept) or 'nothing'} in {name}; "
                                    "checkpoints are of one value for each token")
@@ -194,6 +194,10 @@ class _GraphEdit:
         node.meta |= {"made_by": "checkpoint_kv", _LAYOUT: layout} | ({} if mark is None else {META: mark})
         return node
 
+    def heads_first(self, value: Any) -> fx.Node:
+        """[B, S, Hkv, …] as [B, Hkv, S, …], or the other way."""
+        return self(aten.permute.default, value, [0, 2, 1, 3])
+
     def keep(self, kept: fx.Node, places: list[fx.Node], value: fx.Node, stored: Format) -> tuple[fx.Node, fx.Node]:
         """Put the value of new tokens to its places among what is kept [B, rows, …], by sequence and row. (What was
         kept before of all sequences [1, B rows, width], that and the new value behind it.)"""
@@ -233,7 +237,7 @@ class _GraphEdit:
 def _rewrite_block(block: fx.GraphModule, cut: Cut, tables: list[str], stored: Format) -> None:
     graph, (kept,) = block.graph, cut.kept
     placeholders = {n.name: n for n in graph.find_nodes(op="placeholder")}
-    cache_k, cache_v, k, v, start = cut.append.args
+    cache_k, cache_v, k, v, start, *packing = cut.append.args
     assert isinstance(cache_k, fx.Node)
     token = next(n for n in graph.find_nodes(op="placeholder") if n.meta.get(META) is None and _value(n).dim() == 3)
     write, width, spec = _GraphEdit(graph), _width(kept), _kept(kept, stored)
@@ -275,14 +279,15 @@ def _rewrite_block(block: fx.GraphModule, cut: Cut, tables: list[str], stored: F
                     found = write(aten.permute.default, found, [0, 2, 1, 3])
                 node.replace_all_uses_with(found, lambda user, others=others: user in others)  # type: ignore[misc]
     with graph.inserting_before(cut.append):
-        appended = []
-        for cache, node in ((cache_k, k), (cache_v, v)):
-            assert isinstance(cache, fx.Node) and isinstance(node, fx.Node)
-            by_token = write(aten.permute.default, cache, [0, 2, 1, 3])
-            write(aten.index_put_.default, by_token, [number, write(aten.select.int, restored, 1, 0)],
-                  part(node, 0, before)[0])
-            appended.append(write(aten.permute.default, part(node, before, rows)[0], [0, 2, 1, 3]))
-    cut.append.args = (cache_k, cache_v, *appended, start)
+        assert isinstance(k, fx.Node) and isinstance(v, fx.Node)
+        places, again = write(aten.select.int, restored, 1, 0), [part(node, 0, before)[0] for node in (k, v)]
+        if packing:
+            write(cut.append.target, cache_k, cache_v, *[write.heads_first(node) for node in again], places, *packing)
+        else:
+            for cache, node in zip((cache_k, cache_v), again, strict=True):
+                write(aten.index_put_.default, write.heads_first(cache), [number, places], node)
+        appended = [write.heads_first(part(node, before, rows)[0]) for node in (k, v)]
+    cut.append.args = (cache_k, cache_v, *appended, start, *packing)
     for node in reversed(slice_):
         if not node.users:
             graph.erase_node(node)

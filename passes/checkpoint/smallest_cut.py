@@ -16,7 +16,7 @@ import networkx as nx
 import torch
 from torch import fx
 
-from forebay.kernels.operators import KV_APPEND
+from forebay.kernels.operators import KV_APPEND, KV_APPEND_Q, of_target
 from forebay.passes.product_nodes import linear_arguments
 from forebay.rewriter.ir.graph import META, values_of
 
@@ -24,6 +24,7 @@ from forebay.rewriter.ir.graph import META, values_of
 LEAST_PRICE = 2.0**-20
 
 Price = Callable[[fx.Node], float]
+APPENDS = (KV_APPEND, KV_APPEND_Q)
 
 
 @dataclass(frozen=True)
@@ -46,22 +47,23 @@ class Cut:
 def smallest_cut(
     block: fx.GraphModule, tables: Collection[str] = (), price: Price = lambda node: 0.0, behind_products: bool = False
 ) -> Cut | None:
-    """The cheapest way to have K and V of a block's tokens again; None for a block without a native cache.
+    """The cheapest way to have K and V of a block's tokens again; None for a block without a cache.
 
     `tables` are placeholders that follow from positions alone. `price` is what making a value again costs, in bytes per
     token, of which as many could be moved in the time. With `behind_products` K and V must be made again by their
     products, whatever is smaller.
     """
-    append = next(iter(block.graph.find_nodes(op="call_function", target=KV_APPEND.overload)), None)
+    append = next((node for node in block.graph.nodes if of_target(node.target) in APPENDS), None)
     if append is None:
         return None
     ends = [node for node in append.args[2:4] if isinstance(node, fx.Node)]
+    stored = dict(zip(ends, map(_row_nbytes, append.args[:2]), strict=True))
     inputs = set(token_inputs(block, tables))
     cone = [node for node in block.graph.nodes if node in _between(inputs, ends)]
     graph = nx.DiGraph()
     for node in cone:
         fixed = behind_products and any(map(_is_product, (node, *_ancestors(node, among=cone))))
-        graph.add_edge((node, 0), (node, 1), capacity=math.inf if fixed else token_nbytes(node))
+        graph.add_edge((node, 0), (node, 1), capacity=math.inf if fixed else stored.get(node, token_nbytes(node)))
         again = math.inf if node in inputs else price(node) + LEAST_PRICE * token_nbytes(node)
         graph.add_edge("kept", (node, 0), capacity=again)
         for source in node.all_input_nodes:
@@ -72,7 +74,7 @@ def smallest_cut(
     _, (ahead, _) = nx.minimum_cut(graph, "kept", "made")
     kept = tuple(n for n in cone if (n, 0) in ahead and (n, 1) not in ahead)
     made = tuple(n for n in cone if (n, 0) not in ahead)
-    return Cut(append, kept, made, sum(map(token_nbytes, kept)), sum(map(token_nbytes, ends)))
+    return Cut(append, kept, made, sum(stored.get(node, token_nbytes(node)) for node in kept), sum(stored.values()))
 
 
 def token_inputs(block: fx.GraphModule, tables: Collection[str] = ()) -> Iterator[fx.Node]:
@@ -104,6 +106,12 @@ def _ancestors(*ends: Any, among: Collection[fx.Node] = ()) -> set[fx.Node]:
             found.add(node)
             waiting += node.all_input_nodes
     return found
+
+
+def _row_nbytes(cache: Any) -> int:
+    """Bytes that a cache [B, Hkv, L, …] has of one token."""
+    value = values_of(cache)[0]
+    return int(value.shape[1]) * int(value.shape[3]) * value.element_size()
 
 
 def _is_product(node: fx.Node) -> bool:

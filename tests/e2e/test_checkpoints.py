@@ -76,6 +76,28 @@ def test_checkpoints_in_8_bits(
     assert tokens[1] >= 2 * tokens[0]
 
 
+@pytest.mark.parametrize(("cache", "kept"), [("kv8", "native"), ("kv4", "act8")])
+def test_beside_packed_keys_and_values(
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, cache: str, kept: str
+) -> None:
+    """What is made again is packed as it was at first: tokens and logits are those of such a cache alone, but for the
+    rounding of what is kept."""
+    monkeypatch.setenv("FOREBAY_POISON", "1")
+    case = cases("opt")
+    with case.language_model(12.0, cache_format=cache, prefill_chunk=10) as lm:
+        wanted, logits = case.answer(lm), lm.next_logits(case.ids, case.mask)
+    with case.language_model(
+            12.0, **DISK | {"checkpoints": (1, 1), "checkpoint_format": kept, "cache_format": cache}) as lm:
+        assert lm.plan.schedule.block.checkpoints
+        found = [lm.next_logits(case.ids, case.mask) for _ in range(2)]
+        assert torch.equal(*found)
+        error = ((found[0] - logits).abs().max() / logits.abs().max()).item()
+        if kept == "native":
+            assert error < 1e-4 and torch.equal(case.answer(lm), wanted)
+        else:
+            assert 1e-5 < error < 0.05
+
+
 @pytest.mark.parametrize("share", [(1, 1), (1, 2)])
 def test_copies_that_overtake_each_other(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, share: tuple[int, int]

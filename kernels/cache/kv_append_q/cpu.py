@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from forebay.kernels.cache.kv_append_q.reference import check, fail, pack
+from forebay.kernels.cache.kv_append_q.reference import check, fail, pack, positions_of
 from forebay.kernels.cpu_support import native
 
 
@@ -18,7 +18,7 @@ class CacheAppendArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "k", "v", "start")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "length", "rows", "k_dim", "v_dim", "group")),
         *((f"{t}_{d}", ctypes.c_int64) for t in ("k_cache", "v_cache", "k", "v") for d in ("batch", "head", "row")),
-        *((name, ctypes.c_int32) for name in ("bits", "dtype")),
+        *((name, ctypes.c_int32) for name in ("bits", "dtype", "each")),
     )
 
 
@@ -28,13 +28,13 @@ def _refuse_start(k_cache: Tensor, k: Tensor, start: Tensor) -> None:
 
 def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int) -> None:
     """By torch, one sequence after another."""
-    begins, new = start.tolist(), k.shape[2]
-    if begins and (min(begins) < 0 or max(begins) + new > k_cache.shape[2]):
+    places = positions_of(start, k.shape[2])
+    if places.numel() and (places.min() < 0 or places.max() >= k_cache.shape[2]):
         _refuse_start(k_cache, k, start)
     for cache, x in ((k_cache, k), (v_cache, v)):
         rows = pack(x, bits, group)
-        for b, begin in enumerate(begins):
-            cache[b, :, begin : begin + new] = rows[b]
+        for b, place in enumerate(places):
+            cache[b, :, place] = rows[b]
 
 
 def bind_kv_append_q(
@@ -57,6 +57,6 @@ def bind_kv_append_q(
     args = CacheAppendArgs(
         *(t.data_ptr() for t in tensors), start.data_ptr(),
         *k_cache.shape[:3], k.shape[2], k.shape[3], v.shape[3], group,
-        *(stride for t in tensors for stride in t.stride()[:3]), bits, native.DTYPES[k.dtype],
+        *(stride for t in tensors for stride in t.stride()[:3]), bits, native.DTYPES[k.dtype], start.dim() - 1,
     )  # fmt: skip
     return native.NativeCall("kv_append_q", args, (*tensors, start), refuse=lambda: _refuse_start(k_cache, k, start))

@@ -126,19 +126,19 @@ def store_rotated(
 
 @triton.jit
 def kv_append_q_kernel(
-    k_ptr, v_ptr, start_ptr, k_cache_ptr, v_cache_ptr, queries, heads, capacity,
+    k_ptr, v_ptr, start_ptr, k_cache_ptr, v_cache_ptr, queries, heads, capacity, step, tb, ts,
     kb, kh, ks, vb, vh, vs, kcb, kch, kcl, vcb, vch, vcl,
     HEADS: tl.constexpr, BLOCKWISE: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, POWER: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     """Program (token, block of heads, K or V); a token whose position is outside the cache is left out.
 
-    Strides of the caches are multiples of UNIT.
+    Strides of the caches are multiples of UNIT. `step` is what is added from token to token to what start says.
     """
     token = tl.program_id(0)
     b = (token // queries).to(tl.int64)
     s = (token % queries).to(tl.int64)
-    position = tl.load(start_ptr + b) + s
+    position = tl.load(start_ptr + b * tb + s * ts) + s * step
     first = (tl.program_id(1) * HEADS).to(tl.int64)
     fits = (position >= 0) & (position < capacity)
     if tl.program_id(2) == 0:
@@ -182,9 +182,11 @@ def bind_kv_append_q(
         check_rows(op, cache, name, dim)
     strides = (*row_strides(k_cache), *row_strides(v_cache))
     constants, warps = _constants(heads, dim, group, bits, k.element_size())
+    places = (0, *start.stride()) if start.dim() == 2 else (1, start.stride(0), 0)
     return bound(kernel_call(
         kv_append_q_kernel, (batch * queries, triton.cdiv(heads, constants["HEADS"]), 2),
-        k, v, start, k_cache, v_cache, queries, heads, k_cache.shape[2], *k.stride()[:3], *v.stride()[:3], *strides,
+        k, v, start, k_cache, v_cache, queries, heads, k_cache.shape[2], *places, *k.stride()[:3], *v.stride()[:3],
+        *strides,
         UNIT=unit_of(*strides), **constants, num_warps=warps,
     ))  # fmt: skip
 
@@ -192,7 +194,8 @@ def bind_kv_append_q(
 def kv_append_q(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int
 ) -> None:
-    """Write k and v [B, Hkv, S, D] into packed rows [B, Hkv, L, R] at positions start[b] .. start[b] + S - 1.
+    """Write k and v [B, Hkv, S, D] into packed rows [B, Hkv, L, R] at positions start[b] .. start[b] + S - 1, or
+    start[b, s].
 
     Any strides but D's and a row's. A position outside the cache is left out, as its value is not known to the host.
     ValueError names the argument that is wrong, before the launch.
@@ -208,7 +211,7 @@ def _case(bits: int, heads: int, dim: int, dtype: str, in_suite: bool = True, am
     pointers = dict.fromkeys(("k_ptr", "v_ptr"), f"*{dtype}") | {"start_ptr": "*i64"}
     pointers |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*u8")
     strides = ("kb", "kh", "ks", "vb", "vh", "vs")
-    numbers = ("queries", "heads", "capacity", *strides, "kcb", "kch", "kcl", "vcb", "vch", "vcl")
+    numbers = ("queries", "heads", "capacity", "step", "tb", "ts", *strides, "kcb", "kch", "kcl", "vcb", "vch", "vcl")
     nbytes = 2 * 512 * heads * (dim * (4 if dtype == "fp32" else 2) + row_nbytes)
     return AuditCase(
         name=f"kv_append_q/kv{bits}/{heads}x{dim}-{dtype}{'/amd' if amd else ''}",

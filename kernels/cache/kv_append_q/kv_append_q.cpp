@@ -9,11 +9,11 @@ extern "C" struct CacheAppendArgs {
   uint8_t* v_cache;
   const void* k;         // [B, Hkv, S, D]
   const void* v;         // [B, Hkv, S, Dv]
-  const int64_t* start;  // [B], read at every call
+  const int64_t* start;  // [B], or where `each` a position of every row [B, S], read at every call
   int64_t batch, heads, length, rows, k_dim, v_dim, group;
   int64_t k_cache_batch, k_cache_head, k_cache_row, v_cache_batch, v_cache_head, v_cache_row;  // bytes
   int64_t k_batch, k_head, k_row, v_batch, v_head, v_row;                                      // elements
-  int32_t bits, dtype;
+  int32_t bits, dtype, each;
 };
 
 namespace {
@@ -39,12 +39,13 @@ void append_row(const T* x, int64_t dim, int64_t group, int32_t bits, uint8_t* r
 template <class T> void append(const CacheAppendArgs& a, int threads) {
   const int64_t tasks = a.batch * a.heads;
   parallel_for(tasks, threads, tasks * a.rows * (a.k_dim + a.v_dim), [&](int64_t i) {
-    const int64_t b = i / a.heads, h = i % a.heads, at = a.start[b];
+    const int64_t b = i / a.heads, h = i % a.heads;
     for (int64_t s = 0; s < a.rows; ++s) {
+      const int64_t at = a.each ? a.start[b * a.rows + s] : a.start[b] + s;
       append_row(static_cast<const T*>(a.k) + b * a.k_batch + h * a.k_head + s * a.k_row, a.k_dim, a.group, a.bits,
-                 a.k_cache + b * a.k_cache_batch + h * a.k_cache_head + (at + s) * a.k_cache_row);
+                 a.k_cache + b * a.k_cache_batch + h * a.k_cache_head + at * a.k_cache_row);
       append_row(static_cast<const T*>(a.v) + b * a.v_batch + h * a.v_head + s * a.v_row, a.v_dim, a.group, a.bits,
-                 a.v_cache + b * a.v_cache_batch + h * a.v_cache_head + (at + s) * a.v_cache_row);
+                 a.v_cache + b * a.v_cache_batch + h * a.v_cache_head + at * a.v_cache_row);
     }
   });
 }
@@ -56,7 +57,9 @@ extern "C" int64_t forebay_cache_max_head_dim() { return MAX_HEAD_DIM; }
 // Needs D and R contiguous everywhere and D <= MAX_HEAD_DIM. Returns 1, and writes nothing, where a position would lie
 // outside the cache.
 extern "C" int forebay_kv_append_q(const CacheAppendArgs* a, float*, int64_t, int threads) {
-  if (!inside(a->start, a->batch, a->rows, a->length) || a->k_dim > MAX_HEAD_DIM || a->v_dim > MAX_HEAD_DIM) return 1;
+  const bool held = a->each ? inside(a->start, a->batch * a->rows, 1, a->length)
+                            : inside(a->start, a->batch, a->rows, a->length);
+  if (!held || a->k_dim > MAX_HEAD_DIM || a->v_dim > MAX_HEAD_DIM) return 1;
   if (a->dtype == F32) append<float>(*a, threads);
   else if (a->dtype == BF16) append<bf16>(*a, threads);
   else append<f16>(*a, threads);

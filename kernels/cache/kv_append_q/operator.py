@@ -36,8 +36,8 @@ from forebay.kernels.operator import Call, Cost, Operator, Use, nbytes_of
 def kv_append_q(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int) -> None:
     """Write k [B, Hkv, S, D] and v, as codes of `bits`, into the caches [B, Hkv, L, R] at start[b] .. start[b] + S - 1.
 
-    start is int64 [B]. Any strides. ValueError, before anything is written, where a shape, a dtype or a position is
-    wrong; on fake tensors only shapes are known.
+    start is int64 [B], or [B, S] with a position for each; of several with one any stays. Any strides. ValueError,
+    before anything is written, where a shape, a dtype or a position is wrong; on fake tensors only shapes are known.
     """
     bind_kv_append_q(k_cache, v_cache, k, v, start.contiguous(), bits, group)()
 

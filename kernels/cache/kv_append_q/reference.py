@@ -81,8 +81,21 @@ def unpack(cache: Tensor, head_dim: int, bits: int, group: int, dtype: torch.dty
 def reference(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor, bits: int, group: int
 ) -> tuple[Tensor, Tensor]:
-    """New caches [B, Hkv, L, R] with k and v [B, Hkv, S, D] at positions start[b] .. start[b] + S - 1; any device."""
-    return kv_append.reference(k_cache, v_cache, pack(k, bits, group), pack(v, bits, group), start)
+    """New caches [B, Hkv, L, R] with k and v [B, Hkv, S, D] at positions start[b] .. start[b] + S - 1, or start[b, s];
+    on any device."""
+    rows = pack(k, bits, group), pack(v, bits, group)
+    if start.dim() == 1:
+        return kv_append.reference(k_cache, v_cache, *rows, start)
+    made = k_cache.clone(), v_cache.clone()
+    for cache, new in zip(made, rows, strict=True):
+        for b, place in enumerate(start):
+            cache[b, :, place] = new[b]
+    return made
+
+
+def positions_of(start: Tensor, new: int) -> Tensor:
+    """The positions [B, S] of new tokens, from those of the first ones [B] or as they are."""
+    return start if start.dim() == 2 else start[:, None] + torch.arange(new, device=start.device)
 
 
 def fail(argument: str, problem: str) -> None:
@@ -106,5 +119,6 @@ def check(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tensor,
                   row_sizes.row_nbytes(new.shape[3], bits, group, row_sizes.CACHE_ALIGN))  # fmt: skip
         if cache.dtype != torch.uint8 or tuple(cache.shape) != wanted:
             fail(f"{name}_cache", f"must be uint8 {wanted}, got {cache.dtype} {tuple(cache.shape)}")
-    if start.dtype != torch.int64 or start.shape != k.shape[:1]:
-        fail("start", f"must be int64 of shape {tuple(k.shape[:1])}, got {start.dtype} {tuple(start.shape)}")
+    each = k.shape[0], k.shape[2]
+    if start.dtype != torch.int64 or start.shape not in (each[:1], each):
+        fail("start", f"must be int64 of shape {tuple(each[:1])} or {each}, got {start.dtype} {tuple(start.shape)}")

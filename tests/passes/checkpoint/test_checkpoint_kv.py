@@ -8,7 +8,8 @@ import pytest
 import torch
 from families import gpt2, llama, opt
 
-from forebay.passes.checkpoint.checkpoint_kv import CannotCheckpoint, checkpoint_kv, follows_positions
+from forebay.kernels.operators import KV_APPEND_Q
+from forebay.passes.checkpoint.checkpoint_kv import follows_positions
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.ir.graph import META, CacheInput, CapturedModel
 from forebay.rewriter.ir.plan import PlanError
@@ -43,15 +44,23 @@ def test_the_plain_graphs_stay_as_they_are() -> None:
     assert before == (str(plain.step.graph), [str(block.graph) for block in plain.blocks().values()])
 
 
-def test_packed_keys_and_values_are_refused() -> None:
+def test_packed_keys_and_values_are_made_again() -> None:
+    """Restored rows are packed by the same operator as new ones; the plain graphs stay as they are."""
     packed = captured(opt(), "kv8")
-    assert packed.checkpointed is not None
-    with pytest.raises(PlanError, match="checkpoints: K and V are made again beside those of a native cache"):
-        packed.checkpointed("native")
     before = str(packed.step.graph)
-    with pytest.raises(CannotCheckpoint):
-        checkpoint_kv(packed.step)
+    assert packed.checkpointed is not None
+    for block in packed.checkpointed("native").blocks().values():
+        appends = block.graph.find_nodes(op="call_function", target=KV_APPEND_Q.overload)
+        assert len(appends) == 2 and appends[0].args[5:] == appends[1].args[5:]
+        assert [node.args[4].meta["val"].dim() for node in appends] == [2, 1]
     assert str(packed.step.graph) == before
+
+
+def test_a_format_that_is_none_is_refused() -> None:
+    made = captured(opt()).checkpointed
+    assert made is not None
+    with pytest.raises(PlanError, match=r"checkpoint_format: no checkpoint format 'act4'; there are native, act8"):
+        made("act4")
 
 
 def test_what_follows_positions() -> None:
