@@ -1,7 +1,8 @@
 // Static allocation at any size: first fit in a given order, best fit over time, and local search from what they find.
 //
 // Time is cut into slices, each with the buffers that live in it, so that those that meet a buffer in time are found
-// without looking at the others. The local search (large neighbourhoods: Shaw 1998) wants every buffer below a ceiling:
+// without looking at the others. Where these are many, first fit goes through all placed buffers by their offsets
+// instead, which leaves nothing to sort and ends at the gap. The local search (large neighbourhoods: Shaw 1998) wants every buffer below a ceiling:
 // around one that ends above it, it takes the buffers of some moments out and puts them back by first fit in another
 // order, and keeps what does not reach further above than before. When nothing does, the ceiling is lowered.
 #include <algorithm>
@@ -24,6 +25,8 @@ using std::vector;
 constexpr i64 kEntries = 8;        // of slices for a buffer on average: long-lived ones have many
 constexpr int kFewest = 6, kMost = 160;  // buffers that are taken out together
 constexpr double kNoise = 0.5;     // relative disorder of the order in which they are put back
+constexpr i64 kScanned = 64;       // placed buffers that are passed in the time that one takes that is met and sorted
+constexpr size_t kChunk = 1024;    // placed buffers that are moved aside together, at most
 constexpr size_t kCrowd = 4096;    // placed buffers beside one: from here on each is given a look at the time
 constexpr int kPatience = 3000;    // rounds without gain before a ceiling half as far below is tried
 
@@ -50,6 +53,13 @@ class Slices {
     live_.resize(starts_.size());
     for (int b = 0; b < p.n; b++)
       for (int s = first(b), e = last(b); s <= e; s++) live_[s].push_back(b);
+  }
+
+  // How many of the buffers in the slices of one that is live there are looked at, on average.
+  i64 crowd() const {
+    i64 looks = 0;
+    for (const auto& live : live_) looks += i64(live.size()) * i64(live.size());
+    return looks / std::max<i64>(1, p_.n);
   }
 
   // Calls with every buffer that meets [lo, hi) in time, once each.
@@ -80,6 +90,58 @@ class Slices {
   int last(int b) const { return slice(p_.hi[b] - 1); }
 };
 
+// Placed buffers by their offsets, in chunks, so that one more moves few of them.
+class Stack {
+ public:
+  explicit Stack(const Problem& p) : p_(p), chunks_(1) {}
+
+  void insert(int b, i64 offset) {
+    size_t c = chunks_.size() - 1;
+    if (offset < first_of(c))
+      c = size_t(std::upper_bound(chunks_.begin(), chunks_.end(), offset,
+                                  [](i64 at, const Chunk& chunk) { return at < chunk.front().offset; }) -
+                 chunks_.begin());
+    if (c > 0 && offset < first_of(c)) c--;
+    Chunk& chunk = chunks_[c];
+    const auto place = std::upper_bound(chunk.begin(), chunk.end(), offset,
+                                        [](i64 at, const Placed& placed) { return at < placed.offset; });
+    chunk.insert(place, {p_.lo[b], p_.hi[b], offset, offset + p_.size[b]});
+    if (chunk.size() < kChunk) return;
+    Chunk upper(chunk.begin() + kChunk / 2, chunk.end());
+    chunk.resize(kChunk / 2);
+    chunks_.insert(chunks_.begin() + i64(c) + 1, std::move(upper));
+  }
+
+  // The lowest gap that holds b among those that meet it in time.
+  i64 lowest_gap(int b) const {
+    const i64 lo = p_.lo[b], hi = p_.hi[b], size = p_.size[b];
+    const Placed* met[kChunk];
+    i64 floor = 0;
+    for (const Chunk& chunk : chunks_) {
+      size_t count = 0;
+      for (const Placed& placed : chunk) {  // without a branch, which nothing would foresee
+        met[count] = &placed;
+        count += (placed.lo < hi) & (placed.hi > lo);
+      }
+      for (size_t i = 0; i < count; i++) {
+        if (met[i]->offset - floor >= size) return floor;
+        floor = std::max(floor, met[i]->top);
+      }
+    }
+    return floor;
+  }
+
+ private:
+  struct Placed {
+    i64 lo, hi, offset, top;
+  };
+  using Chunk = vector<Placed>;
+  const Problem& p_;
+  vector<Chunk> chunks_;
+
+  i64 first_of(size_t c) const { return chunks_[c].empty() ? 0 : chunks_[c].front().offset; }
+};
+
 class Packing {
  public:
   Packing(const Problem& p, i64* offsets) : p_(p), slices_(p), at_(offsets) {}
@@ -100,8 +162,21 @@ class Packing {
   }
 
   bool first_fit(const i32* order, Clock::time_point end) {
+    if (slices_.crowd() * kScanned > p_.n) return stacked(order, end);
     for (int i = 0; i < p_.n; i++) {
       if (at_[order[i]] < 0) at_[order[i]] = lowest_gap(order[i]);
+      if ((i & 15) == 0 && Clock::now() > end) return false;
+    }
+    return true;
+  }
+
+  bool stacked(const i32* order, Clock::time_point end) {
+    Stack stack(p_);
+    for (int b = 0; b < p_.n; b++)
+      if (at_[b] >= 0) stack.insert(b, at_[b]);
+    for (int i = 0; i < p_.n; i++) {
+      const int b = order[i];
+      if (at_[b] < 0) stack.insert(b, at_[b] = stack.lowest_gap(b));
       if ((i & 15) == 0 && Clock::now() > end) return false;
     }
     return true;

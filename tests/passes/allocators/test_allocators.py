@@ -367,6 +367,22 @@ def test_compiled_first_fit_places_like_the_one_in_python(name: str, buffers: li
         greedy.COMPILED_FROM = before
 
 
+@WITH_COMPILER
+@pytest.mark.parametrize(("moments", "longest"), [(40, 30), (20_000, 6)], ids=["crowded", "few at a time"])
+def test_thousands_are_placed_like_by_the_one_in_python(
+    moments: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where most meet, those placed are gone through by their offsets, else by moments; some are placed before."""
+    rng, buffers = random.Random(0), list[Buffer]()
+    for i in range(3000):
+        lower = rng.randrange(moments)
+        buffers.append(Buffer(str(i), lower, lower + rng.randint(1, longest), rng.randint(1, 1 << 20)))
+    fixed = {i: rng.randrange(1 << 30) for i in range(0, 3000, 100)}
+    compiled = greedy.by_area(buffers), greedy.around(buffers, fixed)
+    monkeypatch.setattr(greedy, "COMPILED_FROM", 1 << 30)
+    assert compiled == (greedy.by_area(buffers), greedy.around(buffers, fixed))
+
+
 def test_csv_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "buffers.csv"
     buffers = [Buffer("a", 0, 3, 10), Buffer("b, c", -1, 5, 0)]
