@@ -60,8 +60,8 @@ def run(
     made = build(g, values)
     names = [made] if isinstance(made, str) else list(made)
     outside = [tensor for tensor in g.initializers if tensor.external_data]
-    for tensor, (_, read) in zip(outside, g.data, strict=True):
-        tensor.CopyFrom(onnx.numpy_helper.from_array(torch.cat(list(read())).numpy(), tensor.name))
+    for tensor, placed in zip(outside, g.data, strict=True):
+        tensor.CopyFrom(onnx.numpy_helper.from_array(torch.cat(list(placed.read())).numpy(), tensor.name))
     model = g.model([value_info(n, t.dtype, t.shape) for n, t in fed.items()],
                     [onnx.ValueInfoProto(name=n) for n in names], ("test", "0"))
     if dialect == "standard":  # of the other no shape is inferred

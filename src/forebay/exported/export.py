@@ -61,7 +61,7 @@ def export(
     onnxruntime's own operators, with genai_config.json for onnxruntime-genai, or the standard's alone; with "int8"
     `activations` onnxruntime may round what packed weights are multiplied with to 8 bits. "pt2" is model.pt2 for
     `torch.export.load`, "aoti" one that AOTInductor compiled. `progress` is told bytes written and in all. `force`
-    replaces an earlier export. One tensor's pieces are held at a time, but by AOTInductor's compilation.
+    replaces an earlier export. One tensor's pieces are held at a time (pt2: one tensor, aoti: all).
 
     With `inputs`, example tensors, `model` is any module in memory, exported, but as a "bundle", for their sizes, or
     others where `dynamic_shapes`, as in `torch.export.export`, says so.

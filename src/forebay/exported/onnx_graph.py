@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx
 import torch
@@ -23,6 +23,15 @@ TYPES: dict[torch.dtype, int] = {
 WeightPieces = Callable[[], Any]  # gives a tensor's contents in order, in pieces
 
 
+class ExternalTensor(NamedTuple):
+    """A tensor in the file beside: where, and what gives its contents; `columns` [N, K] of the matrix that is stored
+    as [K, N], None where it is stored as it is."""
+
+    offset: int
+    read: WeightPieces
+    columns: tuple[int, int] | None
+
+
 class Graph:
     """Nodes and tensors as they are added; `OnnxGraph` says what each method does. Names of nodes begin with `prefix`.
     """
@@ -33,7 +42,7 @@ class Graph:
         self.prefix = ""
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
-        self.data: list[tuple[int, WeightPieces]] = []  # of the file beside: offset, contents
+        self.data: list[ExternalTensor] = []
         self.data_nbytes = 0
         self.file = ""
         self._known: dict[object, str] = {}
@@ -226,7 +235,7 @@ class Graph:
         for key, value in (("location", self.file), ("offset", self.data_nbytes), ("length", nbytes)):
             tensor.external_data.add(key=key, value=str(value))
         self.initializers.append(tensor)
-        self.data.append((self.data_nbytes, (lambda: iter([_whole(read, shape, dtype).t()])) if turned else read))
+        self.data.append(ExternalTensor(self.data_nbytes, read, (shape[0], shape[1]) if turned else None))
         self.data_nbytes = whole_pages(self.data_nbytes + nbytes)
 
     # -- the whole
@@ -249,10 +258,6 @@ class Graph:
                 wanted |= set(node.input)
                 kept.append(node)
         return kept[::-1], wanted
-
-
-def _whole(read: WeightPieces, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.cat([piece.reshape(-1) for piece in read()]).view(dtype).reshape(list(shape))
 
 
 def _inline(name: str, value: torch.Tensor) -> onnx.TensorProto:
