@@ -1,16 +1,23 @@
-"""A model with real weights, exported once in each format: every client gives Forebay's own greedy tokens."""
+"""A model with real weights, exported once in each format: every client gives Forebay's own greedy tokens.
+
+With FOREBAY_TEST_ALL=1 (`make test-all`) its packed weights too: onnxruntime's logits are Forebay's.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import onnxruntime
 import pytest
 import torch
 from exported.clients import by_genai, by_onnxruntime, by_torch
 
 import forebay
 from forebay.rewriter.checkpoints.config import read_eos
+from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 
 PROMPTS = ("The capital of France is", "Once upon a time, in a village by the sea, there lived", "Water boils at")
 NEW = 32
@@ -59,3 +66,21 @@ def test_torch_program(demo: Demo, tmp_path: Path) -> None:
 def test_bundle(demo: Demo, tmp_path: Path) -> None:
     out = forebay.export(demo.folder, tmp_path / "out", budget="300MB")
     assert torch.equal(tokens(out, demo.rows), demo.wanted)
+
+
+@pytest.mark.skipif(os.environ.get("FOREBAY_TEST_ALL") != "1", reason="takes a minute; FOREBAY_TEST_ALL=1 runs it")
+@pytest.mark.parametrize("weights", ["w4g32", "w8"])
+def test_logits_over_packed_weights(demo: Demo, weights: str, tmp_path: Path) -> None:
+    """Activations are float32 on both sides; lows of groups are no multiples of their scales."""
+    quantize_model(demo.folder, tmp_path / "q", Wish(weights, head=True, embeddings=True))
+    out = forebay.export(tmp_path / "q", tmp_path / "out", "onnx")
+    ids = demo.rows[1][None]
+    with forebay.wrap(tmp_path / "q", "1GiB", batch=1, prompt=ids.shape[1]) as lm:
+        wanted = lm(ids).logits.double()
+    session = onnxruntime.InferenceSession(str(out / "model.onnx"), None, ["CPUExecutionProvider"])
+    fed = {"input_ids": ids.numpy(), "attention_mask": np.ones(ids.shape, np.int64),
+           "position_ids": np.arange(ids.shape[1])[None]}
+    for given in session.get_inputs()[3:]:
+        fed[given.name] = np.zeros((1, given.shape[1], 0, given.shape[3]), np.float32)
+    found = torch.from_numpy(session.run(["logits"], fed)[0])
+    assert found.shape == wanted.shape and float((found - wanted).norm() / wanted.norm()) < 1e-3
