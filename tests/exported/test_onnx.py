@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,7 +19,7 @@ from exported.clients import by_genai, by_onnxruntime
 from families import FAMILIES
 
 import forebay
-from forebay.exported import onnx_convert
+from forebay.exported import export, onnx_convert
 from forebay.exported.onnx_aten import _slice as aten_slice
 from forebay.exported.onnx_graph import Graph, value_info
 from forebay.kernels.attention.attention.reference import reference as attention_reference
@@ -250,9 +251,10 @@ def test_attention_turns_queries_and_keys_itself(rotary_dim: int, packed: bool) 
 
 
 @pytest.mark.parametrize("family", NAMED)
-def test_greedy_tokens_of_each_family(family: str, tmp_path: Path) -> None:
+def test_greedy_tokens_of_each_family(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
+    monkeypatch.setattr(export, "open_source", functools.cache(export.open_source))  # captured once for both
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
     ids = torch.randint(3, 199, (3, 10), generator=torch.Generator().manual_seed(1))
