@@ -44,7 +44,7 @@ def key_of(case: AuditCase, arch: str) -> str:
     parts = (triton.__version__, arch, case.fn.cache_key, sorted(case.signature.items()),
              sorted((name, getattr(value, "cache_key", str(value))) for name, value in case.constants.items()),
              sorted(case.divisible),
-             case.num_warps, case.num_stages, case.amd_stages, case.max_registers, case.turn_nbytes, case.cached_nbytes,
+             case.num_warps, case.num_stages, case.amd_stages, case.max_registers, case.turn_nbytes,
              _readers())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 

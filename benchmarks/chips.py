@@ -39,9 +39,8 @@ class Chip:
     warps: int = 64
     blocks: int = 32
     registers: int = 65536
-    # Assumed: a load's latency while memory is nearly saturated (unloaded it is about half of that), and that of L2.
+    # Assumed: a load's latency while memory is nearly saturated (unloaded it is about half of that).
     latency_s: float = 1e-6
-    cached_latency_s: float = 0.25e-6
 
 
 CHIPS = {
@@ -143,13 +142,10 @@ class Hot:
     unknown_opcodes: tuple[str, ...]  # without a rate, counted as issue slots
 
 
-def measure(
-    turn: Turn, arch: str, registers: int, shared_nbytes: int, warps: int, turn_nbytes: int, cached_nbytes: int = 0
-) -> Hot:
+def measure(turn: Turn, arch: str, registers: int, shared_nbytes: int, warps: int, turn_nbytes: int) -> Hot:
     """A turn of a kernel whose programs have so many warps, registers a thread and bytes of shared memory.
 
-    turn_nbytes is what a program's turn moves from and to device memory. Every load is taken to come from there, but
-    for those of cached_nbytes a thread, which come from L2.
+    turn_nbytes is what a program's turn moves from and to device memory. Every load is taken to come from there.
     """
     chip = CHIPS[arch]
     pipes, unknown = cycles_of(turn, arch)
@@ -158,7 +154,7 @@ def measure(
     programs = resident_programs(chip, registers, shared_nbytes, warps)
     busy = min(SCHEDULERS, programs * warps)
     latency = chip.latency_s * chip.clock_hz
-    time = turn_time(turn, latency, cached_nbytes, chip.cached_latency_s * chip.clock_hz)
+    time = turn_time(turn, latency)
     return Hot(
         looped=turn.looped,
         nested=turn.nested,

@@ -69,7 +69,7 @@ def measure(case: Case, work: Work, ceilings: dict[str, float]) -> tuple[Row, di
     best = min(times_s, key=times_s.__getitem__, default="")
     taken_s = min(default_s, times_s.get(best, default_s))
     rivals_s = {name: time_s(calls) for name, calls in work.rivals.items()}
-    rate = ceilings["host_to_device_bytes_per_s" if work.link else "copy_bytes_per_s"]
+    rate = ceilings["copy_bytes_per_s"]
     share = work.nbytes / taken_s / rate
     got = {"bandwidth": bandwidth_met(work.nbytes, taken_s, rate)}
     got |= {name: rival_s / taken_s for name, rival_s in rivals_s.items()}

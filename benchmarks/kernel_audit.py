@@ -240,8 +240,7 @@ def audit_case(case: AuditCase, arch: str, known: Mapping[str, Any] | None = Non
         listing = parse(sass)
         counts = count_sass(usage, listing.instructions)
         turn = hot_turn(listing)
-        sizes = case.num_warps, case.turn_nbytes, case.cached_nbytes
-        hot = measure(turn, arch, counts.registers, shared_nbytes, *sizes)
+        hot = measure(turn, arch, counts.registers, shared_nbytes, case.num_warps, case.turn_nbytes)
     return _judged(case, arch, counts, shared_nbytes, hot)
 
 

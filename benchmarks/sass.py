@@ -265,11 +265,10 @@ def exposed_loads(turn: Turn) -> tuple[int, ...]:
     return tuple(distances)
 
 
-def turn_time(turn: Turn, latency: float, cached_nbytes: int = 0, cached_latency: float = 0.0) -> float:
+def turn_time(turn: Turn, latency: float) -> float:
     """Cycles of a turn of a warp that issues one instruction a cycle and waits for device memory alone.
 
-    A value loaded into registers can be read `latency` cycles later, or cached_latency if the load is of cached_nbytes
-    a thread; `DEPBAR.LE SB0, n` waits until all but the last n
+    A value loaded into registers can be read `latency` cycles later; `DEPBAR.LE SB0, n` waits until all but the last n
     groups of asynchronous copies (LDGDEPBAR ends one) are there. For a loop it is the mean of many turns. Bulk copies
     are waited for in ways that are not followed here.
     """
@@ -280,7 +279,7 @@ def turn_time(turn: Turn, latency: float, cached_nbytes: int = 0, cached_latency
             events.append((at, "read", used, 0))
         written = _written(instruction)
         if instruction.opcode == "LDG":
-            events.append((at, "cached" if instruction.nbytes == cached_nbytes else "load", written, 0))
+            events.append((at, "load", written, 0))
         elif written & loaded:
             events.append((at, "overwrite", written, 0))
         elif instruction.opcode == "LDGDEPBAR":
@@ -301,8 +300,8 @@ def turn_time(turn: Turn, latency: float, cached_nbytes: int = 0, cached_latency
             passed = at
             if kind == "read":
                 now = max(now, *(ready.get(r, 0.0) for r in registers))
-            elif kind in ("load", "cached"):
-                ready |= dict.fromkeys(registers, now + (latency if kind == "load" else cached_latency))
+            elif kind == "load":
+                ready |= dict.fromkeys(registers, now + latency)
             elif kind == "overwrite":
                 ready = {r: then for r, then in ready.items() if r not in registers}
             elif kind == "commit":

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from forebay.kernels.attention.attention.operator import ATTENTION
 from forebay.kernels.attention.attention_q.operator import ATTENTION_Q
-from forebay.kernels.attention.decode_attention.operator import DECODE_ATTENTION
-from forebay.kernels.attention.prefill_attention.operator import PREFILL_ATTENTION, PREFILL_ATTENTION_PAGED
 from forebay.kernels.attention.sparse_values.operator import SPARSE_VALUES
 from forebay.kernels.cache.activation_append_q.operator import ACTIVATION_APPEND_Q
-from forebay.kernels.cache.block_copy.operator import BLOCK_COPY
 from forebay.kernels.cache.kv_append.operator import KV_APPEND
 from forebay.kernels.cache.kv_append_q.operator import KV_APPEND_Q
-from forebay.kernels.cache.kv_from_activation.operator import KV_FROM_ACTIVATION
-from forebay.kernels.cache.rotary_append.operator import KV_APPEND_PAGED, ROTARY_APPEND, ROTARY_APPEND_PAGED
 from forebay.kernels.formats.table import packed_format
 from forebay.kernels.logits.sampling.operator import SAMPLING
 from forebay.kernels.norms.add_rms_norm.operator import ADD_RMS_NORM
@@ -28,9 +23,8 @@ from forebay.kernels.quantization.quantize.operator import DEQUANTIZE, QUANTIZE
 
 OPERATORS = (
     LINEAR, LINEAR_Q, SWIGLU,
-    ATTENTION, ATTENTION_Q, DECODE_ATTENTION, PREFILL_ATTENTION, PREFILL_ATTENTION_PAGED, SPARSE_VALUES,
-    KV_APPEND, KV_APPEND_Q, KV_APPEND_PAGED, ROTARY_APPEND, ROTARY_APPEND_PAGED, KV_FROM_ACTIVATION,
-    ACTIVATION_APPEND_Q, BLOCK_COPY,
+    ATTENTION, ATTENTION_Q, SPARSE_VALUES,
+    KV_APPEND, KV_APPEND_Q, ACTIVATION_APPEND_Q,
     RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ADD_LAYER_NORM, ROTARY, QUANTIZE, DEQUANTIZE, DEQUANTIZE_ROWS, SAMPLING,
 )  # fmt: skip
 _OF_NAME = {operator.name: operator for operator in OPERATORS}

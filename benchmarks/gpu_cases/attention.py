@@ -1,4 +1,4 @@
-"""Attention of one query and of many, over plain and quantised caches, and K and V made from activations.
+"""Attention of one query and of many, over plain and quantised caches.
 
 decode_attention and prefill_attention stand beside torch's SDPA, the shared maximum beside the synchronised softmax.
 """
@@ -10,16 +10,11 @@ import functools
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, relative_error, repeated
+from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, repeated
 from forebay.kernels.attention.attention import reference as attention
-from forebay.kernels.attention.decode_attention import reference as decode_attention
 from forebay.kernels.attention.scoring import SYNCHRONISED, Scoring, SoftmaxRange
-from forebay.kernels.cache.activation_append_q import reference as activation_append_q
 from forebay.kernels.cache.kv_append_q import reference as kv_append_q
-from forebay.kernels.cache.kv_from_activation import operator as kv_from_activation_operator
-from forebay.kernels.cache.kv_from_activation import reference as kv_from_activation_reference
-from forebay.kernels.formats import paged, row_sizes
-from forebay.kernels.formats.table import ACTIVATION_FORMATS, BLOCK_FORMATS, NATIVE
+from forebay.kernels.formats import row_sizes
 
 DTYPE = torch.bfloat16
 DIM = 128
@@ -27,48 +22,33 @@ DIM = 128
 SHARED = SoftmaxRange(0.0, -60.0, 60.0)
 
 
-def decode_work(place: Place, batch: int, heads: int, kv_heads: int, context: int, format: str) -> Work:
-    from forebay.kernels.attention.decode_attention.gpu import decode_attention as launch
+def decode_work(place: Place, batch: int, heads: int, kv_heads: int, context: int) -> Work:
+    from forebay.kernels.attention.decode_attention.gpu import decode_attention_contiguous as launch
 
     batch, heads, kv_heads = place.size(batch, 2), place.size(heads, 4), place.size(kv_heads, 2)
     context = place.size(context, 150)
-    layout = paged.BlockLayout(64, kv_heads, DIM, format, DTYPE)
-    blocks = -(-context // 64)
-    nbytes = batch * (blocks * layout.record_nbytes + 2 * 2 * heads * DIM)
-    k, v = (normal(place, batch * blocks * 64, kv_heads, DIM) for _ in range(2))
-    table = torch.randperm(batch * blocks).int().view(batch, blocks).to(place.device)
-    slots = (table.long()[:, :, None] * 64 + torch.arange(64, device=place.device)).flatten()
-
-    def pool() -> torch.Tensor:
-        made = paged.allocate(layout, batch * blocks, place.device).zero_()
-        for begin in range(0, len(slots), 1 << 16):  # bounds the scratch of quantising
-            end = begin + (1 << 16)
-            paged.write(made, layout, slots[begin:end], k[begin:end], v[begin:end])
-        return made
-
-    pools = list(repeated(pool, place.copies(nbytes)))
+    nbytes = 2 * batch * DIM * (2 * kv_heads * context + 2 * heads)
+    caches = list(repeated(lambda: normal(place, 2, batch, kv_heads, context, DIM), place.copies(nbytes)))
     q, out = normal(place, batch, heads, DIM), torch.empty(batch, heads, DIM, dtype=DTYPE, device=place.device)
-    lengths, scale = torch.full((batch,), context, device=place.device), DIM**-0.5
+    start, scale = torch.full((batch,), context - 1, device=place.device), DIM**-0.5
 
     def calls(softmax: SoftmaxRange) -> list[functools.partial]:
-        last = (table, lengths, layout, Scoring(scale), softmax, out)
-        return [functools.partial(launch, q, one, *last) for one in pools]
+        return [functools.partial(launch, q, k, v, start, Scoring(scale), out, softmax) for k, v in caches]
 
     ours = calls(SHARED)
     rivals: dict[str, list] = {"synchronised": calls(SYNCHRONISED)}
     aims = [Aim("bandwidth", 0.85), Aim("synchronised", 1.1)] if context % 64 == 0 else []
-    if format == "native" and not place.tiny:
+    if not place.tiny:
         # queries of a group are rows of one product: the fastest way to give torch grouped queries of one position
         grouped = q.view(batch, kv_heads, -1, DIM)
-        dense = repeated(lambda: k.view(batch, -1, kv_heads, DIM)[:, :context].transpose(1, 2).contiguous(), len(pools))
         sdpa = functools.partial(scaled_dot_product_attention, scale=scale)
-        rivals["SDPA"] = [functools.partial(sdpa, grouped, one, one) for one in dense]
+        rivals["SDPA"] = [functools.partial(sdpa, grouped, k, v) for k, v in caches]
         aims += [Aim("SDPA", 1.0)] if aims else []
 
     def want() -> torch.Tensor:
-        return decode_attention.reference(q, pools[0], table, lengths, layout, scale, dtype=torch.float32)
+        return attention.reference(q[:, :, None], *caches[0], start, scale, dtype=torch.float32)[:, 0]
 
-    return Work(f"B={batch} {heads}/{kv_heads} heads, {context} positions, {format}", ours, checked(ours[0], out, want),
+    return Work(f"B={batch} {heads}/{kv_heads} heads, {context} positions", ours, checked(ours[0], out, want),
                 LIMITS[DTYPE], nbytes, 4 * batch * heads * DIM * context, rivals, tuple(aims))  # fmt: skip
 
 
@@ -126,38 +106,6 @@ def attention_q_work(
                 aims=(Aim("bandwidth", 0.7),) if queries == 1 else ())  # fmt: skip
 
 
-def kv_from_activation_work(place: Place, kv_heads: int, features: int, tokens: int, format: str = "native") -> Work:
-    kv_heads, features, tokens = place.size(kv_heads, 2), place.size(features, 72), place.size(tokens, 21)
-    layout = paged.BlockLayout(64, kv_heads, DIM, "native", DTYPE)
-    weight_nbytes = 2 * 2 * kv_heads * DIM * features
-    stored = ACTIVATION_FORMATS.get(format, NATIVE)
-    bits, group, row_nbytes = stored.bits, stored.group_size, stored.row_nbytes(features, 2)
-    nbytes = tokens * row_nbytes + weight_nbytes + 4 * tokens * kv_heads * DIM
-    blocks = -(-tokens // 64)
-    slots = torch.randperm(blocks * 64, device=place.device)[:tokens]
-    x, gain = normal(place, tokens, features), normal(place, features)
-    given = activation_append_q.pack(x, bits, group) if bits else x
-    values = activation_append_q.unpack(given, features, bits, group) if bits else x
-    cos, sin = normal(place, tokens, DIM), normal(place, tokens, DIM)
-    make = functools.partial(normal, place, kv_heads, DIM, features, scale=features**-0.5)
-    weights = [(w, w.flip(1)) for w in repeated(make, place.copies(nbytes))]
-    pool = paged.allocate(layout, blocks, place.device).zero_()
-    states = kv_from_activation_reference.States(given, features, bits, group)
-    ways = [kv_from_activation_reference.Projection(*w, "native", "rms", 1e-5, gain, cos=cos, sin=sin) for w in weights]
-    ours = [functools.partial(kv_from_activation_operator.launch, pool, states, slots, by, layout) for by in ways]
-    table = torch.arange(blocks, dtype=torch.int32, device=place.device)[None]
-
-    def verify() -> float:
-        want = kv_from_activation_reference.reference(values, ways[0], torch.float32)
-        ours[0]()
-        got = (t[0, :, slots].transpose(0, 1) for t in paged.read(pool, layout, table, torch.float32))
-        return max(relative_error(a, b) for a, b in zip(got, want, strict=True))
-
-    both = [functools.partial(torch.nn.functional.linear, x, torch.cat(w).view(-1, features)) for w in weights]
-    return Work(f"{tokens} tokens, H={features}, {kv_heads} heads, {format}", ours, verify, LIMITS[DTYPE], nbytes,
-                4 * tokens * features * kv_heads * DIM, {"cuBLAS, projection alone": both})  # fmt: skip
-
-
 def cases(tiny: bool) -> list[Case]:
     """Llama-3-8B at one and at 16 sequences, and OPT-30B, at 16384 positions; prompts of Llama-3-8B; last of each op,
     lengths and widths that fill no tile."""
@@ -166,18 +114,12 @@ def cases(tiny: bool) -> list[Case]:
     packed = functools.partial(attention_q_work, heads=32, kv_heads=8)
     kinds = ((0, 0.0), (512, 0.0), (0, 30.0))
     return [
-        *(Case("decode_attention", functools.partial(decode, batch=b, heads=32, kv_heads=8, format=f))
-          for f in BLOCK_FORMATS for b in (1, 16)),
-        Case("decode_attention", functools.partial(decode, batch=2, heads=56, kv_heads=56, format="native")),
-        *(Case("decode_attention", functools.partial(decode_work, batch=3, heads=24, kv_heads=8, context=4099,
-                                                     format=f)) for f in BLOCK_FORMATS),
+        *(Case("decode_attention", functools.partial(decode, batch=b, heads=32, kv_heads=8)) for b in (1, 16)),
+        Case("decode_attention", functools.partial(decode, batch=2, heads=56, kv_heads=56)),
+        Case("decode_attention", functools.partial(decode_work, batch=3, heads=24, kv_heads=8, context=4099)),
         *(Case("prefill_attention", functools.partial(prefill, window=w, softcap=c)) for w, c in kinds),
         Case("prefill_attention", functools.partial(prefill_work, heads=24, kv_heads=8, queries=2011, window=509,
                                                     softcap=0.0)),
         *(Case("attention_q", functools.partial(packed, bits=bits, batch=b, context=c, queries=s))
           for bits in row_sizes.BITS for b, c, s in ((1, 16384, 1), (16, 16384, 1), (1, 2048, 2048))),
-        *(Case("kv_from_activation", functools.partial(kv_from_activation_work, kv_heads=h, features=n, tokens=t,
-                                                       format=f))
-          for h, n, t in ((8, 4096, 2048), (56, 7168, 1024), (3, 4104, 2011))
-          for f in ("native", *ACTIVATION_FORMATS)),
     ]  # fmt: skip

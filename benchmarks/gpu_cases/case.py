@@ -56,7 +56,6 @@ class Work:
     aims: tuple[Aim, ...] = ()
     candidates: dict[str, list[Call]] = field(default_factory=dict)
     key: tuple[str, int, int, int] | None = None  # (kind, m, n, k) of products/linear/selection.py
-    link: bool = False  # the bytes cross to the host, so the copy rate of device memory is no measure
 
 
 @dataclass(frozen=True)

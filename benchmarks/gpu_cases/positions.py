@@ -1,4 +1,4 @@
-"""rotary, kv_append, kv_append_q, rotary_append and activation_append_q: what happens to queries, keys and values
+"""rotary, kv_append, kv_append_q and activation_append_q: what happens to queries, keys and values
 before attention, and to hidden states that stand in for keys and values."""
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, n
 from forebay.kernels.cache.activation_append_q import reference as activation_append_q_reference
 from forebay.kernels.cache.kv_append import reference as append
 from forebay.kernels.cache.kv_append_q import reference as kv_append_q
-from forebay.kernels.cache.rotary_append import reference as rotary_append
-from forebay.kernels.formats import paged, row_sizes
-from forebay.kernels.formats.table import ACTIVATION_FORMATS, BLOCK_FORMATS
+from forebay.kernels.formats import row_sizes
+from forebay.kernels.formats.table import ACTIVATION_FORMATS
 from forebay.kernels.positions.rotary import reference as rotation
 
 LIMIT = LIMITS[torch.bfloat16]
@@ -72,34 +71,6 @@ def kv_append_q_work(place: Place, bits: int) -> Work:
                 aims=(Aim("bandwidth", {4: 0.35, 8: 0.5}[bits]),))  # fmt: skip
 
 
-def rotary_append_work(place: Place, format: str) -> Work:
-    from forebay.kernels.cache.rotary_append.gpu import rotary_append_paged
-
-    q_heads, heads, tokens = place.size(32, 4), place.size(8, 2), place.size(4096, 5)
-    layout = paged.BlockLayout(64, heads, DIM, format, torch.bfloat16)
-    stored = 2 * heads * tokens * (layout.part_nbytes // layout.tokens)
-    nbytes = 2 * tokens * DIM * (2 * q_heads + 2 * heads + 2) + 8 * tokens + stored
-    blocks = -(-tokens // 64) + 1
-    slots = torch.randperm(blocks * 64, device=place.device)[None, :tokens].contiguous()
-    cos, sin = normal(place, 1, tokens, DIM), normal(place, 1, tokens, DIM)
-    qs = [q.transpose(1, 2) for q in repeated(lambda: normal(place, 1, tokens, q_heads, DIM), place.copies(nbytes))]
-    ks = [q[:, :heads].transpose(1, 2).contiguous().transpose(1, 2) for q in qs]
-    pools = [paged.allocate(layout, blocks, place.device).zero_() for _ in qs]
-    outs = [torch.empty_like(q) for q in qs]
-    ours = [functools.partial(rotary_append_paged, q, k, k, cos, sin, slots, pool, layout, out)
-            for q, k, pool, out in zip(qs, ks, pools, outs, strict=True)]  # fmt: skip
-    table = torch.arange(blocks, dtype=torch.int32, device=place.device)[None]
-
-    def verify() -> float:
-        want, want_pool = rotary_append.paged_reference(qs[0], ks[0], ks[0], cos, sin, slots, pools[0], layout)
-        ours[0]()
-        read = (torch.stack(paged.read(pool, layout, table, torch.float32)) for pool in (pools[0], want_pool))
-        return max(relative_error(outs[0], want), relative_error(*read))
-
-    return Work(f"{tokens} tokens, {q_heads}+2x{heads}x{DIM}, {format}", ours, verify, LIMIT, nbytes,
-                aims=(Aim("bandwidth", {0: 0.6, 8: 0.35, 4: 0.25}[layout.bits]),))  # fmt: skip
-
-
 def activation_append_q_work(place: Place, format: str) -> Work:
     from forebay.kernels.cache.activation_append_q.gpu import bind_activation_append_q
 
@@ -126,7 +97,6 @@ def cases(tiny: bool) -> list[Case]:
         Case("rotary", rotary_work),
         Case("kv_append", kv_append_work),
         *(Case("kv_append_q", functools.partial(kv_append_q_work, bits=bits)) for bits in row_sizes.BITS),
-        *(Case("rotary_append", functools.partial(rotary_append_work, format=f)) for f in BLOCK_FORMATS),
         *(Case("activation_append_q", functools.partial(activation_append_q_work, format=f))
           for f in ACTIVATION_FORMATS),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""swiglu, sparse_values, sampling and block_copy."""
+"""swiglu, sparse_values and sampling."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import functools
 import torch
 from torch.nn import functional
 
-from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, relative_error, repeated
+from benchmarks.gpu_cases.case import LIMITS, Aim, Case, Place, Work, checked, normal, repeated
 from forebay.kernels.attention.sparse_values import reference as sparse
-from forebay.kernels.cache.block_copy import reference as blocks
 from forebay.kernels.logits.sampling import reference as sample
 from forebay.kernels.products.swiglu import reference as gated
 
@@ -71,37 +70,11 @@ def sampling_work(place: Place, rule: tuple[float, int, float] | None) -> Work:
     return Work(f"{batch}x{vocabulary} {name}", ours, verify, 0.05 if rule else 0.0, nbytes, rivals=rivals)
 
 
-def block_copy_work(place: Place, pinned: bool) -> Work:
-    from forebay.kernels.cache.block_copy.gpu import block_copy
-
-    count, size = place.size(8192, 6), place.size(4096, 48)
-    host = pinned and not place.tiny
-    make = functools.partial(torch.randint, 0, 255, (count, size), dtype=torch.uint8)
-    source = make().pin_memory() if host else make().to(place.device)
-    nbytes = (1 if host else 2) * count * size
-    zeros = functools.partial(torch.zeros, count, size, dtype=torch.uint8, device=place.device)
-    destinations = [zeros() for _ in range(place.copies(nbytes))]
-    begin, end = torch.randperm(count).to(place.device), torch.randperm(count).to(place.device)
-    ours = [functools.partial(block_copy, source, begin, d, end) for d in destinations]
-
-    def verify() -> float:
-        destinations[0].zero_()
-        ours[0]()
-        want = blocks.reference(source.cpu(), begin.cpu(), torch.zeros(count, size, dtype=torch.uint8), end.cpu())
-        return relative_error(destinations[0].cpu().float(), want.float())
-
-    rivals = {} if host else {"index": [functools.partial(d.index_copy_, 0, end, source) for d in destinations]}
-    name = f"{count} blocks of {size} bytes{' from pinned memory' if host else ''}"
-    return Work(name, ours, verify, 0.0, nbytes, rivals=rivals,
-                aims=() if host else (Aim("bandwidth", 0.75),), link=host)  # fmt: skip
-
-
 def cases(tiny: bool) -> list[Case]:
-    """Llama-3-8B's feed-forward network and vocabulary, OPT-30B's values, blocks of 4 KiB."""
+    """Llama-3-8B's feed-forward network and vocabulary, OPT-30B's values."""
     rules = (None, (0.8, 0, 1.0), (0.8, 50, 0.95))
     return [
         *(Case("swiglu", functools.partial(swiglu_work, m=m)) for m in (1, 2, 8, 16)),
         Case("sparse_values", sparse_values_work),
         *(Case("sampling", functools.partial(sampling_work, rule=rule)) for rule in rules),
-        *(Case("block_copy", functools.partial(block_copy_work, pinned=pinned)) for pinned in (False, True)),
     ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 
 class Scoring(NamedTuple):
     """Products of q and k times `scale`; `window` w > 0: the last w positions, w < 0: those of the query's chunk of -w;
@@ -23,4 +25,7 @@ class SoftmaxRange(NamedTuple):
     high: float = 0.0
 
 
+# exp(x - phi) is multiplied with V in V's dtype: fp16 holds exp(-9) to exp(11) to within 2^-11, bf16 has fp32's range,
+# of which sums over long sequences leave exp(-60) to exp(60).
+HELD: dict[torch.dtype, tuple[float, float]] = {torch.float16: (-9.0, 11.0), torch.bfloat16: (-60.0, 60.0)}
 SYNCHRONISED = SoftmaxRange()

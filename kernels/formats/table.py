@@ -6,7 +6,6 @@
 | w4gN, w8gN; w8 is w8g128 | weights [N, K] | 4 or 8 bits | N along K, N even | padded to 16 bytes |
 | kv8, kv4 | caches, rotated rows of one position and head | 8 or 4 bits | by the size of the head | to 4 bytes |
 | act8 | hidden states kept in place of K and V | 8 bits | 64 | padded to 16 bytes |
-| block8, block4 | blocks of a paged cache, rows not rotated | 8 or 4 bits | of at most 64 | codes apart from scales |
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from forebay.kernels.formats import row_sizes
 
 @dataclass(frozen=True)
 class Format:
-    """How rows of numbers are kept; group_size 0: by the size of a row (caches, blocks), or no groups (native)."""
+    """How rows of numbers are kept; group_size 0: by the size of a row (caches), or no groups (native)."""
 
     name: str
-    holds: Literal["values", "weight", "cache", "activation", "block"]
+    holds: Literal["values", "weight", "cache", "activation"]
     bits: int = 0
     group_size: int = 0
 
@@ -32,17 +31,12 @@ class Format:
         """Elements of a row of `size` that share a scale and a low; 0 where values are kept as they are."""
         if self.holds == "cache":
             return row_sizes.cache_group_size(size, self.bits)
-        if self.holds == "block":
-            return row_sizes.equal_group_size(size, row_sizes.group_count(size, 64))
         return self.group_size
 
     def row_nbytes(self, size: int, itemsize: int) -> int:
         """Bytes of a row of `size` elements, whose values as they are take itemsize bytes each."""
         if not self.bits:
             return size * itemsize
-        if self.holds == "block":
-            group = self.group_of(size)
-            return row_sizes.codes_nbytes(size, self.bits, group) + 4 * row_sizes.group_count(size, group)
         align = row_sizes.CACHE_ALIGN if self.holds == "cache" else row_sizes.WEIGHT_ALIGN
         return row_sizes.row_nbytes(size, self.bits, self.group_of(size), align)
 
@@ -70,7 +64,6 @@ CHECKPOINT_FORMATS = {f.name: f for f in (NATIVE, ACT8)}
 # other group sizes are timed as these.
 SMALL_WEIGHTS, SMALL_CACHE = WEIGHT_FORMATS["w4g64"], CACHE_FORMATS["kv4"]
 TIMED_WEIGHTS = ("w4g64", "w8g128")
-BLOCK_FORMATS = {f.name: f for f in (NATIVE, Format("block8", "block", 8), Format("block4", "block", 4))}
 
 
 def weight_format(name: str) -> Format:

@@ -46,6 +46,5 @@ class AuditCase:
     # Bytes that one program's turn of the hot loop (one program, where it has no loop) moves from and to device memory:
     # not what programs share through L2. 0: not known.
     turn_nbytes: int = 0
-    cached_nbytes: int = 0  # loads of so many bytes a thread are of what lies in L2, a block table's; 0: none are
     archs: tuple[str, ...] = ("sm_80", "sm_90", "gfx942")  # targets this configuration is meant for
     in_suite: bool = True  # built by the test suite too, not only on the command line

@@ -13,10 +13,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from forebay.kernels.gpu_support.paged import from_half, round_to, unpack_pair
+from forebay.kernels.gpu_support.cache_tiles import from_half, round_to
 from forebay.kernels.gpu_support.unpacking import W4_BF16, W4_FP16, W4_FP16_HIGH, code_of
 
-# How scales and lows of a tile come: fp32 [B, 16, groups], words of pairs, or words [B, 16, groups / 2] of two groups.
+# How scales and lows of a tile come: fp32 [B, 16, groups], words of the only pair, or words [B, 16, groups / 2] of two
+# groups.
 PLAIN, PAIRS, HALVES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -139,7 +140,7 @@ def key_codes(w, PART: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def key_factors(scale, low, KIND: tl.constexpr, dtype: tl.constexpr):
+def key_factors(scale, low, KIND: tl.constexpr):
     """(scale, low) [B, groups, 1, 16] in fp32, groups with even_first, positions in score_order, of load_codes."""
     if KIND == HALVES:
         scale, low = score_order(scale), score_order(low)
@@ -149,7 +150,7 @@ def key_factors(scale, low, KIND: tl.constexpr, dtype: tl.constexpr):
         scale, low = tl.reshape(scale, shape), tl.reshape(low, shape)
     else:
         if KIND == PAIRS:
-            scale, low = unpack_pair(scale, dtype)
+            scale, low = from_half(scale), from_half(scale >> 16)
         scale, low = even_first(score_order(scale)), even_first(score_order(low))
     return scale, low
 
@@ -225,19 +226,18 @@ def both_halves(first, second, DTYPE: tl.constexpr):
 
 @triton.jit
 def value_factors(
-    scale, low, KIND: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, pair_dtype: tl.constexpr,
-    PTX: tl.constexpr,
+    scale, low, KIND: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """(scales of even and of odd rows, lows of even and of odd rows) as value_part takes them, of load_codes."""
     es, os = neighbours(value_order(scale, 1))
     el, ol = neighbours(value_order(low, 1))
     WORDS: tl.constexpr = PTX and (BITS == 4 or DTYPE.is_fp16())
-    if WORDS and KIND == PAIRS and pair_dtype == DTYPE:
+    if WORDS and KIND == PAIRS and DTYPE.is_fp16():
         s, b = two_inputs(LOW_HALVES, es, os), two_inputs(HIGH_HALVES, el, ol)
     else:
         if KIND == PAIRS:
-            es, el = unpack_pair(es, pair_dtype)
-            os, ol = unpack_pair(os, pair_dtype)
+            es, el = from_half(es), from_half(es >> 16)
+            os, ol = from_half(os), from_half(os >> 16)
         elif KIND == HALVES:
             es, os = chosen_halves(es, os, PTX)
             el, ol = chosen_halves(el, ol, PTX)
@@ -255,14 +255,13 @@ def value_factors(
 
 @triton.jit
 def values_of_codes(
-    w, scale, low, BITS: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, pair_dtype: tl.constexpr,
-    PTX: tl.constexpr,
+    w, scale, low, BITS: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """V [B, T, DP] of words w [B, T, W]: columns in the order (element of a word, word in value_order)."""
     B: tl.constexpr = w.shape[0]
     T: tl.constexpr = w.shape[1]
     W: tl.constexpr = w.shape[2]
-    es, os, el, ol = value_factors(scale, low, KIND, W, BITS, DTYPE, pair_dtype, PTX)
+    es, os, el, ol = value_factors(scale, low, KIND, W, BITS, DTYPE, PTX)
     even, odd = neighbours(value_order(w, 8))
     a = value_part(even, odd, es, os, el, ol, 0, 0, BITS, DTYPE, PTX)
     b = value_part(even, odd, es, os, el, ol, 1, 0, BITS, DTYPE, PTX)

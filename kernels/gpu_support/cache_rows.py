@@ -9,7 +9,7 @@ from torch import Tensor
 from forebay.kernels.cache.kv_append_q import reference as kv_append_q
 from forebay.kernels.formats import row_sizes
 from forebay.kernels.gpu_support.arguments import check_device, fail
-from forebay.kernels.gpu_support.paged import CacheView, lanes
+from forebay.kernels.gpu_support.cache_tiles import CacheView, lanes
 
 MAX_HEAD_DIM = 256
 WIDEST = 16  # bytes of the widest load
@@ -42,6 +42,6 @@ def rotation_power(head_dim: int) -> int:
 def packed_view(k_cache: Tensor, v_cache: Tensor, head_dim: int, bits: int, group: int) -> CacheView:
     """K and V that are packed rows uint8 [B, Hkv, L, R] and have been checked."""
     strides = (*row_strides(k_cache), *row_strides(v_cache))
-    constants = lanes(head_dim, group) | {"BITS": bits, "TOKENS": 0}
+    constants = lanes(head_dim, group) | {"BITS": bits}
     unit, power = unit_of(*strides), rotation_power(head_dim)
-    return CacheView((k_cache, v_cache, None, None), (*strides, 0, 0), constants, unit, power)
+    return CacheView((k_cache, v_cache), strides, constants, unit, power)

@@ -1,7 +1,7 @@
 """Hadamard rotations of rows in registers, as `kernels/kv_append_q.py` defines them: device functions.
 
-Blocks of 2^POWER elements, POWER at most 5, are rotated in their order along D; lanes of a row in groups (`paged`) are
-in that order where groups are whole blocks, or one. Elsewhere a row is rotated in D's order and its elements gathered.
+Blocks of 2^POWER elements, POWER at most 5, are rotated in their order along D. In that order are lanes of a row in
+groups (`cache_tiles`) where groups are whole blocks, or one. Elsewhere a row is rotated in D's order and then gathered.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from forebay.kernels.gpu_support.paged import lane_values, round_to
+from forebay.kernels.gpu_support.cache_tiles import lane_values, round_to
 
 
 @triton.jit

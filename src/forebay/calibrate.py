@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay.kernels.attention.attention.reference import first_seen
-from forebay.kernels.attention.decode_attention.reference import HELD
+from forebay.kernels.attention.scoring import HELD
 from forebay.kernels.operators import ATTENTION, find
 from forebay.rewriter.ir.program import Item, Launch
 from forebay.runtime.run.trace import Trace

@@ -29,7 +29,7 @@ from forebay.kernels.gpu_support.audit_case import (
     HeadShape,
 )
 from forebay.kernels.gpu_support.cache_rows import check_rows, packed_view, unit_of
-from forebay.kernels.gpu_support.paged import AttendedCache
+from forebay.kernels.gpu_support.cache_tiles import AttendedCache
 
 OP = "attention_q"
 HEADS_OF_80 = HeadShape(32, 32, 80)
@@ -55,9 +55,8 @@ def bind_attention_q(
     _check(q, k_cache, v_cache, start, bits, group, out)
     view = packed_view(k_cache, v_cache, q.shape[3], bits, group)
     _, kv_heads, capacity, row_nbytes = k_cache.shape
-    alone = q.shape[2] == 1
-    cache = AttendedCache(view, kv_heads, capacity, 2 * row_nbytes, start, int(alone))
-    if alone:
+    cache = AttendedCache(view, kv_heads, capacity, 2 * row_nbytes, start)
+    if q.shape[2] == 1:
         return decode_attention.bind_view(q[:, :, 0], cache, scoring, SYNCHRONISED, None, out[:, 0])
     return prefill_attention.bind_view(q, cache, scoring, out)
 

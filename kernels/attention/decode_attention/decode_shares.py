@@ -31,7 +31,7 @@ PROGRAMS_PER_PROCESSOR = 8
 
 
 class DecodeProduct(NamedTuple):
-    """How a program multiplies: rows of the scores, query heads among them, codes as they are (`decode_codes`)."""
+    """How a program multiplies: rows of the scores, query heads among them, codes as they are (`gpu_codes`)."""
 
     rows: int
     heads: int

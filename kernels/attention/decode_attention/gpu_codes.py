@@ -22,7 +22,7 @@ from forebay.kernels.gpu_support.cache_codes import (
     key_order,
     values_of_codes,
 )
-from forebay.kernels.gpu_support.paged import capped, dot, find_block, place_in_block, round_to, unpack_ending
+from forebay.kernels.gpu_support.cache_tiles import capped, dot, round_to, unpack_ending
 
 
 @triton.jit
@@ -75,24 +75,23 @@ def prepare_query(q, H: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr, PTX:
 
 
 @triton.constexpr_function
-def kind_of(paired, D, DP, G, GP):
+def kind_of(D, DP, G, GP):
     """How load_codes finds scales and lows: PAIRS, HALVES or PLAIN."""
     groups = (D + G - 1) // G
-    if paired or groups == 1:
+    if groups == 1:
         return PAIRS.value
     return HALVES.value if groups % 2 == 0 and groups == DP // GP else PLAIN.value
 
 
 @triton.jit
 def load_codes(
-    ptr, pairs_ptr, block, t0, inside, seen, stride_block, stride_row, stride_pairs,
-    BITS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr, UNIT: tl.constexpr, KIND: tl.constexpr,
+    ptr, t0, inside, seen, stride_row, BITS: tl.constexpr, WARPS: tl.constexpr, UNIT: tl.constexpr, KIND: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """(words [WARPS, 16, W], scales, lows) of rows `inside`, counted from t0 in their block; what is not seen is 0.
+    """(words [WARPS, 16, W], scales, lows) of rows t0 + `inside`; what is not seen is 0.
 
-    By KIND scales and lows are fp32 [WARPS, 16, groups] (PLAIN), both the words of pairs (PAIRS), or words of two
-    groups each [WARPS, 16, groups / 2] (HALVES).
+    By KIND scales and lows are fp32 [WARPS, 16, groups] (PLAIN), both the words of the only pair (PAIRS), or words of
+    two groups each [WARPS, 16, groups / 2] (HALVES).
     """
     GROUPS: tl.constexpr = (D + G - 1) // G
     GROUPS_P: tl.constexpr = DP // GP
@@ -102,8 +101,7 @@ def load_codes(
     GROUP_WORDS_P: tl.constexpr = GP * BITS // 32
     ENDING: tl.constexpr = GROUPS * GROUP_WORDS
     row_words = stride_row // UNIT * (UNIT // 4)
-    skipped = place_in_block(t0, TOKENS)
-    first = block * (stride_block // UNIT * (UNIT // 4)) + skipped.to(tl.int64) * row_words
+    first = t0 * row_words.to(tl.int64)
     row = (first + inside * row_words)[:, None]
     word_ptr = ptr.to(tl.pointer_type(tl.int32)) + row
     group = tl.arange(0, GROUPS_P)[None, :]
@@ -112,11 +110,7 @@ def load_codes(
         both = tl.load(word_ptr + (ENDING + group), mask=seen[:, None], other=0)
         scale, low = tl.split(tl.permute(tl.reshape(both, (T, 2, GROUPS // 2)), (0, 2, 1)))
     elif KIND == PAIRS:
-        if pairs_ptr is None:
-            scale = tl.load(word_ptr + ENDING, mask=seen[:, None], other=0)
-        else:
-            pair = block * stride_pairs + skipped * GROUPS + inside * GROUPS
-            scale = tl.load(pairs_ptr + pair[:, None] + group, mask=held, other=0)
+        scale = tl.load(word_ptr + ENDING, mask=seen[:, None], other=0)
         low = scale
     else:
         scale, low = unpack_ending(word_ptr, group, held, 2 * ENDING, GROUPS)
@@ -143,8 +137,7 @@ def add_scores(s, q, w, PART: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexp
 
 @triton.jit
 def scores_of_codes(
-    q, begin, sums, w, scale, low, H: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr,
-    PTX: tl.constexpr,
+    q, begin, sums, w, scale, low, H: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """[B, H, T] q . k of words w [B, T, W], of what prepare_query made."""
     B: tl.constexpr = w.shape[0]
@@ -154,7 +147,7 @@ def scores_of_codes(
     w = key_order(w)
     for part in tl.static_range(16 // BITS):
         s = add_scores(s, q, w, part, BITS, PTX)
-    scale, low = key_factors(scale, low, KIND, dtype)
+    scale, low = key_factors(scale, low, KIND)
     s = tl.reshape(s, (B, M // H, H, T)) * scale + tl.reshape(sums, (1, M // H, H, 1)) * low
     return tl.sum(s, 1)
 
@@ -202,9 +195,8 @@ def score_positions(WARPS: tl.constexpr):
 
 @triton.jit
 def unified_codes(
-    q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, begin, end, oldest,
-    kb, kr, vb, vr, pb, scale_log2, softcap, phi,
-    CAPPED: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
+    q, k_ptr, v_ptr, begin, end, oldest, kr, vr, scale_log2, softcap, phi,
+    CAPPED: tl.constexpr, BITS: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, UNIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """(sum of exp2(x - phi) V [R, DP], sum of exp2(x - phi) [R], largest x [R]) from position begin on.
@@ -213,34 +205,26 @@ def unified_codes(
     """
     WARPS: tl.constexpr = T // 16
     R: tl.constexpr = 8 if H < 8 else H
-    KIND: tl.constexpr = kind_of(k_pairs_ptr is not None, D, DP, G, GP)
-    PAIR: tl.constexpr = tl.float16 if k_pairs_ptr is None else q.dtype
+    KIND: tl.constexpr = kind_of(D, DP, G, GP)
     codes_q, start, sums, power = prepare_query(q, H, GP, BITS, PTX)
     factor = (power * scale_log2)[None, :, None]
     acc = tl.zeros((WARPS, DP, R), tl.float32)
     total = tl.zeros((WARPS, H, 16), tl.float32)
     top = tl.full((WARPS, H, 16), float("-inf"), tl.float32)
     column = score_positions(WARPS)
-    inside = place_in_block(tl.arange(0, T), TOKENS)
-    block = find_block(table_ptr, begin, end, TOKENS, T)
+    inside = tl.arange(0, T)
     for t0 in range(begin, end, T):
-        there = is_seen(t0 + tl.arange(0, T), oldest, end)
-        block_after = find_block(table_ptr, t0 + T, end, TOKENS, T)
-        w, scale, low = load_codes(
-            k_ptr, k_pairs_ptr, block, t0, inside, there, kb, kr, pb, BITS, TOKENS, WARPS, UNIT, KIND, D, DP, G, GP
-        )
-        s = scores_of_codes(codes_q, start, sums, w, scale, low, H, BITS, KIND, PAIR, PTX)
+        there = is_seen(t0 + inside, oldest, end)
+        w, scale, low = load_codes(k_ptr, t0, inside, there, kr, BITS, WARPS, UNIT, KIND, D, DP, G, GP)
+        s = scores_of_codes(codes_q, start, sums, w, scale, low, H, BITS, KIND, PTX)
         s = capped(s * factor, softcap, CAPPED)
         s = tl.where(is_seen(t0 + column, oldest, end), s, float("-inf"))
         top = tl.maximum(top, s)
         p = tl.exp2(s - phi)
         total += p
-        w, scale, low = load_codes(
-            v_ptr, v_pairs_ptr, block, t0, inside, there, vb, vr, pb, BITS, TOKENS, WARPS, UNIT, KIND, D, DP, G, GP
-        )
-        v = values_of_codes(w, scale, low, BITS, KIND, q.dtype, PAIR, PTX)
+        w, scale, low = load_codes(v_ptr, t0, inside, there, vr, BITS, WARPS, UNIT, KIND, D, DP, G, GP)
+        v = values_of_codes(w, scale, low, BITS, KIND, q.dtype, PTX)
         acc = dot(tl.permute(v, (0, 2, 1)), for_product(p, R, q.dtype), acc)
-        block = block_after
     total, top = tl.sum(tl.sum(total, 2), 0), tl.max(tl.max(top, 2), 0)
     total, top = repeated(total[None, :], R), repeated(top[None, :], R)
     return lanes_in_order(tl.trans(tl.sum(acc, 0)), BITS), tl.reshape(total, (R,)), tl.reshape(top, (R,))
@@ -248,31 +232,25 @@ def unified_codes(
 
 @triton.jit
 def synchronised_codes(
-    q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, begin, end, oldest,
-    kb, kr, vb, vr, pb, scale_log2, softcap,
-    CAPPED: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
+    q, k_ptr, v_ptr, begin, end, oldest, kr, vr, scale_log2, softcap,
+    CAPPED: tl.constexpr, BITS: tl.constexpr, H: tl.constexpr, T: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, UNIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """As unified_codes, with the largest x so far of each warp in place of phi, by the online softmax."""
     WARPS: tl.constexpr = T // 16
     R: tl.constexpr = 8 if H < 8 else H
-    KIND: tl.constexpr = kind_of(k_pairs_ptr is not None, D, DP, G, GP)
-    PAIR: tl.constexpr = tl.float16 if k_pairs_ptr is None else q.dtype
+    KIND: tl.constexpr = kind_of(D, DP, G, GP)
     codes_q, start, sums, power = prepare_query(q, H, GP, BITS, PTX)
     factor = (power * scale_log2)[None, :, None]
     acc = tl.zeros((WARPS, DP, R), tl.float32)
     total = tl.zeros((WARPS, H, 16), tl.float32)
     top = tl.full((WARPS, H), float("-inf"), tl.float32)
     column = score_positions(WARPS)
-    inside = place_in_block(tl.arange(0, T), TOKENS)
-    block = find_block(table_ptr, begin, end, TOKENS, T)
+    inside = tl.arange(0, T)
     for t0 in range(begin, end, T):
-        there = is_seen(t0 + tl.arange(0, T), oldest, end)
-        block_after = find_block(table_ptr, t0 + T, end, TOKENS, T)
-        w, scale, low = load_codes(
-            k_ptr, k_pairs_ptr, block, t0, inside, there, kb, kr, pb, BITS, TOKENS, WARPS, UNIT, KIND, D, DP, G, GP
-        )
-        s = scores_of_codes(codes_q, start, sums, w, scale, low, H, BITS, KIND, PAIR, PTX)
+        there = is_seen(t0 + inside, oldest, end)
+        w, scale, low = load_codes(k_ptr, t0, inside, there, kr, BITS, WARPS, UNIT, KIND, D, DP, G, GP)
+        s = scores_of_codes(codes_q, start, sums, w, scale, low, H, BITS, KIND, PTX)
         s = capped(s * factor, softcap, CAPPED)
         s = tl.where(is_seen(t0 + column, oldest, end), s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 2))
@@ -280,13 +258,10 @@ def synchronised_codes(
         p = tl.exp2(s - base[:, :, None])
         shrink = tl.exp2(top - base)
         total = total * shrink[:, :, None] + p
-        w, scale, low = load_codes(
-            v_ptr, v_pairs_ptr, block, t0, inside, there, vb, vr, pb, BITS, TOKENS, WARPS, UNIT, KIND, D, DP, G, GP
-        )
-        v = values_of_codes(w, scale, low, BITS, KIND, q.dtype, PAIR, PTX)
+        w, scale, low = load_codes(v_ptr, t0, inside, there, vr, BITS, WARPS, UNIT, KIND, D, DP, G, GP)
+        v = values_of_codes(w, scale, low, BITS, KIND, q.dtype, PTX)
         acc = dot(tl.permute(v, (0, 2, 1)), for_product(p, R, q.dtype), acc * repeated(shrink, R)[:, None, :])
         top = higher
-        block = block_after
     highest = tl.max(top, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     shrink = tl.exp2(top - base[None, :])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from forebay.kernels.gpu_support.paged import round_to
+from forebay.kernels.gpu_support.cache_tiles import round_to
 from forebay.kernels.gpu_support.rotation import rotated
 
 FEW = tl.constexpr(4)  # shares that the last program to arrive takes at a time
@@ -50,7 +50,7 @@ def merge_shares(
 
 @triton.jit
 def merge_kernel(
-    part_ptr, stat_ptr, length_ptr, out_ptr, ob, oh, length_more, heads, splits,
+    part_ptr, stat_ptr, start_ptr, out_ptr, ob, oh, heads, splits,
     D: tl.constexpr, DP: tl.constexpr, SHARES: tl.constexpr, POWER: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence and head): the shares of a row, each with the maximum it used, into out; no position: zeros.
@@ -79,7 +79,7 @@ def merge_kernel(
         total = total * shrink + tl.sum(sums * weight, 0)
         acc = acc * shrink + tl.sum(part * weight[:, None], 0)
         top = higher
-    written = tl.load(length_ptr + b) + length_more > 0
+    written = tl.load(start_ptr + b) >= 0
     out = tl.where(written, acc / total, 0.0)
     if POWER != 0:
         out = tl.reshape(rotated(tl.reshape(out, (1, DP)), POWER, POWER // 2), (DP,))

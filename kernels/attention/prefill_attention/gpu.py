@@ -1,4 +1,4 @@
-"""`forebay::prefill_attention` in Triton: causal attention of many queries per sequence, by the online softmax.
+"""`forebay::attention` of many queries per sequence in Triton, by the online softmax.
 
 A program takes ROWS rows of one KV head, a row being a pair (query, query head of that KV head), query by query: K and
 V are read once for all heads of a group, and few queries still fill a tile. Only tiles of K that cross the causal edge,
@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.attention.scoring import Scoring
-from forebay.kernels.formats.paged import BlockLayout, check_pool, check_table
 from forebay.kernels.gpu_support.arguments import AMD_STAGES, before_hopper, check_device, check_tensor, fail, stages
 from forebay.kernels.gpu_support.audit_case import (
     GEMMA_2_9B,
@@ -26,21 +25,18 @@ from forebay.kernels.gpu_support.audit_case import (
     AuditCase,
     HeadShape,
 )
-from forebay.kernels.gpu_support.launches import bound, kernel_call
-from forebay.kernels.gpu_support.paged import (  # fmt: skip
+from forebay.kernels.gpu_support.cache_tiles import (  # fmt: skip
     AttendedCache,
     CacheView,
     contiguous_view,
     dot,
-    find_block,
     first_seen,
     load_tile,
-    paged_view,
-    place_in_block,
     round_to,
     score_factors,
     score_log2,
 )
+from forebay.kernels.gpu_support.launches import bound, kernel_call
 from forebay.kernels.gpu_support.rotation import load_query, rotated_values
 
 
@@ -69,19 +65,15 @@ EXACT_ROTATED = {"usual": PrefillTile(16, 32, 4, 2), "wide": PrefillTile(16, 16,
 
 @triton.jit
 def attend(
-    acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position, oldest, begin, end,
-    kb, kr, vb, vr, pb, scale_log2, softcap,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
+    acc, total, top, q, k_ptr, v_ptr, position, oldest, begin, end, kr, vr, scale_log2, softcap,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr,
     T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     """The online softmax's state after positions begin .. end - 1; unless MASKED every row sees all of them."""
-    block = find_block(table_ptr, begin, end, TOKENS, T)
     for t0 in range(begin, end, T):
         t = t0 + tl.arange(0, T)
-        inside = place_in_block(t, TOKENS)
-        block_after = find_block(table_ptr, t0 + T, end, TOKENS, T)
         written = t < end
-        k = load_tile(k_ptr, k_pairs_ptr, block, inside, written, kb, kr, pb, q.dtype, BITS, D, DP, G, GP)
+        k = load_tile(k_ptr, t, written, kr, q.dtype, BITS, D, DP, G, GP)
         s = score_log2(q, k, scale_log2, softcap, CAPPED)
         if MASKED:
             seen = t[None, :] <= position[:, None]
@@ -93,20 +85,17 @@ def attend(
         p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(p, 1)
-        v = load_tile(v_ptr, v_pairs_ptr, block, inside, written, vb, vr, pb, q.dtype, BITS, D, DP, G, GP)
+        v = load_tile(v_ptr, t, written, vr, q.dtype, BITS, D, DP, G, GP)
         acc = dot(round_to(p, q.dtype), v, acc * shrink[:, None])
         top = higher
-        block = block_after
     return acc, total, top
 
 
 @triton.jit
 def prefill_attention_kernel(
-    q_ptr, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, start_ptr, out_ptr,
-    qb, qh, qs, kb, kh, kr, vb, vh, vr, pb, ph, table_stride, ob, os, oh,
+    q_ptr, k_ptr, v_ptr, start_ptr, out_ptr, qb, qh, qs, kb, kh, kr, vb, vh, vr, ob, os, oh,
     queries, kv_heads, group_heads, window, scale_log2, softcap,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr,
-    UNIT: tl.constexpr, POWER: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, POWER: tl.constexpr,
     ROWS: tl.constexpr, T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of rows, last first as it is the longest; sequence and KV head).
@@ -124,16 +113,8 @@ def prefill_attention_kernel(
     vb, vh, vr = vb // UNIT * UNIT, vh // UNIT * UNIT, vr // UNIT * UNIT
     q_at = b * qb + query.to(tl.int64) * qs + head * qh
     q = load_query(q_ptr + q_at, present, D, DP, G, GP, POWER)
-    k_ptr += kv_head * kh
-    v_ptr += kv_head * vh
-    if TOKENS == 0:
-        k_ptr += b * kb
-        v_ptr += b * vb
-    else:
-        table_ptr += b * table_stride
-    if k_pairs_ptr is not None:
-        k_pairs_ptr += kv_head * ph
-        v_pairs_ptr += kv_head * ph
+    k_ptr += b * kb + kv_head * kh
+    v_ptr += b * vb + kv_head * vh
 
     start = tl.load(start_ptr + b).to(tl.int32)
     position = start + query
@@ -153,20 +134,18 @@ def prefill_attention_kernel(
     if POWER == 0:
         if WINDOWED:
             acc, total, top = attend(
-                acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position, oldest,
-                begin, tl.minimum(plain_begin, high + 1), kb, kr, vb, vr, pb, scale_log2, softcap,
-                True, WINDOWED, CAPPED, BITS, TOKENS, T, D, DP, G, GP,
+                acc, total, top, q, k_ptr, v_ptr, position, oldest, begin, tl.minimum(plain_begin, high + 1), kr, vr,
+                scale_log2, softcap, True, WINDOWED, CAPPED, BITS, T, D, DP, G, GP,
             )  # fmt: skip
         acc, total, top = attend(
-            acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position, oldest,
-            plain_begin, plain_end, kb, kr, vb, vr, pb, scale_log2, softcap,
-            False, WINDOWED, CAPPED, BITS, TOKENS, T, D, DP, G, GP,
+            acc, total, top, q, k_ptr, v_ptr, position, oldest, plain_begin, plain_end, kr, vr,
+            scale_log2, softcap, False, WINDOWED, CAPPED, BITS, T, D, DP, G, GP,
         )  # fmt: skip
     else:  # one loop: rotated queries that two loops read would stay in registers, and 200 to 500 values spill
         plain_end = begin
     acc, total, top = attend(
-        acc, total, top, q, k_ptr, v_ptr, k_pairs_ptr, v_pairs_ptr, table_ptr, position, oldest, plain_end, high + 1,
-        kb, kr, vb, vr, pb, scale_log2, softcap, True, WINDOWED, CAPPED, BITS, TOKENS, T, D, DP, G, GP,
+        acc, total, top, q, k_ptr, v_ptr, position, oldest, plain_end, high + 1, kr, vr,
+        scale_log2, softcap, True, WINDOWED, CAPPED, BITS, T, D, DP, G, GP,
     )  # fmt: skip
     out, d, valid = rotated_values(acc / total[:, None], D, DP, G, GP, POWER)
     out = round_to(out, out_ptr.dtype.element_ty)
@@ -188,7 +167,7 @@ def tile(rows: int, lanes: int, itemsize: int, ampere: bool = False, rotated: bo
 
 def bind_view(q: Tensor, cache: AttendedCache, scoring: Scoring, out: Tensor) -> Callable[[], None]:
     """A call that fills out [B, S, H, D] from q and a view of the cache, of arguments that have been checked."""
-    view, kv_heads, table = cache.view, cache.kv_heads, cache.table
+    view, kv_heads = cache.view, cache.kv_heads
     batch, heads, queries, _ = q.shape
     if q.numel() == 0:
         return lambda: None
@@ -198,9 +177,8 @@ def bind_view(q: Tensor, cache: AttendedCache, scoring: Scoring, out: Tensor) ->
     scale_log2, cap = score_factors(scoring.scale, scoring.softcap)
     return bound(kernel_call(
         prefill_attention_kernel, (triton.cdiv(rows, chosen.rows), batch * kv_heads),
-        q, *view.pointers, table, cache.lengths, out, *q.stride()[:3], *view.strides,
-        table.stride(0) if table is not None else 0, *out.stride()[:3], queries, kv_heads, group_heads,
-        scoring.window, scale_log2, cap, WINDOWED=scoring.window != 0, CAPPED=scoring.softcap > 0,
+        q, *view.pointers, cache.start, out, *q.stride()[:3], *view.strides, *out.stride()[:3], queries, kv_heads,
+        group_heads, scoring.window, scale_log2, cap, WINDOWED=scoring.window != 0, CAPPED=scoring.softcap > 0,
         UNIT=view.unit, POWER=view.power, ROWS=chosen.rows, T=chosen.positions, **view.constants,
         num_warps=chosen.num_warps, num_stages=stages(chosen.num_stages),
     ))  # fmt: skip
@@ -244,21 +222,6 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scoring: S
     bind_prefill_attention(q, k, v, start, scoring, out)()
 
 
-def prefill_attention_paged(
-    q: Tensor, pool: Tensor, table: Tensor, start: Tensor, layout: BlockLayout, scoring: Scoring, out: Tensor
-) -> None:
-    """As prefill_attention, over the blocks of `layout` that table [B, M] names."""
-    op = "prefill_attention_paged"
-    _check(op, q, start, layout.kv_heads, out)
-    check_pool(op, pool, layout)
-    check_tensor(op, "q", q, dtype=layout.dtype, shape=(*q.shape[:3], layout.head_dim))
-    check_device(op, "pool", pool, q.device)
-    check_table(op, table, q.shape[0], q.device)
-    cache = AttendedCache(paged_view(pool, layout), layout.kv_heads, table.shape[1] * layout.tokens,
-                          layout.position_nbytes, start, 0, table)  # fmt: skip
-    bind_view(q, cache, scoring, out)()
-
-
 # Of audited launches: what a scale is does not change their code.
 PLAIN, GEMMA_2_SCORES = Scoring(1.0), Scoring(1.0, 4096, 50.0)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -269,18 +232,13 @@ def case(
     scoring: Scoring = PLAIN, ampere: bool = False,
 ) -> AuditCase:  # fmt: skip
     """One sequence, nothing cached before, seen through `view`; for GPUs before Hopper, or the others."""
-    bits, tokens = (view.constants[n] for n in ("BITS", "TOKENS"))
     heads, kv_heads, dim = shape
     itemsize = DTYPES[dtype].itemsize
     chosen = tile(queries * heads // kv_heads, view.constants["DP"], itemsize, ampere, view.power > 0)
-    pointer = "*u8" if bits else f"*{dtype}"
-    pairs = ("k_pairs_ptr", "v_pairs_ptr")
-    absent = (*(pairs if view.pointers[2] is None else ()), *(() if tokens else ("table_ptr",)))
-    signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer, "table_ptr": "*i32"}
-    signature |= dict.fromkeys(pairs, "*i32") | dict.fromkeys(absent, "constexpr")
-    signature |= {"start_ptr": "*i64", "out_ptr": f"*{dtype}"}
+    pointer = "*u8" if view.constants["BITS"] else f"*{dtype}"
+    signature = {"q_ptr": f"*{dtype}", "k_ptr": pointer, "v_ptr": pointer, "start_ptr": "*i64", "out_ptr": f"*{dtype}"}
     strides = ("qb", "qh", "qs", "ob", "os", "oh")
-    cache_strides = ("kb", "kh", "kr", "vb", "vh", "vr", "pb", "ph", "table_stride")
+    cache_strides = ("kb", "kh", "kr", "vb", "vh", "vr")
     signature |= dict.fromkeys((*strides, *cache_strides, "queries", "kv_heads", "group_heads", "window"), "i32")
     signature |= dict.fromkeys(("scale_log2", "softcap"), "fp32")
     constants: dict[str, Any] = {"WINDOWED": scoring.window != 0, "CAPPED": scoring.softcap > 0}
@@ -291,10 +249,7 @@ def case(
         name=f"{name}/{queries}x{dim}x{heads}/{kv_heads}-{dtype}{'/ampere' if ampere else ''}",
         fn=prefill_attention_kernel,
         signature=signature,
-        constants=constants
-        | {"ROWS": chosen.rows, "T": chosen.positions}
-        | view.constants
-        | dict.fromkeys(absent),
+        constants=constants | {"ROWS": chosen.rows, "T": chosen.positions} | view.constants,
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
         amd_stages=min(chosen.num_stages, AMD_STAGES),
@@ -310,20 +265,12 @@ def case(
 
 
 def _case(
-    name: str, dtype: str, queries: int, shape: HeadShape, format: str = "", scoring: Scoring = PLAIN,
-    ampere: bool = False,
-) -> AuditCase:  # fmt: skip
-    """Format "": a contiguous cache."""
-    _, kv_heads, dim = shape
-    if format:
-        layout = BlockLayout(64, kv_heads, dim, format, DTYPES[dtype])
-        view = paged_view(torch.empty(1, layout.record_nbytes, dtype=torch.uint8), layout)
-        nbytes = layout.position_nbytes
-    else:
-        row = torch.empty(1, kv_heads, 1, dim, dtype=DTYPES[dtype])
-        view, nbytes = contiguous_view(row, row), 2 * dim * row.itemsize
-    full = f"prefill_attention/{name}"
-    return case(full, dtype, view, queries, shape, nbytes, scoring, ampere)
+    name: str, dtype: str, queries: int, shape: HeadShape, scoring: Scoring = PLAIN, ampere: bool = False
+) -> AuditCase:
+    """Over values as they are."""
+    row = torch.empty(1, shape.kv_heads, 1, shape.dim, dtype=DTYPES[dtype])
+    view, nbytes = contiguous_view(row, row), 2 * shape.dim * row.itemsize
+    return case(f"prefill_attention/{name}", dtype, view, queries, shape, nbytes, scoring, ampere)
 
 
 def audit_cases() -> list[AuditCase]:
@@ -336,8 +283,6 @@ def audit_cases() -> list[AuditCase]:
             _case("short", "fp16", 16, OPT_30B, ampere=ampere),
             _case("window-softcap", "bf16", 2048, GEMMA_2_9B, scoring=GEMMA_2_SCORES, ampere=ampere),
             _case("fp32", "fp32", 64, SMOLLM2_135M, ampere=ampere),
-            _case("paged", "fp16", 2048, OPT_30B, "native", ampere=ampere),
-            _case("paged-block8", "bf16", 2048, LLAMA_3_8B, "block8", ampere=ampere),
-            _case("paged-block4", "bf16", 2048, LLAMA_3_8B, "block4", ampere=ampere),
+            _case("long", "fp16", 2048, OPT_30B, ampere=ampere),
         ]
     return cases

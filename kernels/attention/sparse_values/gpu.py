@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import FLOATS, check_tensor, fail
 from forebay.kernels.gpu_support.audit_case import AuditCase
-from forebay.kernels.gpu_support.paged import round_to
+from forebay.kernels.gpu_support.cache_tiles import round_to
 
 # A program loads 64 rows of 32 elements at a time: with fp16 two whole 32-byte sectors of each row.
 ROWS, SLICE = 64, 32

@@ -14,16 +14,28 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.cache.kv_append_q import reference as operator
-from forebay.kernels.cache.rotary_append.gpu import tile, valid_lanes
 from forebay.kernels.formats import row_sizes
 from forebay.kernels.gpu_support.arguments import check_tensor
 from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.cache_rows import check_rows, rotation_power, row_strides, unit_of
+from forebay.kernels.gpu_support.cache_tiles import lane_values, lanes, round_to
 from forebay.kernels.gpu_support.launches import bound, kernel_call
-from forebay.kernels.gpu_support.paged import lane_values, lanes, round_to
 from forebay.kernels.gpu_support.rotation import load_rotated, rotated
 from forebay.kernels.products.linear.selection import AMD
 from forebay.kernels.quantization.quantize.gpu import CODE_BASE, group_codes, group_range, pack_codes
+
+# Elements of D times heads that one program holds: 16 heads of D = 128.
+TILE = 2048
+
+
+@triton.jit
+def valid_lanes(HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr):
+    """Which lanes [HEADS * DP / GP, GP] hold a value; None where all do."""
+    valid = None
+    if D != DP or G != GP:
+        _, held = lane_values(D, DP, G, GP)
+        valid = tl.reshape(held[None, :] & (tl.zeros((HEADS, DP), tl.int32) == 0), (HEADS * DP // GP, GP))
+    return valid
 
 
 @triton.jit
@@ -151,6 +163,12 @@ def kv_append_q_kernel(
         row = v_cache_ptr + b * (vcb // UNIT * UNIT) + position * (vcl // UNIT * UNIT) + first * stride
         store_rotated(v_ptr + b * vb + s * vs + first * vh, vh, row, stride, heads - first, fits,
                       HEADS, BLOCKWISE, BITS, POWER, D, DP, G, GP)  # fmt: skip
+
+
+def tile(heads: int, wide: int) -> tuple[int, int]:
+    """(heads, warps) of one program: 512 elements a warp at most."""
+    block = min(triton.next_power_of_2(heads), max(1, TILE // wide))
+    return block, min(4, max(1, block * wide // 256))
 
 
 def _constants(

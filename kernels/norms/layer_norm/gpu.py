@@ -10,8 +10,8 @@ from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_tensor, leading_dimensions
 from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.cache_tiles import round_to
 from forebay.kernels.gpu_support.launches import bound, kernel_call
-from forebay.kernels.gpu_support.paged import round_to
 from forebay.kernels.norms.rms_norm.gpu import check_rows, row_offsets, tile
 from forebay.kernels.norms.rms_norm.reference import MAX_COLUMNS
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_tensor, fail, leading_dimensions
 from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.cache_tiles import round_to
 from forebay.kernels.gpu_support.launches import bound, kernel_call
-from forebay.kernels.gpu_support.paged import round_to
 from forebay.kernels.norms.rms_norm.reference import MAX_COLUMNS
 
 # A row of 16384 fp32 values takes 32 registers of each of 512 threads; a longer one would spill.

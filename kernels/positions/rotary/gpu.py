@@ -10,8 +10,8 @@ from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_tensor, fail
 from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.cache_tiles import round_to
 from forebay.kernels.gpu_support.launches import bound, kernel_call
-from forebay.kernels.gpu_support.paged import round_to
 
 # Elements of each half of the heads that one program holds: 32 heads of D = 128.
 TILE = 2048

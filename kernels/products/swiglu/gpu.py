@@ -17,8 +17,8 @@ from torch import Tensor
 
 from forebay.kernels.gpu_support.arguments import check_tensor, fail
 from forebay.kernels.gpu_support.audit_case import AuditCase
+from forebay.kernels.gpu_support.cache_tiles import dot, round_to
 from forebay.kernels.gpu_support.launches import bound, kernel_call
-from forebay.kernels.gpu_support.paged import dot, round_to
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from forebay.kernels.formats.row_sizes import codes_nbytes
 from forebay.kernels.gpu_support.arguments import check_tensor, fail
 from forebay.kernels.gpu_support.audit_case import AuditCase
-from forebay.kernels.gpu_support.paged import INTERPRETED, round_to
+from forebay.kernels.gpu_support.cache_tiles import INTERPRETED, round_to
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

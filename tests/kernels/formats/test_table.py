@@ -8,7 +8,6 @@ import torch
 from forebay.kernels.cache.kv_append_q.reference import pack
 from forebay.kernels.formats.table import (
     ACT8,
-    BLOCK_FORMATS,
     CACHE_FORMATS,
     NATIVE,
     WEIGHT_FORMATS,
@@ -52,6 +51,6 @@ def test_what_is_no_format_of_a_weight_is_refused(name: str) -> None:
 
 
 def test_no_two_layouts_have_one_name() -> None:
-    assert set(CACHE_FORMATS) & set(BLOCK_FORMATS) == {"native"}
-    with pytest.raises(ValueError, match="no cache format 'block4'"):
-        cache_format("block4")
+    assert set(CACHE_FORMATS) & set(WEIGHT_FORMATS) == {"native"} and ACT8.name not in {*CACHE_FORMATS, *WEIGHT_FORMATS}
+    with pytest.raises(ValueError, match="no cache format 'act8'"):
+        cache_format("act8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -16,19 +15,13 @@ import torch
 pytest.importorskip("triton")
 
 import triton.language as tl
-from kernels_blocks import LIMIT, fill_cache, relative_error
+from filled_caches import LIMIT, decode, packed_cache, relative_error
 from ptx_blocks import evaluate, execute
 from triton.runtime.interpreter import TensorHandle
 
-from forebay.kernels.attention.attention_q import gpu as attention_q
-from forebay.kernels.attention.attention_q import reference as attention_q_operator
 from forebay.kernels.attention.decode_attention import decode_shares
 from forebay.kernels.attention.decode_attention import gpu as decode_attention
-from forebay.kernels.attention.decode_attention import reference as decode_operator
-from forebay.kernels.attention.scoring import Scoring, SoftmaxRange
-from forebay.kernels.cache.kv_append_q import reference as kv_append_q
-from forebay.kernels.formats import row_sizes
-from forebay.kernels.formats.paged import BlockLayout
+from forebay.kernels.attention.scoring import HELD, SYNCHRONISED, SoftmaxRange
 from forebay.kernels.gpu_support import cache_codes
 
 HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -109,47 +102,18 @@ def with_ptx(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("dtype", tuple(HALVES), ids=HALVES.values())
 @pytest.mark.parametrize(
-    ("format", "heads", "kv_heads", "dim", "tokens"),
-    [("block4", 4, 1, 128, 64), ("block8", 3, 1, 80, 32), ("block4", 9, 1, 64, 16), ("block8", 2, 1, 128, 64)],
-)
-def test_paged_rows_as_compiled(
-    with_ptx: list[str], dtype: torch.dtype, format: str, heads: int, kv_heads: int, dim: int, tokens: int
-) -> None:
-    layout = BlockLayout(tokens, kv_heads, dim, format, dtype)
-    assert decode_shares.product(dim, layout.group, layout.bits, 2, heads // kv_heads, False).folded
-    cache = fill_cache(layout, [2 * tokens + 9, 5])
-    q = torch.randn(2, heads, dim, generator=torch.Generator().manual_seed(3)).to(dtype)
-    scale = dim**-0.5
-    arguments = (q, cache.pool, cache.table, cache.lengths, layout, scale)
-    for scores, window, softcap in (((0.0, -9.0, 11.0), 0, 0.0), ((0.0, 0.0, 0.0), 11, 3.0)):
-        out = torch.full_like(q, math.nan)
-        decode_attention.decode_attention(
-            *arguments[:5], Scoring(scale, window, softcap), SoftmaxRange(*scores), out, 2)
-        wanted = decode_operator.reference(*arguments, window, softcap)
-        assert relative_error(out, wanted) <= LIMIT[dtype]
-    assert with_ptx
-
-
-@pytest.mark.parametrize("dtype", tuple(HALVES), ids=HALVES.values())
-@pytest.mark.parametrize(
-    ("heads", "dim", "bits"), [(4, 128, 4), (4, 128, 8), (3, 64, 4), (2, 64, 8), (1, 80, 4), (2, 96, 4), (2, 256, 4)]
-)
+    ("heads", "dim", "bits"),
+    [(4, 128, 4), (4, 128, 8), (3, 64, 4), (2, 64, 8), (9, 64, 4), (3, 80, 8), (1, 80, 4), (2, 96, 4), (2, 256, 4)],
+)  # fmt: skip
 def test_packed_rows_as_compiled(with_ptx: list[str], dtype: torch.dtype, heads: int, dim: int, bits: int) -> None:
-    group = row_sizes.cache_group_size(dim, bits)
-    assert decode_shares.product(dim, group, bits, 2, heads, False).folded
-    generator = torch.Generator().manual_seed(dim + bits)
-    start = torch.tensor([70])
-    shape = (2, 1, 1, 75, row_sizes.cache_row_nbytes(dim, bits))
-    caches = torch.full(shape, 0xFF, dtype=torch.uint8)  # what is not written reads as NaN
-    for cache in caches:
-        x = torch.randn(1, 71, dim, generator=generator)
-        x[..., 0] += 3.0
-        cache[0, :, :71] = kv_append_q.pack(x, bits, group)
-    q = torch.randn(1, heads, 1, dim, generator=generator).to(dtype)
-    out = torch.full((1, 1, heads, dim), math.nan, dtype=dtype)
-    attention_q.attention_q(q, *caches, start, Scoring(dim**-0.5), bits, group, out)
-    wanted = attention_q_operator.reference(q, *caches, start, dim**-0.5, 0, 0.0, bits, group)
-    assert relative_error(out, wanted) <= LIMIT[dtype]
+    """By the shared maximum, and by the synchronised softmax with a window and capped scores."""
+    cache = packed_cache((137, 71), 1, dim, bits)
+    assert decode_shares.product(dim, cache.group, bits, 2, heads, False).folded
+    q = cache.queries(heads, dtype)
+    for scores, window, softcap in ((SoftmaxRange(0.0, *HELD[dtype]), 0, 0.0), (SYNCHRONISED, 0, 0.0),
+                                    (SYNCHRONISED, 11, 3.0)):  # fmt: skip
+        found = decode(cache, q, scores, window, softcap, splits=2)
+        assert relative_error(found, cache.expected(q, window, softcap)) <= LIMIT[dtype]
     assert with_ptx
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels_blocks import LIMIT, relative_error
+from filled_caches import LIMIT, packed_cache, relative_error
 
 from forebay.kernels.attention.attention import reference as attention
 from forebay.kernels.attention.attention_q import gpu
@@ -28,18 +28,9 @@ from forebay.kernels.operator import Tensors
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def made(ends: list[int], kv_heads: int, dim: int, bits: int, group: int, length: int = 0) -> tuple[Tensor, Tensor]:
-    """Caches with spare rows between heads; positions from ends[b] on are 0xff, which reads as NaN."""
-    generator = torch.Generator().manual_seed(dim + bits)
-    row = row_sizes.row_nbytes(dim, bits, group, row_sizes.CACHE_ALIGN)
-    length = length or max(ends) + 3
-    caches = torch.full((2, len(ends), kv_heads, length + 2, row), 0xFF, dtype=torch.uint8)[..., :length, :]
-    for cache in caches:
-        for b, end in enumerate(ends):
-            x = torch.randn(kv_heads, end, dim, generator=generator)
-            x[..., 0] += 3.0
-            cache[b, :, :end] = kv_append_q.pack(x, bits, group)
-    return caches[0], caches[1]
+def made(ends: list[int], kv_heads: int, dim: int, bits: int, group: int) -> tuple[Tensor, Tensor]:
+    cache = packed_cache(tuple(ends), kv_heads, dim, bits, group)
+    return cache.k, cache.v
 
 
 def queries(ends: list[int], heads: int, new: int, dim: int, dtype: torch.dtype) -> Tensor:

@@ -12,13 +12,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels_blocks import LIMIT, fill_cache, relative_error
+from filled_caches import LIMIT, relative_error
 
 from forebay.kernels.attention.attention import reference as attention
 from forebay.kernels.attention.prefill_attention import gpu
-from forebay.kernels.attention.prefill_attention import reference as prefill_attention
 from forebay.kernels.attention.scoring import Scoring
-from forebay.kernels.formats.paged import BlockLayout
 
 
 def made(dtype: torch.dtype, batch: int, heads: int, kv_heads: int, queries: int, length: int, dim: int) -> list:
@@ -47,20 +45,6 @@ def test_matches_the_definition(
     gpu.prefill_attention(q, k, v, start, Scoring(dim**-0.5, window, softcap), out)
     wanted = attention.reference(q, k.nan_to_num(), v.nan_to_num(), start, dim**-0.5, window, softcap)
     assert relative_error(out, wanted) <= LIMIT[dtype]
-
-
-@pytest.mark.parametrize("format", ["native", "block8", "block4"])
-@pytest.mark.parametrize("tokens", [16, 64])
-def test_blocks_of_every_format(format: str, tokens: int) -> None:
-    layout = BlockLayout(tokens, 2, 32, format, torch.float16)
-    cache = fill_cache(layout, [83, 30])
-    q = torch.randn(2, 4, 21, 32, generator=torch.Generator().manual_seed(5)).half()
-    start = cache.lengths - 21
-    out = torch.full((2, 21, 4, 32), math.nan, dtype=torch.float16)
-    gpu.prefill_attention_paged(q, cache.pool, cache.table, start, layout, Scoring(0.2), out)
-    pool = cache.pool.clone()
-    wanted = prefill_attention.paged_reference(q, pool, cache.table, start, layout, 0.2)
-    assert relative_error(out, wanted) <= 1e-3
 
 
 def test_scores_that_overflow_exp() -> None:

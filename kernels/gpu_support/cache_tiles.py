@@ -1,25 +1,21 @@
-"""Tiles of K and V from a paged or contiguous cache, dequantised in registers: device functions and their arguments.
+"""Tiles of K and V from a cache, dequantised in registers: device functions and their arguments.
 
 A tile is [T, DP]: T positions, and DP lanes of one head. A row of D values in groups of G is spread over lanes so that
 each group begins at a multiple of GP, the power of two at or above G; lanes without a value hold anything finite or
-what poisons the row anyway, and must meet zeros. Native values are one group of D. A cache of packed rows
-(`kv_append_q`) has its scales and lows in the rows, so there are no pointers to pairs; its rows are rotated, and
-`rotation` has what rotates queries and results.
+what poisons the row anyway, and must meet zeros. Native values are one group of D. Packed rows (`kv_append_q`) are
+rotated; `rotation` has what rotates queries and results.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.attention.decode_attention.decode_shares import lane_count, lane_width
-from forebay.kernels.formats.paged import BlockLayout
 
 LOG2E = 1.4426950408889634
 # The interpreter multiplies the bit patterns of bf16 numbers, and cuts fp32 off to make them.
@@ -75,17 +71,6 @@ def from_half(bits):
 
 
 @triton.jit
-def unpack_pair(word, dtype: tl.constexpr):
-    """(scale, low) in fp32 from the 32-bit word of two fp16 or bf16 numbers, scale first."""
-    if dtype == tl.bfloat16:
-        scale = (word << 16).to(tl.float32, bitcast=True)
-        low = (word & -65536).to(tl.float32, bitcast=True)
-    else:
-        scale, low = from_half(word), from_half(word >> 16)
-    return scale, low
-
-
-@triton.jit
 def unpack_ending(words, group, held, CODES: tl.constexpr, GROUPS: tl.constexpr):
     """(scale, low) [T, GROUPS_P] in fp32 of rows at pointers [T, 1], behind CODES halves: GROUPS scales, then the lows.
 
@@ -108,36 +93,12 @@ def unpack_ending(words, group, held, CODES: tl.constexpr, GROUPS: tl.constexpr)
 
 
 @triton.jit
-def find_block(table_ptr, t0, end, TOKENS: tl.constexpr, T: tl.constexpr):
-    """The block of each of T positions from t0, a multiple of T, on, as one number where they share it; no table: 0.
-
-    Loops look it up one tile ahead: a look-up in the same turn would leave K and V with half the pipeline's stages.
-    """
-    if TOKENS == 0:
-        block = tl.full((), 0, tl.int64)
-    elif TOKENS >= T:
-        block = tl.load(table_ptr + t0 // TOKENS, mask=t0 < end, other=0).to(tl.int64)
-    else:
-        t = t0 + tl.arange(0, T)
-        block = tl.load(table_ptr + t // TOKENS, mask=t < end, other=0).to(tl.int64)
-    return block
-
-
-@triton.jit
-def place_in_block(t, TOKENS: tl.constexpr):
-    """Positions t counted from the beginning of their block, or of the sequence where there is no table."""
-    if TOKENS != 0:
-        t = t & (TOKENS - 1)
-    return t
-
-
-@triton.jit
 def load_tile(
-    ptr, pairs_ptr, block, inside, seen, stride_block, stride_row, stride_pairs,
+    ptr, t, seen, stride_row,
     dtype: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """[T, DP] of dtype: rows `inside` of blocks `block`; what is not seen is 0. Strides in elements, pairs in words."""
-    row = block * stride_block + inside.to(tl.int64) * stride_row
+    """[T, DP] of dtype: rows of positions t; what is not seen is 0. The stride is in elements."""
+    row = t.to(tl.int64) * stride_row
     if BITS == 0:
         d, valid = lane_values(D, DP, G, GP)
         mask = seen[:, None]
@@ -149,12 +110,8 @@ def load_tile(
         GROUPS_P: tl.constexpr = DP // GP
         group = tl.arange(0, GROUPS_P)[None, :]
         held = seen[:, None] & (group < GROUPS)
-        if pairs_ptr is None:
-            words = (ptr + row).to(tl.pointer_type(tl.int32))[:, None]
-            scale, low = unpack_ending(words, group, held, GROUPS * G * BITS // 16, GROUPS)
-        else:
-            pair = (block * stride_pairs + inside * GROUPS)[:, None] + group
-            scale, low = unpack_pair(tl.load(pairs_ptr + pair, mask=held, other=0), dtype)
+        words = (ptr + row).to(tl.pointer_type(tl.int32))[:, None]
+        scale, low = unpack_ending(words, group, held, GROUPS * G * BITS // 16, GROUPS)
         # Bytes of a row: lanes of codes (8 bits), or of pairs of codes (4 bits), whole groups.
         PER_BYTE: tl.constexpr = 8 // BITS
         at, valid = lane_values(GROUPS * G // PER_BYTE, DP // PER_BYTE, G // PER_BYTE, GP // PER_BYTE)
@@ -192,10 +149,10 @@ def score_factors(scale: float, softcap: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class CacheView:
-    """Where a kernel finds K and V: pointers, strides of block (or sequence), head and row, and constants."""
+    """Where a kernel finds K and V: pointers, strides of sequence, head and row, and constants."""
 
-    pointers: tuple[Tensor | None, ...]  # k, v, k pairs, v pairs
-    strides: tuple[int, ...]  # of k: block, head, row; of v; of pairs: block, head
+    pointers: tuple[Tensor, Tensor]  # k, v
+    strides: tuple[int, ...]  # of k: sequence, head, row; of v
     constants: dict[str, Any]
     unit: int = 1  # bytes that all strides of packed rows are multiples of
     power: int = 0  # rows are rotated by Hadamard blocks of 2^power elements
@@ -204,16 +161,14 @@ class CacheView:
 class AttendedCache(NamedTuple):
     """What a launch attends over: `kv_heads` heads of at most `capacity` positions of position_nbytes each.
 
-    Sequence b has lengths[b] positions before its queries, or all of them, and `length_more` beside them.
+    The first query of sequence b stands at position start[b].
     """
 
     view: CacheView
     kv_heads: int
     capacity: int
     position_nbytes: int
-    lengths: Tensor  # int64 [B]
-    length_more: int = 0
-    table: Tensor | None = None  # of a paged cache: int32 [B, M]
+    start: Tensor  # int64 [B]
 
 
 def lanes(head_dim: int, group: int) -> dict[str, int]:
@@ -221,25 +176,7 @@ def lanes(head_dim: int, group: int) -> dict[str, int]:
     return {"D": head_dim, "DP": lane_count(head_dim, group), "G": group, "GP": lane_width(head_dim, group)}
 
 
-def paged_view(pool: Tensor, layout: BlockLayout) -> CacheView:
-    """K and V of a pool of blocks that has been checked."""
-    heads = layout.kv_heads
-    constants = lanes(layout.head_dim, layout.group) | {"BITS": layout.bits, "TOKENS": layout.tokens}
-    if not layout.bits:
-        size = layout.dtype.itemsize
-        typed = pool.view(layout.dtype)
-        part = layout.part_nbytes // size
-        strides = (typed.stride(0), part, layout.head_dim)
-        return CacheView((typed, typed[:, heads * part :], None, None), (*strides, *strides, 0, 0), constants)
-    words, part = pool.view(torch.int32), layout.part_nbytes
-    strides = (pool.stride(0), part, layout.row_nbytes)
-    at = layout.codes_nbytes // 4
-    pointers = (pool, pool[:, heads * part :], words[:, at:], words[:, heads * part // 4 + at :])
-    unit = math.gcd(16, *strides)
-    return CacheView(pointers, (*strides, *strides, words.stride(0), part // 4), constants, unit)
-
-
 def contiguous_view(k: Tensor, v: Tensor) -> CacheView:
     """K and V that are tensors [B, Hkv, L, D] of any strides but D's."""
-    constants = lanes(k.shape[3], k.shape[3]) | {"BITS": 0, "TOKENS": 0}
-    return CacheView((k, v, None, None), (*k.stride()[:3], *v.stride()[:3], 0, 0), constants)
+    constants = lanes(k.shape[3], k.shape[3]) | {"BITS": 0}
+    return CacheView((k, v), (*k.stride()[:3], *v.stride()[:3]), constants)
