@@ -26,6 +26,7 @@ from forebay.passes.lower.hoist_prefetch import hoist_prefetch
 from forebay.passes.lower.launches import Launches
 from forebay.passes.lower.lower import lower
 from forebay.passes.lower.place_copies import place_copies
+from forebay.passes.lower.share_maximum import share_maximum
 from forebay.passes.lower.stage_cache import staged_layers
 from forebay.passes.place.allocate_buffers import allocate_buffers, place_activations, plan_activations
 from forebay.passes.place.insert_transfers import insert_transfers
@@ -96,6 +97,7 @@ PASSES: tuple[Pass, ...] = (
          "last: addresses depend on the plan's arena alone, lifetimes on the order, which is final"),
     # on the step as a list of launches, where the order of the whole step can be seen
     Pass(lower, "lowered", "whole step", "every value has its address: graphs become launches, layers laid end to end"),
+    Pass(share_maximum, "lowered", "draft", "blocks are recorded for many layers: only launches are a layer's own"),
     Pass(delegate_attention, "lowered", "draft",
          "launches stand in the order of turns: those over caches in host memory leave the device's stream"),
     Pass(hoist_prefetch, "lowered", "draft", "copies cross the borders of layers", optional=True),

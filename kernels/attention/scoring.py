@@ -25,7 +25,8 @@ class SoftmaxRange(NamedTuple):
     high: float = 0.0
 
 
-# exp(x - phi) is multiplied with V in V's dtype: fp16 holds exp(-9) to exp(11) to within 2^-11, bf16 has fp32's range,
-# of which sums over long sequences leave exp(-60) to exp(60).
-HELD: dict[torch.dtype, tuple[float, float]] = {torch.float16: (-9.0, 11.0), torch.bfloat16: (-60.0, 60.0)}
+# (low, high) at most. exp(x - phi) is multiplied with V in V's dtype: fp16 holds exp(-9) to exp(11) to within 2^-11,
+# bf16 has fp32's range, of which sums over long sequences leave exp(-60) to exp(60).
+HELD: dict[torch.dtype, tuple[float, float]] = {
+    torch.float16: (-9.0, 11.0), torch.bfloat16: (-60.0, 60.0), torch.float32: (-60.0, 60.0)}
 SYNCHRONISED = SoftmaxRange()

@@ -15,6 +15,7 @@ from typing import Literal
 from forebay.kernels.formats.table import cache_format, checkpoint_format, weight_format
 from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.from_json import from_json
+from forebay.rewriter.ir.score_range import ScoreRange, check_ranges
 
 VERSION = 2
 TIERS = ("device", "host", "disk")
@@ -193,6 +194,7 @@ class Plan:
     cache_format: str = "native"
     buffers: tuple[BufferPlacement, ...] = ()
     gemm: tuple[GemmChoice, ...] = ()
+    score_ranges: tuple[ScoreRange, ...] = ()  # of layers without one softmaxes are synchronised
     prediction: Prediction = field(default_factory=Prediction)
     version: int = VERSION
 
@@ -311,6 +313,17 @@ def _validate_block(plan: Plan) -> None:
                         "the shortest chunk must be 2")
 
 
+def _validate_cache(plan: Plan) -> None:
+    try:
+        cache_format(plan.cache_format)
+    except ValueError as error:
+        raise PlanError(f"plan.cache_format: {error}") from error
+    try:
+        check_ranges(plan.score_ranges)
+    except ValueError as error:
+        raise PlanError(f"plan.score_ranges{error}") from error
+
+
 def _validate_speculative(plan: Plan) -> None:
     s = plan.schedule
     sizes = list(s.speculative_steps)
@@ -368,10 +381,7 @@ def validate(plan: Plan) -> None:
             raise PlanError(f"{at}.format: {error}") from error
         if w.nbytes < 0 or w.tile_rows < 0:
             raise PlanError(f"{at}: negative size")
-    try:
-        cache_format(plan.cache_format)
-    except ValueError as error:
-        raise PlanError(f"plan.cache_format: {error}") from error
+    _validate_cache(plan)
     for i, b in enumerate(plan.buffers):
         if b.offset < 0 or b.nbytes < 0:
             raise PlanError(f"plan.buffers[{i}]: negative offset or size")

@@ -259,7 +259,7 @@ def _planned(
     schedule = Schedule(fit.slots, piece, min(wishes.lead or fit.slots, fit.slots), chunks, needs.host_hop, needs.block,
                         needs.speculative)
     plan = Plan(needs.fingerprint, machine, budget.limits, workload, schedule, tuple(weights),
-                cache_format=needs.cache_format)
+                cache_format=needs.cache_format, score_ranges=wishes.score_ranges)
     upper, lends = _upper(needs, fit.chunk)
     caches = {"prefill": needs.cache_prompt, "decode": needs.cache} if lends else {"all": needs.cache}
     plan = lay_out(plan, needs.constants, caches, upper, host_rows_nbytes(needs, fit.chunk),

@@ -7,6 +7,7 @@ from typing import Literal
 
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import PlanError, Workload
+from forebay.rewriter.ir.score_range import ScoreRange
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Wishes:
     entering: int | None = None  # sequences of a prefill step; None: all at once
     joined: bool = False  # prefill steps decode as well, where sequences enter
     drafted_tokens: int | Literal["auto"] | None = None  # that a step checks at most; None: no step checks any
+    score_ranges: tuple[ScoreRange, ...] = ()  # what `forebay calibrate` measured
 
     def block(self, batch: int) -> Block:
         """The block for `batch` sequences with their cache on the device; no micro-batch is empty."""

@@ -108,8 +108,18 @@ def _head(plan: Plan) -> str:
                     + (", while the others decode in the same passes" if s.block.joined else "")),
         ("cache", f"{plan.cache_format}, {_cache_tier(plan)}"),
         *([("drafts", _drafts(plan))] if s.speculative_steps else []),
+        *([("softmax", _shared_maxima(plan))] if plan.score_ranges else []),
     ]
     return "\n".join(f"{name:<10}{text}" for name, text in lines)
+
+
+def _shared_maxima(plan: Plan) -> str:
+    """Which layers share a maximum, neighbours together."""
+    layers = sorted(r.layer for r in plan.score_ranges)
+    begins = [layer for layer in layers if layer - 1 not in layers]
+    ends = [layer for layer in layers if layer + 1 not in layers]
+    told = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
+    return f"on a GPU partial softmaxes of decode attention share a maximum in layers {told}"
 
 
 def _cache_tier(plan: Plan) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from forebay.calibration import ranges_for
 from forebay.huggingface.emptied import empty_module
 from forebay.huggingface.inputs import read_prompts
 from forebay.huggingface.module_habits import ModuleHabits, refuse_options
@@ -76,28 +77,27 @@ def wrap(
     cache_shares: tuple[float, float] | None = None,
     cpu_attention: bool | None = None, checkpoints: tuple[int, int] | None = None, checkpoint_format: str = "native",
     places: int | None = None, prompt_lookup_num_tokens: int | Literal["auto"] | None = None,
-    dequantize: bool = False, **others: Any,
+    dequantize: bool = False, calibration: str | os.PathLike[str] | None = None, **others: Any,
 ) -> LanguageModel:
     """Make `model` run within `budget`.
 
     `model`: a folder with a safetensors checkpoint, a .gguf file, "demo", or a transformers causal LM in memory, whose
     weights then move to a spill file in `budget["disk"]` (the module is empty afterwards). `budget`: bytes per tier, as
     ints or strings: {"device": "120MiB", "disk": "/path"}. `batch`, `prompt` (default 128, or half of the model's
-    positions where they are few) and `new_tokens` are what the first plan is made for; `generate` plans anew for calls
-    that need more. `machine` is what `forebay machine` measured; by default the profile it has kept, or else a cautious
-    guess. `slots`, `slot_nbytes`, `lead` and `prefill_chunk` force choices that are otherwise the planner's. `cache` is
-    the KV cache's format: native, kv8 or kv4 (rotated rows, groups along the head dimension). What does not fit the
-    device of it lies in host memory, as far as `budget["host"]` allows, and in a spill file in `budget["disk"]`, or all
-    on a `cache_tier` but for `cache_shares` on the device and in host memory, where with `cpu_attention` the host
-    attends. The batch is then computed in `micro_batches` parts that load their caches for their turns in each layer
-    (by default the planner says how many); in "zigzag" `order` they share each pass over the weights. With
-    `checkpoints` (2, 3) it keeps of two of three stretches of tokens what K and V are made of, native or act8. With
-    `places`, so many are computed at once, whatever `batch`, and prompts of a `generate` enter as others end. With
-    `prompt_lookup_num_tokens` steps check up to so many tokens that followed the last ones before, as many as pay, or
-    with "auto" none where none do. `plan` replays a plan.
+    positions where they are few) and `new_tokens` are what the first plan is made for; `generate` plans anew for more.
+    `machine` is what `forebay machine` measured; by default the profile it kept, else a cautious guess. `slots`,
+    `slot_nbytes`, `lead` and `prefill_chunk` force choices that are otherwise the planner's. `cache` is the KV cache's
+    format: native, kv8 or kv4. What does not fit the device of it lies in host memory, as far as `budget["host"]`
+    allows, and in a spill file in `budget["disk"]`, or all on a `cache_tier` but for `cache_shares` on the device and
+    in host memory, where with `cpu_attention` the host attends. The batch is then computed in `micro_batches` parts
+    that load their caches for their turns in each layer (by default the planner says how many); in "zigzag" `order`
+    they share each pass over the weights. With `checkpoints` (2, 3) it keeps of two of three stretches of tokens what K
+    and V are made of, native or act8. With `places`, so many are computed at once, whatever `batch`, and prompts of a
+    `generate` enter as others end. With `prompt_lookup_num_tokens` steps check up to so many tokens that followed the
+    last ones before, as many as pay, or with "auto" none where none do. `plan` replays a plan. With `calibration`, the
+    file of `forebay calibrate`, layers share a softmax maximum on a GPU.
 
-    Raises PlanError for a budget that cannot work, CheckpointError for files that cannot be used, SpillError for such a
-    disk folder, CaptureError for an architecture that is not supported.
+    Raises PlanError for the budget, CheckpointError for files, SpillError for the disk folder, CaptureError for models.
     """
     refuse_options(others)
     sizes = parse_budget(budget)
@@ -113,6 +113,7 @@ def wrap(
         captured, checkpoint, files = open_model(model, dequantize=dequantize)
     if prompt is None:
         prompt = min(128, max(1, captured.max_positions // 2)) if captured.max_positions else 128
+    wishes = replace(wishes, score_ranges=ranges_for(calibration, checkpoint.fingerprint, captured.dtype))
     workload = Workload(places or batch, prompt, new_tokens)
     lm = LanguageModel(captured, checkpoint, files, sizes, workload, wishes, machine, plan)
     if isinstance(model, torch.nn.Module):  # only now: a budget that cannot work leaves the module as it was
@@ -133,8 +134,7 @@ class LanguageModel(ModuleHabits):
     ) -> None:
         self.captured, self.checkpoint, self.budget = captured, checkpoint, budget
         self.machine = machine or known_machine(checkpoint.folder)
-        self.switches = read_switches()
-        self.files = files
+        self.files, self.switches = files, read_switches()
         self.trace: Trace | None = None
         self.tally = Tally()  # of the last `generate`
         self._fused: CapturedModel | None = None  # the captured graphs after the block passes, whatever the workload
@@ -236,7 +236,7 @@ class LanguageModel(ModuleHabits):
             return self
         with self._lock:
             if kind not in self._variants:
-                wishes = Wishes(cache_format=self.wishes.cache_format)
+                wishes = Wishes(cache_format=self.wishes.cache_format, score_ranges=self.wishes.score_ranges)
                 other = LanguageModel(self._capture(gives=gives, embeds=embeds), self.checkpoint, self.files,
                                       self.budget, self.plan.workload, wishes, self.machine)
                 other._lock, other._capture, other._origin = self._lock, self._capture, weakref.ref(self)

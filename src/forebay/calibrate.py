@@ -8,18 +8,15 @@ score of every row, and of every share of it, lies in phi + low < x < phi + high
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forebay.calibration import Calibration, LayerScores
 from forebay.kernels.attention.attention.reference import first_seen
-from forebay.kernels.attention.scoring import HELD
 from forebay.kernels.operators import ATTENTION, find
 from forebay.rewriter.ir.program import Item, Launch
 from forebay.runtime.run.trace import Trace
@@ -31,63 +28,6 @@ if TYPE_CHECKING:
 
 QUERY_STEP = 64  # queries whose scores are held at a time
 SHARE = 256  # positions that a share of the sequence has at least: the maximum of each must be in range
-MARGIN = 2.0  # nats kept free above the largest score seen and below the least maximum seen
-
-
-@dataclass(frozen=True)
-class LayerScores:
-    """Extremes of the scores of one layer: of all, and the least of the maxima of a row's shares; `rows` were seen."""
-
-    layer: int
-    rows: int
-    least: float
-    largest: float
-    least_maximum: float
-
-    def softmax_range(self, dtype: torch.dtype) -> tuple[float, float, float]:
-        """(phi, low, high) for weights of dtype; low = high = 0 where the range is wider than exp holds."""
-        low, high = HELD[dtype]
-        if not (math.isfinite(self.largest) and math.isfinite(self.least_maximum)):
-            return 0.0, 0.0, 0.0
-        if self.largest - self.least_maximum + 2 * MARGIN > high - low:
-            return 0.0, 0.0, 0.0
-        # As far below the upper bound as above the lower one: either side may be exceeded by other prompts.
-        slack = (high - low - (self.largest - self.least_maximum)) / 2
-        return self.largest + slack - high, low, high
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What `forebay calibrate` found for one model, identified by its checkpoint's fingerprint."""
-
-    fingerprint: str
-    prompts: int
-    tokens: int
-    layers: tuple[LayerScores, ...]
-
-    def save(self, path: str | Path) -> None:
-        """Write as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-
-    @staticmethod
-    def load(path: str | Path) -> Calibration:
-        """Read what `save` wrote; ValueError if it is something else."""
-        try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-            layers = tuple(LayerScores(**entry) for entry in found.pop("layers"))
-            return Calibration(layers=layers, **found)
-        except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not a calibration: {error}") from error
-
-    def table(self, dtype: torch.dtype) -> str:
-        """One line per layer: the scores seen, and the range chosen for dtype."""
-        lines = ["layer      rows     scores seen     least maximum   softmax"]
-        for seen in self.layers:
-            phi, low, high = seen.softmax_range(dtype)
-            chosen = f"phi {phi:.2f}, {low:.0f} < x - phi < {high:.0f}" if high > low else "synchronised: too wide"
-            lines.append(f"{seen.layer:5} {seen.rows:9}   {seen.least:7.2f} … {seen.largest:6.2f}   "
-                         f"{seen.least_maximum:11.2f}   {chosen}")  # fmt: skip
-        return "\n".join(lines)
 
 
 def score_extremes(

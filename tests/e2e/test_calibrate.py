@@ -10,7 +10,8 @@ import pytest
 import torch
 from budgets import operators_nbytes
 
-from forebay.calibrate import Calibration, LayerScores, calibrate, score_extremes
+from forebay.calibrate import calibrate, score_extremes
+from forebay.calibration import Calibration, LayerScores
 from forebay.rewriter.ir.plan import PlanError, Workload
 from forebay.rewriter.planning.wishes import Wishes
 

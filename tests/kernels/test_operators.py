@@ -34,10 +34,15 @@ def test_a_record_names_arguments_that_are_there(operator: Operator) -> None:
     assert operators.find(operator.name) is operator and operators.of_target(operator.overload) is operator
     assert set(operator.overwrites) | set(operator.caches) <= set(operator.arguments)
     assert not set(operator.overwrites) & set(operator.writes)
+    if operator.score_ranges:
+        assert operator.arguments[-3:] == ("phi", "low", "high")
+        assert all(low < 0 < high for low, high in operator.score_ranges.values())
     assert set(operator.bind) <= {"cpu", "cuda"} and set(operator.workspace) <= set(operator.bind)
     if operator.over_rows is not None:
-        kept = len(operator.arguments)
-        assert operator.over_rows.arguments[kept:] == ("bits", "group"), "what quantize_cache appends"
+        given = [a.name for a in operator.overload._schema.arguments if not a.has_default_value()]
+        kept = len(given)
+        assert operator.over_rows.arguments[kept:] == ("bits", "group", *operator.arguments[kept:]), (
+            "what quantize_cache appends to what is given")
         assert [operator.arguments.index(name) for name in operator.caches] == [
             operator.over_rows.arguments.index(name) for name in operator.over_rows.caches]
 

@@ -1,13 +1,16 @@
 """`forebay::attention`: causal attention of new queries over the whole cache, with a length for each sequence.
 
-Query s of sequence b stands at position p = start[b] + s and sees the cache positions t <= p, with window w > 0 also
-t > p - w, and with w < 0 only those of its own chunk of -w tokens, t >= p // -w * -w. Head h reads KV head
-h // (H / Hkv). With softcap c > 0 a score x becomes c tanh(x / c). K and V of the new positions are in the cache
-already. The C++ kernel (`attention.cpp`) reads every visible K and V once per 32 query rows and nothing beyond; without
-a compiler torch's scaled dot product attention does the work.
+Query s of sequence b stands at position p = start[b] + s and sees the cache positions t <= p, with window w > 0 also t
+> p - w, and with w < 0 only those of its own chunk of -w tokens, t >= p // -w * -w. Head h reads KV head h // (H /
+Hkv). With softcap c > 0 a score x becomes c tanh(x / c). K and V of the new positions are in the cache already. With a
+range of scores (FlashDecoding++Next, section III; `forebay calibrate` measures them) the GPU's partial softmaxes of one
+query share a maximum; the result is the same but for rounding. The C++ kernel (`attention.cpp`) reads every visible K
+and V once per 32 query rows and nothing beyond; without a compiler torch's scaled dot product attention does the work.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +21,17 @@ from forebay.kernels.attention.attention.onnx import attention as attention_onnx
 from forebay.kernels.attention.attention.reference import check, reference
 from forebay.kernels.attention.attention_q.operator import ATTENTION_Q
 from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
-from forebay.kernels.attention.scoring import Scoring
-from forebay.kernels.operator import Call, Operator, Use
+from forebay.kernels.attention.scoring import HELD, Scoring, SoftmaxRange
+from forebay.kernels.operator import Call, Operator, Tensors, Use
 
 
 @torch.library.custom_op("forebay::attention", mutates_args=(), device_types="cpu")
-def attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float,
+    phi: float = 0.0, low: float = 0.0, high: float = 0.0,
+) -> Tensor:  # fmt: skip
     """q [B, H, S, D], caches k and v [B, Hkv, L, D], start int64 [B] -> [B, S, H, D]; window 0 and softcap 0: none;
-    a negative window: chunks.
+    a negative window: chunks. phi, low and high are a `SoftmaxRange`, by which a GPU computes one query (S = 1).
 
     q and caches may be strided. ValueError names the argument that is wrong.
     """
@@ -37,23 +43,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, wind
 
 
 @attention.register_kernel("cuda")
-def _(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-    from forebay.kernels.attention.decode_attention import gpu as decode_attention
-    from forebay.kernels.attention.prefill_attention import gpu as prefill_attention
-
+def _(q: Tensor, k: Tensor, v: Tensor, start: Tensor, *how: Any) -> Tensor:
     check(q, k, v, start)
     batch, heads, queries, dim = q.shape
     out = q.new_empty(batch, queries, heads, dim)
-    scoring = Scoring(scale, window, softcap)
-    if queries == 1:
-        decode_attention.decode_attention_contiguous(q[:, :, 0], k, v, start, scoring, out[:, 0])
-    else:
-        prefill_attention.prefill_attention(q, k, v, start, scoring, out)
+    _bind_cuda(Tensors((q, k, v, start, *how), {}, (out,)))()
     return out
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, start: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+def _(q: Tensor, *others: Any) -> Tensor:
     batch, heads, queries, dim = q.shape
     return q.new_empty(batch, queries, heads, dim)
 
@@ -62,20 +61,22 @@ def _bind_cuda(use: Use) -> Call:
     from forebay.kernels.attention.decode_attention.gpu import bind_decode_attention_contiguous
     from forebay.kernels.attention.prefill_attention.gpu import bind_prefill_attention
 
-    (q, k, v, start, *scores), (out,) = use.args, use.out
+    (q, k, v, start), (out,) = use.args[:4], use.out
+    scoring, softmax = Scoring(*use.args[4:7]), SoftmaxRange(*use.args[7:])
     if q.shape[2] == 1:
-        return bind_decode_attention_contiguous(q[:, :, 0], k, v, start, Scoring(*scores), out[:, 0])
-    return bind_prefill_attention(q, k, v, start, Scoring(*scores), out)
+        return bind_decode_attention_contiguous(q[:, :, 0], k, v, start, scoring, out[:, 0], softmax)
+    return bind_prefill_attention(q, k, v, start, scoring, out)
 
 
 ATTENTION = Operator(
     torch.ops.forebay.attention.default,
     reference,
     attention_cost,
-    bind={"cpu": lambda use: cpu.bind_attention(*(*use.args, *use.out)), "cuda": _bind_cuda},
+    bind={"cpu": lambda use: cpu.bind_attention(*(*use.args[:7], *use.out)), "cuda": _bind_cuda},
     workspace={"cpu": lambda use: cpu.workspace_nbytes(*cpu_shape(use)), "cuda": gpu_workspace_nbytes},
     caches=("k", "v"),
     over_rows=ATTENTION_Q,
+    score_ranges=HELD,
     timed_as="attention",
     onnx=attention_onnx,
 )

@@ -18,7 +18,7 @@ from forebay.kernels.attention.attention_q import reference as operator
 from forebay.kernels.attention.decode_attention import gpu as decode_attention
 from forebay.kernels.attention.prefill_attention import gpu as prefill_attention
 from forebay.kernels.attention.prefill_attention.gpu import GEMMA_2_SCORES
-from forebay.kernels.attention.scoring import SYNCHRONISED, Scoring
+from forebay.kernels.attention.scoring import SYNCHRONISED, Scoring, SoftmaxRange
 from forebay.kernels.formats import row_sizes
 from forebay.kernels.gpu_support.arguments import check_tensor
 from forebay.kernels.gpu_support.audit_case import (
@@ -49,15 +49,16 @@ def _check(
 
 
 def bind_attention_q(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, scoring: Scoring, bits: int, group: int, out: Tensor
-) -> Callable[[], None]:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, scoring: Scoring, bits: int, group: int, out: Tensor,
+    softmax: SoftmaxRange = SYNCHRONISED,
+) -> Callable[[], None]:  # fmt: skip
     """attention_q as a call without arguments, on the tensors' contents at each call; the checks are made here."""
     _check(q, k_cache, v_cache, start, bits, group, out)
     view = packed_view(k_cache, v_cache, q.shape[3], bits, group)
     _, kv_heads, capacity, row_nbytes = k_cache.shape
     cache = AttendedCache(view, kv_heads, capacity, 2 * row_nbytes, start)
     if q.shape[2] == 1:
-        return decode_attention.bind_view(q[:, :, 0], cache, scoring, SYNCHRONISED, None, out[:, 0])
+        return decode_attention.bind_view(q[:, :, 0], cache, scoring, softmax, None, out[:, 0])
     return prefill_attention.bind_view(q, cache, scoring, out)
 
 

@@ -17,8 +17,8 @@ from forebay.kernels.attention.attention_q import cpu
 from forebay.kernels.attention.attention_q.cpu import bind_attention_q
 from forebay.kernels.attention.attention_q.reference import check, reference
 from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
-from forebay.kernels.attention.scoring import Scoring
-from forebay.kernels.operator import Call, Operator, Use
+from forebay.kernels.attention.scoring import HELD, Scoring, SoftmaxRange
+from forebay.kernels.operator import Call, Operator, Tensors, Use
 
 
 @torch.library.custom_op("forebay::attention_q", mutates_args=(), device_types="cpu")
@@ -32,8 +32,12 @@ def attention_q(
     softcap: float,
     bits: int,
     group: int,
+    phi: float = 0.0,
+    low: float = 0.0,
+    high: float = 0.0,
 ) -> Tensor:
     """q [B, H, S, D], packed caches uint8 [B, Hkv, L, R], start int64 [B] -> [B, S, H, D]; window 0, softcap 0: none.
+    phi, low and high as of `forebay::attention`.
 
     q and caches may be strided. ValueError names the argument that is wrong.
     """
@@ -46,13 +50,10 @@ def attention_q(
 
 @attention_q.register_kernel("cuda")
 def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, start: Tensor, *how: Any) -> Tensor:
-    from forebay.kernels.attention.attention_q.gpu import attention_q as launch
-
-    *scores, bits, group = how
-    check(q, k_cache, v_cache, start, bits, group)
+    check(q, k_cache, v_cache, start, *how[3:5])
     batch, heads, queries, dim = q.shape
     out = q.new_empty(batch, queries, heads, dim)
-    launch(q, k_cache, v_cache, start, Scoring(*scores), bits, group, out)
+    _bind_cuda(Tensors((q, k_cache, v_cache, start, *how), {}, (out,)))()
     return out
 
 
@@ -65,13 +66,12 @@ def _(q: Tensor, *others: Any) -> Tensor:
 def _bind_cuda(use: Use) -> Call:
     from forebay.kernels.attention.attention_q.gpu import bind_attention_q as bind
 
-    return bind(*_bound(use))
+    return bind(*(*_bound(use), SoftmaxRange(*use.args[9:])))
 
 
 def _bound(use: Use) -> tuple[Any, ...]:
-    """The arguments of a launcher of either device."""
-    *operands, scale, window, softcap, bits, group = use.args
-    return *operands, Scoring(scale, window, softcap), bits, group, *use.out
+    """The arguments that launchers of both devices have."""
+    return *use.args[:4], Scoring(*use.args[4:7]), *use.args[7:9], *use.out
 
 
 ATTENTION_Q = Operator(
@@ -84,5 +84,6 @@ ATTENTION_Q = Operator(
         "cuda": lambda use: gpu_workspace_nbytes(use, *use.args[7:9]),
     },
     caches=("k_cache", "v_cache"),
+    score_ranges=HELD,
     timed_as="attention",
 )

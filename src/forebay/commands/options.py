@@ -21,6 +21,8 @@ CacheOption = Annotated[str, typer.Option("--cache", metavar="FORMAT", help="Of 
 SpeculateOption = Annotated[bool | None, typer.Option(
     "--speculate/--no-speculate", help="Where a step over several tokens takes hardly longer than one over one, check "
     "tokens that followed the last ones before (prompt lookup); answers are the same.")]
+CalibrationOption = Annotated[Path | None, typer.Option(
+    "--calibration", help="What `forebay calibrate` measured of this model: layers share a softmax maximum on a GPU.")]
 DequantizeOption = Annotated[bool, typer.Option(
     "--dequantize", help="Run a GGUF file's weights as float32; by default what is quantised stays packed.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]

@@ -15,6 +15,7 @@ from forebay.commands.machine import machine_profile
 from forebay.commands.options import (
     BudgetOption,
     CacheOption,
+    CalibrationOption,
     DebugOption,
     DequantizeOption,
     MachineOption,
@@ -52,6 +53,7 @@ def run(
         min=1, help="Prompts at once; others follow as some end (default: the planner's choice).")] = None,
     slots: SlotsOption = None,
     cache: CacheOption = "native",
+    calibration: CalibrationOption = None,
     plan: Annotated[Path | None, typer.Option(help="Replay this saved plan.")] = None,
     save_plan: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write planned and actual lanes for ui.perfetto.dev.")] = None,
@@ -78,6 +80,7 @@ def run(
     """
     with clean_errors(debug):
         from forebay.api import open_model
+        from forebay.calibration import ranges_for
         from forebay.commands import jobs
         from forebay.commands.chat import answer_one
         from forebay.commands.plan_job import fit_job, prompt_room, unfit
@@ -97,7 +100,7 @@ def run(
         if prompt is not None:
             only = {"--prompts": prompts, "--output": output, "--plan": plan, "--save-plan": save_plan,
                     "--trace": trace, "--batch": batch, "--slots": slots, "--json": as_json or None,
-                    "--verify": verify or None}
+                    "--verify": verify or None, "--calibration": calibration}
             for name, given in only.items():
                 if given is not None:
                     raise JobError(f"{name} is for the prompts of a file; leave it or the prompt out")
@@ -122,6 +125,8 @@ def run(
             raise PlanError(f"the plan {plan} keeps its cache in {saved.cache_format}; leave --cache out")
         if saved is not None and slots is not None:
             raise PlanError(f"the plan {plan} has {saved.schedule.slots} staging slots; leave --slots out")
+        if saved is not None and calibration is not None:
+            raise PlanError(f"the plan {plan} says what ranges of scores it takes; leave --calibration out")
         jobs.refuse_overwriting(prompts, output)
         requests, bad = read_requests(prompts)
         if not requests and not bad:
@@ -131,6 +136,7 @@ def run(
             captured, checkpoint, files = open_model(folder, verify=verify)
             tokenizer = load_tokenizer(folder)
             eos = stop_ids(folder, tokenizer)
+        ranges = ranges_for(calibration, checkpoint.fingerprint, captured.dtype)
         most = prompt_room(captured.max_positions, saved, max_new_tokens)
         encoded, more = encode(requests, tokenizer, chat=chat, vocab_size=captured.vocab_size, most_tokens=most)
         bad += more
@@ -148,7 +154,8 @@ def run(
                 profile = machine_profile(machine, folder)
                 answers.check_batch(batch if saved is None else saved.workload.batch)
                 lm, fitting = fit_job((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch,
-                                       Wishes(slots, cache_format=cache), saved, profile, first=answers.batch)
+                                       Wishes(slots, cache_format=cache, score_ranges=ranges), saved, profile,
+                                       first=answers.batch)
                 if answers.batch not in (None, lm.plan.workload.batch):
                     say(f"{output}: going on with {lm.plan.workload.batch} prompts at once, not with {answers.batch}, "
                         "which do not fit: what is computed may differ by rounding")

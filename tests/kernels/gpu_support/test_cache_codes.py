@@ -107,9 +107,9 @@ def with_ptx(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 )  # fmt: skip
 def test_packed_rows_as_compiled(with_ptx: list[str], dtype: torch.dtype, heads: int, dim: int, bits: int) -> None:
     """By the shared maximum, and by the synchronised softmax with a window and capped scores."""
-    cache = packed_cache((137, 71), 1, dim, bits)
+    cache = packed_cache((71, 40), 1, dim, bits)
     assert decode_shares.product(dim, cache.group, bits, 2, heads, False).folded
-    q = cache.queries(heads, dtype)
+    q = cache.queries(heads, dtype, 3)
     for scores, window, softcap in ((SoftmaxRange(0.0, *HELD[dtype]), 0, 0.0), (SYNCHRONISED, 0, 0.0),
                                     (SYNCHRONISED, 11, 3.0)):  # fmt: skip
         found = decode(cache, q, scores, window, softcap, splits=2)

@@ -12,6 +12,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -22,6 +23,7 @@ from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.plan import MOVING, Budget, Plan, PlanError, Workload, plan_from_dict
 from forebay.rewriter.ir.program import FileSlice, Program
+from forebay.rewriter.ir.score_range import ScoreRange
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes
@@ -56,7 +58,8 @@ def planned(kind: str) -> tuple[Pipeline, Plan]:
     device = made.smallest_budget(wishes) + (
         4 * weights if kind == "resident" else 0 if kind in BLOCKS else weights // 2)
     cached = made.needs.staged.host_nbytes if made.needs.staged is not None else 0
-    plan = made.plan(Budget(device, weights // 4 if "host" in kind else cached), wishes)
+    plan = made.plan(Budget(device, weights // 4 if "host" in kind else cached),
+                     replace(wishes, score_ranges=(ScoreRange(1, 3.0, -40.0, 50.0), ScoreRange(0, -2.0, -9.0, 11.0))))
     assert plan.lends is lending
     assert (plan.prediction.streamed_nbytes > 0) is (kind != "resident") and len(plan.schedule.prefill_chunks) > 1
     assert (plan.nbytes_on("host") > 0) is ("host" in kind)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from filled_caches import LIMIT, packed_cache, relative_error
+from filled_caches import LIMIT, native_cache, packed_cache, relative_error
 
+from forebay.kernels import operators
 from forebay.kernels.attention.attention import reference as attention
 from forebay.kernels.attention.attention_q import gpu
 from forebay.kernels.attention.attention_q import reference as attention_q
@@ -152,3 +153,21 @@ def test_bad_arguments_are_named_before_a_launch(index: int, argument: str, wron
     args[index] = wrong(args[index])  # type: ignore[operator]
     with pytest.raises(ValueError, match=f"^attention_q: {argument} "):
         gpu.bind_attention_q(*args)
+
+
+@pytest.mark.parametrize("bits", (0, 4))
+def test_a_range_reaches_the_kernel(bits: int) -> None:
+    """By phi = 40, with nothing computed again, sums underflow to zero; with a range that holds, the result is that of
+    the synchronised softmax. Many queries take no heed of it."""
+    cache = packed_cache((40,), 1, 64, 4) if bits else native_cache((40,), 1, 64, torch.float16)
+    for new in (1, 3):
+        q = queries([40], 2, new, 64, torch.float16)
+        start, out = torch.tensor([40 - new]), torch.empty(1, new, 2, 64, dtype=torch.float16)
+        scores = (0.125, 0, 0.0, *((4, cache.group) if bits else ()))
+        found = []
+        for softmax in ((), (0.0, 0.0, 0.0), (0.0, -9.0, 11.0), (40.0, -1e4, 1e4)):
+            operator = operators.ATTENTION_Q if bits else operators.ATTENTION
+            operator.bind["cuda"](Tensors((q, cache.k, cache.v, start, *scores, *softmax), {}, (out,)))()
+            found.append(out.clone())
+        assert torch.equal(found[0], found[1]) and relative_error(found[2], found[0]) <= 1e-3
+        assert found[3].any() == (new > 1)
