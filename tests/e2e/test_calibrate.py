@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 from budgets import operators_nbytes
 
+from forebay.api import wrap
 from forebay.calibrate import calibrate, score_extremes
-from forebay.calibration import Calibration, LayerScores
+from forebay.calibration import Calibration, LayerScores, ranges_for
 from forebay.rewriter.ir.plan import PlanError, Workload
 from forebay.rewriter.planning.wishes import Wishes
 
@@ -124,3 +126,25 @@ def test_the_command(llama_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.
     assert "phi" in result.output and Calibration.load(output).tokens == 7
     result = CliRunner().invoke(app, [*arguments, "--budget", "device=1MiB", "--dtype", "fp8"])
     assert result.exit_code == 2
+
+
+def test_a_plan_takes_the_ranges_that_were_measured(llama_checkpoint: Any, tmp_path: Path) -> None:
+    """They stand in the plan, which says so; answers on the CPU are the same; another model's are refused."""
+    prompt = torch.arange(3, 12)[None]
+    budget = {"device": llama_checkpoint.share(1.0), "disk": str(tmp_path)}
+    found = calibrate(llama_checkpoint.folder, [prompt[0]], budget)
+    found.save(tmp_path / "ranges.json")
+    with wrap(llama_checkpoint.folder, budget, prompt=9, new_tokens=4, calibration=tmp_path / "ranges.json") as lm:
+        assert [r.layer for r in lm.plan.score_ranges] == [s.layer for s in found.layers]
+        assert f"share a maximum in layers 0-{len(found.layers) - 1}" in lm.explain()
+        answer = lm.generate(prompt, max_new_tokens=4, do_sample=False)
+    with wrap(llama_checkpoint.folder, budget, prompt=9, new_tokens=4) as lm:
+        assert lm.plan.score_ranges == () and "share a maximum" not in lm.explain()
+        assert torch.equal(lm.generate(prompt, max_new_tokens=4, do_sample=False), answer)
+    replace(found, fingerprint="another").save(tmp_path / "other.json")
+    with pytest.raises(PlanError, match="measured of another model .*run forebay calibrate on this one"):
+        wrap(llama_checkpoint.folder, budget, calibration=tmp_path / "other.json")
+    wide = replace(found.layers[0], largest=found.layers[0].least_maximum + 200)
+    replace(found, layers=(wide, *found.layers[1:])).save(tmp_path / "wide.json")
+    ranges = ranges_for(tmp_path / "wide.json", found.fingerprint, torch.float32)
+    assert [r.layer for r in ranges] == [s.layer for s in found.layers[1:]], "a layer too wide is synchronised"
