@@ -142,7 +142,7 @@ def test_a_plan_takes_the_ranges_that_were_measured(llama_checkpoint: Any, tmp_p
         assert lm.plan.score_ranges == () and "share a maximum" not in lm.explain()
         assert torch.equal(lm.generate(prompt, max_new_tokens=4, do_sample=False), answer)
     replace(found, fingerprint="another").save(tmp_path / "other.json")
-    with pytest.raises(PlanError, match="measured of another model .*run forebay calibrate on this one"):
+    with pytest.raises(PlanError, match=r"measured of another model .*run forebay calibrate on this one"):
         wrap(llama_checkpoint.folder, budget, calibration=tmp_path / "other.json")
     wide = replace(found.layers[0], largest=found.layers[0].least_maximum + 200)
     replace(found, layers=(wide, *found.layers[1:])).save(tmp_path / "wide.json")
