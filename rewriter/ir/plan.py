@@ -194,8 +194,8 @@ class Plan:
     cache_format: str = "native"
     buffers: tuple[BufferPlacement, ...] = ()
     gemm: tuple[GemmChoice, ...] = ()
-    score_ranges: tuple[ScoreRange, ...] = ()  # of layers without one softmaxes are synchronised
     prediction: Prediction = field(default_factory=Prediction)
+    score_ranges: tuple[ScoreRange, ...] = ()  # of layers without one softmaxes are synchronised
     version: int = VERSION
 
     def weight(self, name: str) -> WeightPlacement:
