@@ -13,6 +13,7 @@ import argparse
 import json
 from typing import Any
 
+from forebay.kernels.formats.table import CACHE_FORMATS, CHECKPOINT_FORMATS
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.ir.alignment import whole_pages
 from forebay.rewriter.ir.block import Block
@@ -31,11 +32,13 @@ ALL = ((0, 1), *SHARES)
 Row = dict[str, Any]
 
 
-def plans(model: str, layers: int, machine: Machine, work: Workload, micro: int) -> dict[tuple[int, int], Plan]:
-    """A plan for each share of checkpoints, of `micro` sequences at a time, with the cache in host memory and the
-    weights on the device, as far as it has room."""
+def plans(
+    model: str, layers: int, machine: Machine, work: Workload, micro: int, kept: str = "native", cache: str = "native"
+) -> dict[tuple[int, int], Plan]:
+    """A plan for each share of checkpoints, in the format `kept`, of `micro` sequences at a time, with the cache (K and
+    V in the format `cache`) in host memory and the weights on the device, as far as it has room."""
     _, values = load_config(model)
-    captured = rewrite_captured(capture_config({**values, "num_hidden_layers": layers}), Switches())
+    captured = rewrite_captured(capture_config({**values, "num_hidden_layers": layers}), Switches(), cache)
     files, at = {}, 0
     for name, spec in captured.weights.items():
         files[name], at = FileSlice("weights", at, spec.nbytes), at + whole_pages(spec.nbytes)
@@ -46,8 +49,8 @@ def plans(model: str, layers: int, machine: Machine, work: Workload, micro: int)
     tiers = machine.tiers
     budget = Budget(tiers["device"].capacity_nbytes, tiers["host"].capacity_nbytes)
     return {share: plan_block(graphs_of, budget, work, Wishes(
-        cache_tier="host", micro_batches=-(-work.batch // micro), cpu_attention=False, checkpoints=share),
-        machine, Switches())[1] for share in ALL}
+        cache_tier="host", micro_batches=-(-work.batch // micro), cpu_attention=False, checkpoints=share,
+        checkpoint_format=kept if share[0] else "native", cache_format=cache), machine, Switches())[1] for share in ALL}
 
 
 def rows(found: dict[tuple[int, int], Plan], batch: int) -> list[Row]:
@@ -72,20 +75,25 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--micro-batch", type=int, default=16)
+    parser.add_argument("--kept", choices=list(CHECKPOINT_FORMATS), default="native", help="checkpoints are kept so")
+    parser.add_argument("--cache", choices=list(CACHE_FORMATS), default="native", help="and K and V so")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     machine = load_machine_or_preset(options.machine)
     told = []
     for prompt in options.prompt:
         work = Workload(options.batch, prompt, options.new_tokens)
-        found = plans(options.model, options.layers, machine, work, options.micro_batch)
+        found = plans(options.model, options.layers, machine, work, options.micro_batch, options.kept,
+                      options.cache)
         share = balanced_share(found[0, 1], found[1, 1])
         table = rows(found, work.batch)
         told.append({"machine": machine.name, "model": options.model, "layers": options.layers, "prompt": prompt,
-                     "batch": work.batch, "balanced_share": share, "rows": table})
+                     "batch": work.batch, "kept": options.kept, "cache": options.cache, "balanced_share": share,
+                     "rows": table})
         if not options.json:
-            print(f"{options.model}, {options.layers} layers, on {machine.name}: {work.batch} x {prompt} tokens, both "
-                  f"lanes end together at a share of {share:.2f}")
+            print(f"{options.model}, {options.layers} layers, on {machine.name}: {work.batch} x {prompt} tokens, "
+                  f"checkpoints {options.kept}, K and V {options.cache}; both lanes end together at a share of "
+                  f"{share:.2f}")
             for row in table:
                 print(f"  {row['checkpoints']:>4}  step {1e3 * row['step_s']:7.1f} ms  links "
                       f"{1e3 * row['links_s']:7.1f}  compute {1e3 * row['compute_s']:7.1f}  "

@@ -22,6 +22,7 @@ from forebay.rewriter.ir.program import FileSlice
 StepGraph = Callable[[int], fx.GraphModule]  # tokens per sequence in one step -> a fresh graph of concrete sizes
 
 _META = torch.device("meta")
+MOST_PADDED = 1.125  # times the bytes of K and V, for checkpoints of twice as many tokens in their room
 
 
 @dataclass
@@ -132,9 +133,8 @@ def step_inputs(
         inputs["inputs_embeds"] = _meta((batch, tokens, captured.embeds), captured.dtype)
     for i, spec in enumerate(captured.cache):
         for side in "kv":
-            shape = batch, spec.kv_heads, context, spec.head_dim
-            inputs[f"cache_{side}_{i}"] = _token_major(shape, spec.dtype, block) if block.staged else (
-                _meta(shape, spec.dtype))
+            inputs[f"cache_{side}_{i}"] = _token_major(batch, context, spec, block) if block.staged else (
+                _meta((batch, spec.kv_heads, context, spec.head_dim), spec.dtype))
         if block.checkpoints:
             inputs[f"cache_x_{i}"] = checkpoint_input(batch, context, spec, block)
     if block.checkpoints:
@@ -161,25 +161,30 @@ def _weight_inputs(captured: CapturedModel) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def _token_major(shape: tuple[int, int, int, int], dtype: torch.dtype, block: Block) -> torch.Tensor:
+def _token_major(batch: int, context: int, spec: CacheSpec, block: Block) -> torch.Tensor:
     """K or V of [B, Hkv, L, D] as views of [B, blocks, T, 2, Hkv, D], the bytes of a token padded so that T of them are
     whole pages."""
-    batch, heads, context, width = shape
+    heads, width = spec.kv_heads, spec.head_dim
     tokens = block.cache_blocks(context) * block.cache_tokens
-    stride = _token_nbytes(2 * heads * width * dtype.itemsize, block.cache_tokens) // dtype.itemsize
-    return torch.empty_strided((batch, heads, tokens, width), (tokens * stride, width, stride, 1), dtype=dtype,
+    stride = _token_nbytes(spec, block.cache_tokens) // spec.dtype.itemsize
+    return torch.empty_strided((batch, heads, tokens, width), (tokens * stride, width, stride, 1), dtype=spec.dtype,
                                device=_META)
 
 
-def _token_nbytes(nbytes: int, tokens: int) -> int:
-    """Bytes from one token to the next, so that a block of `tokens` is whole pages."""
+def _token_nbytes(spec: CacheSpec, tokens: int) -> int:
+    """Bytes from K and V of one token to those of the next, so that a block of `tokens` is whole pages, and has room
+    for checkpoints of twice as many tokens where hardly more bytes give it."""
     unit = PAGE_NBYTES // math.gcd(PAGE_NBYTES, tokens)
-    return -(-nbytes // unit) * unit
+    plain = -(-2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize // unit) * unit
+    if spec.checkpoint is None:
+        return plain
+    most = MOST_PADDED * plain / spec.checkpoint.nbytes  # checkpoints for each token of K and V
+    return max(plain, -(-int(2.0 ** math.floor(math.log2(most)) * spec.checkpoint.nbytes) // unit) * unit)
 
 
 def _block_nbytes(spec: CacheSpec, tokens: int) -> int:
     """Bytes of a block of K and V of so many tokens."""
-    return tokens * _token_nbytes(2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize, tokens)
+    return tokens * _token_nbytes(spec, tokens)
 
 
 def checkpoint_tokens(captured: CapturedModel, cache_tokens: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from families import gpt2, llama, opt
 from forebay.kernels.operators import KV_APPEND_Q
 from forebay.passes.checkpoint.checkpoint_kv import follows_positions
 from forebay.rewriter.capture.language_model import capture_model
-from forebay.rewriter.ir.graph import META, CacheInput, CapturedModel
+from forebay.rewriter.capture.step_graphs import _block_nbytes, checkpoint_tokens
+from forebay.rewriter.ir.graph import META, CacheInput, CacheSpec, CapturedModel, CheckpointSpec
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
@@ -68,3 +70,16 @@ def test_what_follows_positions() -> None:
     call = step.graph.find_nodes(op="call_module")[0]
     follows = [follows_positions(arg) for arg in call.args[:3]]
     assert follows == [False, True, True]  # the hidden state, and the two tables
+
+
+def test_blocks_are_a_little_larger_where_that_makes_room_for_twice_the_tokens() -> None:
+    """16 tokens of fp16 K and V, 32 heads of 128: 262 144 bytes, of 32 checkpoints as they are, of 60 in 8 bits; 17/16
+    of these bytes have room for 64."""
+    def blocks(kept: CheckpointSpec | None) -> tuple[int, int]:
+        spec = CacheSpec(32, 128, torch.float16, checkpoint=kept)
+        made = SimpleNamespace(cache=(spec,))
+        return (_block_nbytes(spec, 16), 0 if kept is None else checkpoint_tokens(made, 16))  # type: ignore[arg-type]
+
+    assert blocks(None) == (262_144, 0)
+    assert blocks(CheckpointSpec(4096, torch.float16)) == (262_144, 32)
+    assert blocks(CheckpointSpec(4352, torch.uint8, "act8")) == (278_528, 64)
