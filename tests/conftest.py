@@ -16,10 +16,31 @@ import pytest
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's own functions look at it when they are imported
 
 
-def pytest_configure() -> None:
-    """Hear SIGINT though a shell that starts the suite in the background ignores it: children would inherit that."""
+# Files that take longest for their number of tests, 20 s and more: workers that are given whole files begin with these,
+# else one of them is what the last worker still runs while the others have nothing left.
+LONG = ("e2e/test_memory_budget", "exported/test_pt2", "exported/test_demo_clients", "e2e/test_cli",
+        "e2e/test_every_schedule", "e2e/test_smollm2", "benchmarks/test_gpu_offload_benchmark",
+        "rewriter/planning/test_plan_is_obeyed", "e2e/test_speculative", "commands/test_first_use",
+        "faults/test_faults", "exported/test_onnx", "rewriter/checkpoints/test_resolve", "rewriter/test_plan_places",
+        "e2e/test_block_schedules", "benchmarks/test_throughput", "runtime/measure/test_machine",
+        "e2e/test_any_wishes", "e2e/test_plan_config", "benchmarks/test_gpu_benchmark", "e2e/test_calibrate",
+        "rewriter/test_plan_block")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hear SIGINT though a shell that starts the suite in the background ignores it: children would inherit that. Keep
+    pytest-xdist to the order of files that is found here; its own is by their numbers of tests."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, the others as they are found."""
+    folder = Path(__file__).parent
+    place = {folder / f"{name}.py": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path, len(LONG)))
 
 
 @pytest.fixture(scope="session", autouse=True)

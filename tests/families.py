@@ -9,6 +9,8 @@ import transformers as T
 
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.switches import Switches
 
 VOCAB = 199
 _BASE = dict(vocab_size=VOCAB, hidden_size=64, num_attention_heads=4, max_position_embeddings=128)
@@ -105,3 +107,9 @@ REFUSED = {"openai_gpt": openai_gpt, "xlnet": xlnet}
 def captured(family: str) -> CapturedModel:
     """The captured graphs of a supported family, traced once per process; do not edit them."""
     return capture_model(FAMILIES[family]())
+
+
+@functools.cache
+def rewritten(family: str) -> CapturedModel:
+    """The captured graphs of a family, rewritten once per process with no switch set; do not edit them."""
+    return rewrite_captured(captured(family), Switches())

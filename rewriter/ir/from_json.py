@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
+from functools import cache
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -13,7 +14,7 @@ def from_json(kind: Any, data: object, path: str) -> Any:
     if is_dataclass(kind):
         if not isinstance(data, dict):
             raise ValueError(f"{path}: expected an object, found {type(data).__name__}")
-        hints = get_type_hints(kind)
+        hints = _hints(kind)  # type: ignore[arg-type]  # a class, as all kinds are
         unknown = set(data) - set(hints)
         if unknown:
             raise ValueError(f"{path}.{sorted(unknown)[0]}: unknown field")
@@ -49,3 +50,9 @@ def from_json(kind: Any, data: object, path: str) -> Any:
     if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
         raise ValueError(f"{path}: expected {kind.__name__}, found {data!r}")
     return data
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """Types of a dataclass's fields; reading them from their words takes longer than all else here."""
+    return get_type_hints(kind)

@@ -194,19 +194,26 @@ def _same_shapes(gm: fx.GraphModule, small: fx.GraphModule) -> None:
     """Each value of a captured graph, its symbols replaced by the sizes of the inputs, is that of the graph at small
     sizes, which was made by running every operation."""
     found = {node.name: node for node in small.graph.nodes}
-    sizes = {}
+    sizes: dict[Any, int] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         for symbol, size in zip(node.meta["val"].shape, found[node.name].meta["val"].shape, strict=True):
             if isinstance(symbol, torch.SymInt):
                 sizes[symbol.node.expr] = size
+    known: dict[Any, int] = {}
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.name not in found:
             continue  # numbers, and what nobody reads, are gone
-        stated = [(tuple(_size(s, sizes) for s in v.shape), v.dtype) for v in values_of(node)]
+        stated = [(tuple(_size(s, sizes, known) for s in v.shape), v.dtype) for v in values_of(node)]
         given = [(tuple(v.shape), v.dtype) for v in values_of(found[node.name])]
         if stated != given:
             raise _Unsound(f"{node.name} gives {given} at sizes {sizes}, meta['val'] says {stated}")
 
 
-def _size(size: int | torch.SymInt, sizes: dict) -> int:
-    return size if isinstance(size, int) else int(size.node.expr.subs(sizes))
+def _size(size: int | torch.SymInt, sizes: dict[Any, int], known: dict[Any, int]) -> int:
+    """`size` as a number. `known` keeps those of expressions: a graph has few, and sympy takes 1 ms for each."""
+    if isinstance(size, int):
+        return size
+    expr = size.node.expr
+    if expr not in known:
+        known[expr] = int(expr.subs(sizes))
+    return known[expr]

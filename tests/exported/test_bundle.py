@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Checkpointed
-from families import FAMILIES, captured
+from families import FAMILIES, captured, rewritten
 
 import forebay
 from forebay.api import LanguageModel
@@ -29,8 +29,6 @@ from forebay.rewriter.checkpoints.packed import manifest_checksum, open_quantize
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.planning.wishes import Wishes
-from forebay.rewriter.rewrite_captured import rewrite_captured
-from forebay.rewriter.switches import Switches
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.sampling import Sampling
 
@@ -107,7 +105,7 @@ def test_tokens_of_each_family(family: str, tmp_path: Path) -> None:
     rows = [ids[0, 4:], ids[1, 7:], ids[2]]
     checkpoint = open_checkpoint(tmp_path)
     files = weight_files(captured(family), checkpoint, *checkpoint_names(config))
-    model = rewrite_captured(captured(family), Switches())
+    model = rewritten(family)
     data = json.loads(json.dumps(captured_to_data(model, {name: name for name in model.constants})))
     found = []
     for each in (captured(family), captured_from_data(data, model.constants)):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as T
-from families import FAMILIES, captured
+from families import FAMILIES, captured, rewritten
 
 from forebay.exported.allowed import ATEN, name_of, target_of
 from forebay.exported.captured_data import captured_from_data, captured_to_data
@@ -35,7 +35,7 @@ MORE = {"longrope": lambda: FAMILIES["phi3"](original_max_position_embeddings=16
 
 
 def stored(family: str) -> tuple[CapturedModel, dict[str, Any], dict[str, torch.Tensor]]:
-    model = rewrite_captured(capture_model(MORE[family]()) if family in MORE else captured(family), Switches())
+    model = rewrite_captured(capture_model(MORE[family]()), Switches()) if family in MORE else rewritten(family)
     keys = {name: f"c{i}" for i, name in enumerate(model.constants)}
     data = json.loads(json.dumps(captured_to_data(model, keys)))
     return model, data, {keys[name]: value for name, value in model.constants.items()}

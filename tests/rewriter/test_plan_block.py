@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from families import captured
+from families import rewritten
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +23,6 @@ from forebay.rewriter.planning.graph_needs import launch_count
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.closed_form import rates_of
 from forebay.rewriter.predict.estimator import MachineEstimator
-from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 WORK = Workload(9, 60, 20)
@@ -58,7 +57,7 @@ def test_every_way_has_room_for_the_batch_and_none_is_empty(batch: int) -> None:
 
 
 def graphs(work: Workload, block: Block) -> StepGraphs:
-    lm = rewrite_captured(captured("llama"), Switches())
+    lm = rewritten("llama")
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
     return step_graphs(lm, files, work, "llama", block=block)
 

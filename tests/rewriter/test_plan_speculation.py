@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import captured
+from families import rewritten
 
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.block import ALONE, Block
@@ -17,14 +17,13 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan_speculation import SIZES, plan_speculation
 from forebay.rewriter.planning.wishes import Wishes, check_choices
-from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 WORK = Workload(1, 40, 24)
 
 
 def pipeline(work: Workload = WORK, block: Block = ALONE, family: str = "llama") -> Pipeline:
-    lm = rewrite_captured(captured(family), Switches())
+    lm = rewritten(family)
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
     return Pipeline(step_graphs(lm, files, work, family, block=block), work, Machine.default(), Switches())
 

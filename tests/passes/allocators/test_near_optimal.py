@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import FAMILIES, captured, llama, qwen2
+from families import FAMILIES, captured, llama, qwen2, rewritten
 from networks import NETWORKS
 from torch import fx
 
@@ -31,7 +31,7 @@ def flat_graph(captured: CapturedModel, tokens: int, batch: int = 2) -> fx.Graph
 @pytest.mark.parametrize("family", FAMILIES)
 def test_language_models_take_what_is_live(family: str, fused: bool) -> None:
     """Decode, a short chunk and a long prefill."""
-    model = rewrite_captured(captured(family), Switches()) if fused else captured(family)
+    model = rewritten(family) if fused else captured(family)
     for tokens, batch in ((1, 1), (1, 8), (7, 3), (96, 2)):
         layout = plan_activations(flat_graph(model, tokens, batch))
         assert layout.lower_bound <= layout.height <= NEAR * layout.lower_bound, f"{tokens} tokens, batch {batch}"

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from families import captured
-
-from forebay.rewriter.rewrite_captured import rewrite_captured
-from forebay.rewriter.switches import Switches
+from families import rewritten
 
 PASSES = ("fuse_rms_norm", "fuse_layer_norm", "fuse_rotary", "fuse_swiglu", "fuse_residual")
 COUNTS = {
@@ -20,6 +17,6 @@ COUNTS = {
 
 @pytest.mark.parametrize("family", COUNTS)
 def test_each_pass_fires_as_often_as_its_pattern_occurs(family: str) -> None:
-    for block in rewrite_captured(captured(family), Switches()).blocks().values():
+    for block in rewritten(family).blocks().values():
         made = Counter(n.meta.get("made_by") for n in block.graph.nodes if n.op == "call_function")
         assert tuple(made[name] for name in PASSES) == COUNTS[family]

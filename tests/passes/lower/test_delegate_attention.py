@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from families import captured
+from families import rewritten
 
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.block import Block
@@ -30,7 +30,6 @@ from forebay.rewriter.ir.program import (
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes
-from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 WORK = Workload(12, 30, 10)
@@ -39,7 +38,7 @@ Made = Callable[[Block], tuple[Program, Plan, Pipeline]]
 
 @pytest.fixture(scope="module")
 def made() -> Made:
-    lm = rewrite_captured(captured("llama"), Switches())
+    lm = rewritten("llama")
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
 
     def program(block: Block) -> tuple[Program, Plan, Pipeline]:

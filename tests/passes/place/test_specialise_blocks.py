@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from families import FAMILIES, captured
+from families import FAMILIES, captured, rewritten
 from torch import fx
 
 from forebay.passes.place.allocate_buffers import plan_activations
@@ -28,7 +28,7 @@ WORK = Workload(batch=2, prompt=6, new_tokens=4)
 
 
 def pipeline(family: str) -> Pipeline:
-    lm = rewrite_captured(captured(family), Switches())
+    lm = rewritten(family)
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
     return Pipeline(step_graphs(lm, files, WORK, family), WORK, Machine.default(), Switches())
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
-from families import captured
+from families import rewritten
 
 import forebay.rewriter.run_passes as run_passes
 from forebay.rewriter.capture.step_graphs import step_graphs
@@ -27,7 +27,6 @@ from forebay.rewriter.ir.score_range import ScoreRange
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes
-from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 WORK = Workload(batch=2, prompt=200, new_tokens=1)  # too little to come for the cache to grow
@@ -42,7 +41,7 @@ LIMITS = ("plan.budget.",)  # may be more than is taken; less is refused
 
 
 def pipeline(work: Workload, host_hop: bool, block: Block = ALONE, speculative: tuple[int, ...] = ()) -> Pipeline:
-    lm = rewrite_captured(captured("llama"), Switches())
+    lm = rewritten("llama")
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
     graphs = step_graphs(lm, files, work, "llama", host_hop=host_hop, block=block,
                          speculative=speculative)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from families import captured
+from families import rewritten
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +19,6 @@ from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.planning.staged_cache import staged_cache
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.closed_form import CacheMoves, Rates
-from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
 WORK = Workload(6, 50, 30)
@@ -47,7 +46,7 @@ def test_caches_live_where_they_are_counted_spread_over_the_turns(
 
 
 def pipeline(block: Block) -> Pipeline:
-    lm = rewrite_captured(captured("gemma2"), Switches())
+    lm = rewritten("gemma2")
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
     return Pipeline(step_graphs(lm, files, WORK, "gemma2", block=block), WORK, Machine.default(), Switches())
 
