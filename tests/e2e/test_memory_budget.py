@@ -286,7 +286,8 @@ def _warm_up_threads() -> None:
 
 
 def in_process(function: str, folder: Path, limit_s: int = 600) -> Any:
-    environment = os.environ | {"GOMP_SPINCOUNT": "0", "MALLOC_ARENA_MAX": "2"}
+    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))  # benchmarks: pytest's setting ends here
+    environment = os.environ | {"GOMP_SPINCOUNT": "0", "MALLOC_ARENA_MAX": "2", "PYTHONPATH": path.rstrip(os.pathsep)}
     done = subprocess.run([sys.executable, __file__, function, str(folder)], capture_output=True, text=True,
                           env=environment, cwd=ROOT, check=False, timeout=limit_s)
     assert done.returncode == 0, f"exit code {done.returncode}:\n{done.stderr[-3000:]}"
