@@ -53,6 +53,15 @@ def graphs_are_checked() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def planned_with_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that are looked at, not run, are those of a machine with a compiler: what torch's operators would take in
+    place of our kernels moves bounds that tests are about."""
+    from forebay.kernels.cpu_support import native
+
+    monkeypatch.setattr(native, "load", lambda: object())
+
+
 @pytest.fixture(scope="session", autouse=True)
 def traces_are_not_kept() -> Iterator[None]:
     """pytest hears loggers that do not propagate too; for the one of traces torch then words every step of a capture,

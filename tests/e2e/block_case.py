@@ -21,6 +21,7 @@ from forebay.rewriter.planning.wishes import Wishes
 CONFIGS = {"llama": lambda: llama(3, hidden_size=96, intermediate_size=256, vocab_size=997), "opt": opt, "gpt2": gpt2,
            "gemma2": gemma2}
 COUNT, PROMPT, NEW = 5, 11, 6
+CHUNKS = {"prefill_chunk": 6}
 DISK = {"cache_tier": "disk", "cache_tokens": 4, "prefill_chunk": 6}
 HOST = DISK | {"cache_tier": "host"}
 SHARED = DISK | {"cache_shares": (0.3, 0.4)}

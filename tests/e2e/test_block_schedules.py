@@ -16,7 +16,7 @@ import pytest
 import torch
 from budgets import operators_nbytes
 from e2e.agreement import assert_same_tokens
-from e2e.block_case import ATTENDED, COUNT, DISK, HOST, HOST_NBYTES, NEW, PROMPT, SHARED, Case
+from e2e.block_case import ATTENDED, CHUNKS, COUNT, DISK, HOST, HOST_NBYTES, NEW, PROMPT, SHARED, Case
 from late import make_late
 
 import forebay.runtime.disk.spill as spill_module
@@ -80,7 +80,7 @@ def test_activations_of_one_micro_batch_at_a_time(cases: Callable[[str], Case], 
 
 
 @pytest.mark.parametrize(("order", "more"), [
-    ("row", {}), ("zigzag", {}), ("zigzag", DISK), ("row", DISK | {"cache_slots": 2}), ("zigzag", HOST),
+    ("row", CHUNKS), ("zigzag", CHUNKS), ("zigzag", DISK), ("row", DISK | {"cache_slots": 2}), ("zigzag", HOST),
     ("zigzag", SHARED), ("row", SHARED), ("zigzag", ATTENDED)])
 def test_without_any_one_wait_the_program_is_refused(
     cases: Callable[[str], Case], order: str, more: dict[str, Any]
@@ -108,7 +108,7 @@ def test_without_any_one_wait_the_program_is_refused(
 
 
 @pytest.mark.parametrize(("order", "more"), [
-    ("row", {}), ("zigzag", {}), ("zigzag", DISK), ("row", DISK), ("zigzag", HOST), ("zigzag", SHARED),
+    ("row", CHUNKS), ("zigzag", CHUNKS), ("zigzag", DISK), ("row", DISK), ("zigzag", HOST), ("zigzag", SHARED),
     ("row", SHARED), ("zigzag", ATTENDED), ("zigzag", SHARED | {"cpu_attention": True})])
 def test_copies_that_overtake_each_other(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, order: str, more: dict[str, Any]
@@ -284,7 +284,7 @@ def test_more_sequences_than_the_device_could_cache(cases: Callable[[str], Case]
     workload = Workload(count, length, new)
     with LanguageModel(*case.opened, Budget(1 << 30), workload, Wishes()) as lm:
         whole = sum(b.nbytes for b in lm.plan.buffers_of("decode") if b.kind == "cache")
-    budget = Budget(int(0.75 * whole) + operators_nbytes(case.opened, workload))
+    budget = Budget(int(0.75 * whole) + operators_nbytes(case.opened, workload, Wishes(prefill_chunk=1)))
     with pytest.raises(PlanError, match="cannot work for batch 24"):
         LanguageModel(*case.opened, budget, workload, Wishes(cache_tier="device"))
     with LanguageModel(*case.opened, budget, workload, Wishes()) as lm:

@@ -46,7 +46,8 @@ def language_model(folder: Path, wishes: Wishes) -> LanguageModel:
 @pytest.mark.parametrize(("weights", "cache"), [("native", "native"), ("native", "kv8"), ("w4", "native"),
                                                 ("w4", "kv8")])
 def test_tokens_equal_plain_ones(folders: dict[str, Path], weights: str, cache: str) -> None:
-    with language_model(folders[weights], Wishes(drafted_tokens=7, cache_format=cache, cache_tier="device")) as lm:
+    wishes = Wishes(drafted_tokens=7, cache_format=cache, cache_tier="device", prefill_chunk=5)
+    with language_model(folders[weights], wishes) as lm:
         assert lm.plan.schedule.speculative_steps == (8, 4, 2) and lm.plan.prediction.streamed_nbytes > 0
         with lm.running(4, 20, NEW) as session:
             for count in (1, 4):

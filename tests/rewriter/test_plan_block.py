@@ -25,6 +25,7 @@ from forebay.rewriter.predict.closed_form import rates_of
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.switches import Switches
 
+pytestmark = pytest.mark.usefixtures("planned_with_our_kernels")
 WORK = Workload(9, 60, 20)
 
 

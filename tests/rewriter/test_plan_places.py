@@ -20,6 +20,7 @@ from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 from tests.rewriter.test_plan_block import graphs
 
+pytestmark = pytest.mark.usefixtures("planned_with_our_kernels")
 JOB = Workload(100, 60, 40)
 
 

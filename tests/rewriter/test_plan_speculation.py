@@ -19,6 +19,7 @@ from forebay.rewriter.plan_speculation import SIZES, plan_speculation
 from forebay.rewriter.planning.wishes import Wishes, check_choices
 from forebay.rewriter.switches import Switches
 
+pytestmark = pytest.mark.usefixtures("planned_with_our_kernels")
 WORK = Workload(1, 40, 24)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as T
+from budgets import attention_nbytes
 
 from forebay.api import wrap
 from forebay.rewriter.capture.language_model import CaptureError, capture_model
@@ -85,7 +86,8 @@ def test_positions_beyond_the_first_piece(name: str) -> None:
         wanted = model(prompt).logits[0, -1]
         turned = model(prompt.roll(40, 1)).logits[0, -1]
     assert (wanted - turned).abs().max() > 0.01
-    with wrap(model, "4MB", prompt=300, new_tokens=6, prefill_chunk=64, machine=Machine.default()) as lm:
+    budget = 4_000_000 + max(0, attention_nbytes(1, 6, 306, 16))
+    with wrap(model, budget, prompt=300, new_tokens=6, prefill_chunk=64, machine=Machine.default()) as lm:
         torch.testing.assert_close(lm.next_logits(prompt)[0], wanted, rtol=1e-3, atol=2e-4)
         assert torch.equal(lm.generate(prompt, **given), expected)
 

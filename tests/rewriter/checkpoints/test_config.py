@@ -86,7 +86,7 @@ def test_a_known_config_with_code_is_read_as_the_architecture_it_names(planted: 
     planted.write("config.json")
     assert type(read_config(planted.folder)) is LlamaConfig
     quantize_model(planted.folder, planted.folder.with_name("quantised"), Wish("w8g32"))
-    with forebay.wrap(planted.folder, "device=1MiB", prompt=4, new_tokens=2) as lm:
+    with forebay.wrap(planted.folder, "device=2MiB", prompt=4, new_tokens=2) as lm:
         assert lm.generate(torch.tensor([[3, 4]]), max_new_tokens=2).shape == (1, 4)
 
 
@@ -111,7 +111,7 @@ def test_processor_and_generation_config_with_code_are_not_run(planted: Planted)
     for name in ("processor_config.json", "preprocessor_config.json", "generation_config.json", "chat_template.json"):
         planted.write(name, processor_class="PlantedProcessor", custom_generate="generate.py")
     load_tokenizer(planted.folder)
-    with forebay.wrap(planted.folder, "device=1MiB", prompt=4, new_tokens=2) as lm:
+    with forebay.wrap(planted.folder, "device=2MiB", prompt=4, new_tokens=2) as lm:
         lm.generate(torch.tensor([[3, 4]]), max_new_tokens=2)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from budgets import operators_nbytes
 from families import captured, llama
 from tiny import aten, chain, flat_graph, planned
 from torch import fx
@@ -100,7 +101,7 @@ def test_steps_of_a_language_model_are_compared_to_the_last(monkeypatch: pytest.
     plan = made.plan(Budget(made.smallest_budget() + 30_000 if streams else 1 << 30))
     assert (plan.prediction.streamed_nbytes > 0) is streams and plan.schedule.prefill_chunk > 1
     names = [each.name for each in pipeline.PASSES if each.phase == "lowered"]
-    assert len(names) == 4 and compared == (2 * names if micro_batches == 1 else []), "a decode step and a chunk"
+    assert len(names) == 5 and compared == (2 * names if micro_batches == 1 else []), "a decode step and a chunk"
 
 
 def test_a_sound_pipeline_passes(tmp_path: Path) -> None:
@@ -211,11 +212,12 @@ def test_steps_with_caches_elsewhere_run_under_bisection(
         compare(self, gm, name, rounds)
 
     def tokens() -> list[list[int]]:
-        with LanguageModel(*open_model(tmp_path), Budget(1 << 20, 1 << 20, str(tmp_path)), Workload(2, 8, 8),
-                           wishes, Machine.default()) as lm:
+        with LanguageModel(*opened, Budget(device, 1 << 21, str(tmp_path)), work, wishes, Machine.default()) as lm:
             assert lm.plan.schedule.block.staged
             return lm.generate(ids, max_new_tokens=6, eos_token_id=None, pad_token_id=0).tolist()
 
+    opened, work = open_model(tmp_path), Workload(2, 8, 8)
+    device = (1 << 20) + operators_nbytes(opened, work, wishes, 1 << 21)
     expected = tokens()
     monkeypatch.setenv("FOREBAY_BISECT", "1")
     monkeypatch.setattr(Bisection, "compare", noted)
