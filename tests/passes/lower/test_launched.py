@@ -1,0 +1,68 @@
+"""Which operators of ours Programs launch: all but those that are called otherwise, and four that no pass puts anywhere
+yet. Whoever adds one that nothing launches finds it here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from families import captured, rewritten
+
+from forebay.kernels.formats import row_sizes
+from forebay.kernels.operators import OPERATORS, find
+from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
+from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.graph import CapturedModel, RowFormat, WeightSpec
+from forebay.rewriter.ir.plan import Budget, Workload
+from forebay.rewriter.ir.program import FileSlice, Launch
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.plan_block import plan_block
+from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.switches import Switches
+
+CALLED = {
+    "forebay.quantize": "writes packed files",
+    "forebay.dequantize": "reads packed files, and what a cache of rows holds",
+    "forebay.sampling": "draws a token from the logits that a step gave",
+}
+UNUSED = {"forebay.sparse_values", "forebay.swiglu", "forebay.add_rms_norm", "forebay.add_layer_norm"}
+
+
+def launched(model: CapturedModel, wishes: Wishes | None = None) -> set[str]:
+    """Names of our operators in the Programs of a prompt's chunk and of a decode step."""
+    files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(model.weights.values())}
+
+    def graphs_of(work: Workload, block: Block) -> StepGraphs:
+        return step_graphs(model, files, work, "model", block=block)
+
+    pipeline, plan = plan_block(graphs_of, Budget(1 << 28, 1 << 24), Workload(2, 9, 4), wishes or Wishes(),
+                                Machine.default(), Switches())
+    programs = [pipeline.program(plan, tokens) for tokens in (1, plan.schedule.prefill_chunk)]
+    items = [item for program in programs for item in (*program.prologue, *program.step)]
+    return {item.op for item in items if isinstance(item, Launch) and find(item.op) is not None}
+
+
+def packed(family: str) -> CapturedModel:
+    """A family whose matrices, the embedding with them, are stored as rows of 4 bits."""
+    model = captured(family)
+
+    def stored(spec: WeightSpec) -> WeightSpec:
+        if len(spec.shape) != 2:
+            return spec
+        rows, columns = spec.shape
+        nbytes = row_sizes.row_nbytes(columns, 4, 32)
+        kept = RowFormat("w4g32", 4, 32, torch.float16, columns, rows, nbytes, spec.dtype, False)
+        return replace(spec, stored=kept)
+
+    return rewrite_captured(
+        replace(model, weights={name: stored(spec) for name, spec in model.weights.items()}), Switches(), "kv8")
+
+
+def test_every_operator_is_launched_by_some_program() -> None:
+    staged = Wishes(cache_tier="host", cache_tokens=4, micro_batches=2, checkpoints=(1, 1), checkpoint_format="act8")
+    found = launched(rewritten("llama")) | launched(rewritten("gpt2"), staged) | launched(packed("llama"))
+    others = CALLED.keys() | UNUSED
+    ours = {operator.name for operator in OPERATORS}
+    assert found | others == ours and not found & others, (ours - found - others, found & others)
+    assert all(operator.bind for operator in OPERATORS if operator.name in found)
