@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from forebay.kernels.attention.attention.cpu import NATIVE_NBYTES, workspace_nbytes
+from forebay.kernels.build.compile import compiler
 from forebay.kernels.cpu_support import native
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.planning.wishes import Wishes
 
+WITH_KERNELS = pytest.mark.skipif(
+    compiler() is None, reason="the budget has room for our kernels, which need a C++ compiler")
 THREADS = 2  # that shares are given for, with our C++ kernels
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from budgets import WITH_KERNELS
+
 ROOT = Path(__file__).parents[2]
 CODE = """
 import sys, torch, benchmarks.gpu_offload as bench
@@ -41,6 +43,7 @@ if not bench.flexgen.installed():
 """
 
 
+@WITH_KERNELS
 def test_the_checks_and_measurements_of_every_kind(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
     done = subprocess.run([sys.executable, "-c", CODE, str(tmp_path)], cwd=ROOT, env=environment, capture_output=True,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from budgets import WITH_KERNELS
 
 from benchmarks import memory
 from forebay.rewriter.ir.plan import Workload
@@ -23,6 +24,7 @@ def test_allocations_are_counted_at_their_peak() -> None:
     assert memory.allocated(lambda: None) == 0
 
 
+@WITH_KERNELS
 @pytest.mark.parametrize("kind", memory.SHAPES)
 def test_measured_peak_is_the_planned_one_and_below_eager(kind: str, tmp_path: Path) -> None:
     prefill, decode = memory.compare(kind, memory.random_model(kind, tmp_path), Workload(2, 64, 8), inductor=False,

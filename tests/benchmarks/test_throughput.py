@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from budgets import WITH_KERNELS
 
 from benchmarks.block_contestants import Ours
 from benchmarks.block_sweep import errors_of, forced_blocks, step_times
@@ -28,6 +29,7 @@ def order(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
             "pace": 1.0, "most": 64}
 
 
+@WITH_KERNELS
 @pytest.mark.parametrize("tier", ["device", "disk"])
 def test_a_sampled_answer_moves_what_the_plan_says_it_moves_in_its_middle(order: dict[str, Any], tier: str) -> None:
     order |= {"forced": {"cache_tier": tier}, "budget": 1 << 40 if tier == "device" else BUDGET}
@@ -42,6 +44,7 @@ def test_a_sampled_answer_moves_what_the_plan_says_it_moves_in_its_middle(order:
         assert found["read_nbytes"] == pytest.approx(plan["planned_read_nbytes"], rel=0.25)
 
 
+@WITH_KERNELS
 def test_more_sequences_fit_with_their_cache_on_disk(order: dict[str, Any]) -> None:
     ours = Ours(order)
     fit = ours.fits(order)["device"]

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import onnx
 import pytest
 import torch
+from budgets import WITH_KERNELS
 from conftest import Checkpointed
 from families import FAMILIES
 from safetensors.torch import save_file
@@ -62,6 +63,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     return folder, sum(t.nbytes for t in weights.values())
 
 
+@WITH_KERNELS
 @pytest.mark.parametrize("kind", ["bundle", "onnx", "pt2"])
 def test_a_model_is_never_held(kind: Literal["bundle", "onnx", "pt2"], large: tuple[Path, int], tmp_path: Path) -> None:
     """The largest tensor is a seventh of the model, and each is turned or copied by itself. What capture and imports

@@ -93,7 +93,8 @@ def zygote(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zy
     from forebay.kernels.build.cache_folder import cache_folder
     from forebay.kernels.cpu_support import native
 
-    native.load()
+    if native.load() is None:
+        pytest.skip("the budgets have room for our kernels, which need a C++ compiler")
     cache = tmp_path_factory.mktemp("cache")
     for file in (f for f in cache_folder().iterdir() if f.suffix in (".so", ".o")) if cache_folder().is_dir() else ():
         (cache / file.name).symlink_to(file)
