@@ -33,7 +33,7 @@ from forebay.rewriter.planning.wishes import Wishes
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.sampling import Sampling
 
-BUDGET = (1 << 20) + max(0, attention_nbytes(3, 4, 18, 16))
+BUDGET = (1 << 20) + 2 * max(0, attention_nbytes(3, 4, 18, 16))
 NAMED = ("opt", "gpt2", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox")
 
 
@@ -127,7 +127,7 @@ def test_a_model_in_memory_is_written_as_it_is(llama_checkpoint: Checkpointed, e
 
 def test_quantised_weights_keep_their_rows(llama_checkpoint: Checkpointed, tmp_path: Path) -> None:
     made = quantize_model(llama_checkpoint.folder, tmp_path / "w4", Wish("w4g32", head=True, embeddings=True))
-    out = forebay.export(tmp_path / "w4", tmp_path / "out", budget=2 * BUDGET)
+    out = forebay.export(tmp_path / "w4", tmp_path / "out", budget=BUDGET)
     stored = open_quantized(out)
     assert {n: r.packed for n, r in stored.tensors.items()} == {n: r.packed for n, r in made.tensors.items()}
     assert torch.equal(tokens(out, llama_checkpoint), tokens(tmp_path / "w4", llama_checkpoint))
