@@ -25,14 +25,14 @@ def plan_speculation(pipeline: Pipeline, plan: Plan, budget: Budget, wishes: Wis
     forced = wishes.drafted_tokens != "auto"
     if plan.schedule.block.staged or plan.schedule.block.entering or pipeline.graphs.speculate is None:
         if forced:
-            raise PlanError("drafted_tokens: no step checks drafts where caches come to the device for their turns, "
-                            "where sequences enter places, and in models whose rotary follows the length of the call; "
-                            "leave it out, or keep the cache on the device with a larger budget")
+            raise PlanError("prompt_lookup_num_tokens: no step checks drafts where caches come to the device for their "
+                            "turns, where sequences enter places, and in models whose rotary follows the length of the "
+                            "call; leave it out, or keep the cache on the device with a larger budget")
         return pipeline, plan
     sizes = _sizes(pipeline, plan, wishes)
     if forced and not sizes:
-        raise PlanError(f"drafted_tokens: an answer of {plan.workload.new_tokens} tokens leaves nothing to draft; "
-                        "leave it out")
+        raise PlanError(f"prompt_lookup_num_tokens: an answer of {plan.workload.new_tokens} tokens leaves nothing to "
+                        "draft; leave it out")
     while sizes:
         found = pipeline.with_speculative(sizes)
         try:

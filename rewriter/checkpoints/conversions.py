@@ -76,11 +76,11 @@ def _described(models: Path, name: str) -> Converted:
     try:
         noted = json.loads((folder / SOURCE).read_text(encoding="utf-8"))
         source, state = Path(noted["path"]), list(map(int, noted["state"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return Converted(name, nbytes, None, "unfinished")
     try:
         now = "current" if list(file_state(source)) == state else "changed"
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a path with a zero byte
         now = "gone"
     return Converted(name, nbytes, source, now)
 

@@ -23,8 +23,8 @@ from forebay.rewriter.checkpoints.gguf_config import (
     ROPE_FREQS,
     ROPE_LONG,
     ROPE_SHORT,
-    UNUSABLE,
     alone,
+    described,
     read_gguf_config,
 )
 from forebay.rewriter.checkpoints.identity import changed_file, file_states
@@ -231,16 +231,12 @@ def _write_config(path: Path, header: _Header, folder: Path, dtype: torch.dtype)
     """Write all that is not a weight; the model it describes, on the meta device."""
     from transformers import AutoTokenizer, GenerationConfig
 
-    try:
+    with described(path):
         config = read_gguf_config(path, header)
         model = meta_model(config)
         with alone(path) as only:
             if "tokenizer.ggml.tokens" in header.metadata:
                 AutoTokenizer.from_pretrained(only, gguf_file=path.name, **LOCAL_ONLY).save_pretrained(folder)
-    except CheckpointError:
-        raise
-    except UNUSABLE as error:
-        raise CheckpointError(f"{path}: its metadata does not describe a usable model: {error}") from error
     config.dtype = dtype
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)

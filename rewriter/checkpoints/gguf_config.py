@@ -24,8 +24,6 @@ ROPE_FREQS, ROPE_SHORT, ROPE_LONG = "rope_freqs.weight", "rope_factors_short.wei
 # Llama 3.1 to 3.3: frequencies of wavelengths beyond so many positions are divided by a factor, by less down to a
 # quarter of that; the file says only what came of it.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# What transformers raises for settings that make no sense.
-UNUSABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, ZeroDivisionError)
 # Layers of the one size whose attention scales queries by the width that heads would have, not by the one they have.
 WIDE_GEMMA = {"gemma2": 46, "gemma3": 62}
 
@@ -38,20 +36,28 @@ def alone(path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
+@contextmanager
+def described(path: Path) -> Iterator[None]:
+    """Turn what transformers' code raises for settings that make no sense, each architecture in its own way, into a
+    CheckpointError that names the file."""
+    try:
+        yield
+    except (CheckpointError, ImportError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path}: its metadata does not describe a usable model: {error}") from error
+
+
 def read_gguf_config(path: Path, header: _Header) -> PreTrainedConfig:
     """The config of the model in `path`: transformers', with the file's rotary base, share and scaling, and Gemma's
     scale of queries, for which transformers has the defaults of one size. CheckpointError for settings that describe no
     model, and for a scaling of rotary frequencies that this release does not know."""
     from transformers import AutoConfig
 
-    try:
+    with described(path):
         with alone(path) as only:
             config = AutoConfig.from_pretrained(only, gguf_file=path.name, **LOCAL_ONLY)
         _complete(config, path, header)
-    except CheckpointError:
-        raise
-    except UNUSABLE as error:
-        raise CheckpointError(f"{path}: its metadata does not describe a usable model: {error}") from error
     return config
 
 

@@ -75,7 +75,7 @@ def read_scheme(settings: Mapping[str, Any], folder: Path) -> Scheme:
             return _checked(Scheme(method, int(settings["bits"]), max(0, int(settings["group_size"]))), folder)
         if method == "compressed-tensors":
             return _checked(_compressed(settings, folder), folder)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:  # the last: int(Infinity)
         if isinstance(error, CheckpointError):
             raise
         raise _refused(folder, f"{method}, but quantization_config lacks what that needs: {error!r}") from error

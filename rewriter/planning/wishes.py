@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import UnionType
 from typing import Literal
 
 from forebay.rewriter.ir.block import Block
@@ -42,13 +43,37 @@ class Wishes:
 
 
 def check_choices(workload: Workload, wishes: Wishes) -> None:
-    """PlanError for sizes below 1, and for more copies ahead than there are slots."""
-    chosen = {"batch": workload.batch, "prompt": workload.prompt, "new_tokens": workload.new_tokens,
-              "slots": wishes.slots, "lead": wishes.lead, "prefill_chunk": wishes.prefill_chunk,
-              "micro_batches": wishes.micro_batches, "entering": wishes.entering,
-              "drafted_tokens": wishes.drafted_tokens}
-    for name, value in chosen.items():
-        if isinstance(value, int) and value < 1:
-            raise PlanError(f"{name} must be at least 1, found {value}")
+    """PlanError, under the name that `wrap` has for it, for a choice that is none: sizes that are no whole numbers of
+    at least 1, shares that are none, another word than those there are, more copies ahead than there are slots."""
+    lookup = wishes.drafted_tokens
+    require_sizes(batch=workload.batch, prompt=workload.prompt, new_tokens=workload.new_tokens, slots=wishes.slots,
+                  slot_nbytes=wishes.slot_nbytes, lead=wishes.lead, prefill_chunk=wishes.prefill_chunk,
+                  micro_batches=wishes.micro_batches, places=wishes.entering,
+                  prompt_lookup_num_tokens=None if lookup == "auto" else lookup)
+    for name, value, known in (("order", wishes.order, ("row", "zigzag")),
+                               ("cache_tier", wishes.cache_tier, (None, "device", "host", "disk")),
+                               ("cpu_attention", wishes.cpu_attention, (None, False, True))):
+        if value not in known:
+            raise PlanError(f"{name} must be one of {', '.join(map(repr, known))}, found {value!r}")
+    if wishes.checkpoints is not None and not _is_pair(wishes.checkpoints, int):
+        raise PlanError(f"checkpoints must be two whole numbers, so many stretches of tokens of every so many, found "
+                        f"{wishes.checkpoints!r}")
+    shares = wishes.cache_shares
+    if shares is not None and not (_is_pair(shares, int | float) and all(0 <= share <= 1 for share in shares)):
+        raise PlanError(f"cache_shares must be two numbers from 0 to 1, found {shares!r}")
     if wishes.lead and wishes.slots and wishes.lead > wishes.slots:
         raise PlanError(f"lead {wishes.lead} needs as many slots; {wishes.slots} were asked for")
+
+
+def require_sizes(**sizes: object) -> None:
+    """PlanError, naming the first that is neither None nor a whole number of at least 1."""
+    for name, value in sizes.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise PlanError(f"{name} must be a whole number, found {value!r}")
+        if value is not None and value < 1:
+            raise PlanError(f"{name} must be at least 1, found {value}")
+
+
+def _is_pair(value: object, kind: type | UnionType) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2 and all(
+        isinstance(part, kind) and not isinstance(part, bool) for part in value)

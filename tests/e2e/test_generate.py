@@ -471,7 +471,19 @@ def test_arguments_without_effect_are_not_looked_at(resident: LanguageModel, lla
 
 @pytest.mark.parametrize(("options", "message"), [
     (dict(batch=0), "batch must be at least 1, found 0"), (dict(prompt=0), "prompt"), (dict(slots=0), "slots"),
-    (dict(prefill_chunk=-3), "prefill_chunk must be at least 1, found -3"), (dict(slots=2, lead=9), "lead 9")])
+    (dict(prefill_chunk=-3), "prefill_chunk must be at least 1, found -3"), (dict(slots=2, lead=9), "lead 9"),
+    *((dict(prompt_lookup_num_tokens=wrong), f"prompt_lookup_num_tokens must be {said}") for wrong, said in (
+        (0, "at least 1, found 0"), (-1, "at least 1"), ("x", "a whole number, found 'x'"), (1.5, "a whole number"),
+        (True, "a whole number"), ([4], "a whole number"))),
+    *((dict(places=wrong), f"places must be {said}") for wrong, said in (
+        (0, "at least 1, found 0"), (-1, "at least 1"), ("x", "a whole number"), (2.0, "a whole number"))),
+    *((dict(checkpoints=wrong), "checkpoints must be two whole numbers") for wrong in (
+        1, "12", (1,), (1, 2, 3), (0.5, 1), ("1", "2"), (True, 2), {1, 2})),
+    *((dict(cache_shares=wrong), "cache_shares must be two numbers") for wrong in (
+        0.5, (0.5,), ("a", 1), (-0.1, 1), (0, 1.5), (0, float("nan")))),
+    (dict(order="x"), "order must be one of 'row', 'zigzag', found 'x'"), (dict(batch="3"), "batch must be a whole"),
+    (dict(cache_tier="ram"), "cache_tier must be one of"), (dict(cpu_attention="yes"), "cpu_attention must be one of"),
+    (dict(slot_nbytes=0), "slot_nbytes must be at least 1"), (dict(cache="kv3"), "kv3")])
 def test_what_cannot_be_planned_is_refused_by_name(llama_checkpoint: Any, options: dict, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         wrap(llama_checkpoint.folder, llama_checkpoint.nbytes, **options)

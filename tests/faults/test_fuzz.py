@@ -15,6 +15,7 @@ import signal
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,76 +26,41 @@ from forebay.api import LanguageModel, open_model
 from forebay.commands.jobs import AnswerFile
 from forebay.commands.prompts import JobError, read_requests
 from forebay.commands.terminal import _message
+from forebay.rewriter.checkpoints import identity
 from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.config import read_config, read_eos, read_generation_config
 from forebay.rewriter.checkpoints.gguf_repack import open_gguf
+from forebay.rewriter.checkpoints.grouped import METHODS
 from forebay.rewriter.checkpoints.packed import MANIFEST, manifest_checksum, open_quantized
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor, write_quantized
 from forebay.rewriter.ir.byte_sizes import parse_budget
 from forebay.rewriter.ir.plan import Budget, Workload, load_plan
 from forebay.rewriter.machine.profile import Machine, load_machine
 from forebay.rewriter.planning.wishes import Wishes
+from tests.faults import fuzz_texts
+from tests.faults.spoil import Format, mutated_json
 from tests.rewriter.ir.test_plan import PLAN
 
 COUNT = 10_000 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 80
 SEED = int(os.environ.get("FOREBAY_TEST_SEED", "0"))
 TIME_S = 10
 NBYTES = 256 << 20  # of address space, beyond what a case began with
-ODD: list[Any] = [None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**400, 1.5, -0.0, 1e308, float("inf"), float("nan"), "",
-                  "x", "\ud800", "a" * 5000, "../x", "/etc/passwd", [], {}, [[]], [None], {"a": 1}, {"": {}}]
 
 
-def _mutated_json(value: Any, rng: random.Random) -> Any:
-    """A copy with one part replaced, left out, doubled or renamed."""
-    places: list[tuple[Any, Any]] = []
-    copy = json.loads(json.dumps(value))
-
-    def visit(part: Any) -> None:
-        for key in list(part) if isinstance(part, dict) else range(len(part)):
-            places.append((part, key))
-            if isinstance(part[key], dict | list):
-                visit(part[key])
-
-    visit(copy)
-    part, key = rng.choice(places)
-    how = rng.randrange(4)
-    if how == 0:
-        del part[key]
-    elif how == 1 and isinstance(part, dict):
-        part[rng.choice(["x", "", "id", key + "x"])] = part.pop(key)
-    elif how == 2 and isinstance(part[key], int | float) and not isinstance(part[key], bool):
-        part[key] = rng.choice([part[key] + 1, -part[key], part[key] * 10**6, part[key] // 2, float(part[key])])
-    else:
-        part[key] = rng.choice(ODD)
-    return copy
-
-
-def _mutated_bytes(data: bytes, rng: random.Random) -> bytes:
-    """A few bytes changed, a piece cut out or doubled, the end cut off, or something else altogether."""
-    how = rng.randrange(7)
-    out = bytearray(data)
-    if how < 3:
-        for _ in range(rng.choice((1, 2, 8, 64))):
-            near = min(len(out), rng.choice((64, 512, len(out))))  # headers are more often hit than what they describe
-            out[rng.randrange(near)] = rng.choice((0, 255, 128, rng.randrange(256)))
-        return bytes(out)
-    a, b = sorted(rng.randrange(len(out)) for _ in range(2))
-    b = min(b, a + rng.choice((1, 8, 64, 4096)))
-    if how == 3:
-        return bytes(out[:a] + out[b:])
-    if how == 4:
-        return bytes(out[:b] + out[a:])
-    return bytes(out[:a]) if how == 5 else rng.choice((b"", b"\0" * 64, b"{" * 50_000, b"[" * 200_000, os.urandom(512),
-                                                       b'{"a":' * 30_000, b"1" * 100_000, b"\xff\xfe"))
+class Late(BaseException):
+    """A case that took too long; no handler of errors takes it for a file that is refused."""
 
 
 @contextmanager
 def _limits() -> Iterator[None]:
+    """Of address space and of time: the processor's, so that a machine with other work fails no test, and ten times
+    as much of the clock's, for what waits and computes nothing."""
     def late(number: int, frame: object) -> None:
-        raise AssertionError(f"not read within {TIME_S} s")
+        raise Late(f"not read within {TIME_S} s")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(TIME_S)
+    before = [(number, signal.signal(number, late)) for number in (signal.SIGPROF, signal.SIGALRM)]
+    signal.setitimer(signal.ITIMER_PROF, TIME_S)
+    signal.setitimer(signal.ITIMER_REAL, 10 * TIME_S)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm", encoding="ascii") as file:
         mapped = int(file.read().split()[0]) * resource.getpagesize()
@@ -103,28 +69,10 @@ def _limits() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-class Format:
-    """A good file, what reads it, and how it is spoiled."""
-
-    def __init__(self, path: Path, read: Callable[[], object], mend: Callable[[Any], Any] | None = None) -> None:
-        self.path, self.read, self.mend = path, read, mend
-        self.good = path.read_bytes()
-
-    def spoil(self, rng: random.Random) -> bytes:
-        as_json = self.path.suffix != ".gguf" and self.path.name not in ("model.safetensors", "budget")
-        if not as_json or rng.random() < 0.3:
-            return _mutated_bytes(self.good, rng)
-        lines = self.path.suffix == ".jsonl"
-        value = [json.loads(line) for line in self.good.splitlines()] if lines else json.loads(self.good)
-        for _ in range(rng.choice((1, 1, 2, 4))):
-            value = _mutated_json(value, rng) or value
-        if self.mend is not None and isinstance(value, dict):
-            value = self.mend(value)
-        return "".join(json.dumps(v) + "\n" for v in value).encode() if lines else json.dumps(value).encode()
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 def _safetensors(folder: Path) -> Format:
@@ -141,7 +89,7 @@ class _Header(Format):
 
     def spoil(self, rng: random.Random) -> bytes:
         (length,) = struct.unpack("<Q", self.good[:8])
-        header = json.dumps(_mutated_json(json.loads(self.good[8 : 8 + length]), rng)).encode()
+        header = json.dumps(mutated_json(json.loads(self.good[8 : 8 + length]), rng)).encode()
         return struct.pack("<Q", len(header)) + header + self.good[8 + length :]
 
 
@@ -284,12 +232,17 @@ FORMATS: dict[str, Callable[[Path], Format]] = {
                                                                   lambda: open_checkpoint(folder)),
     "index": _index, "gguf": _gguf, "manifest": _manifest, "plan": _plan,
     "replayed plan": _replayed, "machine": _machine, "answers": _answers,
-    "settings": _settings, "prompts": _prompts, "config": _config, "generation config": _generation, "budget": _budget}
+    "settings": _settings, "prompts": _prompts, "config": _config, "generation config": _generation, "budget": _budget,
+    "tokenizer": fuzz_texts.tokenizer, "tokenizer settings": fuzz_texts.tokenizer_settings,
+    "chat template": fuzz_texts.chat_template, "texts": fuzz_texts.texts, "config alone": fuzz_texts.config_alone,
+    "served": fuzz_texts.served, "conversion": fuzz_texts.conversion,
+    **{method: partial(fuzz_texts.grouped, method) for method in METHODS}}
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_only_our_own_errors_come_of_a_spoiled_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(identity, "TICK_NS", 0)  # no file is written to while it is read
     made = FORMATS[name](tmp_path)
     made.read()
     refused = 0

@@ -97,7 +97,7 @@ def test_caches_off_the_device_and_places_have_no_such_steps() -> None:
         wishes = Wishes(drafted_tokens="auto")
         plain, plan, _ = planned(200_000, wishes, Workload(2, 40, 24), block)
         assert plan is plain
-        with pytest.raises(PlanError, match="drafted_tokens: no step checks"):
+        with pytest.raises(PlanError, match="prompt_lookup_num_tokens: no step checks"):
             planned(200_000, Wishes(drafted_tokens=3), Workload(2, 40, 24), block)
 
 

@@ -92,7 +92,7 @@ def is_bundle(folder: Path) -> bool:
     path = folder / MANIFEST
     if not path.is_file():
         return False
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         return not re.search(rb'"format": "(onnx|pt2|aoti)"', file.read(200))
 
 

@@ -1,0 +1,158 @@
+"""What stands beside a model's weights, as formats to spoil: tokenizers, chat templates, settings of quantised weights,
+configs alone, notes in the cache folder."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from forebay.commands import render_chats
+from forebay.commands.chat_template import MOST_CHARACTERS
+from forebay.commands.evaluate import _read_texts
+from forebay.commands.plain_tokenizer import plain_tokenizer
+from forebay.commands.prompts import JobError, Request, encode, load_tokenizer
+from forebay.huggingface.served import asks_nothing_more
+from forebay.kernels.build.cache_folder import cache_folder
+from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
+from forebay.rewriter.checkpoints.conversions import list_conversions
+from forebay.rewriter.checkpoints.grouped import grouped_tensors, quantization_settings, read_scheme
+from forebay.rewriter.checkpoints.resolve import MODELS, SOURCE
+from forebay.rewriter.predict.model_shapes import ModelError, load_config, shape_from_config
+from tests.faults.spoil import Format
+from tests.rewriter.checkpoints.test_grouped import CASES, quantized, settings
+
+TEMPLATE = ("{% for m in messages %}<|{{ m['role'] }}|>{{ m.content | trim }}{% if not loop.last %}\n{% endif %}"
+            "{% endfor %}{% if add_generation_prompt %}<|assistant|>{{ bos_token }}{% endif %}")
+CHAT = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "b"}]
+
+
+def _tokenizer(folder: Path) -> None:
+    letters = {token: i for i, token in enumerate(["<s>", "</s>", *"abĠ", "ab", "Ġa"])}
+    raw = Tokenizer(models.BPE(letters, [("a", "b"), ("Ġ", "a")]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", model_max_length=64)
+    made.chat_template = TEMPLATE
+    made.save_pretrained(folder)
+    if (alone := folder / "chat_template.jinja").exists():
+        alone.unlink()  # it stands in the settings, with all else
+        noted = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(noted | {"chat_template": TEMPLATE}))
+
+
+def _tokenize(folder: Path) -> None:
+    """As a job and as `forebay run MODEL "PROMPT"` do; a prompt that is refused is no error."""
+    plain = plain_tokenizer(folder)
+    if plain is not None:
+        with contextlib.suppress(Exception):  # said by transformers' tokenizer below
+            plain("ab a")
+    tokenizer = load_tokenizer(folder)
+    prompts, bad = encode([Request(1, 1, "ab a")], tokenizer, chat=False, vocab_size=8)
+    for prompt in prompts:
+        tokenizer.decode(list(prompt.ids), skip_special_tokens=True)
+    if bad:
+        raise JobError(bad[0].reason)
+
+
+def tokenizer(folder: Path) -> Format:
+    _tokenizer(folder)
+    return Format(folder / "tokenizer.json", lambda: _tokenize(folder))
+
+
+def tokenizer_settings(folder: Path) -> Format:
+    _tokenizer(folder)
+    return Format(folder / "tokenizer_config.json", lambda: _tokenize(folder))
+
+
+def chat_template(folder: Path) -> Format:
+    """Rendered by what renders it in a process of its own, but in this one, under a test's limits in place of its."""
+    path = folder / "chat_template.jinja"
+    path.write_text(TEMPLATE)
+
+    def read() -> None:
+        job = {"template": path.read_bytes().decode("latin-1"), "tokens": {"bos_token": "<s>"}, "time_s": 0,
+               "nbytes": 0, "most": MOST_CHARACTERS}
+        told = io.StringIO()
+        asked = io.StringIO(f"{json.dumps(job)}\n{json.dumps(CHAT)}\n")
+        with (mock.patch.object(sys, "stdin", asked), mock.patch.object(render_chats.resource, "setrlimit"),
+              mock.patch.object(render_chats.signal, "setitimer"), contextlib.redirect_stdout(told)):
+            render_chats.main()
+        kind, text = json.loads(told.getvalue())
+        if kind == "error":
+            raise JobError(text[:500])
+
+    return Format(path, read)
+
+
+def grouped(method: str, folder: Path) -> Format:
+    """A matrix of another quantiser, its settings and the header of its tensors."""
+    _, bits, group, symmetric = next(case for case in CASES if case[0] == method)
+    parts, _ = quantized(method, bits, group, symmetric, 8, 128, torch.float16)
+    save_file({f"layer.{name}": value for name, value in parts.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({
+        "model_type": "llama", "quantization_config": settings(method, bits, group, symmetric)}))
+
+    def read() -> None:
+        found = quantization_settings(folder)
+        if found is None:
+            raise JobError("it has no settings of quantised weights")
+        for tensor in grouped_tensors(open_checkpoint(folder), read_scheme(found, folder))[0]:
+            if tensor.format():
+                tensor.rows(False)(0, tensor.shape[0])
+
+    return Format(folder / "config.json", read)
+
+
+def config_alone(folder: Path) -> Format:
+    """A config without weights, of which `forebay plan --config` takes the sizes."""
+    from families import llama
+
+    llama(1).save_pretrained(folder)
+
+    def read() -> None:
+        try:
+            shape_from_config(load_config(str(folder))[1])
+        except ModelError as error:  # as the command tells it
+            raise JobError(str(error)) from error
+
+    return Format(folder / "config.json", read)
+
+
+def served(folder: Path) -> Format:
+    """A generation config as it is read without transformers."""
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3], "use_cache": True, "top_k": 5}))
+
+    def read() -> None:
+        if not asks_nothing_more(folder):
+            raise JobError("it asks for more")
+
+    return Format(folder / "generation_config.json", read)
+
+
+def conversion(folder: Path) -> Format:
+    """What a converted model was made from, as `forebay models` reads it."""
+    made = cache_folder() / MODELS / "m-0123456789ab"
+    made.mkdir(parents=True, exist_ok=True)
+    (made / SOURCE).write_text(json.dumps({"path": str(folder / "m.gguf"), "state": [5, 1, 2, 3]}))
+
+    def read() -> None:
+        (found,) = list_conversions()
+        if found.source is None:
+            raise JobError("it does not say of what it was made")
+
+    return Format(made / SOURCE, read)
+
+
+def texts(folder: Path) -> Format:
+    """Lines to predict, as `forebay eval --words` reads them."""
+    (folder / "words.jsonl").write_text("".join(json.dumps({"text": f"one two {i}"}) + "\n" for i in range(3)))
+    return Format(folder / "words.jsonl", lambda: _read_texts(folder / "words.jsonl"))
