@@ -14,6 +14,8 @@ from forebay.rewriter.capture.language_model import CaptureError
     (MemoryError(), "gives no more memory"), (RuntimeError("can't start new thread"), "gives no more threads"),
     (OSError(5, "Input/output error", "weights.bin"), "weights.bin: Input/output error"),
     (OSError(27, "File too large", "out.jsonl"), "out.jsonl: File too large"),
+    (FileNotFoundError(2, "No such file or directory", "a\nb"), "error: a b: No such file or directory\n"),
+    (OSError(36, "File name too long", "a" * 5000), " … "),
 ])
 def test_what_the_system_refuses_is_one_line(
     error: Exception, part: str, capsys: pytest.CaptureFixture[str]
@@ -22,6 +24,7 @@ def test_what_the_system_refuses_is_one_line(
         raise error
     said = capsys.readouterr().err
     assert ended.value.exit_code == 2 and part in said and said.startswith("error: ") and said.count("\n") == 1
+    assert len(said) < 1200
     with pytest.raises(type(error)), clean_errors(True):
         raise error
 

@@ -69,7 +69,7 @@ def _message(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno in SHORT and not error.filename:
         return SHORT[error.errno]
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return _one_line(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
     if _lacks_memory(error):
         return NO_MEMORY
     if isinstance(error, RuntimeError) and str(error).startswith("can't start new thread"):
@@ -91,7 +91,7 @@ def _message(error: Exception) -> str | None:
 
     known = (PlanError, CheckpointError, ExportError, CaptureError, SwitchError, JobError, StoppedAfter, GraphError,
              PassChangedResult, ProgramError, LoweringError, RuntimeFault, ReaderBrokenError, SpillError, OSError)
-    return _shortened(" ".join(str(error).split())) if isinstance(error, known) else None
+    return _one_line(str(error)) if isinstance(error, known) else None
 
 
 def _lacks_memory(error: BaseException | None) -> bool:
@@ -105,8 +105,9 @@ def _lacks_memory(error: BaseException | None) -> bool:
     return False
 
 
-def _shortened(text: str) -> str:
-    """A message whose middle is left out where a file's own contents make it endless."""
+def _one_line(text: str) -> str:
+    """A message without breaks, whose middle is left out where a file's own contents make it endless."""
+    text = " ".join(text.split())
     return text if len(text) <= 1000 else f"{text[:700]} … {text[-280:]}"
 
 
