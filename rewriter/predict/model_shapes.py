@@ -185,7 +185,8 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
     if kind in ("llama", "mistral", "qwen2", "qwen3") and not config.get("use_sliding_window") \
             and not (kind == "mistral" and config.get("sliding_window")):
         hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
-        kv_heads, head_dim = _positive(config, "num_key_value_heads", heads), config.get("head_dim") or 0
+        kv_heads = _positive(config, "num_key_value_heads", heads)
+        head_dim = 0 if config.get("head_dim") is None else _positive(config, "head_dim")
         if kind == "qwen3":
             head_dim = head_dim or 128
         if not head_dim:
@@ -196,7 +197,7 @@ def shape_from_config(config: Mapping[str, Any], name: str = "") -> ModelShape:
         return decoder_shape(
             name, layers=_positive(config, "num_hidden_layers"), hidden=hidden,
             intermediate=_positive(config, "intermediate_size"), heads=heads, kv_heads=kv_heads,
-            vocab=_positive(config, "vocab_size"), head_dim=int(head_dim), gated=True,
+            vocab=_positive(config, "vocab_size"), head_dim=head_dim, gated=True,
             bias=(qkv, kind != "qwen2" and qkv, bool(config.get("mlp_bias", False))), qk_norm=kind == "qwen3",
             tied=bool(config.get("tie_word_embeddings", False)), dtype=_dtype(config))
     return _captured_shape(config, name)

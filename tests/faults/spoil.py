@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 ODD: list[Any] = [None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**400, 1.5, -0.0, 1e308, float("inf"), float("nan"), "",
-                  "x", "\ud800", "a\nb", "a\0b", "a" * 5000, "../x", "/etc/passwd", [], {}, [[]], [None], {"a": 1}, {"": {}}]
+                  "x", "\ud800", "a\nb", "a\0b", "a" * 5000, "../x", "/etc/passwd", [], {}, [[]], [None],
+                  {"a": 1}, {"": {}}]
 
 
 def mutated_json(value: Any, rng: random.Random) -> Any:

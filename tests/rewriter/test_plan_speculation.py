@@ -104,7 +104,7 @@ def test_caches_off_the_device_and_places_have_no_such_steps() -> None:
 def test_one_token_leaves_nothing_to_draft() -> None:
     with pytest.raises(PlanError, match="leaves nothing to draft"):
         planned(100_000, Wishes(drafted_tokens=3), Workload(1, 40, 1))
-    with pytest.raises(PlanError, match="drafted_tokens must be at least 1"):
+    with pytest.raises(PlanError, match="prompt_lookup_num_tokens must be at least 1"):
         check_choices(WORK, Wishes(drafted_tokens=0))
 
 
