@@ -50,9 +50,19 @@ def read_config(folder: Path, tensors: Mapping[str, TensorRecord] | None = None)
 def _check_sizes(path: Path, tensors: int, elements: int) -> None:
     """Refuse counts of layers beyond the number of tensors, and lengths beyond the elements of the largest."""
     try:
-        waiting = [json.loads(path.read_bytes())]
+        settings = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return  # said by who reads it
+    found = oversized(settings, tensors, elements)
+    if found is not None:
+        name, value = found
+        has = f"{tensors} tensors" if name in COUNTS else f"{elements} elements in the largest tensor"
+        raise CheckpointError(f"{path}: {name} is {value}, but the checkpoint has {has}: they do not belong together")
+
+
+def oversized(settings: Any, most_layers: int, most_elements: int) -> tuple[str, int | float] | None:
+    """The first count of layers, or length, anywhere in a config that is larger than that; None where none is."""
+    waiting = [settings]
     while waiting:
         value = waiting.pop()
         if isinstance(value, list):
@@ -61,12 +71,12 @@ def _check_sizes(path: Path, tensors: int, elements: int) -> None:
         if not isinstance(value, dict):
             continue
         waiting += value.values()
-        for names, most, what in ((COUNTS, tensors, "tensors"), (LENGTHS, elements, "elements in the largest tensor")):
+        for names, most in ((COUNTS, most_layers), (LENGTHS, most_elements)):
             for name in names:
                 found = value.get(name)
                 if isinstance(found, int | float) and found > most:
-                    raise CheckpointError(f"{path}: {name} is {found}, but the checkpoint has {most} {what}: they do "
-                                          "not belong together")
+                    return name, found
+    return None
 
 
 def _shape(record: TensorRecord) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY
+from forebay.rewriter.checkpoints.named_errors import panicking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -41,7 +42,8 @@ def described(path: Path) -> Iterator[None]:
     """Turn what transformers' code raises for settings that make no sense, each architecture in its own way, into a
     CheckpointError that names the file."""
     try:
-        yield
+        with panicking():
+            yield
     except (CheckpointError, ImportError, OSError, MemoryError):
         raise
     except Exception as error:

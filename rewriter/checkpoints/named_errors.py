@@ -1,4 +1,4 @@
-"""Errors of reads and writes through a descriptor, which do not say of which file."""
+"""Errors that others raise without a name: of reads and writes through a descriptor, and of Rust."""
 
 from __future__ import annotations
 
@@ -16,3 +16,14 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         if error.errno is None or error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+@contextmanager
+def panicking() -> Iterator[None]:
+    """Raise a panic of the tokenizers library, which is no Exception (pyo3 has it beside them), as a ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizers library broke off: {error}") from None

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from forebay.kernels import operators
+from forebay.rewriter.checkpoints.config import oversized
 from forebay.rewriter.ir.graph import CapturedModel, storage_of, values_of, weight_name
 from forebay.rewriter.ir.program import dtype_itemsize
 from forebay.rewriter.predict.preset_models import PRESET_CONFIGS
@@ -24,6 +25,8 @@ PRODUCTS = frozenset((aten.linear.default, aten.mm.default, aten.addmm.default, 
 VIEWS = frozenset((aten.transpose.int, aten.t.default, aten.permute.default, aten.view.default, aten.reshape.default))
 ATTENTION, MLP = "attention", "mlp"
 DTYPES = ("float16", "bfloat16", "float32")
+# No tensors bear out what a config alone says, and each layer is built, if only on the meta device.
+MOST_LAYERS, MOST_LENGTH = 1000, 1 << 31
 
 
 class ModelError(ValueError):
@@ -212,15 +215,20 @@ def capture_config(config: Mapping[str, Any], runs: bool = True) -> CapturedMode
     capture refuses it (`capture_model`)."""
     from transformers import CONFIG_MAPPING
 
-    from forebay.rewriter.capture.language_model import CaptureError, capture_model
+    from forebay.rewriter.capture.language_model import capture_model
 
     kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise ModelError(f"config.model_type: transformers does not know {kind!r}")
+    found = oversized(dict(config), MOST_LAYERS, MOST_LENGTH)
+    if found is not None:
+        raise ModelError(f"config.{found[0]}: {found[1]} is more than any model has")
     try:
         values = {k: v for k, v in config.items() if k != "model_type"}
         return capture_model(CONFIG_MAPPING[kind](**values), dtype=getattr(torch, _dtype(config)), runs=runs)
-    except (CaptureError, TypeError, ValueError) as error:
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # each architecture checks its config in its own way
         raise ModelError(f"config of a {kind}: {error}") from error
 
 

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from forebay.commands.plain_tokenizer import plain_tokenizer
 from forebay.commands.prompts import JobError, Request, encode, load_tokenizer
 
 
@@ -43,6 +44,22 @@ def test_a_tokenizer_of_wrong_settings_is_named(folder: Path, change: dict[str, 
     configured(folder, change)
     with pytest.raises(JobError, match=rf"{folder} holds no usable tokenizer"):
         load_tokenizer(folder)
+
+
+def test_a_tokenizer_that_makes_its_library_panic_is_named(tmp_path: Path) -> None:
+    """A panic of Rust is no Exception."""
+    raw = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    PreTrainedTokenizerFast(tokenizer_object=raw).save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    spoiled = json.loads(path.read_text())
+    spoiled["model"]["continuing_subword_prefix"] = "longer than b"
+    path.write_text(json.dumps(spoiled))
+    with pytest.raises(BaseException, match="out of range") as panicked:
+        Tokenizer.from_file(str(path))
+    assert not isinstance(panicked.value, Exception)
+    with pytest.raises(JobError, match=rf"{tmp_path} holds no usable tokenizer"):
+        load_tokenizer(tmp_path)
+    assert plain_tokenizer(tmp_path) is None
 
 
 def configured(folder: Path, change: dict[str, Any]) -> None:

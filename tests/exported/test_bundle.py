@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import io
 import json
 import os
 import random
@@ -259,6 +261,29 @@ def test_damaged_weights_are_found_where_asked(exported: Path, tmp_path: Path) -
     read_bundle(folder)
     with pytest.raises(CheckpointError, match="altered or damaged"):
         read_bundle(folder, verify=True)
+
+
+class _Slow(io.FileIO):
+    """A file that gives a byte a read."""
+
+    def readinto(self, buffer: Any) -> int:
+        return super().readinto(memoryview(buffer)[:1]) or 0
+
+
+class _Broken(io.FileIO):
+    def readinto(self, buffer: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "export.json"
+    for kind, known in (("forebay-bundle", True), ("onnx", False), ("pt2", False)):
+        path.write_text(json.dumps({"format": kind, "version": 1}))
+        monkeypatch.setattr(bundle, "open", lambda path, mode: io.BufferedReader(_Slow(path)), raising=False)
+        assert bundle.is_bundle(tmp_path) == known
+    monkeypatch.setattr(bundle, "open", lambda path, mode: io.BufferedReader(_Broken(path)), raising=False)
+    with pytest.raises(OSError, match="export.json"):
+        bundle.is_bundle(tmp_path)
 
 
 def mutate(data: Any, draw: random.Random) -> Any:

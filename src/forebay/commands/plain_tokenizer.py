@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from forebay.rewriter.checkpoints.named_errors import panicking
+
 CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # those that add no code of their own
 # entries of tokenizer_config.json that change neither the ids of a text nor the text of ids
 KNOWN = {"backend", "bos_token", "eos_token", "pad_token", "unk_token", "is_local", "local_files_only",
@@ -42,6 +44,7 @@ def plain_tokenizer(folder: Path) -> PlainTokenizer | None:
         if (folder / "special_tokens_map.json").exists() or (folder / "added_tokens.json").exists():
             return None
         eos = settings.get("eos_token")
-        return PlainTokenizer(folder, eos) if eos is None or isinstance(eos, str) else None
+        with panicking():
+            return PlainTokenizer(folder, eos) if eos is None or isinstance(eos, str) else None
     except Exception:  # the tokenizers library raises plain Exception; transformers says what is wrong
         return None

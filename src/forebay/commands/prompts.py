@@ -12,6 +12,7 @@ from typing import Any
 from forebay.commands.chat_template import ChatTemplate
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.config import LOCAL_ONLY, read_eos
+from forebay.rewriter.checkpoints.named_errors import panicking
 
 
 class JobError(ValueError):
@@ -161,7 +162,8 @@ def _ids(request: Request, tokenizer: Any, template: ChatTemplate, chat: bool) -
 
 def _tokenized(tokenizer: Any, text: str | None, **options: Any) -> list[int]:
     try:
-        return tokenizer(text, **options)["input_ids"]
+        with panicking():
+            return tokenizer(text, **options)["input_ids"]
     except MemoryError:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception: an unknown word without an [UNK], say
@@ -185,7 +187,8 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, **LOCAL_ONLY)
+        with panicking():
+            return AutoTokenizer.from_pretrained(folder, **LOCAL_ONLY)
     except ModuleNotFoundError:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception, and transformers whatever it meets

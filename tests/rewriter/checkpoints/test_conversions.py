@@ -80,3 +80,13 @@ def test_one_that_is_being_converted_stays(cache: Path) -> None:
         run = CliRunner().invoke(app, ["models", "--delete", "whole-1"])
     assert run.exit_code == 2 and "being converted by another process" in run.output
     assert files_of(cache) == {"whole-1"} and os.listdir(cache / "models/whole-1") == []
+
+
+@pytest.mark.parametrize(("noted", "state"), [
+    ('{"path": "/m", "state": [Infinity]}', "unfinished"), ("[" * 200_000, "unfinished"), ('{"path": 3}', "unfinished"),
+    ('{"path": "a\\u0000b", "state": [1]}', "gone")])
+def test_a_note_of_something_else_is_no_error(cache: Path, noted: str, state: str) -> None:
+    folder = cache / "models" / "m-0"
+    folder.mkdir(parents=True)
+    (folder / "source.json").write_text(noted)
+    assert [found.state for found in list_conversions()] == [state]

@@ -108,3 +108,15 @@ def test_other_scalings_are_refused_by_tensor_and_type(tmp_path: Path, options: 
 def test_factors_of_one_change_nothing(tmp_path: Path) -> None:
     config = config_of(tmp_path, "llama", factors={"rope_freqs.weight": np.ones(8, np.float32)})
     assert config.rope_parameters["rope_type"] == "default"
+
+
+def test_heads_that_do_not_divide_are_one_line(tmp_path: Path) -> None:
+    """transformers' own check raises what is no ValueError."""
+    path = tmp_path / "m.gguf"
+    write_model(path, "llama")
+    data = path.read_bytes()
+    at = data.index(b"llama.attention.head_count") + len(b"llama.attention.head_count") + 4
+    path.write_bytes(data[:at] + (7).to_bytes(4, "little") + data[at + 4 :])
+    for read in (open_gguf, lambda path: convert_gguf(path, tmp_path / "out")):
+        with pytest.raises(CheckpointError, match="does not describe a usable model"):
+            read(path)

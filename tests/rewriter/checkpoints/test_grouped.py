@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from forebay.api import wrap
 from forebay.rewriter.checkpoints import resolve
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint
+from forebay.rewriter.checkpoints.grouped import read_scheme
 from forebay.rewriter.checkpoints.packed import read_dequantized
 from forebay.rewriter.checkpoints.resolve import resolve_model
 
@@ -181,3 +182,12 @@ def test_activations_in_integers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": given}))
     with pytest.raises(CheckpointError, match="activations quantised too"):
         resolve_model(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
+def test_bits_that_are_no_number_are_refused_by_name(tmp_path: Path, method: str) -> None:
+    said = settings(method, 4, 64, True)
+    (said["config_groups"]["group_0"]["weights"] if method == "compressed-tensors" else said).update(
+        {"num_bits": float("inf"), "bits": float("inf")})
+    with pytest.raises(CheckpointError, match=method):
+        read_scheme(said, tmp_path)

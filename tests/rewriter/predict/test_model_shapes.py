@@ -15,6 +15,7 @@ from forebay.rewriter.predict.model_shapes import (
     PRESET_MODELS,
     ModelError,
     ModelShape,
+    capture_config,
     load_model_shape,
     shape_from_config,
     shape_from_graphs,
@@ -99,11 +100,23 @@ def test_loading(tmp_path: Path) -> None:
     ({"hidden_size": 0}, "config.hidden_size"), ({"num_hidden_layers": "many"}, "config.num_hidden_layers"),
     ({"num_attention_heads": 5}, "does not divide"), ({"num_key_value_heads": 3}, "num_key_value_heads"),
     ({"model_type": "no-such"}, "model_type"), ({"model_type": None}, "model_type"),
-    ({"dtype": "int3"}, "config.dtype"),
+    ({"dtype": "int3"}, "config.dtype"), ({"head_dim": "x"}, "config.head_dim"), ({"head_dim": []}, "config.head_dim"),
+    ({"head_dim": float("inf")}, "config.head_dim"),
 ])
 def test_bad_configs_are_refused_by_field(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError, match=says):
         shape_from_config({"model_type": "llama", **TINY["llama"], **change})
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 10**6}, {"vocab_size": 1 << 40}, {"rope": {"d_model": 1e300}}])
+def test_sizes_that_nothing_bears_out_are_refused_before_anything_is_built(change: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=rf"config.{list(change)[0] if 'rope' not in change else 'd_model'}: .* than any"):
+        capture_config({"model_type": "llama", **TINY["llama"], **change})
+
+
+def test_what_transformers_objects_to_is_told_of_the_config() -> None:
+    with pytest.raises(ModelError, match="config of a llama"):
+        capture_config({"model_type": "llama", **TINY["llama"], "num_attention_heads": 0})
 
 
 def test_unknown_model_lists_presets(tmp_path: Path) -> None:
