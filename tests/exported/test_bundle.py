@@ -282,7 +282,7 @@ def test_a_manifest_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(bundle, "open", lambda path, mode: io.BufferedReader(_Slow(path)), raising=False)
         assert bundle.is_bundle(tmp_path) == known
     monkeypatch.setattr(bundle, "open", lambda path, mode: io.BufferedReader(_Broken(path)), raising=False)
-    with pytest.raises(OSError, match="export.json"):
+    with pytest.raises(OSError, match=r"export\.json"):
         bundle.is_bundle(tmp_path)
 
 
