@@ -12,7 +12,7 @@ from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan_block import GraphsOf, plan_block
-from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.planning.wishes import Wishes, require_sizes
 from forebay.rewriter.switches import Switches
 
 CacheTier = Literal["device", "host", "disk"] | None
@@ -36,7 +36,8 @@ def plan_answers(
 
 
 def entering_at_once(places: int | None) -> int | None:
-    """How many sequences a prefill step computes where they enter `places`."""
+    """How many sequences a prefill step computes where they enter `places`. PlanError for places that are no size."""
+    require_sizes(places=places)
     return -(-places // ENTERING) if places else None
 
 

@@ -40,7 +40,7 @@ from forebay.rewriter.plan_block import PlanChoice, plan_block
 from forebay.rewriter.plan_places import entering_at_once, plan_answers
 from forebay.rewriter.plan_speculation import plan_speculation
 from forebay.rewriter.planning.check_plan import require_within
-from forebay.rewriter.planning.wishes import Wishes, check_choices, require_sizes
+from forebay.rewriter.planning.wishes import Wishes, check_choices
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import read_switches
@@ -100,7 +100,6 @@ def wrap(
     Raises PlanError for the budget, CheckpointError for files, SpillError for the disk folder, CaptureError for models.
     """
     refuse_options(others)
-    require_sizes(places=places)
     sizes = parse_budget(budget)
     require_spill_folder(sizes.disk)
     wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk, cache, micro_batches, order, cache_tier, cache_shares,

@@ -317,6 +317,18 @@ def mutate(data: Any, draw: random.Random) -> Any:
     return data
 
 
+@pytest.mark.parametrize("at", ["cache", "weights"])
+def test_sizes_beyond_any_model_are_refused_where_they_are_read(exported: Path, tmp_path: Path, at: str) -> None:
+    folder = copy(exported, tmp_path / "b")
+    graphs = json.loads((folder / "graphs-last.json").read_text())
+    changed = graphs[at][0]
+    changed.update({"kv_heads": 1 << 62} if at == "cache" else {"shape": [1 << 62, *changed["shape"][1:]]})
+    (folder / "graphs-last.json").write_text(json.dumps(graphs))
+    resealed(folder)
+    with pytest.raises(CheckpointError, match=rf"graphs\.{at}: .* has shape \(4611686018427387904"):
+        forebay.wrap(folder, BUDGET)
+
+
 def test_mutated_bundles_give_clean_errors(exported: Path, tmp_path: Path) -> None:
     """Graphs whose checksums were made to fit: what is no other model is refused. 10 000 of them in make test-all."""
     folder = copy(exported, tmp_path / "b")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from forebay.rewriter.ir.graph import (
 )
 from forebay.rewriter.ir.plan import Workload
 
+MOST_ELEMENTS = 1 << 40  # of a weight, of a cache per token: beyond any model, and bytes of tensors still fit 64 bits
 SMALL = Workload(batch=2, prompt=3, new_tokens=9)  # sizes at which a graph that was read is looked at
 
 
@@ -121,8 +123,7 @@ def captured_from_data(data: object, tensors: Mapping[str, torch.Tensor]) -> Cap
             weights={w.name: _spec(w) for w in read.weights},
             constants={name: tensors[key] for name, key in read.constants.items()},
             layers=read.layers, layer_weights=read.layer_weights,
-            cache=tuple(CacheSpec(c.kv_heads, c.head_dim, dtype_named(c.dtype), c.window, exact=c.exact)
-                        for c in read.cache),
+            cache=tuple(_cache(i, c) for i, c in enumerate(read.cache)),
             vocab_size=read.vocab_size, max_positions=read.max_positions, renewed_at=read.renewed_at,
             dtype=dtype_named(read.dtype), model_type=read.model_type, gives=read.gives, token_types=read.token_types,
             rewritten=True)
@@ -138,9 +139,20 @@ def _spec(weight: StoredWeight) -> WeightSpec:
     if rows is not None:
         stored = RowFormat(rows.name, rows.bits, rows.group_size, dtype_named(rows.scale_dtype), rows.in_features,
                            rows.out_features, rows.row_nbytes, dtype_named(rows.dtype), rows.transposed)
-    if any(n < 0 for n in weight.shape):
-        raise ValueError(f"graphs.weights: {weight.name} has shape {weight.shape}")
+        _check_sizes(f"graphs.weights: {weight.name}, stored,", (rows.out_features, rows.row_nbytes))
+    _check_sizes(f"graphs.weights: {weight.name}", weight.shape)
     return WeightSpec(weight.name, weight.shape, dtype_named(weight.dtype), weight.ties, stored)
+
+
+def _cache(layer: int, cache: StoredCache) -> CacheSpec:
+    _check_sizes(f"graphs.cache: layer {layer}", (cache.kv_heads, cache.head_dim))
+    return CacheSpec(cache.kv_heads, cache.head_dim, dtype_named(cache.dtype), cache.window, exact=cache.exact)
+
+
+def _check_sizes(what: str, shape: tuple[int, ...]) -> None:
+    """ValueError for a negative size, and for more elements than any model's tensor has."""
+    if any(n < 0 for n in shape) or math.prod(max(n, 1) for n in shape) > MOST_ELEMENTS:
+        raise ValueError(f"{what} has shape {shape}")
 
 
 def _check_names(captured: CapturedModel) -> None:

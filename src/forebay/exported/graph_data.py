@@ -20,6 +20,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from forebay.exported.allowed import name_of, target_of
 from forebay.exported.errors import ExportError
+from forebay.kernels import operators
 from forebay.rewriter.capture.stored_sizes import STORED
 from forebay.rewriter.ir.graph import META, CacheInput, WeightInput
 
@@ -179,7 +180,8 @@ def _add_node(
 
 
 def _check_call(node: fx.Node) -> None:
-    """ValueError for arguments that the operation has not, and for a tensor that would be made in real memory."""
+    """ValueError for arguments that the operation has not, for one that is to be a tensor and is no node's value (torch
+    takes numbers for its own operations' later operands), and for a tensor that would be made in real memory."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return
@@ -187,6 +189,10 @@ def _check_call(node: fx.Node) -> None:
     given = set(node.kwargs)
     if len(node.args) > len(known) or given - set(known):
         raise ValueError(f"{schema.name} has no such arguments")
+    for i, name in enumerate(known if operators.of_target(node.target) is not None else known[:1]):
+        operand = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        if str(schema.arguments[i].type) == "Tensor" and not isinstance(operand, fx.Node):
+            raise ValueError(f"{schema.name} needs the value of a node for {name}, found {str(operand)[:80]}")
     value = node.args[known.index("device")] if "device" in known and len(node.args) > known.index("device") else \
         node.kwargs.get("device")
     if "device" in known and value is None and not node.all_input_nodes:
