@@ -50,7 +50,7 @@ def plans(
     budget = Budget(tiers["device"].capacity_nbytes, tiers["host"].capacity_nbytes)
     return {share: plan_block(graphs_of, budget, work, Wishes(
         cache_tier="host", micro_batches=-(-work.batch // micro), cpu_attention=False, checkpoints=share,
-        checkpoint_format=kept if share[0] else "native", cache_format=cache), machine, Switches())[1] for share in ALL}
+        checkpoint_format=kept, cache_format=cache), machine, Switches())[1] for share in ALL}
 
 
 def rows(found: dict[tuple[int, int], Plan], batch: int) -> list[Row]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
+import torch
 import transformers as T
 
+from forebay.kernels.formats import row_sizes
 from forebay.rewriter.capture.language_model import capture_model
-from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.ir.graph import CapturedModel, RowFormat, WeightSpec
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
@@ -107,6 +110,23 @@ REFUSED = {"openai_gpt": openai_gpt, "xlnet": xlnet}
 def captured(family: str) -> CapturedModel:
     """The captured graphs of a supported family, traced once per process; do not edit them."""
     return capture_model(FAMILIES[family]())
+
+
+def packed(model: CapturedModel, embedding: bool = False) -> CapturedModel:
+    """Captured graphs as if the matrices of their layers, with the embedding all there are, were stored as rows of 4
+    bits."""
+    inner = {name for weights in model.layer_weights for name in weights.values()}
+    transposed = model.model_type == "gpt2"
+
+    def stored(spec: WeightSpec) -> WeightSpec:
+        if len(spec.shape) != 2 or not (embedding or spec.name in inner):
+            return spec
+        rows, columns = reversed(spec.shape) if transposed else spec.shape
+        nbytes = row_sizes.row_nbytes(columns, 4, 32)
+        kept = RowFormat("w4g32", 4, 32, torch.float16, columns, rows, nbytes, spec.dtype, transposed)
+        return replace(spec, stored=kept)
+
+    return replace(model, weights={name: stored(spec) for name, spec in model.weights.items()})
 
 
 @functools.cache

@@ -124,7 +124,7 @@ def _kept(node: fx.Node, stored: Format) -> CheckpointSpec:
     dtype, width = _value(node).dtype, _width(node)
     if not stored.bits:
         return CheckpointSpec(width, dtype)
-    return CheckpointSpec(stored.row_nbytes(width, dtype.itemsize), torch.uint8, stored.name)
+    return CheckpointSpec(stored.row_nbytes(width, dtype.itemsize), torch.uint8)
 
 
 def _tables_used(cut: Cut) -> list[str]:

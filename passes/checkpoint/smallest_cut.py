@@ -58,12 +58,16 @@ def smallest_cut(
         return None
     ends = [node for node in append.args[2:4] if isinstance(node, fx.Node)]
     stored = dict(zip(ends, map(_row_nbytes, append.args[:2]), strict=True))
+
+    def nbytes(node: fx.Node) -> int:
+        return stored.get(node) or token_nbytes(node)
+
     inputs = set(token_inputs(block, tables))
     cone = [node for node in block.graph.nodes if node in _between(inputs, ends)]
     graph = nx.DiGraph()
     for node in cone:
         fixed = behind_products and any(map(_is_product, (node, *_ancestors(node, among=cone))))
-        graph.add_edge((node, 0), (node, 1), capacity=math.inf if fixed else stored.get(node, token_nbytes(node)))
+        graph.add_edge((node, 0), (node, 1), capacity=math.inf if fixed else nbytes(node))
         again = math.inf if node in inputs else price(node) + LEAST_PRICE * token_nbytes(node)
         graph.add_edge("kept", (node, 0), capacity=again)
         for source in node.all_input_nodes:
@@ -74,7 +78,7 @@ def smallest_cut(
     _, (ahead, _) = nx.minimum_cut(graph, "kept", "made")
     kept = tuple(n for n in cone if (n, 0) in ahead and (n, 1) not in ahead)
     made = tuple(n for n in cone if (n, 0) not in ahead)
-    return Cut(append, kept, made, sum(stored.get(node, token_nbytes(node)) for node in kept), sum(stored.values()))
+    return Cut(append, kept, made, sum(map(nbytes, kept)), sum(stored.values()))
 
 
 def token_inputs(block: fx.GraphModule, tables: Collection[str] = ()) -> Iterator[fx.Node]:

@@ -125,7 +125,6 @@ class CheckpointSpec:
 
     width: int
     dtype: torch.dtype
-    format: str = "native"
 
     @property
     def nbytes(self) -> int:

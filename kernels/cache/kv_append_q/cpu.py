@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from forebay.kernels.cache.kv_append_q.reference import check, fail, pack, positions_of
+from forebay.kernels.cache.kv_append_q.reference import check, fail, pack, positions_of, put
 from forebay.kernels.cpu_support import native
 
 
@@ -32,9 +32,7 @@ def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, start: Tenso
     if places.numel() and (places.min() < 0 or places.max() >= k_cache.shape[2]):
         _refuse_start(k_cache, k, start)
     for cache, x in ((k_cache, k), (v_cache, v)):
-        rows = pack(x, bits, group)
-        for b, place in enumerate(places):
-            cache[b, :, place] = rows[b]
+        put(cache, pack(x, bits, group), places)
 
 
 def bind_kv_append_q(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from forebay.kernels.cache.kv_append import reference as kv_append
 from forebay.kernels.cpu_support import native
 from forebay.kernels.formats import packing, row_sizes
 from forebay.kernels.quantization.quantize import reference as quantize_module
@@ -83,19 +82,21 @@ def reference(
 ) -> tuple[Tensor, Tensor]:
     """New caches [B, Hkv, L, R] with k and v [B, Hkv, S, D] at positions start[b] .. start[b] + S - 1, or start[b, s];
     on any device."""
-    rows = pack(k, bits, group), pack(v, bits, group)
-    if start.dim() == 1:
-        return kv_append.reference(k_cache, v_cache, *rows, start)
     made = k_cache.clone(), v_cache.clone()
-    for cache, new in zip(made, rows, strict=True):
-        for b, place in enumerate(start):
-            cache[b, :, place] = new[b]
+    for cache, x in zip(made, (k, v), strict=True):
+        put(cache, pack(x, bits, group), positions_of(start, x.shape[2]))
     return made
 
 
 def positions_of(start: Tensor, new: int) -> Tensor:
     """The positions [B, S] of new tokens, from those of the first ones [B] or as they are."""
     return start if start.dim() == 2 else start[:, None] + torch.arange(new, device=start.device)
+
+
+def put(cache: Tensor, rows: Tensor, places: Tensor) -> None:
+    """Copy packed rows [B, Hkv, S, R] to their positions [B, S] in a cache [B, Hkv, L, R]."""
+    for b, place in enumerate(places):
+        cache[b, :, place] = rows[b]
 
 
 def fail(argument: str, problem: str) -> None:

@@ -82,4 +82,4 @@ def test_blocks_are_a_little_larger_where_that_makes_room_for_twice_the_tokens()
 
     assert blocks(None) == (262_144, 0)
     assert blocks(CheckpointSpec(4096, torch.float16)) == (262_144, 32)
-    assert blocks(CheckpointSpec(4352, torch.uint8, "act8")) == (278_528, 64)
+    assert blocks(CheckpointSpec(4352, torch.uint8)) == (278_528, 64)

@@ -3,16 +3,12 @@ yet. Whoever adds one that nothing launches finds it here."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from families import captured, packed, rewritten
 
-import torch
-from families import captured, rewritten
-
-from forebay.kernels.formats import row_sizes
 from forebay.kernels.operators import OPERATORS, find
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.ir.block import Block
-from forebay.rewriter.ir.graph import CapturedModel, RowFormat, WeightSpec
+from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import FileSlice, Launch
 from forebay.rewriter.machine.profile import Machine
@@ -43,25 +39,10 @@ def launched(model: CapturedModel, wishes: Wishes | None = None) -> set[str]:
     return {item.op for item in items if isinstance(item, Launch) and find(item.op) is not None}
 
 
-def packed(family: str) -> CapturedModel:
-    """A family whose matrices, the embedding with them, are stored as rows of 4 bits."""
-    model = captured(family)
-
-    def stored(spec: WeightSpec) -> WeightSpec:
-        if len(spec.shape) != 2:
-            return spec
-        rows, columns = spec.shape
-        nbytes = row_sizes.row_nbytes(columns, 4, 32)
-        kept = RowFormat("w4g32", 4, 32, torch.float16, columns, rows, nbytes, spec.dtype, False)
-        return replace(spec, stored=kept)
-
-    return rewrite_captured(
-        replace(model, weights={name: stored(spec) for name, spec in model.weights.items()}), Switches(), "kv8")
-
-
 def test_every_operator_is_launched_by_some_program() -> None:
     staged = Wishes(cache_tier="host", cache_tokens=4, micro_batches=2, checkpoints=(1, 1), checkpoint_format="act8")
-    found = launched(rewritten("llama")) | launched(rewritten("gpt2"), staged) | launched(packed("llama"))
+    rows = rewrite_captured(packed(captured("llama"), embedding=True), Switches(), "kv8")
+    found = launched(rewritten("llama")) | launched(rewritten("gpt2"), staged) | launched(rows)
     others = CALLED.keys() | UNUSED
     ours = {operator.name for operator in OPERATORS}
     assert found | others == ours and not found & others, (ours - found - others, found & others)

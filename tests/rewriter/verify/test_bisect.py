@@ -10,17 +10,15 @@ import pytest
 import torch
 import transformers
 from budgets import operators_nbytes
-from families import captured, llama
+from families import captured, llama, packed
 from tiny import aten, chain, flat_graph, planned
 from torch import fx
 
 import forebay.rewriter.pipeline as pipeline
 from forebay.api import LanguageModel, open_model
-from forebay.kernels.formats import row_sizes
 from forebay.passes.lower.draft import Draft
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.block import Block
-from forebay.rewriter.ir.graph import CapturedModel, RowFormat, WeightSpec
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Copy, FileSlice, Program
 from forebay.rewriter.machine.profile import Machine
@@ -174,22 +172,6 @@ def test_passes_that_read_packed_rows_are_compared(monkeypatch: pytest.MonkeyPat
         broken_pass(broken, monkeypatch)
     with pytest.raises(PassChangedResult, match=f"{broken} is the first pass") if broken else nullcontext():
         rewrite_captured(model, Switches(bisect=True), "kv8")
-
-
-def packed(model: CapturedModel) -> CapturedModel:
-    """`model` as if the matrices of its layers were stored as rows of 4 bits."""
-    inner = {name for weights in model.layer_weights for name in weights.values()}
-    transposed = model.model_type == "gpt2"
-
-    def stored(spec: WeightSpec) -> WeightSpec:
-        if len(spec.shape) != 2 or spec.name not in inner:
-            return spec
-        rows, columns = reversed(spec.shape) if transposed else spec.shape
-        nbytes = row_sizes.row_nbytes(columns, 4, 32)
-        kept = RowFormat("w4g32", 4, 32, torch.float16, columns, rows, nbytes, spec.dtype, transposed)
-        return replace(spec, stored=kept)
-
-    return replace(model, weights={name: stored(spec) for name, spec in model.weights.items()})
 
 
 STAGED = {"micro_batches": 2, "cache_tokens": 4, "prefill_chunk": 4}
