@@ -38,7 +38,8 @@ CASE_S = 75.0  # a case that says nothing for so long is killed
 # An empty kernel of a graph takes START_S too: a call of less than SHORT_S is held to its bytes over the rate and that.
 SHORT_S, START_S = 10e-6, 2.5e-6
 # Time for the checks and measurements of each module of gpu_cases, at most; what does not fit is left out and named.
-BUDGET_S = {"norms": 15.0, "positions": 20.0, "small": 30.0, "quantization": 20.0, "attention": 60.0, "linear": 150.0}
+BUDGET_S = {"norms": 15.0, "positions": 20.0, "sampling": 30.0, "quantization": 20.0, "attention": 60.0,
+            "linear": 150.0}
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 

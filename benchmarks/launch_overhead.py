@@ -75,7 +75,6 @@ def cases() -> Iterator[tuple[str, Callable[[], Callable[[], None]]]]:
     from forebay.kernels.positions.rotary.gpu import bind_rotary
     from forebay.kernels.products.linear.gpu import bind_linear
     from forebay.kernels.products.linear.reference import PLAIN
-    from forebay.kernels.products.swiglu.gpu import bind_swiglu
     from forebay.kernels.quantization.dequantize_rows.gpu import bind_dequantize_rows
 
     def half(*shape: int) -> torch.Tensor:
@@ -86,7 +85,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Callable[[], None]]]]:
         half(2, 8, 1, 128)
     cache = half(2, 8, 64, 128)
     rows = torch.zeros(2, 8, 64, row_nbytes(128, 4, 64, CACHE_ALIGN), dtype=torch.uint8)
-    down, gate, key = half(4096, 14336), half(14336, 4096), half(1024, 4096)
+    down, key = half(4096, 14336), half(1024, 4096)
     out = half(2, 32, 128)
     yield "rms_norm", lambda: bind_rms_norm(hidden, half(4096), 1e-5, half(2, 1, 4096))
     yield "layer_norm", lambda: bind_layer_norm(hidden, half(4096), half(4096), 1e-5, half(2, 1, 4096))
@@ -100,7 +99,6 @@ def cases() -> Iterator[tuple[str, Callable[[], Callable[[], None]]]]:
         out, cache, half(2, 8, 64, 128), start, Scoring(0.09), half(2, 32, 128))
     yield "linear", lambda: bind_linear(hidden, key, None, PLAIN, narrow, "gemv")
     yield "linear_split", lambda: bind_linear(wide, down, None, PLAIN, hidden, "flat_64x64_s2")
-    yield "swiglu", lambda: bind_swiglu(hidden, gate, half(14336, 4096), "silu", wide)
 
 
 def frames(call: Callable[[], None]) -> int:

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from forebay.kernels.attention.attention.operator import ATTENTION
 from forebay.kernels.attention.attention_q.operator import ATTENTION_Q
-from forebay.kernels.attention.sparse_values.operator import SPARSE_VALUES
 from forebay.kernels.cache.activation_append_q.operator import ACTIVATION_APPEND_Q
 from forebay.kernels.cache.kv_append.operator import KV_APPEND
 from forebay.kernels.cache.kv_append_q.operator import KV_APPEND_Q
 from forebay.kernels.formats.table import packed_format
 from forebay.kernels.logits.sampling.operator import SAMPLING
-from forebay.kernels.norms.add_rms_norm.operator import ADD_RMS_NORM
-from forebay.kernels.norms.layer_norm.operator import ADD_LAYER_NORM, LAYER_NORM
+from forebay.kernels.norms.layer_norm.operator import LAYER_NORM
 from forebay.kernels.norms.rms_norm.operator import RMS_NORM
 from forebay.kernels.operator import Operator
 from forebay.kernels.positions.rotary.operator import ROTARY
 from forebay.kernels.products.linear.operator import LINEAR
 from forebay.kernels.products.linear_q.operator import LINEAR_Q
-from forebay.kernels.products.swiglu.operator import SWIGLU
 from forebay.kernels.quantization.dequantize_rows.operator import DEQUANTIZE_ROWS
 from forebay.kernels.quantization.quantize.operator import DEQUANTIZE, QUANTIZE
 
 OPERATORS = (
-    LINEAR, LINEAR_Q, SWIGLU,
-    ATTENTION, ATTENTION_Q, SPARSE_VALUES,
+    LINEAR, LINEAR_Q,
+    ATTENTION, ATTENTION_Q,
     KV_APPEND, KV_APPEND_Q, ACTIVATION_APPEND_Q,
-    RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ADD_LAYER_NORM, ROTARY, QUANTIZE, DEQUANTIZE, DEQUANTIZE_ROWS, SAMPLING,
+    RMS_NORM, LAYER_NORM, ROTARY, QUANTIZE, DEQUANTIZE, DEQUANTIZE_ROWS, SAMPLING,
 )  # fmt: skip
 _OF_NAME = {operator.name: operator for operator in OPERATORS}
 _OF_OVERLOAD = {operator.overload: operator for operator in OPERATORS}

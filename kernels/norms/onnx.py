@@ -22,11 +22,6 @@ def rms_norm(g: OnnxGraph, x: OnnxValue, weight: str, eps: float) -> str:
     return g.op("Mul", normed if x.dtype == torch.float32 else g.cast(normed, x.dtype), weight)
 
 
-def add_rms_norm(g: OnnxGraph, x: OnnxValue, residual: str, weight: str, eps: float) -> tuple[str, str]:
-    summed = OnnxValue(g.sum(x, residual), x.dtype, x.shape)
-    return rms_norm(g, summed, weight, eps), summed
-
-
 def layer_norm(g: OnnxGraph, x: OnnxValue, weight: str | None, bias: str | None, eps: float) -> str:
     """(x - mean) / sqrt(variance + eps) * weight + bias."""
     scale = g.constant([1.0] * (x.shape[-1] or 1), x.dtype) if weight is None else weight
@@ -35,13 +30,6 @@ def layer_norm(g: OnnxGraph, x: OnnxValue, weight: str | None, bias: str | None,
     if terms is not None:
         return g.op("SkipLayerNormalization", *terms, scale, *shift, domain=MICROSOFT, named=("", "", x), epsilon=eps)
     return g.op("LayerNormalization", x, scale, *shift, axis=-1, epsilon=eps)
-
-
-def add_layer_norm(
-    g: OnnxGraph, x: OnnxValue, residual: str, weight: str | None, bias: str | None, eps: float
-) -> tuple[str, str]:
-    summed = OnnxValue(g.sum(x, residual), x.dtype, x.shape)
-    return layer_norm(g, summed, weight, bias, eps), summed
 
 
 def _summands(g: OnnxGraph, x: OnnxValue, *others: str) -> tuple[str, str] | None:

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-FAST = ("rms_norm,layer_norm,rotary,kv_append,kv_append_q,activation_append_q,swiglu,sparse_values,"
-        "dequantize_rows")
+FAST = "rms_norm,layer_norm,rotary,kv_append,kv_append_q,activation_append_q,dequantize_rows"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,7 @@
-"""`forebay::layer_norm` and `forebay::add_layer_norm`: layer norm over the last dimension, alone or after a sum.
+"""`forebay::layer_norm`: layer norm over the last dimension.
 
-out = (y - mean(y)) / sqrt(var(y) + eps) * weight + bias, rounded once, the variance biased (Ba et al. 2016); y is x,
-or s = round(x + residual), which add_layer_norm returns too. fp32, bf16 or fp16, one dtype for all.
+out = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, rounded once, the variance biased (Ba et al. 2016). fp32, bf16
+or fp16, one dtype for all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forebay.kernels.operator import Call, Operator, Use, each_once, nbytes_of
 @torch.library.custom_op("forebay::layer_norm", mutates_args=(), device_types="cpu")
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """x [..., H] of any strides -> contiguous [..., H]; ValueError names the argument that is wrong."""
-    check("layer_norm", x, None, weight, bias)
+    check(x, weight, bias)
     return torch_layer_norm(x, x.shape[-1:], weight, bias, eps).contiguous()
 
 
@@ -39,37 +39,9 @@ def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tens
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("forebay::add_layer_norm", mutates_args=(), device_types="cpu")
-def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """x, residual [..., H] -> (normed, summed), both contiguous; ValueError names the argument that is wrong."""
-    check("add_layer_norm", x, residual, weight, bias)
-    summed = torch.add(x, residual, out=x.new_empty(x.shape))
-    return torch_layer_norm(summed, x.shape[-1:], weight, bias, eps), summed
-
-
-@add_layer_norm.register_kernel("cuda")
-def _(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    from forebay.kernels.norms.layer_norm.gpu import layer_norm as launch
-
-    out, summed = x.new_empty(x.shape), x.new_empty(x.shape)
-    launch(x, weight, bias, eps, out, residual, summed)
-    return out, summed
-
-
-@add_layer_norm.register_fake
-def _(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
 def _bind_cpu(use: Use) -> Call:
     (x, weight, bias, eps), (out,) = use.args, use.out
-    check("layer_norm", x, None, weight, bias)
+    check(x, weight, bias)
 
     def call() -> None:
         out.copy_(torch_layer_norm(x, x.shape[-1:], weight, bias, eps))
@@ -103,4 +75,3 @@ LAYER_NORM = Operator(
     takes=_takes,
     onnx=onnx.layer_norm,
 )
-ADD_LAYER_NORM = Operator(torch.ops.forebay.add_layer_norm.default, reference, each_once, onnx=onnx.add_layer_norm)

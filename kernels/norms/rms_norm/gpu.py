@@ -1,4 +1,4 @@
-"""`forebay::rms_norm` and `forebay::add_rms_norm` in Triton: a row is read once and kept in registers."""
+"""`forebay::rms_norm` in Triton: a row is read once and kept in registers."""
 
 from __future__ import annotations
 
@@ -26,22 +26,16 @@ def row_offsets(row, n1, n2, s0, s1, s2):
 
 @triton.jit
 def rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, summed_ptr, rows, columns,
-    n1, n2, xs0, xs1, xs2, os0, os1, os2, eps,
-    RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, rows, columns, n1, n2, xs0, xs1, xs2, os0, os1, os2, eps,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """out = round(weight round(y rsqrt(mean(y^2) + eps))), y = x, or round(x + residual), which goes to summed."""
+    """out = round(weight round(x rsqrt(mean(x^2) + eps)))."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     dtype = x_ptr.dtype.element_ty
     x_at = row_offsets(row, n1, n2, xs0, xs1, xs2)[:, None] + column[None, :]
     x = tl.load(x_ptr + x_at, mask=inside, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        dense = row.to(tl.int64)[:, None] * columns + column[None, :]
-        x = round_to(x + tl.load(residual_ptr + dense, mask=inside, other=0.0).to(tl.float32), dtype)
-        tl.store(summed_ptr + dense, x, mask=inside)
-        x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 1) / columns + eps)
     y = round_to(x * scale[:, None], dtype).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
@@ -56,80 +50,65 @@ def tile(columns: int) -> tuple[int, int, int]:
     return high, wide, min(16, max(1, high * wide // 512))
 
 
-def check_rows(op: str, x: Tensor, out: Tensor, residual: Tensor | None, summed: Tensor | None) -> None:
-    """The checks that the norms share: shapes and dtypes of x's, dense rows where a residual is added."""
+def check_rows(op: str, x: Tensor, out: Tensor) -> None:
+    """The checks that the norms share: shapes and dtypes."""
     check_tensor(op, "x", x)
     if x.dim() == 0:
         fail(op, "x", "must have at least one dimension")
     if x.shape[-1] > MAX_COLUMNS:
         fail(op, "x", f"must have rows of at most {MAX_COLUMNS} elements, got {x.shape[-1]}")
     check_tensor(op, "out", out, device=x.device, dtype=x.dtype, shape=x.shape)
-    if (residual is None) != (summed is None):
-        fail(op, "summed", "and residual must be given together")
-    for tensor, name in ((residual, "residual"), (summed, "summed")):
-        if tensor is not None:
-            check_tensor(op, name, tensor, device=x.device, dtype=x.dtype, shape=x.shape)
-            if not tensor.is_contiguous():
-                fail(op, name, f"must be contiguous, got strides {tensor.stride()}")
 
 
-def bind_rms_norm(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor, residual: Tensor | None = None, summed: Tensor | None = None
-) -> Callable[[], None]:
+def bind_rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Callable[[], None]:
     """rms_norm as a call without arguments, on the tensors' contents at each call; the checks are made here."""
-    op = "rms_norm" if residual is None else "add_rms_norm"
-    check_rows(op, x, out, residual, summed)
+    check_rows("rms_norm", x, out)
     columns = x.shape[-1]
-    check_tensor(op, "weight", weight, device=x.device, dtype=x.dtype, shape=(columns,))
+    check_tensor("rms_norm", "weight", weight, device=x.device, dtype=x.dtype, shape=(columns,))
     if x.numel() == 0:
         return lambda: None
     rows = x.numel() // columns
-    sizes, x_strides, out_strides = leading_dimensions(op, x, out)
+    sizes, x_strides, out_strides = leading_dimensions("rms_norm", x, out)
     high, wide, warps = tile(columns)
     return bound(kernel_call(
         rms_norm_kernel, (triton.cdiv(rows, high),),
-        x, residual, weight, out, summed, rows, columns, sizes[1], sizes[2], *x_strides, *out_strides, eps,
-        RESIDUAL=residual is not None, ROWS=high, COLUMNS=wide, num_warps=warps,
+        x, weight, out, rows, columns, sizes[1], sizes[2], *x_strides, *out_strides, eps,
+        ROWS=high, COLUMNS=wide, num_warps=warps,
     ))  # fmt: skip
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor, residual: Tensor | None = None, summed: Tensor | None = None
-) -> None:
-    """Fill out [..., H] from x [..., H] and weight [H]; with a residual, of x + residual, which fills summed.
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """Fill out [..., H] from x [..., H] and weight [H].
 
-    One dtype of fp32, bf16 and fp16; x and out may be strided over their rows, out may be x itself, and summed x or
-    residual. H is at most 16384. ValueError names the argument that is wrong, before the launch.
+    One dtype of fp32, bf16 and fp16; x and out may be strided over their rows, and out may be x itself. H is at most
+    16384. ValueError names the argument that is wrong, before the launch.
     """
-    bind_rms_norm(x, weight, eps, out, residual, summed)()
+    bind_rms_norm(x, weight, eps, out)()
 
 
 def audit_cases() -> list[AuditCase]:
     """Per-head norm of Qwen3 (D = 128), and the hidden sizes of Llama-3-8B and OPT-30B, 512 rows each."""
     cases = []
-    for columns, residual, dtype in ((128, False, "bf16"), (4096, False, "bf16"), (4096, True, "bf16"),
-                                     (7168, True, "fp16"), (MAX_COLUMNS, True, "fp32")):  # fmt: skip
+    for columns, dtype in ((128, "bf16"), (4096, "bf16"), (7168, "fp16"), (MAX_COLUMNS, "fp32")):
         high, wide, warps = tile(columns)
-        pointers = ("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "summed_ptr")
+        pointers = ("x_ptr", "weight_ptr", "out_ptr")
         numbers = ("rows", "columns", "n1", "n2", "xs0", "xs1", "xs2", "os0", "os1", "os2")
-        unused = () if residual else ("residual_ptr", "summed_ptr")
-        nbytes = (4 if residual else 2) * 512 * columns * (4 if dtype == "fp32" else 2)
+        nbytes = 2 * 512 * columns * (4 if dtype == "fp32" else 2)
         cases.append(
             AuditCase(
-                name=f"{'add_' if residual else ''}rms_norm/{columns}/{dtype}",
+                name=f"rms_norm/{columns}/{dtype}",
                 fn=rms_norm_kernel,
-                signature={p: "constexpr" if p in unused else f"*{dtype}" for p in pointers}
+                signature={p: f"*{dtype}" for p in pointers}
                 | {n: "i32" for n in numbers}
                 | {"eps": "fp32"},
-                constants={"RESIDUAL": residual, "ROWS": high, "COLUMNS": wide} | {p: None for p in unused},
+                constants={"ROWS": high, "COLUMNS": wide},
                 num_warps=warps,
-                divisible=(*(p for p in pointers if p not in unused), "columns", "xs0", "xs1", "xs2", "os0", "os1",
-                           "os2"),
-                main_operands=2 if residual else 1,
+                divisible=(*pointers, "columns", "xs0", "xs1", "xs2", "os0", "os1", "os2"),
+                main_operands=1,
                 bytes_moved=nbytes,
                 minimum_bytes=nbytes,
                 aim=0.75,
                 turn_nbytes=nbytes * high // 512,
             )
-        )  # fmt: skip
+        )
     return cases

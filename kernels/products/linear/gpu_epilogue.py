@@ -5,9 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from forebay.kernels.products.swiglu.gpu import activate
-
 ACTIVATIONS = ("", "silu", "gelu", "gelu_tanh", "relu")
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """silu, gelu by the error function, gelu by tanh, or relu, which keeps NaN; in fp32."""
+    if ACTIVATION == "silu":
+        return x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "relu":
+        return tl.where(x < 0.0, 0.0, x)
+    else:
+        # 0.5 (1 + tanh z) = 1 / (1 + exp(-2 z)), z = sqrt(2 / pi) (x + 0.044715 x^3)
+        return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
 
 
 @triton.jit
@@ -20,9 +32,7 @@ def finish_tile(
     inside = (row < m) & (column < n)
     if HAS_BIAS:
         y += tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)
-    if ACTIVATION == "relu":
-        y = tl.where(y < 0.0, 0.0, y)  # keeps NaN
-    elif ACTIVATION != "":
+    if ACTIVATION != "":
         y = activate(y, ACTIVATION)
     wide_row = row.to(tl.int64)
     if HAS_MULTIPLIER:

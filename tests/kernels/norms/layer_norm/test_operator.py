@@ -1,4 +1,4 @@
-"""layer_norm and add_layer_norm on the CPU against float64; opcheck; bad arguments."""
+"""layer_norm on the CPU against float64; opcheck; bad arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from closeness import LIMITS, assert_near
 from torch.library import opcheck
 
 from forebay.kernels import operators
-from forebay.kernels.norms.layer_norm.operator import add_layer_norm, layer_norm
+from forebay.kernels.norms.layer_norm.operator import layer_norm
 from forebay.kernels.norms.layer_norm.reference import reference
 
 
@@ -16,12 +16,9 @@ from forebay.kernels.norms.layer_norm.reference import reference
 @pytest.mark.parametrize("affine", (True, False))
 def test_near_reference(affine: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x, residual = torch.randn(2, 3, 77, 5).to(dtype).mT.unbind()
+    x = torch.randn(3, 77, 5).to(dtype).mT
     weight, bias = torch.randn(2, 77).to(dtype).unbind() if affine else (None, None)
     assert_near(layer_norm(x, weight, bias, 1e-5), reference(x, weight, bias, 1e-5))
-    normed, summed = add_layer_norm(x, residual, weight, bias, 1e-5)
-    assert torch.equal(summed, x + residual)
-    assert_near(normed, reference(summed, weight, bias, 1e-5))
 
 
 @pytest.mark.parametrize("affine", (True, False))
@@ -29,7 +26,6 @@ def test_opcheck(affine: bool) -> None:
     x, weight, bias = torch.randn(2, 5, 8), torch.randn(8), torch.randn(8)
     parameters = (weight, bias, 1e-5) if affine else (None, None, 1e-5)
     opcheck(operators.LAYER_NORM.overload, (x.mT.contiguous().mT, *parameters))
-    opcheck(operators.ADD_LAYER_NORM.overload, (x, x + 1, *parameters))
 
 
 def test_bad_arguments_are_named() -> None:
@@ -37,7 +33,5 @@ def test_bad_arguments_are_named() -> None:
     for message, weight, bias in (("weight must have shape", torch.ones(7), None), ("bias must be", None, x[0].half())):
         with pytest.raises(ValueError, match=f"layer_norm: {message}"):
             layer_norm(x, weight, bias, 1e-5)
-    with pytest.raises(ValueError, match="add_layer_norm: residual must have shape"):
-        add_layer_norm(x, x[:1], None, None, 1e-5)
     with pytest.raises(ValueError, match="layer_norm: x must be fp32"):
         layer_norm(x.long(), None, None, 1e-5)
