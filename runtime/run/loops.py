@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from forebay.runtime.run.balance import balanced_places
 from forebay.runtime.run.drafts import PromptLookup
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.places import entering, generate_in_places
@@ -28,4 +29,25 @@ def generate_as_planned(
         return generate_in_places(session, prompts, sampling, stop, generator, on_token)
     if speculates(session.plan, sampling, len(prompts), generator):
         return generate_speculatively(session, prompts, sampling, stop, generator, on_token, PromptLookup(), tally)
-    return generate_tokens(session, prompts, sampling, stop, generator, on_token)
+    return _generate_balanced(session, prompts, sampling, stop, generator, on_token)
+
+
+def _generate_balanced(
+    session: Session, prompts: Sequence[torch.Tensor], sampling: Sampling, stop: Stop,
+    generator: torch.Generator | Sequence[torch.Generator] | None, on_token: Callable[[torch.Tensor], None] | None,
+) -> torch.Tensor:
+    """`generate_tokens`, with the prompts in rows whose micro-batches hold about as many tokens. Where one generator
+    draws for all, rows stay as they are: it draws in their order."""
+    plan = session.plan
+    rows = plan.workload.batch // plan.schedule.block.micro_batches
+    lengths = [prompt.numel() for prompt in prompts]
+    if len(prompts) <= rows or len(set(lengths)) == 1 or len(prompts) > plan.workload.batch or (
+            sampling.do_sample and not isinstance(generator, Sequence)):
+        return generate_tokens(session, prompts, sampling, stop, generator, on_token)
+    at = balanced_places(lengths, range(len(prompts)), [0] * plan.schedule.block.micro_batches, rows)
+    back, order = torch.tensor(at), sorted(range(len(at)), key=at.__getitem__)
+    found = generate_tokens(
+        session, [prompts[i] for i in order], sampling, stop,
+        [generator[i] for i in order] if isinstance(generator, Sequence) else generator,
+        None if on_token is None else lambda column: on_token(column[back]))
+    return found[back]

@@ -9,6 +9,7 @@ import torch
 
 from forebay.rewriter.ir.plan import Plan
 from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.run.balance import balanced_places
 from forebay.runtime.run.generation import Prefill, Stop, with_renewal
 from forebay.runtime.run.sampling import Sampling, choose
 from forebay.runtime.run.session import Session
@@ -159,11 +160,12 @@ class _Loop:
         if self.prefill is not None or not most or len(self.free) < (most if self.entering else self.batch):
             return
         numbers = [self.waiting.pop() for _ in range(most)]
-        if not self.entering:
-            self.free.sort(reverse=True)  # rows of a step are the first places
-        self.entered = [(self.free.pop(), number) for number in numbers]
+        self.entered = list(zip(self._places_for(numbers), numbers, strict=True))
+        if not self.entering:  # rows of a step are the first places
+            self.entered.sort()
+        self.free = [place for place in self.free if place not in dict(self.entered)]
         prompts = [torch.cat((self.asked[number].ids, torch.tensor(self.new.get(number, []), dtype=torch.int64)))
-                   for number in numbers]
+                   for _, number in self.entered]
         lengths = torch.ones(self.entering or self.batch, dtype=torch.int64)
         lengths[:most] = torch.tensor([prompt.numel() for prompt in prompts])
         places = None
@@ -172,6 +174,18 @@ class _Loop:
             places = torch.full_like(lengths, self.entered[0][0])
             places[:most] = torch.tensor([place for place, _ in self.entered])
         self.prefill = Prefill(self.session, prompts, lengths, lengths, places, self._begun)
+
+    def _places_for(self, numbers: Sequence[int]) -> list[int]:
+        """Free places for sequences, such that micro-batches hold about as many tokens."""
+        rows = self.batch // self.session.plan.schedule.block.micro_batches
+        held = [0] * (self.batch // rows)
+        for place, number in self.running.items():
+            held[place // rows] += self._length(number)
+        free = self.free if self.entering else sorted(self.free)[: len(numbers)]
+        return balanced_places([self._length(number) for number in numbers], free, held, rows)
+
+    def _length(self, number: int) -> int:
+        return self.asked[number].ids.numel() + len(self.new.get(number, []))
 
     def advance(self) -> None:
         """Compute a chunk of those that enter, in a joined plan with a token of the others; behind the last chunk they
@@ -258,7 +272,7 @@ class _Loop:
         if not self.session.renewed_at:
             return
         for place, number in list(self.running.items()):
-            length = self.asked[number].ids.numel() + len(self.new[number])
+            length = self._length(number)
             if self.session.renews(length - 1, length):
                 del self.running[place]
                 self.free.append(place)
