@@ -26,8 +26,6 @@ from forebay.kernels.attention.attention.reference import reference as attention
 from forebay.kernels.formats.packing import pack_rows, unpack_rows
 from forebay.kernels.onnx_meaning import TO_THE_END, Dialect, OnnxValue
 from forebay.kernels.operators import (
-    ADD_LAYER_NORM,
-    ADD_RMS_NORM,
     ATTENTION,
     DEQUANTIZE_ROWS,
     KV_APPEND,
@@ -92,8 +90,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2e-6) ->
 
 def test_every_operator_of_a_rewritten_graph_has_a_meaning() -> None:
     assert {o.name for o in OPERATORS if o.onnx is not None} == {
-        o.name for o in (LINEAR, LINEAR_Q, ATTENTION, KV_APPEND, RMS_NORM, ADD_RMS_NORM, LAYER_NORM, ADD_LAYER_NORM,
-                         ROTARY, DEQUANTIZE_ROWS)}
+        o.name for o in (LINEAR, LINEAR_Q, ATTENTION, KV_APPEND, RMS_NORM, LAYER_NORM, ROTARY, DEQUANTIZE_ROWS)}
 
 
 @both
@@ -126,20 +123,38 @@ def test_a_product_over_packed_rows_and_the_rows_themselves(dialect: Dialect, bi
 
 @both
 def test_norms(dialect: Dialect) -> None:
-    x, residual, w, b = normal(2, 3, 48), normal(3, 2, 48).view(2, 3, 48), normal(48), normal(48) + 1
-    inputs = {"x": x, "r": residual, "w": w, "b": b}
+    x, w, b = normal(2, 3, 48), normal(48), normal(48) + 1
+    inputs = {"x": x, "w": w, "b": b}
     (found,) = run(dialect, lambda g, v: RMS_NORM.onnx(g, v["x"], v["w"], 1e-5), inputs)
     close(found, RMS_NORM.reference(x, w, 1e-5))
     (found,) = run(dialect, lambda g, v: LAYER_NORM.onnx(g, v["x"], v["w"], v["b"], 1e-5), inputs)
     close(found, torch.nn.functional.layer_norm(x, (48,), w, b, 1e-5))
     (found,) = run(dialect, lambda g, v: LAYER_NORM.onnx(g, v["x"], None, None, 1e-5), inputs)
     close(found, torch.nn.functional.layer_norm(x, (48,), None, None, 1e-5))
-    found, summed = run(dialect, lambda g, v: ADD_RMS_NORM.onnx(g, v["x"], v["r"], v["w"], 1e-5), inputs)
-    close(found, RMS_NORM.reference(x + residual, w, 1e-5))
-    assert torch.equal(summed, x + residual)
-    found, summed = run(dialect, lambda g, v: ADD_LAYER_NORM.onnx(g, v["x"], v["r"], v["w"], v["b"], 1e-5), inputs)
-    close(found, torch.nn.functional.layer_norm(x + residual, (48,), w, b, 1e-5))
-    assert torch.equal(summed, x + residual)
+
+
+@both
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_norm_adds_what_is_summed_before_it(dialect: Dialect, biased: bool) -> None:
+    """The sum is given as well: what follows adds to it again."""
+    inputs = {"x": normal(2, 3, 48), "r": normal(3, 2, 48).view(2, 3, 48), "w": normal(48)}
+    inputs |= {"b": normal(48) + 1} if biased else {}
+    kinds: list[str] = []
+
+    def build(g: Graph, v: Mapping[str, OnnxValue]) -> Any:
+        summed = OnnxValue(g.sum(v["x"], v["r"]), torch.float32, (2, 3, 48))
+        normed = LAYER_NORM.onnx(g, summed, v["w"], v["b"], 1e-5) if biased else RMS_NORM.onnx(g, summed, v["w"], 1e-5)
+        kinds.extend(node.op_type for node in g.nodes)
+        return normed, summed
+
+    normed, summed = run(dialect, build, inputs)
+    once = "SkipLayerNormalization" if biased else "SkipSimplifiedLayerNormalization"
+    apart = "LayerNormalization" if biased else "RMSNormalization"
+    assert kinds == ([once] if dialect == "microsoft" else ["Add", apart])
+    wanted = inputs["x"] + inputs["r"]
+    assert torch.equal(summed, wanted)
+    close(normed, torch.nn.functional.layer_norm(wanted, (48,), inputs["w"], inputs["b"], 1e-5) if biased else
+          RMS_NORM.reference(wanted, inputs["w"], 1e-5))
 
 
 def test_a_norm_does_not_add_what_is_summed_before_its_weight_is_known() -> None:
