@@ -60,7 +60,7 @@ class Ours:
                 "cache_tokens": s.block.cache_tokens, "cache_slots": s.block.cache_slots, "slots": s.slots,
                 "slot_nbytes": s.slot_nbytes, "prefill_chunk": s.prefill_chunk, "batch": p.workload.batch,
                 "planned_read_nbytes": read, "planned_written_nbytes": written,
-                "planned_peak_nbytes": p.prediction.peak_nbytes["device"],
+                "planned_peak_nbytes": p.prediction.peak_nbytes["device"], "held_nbytes": anonymous_nbytes(),
                 "predicted_step_s": p.prediction.decode_time_s, "predicted_prefill_s": p.prediction.prefill_time_s}
 
     def _planned(self, order: Order, batch: int, **wishes: Any) -> Any:
@@ -70,7 +70,9 @@ class Ours:
         from forebay.rewriter.planning.wishes import Wishes
 
         budget = Budget(UNLIMITED if order["ram"] else order["budget"], disk=order["scratch"])
-        forced = {"cache_format": order["cache_format"], "order": order["order"], **order.get("forced", {}), **wishes}
+        share = order.get("checkpoints")
+        forced = {"cache_format": order["cache_format"], "order": order["order"],
+                  "checkpoints": None if share is None else tuple(share), **order.get("forced", {}), **wishes}
         return LanguageModel(*self.opened, budget, Workload(batch, order["prompt"], order["new"]), Wishes(**forced),
                              load_machine(order["machine"]))
 

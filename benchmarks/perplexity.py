@@ -4,9 +4,11 @@ SmolLM2-135M from its Q4_1 GGUF, dequantised to float32, is the reference. Every
 with each weight of its linear layers (not the head, not the embedding) replaced by what `forebay::quantize` followed by
 `forebay::dequantize` gives, or with the keys and values of its attention packed as the cache's rows and read back, or
 made again from hidden states that were packed as a checkpoint's rows (act8): the numbers that streaming the packed
-bytes must reproduce. Peers in the same run, where installed: torchao (int4, asymmetric) and HQQ (4 bits, its
-half-quadratic search), at the same group size, and llama.cpp on the GGUF file itself (through xllamacpp). Windows of
-512 tokens, each predicted from its own start; see `forebay.commands.evaluate.perplexity`.
+bytes must reproduce. With `--programs` our Programs follow, in steps of 64 tokens over a cache on the disk, in which
+earlier steps left keys and values or checkpoints, packed or not. Peers in the same run, where installed: torchao (int4,
+asymmetric) and HQQ (4 bits, its half-quadratic search), at the same group size, and llama.cpp on the GGUF file itself
+(through xllamacpp). Windows of 512 tokens, each predicted from its own start; see
+`forebay.commands.evaluate.perplexity`.
 
 Weights that come from Q4_1 lie on a grid of 32: w4g32 finds it again and is exact, while every coarser 4-bit group
 rounds a second time.
@@ -38,6 +40,14 @@ from forebay.rewriter.checkpoints.resolve import demo_gguf, resolve_model
 TEXT = Path(__file__).resolve().parent.parent / "examples/text/stories.txt"
 WINDOW = 512
 GROUP = 64  # of the peers
+
+CHUNK = 64
+CHECKPOINTS: dict[str, Any] = {"checkpoints": (1, 1)}
+# the caches of Programs, by row
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "native": {}, "kv8": {"cache_format": "kv8"}, "kv4": {"cache_format": "kv4"}, "checkpoints": CHECKPOINTS,
+    "act8": CHECKPOINTS | {"checkpoint_format": "act8"},
+    "act8 of half + kv4": {"checkpoints": (1, 2), "checkpoint_format": "act8", "cache_format": "kv4"}}
 
 Treat = Callable[[torch.Tensor], torch.Tensor]
 Row = dict[str, Any]
@@ -155,6 +165,19 @@ def contestants() -> Mapping[str, tuple[Treat | None, ...]]:
     return rows
 
 
+def by_programs(folder: Path, ids: torch.Tensor, kept: Mapping[str, Any]) -> float:
+    """Perplexity of ids [T] by Programs whose cache is kept so on the disk."""
+    from forebay.api import LanguageModel, open_model
+    from forebay.commands.evaluate import perplexity
+    from forebay.rewriter.ir.plan import Budget, Workload
+    from forebay.rewriter.planning.wishes import Wishes
+
+    wishes = Wishes(cache_tier="disk", cache_tokens=16, prefill_chunk=CHUNK, **kept)
+    opened = open_model(folder, gives="scores")
+    with LanguageModel(*opened, Budget(2 << 30), Workload(1, WINDOW, 1), wishes) as lm:
+        return perplexity(lm, ids, WINDOW).perplexity
+
+
 def text_ids(folder: Path, text: Path) -> torch.Tensor:
     """The tokens [T] of a text file by the model's tokenizer."""
     from transformers import AutoTokenizer
@@ -168,6 +191,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--tokens", type=int, default=16384, help="of the text; 0: all")
     parser.add_argument("--only", default="", help="comma-separated names of rows; the reference is always one")
+    parser.add_argument("--programs", action="store_true", help="measure our Programs with each kind of cache too")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     args = parser.parse_args()
@@ -192,6 +216,9 @@ def main() -> None:
         if name == "reference" or not wanted or name in wanted:
             found = add(name, ids.numel() - 1, base, lambda t=treats: reference.measure(ids, *t))
             base = base or found
+    for name, kept in PROGRAMS.items() if args.programs else ():
+        if not wanted or name in wanted:
+            add(f"Programs, {name}", ids.numel() - 1, base, lambda kept=kept: by_programs(folder, ids, kept))
     if importlib.util.find_spec("xllamacpp") and (not wanted or "llama.cpp" in wanted):
         add("llama.cpp on Q4_1", ids.numel() - 1, base,
             lambda: llama_cpp.perplexity(demo_gguf(), ids, WINDOW, args.threads))

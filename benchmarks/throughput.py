@@ -5,12 +5,14 @@ Random models of OPT's and Llama's shape whose weights and whose cache exceed th
 prompt. Contestants: Forebay within the budget, its block in each order, with weights and cache as they are (bf16), with
 weights of 4 bits (w4) and with both (w4+kv4); the same Forebay wholly in memory, which is what the processor allows
 (compute bound); transformers' and Accelerate's disk offload, with the largest batch whose cache fits the same budget.
-Each lives in a process of its own with equal threads and GOMP_SPINCOUNT=0, and they take turns. Before every turn plain
+With `--hybrid` the block that keeps checkpoints for shares of the tokens, of none and of all, takes their place. Each
+lives in a process of its own with equal threads and GOMP_SPINCOUNT=0, and they take turns. Before every turn plain
 reads and writes and products are timed: the bytes of the plan at these rates are the link bound, and with these rates
 the turn's step is predicted.
 
 Answers are sampled (`block_contestants`), with --quick they are run whole. Peak memory is anonymous memory above what
-the process had after its imports.
+the process had when it had planned; beside it stands what planning left there: graphs, plans, modules imported on the
+way (for peers both are above their imports).
 
 `--json` prints all that was measured, with `holds` (which aims were met, null where no cell could say) and `summary`.
 `--sweep` sets forced blocks of models of 0.2 GB (with --quick of the small ones) beside the planner's instead, and
@@ -36,7 +38,7 @@ from typing import Any
 from benchmarks.block_sweep import sweep
 from benchmarks.disk_offload import Process, note
 from benchmarks.shaped_models import LARGE, MEDIUM, SMALL, Sizes, make_shaped
-from benchmarks.throughput_cells import MODULE, OURS, PEERS, Cell, cells
+from benchmarks.throughput_cells import HYBRID, MODULE, OURS, PEERS, Cell, cells
 from benchmarks.throughput_figures import figures, report, verdicts
 from forebay.kernels.build.cache_folder import make_cache_folder
 from forebay.rewriter.ir.byte_sizes import parse_nbytes
@@ -83,6 +85,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", default="llama,opt", help="comma-separated")
     parser.add_argument("--cells", help="BATCHxPROMPT+NEW, comma-separated; default 1x128+32,32x128+32,128x512+32")
     parser.add_argument("--contestants", default=",".join((*OURS, *PEERS)), help="comma-separated")
+    parser.add_argument("--hybrid", action="store_true", help="shares of checkpoints alone")
     parser.add_argument("--budget", help="device budget; default 400MB, sweep 60MB, quick 24MB")
     parser.add_argument("--ram-batch", type=int, default=64, help="sequences of the runs in memory, at most")
     parser.add_argument("--steps", type=int, default=3, help="decode steps of a sampled answer")
@@ -100,9 +103,10 @@ def arguments() -> argparse.Namespace:
     args.budget = args.budget or ("24MB" if args.quick else "60MB" if args.sweep else "400MB")
     args.cells = args.cells or (
         "24x96+8" if args.quick else "48x256+32" if args.sweep else "1x128+32,32x128+32,128x512+32")
-    unknown = set(args.contestants.split(",")) - {*OURS, *PEERS}
+    args.contestants = ",".join(HYBRID) if args.hybrid else args.contestants
+    unknown = set(args.contestants.split(",")) - {*OURS, *HYBRID, *PEERS}
     if unknown:
-        parser.error(f"--contestants: {', '.join(sorted(unknown))}; there are {', '.join((*OURS, *PEERS))}")
+        parser.error(f"--contestants: {', '.join(sorted(unknown))}; there are {', '.join((*OURS, *HYBRID, *PEERS))}")
     return args
 
 
@@ -137,7 +141,7 @@ def measure(args: argparse.Namespace, sizes: Sizes, scratch: Path) -> dict[str, 
         baselines = {}
         for name in names:
             processes[name] = Process(name, args.threads, MODULE)
-            ours = OURS.get(name)
+            ours = (OURS | HYBRID).get(name)
             model = str(models[ours.weights if ours else name])
             baselines[name] = processes[name].ask("load", **order | {"model": model})["baseline"]
         planned = [(cell, plan_cell(args, sizes, cell, order, processes, fits)) for cell in cells(args.cells)]
@@ -161,10 +165,11 @@ def plan_cell(
 ) -> list[Row]:
     """What everybody plans for a cell, with the wish that it was planned for (`order_given`)."""
     def shaped(name: str) -> Row:
-        ours = OURS.get(name)
+        ours = (OURS | HYBRID).get(name)
         batch = cell.batch if ours and not ours.ram else min(cell.batch, args.ram_batch)
         extra: Row = {"cache_format": "native", "order": "zigzag", "ram": False} if ours is None else {
-            "cache_format": ours.cache_format, "order": ours.order, "ram": ours.ram}
+            "cache_format": ours.cache_format, "order": ours.order, "ram": ours.ram,
+            "checkpoints": ours.checkpoints}
         steps = 1 if extra["order"] == "row" else args.steps
         return order | extra | {"batch": batch, "prompt": cell.prompt, "new": cell.new, "steps": steps,
                                 "rows": min(cell.batch, 64), "label": cell.name}

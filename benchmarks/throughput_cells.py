@@ -11,12 +11,14 @@ PEERS = ("disk-map", "accelerate")
 
 @dataclass(frozen=True)
 class Contestant:
-    """One of ours: weights `bf16` or `w4`, the format of its cache, the order of its block; `ram` has no budget."""
+    """One of ours: weights `bf16` or `w4`, the format of its cache, the order of its block; `ram` has no budget, and
+    with `checkpoints` they are kept of such a share of the tokens (0/1: of none) instead of the planner's."""
 
     weights: str
     cache_format: str
     order: str
     ram: bool = False
+    checkpoints: tuple[int, int] | None = None
 
     @property
     def formats(self) -> str:
@@ -24,13 +26,16 @@ class Contestant:
 
     @property
     def name(self) -> str:
-        return f"{'ram' if self.ram else 'forebay'} {self.formats}" + ("" if self.ram else f" {self.order}")
+        share = "" if self.checkpoints is None else " checkpoints {}/{}".format(*self.checkpoints)
+        return f"{'ram' if self.ram else 'forebay'} {self.formats}" + ("" if self.ram else f" {self.order}{share}")
 
 
 FORMATS = (("bf16", "native"), ("w4", "native"), ("w4", "kv4"))
 OURS = {c.name: c for c in (
     *(Contestant(w, cache, order) for w, cache in FORMATS for order in ("zigzag", "row")),
     *(Contestant(w, cache, "zigzag", True) for w, cache in FORMATS))}
+HYBRID = {c.name: c for c in (
+    Contestant("bf16", "native", "zigzag", checkpoints=share) for share in ((0, 1), (1, 4), (1, 2), (1, 1)))}
 
 
 @dataclass(frozen=True)

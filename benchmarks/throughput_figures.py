@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
 from benchmarks.disk_offload import print_table
-from benchmarks.throughput_cells import OURS, PEERS
+from benchmarks.throughput_cells import HYBRID, OURS, PEERS
 
 BINDS = 1.5  # one bound binds where the other is this many times as high
 
@@ -23,11 +24,12 @@ def figures(model: Row) -> list[Row]:
         found, batch = turns.get((plan["cell"], plan["name"]), []), plan["batch"]
         if not found:  # the time was up
             continue
-        ours = OURS.get(plan["name"])
+        ours = (OURS | HYBRID).get(plan["name"])
         row = {"model": model["sizes"]["family"], "cell": plan["cell"], "name": plan["name"], "batch": batch,
                "micro_batches": plan.get("micro_batches", 1),
                "tokens_per_s": median(batch / mean(t["steps_s"]) for t in found),
-               "peak_nbytes": max(t["peak"] for t in found) - model["baselines"][plan["name"]],
+               "objects_nbytes": held_nbytes(model, plan["name"]) - model["baselines"][plan["name"]],
+               "peak_nbytes": max(t["peak"] for t in found) - held_nbytes(model, plan["name"]),
                "budget": model["budget"]}
         if all("prefill_s" in t for t in found):
             row["prefill_s"] = median(t["prefill_s"] for t in found)
@@ -61,6 +63,12 @@ def link_bound_s(plan: Row, link: Row) -> float:
         "written_bytes_per_s"]
 
 
+def held_nbytes(model: Row, name: str) -> int:
+    """Anonymous memory of a contestant's process when all cells were planned: imports, graphs and plans."""
+    return max([model["baselines"][name], *(p["held_nbytes"] for p in model["plans"]
+                                            if p["name"] == name and "held_nbytes" in p)])
+
+
 def batch_of(model: Row, cell: str, name: str) -> int:
     return next(p["batch"] for p in model["plans"] if (p["cell"], p["name"]) == (cell, name))
 
@@ -86,13 +94,17 @@ def verdicts(rows: list[Row], models: list[Row]) -> tuple[dict[str, bool | None]
               for plan in model["plans"] if plan["name"].endswith("zigzag") and plan.get("cache") == "disk"
               and plan["cell"].partition(" x ")[2].replace(" ", "") == key]
     errors = [abs(r[key]) for r in rows for key in ("step_error", "prefill_error") if key in r]
-    over = [r["peak_nbytes"] / r["budget"] for r in blocks]
+    shares = list(between(rows))
+    over = [r["peak_nbytes"] / r["budget"] for r in rows if "link_tokens_per_s" in r]
     found = {
         "effective batch >= 20 x what fits with the cache on the device": (larger and max(larger), 20.0),
         "decode >= 0.90 of the link bound where the link binds": (held["link"] and min(held["link"]), 0.9),
         "decode >= 0.95 of the run in memory where computing binds": (held["compute"] and min(held["compute"]), 0.95),
         "bf16 >= 4 x the best peer where the link binds": (beside["bf16"] and min(beside["bf16"]), 4.0),
         "w4+kv4 >= 10 x the best peer where the link binds": (beside["w4+kv4"] and min(beside["w4+kv4"]), 10.0),
+        "checkpoints of a share >= 1.3 x K and V alone where one between is predicted to be best": (
+            shares and min(kv for kv, _ in shares), 1.3),
+        "and >= 1.15 x checkpoints alone": (shares and min(only for _, only in shares), 1.15),
         "predictions within 15 % in 9 of 10": (errors and mean([float(e <= 0.15) for e in errors]), 0.9)}
     holds = {aim: None if isinstance(value, list) else bool(value >= least) for aim, (value, least) in found.items()}
     summary = [f"{aim}: " + ("no cell says" if isinstance(value, list) else f"{value:.2f}")
@@ -100,17 +112,33 @@ def verdicts(rows: list[Row], models: list[Row]) -> tuple[dict[str, bool | None]
     return holds, [*summary, f"peak memory of Forebay's blocks: at most {max(over, default=0):.2f} of the budget"]
 
 
+def between(rows: list[Row]) -> Iterator[tuple[float, float]]:
+    """For each cell where a share of checkpoints is predicted to be faster than none and than all of them: how much
+    faster than either the best was."""
+    found: dict[tuple[str, str], dict[float, Row]] = {}
+    for row in rows:
+        if row["name"] in HYBRID:
+            some, period = HYBRID[row["name"]].checkpoints or (0, 1)
+            found.setdefault((row["model"], row["cell"]), {})[some / period] = row
+    for cell in found.values():
+        predicted = {share: row["tokens_per_s"] / (1 + row["step_error"]) for share, row in cell.items()}
+        if len(cell) > 2 and 0 < max(predicted, key=predicted.__getitem__) < 1:
+            best = max(row["tokens_per_s"] for share, row in cell.items() if 0 < share < 1)
+            yield best / cell[0.0]["tokens_per_s"], best / cell[1.0]["tokens_per_s"]
+
+
 def report(result: Row) -> None:
     """Print the rows, then what they say."""
     head = ["model", "cell", "contestant", "batch", "in", "decode tok/s", "link bound", "in memory", "of the bound",
-            "x peer", "with prefill", "peak MB", "error %"]
+            "x peer", "with prefill", "peak MB", "objects MB", "error %"]
     rows = []
     for r in result["rows"]:
         bounds = [r[k] for k in ("link_tokens_per_s", "ram_tokens_per_s") if k in r]
         rows.append([r["model"], r["cell"], r["name"], str(r["batch"]), str(r["micro_batches"]),
                      shown(r, "tokens_per_s"), shown(r, "link_tokens_per_s"), shown(r, "ram_tokens_per_s"),
                      f"{r['tokens_per_s'] / min(bounds):.2f} {binds(r)}" if bounds else "", shown(r, "times_peer"),
-                     shown(r, "whole_tokens_per_s"), f"{r['peak_nbytes'] / 1e6:.0f}",
+                     shown(r, "whole_tokens_per_s"),
+                     *(f"{r[key] / 1e6:.0f}" for key in ("peak_nbytes", "objects_nbytes")),
                      " ".join(f"{100 * r[k]:+.0f}" for k in ("step_error", "prefill_error") if k in r)])
     print(result["processor"])
     print_table(head, rows)

@@ -11,8 +11,8 @@ from budgets import WITH_KERNELS
 from benchmarks.block_contestants import Ours
 from benchmarks.block_sweep import errors_of, forced_blocks, step_times
 from benchmarks.shaped_models import Sizes, make_shaped
-from benchmarks.throughput_cells import OURS, Cell, cells
-from benchmarks.throughput_figures import link_bound_s, verdicts
+from benchmarks.throughput_cells import HYBRID, OURS, Cell, cells
+from benchmarks.throughput_figures import between, held_nbytes, link_bound_s, verdicts
 from forebay.rewriter.machine.profile import Machine, save_machine
 
 TINY = (Sizes("llama", 64, 2, 4, 128, 512), Sizes("opt", 64, 2, 4, 128, 512))
@@ -69,9 +69,26 @@ def test_each_aim_is_judged_by_the_rows_that_it_is_about() -> None:
     model = {"fits": {"128+32": 3}, "plans": [
         {"name": "forebay bf16 zigzag", "cache": "disk", "batch": 64, "cell": "64 x 128 + 32"}]}
     holds, summary = verdicts(rows, [model])
-    assert list(holds.values()) == [True, True, False, True, None, False]
+    assert list(holds.values()) == [True, True, False, True, None, None, None, False]
     assert any("21.33" in line for line in summary) and any("0.91" in line for line in summary)
     assert verdicts([], [])[0] == dict.fromkeys(holds)
+
+
+def test_shares_of_checkpoints_are_judged_where_one_between_is_predicted_to_be_best() -> None:
+    def cell(half: float, error: float) -> list[dict[str, Any]]:
+        return [row(f"forebay bf16 zigzag checkpoints {share}", rate, 100, 100, step_error=e)
+                for share, rate, e in (("0/1", 10.0, 0.0), ("1/2", half, error), ("1/1", 11.0, 0.0))]
+
+    assert list(between(cell(14.0, 0.0))) == [(1.4, 14 / 11)]
+    assert list(between(cell(14.0, 0.5))) == [], "predicted to take half as long again"
+    holds, _ = verdicts(cell(12.0, 0.0), [])
+    assert [holds[aim] for aim in holds if "checkpoints" in aim] == [False, False]
+
+
+def test_memory_is_counted_above_what_planning_left() -> None:
+    plans = [{"name": "a", "held_nbytes": 7}, {"name": "a", "held_nbytes": 9}, {"name": "b", "held_nbytes": 50}]
+    assert held_nbytes({"baselines": {"a": 5, "peer": 6}, "plans": plans}, "a") == 9
+    assert held_nbytes({"baselines": {"a": 5, "peer": 6}, "plans": plans}, "peer") == 6
 
 
 def test_the_bound_of_the_link_counts_reads_and_writes() -> None:
@@ -84,6 +101,7 @@ def test_cells_and_contestants_by_name() -> None:
     assert set(OURS) == {
         *(f"forebay {f} {o}" for f in ("bf16", "w4", "w4+kv4") for o in ("zigzag", "row")),
         *(f"ram {f}" for f in ("bf16", "w4", "w4+kv4"))}
+    assert set(HYBRID) == {f"forebay bf16 zigzag checkpoints {share}" for share in ("0/1", "1/4", "1/2", "1/1")}
 
 
 def test_a_block_stands_to_its_prediction_as_the_median_of_its_turns() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,9 +18,12 @@ import torch
 from e2e.block_case import COUNT, Case
 from late import make_late
 
+from forebay.commands.process_memory import anonymous_nbytes
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.program import Wait
 from forebay.rewriter.verify.program import ProgramError, verify_program
+from forebay.runtime.run.places import Asked, answer_all
+from forebay.runtime.run.sampling import Sampling
 
 ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 DISK = {"cache_tier": "disk", "cache_tokens": 4, "prefill_chunk": 10, "micro_batches": 2}
@@ -162,6 +166,27 @@ def test_a_checkpoint_is_half_of_keys_and_values(cases: Callable[[str], Case]) -
             sizes[share] = sum(b.nbytes for b in lm.plan.buffers if b.arena == "cache") // block.kept_blocks(
                 lm.plan.workload.context) * (1 / block.checkpoint_tokens if block.checkpoints else 1 / 32)
     assert sizes[1, 1] == pytest.approx(sizes[0, 1] / 2)
+
+
+@pytest.mark.parametrize("kept", ["native", "act8"] if ALL else ["act8"])
+def test_nothing_stays_of_sequences_that_left(cases: Callable[[str], Case], kept: str) -> None:
+    """Over thousands of them that enter places and leave: memory and open files as behind the first third."""
+    case, count = cases("opt"), 10_000 if ALL else 450
+    chance = random.Random(0)
+    asked = [Asked(torch.randint(3, 97, (chance.randint(1, 37),)), chance.randint(1, 9)) for _ in range(count)]
+    held, files, ended = list[int](), list[int](), list[int]()
+
+    def on_end(number: int, new: list[int]) -> None:
+        ended.append(number)
+        if len(ended) in (count // 3, count):
+            held.append(anonymous_nbytes())
+            files.append(len(os.listdir("/proc/self/fd")))
+
+    wishes = DISK | {"checkpoints": (1, 2), "checkpoint_format": kept, "entering": 2}
+    with case.language_model(12.0, **wishes) as lm:
+        answer_all(lm.session, asked, Sampling(), on_end=on_end)
+    assert sorted(ended) == list(range(count))
+    assert held[1] - held[0] < 1 << 20 and files[1] == files[0]
 
 
 def test_what_cannot_be_is_refused(cases: Callable[[str], Case]) -> None:
