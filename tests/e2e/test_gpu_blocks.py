@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,6 +121,30 @@ def test_tokens(
             return
         case.check(lm)
         case.check(lm)
+
+
+@pytest.mark.parametrize(("name", "more"), [
+    ("opt", HOST), ("opt", DISK | {"checkpoints": (1, 1), "checkpoint_format": "act8"}),
+    ("gpt2", DISK | {"entering": 2, "order": "row"})])
+def test_checkpoints(tmp_path: Path, driver: None, name: str, more: dict[str, Any]) -> None:
+    """Prompts leave blocks of them; from the disk they pass through host slots as others do."""
+    case = Case(name, tmp_path, 37, 5)
+    more = {"cpu_attention": False, "micro_batches": 3, "checkpoints": (1, 2)} | more
+    with case.language_model(400.0, GPU, **more) as lm:
+        assert isinstance(lm.session.device, Pretended)
+        block, logits = lm.plan.schedule.block, lm.next_logits(case.ids, case.mask)
+        assert block.checkpoints and any(map(block.is_checkpoint, range(37 // block.stretch)))
+        if more["cache_tier"] == "disk":
+            assert any(b.name.startswith("host_") and b.nbytes for b in lm.plan.buffers)
+        if "checkpoint_format" not in more:
+            case.check(lm)
+            case.check(lm)
+            return
+        with torch.no_grad():
+            wanted = torch.stack([case.model(ids[mask.bool()][None]).logits[0, -1]
+                                  for ids, mask in zip(case.ids, case.mask, strict=True)])
+        assert 1e-5 < ((logits - wanted).abs().max() / wanted.abs().max()).item() < 0.01
+
 
 
 def test_of_what_is_on_disk_only_the_blocks_that_exist_cross_the_link(cases: Callable[[str], Case]) -> None:
