@@ -326,7 +326,7 @@ def test_activations_of_eight_bits_are_asked_for(llama_checkpoint: Checkpointed,
     rounded = forebay.export(tmp_path / "q", tmp_path / "rounded", "onnx", activations="int8")
     levels = [[a.i for node in nodes(out, "MatMulNBits") for a in node.attribute if a.name == "accuracy_level"]
               for out in (exact, rounded)]
-    assert levels == [[], [4] * 12]
+    assert levels == [[], [4] * 12], "queries, keys and values, what follows attention, gate and up, down"
     assert len(nodes(exact, "MatMul")) == 1, "the head alone"
     wanted, found = logits(exact, llama_checkpoint.ids), logits(rounded, llama_checkpoint.ids)
     assert 0 < float((found - wanted).norm() / wanted.norm()) < 0.05
@@ -339,7 +339,7 @@ def test_a_layer_has_no_operator_that_only_views(llama_checkpoint: Checkpointed,
     import transformers
 
     around = (["SkipSimplifiedLayerNormalization", "MatMul"], [
-        "GroupQueryAttention", "MatMul", "SkipSimplifiedLayerNormalization", "MatMul", "Split", "QuickGelu", "Mul",
+        "GroupQueryAttention", "MatMul", "SkipSimplifiedLayerNormalization", "MatMul", "QuickGelu", "MatMul", "Mul",
         "MatMul"])
     models = {"inside": (transformers.AutoModelForCausalLM.from_config(FAMILIES["llama"]()).eval(), [], [[128, 8]] * 2),
               "before": (llama_checkpoint.folder, ["Split", "RotaryEmbedding", "RotaryEmbedding"], [])}
@@ -348,7 +348,7 @@ def test_a_layer_has_no_operator_that_only_views(llama_checkpoint: Checkpointed,
         inner = [node.op_type for node in graph.node if node.name.startswith("layer.1/")]
         assert inner == [*around[0], *turning, *around[1]]
         merged = [t.name.count("_proj.weight") for t in graph.initializer if "+" in t.name]
-        assert sorted(merged) == [2, 2, 2, 3, 3, 3]
+        assert merged == [3, 3, 3]
         assert [list(t.dims) for t in graph.initializer if t.name.endswith(".by_position")] == tables
 
 
