@@ -1,5 +1,5 @@
 """Tokens per second of exported ONNX models in onnxruntime-genai, beside those that its own builder makes of the same
-checkpoint, in turns: `python -m benchmarks.exported_speed [MODEL] [--folder DIR]`.
+checkpoint, in turns: `python -m benchmarks.exported_speed [MODEL] [--folder DIR]`. `--json FILE` writes all figures.
 
 Both in float32, and both with 4-bit weights in groups of 32 (ours symmetric, as the builder's are) whose products round
 activations to 8 bits, which is what the builder asks for on a CPU. The builder needs `pip install onnx_ir`. The ceiling
@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write every figure to this file")
     asked = parser.parse_args()
     checkpoint = resolve_model(asked.model, dequantize=True)
     with tempfile.TemporaryDirectory(dir=checkpoint.parent) as temporary:
@@ -120,6 +121,12 @@ def main() -> None:
         size, first = nbytes[precision, maker], median(prefill[precision, maker])
         print(f"{precision:<8} {maker:<8} {size / 1e6:6.0f} MB  prefill {first:6.0f}  decode {median(speeds):6.1f} "
               f"tokens/s ({min(speeds):.1f} .. {max(speeds):.1f}; {rate / size:.0f} at the memory's rate)")
+    if asked.json:
+        figures = [{"precision": precision, "maker": maker, "nbytes": nbytes[precision, maker],
+                    "prefill_tokens_per_s": prefill[precision, maker], "decode_tokens_per_s": speeds}
+                   for (precision, maker), speeds in decode.items()]
+        asked.json.write_text(json.dumps({"prompt": asked.prompt, "new": asked.new, "threads": asked.threads,
+                                          "models": figures}, indent=1) + "\n")
     for precision in PRECISIONS:
         print(f"{precision}: forebay over builder, turn by turn: prefill {_beside(prefill, precision)}, decode "
               f"{_beside(decode, precision)}")
