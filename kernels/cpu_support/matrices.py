@@ -19,3 +19,13 @@ def as_matrix(tensor: Tensor, argument: str, fail: Callable[[str, str], NoReturn
         return tensor.view(-1, tensor.shape[-1]) if tensor.numel() else tensor.new_empty(0, tensor.shape[-1])
     except RuntimeError:
         fail(argument, f"must have leading dimensions of one stride, got strides {tensor.stride()}")
+
+
+def rows_of(tensor: Tensor) -> Tensor | None:
+    """tensor as [rows, columns] sharing memory, or None where its strides do not allow that."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        return None
+    try:
+        return tensor.view(-1, tensor.shape[-1])
+    except RuntimeError:
+        return None

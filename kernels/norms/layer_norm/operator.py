@@ -1,28 +1,28 @@
 """`forebay::layer_norm`: layer norm over the last dimension.
 
 out = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, rounded once, the variance biased (Ba et al. 2016). fp32, bf16
-or fp16, one dtype for all.
+or fp16, one dtype for all. The C++ kernel (`layer_norm.cpp`) reads x three times, from the cache but for the first, and
+allocates nothing; without a compiler, or for strides that it does not know, torch does the work.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm as torch_layer_norm
 
 from forebay.kernels.norms import onnx
-from forebay.kernels.norms.layer_norm.reference import FLOATS, check, reference
+from forebay.kernels.norms.layer_norm import cpu
+from forebay.kernels.norms.layer_norm.reference import FLOATS, reference
 from forebay.kernels.norms.rms_norm.reference import MAX_COLUMNS
-from forebay.kernels.operator import Call, Operator, Use, each_once, nbytes_of
+from forebay.kernels.operator import Call, Operator, Use, each_once
 
 
 @torch.library.custom_op("forebay::layer_norm", mutates_args=(), device_types="cpu")
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """x [..., H] of any strides -> contiguous [..., H]; ValueError names the argument that is wrong."""
-    check(x, weight, bias)
-    return torch_layer_norm(x, x.shape[-1:], weight, bias, eps).contiguous()
+    out = x.new_empty(x.shape)
+    cpu.bind_layer_norm(x, weight, bias, eps, out)()
+    return out
 
 
 @layer_norm.register_kernel("cuda")
@@ -39,25 +39,10 @@ def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tens
     return x.new_empty(x.shape)
 
 
-def _bind_cpu(use: Use) -> Call:
-    (x, weight, bias, eps), (out,) = use.args, use.out
-    check(x, weight, bias)
-
-    def call() -> None:
-        out.copy_(torch_layer_norm(x, x.shape[-1:], weight, bias, eps))
-
-    return call
-
-
 def _bind_cuda(use: Use) -> Call:
     from forebay.kernels.norms.layer_norm.gpu import bind_layer_norm
 
     return bind_layer_norm(*(*use.args, *use.out))
-
-
-def _cpu_workspace(use: Use) -> int:
-    """The result, made apart, and the mean and deviation of each row in fp32."""
-    return nbytes_of(*use.out) + 2 * 4 * math.prod(use.out[0].shape[:-1])
 
 
 def _takes(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -70,8 +55,8 @@ LAYER_NORM = Operator(
     torch.ops.forebay.layer_norm.default,
     reference,
     each_once,
-    bind={"cpu": _bind_cpu, "cuda": _bind_cuda},
-    workspace={"cpu": _cpu_workspace},
+    bind={"cpu": lambda use: cpu.bind_layer_norm(*(*use.args, *use.out)), "cuda": _bind_cuda},
+    workspace={"cpu": cpu.workspace_nbytes},
     takes=_takes,
     onnx=onnx.layer_norm,
 )

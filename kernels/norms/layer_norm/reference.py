@@ -17,16 +17,16 @@ def reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float)
     return y if bias is None else y + bias.double()
 
 
-def check(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+def check(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor | None = None) -> None:
     """ValueError names the argument whose shape, dtype or device is wrong."""
     op = "layer_norm"
-    for tensor, name in ((x, "x"), (weight, "weight"), (bias, "bias")):
+    for tensor, name in ((x, "x"), (weight, "weight"), (bias, "bias"), (out, "out")):
         if tensor is None:
             continue
         if tensor.dtype not in FLOATS or tensor.dtype != x.dtype:
             raise ValueError(f"{op}: {name} must be fp32, bf16 or fp16 and of x's dtype {x.dtype}, got {tensor.dtype}")
         if tensor.device != x.device:
             raise ValueError(f"{op}: {name} must be on x's device {x.device}, got {tensor.device}")
-        wanted = x.shape if name == "x" else x.shape[-1:]
+        wanted = x.shape if name in ("x", "out") else x.shape[-1:]
         if tensor.shape != wanted or x.dim() == 0:
             raise ValueError(f"{op}: {name} must have shape {tuple(wanted) or '[..., H]'}, got {tuple(tensor.shape)}")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from forebay.kernels.cpu_support import native
+from forebay.kernels.cpu_support.matrices import rows_of
 from forebay.kernels.norms.rms_norm.reference import check, reference
 
 
@@ -22,16 +23,6 @@ class RmsNormArgs(ctypes.Structure):
     )
 
 
-def _rows(tensor: Tensor) -> Tensor | None:
-    """tensor as [rows, columns] sharing memory, or None where its strides do not allow that."""
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        return None
-    try:
-        return tensor.view(-1, tensor.shape[-1])
-    except RuntimeError:
-        return None
-
-
 def bind_rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Callable[[], None]:
     """A closure that fills out [..., H] from the tensors' present contents; out may be x itself.
 
@@ -41,7 +32,7 @@ def bind_rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Callabl
     check(x, weight, out)
     if x.numel() == 0:
         return lambda: None
-    library, x2, out2 = native.load(), _rows(x), _rows(out)
+    library, x2, out2 = native.load(), rows_of(x), rows_of(out)
     if library is None or x2 is None or out2 is None or not weight.is_contiguous():
 
         def by_torch() -> None:
