@@ -7,7 +7,7 @@ from types import UnionType
 from typing import Literal
 
 from forebay.rewriter.ir.block import Block
-from forebay.rewriter.ir.plan import PlanError, Workload
+from forebay.rewriter.ir.plan import Plan, PlanError, Workload
 from forebay.rewriter.ir.score_range import ScoreRange
 
 
@@ -42,9 +42,10 @@ class Wishes:
                      joined=self.joined and bool(self.entering))
 
 
-def check_choices(workload: Workload, wishes: Wishes) -> None:
+def check_choices(workload: Workload, wishes: Wishes, replayed: Plan | None = None) -> None:
     """PlanError, under the name that `wrap` has for it, for a choice that is none: sizes that are no whole numbers of
-    at least 1, shares that are none, another word than those there are, more copies ahead than there are slots."""
+    at least 1, shares that are none, another word than those there are, more copies ahead than there are slots, a
+    format of checkpoints that none are to be kept in, ranges of scores beside a plan that has its own."""
     lookup = wishes.drafted_tokens
     require_sizes(batch=workload.batch, prompt=workload.prompt, new_tokens=workload.new_tokens, slots=wishes.slots,
                   slot_nbytes=wishes.slot_nbytes, lead=wishes.lead, prefill_chunk=wishes.prefill_chunk,
@@ -58,6 +59,11 @@ def check_choices(workload: Workload, wishes: Wishes) -> None:
     if wishes.checkpoints is not None and not _is_pair(wishes.checkpoints, int):
         raise PlanError(f"checkpoints must be two whole numbers, so many stretches of tokens of every so many, found "
                         f"{wishes.checkpoints!r}")
+    if wishes.checkpoint_format != "native" and (wishes.cache_tier == "device" or (wishes.checkpoints or (1,))[0] == 0):
+        why = "cache_tier device" if wishes.cache_tier == "device" else "checkpoints (0, …)"
+        raise PlanError(f"checkpoint_format {wishes.checkpoint_format}: with {why} none are kept; leave one out")
+    if replayed is not None and wishes.score_ranges:
+        raise PlanError("the plan says what ranges of scores it takes; leave calibration out, or plan anew with it")
     shares = wishes.cache_shares
     if shares is not None and not (_is_pair(shares, int | float) and all(0 <= share <= 1 for share in shares)):
         raise PlanError(f"cache_shares must be two numbers from 0 to 1, found {shares!r}")

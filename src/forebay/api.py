@@ -144,7 +144,7 @@ class LanguageModel(ModuleHabits):
         self._variants: dict[tuple[Gives, bool], LanguageModel] = {}  # the same model with steps of other kinds
         self._origin: weakref.ref[LanguageModel] | None = None  # of a variant; weak, for a cycle would keep the memory
         self._capture: Callable[..., CapturedModel] = partial(capture_folder, checkpoint.folder)
-        check_choices(workload, wishes)
+        check_choices(workload, wishes, plan)
         if plan is not None:
             require_within(plan, budget)
         self.wishes = wishes if plan is None else replace(wishes, cache_format=plan.cache_format)

@@ -141,6 +141,9 @@ def test_a_plan_takes_the_ranges_that_were_measured(llama_checkpoint: Any, tmp_p
     with wrap(llama_checkpoint.folder, budget, prompt=9, new_tokens=4) as lm:
         assert lm.plan.score_ranges == () and "share a maximum" not in lm.explain()
         assert torch.equal(lm.generate(prompt, max_new_tokens=4, do_sample=False), answer)
+        plan = lm.plan
+    with pytest.raises(PlanError, match="the plan says what ranges of scores it takes; leave calibration out"):
+        wrap(llama_checkpoint.folder, budget, plan=plan, calibration=tmp_path / "ranges.json")
     replace(found, fingerprint="another").save(tmp_path / "other.json")
     with pytest.raises(PlanError, match=r"measured of another model .*run forebay calibrate on this one"):
         wrap(llama_checkpoint.folder, budget, calibration=tmp_path / "other.json")

@@ -194,6 +194,8 @@ def test_what_cannot_be_is_refused(cases: Callable[[str], Case]) -> None:
     for wishes, said in (
             ({"checkpoints": (2, 1)}, "checkpoints: 2 of 1"), ({"checkpoints": (1, 0)}, "checkpoints: 1 of 0"),
             ({"checkpoints": (1, 2), "cache_tier": "host", "cpu_attention": True}, "leave out one of both"),
-            ({"checkpoints": (1, 2), "cache_shares": (0.5, 0.0)}, "cache_device")):
+            ({"checkpoints": (1, 2), "cache_shares": (0.5, 0.0)}, "cache_device"),
+            ({"checkpoints": (0, 1), "checkpoint_format": "act8"}, r"act8: with checkpoints \(0, …\) none are kept"),
+            ({"cache_tier": "device", "checkpoint_format": "act8"}, "act8: with cache_tier device none are kept")):
         with pytest.raises(PlanError, match=said):
             case.language_model(12.0, **DISK | wishes)
