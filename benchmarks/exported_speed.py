@@ -86,8 +86,10 @@ def one_round(models: dict[Key, genai.Model], prompt: list[int], new_tokens: int
 
 
 def _from(keys: list[Key], first: int) -> list[Key]:
+    """Each model begins, and each comes before and behind each neighbour equally often."""
     at = first % len(keys)
-    return keys[at:] + keys[:at]
+    turned = keys[at:] + keys[:at]
+    return turned[::-1] if first // len(keys) % 2 else turned
 
 
 def main() -> None:

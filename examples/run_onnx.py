@@ -15,7 +15,9 @@ import onnxruntime
 
 
 def generate(folder: str | Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> np.ndarray:
-    """Greedy tokens int64 [len(prompts), new_tokens] that follow prompts of any lengths."""
+    """Greedy tokens int64 [len(prompts), new_tokens] that follow prompts of any lengths but 0."""
+    if not all(len(p) for p in prompts) or not prompts:
+        raise ValueError("a prompt has no token: give each at least one")
     dialect = json.loads((Path(folder) / "export.json").read_text())["dialect"]
     options = onnxruntime.SessionOptions()
     session = onnxruntime.InferenceSession(str(Path(folder) / "model.onnx"), options, ["CPUExecutionProvider"])
@@ -54,4 +56,7 @@ def main(folder: str, *texts: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except ValueError as error:
+        sys.exit(str(error))

@@ -27,7 +27,9 @@ def load(folder: Path) -> Callable[..., Any]:
 
 
 def generate(folder: str | Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> torch.Tensor:
-    """Greedy tokens int64 [len(prompts), new_tokens] that follow prompts of any lengths."""
+    """Greedy tokens int64 [len(prompts), new_tokens] that follow prompts of any lengths but 0."""
+    if not all(len(p) for p in prompts) or not prompts:
+        raise ValueError("a prompt has no token: give each at least one")
     program, known = load(Path(folder)), json.loads((Path(folder) / "export.json").read_text())
     lengths = torch.tensor([len(p) for p in prompts])
     room = int(lengths.max()) + new_tokens
@@ -55,4 +57,7 @@ def main(folder: str, *texts: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except ValueError as error:
+        sys.exit(str(error))

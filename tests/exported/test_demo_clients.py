@@ -6,6 +6,7 @@ With FOREBAY_TEST_ALL=1 (`make test-all`) as programs of torch too, which smalle
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from exported.clients import by_genai, by_onnxruntime, by_torch
+from exported.clients import EXAMPLES, by_genai, by_onnxruntime, by_torch
 
 import forebay
 from forebay.kernels.build.compile import compiler
@@ -91,3 +92,12 @@ def test_logits_over_packed_weights(demo: Demo, weights: str, tmp_path: Path) ->
         fed[given.name] = np.zeros((1, given.shape[1], 0, given.shape[3]), np.float32)
     found = torch.from_numpy(session.run(["logits"], fed)[0])
     assert found.shape == wanted.shape and float((found - wanted).norm() / wanted.norm()) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["run_onnx", "run_pt2"])
+@pytest.mark.parametrize("prompts", [[[5], []], []])
+def test_examples_refuse_prompts_without_a_token(name: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+                                                 ) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with pytest.raises(ValueError, match="no token"):
+        importlib.import_module(name).generate("no-such-folder", prompts, 1)

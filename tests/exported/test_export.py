@@ -88,3 +88,10 @@ def test_a_matrix_is_turned_band_by_band(
     (down,) = (t for t in model.graph.initializer if t.name == "model.layers.1.mlp.down_proj.weight.T")
     wanted = llama_checkpoint.model.get_parameter("model.layers.1.mlp.down_proj.weight").detach().T
     assert torch.equal(torch.from_numpy(onnx.numpy_helper.to_array(down).copy()), wanted)
+
+
+@pytest.mark.parametrize("format", ["onnx", "pt2", "aoti"])
+def test_a_packed_cache_is_not_left_out_in_silence(format: Any, llama_checkpoint: Checkpointed, tmp_path: Path) -> None:
+    with pytest.raises(forebay.ExportError, match="a kv8 cache is planned by Forebay: export a bundle"):
+        forebay.export(llama_checkpoint.folder, tmp_path / "out", format, cache="kv8")
+    assert list(tmp_path.iterdir()) == []

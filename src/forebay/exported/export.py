@@ -69,10 +69,7 @@ def export(
     Raises ExportError for what cannot be exported or written, CaptureError and CheckpointError for a model that cannot
     be read, or for a disk that lacks the space, known before the first byte; PlanError for a budget that cannot work.
     """
-    for kind, given, known in (("format", format, FORMATS), ("dialect", dialect, DIALECTS),
-                               ("activations", activations, ACTIVATIONS)):
-        if given not in known:
-            raise ExportError(f"no {kind} {given!r}; there are {', '.join(known)}")
+    _check_choices(format, dialect, activations, cache)
     made = Path(out).expanduser()
     if format != "bundle":
         with whole_folder(made, force) as folder:
@@ -93,6 +90,16 @@ def export(
         seal(folder)
     remember_verified(open_quantized(made, check="never"))
     return made
+
+
+def _check_choices(format: str, dialect: str, activations: str, cache: str) -> None:
+    for kind, given, known in (("format", format, FORMATS), ("dialect", dialect, DIALECTS),
+                               ("activations", activations, ACTIVATIONS)):
+        if given not in known:
+            raise ExportError(f"no {kind} {given!r}; there are {', '.join(known)}")
+    if format != "bundle" and cache != "native":
+        raise ExportError(f"a {cache} cache is planned by Forebay: export a bundle; where it is {format} the caller "
+                          "keeps caches, in the model's dtype")
 
 
 def _prompt_for(source: Source) -> int:
