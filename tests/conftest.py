@@ -16,15 +16,16 @@ import pytest
 os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's own functions look at it when they are imported
 
 
-# Files that take longest for their number of tests, 20 s and more: workers that are given whole files begin with these,
-# else one of them is what the last worker still runs while the others have nothing left.
-LONG = ("e2e/test_memory_budget", "exported/test_pt2", "exported/test_demo_clients", "e2e/test_cli",
-        "e2e/test_every_schedule", "e2e/test_smollm2", "benchmarks/test_gpu_offload_benchmark",
-        "rewriter/planning/test_plan_is_obeyed", "e2e/test_speculative", "commands/test_first_use",
-        "faults/test_faults", "exported/test_onnx", "rewriter/checkpoints/test_resolve", "rewriter/test_plan_places",
-        "e2e/test_block_schedules", "benchmarks/test_throughput", "runtime/measure/test_machine",
-        "e2e/test_any_wishes", "e2e/test_plan_config", "benchmarks/test_gpu_benchmark", "e2e/test_calibrate",
-        "rewriter/test_plan_block")
+# Files that take longest for their number of tests, the longest first: workers that are given whole files begin with
+# these, else one of them is what the last worker still runs while the others have nothing left.
+LONG = ("e2e/test_memory_budget", "e2e/test_cli", "exported/test_demo_clients", "e2e/test_smollm2",
+        "e2e/test_every_schedule", "exported/test_pt2", "e2e/test_speculative", "rewriter/test_plan_places",
+        "benchmarks/test_gpu_offload_benchmark", "commands/test_first_use", "rewriter/planning/test_plan_is_obeyed",
+        "e2e/test_any_wishes", "runtime/measure/test_machine", "benchmarks/test_throughput",
+        "rewriter/capture/test_released", "rewriter/checkpoints/test_resolve", "faults/test_faults",
+        "exported/test_onnx", "huggingface/test_token_embeddings", "e2e/test_block_schedules",
+        "kernels/attention/decode_attention/test_gpu", "e2e/test_gpu_bindings", "e2e/test_plan_config",
+        "benchmarks/test_gpu_benchmark", "e2e/test_calibrate", "rewriter/test_plan_block")
 
 
 def pytest_configure(config: pytest.Config) -> None:

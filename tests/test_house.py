@@ -177,6 +177,15 @@ def test_tests_lie_as_their_sources_do() -> None:
 WIDTH, NARROW = 120, ("docs/architecture.md", "CONTRIBUTING.md", "passes/README.md")
 
 
+def test_files_that_begin_are_there() -> None:
+    """Else a file that was given another name is the last that a worker runs."""
+    tree = ast.parse((ROOT / "tests/conftest.py").read_text())
+    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    names = ast.literal_eval(assigned["LONG"])
+    assert len(set(names)) == len(names) > 0
+    assert not [name for name in names if not (ROOT / "tests" / f"{name}.py").is_file()]
+
+
 def test_pages_are_wrapped() -> None:
     pages = [page for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "passes/README.md")
              if page.name != "coverage.md"]  # which a benchmark writes
