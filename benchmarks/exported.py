@@ -1,12 +1,14 @@
 """Seconds from the start of a process to the first token, from a checkpoint and from a bundle of it, in turn:
-`python -m benchmarks.exported [MODEL]`.
+`python -m benchmarks.exported [MODEL]`. `--json FILE` writes all figures.
 
-What reads take is beside it: all weights are resident under the budget, so each start reads them all.
+What reads take is beside it, and `import torch` alone: all weights are resident under the budget, so each start reads
+them all.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -51,28 +53,41 @@ def read_s(model: Path) -> float:
     return time.perf_counter() - began
 
 
+def import_s() -> float:
+    """Seconds of a process that imports torch and does nothing else."""
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return time.perf_counter() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--budget", default="2GB")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write every figure to this file")
     asked = parser.parse_args()
     checkpoint = resolve_model(asked.model)
     with tempfile.TemporaryDirectory(dir=checkpoint.parent) as folder:
         bundle = forebay.export(checkpoint, Path(folder) / "bundle", budget=asked.budget)
         print(f"{sum(r.nbytes for r in open_quantized(bundle).tensors.values()) / 1e6:.0f} MB of weights")
         found: dict[str, list[tuple[float, float]]] = {"checkpoint": [], "bundle": []}
-        reads = []
+        reads, imports = [], []
         for _ in range(asked.rounds):
             for name, model in (("checkpoint", checkpoint), ("bundle", bundle)):
                 found[name].append(start(model, asked.budget))
             reads.append(read_s(bundle))
+            imports.append(import_s())
     for name, times in found.items():
         clock, processor = ([t[i] for t in times] for i in (0, 1))
         print(f"{name:<11} {median(clock):6.2f} s to the first token ({min(clock):.2f} .. {max(clock):.2f}), "
               f"{median(processor):.2f} s of the processor")
     ratio = median(b[0] / c[0] for b, c in zip(found["bundle"], found["checkpoint"], strict=True))
-    print(f"plain reads {median(reads):6.2f} s; a bundle takes {ratio:.2f} of what its checkpoint takes")
+    print(f"plain reads {median(reads):6.2f} s; import torch {median(imports):.2f} s; a bundle takes {ratio:.2f} of "
+          "what its checkpoint takes")
+    if asked.json:
+        asked.json.write_text(json.dumps({"clock_and_processor_s": found, "read_s": reads, "import_torch_s": imports},
+                                         indent=1) + "\n")
 
 
 if __name__ == "__main__":
