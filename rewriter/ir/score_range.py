@@ -20,9 +20,11 @@ class ScoreRange:
 
 def check_ranges(ranges: Sequence[ScoreRange]) -> None:
     """ValueError, which begins with the number and the field, where a range is none, or its layer has another."""
+    known: set[int] = set()
     for i, r in enumerate(ranges):
-        if any(other.layer == r.layer for other in ranges[:i]):
+        if r.layer in known:
             raise ValueError(f"[{i}].layer: layer {r.layer} has a range already")
+        known.add(r.layer)
         for name in ("phi", "low", "high"):
             if not math.isfinite(getattr(r, name)):
                 raise ValueError(f"[{i}].{name}: {getattr(r, name)} is not finite")

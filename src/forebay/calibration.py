@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from forebay.kernels.attention.scoring import HELD
+from forebay.rewriter.ir.from_json import from_json
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.score_range import ScoreRange
 
@@ -28,8 +29,9 @@ class LayerScores:
     least_maximum: float
 
     def softmax_range(self, dtype: torch.dtype) -> tuple[float, float, float]:
-        """(phi, low, high) for weights of dtype; low = high = 0 where the range is wider than exp holds."""
-        low, high = HELD[dtype]
+        """(phi, low, high) for weights of dtype; low = high = 0 where the range is wider than exp holds, or no kernel
+        shares a maximum in dtype."""
+        low, high = HELD.get(dtype, (0.0, 0.0))
         if not (math.isfinite(self.largest) and math.isfinite(self.least_maximum)):
             return 0.0, 0.0, 0.0
         if self.largest - self.least_maximum + 2 * MARGIN > high - low:
@@ -54,13 +56,22 @@ class Calibration:
 
     @staticmethod
     def load(path: str | Path) -> Calibration:
-        """Read what `save` wrote; ValueError if it is something else."""
+        """Read what `save` wrote; PlanError if it is something else, OSError if it cannot be read."""
         try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-            layers = tuple(LayerScores(**entry) for entry in found.pop("layers"))
-            return Calibration(layers=layers, **found)
-        except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not a calibration: {error}") from error
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            found: Calibration = from_json(Calibration, data, "calibration")
+            known: set[int] = set()
+            for i, seen in enumerate(found.layers):
+                where = f"calibration.layers[{i}]"
+                if seen.layer < 0 or seen.layer in known:
+                    raise ValueError(f"{where}.layer: {seen.layer} is below 0 or has come before")
+                if seen.least_maximum > seen.largest:
+                    raise ValueError(f"{where}.least_maximum: {seen.least_maximum} is above the largest score of "
+                                     f"{seen.largest}")
+                known.add(seen.layer)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"{path} is not a calibration: {error}") from error
+        return found
 
     def table(self, dtype: torch.dtype) -> str:
         """One line per layer: the scores seen, and the range chosen for dtype."""
@@ -75,8 +86,8 @@ class Calibration:
 
 def ranges_for(path: str | os.PathLike[str] | None, fingerprint: str, dtype: torch.dtype) -> tuple[ScoreRange, ...]:
     """The ranges of the layers that can share a maximum in dtype, as the file says that `forebay calibrate` wrote; none
-    without a file. PlanError where it was measured of another model than that of this fingerprint; ValueError where it
-    is no calibration."""
+    without a file. PlanError where it is no calibration, or was measured of another model than that of this
+    fingerprint."""
     if path is None:
         return ()
     found = Calibration.load(Path(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -91,8 +92,30 @@ def test_bad_input_is_refused(llama_checkpoint: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least one"):
         calibrate(llama_checkpoint.folder, [], 1 << 20)
     (tmp_path / "x.json").write_text('{"layers": [{}]}')
-    with pytest.raises(ValueError, match="not a calibration"):
+    with pytest.raises(PlanError, match="not a calibration"):
         Calibration.load(tmp_path / "x.json")
+
+
+LAYER: dict[str, Any] = {"layer": 0, "rows": 3, "least": -2.0, "largest": 3.0, "least_maximum": 1.0}
+
+
+@pytest.mark.parametrize(("layers", "reason"), [
+    ("abc", r"calibration\.layers: expected a list"), ([7], r"layers\[0\]: expected an object"),
+    ([LAYER | {"largest": "x"}], r"largest: expected float"), ([LAYER | {"largest": 10**400}], r"largest: .* bits"),
+    ([LAYER | {"least_maximum": None}], r"least_maximum: expected float"), ([LAYER | {"layer": "0"}], "expected int"),
+    ([LAYER | {"layer": True}], "expected int"), ([LAYER | {"layer": 0.5}], "expected int"),
+    ([LAYER | {"layer": -1}], r"layers\[0\]\.layer: -1 is below 0"),
+    ([LAYER, LAYER], r"layers\[1\]\.layer: 0 is .* has come before"),
+    ([LAYER | {"largest": -5.0}], r"least_maximum: 1\.0 is above the largest score of -5\.0")])  # fmt: skip
+def test_a_spoiled_calibration_is_an_error_of_one_line(layers: Any, reason: str, tmp_path: Path) -> None:
+    """PlanError is what the commands tell in one line; the field is named."""
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({"fingerprint": "f", "prompts": 1, "tokens": 2, "layers": [LAYER]}))
+    assert [r.layer for r in ranges_for(path, "f", torch.float32)] == [0]
+    assert ranges_for(path, "f", torch.float64) == (), "no kernel shares a maximum there"
+    path.write_text(json.dumps({"fingerprint": "f", "prompts": 1, "tokens": 2, "layers": layers}))
+    with pytest.raises(PlanError, match=rf"c\.json is not a calibration: .*{reason}"):
+        ranges_for(path, "f", torch.float32)
 
 
 def test_the_cache_stays_where_its_launches_are_looked_at(llama_checkpoint: Any) -> None:

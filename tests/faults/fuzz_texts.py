@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from forebay.calibration import Calibration, LayerScores, ranges_for
 from forebay.commands import render_chats
 from forebay.commands.chat_template import MOST_CHARACTERS
 from forebay.commands.evaluate import _read_texts
@@ -26,6 +27,7 @@ from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.conversions import list_conversions
 from forebay.rewriter.checkpoints.grouped import grouped_tensors, quantization_settings, read_scheme
 from forebay.rewriter.checkpoints.resolve import MODELS, SOURCE
+from forebay.rewriter.ir.score_range import check_ranges
 from forebay.rewriter.predict.model_shapes import ModelError, load_config, shape_from_config
 from tests.faults.spoil import Format
 from tests.rewriter.checkpoints.test_grouped import CASES, quantized, settings
@@ -156,3 +158,10 @@ def texts(folder: Path) -> Format:
     """Lines to predict, as `forebay eval --words` reads them."""
     (folder / "words.jsonl").write_text("".join(json.dumps({"text": f"one two {i}"}) + "\n" for i in range(3)))
     return Format(folder / "words.jsonl", lambda: _read_texts(folder / "words.jsonl"))
+
+
+def calibration(folder: Path) -> Format:
+    path, dtypes = folder / "calibration.json", (torch.float32, torch.float16)
+    layers = tuple(LayerScores(i, 9, -2.5, 3.0, 1.5) for i in range(2))
+    Calibration("f", 1, 2, layers).save(path)
+    return Format(path, lambda: [check_ranges(ranges_for(path, "f", dtype)) for dtype in dtypes])

@@ -236,6 +236,7 @@ FORMATS: dict[str, Callable[[Path], Format]] = {
     "tokenizer": fuzz_texts.tokenizer, "tokenizer settings": fuzz_texts.tokenizer_settings,
     "chat template": fuzz_texts.chat_template, "texts": fuzz_texts.texts, "config alone": fuzz_texts.config_alone,
     "served": fuzz_texts.served, "conversion": fuzz_texts.conversion,
+    "calibration": fuzz_texts.calibration,
     **{method: partial(fuzz_texts.grouped, method) for method in METHODS}}
 
 
