@@ -71,8 +71,9 @@ class Ours:
 
         budget = Budget(UNLIMITED if order["ram"] else order["budget"], disk=order["scratch"])
         share = order.get("checkpoints")
-        forced = {"cache_format": order["cache_format"], "order": order["order"],
-                  "checkpoints": None if share is None else tuple(share), **order.get("forced", {}), **wishes}
+        hybrid = {} if share is None else {"checkpoints": tuple(share), "cache_tier": "disk"}
+        forced = {"cache_format": order["cache_format"], "order": order["order"], **hybrid, **order.get("forced", {}),
+                  **wishes}
         return LanguageModel(*self.opened, budget, Workload(batch, order["prompt"], order["new"]), Wishes(**forced),
                              load_machine(order["machine"]))
 

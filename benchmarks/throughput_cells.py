@@ -12,7 +12,8 @@ PEERS = ("disk-map", "accelerate")
 @dataclass(frozen=True)
 class Contestant:
     """One of ours: weights `bf16` or `w4`, the format of its cache, the order of its block; `ram` has no budget, and
-    with `checkpoints` they are kept of such a share of the tokens (0/1: of none) instead of the planner's."""
+    with `checkpoints` they are kept of such a share of the tokens (0/1: of none) instead of the planner's, all on
+    the disk."""
 
     weights: str
     cache_format: str
