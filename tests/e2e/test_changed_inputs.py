@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from forebay.calibrate import calibrate
 from forebay.commands.jobs import AnswerFile
 from forebay.rewriter.checkpoints.checkpoint import read_header
 from tests.e2e.test_cli import COUNT, DEVICE, _answers, _forebay, _run_arguments, folder, reference
@@ -81,6 +83,29 @@ def test_answers_of_two_models_are_not_mixed(folder: Path, half: tuple[Path, Pat
     assert output.read_bytes() == before
     forced = _forebay(*_run_arguments(model, output), "--force")
     assert forced.exit_code == 0 and len(_answers(output)) == COUNT, forced.output
+
+
+def test_answers_of_two_calibrations_are_not_mixed(
+    folder: Path, half: tuple[Path, Path], reference: dict[Any, Any], tmp_path: Path
+) -> None:
+    """On a GPU another range rounds otherwise; the job that was begun with a calibration goes on with it alone."""
+    model, output = half
+    found = calibrate(folder, [torch.arange(3, 12)], {"device": DEVICE, "disk": str(tmp_path)})
+    shifted = replace(found, layers=tuple(replace(s, largest=s.largest + 1) for s in found.layers))
+    for name, each in (("ranges", found), ("others", shifted)):
+        each.save(tmp_path / f"{name}.json")
+
+    def run(*more: str) -> Any:
+        return _forebay(*_run_arguments(model, output, prompts=tmp_path / "few.jsonl"), *more)
+
+    refused = run("--calibration", str(tmp_path / "ranges.json"))
+    assert refused.exit_code == 2 and "does not say with which calibration" in refused.stderr, refused.output
+    output.unlink()
+    assert run("--calibration", str(tmp_path / "ranges.json")).exit_code == 0
+    for more in (("--calibration", str(tmp_path / "others.json")), ()):
+        refused = run(*more)
+        assert refused.exit_code == 2 and "with another calibration" in refused.stderr, refused.output
+    assert run("--calibration", str(tmp_path / "ranges.json")).exit_code == 0
 
 
 def test_an_unchanged_model_goes_on(folder: Path, half: tuple[Path, Path], reference: dict[Any, Any]) -> None:

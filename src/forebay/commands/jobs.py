@@ -23,6 +23,7 @@ from forebay.rewriter.checkpoints.identity import read_whole, states_checksum, t
 from forebay.rewriter.checkpoints.named_errors import naming
 from forebay.rewriter.checkpoints.packed import is_quantized
 from forebay.rewriter.checkpoints.packed_writer import write_json
+from forebay.rewriter.ir.score_range import ScoreRange
 from forebay.runtime.run.places import Asked, OnEnd, OnStep, WorkDone
 from forebay.runtime.run.sampling import Sampling
 
@@ -51,19 +52,21 @@ DIFFERENT = {
     "files": "before the model's files were last written or copied; if they are the same all the same",
     "tokenizer": "with another tokenizer",
     "chat_template": "with another chat template",
+    "calibration": "with another calibration",
 }
 
 
 def job_settings(
-    checkpoint: Checkpoint, tokenizer: Any, ask: Ask, *, chat: bool, cache: str
+    checkpoint: Checkpoint, tokenizer: Any, ask: Ask, *, chat: bool, cache: str, ranges: Sequence[ScoreRange] = ()
 ) -> dict[str, Any]:
     """What answers depend on beside their prompts, as the settings file has it; the batch is noted when it is known
     (`AnswerFile.note_batch`)."""
     template = json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True)
     # A quantised model's fingerprint covers every byte, which is why its files may be copied.
     files = {} if is_quantized(checkpoint.folder) else {"files": states_checksum(checkpoint.states)}
+    calibrated = {"calibration": hashlib.sha256(repr(tuple(ranges)).encode()).hexdigest()} if ranges else {}
     return {
-        "model": checkpoint.fingerprint, **files, "tokenizer": tokenizer_checksum(checkpoint.folder),
+        "model": checkpoint.fingerprint, **files, **calibrated, "tokenizer": tokenizer_checksum(checkpoint.folder),
         "chat_template": hashlib.sha256(template.encode()).hexdigest(), "chat": chat, "eos": list(ask.eos),
         "max_new_tokens": ask.max_new_tokens, "cache": cache,
         "sampling": vars(ask.sampling) | {"seed": ask.seed} if ask.sampling.do_sample else "greedy"}

@@ -142,7 +142,8 @@ def run(
         bad += more
         ask = jobs.Ask(max_new_tokens, eos, sampling, seed)
         settings = jobs.job_settings(checkpoint, tokenizer, ask, chat=chat,
-                                     cache=cache if saved is None else saved.cache_format)
+                                     cache=cache if saved is None else saved.cache_format,
+                                     ranges=ranges if saved is None else saved.score_ranges)
         with jobs.AnswerFile(output, settings, force=force) as answers:
             answers.check_questions(p.request for p in encoded)
             left = jobs.pending(encoded, answers.answered)
