@@ -14,6 +14,7 @@ from e2e.block_case import ATTENDED, COUNT, DISK, HOST, SHARED, Case
 
 from forebay.api import LanguageModel
 from forebay.rewriter.ir.program import Copy, FileSlice, Program, Rows, copy_nbytes, tier_of
+from forebay.runtime.run.balance import balanced_places
 
 Links = Counter[tuple[str, str]]
 
@@ -86,7 +87,11 @@ def test_bytes_on_every_link_are_the_plans(
         fixed = of_weights(lm, program) + of_attention(
             lm, layers, config.num_attention_heads, config.num_key_value_heads,
             config.hidden_size // config.num_attention_heads)
-        lengths = [*case.mask.sum(1).tolist(), *[1] * (lm.plan.workload.batch - COUNT)]
+        given, batch = case.mask.sum(1).tolist(), lm.plan.workload.batch
+        lengths = [1] * batch
+        for place, length in zip(balanced_places(given, range(COUNT), [0] * micro_batches, batch // micro_batches),
+                                 given, strict=True):
+            lengths[place] = length
         chunk_end = max(lengths)
         for step, (one, other) in enumerate(itertools.pairwise(marks)):
             starts = [length + step for length in lengths]
