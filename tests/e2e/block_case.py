@@ -14,6 +14,7 @@ from e2e.agreement import assert_same_tokens
 from families import gemma2, gpt2, llama, opt
 
 from forebay.api import LanguageModel, open_model
+from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.wishes import Wishes
@@ -30,14 +31,18 @@ HOST_NBYTES = 1 << 22
 
 
 class Case:
-    """A random model, five prompts of unequal length and transformers' greedy answers."""
+    """A random model, or the packaged one (smollm2), five prompts of unequal length and transformers' answers."""
 
     def __init__(self, name: str, folder: Path, prompt: int = PROMPT, new: int = NEW) -> None:
         self.prompt, self.new = prompt, new
         torch.manual_seed(0)
-        config = CONFIGS[name]()
-        self.model = transformers.AutoModelForCausalLM.from_config(config).eval()
-        self.model.save_pretrained(folder)
+        if name == "smollm2":
+            folder = resolve_model("demo", dequantize=True)
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        else:
+            self.model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+            self.model.save_pretrained(folder)
+        config = self.model.config
         self.opened = open_model(folder)
         self.ids = torch.randint(3, config.vocab_size, (COUNT, prompt), generator=torch.Generator().manual_seed(1))
         self.mask = torch.ones_like(self.ids)
@@ -50,8 +55,9 @@ class Case:
 
     def language_model(self, device: int | float, machine: Machine | None = None, **wishes: Any) -> LanguageModel:
         """On so many bytes, or on such a share of the model's beside what operators take here, and, where caches lie in
-        host memory or a GPU's copies pass through it, `HOST_NBYTES` of that."""
-        host = HOST_NBYTES if wishes.get("cache_tier") == "host" or "cache_shares" in wishes or machine else 0
+        host memory or a GPU's copies pass through it, `HOST_NBYTES` of that, or an eighth of a large model's."""
+        hosted = wishes.get("cache_tier") == "host" or "cache_shares" in wishes or machine
+        host = max(HOST_NBYTES, self.nbytes // 8) if hosted else 0
         workload = Workload(COUNT, self.prompt, self.new)
         wanted = Wishes(**{"cache_tier": "device"} | wishes)
         nbytes = device if isinstance(device, int) else int(device * self.nbytes) + (
