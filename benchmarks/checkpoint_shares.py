@@ -116,7 +116,7 @@ def main() -> None:
                 print(f"  {row['checkpoints']:>4}  step {1e3 * row['step_s']:7.1f} ms  links "
                       f"{1e3 * row['links_s']:7.1f}  compute {1e3 * row['compute_s']:7.1f}  "
                       f"{row['tokens_per_s']:7.1f} tokens/s  {row['times_kv_only']:.2f} x K and V alone")
-    best, only = (mean(times(each["rows"])[i] for each in told) for i in range(2))
+    best, only = map(mean, zip(*(times(each["rows"]) for each in told), strict=True))
     if options.json:
         print(json.dumps({"cells": told, "times_kv_only": best, "times_checkpoints_only": only}, indent=1))
     else:

@@ -38,7 +38,7 @@ from typing import Any
 from benchmarks.block_sweep import sweep
 from benchmarks.disk_offload import Process, note
 from benchmarks.shaped_models import LARGE, MEDIUM, SMALL, Sizes, make_shaped
-from benchmarks.throughput_cells import HYBRID, MODULE, OURS, PEERS, Cell, cells
+from benchmarks.throughput_cells import FOREBAY, HYBRID, MODULE, OURS, PEERS, Cell, cells
 from benchmarks.throughput_figures import figures, report, verdicts
 from forebay.kernels.build.cache_folder import make_cache_folder
 from forebay.rewriter.ir.byte_sizes import parse_nbytes
@@ -104,9 +104,9 @@ def arguments() -> argparse.Namespace:
     args.cells = args.cells or (
         "24x96+8" if args.quick else "48x256+32" if args.sweep else "1x128+32,32x128+32,128x512+32")
     args.contestants = ",".join(HYBRID) if args.hybrid else args.contestants
-    unknown = set(args.contestants.split(",")) - {*OURS, *HYBRID, *PEERS}
+    unknown = set(args.contestants.split(",")) - {*FOREBAY, *PEERS}
     if unknown:
-        parser.error(f"--contestants: {', '.join(sorted(unknown))}; there are {', '.join((*OURS, *HYBRID, *PEERS))}")
+        parser.error(f"--contestants: {', '.join(sorted(unknown))}; there are {', '.join((*FOREBAY, *PEERS))}")
     return args
 
 
@@ -141,7 +141,7 @@ def measure(args: argparse.Namespace, sizes: Sizes, scratch: Path) -> dict[str, 
         baselines = {}
         for name in names:
             processes[name] = Process(name, args.threads, MODULE)
-            ours = (OURS | HYBRID).get(name)
+            ours = FOREBAY.get(name)
             model = str(models[ours.weights if ours else name])
             baselines[name] = processes[name].ask("load", **order | {"model": model})["baseline"]
         planned = [(cell, plan_cell(args, sizes, cell, order, processes, fits)) for cell in cells(args.cells)]
@@ -165,7 +165,7 @@ def plan_cell(
 ) -> list[Row]:
     """What everybody plans for a cell, with the wish that it was planned for (`order_given`)."""
     def shaped(name: str) -> Row:
-        ours = (OURS | HYBRID).get(name)
+        ours = FOREBAY.get(name)
         batch = cell.batch if ours and not ours.ram else min(cell.batch, args.ram_batch)
         extra: Row = {"cache_format": "native", "order": "zigzag", "ram": False} if ours is None else {
             "cache_format": ours.cache_format, "order": ours.order, "ram": ours.ram,

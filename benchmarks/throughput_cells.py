@@ -37,6 +37,7 @@ OURS = {c.name: c for c in (
     *(Contestant(w, cache, "zigzag", True) for w, cache in FORMATS))}
 HYBRID = {c.name: c for c in (
     Contestant("bf16", "native", "zigzag", checkpoints=share) for share in ((0, 1), (1, 4), (1, 2), (1, 1)))}
+FOREBAY = OURS | HYBRID
 
 
 @dataclass(frozen=True)

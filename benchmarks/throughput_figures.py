@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.disk_offload import print_table
-from benchmarks.throughput_cells import HYBRID, OURS, PEERS
+from benchmarks.throughput_cells import FOREBAY, HYBRID, PEERS
 
 BINDS = 1.5  # one bound binds where the other is this many times as high
 
@@ -24,12 +24,13 @@ def figures(model: Row) -> list[Row]:
         found, batch = turns.get((plan["cell"], plan["name"]), []), plan["batch"]
         if not found:  # the time was up
             continue
-        ours = (OURS | HYBRID).get(plan["name"])
+        ours = FOREBAY.get(plan["name"])
+        held = held_nbytes(model, plan["name"])
         row = {"model": model["sizes"]["family"], "cell": plan["cell"], "name": plan["name"], "batch": batch,
                "micro_batches": plan.get("micro_batches", 1),
                "tokens_per_s": median(batch / mean(t["steps_s"]) for t in found),
-               "objects_nbytes": held_nbytes(model, plan["name"]) - model["baselines"][plan["name"]],
-               "peak_nbytes": max(t["peak"] for t in found) - held_nbytes(model, plan["name"]),
+               "objects_nbytes": held - model["baselines"][plan["name"]],
+               "peak_nbytes": max(t["peak"] for t in found) - held,
                "budget": model["budget"]}
         if all("prefill_s" in t for t in found):
             row["prefill_s"] = median(t["prefill_s"] for t in found)
@@ -122,7 +123,7 @@ def between(rows: list[Row]) -> Iterator[tuple[float, float]]:
             found.setdefault((row["model"], row["cell"]), {})[some / period] = row
     for cell in found.values():
         predicted = {share: row["tokens_per_s"] / (1 + row["step_error"]) for share, row in cell.items()}
-        if len(cell) > 2 and 0 < max(predicted, key=predicted.__getitem__) < 1:
+        if {0.0, 1.0} < cell.keys() and 0 < max(predicted, key=predicted.__getitem__) < 1:
             best = max(row["tokens_per_s"] for share, row in cell.items() if 0 < share < 1)
             yield best / cell[0.0]["tokens_per_s"], best / cell[1.0]["tokens_per_s"]
 

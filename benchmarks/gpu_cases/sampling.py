@@ -35,6 +35,4 @@ def sampling_work(place: Place, rule: tuple[float, int, float] | None) -> Work:
 def cases(tiny: bool) -> list[Case]:
     """Llama-3-8B's vocabulary."""
     rules = (None, (0.8, 0, 1.0), (0.8, 50, 0.95))
-    return [
-        *(Case("sampling", functools.partial(sampling_work, rule=rule)) for rule in rules),
-    ]
+    return [Case("sampling", functools.partial(sampling_work, rule=rule)) for rule in rules]

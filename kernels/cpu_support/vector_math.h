@@ -1,4 +1,4 @@
-// Elementwise functions of vectors: rounding to a storage type, exp, tanh, erf, and the activations of networks.
+// Functions of vectors: rounding to a storage type, sums of rows, exp, tanh, erf, and the activations of networks.
 #pragma once
 
 #include "micro.h"
@@ -50,6 +50,21 @@ FB_INLINE void store_whole(f16* p, vf v) {
 }
 template <class T> FB_INLINE void store_partial(T* p, vf v, int n) {
   for (int i = 0; i < n; ++i) store_one(p + i, v[i]);
+}
+
+// The sum of f over the elements of a row; what f makes of lanes beyond its end is left out.
+template <class T, class F> FB_INLINE float row_sum(const T* x, int64_t n, F f) {
+  vf sum[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * VL <= n; i += 4 * VL)
+    FB_UNROLL for (int j = 0; j < 4; ++j) sum[j] += f(load(x + i + j * VL));
+  for (; i + VL <= n; i += VL) sum[0] += f(load(x + i));
+  if (i < n) {
+    vf v = f(load_partial(x + i, int(n - i)));
+    for (int j = int(n - i); j < VL; ++j) v[j] = 0.0f;
+    sum[1] += v;
+  }
+  return lane_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
 // exp(x) for x <= 0, relative error 2e-7; below -87 the result is 0. Range reduction by ln 2 and a Taylor polynomial of

@@ -59,8 +59,9 @@ def check_choices(workload: Workload, wishes: Wishes, replayed: Plan | None = No
     if wishes.checkpoints is not None and not _is_pair(wishes.checkpoints, int):
         raise PlanError(f"checkpoints must be two whole numbers, so many stretches of tokens of every so many, found "
                         f"{wishes.checkpoints!r}")
-    if wishes.checkpoint_format != "native" and (wishes.cache_tier == "device" or (wishes.checkpoints or (1,))[0] == 0):
-        why = "cache_tier device" if wishes.cache_tier == "device" else "checkpoints (0, …)"
+    why = "cache_tier device" if wishes.cache_tier == "device" else (
+        "checkpoints (0, …)" if wishes.checkpoints is not None and not wishes.checkpoints[0] else "")
+    if why and wishes.checkpoint_format != "native":
         raise PlanError(f"checkpoint_format {wishes.checkpoint_format}: with {why} none are kept; leave one out")
     if replayed is not None and wishes.score_ranges:
         raise PlanError("the plan says what ranges of scores it takes; leave calibration out, or plan anew with it")

@@ -39,7 +39,7 @@ def _generate_balanced(
     """`generate_tokens`, with the prompts in rows whose micro-batches hold about as many tokens. Where one generator
     draws for all, rows stay as they are: it draws in their order."""
     plan = session.plan
-    rows = plan.workload.batch // plan.schedule.block.micro_batches
+    rows = plan.schedule.block.sequences(plan.workload.batch, 1)
     lengths = [prompt.numel() for prompt in prompts]
     if len(prompts) <= rows or len(set(lengths)) == 1 or len(prompts) > plan.workload.batch or (
             sampling.do_sample and not isinstance(generator, Sequence)):

@@ -163,7 +163,8 @@ class _Loop:
         self.entered = list(zip(self._places_for(numbers), numbers, strict=True))
         if not self.entering:  # rows of a step are the first places
             self.entered.sort()
-        self.free = [place for place in self.free if place not in dict(self.entered)]
+        taken = {place for place, _ in self.entered}
+        self.free = [place for place in self.free if place not in taken]
         prompts = [torch.cat((self.asked[number].ids, torch.tensor(self.new.get(number, []), dtype=torch.int64)))
                    for _, number in self.entered]
         lengths = torch.ones(self.entering or self.batch, dtype=torch.int64)
@@ -177,7 +178,7 @@ class _Loop:
 
     def _places_for(self, numbers: Sequence[int]) -> list[int]:
         """Free places for sequences, such that micro-batches hold about as many tokens."""
-        rows = self.batch // self.session.plan.schedule.block.micro_batches
+        rows = self.session.plan.schedule.block.sequences(self.batch, 1)
         held = [0] * (self.batch // rows)
         for place, number in self.running.items():
             held[place // rows] += self._length(number)

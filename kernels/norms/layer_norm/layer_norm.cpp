@@ -18,21 +18,6 @@ extern "C" struct LayerNormArgs {
 
 namespace {
 
-// The sum of f over the elements of a row; what f makes of lanes beyond its end is left out.
-template <class T, class F> FB_INLINE float row_sum(const T* x, int64_t n, F f) {
-  vf sum[4] = {};
-  int64_t i = 0;
-  for (; i + 4 * VL <= n; i += 4 * VL)
-    FB_UNROLL for (int j = 0; j < 4; ++j) sum[j] += f(load(x + i + j * VL));
-  for (; i + VL <= n; i += VL) sum[0] += f(load(x + i));
-  if (i < n) {
-    vf v = f(load_partial(x + i, int(n - i)));
-    for (int j = int(n - i); j < VL; ++j) v[j] = 0.0f;
-    sum[1] += v;
-  }
-  return lane_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
-}
-
 template <class T>
 void layer_norm_row(const T* x, const T* weight, const T* bias, T* out, int64_t n, float eps) {
   const vf mean = vf{} + row_sum(x, n, [](vf v) { return v; }) / float(n);

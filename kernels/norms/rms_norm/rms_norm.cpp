@@ -22,27 +22,8 @@ extern "C" struct RmsNormArgs {
 
 namespace {
 
-template <class T> FB_INLINE float sum_of_squares(const T* x, int64_t n) {
-  vf sum[4] = {};
-  int64_t i = 0;
-  for (; i + 4 * VL <= n; i += 4 * VL)
-    FB_UNROLL for (int j = 0; j < 4; ++j) {
-      const vf v = load(x + i + j * VL);
-      sum[j] += v * v;
-    }
-  for (; i + VL <= n; i += VL) {
-    const vf v = load(x + i);
-    sum[0] += v * v;
-  }
-  if (i < n) {
-    const vf v = load_partial(x + i, int(n - i));
-    sum[1] += v * v;
-  }
-  return lane_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
-}
-
 template <class T> void rms_norm_row(const T* x, const T* weight, T* out, int64_t n, float eps) {
-  const vf scale = vf{} + 1.0f / std::sqrt(sum_of_squares(x, n) / float(n) + eps);
+  const vf scale = vf{} + 1.0f / std::sqrt(row_sum(x, n, [](vf v) { return v * v; }) / float(n) + eps);
   int64_t i = 0;
   for (; i + VL <= n; i += VL) store_whole(out + i, load(weight + i) * rounded(x, load(x + i) * scale));
   if (i < n) {
