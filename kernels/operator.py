@@ -76,12 +76,13 @@ class Operator:
     results, by device, and `passing` how many of those on a GPU torch's own operators take and give back. `overwrites`
     names arguments whose every element is read just before the element of the result that may take its place. `caches`
     names the arguments that are K and V, and `over_rows` the same operator over packed rows of them, with bits and
-    group size behind the arguments that must be given. `score_ranges`: its last three arguments, phi, low and high, say
-    that partial softmaxes share the maximum phi where the largest score x has phi + low < x < phi + high; by dtype of
-    its first argument the least low and the most high. `takes` tells whether its kernels take such tensors, of those
-    that a pass asks about. `timed_as` says which of a machine's measurements tell its time. `onnx` is what it is in
-    ONNX, as a function of its arguments that puts operators into a graph (`onnx_meaning`); without it the operator has
-    no place there.
+    group size behind the arguments that must be given. `sparse`: the same operator over one query that reads a share of
+    the values, `kept`, which stands among its arguments where the first ends that this one has not. `score_ranges`: its
+    last three arguments, phi, low and high, say that partial softmaxes share the maximum phi where the largest score x
+    has phi + low < x < phi + high; by dtype of its first argument the least low and the most high. `takes` tells
+    whether its kernels take such tensors, of those that a pass asks about. `timed_as` says which of a machine's
+    measurements tell its time. `onnx` is what it is in ONNX, as a function of its arguments that puts operators into a
+    graph (`onnx_meaning`); without it the operator has no place there.
     """
 
     overload: torch._ops.OpOverload
@@ -94,6 +95,7 @@ class Operator:
     overwrites: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
     over_rows: Operator | None = None
+    sparse: Operator | None = None
     score_ranges: Mapping[torch.dtype, tuple[float, float]] = field(default_factory=dict)
     implementations: Implementations | None = None
     timed_as: Literal["product", "attention", "memory"] = "memory"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from forebay.kernels.attention.attention.operator import ATTENTION
 from forebay.kernels.attention.attention_q.operator import ATTENTION_Q
+from forebay.kernels.attention.sparse_attention.operator import SPARSE_ATTENTION
 from forebay.kernels.cache.activation_append_q.operator import ACTIVATION_APPEND_Q
 from forebay.kernels.cache.kv_append.operator import KV_APPEND
 from forebay.kernels.cache.kv_append_q.operator import KV_APPEND_Q
@@ -20,7 +21,7 @@ from forebay.kernels.quantization.quantize.operator import DEQUANTIZE, QUANTIZE
 
 OPERATORS = (
     LINEAR, LINEAR_Q,
-    ATTENTION, ATTENTION_Q,
+    ATTENTION, ATTENTION_Q, SPARSE_ATTENTION,
     KV_APPEND, KV_APPEND_Q, ACTIVATION_APPEND_Q,
     RMS_NORM, LAYER_NORM, ROTARY, QUANTIZE, DEQUANTIZE, DEQUANTIZE_ROWS, SAMPLING,
 )  # fmt: skip

@@ -34,6 +34,7 @@ from forebay.passes.place.repeat_layout import repeats
 from forebay.passes.place.select_gemm import Shape, product_shape, select_gemm
 from forebay.passes.place.shorten_lifetimes import shorten_lifetimes
 from forebay.passes.place.specialise_blocks import specialise_blocks
+from forebay.passes.quantise.drop_values import drop_values
 from forebay.passes.quantise.quantize_cache import quantize_cache
 from forebay.passes.quantise.quantize_weights import fuse_dequantize, quantize_weights
 from forebay.rewriter.capture.concretise import inline_blocks
@@ -87,6 +88,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(quantize_weights, "captured", "each graph", "the products have what they took over, and keep it"),
     Pass(fuse_dequantize, "captured", "each graph", "it folds what quantize_weights put there into its readers"),
     Pass(checkpoint_kv, "captured", "whole step", "last, where a block keeps checkpoints: what it moves is final"),
+    Pass(drop_values, "captured", "each graph", "of steps that decode: it puts operators in the place of others"),
     # once per step size, on graphs of fixed sizes
     Pass(specialise_blocks, "planned", "whole step",
          "first: the rest see a weight's placement, which layers of one kind need not share"),

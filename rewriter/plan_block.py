@@ -229,7 +229,7 @@ def staged_blocks(graphs_of: GraphsOf, workload: Workload, wishes: Wishes) -> li
         math.ceil(batch / size) for size in reversed(SIZES) if size == 1 or size < 2 * batch]
     entering = min(wishes.entering or 0, batch)
     block = Block(1, wishes.order, wishes.cache_tier or "disk", tokens, wishes.cache_slots, entering=entering,
-                  cpu_attention=bool(wishes.cpu_attention))
+                  cpu_attention=bool(wishes.cpu_attention), sparse_values=wishes.sparse_values)
     share = wishes.checkpoints or (0, 1)
     if share[0]:
         block = _with_checkpoints(block, graphs_of, workload, share, wishes.checkpoint_format)

@@ -20,7 +20,7 @@ def plan_speculation(pipeline: Pipeline, plan: Plan, budget: Budget, wishes: Wis
     decoding slower. With a number of drafted tokens they are taken whatever they cost; PlanError where there can be
     none.
     """
-    if wishes.drafted_tokens is None:
+    if wishes.drafted_tokens is None or wishes.sparse_values < 1:
         return pipeline, plan
     forced = wishes.drafted_tokens != "auto"
     if plan.schedule.block.staged or plan.schedule.block.entering or pipeline.graphs.speculate is None:

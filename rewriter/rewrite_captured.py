@@ -13,6 +13,8 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from forebay.kernels.formats.table import Format, checkpoint_format
 from forebay.kernels.formats.table import cache_format as format_of
 from forebay.passes.checkpoint.checkpoint_kv import CannotCheckpoint, checkpoint_kv
+from forebay.passes.place.specialise_blocks import block_graphs
+from forebay.passes.quantise.drop_values import drop_values
 from forebay.rewriter.capture.stored_sizes import fill_values
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import CacheSpec, CapturedModel, RowFormat, copy_node
@@ -21,7 +23,7 @@ from forebay.rewriter.pipeline import PASSES, phase
 from forebay.rewriter.run_passes import Stage, check_switches
 from forebay.rewriter.switches import SwitchError, Switches
 
-WHERE_ASKED = ("quantize_cache", "quantize_weights", "checkpoint_kv")
+WHERE_ASKED = ("quantize_cache", "quantize_weights", "checkpoint_kv", "drop_values")
 
 
 @no_collection()
@@ -33,7 +35,7 @@ def rewrite_captured(captured: CapturedModel, switches: Switches, cache_format: 
     if captured.rewritten:
         _refuse_switches(switches)
         if cache_format == "native":
-            return replace(captured, checkpointed=cache(lambda kept: _checkpointed(captured, switches, kept)))
+            return _with_choices(captured, switches)
         _fill(captured)
     step = _with_blocks(captured)
     done = captured.rewritten
@@ -58,7 +60,26 @@ def rewrite_captured(captured: CapturedModel, switches: Switches, cache_format: 
             stage.run(each, given.get(each.name, lambda _: ()))
         else:
             stage.stop(each)
-    return replace(captured, checkpointed=cache(lambda kept: _checkpointed(captured, switches, kept)))
+    return _with_choices(captured, switches)
+
+
+def _with_choices(captured: CapturedModel, switches: Switches) -> CapturedModel:
+    """`captured`, which is rewritten, with what a plan's block may still ask of its graphs."""
+    sparse = cache(lambda share: _sparse(captured, switches, share))
+    return replace(captured, checkpointed=cache(lambda kept: _checkpointed(captured, switches, kept)), sparse=sparse)
+
+
+def _sparse(captured: CapturedModel, switches: Switches, share: float) -> CapturedModel:
+    """`captured`, which is rewritten, for steps over one token, of which attention reads such a share of the values.
+    What FOREBAY_BISECT compares is left: the others are not to be read. PlanError where it reads no cache."""
+    _fill(captured)
+    step = _with_blocks(captured)
+    stage = Stage(step, replace(switches, bisect=False), "sparse", {})
+    stage.run(next(each for each in PASSES if each.run is drop_values), lambda _: (share,))
+    if not any(node.meta.get("made_by") == drop_values.__name__
+               for graph in (step, *block_graphs(step).values()) for node in graph.graph.nodes):
+        raise PlanError("sparse_values: no attention of this model reads a cache; leave it out")
+    return replace(captured, step=step)
 
 
 def _checkpointed(captured: CapturedModel, switches: Switches, kept: str) -> CapturedModel:
@@ -76,8 +97,9 @@ def _checkpointed(captured: CapturedModel, switches: Switches, kept: str) -> Cap
     except CannotCheckpoint as error:
         raise PlanError(f"checkpoints: {error}; leave them out") from error
     specs = step.meta["cache_x"]
-    return replace(captured, step=step, cache=tuple(
+    made = replace(captured, step=step, cache=tuple(
         replace(spec, checkpoint=specs[i]) for i, spec in enumerate(captured.cache)))
+    return replace(made, sparse=cache(lambda share: _sparse(made, switches, share)))
 
 
 def _fill(captured: CapturedModel) -> None:

@@ -75,6 +75,7 @@ def step_graphs(
     plain = captured
     if block.checkpoints:
         captured = _checkpointed(captured, block.checkpoint_format)
+    sparse = _sparse(captured, block.sparse_values)
     weights = _weight_inputs(captured)
     every = every_position(captured) if speculative else None
     if speculative and every is None:
@@ -87,6 +88,8 @@ def step_graphs(
         return step_inputs(captured, each, tokens, cached, weights, block)
 
     def graph_of(tokens: int) -> fx.GraphModule:
+        if tokens == 1:
+            return sparse.step
         return every.step if every is not None and tokens in speculative else captured.step
 
     def step(tokens: int, cached: int | None = None) -> fx.GraphModule:
@@ -116,6 +119,15 @@ def _checkpointed(captured: CapturedModel, kept: str) -> CapturedModel:
     if captured.checkpointed is None:
         raise PlanError("checkpoints: graphs are given them once they are rewritten")
     return captured.checkpointed(kept)
+
+
+def _sparse(captured: CapturedModel, share: float) -> CapturedModel:
+    """`captured` for steps over one token, which read such a share of the values."""
+    if share == 1:
+        return captured
+    if captured.sparse is None:
+        raise PlanError("sparse_values: graphs read fewer values once they are rewritten")
+    return captured.sparse(share)
 
 
 def step_inputs(

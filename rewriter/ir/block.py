@@ -47,6 +47,9 @@ class Block:
     these are made anew when the cache has been loaded. A stretch is as long as the longer of the two kinds of blocks.
     Checkpoints are kept as they are, or in a `checkpoint_format` (act8).
 
+    With `sparse_values` below 1 decode steps read the values of such a share of a sequence's tokens, those with the
+    largest weights (FlexGen, section 5).
+
     With `entering`, a prefill step computes so many sequences alone, for the places that its input names; the others
     keep their cache. Else it computes all of them. The sequences that enter stand in any micro-batches, so then all
     caches of a layer lie on one tier, and `cache_device` and `cache_host` are whole layers of them. Where it is
@@ -68,6 +71,7 @@ class Block:
     checkpoint_period: int = 0
     checkpoint_tokens: int = 0
     checkpoint_format: str = "native"
+    sparse_values: float = 1.0
 
     def attends_on_host(self, tokens: int) -> bool:
         """Whether a step over `tokens` tokens per sequence attends where caches in host memory lie."""

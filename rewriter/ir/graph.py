@@ -173,6 +173,7 @@ class CapturedModel:
     embeds: int = 0  # width of the embeddings that a step takes too; 0: it takes ids alone
     renewed_at: int = 0  # a cache begun within so many tokens is computed anew beyond them; 0: never
     checkpointed: Callable[[str], CapturedModel] | None = None  # with checkpoints of a format beside K and V, made once
+    sparse: Callable[[float], CapturedModel] | None = None  # of steps over one token that read such a share of values
 
     @property
     def weight_nbytes(self) -> int:

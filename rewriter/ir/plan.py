@@ -295,6 +295,10 @@ def _validate_block(plan: Plan) -> None:
         raise PlanError(f"plan.schedule.block.checkpoints: {s.block.checkpoints} of checkpoint_period "
                         f"{s.block.checkpoint_period}, in blocks of checkpoint_tokens {s.block.checkpoint_tokens}, are "
                         "no share of the cache")
+    share, alone = s.block.sparse_values, s.prefill_chunks[-1] == 1 < plan.workload.prompt
+    if not 0 < share <= 1 or (share < 1 and (plan.score_ranges or s.speculative_steps or alone)):
+        raise PlanError(f"plan.schedule.block.sparse_values: {share} must be a share above 0; below 1 with no "
+                        "plan.score_ranges, plan.schedule.speculative_steps or plan.schedule.prefill_chunks of 1")
     try:
         checkpoint_format(s.block.checkpoint_format)
     except ValueError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from forebay.passes.lower.stage_cache import StagedLayer
 from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.graph import Layout
-from forebay.rewriter.ir.plan import Workload
+from forebay.rewriter.ir.plan import PlanError, Workload
 from forebay.rewriter.planning.product_shapes import ProductUse
 from forebay.rewriter.planning.staged_cache import StagedCache, staged_cache
 from forebay.rewriter.predict.closed_form import CacheMoves, Rates
@@ -73,9 +73,8 @@ class ModelNeeds:
     def workspace(self, chunk: int) -> int:
         """Bytes that launches take of the device beside its arena, in prefill steps over `chunk` tokens, decode steps
         and those that check drafted tokens. Attention takes some unless all caches are attended by the host."""
-        elsewhere = self._host_attends and self.staged is not None and set(self.staged.homes) == {"host"}
         needs = [self.need(tokens) for tokens in (chunk, 1, *self.speculative[:1])]
-        return max(need.computing if elsewhere else need.workspace for need in needs)
+        return max(need.computing if self._host_alone_attends else need.workspace for need in needs)
 
     @property
     def host_nbytes(self) -> int:
@@ -87,6 +86,16 @@ class ModelNeeds:
     @property
     def _host_attends(self) -> bool:
         return self.block.cpu_attention and self.staged is not None and "host" in self.staged.homes
+
+    @property
+    def _host_alone_attends(self) -> bool:
+        return self._host_attends and self.staged is not None and set(self.staged.homes) == {"host"}
+
+    def refuse_sparse_values(self) -> None:
+        """PlanError where a GPU attends, which reads all values, and decode steps are to read fewer."""
+        if self.block.sparse_values < 1 and self.host_hop and not self._host_alone_attends:
+            raise PlanError("plan.schedule.block.sparse_values: a GPU reads all values; leave sparse_values out, or "
+                            "let the host attend over all caches (cache_tier='host', cpu_attention=True)")
 
     def staging(self, layers: Mapping[int, StagedLayer], block: Block, work: Workload) -> ModelNeeds:
         """The same with caches of `layers` staged as `block`, which has as many micro-batches, says."""

@@ -34,8 +34,8 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, wishes: Wis
     Candidates are prefill chunks (of the prompt halved again and again) x slots x slot sizes; each leaves other room
     for resident weights. They are compared by `Rates.step_time_s`, and none of them gets worse with more budget.
     """
-    kinds = _kinds(needs)
-    held = needs.host_nbytes
+    needs.refuse_sparse_values()
+    kinds, held = _kinds(needs), needs.host_nbytes
     if budget.host is not None and held > budget.host:
         raise PlanError(f"budget.host: {format_nbytes(budget.host)} cannot hold the {format_nbytes(held)} ({held} "
                         "bytes) of cache that are to lie in host memory (plan.schedule.block.cache_host); give more")
@@ -300,8 +300,9 @@ def _chunk_sizes(largest: int) -> tuple[int, ...]:
 
 def _shortest(needs: ModelNeeds, prompt: int) -> int:
     """Tokens of the shortest prefill step. Where sequences enter alone it computes few of them, at the price of its
-    launches, of which candidates count what issuing them takes, and not the memory that the small ones touch."""
-    return min(prompt, SHORTEST_CHUNK) if needs.block.entering else 1
+    launches, of which candidates count what issuing them takes, and not the memory that the small ones touch. A step
+    that reads a share of the values is no prefill's."""
+    return min(prompt, SHORTEST_CHUNK) if needs.block.entering or needs.block.sparse_values < 1 else 1
 
 
 def _halvings(n: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Literal
 
@@ -34,12 +34,21 @@ class Wishes:
     entering: int | None = None  # sequences of a prefill step; None: all at once
     joined: bool = False  # prefill steps decode as well, where sequences enter
     drafted_tokens: int | Literal["auto"] | None = None  # that a step checks at most; None: no step checks any
+    sparse_values: float = 1.0  # share of a sequence's tokens whose values decode steps read
     score_ranges: tuple[ScoreRange, ...] = ()  # what `forebay calibrate` measured
+
+    def as_planned(self, plan: Plan) -> Wishes:
+        """The same beside a plan: what it says of the values that attention has is so in plans that follow it."""
+        return replace(self, cache_format=plan.cache_format, sparse_values=plan.schedule.block.sparse_values)
+
+    def of_any_steps(self) -> Wishes:
+        """What is wished whatever steps give."""
+        return Wishes(cache_format=self.cache_format, score_ranges=self.score_ranges, sparse_values=self.sparse_values)
 
     def block(self, batch: int) -> Block:
         """The block for `batch` sequences with their cache on the device; no micro-batch is empty."""
         return Block(min(self.micro_batches or 1, batch), self.order, entering=min(self.entering or 0, batch),
-                     joined=self.joined and bool(self.entering))
+                     joined=self.joined and bool(self.entering), sparse_values=self.sparse_values)
 
 
 def check_choices(workload: Workload, wishes: Wishes, replayed: Plan | None = None) -> None:
@@ -65,11 +74,29 @@ def check_choices(workload: Workload, wishes: Wishes, replayed: Plan | None = No
         raise PlanError(f"checkpoint_format {wishes.checkpoint_format}: with {why} none are kept; leave one out")
     if replayed is not None and wishes.score_ranges:
         raise PlanError("the plan says what ranges of scores it takes; leave calibration out, or plan anew with it")
+    _check_sparse_values(wishes)
+    if replayed is not None and wishes.sparse_values not in (1, replayed.schedule.block.sparse_values):
+        raise PlanError(f"sparse_values: the plan has {replayed.schedule.block.sparse_values}, "
+                        f"{wishes.sparse_values} is asked for; leave it out, or plan anew")
     shares = wishes.cache_shares
     if shares is not None and not (_is_pair(shares, int | float) and all(0 <= share <= 1 for share in shares)):
         raise PlanError(f"cache_shares must be two numbers from 0 to 1, found {shares!r}")
     if wishes.lead and wishes.slots and wishes.lead > wishes.slots:
         raise PlanError(f"lead {wishes.lead} needs as many slots; {wishes.slots} were asked for")
+
+
+def _check_sparse_values(wishes: Wishes) -> None:
+    share = wishes.sparse_values
+    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
+        raise PlanError(f"sparse_values must be a number above 0 and at most 1, a share of tokens, found {share!r}")
+    if share < 1 and wishes.prefill_chunk == 1:
+        raise PlanError("sparse_values: a step over 1 token reads few values, a prompt's read all; give a "
+                        "prefill_chunk of at least 2, or leave it out")
+    if share < 1 and wishes.score_ranges:
+        raise PlanError("sparse_values: the host attends, calibration is for a GPU that does; leave one of them out")
+    if share < 1 and wishes.drafted_tokens not in (None, "auto"):
+        raise PlanError("sparse_values: steps that check drafts read all values, so their tokens would be others; "
+                        "leave prompt_lookup_num_tokens out")
 
 
 def require_sizes(**sizes: object) -> None:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from forebay.kernels.operator import Operator
+from forebay.kernels.operator import Operator, each_once
 from forebay.kernels.operators import find
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.operator_names import called
@@ -69,7 +69,7 @@ def launch_time_s(item: Launch, times: Estimator) -> float:
         return dispatch_s + times.product_s(*shape, nbytes=touched_nbytes(item), impl=item.impl)
     if operator is not None and operator.timed_as == "attention":
         if item.stream == ATTEND:
-            return host_attend_s(_cache_nbytes(item), times)
+            return host_attend_s(_cache_nbytes(item, operator), times)
         return dispatch_s + _attention_time_s(item, operator, times)
     return dispatch_s + times.touch_s(touched_nbytes(item))
 
@@ -103,10 +103,11 @@ def _attention_time_s(item: Launch, operator: Operator, times: Estimator) -> flo
     refs = [ref for ref in item.args if isinstance(ref, TensorRef)]
     if len(refs) < 3 or len(refs[0].shape) != 4:
         return times.attention_s("", touched_nbytes(item), 0.0)
-    return times.attention_s(refs[0].dtype, _cache_nbytes(item), operator.cost(item).flops)
+    return times.attention_s(refs[0].dtype, _cache_nbytes(item, operator), operator.cost(item).flops)
 
 
-def _cache_nbytes(item: Launch) -> int:
-    """Bytes of K and V that attention is given."""
+def _cache_nbytes(item: Launch, operator: Operator) -> int:
+    """Bytes of K and V that attention reads: what it is given but for the values that it leaves."""
     k, v = [ref for ref in item.args if isinstance(ref, TensorRef)][1:3]
-    return (math.prod(k.shape) + math.prod(v.shape)) * dtype_itemsize(k.dtype)
+    left = each_once(item).read_nbytes - operator.cost(item).read_nbytes
+    return (math.prod(k.shape) + math.prod(v.shape)) * dtype_itemsize(k.dtype) - left

@@ -107,6 +107,8 @@ def _head(plan: Plan) -> str:
                     + (f"; {s.block.entering} enter at once as places fall free" if s.block.entering else "")
                     + (", while the others decode in the same passes" if s.block.joined else "")),
         ("cache", f"{plan.cache_format}, {_cache_tier(plan)}"),
+        *([("values", f"decode steps read those of {100 * s.block.sparse_values:g} % of the tokens, the weightiest")]
+          if s.block.sparse_values < 1 else []),
         *([("drafts", _drafts(plan))] if s.speculative_steps else []),
         *([("softmax", _shared_maxima(plan))] if plan.score_ranges else []),
     ]

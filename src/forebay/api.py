@@ -74,7 +74,7 @@ def wrap(
     prefill_chunk: int | None = None, cache: str = "native",
     micro_batches: int | None = None, order: Literal["row", "zigzag"] = "zigzag",
     cache_tier: Literal["device", "host", "disk"] | None = None,
-    cache_shares: tuple[float, float] | None = None,
+    cache_shares: tuple[float, float] | None = None, sparse_values: float = 1.0,
     cpu_attention: bool | None = None, checkpoints: tuple[int, int] | None = None, checkpoint_format: str = "native",
     places: int | None = None, prompt_lookup_num_tokens: int | Literal["auto"] | None = None,
     dequantize: bool = False, calibration: str | os.PathLike[str] | None = None, **others: Any,
@@ -86,16 +86,16 @@ def wrap(
     ints or strings: {"device": "120MiB", "disk": "/path"}. `batch`, `prompt` (default 128, or half of the model's
     positions where they are few) and `new_tokens` are what the first plan is made for; `generate` plans anew for more.
     `machine` is what `forebay machine` measured; by default the profile it kept, else a cautious guess. `slots`,
-    `slot_nbytes`, `lead` and `prefill_chunk` force choices that are otherwise the planner's. `cache` is the KV cache's
-    format: native, kv8 or kv4. What does not fit the device of it lies in host memory, as far as `budget["host"]`
-    allows, and in a spill file in `budget["disk"]`, or all on a `cache_tier` but for `cache_shares` on the device and
-    in host memory, where with `cpu_attention` the host attends. The batch is then computed in `micro_batches` parts
-    that load their caches for their turns in each layer (by default the planner says how many); in "zigzag" `order`
-    they share each pass over the weights. With `checkpoints` (2, 3) it keeps of two of three stretches of tokens what K
-    and V are made of, native or act8. With `places`, so many are computed at once, whatever `batch`, and prompts of a
-    `generate` enter as others end. With `prompt_lookup_num_tokens` steps check up to so many tokens that followed the
-    last ones before, as many as pay, or with "auto" none where none do. `plan` replays a plan. With `calibration`, the
-    file of `forebay calibrate`, layers share a softmax maximum on a GPU.
+    `slot_nbytes`, `lead` and `prefill_chunk` force the planner's choices. `cache` is the KV cache's format: native, kv8
+    or kv4. What does not fit the device of it lies in host memory, as far as `budget["host"]` allows, and in a spill
+    file in `budget["disk"]`, or all on a `cache_tier` but for `cache_shares` on the device and in host memory, where
+    with `cpu_attention` the host attends. The batch is then computed in `micro_batches` parts that load their caches
+    for their turns in each layer (by default as many as pay); in "zigzag" `order` they share each pass over the
+    weights. With `checkpoints` (2, 3) it keeps of two of three stretches of tokens what K and V are made of, native or
+    act8. With `sparse_values` 0.1 decode steps read the values of a tenth of the tokens. With `places`, so many are
+    computed at once, whatever `batch`, and prompts of a `generate` enter as others end. With `prompt_lookup_num_tokens`
+    steps check up to so many tokens that followed the last ones before, or with "auto" as many as pay. `plan` replays a
+    plan. With `calibration`, the file of `forebay calibrate`, layers share a softmax maximum on a GPU.
 
     Raises PlanError for the budget, CheckpointError for files, SpillError for the disk folder, CaptureError for models.
     """
@@ -113,7 +113,8 @@ def wrap(
         captured, checkpoint, files = open_model(model, dequantize=dequantize)
     if prompt is None:
         prompt = min(128, max(1, captured.max_positions // 2)) if captured.max_positions else 128
-    wishes = replace(wishes, score_ranges=ranges_for(calibration, checkpoint.fingerprint, captured.dtype))
+    wishes = replace(wishes, sparse_values=sparse_values,
+                     score_ranges=ranges_for(calibration, checkpoint.fingerprint, captured.dtype))
     workload = Workload(places or batch, prompt, new_tokens)
     lm = LanguageModel(captured, checkpoint, files, sizes, workload, wishes, machine, plan)
     if isinstance(model, torch.nn.Module):  # only now: a budget that cannot work leaves the module as it was
@@ -147,7 +148,7 @@ class LanguageModel(ModuleHabits):
         check_choices(workload, wishes, plan)
         if plan is not None:
             require_within(plan, budget)
-        self.wishes = wishes if plan is None else replace(wishes, cache_format=plan.cache_format)
+        self.wishes = wishes if plan is None else wishes.as_planned(plan)
         self._prepare(plan.workload if plan else workload, wishes, choose, plan)
 
     def _prepare(self, workload: Workload, wishes: Wishes, choose: PlanChoice, plan: Plan | None = None) -> None:
@@ -236,9 +237,8 @@ class LanguageModel(ModuleHabits):
             return self
         with self._lock:
             if kind not in self._variants:
-                wishes = Wishes(cache_format=self.wishes.cache_format, score_ranges=self.wishes.score_ranges)
                 other = LanguageModel(self._capture(gives=gives, embeds=embeds), self.checkpoint, self.files,
-                                      self.budget, self.plan.workload, wishes, self.machine)
+                                      self.budget, self.plan.workload, self.wishes.of_any_steps(), self.machine)
                 other._lock, other._capture, other._origin = self._lock, self._capture, weakref.ref(self)
                 other.config, other.generation_config = self.config, self.generation_config
                 self._variants[kind] = other

@@ -15,6 +15,7 @@ import pytest
 import torch
 from e2e.block_case import ATTENDED, DISK, HOST, SHARED, Case
 
+from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.program import ATTEND, DOWNLOAD, LOAD, RETURN, WRITE, Copy, Launch, Rows, tier_of
 from forebay.rewriter.machine.profile import Machine
 from forebay.runtime.devices import cuda
@@ -145,6 +146,20 @@ def test_checkpoints(tmp_path: Path, driver: None, name: str, more: dict[str, An
                                   for ids, mask in zip(case.ids, case.mask, strict=True)])
         assert 1e-5 < ((logits - wanted).abs().max() / wanted.abs().max()).item() < 0.01
 
+
+
+def test_the_host_reads_few_values(cases: Callable[[str], Case], driver: None) -> None:
+    """Tokens are those of a CPU that reads as few; a GPU that attends itself is refused."""
+    case = cases("llama")
+    with case.language_model(4.0, sparse_values=0.3) as plain, case.language_model(4.0) as dense:
+        expected = case.answer(plain)
+        assert not torch.equal(expected, case.answer(dense))
+    with case.language_model(400.0, GPU, micro_batches=3, sparse_values=0.3, **ATTENDED) as lm:
+        assert isinstance(lm.session.device, Pretended)
+        assert torch.equal(case.answer(lm), expected)
+    for tiers in (HOST | {"cpu_attention": False}, SHARED | {"cpu_attention": True}, {}):
+        with pytest.raises(PlanError, match=r"block.sparse_values: a GPU reads all values; leave sparse_values out"):
+            case.language_model(400.0, GPU, micro_batches=3, sparse_values=0.3, **tiers)
 
 
 def test_of_what_is_on_disk_only_the_blocks_that_exist_cross_the_link(cases: Callable[[str], Case]) -> None:

@@ -22,6 +22,7 @@ from forebay.kernels.attention.attention.reference import check, reference
 from forebay.kernels.attention.attention_q.operator import ATTENTION_Q
 from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
 from forebay.kernels.attention.scoring import HELD, Scoring, SoftmaxRange
+from forebay.kernels.attention.sparse_attention.operator import SPARSE_ATTENTION
 from forebay.kernels.operator import Call, Operator, Tensors, Use
 
 
@@ -76,6 +77,7 @@ ATTENTION = Operator(
     workspace={"cpu": lambda use: cpu.workspace_nbytes(*cpu_shape(use)), "cuda": gpu_workspace_nbytes},
     caches=("k", "v"),
     over_rows=ATTENTION_Q,
+    sparse=SPARSE_ATTENTION,
     score_ranges=HELD,
     timed_as="attention",
     onnx=attention_onnx,

@@ -18,6 +18,7 @@ from forebay.kernels.attention.attention_q.cpu import bind_attention_q
 from forebay.kernels.attention.attention_q.reference import check, reference
 from forebay.kernels.attention.costs import attention_cost, cpu_shape, gpu_workspace_nbytes
 from forebay.kernels.attention.scoring import HELD, Scoring, SoftmaxRange
+from forebay.kernels.attention.sparse_attention.operator import SPARSE_ATTENTION
 from forebay.kernels.operator import Call, Operator, Tensors, Use
 
 
@@ -84,6 +85,7 @@ ATTENTION_Q = Operator(
         "cuda": lambda use: gpu_workspace_nbytes(use, *use.args[7:9]),
     },
     caches=("k_cache", "v_cache"),
+    sparse=SPARSE_ATTENTION,
     score_ranges=HELD,
     timed_as="attention",
 )

@@ -41,7 +41,8 @@ def launched(model: CapturedModel, wishes: Wishes | None = None) -> set[str]:
 def test_every_operator_is_launched_by_some_program() -> None:
     staged = Wishes(cache_tier="host", cache_tokens=4, micro_batches=2, checkpoints=(1, 1), checkpoint_format="act8")
     rows = rewrite_captured(packed(captured("llama"), embedding=True), Switches(), "kv8")
-    found = launched(rewritten("llama")) | launched(rewritten("gpt2"), staged) | launched(rows)
+    found = launched(rewritten("llama")) | launched(rewritten("gpt2"), staged) | launched(rows) | (
+        launched(rewritten("opt"), Wishes(sparse_values=0.5)))
     ours = {operator.name for operator in OPERATORS}
     unused, both = ours - found - CALLED.keys(), found & CALLED.keys()
     assert found | CALLED.keys() == ours and not both, (unused, both)
