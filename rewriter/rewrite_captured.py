@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -39,7 +39,7 @@ def rewrite_captured(captured: CapturedModel, switches: Switches, cache_format: 
         _fill(captured)
     step = _with_blocks(captured)
     done = captured.rewritten
-    captured = replace(captured, step=step, rewritten=True)
+    captured = replace(captured, step=step, rewritten=True, choices=None)
     formats = {} if done else {name: spec.stored for name, spec in captured.weights.items() if spec.stored is not None}
     stored = {"": formats}
     if formats:
@@ -63,10 +63,36 @@ def rewrite_captured(captured: CapturedModel, switches: Switches, cache_format: 
     return _with_choices(captured, switches)
 
 
+@dataclass(frozen=True)
+class _MadeOnce:
+    """What a block may ask of `captured`, which is rewritten; each is made once."""
+
+    captured: CapturedModel
+    switches: Switches
+    made: dict[object, CapturedModel] = field(default_factory=dict)
+
+    def checkpointed(self, kept: str) -> CapturedModel:
+        """With checkpoints in the format `kept` beside K and V."""
+        return self._once(_checkpointed, kept)
+
+    def sparse(self, share: float) -> CapturedModel:
+        """For steps over one token that read such a share of the values."""
+        return self._once(_sparse, share)
+
+    def _once(self, make: Callable[..., CapturedModel], how: object) -> CapturedModel:
+        if (make, how) not in self.made:
+            self.made[make, how] = make(self.captured, self.switches, how)
+        return self.made[make, how]
+
+
 def _with_choices(captured: CapturedModel, switches: Switches) -> CapturedModel:
-    """`captured`, which is rewritten, with what a plan's block may still ask of its graphs."""
-    sparse = cache(lambda share: _sparse(captured, switches, share))
-    return replace(captured, checkpointed=cache(lambda kept: _checkpointed(captured, switches, kept)), sparse=sparse)
+    """`captured`, which is rewritten, with what a block may still ask of its graphs."""
+    known = captured.choices
+    plain = replace(captured, choices=None)
+    if isinstance(known, _MadeOnce) and known.switches == switches and all(
+            map(operator.is_, vars(known.captured).values(), vars(plain).values())):
+        return captured
+    return replace(captured, choices=_MadeOnce(plain, switches))
 
 
 def _sparse(captured: CapturedModel, switches: Switches, share: float) -> CapturedModel:
@@ -97,9 +123,8 @@ def _checkpointed(captured: CapturedModel, switches: Switches, kept: str) -> Cap
     except CannotCheckpoint as error:
         raise PlanError(f"checkpoints: {error}; leave them out") from error
     specs = step.meta["cache_x"]
-    made = replace(captured, step=step, cache=tuple(
-        replace(spec, checkpoint=specs[i]) for i, spec in enumerate(captured.cache)))
-    return replace(made, sparse=cache(lambda share: _sparse(made, switches, share)))
+    return _with_choices(replace(captured, step=step, cache=tuple(
+        replace(spec, checkpoint=specs[i]) for i, spec in enumerate(captured.cache))), switches)
 
 
 def _fill(captured: CapturedModel) -> None:

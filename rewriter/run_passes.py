@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -64,22 +65,24 @@ class Stage:
         self.gm, self.switches, self.captured, self.runs = gm, switches, formats is not None, runs
         self.dump = Dump(switches.dump, folder)
         self.checked = switches.verify_graphs or switches.bisect or ALWAYS_CHECK
-        first = self._check("capture") if self.captured else gm
-        self.bisection = Bisection(first, formats or {}) if switches.bisect else None
+        self.seen = self._check("capture") if self.captured else gm
+        self.bisection = Bisection(self.seen, formats or {}) if switches.bisect else None
 
     def run(self, each: Pass, given: Callable[[str], tuple]) -> None:
         """Run a pass on the graphs of its scope, each with what is `given` for it by name ("": the step graph)."""
         if each.name not in self.switches.skip:
             self.dump.before(self.gm, each.name)
             graphs = {"": self.gm}
+            before = _contents(self.gm) if self.checked else []
             if each.scope == "each graph":
                 graphs |= block_graphs(self.gm)
             for name, graph in graphs.items():
                 each.run(graph, *given(name))
             self.dump.after(self.gm, each.name)
-            seen = self._check(each.name)
+            if not self.checked or not _same(before, _contents(self.gm)):  # else the check before holds still
+                self.seen = self._check(each.name)
             if self.bisection is not None:
-                self.bisection.compare(seen, each.name, each.rounds)
+                self.bisection.compare(self.seen, each.name, each.rounds)
         self.stop(each)
 
     def lowered(self, each: Pass, step: Any, *given: object) -> Any:
@@ -108,3 +111,16 @@ class Stage:
         """StoppedAfter where this is the pass after which to stop, run or not."""
         if each.name == self.switches.stop_after:
             raise StoppedAfter(f"FOREBAY_STOP_AFTER={each.name}: stopped there as asked, no Program was made")
+
+
+def _contents(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
+    """All that passes may change of a step graph and of the blocks that it calls, as the very objects that are there:
+    fx puts new ones in the place of those that change."""
+    return [part for graph in (gm, *block_graphs(gm).values()) for node in graph.graph.nodes
+            for part in ((graph, node, node.target, node.args, node.kwargs), (*node.meta, *node.meta.values()))]
+
+
+def _same(before: list[tuple[Any, ...]], after: list[tuple[Any, ...]]) -> bool:
+    """Whether both hold the same objects in the same order."""
+    return len(before) == len(after) and all(
+        len(a) == len(b) and all(map(operator.is_, a, b)) for a, b in zip(before, after, strict=True))

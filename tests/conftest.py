@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +118,18 @@ class Checkpointed:
 
     @functools.cached_property
     def opened(self) -> tuple:
-        """Captured graphs, checkpoint and files: traced once per process."""
+        """Captured graphs, checkpoint and files: traced and rewritten once per process."""
+        from opened import open_rewritten
+
+        return open_rewritten(self.folder)
+
+    def captured_anew(self) -> Checkpointed:
+        """The same with graphs that are not rewritten yet, for what is about those passes."""
         from forebay.api import open_model
 
-        return open_model(self.folder)
+        made = replace(self)
+        vars(made)["opened"] = open_model(self.folder)
+        return made
 
     def share(self, part: float, workload: Any = None, wishes: Any = None, host: int = 0) -> int:
         """Bytes of a budget: such a share of the weights, beside what operators take here (`operators_nbytes`)."""

@@ -116,18 +116,18 @@ def step_graphs(
 
 def _checkpointed(captured: CapturedModel, kept: str) -> CapturedModel:
     """`captured` with checkpoints in the format `kept` beside its cache."""
-    if captured.checkpointed is None:
+    if captured.choices is None:
         raise PlanError("checkpoints: graphs are given them once they are rewritten")
-    return captured.checkpointed(kept)
+    return captured.choices.checkpointed(kept)
 
 
 def _sparse(captured: CapturedModel, share: float) -> CapturedModel:
     """`captured` for steps over one token, which read such a share of the values."""
     if share == 1:
         return captured
-    if captured.sparse is None:
+    if captured.choices is None:
         raise PlanError("sparse_values: graphs read fewer values once they are rewritten")
-    return captured.sparse(share)
+    return captured.choices.sparse(share)
 
 
 def step_inputs(

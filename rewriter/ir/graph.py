@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import fx
@@ -145,6 +145,16 @@ class CacheSpec:
     checkpoint: CheckpointSpec | None = None
 
 
+class Choices(Protocol):
+    """The graphs of a model as the block of a plan may ask for them."""
+
+    def checkpointed(self, kept: str) -> CapturedModel:
+        """With checkpoints in the format `kept` beside K and V."""
+
+    def sparse(self, share: float) -> CapturedModel:
+        """For steps over one token that read such a share of the values."""
+
+
 @dataclass
 class CapturedModel:
     """A language model as graphs.
@@ -172,8 +182,7 @@ class CapturedModel:
     rewritten: bool = False  # the passes on captured graphs have run
     embeds: int = 0  # width of the embeddings that a step takes too; 0: it takes ids alone
     renewed_at: int = 0  # a cache begun within so many tokens is computed anew beyond them; 0: never
-    checkpointed: Callable[[str], CapturedModel] | None = None  # with checkpoints of a format beside K and V, made once
-    sparse: Callable[[float], CapturedModel] | None = None  # of steps over one token that read such a share of values
+    choices: Choices | None = None  # of graphs that are rewritten
 
     @property
     def weight_nbytes(self) -> int:

@@ -12,8 +12,9 @@ import transformers
 from budgets import operators_nbytes
 from e2e.agreement import assert_same_tokens
 from families import gemma2, gpt2, llama, opt
+from opened import open_rewritten
 
-from forebay.api import LanguageModel, open_model
+from forebay.api import LanguageModel
 from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload
 from forebay.rewriter.machine.profile import Machine
@@ -43,7 +44,7 @@ class Case:
             self.model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
             self.model.save_pretrained(folder)
         config = self.model.config
-        self.opened = open_model(folder)
+        self.opened = open_rewritten(folder)
         self.ids = torch.randint(3, config.vocab_size, (COUNT, prompt), generator=torch.Generator().manual_seed(1))
         self.mask = torch.ones_like(self.ids)
         for row, short in enumerate((0, 4, 10, 7, 1)):

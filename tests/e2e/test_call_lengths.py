@@ -11,8 +11,9 @@ import torch
 import transformers
 from budgets import operators_nbytes
 from families import VOCAB, llama, phi3
+from opened import open_rewritten
 
-from forebay.api import LanguageModel, open_model, wrap
+from forebay.api import LanguageModel, wrap
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.wishes import Wishes
@@ -43,7 +44,7 @@ class Case:
             for parameter in self.model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         self.model.save_pretrained(folder)
-        self.opened = open_model(folder)
+        self.opened = open_rewritten(folder)
 
     def fresh(self) -> Any:
         """The model without what calls before have left in its frequencies."""

@@ -20,8 +20,9 @@ import transformers
 from budgets import operators_nbytes
 from families import gemma2, gpt2, opt
 from late import make_late
+from opened import open_rewritten
 
-from forebay.api import LanguageModel, open_model
+from forebay.api import LanguageModel
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.checkpoints.resolve import resolve_model
 from forebay.rewriter.ir.plan import Budget, Workload
@@ -73,7 +74,7 @@ class Case:
         else:
             self.model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
             self.model.save_pretrained(folder)
-        self.opened = open_model(folder)
+        self.opened = open_rewritten(folder)
         self.nbytes = sum(p.numel() * 4 for p in self.model.parameters())
         chance, made = random.Random(5), torch.Generator().manual_seed(1)
         lengths = [PROMPT, 1, *(chance.randint(2, PROMPT) for _ in range(COUNT - 2))]

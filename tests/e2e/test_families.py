@@ -8,8 +8,9 @@ import transformers
 from budgets import operators_nbytes
 from e2e.agreement import assert_same_tokens
 from families import FAMILIES
+from opened import open_rewritten
 
-from forebay.api import LanguageModel, open_model
+from forebay.api import LanguageModel
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Copy, FileSlice
 from forebay.rewriter.planning.wishes import Wishes
@@ -41,7 +42,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         expected = model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0,
                                   eos_token_id=None)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    return model, open_model(folder), ids, mask, expected, nbytes
+    return model, open_rewritten(folder), ids, mask, expected, nbytes
 
 
 @pytest.mark.parametrize(("share", "slots"), BUDGETS)

@@ -127,14 +127,14 @@ def test_same_tokens_under_every_switch(
 ) -> None:
     for name, value in switch.items():
         monkeypatch.setenv(name, value)
-    with llama_checkpoint.language_model(0.5, slots=2) as lm:
+    with llama_checkpoint.captured_anew().language_model(0.5, slots=2) as lm:
         assert lm.plan.prediction.streamed_nbytes > 0
         check(lm, llama_checkpoint)
 
 
 def test_dump_holds_both_phases(llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FOREBAY_DUMP", str(tmp_path))
-    with llama_checkpoint.language_model(0.5) as lm:
+    with llama_checkpoint.captured_anew().language_model(0.5) as lm:
         assert {p.name for p in tmp_path.iterdir()} == {"captured", "1_tokens", "10_tokens", "plan.json"}
         assert load_plan(tmp_path / "plan.json") == lm.plan
 

@@ -10,11 +10,12 @@ import families
 import pytest
 import torch
 import transformers
+from opened import open_rewritten
 from typer.testing import CliRunner
 
 import forebay
 import forebay.rewriter.pipeline as pipeline
-from forebay.api import LanguageModel, open_model
+from forebay.api import LanguageModel
 from forebay.commands.app import app
 from forebay.passes.quantise.quantize_weights import quantize_weights
 from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
@@ -64,7 +65,7 @@ def test_tokens_are_those_of_the_unpacked_model(tmp_path: Path, family: str, for
         **dict(zip(("input_ids", "attention_mask"), prompts(), strict=True)), max_new_tokens=8, do_sample=False,
         eos_token_id=None, pad_token_id=0)
     ids, mask = prompts()
-    opened, work = open_model(packed), Workload(3, 9, 8)
+    opened, work = open_rewritten(packed), Workload(3, 9, 8)
     with LanguageModel(*opened, Budget(1 << 30), work, Wishes()) as lm:
         whole, smallest = lm.plan.arenas["device"] + (1 << 22), lm._pipeline.smallest_budget()
     for budget in (whole, int(smallest + 0.15 * (whole - smallest))):
@@ -139,7 +140,7 @@ def test_graphs_without_packed_weights_are_left_alone() -> None:
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_a_packed_cache_gives_nearly_the_logits_of_a_plain_one(tmp_path: Path, family: str) -> None:
     """Over several steps, with prompts of unequal length; the cache takes the bytes of packed rows."""
-    opened = open_model(saved(family, tmp_path / "model"))
+    opened = open_rewritten(saved(family, tmp_path / "model"))
     ids, mask = prompts()
     found, sizes = {}, {}
     for cache in ("native", "kv8", "kv4"):

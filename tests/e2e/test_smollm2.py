@@ -9,8 +9,9 @@ import pytest
 import torch
 import transformers
 from e2e.agreement import assert_same_tokens
+from opened import open_rewritten
 
-from forebay.api import LanguageModel, open_model
+from forebay.api import LanguageModel
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.planning.wishes import Wishes
 
@@ -42,7 +43,7 @@ def reference(demo_folder: Path) -> Reference:
     with torch.no_grad():
         expected = model.generate(**encoded, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    return Reference(open_model(demo_folder), model, encoded.input_ids, encoded.attention_mask, expected, nbytes)
+    return Reference(open_rewritten(demo_folder), model, encoded.input_ids, encoded.attention_mask, expected, nbytes)
 
 
 @pytest.mark.parametrize(("share", "slots", "new"), RUNS)

@@ -15,10 +15,11 @@ import torch
 import transformers
 from budgets import operators_nbytes
 from families import gemma2, gpt2, llama, opt
+from opened import open_rewritten
 from transformers.modeling_utils import AttentionInterface
 
 import forebay
-from forebay.api import LanguageModel, open_model
+from forebay.api import LanguageModel
 from forebay.kernels.operators import ATTENTION, ATTENTION_Q, SPARSE_ATTENTION
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict
 from forebay.rewriter.ir.program import ATTEND, Launch
@@ -64,7 +65,7 @@ class Case:
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
         model.save_pretrained(folder)
-        self.opened, self.nbytes = open_model(folder), sum(p.numel() * 4 for p in model.parameters())
+        self.opened, self.nbytes = open_rewritten(folder), sum(p.numel() * 4 for p in model.parameters())
         made = torch.Generator().manual_seed(1)
         self.prompts = [torch.randint(3, model.config.vocab_size, (n,), generator=made) for n in (PROMPT, 1, 9, 17)]
         self.dense = [self.alone(model, ids) for ids in self.prompts]

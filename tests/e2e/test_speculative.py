@@ -10,8 +10,9 @@ import pytest
 import torch
 import transformers
 from families import FAMILIES
+from opened import open_rewritten
 
-from forebay.api import LanguageModel, open_model, wrap
+from forebay.api import LanguageModel, wrap
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import Budget, Workload, plan_from_dict
 from forebay.rewriter.planning.wishes import Wishes
@@ -37,7 +38,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def language_model(folder: Path, wishes: Wishes) -> LanguageModel:
     """Planned for a little more than what every plan with such steps takes."""
-    opened, work = open_model(folder), Workload(4, 20, NEW)
+    opened, work = open_rewritten(folder), Workload(4, 20, NEW)
     with LanguageModel(*opened, Budget(1 << 25), work, wishes) as whole:
         least = whole._pipeline.smallest_budget(wishes)
     return LanguageModel(*opened, Budget(least + (16 << 10)), work, wishes)

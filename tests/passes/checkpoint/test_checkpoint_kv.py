@@ -27,8 +27,8 @@ def captured(config: Any, cache_format: str = "native") -> CapturedModel:
 def test_weights_are_read_as_often_as_before(make: Any) -> None:
     """New tokens and checkpoints share a product, so a weight that streams is brought once."""
     plain = captured(make())
-    assert plain.checkpointed is not None
-    kept = plain.checkpointed("native")
+    assert plain.choices is not None
+    kept = plain.choices.checkpointed("native")
     for name, block in plain.blocks().items():
         other = kept.blocks()[name]
         for node in block.graph.find_nodes(op="placeholder"):
@@ -41,8 +41,8 @@ def test_weights_are_read_as_often_as_before(make: Any) -> None:
 def test_the_plain_graphs_stay_as_they_are() -> None:
     plain = captured(opt())
     before = str(plain.step.graph), [str(block.graph) for block in plain.blocks().values()]
-    assert plain.checkpointed is not None
-    assert plain.checkpointed("native") is plain.checkpointed("native")
+    assert plain.choices is not None
+    assert plain.choices.checkpointed("native") is plain.choices.checkpointed("native")
     assert before == (str(plain.step.graph), [str(block.graph) for block in plain.blocks().values()])
 
 
@@ -50,8 +50,8 @@ def test_packed_keys_and_values_are_made_again() -> None:
     """Restored rows are packed by the same operator as new ones; the plain graphs stay as they are."""
     packed = captured(opt(), "kv8")
     before = str(packed.step.graph)
-    assert packed.checkpointed is not None
-    for block in packed.checkpointed("native").blocks().values():
+    assert packed.choices is not None
+    for block in packed.choices.checkpointed("native").blocks().values():
         appends = block.graph.find_nodes(op="call_function", target=KV_APPEND_Q.overload)
         assert len(appends) == 2 and appends[0].args[5:] == appends[1].args[5:]
         assert [node.args[4].meta["val"].dim() for node in appends] == [2, 1]
@@ -59,10 +59,10 @@ def test_packed_keys_and_values_are_made_again() -> None:
 
 
 def test_a_format_that_is_none_is_refused() -> None:
-    made = captured(opt()).checkpointed
+    made = captured(opt()).choices
     assert made is not None
     with pytest.raises(PlanError, match=r"checkpoint_format: no checkpoint format 'act4'; there are native, act8"):
-        made("act4")
+        made.checkpointed("act4")
 
 
 def test_what_follows_positions() -> None:

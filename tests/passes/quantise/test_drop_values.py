@@ -28,8 +28,8 @@ def attentions(model: CapturedModel) -> list[tuple[object, tuple]]:
 def test_attention_alone_is_replaced_in_a_copy(cache: str) -> None:
     model = rewrite_captured(captured("gemma2"), Switches(), cache)
     before = attentions(model)
-    assert model.sparse is not None and before
-    sparse = model.sparse(0.25)
+    assert model.choices is not None and before
+    sparse = model.choices.sparse(0.25)
     assert attentions(model) == before, "the graphs that prefill stay"
     for (target, args), (_, plain) in zip(attentions(sparse), before, strict=True):
         assert target is SPARSE_ATTENTION.overload
@@ -39,7 +39,7 @@ def test_attention_alone_is_replaced_in_a_copy(cache: str) -> None:
         same = [(a, b) for a, b in zip(block.graph.nodes, other.graph.nodes, strict=True)
                 if a.target is not b.target and a.op == "call_function"]
         assert len(same) == sum(node.target in (ATTENTION.overload, ATTENTION_Q.overload) for node in block.graph.nodes)
-    assert model.sparse(0.25) is sparse, "made once"
+    assert model.choices.sparse(0.25) is sparse, "made once"
 
 
 def test_steps_over_one_token_have_it_and_others_have_not() -> None:

@@ -20,8 +20,9 @@ from families import gemma2, gpt2, llama, opt
 from hypothesis import given
 from hypothesis import strategies as st
 from late import make_late
+from opened import open_rewritten
 
-from forebay.api import LanguageModel, open_model
+from forebay.api import LanguageModel
 from forebay.rewriter.ir.block import DECODING
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict, validate
 from forebay.rewriter.ir.program import Copy, Wait
@@ -54,7 +55,7 @@ class Case:
         config = CONFIGS[name]()
         self.model = transformers.AutoModelForCausalLM.from_config(config).eval()
         self.model.save_pretrained(folder)
-        self.opened = open_model(folder)
+        self.opened = open_rewritten(folder)
         self.nbytes = sum(p.numel() * 4 for p in self.model.parameters())
         chance = random.Random(3)
         lengths = [1, PROMPT, *(chance.randint(1, PROMPT) for _ in range(COUNT - 2))]
