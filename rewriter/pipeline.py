@@ -25,6 +25,7 @@ from forebay.passes.lower.grow_cache import grow_cache
 from forebay.passes.lower.hoist_prefetch import hoist_prefetch
 from forebay.passes.lower.launches import Launches
 from forebay.passes.lower.lower import lower
+from forebay.passes.lower.offload_hidden import offload_hidden
 from forebay.passes.lower.place_copies import place_copies
 from forebay.passes.lower.share_maximum import share_maximum
 from forebay.passes.lower.stage_cache import staged_layers
@@ -103,6 +104,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(delegate_attention, "lowered", "draft",
          "launches stand in the order of turns: those over caches in host memory leave the device's stream"),
     Pass(hoist_prefetch, "lowered", "draft", "copies cross the borders of layers", optional=True),
+    Pass(offload_hidden, "lowered", "draft", "the other copies stand where they stay: a turn's items are together"),
     Pass(place_copies, "lowered", "draft", "the order of copies is final: they get their streams and events"),
 )
 
@@ -139,18 +141,16 @@ class Pipeline:
             rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, graphs.weight_tier,
                      cache_sides(decode), graphs.block, launch_count(decode)),
             graphs.block, weights_of_layers(decode), graphs.cache_format,
-            staged_places(decode, graphs.block, workload.prompt), graphs.speculative)
+            staged_places(decode, graphs.block, workload.prompt), graphs.speculative).moving_hidden()
         if graphs.block.staged:
             self.needs = self.needs.staging(staged_layers(decode, graphs.block), graphs.block, workload)
 
     def with_speculative(self, sizes: tuple[int, ...]) -> Pipeline:
-        """The pipeline with steps of these sizes that check drafted tokens beside the others. PlanError where the model
-        has no such steps."""
+        """The pipeline with steps of these sizes too, which check drafted tokens. PlanError where there are none."""
         return Pipeline(self.graphs.speculating(sizes), self.workload, self.machine, self.switches)
 
     def with_block(self, block: Block) -> Pipeline:
-        """The pipeline of the same graphs with caches in other shares, as `block` says, which differs in nothing else.
-        """
+        """The pipeline of the same graphs with caches in the shares of `block`, which differs in nothing else."""
         return self if block == self.graphs.block else Pipeline(
             replace(self.graphs, block=block), self.workload, self.machine, self.switches)
 

@@ -7,7 +7,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
+from forebay.passes.lower.offload_hidden import leaving
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.block import ALONE, Block
@@ -24,6 +26,7 @@ SIZES = (1, 4, 8, 12, 16, 24, 32, 64)  # of micro-batches; those near the best t
 TOKENS = (8, 16, 32, 64)  # of a cache block
 PADDING = 1 / 8  # of a token's bytes
 BATCHES = (1, 4, 16, 64, 256)  # between latency and throughput
+BROUGHT = 0.5  # of a prefill's time: where weights take less, fewer passes over them save little
 NEAR = 1.5  # times the least of the closed form: what it finds slower is not simulated
 
 GraphsOf = Callable[[Workload, Block], StepGraphs]
@@ -39,7 +42,8 @@ def plan_block(
     with several shares of its caches on faster tiers, by the closed form, and with a GPU each with attention to what
     lies in host memory on either side. Of those near the best, one for each size, share of host memory and side, the
     one whose Programs are predicted to take prompt and answer the least time is taken. Where the links bind it, and
-    what K and V are made of is smaller, its caches may keep that of a share of the tokens.
+    what K and V are made of is smaller, its caches may keep that of a share of the tokens; where a prompt comes in
+    chunks for want of memory, hidden states may leave the device for larger ones.
     PlanError, if none fits, for the way that fits the smallest budget.
 
     Long: what fits, and what was refused and why, is one search.
@@ -90,6 +94,8 @@ def plan_block(
         if way.time_s <= NEAR * min(w.time_s for w in ways if w.block.cpu_attention == way.block.cpu_attention):
             simulate(way.pipeline.with_block(way.block))
     if fitting:
+        if wishes.hidden_tier is None:
+            _try_hidden(*min(fitting, key=_answer_time_s), wishes, lambda block: simulate(pipeline_of(block)))
         if wishes.checkpoints is None:
             _try_checkpoints(min(fitting, key=_answer_time_s)[1], graphs_of, workload, wishes,
                              lambda block: simulate(pipeline_of(block)))
@@ -101,6 +107,23 @@ def plan_block(
 
 def _answer_time_s(pair: tuple[Pipeline, Plan]) -> float:
     return answer_time_s(pair[1])
+
+
+def _try_hidden(pipeline: Pipeline, plain: Plan, wishes: Wishes, simulate: Callable[[Block], Plan | None]) -> None:
+    """Simulate the block of `plain` with hidden states off the device, on the fastest tier that has room, where a
+    prompt comes in chunks and bringing the weights for each takes most of a prefill: for larger ones they come fewer
+    times."""
+    block, chunk, prompt = plain.schedule.block, plain.schedule.prefill_chunk, plain.workload.prompt
+    if chunk == prompt or wishes.prefill_chunk or block.entering or block.order == "row":
+        return
+    brought_s = -(-prompt // chunk) * plain.prediction.streamed_nbytes / pipeline.needs.rates.bytes_per_s
+    if brought_s < BROUGHT * plain.prediction.prefill_time_s:
+        return
+    tiers: tuple[Literal["host", "disk"], ...] = ("host", "disk")
+    for tier in tiers[0 if plain.budget.host != 0 else 1 :]:
+        away = replace(wishes, hidden_tier=tier).with_hidden(block)
+        if leaving(away) and simulate(away) is not None:
+            return
 
 
 def _try_checkpoints(
@@ -233,7 +256,8 @@ def staged_blocks(graphs_of: GraphsOf, workload: Workload, wishes: Wishes) -> li
     share = wishes.checkpoints or (0, 1)
     if share[0]:
         block = _with_checkpoints(block, graphs_of, workload, share, wishes.checkpoint_format)
-    return [replace(block, micro_batches=count) for count in dict.fromkeys(min(count, batch) for count in counts)]
+    return [wishes.with_hidden(replace(block, micro_batches=count))
+            for count in dict.fromkeys(min(count, batch) for count in counts)]
 
 
 def _with_checkpoints(

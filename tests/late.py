@@ -37,6 +37,10 @@ class Late:
     def write(self, file: Any, write: Any) -> None:
         self._later(self.other.write, file, write)
 
+    def prepare_write(self, file: Any, write: Any) -> Callable[[], None]:
+        queue = self.other.prepare_write(file, write)
+        return lambda: self._later(queue)
+
     def fault(self) -> BaseException | None:
         return self.other.fault()
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from forebay.rewriter.ir import ops
+from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import META, STREAMED, CacheInput, Layout, WeightInput, storage_of, values_of
 from forebay.rewriter.ir.program import Span, TensorRef
 
@@ -88,15 +89,16 @@ class Addresses:
         return (buffers.get(name) or buffers[f"{name}@0"]).nbytes
 
 
-def micro_batch_symbols(layout: Layout, number: int, count: int) -> dict[str, Address]:
-    """What the symbols of planned buffers stand for during a turn of micro-batch `number` of `count`. Contents go by
+def micro_batch_symbols(layout: Layout, number: int, block: Block) -> dict[str, Address]:
+    """What the symbols of planned buffers stand for during a turn of micro-batch `number` of `block`. Contents go by
     its name, so that nobody takes them for those of another that uses the same memory."""
+    count, region = block.micro_batches, block.hidden_regions()[number]
     if count == 1:
         return {ACTIVATION + b.name: (b.arena, b.offset, b.name) for b in layout.buffers.values()}
     found = {}
     for name in dict.fromkeys(layout.home.values()):
         own, shared = f"{name}@{number}", layout.buffers.get(name)
-        b = shared or layout.buffers[own]
+        b = shared or layout.buffers[f"{name}@{region}"]
         whole = b.kind == "io"  # the caller's, of all micro-batches
         found[ACTIVATION + name] = (b.arena, b.offset + number * (b.nbytes // count) * whole, name if whole else own)
     return found

@@ -79,6 +79,16 @@ class Evict:
 
 
 @record
+class Vacant:
+    """From here on slot `slot` of a ring holds nothing: the launches before this point were the last to touch it.
+    `number` counts the times."""
+
+    ring: str
+    slot: int
+    number: int
+
+
+@record
 class Lookup:
     """Rows that `source` names are read here into `span`, apart from the moves and in any order with them."""
 
@@ -96,7 +106,7 @@ class Found:
     index: int
 
 
-Mark = Fetch | Arrive | Free | Store | Evict | Lookup | Found
+Mark = Fetch | Arrive | Free | Store | Evict | Vacant | Lookup | Found
 
 
 @dataclass

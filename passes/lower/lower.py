@@ -118,7 +118,7 @@ class _Lowering:
         self.staging: CacheStaging | PlaceStaging | None = None
         self.activations = [
             {symbol: (arena, offset, prefix + buffer) for symbol, (arena, offset, buffer) in micro_batch_symbols(
-                layout, k, self.count).items()} for k in range(self.count)]
+                layout, k, plan.schedule.block).items()} for k in range(self.count)]
         self.fetched = 0
 
     def record(self) -> None:

@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from forebay.passes.lower.delegate_attention import OPERANDS
-from forebay.passes.lower.draft import Arrive, Draft, Evict, Fetch, Found, Free, Lookup, Move, Outgoing, Store
+from forebay.passes.lower.draft import (
+    Arrive,
+    Draft,
+    Evict,
+    Fetch,
+    Found,
+    Free,
+    Lookup,
+    Move,
+    Outgoing,
+    Store,
+    Vacant,
+)
 from forebay.passes.lower.order_copies import Order
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
@@ -85,6 +97,8 @@ class _Placing:
                 self._store(item.index)  # type: ignore[union-attr]
             elif kind is Evict:
                 self._evict(item.index)  # type: ignore[union-attr]
+            elif kind is Vacant:
+                self._vacant(item)  # type: ignore[arg-type]
             elif kind is Lookup:
                 self._lookup(item)  # type: ignore[arg-type]
             elif kind is Found:
@@ -202,6 +216,10 @@ class _Placing:
         move = self.draft.moves[index]
         event = self.freed[f"{move.ring}{move.slot}"] = self._event("freed", index)
         self._add(Release(COMPUTE, _widen(move.span, move.room)))
+        self._add(Record(COMPUTE, event))
+
+    def _vacant(self, left: Vacant) -> None:
+        event = self.freed[f"{left.ring}{left.slot}"] = self._event("vacant", left.ring, left.slot, left.number)
         self._add(Record(COMPUTE, event))
 
     def _store(self, index: int) -> None:

@@ -75,8 +75,8 @@ def arrange(
     block: Block,
 ) -> Arrangement:
     """Places for every request in `block.micro_batches` micro-batches: from below those that they use one after the
-    other, then a stretch for each micro-batch with what outlives its turn, then inputs and outputs (`boundary`), which
-    lie without gaps, `exact` bytes a micro-batch."""
+    other, then a region for each micro-batch with what outlives its turn, or a few that they share where that leaves
+    the device, then inputs and outputs (`boundary`), which lie without gaps, `exact` bytes a micro-batch."""
     count = block.micro_batches
     if count == 1:
         found = _allocated(requests)
@@ -86,15 +86,15 @@ def arrange(
     shared = [r for r in requests if r.id not in outlive and r.id not in boundary]
     below, each = _allocated(shared), _allocated(own)
     places = [(r.id, r.id, at, exact[r.id]) for r, at in zip(shared, below.offsets, strict=True)]
-    base, stretch = aligned(below.height), aligned(each.height)
-    places += [(f"{r.id}@{k}", r.id, base + k * stretch + at, exact[r.id])
-               for k in range(count) for r, at in zip(own, each.offsets, strict=True)]
-    top = base + count * stretch
+    base, region, regions = aligned(below.height), aligned(each.height), max(block.hidden_regions()) + 1
+    places += [(f"{r.id}@{n}", r.id, base + n * region + at, exact[r.id])
+               for n in range(regions) for r, at in zip(own, each.offsets, strict=True)]
+    top = base + regions * region
     for r in requests:
         if r.id in boundary:
             places.append((r.id, r.id, top, count * exact[r.id]))
             top += aligned(count * exact[r.id])
-    bound = below.lower_bound + count * each.lower_bound + top - base - count * stretch
+    bound = below.lower_bound + regions * each.lower_bound + top - base - regions * region
     return Arrangement(tuple(places), top, bound, below.method)
 
 

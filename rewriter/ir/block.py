@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -50,6 +52,10 @@ class Block:
     With `sparse_values` below 1 decode steps read the values of such a share of a sequence's tokens, those with the
     largest weights (FlexGen, section 5).
 
+    Between the turns of a prefill step hidden states of `hidden_device` micro-batches stay on the device and those of
+    `hidden_host` wait in host memory, spread evenly, and all others on the tier `hidden`: these come back for their
+    turns into one of `hidden_slots` regions (FlexGen, section 4.2). Those of decode steps are a token's, and stay.
+
     With `entering`, a prefill step computes so many sequences alone, for the places that its input names; the others
     keep their cache. Else it computes all of them. The sequences that enter stand in any micro-batches, so then all
     caches of a layer lie on one tier, and `cache_device` and `cache_host` are whole layers of them. Where it is
@@ -72,6 +78,10 @@ class Block:
     checkpoint_tokens: int = 0
     checkpoint_format: str = "native"
     sparse_values: float = 1.0
+    hidden: Literal["device", "host", "disk"] = "device"
+    hidden_slots: int = 0
+    hidden_device: int = 0
+    hidden_host: int = 0
 
     def attends_on_host(self, tokens: int) -> bool:
         """Whether a step over `tokens` tokens per sequence attends where caches in host memory lie."""
@@ -92,7 +102,9 @@ class Block:
 
     def of_step(self, tokens: int) -> Block:
         """The block as a step over `tokens` tokens per sequence sees it."""
-        if not self.entering or tokens == 1:
+        if tokens == 1:
+            return replace(self, hidden="device", hidden_slots=0, hidden_device=0, hidden_host=0)
+        if not self.entering:
             return self
         shares = self.cache_device // self.together, self.cache_host // self.together
         return replace(self, micro_batches=1, cache_device=shares[0], cache_host=shares[1])
@@ -160,14 +172,9 @@ class Block:
         """The tier of each cache of a model of so many layers, by layer and micro-batch: in the order of the turns each
         (with `entering`, each layer's) is the one that is furthest behind its share."""
         count, unit = self.micro_batches, self.together
-        total = layers * count // unit
-        shares = {"device": self.cache_device // unit, "host": self.cache_host // unit}
-        shares[self.cache] = shares.get(self.cache, 0) + total - sum(shares.values())
-        homes, done = [[""] * count for _ in range(layers)], dict.fromkeys(shares, 0)
-        for turn in range(total):
-            tier = max((t for t in shares if done[t] < shares[t]),
-                       key=lambda t: (shares[t] * (turn + 1) / total - done[t], t))
-            done[tier] += 1
+        homes = [[""] * count for _ in range(layers)]
+        tiers = _spread(layers * count // unit, self.cache, self.cache_device // unit, self.cache_host // unit)
+        for turn, tier in enumerate(tiers):
             if unit > 1:
                 homes[turn] = [tier] * count
             else:
@@ -175,10 +182,55 @@ class Block:
                 homes[layer][k] = tier
         return homes
 
+    def hidden_homes(self) -> list[str]:
+        """The tier that each micro-batch's hidden states are on between its turns."""
+        return list(_spread(self.micro_batches, self.hidden, self.hidden_device, self.hidden_host))
+
+    def hidden_regions(self) -> list[int]:
+        """The number of the region of device memory that each micro-batch's hidden states have during its turns: those
+        that stay on the device have one for themselves, the first of all, the others take the rest in turn."""
+        staying, away = itertools.count(), itertools.count()
+        kept, slots = self.hidden_homes().count("device"), max(1, self.hidden_slots)
+        return [next(staying) if home == "device" else kept + next(away) % slots for home in self.hidden_homes()]
+
+    def fault(self, speculative: Collection[int]) -> str:
+        """What contradicts itself in the shares of checkpoints, and in where hidden states are to lie, as the field and
+        why; "" for nothing. `speculative` are the sizes of steps that check drafted tokens."""
+        if self.checkpoints and not (self.checkpoints <= self.checkpoint_period and self.checkpoint_tokens > 0):
+            return (f"checkpoints: {self.checkpoints} of checkpoint_period {self.checkpoint_period}, in blocks of "
+                    f"checkpoint_tokens {self.checkpoint_tokens}, are no share of the cache")
+        told = {name: getattr(self, name) for name in ("hidden_slots", "hidden_device", "hidden_host")}
+        if self.hidden == "device":
+            return next((f"{name}: {given} is for hidden states that leave the device (hidden)"
+                         for name, given in told.items() if given), "")
+        if self.order == "row" or self.micro_batches < 2 or self.entering or speculative:
+            return (f"hidden: {self.hidden} is for micro_batches that take turns in zigzag order, without entering and "
+                    "speculative_steps")
+        if self.hidden_slots < 1 or min(told.values()) < 0 or (self.hidden == "host" and self.hidden_host):
+            return (f"hidden_slots, hidden_device, hidden_host: {', '.join(map(str, told.values()))} must be at least "
+                    "1, 0 and 0, and hidden_host is for a tier further off")
+        if self.hidden_device + self.hidden_host > self.micro_batches:
+            return (f"hidden_device, hidden_host: {self.hidden_device} and {self.hidden_host} exceed the "
+                    f"{self.micro_batches} micro_batches")
+        return ""
+
     @property
     def fetches(self) -> int:
         """How many times a step brings each streamed weight."""
         return self.micro_batches if self.order == "row" else 1
+
+
+def _spread(total: int, tier: str, device: int, host: int) -> Iterator[str]:
+    """The tier of each of so many, of which some lie on the device and in host memory and all others on `tier`: in
+    order each is on the tier that is furthest behind its share."""
+    shares = {"device": device, "host": host}
+    shares[tier] = shares.get(tier, 0) + total - sum(shares.values())
+    done = dict.fromkeys(shares, 0)
+    for turn in range(total):
+        found = max((t for t in shares if done[t] < shares[t]),
+                    key=lambda t: (shares[t] * (turn + 1) / total - done[t], t))
+        done[found] += 1
+        yield found
 
 
 ALONE = Block()

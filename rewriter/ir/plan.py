@@ -288,13 +288,11 @@ def _validate_block(plan: Plan) -> None:
         if given < 0 or (given and not s.block.staged) or (given and name == "cache_host" and s.block.cache == "host"):
             raise PlanError(f"plan.schedule.block.{name}: {given} is for a cache on a tier further off than "
                             f"{s.block.cache}, and never below 0")
+    if fault := s.block.fault(s.speculative_steps):
+        raise PlanError(f"plan.schedule.block.{fault}")
     if plan.workload.batch % s.block.micro_batches:
         raise PlanError(f"plan.schedule.block.micro_batches: {s.block.micro_batches} do not divide a batch of "
                         f"{plan.workload.batch} (plan.workload.batch)")
-    if s.block.checkpoints and not (s.block.checkpoints <= s.block.checkpoint_period and s.block.checkpoint_tokens > 0):
-        raise PlanError(f"plan.schedule.block.checkpoints: {s.block.checkpoints} of checkpoint_period "
-                        f"{s.block.checkpoint_period}, in blocks of checkpoint_tokens {s.block.checkpoint_tokens}, are "
-                        "no share of the cache")
     share, alone = s.block.sparse_values, s.prefill_chunks[-1] == 1 < plan.workload.prompt
     if not 0 < share <= 1 or (share < 1 and (plan.score_ranges or s.speculative_steps or alone)):
         raise PlanError(f"plan.schedule.block.sparse_values: {share} must be a share above 0; below 1 with no "

@@ -167,7 +167,8 @@ def _expected(plan: Plan, needs: ModelNeeds) -> dict[tuple[str, str], _Expected]
     """Every buffer that the plan must have, by name and phase."""
     found = {(w.name, "all"): _Expected("weight", w.tier, w.nbytes) for w in plan.weights if w.tier != "disk"}
     found |= {(name, "all"): _Expected("constant", "device", nbytes) for name, nbytes in needs.constants.items()}
-    for name, kind, arena, nbytes, _ in needs.staged.buffers() if needs.staged is not None else ():
+    staged = needs.staged.buffers() if needs.staged is not None else ()
+    for name, kind, arena, nbytes, _ in (*staged, *needs.hidden(plan.schedule.prefill_chunk)):
         found[name, "all"] = _Expected(kind, arena, nbytes)
     stride = slot_stride(plan.schedule.slot_nbytes)
     for i in range(plan.schedule.slots):
@@ -192,7 +193,8 @@ def _check_buffers(plan: Plan, expected: dict[tuple[str, str], _Expected]) -> No
     """Every buffer is one that is expected, and all that are expected are there."""
     missing = dict(expected)
     chunks = f" (plan.schedule.prefill_chunks begins with {plan.schedule.prefill_chunk})"
-    because = {"prefill": chunks, "all": chunks if plan.schedule.host_hop else ""}
+    sized = plan.schedule.host_hop or plan.schedule.block.hidden != "device"  # what lives throughout, by the chunk
+    because = {"prefill": chunks, "all": chunks if sized else ""}
     for i, b in enumerate(plan.buffers):
         must = missing.pop((b.name, b.phase), None)
         if must is None:

@@ -10,6 +10,7 @@ from forebay.passes.lower.stage_cache import StagedLayer
 from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.graph import Layout
 from forebay.rewriter.ir.plan import PlanError, Workload
+from forebay.rewriter.planning.hidden_states import hidden_buffers, with_hidden_moves
 from forebay.rewriter.planning.product_shapes import ProductUse
 from forebay.rewriter.planning.staged_cache import StagedCache, staged_cache
 from forebay.rewriter.predict.closed_form import CacheMoves, Rates
@@ -65,6 +66,15 @@ class ModelNeeds:
     staged: StagedCache | None = None  # of caches off the device, whose tails stand in `cache`
     speculative: tuple[int, ...] = ()  # `Schedule.speculative_steps` of the plans
 
+    def hidden(self, chunk: int) -> list[tuple[str, str, str, int, int]]:
+        """The buffers on slower tiers of hidden states that leave the device in prefill steps over `chunk` tokens."""
+        block = self.block.of_step(chunk)
+        return list(hidden_buffers(self.need(chunk).layout, block, self.host_hop)) if block.hidden != "device" else []
+
+    def hidden_host_nbytes(self, chunk: int) -> int:
+        """Bytes of host memory for them."""
+        return sum(nbytes for _, _, arena, nbytes, _ in self.hidden(chunk) if arena == "host")
+
     @property
     def speculative_activations(self) -> int:
         """Bytes of activations of the largest step that checks drafted tokens, or of a decode step."""
@@ -105,4 +115,19 @@ class ModelNeeds:
         def moves(tokens: int) -> CacheMoves:
             return staged.moves(work, tokens)
 
-        return replace(self, block=block, staged=staged, cache=staged.tails, rates=replace(self.rates, moves=moves))
+        found = replace(self, block=block, staged=staged, cache=staged.tails, rates=replace(self.rates, moves=moves))
+        return found.moving_hidden()
+
+    def moving_hidden(self) -> ModelNeeds:
+        """The same with rates that count what moves of hidden states that leave the device."""
+        if self.block.hidden == "device":
+            return self
+        before = self.rates.moves
+
+        @functools.cache
+        def moves(tokens: int) -> CacheMoves:
+            block = self.block.of_step(tokens)
+            layout = self.need(tokens).layout if block.hidden != "device" else None
+            return with_hidden_moves(before(tokens), layout, block, len(self.layers))
+
+        return replace(self, rates=replace(self.rates, moves=moves))

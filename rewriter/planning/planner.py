@@ -43,9 +43,12 @@ def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, wishes: Wis
     if best is None:
         refuse_wishes(needs, budget, workload, wishes)
         smallest, parts = smallest_budget(needs, workload, wishes)
-        if budget.host and budget.device >= smallest:
-            raise PlanError(f"budget.host: {format_nbytes(budget.host)} cannot hold the slots that copies from disk "
-                            "pass through on their way to the device; give more, or leave the host budget out")
+        hidden = needs.hidden_host_nbytes(wishes.prefill_chunk or _shortest(needs, workload.prompt))
+        if budget.device >= smallest and (budget.host or hidden):
+            what = "hidden states that wait there" if hidden else (
+                "slots that copies from disk pass through on their way to the device")
+            raise PlanError(f"budget.host: {format_nbytes(budget.host or 0)} cannot hold the {what}; give more, or "
+                            "leave the host budget out")
         raise PlanError(
             f"a device budget of {format_nbytes(budget.device)} cannot work for batch {workload.batch}, prompt "
             f"{workload.prompt}, {workload.new_tokens} new tokens; the smallest that can is {format_nbytes(smallest)} "
@@ -67,7 +70,7 @@ def smallest_budget(needs: ModelNeeds, workload: Workload, wishes: Wishes) -> tu
     least = replace(wishes, prefill_chunk=wishes.prefill_chunk or _shortest(needs, workload.prompt))
 
     def fits(nbytes: int) -> list[_ChunkRoom]:
-        return _candidates(needs, kinds, Budget(nbytes), workload, least)
+        return _candidates(needs, kinds, Budget(nbytes, None), workload, least)
 
     high = 1 << 20
     while not fits(high):
@@ -77,8 +80,7 @@ def smallest_budget(needs: ModelNeeds, workload: Workload, wishes: Wishes) -> tu
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     best = _cheapest(needs, kinds, Budget(high), workload, fits(high))
-    assert best is not None
-    plan = _planned(needs, kinds, Budget(high), workload, wishes, "", best)
+    plan = _planned(needs, kinds, Budget(high), workload, wishes, "", best or fits(high)[0])
     parts: dict[str, int] = {}
     for b in plan.buffers_of("decode"):
         if b.arena == "device":
@@ -154,11 +156,12 @@ def _candidates(
         fixed = upper + needs.workspace(chunk) + _aligned(needs.constants)
         fixed += needs.staged.device_nbytes if needs.staged is not None else 0
         room = budget.device - fixed - kinds.pinned_nbytes
-        if room < 0:
+        held = cached + needs.hidden_host_nbytes(chunk)
+        if room < 0 or (budget.host is not None and held > budget.host):
             continue
         for slots, slot in ((0, 0),) if kinds.products_nbytes <= room else choices:
             left = room - slots * slot_stride(slot)
-            if left >= 0 and not (hops and cached + _staging(needs, chunk, slots, slot) > (budget.host or 0)):
+            if left >= 0 and not (hops and held + _staging(needs, chunk, slots, slot) > (budget.host or 0)):
                 found.append(_ChunkRoom(chunk, left, slots, slot))
     return found
 
@@ -242,7 +245,7 @@ def _host_room(needs: ModelNeeds, budget: Limits, fit: _ChunkRoom) -> int:
     if not budget.host or needs.weight_tier != "disk":
         return 0
     passing = _staging(needs, fit.chunk, fit.slots, fit.slot_nbytes) if needs.host_hop else 0
-    return max(0, budget.host - needs.host_nbytes - passing)
+    return max(0, budget.host - needs.host_nbytes - needs.hidden_host_nbytes(fit.chunk) - passing)
 
 
 def _planned(
@@ -263,7 +266,7 @@ def _planned(
     upper, lends = _upper(needs, fit.chunk)
     caches = {"prefill": needs.cache_prompt, "decode": needs.cache} if lends else {"all": needs.cache}
     plan = lay_out(plan, needs.constants, caches, upper, host_rows_nbytes(needs, fit.chunk),
-                   needs.staged.buffers() if needs.staged is not None else ())
+                   (*(needs.staged.buffers() if needs.staged is not None else ()), *needs.hidden(fit.chunk)))
     return replace(plan, prediction=_predicted(needs, kinds, plan))
 
 

@@ -10,12 +10,14 @@ from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Plan, PlanError, Workload
 from forebay.rewriter.ir.score_range import ScoreRange
 
+HIDDEN_SLOTS = 3  # regions for hidden states: one is computed in, one is stored, one is loaded
+
 
 @dataclass(frozen=True)
 class Wishes:
     """Choices the user forces; None leaves them to the planner. `cache_shares` are those of the caches, one for each
     layer and micro-batch, that stay on the device and in host memory, where `cache_tier` takes the others; with
-    a `cache_tier` alone none does."""
+    a `cache_tier` alone none does. So are `hidden_shares` of the micro-batches' hidden states beside `hidden_tier`."""
 
     slots: int | None = None
     slot_nbytes: int | None = None
@@ -31,6 +33,8 @@ class Wishes:
     cache_slots: int = 3
     checkpoints: tuple[int, int] | None = None  # of so many stretches of a staged cache of every so many; (0, 1): none
     checkpoint_format: str = "native"
+    hidden_tier: Literal["device", "host", "disk"] | None = None
+    hidden_shares: tuple[float, float] | None = None
     entering: int | None = None  # sequences of a prefill step; None: all at once
     joined: bool = False  # prefill steps decode as well, where sequences enter
     drafted_tokens: int | Literal["auto"] | None = None  # that a step checks at most; None: no step checks any
@@ -47,8 +51,18 @@ class Wishes:
 
     def block(self, batch: int) -> Block:
         """The block for `batch` sequences with their cache on the device; no micro-batch is empty."""
-        return Block(min(self.micro_batches or 1, batch), self.order, entering=min(self.entering or 0, batch),
-                     joined=self.joined and bool(self.entering), sparse_values=self.sparse_values)
+        return self.with_hidden(Block(
+            min(self.micro_batches or 1, batch), self.order, entering=min(self.entering or 0, batch),
+            joined=self.joined and bool(self.entering), sparse_values=self.sparse_values))
+
+    def with_hidden(self, block: Block) -> Block:
+        """The block with hidden states of its micro-batches on the tiers that are wished; of one they stay."""
+        if self.hidden_tier in (None, "device") or block.micro_batches == 1:
+            return block
+        device, host = (int(share * block.micro_batches) for share in self.hidden_shares or (0.0, 0.0))
+        host = 0 if self.hidden_tier == "host" else host
+        slots = max(1, min(HIDDEN_SLOTS, block.micro_batches - device - 1))
+        return replace(block, hidden=self.hidden_tier, hidden_slots=slots, hidden_device=device, hidden_host=host)
 
 
 def check_choices(workload: Workload, wishes: Wishes, replayed: Plan | None = None) -> None:
@@ -62,6 +76,7 @@ def check_choices(workload: Workload, wishes: Wishes, replayed: Plan | None = No
                   prompt_lookup_num_tokens=None if lookup == "auto" else lookup)
     for name, value, known in (("order", wishes.order, ("row", "zigzag")),
                                ("cache_tier", wishes.cache_tier, (None, "device", "host", "disk")),
+                               ("hidden_tier", wishes.hidden_tier, (None, "device", "host", "disk")),
                                ("cpu_attention", wishes.cpu_attention, (None, False, True))):
         if value not in known:
             raise PlanError(f"{name} must be one of {', '.join(map(repr, known))}, found {value!r}")
@@ -78,9 +93,10 @@ def check_choices(workload: Workload, wishes: Wishes, replayed: Plan | None = No
     if replayed is not None and wishes.sparse_values not in (1, replayed.schedule.block.sparse_values):
         raise PlanError(f"sparse_values: the plan has {replayed.schedule.block.sparse_values}, "
                         f"{wishes.sparse_values} is asked for; leave it out, or plan anew")
-    shares = wishes.cache_shares
-    if shares is not None and not (_is_pair(shares, int | float) and all(0 <= share <= 1 for share in shares)):
-        raise PlanError(f"cache_shares must be two numbers from 0 to 1, found {shares!r}")
+    for name, shares in (("cache_shares", wishes.cache_shares), ("hidden_shares", wishes.hidden_shares)):
+        if shares is not None and not (_is_pair(shares, int | float) and all(0 <= share <= 1 for share in shares)):
+            raise PlanError(f"{name} must be two numbers from 0 to 1, found {shares!r}")
+    _check_hidden(wishes)
     if wishes.lead and wishes.slots and wishes.lead > wishes.slots:
         raise PlanError(f"lead {wishes.lead} needs as many slots; {wishes.slots} were asked for")
 
@@ -97,6 +113,20 @@ def _check_sparse_values(wishes: Wishes) -> None:
     if share < 1 and wishes.drafted_tokens not in (None, "auto"):
         raise PlanError("sparse_values: steps that check drafts read all values, so their tokens would be others; "
                         "leave prompt_lookup_num_tokens out")
+
+
+def _check_hidden(wishes: Wishes) -> None:
+    if wishes.hidden_shares is not None and wishes.hidden_tier in (None, "device"):
+        raise PlanError("hidden_shares: they are of hidden states that leave the device; give a hidden_tier too")
+    if sum(wishes.hidden_shares or ()) > 1:
+        raise PlanError(f"hidden_shares: {wishes.hidden_shares} must be shares of one whole")
+    if wishes.hidden_tier in (None, "device"):
+        return
+    for name, forced in (("order='row'", wishes.order == "row"), ("places", wishes.entering),
+                         ("prompt_lookup_num_tokens", wishes.drafted_tokens not in (None, "auto"))):
+        if forced:
+            raise PlanError(f"hidden_tier {wishes.hidden_tier}: with {name} nothing waits between the turns of "
+                            "micro-batches in a layer; leave one of both out")
 
 
 def require_sizes(**sizes: object) -> None:

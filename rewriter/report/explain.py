@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forebay.rewriter.ir.byte_sizes import format_nbytes
-from forebay.rewriter.ir.plan import ARENAS, BufferPlacement, Plan, WeightPlacement
+from forebay.rewriter.ir.plan import ARENAS, TIERS, BufferPlacement, Plan, WeightPlacement
 
 if TYPE_CHECKING:
     from forebay.rewriter.ir.graph import CapturedModel
@@ -107,6 +107,7 @@ def _head(plan: Plan) -> str:
                     + (f"; {s.block.entering} enter at once as places fall free" if s.block.entering else "")
                     + (", while the others decode in the same passes" if s.block.joined else "")),
         ("cache", f"{plan.cache_format}, {_cache_tier(plan)}"),
+        *([("hidden", _hidden_states(plan))] if s.block.hidden != "device" else []),
         *([("values", f"decode steps read those of {100 * s.block.sparse_values:g} % of the tokens, the weightiest")]
           if s.block.sparse_values < 1 else []),
         *([("drafts", _drafts(plan))] if s.speculative_steps else []),
@@ -122,6 +123,13 @@ def _shared_maxima(plan: Plan) -> str:
     ends = [layer for layer in layers if layer + 1 not in layers]
     told = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
     return f"on a GPU partial softmaxes of decode attention share a maximum in layers {told}"
+
+
+def _hidden_states(plan: Plan) -> str:
+    """Where hidden states of a prefill wait."""
+    homes = plan.schedule.block.hidden_homes()
+    shares = ", ".join(f"{homes.count(tier)} on the {tier}" for tier in TIERS if tier in homes)
+    return f"between turns of a prefill those of {shares}, of {len(homes)} micro-batches"
 
 
 def _cache_tier(plan: Plan) -> str:

@@ -68,14 +68,13 @@ def wrap(
     model: str | os.PathLike[str] | torch.nn.Module,
     budget: Budget | int | str | dict[str, Any],
     *,
-    batch: int = 1, prompt: int | None = None, new_tokens: int = 128,
-    machine: Machine | None = None, plan: Plan | None = None,
-    slots: int | None = None, slot_nbytes: int | None = None, lead: int | None = None,
-    prefill_chunk: int | None = None, cache: str = "native",
-    micro_batches: int | None = None, order: Literal["row", "zigzag"] = "zigzag",
-    cache_tier: Literal["device", "host", "disk"] | None = None,
+    batch: int = 1, prompt: int | None = None, new_tokens: int = 128, machine: Machine | None = None,
+    plan: Plan | None = None, slots: int | None = None, slot_nbytes: int | None = None, lead: int | None = None,
+    prefill_chunk: int | None = None, cache: str = "native", micro_batches: int | None = None,
+    order: Literal["row", "zigzag"] = "zigzag", cache_tier: Literal["device", "host", "disk"] | None = None,
     cache_shares: tuple[float, float] | None = None, sparse_values: float = 1.0,
     cpu_attention: bool | None = None, checkpoints: tuple[int, int] | None = None, checkpoint_format: str = "native",
+    hidden_tier: Literal["device", "host", "disk"] | None = None, hidden_shares: tuple[float, float] | None = None,
     places: int | None = None, prompt_lookup_num_tokens: int | Literal["auto"] | None = None,
     dequantize: bool = False, calibration: str | os.PathLike[str] | None = None, **others: Any,
 ) -> LanguageModel:
@@ -92,10 +91,11 @@ def wrap(
     with `cpu_attention` the host attends. The batch is then computed in `micro_batches` parts that load their caches
     for their turns in each layer (by default as many as pay); in "zigzag" `order` they share each pass over the
     weights. With `checkpoints` (2, 3) it keeps of two of three stretches of tokens what K and V are made of, native or
-    act8. With `sparse_values` 0.1 decode steps read the values of a tenth of the tokens. With `places`, so many are
-    computed at once, whatever `batch`, and prompts of a `generate` enter as others end. With `prompt_lookup_num_tokens`
-    steps check up to so many tokens that followed the last ones before, or with "auto" as many as pay. `plan` replays a
-    plan. With `calibration`, the file of `forebay calibrate`, layers share a softmax maximum on a GPU.
+    act8. With `sparse_values` 0.1 decode steps read the values of a tenth of the tokens. Between the turns of a prefill
+    hidden states wait on a `hidden_tier`, but for `hidden_shares` of the parts. With `places`, so many are computed at
+    once, whatever `batch`, and prompts of a `generate` enter as others end. With `prompt_lookup_num_tokens` steps check
+    up to so many tokens that followed the last ones before, or with "auto" as many as pay. `plan` replays a plan. With
+    `calibration`, the file of `forebay calibrate`, layers share a softmax maximum on a GPU.
 
     Raises PlanError for the budget, CheckpointError for files, SpillError for the disk folder, CaptureError for models.
     """
@@ -113,7 +113,7 @@ def wrap(
         captured, checkpoint, files = open_model(model, dequantize=dequantize)
     if prompt is None:
         prompt = min(128, max(1, captured.max_positions // 2)) if captured.max_positions else 128
-    wishes = replace(wishes, sparse_values=sparse_values,
+    wishes = replace(wishes, sparse_values=sparse_values, hidden_tier=hidden_tier, hidden_shares=hidden_shares,
                      score_ranges=ranges_for(calibration, checkpoint.fingerprint, captured.dtype))
     workload = Workload(places or batch, prompt, new_tokens)
     lm = LanguageModel(captured, checkpoint, files, sizes, workload, wishes, machine, plan)

@@ -57,7 +57,8 @@ class Case:
     def language_model(self, device: int | float, machine: Machine | None = None, **wishes: Any) -> LanguageModel:
         """On so many bytes, or on such a share of the model's beside what operators take here, and, where caches lie in
         host memory or a GPU's copies pass through it, `HOST_NBYTES` of that, or an eighth of a large model's."""
-        hosted = wishes.get("cache_tier") == "host" or "cache_shares" in wishes or machine
+        hosted = "host" in (wishes.get("cache_tier"), wishes.get("hidden_tier")) or (
+            {"cache_shares", "hidden_shares"} & {*wishes}) or machine
         host = max(HOST_NBYTES, self.nbytes // 8) if hosted else 0
         workload = Workload(COUNT, self.prompt, self.new)
         wanted = Wishes(**{"cache_tier": "device"} | wishes)

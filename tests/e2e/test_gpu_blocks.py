@@ -104,7 +104,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     ("llama", 3, "zigzag", DISK), ("llama", 3, "zigzag", HOST), ("llama", 3, "zigzag", ATTENDED),
     ("llama", 2, "row", SHARED), ("llama", 3, "zigzag", SHARED | {"cpu_attention": True}),
     ("llama", 3, "zigzag", DISK | {"entering": 2}), ("gemma2", 3, "zigzag", SHARED | {"cpu_attention": True}),
-    ("llama", 2, "zigzag", DISK | {"cache_format": "kv8", "cache_tokens": 64}), ("opt", 5, "zigzag", HOST)])
+    ("llama", 2, "zigzag", DISK | {"cache_format": "kv8", "cache_tokens": 64}), ("opt", 5, "zigzag", HOST),
+    ("llama", 5, "zigzag", DISK | {"hidden_tier": "disk", "hidden_shares": (0.0, 0.4)})])
 def test_tokens(
     cases: Callable[[str], Case], driver: None, name: str, micro_batches: int, order: str, more: dict[str, Any]
 ) -> None:

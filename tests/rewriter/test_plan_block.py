@@ -152,3 +152,22 @@ def test_launches_are_counted_as_programs_have_them() -> None:
     assert counts == {len(list(pipeline.program(plan, 1).launches()))}
     rates = [rates_of(MachineEstimator(Machine.default()), (), 9, "disk", block=Block(3), launches=n) for n in (0, 7)]
     assert rates[1].compute_s(1) - rates[0].compute_s(1) == pytest.approx(3 * 7 * Machine.default().dispatch_s)
+
+
+def test_hidden_states_leave_the_device_for_larger_chunks_where_weights_bind() -> None:
+    """On a machine that computes in next to no time each pass over the weights counts; on one that does not it is not
+    even tried, and where that is wished they stay."""
+    slow = Machine.default()
+    links = tuple(replace(link, latency_s=1e-7, bandwidth_bytes_per_s=1.5e9) for link in slow.links)
+    fast = replace(slow, dispatch_s=0.0, copy_issue_s=0.0, attention_bytes_per_s=4e12, memory_bytes_per_s=4e12,
+                   gemm=tuple(replace(point, time_s=point.time_s / 1000) for point in slow.gemm), links=links)
+    work, wishes = Workload(8, 64, 4), Wishes(cache_tier="disk", micro_batches=8)
+    staged = graphs(work, Block(8, "zigzag", "disk", 16, 3))
+    budget = Budget(int(1.05 * Pipeline(staged, work, fast, Switches()).smallest_budget(Wishes())))
+    _, away = plan_block(graphs, budget, work, wishes, fast, Switches())
+    _, stays = plan_block(graphs, budget, work, replace(wishes, hidden_tier="device"), fast, Switches())
+    _, other = plan_block(graphs, budget, work, wishes, slow, Switches())
+    assert (away.schedule.block.hidden, stays.schedule.block.hidden, other.schedule.block.hidden) == (
+        "disk", "device", "device")
+    assert away.schedule.prefill_chunk > stays.schedule.prefill_chunk
+    assert answer_time_s(away) < answer_time_s(stays)

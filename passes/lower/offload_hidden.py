@@ -1,0 +1,227 @@
+"""Hidden states off the device: what outlives a micro-batch's turn goes out behind it, and comes back before the next.
+
+Micro-batches whose hidden states leave the device share a few regions of its memory (`Block.hidden_regions`). The draft
+has their launches at these addresses already, one micro-batch after the other; here the copies between them are added,
+as they follow from who touches which contents: behind the last launch of a turn what is still needed and was written is
+stored, and what a turn reads of what was stored is loaded as soon as its region is vacant. What stands in a region and
+was not changed has not to go out again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from forebay.passes.lower.draft import Arrive, Draft, Evict, Fetch, Found, Free, Lookup, Move, Outgoing, Store, Vacant
+from forebay.passes.lower.stage_cache import RING as SPILL
+from forebay.rewriter.ir.alignment import whole_pages
+from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.plan import BufferPlacement, Plan
+from forebay.rewriter.ir.program import Item, Launch, Release, Rows, Span, span_of
+
+RING = "hidden"  # of regions that micro-batches share
+LEAVING = "hidden_out"  # of slots that the host lends to what is stored to the disk of a machine with a GPU
+ARENAS = {"host": "host", "disk": SPILL}  # by the tier that hidden states are on between turns
+
+
+def home_name(tier: str) -> str:
+    """The buffer of hidden states that wait on a tier, one micro-batch after the other."""
+    return f"{RING}_{tier}"
+
+
+def region_buffers(buffers: Iterable[BufferPlacement], block: Block) -> dict[str, BufferPlacement]:
+    """The buffers of the first region that micro-batches share, by the name that they have in any; none where no
+    hidden states leave the device."""
+    if block.hidden == "device":
+        return {}
+    end = f"@{block.hidden_homes().count('device')}"
+    return {b.name.removesuffix(end): b for b in buffers if b.kind == "activation" and b.name.endswith(end)}
+
+
+def leaving(block: Block) -> dict[int, tuple[int, str]]:
+    """The region, counted from the first that is shared, and the tier of each micro-batch that leaves it to another."""
+    regions, homes = block.hidden_regions(), block.hidden_homes()
+    staying = homes.count("device")
+    return {k: (region - staying, homes[k]) for k, region in enumerate(regions) if regions.count(region) > 1}
+
+
+def home_nbytes(buffers: Iterable[BufferPlacement], block: Block) -> dict[str, int]:
+    """Bytes of each tier for the hidden states that wait there, in whole pages."""
+    each = sum(whole_pages(b.nbytes) for b in region_buffers(buffers, block).values())
+    tiers = [tier for _, tier in leaving(block).values()] if each else []
+    return {tier: each * tiers.count(tier) for tier in ARENAS if tier in tiers}
+
+
+@dataclass
+class _Stay:
+    """Items of a draft, up to number `last`, that touch contents of one micro-batch in a region: what it loads of them,
+    each before the item that touches it first, and what it leaves there, to be stored if it is `written`."""
+
+    micro_batch: int
+    region: int
+    last: int = 0
+    loads: dict[str, int] = field(default_factory=dict)
+    there: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
+    lookups: dict[int, str] = field(default_factory=dict)  # under way
+
+
+def offload_hidden(draft: Draft, plan: Plan) -> None:
+    """Put the copies of hidden states that leave the device, and the marks of their regions, among a draft's items."""
+    if plan.schedule.block.hidden != "device":
+        _Offloading(draft, plan).run()
+
+
+class _Offloading:
+    def __init__(self, draft: Draft, plan: Plan) -> None:
+        self.draft, self.block, buffers = draft, plan.schedule.block, plan.buffers
+        own = region_buffers(buffers, self.block)
+        taken = dict.fromkeys(ARENAS, 0)
+        self.away: dict[str, tuple[int, int]] = {}  # contents -> micro-batch, region
+        self.home: dict[str, tuple[BufferPlacement, int]] = {}  # contents -> where they wait, and the offset
+        places = {b.name: b for b in buffers}
+        for k, (region, tier) in leaving(self.block).items():
+            for name, b in own.items():
+                contents, home = f"{name}@{k}", places[home_name(tier)]
+                self.away[contents] = k, region
+                self.home[contents] = home, home.offset + taken[tier]
+                taken[tier] += whole_pages(b.nbytes)
+        self.extents: dict[str, Span] = {}
+        self.before: dict[int, list] = {}  # by number of an item, what comes in front of it, and behind it
+        self.behind: dict[int, list] = {}
+        self.dropped: set[int] = set()  # numbers of items
+        self.loaded: dict[str, int] = {}  # contents -> the number of the move that brought them last
+
+    def run(self) -> None:
+        turns = self._turns()
+        for b in {id(b): b for b, _ in self.home.values()}.values():
+            self.draft.resident[b.name] = Span(b.arena, b.offset, b.nbytes, b.name)
+            if b.arena == SPILL:
+                self.draft.files[SPILL] = max(self.draft.files.get(SPILL, 0), b.offset + b.nbytes)
+        following = {id(turn): later for region in {turn.region for turn in turns}
+                     for turn, later in _pairs([t for t in turns if t.region == region])}
+        delay = 1 if self.block.hidden_slots > 2 else 0  # so that a store has a turn's time
+        waiting: list[tuple[int, _Stay, list]] = []
+        for n, turn in enumerate(turns):
+            evicts = self._leave(turn)
+            waiting.append((n, turn, evicts))
+            after = following.get(id(turn))
+            at_once = after is not None and n + 1 < len(turns) and turns[n + 1] is after
+            while waiting and (at_once or n == len(turns) - 1 or waiting[0][0] <= n - delay):
+                number, earlier, marks = waiting.pop(0)
+                given = self.behind.setdefault(turn.last, [])
+                given += [*marks, Vacant(RING, earlier.region, number)]
+                if (later := following.get(id(earlier))) is not None:
+                    given += self._load(later)
+        self.draft.items = list(self._placed())
+
+    def _placed(self) -> Iterator[Item]:
+        for i, item in enumerate(self.draft.items):
+            yield from self.before.get(i, ())
+            if i not in self.dropped:
+                yield item  # type: ignore[misc]
+            yield from self.behind.get(i, ())
+
+    def _turns(self) -> list[_Stay]:
+        """The turns of all micro-batches in the regions that they share, in order."""
+        turns: list[_Stay] = []
+        alive: set[str] = set()
+        found: dict[int, str] = {}  # lookups that write such contents
+
+        def turn_of(name: str, i: int) -> _Stay:
+            k, region = self.away[name]
+            if not turns or turns[-1].micro_batch != k:
+                turns.append(_Stay(k, region))
+            turns[-1].last = i
+            return turns[-1]
+
+        for i, item in enumerate(self.draft.items):
+            if isinstance(item, Release):
+                name = item.span.buffer
+                if name in self.away:
+                    alive.discard(name)
+                    if name in turns[-1].there:
+                        turns[-1].last = i
+                        turns[-1].there.discard(name)
+                    else:
+                        self.dropped.add(i)  # it ends where it waits
+                continue
+            if isinstance(item, Found) and item.index in found:
+                if turns[-1].lookups.pop(item.index, None) is None:
+                    self.dropped.add(i)  # waited for where its turn ended
+                else:
+                    turn_of(found[item.index], i)
+            reads, writes = _touched(item)
+            for span in reads:
+                if span.buffer in self.away:
+                    turn = turn_of(span.buffer, i)
+                    if span.buffer not in turn.there and span.buffer in alive:
+                        turn.loads[span.buffer] = i
+                        turn.there.add(span.buffer)
+                    self._extend(span)
+            for span in writes:
+                if span.buffer in self.away:
+                    turn = turn_of(span.buffer, i)
+                    turn.there.add(span.buffer)
+                    turn.written.add(span.buffer)
+                    alive.add(span.buffer)
+                    self._extend(span)
+                    if isinstance(item, Lookup):
+                        found[item.index] = turn.lookups[item.index] = span.buffer
+        return turns
+
+    def _extend(self, span: Span) -> None:
+        """Count the bytes of a span as the contents'."""
+        known = self.extents.get(span.buffer, span)
+        low = min(known.offset, span.offset)
+        high = max(known.offset + known.nbytes, span.offset + span.nbytes)
+        self.extents[span.buffer] = Span(span.arena, low, high - low, span.buffer)
+
+    def _leave(self, turn: _Stay) -> list:
+        """Store behind a turn what it wrote and leaves; the marks that end the contents of its region."""
+        given, marks = self.behind.setdefault(turn.last, []), list[object]()
+        given += [Found(index) for index in turn.lookups]
+        for name in sorted(turn.there):
+            if name in turn.written:
+                number = len(self.draft.stores)
+                source = self.extents[name]
+                self.draft.stores.append(Outgoing(
+                    f"store {name}", source, self._home(name), whole_pages(source.nbytes) - source.nbytes,
+                    number % 2, LEAVING))
+                given.append(Store(number))
+                marks.append(Evict(number))
+            else:
+                marks.append(Free(self.loaded[name]))
+        return marks
+
+    def _load(self, turn: _Stay) -> list:
+        """Load what a turn reads first: what is to be done where its region is vacant."""
+        fetches: list[object] = []
+        for name, reader in turn.loads.items():
+            index = self.loaded[name] = len(self.draft.moves)
+            self.draft.moves.append(Move(f"load {name}", self._home(name), turn.region, self.extents[name], (0, 0),
+                                         RING))
+            fetches.append(Fetch(index))
+            self.before.setdefault(reader, []).append(Arrive(index))
+        return fetches
+
+    def _home(self, name: str) -> Span:
+        """Where contents wait between turns."""
+        home, offset = self.home[name]
+        return Span(home.arena, offset, self.extents[name].nbytes, home.name)
+
+
+def _pairs(turns: list[_Stay]) -> Iterator[tuple[_Stay, _Stay]]:
+    """Each turn in a region with the one after it."""
+    return itertools.pairwise(turns)
+
+
+def _touched(item: object) -> tuple[list[Span], list[Span]]:
+    """What an item of a draft reads and writes of the device's memory."""
+    if isinstance(item, Launch):
+        return list(item.reads), list(item.writes)
+    if isinstance(item, Lookup):
+        named = item.source.told_by if isinstance(item.source, Rows) else ()
+        return [span_of(ref) for ref in named], [item.span]
+    return [], []

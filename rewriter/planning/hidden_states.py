@@ -1,0 +1,46 @@
+"""What hidden states that leave the device between turns take of the other tiers, and what a prefill step moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from forebay.passes.lower.offload_hidden import ARENAS, LEAVING, RING, home_name, home_nbytes, leaving, region_buffers
+from forebay.passes.lower.stage_cache import LEAVING_SLOTS
+from forebay.rewriter.ir.alignment import PAGE_NBYTES, whole_pages
+from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.graph import Layout
+from forebay.rewriter.predict.closed_form import CacheMoves
+
+
+def hidden_buffers(layout: Layout | None, block: Block, host_hop: bool) -> Iterator[tuple[str, str, str, int, int]]:
+    """Their buffers on slower tiers, as (name, kind, arena, nbytes, alignment), from the layout of the largest prefill
+    step. With `host_hop` what the disk holds passes through slots of the host's."""
+    if layout is None or block.hidden == "device":
+        return
+    homes = home_nbytes(layout.buffers.values(), block)
+    if host_hop and "disk" in homes:
+        own = region_buffers(layout.buffers.values(), block)
+        room = max(whole_pages(b.nbytes) for b in own.values())
+        for name in (*(f"host_{RING}{i}" for i in range(block.hidden_slots)),
+                     *(f"host_{LEAVING}{i}" for i in range(LEAVING_SLOTS))):
+            yield name, "slot", "host", room, PAGE_NBYTES
+    for tier, nbytes in homes.items():
+        yield home_name(tier), "io", ARENAS[tier], nbytes, PAGE_NBYTES
+
+
+def with_hidden_moves(moves: CacheMoves, layout: Layout | None, block: Block, layers: int) -> CacheMoves:
+    """What a step moves with the hidden states of `layout` beside its caches: in each layer all of a region comes, and
+    the largest of its buffers, which the layer changes, goes."""
+    own = region_buffers(layout.buffers.values(), block) if layout is not None else {}
+    if not own:
+        return moves
+    tiers, nbytes, copies = [tier for _, tier in leaving(block).values()], dict(moves.nbytes), moves.copies
+    whole, changed = sum(b.nbytes for b in own.values()), max(b.nbytes for b in own.values())
+    for tier in ARENAS:
+        turns = layers * tiers.count(tier)
+        for link, moved in (((tier, "device"), whole), (("device", tier), changed)):
+            if turns:
+                nbytes[link] = nbytes.get(link, 0.0) + turns * moved
+        copies += turns * (len(own) + 1)
+    return replace(moves, nbytes=nbytes, copies=copies, slots=max(moves.slots, block.hidden_slots))
