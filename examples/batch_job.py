@@ -6,6 +6,7 @@ A line of PROMPTS is {"id": …, "prompt": …}, one of ANSWERS {"id": …, "tex
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -25,4 +26,8 @@ def main(model: str, prompts: str, answers: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("model", "prompts", "answers"):
+        parser.add_argument(name)
+    asked = parser.parse_args()
+    main(asked.model, asked.prompts, asked.answers)

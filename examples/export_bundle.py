@@ -6,8 +6,8 @@ MODEL is a folder with a checkpoint, or `demo`.
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch: spinning threads take the core the disk reader needs
 
@@ -19,7 +19,11 @@ import forebay
 def main(model: str, out: str, text: str) -> None:
     import torch
 
+    if not text.strip():
+        raise ValueError("the prompt has no token: give it at least one")
     folder = forebay.export(model, out, budget="120MiB", prompt=64, new_tokens=32)
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder} has no tokenizer.json: put one beside the model, and export it again")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     with forebay.open_bundle(folder) as lm:
         ids = torch.tensor([tokenizer.encode(text).ids])
@@ -27,4 +31,11 @@ def main(model: str, out: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("model", "out", "prompt"):
+        parser.add_argument(name)
+    asked = parser.parse_args()
+    try:
+        main(asked.model, asked.out, asked.prompt)
+    except (forebay.CaptureError, forebay.CheckpointError, forebay.ExportError, forebay.PlanError, ValueError) as error:
+        parser.exit(2, f"error: {error}\n")

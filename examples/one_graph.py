@@ -6,7 +6,7 @@ with two slots of 32 KiB, on the machine that is guessed where none was measured
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from forebay.rewriter.capture.language_model import capture_model
@@ -47,4 +47,6 @@ def main(folder: Path) -> Plan:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    main(parser.parse_args().folder)

@@ -5,20 +5,31 @@ The folder is what `forebay export MODEL FOLDER --format onnx` wrote; needs onnx
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
+
+
+def exported(folder: Path) -> dict[str, Any]:
+    """What export.json says of a folder that was exported for here; ValueError for another."""
+    known = folder / "export.json"
+    said = json.loads(known.read_text()) if known.is_file() else {}
+    if said.get("format") != "onnx" or not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no language model as ONNX: write one with forebay export MODEL OUT --format "
+                         "onnx")
+    return dict(said)
 
 
 def generate(folder: str | Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> np.ndarray:
     """Greedy tokens int64 [len(prompts), new_tokens] that follow prompts of any lengths but 0."""
     if not all(len(p) for p in prompts) or not prompts:
         raise ValueError("a prompt has no token: give each at least one")
-    dialect = json.loads((Path(folder) / "export.json").read_text())["dialect"]
+    dialect = exported(Path(folder))["dialect"]
     options = onnxruntime.SessionOptions()
     session = onnxruntime.InferenceSession(str(Path(folder) / "model.onnx"), options, ["CPUExecutionProvider"])
     lengths, rows = np.array([len(p) for p in prompts]), np.arange(len(prompts))
@@ -50,13 +61,20 @@ def generate(folder: str | Path, prompts: Sequence[Sequence[int]], new_tokens: i
 def main(folder: str, *texts: str) -> None:
     from tokenizers import Tokenizer
 
+    exported(Path(folder))
+    if not (Path(folder) / "tokenizer.json").is_file():
+        raise ValueError(f"{folder} has no tokenizer.json: put the model's there, and export again")
     tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
     for text, answer in zip(texts, generate(folder, [tokenizer.encode(t).ids for t in texts], 32), strict=True):
         print(f"{text}{tokenizer.decode(answer.tolist())}")
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("prompts", nargs="+")
+    asked = parser.parse_args()
     try:
-        main(*sys.argv[1:])
+        main(asked.folder, *asked.prompts)
     except ValueError as error:
-        sys.exit(str(error))
+        parser.exit(2, f"error: {error}\n")

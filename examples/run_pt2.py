@@ -6,8 +6,8 @@ tokenizers for the prompts.
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,19 @@ import torch
 import forebay.kernels.operators  # noqa: F401  registers the operators that programs name
 
 
+def exported(folder: Path) -> dict[str, Any]:
+    """What export.json says of a folder that was exported for here; ValueError for another."""
+    known = folder / "export.json"
+    said = json.loads(known.read_text()) if known.is_file() else {}
+    if said.get("format") not in ("pt2", "aoti") or "caches" not in said:
+        raise ValueError(f"{folder} holds no program of a language model: write one with forebay export MODEL OUT "
+                         "--format pt2")
+    return dict(said)
+
+
 def load(folder: Path) -> Callable[..., Any]:
     """The program: input_ids [B, S], start [B], last [B], caches (k and v of each layer) -> logits [B, V]."""
-    if json.loads((folder / "export.json").read_text())["format"] == "pt2":
+    if exported(folder)["format"] == "pt2":
         return torch.export.load(str(folder / "model.pt2")).module()
     from torch import _inductor
 
@@ -30,7 +40,7 @@ def generate(folder: str | Path, prompts: Sequence[Sequence[int]], new_tokens: i
     """Greedy tokens int64 [len(prompts), new_tokens] that follow prompts of any lengths but 0."""
     if not all(len(p) for p in prompts) or not prompts:
         raise ValueError("a prompt has no token: give each at least one")
-    program, known = load(Path(folder)), json.loads((Path(folder) / "export.json").read_text())
+    program, known = load(Path(folder)), exported(Path(folder))
     lengths = torch.tensor([len(p) for p in prompts])
     room = int(lengths.max()) + new_tokens
     caches = [torch.zeros(len(prompts), c["kv_heads"], room, c["head_dim"], dtype=getattr(torch, c["dtype"]))
@@ -51,13 +61,20 @@ def generate(folder: str | Path, prompts: Sequence[Sequence[int]], new_tokens: i
 def main(folder: str, *texts: str) -> None:
     from tokenizers import Tokenizer
 
+    exported(Path(folder))
+    if not (Path(folder) / "tokenizer.json").is_file():
+        raise ValueError(f"{folder} has no tokenizer.json: put the model's there, and export again")
     tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
     for text, answer in zip(texts, generate(folder, [tokenizer.encode(t).ids for t in texts], 32), strict=True):
         print(f"{text}{tokenizer.decode(answer.tolist())}")
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("prompts", nargs="+")
+    asked = parser.parse_args()
     try:
-        main(*sys.argv[1:])
+        main(asked.folder, *asked.prompts)
     except ValueError as error:
-        sys.exit(str(error))
+        parser.exit(2, f"error: {error}\n")

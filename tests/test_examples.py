@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import runpy
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +70,32 @@ def test_a_batch_job(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[
     example("batch_job").main(str(folder), str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
     said = capfd.readouterr().out
     assert all(re.search(rf"^p{i}: ", said, re.MULTILINE) for i in range(3))
+
+
+@pytest.mark.parametrize(("name", "given", "advice"), [
+    ("run_onnx", ("{no}", "w1"), "write one with forebay export MODEL OUT --format onnx"),
+    ("run_onnx", ("{model}", "w1"), "write one with forebay export MODEL OUT --format onnx"),
+    ("run_onnx", ("{onnx}", ""), "give each at least one"),
+    ("run_pt2", ("{no}", "w1"), "write one with forebay export MODEL OUT --format pt2"),
+    ("run_pt2", ("{onnx}", "w1"), "write one with forebay export MODEL OUT --format pt2"),
+    ("run_genai", ("{no}", "w1"), "write one with forebay export MODEL OUT --format onnx"),
+    ("export_bundle", ("{no}", "{out}", "w1"), "Models are not downloaded"),
+    ("export_bundle", ("{model}", "{model}", "w1"), "holds no exported model"),
+    ("export_bundle", ("{model}", "{out}", " "), "give it at least one"),
+])
+def test_what_cannot_be_is_one_line(
+    name: str, given: tuple[str, ...], advice: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    exported = tmp_path / "onnx"
+    exported.mkdir()
+    for file in ("config.json", "tokenizer.json"):
+        shutil.copy(folder / file, exported)
+    (exported / "export.json").write_text('{"format": "onnx", "dialect": "microsoft"}')
+    places = {"no": tmp_path / "no", "model": folder, "onnx": exported, "out": tmp_path / "out"}
+    monkeypatch.setattr(sys, "argv", [name, *(each.format(**places) for each in given)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    said = capfd.readouterr().err.splitlines()
+    assert ended.value.code == 2 and len(said) == 1 and advice in said[0]
+    assert not (tmp_path / "out").exists()

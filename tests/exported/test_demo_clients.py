@@ -94,8 +94,8 @@ def test_logits_over_packed_weights(demo: Demo, weights: str, tmp_path: Path) ->
     assert found.shape == wanted.shape and float((found - wanted).norm() / wanted.norm()) < 1e-3
 
 
-@pytest.mark.parametrize("name", ["run_onnx", "run_pt2"])
-@pytest.mark.parametrize("prompts", [[[5], []], []])
+@pytest.mark.parametrize(("name", "prompts"), [
+    ("run_onnx", [[5], []]), ("run_onnx", []), ("run_pt2", [[5], []]), ("run_pt2", []), ("run_genai", [])])
 def test_examples_refuse_prompts_without_a_token(name: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
                                                  ) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
