@@ -116,6 +116,8 @@ def bad(change: Any) -> list[dict[str, Any]]:
     (lambda n: n[1].update(args=[0]), "needs the value of a node for self, found 0"),
     (lambda n: n[1].update(op="forebay.rms_norm", args=["%x", None, 1e-5]), "needs the value of a node for weight"),
     (lambda n: n[1].update(op="forebay.rms_norm", args=["%x"]), "needs the value of a node for weight"),
+    (lambda n: n[1].update(op="forebay.kv_append", args=["%x", "%x", "%x", "%x", "%x"]), "a cache for k_cache, found x"),
+    (lambda n: n[1].update(op="forebay.attention", args=["%x", "%x", "%x", "%x", 1.0, 0, 0.0]), "a cache for k, found"),
     (lambda n: n[1].update(op="aten.zeros.default", args=[[1 << 40]]), "name its device"),
     (lambda n: n[0].update(shape=["S", 4]), "in their places"),
     (lambda n: n[0].update(shape=[-1, 4]), "in their places"),
@@ -151,6 +153,8 @@ def test_graphs_that_do_not_belong_together_are_refused() -> None:
         (lambda d: d.pop("step"), "step"),
         (lambda d: d.update(extra=1), "unknown field"),
         (lambda d: d["cache"][0].update(head_dim=17), "as it is elsewhere"),
+        (lambda d: next(n for n in d["step"] if "call" in n)["args"].__setitem__(4, "%lm_head_weight"),
+         "is given lm_head_weight for an input of other dimensions"),
     ]:
         edited = json.loads(json.dumps(data))
         change(edited)

@@ -38,6 +38,8 @@ _KINDS: dict[str, Callable[[str], Any]] = {
     "float": lambda name: {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[name],
 }
 NAME_LENGTH, DEPTH = 512, 8
+CACHES: dict[object, tuple[str, ...]] = {  # operands that are caches
+    operators.KV_APPEND.overload: ("k_cache", "v_cache"), operators.ATTENTION.overload: ("k", "v")}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -158,9 +160,13 @@ def _add_node(
         if entry["call"] not in blocks:
             raise ValueError(f"no block {str(entry['call'])[:80]!r}")
         args = _list(entry["args"], nodes)
-        wanted = len(blocks[entry["call"]].graph.find_nodes(op="placeholder"))
-        if len(args) != wanted or not all(isinstance(arg, fx.Node) for arg in args):
-            raise ValueError(f"{entry['call']} has {wanted} inputs, which are values of nodes")
+        wanted = blocks[entry["call"]].graph.find_nodes(op="placeholder")
+        if len(args) != len(wanted) or not all(isinstance(arg, fx.Node) for arg in args):
+            raise ValueError(f"{entry['call']} has {len(wanted)} inputs, which are values of nodes")
+        odd = next((arg for arg, inner in zip(args, wanted, strict=True) if STORED in arg.meta and (
+            len(arg.meta[STORED][1]) != len(inner.meta[STORED][1]))), None)
+        if odd is not None:
+            raise ValueError(f"{entry['call']} is given {odd.name} for an input of other dimensions")
         new = graph.create_node("call_module", entry["call"], tuple(args), name=name)
         new.meta["layer"] = _number(entry["layer"])
     else:
@@ -193,10 +199,17 @@ def _check_call(node: fx.Node) -> None:
         operand = node.args[i] if i < len(node.args) else node.kwargs.get(name)
         if str(schema.arguments[i].type) == "Tensor" and not isinstance(operand, fx.Node):
             raise ValueError(f"{schema.name} needs the value of a node for {name}, found {str(operand)[:80]}")
+        if name in CACHES.get(node.target, ()) and not _is_cache(operand):
+            raise ValueError(f"{schema.name} needs a cache for {name}, found {str(operand)[:80]}")
     value = node.args[known.index("device")] if "device" in known and len(node.args) > known.index("device") else \
         node.kwargs.get("device")
     if "device" in known and value is None and not node.all_input_nodes:
         raise ValueError(f"{schema.name} must name its device")
+
+
+def _is_cache(operand: Any) -> bool:
+    """Whether an operand is an input [B, H, L, D] of its graph."""
+    return isinstance(operand, fx.Node) and operand.op == "placeholder" and len(operand.meta[STORED][1]) == 4
 
 
 def _shape_from_data(shape: object) -> tuple[int | str, ...]:
