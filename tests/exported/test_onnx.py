@@ -20,6 +20,7 @@ from families import FAMILIES
 
 import forebay
 from forebay.exported import export, onnx_convert
+from forebay.exported.onnx_aten import _embedding as aten_embedding
 from forebay.exported.onnx_aten import _slice as aten_slice
 from forebay.exported.onnx_graph import Graph, value_info
 from forebay.kernels.attention.attention.reference import reference as attention_reference
@@ -119,6 +120,36 @@ def test_a_product_over_packed_rows_and_the_rows_themselves(dialect: Dialect, bi
         g, OnnxValue("rows", torch.uint8, (40, 0), v["rows"].parts), *(k, bits, group, torch.float16, torch.float32),
         True), {}, parts={"rows": parts})
     assert torch.equal(same, values.T)
+
+
+@both
+@pytest.mark.parametrize(("bits", "group", "rounding"), [
+    (4, 32, "symmetric"), (8, 128, "symmetric"), (4, 32, "minmax"), (4, 96, "symmetric")])
+def test_rows_of_a_packed_table(dialect: Dialect, bits: int, group: int, rounding: str) -> None:
+    """Symmetric rows in groups of a power of two are looked up and multiplied by one operator, to the bit."""
+    k = 200
+    rows = pack_rows(*quantize(normal(40, k) + 0.3, bits, group, -1, torch.float16, rounding))
+    codes, scale, low = unpack_rows(rows, k, bits, group, torch.float16)
+    symmetric = rounding == "symmetric"
+    assert symmetric == torch.equal(low.float(), -scale.float() * (1 << (bits - 1)))
+    parts = (codes.reshape(40, scale.shape[1], -1).contiguous(), scale.contiguous(), low.contiguous())
+    index = torch.tensor([[3, 39, 0], [7, 7, 21]])
+    kinds: list[str] = []
+
+    def build(g: Graph, v: Mapping[str, OnnxValue]) -> str:
+        given = v["rows"].parts
+        assert given is not None
+        table = OnnxValue("rows", torch.uint8, (40, rows.shape[1]), (*given[:2], None if symmetric else given[2]))
+        found = aten_embedding(g, table, v["index"])
+        made: str = DEQUANTIZE_ROWS.onnx(g, found, k, bits, group, torch.float16, torch.float32, False)
+        kinds.extend(node.op_type for node in g.model([], [onnx.ValueInfoProto(name=made)], ("", "")).graph.node)
+        return made
+
+    (found,) = run(dialect, build, {"index": index}, parts={"rows": parts})
+    one = dialect == "microsoft" and symmetric and group != 96
+    assert ("GatherBlockQuantized" in kinds, "Gather" in kinds) == (one, not one)
+    wanted = DEQUANTIZE_ROWS.reference(rows, k, bits, group, torch.float16, torch.float32, False)[index]
+    assert torch.equal(found, wanted)
 
 
 @both
