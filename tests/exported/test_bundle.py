@@ -36,7 +36,10 @@ from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.sampling import Sampling
 
 BUDGET = (1 << 20) + 2 * max(0, attention_nbytes(3, 4, 18, 16))
-NAMED = ("opt", "gpt2", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox")
+# An own attention and a table of positions; softcap and windows; a part of each head turned. The others, whose graphs
+# `test_graph_data.py` compares, in make test-all.
+NAMED = ("opt", "gemma2", "gpt_neox") if os.environ.get("FOREBAY_TEST_ALL") != "1" else (
+    "opt", "gpt2", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox")
 
 
 @pytest.fixture(scope="module")

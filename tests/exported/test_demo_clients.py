@@ -1,7 +1,7 @@
 """A model with real weights, exported once in each format: every client gives Forebay's own greedy tokens.
 
-With FOREBAY_TEST_ALL=1 (`make test-all`) as programs of torch too, which smaller models stand for otherwise
-(`test_pt2.py`), all prompts in onnxruntime-genai, and packed weights: onnxruntime's logits are Forebay's.
+With FOREBAY_TEST_ALL=1 (`make test-all`) as a bundle and as programs of torch too, which smaller models stand for
+otherwise (`test_bundle.py`, `test_pt2.py`), all prompts in onnxruntime-genai, and packed weights: onnxruntime's logits are Forebay's.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def test_torch_program(demo: Demo, kind: Literal["pt2", "aoti"], tmp_path: Path)
     assert torch.equal(found, demo.wanted)
 
 
+@at_length
 def test_bundle(demo: Demo, tmp_path: Path) -> None:
     out = forebay.export(demo.folder, tmp_path / "out", budget="300MB")
     assert torch.equal(tokens(out, demo.rows), demo.wanted)
