@@ -1,7 +1,8 @@
 """A model with real weights, exported once in each format: every client gives Forebay's own greedy tokens.
 
 With FOREBAY_TEST_ALL=1 (`make test-all`) as a bundle and as programs of torch too, which smaller models stand for
-otherwise (`test_bundle.py`, `test_pt2.py`), all prompts in onnxruntime-genai, and packed weights: onnxruntime's logits are Forebay's.
+otherwise (`test_bundle.py`, `test_pt2.py`), all prompts in onnxruntime-genai, and packed weights: onnxruntime's logits
+are Forebay's.
 """
 
 from __future__ import annotations
