@@ -39,6 +39,7 @@ class OnnxGraph(Protocol):
     """A graph under construction, in one dialect."""
 
     dialect: Dialect
+    in_place: bool  # a cache has a length of its own, and a step writes at position_ids into it
     int8_activations: bool  # products of packed rows may round what they are given to 8 bits
 
     def op(

@@ -1,7 +1,9 @@
 """`forebay::attention` over a cache that `forebay::kv_append` wrote, in ONNX: one operator for both.
 
 GroupQueryAttention appends, and attends over as many tokens as a row of attention_mask has ones, left-aligned; the
-standard Attention appends behind whatever the cache holds, padding too, and hides what attention_mask hides.
+standard Attention appends behind whatever the cache holds, padding too, and hides what attention_mask hides. Where
+caches are written in place, TensorScatter writes each sequence's tokens from the first one's position on, and a token
+sees the positions up to its own.
 """
 
 from __future__ import annotations
@@ -30,9 +32,13 @@ def attention(
     if g.dialect == "microsoft":
         found, present_k, present_v = grouped(g, q, (past_k, past_v), (new_k, new_v), k.shape[1] or 1,
                                               Scoring(scale, window, softcap))
-    elif softcap:
-        present_k, present_v = (g.op("Concat", past, new, axis=2) for past, new in ((past_k, new_k), (past_v, new_v)))
-        found = g.op("Transpose", _by_parts(g, q, k, present_k, present_v, scale, window, softcap), perm=[0, 2, 1, 3])
+    elif softcap or g.in_place:
+        present_k, present_v = (g.op("TensorScatter", past, new, _starts(g)) if g.in_place else g.op(
+            "Concat", past, new, axis=2) for past, new in ((past_k, new_k), (past_v, new_v)))
+        hidden = _hidden_in_place(g, past_k, window, q.dtype) if g.in_place else _hidden(g, window, q.dtype)
+        out = _by_parts(g, q, k, present_k, present_v, hidden, scale, softcap) if softcap else g.op(
+            "Attention", q, present_k, present_v, hidden, scale=scale)
+        found = g.op("Transpose", out, perm=[0, 2, 1, 3])
     else:
         out, present_k, present_v = g.op("Attention", q, new_k, new_v, _hidden(g, window, q.dtype), past_k, past_v,
                                          outputs=3, scale=scale)
@@ -43,7 +49,7 @@ def attention(
 
 
 def _by_parts(
-    g: OnnxGraph, q: OnnxValue, cache: OnnxValue, k: str, v: str, scale: float, window: int, softcap: float
+    g: OnnxGraph, q: OnnxValue, cache: OnnxValue, k: str, v: str, hidden: str, scale: float, softcap: float
 ) -> str:
     """The scores are capped before they are hidden, which the operator does the other way round. [B, H, S, D]."""
     heads, of, width = q.shape[1] or 1, cache.shape[1] or 1, q.shape[3]
@@ -52,7 +58,27 @@ def _by_parts(
     k, v = (g.op("Reshape", g.op("Expand", g.op("Unsqueeze", t, g.constant([2])), spread), whole) for t in (k, v))
     scores = g.op("Mul", g.op("MatMul", q, g.op("Transpose", k, perm=[0, 1, 3, 2])), g.constant(scale, q.dtype))
     capped = g.op("Mul", g.op("Tanh", g.op("Div", scores, g.constant(softcap, q.dtype))), g.constant(softcap, q.dtype))
-    return g.op("MatMul", g.op("Softmax", g.op("Add", capped, _hidden(g, window, q.dtype)), axis=-1), v)
+    return str(g.op("MatMul", g.op("Softmax", g.op("Add", capped, hidden), axis=-1), v))
+
+
+def _starts(g: OnnxGraph) -> str:
+    """[B]: where each sequence's first token of the step stands."""
+    return g.once("starts", lambda: g.op("Gather", "position_ids", g.constant(0), axis=1))
+
+
+def _hidden_in_place(g: OnnxGraph, cache: str, window: int, dtype: torch.dtype) -> str:
+    """[B, 1, S, L] to add to scores over a whole cache [B, Hkv, L, D]."""
+
+    def make() -> str:
+        room = g.op("Squeeze", g.op("Shape", cache, start=2, end=3))
+        keys = g.op("Range", g.constant(0), room, g.constant(1))  # [L]
+        queries = g.op("Unsqueeze", "position_ids", g.constant([1, 3]))  # [B, 1, S, 1]
+        seen = g.op("LessOrEqual", keys, queries)
+        if window:
+            seen = g.op("And", seen, g.op("Greater", keys, g.op("Sub", queries, g.constant(window))))
+        return str(g.op("Where", seen, g.constant(0.0, dtype), g.constant(torch.finfo(dtype).min / 2, dtype)))
+
+    return g.once(("hidden", window, dtype), make)
 
 
 def _hidden(g: OnnxGraph, window: int, dtype: torch.dtype) -> str:

@@ -20,7 +20,8 @@ def export_command(
              "pt2: a program of torch.export; aoti: one compiled for this processor.")]
     = "bundle",
     dialect: Annotated[str, typer.Option(
-        help="Of onnx: microsoft (onnxruntime's own operators too, and onnxruntime-genai's config) or standard.")]
+        help="Of onnx: microsoft (onnxruntime's own operators too, and onnxruntime-genai's config), "
+             "standard, or static: standard operators that write into caches of a length of their own.")]
     = "microsoft",
     activations: Annotated[str, typer.Option(
         help="Of onnx: float32, or int8: onnxruntime rounds what packed weights are multiplied with to 8 bits, which "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -17,7 +17,6 @@ from forebay.exported.modules import trace_module
 from forebay.exported.pt2 import compile_program, describe_inputs, language_model_program, save_program
 from forebay.exported.source import Source, open_source
 from forebay.exported.whole_folder import MANIFEST, whole_folder
-from forebay.kernels.onnx_meaning import Dialect
 from forebay.rewriter.checkpoints.checkpoint import Progress
 from forebay.rewriter.checkpoints.packed import open_quantized, remember_verified
 from forebay.rewriter.checkpoints.packed_writer import write_json
@@ -29,7 +28,8 @@ from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import read_switches
 
 FORMATS = ("bundle", "onnx", "pt2", "aoti")
-DIALECTS = ("microsoft", "standard")
+Dialect = Literal["microsoft", "standard", "static"]
+DIALECTS = get_args(Dialect)
 ACTIVATIONS = ("float32", "int8")
 
 
@@ -44,7 +44,7 @@ def export(
     new_tokens: int = 128,
     cache: str = "native",
     machine: Machine | None = None,
-    dialect: Literal["microsoft", "standard"] = "microsoft",
+    dialect: Dialect = "microsoft",
     activations: Literal["float32", "int8"] = "float32",
     inputs: Sequence[Any] | None = None,
     dynamic_shapes: Any = None,
@@ -58,10 +58,11 @@ def export(
     capture, and is planned for any budget. The plan that lies in it is one for `budget` (half of the free memory by
     default), `batch` sequences of `prompt` (default 128) and `new_tokens` tokens, a KV cache in the format `cache` and
     `machine`, this one by default. "onnx" is model.onnx, its tensors beside it, config and tokenizer, in a `dialect`:
-    onnxruntime's own operators, with genai_config.json for onnxruntime-genai, or the standard's alone; with "int8"
-    `activations` onnxruntime may round what packed weights are multiplied with to 8 bits. "pt2" is model.pt2 for
-    `torch.export.load`, "aoti" one that AOTInductor compiled. `progress` is told bytes written and in all. `force`
-    replaces an earlier export. One tensor's pieces are held at a time (pt2: one tensor, aoti: all).
+    onnxruntime's own operators, with genai_config.json for onnxruntime-genai, the "standard"'s alone, or these over
+    caches of a "static" length, which a step writes into; with "int8" `activations` onnxruntime may round what packed
+    weights are multiplied with to 8 bits. "pt2" is model.pt2 for `torch.export.load`, "aoti" one that AOTInductor
+    compiled. `progress` is told bytes written and in all. `force` replaces an earlier export. One tensor's pieces are
+    held at a time (pt2: one tensor, aoti: all).
 
     With `inputs`, example tensors, `model` is any module in memory, exported, but as a "bundle", for their sizes, or
     others where `dynamic_shapes`, as in `torch.export.export`, says so.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, takewhile
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import onnx
 import torch
@@ -14,8 +14,9 @@ from forebay.exported.onnx_views import VIEWS, viewed
 from forebay.kernels.onnx_meaning import MICROSOFT, TO_THE_END, Dialect, OnnxValue
 from forebay.rewriter.ir.alignment import whole_pages
 
-OPSETS: dict[Dialect, int] = {"microsoft": 22, "standard": 23}
-IR_VERSIONS: dict[Dialect, int] = {"microsoft": 10, "standard": 11}
+Layout = Literal["microsoft", "standard", "static"]  # the last: standard operators over caches written in place
+OPSETS: dict[Layout, int] = {"microsoft": 22, "standard": 23, "static": 24}
+IR_VERSIONS: dict[Layout, int] = {"microsoft": 10, "standard": 11, "static": 12}
 TYPES: dict[torch.dtype, int] = {
     torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, torch.bfloat16: TensorProto.BFLOAT16,
     torch.float64: TensorProto.DOUBLE, torch.int64: TensorProto.INT64, torch.int32: TensorProto.INT32,
@@ -36,8 +37,10 @@ class Graph:
     """Nodes and tensors as they are added; `OnnxGraph` says what each method does. Names of nodes begin with `prefix`.
     """
 
-    def __init__(self, dialect: Dialect, int8_activations: bool = False) -> None:
-        self.dialect: Dialect = dialect
+    def __init__(self, layout: Layout, int8_activations: bool = False) -> None:
+        self.layout: Layout = layout
+        self.dialect: Dialect = "microsoft" if layout == "microsoft" else "standard"
+        self.in_place = layout == "static"
         self.int8_activations = int8_activations
         self.prefix = ""
         self.nodes: list[onnx.NodeProto] = []
@@ -98,7 +101,9 @@ class Graph:
 
     def _behind(self, value: str) -> list[onnx.NodeProto]:
         """The nodes behind the one that gives `value`, the last first."""
-        maker = self._makers[str(value)]
+        return self._behind_node(self._makers[str(value)])
+
+    def _behind_node(self, maker: onnx.NodeProto) -> list[onnx.NodeProto]:
         return list(takewhile(lambda node: node is not maker, reversed(self.nodes)))
 
     def used(self, value: str) -> str:
@@ -188,7 +193,12 @@ class Graph:
         return self._caches[cache]
 
     def present(self, cache: OnnxValue, value: str) -> None:
-        self.nodes.append(helper.make_node("Identity", [value], [cache.replace("past_key_values", "present")]))
+        """The operator gives the model's output itself: what a caller has bound to that, a runtime writes into."""
+        name, maker = cache.replace("past_key_values", "present"), self._makers.pop(str(value))
+        for node in (maker, *self._behind_node(maker)):
+            for names in (node.input, node.output):
+                names[:] = [name if each == value else each for each in names]
+        self._makers[name] = maker
 
     # -- tensors
 
@@ -243,10 +253,10 @@ class Graph:
     def model(self, inputs: list[Any], outputs: list[Any], producer: tuple[str, str]) -> onnx.ModelProto:
         nodes, read = self._needed({value.name for value in outputs})
         graph = helper.make_graph(nodes, "forebay", inputs, outputs, [t for t in self.initializers if t.name in read])
-        opsets = [helper.make_opsetid("", OPSETS[self.dialect])]
+        opsets = [helper.make_opsetid("", OPSETS[self.layout])]
         if self.dialect == "microsoft":
             opsets.append(helper.make_opsetid(MICROSOFT, 1))
-        return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSIONS[self.dialect],
+        return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSIONS[self.layout],
                                  producer_name=producer[0], producer_version=producer[1])
 
 

@@ -1,8 +1,9 @@
 """A captured language model as an ONNX model: prefill and decode in one graph, inputs and outputs as others name them.
 
 input_ids, attention_mask [batch, total], position_ids, past_key_values.N.key and .value [batch, kv_heads, past, head]
-in, logits [batch, sequence, vocab], present.N.key and .value out. Tensors lie in a file beside, each at a
-page boundary.
+in, logits [batch, sequence, vocab], present.N.key and .value out. In the layout "static" no attention_mask is, and
+past and present have one length, "room": a step writes its tokens at position_ids. Tensors lie in a file beside, each
+at a page boundary.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import forebay
 from forebay.exported.errors import ExportError
 from forebay.exported.onnx_convert import Conversion
 from forebay.exported.onnx_file import DATA, write_model
-from forebay.exported.onnx_graph import Graph, value_info
+from forebay.exported.onnx_graph import Graph, Layout, value_info
 from forebay.exported.position_table import position_table
 from forebay.kernels.formats import packing
-from forebay.kernels.onnx_meaning import Dialect, OnnxValue, Parts
+from forebay.kernels.onnx_meaning import OnnxValue, Parts
 from forebay.rewriter.checkpoints.checkpoint import Progress
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor
 from forebay.rewriter.ir.graph import META, CacheInput, CapturedModel, RowFormat, WeightInput
@@ -34,18 +35,18 @@ aten = torch.ops.aten
 
 
 def write_onnx(
-    out: Path, captured: CapturedModel, items: Mapping[str, PendingTensor], dialect: Dialect, int8_activations: bool,
+    out: Path, captured: CapturedModel, items: Mapping[str, PendingTensor], layout: Layout, int8_activations: bool,
     progress: Progress | None, check: Callable[[], None],
 ) -> None:
     """Write model.onnx and model.onnx.data into `out`: `captured` (rewritten, steps giving "all" logits) with the
     weights `items`, one piece of a tensor at a time. ExportError names an operator without a meaning, and its layer."""
-    g = Graph(dialect, int8_activations)
+    g = Graph(layout, int8_activations)
     g.file = DATA
     env = {node: _input(g, captured, items, node) for node in captured.step.graph.find_nodes(op="placeholder")}
     g.table_of = partial(_table, captured, env)
     logits = Conversion(g, ADVICE, _positions).convert(captured.step, env, "the model outside its layers")
     g.nodes.append(onnx.helper.make_node("Identity", [logits], ["logits"]))
-    model = g.model(*_interface(captured), ("forebay", forebay.__version__))
+    model = g.model(*_interface(captured, g.in_place), ("forebay", forebay.__version__))
     odd = sorted({name for node in model.graph.node for name in node.input if name.startswith(UNKNOWN)})
     if odd:
         raise ExportError(f"the model computes with the number of tokens ({odd[0].removeprefix(UNKNOWN)}) itself, "
@@ -53,18 +54,19 @@ def write_onnx(
     write_model(out, g, model, progress, check)
 
 
-def _interface(captured: CapturedModel) -> tuple[list[Any], list[Any]]:
+def _interface(captured: CapturedModel, in_place: bool) -> tuple[list[Any], list[Any]]:
     ids = torch.int64
     inputs = [value_info("input_ids", ids, ("batch", "sequence")),
-              value_info("attention_mask", ids, ("batch", "total")),
+              *([] if in_place else [value_info("attention_mask", ids, ("batch", "total"))]),
               value_info("position_ids", ids, ("batch", "sequence"))]
+    past, present = ("room", "room") if in_place else ("past", "present")
     outputs = [value_info("logits", captured.dtype, ("batch", "sequence", captured.vocab_size))]
     for i, spec in enumerate(captured.cache):
         for side in ("key", "value"):
             inputs.append(value_info(f"past_key_values.{i}.{side}", spec.dtype,
-                                     ("batch", spec.kv_heads, "past", spec.head_dim)))
+                                     ("batch", spec.kv_heads, past, spec.head_dim)))
             outputs.append(value_info(f"present.{i}.{side}", spec.dtype,
-                                      ("batch", spec.kv_heads, "present", spec.head_dim)))
+                                      ("batch", spec.kv_heads, present, spec.head_dim)))
     return inputs, outputs
 
 
