@@ -10,6 +10,7 @@ import torch
 
 MICROSOFT = "com.microsoft"  # the domain of onnxruntime's own operators
 Dialect = Literal["microsoft", "standard"]
+OnnxForm = Literal["microsoft", "standard", "static"]  # the last: the standard dialect over caches written in place
 TO_THE_END = 2**63 - 1  # the end of a Slice, as torch writes it too
 
 

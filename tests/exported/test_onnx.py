@@ -23,10 +23,10 @@ import forebay
 from forebay.exported import export, onnx_convert
 from forebay.exported.onnx_aten import _embedding as aten_embedding
 from forebay.exported.onnx_aten import _slice as aten_slice
-from forebay.exported.onnx_graph import Graph, Layout, value_info
+from forebay.exported.onnx_graph import Graph, value_info
 from forebay.kernels.attention.attention.reference import reference as attention_reference
 from forebay.kernels.formats.packing import pack_rows, unpack_rows
-from forebay.kernels.onnx_meaning import TO_THE_END, Dialect, OnnxValue
+from forebay.kernels.onnx_meaning import TO_THE_END, Dialect, OnnxForm, OnnxValue
 from forebay.kernels.operators import (
     ATTENTION,
     DEQUANTIZE_ROWS,
@@ -50,7 +50,7 @@ both = pytest.mark.parametrize("dialect", DIALECTS)
 
 
 def run(
-    dialect: Layout, build: Callable[..., Any], inputs: Mapping[str, torch.Tensor], *,
+    dialect: OnnxForm, build: Callable[..., Any], inputs: Mapping[str, torch.Tensor], *,
     parts: Mapping[str, tuple[torch.Tensor, ...]] | None = None
 ) -> list[torch.Tensor]:
     """What onnxruntime gives for a graph of one meaning; sizes of the inputs vary, `parts` are packed rows."""

@@ -17,6 +17,7 @@ from forebay.exported.modules import trace_module
 from forebay.exported.pt2 import compile_program, describe_inputs, language_model_program, save_program
 from forebay.exported.source import Source, open_source
 from forebay.exported.whole_folder import MANIFEST, whole_folder
+from forebay.kernels.onnx_meaning import OnnxForm
 from forebay.rewriter.checkpoints.checkpoint import Progress
 from forebay.rewriter.checkpoints.packed import open_quantized, remember_verified
 from forebay.rewriter.checkpoints.packed_writer import write_json
@@ -28,8 +29,7 @@ from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import read_switches
 
 FORMATS = ("bundle", "onnx", "pt2", "aoti")
-Dialect = Literal["microsoft", "standard", "static"]
-DIALECTS = get_args(Dialect)
+DIALECTS = get_args(OnnxForm)
 ACTIVATIONS = ("float32", "int8")
 
 
@@ -44,7 +44,7 @@ def export(
     new_tokens: int = 128,
     cache: str = "native",
     machine: Machine | None = None,
-    dialect: Dialect = "microsoft",
+    dialect: OnnxForm = "microsoft",
     activations: Literal["float32", "int8"] = "float32",
     inputs: Sequence[Any] | None = None,
     dynamic_shapes: Any = None,
@@ -115,7 +115,7 @@ def _write_bundle(source: Source, folder: Path, progress: Progress | None) -> No
     write_bundle(folder, models, source.items, source.identity, source.prepare, progress, source.check)
 
 
-def _write_language_model(model: Any, folder: Path, format: str, dialect: Dialect, int8_activations: bool,
+def _write_language_model(model: Any, folder: Path, format: str, dialect: OnnxForm, int8_activations: bool,
                           progress: Progress | None) -> None:
     if format == "onnx":
         writers = _onnx_writers()
@@ -138,7 +138,7 @@ def _write_language_model(model: Any, folder: Path, format: str, dialect: Dialec
     _write_manifest(folder, format, **describe_inputs(captured))
 
 
-def _write_module(model: Any, folder: Path, format: str, dialect: Dialect, progress: Progress | None,
+def _write_module(model: Any, folder: Path, format: str, dialect: OnnxForm, progress: Progress | None,
                   inputs: Sequence[Any], dynamic_shapes: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ExportError("inputs= goes with a module in memory; a checkpoint is a language model, and needs none")

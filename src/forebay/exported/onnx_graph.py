@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, takewhile
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import onnx
 import torch
 from onnx import TensorProto, helper
 
 from forebay.exported.onnx_views import VIEWS, viewed
-from forebay.kernels.onnx_meaning import MICROSOFT, TO_THE_END, Dialect, OnnxValue
+from forebay.kernels.onnx_meaning import MICROSOFT, TO_THE_END, Dialect, OnnxForm, OnnxValue
 from forebay.rewriter.ir.alignment import whole_pages
 
-Layout = Literal["microsoft", "standard", "static"]  # the last: standard operators over caches written in place
-OPSETS: dict[Layout, int] = {"microsoft": 22, "standard": 23, "static": 24}
-IR_VERSIONS: dict[Layout, int] = {"microsoft": 10, "standard": 11, "static": 12}
+OPSETS: dict[OnnxForm, int] = {"microsoft": 22, "standard": 23, "static": 24}
+IR_VERSIONS: dict[OnnxForm, int] = {"microsoft": 10, "standard": 11, "static": 12}
 TYPES: dict[torch.dtype, int] = {
     torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, torch.bfloat16: TensorProto.BFLOAT16,
     torch.float64: TensorProto.DOUBLE, torch.int64: TensorProto.INT64, torch.int32: TensorProto.INT32,
@@ -37,10 +36,10 @@ class Graph:
     """Nodes and tensors as they are added; `OnnxGraph` says what each method does. Names of nodes begin with `prefix`.
     """
 
-    def __init__(self, layout: Layout, int8_activations: bool = False) -> None:
-        self.layout: Layout = layout
-        self.dialect: Dialect = "microsoft" if layout == "microsoft" else "standard"
-        self.in_place = layout == "static"
+    def __init__(self, form: OnnxForm, int8_activations: bool = False) -> None:
+        self.form: OnnxForm = form
+        self.dialect: Dialect = "microsoft" if form == "microsoft" else "standard"
+        self.in_place = form == "static"
         self.int8_activations = int8_activations
         self.prefix = ""
         self.nodes: list[onnx.NodeProto] = []
@@ -253,10 +252,10 @@ class Graph:
     def model(self, inputs: list[Any], outputs: list[Any], producer: tuple[str, str]) -> onnx.ModelProto:
         nodes, read = self._needed({value.name for value in outputs})
         graph = helper.make_graph(nodes, "forebay", inputs, outputs, [t for t in self.initializers if t.name in read])
-        opsets = [helper.make_opsetid("", OPSETS[self.layout])]
+        opsets = [helper.make_opsetid("", OPSETS[self.form])]
         if self.dialect == "microsoft":
             opsets.append(helper.make_opsetid(MICROSOFT, 1))
-        return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSIONS[self.layout],
+        return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSIONS[self.form],
                                  producer_name=producer[0], producer_version=producer[1])
 
 

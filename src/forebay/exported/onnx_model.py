@@ -1,7 +1,7 @@
 """A captured language model as an ONNX model: prefill and decode in one graph, inputs and outputs as others name them.
 
 input_ids, attention_mask [batch, total], position_ids, past_key_values.N.key and .value [batch, kv_heads, past, head]
-in, logits [batch, sequence, vocab], present.N.key and .value out. In the layout "static" no attention_mask is, and
+in, logits [batch, sequence, vocab], present.N.key and .value out. In the form "static" no attention_mask is, and
 past and present have one length, "room": a step writes its tokens at position_ids. Tensors lie in a file beside, each
 at a page boundary.
 """
@@ -21,10 +21,10 @@ import forebay
 from forebay.exported.errors import ExportError
 from forebay.exported.onnx_convert import Conversion
 from forebay.exported.onnx_file import DATA, write_model
-from forebay.exported.onnx_graph import Graph, Layout, value_info
+from forebay.exported.onnx_graph import Graph, value_info
 from forebay.exported.position_table import position_table
 from forebay.kernels.formats import packing
-from forebay.kernels.onnx_meaning import OnnxValue, Parts
+from forebay.kernels.onnx_meaning import OnnxForm, OnnxValue, Parts
 from forebay.rewriter.checkpoints.checkpoint import Progress
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor
 from forebay.rewriter.ir.graph import META, CacheInput, CapturedModel, RowFormat, WeightInput
@@ -35,12 +35,12 @@ aten = torch.ops.aten
 
 
 def write_onnx(
-    out: Path, captured: CapturedModel, items: Mapping[str, PendingTensor], layout: Layout, int8_activations: bool,
+    out: Path, captured: CapturedModel, items: Mapping[str, PendingTensor], form: OnnxForm, int8_activations: bool,
     progress: Progress | None, check: Callable[[], None],
 ) -> None:
     """Write model.onnx and model.onnx.data into `out`: `captured` (rewritten, steps giving "all" logits) with the
     weights `items`, one piece of a tensor at a time. ExportError names an operator without a meaning, and its layer."""
-    g = Graph(layout, int8_activations)
+    g = Graph(form, int8_activations)
     g.file = DATA
     env = {node: _input(g, captured, items, node) for node in captured.step.graph.find_nodes(op="placeholder")}
     g.table_of = partial(_table, captured, env)

@@ -14,15 +14,15 @@ from forebay.exported.errors import ExportError
 from forebay.exported.modules import TracedModule
 from forebay.exported.onnx_convert import Conversion
 from forebay.exported.onnx_file import DATA, write_model
-from forebay.exported.onnx_graph import TYPES, Graph, Layout, value_info
-from forebay.kernels.onnx_meaning import OnnxValue
+from forebay.exported.onnx_graph import TYPES, Graph, value_info
+from forebay.kernels.onnx_meaning import OnnxForm, OnnxValue
 from forebay.rewriter.checkpoints.checkpoint import Progress
 from forebay.rewriter.ir.graph import META, WeightInput
 
 
-def write_module(out: Path, traced: TracedModule, layout: Layout, progress: Progress | None) -> None:
+def write_module(out: Path, traced: TracedModule, form: OnnxForm, progress: Progress | None) -> None:
     """Write model.onnx and its tensors into `out`. ExportError names an operator without a meaning, and its module."""
-    g = Graph(layout)
+    g = Graph(form)
     g.file = DATA
     env: dict[fx.Node, Any] = {}
     names: dict[str, str] = {}  # of sizes that vary
