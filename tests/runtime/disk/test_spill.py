@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -192,24 +193,25 @@ def test_a_write_is_of_whole_pages_of_its_file(file: SpillFile, write: Write) ->
 def test_chunks_of_a_write_cover_it_once_in_order(
     pieces: list[tuple[int, int]], chunk: int, bounce: int, direct: bool, spare: int
 ) -> None:
-    """Against a byte-by-byte picture: which source byte lands where, zeros behind."""
+    """Against a byte-by-byte picture: which source byte lands where, zeros (-1) behind."""
     pieces = [(1 << 30 | address, nbytes) for address, nbytes in pieces]
-    data = [address + i for address, nbytes in pieces for i in range(nbytes)]
+    data = np.concatenate([np.arange(address, address + nbytes) for address, nbytes in pieces])
     nbytes = whole_pages(len(data)) + spare * PAGE
-    at, found = 7 * PAGE, list[int | None]()
+    at, found = 7 * PAGE, [np.empty(0, np.int64)]
     for chunk_ in split_write(Write(at, nbytes, tuple(pieces), print), direct, chunk, bounce):
         assert chunk_.offset == at and chunk_.nbytes == chunk_.need and chunk_.nbytes % PAGE == 0 < chunk_.nbytes
         if chunk_.head:
             assert chunk_.head == chunk_.nbytes <= bounce and not chunk_.tail
-            landed: list[int | None] = [None] * chunk_.nbytes
+            landed = np.full(chunk_.nbytes, -1)
             for to, source, size in chunk_.copies:
-                landed[to : to + size] = range(source, source + size)
+                assert 0 <= to <= to + size <= chunk_.nbytes
+                landed[to : to + size] = np.arange(source, source + size)
         else:
             assert not chunk_.copies and not (direct and chunk_.address % PAGE)
             assert chunk_.nbytes <= max(chunk, PAGE if len(pieces) == 1 else GATHER_NBYTES)
-            landed = [*range(chunk_.address, chunk_.address + chunk_.nbytes)]
-        found, at = found + landed, at + chunk_.nbytes
-    assert found == data + [None] * (nbytes - len(data))
+            landed = np.arange(chunk_.address, chunk_.address + chunk_.nbytes)
+        found, at = [*found, landed], at + chunk_.nbytes
+    assert np.array_equal(np.concatenate(found), np.concatenate((data, np.full(nbytes - len(data), -1))))
 
 
 def test_short_writes_and_interrupts_are_gone_on_with(file: SpillFile, monkeypatch: pytest.MonkeyPatch) -> None:
