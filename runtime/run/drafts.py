@@ -22,7 +22,9 @@ class Drafted:
 
 
 class Drafter(Protocol):
-    """Drafts for the sequences of a call."""
+    """Drafts for the sequences of a call; a further drafted token takes `token_time_s`, for all of them at once."""
+
+    token_time_s: float
 
     def draft(self, held: Sequence[torch.Tensor], most: Sequence[int]) -> list[Drafted]:
         """For each sequence of tokens int64 [T], prompt and answer so far, a draft of at most so many (0: none)."""
@@ -33,6 +35,8 @@ class PromptLookup:
     """What followed the last tokens of a sequence where they stood before, in its prompt or answer (Saxena, prompt
     lookup decoding, 2023): behind the longest match of at most `LONGEST_MATCH` tokens, of those the latest. `kind` is
     its length."""
+
+    token_time_s = 0.0
 
     def draft(self, held: Sequence[torch.Tensor], most: Sequence[int]) -> list[Drafted]:
         return [_looked_up(tokens, count) for tokens, count in zip(held, most, strict=True)]

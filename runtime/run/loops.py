@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from forebay.runtime.run.balance import balanced_places
-from forebay.runtime.run.drafts import PromptLookup
+from forebay.runtime.run.drafts import Drafter, PromptLookup
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.places import entering, generate_in_places
 from forebay.runtime.run.sampling import Sampling
@@ -23,12 +23,15 @@ def generate_as_planned(
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
     on_token: Callable[[torch.Tensor], None] | None = None,
     tally: Tally | None = None,
+    drafter: Drafter | None = None,
 ) -> torch.Tensor:
-    """`generate_tokens` by the loop that the session's plan is for; what its drafts brought is added to `tally`."""
+    """`generate_tokens` by the loop that the session's plan is for; what drafts, those of `drafter` or else what is
+    looked up in the prompt, brought is added to `tally`."""
     if entering(session.plan):
         return generate_in_places(session, prompts, sampling, stop, generator, on_token)
     if speculates(session.plan, sampling, len(prompts), generator):
-        return generate_speculatively(session, prompts, sampling, stop, generator, on_token, PromptLookup(), tally)
+        return generate_speculatively(session, prompts, sampling, stop, generator, on_token, drafter or PromptLookup(),
+                                      tally)
     return _generate_balanced(session, prompts, sampling, stop, generator, on_token)
 
 

@@ -3,7 +3,7 @@ decoding one by one would have given."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -119,6 +119,9 @@ class _DraftedCall:
         times_s = {size: time_s for size, time_s in self.times_s.items() if size <= room}
         most = [0 if self.ended(row) else min(max(times_s), self.stop.max_new_tokens - len(new)) - 1
                 for row, new in enumerate(self.new)]
+        if drafter.token_time_s:
+            worth = self._worth(drafter.token_time_s, going, times_s)
+            most = [min(count, worth) for count in most]
         rows = [tokens[: self.prompt[i] + len(self.new[i])] for i, tokens in enumerate(self.held)]
         drafts = drafter.draft(rows, most)
         size = best_size({row: drafts[row] for row in going}, self.seen, times_s)
@@ -139,6 +142,14 @@ class _DraftedCall:
             self.tally.tokens += self._append(row, found)
         self.tally.steps[size] = self.tally.steps.get(size, 0) + 1
         self._show()
+
+    def _worth(self, token_time_s: float, going: Sequence[int], times_s: Mapping[int, float]) -> int:
+        """How many tokens to draft where each takes its time too (0: none pays)."""
+        if self.session.plan.prediction.decode_time_s <= 0:
+            return max(times_s) - 1
+        drafts = dict.fromkeys(going, Drafted((0,) * (max(times_s) - 1)))
+        both_s = {size: time_s + (size - 1) * token_time_s for size, time_s in times_s.items()}
+        return best_size(drafts, self.seen, both_s) - 1
 
     def _append(self, row: int, tokens: Sequence[int]) -> int:
         """Add tokens to a sequence up to the one that ends it; how many."""

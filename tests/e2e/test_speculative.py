@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from forebay.rewriter.ir.plan import Budget, Workload, plan_from_dict
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.runtime.run.drafts import PromptLookup
 from forebay.runtime.run.generation import Stop, generate_tokens
+from forebay.runtime.run.model_drafts import ModelDrafter
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.speculation import Tally, generate_speculatively
 
@@ -64,6 +66,51 @@ def test_tokens_equal_plain_ones(folders: dict[str, Path], weights: str, cache: 
                     assert tally.passes < plain.shape[1] or not tally.accepted
         program = lm._pipeline.program(lm.plan, 8)  # proved when it was made
         assert program.outputs["out0"].shape[:2] == (4, 8)
+
+
+ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
+KINDS = [(weights, cache) for weights in ("native", "w4") for cache in ("native", "kv8")] if ALL else [
+    ("native", "kv8")]
+
+
+@pytest.mark.parametrize(("weights", "cache"), KINDS)
+def test_a_models_drafts_change_no_token(folders: dict[str, Path], weights: str, cache: str) -> None:
+    """Drafts of the same weights in fewer bits: many are right, others are taken back, from both caches. All families
+    under FOREBAY_TEST_ALL=1."""
+    if not ALL and "llama" not in folders["native"].name:
+        pytest.skip("FOREBAY_TEST_ALL=1 runs it")
+    wishes = Wishes(drafted_tokens=7, cache_format=cache, cache_tier="device", prefill_chunk=5)
+    with (language_model(folders[weights], wishes) as lm,
+          language_model(folders["w4"], Wishes(cache_tier="device")) as helper,
+          lm.running(4, 20, NEW) as session, helper.running(4, 21, NEW) as drafting):
+        for count in (1, 4) if ALL else (4,):
+            prompts = PROMPTS[:count]
+            free = generate_tokens(session, prompts, Sampling(), Stop(NEW))
+            eos = frozenset(free[:, [NEW // 3, NEW // 2]].flatten().tolist())
+            for stop in (Stop(NEW), Stop(NEW, eos)):
+                plain, tally = generate_tokens(session, prompts, Sampling(), stop), Tally()
+                drafter = ModelDrafter(drafting, Sampling(), [None] * count)
+                drafter.token_time_s = 0.0  # whatever is predicted, draft
+                found = generate_speculatively(session, prompts, Sampling(), stop, None, None, drafter, tally)
+                assert torch.equal(found, plain)
+                assert tally.accepted if stop.eos else tally.accepted > tally.offered / 4
+
+
+def test_a_wrapped_assistant_drafts_for_the_plans_steps(llama_checkpoint: Any) -> None:
+    """Through `generate`: several prompts, greedy answers are transformers', drawn ones repeat under their seeds."""
+    ids, options = llama_checkpoint.ids, dict(max_new_tokens=24, pad_token_id=0, eos_token_id=None)
+    with torch.no_grad():
+        expected = llama_checkpoint.model.generate(ids, do_sample=False, **options)
+    with wrap(llama_checkpoint.folder, llama_checkpoint.share(0.8), batch=3, prompt=10, new_tokens=24,
+              prompt_lookup_num_tokens=7) as lm, wrap(
+            llama_checkpoint.folder, llama_checkpoint.share(3.0), prompt=4) as helper:
+        ours = lm.generate(ids, do_sample=False, assistant_model=helper, **options)
+        assert torch.equal(ours, expected)
+        drawn = []
+        for _ in range(2):
+            draws = [torch.Generator().manual_seed(i) for i in range(3)]
+            drawn.append(lm.generate(ids, do_sample=True, top_k=5, assistant_model=helper, generator=draws, **options))
+        assert torch.equal(*drawn) and lm.tally.accepted == lm.tally.offered > 0  # of equal weights none is refused
 
 
 def test_generate_checks_drafts_where_the_plan_does(llama_checkpoint: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,13 +15,15 @@ from forebay.huggingface.inputs import Prompts, read_embeds, read_prompts, take_
 from forebay.huggingface.module_habits import ModuleHabits
 from forebay.huggingface.refusals import refuse_generation
 from forebay.huggingface.row_cache import RowCache, require_own
+from forebay.huggingface.same_tokenizer import refuse_other_tokenizer
 from forebay.huggingface.served import SERVED
 from forebay.rewriter.ir.graph import Gives
 from forebay.runtime.run.generation import Stop
 from forebay.runtime.run.loops import generate_as_planned
+from forebay.runtime.run.model_drafts import ModelDrafter
 from forebay.runtime.run.rows import SequenceRows
 from forebay.runtime.run.sampling import Sampling, choose
-from forebay.runtime.run.speculation import Tally
+from forebay.runtime.run.speculation import Tally, speculates
 
 if TYPE_CHECKING:
     from forebay.api import LanguageModel, OnToken
@@ -94,7 +96,8 @@ class StreamedCausalLM(GenerationMixin):
         if not prompts.masked and prompts.ids.shape[1] > seen and config.pad_token_id not in (None, *ends):
             prompts = prompts.without(config.pad_token_id)
         new_tokens = self._new_tokens(config, prompts, options)
-        if rest or prompts.embeds is not None or not self._plain(config):
+        helper = self._drafter_of(rest)
+        if (rest and helper is None) or prompts.embeds is not None or not self._plain(config):
             return self._answer_through_mixin(prompts, config, new_tokens, generation_config, generator, on_token,
                                               options)
         pad = config.pad_token_id if config.pad_token_id is not None else ends[0] if ends else 0
@@ -104,8 +107,29 @@ class StreamedCausalLM(GenerationMixin):
         stop = Stop(new_tokens, frozenset(ends), int(pad))
         with self.lm.running(len(rows), prompts.longest, new_tokens, in_places=True) as session:
             self.lm.tally = Tally()
-            new = generate_as_planned(session, rows, sampling, stop, generator, on_token, self.lm.tally)
+            if helper is None or not speculates(session.plan, sampling, len(rows), generator):
+                drafting: Any = nullcontext()
+            else:  # the answer's first token is known when drafts begin
+                drafting = helper.running(len(rows), prompts.longest + 1, new_tokens)
+            with drafting as other:
+                drafter = None if other is None else ModelDrafter(
+                    other, sampling, [[g] for g in generator] if isinstance(generator, Sequence) else
+                    [generator] * len(rows))
+                new = generate_as_planned(session, rows, sampling, stop, generator, on_token, self.lm.tally, drafter)
         return torch.cat((prompts.ids, new), 1)
+
+    def _drafter_of(self, rest: dict[str, Any]) -> LanguageModel | None:
+        """The wrapped model that is to draft for the plan's speculative steps, where a call asks for that alone.
+        ValueError where its tokenizer is another."""
+        helper = rest.get("assistant_model")
+        if not (set(rest) == {"assistant_model"} and isinstance(helper, ModuleHabits) and helper is not self.lm
+                and self.lm.plan.schedule.speculative_steps):
+            return None
+        other = cast("LanguageModel", helper)
+        if other.captured.vocab_size != self.lm.captured.vocab_size:
+            return None
+        refuse_other_tokenizer(self.lm.checkpoint.folder, other.checkpoint.folder)
+        return other
 
     def _plain(self, config: GenerationConfig) -> bool:
         """Whether the runtime's loop gives what `config` asks for."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import chi2
 
 from forebay.rewriter.ir.plan import Limits, Plan, Prediction, Schedule, Workload
 from forebay.runtime.run.drafts import Drafted, PromptLookup
 from forebay.runtime.run.generation import Stop, generate_tokens
-from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.model_drafts import ModelDrafter
+from forebay.runtime.run.sampling import Sampling, probabilities
 from forebay.runtime.run.speculation import Tally, generate_speculatively, step_times_s
 
 VOCAB = 5
@@ -60,6 +64,8 @@ def scores(seen: list[int]) -> torch.Tensor:
 
 class Guessing:
     """Drafts from a list of numbers, right ones where it says so; it sees no more than it may."""
+
+    token_time_s = 0.0
 
     def __init__(self, guesses: Sequence[int], right: Sequence[bool]) -> None:
         self.guesses, self.right, self.calls = guesses, right, 0
@@ -138,3 +144,59 @@ def test_one_generator_for_several_prompts_is_refused() -> None:
     prompts = [torch.tensor([1]), torch.tensor([2])]
     with pytest.raises(ValueError, match="a generator for each prompt"):
         generate_speculatively(target, prompts, Sampling(True), Stop(4), torch.Generator(), None, PromptLookup())
+
+
+class Other(Recalling):
+    """A smaller model: its logits are others, but go the same way."""
+
+    def step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().step(inputs) * 0.5 + torch.linspace(0, 1, VOCAB)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.data())
+def test_another_models_greedy_drafts_change_no_token(data: st.DataObject) -> None:
+    """Whatever stands and is taken back, and where the other model has less room than the answer takes."""
+    new, less = data.draw(st.integers(1, 20)), data.draw(st.integers(0, 6))
+    sizes = data.draw(st.sets(st.integers(2, min(8, new + 4)), min_size=1))
+    prompts = [torch.tensor(p) for p in data.draw(st.lists(
+        st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4), min_size=1, max_size=3))]
+    stop = Stop(new, frozenset(data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=1))), pad=9)
+    target, plain = session(3, 4, new, sizes, 1), session(3, 4, new, sizes, 1)
+    other = Other(session(3, 5, max(1, new - less), (), 1).plan)
+    drafter: Any = ModelDrafter(other, Sampling(), [None] * len(prompts))  # type: ignore[arg-type]
+    found = generate_speculatively(target, prompts, Sampling(), stop, None, None, drafter)
+    assert found.tolist() == generate_tokens(plain, prompts, Sampling(), stop).tolist()
+
+
+def test_drawn_drafts_of_another_model_leave_the_distribution() -> None:
+    """Chi-square over all answers of three tokens, beside their exact chances; drafts alone would fail it."""
+    sampling, prompt = Sampling(True, 0.9, 4, 0.97), [1, 2]
+    count = 100_000 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 1000
+    expected: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        expected = {(*path, token): chance * float(p) for path, chance in expected.items()
+                    for token, p in enumerate(probabilities(scores([*prompt, *path])[None], sampling)[0]) if p > 0}
+    rows, seen = 200, Counter[tuple[int, ...]]()
+    target, tally = session(rows, 2, 3, (2, 3), 1), Tally()
+    other = Other(session(rows, 3, 3, (), 1).plan)
+    draws = [torch.Generator().manual_seed(i) for i in range(rows)]
+    for _ in range(count // rows):
+        drafter: Any = ModelDrafter(other, sampling, [[g] for g in draws])  # type: ignore[arg-type]
+        found = generate_speculatively(target, [torch.tensor(prompt)] * rows, sampling, Stop(3), draws, None, drafter,
+                                       tally)
+        seen.update(map(tuple, found.tolist()))
+    assert set(seen) <= set(expected) and 0 < tally.accepted < tally.offered
+    often = {path for path, chance in expected.items() if chance * count >= 5}
+    wrong = sum((seen[path] - expected[path] * count) ** 2 / (expected[path] * count) for path in often)
+    assert wrong < chi2.ppf(0.9999, len(often)), wrong
+
+
+def test_a_draft_whose_time_does_not_pay_is_not_made() -> None:
+    target = session(1, 3, 20, (8, 4, 2), 3)
+    target.plan = Plan(**{**vars(target.plan), "prediction": Prediction(1.0, 1.0, speculative_times_s=(1.0,) * 3)})
+    for token_time_s, drafts in ((2.0, False), (0.01, True)):
+        drafter, tally = Guessing([4], [True]), Tally()
+        drafter.token_time_s = token_time_s
+        generate_speculatively(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(20), None, None, drafter, tally)
+        assert bool(drafter.calls) is drafts and (tally.passes < 19) is drafts

@@ -1,0 +1,94 @@
+"""Drafts by a smaller model that runs between the passes of a larger one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from forebay.runtime.run.acceptance import Draws
+from forebay.runtime.run.drafts import Drafted
+from forebay.runtime.run.generation import prefill
+from forebay.runtime.run.sampling import Sampling, probabilities
+from forebay.runtime.run.session import Session
+
+
+class ModelDrafter:
+    """What the model of `session` says comes next, most likely or drawn by `sampling` from each sequence's own `draws`,
+    with the distributions that tokens were drawn from. Its cache holds prompts and answers so far; of drafts that were
+    refused it takes the tokens back by not counting them. Sequences beyond the plan's room get no drafts.
+
+    ValueError for a plan whose cache comes to the device for its turns, or whose sequences enter places: what is
+    stored there cannot be taken back.
+    """
+
+    def __init__(self, session: Session, sampling: Sampling, draws: Sequence[Draws]) -> None:
+        block = session.plan.schedule.block
+        if block.staged or block.entering:
+            raise ValueError("assistant_model: drafts that were refused are taken back from its cache, which must stay "
+                             "on the device; wrap it with a larger budget and without places")
+        self.session, self.sampling, self.draws = session, sampling, draws
+        self.token_time_s = session.plan.prediction.decode_time_s
+        self._held: list[list[int]] = []  # the tokens of each sequence that the cache holds
+
+    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int]) -> list[Drafted]:
+        work = self.session.plan.workload
+        rows = [tokens.tolist() for tokens in held]
+        most = [max(0, min(count, work.context + 1 - len(row))) for row, count in zip(rows, most, strict=True)]
+        if not any(most) or (not self._held and max(map(len, rows)) > work.prompt):
+            return [Drafted()] * len(rows)
+        known = [len(row) for row in rows]
+        at, logits = self._resume(rows) if self._held else (known[:], self._begin(held))
+        chances: list[list[torch.Tensor]] = [[] for _ in rows]
+        while True:
+            for i, row in enumerate(rows):
+                if at[i] == len(row) < known[i] + most[i]:
+                    row.append(self._next(logits[i], i, chances[i]))
+            going = [i for i, row in enumerate(rows) if len(row) < known[i] + most[i]]
+            if not going:
+                break
+            logits = self._feed(rows, at, going)
+        self._held = [row[: at[i]] for i, row in enumerate(rows)]
+        return [Drafted(tuple(row[known[i] :]), chances=torch.stack(chances[i]) if chances[i] else None)
+                for i, row in enumerate(rows)]
+
+    def _begin(self, held: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Run the prompts; the logits [B, V] behind them."""
+        lengths = torch.ones(self.session.plan.workload.batch, dtype=torch.int64)  # idle rows count one
+        lengths[: len(held)] = torch.tensor([len(tokens) for tokens in held])
+        logits = prefill(self.session, held, lengths)[: len(held)].clone()  # growing may move what lies behind them
+        self.session.grow()
+        return logits
+
+    def _resume(self, rows: Sequence[list[int]]) -> tuple[list[int], torch.Tensor]:
+        """How many tokens of each sequence the cache still holds, and need not be fed; at least one must."""
+        at = []
+        for row, had in zip(rows, self._held, strict=True):
+            most = min(len(had), len(row) - 1)
+            at.append(next((i for i in range(most) if had[i] != row[i]), most))
+        return at, torch.empty(0)
+
+    def _feed(self, rows: Sequence[list[int]], at: list[int], going: Sequence[int]) -> torch.Tensor:
+        """Run one step over the next token of sequences that go on, and count it in `at`; the logits [B, V]. What the
+        others write stands where they end."""
+        work = self.session.plan.workload
+        at[:] = [min(count, work.context - 1) for count in at]  # a full one loses its last token to what is written
+        ids, start = torch.zeros(work.batch, 1, dtype=torch.int64), torch.zeros(work.batch, dtype=torch.int64)
+        start[: len(at)] = torch.tensor(at)
+        for i in going:
+            ids[i, 0] = rows[i][at[i]]
+        longest = int(start.max()) + 1
+        logits = self.session.step({"input_ids": ids, "start": start, "last": torch.zeros_like(start),
+                                    "length": torch.full_like(start, longest)})
+        for i in going:
+            at[i] += 1
+        return logits
+
+    def _next(self, logits: torch.Tensor, row: int, chances: list[torch.Tensor]) -> int:
+        """The token behind logits [V]; where it is drawn, `chances` gets the distribution."""
+        if not self.sampling.do_sample:
+            return int(logits.argmax())
+        draws = self.draws[row]
+        own = draws[0] if isinstance(draws, Sequence) else draws
+        chances.append(probabilities(logits[None], self.sampling)[0].double().to("cpu" if own is None else own.device))
+        return int(torch.multinomial(chances[-1], 1, generator=own))
