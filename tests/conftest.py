@@ -57,6 +57,19 @@ def graphs_are_checked() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def graphs_are_shared(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests that run models share what is captured of equal ones: that took a third of the suite's time."""
+    from captured_once import share_graphs, shares_graphs
+
+    if not shares_graphs(request.path):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        share_graphs(patch)
+        yield
+
+
 @pytest.fixture
 def planned_with_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans that are looked at, not run, are those of a machine with a compiler: what torch's operators would take in

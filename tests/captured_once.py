@@ -1,0 +1,72 @@
+"""Graphs shared by all tests of one process that run models: a model is traced once, and its graphs rewritten once."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forebay.api as api
+from forebay.rewriter import pipeline
+from forebay.rewriter.capture import trace
+from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.switches import Switches
+
+ROOT = Path(__file__).parent
+RUNNING = tuple(ROOT / name for name in ("commands", "e2e", "exported", "huggingface", "runtime"))
+MOST = 48  # models; graphs of a few layers take some megabytes
+
+
+class _Kept:
+    """The last `MOST` that were made, by what they were made from."""
+
+    def __init__(self) -> None:
+        self.made: OrderedDict[Any, Any] = OrderedDict()
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self.made:
+            self.made[key] = make()
+            if len(self.made) > MOST:
+                self.made.popitem(last=False)
+        self.made.move_to_end(key)
+        return self.made[key]
+
+
+_TRACED, _REWRITTEN = _Kept(), _Kept()
+_trace, _rewrite = trace.trace_model, api.rewrite_captured
+
+
+def shares_graphs(path: Path) -> bool:
+    """Whether tests of a file may share what was captured."""
+    return any(folder in path.parents for folder in RUNNING)
+
+
+def share_graphs(patch: pytest.MonkeyPatch) -> None:
+    """Trace models of one class, config and dtype once for what their steps give, those from memory and from folders
+    each, and rewrite their graphs once for each way in which weights and cache are stored. Who runs graphs reads them,
+    and edits copies."""
+    patch.setattr(trace, "trace_model", _known)
+    patch.setattr(api, "rewrite_captured", _known_rewritten)
+
+
+def _known(model: Any, gives: Any = "last", embeds: bool = False) -> CapturedModel:
+    described = json.loads(model.config.to_json_string(use_diff=False))
+    from_folder = bool(described.pop("_name_or_path", ""))  # which one is all the same
+    key = type(model), json.dumps(described, sort_keys=True), from_folder, model.dtype, gives, embeds
+    return _TRACED.once(key, lambda: _trace(model, gives, embeds))
+
+
+def _known_rewritten(captured: CapturedModel, switches: Switches, cache_format: str = "native") -> CapturedModel:
+    if captured.rewritten or switches.dump or switches.bisect or switches.stop_after:
+        return _rewrite(captured, switches, cache_format)
+    # by the graphs themselves, which the value keeps, and all else that a model in memory or a folder may change
+    graphs = (id(captured.step), *(id(graph) for graph in captured.blocks().values()))
+    specs = str([vars(spec) for spec in captured.weights.values()])
+    passes = tuple(each.run for each in pipeline.PASSES)  # a test may leave some out
+    key = graphs, specs, captured.token_types, str(switches), cache_format, passes
+    kept = _REWRITTEN.once(key, lambda: (captured, _rewrite(captured, switches, cache_format)))
+    return kept[1]
