@@ -100,7 +100,7 @@ class _Offloading:
             if b.arena == SPILL:
                 self.draft.files[SPILL] = max(self.draft.files.get(SPILL, 0), b.offset + b.nbytes)
         following = {id(turn): later for region in {turn.region for turn in turns}
-                     for turn, later in _pairs([t for t in turns if t.region == region])}
+                     for turn, later in itertools.pairwise(t for t in turns if t.region == region)}
         delay = 1 if self.block.hidden_slots > 2 else 0  # so that a store has a turn's time
         waiting: list[tuple[int, _Stay, list]] = []
         for n, turn in enumerate(turns):
@@ -210,11 +210,6 @@ class _Offloading:
         """Where contents wait between turns."""
         home, offset = self.home[name]
         return Span(home.arena, offset, self.extents[name].nbytes, home.name)
-
-
-def _pairs(turns: list[_Stay]) -> Iterator[tuple[_Stay, _Stay]]:
-    """Each turn in a region with the one after it."""
-    return itertools.pairwise(turns)
 
 
 def _touched(item: object) -> tuple[list[Span], list[Span]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import fx
 
-from forebay.passes.lower.draft import Draft, Fetch, Store
+from forebay.passes.lower.draft import Draft, Fetch, Store, Vacant
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import (
     Copy,
@@ -91,7 +91,7 @@ def draft_text(draft: Draft) -> str:
         if isinstance(item, Release):
             lines.append(f"release   {item.span.buffer}")
             continue
-        label = getattr(item, "label", "")
+        label = f"{item.ring}{item.slot}" if isinstance(item, Vacant) else getattr(item, "label", "")
         if isinstance(item, Fetch | Store):
             label = (draft.moves if isinstance(item, Fetch) else draft.stores)[item.index].label
         lines.append(f"{type(item).__name__} {getattr(item, 'index', '')}   {label.removeprefix('fetch ')}".rstrip())
