@@ -48,9 +48,13 @@ def asynchronous_time_s(modules: Sequence[Module], times: Estimator, layers: int
     C = max(C, D) + compute + communication, where D adds up dispatch times. D and C run on through all layers; started
     anew in each layer, as the algorithm's listing reads, they do not give the totals of the paper's Table 3.
     """
-    launched = done = 0.0
-    for _ in range(layers):
-        for module in modules:
-            launched += module.dispatch_s
-            done = max(done, launched) + module_s(module, times) + module.communication_s
-    return done
+    works = [module_s(module, times) + module.communication_s for module in modules]
+    layer_launch, layer_work = sum(module.dispatch_s for module in modules), sum(works)
+    launched, left, done = 0.0, layer_work, 0.0
+    for module, work in zip(modules, works, strict=True):
+        # What is done last waited for some launch and never again: C is the greatest of launch + all work from there
+        # on, and in the layer that is linear, so the first or the last layer has it.
+        launched += module.dispatch_s
+        done = max(done, launched + left + max(0.0, (layers - 1) * layer_work, (layers - 1) * layer_launch))
+        left -= work
+    return done if layers else 0.0
