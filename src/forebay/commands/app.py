@@ -17,6 +17,7 @@ from forebay.commands.models import models_command
 from forebay.commands.plan import explain, plan
 from forebay.commands.quantize import quantize_command
 from forebay.commands.run import run
+from forebay.commands.serve_plan import serve_plan
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False,
                   help="Run language models larger than the fast memory you have.")
@@ -58,4 +59,5 @@ app.command("export")(export_command)
 app.command("calibrate")(calibrate_command)
 app.command("machine")(machine_command)
 app.command("models")(models_command)
+app.command("serve-plan")(serve_plan)
 app.command("allocate")(allocate)

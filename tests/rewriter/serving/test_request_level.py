@@ -19,7 +19,7 @@ LINEAR = PhaseTimes(lambda batch, tokens, context: 0.5 * batch, lambda batch, co
                     lambda *of: 1.0)
 
 
-def traffic(rate: float, count: int = 2000) -> Traffic:
+def traffic(rate: float, count: int = 1000) -> Traffic:
     return Traffic(rate, count, 100, 11)
 
 

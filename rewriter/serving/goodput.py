@@ -1,0 +1,143 @@
+"""The most load under which a service keeps its objectives, by bisection over simulations (Algorithms 8 and 9)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from forebay.rewriter.serving.served import percentile_s
+from forebay.rewriter.serving.strategies import Service, Simulated, Strategy, simulated
+from forebay.rewriter.serving.traffic import TrafficError, arrivals
+
+LOWEST_RATE = 0.1  # requests/s, Algorithm 8: who cannot serve this serves nothing
+ABOVE = 1.2  # times 1 / T_min, Algorithm 8: the first upper bound, per instance here
+RELAXED = 0.1  # Algorithm 9: objectives may be exceeded by this share, as runs differ
+LASTS = 20  # times the TTFT objective that arrivals go on: a queue that grows by 6 % of them has then passed it
+DOUBLINGS = 12  # of the upper bound, at most
+MOST_REQUESTS = 20_000  # that a run is lengthened to
+TOLERANCE = 0.02  # of the rate
+# Two-sided 95 % quantiles of Student's t by degrees of freedom, from 1 on.
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+@dataclass(frozen=True)
+class ServiceLevel:
+    """Seconds that a share (0..100) of requests may take to their first token, and on average to each one after it;
+    `runs` simulations with other arrivals are averaged."""
+
+    ttft_s: float
+    tpot_s: float
+    share: float = 90.0
+    runs: int = 3
+
+    def validate(self) -> None:
+        for name, value in (("ttft", self.ttft_s), ("tpot", self.tpot_s)):
+            if not value > 0:
+                raise TrafficError(f"{name}: {value} is not above 0")
+        if not 0 < self.share <= 100:
+            raise TrafficError(f"percentile: {self.share} is not above 0 and at most 100")
+        if not 1 <= self.runs <= 1 + len(STUDENT):
+            raise TrafficError(f"runs: {self.runs} is not between 1 and {1 + len(STUDENT)}")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Means over runs at one rate, in seconds, with half the width of their 95 % intervals (0 of one run)."""
+
+    rate: float
+    ttft_s: float
+    tpot_s: float
+    ttft_ci_s: float
+    tpot_ci_s: float
+    preempted: float = 0.0
+
+    def keeps(self, level: ServiceLevel) -> bool:
+        """Algorithm 9."""
+        return self.ttft_s <= (1 + RELAXED) * level.ttft_s and self.tpot_s <= (1 + RELAXED) * level.tpot_s
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The greatest rate found at which the objectives are kept, 0 if none; what was measured there (or at the lowest
+    rate), and at the rate that was asked for."""
+
+    strategy: Strategy
+    rate: float
+    at_goodput: Measured
+    at_rate: Measured | None
+
+    @property
+    def per_device(self) -> float:
+        """Section 4.1's normalized goodput."""
+        return self.rate / self.strategy.devices
+
+
+def measure(found: Simulated, service: Service, level: ServiceLevel, rate: float) -> Measured:
+    """Simulate `level.runs` runs at `rate`; percentiles of each, and their mean.
+
+    Runs have the traffic's number of requests, and more where they would end before a queue could show that it grows.
+    """
+    ttft, tpot, preempted = [], [], 0
+    traffic = service.traffic.at_rate(rate)
+    traffic = replace(traffic, count=max(traffic.count, min(MOST_REQUESTS, math.ceil(LASTS * level.ttft_s * rate))))
+    for seed in range(level.runs):
+        run = found.simulate(arrivals(traffic, seed), seed)
+        ttft.append(percentile_s(run.ttft_s, level.share))
+        tpot.append(percentile_s(run.tpot_s, level.share))
+        preempted += run.preempted
+    return Measured(rate, float(np.mean(ttft)), float(np.mean(tpot)), half_width(ttft), half_width(tpot),
+                    preempted / level.runs)
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Half of the 95 % interval of the mean of these, by Student's t; 0 of one."""
+    n = len(values)
+    return 0.0 if n < 2 else STUDENT[n - 2] * float(np.std(values, ddof=1)) / n**0.5
+
+
+def find_goodput(strategy: Strategy, service: Service, level: ServiceLevel, rate: float | None = None) -> Goodput:
+    """Bisection between a rate that is served and one that is not (Algorithm 8).
+
+    The loop printed there runs while the bounds are *nearer* than the tolerance, that is never; here it runs until they
+    are. Its upper bound, 1.2 over the time of a request alone, lies below what instances that batch can serve: it is
+    taken per instance, and doubled as long as it is served. A service slower than the lowest rate begins lower.
+    Raises ModelError or TrafficError where the strategy cannot serve at all.
+    """
+    level.validate()
+    found = simulated(strategy, service)
+    at_rate = measure(found, service, level, rate) if rate else None
+    low = measure(found, service, level, min(LOWEST_RATE, 0.1 / found.alone_s))
+    if not low.keeps(level):
+        return Goodput(strategy, 0.0, low, at_rate)
+    high = ABOVE / found.alone_s * max(1, strategy.both, strategy.prefill + strategy.decode)
+    for _ in range(DOUBLINGS):
+        reached = measure(found, service, level, high)
+        if not reached.keeps(level):
+            break
+        low, high = reached, 2 * high
+    while high - low.rate > TOLERANCE * high:
+        middle = measure(found, service, level, (low.rate + high) / 2)
+        if middle.keeps(level):
+            low = middle
+        else:
+            high = middle.rate
+    return Goodput(strategy, low.rate, low, at_rate)
+
+
+def ranked(found: Sequence[Goodput], rate: float | None = None) -> list[Goodput]:
+    """By goodput per device; with a rate, those that serve it first, the fewest devices before more."""
+    def order(one: Goodput) -> tuple[bool, int, float, str]:
+        serves = rate is not None and one.rate >= rate
+        return not serves, one.strategy.devices if serves else 0, -one.per_device, one.strategy.name
+
+    return sorted(found, key=order)
+
+
+def price_per_million(one: Goodput, output: int, price_per_hour: float) -> float:
+    """What a million tokens of answers cost at its goodput, in the currency of a device's `price_per_hour`; inf where
+    nothing is served."""
+    tokens_per_s = one.rate * output
+    return one.strategy.devices * price_per_hour / 3600 / tokens_per_s * 1e6 if tokens_per_s else float("inf")

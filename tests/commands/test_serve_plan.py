@@ -1,0 +1,78 @@
+"""`forebay serve-plan` as it is typed: a table, JSON, pictures, a workload in YAML, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from forebay.commands.app import app
+
+RUNNER = CliRunner()
+QUICK = ("--model", "llama-3-8b", "--machine", "h100", "--gpus", "2", "--requests", "40", "--runs", "2", "--jobs", "1",
+         "--ttft", "100", "--tpot", "15")
+
+
+def call(*arguments: str, exit_code: int = 0) -> Result:
+    result = RUNNER.invoke(app, ["serve-plan", *arguments])
+    assert result.exit_code == exit_code, result.output + repr(result.exception)
+    return result
+
+
+def test_a_table_says_what_serves() -> None:
+    shown = call(*QUICK, "--rate", "5", "--price", "2.5").stdout
+    assert "llama-3-8b on h100" in shown and "left out: tp 4, tp 8: an instance takes more" in shown
+    rows = [line.split() for line in shown.splitlines() if " tp1 " in line or " tp2 " in line]
+    assert [row[:2] for row in rows[:1]] == [["1m", "tp1"]] and len(rows) == 4 and all("yes" in row for row in rows)
+    assert call(*QUICK, "--rate", "5", "--price", "2.5").stdout == shown
+
+
+def test_json_and_pictures(tmp_path: Path) -> None:
+    found = json.loads(call(*QUICK, "--tp", "1", "--json", "--save-dir", str(tmp_path / "new")).stdout)
+    assert [row["devices"] for row in found["strategies"]] and found["refused"] == {}
+    best = found["strategies"][0]
+    assert best["goodput_per_device"] == max(row["goodput_per_device"] for row in found["strategies"]) > 0
+    assert best["serves_rate"] is None and best["cost_per_million_tokens"] is None
+    for name in ("times.png", "against_rate.png"):
+        assert (tmp_path / "new" / name).read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "new" / "serve_plan.json").read_text())["strategies"] == found["strategies"]
+
+
+def test_a_workload_file_and_a_trace(tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_text("".join(
+        json.dumps({"arrival": i / 2, "prompt": 100 + 10 * i, "output": 10 + i}) + "\n" for i in range(9)))
+    (tmp_path / "load.yaml").write_text("rate: 3\nttft: 300\ntpot: 20\npercentile: 95\ntrace: trace.jsonl\n")
+    arguments = ("--model", "llama-3-8b", "--machine", "h100", "--gpus", "1", "--requests", "40", "--runs", "1",
+                 "--jobs", "1", "--workload", str(tmp_path / "load.yaml"), "--json")
+    found = json.loads(call(*arguments).stdout)
+    assert (found["isl"], found["osl"], found["percentile"], found["rate"]) == (140, 14, 95, 3)
+    assert json.loads(call(*arguments, "--rate", "4").stdout)["rate"] == 4
+
+
+def test_a_model_that_fits_no_device_is_served_by_one_that_streams() -> None:
+    shown = call("--model", "codellama-34b", "--machine", "rtx4090", "--gpus", "1", "--isl", "256", "--osl", "8",
+                 "--ttft", "60000", "--tpot", "9000", "--requests", "30", "--runs", "1", "--jobs", "1").stdout
+    assert "1 offloaded" in shown and "does not fit 1 x rtx4090" in shown
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (("--rate", "-1"), "--rate"), (("--rate", "nan"), "--rate"), (("--ttft", "0"), "ttft"), (("--isl", "0"), "isl"),
+    (("--price", "0"), "--price"), (("--tp", "1,x"), "--tp"), (("--tp", ""), "--tp"), (("--tp", "8"), "--gpus"),
+    (("--machine", "nosuch"), "presets are"), (("--model", "nosuch"), "presets are"), (("--budget", "x"), "--budget"),
+    (("--chunk", "8"), "chunk"), (("--workload", "/nosuch.yaml"), "No such file"), (("--isl", "9999999"), "--tp")])
+def test_what_cannot_be_meant_is_one_line(arguments: tuple[str, ...], said: str) -> None:
+    result = call(*QUICK, *arguments, exit_code=2)
+    assert said in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("rat: 1\n", "there is no 'rat'"), ("- 1\n", "expected fields"), ("rate: [\n", "not YAML"), ("isl: 1.5\n", "isl"),
+    ("rate: true\n", "rate"), ("trace: 3\n", "trace"), ("trace: none.jsonl\n", "No such file"),
+    ("shared_prefix: 4096\n", "shared_prefix"), ("percentile: 0\n", "percentile"), ("arrival_cv: -1\n", "arrival_cv")])
+def test_a_wrong_workload_is_one_line(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "load.yaml"
+    path.write_text(text)
+    result = call(*QUICK, "--workload", str(path), exit_code=2)
+    assert said in result.stderr and result.stderr.count("\n") == 1

@@ -1,0 +1,146 @@
+"""Goodput and the search over strategies: against loads that are known, and the orderings of the paper's figures."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from forebay.rewriter.machine.presets import PRESETS
+from forebay.rewriter.predict.model_shapes import PRESET_MODELS, ModelError
+from forebay.rewriter.serving.goodput import (
+    TOLERANCE,
+    Goodput,
+    Measured,
+    ServiceLevel,
+    find_goodput,
+    half_width,
+    measure,
+    price_per_million,
+    ranked,
+)
+from forebay.rewriter.serving.offloaded import offloaded_times, streamed
+from forebay.rewriter.serving.phase_times import cache_tokens, shape_times
+from forebay.rewriter.serving.search import search_services
+from forebay.rewriter.serving.strategies import Service, Strategy, simulated, strategies
+from forebay.rewriter.serving.traffic import Traffic, TrafficError
+
+LLAMA, H100, RTX = PRESET_MODELS["codellama-34b"], PRESETS["h100"], PRESETS["rtx4090"]
+PAPER = Service(LLAMA, PRESETS["ascend-910b3"], Traffic(1.0, 300, 2048, 64), paper=True)
+LEVEL = ServiceLevel(1.5, 0.07, runs=2)
+SMALL = Service(PRESET_MODELS["llama-3-8b"], H100, Traffic(1.0, 150, 512, 32))
+
+
+def test_goodput_is_kept_and_a_little_more_is_not() -> None:
+    for strategy in (Strategy(4, prefill=1, decode=1), Strategy(4, both=2)):
+        found = find_goodput(strategy, PAPER, LEVEL)
+        assert found.at_goodput.keeps(LEVEL) and found.at_goodput.rate == found.rate > 0.1
+        beyond = measure(simulated(strategy, PAPER), PAPER, LEVEL, found.rate * (1 + 3 * TOLERANCE))
+        assert not beyond.keeps(LEVEL)
+
+
+def test_goodput_of_a_single_queue_lies_where_the_wait_is_the_objective() -> None:
+    """Prefills one at a time, answers of one token: M/D/1, whose P90 is below the objective at half load and far above
+    it at nine tenths."""
+    service = replace(SMALL, traffic=Traffic(1.0, 2000, 2048, 1), prefill_batch=1)
+    strategy, alone = Strategy(1, prefill=1, decode=1), shape_times(service.model, H100, 1).prefill_s(1, 2048, 2048)
+    found = find_goodput(strategy, service, ServiceLevel(3 * alone, 1.0, runs=1))
+    assert 0.5 / alone < found.rate < 0.9 / alone
+
+
+def test_more_instances_and_lax_objectives_serve_more() -> None:
+    longer = replace(SMALL, traffic=replace(SMALL.traffic, count=300))
+    rates = [find_goodput(Strategy(1, both=m), longer, ServiceLevel(0.1, 0.02, runs=1)).rate for m in (1, 2, 3)]
+    assert 0 < rates[0] < rates[1] < rates[2] < 4 * rates[0]  # one queue before three wastes less than three before one
+    lax = find_goodput(Strategy(1, both=1), longer, ServiceLevel(0.2, 0.2, runs=1)).rate
+    assert lax > rates[0]
+    assert find_goodput(Strategy(1, both=1), SMALL, ServiceLevel(1e-4, 0.02, runs=1)).rate == 0
+
+
+def test_figures_7_and_9_bend_as_printed() -> None:
+    """P90 TTFT rises with the rate and steeply near saturation; TPOT of decode instances of their own hardly moves,
+    that of instances that prefill too does."""
+    rates = (1.0, 2.0, 3.0, 3.6)
+    apart, both = ([measure(simulated(strategy, replace(PAPER, traffic=replace(PAPER.traffic, count=1500))), replace(
+        PAPER, traffic=replace(PAPER.traffic, count=1500)), LEVEL, rate) for rate in rates]
+        for strategy in (Strategy(4, prefill=1, decode=1), Strategy(4, both=2)))
+    for found in (apart, both):
+        assert list(np.diff([m.ttft_s for m in found]) > 0) == [True] * 3
+    assert apart[3].ttft_s - apart[2].ttft_s > 2 * (apart[2].ttft_s - apart[1].ttft_s)
+    assert apart[3].tpot_s < 1.25 * apart[0].tpot_s and both[3].tpot_s > 2 * both[0].tpot_s
+    assert both[3].ttft_s < apart[3].ttft_s  # two instances prefill, of which one of the other kind has
+
+
+def test_the_search_ranks_and_refuses_alike_with_one_process_and_two() -> None:
+    level = ServiceLevel(0.5, 0.03, runs=1)
+    service = replace(SMALL, traffic=replace(SMALL.traffic, count=60))
+    candidates, refused = strategies(service, 2, (1, 2, 4))
+    assert [s.name for s in candidates] == ["1m tp1", "2m tp1", "1p1d tp1", "1m tp2"] and list(refused) == ["tp 4"]
+    one = search_services(candidates, service, level, 1.0)
+    assert one == search_services(candidates, service, level, 1.0, workers=2) and len(one[0]) == 4
+    assert one[0][0].strategy.devices == 1  # the fewest that serve 1 request/s
+
+
+def test_all_strategies_are_those_of_the_paper() -> None:
+    found, _ = strategies(PAPER, 40, (1, 2, 4, 8), 5)
+    assert len(found) == len(set(found)) == 4 * (5 + 10)
+    assert all(s.devices <= 40 and s.both + s.prefill + s.decode <= 5 for s in found)
+
+
+def test_rank_and_price() -> None:
+    nothing = Measured(1.0, 0, 0, 0, 0)
+    made = [Goodput(Strategy(t, both=m), rate, nothing, None) for t, m, rate in ((4, 1, 8.0), (1, 1, 1.0), (1, 2, 3.0))]
+    assert [g.rate for g in ranked(made)] == [8.0, 3.0, 1.0]
+    assert [g.rate for g in ranked(made, 2.5)] == [3.0, 8.0, 1.0]
+    assert price_per_million(made[0], 100, 3.6) == pytest.approx(4 * 3.6 / 3600 / 800 * 1e6)
+    assert price_per_million(replace(made[0], rate=0.0), 100, 3.6) == float("inf")
+    assert half_width([1.0, 1.0, 1.0]) == 0 and half_width([0.0, 2.0]) == pytest.approx(12.706)
+
+
+def test_one_device_that_streams_competes_where_the_model_does_not_fit() -> None:
+    service = Service(LLAMA, RTX, Traffic(1.0, 40, 512, 32))
+    found, refused = strategies(service, 4, (1, 2))
+    assert {s.offloaded for s in found} >= {1, 4} and all(s.offloaded for s in found)
+    assert "does not fit" in refused["tp 1"] and "interconnect" in refused["tp 2"]
+    away = streamed(LLAMA, RTX, 10_000)
+    assert 0.6 * LLAMA.weight_nbytes < away.nbytes < LLAMA.weight_nbytes
+    times = offloaded_times(LLAMA, RTX, away)
+    link = away.nbytes / RTX.link("host", "device").bandwidth_bytes_per_s
+    assert link < times.decode_s(1, 512) < 1.2 * link  # the link binds
+    assert times.decode_s(16, 512) < 1.2 * times.decode_s(1, 512)
+    tight = search_services(found, service, ServiceLevel(1.0, 0.1, runs=1))[0]
+    lax = search_services(found, service, ServiceLevel(60.0, 10.0, runs=1))[0]
+    assert tight[0].rate == 0 < lax[0].rate and len(tight) == len(lax) == 1
+
+
+def test_offloading_never_streams_what_fits_nor_holds_more_than_there_is() -> None:
+    model = PRESET_MODELS["llama-3-8b"]
+    assert streamed(model, H100, 1000).nbytes == 0
+    fits = shape_times(model, H100, 1)
+    assert offloaded_times(model, H100, streamed(model, H100, 1000)).decode_s(4, 500) == fits.decode_s(4, 500)
+    for budget in (8 << 30, 12 << 30):
+        away = streamed(model, H100, 4096, budget)
+        kept = model.weight_nbytes - away.nbytes + model.kv_nbytes(4096)
+        assert kept < budget and away.from_host_nbytes == away.nbytes
+    with pytest.raises(ModelError, match="--budget"):
+        streamed(model, H100, 4096, 1 << 30)
+
+
+@pytest.mark.parametrize("level", [ServiceLevel(0.0, 1.0), ServiceLevel(1.0, float("nan")), ServiceLevel(1, 1, 0.0),
+                                   ServiceLevel(1, 1, 90, 0)])
+def test_objectives_that_cannot_be_meant_are_refused(level: ServiceLevel) -> None:
+    with pytest.raises(TrafficError):
+        find_goodput(Strategy(1, both=1), SMALL, level)
+
+
+@pytest.mark.skipif(not os.environ.get("FOREBAY_TEST_ALL"), reason="the paper's search: a minute; FOREBAY_TEST_ALL=1")
+def test_the_papers_search_finds_goodput_for_most() -> None:
+    candidates, _ = strategies(PAPER, 40)
+    found, refused = search_services(candidates, PAPER, LEVEL, workers=2)
+    assert not refused and sum(one.rate > 0 for one in found) > 20
+
+
+def test_memory_is_known() -> None:
+    assert cache_tokens(LLAMA, H100, 1) > 0 > cache_tokens(LLAMA, RTX, 1)
