@@ -29,7 +29,7 @@ def test_its_python_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_its_commands_and_their_options_exist() -> None:
     known = get_command(app).commands  # type: ignore[attr-defined]
-    lines = re.findall(r"^    forebay +(\w+)(.*?)(?:  #.*)?$", TEXT, re.MULTILINE)
+    lines = re.findall(r"^    forebay +([\w-]+)(.*?)(?:  #.*)?$", TEXT, re.MULTILINE)
     assert len(lines) > 10 and {"run", "chat", "plan"} <= {name for name, _ in lines}
     for name, rest in lines:
         options = {option for parameter in known[name].params for option in parameter.opts}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from forebay.rewriter.serving.served import percentile_s
-from forebay.rewriter.serving.strategies import Service, Simulated, Strategy, simulated
+from forebay.rewriter.serving.strategies import ServiceWanted, Simulated, Strategy, simulated
 from forebay.rewriter.serving.traffic import TrafficError, arrivals
 
 LOWEST_RATE = 0.1  # requests/s, Algorithm 8: who cannot serve this serves nothing
@@ -75,7 +75,7 @@ class Goodput:
         return self.rate / self.strategy.devices
 
 
-def measure(found: Simulated, service: Service, level: ServiceLevel, rate: float) -> Measured:
+def measure(found: Simulated, service: ServiceWanted, level: ServiceLevel, rate: float) -> Measured:
     """Simulate `level.runs` runs at `rate`; percentiles of each, and their mean.
 
     Runs have the traffic's number of requests, and more where they would end before a queue could show that it grows.
@@ -98,7 +98,7 @@ def half_width(values: Sequence[float]) -> float:
     return 0.0 if n < 2 else STUDENT[n - 2] * float(np.std(values, ddof=1)) / n**0.5
 
 
-def find_goodput(strategy: Strategy, service: Service, level: ServiceLevel, rate: float | None = None) -> Goodput:
+def find_goodput(strategy: Strategy, service: ServiceWanted, level: ServiceLevel, rate: float | None = None) -> Goodput:
     """Bisection between a rate that is served and one that is not (Algorithm 8).
 
     The loop printed there runs while the bounds are *nearer* than the tolerance, that is never; here it runs until they

@@ -9,11 +9,11 @@ from multiprocessing import get_context
 
 from forebay.rewriter.predict.model_shapes import ModelError
 from forebay.rewriter.serving.goodput import Goodput, ServiceLevel, find_goodput, ranked
-from forebay.rewriter.serving.strategies import Service, Strategy
+from forebay.rewriter.serving.strategies import ServiceWanted, Strategy
 from forebay.rewriter.serving.traffic import TrafficError
 
 
-def _one(strategy: Strategy, service: Service, level: ServiceLevel, rate: float | None) -> Goodput | str:
+def _one(strategy: Strategy, service: ServiceWanted, level: ServiceLevel, rate: float | None) -> Goodput | str:
     try:
         return find_goodput(strategy, service, level, rate)
     except (ModelError, TrafficError) as error:
@@ -21,8 +21,8 @@ def _one(strategy: Strategy, service: Service, level: ServiceLevel, rate: float 
 
 
 def search_services(
-    candidates: Sequence[Strategy], service: Service, level: ServiceLevel, rate: float | None = None, workers: int = 1,
-    told: Callable[[int], None] = lambda done: None,
+    candidates: Sequence[Strategy], service: ServiceWanted, level: ServiceLevel, rate: float | None = None,
+    workers: int = 1, told: Callable[[int], None] = lambda done: None,
 ) -> tuple[list[Goodput], dict[str, str]]:
     """The goodput of each, ranked, and why others cannot serve; `told` hears how many are done. The answer does not
     depend on `workers`, processes that share the work. Of ways to offload only the best is kept."""

@@ -14,7 +14,7 @@ from forebay.rewriter.serving.offloaded import offloaded_times, streamed
 from forebay.rewriter.serving.phase_times import PhaseTimes, cache_tokens, shape_times, table_times, transfer_s
 from forebay.rewriter.serving.request_level import answer_s, disaggregated, prompts_s
 from forebay.rewriter.serving.served import Served
-from forebay.rewriter.serving.token_level import Limits, token_level, token_level_tandem
+from forebay.rewriter.serving.token_level import InstanceLimits, token_level, token_level_tandem
 from forebay.rewriter.serving.traffic import Arrival, Traffic, TrafficError
 
 
@@ -42,7 +42,7 @@ class Strategy:
 
 
 @dataclass(frozen=True)
-class Service:
+class ServiceWanted:
     """What is asked for: a model, a machine that each device is, traffic, and limits of an instance.
 
     `prefill_batch` prompts are computed at once, `batch` sequences decode at once (Table 4's 4 and 16); with `paper`
@@ -72,7 +72,7 @@ class Simulated:
     alone_s: float
 
 
-def simulated(strategy: Strategy, service: Service) -> Simulated:
+def simulated(strategy: Strategy, service: ServiceWanted) -> Simulated:
     """ModelError or TrafficError where a strategy cannot serve: its devices hold too little, or have no link."""
     request = Arrival(0.0, service.traffic.prompt, service.traffic.output)
     if strategy.offloaded:
@@ -96,20 +96,20 @@ def simulated(strategy: Strategy, service: Service) -> Simulated:
         requests, (times, strategy.prefill, before), (times, strategy.decode, limits), moved), alone)
 
 
-def _limits(service: Service, batch: int, held: int) -> Limits:
+def _limits(service: ServiceWanted, batch: int, held: int) -> InstanceLimits:
     """Of an instance that holds so many tokens of cache; a prefill takes no more than `prefill_batch` mean prompts."""
-    return Limits(batch, held, service.prefill_batch * service.traffic.prompt, service.chunk,
+    return InstanceLimits(batch, held, service.prefill_batch * service.traffic.prompt, service.chunk,
                   shared_prefix=service.shared_prefix)
 
 
-def _as_the_paper(strategy: Strategy, service: Service, times: PhaseTimes) -> Simulate:
+def _as_the_paper(strategy: Strategy, service: ServiceWanted, times: PhaseTimes) -> Simulate:
     if strategy.both:
         return lambda requests, seed: collocated(requests, times, strategy.both, service.prefill_batch, seed)
     return lambda requests, seed: disaggregated(requests, (times, strategy.prefill, service.prefill_batch),
                                                 (times, strategy.decode, service.batch), seed)
 
 
-def _offloaded(strategy: Strategy, service: Service, request: Arrival) -> Simulated:
+def _offloaded(strategy: Strategy, service: ServiceWanted, request: Arrival) -> Simulated:
     if service.paper:
         raise ModelError("the paper's costs know no streaming; leave --paper out to compare with offloading")
     longest = max((r.prompt + r.output for r in service.traffic.trace), default=request.prompt + request.output)
@@ -128,7 +128,7 @@ def request_tokens(request: Arrival) -> int:
 
 
 def strategies(
-    service: Service, devices: int, tensor_parallel: Sequence[int] = (1, 2, 4, 8), instances: int = 5
+    service: ServiceWanted, devices: int, tensor_parallel: Sequence[int] = (1, 2, 4, 8), instances: int = 5
 ) -> tuple[list[Strategy], dict[str, str]]:
     """All that use at most so many devices and instances and can serve (section 3.5), and why others cannot, by the
     devices of an instance or "offloaded". One device that streams is among them where the model does not fit one, or a

@@ -18,7 +18,7 @@ Role = Literal["both", "prefill", "decode"]
 
 
 @dataclass(frozen=True)
-class Limits:
+class InstanceLimits:
     """What an instance takes at once: sequences (of a prefill instance: prompts in one batch), tokens in its cache, in
     blocks of `block`, and tokens of prompts in one step.
 
@@ -52,7 +52,7 @@ class Limits:
 
 
 @dataclass
-class _Job:
+class _Entrant:
     """A request on its way: `known` tokens that its cache must hold before it decodes, `cached` of them there, and
     tokens still to come."""
 
@@ -64,13 +64,13 @@ class _Job:
 
 
 @dataclass
-class _Engine:
+class _Replica:
     """An instance; `running` are its sequences, oldest first."""
 
-    limits: Limits
+    limits: InstanceLimits
     times: PhaseTimes
     role: Role
-    running: list[_Job] = field(default_factory=list)
+    running: list[_Entrant] = field(default_factory=list)
     blocks: dict[int, int] = field(default_factory=dict)  # of each request, by its index
     prefix_blocks: int = 0  # kept for all
     preempted: int = 0
@@ -85,14 +85,14 @@ class _Engine:
         """Blocks of its own for a sequence of so many tokens."""
         return self.limits.blocks(tokens) - min(self.prefix_blocks, tokens // self.limits.block)
 
-    def hold(self, job: _Job, tokens: int) -> None:
+    def hold(self, job: _Entrant, tokens: int) -> None:
         self.blocks[job.index] = self.need(tokens)
         used = self.limits.cache_tokens // self.limits.block - self.free
         self.most_cached = max(self.most_cached, used * self.limits.block)
 
-    def admit(self, queue: deque[_Job]) -> list[_Job]:
+    def admit(self, queue: deque[_Entrant]) -> list[_Entrant]:
         """Take from the front of `queue` what there is room for; the first of a prefix computes it."""
-        taken: list[_Job] = []
+        taken: list[_Entrant] = []
         tokens = 0
         while queue and len(self.running) < self.limits.batch:
             job = queue[0]
@@ -120,14 +120,14 @@ class _Engine:
                 break
         return taken
 
-    def filling(self) -> list[_Job]:
+    def filling(self) -> list[_Entrant]:
         return [job for job in self.running if job.cached < job.known]
 
-    def leave(self, job: _Job) -> None:
+    def leave(self, job: _Entrant) -> None:
         self.running.remove(job)
         del self.blocks[job.index]
 
-    def make_room(self, queue: deque[_Job], decoding: list[_Job]) -> None:
+    def make_room(self, queue: deque[_Entrant], decoding: list[_Entrant]) -> None:
         """Let the youngest go, to begin again later, until each of `decoding` can have a token more."""
         while sum(self.need(j.cached + 1) - self.blocks[j.index] for j in decoding) > self.free:
             job = self.running[-1]
@@ -138,7 +138,7 @@ class _Engine:
             if job in decoding:
                 decoding.remove(job)
 
-    def steps(self, decoding: list[_Job], until_s: float) -> tuple[int, float]:
+    def steps(self, decoding: list[_Entrant], until_s: float) -> tuple[int, float]:
         """How many decode steps can be taken at once, and their seconds: until one ends, blocks run out, or `until_s`
         has passed; steps grow by equal amounts, so the mean one is that of the mean context."""
         most, n = min(job.left for job in decoding), len(decoding)
@@ -165,13 +165,13 @@ class _Engine:
         return most, took_s(most)
 
 
-class _Service:
+class _Queued:
     """Engines before one queue, and the clock."""
 
-    def __init__(self, requests: Sequence[Arrival], ready: Sequence[float], engines: list[_Engine]) -> None:
+    def __init__(self, requests: Sequence[Arrival], ready: Sequence[float], engines: list[_Replica]) -> None:
         self.requests, self.ready, self.engines = requests, ready, engines
         self.order = sorted(range(len(requests)), key=lambda i: (ready[i], i))
-        self.queue: deque[_Job] = deque()
+        self.queue: deque[_Entrant] = deque()
         self.first, self.last = [math.nan] * len(requests), [math.nan] * len(requests)
         self.at = 0  # of order
 
@@ -186,8 +186,8 @@ class _Service:
             now = min(self.next_arrival_s(), ends[0][0] if ends else math.inf)
             while self.next_arrival_s() <= now:
                 i = self.order[self.at]
-                decoding = self.engines[0].role == "decode"
-                self.queue.append(_Job(i, self.requests[i].prompt, self.requests[i].output - (1 if decoding else 0)))
+                request, has_first = self.requests[i], self.engines[0].role == "decode"
+                self.queue.append(_Entrant(i, request.prompt, request.output - has_first))
                 self.at += 1
             while ends and ends[0][0] <= now:
                 k = heapq.heappop(ends)[1]
@@ -199,7 +199,7 @@ class _Service:
                     idle.discard(k)
                     heapq.heappush(ends, (now + took, k))
 
-    def begin(self, engine: _Engine, now: float) -> float | None:
+    def begin(self, engine: _Replica, now: float) -> float | None:
         """Begin an iteration: its seconds, or None where there is nothing to do."""
         entered = [job for job in engine.admit(self.queue) if job.cached < job.known]
         filling = engine.filling()
@@ -223,7 +223,7 @@ class _Service:
         engine.after = after
         return took
 
-    def prefill(self, engine: _Engine, entered: list[_Job]) -> float:
+    def prefill(self, engine: _Replica, entered: list[_Entrant]) -> float:
         n = len(entered)
         new, context = sum(j.known - j.cached for j in entered) / n, sum(j.known for j in entered) / n
 
@@ -234,7 +234,7 @@ class _Service:
         engine.after = after
         return engine.times.prefill_s(n, new, context)
 
-    def mixed(self, engine: _Engine, decoding: list[_Job], job: _Job) -> float:
+    def mixed(self, engine: _Replica, decoding: list[_Entrant], job: _Entrant) -> float:
         tokens = min(engine.limits.chunk - len(decoding), job.known - job.cached)
         context = sum(j.cached + 1 for j in decoding) / len(decoding) if decoding else 0.0
 
@@ -248,7 +248,7 @@ class _Service:
         engine.after = after
         return engine.times.mixed_s(len(decoding), context, tokens, job.cached + tokens)
 
-    def prefilled(self, engine: _Engine, job: _Job, end: float) -> None:
+    def prefilled(self, engine: _Replica, job: _Entrant, end: float) -> None:
         """A prefill gives a token, the first or, of what was preempted, the next."""
         job.cached = job.known
         if not job.begun:
@@ -258,7 +258,7 @@ class _Service:
             self.last[job.index] = end
             engine.leave(job)
 
-    def advance(self, engine: _Engine, job: _Job, steps: int, end: float) -> None:
+    def advance(self, engine: _Replica, job: _Entrant, steps: int, end: float) -> None:
         job.cached += steps
         job.left -= steps
         engine.hold(job, job.cached)
@@ -267,32 +267,32 @@ class _Service:
             engine.leave(job)
 
 
-def token_level(requests: Sequence[Arrival], times: PhaseTimes, instances: int, limits: Limits) -> Served:
+def token_level(requests: Sequence[Arrival], times: PhaseTimes, instances: int, limits: InstanceLimits) -> Served:
     """Instances that do both phases, before one queue. TrafficError where a request can never be served."""
     limits.validate(requests, "both")
-    engines = [_Engine(limits, times, "both") for _ in range(instances)]
-    service = _Service(requests, [r.at_s for r in requests], engines)
+    engines = [_Replica(limits, times, "both") for _ in range(instances)]
+    service = _Queued(requests, [r.at_s for r in requests], engines)
     service.run()
     return served(requests, service.first, service.last, sum(e.preempted for e in engines),
                   max(e.most_cached for e in engines))
 
 
 def token_level_tandem(
-    requests: Sequence[Arrival], prefill: tuple[PhaseTimes, int, Limits], decode: tuple[PhaseTimes, int, Limits],
-    transfer_s: Callable[[int], float],
+    requests: Sequence[Arrival], prefill: tuple[PhaseTimes, int, InstanceLimits],
+    decode: tuple[PhaseTimes, int, InstanceLimits], transfer_s: Callable[[int], float],
 ) -> Served:
     """Prefill instances, then decode instances, each as (times, instances, limits); `transfer_s` is what the cache of a
     prompt takes on its way, after its first token. What loses its cache is prefilled again where it decodes."""
     (times, count, limits), (decode_times, decode_count, decode_limits) = prefill, decode
     limits.validate(requests, "prefill")
     decode_limits.validate(requests, "decode")
-    engines = [_Engine(limits, times, "prefill") for _ in range(count)]
-    before = _Service(requests, [r.at_s for r in requests], engines)
+    engines = [_Replica(limits, times, "prefill") for _ in range(count)]
+    before = _Queued(requests, [r.at_s for r in requests], engines)
     before.run()
     longer = [i for i, r in enumerate(requests) if r.output > 1]
     ready = [before.first[i] + transfer_s(requests[i].prompt) for i in longer]
-    decoders = [_Engine(decode_limits, decode_times, "decode") for _ in range(decode_count)]
-    behind = _Service([requests[i] for i in longer], ready, decoders)
+    decoders = [_Replica(decode_limits, decode_times, "decode") for _ in range(decode_count)]
+    behind = _Queued([requests[i] for i in longer], ready, decoders)
     behind.run()
     last = list(before.first)
     for i, end in zip(longer, behind.last, strict=True):

@@ -17,7 +17,7 @@ from forebay.commands.terminal import clean_errors, progress_bar
 if TYPE_CHECKING:
     from forebay.rewriter.machine.profile import Machine
     from forebay.rewriter.serving.goodput import Goodput, Measured, ServiceLevel
-    from forebay.rewriter.serving.strategies import Service
+    from forebay.rewriter.serving.strategies import ServiceWanted
 
 RATES = 9  # points of the picture against the rate, from a tenth of the goodput to 1.3 times it
 
@@ -74,7 +74,10 @@ def serve_plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Rank ways to serve a model: instances, tensor parallelism, prefill and decode together or apart, by goodput."""
+    """Rank ways to serve a model: instances, tensor parallelism, prefill and decode together or apart, by goodput.
+    \f
+    Long: most of it is the options, one by one.
+    """
     with clean_errors(debug):
         from forebay.commands.prompts import JobError
         from forebay.rewriter.machine.presets import PresetError
@@ -135,10 +138,10 @@ def _load(path: Path | None, given: dict[str, Any]) -> LoadWanted:
     return load
 
 
-def _service(model: str, machine: str | None, load: LoadWanted, requests: int, budget: str | None) -> Service:
+def _service(model: str, machine: str | None, load: LoadWanted, requests: int, budget: str | None) -> ServiceWanted:
     from forebay.rewriter.ir.byte_sizes import parse_nbytes
     from forebay.rewriter.predict.model_shapes import load_model_shape
-    from forebay.rewriter.serving.strategies import Service
+    from forebay.rewriter.serving.strategies import ServiceWanted
     from forebay.rewriter.serving.traffic import Traffic, TrafficError, mean_lengths, read_trace
 
     trace = read_trace(load.trace) if load.trace else ()
@@ -147,7 +150,7 @@ def _service(model: str, machine: str | None, load: LoadWanted, requests: int, b
     traffic.validate()
     if not 0 <= load.shared_prefix < prompt:
         raise TrafficError(f"shared_prefix: {load.shared_prefix} is not between 0 and the prompt's {prompt} tokens")
-    return Service(load_model_shape(model), _machine(machine), traffic, shared_prefix=load.shared_prefix,
+    return ServiceWanted(load_model_shape(model), _machine(machine), traffic, shared_prefix=load.shared_prefix,
                    budget_nbytes=parse_nbytes(budget, "--budget") if budget else 0)
 
 
@@ -176,7 +179,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _search(
-    service: Service, level: ServiceLevel, rate: float | None, space: tuple[int, tuple[int, ...], int], jobs: int
+    service: ServiceWanted, level: ServiceLevel, rate: float | None, space: tuple[int, tuple[int, ...], int], jobs: int
 ) -> tuple[list[Goodput], dict[str, str]]:
     from forebay.rewriter.serving.search import search_services
     from forebay.rewriter.serving.strategies import strategies
@@ -197,7 +200,7 @@ def _measured(one: Measured | None) -> dict[str, float] | None:
 
 
 def _data(
-    found: list[Goodput], refused: dict[str, str], service: Service, level: ServiceLevel, load: LoadWanted,
+    found: list[Goodput], refused: dict[str, str], service: ServiceWanted, level: ServiceLevel, load: LoadWanted,
     price: float | None,
 ) -> dict[str, Any]:
     """What is printed and kept: strategies from the best on, and why others cannot serve."""
@@ -268,7 +271,7 @@ def _plain(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _save(best: Goodput, service: Service, level: ServiceLevel, data: dict[str, Any], folder: Path) -> list[str]:
+def _save(best: Goodput, service: ServiceWanted, level: ServiceLevel, data: dict[str, Any], folder: Path) -> list[str]:
     """Pictures of the best at the rate that was asked for, or its goodput; and the plan as JSON."""
     from forebay.commands.serve_pictures import draw_against_rate, draw_distributions
     from forebay.rewriter.serving.goodput import measure

@@ -24,13 +24,13 @@ from forebay.rewriter.serving.goodput import (
 from forebay.rewriter.serving.offloaded import offloaded_times, streamed
 from forebay.rewriter.serving.phase_times import cache_tokens, shape_times
 from forebay.rewriter.serving.search import search_services
-from forebay.rewriter.serving.strategies import Service, Strategy, simulated, strategies
+from forebay.rewriter.serving.strategies import ServiceWanted, Strategy, simulated, strategies
 from forebay.rewriter.serving.traffic import Traffic, TrafficError
 
 LLAMA, H100, RTX = PRESET_MODELS["codellama-34b"], PRESETS["h100"], PRESETS["rtx4090"]
-PAPER = Service(LLAMA, PRESETS["ascend-910b3"], Traffic(1.0, 300, 2048, 64), paper=True)
+PAPER = ServiceWanted(LLAMA, PRESETS["ascend-910b3"], Traffic(1.0, 300, 2048, 64), paper=True)
 LEVEL = ServiceLevel(1.5, 0.07, runs=2)
-SMALL = Service(PRESET_MODELS["llama-3-8b"], H100, Traffic(1.0, 150, 512, 32))
+SMALL = ServiceWanted(PRESET_MODELS["llama-3-8b"], H100, Traffic(1.0, 150, 512, 32))
 
 
 def test_goodput_is_kept_and_a_little_more_is_not() -> None:
@@ -100,7 +100,7 @@ def test_rank_and_price() -> None:
 
 
 def test_one_device_that_streams_competes_where_the_model_does_not_fit() -> None:
-    service = Service(LLAMA, RTX, Traffic(1.0, 40, 512, 32))
+    service = ServiceWanted(LLAMA, RTX, Traffic(1.0, 40, 512, 32))
     found, refused = strategies(service, 4, (1, 2))
     assert {s.offloaded for s in found} >= {1, 4} and all(s.offloaded for s in found)
     assert "does not fit" in refused["tp 1"] and "interconnect" in refused["tp 2"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from forebay.rewriter.serving.phase_times import PhaseTimes
 from forebay.rewriter.serving.served import Served
-from forebay.rewriter.serving.token_level import Limits, token_level, token_level_tandem
+from forebay.rewriter.serving.token_level import InstanceLimits, token_level, token_level_tandem
 from forebay.rewriter.serving.traffic import Arrival, Traffic, TrafficError, arrivals
 
 # 1 ms a token of a prompt, steps of 10 ms and 1 ms a sequence, and 1 us per token of context.
@@ -19,8 +19,8 @@ TIMES = PhaseTimes(lambda batch, tokens, context: 0.001 * batch * tokens,
                    lambda batch, context: 0.01 + 0.001 * batch + 1e-6 * batch * context,
                    lambda batch, context, tokens, reached: 0.01 + 0.001 * (batch + tokens) + 1e-6 * batch * context)
 FLAT = replace(TIMES, decode_s=lambda batch, context: 0.01)
-ALONE = Limits(1, 100_000)
-ROOMY = Limits(8, 100_000)
+ALONE = InstanceLimits(1, 100_000)
+ROOMY = InstanceLimits(8, 100_000)
 
 
 def waits(run: Served, service_s: np.ndarray) -> float:
@@ -62,10 +62,10 @@ def test_two_constant_servers_in_tandem_wait_as_the_slower_alone(prompt: int, ou
 def test_by_hand() -> None:
     """A prompt that comes in the middle is taken at the next step's border; the last token ends a sequence."""
     requests = [Arrival(0.0, 100, 5), Arrival(0.125, 100, 2)]
-    run = token_level(requests, FLAT, 1, Limits(2, 1000))
+    run = token_level(requests, FLAT, 1, InstanceLimits(2, 1000))
     assert list(run.first) == pytest.approx([0.1, 0.23])
     assert list(run.last) == pytest.approx([0.24, 0.24])
-    chunked = token_level(requests, TIMES, 1, Limits(2, 1000, chunk=50))
+    chunked = token_level(requests, TIMES, 1, InstanceLimits(2, 1000, chunk=50))
     assert chunked.first[0] == pytest.approx(2 * (0.01 + 0.05))
     one = 0.01 + 0.001 + 1e-6 * 101  # alone, until the second prompt is there at 0.125, of which 49 + 49 + 2 follow
     steps = [0.01 + 0.001 * 50 + 1e-6 * 102, 0.01 + 0.001 * 50 + 1e-6 * 103, 0.01 + 0.001 * 3 + 1e-6 * 104]
@@ -79,15 +79,15 @@ def test_jumps_are_the_same_as_single_steps() -> None:
     ticks = [Arrival(0.005 * i, 1, 1) for i in range(20_000)]
     both = sorted([*far, *ticks], key=lambda r: r.at_s)
     nothing = PhaseTimes(lambda batch, tokens, context: 0.0 if tokens == 1 else 0.2, TIMES.decode_s, TIMES.mixed_s)
-    alone = token_level(far, nothing, 1, Limits(1000, 10**7))
-    among = token_level(both, nothing, 1, Limits(1000, 10**7))
+    alone = token_level(far, nothing, 1, InstanceLimits(1000, 10**7))
+    among = token_level(both, nothing, 1, InstanceLimits(1000, 10**7))
     own = [i for i, r in enumerate(both) if (r.prompt, r.output) != (1, 1)]
     assert np.allclose(alone.last, among.last[own], atol=0.02)
 
 
 def test_a_full_cache_sends_the_youngest_back_and_never_overflows() -> None:
     requests = [Arrival(0.001 * i, 64, 200) for i in range(8)]
-    tight = Limits(8, 640)
+    tight = InstanceLimits(8, 640)
     run = token_level(requests, TIMES, 1, tight)
     assert run.preempted > 0 and run.most_cached <= 640
     assert np.isfinite(run.last).all()
@@ -118,7 +118,7 @@ def test_chunks_keep_steps_short() -> None:
 def test_what_holds_of_every_run(seed: int, instances: int, chunk: int, prefix: int, blocks: int, tandem: bool) -> None:
     requests = arrivals(Traffic(3.0, 40, 150, 20, length_cv=0.6), seed)
     need = max(r.prompt + r.output for r in requests) + 32
-    limits = Limits(6, max(need, 16 * blocks), chunk=chunk, shared_prefix=prefix)
+    limits = InstanceLimits(6, max(need, 16 * blocks), chunk=chunk, shared_prefix=prefix)
     if tandem:
         run = token_level_tandem(requests, (TIMES, instances, replace(limits, chunk=0)), (TIMES, 1, limits),
                                  lambda tokens: 1e-5 * tokens)
@@ -144,10 +144,9 @@ def test_load_hurts_instances_help_and_a_seed_repeats() -> None:
     assert run(3.5, 2).digest() == more.digest()
 
 
-@pytest.mark.parametrize(("limits", "named"), [(Limits(1, 300), "takes 250 tokens"), (Limits(0, 9000), "batch"),
-                                               (Limits(64, 9000, chunk=64), "chunk")])
-def test_what_can_never_be_served_is_refused(limits: Limits, named: str) -> None:
-    if named.startswith("takes"):
-        limits = replace(limits, cache_tokens=255)
+@pytest.mark.parametrize(("limits", "named"), [
+    (InstanceLimits(1, 255), "takes 250 tokens"), (InstanceLimits(0, 9000), "batch"),
+    (InstanceLimits(64, 9000, chunk=64), "chunk")])
+def test_what_can_never_be_served_is_refused(limits: InstanceLimits, named: str) -> None:
     with pytest.raises(TrafficError, match=named):
         token_level([Arrival(0.0, 200, 50)], TIMES, 1, limits)
