@@ -50,7 +50,7 @@ $(STAMP): constraints.txt pyproject.toml | $(BIN)/python
 	touch $@
 
 $(DEV_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[models,cli,triton,export,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[models,cli,triton,export,serve,dev]'
 	touch $@
 
 clean:

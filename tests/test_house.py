@@ -19,6 +19,8 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
     "forebay.rewriter": ("forebay.rewriter", "forebay.kernels", "forebay.passes", "forebay.runtime.devices"),
     "forebay.rewriter.ir": ("forebay.rewriter.ir", "forebay.kernels.formats"),
     "forebay.rewriter.pipeline": None,
+    "forebay.serving": ("forebay.serving", "forebay.api", "forebay.commands.prompts", "forebay.commands.chat_template",
+                        "forebay.commands.process_memory", "forebay.rewriter.ir", "forebay.runtime.run"),
     "forebay.rewriter.serving": ("forebay.rewriter.serving", "forebay.rewriter.predict", "forebay.rewriter.machine",
                                  "forebay.kernels.attention.operations"),
     "forebay.passes": ("forebay.passes", "forebay.rewriter.ir", "forebay.kernels.operator", "forebay.kernels.operators",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +21,13 @@ HELD = 4  # chunks at most hold up the next step of a busy plan; places stand id
 @dataclass(frozen=True)
 class Asked:
     """A prompt int64 [P], P >= 1, to be continued by at most `new_tokens`; its draws, if any are made, are those of its
-    own generator, which `generator` makes when it enters, so that they depend on nothing beside it."""
+    own generator, which `generator` makes when it enters, so that they depend on nothing beside it. A `sampling` is its
+    own in place of that of all."""
 
     ids: torch.Tensor
     new_tokens: int
     generator: Callable[[], torch.Generator] | None = None  # made then: one is 5 KB, and a job has thousands
+    sampling: Sampling | None = None
 
 
 @dataclass
@@ -43,6 +45,8 @@ class WorkDone:
 
 OnEnd = Callable[[int, list[int]], None]  # number of a sequence, and its new tokens
 OnStep = Callable[[WorkDone], None]
+OnNext = Callable[[int, int], bool]  # number of a sequence, and its next token; whether more are wanted
+Arriving = Callable[[int, bool], Mapping[int, Asked] | None]
 
 
 def fits(plan: Plan, prompt: int, new_tokens: int, renewed_at: int = 0) -> bool:
@@ -72,24 +76,36 @@ def answer_all(
     RuntimeFault, before anything runs, for a sequence that no place has room for. If `on_end` or `on_step` raises, the
     session is to be closed.
     """
-    for i, each in enumerate(asked):
-        if not fits(session.plan, each.ids.numel(), each.new_tokens, session.renewed_at):
-            w = session.plan.workload
-            raise RuntimeFault(f"sequence {i} of {each.ids.numel()} tokens with {each.new_tokens} new ones does not "
-                               f"fit the plan's places, which are of {w.prompt} with {w.new_tokens}; plan for more "
-                               "(LanguageModel.reserve)")
-    loop = _Loop(session, asked, sampling, eos, on_end)
-    held = 0
-    while loop.waiting or loop.prefill is not None or loop.running:
-        loop.begin()
-        if loop.prefill is not None and (
-                loop.joined or held < HELD or len(loop.running) < BUSY * loop.batch):
-            loop.advance()
-            held += 1
-        else:
-            loop.decode()
-            held = 0
+    loop = _Loop(session, sampling, eos, on_end)
+    loop.line_up(dict(enumerate(asked)))
+    while loop.busy:
+        loop.turn()
         on_step(loop.work)
+    return loop.work
+
+
+def answer_arriving(
+    session: Session, arriving: Arriving, eos: frozenset[int] = frozenset(), *, on_next: OnNext, on_end: OnEnd,
+    on_step: OnStep = lambda work: None,
+) -> WorkDone:
+    """As `answer_all`, for sequences that arrive while others run; they enter in the order in which they come.
+
+    Before every step `arriving(free, idle)` gives those that came since, by numbers that no other has, at most `free`
+    of them. With `idle` nothing runs, and it may wait; None ends the loop, behind those that still run. `on_next` is
+    told of every token as it is chosen and ends the sequence, whose place is free then, by returning False.
+    RuntimeFault for a plan whose sequences begin together, and for a sequence that no place has room for.
+    """
+    if not entering(session.plan):
+        raise RuntimeFault("sequences of this plan begin together; plan for places that they enter (wrap(places=…))")
+    loop = _Loop(session, Sampling(), eos, on_end, on_next)
+    open_ = True
+    while open_ or loop.busy:
+        came = arriving(max(0, len(loop.free) - len(loop.waiting)), not loop.busy) if open_ else {}
+        open_ = came is not None
+        loop.line_up(came or {}, behind=True)
+        if loop.busy:
+            loop.turn()
+            on_step(loop.work)
     return loop.work
 
 
@@ -133,17 +149,18 @@ def generate_in_places(
 
 class _Loop:
     """Who stands in which place: `waiting` sequences by number, the next last; `entered` the places and numbers of
-    those whose `prefill` is under way; `running` the number by place."""
+    those whose `prefill` is under way; `running` the number by place; `asked` all of these by number."""
 
     def __init__(
-        self, session: Session, asked: Sequence[Asked], sampling: Sampling, eos: frozenset[int], on_end: OnEnd
+        self, session: Session, sampling: Sampling, eos: frozenset[int], on_end: OnEnd,
+        on_next: OnNext = lambda number, token: True,
     ) -> None:
-        self.session, self.asked, self.sampling, self.eos, self.on_end = session, asked, sampling, eos, on_end
+        self.session, self.sampling, self.eos, self.on_end, self.on_next = session, sampling, eos, on_end, on_next
+        self.asked: dict[int, Asked] = {}
         self.batch, self.entering = session.plan.workload.batch, entering(session.plan)
         self.joined = session.plan.schedule.block.joined
-        self.waiting = sorted(range(len(asked)), key=lambda i: (asked[i].ids.numel(), -i))
-        if self.joined:
-            self.waiting = from_both_ends(self.waiting, self.entering)
+        self.waiting: list[int] = []
+        self.held = 0  # chunks since the last step that decoded
         self.free = list(range(self.batch - 1, -1, -1))
         self.running: dict[int, int] = {}
         self.entered: list[tuple[int, int]] = []
@@ -152,7 +169,41 @@ class _Loop:
         self.generators: dict[int, torch.Generator] = {}
         self.first: dict[int, int] = {}  # tokens of those whose prompts ended before those that they entered with
         self.last = torch.zeros(self.batch, dtype=torch.int64)
-        self.work = WorkDone(left=sum(each.new_tokens for each in asked))
+        self.work = WorkDone()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to compute."""
+        return bool(self.waiting or self.prefill is not None or self.running)
+
+    def line_up(self, asked: Mapping[int, Asked], behind: bool = False) -> None:
+        """Let sequences wait for places: the longest first, or `behind` those that wait already, as they came.
+        RuntimeFault for one that no place has room for; then none of them waits."""
+        for i, each in asked.items():
+            if not fits(self.session.plan, each.ids.numel(), each.new_tokens, self.session.renewed_at):
+                w = self.session.plan.workload
+                raise RuntimeFault(f"sequence {i} of {each.ids.numel()} tokens with {each.new_tokens} new ones does "
+                                   f"not fit the plan's places, which are of {w.prompt} with {w.new_tokens}; plan for "
+                                   "more (LanguageModel.reserve)")
+        self.asked.update(asked)
+        self.work.left += sum(each.new_tokens for each in asked.values())
+        if behind:
+            self.waiting = [*reversed(list(asked)), *self.waiting]
+            return
+        self.waiting = sorted(asked, key=lambda i: (asked[i].ids.numel(), -i))
+        if self.joined:
+            self.waiting = from_both_ends(self.waiting, self.entering)
+
+    def turn(self) -> None:
+        """One step: of those that enter, or of those that decode."""
+        self.begin()
+        if self.prefill is not None and (
+                self.joined or self.held < HELD or len(self.running) < BUSY * self.batch):
+            self.advance()
+            self.held += 1
+        else:
+            self.decode()
+            self.held = 0
 
     def begin(self) -> None:
         """Let the next sequences enter, if there are places for as many as a prefill step computes."""
@@ -236,7 +287,20 @@ class _Loop:
 
     def _chosen(self, numbers: Sequence[int], logits: torch.Tensor, at: Sequence[int]) -> list[int]:
         """The next tokens of sequences, whose logits are those rows of [B, V]."""
-        if not self.sampling.do_sample:
+        wanted = [self.asked[number].sampling or self.sampling for number in numbers]
+        found = [0] * len(wanted)
+        for sampling in dict.fromkeys(wanted):
+            mine = [i for i, each in enumerate(wanted) if each == sampling]
+            tokens = self._drawn(sampling, [numbers[i] for i in mine], logits, [at[i] for i in mine])
+            for i, token in zip(mine, tokens, strict=True):
+                found[i] = token
+        return found
+
+    def _drawn(
+        self, sampling: Sampling, numbers: Sequence[int], logits: torch.Tensor, at: Sequence[int]
+    ) -> list[int]:
+        """The next tokens of sequences that share a `sampling`."""
+        if not sampling.do_sample:
             tokens = logits.argmax(-1).tolist()
             return [tokens[row] for row in at]
         for number in numbers:
@@ -245,8 +309,8 @@ class _Loop:
                 self.generators[number] = torch.default_generator if make is None else make()
         drawn = [self.generators[number] for number in numbers]
         if logits.device.type == "cpu":  # without a copy of their rows, which no plan counts
-            return [int(choose(logits[row : row + 1], self.sampling, [g])) for row, g in zip(at, drawn, strict=True)]
-        return choose(logits[torch.tensor(at).to(logits.device)], self.sampling, drawn).tolist() if at else []
+            return [int(choose(logits[row : row + 1], sampling, [g])) for row, g in zip(at, drawn, strict=True)]
+        return choose(logits[torch.tensor(at).to(logits.device)], sampling, drawn).tolist()
 
     def _take(self, rows: Sequence[tuple[int, int]], tokens: Sequence[int]) -> None:
         """Append the next tokens of the sequences in `rows` (place, number); those that end leave their places."""
@@ -256,7 +320,8 @@ class _Loop:
             self.new[number].append(token)
             left = self.asked[number].new_tokens - len(self.new[number])
             self.work.left -= 1
-            if token in self.eos or not left:
+            more = self.on_next(number, token)
+            if token in self.eos or not left or not more:
                 self.work.left -= left
                 self.work.stopped += left > 0
                 del self.running[place]
@@ -265,6 +330,7 @@ class _Loop:
         for number in ended:
             self.work.ended += 1
             self.generators.pop(number, None)
+            del self.asked[number]
             self.on_end(number, self.new.pop(number))
         self._renew()
 

@@ -17,6 +17,7 @@ from forebay.commands.models import models_command
 from forebay.commands.plan import explain, plan
 from forebay.commands.quantize import quantize_command
 from forebay.commands.run import run
+from forebay.commands.serve import serve
 from forebay.commands.serve_plan import serve_plan
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False,
@@ -52,6 +53,7 @@ def _eval(context: typer.Context) -> None:
 
 app.command("run")(run)
 app.command("chat")(chat)
+app.command("serve")(serve)
 app.command("plan")(plan)
 app.command("explain")(explain)
 app.command("quantize")(quantize_command)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,8 +132,8 @@ def encode(
     with ChatTemplate(tokenizer) as template:
         for request in requests:
             try:
-                ids = _ids(request, tokenizer, template, chat)
-                _check_ids(ids, most_tokens(request), vocab_size)
+                ids = prompt_ids(request, tokenizer, template, chat)
+                check_ids(ids, most_tokens(request), vocab_size)
             except BadPrompt as error:
                 bad.append(BadLine(request.line, str(error)))
             else:
@@ -145,7 +145,9 @@ class BadPrompt(ValueError):
     """Why a prompt cannot be answered."""
 
 
-def _ids(request: Request, tokenizer: Any, template: ChatTemplate, chat: bool) -> list[int]:
+def prompt_ids(request: Request, tokenizer: Any, template: ChatTemplate, chat: bool = False) -> list[int]:
+    """Token ids of a request, its messages (with `chat` its prompt too) through the template; BadPrompt if there are
+    none to be had."""
     messages = request.messages
     if messages is None and chat:
         messages = [{"role": "user", "content": request.prompt}]
@@ -170,7 +172,8 @@ def _tokenized(tokenizer: Any, text: str | None, **options: Any) -> list[int]:
         raise BadPrompt(f"the tokenizer refuses it: {error}") from error
 
 
-def _check_ids(ids: list[int], most_tokens: int | None, vocab_size: int) -> None:
+def check_ids(ids: Sequence[int], most_tokens: int | None, vocab_size: int) -> None:
+    """BadPrompt unless there are ids, at most so many, and all of the vocabulary."""
     if not ids:
         raise BadPrompt("the prompt has no token")
     if most_tokens is not None and most_tokens < 1:

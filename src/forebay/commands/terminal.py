@@ -65,7 +65,8 @@ def _message(error: Exception) -> str | None:
     """What to tell the user, or None for an error that is not theirs to mend."""
     if isinstance(error, ModuleNotFoundError):
         missing = (error.name or "").partition(".")[0]
-        return None if missing == "forebay" else f"{missing} is not installed; pip install 'forebay[models,cli]'"
+        extras = "models,cli,serve" if missing in ("starlette", "uvicorn") else "models,cli"
+        return None if missing == "forebay" else f"{missing} is not installed; pip install 'forebay[{extras}]'"
     if isinstance(error, OSError) and error.errno in SHORT and not error.filename:
         return SHORT[error.errno]
     if isinstance(error, OSError) and error.strerror:

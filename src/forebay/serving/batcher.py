@@ -1,0 +1,219 @@
+"""A thread that answers requests in the places of a plan, as they arrive and leave, behind a bounded queue."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from forebay.api import LanguageModel
+from forebay.runtime.run.places import Asked, WorkDone, answer_arriving, fits
+from forebay.runtime.run.sampling import Sampling
+from forebay.serving.answer_text import AnswerText
+from forebay.serving.metrics import Metrics
+from forebay.serving.refusal import Refusal
+
+LOG = logging.getLogger("forebay")
+TRIES = 3  # failures of the model one after the other, without an answer between them, until the server ends
+RECENT = 64  # answers whose times are kept to be shown
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a request is told: more of its text, at the end why it ended, or the refusal in its place."""
+
+    text: str = ""
+    finish: str | None = None
+    tokens: int = 0
+    refusal: Refusal | None = None
+
+    @property
+    def last(self) -> bool:
+        return self.finish is not None or self.refusal is not None
+
+
+@dataclass(eq=False)
+class Pending:
+    """A request under way: its prompt, its draws, its text so far, and whom to tell. Times are `time.monotonic`'s, 0
+    until they come."""
+
+    ids: list[int]
+    new_tokens: int
+    sampling: Sampling
+    seed: int
+    answer: AnswerText
+    hear: Callable[[Heard], None]  # called from the batcher's thread; must not wait
+    arrived_s: float = field(default_factory=time.monotonic)
+    entered_s: float = 0.0
+    first_s: float = 0.0
+    ended_s: float = 0.0
+    left: bool = False  # nobody hears it any more
+
+    def asked(self) -> Asked:
+        return Asked(torch.tensor(self.ids), self.new_tokens,
+                     lambda: torch.Generator().manual_seed(self.seed & (1 << 63) - 1), self.sampling)
+
+
+class Batcher:
+    """Answers requests from a thread of its own, from `start` until `drain`. `broken` says why it cannot go on, after
+    which `on_broken` is called and whatever is submitted is refused."""
+
+    def __init__(
+        self, lm: LanguageModel, prompt: int, new_tokens: int, eos: frozenset[int], most_waiting: int,
+        metrics: Metrics, on_broken: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.lm, self.eos, self.most_waiting, self.metrics = lm, eos, most_waiting, metrics
+        self.prompt, self.new_tokens, self.on_broken = prompt, new_tokens, on_broken
+        self.broken: BaseException | None = None
+        self.recent: deque[Pending] = deque(maxlen=RECENT)
+        self.running: dict[int, Pending] = {}
+        self._waiting: deque[Pending] = deque()
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._draining = False
+        self._failures = 0
+        self._work = WorkDone()
+        self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, pending: Pending) -> None:
+        """Let a request wait for a place; Refusal (400, 429, 503) if none has room for it, if too many wait, or if none
+        will come."""
+        if not fits(self.lm.plan, len(pending.ids), pending.new_tokens, self.lm.captured.renewed_at):
+            raise Refusal(400, f"a prompt of {len(pending.ids)} tokens and an answer of {pending.new_tokens} have no "
+                          "room here; ask for less")
+        with self._changed:
+            if self.broken is not None:
+                raise Refusal(503, f"the model failed: {self.broken}")
+            if self._draining:
+                raise Refusal(503, "the server is stopping; ask another one")
+            if len(self._waiting) >= self.most_waiting + max(0, self._places - len(self.running)):
+                raise Refusal(429, f"{len(self._waiting)} requests wait already; try again later, or start the server "
+                              "with a longer --queue", code="queue_full")
+            self._waiting.append(pending)
+            self._changed.notify_all()
+
+    @property
+    def _places(self) -> int:
+        return self.lm.plan.workload.batch
+
+    def leave(self, pending: Pending) -> None:
+        """Nobody hears a request any more: it ends with its next token, or is not begun."""
+        with self._changed:
+            pending.left = True
+            if pending in self._waiting:
+                self._waiting.remove(pending)
+                self._note_end(pending, "left")
+
+    def drain(self) -> None:
+        """Finish what runs, refuse what waits and what comes, and end the thread."""
+        with self._changed:
+            self._draining = True
+            self._refuse_waiting(Refusal(503, "the server is stopping; ask another one"))
+            self._changed.notify_all()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the thread's end, behind `drain`; whether it came."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        ended = False
+        while not ended and self.broken is None:
+            try:
+                with self.lm.running(1, self.prompt, self.new_tokens, in_places=True) as session:
+                    self._work = WorkDone()
+                    answer_arriving(session, self._arriving, self.eos, on_next=self._next, on_end=self._end,
+                                    on_step=self._stepped)
+                ended = True
+            except BaseException as error:
+                self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        LOG.warning("the model failed: %s", error)
+        with self._changed:
+            self._failures += 1
+            refusal = Refusal(500, f"the model failed on the way: {' '.join(str(error).split())[:700]}; ask again")
+            for pending in self.running.values():
+                self._note_end(pending, "failed", Heard(refusal=refusal, tokens=len(pending.answer.ids)))
+            self.running.clear()
+            if self._failures < TRIES and not self._draining:
+                return
+            self.broken = error
+            self._refuse_waiting(Refusal(503, f"the model failed: {error}"))
+        self.on_broken()
+
+    def _refuse_waiting(self, refusal: Refusal) -> None:
+        while self._waiting:
+            self._note_end(self._waiting.popleft(), "refused", Heard(refusal=refusal))
+
+    def _arriving(self, free: int, idle: bool) -> dict[int, Asked] | None:
+        with self._changed:
+            while idle and not self._waiting and not self._draining:
+                self._changed.wait()
+            if self._draining:
+                return None
+            came: dict[int, Asked] = {}
+            while self._waiting and len(came) < free:
+                number, pending = next(self._numbers), self._waiting.popleft()
+                pending.entered_s = time.monotonic()
+                self.metrics.queued_s.note(pending.entered_s - pending.arrived_s)
+                self.running[number] = pending
+                came[number] = pending.asked()
+            return came
+
+    def _next(self, number: int, token: int) -> bool:
+        pending = self.running[number]
+        if pending.left:
+            return False
+        if not pending.first_s:
+            pending.first_s = time.monotonic()
+            self.metrics.first_s.note(pending.first_s - pending.arrived_s)
+        try:
+            more = pending.answer.add(token)
+        except Exception as error:  # the tokenizer's; of no concern to the others
+            pending.left = True
+            pending.hear(Heard(refusal=Refusal(500, f"the tokenizer cannot read the answer: {error}")))
+            return False
+        if more and len(pending.answer.ids) < pending.new_tokens and (text := pending.answer.tell(last=False)):
+            pending.hear(Heard(text))
+        return more
+
+    def _end(self, number: int, new: list[int]) -> None:
+        self.lm.check_files()
+        with self._changed:
+            pending = self.running.pop(number)
+        self._failures = 0
+        answer = pending.answer
+        if pending.left:
+            self._note_end(pending, "left")
+            return
+        finish = "stop" if answer.stopped else "length"
+        self._note_end(pending, finish, Heard(answer.tell(last=True), finish, len(answer.ids)))
+
+    def _note_end(self, pending: Pending, how: str, heard: Heard | None = None) -> None:
+        pending.ended_s = time.monotonic()
+        made = len(pending.answer.ids)
+        if made > 1:
+            self.metrics.token_s.note((pending.ended_s - pending.first_s) / (made - 1))
+        self.metrics.ended(how, len(pending.ids) if pending.entered_s else 0, made)
+        self.recent.append(pending)
+        if heard is not None:
+            pending.hear(heard)
+
+    def _stepped(self, work: WorkDone) -> None:
+        self.metrics.steps(work.prefills - self._work.prefills, work.decodes - self._work.decodes)
+        self._work = WorkDone(work.prefills, work.decodes)

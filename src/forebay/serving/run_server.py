@@ -1,0 +1,141 @@
+"""A server on its socket: uvicorn around the application and the batcher, until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from forebay.api import LanguageModel
+from forebay.commands.chat_template import ChatTemplate
+from forebay.commands.prompts import BadPrompt, Request, check_ids, prompt_ids
+from forebay.serving.app import ServingOptions, make_app
+from forebay.serving.batcher import Batcher
+from forebay.serving.metrics import Metrics
+from forebay.serving.refusal import Refusal
+from forebay.serving.requests import Inquiry
+
+MOST_CONNECTIONS = 1024
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+
+
+@dataclass(frozen=True)
+class Service:
+    """What a server serves: a planned model, its tokenizer and the tokens that end answers, in places of `prompt` and
+    `new_tokens`; at most `queue` requests wait."""
+
+    lm: LanguageModel
+    tokenizer: Any
+    eos: tuple[int, ...]
+    prompt: int
+    new_tokens: int
+    queue: int
+    options: ServingOptions
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket at the address, not listening yet; OSError if it cannot be had."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    found = socket.socket(family, kind, protocol)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+class _Uvicorn(uvicorn.Server):
+    """Tells when it listens and when it is to stop."""
+
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None], on_stop: Callable[[], None]) -> None:
+        super().__init__(config)
+        self.on_start, self.on_stop = on_start, on_stop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.on_stop()  # before what waits is waited for
+        await super().shutdown(sockets)
+
+
+class ServerRun:
+    """A server that runs in `run` until SIGTERM, SIGINT or `stop`; what runs then is finished within `grace_s`."""
+
+    def __init__(self, service: Service, grace_s: float) -> None:
+        self.service, self.metrics = service, Metrics()
+        self._uvicorn: _Uvicorn | None = None
+        self.batcher = Batcher(service.lm, service.prompt, service.new_tokens, frozenset(service.eos), service.queue,
+                               self.metrics, on_broken=self.stop)
+        self._grace_s = grace_s
+
+    def run(self, at: socket.socket, on_start: Callable[[], None] = lambda: None) -> BaseException | None:
+        """Serve at a bound socket, which is closed at the end; why the model failed, if that ended it."""
+        tokenizer = self.service.tokenizer
+        with ChatTemplate(tokenizer) as template:
+            lock = threading.Lock()  # one process renders
+
+            def tokenize(inquiry: Inquiry) -> list[int]:
+                with lock:
+                    return _tokenized(inquiry, tokenizer, template, self.service.lm.captured.vocab_size)
+
+            def decode(ids: list[int]) -> str:
+                return tokenizer.decode(ids, skip_special_tokens=True)
+
+            app = make_app(self.batcher, tokenize, decode, self.service.options, self.metrics)
+            config = uvicorn.Config(app, log_config=None, log_level="critical", lifespan="off", ws="none", http="h11",
+                                    loop="asyncio", limit_concurrency=MOST_CONNECTIONS, server_header=False,
+                                    proxy_headers=False, timeout_graceful_shutdown=max(1, int(self._grace_s)))
+            self._uvicorn = _Uvicorn(config, on_start, self.batcher.drain)
+            self.batcher.start()
+            try:
+                with _heard_signals():
+                    asyncio.run(self._uvicorn.serve([at]))
+            finally:
+                at.close()
+                self.batcher.drain()
+                self.batcher.join()
+                self.service.lm.close()
+        return self.batcher.broken
+
+    def stop(self) -> None:
+        """End `run` as a signal does; from any thread."""
+        if self._uvicorn is not None:
+            self._uvicorn.should_exit = True
+
+
+def _tokenized(inquiry: Inquiry, tokenizer: Any, template: ChatTemplate, vocab_size: int) -> list[int]:
+    try:
+        if isinstance(inquiry.prompt, tuple):
+            ids = list(inquiry.prompt)
+        else:
+            messages: Any = None if inquiry.messages is None else list(inquiry.messages)
+            ids = prompt_ids(Request(0, 0, inquiry.prompt, messages), tokenizer, template)
+        check_ids(ids, None, vocab_size)
+    except BadPrompt as error:
+        raise Refusal(400, str(error), "messages" if inquiry.is_chat else "prompt") from error
+    return ids
+
+
+@contextlib.contextmanager
+def _heard_signals() -> Iterator[None]:
+    """uvicorn raises the signals that stopped it once more, when all is finished; here they have done their work."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda number, frame: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

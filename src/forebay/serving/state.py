@@ -1,0 +1,49 @@
+"""What a server's page and its metrics show: memory as planned and as it is, requests, and the times of the last ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from forebay.commands.process_memory import anonymous_nbytes
+from forebay.rewriter.ir.plan import KEPT
+from forebay.serving.batcher import Batcher, Pending
+
+
+def memory(batcher: Batcher) -> dict[str, Any]:
+    """Bytes: the budget of the device, what the plan has there by kind, and this process's anonymous memory."""
+    plan = batcher.lm.plan
+    held = [b for b in plan.buffers_of("decode") if b.arena == "device"]
+    kinds = {kind: sum(b.nbytes for b in held if b.kind == kind) for kind in KEPT}
+    return {"budget_nbytes": plan.budget.device, "arenas": dict(plan.arenas), "kinds": kinds,
+            "streamed_nbytes_per_step": plan.prediction.streamed_nbytes, "process_nbytes": anonymous_nbytes()}
+
+
+def state(batcher: Batcher) -> dict[str, Any]:
+    """The page's view: memory, places, and the requests under way and ended, in seconds before now."""
+    now = time.monotonic()
+    running = list(batcher.running.values())
+    return {"memory": memory(batcher), "places": batcher.lm.plan.workload.batch, "waiting": batcher.waiting,
+            "running": len(running), "most_waiting": batcher.most_waiting,
+            "requests": [_times(p, now) for p in (*list(batcher.recent), *running)]}
+
+
+def _times(pending: Pending, now: float) -> dict[str, Any]:
+    ago = {name: round(now - at, 3) if (at := getattr(pending, name)) else None
+           for name in ("arrived_s", "entered_s", "first_s", "ended_s")}
+    return {**ago, "prompt_tokens": len(pending.ids), "tokens": len(pending.answer.ids)}
+
+
+def gauges(batcher: Batcher) -> dict[str, tuple[str, Mapping[str, float]]]:
+    """What is so at the moment, for the metrics."""
+    found = memory(batcher)
+    return {
+        "requests_running": ("Requests in places.", {"": len(batcher.running)}),
+        "requests_waiting": ("Requests that wait for a place.", {"": batcher.waiting}),
+        "places": ("Places of the plan.", {"": batcher.lm.plan.workload.batch}),
+        "budget_bytes": ("The device's budget.", {"": found["budget_nbytes"]}),
+        "planned_bytes": ("Memory of the plan by tier.", {f'tier="{t}"': n for t, n in found["arenas"].items()}),
+        "process_anonymous_bytes": ("Anonymous memory of the process.", {"": found["process_nbytes"]}),
+    }

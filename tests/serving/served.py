@@ -1,0 +1,114 @@
+"""A server over a tiny model, in a thread of the test's process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import forebay
+from forebay.rewriter.machine.profile import Machine
+from forebay.serving.run_server import LOOPBACK, ServerRun, Service, ServingOptions, bound_socket
+
+WORDS = [f"w{i}" for i in range(196)]
+TEMPLATE = ("{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+            "{% if add_generation_prompt %}w9{% endif %}")
+PROMPT, NEW, PLACES = 24, 16, 3
+BUDGET = 1_500_000
+
+
+def save_model(folder: Path) -> None:
+    """A random Llama of 4 layers, a third of whose 2.4 MiB stream, with a tokenizer of whole words."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=200, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4,
+        intermediate_size=256, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+@dataclass
+class Running:
+    """A server that runs; while `gate` is cleared, no token gets beyond its text."""
+
+    run: ServerRun
+    port: int
+    gate: threading.Event
+    ended: list[BaseException | None] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def send(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
+        """Status and body of one request."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with contextlib.closing(connection):
+            kind = {"Content-Type": "application/json"} if body is not None else {}
+            connection.request(method, path, body, {**kind, **headers})
+            reply = connection.getresponse()
+            return reply.status, reply.read()
+
+    def complete(self, **fields: Any) -> tuple[int, dict[str, Any]]:
+        status, body = self.send("POST", "/v1/completions", json.dumps(fields).encode())
+        return status, json.loads(body)
+
+
+@contextlib.contextmanager
+def serving(
+    folder: Path, *, places: int = PLACES, queue: int = 64, grace_s: float = 30.0, new_tokens: int = NEW, **options: Any
+) -> Iterator[Running]:
+    """A server of the model in `folder`; its end is waited for."""
+    lm = forebay.wrap(folder, BUDGET, places=places, prompt=PROMPT, new_tokens=new_tokens, machine=Machine.default())
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    gate, decode = threading.Event(), tokenizer.decode
+    gate.set()
+
+    def gated(*given: Any, **named: Any) -> Any:
+        assert gate.wait(60)
+        return decode(*given, **named)
+
+    tokenizer.decode = gated
+    chosen = ServingOptions("tiny", **{"hosts": frozenset(LOOPBACK), **options})
+    run = ServerRun(Service(lm, tokenizer, (2,), PROMPT, new_tokens, queue, chosen), grace_s)
+    at = bound_socket("127.0.0.1", 0)
+    running, started = Running(run, at.getsockname()[1], gate), threading.Event()
+    thread = threading.Thread(target=lambda: running.ended.append(run.run(at, started.set)), daemon=True)
+    thread.start()
+    assert started.wait(60)
+    try:
+        yield running
+    finally:
+        gate.set()
+        run.stop()
+        thread.join(60)
+        assert not thread.is_alive() and len(running.ended) == 1, "the server does not end"
+
+
+def connected(server: Running) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=60)
+
+
+def wait_until(holds: Callable[[], bool], within_s: float = 60.0) -> None:
+    """Return as soon as `holds`; AssertionError where it does not come to hold."""
+    end = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < end, "it does not come to hold"
+        time.sleep(0.005)

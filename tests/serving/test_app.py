@@ -1,0 +1,201 @@
+"""The endpoints as OpenAI's client and curl meet them, over a tiny model within a budget."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from serving.served import BUDGET, NEW, PLACES, PROMPT, TEMPLATE, WORDS, Running, save_model, serving, wait_until
+from transformers import PreTrainedTokenizerFast
+
+import forebay
+from forebay.rewriter.machine.profile import Machine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    save_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    with serving(folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    return [" ".join(WORDS[7 * i : 7 * i + 1 + 5 * i % 23]) for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, prompts: list[str]) -> list[str]:
+    """What `generate` continues each prompt with, one at a time."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    found = []
+    with forebay.wrap(folder, BUDGET, prompt=PROMPT, new_tokens=NEW, machine=Machine.default()) as lm:
+        for prompt in prompts:
+            ids = tokenizer(prompt)["input_ids"]
+            whole = lm.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)
+            found.append(tokenizer.decode(whole[0, len(ids) :], skip_special_tokens=True))
+    assert len(set(found)) > len(found) // 2
+    return found
+
+
+def test_concurrent_answers_are_those_of_generate(
+    client: openai.OpenAI, prompts: list[str], expected: list[str]
+) -> None:
+    """More requests than places, of unequal lengths, half of them streamed, one in four drawn beside them."""
+    def ask(number: int) -> str:
+        stream = number % 2 == 0
+        reply = client.completions.create(model="tiny", prompt=prompts[number], max_tokens=NEW, temperature=0,
+                                          stream=stream)
+        return "".join(c.choices[0].text for c in reply) if stream else reply.choices[0].text
+
+    def draw(seed: int) -> str:
+        return client.completions.create(model="tiny", prompt="w5 w6", max_tokens=NEW, seed=seed).choices[0].text
+
+    with ThreadPoolExecutor(12) as pool:
+        drawn = [pool.submit(draw, seed) for seed in (1, 1, 2)]
+        found = list(pool.map(ask, range(len(prompts))))
+        first, again, other = (each.result() for each in drawn)
+    assert found == expected
+    assert first == again != other
+
+
+def test_lengths_of_answers_are_each_its_own(client: openai.OpenAI, prompts: list[str], expected: list[str]) -> None:
+    def ask(number: int) -> openai.types.Completion:
+        return client.completions.create(model="tiny", prompt=prompts[number], max_tokens=1 + number, temperature=0)
+
+    with ThreadPoolExecutor(8) as pool:
+        for number, reply in enumerate(pool.map(ask, range(8))):
+            words = expected[number].split()[: 1 + number]
+            assert reply.choices[0].text.split() == words and reply.usage is not None
+            assert reply.usage.prompt_tokens == len(prompts[number].split())
+            if len(words) == 1 + number:
+                assert reply.choices[0].finish_reason == "length" and reply.usage.completion_tokens == 1 + number
+
+
+def test_chats_run_through_the_template(
+    client: openai.OpenAI, folder: Path, server: Running
+) -> None:
+    messages = [{"role": "w3", "content": "w4 w5"}, {"role": "w6", "content": [{"type": "text", "text": "w7"}]}]
+    whole = client.chat.completions.create(model="tiny", messages=messages, max_tokens=6, temperature=0)  # type: ignore[arg-type]
+    pieces = list(client.chat.completions.create(
+        model="tiny", messages=messages, max_completion_tokens=6, temperature=0, stream=True,  # type: ignore[arg-type]
+        stream_options={"include_usage": True}))
+    streamed = "".join(p.choices[0].delta.content or "" for p in pieces if p.choices)
+    assert "add_generation_prompt" in TEMPLATE
+    _, same = server.complete(prompt="w3 w4 w5 w6 w7 w9", max_tokens=6, temperature=0)
+    assert whole.choices[0].message.content == streamed == same["choices"][0]["text"]
+    assert pieces[0].choices[0].delta.role == "assistant" and pieces[-2].choices[0].finish_reason == "length"
+    assert pieces[-1].usage is not None and pieces[-1].usage.total_tokens == 12 and whole.usage is not None
+    assert whole.usage.completion_tokens == 6
+
+
+def test_stop_strings_end_an_answer_and_are_not_told(
+    client: openai.OpenAI, prompts: list[str], expected: list[str]
+) -> None:
+    words = expected[7].split()
+    stop = " " + " ".join(words[4:6])
+    kept = expected[7][: expected[7].index(stop)]
+    whole = client.completions.create(model="tiny", prompt=prompts[7], max_tokens=NEW, temperature=0, stop=stop)
+    pieces = list(client.completions.create(model="tiny", prompt=prompts[7], max_tokens=NEW, temperature=0,
+                                            stop=[stop], stream=True))
+    assert whole.choices[0].text == "".join(p.choices[0].text for p in pieces) == kept
+    assert whole.choices[0].finish_reason == pieces[-1].choices[0].finish_reason == "stop"
+    assert whole.usage is not None and whole.usage.completion_tokens == 6
+
+
+def test_token_ids_may_be_prompts(client: openai.OpenAI, prompts: list[str], expected: list[str], folder: Path) -> None:
+    ids = PreTrainedTokenizerFast.from_pretrained(folder)(prompts[2])["input_ids"]
+    reply = client.completions.create(model="tiny", prompt=ids, max_tokens=NEW, temperature=0)
+    assert reply.choices[0].text == expected[2]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_reads_a_stream(server: Running, prompts: list[str], expected: list[str]) -> None:
+    body = json.dumps({"prompt": prompts[1], "max_tokens": NEW, "temperature": 0, "stream": True})
+    said = subprocess.run(["curl", "-sN", f"{server.url}/v1/completions", "-H", "Content-Type: application/json", "-d",
+                           body], capture_output=True, text=True, timeout=60, check=True).stdout
+    events = [line.removeprefix("data: ") for line in said.split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    assert "".join(json.loads(e)["choices"][0]["text"] for e in events[:-1]) == expected[1]
+    status = subprocess.run(["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", f"{server.url}/v1/completions",
+                             "-d", body], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert status == "415"
+
+
+@pytest.mark.parametrize(("fields", "status", "says"), [
+    ({}, 400, "prompt must be"), ({"prompt": ""}, 400, "prompt must be"), ({"prompt": ["w1", "w2"]}, 400, "several"),
+    ({"prompt": [1, -1]}, 400, "prompt must be"), ({"prompt": [500]}, 400, "vocabulary"),
+    ({"prompt": "w1 " * 99}, 400, "at most 24"), ({"prompt": "w1", "max_tokens": NEW + 1}, 400, "--max-new-tokens"),
+    ({"prompt": "w1", "max_tokens": 0}, 400, "max_tokens"), ({"prompt": "w1", "max_tokens": True}, 400, "max_tokens"),
+    ({"prompt": "w1", "temperature": 3}, 400, "0 to 2"), ({"prompt": "w1", "temperature": "1"}, 400, "temperature"),
+    ({"prompt": "w1", "top_p": -0.1}, 400, "top_p"), ({"prompt": "w1", "n": 2}, 400, "n is not served"),
+    ({"prompt": "w1", "logprobs": 5}, 400, "logprobs"), ({"prompt": "w1", "logit_bias": {"3": 9}}, 400, "logit_bias"),
+    ({"prompt": "w1", "presence_penalty": False}, 400, "presence_penalty"), ({"prompt": "w1", "stream": 1}, 400, "str"),
+    ({"prompt": "w1", "stop": ["a"] * 5}, 400, "stop"), ({"prompt": "w1", "stop": ""}, 400, "stop"),
+    ({"prompt": "w1", "seed": 1 << 70}, 400, "seed"), ({"prompt": "w1", "wish": 1}, 400, "wish is not known"),
+    ({"prompt": "w1", "model": "gpt"}, 404, "this server has 'tiny'"),
+])
+def test_what_is_not_served_is_refused_by_name(server: Running, fields: dict, status: int, says: str) -> None:
+    found, body = server.complete(**fields)
+    assert found == status and says in body["error"]["message"], body
+
+
+def test_neutral_fields_are_accepted(server: Running) -> None:
+    status, body = server.complete(prompt="w1", max_tokens=1, n=1, presence_penalty=0.0, logprobs=None, user="me",
+                                   best_of=1, echo=False, logit_bias={})
+    assert status == 200 and body["usage"]["completion_tokens"] == 1
+
+
+def test_the_rest_of_the_endpoints(server: Running, client: openai.OpenAI) -> None:
+    assert [m.id for m in client.models.list()] == ["tiny"] and client.models.retrieve("tiny").owned_by == "forebay"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
+    assert json.loads(server.send("GET", "/health")[1]) == {"status": "ok"}
+    text = server.send("GET", "/metrics")[1].decode()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values["forebay_places"]) == PLACES and float(values["forebay_budget_bytes"]) == BUDGET
+    assert float(values['forebay_tokens_total{kind="generated"}']) > 0
+    assert values["forebay_time_to_first_token_seconds_count"] == values[
+        'forebay_time_to_first_token_seconds_bucket{le="+Inf"}'] != "0"
+    state = json.loads(server.send("GET", "/state")[1])
+    assert sum(state["memory"]["kinds"].values()) <= BUDGET and state["places"] == PLACES and state["requests"]
+    status, page = server.send("GET", "/")
+    assert status == 200 and b"<script>" in page and b"src=" not in page and b"http://www.w3.org" in page
+    assert server.send("GET", "/nothing")[0] == 404 and server.send("GET", "/v1/completions")[0] == 405
+    assert server.send("GET", "/health", Host="evil.example")[0] == 403
+
+
+def test_a_key_is_asked_for_and_a_full_queue_says_so(folder: Path) -> None:
+    """One place, held by an answer whose client does not read on; the queue holds one more."""
+    with serving(folder, places=1, queue=1, api_key="secret", hosts=None) as server:
+        assert server.send("GET", "/v1/models")[0] == 401 and server.send("GET", "/health")[0] == 200
+        assert server.send("GET", "/v1/models", Authorization="Bearer secres")[0] == 401
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0, timeout=60)
+        assert client.models.list().data[0].id == "tiny"
+        server.gate.clear()
+        with ThreadPoolExecutor(2) as pool:
+            replies = [pool.submit(client.completions.create, model="tiny", prompt="w1", max_tokens=2)
+                       for _ in range(2)]
+            wait_until(lambda: server.run.batcher.waiting == 1)
+            with pytest.raises(openai.RateLimitError, match="--queue"):
+                client.completions.create(model="tiny", prompt="w1", max_tokens=2)
+            server.gate.set()
+            assert [reply.result().usage.completion_tokens for reply in replies] == [2, 2]
