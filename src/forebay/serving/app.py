@@ -52,13 +52,13 @@ def make_app(
     options: ServingOptions, metrics: Metrics,
 ) -> ASGIApp:
     """The application; `tokenize` (Refusal for what has no tokens) is called in threads."""
-    service = _Service(batcher, tokenize, decode, options, metrics)
+    at = _Endpoints(batcher, tokenize, decode, options, metrics)
     app = Starlette(routes=[
-        Route("/v1/completions", service.complete, methods=["POST"]),
-        Route("/v1/chat/completions", service.complete, methods=["POST"]),
-        Route("/v1/models", service.models), Route("/v1/models/{name:path}", service.model),
-        Route("/health", service.health), Route("/metrics", service.metrics_text), Route("/state", service.state),
-        Route("/", service.page)],
+        Route("/v1/completions", at.complete, methods=["POST"]),
+        Route("/v1/chat/completions", at.complete, methods=["POST"]),
+        Route("/v1/models", at.models), Route("/v1/models/{name:path}", at.model),
+        Route("/health", at.health), Route("/metrics", at.metrics_text), Route("/state", at.state),
+        Route("/", at.page)],
         exception_handlers={Refusal: _refused, HTTPException: _no_route, Exception: _failed})
     return _Guard(app, options, metrics)
 
@@ -125,7 +125,7 @@ def _host(value: bytes) -> str:
     return text.partition("]")[0] + "]" if text.startswith("[") else text.partition(":")[0]
 
 
-class _Service:
+class _Endpoints:
     """The endpoints, over one batcher."""
 
     def __init__(
