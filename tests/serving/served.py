@@ -71,11 +71,10 @@ class Running:
         return status, json.loads(body)
 
 
-@contextlib.contextmanager
-def serving(
+def made(
     folder: Path, *, places: int = PLACES, queue: int = 64, grace_s: float = 30.0, new_tokens: int = NEW, **options: Any
-) -> Iterator[Running]:
-    """A server of the model in `folder`; its end is waited for."""
+) -> tuple[Running, socket.socket]:
+    """A server of the model in `folder` that is yet to be run, and the socket for it."""
     lm = forebay.wrap(folder, BUDGET, places=places, prompt=PROMPT, new_tokens=new_tokens, machine=Machine.default())
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     gate, decode = threading.Event(), tokenizer.decode
@@ -89,15 +88,22 @@ def serving(
     chosen = ServingOptions("tiny", **{"hosts": frozenset(LOOPBACK), **options})
     run = ServerRun(Service(lm, tokenizer, (2,), PROMPT, new_tokens, queue, chosen), grace_s)
     at = bound_socket("127.0.0.1", 0)
-    running, started = Running(run, at.getsockname()[1], gate), threading.Event()
-    thread = threading.Thread(target=lambda: running.ended.append(run.run(at, started.set)), daemon=True)
+    return Running(run, at.getsockname()[1], gate), at
+
+
+@contextlib.contextmanager
+def serving(folder: Path, **options: Any) -> Iterator[Running]:
+    """A server of the model in `folder`, as `made` has it, in a thread; its end is waited for."""
+    running, at = made(folder, **options)
+    started = threading.Event()
+    thread = threading.Thread(target=lambda: running.ended.append(running.run.run(at, started.set)), daemon=True)
     thread.start()
     assert started.wait(60)
     try:
         yield running
     finally:
-        gate.set()
-        run.stop()
+        running.gate.set()
+        running.run.stop()
         thread.join(60)
         assert not thread.is_alive() and len(running.ended) == 1, "the server does not end"
 

@@ -1,0 +1,263 @@
+"""Clients and disks that misbehave: every request has an answer or an error, none hangs, the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving.served import NEW, Running, connected, made, save_model, serving, wait_until
+
+from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.run.session import Session
+from forebay.serving.app import make_app
+from forebay.serving.batcher import TRIES
+from forebay.serving.metrics import Metrics
+
+FUZZED = 10_000 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 300
+ASK = {"prompt": "w1 w2 w3", "max_tokens": NEW, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    save_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    with serving(folder, body_s=1.0) as running:
+        yield running
+        assert not running.ended
+    assert running.ended == [None]
+
+
+def request_bytes(body: bytes, path: str = "/v1/completions") -> bytes:
+    return (f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            "\r\n\r\n").encode() + body
+
+
+def asked(server: Running, **fields: Any) -> socket.socket:
+    """A connection on which a request was sent whose answer nobody has read."""
+    at = connected(server)
+    at.sendall(request_bytes(json.dumps({**ASK, **fields}).encode()))
+    return at
+
+
+def read_all(at: socket.socket) -> bytes:
+    found = b""
+    while part := at.recv(65536):
+        found += part
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_that_vanish_leave_their_places(folder: Path, stream: bool) -> None:
+    """One that is being answered, and one that waits for the only place."""
+    with serving(folder, places=1) as server:
+        batcher = server.run.batcher
+        whole = server.complete(**ASK)[1]["choices"][0]["text"]
+        server.gate.clear()
+        running = asked(server, stream=stream)
+        wait_until(lambda: any(p.first_s for p in batcher.running.values()))
+        waiting = asked(server, stream=stream)
+        wait_until(lambda: batcher.waiting == 1)
+        waiting.close()
+        wait_until(lambda: batcher.waiting == 0)
+        [pending] = batcher.running.values()
+        running.close()
+        wait_until(lambda: pending.left)
+        server.gate.set()
+        wait_until(lambda: not batcher.running)
+        assert len(pending.answer.ids) < NEW
+        assert [p.entered_s for p in batcher.recent if p.left and p is not pending] == [0.0]
+        assert server.complete(**ASK)[1]["choices"][0]["text"] == whole
+        assert 'requests_ended_total{how="left"} 2' in server.send("GET", "/metrics")[1].decode()
+
+
+def test_a_client_that_reads_nothing_is_heard_no_more(server: Running) -> None:
+    """The application given a client that takes the beginning and nothing else: so little text no socket holds up."""
+    batcher = server.run.batcher
+    options = replace(server.run.service.options, send_s=0.1, hosts=None)
+    app = make_app(batcher, lambda inquiry: [5, 6], lambda ids: " ".join(map(str, ids)), options, Metrics())
+    body, sent = json.dumps({**ASK, "stream": True}).encode(), []
+
+    async def receive() -> dict[str, Any]:
+        if not sent:
+            sent.append("asked")
+            return {"type": "http.request", "body": body, "more_body": False}
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(60)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "http_version": "1.1",
+             "headers": [(b"content-type", b"application/json")], "scheme": "http", "root_path": ""}
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 20))  # type: ignore[arg-type]
+    assert sent == ["asked", "http.response.start", "http.response.body"]
+    assert [p.left for p in (*batcher.recent, *batcher.running.values()) if p.ids == [5, 6]] == [True]
+
+
+def test_bodies_that_do_not_arrive_or_are_too_long(server: Running) -> None:
+    late = connected(server)
+    late.sendall(request_bytes(b"x" * 100)[:-50])
+    assert late.recv(64).startswith(b"HTTP/1.1 408")
+    assert server.send("POST", "/v1/completions", b"[" * 3_000_000)[0] == 400
+    large = connected(server)
+    large.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                  b"Content-Length: 999999999\r\n\r\n" + b" " * 4_300_000)
+    assert large.recv(64).startswith(b"HTTP/1.1 413")
+    assert server.complete(**ASK)[0] == 200
+
+
+def spoilt(chance: random.Random) -> tuple[str, bytes]:
+    """A request of which something is not as it should be, or all is."""
+    odd: list[Any] = [None, True, -1, 0, 1.5, 1e308, 1 << 80, "", "w1", "\ud800", "\x00", [], {}, [[]], {"a": []},
+                      [None], "w1 " * 400, [1, 2], [1 << 70], "é" * 9, float("nan"), float("inf")]
+    chat = chance.random() < 0.5
+    fields: dict[str, Any] = {**ASK, "max_tokens": 1}
+    if chat:
+        del fields["prompt"]
+        fields["messages"] = [{"role": "w1", "content": "w2"}]
+    for _ in range(chance.randrange(3)):
+        names = [*fields, "stop", "seed", "stream", "top_p", "n", "stream_options", "model", "tools", "odd"]
+        fields[chance.choice(names)] = chance.choice(odd)
+    if chat and chance.random() < 0.3 and isinstance(fields.get("messages"), list):
+        fields["messages"] = [*fields["messages"], chance.choice([*odd, {"role": chance.choice(odd), "content": "w"},
+                                                                 {"role": "w1", "content": chance.choice(odd)}])]
+    body = json.dumps(fields).encode()
+    if chance.random() < 0.4:
+        at, raw = chance.randrange(len(body)), bytearray(body)
+        raw[at : at + chance.randrange(4)] = chance.randbytes(chance.randrange(4))
+        body = bytes(raw)
+    return f"/v1/{'chat/' * chat}completions", body
+
+
+def test_spoilt_requests_are_answered_or_refused(server: Running) -> None:
+    """Never by an error of the server's own; and beside them a whole request is answered as ever."""
+    whole = server.complete(**ASK)[1]["choices"][0]["text"]
+
+    def send_some(worker: int) -> list[int]:
+        chance, found = random.Random(worker), []
+        for _ in range(FUZZED // 4):
+            path, body = spoilt(chance)
+            status, said = server.send("POST", path, body)
+            assert status == 200 or (400 <= status < 500 and json.loads(said)["error"]["message"]), (body, said)
+            assert b'"error"' not in said or status != 200, (body, said)
+            found.append(status)
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        statuses = [status for some in pool.map(send_some, range(4)) for status in some]
+    assert {200, 400} < set(statuses) and statuses.count(200) > len(statuses) // 20
+    assert server.complete(**ASK)[1]["choices"][0]["text"] == whole
+
+
+def test_what_is_no_http_ends_its_connection_alone(server: Running) -> None:
+    chance, good = random.Random(1), request_bytes(json.dumps(ASK).encode())
+    for _ in range(FUZZED // 5):
+        raw = bytearray(good)
+        for _ in range(1 + chance.randrange(4)):
+            at = chance.randrange(120)
+            raw[at : at + chance.randrange(6)] = chance.randbytes(chance.randrange(6))
+        at = connected(server)
+        at.sendall(bytes(raw))
+        at.shutdown(socket.SHUT_WR)
+        said = read_all(at)
+        assert not said or said.startswith((b"HTTP/1.1 2", b"HTTP/1.1 4")), (raw, said)
+        at.close()
+    assert server.complete(**ASK)[0] == 200
+    wait_until(lambda: not server.run.batcher.running)
+
+
+def test_sigterm_finishes_what_runs(folder: Path) -> None:
+    """A real signal in the main thread: the stream that runs comes to its end, what waits is told, nothing new is let
+    in."""
+    server, at = made(folder, places=1)
+    found: dict[str, bytes] = {}
+
+    def act() -> None:
+        server.gate.clear()
+        running, _ = asked(server, stream=True), wait_until(lambda: bool(server.run.batcher.running))
+        waiting, _ = asked(server), wait_until(lambda: server.run.batcher.waiting == 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        found["waiting"] = read_all(waiting)
+        server.gate.set()
+        found["running"] = read_all(running)
+
+    before = signal.getsignal(signal.SIGTERM)
+    acting = threading.Thread(target=act)
+    assert server.run.run(at, acting.start) is None
+    acting.join(60)
+    assert found["waiting"].startswith(b"HTTP/1.1 503") and b"stopping" in found["waiting"]
+    assert found["running"].count(b"data: ") > 2 and b"data: [DONE]" in found["running"]
+    assert b'"finish_reason": "length"' in found["running"] or b'"finish_reason": "stop"' in found["running"]
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(OSError):
+        connected(server)
+
+
+def test_a_step_that_fails_is_told_and_the_next_request_is_answered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(folder, places=1) as server:
+        whole = server.complete(**ASK)[1]["choices"][0]["text"]
+        _fail_steps(monkeypatch, lambda n: n in (2, 7))
+        assert server.complete(**ASK)[0] == 500
+        stream = asked(server, stream=True)
+        events = b""
+        while b"[DONE]" not in events:
+            events += stream.recv(65536)
+        assert events.startswith(b"HTTP/1.1 200") and b'"server_error"' in events
+        assert server.complete(**ASK)[1]["choices"][0]["text"] == whole
+        assert server.send("GET", "/health")[0] == 200
+    assert server.ended == [None]
+
+
+def test_a_model_that_fails_again_and_again_ends_the_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of many clients has an error, and `run` gives the reason."""
+    with serving(folder, places=1) as server:
+        _fail_steps(monkeypatch, lambda n: True)
+        with ThreadPoolExecutor(TRIES + 4) as pool:
+            statuses = list(pool.map(lambda _: server.complete(**ASK)[0], range(TRIES + 4)))
+        assert statuses.count(500) == TRIES and statuses.count(503) == 4
+        wait_until(lambda: bool(server.ended))
+    assert isinstance(server.ended[0], RuntimeFault) and "spoilt" in str(server.ended[0])
+
+
+def test_weights_that_change_on_disk_end_the_server(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    with serving(tmp_path, places=1) as server:
+        assert server.complete(**ASK)[0] == 200
+        file = tmp_path / "model.safetensors"
+        os.truncate(file, file.stat().st_size - 4096)
+        status, said = server.complete(**ASK)
+        assert status == 500 and "model.safetensors" in said["error"]["message"]
+        wait_until(lambda: bool(server.ended))
+    assert "model.safetensors" in str(server.ended[0])
+
+
+def _fail_steps(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> None:
+    """Steps from here on that raise, by their number."""
+    step, count = Session._step, iter(range(1 << 30))
+
+    def spoilt_step(session: Session, inputs: Any) -> Any:
+        if fails(next(count)):
+            raise RuntimeFault("a spoilt step")
+        return step(session, inputs)
+
+    monkeypatch.setattr(Session, "_step", spoilt_step)
