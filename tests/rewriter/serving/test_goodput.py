@@ -25,7 +25,7 @@ from forebay.rewriter.serving.offloaded import offloaded_times, streamed
 from forebay.rewriter.serving.phase_times import cache_tokens, shape_times
 from forebay.rewriter.serving.search import search_services
 from forebay.rewriter.serving.strategies import ServiceWanted, Strategy, simulated, strategies
-from forebay.rewriter.serving.traffic import Traffic, TrafficError
+from forebay.rewriter.serving.traffic import Traffic, TrafficError, arrivals
 
 LLAMA, H100, RTX = PRESET_MODELS["codellama-34b"], PRESETS["h100"], PRESETS["rtx4090"]
 PAPER = ServiceWanted(LLAMA, PRESETS["ascend-910b3"], Traffic(1.0, 300, 2048, 64), paper=True)
@@ -57,6 +57,23 @@ def test_more_instances_and_lax_objectives_serve_more() -> None:
     lax = find_goodput(Strategy(1, both=1), longer, ServiceLevel(0.2, 0.2, runs=1)).rate
     assert lax > rates[0]
     assert find_goodput(Strategy(1, both=1), SMALL, ServiceLevel(1e-4, 0.02, runs=1)).rate == 0
+
+
+def test_either_objective_binds_and_runs_are_long_enough_to_see_a_queue_grow() -> None:
+    one = Strategy(1, both=1)
+    assert find_goodput(one, SMALL, ServiceLevel(0.2, 1e-4, runs=1)).rate == 0
+    service = replace(SMALL, traffic=Traffic(1.0, 5, 2048, 1), prefill_batch=1)
+    alone = shape_times(service.model, H100, 1).prefill_s(1, 2048, 2048)
+    level = ServiceLevel(20 * alone, 1.0, runs=1)
+    over = measure(simulated(Strategy(1, prefill=1, decode=1), service), service, level, 1.3 / alone)
+    assert not over.keeps(level)  # five requests alone would not have waited
+
+
+def test_a_cache_takes_its_time_from_prefill_to_decode() -> None:
+    slow = replace(SMALL, machine=replace(H100, interconnect_bytes_per_s=1e8), traffic=Traffic(0.01, 3, 512, 3))
+    run = simulated(Strategy(1, prefill=1, decode=1), slow).simulate(arrivals(slow.traffic, 0), 0)
+    times, moved = shape_times(slow.model, H100, 1), slow.model.kv_nbytes(512) / 1e8
+    assert list(run.last - run.first) == pytest.approx([moved + times.decode_s(1, 513) + times.decode_s(1, 514)] * 3)
 
 
 def test_figures_7_and_9_bend_as_printed() -> None:
@@ -122,7 +139,8 @@ def test_offloading_never_streams_what_fits_nor_holds_more_than_there_is() -> No
     assert offloaded_times(model, H100, streamed(model, H100, 1000)).decode_s(4, 500) == fits.decode_s(4, 500)
     for budget in (8 << 30, 12 << 30):
         away = streamed(model, H100, 4096, budget)
-        kept = model.weight_nbytes - away.nbytes + model.kv_nbytes(4096)
+        layer = sum(model.layers[0].elements(stage) for stage in ("attention", "mlp")) * model.itemsize
+        kept = model.weight_nbytes - away.nbytes + model.kv_nbytes(4096) + 2 * layer  # with the slots they pass through
         assert kept < budget and away.from_host_nbytes == away.nbytes
     with pytest.raises(ModelError, match="--budget"):
         streamed(model, H100, 4096, 1 << 30)

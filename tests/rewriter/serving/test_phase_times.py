@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from forebay.kernels.attention.operations import attention_flops
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.predict.estimator import MachineEstimator
@@ -55,6 +56,20 @@ def test_shape_times_reach_no_more_than_the_machine() -> None:
     assert flops / H100.peak_flops < times.prefill_s(2, 2048, 2048) < 3 * flops / H100.peak_flops
     read = (LLAMA.weight_nbytes - 2 * LLAMA.head_elements) / H100.peak_memory_bytes_per_s
     assert read < times.decode_s(1, 16) < 2 * read
+
+
+def test_a_prefill_is_its_parts() -> None:
+    """Products, attention, two passes over live activations, an all-reduce after each stage, and the head."""
+    kind, estimator, n, t = LLAMA.layers[0], MachineEstimator(H100), 512, 4
+    products = sum(estimator.product_s("float16", n, rows // t, columns, nbytes=2 * rows * columns / t)
+                   for stage in ("attention", "mlp") for rows, columns in kind.matrices(stage))
+    attention = estimator.attention_s("float16", 2 * n * kind.kv_elements / t, attention_flops(
+        1, kind.heads, n, n, kind.head_dim) / t)
+    touched = estimator.touch_s(2 * 2 * n * kind.activation_elements / t)
+    reduced = 2 * 2 * (t - 1) / t * 2 * n * kind.hidden / H100.interconnect_bytes_per_s
+    head = estimator.product_s("float16", 1, 32000 // t, 8192, nbytes=2 * 32000 * 8192 / t)
+    assert shape_times(LLAMA, H100, t).prefill_s(1, n, n) == pytest.approx(
+        48 * (products + attention + touched + reduced) + head)
 
 
 def test_the_cache_is_what_weights_leave() -> None:

@@ -95,6 +95,22 @@ def test_a_full_cache_sends_the_youngest_back_and_never_overflows() -> None:
     assert roomy.preempted == 0 and roomy.most_cached > 640 and roomy.last.max() < run.last.max()
 
 
+def test_what_was_sent_back_goes_before_what_waits() -> None:
+    """The second loses its cache to the first; a third, for which there would be room, does not overtake it."""
+    requests = [Arrival(0.0, 64, 200), Arrival(0.0, 64, 200), Arrival(0.5, 16, 2)]
+    run = token_level(requests, TIMES, 1, InstanceLimits(2, 400))
+    assert run.preempted == 1 and run.last[0] < run.first[2] and run.last[1] > run.last[0]
+
+
+def test_a_prompt_waits_for_one_step_at_most() -> None:
+    """Though steps grow, so that fewer of them pass until it comes than the first one's length says."""
+    growing = replace(TIMES, decode_s=lambda batch, context: 0.001 + 1e-4 * context)
+    requests = [Arrival(0.0, 1, 2000), Arrival(40.0, 1, 2)]
+    run = token_level(requests, growing, 1, ROOMY)
+    step = 0.001 + 1e-4 * 1000  # longer than the one under way: about 890 tokens are there after 40 s
+    assert 0 < run.first[1] - 40.0 - 0.001 <= step
+
+
 def test_a_shared_prefix_is_computed_and_kept_once() -> None:
     requests = [Arrival(0.0, 512, 32) for _ in range(8)]
     apart = token_level(requests, TIMES, 1, ROOMY)
