@@ -23,6 +23,8 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
                         "forebay.commands.process_memory", "forebay.rewriter.ir", "forebay.runtime.run"),
     "forebay.rewriter.serving": ("forebay.rewriter.serving", "forebay.rewriter.predict", "forebay.rewriter.machine",
                                  "forebay.kernels.attention.operations"),
+    "forebay.rewriter.partition": ("forebay.rewriter.partition", "forebay.rewriter.predict",
+                                   "forebay.rewriter.machine", "forebay.rewriter.ir.byte_sizes"),
     "forebay.passes": ("forebay.passes", "forebay.rewriter.ir", "forebay.kernels.operator", "forebay.kernels.operators",
                        "forebay.kernels.formats", "forebay.kernels.build"),
     "forebay.kernels": ("forebay.kernels",),

@@ -1,11 +1,12 @@
-"""`python -m benchmarks.papers flexgen|hybridserve|bestserve|flashdecoding [--json]`: published tables, reproduced."""
+"""`python -m benchmarks.papers flexgen|hybridserve|bestserve|flashdecoding|pope [--json]`: published tables,
+reproduced."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 
-PAPERS = ("flexgen", "hybridserve", "bestserve", "flashdecoding")
+PAPERS = ("flexgen", "hybridserve", "bestserve", "flashdecoding", "pope")
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ def _sheet(
 
 
 def _gpu(
-    name: str, device_kind: str, *, device_gb: int, peak_tflops: float, peak_gb_per_s: float,
+    name: str, device_kind: str, *, device_gb: float, peak_tflops: float, peak_gb_per_s: float,
     link: tuple[float, str], host_gib: int, disk: tuple[int, float, float], interconnect_gb_per_s: float, sheet: str,
     host: str,
 ) -> Machine:
@@ -142,7 +142,7 @@ PRESETS: dict[str, Machine] = {machine.name: machine for machine in (
          host=_HOST),
     _gpu("h200", "NVIDIA H200", device_gb=141, peak_tflops=989, peak_gb_per_s=4800, link=_PCIE5, host_gib=1024,
          disk=(3800, 12.0, 6.0), interconnect_gb_per_s=450, sheet="NVIDIA H200 SXM data sheet", host=_HOST),
-    _gpu("tpu-v4", "TPU v4", device_gb=32, peak_tflops=275, peak_gb_per_s=1200,
+    _gpu("tpu-v4", "TPU v4", device_gb=32 * GIB / 1e9, peak_tflops=275, peak_gb_per_s=1200,
          link=(12.5, "assumed: PCIe 3.0 x16, 12.5 GB/s attained"), host_gib=256, disk=(1000, 2.0, 1.0),
          interconnect_gb_per_s=270, sheet="Pope et al. 2022, section 4 (TPU v4: 275 TFLOPS, 32 GiB, 1200 GB/s, "
                                           "270 GB/s interconnect)", host="assumed host"),

@@ -1,0 +1,1 @@
+"""Layouts of a model over several chips: what each costs, and which to take."""

@@ -1,0 +1,117 @@
+"""Seconds of collectives over the axes of a mesh of chips (docs/partitioning.md derives them)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from forebay.rewriter.machine.profile import Machine
+
+CollectiveKind = Literal["all-gather", "reduce-scatter", "all-to-all"]
+# Of a TPU v4: six links a chip, two along each axis. Slices of whole cubes of 4x4x4 are joined into rings along all
+# axes; smaller ones are cut from a cube and end at its faces (Jouppi et al. 2023, section 2).
+TORUS_AXES, CUBE = 3, 4
+# Seconds of one step of a ring. TPU v4: from one figure of Pope et al., section 4.4, that stands in no table (36.9 ms a
+# token, PaLM 540B, bfloat16, 64 sequences): `benchmarks.papers.pope.fitted_step_s`. GPUs: assumed, as NCCL's.
+TPU_STEP_S, SWITCH_STEP_S = 4.01e-6, 5e-6
+
+
+class MeshError(ValueError):
+    """A mesh that cannot be; the message says which of its numbers is at fault and what would do."""
+
+
+@dataclass(frozen=True)
+class ChipMesh:
+    """Chips in a grid of `shape`, with a link along each axis.
+
+    `bytes_per_s`: what a chip sends and receives along that axis, both directions of a ring together. `step_s`: from a
+    chip to the next, beside the bytes. `torus`: bytes to chips further along a ring pass those between; else a switch
+    joins the chips of an axis. Raises MeshError for sizes below 1 and rates not above 0.
+    """
+
+    shape: tuple[int, ...]
+    bytes_per_s: tuple[float, ...]
+    step_s: float
+    torus: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.shape or any(size < 1 for size in self.shape):
+            raise MeshError(f"mesh {self.shape}: each axis needs at least 1 chip, e.g. 4x4x4")
+        if len(self.bytes_per_s) != len(self.shape):
+            raise MeshError(f"links: {len(self.bytes_per_s)} rates for {len(self.shape)} axes; give one for each axis")
+        for rate in self.bytes_per_s:
+            if not (math.isfinite(rate) and rate > 0):
+                raise MeshError(f"links: {rate:g} bytes per second; a rate is finite and above 0")
+        if not (math.isfinite(self.step_s) and self.step_s >= 0):
+            raise MeshError(f"step_s: {self.step_s:g}; seconds of a step are finite and not below 0")
+
+    @property
+    def chips(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def name(self) -> str:
+        return "x".join(map(str, self.shape))
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes along which there is more than one chip."""
+        return tuple(i for i, size in enumerate(self.shape) if size > 1)
+
+    def size(self, axes: tuple[int, ...]) -> int:
+        """Chips along these axes together."""
+        return math.prod(self.shape[i] for i in axes)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One exchange along `axes`. `nbytes` is of one chip's larger end: what an all-gather leaves, what a reduce-scatter
+    or an all-to-all begins with. `what` is exchanged."""
+
+    kind: CollectiveKind
+    axes: tuple[int, ...]
+    nbytes: float
+    what: str
+
+
+def mesh_of(machine: Machine, shape: tuple[int, ...], links: tuple[float, ...] = (),
+            step_s: float | None = None) -> ChipMesh:
+    """Chips of `machine` in a grid; `links` are bytes per second by axis, by default the machine's interconnect.
+
+    An axis of a TPU's torus has a third of that, and half as much where its ends are not joined: all that a chip at the
+    end receives passes one link. MeshError where the machine has no figure and none is given.
+    """
+    torus = machine.device_kind.startswith("TPU")
+    if torus and len([size for size in shape if size > 1]) > TORUS_AXES:
+        raise MeshError(f"mesh {'x'.join(map(str, shape))}: {machine.name} has links along {TORUS_AXES} axes")
+    if not links and math.prod(shape) > 1:
+        if not machine.interconnect_bytes_per_s:
+            raise MeshError(f"machine {machine.name}: interconnect_bytes_per_s is 0; give --links a rate by axis")
+        if not torus and len([size for size in shape if size > 1]) > 1:
+            raise MeshError(f"machine {machine.name}: its interconnect joins one axis; give --links a rate by axis")
+    joined = len(shape) == TORUS_AXES and all(size % CUBE == 0 for size in shape)
+    share = machine.interconnect_bytes_per_s / ((TORUS_AXES if joined else 2 * TORUS_AXES) if torus else 1)
+    rates = links or tuple(share or 1.0 for _ in shape)
+    return ChipMesh(shape, rates, (TPU_STEP_S if torus else SWITCH_STEP_S) if step_s is None else step_s, torus)
+
+
+def collective_s(item: Collective, mesh: ChipMesh) -> float:
+    """Seconds of a collective alone on the mesh.
+
+    Along an axis of K chips an all-gather or reduce-scatter takes D (K - 1) / K over its links and K - 1 steps, where D
+    is the larger end (Chan et al. 2007; Pope et al., A.1); over several axes one after the other, each of which leaves
+    K times as much as it found. Of an all-to-all all of D goes along each axis; on a torus a byte passes K / 4 chips on
+    average and K / 2 at most, and through a switch it goes at once.
+    """
+    seconds, at = 0.0, item.nbytes
+    for i in sorted((i for i in item.axes if mesh.shape[i] > 1), key=lambda i: -mesh.bytes_per_s[i]):
+        size = mesh.shape[i]
+        if item.kind == "all-to-all":
+            seconds += at * (size / 4 if mesh.torus else (size - 1) / size) / mesh.bytes_per_s[i]
+            seconds += (size // 2 if mesh.torus else 1) * mesh.step_s
+        else:
+            seconds += at * (size - 1) / size / mesh.bytes_per_s[i]
+            at /= size
+            seconds += (size - 1) * mesh.step_s
+    return seconds

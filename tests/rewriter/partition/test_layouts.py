@@ -1,0 +1,107 @@
+"""A layer's costs in each layout: conservation, the paper's closed forms, and what grows with what."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from forebay.rewriter.machine.presets import PRESETS
+from forebay.rewriter.partition.collectives import ChipMesh, mesh_of
+from forebay.rewriter.partition.layouts import (
+    BlockWidths,
+    ChipLayout,
+    PhaseWork,
+    feedforward_nbytes,
+    layer_cost,
+    layouts,
+)
+from forebay.rewriter.partition.published_models import PUBLISHED_SHAPES
+from forebay.rewriter.predict.estimator import MachineEstimator
+from forebay.rewriter.predict.model_shapes import PRESET_MODELS, LayerShape, ModelError, TensorShape
+
+TPU = PRESETS["tpu-v4"]
+TIMES = MachineEstimator(TPU)
+PALM = PUBLISHED_SHAPES["palm-540b"].model.layers[0]
+PREFILL, DECODE = PhaseWork("prefill", 64, 128, 128), PhaseWork("decode", 64, 1, 2048)
+
+
+@pytest.mark.parametrize("work", [PREFILL, DECODE])
+def test_every_layout_does_all_the_work_once(work: PhaseWork) -> None:
+    """Products' operations over all chips are those of the layer, and weights are held once."""
+    mesh = mesh_of(TPU, (4, 4, 4))
+    ways = list(layouts(mesh, work))
+    assert {w.feedforward for w in ways} == {"1d", "2d", "x", "xy", "xyz"}
+    block = BlockWidths.of(PALM)
+    rate = TPU.product_flops
+    for way in ways:
+        cost = layer_cost(PALM, way, mesh, work, TIMES, parallel=True)
+        attended = cost.compute_s * rate  # attention has a rate of its own, so a bound from above and below
+        least = 2 * work.rows * (block.elements - block.extra) / mesh.chips
+        assert least <= attended * 1.0001
+        assert cost.weights_nbytes * mesh.chips == pytest.approx(2 * block.elements)
+        assert cost.time_s >= cost.compute_s * (1 - 1e-9)
+
+
+def test_volumes_are_the_papers_closed_forms() -> None:
+    """Appendix A.2: 2 B L (E / X + F / YZ) stationary; 2 E F N / n + 2 B L E / N gathered over N chips; in bytes twice
+    that."""
+    mesh, rows, hidden, inner = ChipMesh((4, 4, 4), (1.0, 1.0, 1.0), 0.0), 1 << 18, 16384, 65536
+    stationary = feedforward_nbytes(ChipLayout("2d", (0,), (), "heads"), mesh, rows, hidden, inner)
+    assert stationary == 2 * 2 * rows * (hidden / 4 + inner / 16)
+    assert feedforward_nbytes(ChipLayout("1d", (), (), "heads"), mesh, rows, hidden, inner) == 2 * 2 * rows * hidden
+    for gathered, chips in (((0,), 4), ((0, 1), 16), ((0, 1, 2), 64)):
+        weights, activations = 2 * hidden * inner * chips / 64, 2 * rows * hidden / chips if chips < 64 else 0.0
+        assert feedforward_nbytes(ChipLayout("x", (0,), gathered, "heads"), mesh, rows, hidden, inner) == 2 * (
+            weights + activations)
+
+
+def test_sharding_over_batch_divides_the_cache_of_one_head() -> None:
+    mesh = mesh_of(TPU, (4, 4, 4))
+    heads, batch = (layer_cost(PALM, ChipLayout("2d", (0,), (), how), mesh, DECODE, TIMES) for how in ("heads",
+                                                                                                       "batch"))
+    assert heads.cache_nbytes == 64 * batch.cache_nbytes == 64 * 2048 * 2 * 256 * 2
+    grouped = PRESET_MODELS["llama-3-70b"].layers[0]  # 8 heads of K and V
+    heads, batch = (layer_cost(grouped, ChipLayout("2d", (0,), (), how), mesh, DECODE, TIMES) for how in ("heads",
+                                                                                                             "batch"))
+    assert heads.cache_nbytes == 8 * batch.cache_nbytes
+
+
+def test_more_chips_work_less_each_and_faster_links_never_slow_a_layer() -> None:
+    for work in (PREFILL, DECODE):
+        for name in ("1d", "2d", "xyz"):
+            costs = []
+            for size in (2, 4, 8):
+                mesh = ChipMesh((size, size), (9e10, 9e10), 0.0)
+                found = (way for way in layouts(mesh, work) if (way.feedforward, way.attention) == (name, "batch"))
+                costs.append(layer_cost(PALM, next(found), mesh, work, TIMES, parallel=True))
+            for few, many in pairwise(costs):
+                assert many.compute_s < few.compute_s and many.weights_nbytes < few.weights_nbytes
+                assert many.cache_nbytes < few.cache_nbytes
+        slow, fast = (ChipMesh((4, 4), (rate, rate), 1e-6) for rate in (1e10, 1e11))
+        for way in layouts(slow, work):
+            assert layer_cost(PALM, way, fast, work, TIMES).time_s <= layer_cost(PALM, way, slow, work, TIMES).time_s
+
+
+def test_parallel_blocks_exchange_less_and_int8_reads_less() -> None:
+    mesh, way = mesh_of(TPU, (4, 4, 4)), ChipLayout("2d", (0,), (), "batch")
+    serial = layer_cost(PALM, way, mesh, DECODE, TIMES)
+    parallel = layer_cost(PALM, way, mesh, DECODE, TIMES, parallel=True)
+    small = layer_cost(PALM, way, mesh, DECODE, TIMES, parallel=True, weights="int8")
+    assert len(serial.collectives) == 10 and len(parallel.collectives) == 6
+    assert parallel.communication_s < serial.communication_s and small.memory_s < 0.6 * parallel.memory_s
+    assert small.weights_nbytes == parallel.weights_nbytes / 2
+
+
+def test_one_chip_exchanges_nothing() -> None:
+    mesh = mesh_of(TPU, (1,))
+    ways = list(layouts(mesh, DECODE))
+    assert [w.feedforward for w in ways] == ["1d"]
+    assert layer_cost(PALM, ways[0], mesh, DECODE, TIMES).communication_s == 0.0
+
+
+def test_experts_are_refused() -> None:
+    layer = LayerShape(1, (), (TensorShape("e", 8 * 64 * 32, 32), TensorShape("d", 8 * 32 * 64, 64)), 1, 2 * 64 * 64,
+                       32, 4, 4, 8, 0, 64)
+    with pytest.raises(ModelError, match="experts"):
+        BlockWidths.of(layer)
