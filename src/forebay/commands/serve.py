@@ -32,7 +32,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     api_key: Annotated[str | None, typer.Option(envvar="FOREBAY_API_KEY", show_envvar=True,
                                                 help="Key that requests must bear.")] = None,
-    name: Annotated[str | None, typer.Option(help="Of the model, for clients (default: its folder's).")] = None,
+    name: Annotated[str | None, typer.Option(help="Of the model, for clients (default: that of MODEL).")] = None,
     prompt: Annotated[int, typer.Option(min=1, help="Longest prompt, in tokens.")] = 512,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     places: Annotated[int | None, typer.Option(
@@ -67,7 +67,8 @@ def serve(
                 lm = _planned(folder, budget, prompt, max_new_tokens, places, cache, machine)
             limit = lm.captured.max_positions
             alone = host in ("localhost", "127.0.0.1", "::1") and api_key is None
-            options = ServingOptions(name or folder.name, api_key, frozenset(LOOPBACK) if alone else None)
+            named = name or Path(model).expanduser().resolve().name
+            options = ServingOptions(named, api_key, frozenset(LOOPBACK) if alone else None)
             run = ServerRun(Service(
                 lm, tokenizer, stop_ids(folder, tokenizer), prompt,
                 min(max_new_tokens, limit - prompt) if limit else max_new_tokens, queue, options), grace)

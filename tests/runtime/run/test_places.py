@@ -29,7 +29,16 @@ from forebay.rewriter.ir.program import Copy, Wait
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.run.places import BUSY, HELD, Asked, WorkDone, answer_all, entering, from_both_ends
+from forebay.runtime.run.places import (
+    BUSY,
+    HELD,
+    Asked,
+    WorkDone,
+    answer_all,
+    answer_arriving,
+    entering,
+    from_both_ends,
+)
 from forebay.runtime.run.sampling import Sampling
 
 CONFIGS = {"llama": lambda: llama(3, hidden_size=96, intermediate_size=256, vocab_size=97), "opt": opt, "gpt2": gpt2,
@@ -155,6 +164,45 @@ def test_draws_are_a_prompts_own(cases: Callable[[str], Case]) -> None:
         assert answers(lm, case.asked(), DRAWN, case.eos)[0] == alone
         assert answers(lm, case.asked()[::-1], DRAWN, case.eos)[0] == alone[::-1]
         assert answers(lm, case.asked()[4:9], DRAWN, case.eos)[0] == alone[4:9]
+
+
+@pytest.mark.parametrize("more", [
+    {"entering": 2}, {"entering": 1} | JOINED, {"entering": 3, "micro_batches": 2} | DISK])
+def test_sequences_may_arrive_at_any_step(cases: Callable[[str], Case], more: dict[str, Any]) -> None:
+    """Some drawn beside greedy ones, some that nobody wants on after a token or three; they enter as they come."""
+    case, chance = cases("llama"), random.Random(11)
+    with case.language_model(3.0, places=1) as lm:
+        drawn = answers(lm, case.asked(), DRAWN, case.eos)[0]
+    draws = set(range(0, COUNT, 3))
+    cut = {i: 1 + i % 3 for i in range(1, COUNT, 5)}
+    left, found, first = list(range(COUNT)), {}, []  # type: ignore[var-annotated]
+    seen: dict[int, list[int]] = {}
+
+    def arriving(free: int, idle: bool) -> dict[int, Asked] | None:
+        came = left[: min(free, chance.choice((0, 0, 1, 4)) if not idle else 1)]
+        del left[: len(came)]
+        asked = case.asked()
+        return {i: replace(asked[i], sampling=DRAWN if i in draws else None) for i in came} if came or left else None
+
+    def on_next(number: int, token: int) -> bool:
+        if number not in seen:
+            first.append(number)
+        seen.setdefault(number, []).append(token)
+        return len(seen[number]) < cut.get(number, NEW + 1)
+
+    with case.language_model(1.6, **more) as lm:
+        work = answer_arriving(lm.session, arriving, case.eos, on_next=on_next, on_end=found.__setitem__)
+    expected = case.expected(case.eos)
+    assert found == seen == {i: (drawn if i in draws else expected)[i][: cut.get(i, NEW)] for i in range(COUNT)}
+    assert work.ended == COUNT and work.left == 0 and work.tokens == sum(map(len, found.values()))
+    at = {number: place for place, number in enumerate(first)}
+    together = more["entering"]  # what enters together begins at the ends of its prompts
+    assert all(at[i] < at[j] for i in range(COUNT) for j in range(i + together, COUNT))
+
+
+def test_sequences_do_not_arrive_where_all_begin_together(cases: Callable[[str], Case]) -> None:
+    with cases("llama").language_model(3.0) as lm, pytest.raises(RuntimeFault, match="begin together"):
+        answer_arriving(lm.session, lambda free, idle: None, on_next=lambda *_: True, on_end=lambda *_: None)
 
 
 @pytest.mark.parametrize("more", [{}, JOINED, *STAGED])
