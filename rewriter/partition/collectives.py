@@ -37,7 +37,7 @@ class ChipMesh:
 
     def __post_init__(self) -> None:
         if not self.shape or any(size < 1 for size in self.shape):
-            raise MeshError(f"mesh {self.shape}: each axis needs at least 1 chip, e.g. 4x4x4")
+            raise MeshError(f"mesh {self.name}: each axis needs at least 1 chip, e.g. 4x4x4")
         if len(self.bytes_per_s) != len(self.shape):
             raise MeshError(f"links: {len(self.bytes_per_s)} rates for {len(self.shape)} axes; give one for each axis")
         for rate in self.bytes_per_s:

@@ -14,6 +14,7 @@ from forebay.commands.chat import chat
 from forebay.commands.export import export_command
 from forebay.commands.machine import machine_command
 from forebay.commands.models import models_command
+from forebay.commands.partition import partition
 from forebay.commands.plan import explain, plan
 from forebay.commands.quantize import quantize_command
 from forebay.commands.run import run
@@ -62,4 +63,5 @@ app.command("calibrate")(calibrate_command)
 app.command("machine")(machine_command)
 app.command("models")(models_command)
 app.command("serve-plan")(serve_plan)
+app.command("partition")(partition)
 app.command("allocate")(allocate)

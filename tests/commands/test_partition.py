@@ -1,0 +1,61 @@
+"""`forebay partition` as it is typed: what is chosen, the frontier, the picture, and bad input in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from forebay.commands.partition import partition
+from forebay.rewriter.predict.preset_models import PRESET_CONFIGS
+
+app = typer.Typer()
+app.command()(partition)
+
+
+def typed(*arguments: str) -> tuple[int, str, str]:
+    ran = CliRunner().invoke(app, list(arguments))
+    return ran.exit_code, ran.stdout, ran.stderr
+
+
+def test_choice_memory_and_frontier(tmp_path: Path) -> None:
+    picture = tmp_path / "cost.png"
+    code, out, _ = typed("palm-8b", "--mesh", "2x2", "--batch", "4", "--pareto", str(picture), "--json")
+    found = json.loads(out)
+    assert code == 0 and found["chips"] == 4 and found["gap"] < 1e-6 and found["parallel_blocks"]
+    memory = found["memory_nbytes"]
+    assert memory["margin"] == pytest.approx(memory["capacity"] - memory["weights"] - memory["cache"]
+                                             - memory["working"])
+    for phase in ("prefill", "decode"):
+        mine = [p for p in found["frontier"] if p["phase"] == phase]
+        assert [p["latency_s"] for p in mine] == sorted(p["latency_s"] for p in mine) and len(mine) > 3
+        costs = [p["chip_seconds_per_token"] for p in mine]
+        assert costs == sorted(costs, reverse=True)
+        chosen = next(p for p in mine if p["batch"] == 4)  # of the only mesh
+        assert chosen["latency_s"] == pytest.approx(found["phases"][phase]["latency_s"])
+    assert picture.read_bytes()[:4] == b"\x89PNG" and json.loads(picture.with_suffix(".json").read_text())
+
+
+def test_a_config_is_enough(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(PRESET_CONFIGS["qwen2.5-0.5b"]))
+    code, out, _ = typed(str(config), "--mesh", "2", "--machine", "h100", "--batch", "2", "--prompt", "64")
+    assert code == 0 and "serial blocks: a prediction, which nothing runs yet" in out and "left\n" in out
+    assert "1D weight-stationary" in out and "torchrun" not in out
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("palm-8b", "--mesh", "4x"), "--mesh 4x"), (("palm-8b", "--mesh", "0x4"), "at least 1 chip"),
+    (("nothing", "--mesh", "8"), "palm-540b"), (("palm-8b", "--mesh", "8", "--machine", "t4"), "--links"),
+    (("palm-8b", "--mesh", "8", "--links", "a"), "--links a"),
+    (("palm-8b", "--mesh", "8", "--links", "1,2"), "2 rates"),
+    (("palm-8b", "--mesh", "8", "--weights", "int3"), "int3"),
+    (("palm-8b", "--mesh", "8", "--memory", "x"), "--memory"),
+    (("palm-8b", "--mesh", "8", "--machine", "none"), "presets are"),
+    (("palm-540b", "--mesh", "2x2x2"), "bytes more than there are")])
+def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str) -> None:
+    code, out, err = typed(*arguments)
+    assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
