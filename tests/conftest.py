@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import signal
@@ -45,6 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     folder = Path(__file__).parent
     place = {folder / f"{name}.py": i for i, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path, len(LONG)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collections_see_one_file() -> Iterator[None]:
+    """What a file leaves alive (modules, what tests share) is not looked through again by the collections of those that
+    come after it, of which one follows many a model that is closed: they took 8 % of the suite's time."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
