@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 
 from forebay.rewriter.predict.model_shapes import ModelError
 from forebay.rewriter.serving.goodput import Goodput, ServiceLevel, find_goodput, ranked
@@ -34,6 +34,7 @@ def search_services(
     else:
         # On Linux a child has everything imported; elsewhere forking a process with threads is not safe.
         context = get_context("fork" if sys.platform == "linux" else None)
+        others = set(active_children())
         with ProcessPoolExecutor(workers, mp_context=context) as pool:
             order = sorted(candidates, key=lambda s: -s.devices)  # what takes longest first
             futures = {pool.submit(_one, strategy, service, level, rate): strategy for strategy in order}
@@ -43,6 +44,8 @@ def search_services(
                     told(len(found))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
+                for child in set(active_children()) - others:  # else the searches under way are waited for, minutes
+                    child.terminate()
                 raise
     served = [found[s] for s in candidates]
     order_found = ranked([one for one in served if isinstance(one, Goodput)], rate)

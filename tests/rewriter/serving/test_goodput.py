@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -162,3 +164,19 @@ def test_the_papers_search_finds_goodput_for_most() -> None:
 
 def test_memory_is_known() -> None:
     assert cache_tokens(LLAMA, H100, 1) > 0 > cache_tokens(LLAMA, RTX, 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers elsewhere are not forked, so they know no stand-in")
+def test_an_interrupt_ends_the_searches_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found_late(strategy: Strategy, *given: object) -> Goodput:
+        time.sleep(600 * (strategy.devices > 1))
+        raise ModelError("found at once")
+
+    def interrupt(done: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("forebay.rewriter.serving.search.find_goodput", found_late)
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        search_services([Strategy(1, both=2), Strategy(1, both=1)], SMALL, LEVEL, workers=2, told=interrupt)
+    assert time.monotonic() - begun < 300
