@@ -43,9 +43,9 @@ from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.alignment import aligned
 from forebay.rewriter.ir.block import Block
-from forebay.rewriter.ir.graph import META, Gemm, Layout, values_of
+from forebay.rewriter.ir.graph import META, Gemm, Layout
 from forebay.rewriter.ir.plan import MOVING, Budget, GemmChoice, Plan, PlanError, Prediction, Workload, validate
-from forebay.rewriter.ir.program import Launch, Program, TensorRef
+from forebay.rewriter.ir.program import Launch, Program
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.check_plan import check_plan, check_prediction, check_products
 from forebay.rewriter.planning.graph_needs import (
@@ -56,7 +56,7 @@ from forebay.rewriter.planning.graph_needs import (
     weight_products,
     weight_uses,
 )
-from forebay.rewriter.planning.launch_memory import phase_workspace, product_launch, with_memory
+from forebay.rewriter.planning.launch_memory import phase_workspace, product_launch, unplaced, with_memory
 from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed
 from forebay.rewriter.planning.planner import make_plan, smallest_budget
 from forebay.rewriter.planning.product_shapes import ProductUse, planned_shapes, product_uses, weights_of_layers
@@ -150,9 +150,14 @@ class Pipeline:
         return Pipeline(self.graphs.speculating(sizes), self.workload, self.machine, self.switches)
 
     def with_block(self, block: Block) -> Pipeline:
-        """The pipeline of the same graphs with caches in the shares of `block`, which differs in nothing else."""
-        return self if block == self.graphs.block else Pipeline(
-            replace(self.graphs, block=block), self.workload, self.machine, self.switches)
+        """The pipeline of the same graphs with caches in the shares of `block`, which differs in nothing else but who
+        attends."""
+        if block == self.graphs.block:
+            return self
+        other = Pipeline(replace(self.graphs, block=block), self.workload, self.machine, self.switches)
+        if not self._each_layer and block.cpu_attention == self.graphs.block.cpu_attention:
+            other._needs, other._takers = dict(self._needs), dict(self._takers)  # shares change nothing of a turn
+        return other
 
     @no_collection()
     def plan(self, budget: Budget, wishes: Wishes | None = None) -> Plan:
@@ -326,7 +331,7 @@ class Pipeline:
 
     def _launches(self, flat: fx.GraphModule, uses: Iterable[ProductUse]) -> list[Launch]:
         """The launches of a flat graph, and those that are products of ours once their weights come in tiles."""
-        launches = Launches(_nowhere, self._workspace)
+        launches = Launches(unplaced, self._workspace)
         for node in flat.graph.nodes:
             shape = product_shape(node)
             if shape is not None:
@@ -392,9 +397,3 @@ class Pipeline:
         if self.switches.verify:
             verify_program(program, budget)
         return program
-
-
-def _nowhere(node: fx.Node, result: int = 0) -> TensorRef:
-    """A reference with a value's layout, before it has an address."""
-    value = values_of(node)[result]
-    return TensorRef("device", 0, str(value.dtype)[6:], tuple(value.shape), tuple(value.stride()), "")

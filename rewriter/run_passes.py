@@ -64,6 +64,7 @@ class Stage:
                  runs: Callable[[Any], RunStep] | None = None) -> None:
         self.gm, self.switches, self.captured, self.runs = gm, switches, formats is not None, runs
         self.dump = Dump(switches.dump, folder)
+        self.sound: dict[fx.Node, tuple] = {}  # nodes as they were when they were found sound
         self.checked = switches.verify_graphs or switches.bisect or ALWAYS_CHECK
         self.seen = self._check("capture") if self.captured else gm
         self.bisection = Bisection(self.seen, formats or {}) if switches.bisect else None
@@ -104,7 +105,7 @@ class Stage:
         if self.checked and self.captured:
             return check_captured(self.gm, passed)
         if self.checked:
-            check_concrete(self.gm, passed)
+            check_concrete(self.gm, passed, self.sound)
         return self.gm
 
     def stop(self, each: Pass) -> None:

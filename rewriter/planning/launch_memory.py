@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import fx
+
 from forebay.kernels import operators
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import packed_format
 from forebay.kernels.operator import Product
 from forebay.kernels.products.linear import choices, selection
+from forebay.rewriter.ir.graph import values_of
 from forebay.rewriter.ir.program import COMPUTE, SCRATCH, Launch, TensorRef, workspace_nbytes
 
 # How torch's allocator takes memory from a GPU (CUDACachingAllocator.cpp, torch 2.13): blocks of at most SMALL lie in
@@ -43,6 +46,12 @@ def with_memory(launch: Launch, device: str) -> Launch:
     if launch.flops and (operator is None or launch.impl == selection.ATEN):
         held["cuBLAS"] = reserved_nbytes(choices.cublas_nbytes())
     return replace(launch, workspace_nbytes=passing, held=tuple((name, n) for name, n in held.items() if n))
+
+
+def unplaced(node: fx.Node, result: int = 0) -> TensorRef:
+    """A reference with the layout of a node's value, before it has an address."""
+    value = values_of(node)[result]
+    return TensorRef("device", 0, str(value.dtype)[6:], tuple(value.shape), tuple(value.stride()), "")
 
 
 def phase_workspace(launches: Mapping[int, Sequence[Launch]], tokens: int) -> tuple[int, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,15 +22,18 @@ class GraphError(RuntimeError):
     """A pass left a graph that does not hold together; the message names the pass, the graph and the node."""
 
 
-def check_concrete(gm: fx.GraphModule, passed: str) -> None:
+def check_concrete(gm: fx.GraphModule, passed: str, sound: dict[fx.Node, tuple] | None = None) -> None:
     """GraphError unless the step graph `gm` and the blocks that it calls are sound: of fixed sizes, each value of the
-    layout that its operation gives and known to be of the storage that it shows, each fetch released once."""
+    layout that its operation gives and known to be of the storage that it shows, each fetch released once. The
+    operations of nodes that are as they were when they were found `sound` are not run again; others join these."""
+    known = {} if sound is None else sound
     for name, graph in _graphs(gm):
         try:
             _structure(graph, inner=bool(name))
             for node in graph.graph.nodes:
-                if node.op == "call_function":
+                if node.op == "call_function" and not _same(known.get(node, ()), state := _state(node)):
                     _value(node)
+                    known[node] = state
             _transfers(graph)
             _storage_is_named_directly(graph)
         except _Unsound as error:
@@ -131,6 +135,19 @@ def _value(node: fx.Node) -> None:
         raise _Unsound(f"{node.name} shows the storage of {_names(bases)}, and alias_of says that it has its own")
     if base is not None and base not in bases and not (base.meta.get("alias_of") is None and _storages(base) & shown):
         raise _Unsound(f"{node.name} shows {_names(bases) or 'storage of its own'}, and alias_of names {base.name}")
+
+
+def _state(node: fx.Node) -> tuple[Any, ...]:
+    """All that `_value` looks at, as the very objects that are there."""
+    base = node.meta.get("alias_of")
+    shown = [node, *node.all_input_nodes, *([] if base is None else [base])]
+    return (node.target, node.args, node.kwargs, *shown, *(each.meta["val"] for each in shown),
+            *(each.meta.get("alias_of") for each in shown))
+
+
+def _same(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    """Whether both hold the same objects."""
+    return len(before) == len(after) and all(map(operator.is_, before, after))
 
 
 def _storages(node: fx.Node) -> set[int]:

@@ -69,6 +69,25 @@ def needed(tier: str) -> int:
     return Pipeline(graphs(WORK, block), WORK, Machine.default(), Switches()).smallest_budget(Wishes())
 
 
+@pytest.mark.parametrize("change", [
+    {"cache_device": 6, "cache_host": 3}, {"cache_host": 12}, {"cache_host": 12, "cpu_attention": True}])
+def test_other_shares_need_what_a_pipeline_of_their_own_finds(change: dict) -> None:
+    """With what is known of the same turns, but for those that the host attends."""
+    block = Block(4, "zigzag", "disk", 16, 3)
+    work, machine = replace(WORK, batch=12), Machine.default()
+    known = Pipeline(graphs(work, block), work, machine, Switches())
+    for tokens in (60, 8):
+        known.need(tokens)
+    other = replace(block, **change)
+    shared, own = known.with_block(other), Pipeline(graphs(work, other), work, machine, Switches())
+    assert [*shared._needs] == ([] if other.cpu_attention else [1, 60, 8])
+    for tokens in (1, 8, 60, 30):
+        assert shared.need(tokens) == own.need(tokens)
+    assert shared.plan(Budget(1 << 22, 1 << 22)) == own.plan(Budget(1 << 22, 1 << 22))
+    if other.cpu_attention:
+        assert own.need(1) != known.need(1)
+
+
 def test_a_cache_that_fits_the_device_stays_there() -> None:
     for wishes, count in ((Wishes(), 1), (Wishes(micro_batches=3), 3)):
         _, plan = plan_block(graphs, Budget(1 << 24), WORK, wishes, Machine.default(), Switches())

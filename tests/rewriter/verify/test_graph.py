@@ -103,6 +103,25 @@ def test_what_is_broken_is_found_and_named(tiled: fx.GraphModule, harm: Break, m
         check_concrete(tiled, "some_pass")
 
 
+@pytest.mark.parametrize("harm", [
+    value(aten.relu.default, lambda v: v.new_empty(3, 32)), value(ops.fetch, lambda v: v.new_empty(15, 32)),
+    shows(aten.relu.default, lambda gm: node(gm, ops.new_output)),
+    lambda gm: setattr(node(gm, aten.relu.default), "args", (gm.graph.find_nodes(op="placeholder")[-1],)),
+    lambda gm: setattr(node(gm, aten.relu.default), "target", aten.sum.default)])
+def test_what_was_sound_before_is_looked_at_again_once_it_changes(tiled: fx.GraphModule, harm: Break) -> None:
+    """And not before: its operations are not run again."""
+    sound: dict[fx.Node, tuple] = {}
+    check_concrete(tiled, "a_pass", sound)
+    calls = [n for n in tiled.graph.nodes if n.op == "call_function"]
+    assert [*sound] == calls
+    kept = dict(sound)
+    check_concrete(tiled, "a_pass", sound)
+    assert all(sound[n] is kept[n] for n in calls)
+    harm(tiled)
+    with pytest.raises(GraphError, match=r"^some_pass left the step graph unsound: "):
+        check_concrete(tiled, "some_pass", sound)
+
+
 def views(gm: fx.GraphModule) -> list[fx.Node]:
     return [n for n in gm.graph.nodes if n.meta.get("alias_of") is not None]
 
@@ -164,9 +183,9 @@ def test_the_pass_that_breaks_a_graph_is_named_where_graphs_are_checked(
     monkeypatch.setattr(run_passes, "ALWAYS_CHECK", False)
     checked: list[str] = []
 
-    def check(gm: fx.GraphModule, passed: str) -> None:
+    def check(gm: fx.GraphModule, passed: str, sound: dict[fx.Node, tuple]) -> None:
         checked.append(passed)
-        check_concrete(gm, passed)
+        check_concrete(gm, passed, sound)
 
     monkeypatch.setattr(run_passes, "check_concrete", check)
     known = {each.name: each for each in pipeline.PASSES}
