@@ -1,7 +1,12 @@
-"""Models whose rotary frequencies follow the length of the call: shorter, longer, and on the way across."""
+"""Models whose rotary frequencies follow the length of the call: shorter, longer, and on the way across.
+
+The suite runs the model that gives up its cache at the change with all, the others, which do not, with some of each;
+FOREBAY_TEST_ALL=1 (`make test-all`) runs all with all."""
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +38,14 @@ CONFIGS = {
 }
 BATCHES = {"shorter": (9, 4), "one of two longer": (5, 30), "longer": (40, 33), "across": (20, 20),
            "one of two across": (7, 20), "across at the first token": (24, 11), "across at the last": (17, 3)}
+ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
+
+
+def with_some(*lists: Sequence[Any]) -> list[tuple[str, Any]]:
+    """The first of CONFIGS with everything in the lists, each other with one list of them."""
+    every = list(itertools.chain(*lists))
+    chosen = dict(zip(list(CONFIGS)[1:], itertools.cycle(lists)))
+    return [(name, each) for name in CONFIGS for each in (every if ALL else chosen.get(name, every))]
 
 
 class Case:
@@ -91,8 +104,9 @@ def padded(prompts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
 GREEDY: dict[str, Any] = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "batch"), with_some(
+    ["shorter", "longer", "across", "across at the last"],
+    ["one of two longer", "one of two across", "across at the first token"]))
 def test_generate_gives_the_tokens_of_transformers(cases: Callable[[str], Case], name: str, batch: str) -> None:
     case, lengths = cases(name), BATCHES[batch]
     given = padded(prompts_of(lengths))
@@ -125,9 +139,8 @@ def test_the_frequencies_show_in_the_answers(cases: Callable[[str], Case]) -> No
         assert unlike > 0.1
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("more", [
-    {"micro_batches": 2, "cache_tier": "disk", "cache_tokens": 4}, {"micro_batches": 3, "order": "row"}])
+@pytest.mark.parametrize(("name", "more"), with_some(
+    [{"micro_batches": 2, "cache_tier": "disk", "cache_tokens": 4}], [{"micro_batches": 3, "order": "row"}]))
 def test_blocks_of_micro_batches_cross(cases: Callable[[str], Case], name: str, more: dict[str, Any]) -> None:
     case, lengths = cases(name), (20, 6, 17, 11)
     given = padded(prompts_of(lengths))
@@ -135,9 +148,8 @@ def test_blocks_of_micro_batches_cross(cases: Callable[[str], Case], name: str, 
         assert torch.equal(lm.generate(**given, **GREEDY), case.fresh().generate(**given, **GREEDY))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("more", [
-    {"entering": 2}, {}, {"entering": 2, "micro_batches": 2, "cache_tier": "disk", "cache_tokens": 4}])
+@pytest.mark.parametrize(("name", "more"), with_some(
+    [{"entering": 2}], [{}, {"entering": 2, "micro_batches": 2, "cache_tier": "disk", "cache_tokens": 4}]))
 def test_sequences_that_enter_and_leave_follow_their_own_length(
     cases: Callable[[str], Case], name: str, more: dict[str, Any]
 ) -> None:
@@ -150,16 +162,18 @@ def test_sequences_that_enter_and_leave_follow_their_own_length(
     assert [found[i] for i in range(len(lengths))] == [case.alone(prompt) for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", list(CONFIGS)[: None if ALL else 2])
 def test_forward_and_scores_are_those_of_the_whole_length(cases: Callable[[str], Case], name: str) -> None:
+    """Scores, which come from steps of another plan, after all forwards."""
     case = cases(name)
+    prompts = [prompts_of((length,))[0] for length in (40, 9, ORIGINAL, ORIGINAL + 1)]
     with case.streamed((40,)) as lm, torch.no_grad():
-        for length in (9, ORIGINAL, ORIGINAL + 1, 40):
-            prompt = prompts_of((length,))[0]
-            expected = case.fresh()(prompt[None]).logits
-            torch.testing.assert_close(lm(prompt[None]).logits, expected, rtol=1e-3, atol=1e-4)
+        expected = [case.fresh()(prompt[None]).logits for prompt in prompts]
+        for prompt, logits in zip(prompts, expected, strict=True):
+            torch.testing.assert_close(lm(prompt[None]).logits, logits, rtol=1e-3, atol=1e-4)
+        for prompt, logits in zip(prompts, expected, strict=True):
             scores = lm.token_scores([torch.cat((prompt, torch.tensor([7]))), torch.tensor([5, 6])])[0]
-            known = expected[0].log_softmax(-1).gather(1, torch.cat((prompt[1:], torch.tensor([7])))[:, None])[:, 0]
+            known = logits[0].log_softmax(-1).gather(1, torch.cat((prompt[1:], torch.tensor([7])))[:, None])[:, 0]
             torch.testing.assert_close(scores[:, 0], known, rtol=1e-3, atol=1e-4)
 
 

@@ -24,7 +24,7 @@ from forebay.rewriter.capture.compiled_module import OffloadError
 from forebay.rewriter.ir.plan import PlanError
 
 ALL = os.environ.get("FOREBAY_TEST_OPINFO") == "all"
-STEP, SAMPLES = (1, 8) if ALL else (7, 2)  # every so many operators, and samples of each
+STEP, SAMPLES = (1, 8) if ALL else (13, 2)  # every so many operators, and samples of each
 SEED = 42  # some of torch's samples set it themselves where they run, which is not part of a graph
 # Their results are whatever memory held.
 UNDEFINED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")

@@ -49,10 +49,11 @@ def covering(cells: list[Cell]) -> list[Cell]:
     def pairs(cell: Cell) -> set[Any]:
         return set(itertools.combinations(enumerate(cell), 2))
 
-    left, found = set[Any]().union(*map(pairs, cells)), []
+    of_cell = {cell: pairs(cell) for cell in cells}
+    left, found = set[Any]().union(*of_cell.values()), []
     while left:
-        found.append(max(cells, key=lambda cell: len(pairs(cell) & left)))
-        left -= pairs(found[-1])
+        found.append(max(cells, key=lambda cell: len(of_cell[cell] & left)))
+        left -= of_cell[found[-1]]
     return found
 
 

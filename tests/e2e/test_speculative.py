@@ -27,7 +27,7 @@ NEW = 40
 PROMPTS = [torch.tensor(ids) for ids in ([5, 6, 7, 8, 9] * 4, [11, 12, 13], [3, 4, 5, 6, 3, 4, 5], [9])]
 
 
-@pytest.fixture(scope="module", params=["llama", "opt", "gpt2", "gemma2"])
+@pytest.fixture(scope="module")
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A family's checkpoint, as it is and in packed rows."""
     torch.manual_seed(3)
@@ -46,9 +46,16 @@ def language_model(folder: Path, wishes: Wishes) -> LanguageModel:
     return LanguageModel(*opened, Budget(least + (16 << 10)), work, wishes)
 
 
-@pytest.mark.parametrize(("weights", "cache"), [("native", "native"), ("native", "kv8"), ("w4", "native"),
-                                                ("w4", "kv8")])
+ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
+KINDS = [(weights, cache) for weights in ("native", "w4") for cache in ("native", "kv8")]
+SOME = {"opt": [("w4", "native")], "gpt2": [("native", "kv8")], "gemma2": [("native", "native"), ("w4", "kv8")]}
+
+
+@pytest.mark.parametrize(("folders", "weights", "cache"), [
+    (family, *kind) for family in ("llama", *SOME) for kind in (KINDS if ALL else SOME.get(family, KINDS))],
+    indirect=["folders"])
 def test_tokens_equal_plain_ones(folders: dict[str, Path], weights: str, cache: str) -> None:
+    """Families with all kinds under FOREBAY_TEST_ALL=1, the first of them always."""
     wishes = Wishes(drafted_tokens=7, cache_format=cache, cache_tier="device", prefill_chunk=5)
     with language_model(folders[weights], wishes) as lm:
         assert lm.plan.schedule.speculative_steps == (8, 4, 2) and lm.plan.prediction.streamed_nbytes > 0
@@ -68,17 +75,12 @@ def test_tokens_equal_plain_ones(folders: dict[str, Path], weights: str, cache: 
         assert program.outputs["out0"].shape[:2] == (4, 8)
 
 
-ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
-KINDS = [(weights, cache) for weights in ("native", "w4") for cache in ("native", "kv8")] if ALL else [
-    ("native", "kv8")]
-
-
-@pytest.mark.parametrize(("weights", "cache"), KINDS)
+@pytest.mark.parametrize(("folders", "weights", "cache"), [
+    (family, *kind) for family in (("llama", *SOME) if ALL else ("llama",)) for kind in (KINDS if ALL else KINDS[1:2])],
+    indirect=["folders"])
 def test_a_models_drafts_change_no_token(folders: dict[str, Path], weights: str, cache: str) -> None:
     """Drafts of the same weights in fewer bits: many are right, others are taken back, from both caches. All families
     under FOREBAY_TEST_ALL=1."""
-    if not ALL and "llama" not in folders["native"].name:
-        pytest.skip("FOREBAY_TEST_ALL=1 runs it")
     wishes = Wishes(drafted_tokens=7, cache_format=cache, cache_tier="device", prefill_chunk=5)
     with (language_model(folders[weights], wishes) as lm,
           language_model(folders["w4"], Wishes(cache_tier="device")) as helper,

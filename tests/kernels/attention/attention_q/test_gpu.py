@@ -48,13 +48,16 @@ def run(q: Tensor, k: Tensor, v: Tensor, start: Tensor, window: int, softcap: fl
     return out
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=("fp16", "bf16", "fp32"))
-@pytest.mark.parametrize("new", (1, 11))
+SHAPES = [(6, 2, 64, 4, 32, 0, 0.0), (2, 1, 128, 8, 64, 0, 0.0), (2, 2, 80, 4, 40, 19, 4.0), (4, 1, 64, 8, 64, 13, 0.0),
+          (2, 1, 128, 4, 32, 0, 5.0), (3, 1, 96, 8, 48, 0, 0.0), (2, 2, 37, 4, 12, 0, 0.0), (2, 1, 64, 4, 32, -7, 0.0),
+          (4, 2, 64, 8, 64, -40, 2.0)]
+# each shape with both numbers of new tokens, the first with each dtype, others with one; FOREBAY_TEST_ALL=1: all
+CASES = [(*shape, new, dtype) for i, shape in enumerate(SHAPES) for k, new in enumerate((1, 11)) for dtype in (
+    DTYPES if i == 0 or os.environ.get("FOREBAY_TEST_ALL") == "1" else [DTYPES[(i + k) % 3]])]
+
+
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "bits", "group", "window", "softcap"),
-    [(6, 2, 64, 4, 32, 0, 0.0), (2, 1, 128, 8, 64, 0, 0.0), (2, 2, 80, 4, 40, 19, 4.0), (4, 1, 64, 8, 64, 13, 0.0),
-     (2, 1, 128, 4, 32, 0, 5.0), (3, 1, 96, 8, 48, 0, 0.0), (2, 2, 37, 4, 12, 0, 0.0), (2, 1, 64, 4, 32, -7, 0.0),
-     (4, 2, 64, 8, 64, -40, 2.0)],
+    ("heads", "kv_heads", "dim", "bits", "group", "window", "softcap", "new", "dtype"), CASES
 )  # fmt: skip
 def test_matches_the_definition(
     heads: int, kv_heads: int, dim: int, bits: int, group: int, window: int, softcap: float, new: int,
@@ -69,14 +72,14 @@ def test_matches_the_definition(
     assert relative_error(found, wanted) <= LIMIT[dtype]
 
 
-@pytest.mark.parametrize(("dim", "group"), [(64, 32), (80, 40)])
-def test_a_long_sequence_is_split(dim: int, group: int) -> None:
+@pytest.mark.parametrize(("dim", "group", "windows"), [(64, 32, (0, 90, -300)), (80, 40, (90,))])
+def test_a_long_sequence_is_split(dim: int, group: int, windows: tuple[int, ...]) -> None:
     """The shares of a sequence, each of rotated rows, merged; the second sequence leaves some without a position."""
     ends = [1100, 200]
     q, (k, v) = queries(ends, 2, 1, dim, torch.float16), made(ends, 1, dim, 4, group)
     start = torch.tensor(ends) - 1
     assert gpu.decode_attention.split_count(2, k.shape[2], 64, 4 * 2 * (dim + 2), 2 * k.shape[3], 132) > 1
-    for window in (0, 90, -300):
+    for window in windows:
         found = run(q, k, v, start, window, 0.0, 4, group)
         wanted = attention_q.reference(q, k, v, start, dim**-0.5, window, 0.0, 4, group)
         assert relative_error(found, wanted) <= LIMIT[torch.float16]
