@@ -17,16 +17,18 @@ from forebay.rewriter.ir.program import row_major_strides
 
 aten = torch.ops.aten
 
-_NUMERIC = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default}
-_FLOATING = {aten.div.Tensor, aten.cos.default, aten.sin.default, aten.tanh.default, aten.exp.default,
-             aten.rsqrt.default, aten.sigmoid.default, aten.silu.default}
+_BINARY = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
+_UNARY = {aten.neg.default, aten.cos.default, aten.sin.default, aten.tanh.default, aten.exp.default,
+          aten.rsqrt.default, aten.sigmoid.default, aten.silu.default}
+_OF_ANY_NUMBERS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default}  # the others give floats
 
 
 def layout_of(target: object, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """A fresh meta tensor laid out as what `target` gives for these operands; None where torch is to be asked, for
     operands that it refuses among others."""
-    if target in _NUMERIC or target in _FLOATING:
-        return None if kwargs else _pointwise(args, target in _FLOATING)
+    if target in _BINARY or target in _UNARY:
+        fits = not kwargs and len(args) == (2 if target in _BINARY else 1)
+        return _pointwise(args, target not in _OF_ANY_NUMBERS) if fits else None
     rule = _RULES.get(target)
     return rule(*args, **kwargs) if rule is not None else None
 
@@ -72,6 +74,8 @@ def _gather(tensor: torch.Tensor, dim: int, index: torch.Tensor, **others: Any) 
 
 
 def _embedding(weight: torch.Tensor, indices: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor | None:
+    if not all(isinstance(x, int) for x in (*others, *named.values())):
+        return None
     if weight.ndim != 2 or not weight.numel() or indices.dtype not in (torch.int32, torch.int64):
         return None
     return _empty((*indices.shape, weight.shape[1]), weight.dtype)

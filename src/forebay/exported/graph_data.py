@@ -186,21 +186,27 @@ def _add_node(
 
 
 def _check_call(node: fx.Node) -> None:
-    """ValueError for arguments that the operation has not, for one that is to be a tensor and is no node's value (torch
-    takes numbers for its own operations' later operands), and for a tensor that would be made in real memory."""
+    """ValueError for arguments that the operation has not or needs, for one that is to be a tensor and is no node's value
+    (torch takes numbers for its own operations' later operands), and for a tensor that would be made in real memory."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return
     known = [argument.name for argument in schema.arguments]
     given = set(node.kwargs)
-    if len(node.args) > len(known) or given - set(known):
+    if len(node.args) > sum(not argument.kwarg_only for argument in schema.arguments) or given - set(known):
         raise ValueError(f"{schema.name} has no such arguments")
+    if given & set(known[: len(node.args)]):
+        raise ValueError(f"{schema.name} is given an argument twice")
     for i, name in enumerate(known if operators.of_target(node.target) is not None else known[:1]):
         operand = node.args[i] if i < len(node.args) else node.kwargs.get(name)
         if str(schema.arguments[i].type) == "Tensor" and not isinstance(operand, fx.Node):
             raise ValueError(f"{schema.name} needs the value of a node for {name}, found {str(operand)[:80]}")
         if name in CACHES.get(node.target, ()) and not _is_cache(operand):
             raise ValueError(f"{schema.name} needs a cache for {name}, found {str(operand)[:80]}")
+    missing = [argument.name for argument in schema.arguments[len(node.args):]
+               if argument.name not in given and not argument.has_default_value()]
+    if missing:
+        raise ValueError(f"{schema.name} needs {', '.join(missing)}")
     value = node.args[known.index("device")] if "device" in known and len(node.args) > known.index("device") else \
         node.kwargs.get("device")
     if "device" in known and value is None and not node.all_input_nodes:

@@ -101,6 +101,11 @@ def test_plain_operands_have_a_rule(target: Any, args: tuple) -> None:
     assert layout_of(aten.add.Tensor, (torch.ones(2, device="meta"), 1), {"alpha": 2}) is None
 
 
+@pytest.mark.parametrize(("target", "count"), [(aten.mul.Tensor, 1), (aten.add.Tensor, 3), (aten.tanh.default, 2)])
+def test_operands_that_an_operation_has_not_or_lacks_have_no_rule(target: Any, count: int) -> None:
+    assert layout_of(target, [torch.empty(2, 3, device="meta")] * count, {}) is None
+
+
 def test_no_rule_loads_what_is_slow_to_load() -> None:
     script = ("import sys, torch; from forebay.rewriter.capture.layouts import layout_of; a = torch.ops.aten\n"
               "m = torch.ones(2, 3, device='meta')\n"
