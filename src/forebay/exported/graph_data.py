@@ -186,31 +186,50 @@ def _add_node(
 
 
 def _check_call(node: fx.Node) -> None:
-    """ValueError for arguments that the operation has not or needs, for one that is to be a tensor and is no node's value
-    (torch takes numbers for its own operations' later operands), and for a tensor that would be made in real memory."""
+    """ValueError for arguments that the operation has not, lacks, or takes of another type, for one that is to be a
+    tensor and is no node's value (torch takes numbers for its own operations' later operands), and for a tensor that
+    would be made in real memory."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return
     known = [argument.name for argument in schema.arguments]
-    given = set(node.kwargs)
-    if len(node.args) > sum(not argument.kwarg_only for argument in schema.arguments) or given - set(known):
+    by_position = known[: len(node.args)]
+    positions = sum(not argument.kwarg_only for argument in schema.arguments)
+    if len(node.args) > positions or node.kwargs.keys() - set(known):
         raise ValueError(f"{schema.name} has no such arguments")
-    if given & set(known[: len(node.args)]):
+    if node.kwargs.keys() & set(by_position):
         raise ValueError(f"{schema.name} is given an argument twice")
+    operands = dict(zip(by_position, node.args, strict=True)) | node.kwargs
     for i, name in enumerate(known if operators.of_target(node.target) is not None else known[:1]):
-        operand = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        operand = operands.get(name)
         if str(schema.arguments[i].type) == "Tensor" and not isinstance(operand, fx.Node):
             raise ValueError(f"{schema.name} needs the value of a node for {name}, found {str(operand)[:80]}")
         if name in CACHES.get(node.target, ()) and not _is_cache(operand):
             raise ValueError(f"{schema.name} needs a cache for {name}, found {str(operand)[:80]}")
-    missing = [argument.name for argument in schema.arguments[len(node.args):]
-               if argument.name not in given and not argument.has_default_value()]
-    if missing:
-        raise ValueError(f"{schema.name} needs {', '.join(missing)}")
-    value = node.args[known.index("device")] if "device" in known and len(node.args) > known.index("device") else \
-        node.kwargs.get("device")
-    if "device" in known and value is None and not node.all_input_nodes:
+    for argument in schema.arguments:
+        name = argument.name
+        if name not in operands and not argument.has_default_value():
+            raise ValueError(f"{schema.name} needs {name}")
+        if name in operands and not _fits(str(argument.real_type), operands[name]):
+            raise ValueError(f"{schema.name} takes {argument.real_type} for {name}, found {str(operands[name])[:80]}")
+    if "device" in known and operands.get("device") is None and not node.all_input_nodes:
         raise ValueError(f"{schema.name} must name its device")
+
+
+_TAKES: dict[str, tuple[type, ...]] = {  # types of schemas; torch takes numbers for tensors, and a node's for numbers
+    "Tensor": (fx.Node, int, float), "number": (fx.Node, int, float), "int": (fx.Node, int),
+    "float": (fx.Node, int, float), "bool": (bool,), "str": (str,), "Device": (torch.device,),
+    "Layout": (torch.layout,), "ScalarType": (torch.dtype,), "MemoryFormat": (torch.memory_format,)}
+
+
+def _fits(kind: str, value: Any) -> bool:
+    """Whether an argument of this type, as schemas print it, may be `value`."""
+    if kind.startswith("Optional["):
+        return value is None or _fits(kind[9:-1], value)
+    if kind.startswith("List["):
+        each = value if isinstance(value, list | tuple) else [value]  # one number for a list of them
+        return all(_fits(kind[5:-1], element) for element in each)
+    return isinstance(value, _TAKES[kind])
 
 
 def _is_cache(operand: Any) -> bool:
