@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 DUE = 200_000  # objects, some 30 MB
 _unseen = [0]  # objects that went to the oldest generation since it was last looked through
+_frozen = [False]  # somebody keeps objects frozen; they are counted one by one, 10 ms for those of a long-lived process
 
 
 @contextmanager
@@ -24,7 +25,8 @@ def no_collection() -> Iterator[None]:
     finally:
         if was:
             _unseen[0] += gc.get_count()[0]
-            if gc.get_freeze_count() == 0:  # else somebody keeps objects frozen, and unfreezing would give them back
+            _frozen[0] = _frozen[0] or gc.get_freeze_count() > 0
+            if not _frozen[0]:  # unfreezing would give back what somebody keeps
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
@@ -35,4 +37,4 @@ def collect_when_due() -> None:
     opened and closed by the thousand would never be freed. It takes tenths of a second, so call it where work ends."""
     if _unseen[0] > DUE:
         gc.collect()
-        _unseen[0] = 0
+        _unseen[0], _frozen[0] = 0, False  # looked at again, which is little beside that
