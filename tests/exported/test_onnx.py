@@ -387,7 +387,7 @@ def test_activations_of_eight_bits_are_asked_for(llama_checkpoint: Checkpointed,
     rounded = forebay.export(tmp_path / "q", tmp_path / "rounded", "onnx", activations="int8")
     levels = [[a.i for node in nodes(out, "MatMulNBits") for a in node.attribute if a.name == "accuracy_level"]
               for out in (exact, rounded)]
-    assert levels == [[], [4] * 12], "queries, keys and values, what follows attention, gate and up, down"
+    assert levels == [[], [4] * 15], "queries, keys and values in one, what follows attention, gate, up, down"
     assert len(nodes(exact, "MatMul")) == 1, "the head alone"
     wanted, found = logits(exact, llama_checkpoint.ids), logits(rounded, llama_checkpoint.ids)
     assert 0 < float((found - wanted).norm() / wanted.norm()) < 0.05

@@ -55,7 +55,7 @@ class Conversion:
         ours = of_target(node.target)
         meaning = meaning_of(node.target) if ours is None else ours.onnx
         reason = "" if meaning is not None else "it has none"
-        products = beside(node)
+        products = beside(node, env)
         joined = merged(self.g, products, env) if len(products) > 1 else None
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)  # type: ignore[arg-type]
         made: Any = None
