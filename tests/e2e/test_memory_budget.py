@@ -2,7 +2,7 @@
 empty; loading it plainly fails under the same cap. FOREBAY_BIG=1 takes the 1.77 GB model under 500 MB.
 
 The promise of `process_memory` is held against jobs of many kinds, seen from outside by another process:
-FOREBAY_TEST_ALL=1 (`make test-all`) takes all of them, the suite seven."""
+FOREBAY_TEST_ALL=1 (`make test-all`) takes all of them, the suite five."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def staged(folder: str) -> dict[str, Any]:
     _warm_up_threads()
     lm = forebay.api.wrap(folder, {"device": STAGED_NBYTES[0], "host": STAGED_NBYTES[1]}, batch=SEQUENCES,
                           prompt=LONG, new_tokens=NEW, cache_tier="disk", cache_shares=(0.0, 0.08),
-                          machine=Machine.default())
+                          micro_batches=SEQUENCES // 8, machine=Machine.default())
     files = sorted(str(p) for p in Path(folder).glob("*.safetensors"))
     for path in files:
         drop_file(path)
@@ -181,10 +181,9 @@ SHAPES = {
     "packed": LlamaShape(hidden=512, layers=6, heads=8, kv_heads=4, intermediate=1408, vocab=8000)}  # as w4g32
 GRID = [Case(model, share, batch, cache, drawn, host) for model in SHAPES for share in (0.3, 0.6, 1.5)
         for batch in (None, 1, 8) for cache in ("native", "kv4") for drawn in (False, True) for host in (0.0, 0.4)]
-SAMPLE = [
-    Case("deep", 0.5, 8), Case("wide", 0.6, 8, drawn=True), Case("large", 0.4, 1, "kv4"),
-    Case("large", 1.5, prompts=100), Case("packed", 0.6, 8, "kv4"), Case("large", 0.3, 8, host=0.4),
-    Case("deep", 0.5, 8, prompts=100, traced=True)]
+SAMPLE = [  # every model, cache, batch and way to choose a token, and host memory
+    Case("wide", 0.6, 8, drawn=True), Case("large", 1.5, prompts=100), Case("packed", 0.6, 1, "kv4"),
+    Case("large", 0.3, 8, host=0.4), Case("deep", 0.5, 8, prompts=100, traced=True)]
 
 
 def promised(folder: str) -> list[dict[str, Any]]:
@@ -335,7 +334,7 @@ def test_caches_on_disk_and_host_within_both_budgets(tmp_path: Path) -> None:
     assert seen["spilled"] == 0 and seen["cached"] <= 1 << 20
 
 
-@pytest.mark.parametrize("weights", ["native", "w4g64"])
+@pytest.mark.parametrize("weights", ["native", "w4g64"] if ALL else ["w4g64"])
 def test_eval_keeps_its_budget(folder: Path, tmp_path: Path, weights: str) -> None:
     """A tokenizer is no part of what the budget counts, and must not be measured as if it were."""
     if weights != "native":
@@ -384,7 +383,7 @@ def test_the_promise_holds_over_jobs(tmp_path: Path) -> None:
         # It promises something: what is planned is taken, and the constant is not the larger part.
         assert found["seen"] > found["python_nbytes"] + 0.5 * found["planned_peak_nbytes"], found
     assert not over, over
-    assert ran >= 7
+    assert ran >= len(SAMPLE)
 
 
 if __name__ == "__main__":

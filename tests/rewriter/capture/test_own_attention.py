@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from budgets import attention_nbytes
 
 from forebay.api import wrap
 from forebay.rewriter.capture.language_model import CaptureError, capture_model
+from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.rewrite_captured import rewrite_captured
@@ -52,10 +54,16 @@ def model_of(name: str) -> Any:
     return model
 
 
+@functools.cache
+def captured(name: str) -> CapturedModel:
+    """Graphs that no test edits."""
+    return capture_model(CONFIGS[name])
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_transformers_in_chunks_of_unequal_prompts(name: str) -> None:
     model = model_of(name)
-    lm = capture_model(CONFIGS[name])
+    lm = captured(name)
     assert len(set(lm.layers)) == KINDS.get(name, 1)
     lengths = torch.tensor([23, 5])
     tokens = torch.randint(3, VOCAB, (2, 24))
@@ -92,8 +100,7 @@ def test_positions_beyond_the_first_piece(name: str) -> None:
         assert torch.equal(lm.generate(prompt, **given), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["bloom", "mpt"])
+@pytest.mark.parametrize(("name", "dtype"), [("bloom", torch.bfloat16), ("mpt", torch.float16)])
 def test_a_narrow_dtype_keeps_positions(name: str, dtype: torch.dtype) -> None:
     """By itself bfloat16 would tell one position in four beyond 512: the logits stay near those of float32."""
     model, lm = model_of(name), capture_model(CONFIGS[name], dtype=dtype)
@@ -107,8 +114,8 @@ def test_a_narrow_dtype_keeps_positions(name: str, dtype: torch.dtype) -> None:
 def test_a_cache_that_holds_positions_is_not_rounded() -> None:
     for name in ("bloom", "falcon, alibi"):
         with pytest.raises(PlanError, match="kv8 would round positions"):
-            rewrite_captured(capture_model(CONFIGS[name]), Switches(), "kv8")
-    rewrite_captured(capture_model(CONFIGS["falcon"]), Switches(), "kv8")
+            rewrite_captured(captured(name), Switches(), "kv8")
+    rewrite_captured(captured("falcon"), Switches(), "kv8")
 
 
 def test_positions_that_bias_shared_keys_are_refused() -> None:

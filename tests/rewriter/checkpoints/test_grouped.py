@@ -22,19 +22,17 @@ SHAPE = dict(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_l
              num_key_value_heads=2, head_dim=32, max_position_embeddings=64, tie_word_embeddings=False)
 
 
-def words(codes: list[int], bits: int) -> int:
-    """An int32 of codes, the first in the lowest bits."""
-    value = sum(code << (bits * i) for i, code in enumerate(codes))
-    return value - (1 << 32) if value >= 1 << 31 else value
+def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Of codes [..., n] of n · bits = 32 bits int32 words [...], the first code in the lowest bits."""
+    values = (codes.long() << (bits * torch.arange(codes.shape[-1]))).sum(-1)
+    return (values - ((values >> 31) << 32)).int()
 
 
 def pack(codes: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
     """Codes of two dimensions as int32 words along `dim`."""
     each = 32 // bits
     lines = codes if dim == 1 else codes.t()
-    order = order or tuple(range(each))
-    made = torch.tensor([[words([int(line[at + i]) for i in order], bits) for at in range(0, len(line), each)]
-                         for line in lines], dtype=torch.int32)
+    made = words(lines.reshape(len(lines), -1, each)[..., list(order or range(each))], bits)
     return (made if dim == 1 else made.t()).contiguous()
 
 
