@@ -30,7 +30,7 @@ def fill_graphs(graphs: Iterable[fx.GraphModule], layout_of: Callable[[fx.Node],
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
 
     @functools.cache
-    def symbol(name: str) -> torch.SymInt:
+    def symbol(name: str) -> int | torch.SymInt:
         source = ConstantSource(name)
         return env.create_symintnode(env.create_symbol(SIZES[name], source, DimDynamic.DYNAMIC), hint=SIZES[name],
                                      source=source)
