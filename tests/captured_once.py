@@ -18,7 +18,8 @@ from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.switches import Switches
 
 ROOT = Path(__file__).parent
-RUNNING = tuple(ROOT / name for name in ("commands", "e2e", "exported", "huggingface", "runtime"))
+RUNNING = tuple(ROOT / name for name in (
+    "benchmarks", "commands", "e2e", "exported", "huggingface", "runtime", "serving"))
 MOST = 48  # models; graphs of a few layers take some megabytes
 
 

@@ -45,6 +45,7 @@ def test_a_sampled_answer_moves_what_the_plan_says_it_moves_in_its_middle(order:
 
 
 @WITH_KERNELS
+@pytest.mark.parametrize("order", TINY[:1], indirect=True, ids=lambda sizes: sizes.family)
 def test_more_sequences_fit_with_their_cache_on_disk(order: dict[str, Any]) -> None:
     ours = Ours(order)
     fit = ours.fits(order)["device"]

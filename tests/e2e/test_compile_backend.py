@@ -162,8 +162,7 @@ def close(got, expected) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "share"), [*((name, 0.5) for name in MODELS), ("encoder", 1.0), ("tied", 1.0)])
 def test_results_are_those_of_eager_within_the_budget(name, share, tmp_path, no_grad):
     model, x = build(name)
     expected, weights = model(x), weight_nbytes(model)

@@ -59,9 +59,8 @@ class Runner:
             return step(*bound.values())
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["blocks", "flat"])
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("chunk", [16, 5], ids=["whole", "chunked"])
+@pytest.mark.parametrize(("flat", "batch", "chunk"), [(False, 1, 16), (False, 3, 5), (True, 1, 5), (True, 3, 16)],
+                         ids=["blocks", "blocks, chunked", "flat, chunked", "flat"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_eager(family, chunk, batch, flat):
     model = eager_model(family)
