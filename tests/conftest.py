@@ -34,9 +34,10 @@ LONG = ("e2e/test_memory_budget", "e2e/test_cli", "e2e/test_quantized_run", "e2e
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hear SIGINT though a shell that starts the suite in the background ignores it: children would inherit that. Keep
-    pytest-xdist to the order of files that is found here; its own is by their numbers of tests."""
+    pytest-xdist to the order of files that is found here; its own is by their numbers of tests. Collect rarely."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.set_threshold(10_000, 20, 50)  # else collections took 4 of 20 s of test_plan_is_obeyed; files end with one
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 
