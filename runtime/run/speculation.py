@@ -19,12 +19,13 @@ from forebay.runtime.run.session import Session
 @dataclass
 class Tally:
     """What speculative decoding did: steps, by their tokens per sequence, tokens that they gave, drafted tokens that
-    they checked, and those of them that stood."""
+    they checked, those of them that stood, and those that were refused where all before them stood."""
 
     steps: dict[int, int] = field(default_factory=dict)
     tokens: int = 0
     offered: int = 0
     accepted: int = 0
+    refused: int = 0
 
     @property
     def passes(self) -> int:
@@ -138,6 +139,7 @@ class _DraftedCall:
             self.seen[row].note(drafts[row], offered, len(found) - 1)
             self.tally.offered += offered
             self.tally.accepted += len(found) - 1
+            self.tally.refused += len(found) - 1 < offered
             self.lengths[row] += len(found)
             self.tally.tokens += self._append(row, found)
         self.tally.steps[size] = self.tally.steps.get(size, 0) + 1

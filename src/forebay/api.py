@@ -19,7 +19,6 @@ import torch
 
 from forebay.calibration import ranges_for
 from forebay.huggingface.emptied import empty_module
-from forebay.huggingface.inputs import read_prompts
 from forebay.huggingface.module_habits import ModuleHabits, refuse_options
 from forebay.open_model import capture_folder, known_machine, open_model
 from forebay.rewriter.capture.language_model import capture_model
@@ -46,14 +45,14 @@ from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.devices.open_device import open_device
 from forebay.runtime.disk.spill import require_spill_folder
-from forebay.runtime.run.generation import next_logits, with_renewal
+from forebay.runtime.run.generation import with_renewal
 from forebay.runtime.run.places import Asked, OnEnd, OnStep, WorkDone, answer_all, entering
 from forebay.runtime.run.rows import SequenceRows
 from forebay.runtime.run.sampling import Sampling
-from forebay.runtime.run.scoring import loglikelihoods, token_scores
 from forebay.runtime.run.session import Session, resident_copies
 from forebay.runtime.run.speculation import Tally
 from forebay.runtime.run.trace import Trace, write_trace
+from forebay.scoring_calls import ScoringCalls
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
@@ -76,7 +75,8 @@ def wrap(
     cpu_attention: bool | None = None, checkpoints: tuple[int, int] | None = None, checkpoint_format: str = "native",
     hidden_tier: Literal["device", "host", "disk"] | None = None, hidden_shares: tuple[float, float] | None = None,
     places: int | None = None, prompt_lookup_num_tokens: int | Literal["auto"] | None = None,
-    dequantize: bool = False, calibration: str | os.PathLike[str] | None = None, **others: Any,
+    draft: str | os.PathLike[str] | None = None, dequantize: bool = False,
+    calibration: str | os.PathLike[str] | None = None, **others: Any,
 ) -> LanguageModel:
     """Make `model` run within `budget`.
 
@@ -94,8 +94,10 @@ def wrap(
     act8. With `sparse_values` 0.1 decode steps read the values of a tenth of the tokens. Between the turns of a prefill
     hidden states wait on a `hidden_tier`, but for `hidden_shares` of the parts. With `places`, so many are computed at
     once, whatever `batch`, and prompts of a `generate` enter as others end. With `prompt_lookup_num_tokens` steps check
-    up to so many tokens that followed the last ones before, or with "auto" as many as pay. `plan` replays a plan. With
-    `calibration`, the file of `forebay calibrate`, layers share a softmax maximum on a GPU.
+    up to so many tokens that followed the last ones before, or with "auto" as many as pay. `draft`, a smaller model of
+    the same tokenizer, guesses them in a part of the budget where that is predicted to pay; with a number of tokens
+    whatever it costs. `plan` replays a plan. With `calibration`, the file of `forebay calibrate`, layers share a
+    softmax maximum on a GPU.
 
     Raises PlanError for the budget, CheckpointError for files, SpillError for the disk folder, CaptureError for models.
     """
@@ -116,7 +118,12 @@ def wrap(
     wishes = replace(wishes, sparse_values=sparse_values, hidden_tier=hidden_tier, hidden_shares=hidden_shares,
                      score_ranges=ranges_for(calibration, checkpoint.fingerprint, captured.dtype))
     workload = Workload(places or batch, prompt, new_tokens)
-    lm = LanguageModel(captured, checkpoint, files, sizes, workload, wishes, machine, plan)
+    if draft is not None:
+        from forebay.drafted import DraftedModel
+
+        lm: LanguageModel = DraftedModel(draft, captured, checkpoint, files, sizes, workload, wishes, machine, plan)
+    else:
+        lm = LanguageModel(captured, checkpoint, files, sizes, workload, wishes, machine, plan)
     if isinstance(model, torch.nn.Module):  # only now: a budget that cannot work leaves the module as it was
         empty_module(model)
         given: Any = model
@@ -125,8 +132,10 @@ def wrap(
     return lm
 
 
-class LanguageModel(ModuleHabits):
+class LanguageModel(ScoringCalls, ModuleHabits):
     """A captured model, its plan, and the session that runs it. Close it (or use `with`) to give memory back."""
+
+    helper: LanguageModel | None = None  # drafts within the same budget (`DraftedModel`)
 
     def __init__(
         self, captured: CapturedModel, checkpoint: Checkpoint, files: dict[str, FileSlice], budget: Budget,
@@ -161,12 +170,18 @@ class LanguageModel(ModuleHabits):
         if plan is None:
             asked = with_renewal(workload.prompt, workload.new_tokens, self.captured.renewed_at)
             workload = Workload(workload.batch, *asked)
-            pipeline, plan = choose(self._graphs, self.budget, workload, wishes, self.machine, self.switches)
-            pipeline, plan = plan_speculation(pipeline, plan, self.budget, wishes)
+            pipeline, plan = self._plan_anew(workload, wishes, choose)
         else:
             graphs = self._graphs(workload, plan.schedule.block).speculating(plan.schedule.speculative_steps)
             pipeline = Pipeline(graphs, workload, self.machine, self.switches)
             plan = pipeline.replay(plan)
+        self._adopt(pipeline, plan)
+
+    def _plan_anew(self, workload: Workload, wishes: Wishes, choose: PlanChoice) -> tuple[Pipeline, Plan]:
+        pipeline, plan = choose(self._graphs, self.budget, workload, wishes, self.machine, self.switches)
+        return plan_speculation(pipeline, plan, self.budget, wishes)
+
+    def _adopt(self, pipeline: Pipeline, plan: Plan) -> None:
         self.close()  # only now: where there is no plan, the one before still serves
         self._pipeline, self.plan = pipeline, plan
         work, nbytes = plan.workload, (plan.budget.device, plan.nbytes_on("device"), plan.prediction.streamed_nbytes)
@@ -347,25 +362,6 @@ class LanguageModel(ModuleHabits):
         from forebay.huggingface.causal_lm import StreamedCausalLM
 
         return StreamedCausalLM(self)
-
-    def next_logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [B, V] of the token after each prompt; prompts as for `generate`."""
-        prompts = read_prompts(input_ids, attention_mask, self.captured.vocab_size)
-        with self.running(len(prompts.ids), prompts.longest, 1) as session:
-            return next_logits(session, prompts.rows()).cpu()
-
-    def token_scores(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """For each row of ids [T] (T >= 2) the scores [T - 1, 2] of its tokens but the first: the natural logarithm of
-        the probability that the tokens before give it, and 1 where none was likelier, else 0. The softmax is part of
-        the step, so logits count against the budget and never leave it."""
-        lm = self.giving("scores")
-        with lm.running(len(rows), max(row.numel() for row in rows) - 1, 1) as session:
-            return token_scores(session, rows)
-
-    def loglikelihood(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
-        """For each (context, continuation) of token ids the log-likelihood in nats of the continuation, and whether
-        greedy decoding would give it; as many at once as the plan's batch. ValueError for an empty half."""
-        return loglikelihoods(pairs, self.token_scores, self.plan.workload.batch)
 
     def start_trace(self) -> None:
         """Record every launch, wait and copy from here on (slower by a few microseconds each)."""

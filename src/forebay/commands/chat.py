@@ -15,6 +15,7 @@ from forebay.commands.options import (
     CacheOption,
     DebugOption,
     DequantizeOption,
+    DraftOption,
     MachineOption,
     ModelArgument,
     SpeculateOption,
@@ -44,6 +45,7 @@ def chat(
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     cache: CacheOption = "native",
     speculate: SpeculateOption = None,
+    draft: DraftOption = None,
     dequantize: DequantizeOption = False,
     machine: MachineOption = None,
     debug: DebugOption = False,
@@ -57,12 +59,14 @@ def chat(
             sampling = Sampling(temperature != 0, temperature or 1.0, 0, top_p)
         except ValueError as error:
             raise JobError(str(error)) from error
+        refuse_idle_draft(draft, speculate)
         messages = [] if system is None else [{"role": "system", "content": system}]
         folder = model_folder(model, dequantize)
         tokenizer = load_tokenizer(folder)
         if not getattr(tokenizer, "chat_template", None):
             raise JobError(f"the tokenizer of {model} has no chat template; try forebay run {model} \"a prompt\"")
-        with _planned(folder, budget, FIRST_PROMPT, max_new_tokens, cache, machine, speculate is not False) as lm:
+        with _planned(folder, budget, FIRST_PROMPT, max_new_tokens, cache, machine, speculate is not False,
+                      draft) as lm:
             for turn, line in enumerate(_lines()):
                 messages.append({"role": "user", "content": line})
                 ids = _templated(tokenizer, messages)
@@ -72,7 +76,7 @@ def chat(
 
 def answer_one(
     model: str, prompt: str, budget: str | None, max_new_tokens: int, sampling: Sampling, seed: int, *, chat: bool,
-    cache: str, machine: Path | None, speculate: bool, dequantize: bool = False,
+    cache: str, machine: Path | None, speculate: bool, dequantize: bool = False, draft: str | None = None,
 ) -> None:
     """Print the answer to one prompt as its tokens come, then to stderr what time it took."""
     from forebay.commands.plain_tokenizer import plain_tokenizer
@@ -85,23 +89,33 @@ def answer_one(
     if chat and not getattr(tokenizer, "chat_template", None):
         raise JobError("the model's tokenizer has no chat template; leave --chat out")
     ids = _templated(tokenizer, [{"role": "user", "content": prompt}]) if chat else tokenizer(prompt)["input_ids"]
-    with _planned(folder, budget, len(ids), max_new_tokens, cache, machine, speculate) as lm:
+    with _planned(folder, budget, len(ids), max_new_tokens, cache, machine, speculate, draft) as lm:
         _stream(lm, tokenizer, ids, max_new_tokens, sampling, seed)
 
 
+def refuse_idle_draft(draft: str | None, speculate: bool | None) -> None:
+    """JobError for a draft where no step is to check any."""
+    from forebay.commands.prompts import JobError
+
+    if draft is not None and speculate is False:
+        raise JobError("--draft: with --no-speculate nothing is drafted; leave one of both out")
+
+
 def _planned(
-    folder: Path, budget: str | None, prompt: int, new_tokens: int, cache: str, machine: Path | None, speculate: bool
+    folder: Path, budget: str | None, prompt: int, new_tokens: int, cache: str, machine: Path | None, speculate: bool,
+    draft: str | None = None,
 ) -> LanguageModel:
-    """The model planned for one sequence, if it may `speculate` with steps that check drafts where they pay; within
-    half of the memory that is free where no budget is named."""
+    """The model planned for one sequence, if it may `speculate` with steps that check drafts where they pay, those of
+    the model `draft` if one is named; within half of the memory that is free where no budget is named."""
     from forebay.api import wrap
+    from forebay.drafted import told
     from forebay.exported.bundle import is_bundle
     from forebay.exported.start import open_bundle, stored_plan
     from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
     from forebay.rewriter.ir.plan import Budget
 
     profile = machine_profile(machine, folder)
-    saved = stored_plan(folder) if budget is None and is_bundle(folder) else None
+    saved = stored_plan(folder) if budget is None and is_bundle(folder) and draft is None else None
     if saved is not None and cache in ("native", saved.cache_format) and saved.workload.batch == 1 and (
             prompt <= saved.workload.prompt and prompt + new_tokens <= saved.workload.context):
         return open_bundle(folder, machine=profile)
@@ -113,8 +127,11 @@ def _planned(
         sizes = Budget(available_nbytes() // 2)
         say(f"no --budget is named: half of the free memory, {format_nbytes(sizes.device)}, may be used")
     with console().status("capturing and planning"):
-        return wrap(folder, sizes, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache,
-                    prompt_lookup_num_tokens="auto" if speculate else None)
+        lm = wrap(folder, sizes, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache, draft=draft,
+                  prompt_lookup_num_tokens="auto" if speculate else None)
+    if draft is not None:
+        say(f"draft: {told(lm)}")
+    return lm
 
 
 def _templated(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
@@ -176,6 +193,7 @@ def _generate(
     load, and ends in the same loop."""
     import torch
 
+    from forebay.drafting import drafting
     from forebay.huggingface.served import asks_nothing_more
     from forebay.runtime.run.generation import Stop
     from forebay.runtime.run.loops import generate_as_planned
@@ -188,8 +206,9 @@ def _generate(
         return
     with lm.running(1, len(ids), new_tokens, in_places=True) as session:
         lm.tally = Tally()
-        generate_as_planned(session, [torch.tensor(ids)], sampling,
-                            Stop(new_tokens, frozenset(eos), eos[0] if eos else 0), draws, on_token, lm.tally)
+        rows, stop = [torch.tensor(ids)], Stop(new_tokens, frozenset(eos), eos[0] if eos else 0)
+        with drafting(lm.helper, session, rows, new_tokens, sampling, draws) as drafter:
+            generate_as_planned(session, rows, sampling, stop, draws, on_token, lm.tally, drafter)
 
 
 def _lines() -> Iterator[str]:

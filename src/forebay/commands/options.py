@@ -21,6 +21,9 @@ CacheOption = Annotated[str, typer.Option("--cache", metavar="FORMAT", help="Of 
 SpeculateOption = Annotated[bool | None, typer.Option(
     "--speculate/--no-speculate", help="Where a step over several tokens takes hardly longer than one over one, check "
     "tokens that followed the last ones before (prompt lookup); answers are the same.")]
+DraftOption = Annotated[str | None, typer.Option(
+    "--draft", metavar="MODEL", help="A smaller model of the same tokenizer, which drafts within the same budget "
+    "where that is predicted to pay.")]
 CalibrationOption = Annotated[Path | None, typer.Option(
     "--calibration", help="What `forebay calibrate` measured of this model: layers share a softmax maximum on a GPU.")]
 DequantizeOption = Annotated[bool, typer.Option(

@@ -14,6 +14,7 @@ from forebay.commands.options import (
     CacheOption,
     DebugOption,
     DequantizeOption,
+    DraftOption,
     SlotsOption,
     model_folder,
     require_writable,
@@ -45,6 +46,7 @@ def plan(
         "32).")] = None,
     slots: SlotsOption = None,
     cache: CacheOption = "native",
+    draft: DraftOption = None,
     dequantize: DequantizeOption = False,
     machine: Annotated[str | None, typer.Option(
         metavar="FILE|NAME", help="A machine profile to use instead of this machine's own, or a preset such as t4.")]
@@ -85,8 +87,8 @@ def plan(
 
         if (model is None) == (config is None):
             raise PlanError("name a MODEL, or a --config to plan without one")
-        if config is not None and dequantize:
-            raise PlanError("--dequantize is for the weights of a MODEL")
+        if config is not None and (dequantize or draft is not None):
+            raise PlanError(f"--{'draft' if draft else 'dequantize'} is for the weights of a MODEL")
         if config is not None:
             request = _request(config, machine, budget, prompt=prompt or 512, output=new_tokens or 32,
                                objective=objective, batch=batch or 0, latency_s=latency, tokens_per_s=tokens_per_s)
@@ -109,6 +111,13 @@ def plan(
                 raise PlanError(f"{name} needs --config")
         assert model is not None
         shape = (batch or 1, prompt or 64, new_tokens or 64)
+        if draft is not None:
+            refused = {"--json": as_json, "--save": save, "--picture": picture, "--pareto": pareto, "--slots": slots}
+            for name, option in refused.items():
+                if option:
+                    raise PlanError(f"{name} is for the plan of one model; leave it or --draft out")
+            _plan_drafted(model, draft, budget, shape, cache, machine, dequantize)
+            return
         _plan_model(model, budget, shape, Wishes(slots, cache_format=cache), machine, as_json, save, (picture, pareto),
                     dequantize)
 
@@ -170,6 +179,25 @@ def _plan_model(
           f"{format_nbytes(peak)} that are planned, which the budget counts, and "
           f"{format_nbytes(beside)} for threads and what is kept ready for each launch and copy")
     print(f"smallest    a device budget of {format_nbytes(smallest)} ({smallest} bytes) would still work")
+
+
+def _plan_drafted(
+    model: str, draft: str, budget: str | None, shape: tuple[int, int, int], cache: str, machine: str | None,
+    dequantize: bool,
+) -> None:
+    """Show how a model and what may draft for it share the budget, or why nothing drafts."""
+    from forebay.api import wrap
+    from forebay.rewriter.ir.plan import PlanError
+
+    if budget is None:
+        raise PlanError("say how much memory may be used, as --budget device=120MiB")
+    folder = model_folder(model, dequantize)
+    profile = _profile(machine, folder)
+    batch, prompt, new_tokens = shape
+    with console().status("capturing and planning"):
+        lm = wrap(folder, budget, batch=batch, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache,
+                  draft=draft)
+    print(lm.explain())
 
 
 def _profile(machine: str | None, folder: Path) -> Machine:

@@ -18,6 +18,7 @@ from forebay.commands.options import (
     CalibrationOption,
     DebugOption,
     DequantizeOption,
+    DraftOption,
     MachineOption,
     ModelArgument,
     SlotsOption,
@@ -64,6 +65,7 @@ def run(
     top_p: Annotated[float | None, typer.Option(help="Implies --sample.")] = None,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     speculate: SpeculateOption = None,
+    draft: DraftOption = None,
     force: Annotated[bool, typer.Option("--force", help="Go on though the answers there have other settings.")] = False,
     dequantize: DequantizeOption = False,
     verify: Annotated[bool, typer.Option("--verify", help="First read every weight of a quantised model and compare it "
@@ -82,7 +84,7 @@ def run(
         from forebay.api import open_model
         from forebay.calibration import ranges_for
         from forebay.commands import jobs
-        from forebay.commands.chat import answer_one
+        from forebay.commands.chat import answer_one, refuse_idle_draft
         from forebay.commands.plan_job import fit_job, prompt_room, unfit
         from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids
         from forebay.rewriter.ir.byte_sizes import parse_budget
@@ -104,11 +106,13 @@ def run(
             for name, given in only.items():
                 if given is not None:
                     raise JobError(f"{name} is for the prompts of a file; leave it or the prompt out")
+            refuse_idle_draft(draft, speculate)
             answer_one(model, prompt, budget, max_new_tokens, sampling, seed, chat=chat, cache=cache, machine=machine,
-                       speculate=speculate is not False, dequantize=dequantize)
+                       speculate=speculate is not False, dequantize=dequantize, draft=draft)
             return
-        if speculate is not None:
-            raise JobError("--speculate and --no-speculate are for one prompt: the places of a job check no drafts")
+        if speculate is not None or draft is not None:
+            raise JobError("--speculate, --no-speculate and --draft are for one prompt: the places of a job check no "
+                           "drafts")
         if prompts is None or output is None:
             raise JobError('name a "PROMPT" to answer here, or a file of --prompts and an --output for the answers')
         saved = load_plan(plan) if plan else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,6 +11,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
 from transformers.generation import BaseStreamer, GenerationMode, LogitsProcessor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from forebay.drafting import drafting
 from forebay.huggingface.inputs import Prompts, read_embeds, read_prompts, take_prompts
 from forebay.huggingface.module_habits import ModuleHabits
 from forebay.huggingface.refusals import refuse_generation
@@ -20,10 +21,9 @@ from forebay.huggingface.served import SERVED
 from forebay.rewriter.ir.graph import Gives
 from forebay.runtime.run.generation import Stop
 from forebay.runtime.run.loops import generate_as_planned
-from forebay.runtime.run.model_drafts import ModelDrafter
 from forebay.runtime.run.rows import SequenceRows
 from forebay.runtime.run.sampling import Sampling, choose
-from forebay.runtime.run.speculation import Tally, speculates
+from forebay.runtime.run.speculation import Tally
 
 if TYPE_CHECKING:
     from forebay.api import LanguageModel, OnToken
@@ -107,14 +107,7 @@ class StreamedCausalLM(GenerationMixin):
         stop = Stop(new_tokens, frozenset(ends), int(pad))
         with self.lm.running(len(rows), prompts.longest, new_tokens, in_places=True) as session:
             self.lm.tally = Tally()
-            if helper is None or not speculates(session.plan, sampling, len(rows), generator):
-                drafting: Any = nullcontext()
-            else:  # the answer's first token is known when drafts begin
-                drafting = helper.running(len(rows), prompts.longest + 1, new_tokens)
-            with drafting as other:
-                drafter = None if other is None else ModelDrafter(
-                    other, sampling, [[g] for g in generator] if isinstance(generator, Sequence) else
-                    [generator] * len(rows))
+            with drafting(helper or self.lm.helper, session, rows, new_tokens, sampling, generator) as drafter:
                 new = generate_as_planned(session, rows, sampling, stop, generator, on_token, self.lm.tally, drafter)
         return torch.cat((prompts.ids, new), 1)
 

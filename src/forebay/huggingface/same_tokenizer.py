@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 
-def refuse_other_tokenizer(folder: Path, other: Path) -> None:
-    """ValueError, naming what differs, if both folders have a tokenizer.json whose tokens have not the same ids."""
+def refuse_other_tokenizer(folder: Path, other: Path, given: str = "assistant_model") -> None:
+    """ValueError, naming what differs, if both folders have a tokenizer.json whose tokens have not the same ids;
+    `given` is the argument that named the other."""
     ours, theirs = (_token_ids(Path(each) / "tokenizer.json") for each in (folder, other))
     if ours is None or theirs is None or ours == theirs:
         return
@@ -16,7 +17,7 @@ def refuse_other_tokenizer(folder: Path, other: Path) -> None:
     else:
         token = min(token for token in ours if ours[token] != theirs.get(token))
         what = f"{token!r} has id {ours[token]} for the model and {theirs.get(token, 'none')} for the assistant"
-    raise ValueError(f"assistant_model: its tokenizer is another: {what}; give a model of the same tokenizer")
+    raise ValueError(f"{given}: its tokenizer is another: {what}; give a model of the same tokenizer")
 
 
 def _token_ids(file: Path) -> dict[str, int] | None:

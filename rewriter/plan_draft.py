@@ -1,0 +1,118 @@
+"""Choose whether a smaller model drafts for a larger one out of the same budget, by plans made for both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from forebay.rewriter.ir.byte_sizes import format_nbytes
+from forebay.rewriter.ir.plan import Budget, Plan, PlanError
+from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.plan_speculation import plan_speculation
+from forebay.rewriter.planning.wishes import Wishes
+
+DRAFTED = 7  # tokens that a step checks at most, unless a wish says how many: steps over 8, 4 and 2 are planned
+PARTS = (1.0, 0.5)  # of the draft's weights that are resident: where not all are, its steps stream too
+PAYS = 1.05  # times as fast as without a draft: what is predicted to gain less is left
+
+
+@dataclass(frozen=True)
+class DraftedPlan:
+    """What was chosen: the model's plan, the pipeline of its Programs, and the plan of the model that drafts, None
+    where none does. Both plans' budgets together are within the one that was given; `told` says what was compared."""
+
+    pipeline: Pipeline
+    plan: Plan
+    draft: Plan | None
+    told: str
+
+
+def plan_draft(
+    model: tuple[Pipeline, Plan, Wishes], draft: tuple[Pipeline, Wishes], budget: Budget, chance: float
+) -> DraftedPlan:
+    """Split `budget` between `model`, with its plan without a draft, and the model of `draft`, where an answer is
+    predicted to take less time so; a drafted token is taken to stand with `chance` where all before it do. With a
+    number of drafted tokens in the model's wishes a split is taken whatever it costs; PlanError where there is none."""
+    (pipeline, plain, wishes), (drafter, asked) = model, draft
+    forced = isinstance(wishes.drafted_tokens, int)
+    tokens = wishes.drafted_tokens if isinstance(wishes.drafted_tokens, int) else DRAFTED
+    found: list[tuple[float, Pipeline, Plan, Plan]] = []
+    refused: list[PlanError] = []
+    try:
+        sizes = _sizes_of_draft(drafter, budget, asked)
+    except PlanError as error:
+        sizes, refused = [], [error]
+    for part in sizes:
+        rest = Budget(budget.device - part.device, _without(budget.host, part.host), budget.disk)
+        try:
+            if rest.device <= 0:
+                raise PlanError(f"its weights, cache and activations take {format_nbytes(part.device)} of the device "
+                                f"budget of {format_nbytes(budget.device)}; give a smaller draft or a larger budget")
+            drafting = drafter.plan(part, asked)
+            checking, plan = plan_speculation(pipeline, plain, rest, replace(wishes, drafted_tokens=tokens))
+        except PlanError as error:
+            refused.append(error)
+            continue
+        found.append((drafted_time_s(plan, drafting, chance), checking, plan, drafting))
+    if not found:
+        if forced:
+            raise PlanError(f"draft: {refused[0]}")
+        return DraftedPlan(pipeline, plain, None, f"none: {refused[0]}")
+    time_s, checking, plan, drafting = min(found, key=lambda each: each[0])
+    plain_s = _answer_s(plain, plain.prediction.decode_time_s)
+    told = _told(plain, plan, drafting, chance)
+    if forced or time_s * PAYS <= plain_s:
+        return DraftedPlan(checking, plan, drafting, told)
+    return DraftedPlan(pipeline, plain, None, f"none, for it would not pay: {told}")
+
+
+def drafted_time_s(plan: Plan, draft: Plan, chance: float) -> float:
+    """Predicted seconds of an answer whose drafts are those of `draft`, prompt and all."""
+    return draft.prediction.prefill_time_s + _answer_s(plan, token_time_s(plan, draft, chance))
+
+
+def token_time_s(plan: Plan, draft: Plan, chance: float) -> float:
+    """Predicted seconds per token of each sequence with the best of the plan's steps: a step over K tokens gives
+    (1 - chance^K) / (1 - chance) of them behind K - 1 steps of the draft, and one more where all stood, whose last
+    token the draft's cache then lacks (Leviathan et al. 2023, equation 1 and theorem 3.8)."""
+    each_s = draft.prediction.decode_time_s
+    return min((time_s + (size - 1 + (chance ** (size - 1) if size > 1 else 0)) * each_s) / sum(
+        chance**i for i in range(size)) for size, time_s in _times_s(plan).items())
+
+
+def _times_s(plan: Plan) -> Mapping[int, float]:
+    said = plan.prediction
+    return dict(zip((1, *plan.schedule.speculative_steps), (said.decode_time_s, *said.speculative_times_s),
+                    strict=True))
+
+
+def _answer_s(plan: Plan, token_s: float) -> float:
+    return plan.prediction.prefill_time_s + max(0, plan.workload.new_tokens - 1) * token_s
+
+
+def _sizes_of_draft(draft: Pipeline, budget: Budget, wishes: Wishes) -> list[Budget]:
+    """The budgets that the draft may have, each a part of the whole that is left for the model then."""
+    whole = draft.plan(Budget(1 << 50, budget.host, budget.disk), wishes).prediction.peak_nbytes
+    least, most, host = draft.smallest_budget(wishes), whole["device"], whole.get("host", 0)
+    sizes = dict.fromkeys(max(least, int(part * most)) for part in PARTS)
+    return [Budget(nbytes, None if budget.host is None else host, budget.disk) for nbytes in sizes]
+
+
+def _without(host: int | None, taken: int | None) -> int | None:
+    return None if host is None else max(0, host - (taken or 0))
+
+
+def _told(plain: Plan, plan: Plan, draft: Plan, chance: float) -> str:
+    """What both take, and what is expected of it, in a line or two."""
+    p, d = plan.prediction, draft.prediction
+    streams = f", of which {format_nbytes(d.streamed_nbytes)} stream for each token" if d.streamed_nbytes else ""
+    with_s, without_s = token_time_s(plan, draft, chance), plain.prediction.decode_time_s
+    return (f"{format_nbytes(draft.budget.device)} of the device budget{streams}, {1000 * d.decode_time_s:.3g} ms a "
+            f"drafted token; the model's step takes {1000 * p.decode_time_s:.3g} ms in the "
+            f"{format_nbytes(plan.budget.device)} left, for {1000 * without_s:.3g} ms in all of it; with "
+            f"{100 * chance:.0f} % of drafted tokens right {_rate(with_s)} tokens/s per sequence, without a draft "
+            f"{_rate(without_s)}")
+
+
+def _rate(time_s: float) -> str:
+    return f"{1 / time_s:.3g}" if time_s > 0 else "no"

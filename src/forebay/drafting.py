@@ -1,0 +1,35 @@
+"""Drafts for one call of `generate`: by a wrapped model whose steps run between those of the one that checks them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from forebay.runtime.run.model_drafts import ModelDrafter
+from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.session import Session
+from forebay.runtime.run.speculation import speculates
+
+if TYPE_CHECKING:
+    from forebay.api import LanguageModel
+
+
+@contextmanager
+def drafting(
+    helper: LanguageModel | None, session: Session, rows: Sequence[torch.Tensor], new_tokens: int, sampling: Sampling,
+    generator: torch.Generator | Sequence[torch.Generator] | None,
+) -> Iterator[ModelDrafter | None]:
+    """What drafts by `helper` for answers of `new_tokens` to `rows` on `session`, with the helper's session for as
+    long; None where the plan's steps check no drafts of such a call, and where the helper has no positions for it."""
+    limit, longest = helper.captured.max_positions if helper else 0, max(row.numel() for row in rows)
+    room = min(new_tokens, limit - longest - 1) if limit else new_tokens
+    if helper is None or room < 1 or not speculates(session.plan, sampling, len(rows), generator):
+        yield None
+        return
+    each = isinstance(generator, Sequence)
+    draws = [[g] for g in generator] if each else [generator] * len(rows)  # type: ignore[union-attr]
+    with helper.running(len(rows), longest + 1, room) as other:  # the first token is known when drafts begin
+        yield ModelDrafter(other, sampling, draws)

@@ -1,0 +1,38 @@
+"""What a wrapped model says of given text: logits behind prompts, scores of tokens, log-likelihoods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from forebay.huggingface.inputs import read_prompts
+from forebay.runtime.run.generation import next_logits
+from forebay.runtime.run.scoring import loglikelihoods, token_scores
+
+
+class ScoringCalls:
+    """Of a `LanguageModel`, whose steps compute them."""
+
+    def next_logits(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [B, V] of the token after each prompt; prompts as for `generate`."""
+        lm: Any = self
+        prompts = read_prompts(input_ids, attention_mask, lm.captured.vocab_size)
+        with lm.running(len(prompts.ids), prompts.longest, 1) as session:
+            return next_logits(session, prompts.rows()).cpu()
+
+    def token_scores(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """For each row of ids [T] (T >= 2) the scores [T - 1, 2] of its tokens but the first: the natural logarithm of
+        the probability that the tokens before give it, and 1 where none was likelier, else 0. The softmax is part of
+        the step, so logits count against the budget and never leave it."""
+        whole: Any = self
+        lm = whole.giving("scores")
+        with lm.running(len(rows), max(row.numel() for row in rows) - 1, 1) as session:
+            return token_scores(session, rows)
+
+    def loglikelihood(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
+        """For each (context, continuation) of token ids the log-likelihood in nats of the continuation, and whether
+        greedy decoding would give it; as many at once as the plan's batch. ValueError for an empty half."""
+        lm: Any = self
+        return loglikelihoods(pairs, self.token_scores, lm.plan.workload.batch)

@@ -1,0 +1,96 @@
+"""A model and what drafts for it in one budget: the tokens of the model alone, memory of both within the budget."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from families import llama
+from typer.testing import CliRunner
+
+from forebay.api import wrap
+from forebay.commands.app import app
+from forebay.rewriter.ir.plan import PlanError
+from forebay.rewriter.plan_draft import PAYS
+from forebay.runtime.run.speculation import _DraftedCall
+
+
+@pytest.fixture(scope="module")
+def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer of the same vocabulary."""
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("smaller")
+    config = llama(1, hidden_size=32, intermediate_size=64, vocab_size=997)
+    transformers.AutoModelForCausalLM.from_config(config).eval().save_pretrained(folder)
+    return folder
+
+
+ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
+
+
+@pytest.mark.parametrize("own", [False, True] if ALL else [False])
+def test_tokens_are_those_of_the_model_alone(
+    llama_checkpoint: Any, smaller: Path, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_DraftedCall, "_worth", lambda *_: 3)  # whatever is predicted, draft
+    ids, options = llama_checkpoint.ids, dict(max_new_tokens=16, pad_token_id=0, eos_token_id=None, do_sample=False)
+    with torch.no_grad():
+        expected = llama_checkpoint.model.generate(ids, **options)
+    nbytes = llama_checkpoint.share(3.5)
+    with wrap(llama_checkpoint.folder, nbytes, batch=3, prompt=10, new_tokens=8, prompt_lookup_num_tokens=3,
+              draft=llama_checkpoint.folder if own else smaller) as lm:
+        for _ in range(2 if ALL else 1):
+            assert torch.equal(lm.generate(ids, **options), expected)
+            assert lm.tally.offered and (lm.tally.accepted == lm.tally.offered) is own
+            assert lm.helper is not None and lm.helper._session is not None
+            parts = lm.plan.budget, lm.helper.plan.budget
+            assert sum(part.device for part in parts) <= nbytes, "planned anew for more, and still in one budget"
+            assert lm.plan.arenas["device"] + lm.helper.plan.arenas["device"] <= nbytes
+            assert lm.helper.budget.limits == parts[1] and lm.plan.workload.new_tokens == 16
+        assert "The plan of the draft" in lm.explain() and "of drafted tokens right" in lm.explain()
+        lm.close()
+        assert lm._session is None and lm.helper._session is None
+
+
+def test_where_no_draft_pays_none_is_taken_and_it_is_said(llama_checkpoint: Any) -> None:
+    """Equal models: a drafted token costs a token."""
+    with wrap(llama_checkpoint.folder, llama_checkpoint.share(3.5), prompt=10, new_tokens=8,
+              draft=llama_checkpoint.folder) as lm, wrap(
+            llama_checkpoint.folder, llama_checkpoint.share(3.5), prompt=10, new_tokens=8) as plain:
+        assert PAYS > 1 and lm.helper is None and lm.plan == plain.plan
+        assert "draft       none, for it would not pay: " in lm.explain()
+        assert torch.equal(*(each.generate(llama_checkpoint.ids[:1], max_new_tokens=4, do_sample=False)
+                             for each in (lm, plain)))
+
+
+def test_a_budget_without_room_for_both_says_what_is_lacking(llama_checkpoint: Any) -> None:
+    options: Any = dict(prompt=10, new_tokens=8, draft=llama_checkpoint.folder)
+    nbytes = llama_checkpoint.share(0.3)
+    with wrap(llama_checkpoint.folder, nbytes, **options) as lm:
+        assert lm.helper is None and lm.split.told.startswith("none: ") and lm.plan.budget.device == nbytes  # type: ignore[attr-defined]
+    with pytest.raises(PlanError, match="draft: "):
+        wrap(llama_checkpoint.folder, nbytes, prompt_lookup_num_tokens=3, **options)
+    with pytest.raises(PlanError, match="draft: a plan that is replayed"):
+        wrap(llama_checkpoint.folder, nbytes, plan=lm.plan, **options)
+
+
+def test_another_vocabulary_is_refused(llama_checkpoint: Any, tmp_path: Path) -> None:
+    transformers.AutoModelForCausalLM.from_config(llama(1, vocab_size=64)).save_pretrained(tmp_path)
+    with pytest.raises(PlanError, match="draft: it has 64 tokens in its vocabulary, the model 997"):
+        wrap(llama_checkpoint.folder, llama_checkpoint.share(2), draft=tmp_path)
+
+
+def test_the_commands_say_what_drafts(llama_checkpoint: Any) -> None:
+    model, budget = str(llama_checkpoint.folder), f"device={llama_checkpoint.share(3.5)}"
+    plan = ["plan", model, "--budget", budget, "--draft"]
+    found = CliRunner().invoke(app, [*plan, model])
+    assert found.exit_code == 0 and "draft       none, for it would not pay" in found.stdout
+    for asked, says in (([*plan, model, "--json"], "--json is for"), ([*plan, "/nowhere"], "no model at /nowhere"),
+                        (["run", model, "a prompt", "--draft", model, "--no-speculate"], "nothing is drafted"),
+                        (["run", model, "--prompts", "x", "--output", "y", "--draft", model], "are for one prompt")):
+        found = CliRunner().invoke(app, asked)
+        assert found.exit_code == 2 and says in " ".join(found.stderr.split())

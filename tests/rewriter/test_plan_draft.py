@@ -1,0 +1,29 @@
+"""Times that a choice of drafts is made by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from forebay.rewriter.ir.plan import Limits, Plan, Prediction, Schedule, Workload
+from forebay.rewriter.plan_draft import drafted_time_s, token_time_s
+
+PLAN = Plan("", "", Limits(1), Workload(1, 8, 11), Schedule(speculative_steps=(4, 2)), (),
+            prediction=Prediction(2.0, 1.0, speculative_times_s=(1.2, 1.1)))
+DRAFT = replace(PLAN, schedule=Schedule(), prediction=Prediction(0.5, 0.1))
+
+
+@pytest.mark.parametrize(("chance", "expected"), [
+    (1.0, (1.2 + 4 * 0.1) / 4),  # all stand: four tokens for a step, three drafts and one more
+    (0.0, 1.0),  # none does: plain steps
+    (0.5, (1.2 + 3.125 * 0.1) / 1.875),
+])
+def test_a_token_takes_its_share_of_a_pass_and_of_the_drafts(chance: float, expected: float) -> None:
+    assert token_time_s(PLAN, DRAFT, chance) == pytest.approx(expected)
+    assert drafted_time_s(PLAN, DRAFT, chance) == pytest.approx(0.5 + 2.0 + 10 * expected)
+
+
+def test_dear_drafts_are_left() -> None:
+    dear = replace(DRAFT, prediction=Prediction(0.5, 1.0))
+    assert token_time_s(PLAN, dear, 0.9) == 1.0
