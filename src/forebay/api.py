@@ -75,8 +75,7 @@ def wrap(
     cpu_attention: bool | None = None, checkpoints: tuple[int, int] | None = None, checkpoint_format: str = "native",
     hidden_tier: Literal["device", "host", "disk"] | None = None, hidden_shares: tuple[float, float] | None = None,
     places: int | None = None, prompt_lookup_num_tokens: int | Literal["auto"] | None = None,
-    draft: str | os.PathLike[str] | None = None, dequantize: bool = False,
-    calibration: str | os.PathLike[str] | None = None, **others: Any,
+    draft: str | Path | None = None, dequantize: bool = False, calibration: str | Path | None = None, **others: Any,
 ) -> LanguageModel:
     """Make `model` run within `budget`.
 
@@ -94,10 +93,9 @@ def wrap(
     act8. With `sparse_values` 0.1 decode steps read the values of a tenth of the tokens. Between the turns of a prefill
     hidden states wait on a `hidden_tier`, but for `hidden_shares` of the parts. With `places`, so many are computed at
     once, whatever `batch`, and prompts of a `generate` enter as others end. With `prompt_lookup_num_tokens` steps check
-    up to so many tokens that followed the last ones before, or with "auto" as many as pay. `draft`, a smaller model of
-    the same tokenizer, guesses them in a part of the budget where that is predicted to pay; with a number of tokens
-    whatever it costs. `plan` replays a plan. With `calibration`, the file of `forebay calibrate`, layers share a
-    softmax maximum on a GPU.
+    up to so many tokens that followed the last ones before, or with "auto" as many as pay. `draft`, a smaller model,
+    guesses them in a part of the budget where that pays; with a number of tokens always. `plan` replays a plan. With
+    `calibration`, the file of `forebay calibrate`, layers share a softmax maximum on a GPU.
 
     Raises PlanError for the budget, CheckpointError for files, SpillError for the disk folder, CaptureError for models.
     """
@@ -118,18 +116,21 @@ def wrap(
     wishes = replace(wishes, sparse_values=sparse_values, hidden_tier=hidden_tier, hidden_shares=hidden_shares,
                      score_ranges=ranges_for(calibration, checkpoint.fingerprint, captured.dtype))
     workload = Workload(places or batch, prompt, new_tokens)
-    if draft is not None:
-        from forebay.drafted import DraftedModel
-
-        lm: LanguageModel = DraftedModel(draft, captured, checkpoint, files, sizes, workload, wishes, machine, plan)
-    else:
-        lm = LanguageModel(captured, checkpoint, files, sizes, workload, wishes, machine, plan)
+    lm = _made(draft, captured, checkpoint, files, sizes, workload, wishes, machine, plan)
     if isinstance(model, torch.nn.Module):  # only now: a budget that cannot work leaves the module as it was
         empty_module(model)
         given: Any = model
         lm.config, lm.generation_config = given.config, given.generation_config
         lm._capture = partial(capture_model, given.config, dtype=captured.dtype, architecture=type(given))
     return lm
+
+
+def _made(draft: str | os.PathLike[str] | None, *given: Any) -> LanguageModel:
+    if draft is None:
+        return LanguageModel(*given)
+    from forebay.drafted import DraftedModel  # which is made of a LanguageModel
+
+    return DraftedModel(draft, *given)
 
 
 class LanguageModel(ScoringCalls, ModuleHabits):
