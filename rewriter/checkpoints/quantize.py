@@ -97,13 +97,14 @@ class Matrix:
 @dataclass(frozen=True)
 class Wish:
     """What is asked: a format for all matrices of linear layers, exceptions by name pattern, later ones winning, and
-    whether the output head and the token embedding are included."""
+    whether the output head and the token embedding are included; `head_format` is another for the head."""
 
     weights: str
     overrides: tuple[tuple[str, str], ...] = ()
     rounding: str = "minmax"
     head: bool = False
     embeddings: bool = False
+    head_format: str = ""
 
 
 def quantize_model(
@@ -203,6 +204,8 @@ def choose_formats(
             formats[tensor.name] = NATIVE
             continue
         format = wish.weights if matrix.role in asked else NATIVE
+        if wish.head_format and matrix.role in asked & {"head", "tied"}:
+            format = wish.head_format
         for pattern, other in wish.overrides:
             if any(fnmatchcase(known, pattern) for known in (tensor.name, *matrix.names)):
                 format = other
@@ -215,7 +218,7 @@ def choose_formats(
 
 
 def _check(wish: Wish, path: Path) -> None:
-    for format in (wish.weights, *(format for _, format in wish.overrides)):
+    for format in (wish.weights, wish.head_format or NATIVE, *(format for _, format in wish.overrides)):
         if format == KEEP and path.suffix != ".gguf" and quantization_settings(path) is None:
             raise CheckpointError(f"the format {KEEP!r} is for GGUF files and others whose weights are quantised "
                                   f"already; {path} is none: name a format such as w4g64")

@@ -93,9 +93,9 @@ def wrap(
     act8. With `sparse_values` 0.1 decode steps read the values of a tenth of the tokens. Between the turns of a prefill
     hidden states wait on a `hidden_tier`, but for `hidden_shares` of the parts. With `places`, so many are computed at
     once, whatever `batch`, and prompts of a `generate` enter as others end. With `prompt_lookup_num_tokens` steps check
-    up to so many tokens that followed the last ones before, or with "auto" as many as pay. `draft`, a smaller model,
-    guesses them in a part of the budget where that pays; with a number of tokens always. `plan` replays a plan. With
-    `calibration`, the file of `forebay calibrate`, layers share a softmax maximum on a GPU.
+    up to so many tokens that followed the last ones before, or with "auto" as many as pay. `draft`, a smaller model
+    or a format ("w4": this one in 4 bits), guesses them in a part of the budget where that pays, with a number always.
+    `plan` replays a plan. With `calibration`, of `forebay calibrate`, layers share a softmax maximum on a GPU.
 
     Raises PlanError for the budget, CheckpointError for files, SpillError for the disk folder, CaptureError for models.
     """

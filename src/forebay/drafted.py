@@ -9,6 +9,7 @@ from typing import Any
 from forebay.api import LanguageModel
 from forebay.huggingface.same_tokenizer import refuse_other_tokenizer
 from forebay.open_model import open_model
+from forebay.rewriter.checkpoints.resolve import resolve_draft
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan_block import PlanChoice
@@ -34,7 +35,7 @@ class DraftedModel(LanguageModel):
         if plan is not None:
             raise PlanError("draft: a plan that is replayed was made without one; leave one of both out, or wrap the "
                             "draft by itself and give it to generate as assistant_model")
-        opened = open_model(draft)
+        opened = open_model(resolve_draft(draft, checkpoint.folder))
         if opened[0].vocab_size != captured.vocab_size:
             raise PlanError(f"draft: it has {opened[0].vocab_size} tokens in its vocabulary, the model "
                             f"{captured.vocab_size}; give a model of the same tokenizer")

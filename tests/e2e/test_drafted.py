@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,11 @@ from typer.testing import CliRunner
 
 from forebay.api import wrap
 from forebay.commands.app import app
+from forebay.rewriter.checkpoints import resolve
+from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+from forebay.rewriter.checkpoints.conversions import list_conversions
+from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+from forebay.rewriter.checkpoints.resolve import packed_copy
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.plan_draft import PAYS
 from forebay.runtime.run.speculation import _DraftedCall
@@ -76,6 +82,49 @@ def test_a_budget_without_room_for_both_says_what_is_lacking(llama_checkpoint: A
         wrap(llama_checkpoint.folder, nbytes, prompt_lookup_num_tokens=3, **options)
     with pytest.raises(PlanError, match="draft: a plan that is replayed"):
         wrap(llama_checkpoint.folder, nbytes, plan=lm.plan, **options)
+
+
+def test_a_copy_in_fewer_bits_drafts_and_is_made_once_of_these_weights(
+    llama_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(_DraftedCall, "_worth", lambda *_: 3)
+    folder = Path(shutil.copytree(llama_checkpoint.folder, tmp_path / "model"))
+    ids, options = llama_checkpoint.ids[:1], dict(max_new_tokens=8, eos_token_id=None, do_sample=False)
+    with torch.no_grad():
+        expected = llama_checkpoint.model.generate(ids, pad_token_id=0, **options)
+    with wrap(folder, llama_checkpoint.share(3.5), prompt=10, new_tokens=8, prompt_lookup_num_tokens=3,
+              draft="w4") as lm:
+        assert torch.equal(lm.generate(ids, **options), expected) and lm.helper is not None and lm.tally.offered
+        packed = lm.helper.checkpoint
+        matrices = {name for name, tensor in packed.tensors.items() if len(tensor.shape) == 2}
+        assert {packed.tensors[name].packed.format for name in matrices} == {"w4g64", "w8"}
+        assert packed.tensors["lm_head.weight"].packed.format == "w8"
+    with monkeypatch.context() as once:
+        once.setattr(resolve, "quantize_model", lambda *_, **__: pytest.fail("there is one"))
+        assert packed_copy(folder, "w4g64") == packed.folder
+    assert packed_copy(folder, "w8") != packed.folder
+    weights = next(folder.glob("*.safetensors"))
+    shutil.copyfile(weights, tmp_path / "other")
+    (tmp_path / "other").replace(weights)  # of the same size and contents, but who knows
+    assert packed_copy(folder, "w4") != packed.folder
+    states = {each.name: each.state for each in list_conversions()}
+    assert states.pop(packed.folder.name) == "changed" and len(states) == 2
+
+
+def test_formats_that_are_none_and_weights_that_are_packed_are_refused(llama_checkpoint: Any, tmp_path: Path) -> None:
+    for name, says in (("w3", "no weight format 'w3'"), ("w4g7", "no weight format 'w4g7'")):
+        with pytest.raises(CheckpointError, match=says):
+            wrap(llama_checkpoint.folder, llama_checkpoint.share(2), draft=name)
+    with pytest.raises(CheckpointError, match="no model at"):
+        wrap(llama_checkpoint.folder, llama_checkpoint.share(2), draft=Path("w4"))  # a path is no format
+    quantize_model(llama_checkpoint.folder, tmp_path / "w8", Wish("w8"))
+    with pytest.raises(CheckpointError, match="packed weights, of which no w4g64 copy"):
+        wrap(tmp_path / "w8", llama_checkpoint.share(2), draft="w4")
+    model = transformers.AutoModelForCausalLM.from_config(llama(1))
+    with pytest.raises(CheckpointError, match="save_pretrained"):
+        wrap(model, llama_checkpoint.share(2), draft="w4")
+    assert model.get_input_embeddings().weight.numel(), "refused, it is as it was"
 
 
 def test_another_vocabulary_is_refused(llama_checkpoint: Any, tmp_path: Path) -> None:

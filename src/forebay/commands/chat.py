@@ -19,6 +19,7 @@ from forebay.commands.options import (
     MachineOption,
     ModelArgument,
     SpeculateOption,
+    draft_folder,
     model_folder,
 )
 from forebay.commands.process_memory import available_nbytes
@@ -126,8 +127,9 @@ def _planned(
     else:
         sizes = Budget(available_nbytes() // 2)
         say(f"no --budget is named: half of the free memory, {format_nbytes(sizes.device)}, may be used")
+    drafting = draft_folder(draft, folder)
     with console().status("capturing and planning"):
-        lm = wrap(folder, sizes, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache, draft=draft,
+        lm = wrap(folder, sizes, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache, draft=drafting,
                   prompt_lookup_num_tokens="auto" if speculate else None)
     if draft is not None:
         say(f"draft: {told(lm)}")

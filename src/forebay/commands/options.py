@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -22,8 +24,8 @@ SpeculateOption = Annotated[bool | None, typer.Option(
     "--speculate/--no-speculate", help="Where a step over several tokens takes hardly longer than one over one, check "
     "tokens that followed the last ones before (prompt lookup); answers are the same.")]
 DraftOption = Annotated[str | None, typer.Option(
-    "--draft", metavar="MODEL", help="A smaller model of the same tokenizer, which drafts within the same budget "
-    "where that is predicted to pay.")]
+    "--draft", metavar="MODEL|FORMAT", help="A smaller model of the same tokenizer, or a format such as w4, for "
+    "this model in fewer bits: it drafts within the same budget where that is predicted to pay.")]
 CalibrationOption = Annotated[Path | None, typer.Option(
     "--calibration", help="What `forebay calibrate` measured of this model: layers share a softmax maximum on a GPU.")]
 DequantizeOption = Annotated[bool, typer.Option(
@@ -35,10 +37,26 @@ def model_folder(model: str, dequantize: bool = False) -> Path:
     """The model's folder, converted from GGUF with a progress bar where that is needed."""
     from forebay.rewriter.checkpoints.resolve import resolve_model
 
+    with _converting() as progress:
+        return resolve_model(model, dequantize=dequantize, progress=progress)
+
+
+def draft_folder(draft: str | None, folder: Path) -> Path | None:
+    """The folder of what drafts for the model in `folder`, converted or packed where that is needed."""
+    from forebay.rewriter.checkpoints.resolve import resolve_draft
+
+    if draft is None:
+        return None
+    with _converting() as progress:
+        return resolve_draft(draft, folder, progress=progress)
+
+
+@contextmanager
+def _converting() -> Iterator[Callable[[int, int], None]]:
+    """A progress bar that is seen once there is progress."""
     with progress_bar() as bar:
         task = bar.add_task("converting, once", total=None, visible=False, note="")
-        return resolve_model(model, dequantize=dequantize, progress=lambda done, total: bar.update(
-            task, completed=done, total=total, visible=True))
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
 def require_writable(path: Path | None, option: str) -> None:

@@ -16,6 +16,7 @@ from forebay.commands.options import (
     DequantizeOption,
     DraftOption,
     SlotsOption,
+    draft_folder,
     model_folder,
     require_writable,
 )
@@ -194,9 +195,10 @@ def _plan_drafted(
     folder = model_folder(model, dequantize)
     profile = _profile(machine, folder)
     batch, prompt, new_tokens = shape
+    drafting = draft_folder(draft, folder)
     with console().status("capturing and planning"):
         lm = wrap(folder, budget, batch=batch, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache,
-                  draft=draft)
+                  draft=drafting)
     print(lm.explain())
 
 
