@@ -25,6 +25,7 @@ class DraftedPlan:
     plan: Plan
     draft: Plan | None
     told: str
+    plain_time_s: float
 
 
 def plan_draft(
@@ -34,7 +35,7 @@ def plan_draft(
     predicted to take less time so; a drafted token is taken to stand with `chance` where all before it do. With a
     number of drafted tokens in the model's wishes a split is taken whatever it costs; PlanError where there is none."""
     (pipeline, plain, wishes), (drafter, asked) = model, draft
-    forced = isinstance(wishes.drafted_tokens, int)
+    forced, plain_token_s = isinstance(wishes.drafted_tokens, int), plain.prediction.decode_time_s
     tokens = wishes.drafted_tokens if isinstance(wishes.drafted_tokens, int) else DRAFTED
     found: list[tuple[float, Pipeline, Plan, Plan]] = []
     refused: list[PlanError] = []
@@ -57,13 +58,13 @@ def plan_draft(
     if not found:
         if forced:
             raise PlanError(f"draft: {refused[0]}")
-        return DraftedPlan(pipeline, plain, None, f"none: {refused[0]}")
+        return DraftedPlan(pipeline, plain, None, f"none: {refused[0]}", plain_token_s)
     time_s, checking, plan, drafting = min(found, key=lambda each: each[0])
-    plain_s = _answer_s(plain, plain.prediction.decode_time_s)
+    plain_s = _answer_s(plain, plain_token_s)
     told = _told(plain, plan, drafting, chance)
     if forced or time_s * PAYS <= plain_s:
-        return DraftedPlan(checking, plan, drafting, told)
-    return DraftedPlan(pipeline, plain, None, f"none, for it would not pay: {told}")
+        return DraftedPlan(checking, plan, drafting, told, plain_token_s)
+    return DraftedPlan(pipeline, plain, None, f"none, for it would not pay: {told}", plain_token_s)
 
 
 def drafted_time_s(plan: Plan, draft: Plan, chance: float) -> float:

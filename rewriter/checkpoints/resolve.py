@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
-from forebay.kernels.formats.table import SMALL_WEIGHTS, WEIGHT_FORMATS
+from forebay.kernels.formats.table import SMALL_WEIGHTS, WEIGHT_FORMATS, Format, weight_format
 from forebay.rewriter.checkpoints.checkpoint import (
     INDEX,
     SINGLE,
@@ -106,38 +106,39 @@ def packed_copy(model: Path, format: str, *, progress: Progress | None = None) -
     CheckpointError for names that are no format, and for folders that hold no weights in full: what `forebay quantize`
     wrote, and bundles.
     """
-    found = weight_format_of(format)
     if not (model / "config.json").is_file():
         raise CheckpointError(f"{format} is a copy of the weights in a model's folder, and this model has none; "
                               "save it with save_pretrained and open that folder, or name a smaller model")
     source = _packed_from(model) if is_quantized(model) else model.resolve()
     if source is None:
-        raise CheckpointError(f"{model} is a bundle or holds packed weights, of which no {found} copy is made; name "
-                              f"the folder of one: forebay quantize MODEL OUT --weights {found} --head --embeddings")
+        raise CheckpointError(f"{model} is a bundle or holds packed weights, of which no {format} copy is made; name "
+                              f"the folder of one: forebay quantize MODEL OUT --weights {format} --head --embeddings")
     files = [source] if source.is_file() else [
         path for path in sorted(source.iterdir()) if path.name.endswith((".safetensors", ".json"))]
-    identity = f"{source} {states_checksum(file_states(map(str, files)))} {found} {COPIES}"
+    identity = f"{source} {states_checksum(file_states(map(str, files)))} {format} {COPIES}"
     # SmolLM2's w4g64 copy says the model's own token behind 77 % of tokens, with a head of 8 bits behind 79 %. The
     # rounding mse would make that 84 %, and takes 20 times as long: 7 minutes of a core for 10^9 weights.
-    wish = Wish(found, head=True, embeddings=True, head_format=WEIGHT_FORMATS["w8"].name)
-    return _made_once(source, f"{source.stem}-{found}", identity,
+    wish = Wish(format, head=True, embeddings=True, head_format=WEIGHT_FORMATS["w8"].name)
+    return _made_once(source, f"{source.stem}-{format}", identity,
                       lambda folder: quantize_model(source, folder, wish, progress=progress))
 
 
 def resolve_draft(draft: str | os.PathLike[str], model: Path, *, progress: Progress | None = None) -> Path:
     """The folder of what is named to draft for the model in the folder `model`: a format of weights, as in w4g64, means
     a copy of that model in it (a folder of that name is reached as ./w4g64), all else is what `resolve_model` says."""
-    if isinstance(draft, str) and re.fullmatch(r"w\d+(g\d+)?", draft):
-        return packed_copy(model, draft, progress=progress)
-    return resolve_model(draft, progress=progress)
+    format = draft_format(draft)
+    return resolve_model(draft, progress=progress) if format is None else packed_copy(
+        model, format.name, progress=progress)
 
 
-def weight_format_of(name: str) -> str:
-    """The format of weights that a user names, w4 being the one that is advised; CheckpointError where it is none."""
-    if name == "w4":
-        return SMALL_WEIGHTS.name
+def draft_format(draft: str | os.PathLike[str]) -> Format | None:
+    """The format that names a draft, w4 being the one that is advised; None for a folder or file. CheckpointError for
+    names like formats that are none."""
+    if not isinstance(draft, str) or not re.fullmatch(r"w\d+(g\d+)?", draft):
+        return None
+    name = SMALL_WEIGHTS.name if draft == "w4" else draft
     parse_format(name)
-    return name
+    return weight_format(name)
 
 
 def _packed_from(folder: Path) -> Path | None:

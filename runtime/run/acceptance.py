@@ -10,7 +10,8 @@ from forebay.runtime.run.drafts import Drafted
 from forebay.runtime.run.sampling import Sampling, choose, probabilities
 
 FORGETS = 0.9  # of what was seen of drafts of a kind remains with each further one
-BEGINS = (1.0, 1.0)  # accepted and refused tokens that a kind of drafts begins with
+BEGINS = 2.0  # tokens, accepted and refused, that a kind of drafts begins with
+TRIED = 0.03  # of an answer's time may go to drafts of which it is not known that they pay
 
 
 Draws = torch.Generator | Sequence[torch.Generator] | None  # of one sequence, as `choose` takes them
@@ -60,23 +61,42 @@ def without_refused(
 
 
 class Acceptance:
-    """How often drafted tokens of one sequence were right of late, by the kind of draft."""
+    """How often drafted tokens of one sequence were right of late, by the kind of draft; each begins with `chance`."""
 
-    def __init__(self) -> None:
+    def __init__(self, chance: float = 0.5) -> None:
         self._seen: dict[int, tuple[float, float]] = {}
+        self._begins = BEGINS * chance, BEGINS * (1 - chance)
 
     def note(self, draft: Drafted, offered: int, right: int) -> None:
         """Of the draft's first `offered` tokens the first `right` stood."""
         if offered:
-            good, bad = self._seen.get(draft.kind, BEGINS)
+            good, bad = self._seen.get(draft.kind, self._begins)
             self._seen[draft.kind] = FORGETS * good + right, FORGETS * bad + (right < offered)
 
     def expected(self, draft: Drafted, offered: int) -> float:
         """Tokens that a step is expected to give with so many of the draft's: each stands with one chance, if all
         before it do (Leviathan et al., equation 1)."""
-        good, bad = self._seen.get(draft.kind, BEGINS)
+        good, bad = self._seen.get(draft.kind, self._begins)
         chance = good / (good + bad)
         return sum(chance**i for i in range(min(offered, len(draft.tokens)) + 1))
+
+
+class Stakes:
+    """What the drafts of a call cost beside decoding one by one, by predicted times, so that a seed's draws repeat; and
+    so whether a further one may be tried. Drafts are made where they are expected to pay until a step's time and TRIED
+    of the time so far are lost, and where they are not as far as TRIED of it allows."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s, self.spent_s, self.lost_s = step_s, 0.0, 0.0
+
+    def note(self, time_s: float, tokens: float) -> None:
+        """A pass and its drafts took so long and gave so many tokens per sequence."""
+        self.spent_s += time_s
+        self.lost_s = max(0.0, self.lost_s + time_s - tokens * self.step_s)
+
+    def allow(self, cost_s: float, pays: bool) -> bool:
+        """Whether `cost_s` may be lost."""
+        return self.lost_s + cost_s <= TRIED * self.spent_s + (self.step_s if pays else 0.0)
 
 
 def best_size(drafts: Mapping[int, Drafted], seen: Mapping[int, Acceptance], times_s: Mapping[int, float]) -> int:

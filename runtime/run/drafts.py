@@ -22,13 +22,18 @@ class Drafted:
 
 
 class Drafter(Protocol):
-    """Drafts for the sequences of a call; a further drafted token takes `token_time_s`, for all of them at once."""
+    """Drafts for the sequences of a call; a further drafted token takes `token_time_s`, for all of them at once, and
+    stands with `chance` where all before it do, as far as is known before the call."""
 
     token_time_s: float
+    chance: float
 
     def draft(self, held: Sequence[torch.Tensor], most: Sequence[int]) -> list[Drafted]:
         """For each sequence of tokens int64 [T], prompt and answer so far, a draft of at most so many (0: none)."""
         ...
+
+    def note(self, right: int, refused: bool) -> None:
+        """Of the tokens of a draft that were checked so many stood, and whether another was refused behind them."""
 
 
 class PromptLookup:
@@ -36,7 +41,10 @@ class PromptLookup:
     lookup decoding, 2023): behind the longest match of at most `LONGEST_MATCH` tokens, of those the latest. `kind` is
     its length."""
 
-    token_time_s = 0.0
+    token_time_s, chance = 0.0, 0.5
+
+    def note(self, right: int, refused: bool) -> None:
+        """Nothing: each text has its own share of them."""
 
     def draft(self, held: Sequence[torch.Tensor], most: Sequence[int]) -> list[Drafted]:
         return [_looked_up(tokens, count) for tokens, count in zip(held, most, strict=True)]

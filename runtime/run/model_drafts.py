@@ -16,19 +16,23 @@ from forebay.runtime.run.session import Session
 class ModelDrafter:
     """What the model of `session` says comes next, most likely or drawn by `sampling` from each sequence's own `draws`,
     with the distributions that tokens were drawn from. Its cache holds prompts and answers so far; of drafts that were
-    refused it takes the tokens back by not counting them. Sequences beyond the plan's room get no drafts.
+    refused it takes the tokens back by not counting them. Sequences beyond the plan's room get no drafts. `right` and
+    `wrong` count the tokens that stood and those that were refused, which makes the next one's `chance`.
 
     ValueError for a plan whose cache comes to the device for its turns, or whose sequences enter places: what is
     stored there cannot be taken back.
     """
 
-    def __init__(self, session: Session, sampling: Sampling, draws: Sequence[Draws]) -> None:
+    def __init__(
+        self, session: Session, sampling: Sampling, draws: Sequence[Draws], chance: float = 0.5
+    ) -> None:
         block = session.plan.schedule.block
         if block.staged or block.entering:
             raise ValueError("assistant_model: drafts that were refused are taken back from its cache, which must stay "
                              "on the device; wrap it with a larger budget and without places")
         self.session, self.sampling, self.draws = session, sampling, draws
-        self.token_time_s = session.plan.prediction.decode_time_s
+        self.token_time_s, self.chance = session.plan.prediction.decode_time_s, chance
+        self.right = self.wrong = 0
         self._held: list[list[int]] = []  # the tokens of each sequence that the cache holds
 
     def draft(self, held: Sequence[torch.Tensor], most: Sequence[int]) -> list[Drafted]:
@@ -51,6 +55,9 @@ class ModelDrafter:
         self._held = [row[: at[i]] for i, row in enumerate(rows)]
         return [Drafted(tuple(row[known[i] :]), chances=torch.stack(chances[i]) if chances[i] else None)
                 for i, row in enumerate(rows)]
+
+    def note(self, right: int, refused: bool) -> None:
+        self.right, self.wrong = self.right + right, self.wrong + refused
 
     def _begin(self, held: Sequence[torch.Tensor]) -> torch.Tensor:
         """Run the prompts; the logits [B, V] behind them."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from forebay.rewriter.ir.plan import Plan
-from forebay.runtime.run.acceptance import Acceptance, Draws, accepted, best_size
+from forebay.runtime.run.acceptance import Acceptance, Draws, Stakes, accepted, best_size
 from forebay.runtime.run.drafts import Drafted, Drafter
 from forebay.runtime.run.generation import Stop, prefill, refuse_crossing
 from forebay.runtime.run.sampling import Sampling
@@ -61,15 +61,17 @@ def generate_speculatively(
     """`generate_tokens`, with drafts of `drafter` checked by the plan's speculative steps: the same tokens where they
     are not drawn, else the same distribution, each sequence from its own generator (ValueError where several share
     one). Sequences go on by as many tokens as were right of their own drafts; how many a step checks follows from its
-    predicted time and from how many were right so far. `on_token` sees a column once all sequences have it."""
+    predicted time and from how many were right so far; `Stakes` bounds what drafts that take time may lose. `on_token`
+    sees a column once all sequences have it."""
     if not speculates(session.plan, sampling, len(prompts), generator):
         raise ValueError("drafts are checked by a plan with speculative steps, and where tokens are drawn, with a "
                          "generator for each prompt")
     refuse_crossing(session.plan, prompts, stop.max_new_tokens, session.renewed_at)
-    call = _DraftedCall(session, prompts, sampling, stop, generator, on_token, Tally() if tally is None else tally)
+    call = _DraftedCall(session, prompts, sampling, stop, generator, on_token, Tally() if tally is None else tally,
+                        drafter)
     call.begin(prompts)
     while not call.ended():
-        call.step(drafter)
+        call.step()
     return call.columns(max(map(len, call.new)))
 
 
@@ -79,7 +81,7 @@ class _DraftedCall:
     def __init__(
         self, session: Session, prompts: Sequence[torch.Tensor], sampling: Sampling, stop: Stop,
         generator: torch.Generator | Sequence[torch.Generator] | None,
-        on_token: Callable[[torch.Tensor], None] | None, tally: Tally,
+        on_token: Callable[[torch.Tensor], None] | None, tally: Tally, drafter: Drafter,
     ) -> None:
         self.session, self.sampling, self.stop, self.on_token, self.tally = session, sampling, stop, on_token, tally
         count = len(prompts)
@@ -93,8 +95,9 @@ class _DraftedCall:
         self.prompt = [p.numel() for p in prompts]
         self.new: list[list[int]] = [[] for _ in prompts]
         self.shown = 0  # columns that were handed out
-        self.seen = {row: Acceptance() for row in range(count)}
-        self.times_s = step_times_s(session.plan)
+        self.seen = {row: Acceptance(drafter.chance) for row in range(count)}
+        self.times_s, self.drafter = step_times_s(session.plan), drafter
+        self.stakes, self.behind = Stakes(self.times_s[1]), 0  # tokens that the drafter has not been shown
 
     def begin(self, prompts: Sequence[torch.Tensor]) -> None:
         """Run the prompts; the first token of each."""
@@ -112,9 +115,9 @@ class _DraftedCall:
         new = self.new[row]
         return len(new) >= self.stop.max_new_tokens or bool(new and new[-1] in self.stop.eos)
 
-    def step(self, drafter: Drafter) -> None:
+    def step(self) -> None:
         """One pass: draft, check, keep what stands."""
-        context = self.session.plan.workload.context
+        context, drafter = self.session.plan.workload.context, self.drafter
         going = [row for row in range(len(self.new)) if not self.ended(row)]
         room = context - max(int(self.lengths[row]) for row in going)
         times_s = {size: time_s for size, time_s in self.times_s.items() if size <= room}
@@ -133,25 +136,41 @@ class _DraftedCall:
         start = self.lengths.clamp(max=context - size)  # of what has ended, the cache is no longer read
         logits = self.session.step({"input_ids": ids, "start": start, "last": torch.zeros_like(start)})
         logits = logits.view(len(start), size, -1)
-        for row in going:
-            offered = min(size - 1, len(drafts[row].tokens))
-            found = accepted(logits[row, : offered + 1], drafts[row], self.sampling, self.draws[row])
-            self.seen[row].note(drafts[row], offered, len(found) - 1)
-            self.tally.offered += offered
-            self.tally.accepted += len(found) - 1
-            self.tally.refused += len(found) - 1 < offered
-            self.lengths[row] += len(found)
-            self.tally.tokens += self._append(row, found)
+        given = [self._check(row, logits[row], drafts[row]) for row in going]
+        made = max(len(drafts[row].tokens) for row in going)
+        self.stakes.note(times_s[size] + (self.behind + made if made else 0) * drafter.token_time_s,
+                         sum(given) / len(given))
+        self.behind = int(max(given) > made) if made else self.behind + max(given)
         self.tally.steps[size] = self.tally.steps.get(size, 0) + 1
         self._show()
 
+    def _check(self, row: int, logits: torch.Tensor, draft: Drafted) -> int:
+        """Keep what stands of a draft by the logits [size, V]; how many tokens that gives."""
+        offered = min(len(logits) - 1, len(draft.tokens))
+        found = accepted(logits[: offered + 1], draft, self.sampling, self.draws[row])
+        right = len(found) - 1
+        self.seen[row].note(draft, offered, right)
+        self.drafter.note(right, right < offered)
+        self.tally.offered += offered
+        self.tally.accepted += right
+        self.tally.refused += right < offered
+        self.lengths[row] += len(found)
+        self.tally.tokens += self._append(row, found)
+        return len(found)
+
     def _worth(self, token_time_s: float, going: Sequence[int], times_s: Mapping[int, float]) -> int:
-        """How many tokens to draft where each takes its time too (0: none pays)."""
-        if self.session.plan.prediction.decode_time_s <= 0:
+        """How many tokens to draft where each takes its time too: as many as pay, or where none does and that may be
+        lost, a few to see whether they do by now."""
+        if self.session.plan.prediction.decode_time_s <= 0 or len(times_s) == 1:
             return max(times_s) - 1
         drafts = dict.fromkeys(going, Drafted((0,) * (max(times_s) - 1)))
         both_s = {size: time_s + (size - 1) * token_time_s for size, time_s in times_s.items()}
-        return best_size(drafts, self.seen, both_s) - 1
+        size = best_size(drafts, self.seen, both_s)
+        pays = size > 1
+        if not pays:
+            size = sorted(times_s)[1]
+        cost_s = self.behind * token_time_s + (0.0 if pays else both_s[size] - times_s[1])
+        return size - 1 if self.stakes.allow(cost_s, pays) else 0
 
     def _append(self, row: int, tokens: Sequence[int]) -> int:
         """Add tokens to a sequence up to the one that ends it; how many."""

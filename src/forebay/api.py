@@ -57,6 +57,7 @@ from forebay.scoring_calls import ScoringCalls
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
 
+    from forebay.drafts_seen import DraftsSeen
     from forebay.huggingface.causal_lm import StreamedCausalLM
 
 LOG = logging.getLogger("forebay")  # quiet unless the program that uses it, or `forebay -v`, listens
@@ -137,6 +138,7 @@ class LanguageModel(ScoringCalls, ModuleHabits):
     """A captured model, its plan, and the session that runs it. Close it (or use `with`) to give memory back."""
 
     helper: LanguageModel | None = None  # drafts within the same budget (`DraftedModel`)
+    drafts_seen: DraftsSeen | None = None  # of what it drafts for the model that has it as its helper
 
     def __init__(
         self, captured: CapturedModel, checkpoint: Checkpoint, files: dict[str, FileSlice], budget: Budget,

@@ -6,21 +6,22 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from forebay.api import LanguageModel
+from forebay.api import LOG, LanguageModel
+from forebay.drafts_seen import KNOWN, DraftsSeen
 from forebay.huggingface.same_tokenizer import refuse_other_tokenizer
 from forebay.open_model import open_model
-from forebay.rewriter.checkpoints.resolve import resolve_draft
+from forebay.rewriter.checkpoints.resolve import draft_format, resolve_draft
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_block import PlanChoice
-from forebay.rewriter.plan_draft import DraftedPlan, plan_draft
+from forebay.rewriter.plan_block import PlanChoice, plan_block
+from forebay.rewriter.plan_draft import DraftedPlan, plan_draft, token_time_s
 from forebay.rewriter.planning.check_plan import require_within
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.runtime.run.session import Session
-from forebay.runtime.run.speculation import Tally
 
-ASSUMED = 0.7  # of drafted tokens stand, until some were checked; Leviathan et al. 2023, table 3, has 0.5 to 0.9
-KNOWN = 64  # drafted tokens that are checked before what they say is believed
+ASSUMED = 0.6  # of a smaller model's tokens stand, until some were checked; Leviathan et al. 2023, table 3: 0.5 to 0.9
+COPIES = {4: 0.75, 8: 0.95}  # of a copy's by its bits: SmolLM2's, greedy, ten texts: 0.79 (0.68 to 0.96), 0.98
+FEWER = 0.02  # by this the share must have fallen since a plan for another to be made
 NO_LIMIT = 1 << 50  # bytes
 
 
@@ -44,10 +45,10 @@ class DraftedModel(LanguageModel):
         except ValueError as error:
             raise PlanError(str(error)) from error
         self.split: DraftedPlan | None = None
-        self._tally = Tally()
-        self._right = self._wrong = 0  # drafted tokens of earlier answers that stood, and that did not
         whole = replace(budget, device=NO_LIMIT)  # until its part is known; no memory is taken before
         self._helper = LanguageModel(*opened, whole, Workload(1, 1, 1), _draft_wishes(wishes), machine)
+        self._seen = DraftsSeen(checkpoint.fingerprint, opened[1].fingerprint, _assumed(draft))
+        self._helper.drafts_seen = self._seen
         super().__init__(captured, checkpoint, files, budget, workload, wishes, machine)
 
     @property
@@ -63,26 +64,27 @@ class DraftedModel(LanguageModel):
         return super().session
 
     @property
-    def tally(self) -> Tally:  # type: ignore[override]
-        """What drafts brought in the last `generate`."""
-        return self._tally
-
-    @tally.setter
-    def tally(self, tally: Tally) -> None:
-        if self.helper is not None:
-            self._right, self._wrong = self._right + self._tally.accepted, self._wrong + self._tally.refused
-        self._tally = tally
-
-    @property
     def chance(self) -> float:
-        """The share of drafted tokens that stand where all before them do: as it was so far, else as is assumed."""
-        known = self._right + self._wrong
-        return self._right / known if known >= KNOWN else ASSUMED
+        """The share of drafted tokens that is expected to stand where all before them do."""
+        return self._seen.chance
+
+    def reserve(self, batch: int, prompt: int, new_tokens: int, in_places: bool = False) -> None:
+        """As of every model; and where a draft was taken whose tokens stand so seldom that the whole budget without it
+        is predicted to do better, plan without it."""
+        split = self.split
+        if split is not None and split.draft is not None and self._seen.known >= KNOWN and not (
+                isinstance(self.wishes.drafted_tokens, int)):
+            with_s = token_time_s(split.plan, split.draft, self.chance)
+            if with_s > split.plain_time_s > 0 and self.chance < self._expected - FEWER:
+                LOG.info("of drafted tokens %.0f %% stood, which is too few: planning without a draft",
+                         100 * self.chance)
+                self._prepare(self.plan.workload, self.wishes, plan_block)
+        super().reserve(batch, prompt, new_tokens, in_places)
 
     def explain(self) -> str:
         """The plan as text, what drafts and why, and the plan of what drafts."""
         assert self.split is not None
-        return "\n\n".join([super().explain(), f"draft       {self.split.told}", *(
+        return "\n\n".join([super().explain(), f"draft       {self.split.told}; {self._seen}", *(
             [f"The plan of the draft:\n\n{self._helper.explain()}"] if self.helper else [])])
 
     def _plan_anew(self, workload: Workload, wishes: Wishes, choose: PlanChoice) -> tuple[Pipeline, Plan]:
@@ -92,6 +94,7 @@ class DraftedModel(LanguageModel):
         prompt = min(plain.workload.prompt + 1, limit - 1)  # the answer's first token is known when drafts begin
         work = Workload(plain.workload.batch, prompt, min(plain.workload.new_tokens, limit - prompt))
         draft = Pipeline(helper._graphs(work, asked.block(work.batch)), work, self.machine, self.switches)
+        self._expected = self.chance
         self.split = found = plan_draft((pipeline, plain, wishes), (draft, asked), self.budget, self.chance)
         if found.draft is not None:
             part = found.draft.budget
@@ -107,7 +110,13 @@ class DraftedModel(LanguageModel):
 
 def told(lm: LanguageModel) -> str:
     """What drafts for a model, and why."""
-    return lm.split.told if isinstance(lm, DraftedModel) and lm.split is not None else "none was given"
+    return f"{lm.split.told}; {lm._seen}" if isinstance(lm, DraftedModel) and lm.split is not None else "none was given"
+
+
+def _assumed(draft: str | os.PathLike[str]) -> float:
+    """The share of tokens that is taken to stand before any was checked."""
+    format = draft_format(draft)
+    return ASSUMED if format is None else COPIES[format.bits]
 
 
 def _draft_wishes(wishes: Wishes) -> Wishes:

@@ -32,4 +32,10 @@ def drafting(
     each = isinstance(generator, Sequence)
     draws = [[g] for g in generator] if each else [generator] * len(rows)  # type: ignore[union-attr]
     with helper.running(len(rows), longest + 1, room) as other:  # the first token is known when drafts begin
-        yield ModelDrafter(other, sampling, draws)
+        seen = helper.drafts_seen
+        drafter = ModelDrafter(other, sampling, draws, *([] if seen is None else [seen.chance]))
+        try:
+            yield drafter
+        finally:
+            if seen is not None:
+                seen.add(drafter.right, drafter.wrong)

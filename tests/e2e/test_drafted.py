@@ -21,6 +21,7 @@ from forebay.rewriter.checkpoints.conversions import list_conversions
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.checkpoints.resolve import packed_copy
 from forebay.rewriter.ir.plan import PlanError
+from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.plan_draft import PAYS
 from forebay.runtime.run.speculation import _DraftedCall
 
@@ -107,9 +108,35 @@ def test_a_copy_in_fewer_bits_drafts_and_is_made_once_of_these_weights(
     weights = next(folder.glob("*.safetensors"))
     shutil.copyfile(weights, tmp_path / "other")
     (tmp_path / "other").replace(weights)  # of the same size and contents, but who knows
-    assert packed_copy(folder, "w4") != packed.folder
+    assert packed_copy(folder, "w4g64") != packed.folder
     states = {each.name: each.state for each in list_conversions()}
     assert states.pop(packed.folder.name) == "changed" and len(states) == 2
+
+
+def test_a_draft_whose_tokens_seldom_stand_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What answers have shown counts for the next one, and for the next process; predicted times are a guess's."""
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        llama(6, hidden_size=128, intermediate_size=384, vocab_size=997)).eval()
+    model.save_pretrained(tmp_path / "model")
+    nbytes = int(0.6 * sum(p.nbytes for p in model.parameters())) + 300_000
+    options: Any = dict(prompt=10, new_tokens=16, machine=Machine.default(), draft="w4")
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    with torch.no_grad():
+        expected = model.generate(ids, max_new_tokens=16, do_sample=False, pad_token_id=0, eos_token_id=None)
+    with wrap(tmp_path / "model", nbytes, **options) as lm:
+        assert lm.helper is not None and "75 % are assumed" in lm.explain()
+        for seldom in (False, True) if ALL else (True,):
+            if seldom:
+                lm.helper.drafts_seen.add(2, 500)
+            found = lm.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None)
+            assert torch.equal(found, expected) and (lm.helper is None) is seldom
+            assert lm.plan.budget.device == nbytes if seldom else lm.plan.budget.device < nbytes
+    if not ALL:
+        return
+    with wrap(tmp_path / "model", nbytes, **options) as lm:
+        assert lm.helper is None and "would not pay" in lm.explain() and "were checked" in lm.explain()
 
 
 def test_formats_that_are_none_and_weights_that_are_packed_are_refused(llama_checkpoint: Any, tmp_path: Path) -> None:

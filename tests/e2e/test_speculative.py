@@ -95,7 +95,8 @@ def test_a_models_drafts_change_no_token(folders: dict[str, Path], weights: str,
                 drafter.token_time_s = 0.0  # whatever is predicted, draft
                 found = generate_speculatively(session, prompts, Sampling(), stop, None, None, drafter, tally)
                 assert torch.equal(found, plain)
-                assert tally.accepted if stop.eos else tally.accepted > tally.offered / 4
+                at_once = plain.shape[1] == 1  # a random model may repeat one token, which then ends the answer
+                assert at_once or (tally.accepted if stop.eos else tally.accepted > tally.offered / 4)
 
 
 def test_a_wrapped_assistant_drafts_for_the_plans_steps(llama_checkpoint: Any) -> None:

@@ -19,8 +19,8 @@ from forebay.commands.options import (
     MachineOption,
     ModelArgument,
     SpeculateOption,
-    draft_folder,
     model_folder,
+    prepare_draft,
 )
 from forebay.commands.process_memory import available_nbytes
 from forebay.commands.terminal import clean_errors, console, say
@@ -127,9 +127,9 @@ def _planned(
     else:
         sizes = Budget(available_nbytes() // 2)
         say(f"no --budget is named: half of the free memory, {format_nbytes(sizes.device)}, may be used")
-    drafting = draft_folder(draft, folder)
+    prepare_draft(draft, folder)
     with console().status("capturing and planning"):
-        lm = wrap(folder, sizes, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache, draft=drafting,
+        lm = wrap(folder, sizes, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache, draft=draft,
                   prompt_lookup_num_tokens="auto" if speculate else None)
     if draft is not None:
         say(f"draft: {told(lm)}")

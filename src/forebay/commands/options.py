@@ -41,14 +41,13 @@ def model_folder(model: str, dequantize: bool = False) -> Path:
         return resolve_model(model, dequantize=dequantize, progress=progress)
 
 
-def draft_folder(draft: str | None, folder: Path) -> Path | None:
-    """The folder of what drafts for the model in `folder`, converted or packed where that is needed."""
+def prepare_draft(draft: str | None, folder: Path) -> None:
+    """Convert or pack what drafts for the model in `folder`, where that is needed, with a progress bar."""
     from forebay.rewriter.checkpoints.resolve import resolve_draft
 
-    if draft is None:
-        return None
-    with _converting() as progress:
-        return resolve_draft(draft, folder, progress=progress)
+    if draft is not None:
+        with _converting() as progress:
+            resolve_draft(draft, folder, progress=progress)
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from forebay.commands.options import (
     DequantizeOption,
     DraftOption,
     SlotsOption,
-    draft_folder,
     model_folder,
+    prepare_draft,
     require_writable,
 )
 from forebay.commands.terminal import clean_errors, console, say
@@ -195,10 +195,10 @@ def _plan_drafted(
     folder = model_folder(model, dequantize)
     profile = _profile(machine, folder)
     batch, prompt, new_tokens = shape
-    drafting = draft_folder(draft, folder)
+    prepare_draft(draft, folder)
     with console().status("capturing and planning"):
         lm = wrap(folder, budget, batch=batch, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache,
-                  draft=drafting)
+                  draft=draft)
     print(lm.explain())
 
 

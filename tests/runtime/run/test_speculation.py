@@ -65,7 +65,10 @@ def scores(seen: list[int]) -> torch.Tensor:
 class Guessing:
     """Drafts from a list of numbers, right ones where it says so; it sees no more than it may."""
 
-    token_time_s = 0.0
+    token_time_s, chance = 0.0, 0.5
+
+    def note(self, right: int, refused: bool) -> None:
+        pass
 
     def __init__(self, guesses: Sequence[int], right: Sequence[bool]) -> None:
         self.guesses, self.right, self.calls = guesses, right, 0
@@ -200,3 +203,44 @@ def test_a_draft_whose_time_does_not_pay_is_not_made() -> None:
         drafter.token_time_s = token_time_s
         generate_speculatively(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(20), None, None, drafter, tally)
         assert bool(drafter.calls) is drafts and (tally.passes < 19) is drafts
+
+
+class Timed(Guessing):
+    """Takes time for each token that it drafts and for each that it was not shown."""
+
+    def __init__(self, right: Sequence[bool], token_time_s: float) -> None:
+        super().__init__([VOCAB], right)  # a token that there is not is never right
+        self.token_time_s, self.shown, self.fed = token_time_s, 0, 0
+
+    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int]) -> list[Drafted]:
+        found = super().draft(held, most)
+        if found[0].tokens:
+            self.fed += len(held[0]) - 1 - self.shown + len(found[0].tokens) if self.shown else len(found[0].tokens)
+            self.shown = len(held[0])
+        return found
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.booleans(), min_size=1, max_size=60), st.sampled_from([0.01, 0.04, 0.2, 0.6]))
+def test_drafts_lose_little_whatever_they_are_and_are_tried_again(right: list[bool], token_time_s: float) -> None:
+    """By predicted times an answer takes at most a step, the drafts of one pass, and 3 % longer than one by one."""
+    new, times = 120, {1: 1.0, 2: 1.0, 4: 1.01, 8: 1.05}
+    target = session(1, 3, new, (8, 4, 2), 3)
+    said = Prediction(1.0, 1.0, speculative_times_s=(1.05, 1.01, 1.0))
+    target.plan = Plan(**{**vars(target.plan), "prediction": said})
+    drafter, tally = Timed(right, token_time_s), Tally()
+    generate_speculatively(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(new), None, None, drafter, tally)
+    taken_s = sum(times[size] * count for size, count in tally.steps.items()) + drafter.fed * token_time_s
+    wasted = (8 * token_time_s + 0.05) + 1.0
+    assert taken_s <= 1.03 * (new - 1) + wasted + 1e-6
+    if token_time_s == 0.01 and not any(right):
+        assert drafter.calls > 20 and tally.tokens == new - 1, "tried again and again"
+
+
+def test_a_draft_that_turns_good_is_found_out() -> None:
+    """Wrong for a while, then right: a cheap one is drafted from again within the answer."""
+    target = session(1, 3, 200, (8, 4, 2), 3)
+    target.plan = Plan(**{**vars(target.plan), "prediction": Prediction(1.0, 1.0, speculative_times_s=(1.0,) * 3)})
+    drafter, tally = Timed([False] * 60 + [True] * 10_000, 0.028), Tally()
+    generate_speculatively(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(200), None, None, drafter, tally)
+    assert tally.steps[1] > 5 and tally.passes < 130 and tally.accepted > 60
