@@ -1,6 +1,6 @@
-"""What `benchmarks.throughput` compares, each in a process of its own: `python -m benchmarks.block_contestants NAME`.
+"""What `benchmarks.throughput` compares, each in a process of its own.
 
-Commands come as JSON lines on stdin, one answer per line goes to stdout. A contestant either runs a whole answer, or
+A contestant either runs a whole answer, or
 samples it: the time of a step is linear in how many tokens stand before it, so that of a step in the middle of the
 answer is the mean of all, and so it is with the chunks of a prompt. What stands before a sampled step is a cache of as
 many tokens that nobody computed; its bytes are really there, in memory or on the disk.
@@ -11,13 +11,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import json
 import mmap
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ import torch
 from benchmarks.contestants import PageCache, PeakWatch, StepClock, TransformersPeer
 from benchmarks.throughput_cells import PEERS
 from forebay.commands.process_memory import anonymous_nbytes
+from forebay.runtime.run.arena import return_freed_memory
 
 MIB = 1 << 20
 FILL = 0x11  # in bf16 and fp16 a small number, in packed rows code 1 of small scales; nothing is subnormal
@@ -352,19 +351,17 @@ class BlockWorker:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        if name in PEERS:
-            import accelerate  # noqa: F401
-            import transformers.models.llama.modeling_llama
-            import transformers.models.opt.modeling_opt  # noqa: F401
-        else:
-            import forebay.api  # noqa: F401
-        self.baseline = anonymous_nbytes()
         self.contestant: Any = None
 
     def load(self, order: Order) -> dict[str, Any]:
+        """Take a model in the place of the last; what the process holds before it."""
+        self.contestant = None
+        gc.collect()
+        return_freed_memory()
+        baseline = anonymous_nbytes()
         self.contestant = (LinkNow(order) if self.name == "link" else Others(self.name, order) if self.name in PEERS
                            else Ours(order))
-        return {"baseline": self.baseline}
+        return {"baseline": baseline}
 
     def answer(self, order: Order) -> dict[str, Any]:
         if order["do"] == "load":
@@ -375,16 +372,17 @@ class BlockWorker:
         return getattr(self.contestant, order["do"])(order)
 
 
-def main() -> None:
-    out = os.fdopen(os.dup(1), "w", buffering=1)  # libraries may print; the answers stay alone on the pipe
-    os.dup2(2, 1)
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    torch.set_grad_enabled(False)
-    worker = BlockWorker(sys.argv[1])
-    answer: Callable[[Order], dict[str, Any]] = worker.answer
-    for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), file=out)
+def block_worker(name: str) -> Callable[[Order], dict[str, Any]]:
+    return BlockWorker(name).answer
 
 
-if __name__ == "__main__":
-    main()
+def import_libraries(names: Sequence[str]) -> None:
+    """What these contestants use, so that processes forked afterwards have it."""
+    import forebay.api
+    import forebay.open_model
+    import forebay.runtime.measure.machine  # noqa: F401
+
+    if set(names) & set(PEERS):
+        import accelerate  # noqa: F401
+        import transformers.models.llama.modeling_llama
+        import transformers.models.opt.modeling_opt  # noqa: F401

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.disk_offload import Process, note
-from benchmarks.throughput_cells import MODULE, Cell
+from benchmarks.disk_offload import note
+from benchmarks.forked import Forked
+from benchmarks.throughput_cells import Cell
 
+SWEEPING = ("forebay", "link")  # the processes of a sweep
 PLANNERS = "the planner's"
 SWEPT_SIZES = (2, 4, 8, 16, 32, 64)  # of forced micro-batches
 FINALISTS = 3
@@ -17,34 +20,30 @@ WITHIN = 0.15  # of what was measured
 Row = dict[str, Any]
 
 
-def sweep(family: str, cell: Cell, given: Row, threads: int, rounds: int) -> Row:
+def sweep(family: str, cell: Cell, given: Row, processes: Mapping[str, Forked], rounds: int) -> Row:
     """Forced blocks beside the planner's, which all take turns; then the best few again, from nothing, because the
     best of many noisy figures is too good to be true. How far a block is from the planner's is the median over the
     rounds of their ratio within a round. Before each turn plain reads and products are timed, with whose rates its step
     is predicted, and the middle chunk of its prompt."""
     order: Row = given | {"ram": False, "whole": False, "cache_format": "native", "order": "zigzag", "once": True,
                           "batch": cell.batch, "prompt": cell.prompt, "new": cell.new, "rows": min(cell.batch, 64)}
-    ours, link = (Process(name, threads, MODULE) for name in ("forebay", "link"))
-    try:
-        link.ask("load", **order)
-        if not Path(order["machine"]).exists():
-            note("measuring the machine")
-            link.ask("machine", **order)
-        ours.ask("load", **order)
-        plans = {PLANNERS: ours.ask("plan", **order, label=PLANNERS)}
-        for label, forced in forced_blocks(cell.batch).items():
-            found = ours.ask("plan", **order, label=label, forced=forced)
-            if "refused" not in found:
-                plans[label] = found
-        note(f"{family}, {cell.name}: the planner takes {plans[PLANNERS]}; {len(plans) - 1} forced blocks")
-        turns = in_turns((ours, link), order, list(plans), rounds)
-        times = step_times(turns)
-        ranked = sorted(times, key=lambda label: to_planner(times, label))
-        finalists = list(dict.fromkeys((PLANNERS, *ranked[:FINALISTS])))
-        again = step_times(in_turns((ours, link), order | {"prefill": False}, finalists, 3 * rounds))
-    finally:
-        ours.close()
-        link.close()
+    ours, link = (processes[name] for name in SWEEPING)
+    link.ask("load", **order)
+    ours.ask("load", **order)
+    if not Path(order["machine"]).exists():
+        note("measuring the machine")
+        link.ask("machine", **order)
+    plans = {PLANNERS: ours.ask("plan", **order, label=PLANNERS)}
+    for label, forced in forced_blocks(cell.batch).items():
+        found = ours.ask("plan", **order, label=label, forced=forced)
+        if "refused" not in found:
+            plans[label] = found
+    note(f"{family}, {cell.name}: the planner takes {plans[PLANNERS]}; {len(plans) - 1} forced blocks")
+    turns = in_turns((ours, link), order, list(plans), rounds)
+    times = step_times(turns)
+    ranked = sorted(times, key=lambda label: to_planner(times, label))
+    finalists = list(dict.fromkeys((PLANNERS, *ranked[:FINALISTS])))
+    again = step_times(in_turns((ours, link), order | {"prefill": False}, finalists, 3 * rounds))
     errors = {label: errors_of(turns[label]) for label in ranked}
     for label in ranked:
         shown = ", ".join(f"{phase} {100 * error:+.0f} %" for phase, error in errors[label].items())
@@ -69,7 +68,7 @@ def forced_blocks(batch: int) -> dict[str, Row]:
     return found | {f"{n} micro-batches, row": {"micro_batches": n, "order": "row"} for n in counts}
 
 
-def in_turns(processes: tuple[Process, Process], order: Row, labels: list[str], rounds: int) -> dict[str, list[Row]]:
+def in_turns(processes: tuple[Forked, Forked], order: Row, labels: list[str], rounds: int) -> dict[str, list[Row]]:
     """What each block's turn found in each round, with the rates of plain reads and products just before it."""
     ours, link = processes
     turns: dict[str, list[Row]] = {label: [] for label in labels}

@@ -30,15 +30,20 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.block_sweep import sweep
-from benchmarks.disk_offload import Process, note
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch loads OpenMP
+
+from benchmarks.block_contestants import block_worker, import_libraries
+from benchmarks.block_sweep import SWEEPING, sweep
+from benchmarks.disk_offload import note
+from benchmarks.forked import Forked, forked
 from benchmarks.shaped_models import LARGE, MEDIUM, SMALL, Sizes, make_shaped
-from benchmarks.throughput_cells import FOREBAY, HYBRID, MODULE, OURS, PEERS, Cell, cells
+from benchmarks.throughput_cells import FOREBAY, HYBRID, OURS, PEERS, Cell, cells
 from benchmarks.throughput_figures import figures, report, verdicts
 from forebay.kernels.build.cache_folder import make_cache_folder
 from forebay.rewriter.ir.byte_sizes import parse_nbytes
@@ -54,14 +59,15 @@ def main() -> None:
     result = {"processor": processor(), "arguments": {k: str(v) for k, v in vars(args).items()}, "models": []}
     sizes = SMALL if args.quick else MEDIUM if args.sweep else LARGE
     chosen = [s for s in sizes if s.family in args.models.split(",")]
-    with folder(args.folder) as scratch:
-        if args.sweep:
-            result["models"] = [sweep(sizes.family, cells(args.cells)[0], {
-                "model": str(made(sizes, scratch, [])["bf16"]), "scratch": str(scratch), "vocab": sizes.vocab,
-                "budget": parse_nbytes(args.budget), "machine": str(args.machine or scratch / "machine.json"),
-                "steps": args.steps, "prefill": True}, args.threads, args.rounds) for sizes in chosen]
-        else:
-            result["models"] = [measure(args, sizes, scratch) for sizes in chosen]
+    names = SWEEPING if args.sweep else (*ASIDE, *args.contestants.split(","))
+    import_libraries(names)
+    processes = forked(names, args.threads, block_worker)
+    try:
+        with folder(args.folder) as scratch:
+            result["models"] = [(swept if args.sweep else measure)(args, each, scratch, processes) for each in chosen]
+    finally:
+        for process in processes.values():
+            process.close()
     if args.sweep:
         if args.json:
             write_json(result, args.json)
@@ -120,48 +126,52 @@ def folder(kept: Path | None) -> Iterator[Path]:
         yield Path(made)
 
 
-def measure(args: argparse.Namespace, sizes: Sizes, scratch: Path) -> dict[str, Any]:
-    """All cells of one model: what is planned, and every turn."""
+def swept(args: argparse.Namespace, sizes: Sizes, scratch: Path, processes: dict[str, Forked]) -> dict[str, Any]:
+    """Forced blocks of one model beside the planner's."""
+    return sweep(sizes.family, cells(args.cells)[0], {
+        "model": str(made(sizes, scratch, [])["bf16"]), "scratch": str(scratch), "vocab": sizes.vocab,
+        "budget": parse_nbytes(args.budget), "machine": str(args.machine or scratch / "machine.json"),
+        "steps": args.steps, "prefill": True}, processes, args.rounds)
+
+
+def measure(args: argparse.Namespace, sizes: Sizes, scratch: Path, processes: dict[str, Forked]) -> dict[str, Any]:
+    """All cells of one model: what is planned, and every turn, by processes that may have had another model before."""
     names = args.contestants.split(",")
     models = made(sizes, scratch, names)
     budget = parse_nbytes(args.budget)
     order: Row = {"scratch": str(scratch), "budget": budget, "peer_budget": budget, "vocab": sizes.vocab,
                   "machine": str(args.machine or scratch / "machine.json"), "whole": args.quick,
                   "steps": args.steps, "prefill": args.prefill or args.quick, "most": MOST}
-    processes = {name: Process(name, args.threads, MODULE) for name in ASIDE}
     plans: list[Row] = []
     turns: list[Row] = []
     fits: Row = {}
-    try:
-        for name in ASIDE:
-            processes[name].ask("load", **order | {"model": str(models["bf16"])})
-        if not Path(order["machine"]).exists():
-            note("measuring the machine")
-            processes["link"].ask("machine", **order)
-        baselines = {}
-        for name in names:
-            processes[name] = Process(name, args.threads, MODULE)
-            ours = FOREBAY.get(name)
-            model = str(models[ours.weights if ours else name])
-            baselines[name] = processes[name].ask("load", **order | {"model": model})["baseline"]
-        planned = [(cell, plan_cell(args, sizes, cell, order, processes, fits)) for cell in cells(args.cells)]
-        if args.wait:
-            note("planned; press Enter to measure")
-            input()
-        until = time.monotonic() + args.limit
-        for cell, wishes in planned:
-            turns += run_cell(args, sizes, cell, wishes, processes, str(models["bf16"]), until)
-            plans += [{k: v for k, v in wish.items() if k != "order_given"} for wish in wishes]
-    finally:
-        for process in processes.values():
-            process.close()
+    for name in ASIDE:
+        processes[name].ask("load", **order | {"model": str(models["bf16"])})
+
+    def load(name: str) -> int:
+        ours = FOREBAY.get(name)
+        return processes[name].ask("load", **order | {"model": str(models[ours.weights if ours else name])})["baseline"]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        baselines = dict(zip(names, pool.map(load, names), strict=True))
+    if not Path(order["machine"]).exists():
+        note("measuring the machine")
+        processes["link"].ask("machine", **order)
+    planned = [(cell, plan_cell(args, sizes, cell, order, processes, fits)) for cell in cells(args.cells)]
+    if args.wait:
+        note("planned; press Enter to measure")
+        input()
+    until = time.monotonic() + args.limit
+    for cell, wishes in planned:
+        turns += run_cell(args, sizes, cell, wishes, processes, str(models["bf16"]), until)
+        plans += [{k: v for k, v in wish.items() if k != "order_given"} for wish in wishes]
     return {"sizes": asdict(sizes), "weights_nbytes": nbytes_of(models["bf16"]), "budget": order["budget"],
             "baselines": baselines, "fits": fits, "plans": plans, "turns": turns,
             "machine": json.loads(Path(order["machine"]).read_text())}
 
 
 def plan_cell(
-    args: argparse.Namespace, sizes: Sizes, cell: Cell, order: Row, processes: dict[str, Process], fits: Row
+    args: argparse.Namespace, sizes: Sizes, cell: Cell, order: Row, processes: dict[str, Forked], fits: Row
 ) -> list[Row]:
     """What everybody plans for a cell, with the wish that it was planned for (`order_given`)."""
     def shaped(name: str) -> Row:
@@ -178,19 +188,22 @@ def plan_cell(
     if key not in fits and not args.no_fits:
         fits[key] = processes["fits"].ask("fits", **shaped("forebay bf16 zigzag"))["device"]
         note(f"{sizes.family}: {fits[key]} sequences of {key} fit with their cache on the device")
-    plans = []
-    for name in [name for name in processes if name not in ASIDE]:
+
+    def planned(name: str) -> Row:
         wish = shaped(name)
         if name in PEERS:
             wish["batch"] = max(1, min(cell.batch, fits.get(key, cell.batch)))
-        plans.append(processes[name].ask("plan", **wish) | {"name": name, "cell": cell.name, "order_given": wish})
+        found = processes[name].ask("plan", **wish) | {"name": name, "cell": cell.name, "order_given": wish}
         note(f"{sizes.family}, {cell.name}: planned {name}: " + ", ".join(
-            f"{k} {v}" for k, v in plans[-1].items() if k in ("batch", "micro_batches", "cache", "prefill_chunk")))
-    return plans
+            f"{k} {v}" for k, v in found.items() if k in ("batch", "micro_batches", "cache", "prefill_chunk")))
+        return found
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # nothing is timed yet
+        return list(pool.map(planned, [name for name in processes if name not in ASIDE]))
 
 
 def run_cell(
-    args: argparse.Namespace, sizes: Sizes, cell: Cell, plans: list[Row], processes: dict[str, Process], model: str,
+    args: argparse.Namespace, sizes: Sizes, cell: Cell, plans: list[Row], processes: dict[str, Forked], model: str,
     until: float,
 ) -> list[Row]:
     """The turns of a cell: those that begin before the time `until`."""

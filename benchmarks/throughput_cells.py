@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-MODULE = "benchmarks.block_contestants"
 PEERS = ("disk-map", "accelerate")
 
 

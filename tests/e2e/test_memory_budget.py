@@ -182,17 +182,26 @@ SHAPES = {
 GRID = [Case(model, share, batch, cache, drawn, host) for model in SHAPES for share in (0.3, 0.6, 1.5)
         for batch in (None, 1, 8) for cache in ("native", "kv4") for drawn in (False, True) for host in (0.0, 0.4)]
 SAMPLE = [  # every model, cache, batch and way to choose a token, and host memory
-    Case("wide", 0.6, 8, drawn=True), Case("large", 1.5, prompts=100), Case("packed", 0.6, 1, "kv4"),
-    Case("large", 0.3, 8, host=0.4), Case("deep", 0.5, 8, prompts=100, traced=True)]
+    Case("wide", 0.6, 8, drawn=True), Case("large", 1.5, prompts=48), Case("packed", 0.6, 1, "kv4"),
+    Case("large", 0.3, 8, host=0.4), Case("deep", 0.5, 8, prompts=48, traced=True)]
 
 
 def promised(folder: str) -> list[dict[str, Any]]:
     """What jobs took at their peaks, as this process sees them, and what was promised."""
+    # all is imported before there are children
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import forebay.commands.jobs
+    import forebay.rewriter.capture.language_model  # noqa: F401
     from forebay.commands.app import app
-    from forebay.commands.evaluate import eval_command  # noqa: F401 (all is imported before there are children)
-    from forebay.commands.jobs import run_job  # noqa: F401
+    from forebay.commands.evaluate import eval_command  # noqa: F401
+    from forebay.commands.prompts import load_tokenizer
+    from forebay.rewriter.checkpoints.config import read_config
     from forebay.rewriter.machine.profile import Machine, save_machine
 
+    for model in SHAPES:
+        read_config(Path(folder, model))
+        load_tokenizer(Path(folder, model))
     save_machine(Machine.default(), Path(folder, "machine.json"))
     found = []
     for number, case in enumerate(GRID + SAMPLE[-1:] if ALL else SAMPLE):
