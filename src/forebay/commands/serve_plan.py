@@ -196,7 +196,7 @@ def _search(
 def _measured(one: Measured | None) -> dict[str, float] | None:
     return None if one is None else {
         "rate": one.rate, "ttft_ms": 1e3 * one.ttft_s, "ttft_ci_ms": 1e3 * one.ttft_ci_s, "tpot_ms": 1e3 * one.tpot_s,
-        "tpot_ci_ms": 1e3 * one.tpot_ci_s, "preempted": one.preempted}
+        "tpot_ci_ms": 1e3 * one.tpot_ci_s, "preempted": one.preempted, "queue_grows": one.grows}
 
 
 def _data(

@@ -71,6 +71,16 @@ def test_either_objective_binds_and_runs_are_long_enough_to_see_a_queue_grow() -
     assert not over.keeps(level)  # five requests alone would not have waited
 
 
+def test_a_rate_beyond_what_is_served_is_none_however_lax_the_objectives() -> None:
+    """Decode places bind, which the time to the first token does not show: 16 of them, 63 steps a request."""
+    service, strategy = replace(SMALL, traffic=Traffic(1.0, 150, 128, 64)), Strategy(1, prefill=3, decode=1)
+    served = 16 / (63 * shape_times(service.model, H100, 1).decode_s(16, 128 + 32))
+    for lax in (ServiceLevel(1.0, 1e3, runs=2), ServiceLevel(1e3, 1e3, runs=2)):
+        below, above = (measure(simulated(strategy, service), service, lax, share * served) for share in (0.93, 1.08))
+        assert above.ttft_s < lax.ttft_s and above.tpot_s < lax.tpot_s and above.grows and not above.keeps(lax)
+        assert not below.grows and below.keeps(lax)
+
+
 def test_a_cache_takes_its_time_from_prefill_to_decode() -> None:
     slow = replace(SMALL, machine=replace(H100, interconnect_bytes_per_s=1e8), traffic=Traffic(0.01, 3, 512, 3))
     run = simulated(Strategy(1, prefill=1, decode=1), slow).simulate(arrivals(slow.traffic, 0), 0)
