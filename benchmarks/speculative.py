@@ -2,11 +2,13 @@
 
 Real weights in float32 within 15, 30, 50 and 75 % of their bytes beside what the smallest plan takes, batch 1, greedy,
 texts that repeat themselves (copy, summarise, edit code) and texts that do not. Contestants take turns over the same
-text: `plain`, one token a step; `lookup`, drafts of prompt lookup by the planner's own choice; with --peer
-`transformers`, its prompt lookup with weights offloaded to disk, in memory for as many bytes. The share of tokens
-before the first in which `lookup` differs is printed. The bound is a pass of `plain` over the tokens that `lookup` gave
-per pass, so a pass over a plain one says how far from it a run is. Reads go past the page cache; the peer's files are
-dropped from it before each answer.
+text: `plain`, one token a step; `lookup`, drafts of prompt lookup by the planner's own choice; `w4`, drafts of the same
+weights in 4 bits (w4g64, whose groups are not those that the weights were published on) within the same budget, where
+that is predicted to pay; with --peer `transformers`, weights offloaded to disk, in memory for as many bytes, with its
+prompt lookup or assisted by the same copy, which is expanded to float32 beside those bytes. The share of tokens before
+the first in which drafts differ from `plain` is printed. The bound is a pass of `plain` over the tokens per pass, so a
+pass, drafts and all, over a plain one says how far from it a run is. Predicted is what the plans say for the share of
+drafted tokens that stood. Reads go past the page cache; the peer's files are dropped from it before each answer.
 """
 
 from __future__ import annotations
@@ -30,8 +32,12 @@ import forebay
 from forebay.api import LanguageModel
 from forebay.commands.process_memory import disk_read_nbytes
 from forebay.commands.prompts import load_tokenizer
-from forebay.rewriter.checkpoints.resolve import demo_checkpoint
+from forebay.drafted import told
+from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
+from forebay.rewriter.checkpoints.packed import read_dequantized
+from forebay.rewriter.checkpoints.resolve import demo_checkpoint, packed_copy
 from forebay.rewriter.machine.profile import load_machine
+from forebay.rewriter.plan_draft import token_time_s
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.runtime.disk.page_cache import drop_file
 
@@ -49,6 +55,10 @@ TEXTS = {
 }
 REPEATING = ("copy", "summary", "code")
 
+OURS: dict[str, dict[str, Any]] = {
+    "plain": {}, "lookup": {"prompt_lookup_num_tokens": "auto"},
+    "w4": {"prompt_lookup_num_tokens": "auto", "draft": "w4"}}
+
 Row = dict[str, Any]
 
 
@@ -59,7 +69,8 @@ def answer(lm: LanguageModel, ids: list[int], new: int) -> Row:
                       on_token=lambda _: at.append((time.perf_counter(), disk_read_nbytes())))
     tally, (begin, before), (end, behind) = lm.tally, at[0], at[-1]
     return {"tokens": out[0, len(ids) :].tolist(), "time_s": end - begin, "read_nbytes": behind - before,
-            "passes": tally.passes or new - 1, "offered": tally.offered, "accepted": tally.accepted}
+            "passes": tally.passes or new - 1, "offered": tally.offered, "accepted": tally.accepted,
+            "refused": tally.refused}
 
 
 class Peer:
@@ -72,14 +83,32 @@ class Peer:
         self.model = AutoModelForCausalLM.from_pretrained(
             self.folder, dtype=torch.float32, device_map="auto", max_memory={"cpu": nbytes},
             offload_folder=str(scratch / "offload"))
+        self.assistant = expanded(packed_copy(folder, "w4g64"))
 
-    def answer(self, ids: list[int], new: int) -> Row:
+    def answer(self, ids: list[int], new: int, **drafts: Any) -> Row:
         for path in self.folder.glob("*.safetensors"):
             drop_file(str(path))
         begin = time.perf_counter()
         out = self.model.generate(torch.tensor([ids]), max_new_tokens=new, min_new_tokens=new, do_sample=False,
-                                  prompt_lookup_num_tokens=10, pad_token_id=0)
+                                  pad_token_id=0, **drafts)
         return {"tokens": out[0, len(ids) :].tolist(), "time_s": time.perf_counter() - begin}
+
+    def answers(self, ids: list[int], new: int) -> dict[str, Row]:
+        """By prompt lookup, and by the copy in 4 bits as assistant."""
+        return {"transformers lookup": self.answer(ids, new, prompt_lookup_num_tokens=10),
+                "transformers w4": self.answer(ids, new, assistant_model=self.assistant)}
+
+
+def expanded(folder: Path) -> Any:
+    """The model of packed rows as transformers' own in float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+    stored = {name: read_dequantized(record) for name, record in open_checkpoint(folder).tensors.items()}
+    missing = model.load_state_dict(stored, strict=False).missing_keys
+    assert set(missing) <= {"lm_head.weight"}, "only what is tied may be missing"
+    model.tie_weights()
+    return model
 
 
 def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> list[Row]:
@@ -93,17 +122,18 @@ def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> list[Row]:
         with forebay.wrap(folder, 1 << 40, **fixed) as whole:  # type: ignore[arg-type]
             nbytes = whole.captured.weight_nbytes
             budget = whole._pipeline.smallest_budget(Wishes()) + int(share * nbytes)
-        lms = {who: forebay.wrap(folder, budget, prompt_lookup_num_tokens=drafts, **fixed)  # type: ignore[arg-type]
-               for who, drafts in (("plain", None), ("lookup", "auto"))}
-        note(f"{100 * share:.0f} %: {lms['lookup'].plan.schedule.speculative_steps} tokens are checked, in "
-             f"{lms['lookup'].plan.prediction.speculative_times_s} s; one takes "
-             f"{lms['plain'].plan.prediction.decode_time_s:.3f} s")
+        lms = {who: forebay.wrap(folder, budget, **fixed, **drafts)  # type: ignore[arg-type]
+               for who, drafts in OURS.items()}
+        note(f"{100 * share:.0f} %, {budget} bytes: {lms['lookup'].plan.schedule.speculative_steps} tokens are "
+             f"checked, in {lms['lookup'].plan.prediction.speculative_times_s} s; one takes "
+             f"{lms['plain'].plan.prediction.decode_time_s:.3f} s\n  w4: {told(lms['w4'])}")
         peer = Peer(folder, int(share * nbytes), scratch) if args.peer else None
         for turn in range(args.rounds + 1):  # the first binds programs, and does not count
             for name, ids in prompts.items() if turn else list(prompts.items())[:1]:
                 found = {who: answer(lm, ids, args.new if turn else 8) for who, lm in lms.items()}
                 if peer is not None and turn:
-                    found["transformers"] = peer.answer(ids, args.new)
+                    found |= peer.answers(ids, args.new)
+                found["w4"]["predicted_s"] = predicted_s(lms["w4"], found["w4"])
                 if turn:
                     rows += [row | {"share": share, "text": name, "who": who, "round": turn}
                              for who, row in found.items()]
@@ -113,31 +143,44 @@ def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> list[Row]:
     return rows
 
 
+def predicted_s(lm: LanguageModel, row: Row) -> float:
+    """Seconds per token by the plans, for the share of drafted tokens that stood in an answer."""
+    if lm.helper is None:
+        return lm.plan.prediction.decode_time_s
+    return token_time_s(lm.plan, lm.helper.plan, row["accepted"] / max(1, row["accepted"] + row["refused"]))
+
+
 def table(rows: list[Row]) -> list[Row]:
-    """A line per budget and kind of text: medians over texts and rounds."""
+    """A line per budget, kind of text and contestant: medians over texts and rounds."""
     lines = []
     for share in dict.fromkeys(row["share"] for row in rows):
         for kind, texts in (("repeats", REPEATING), ("plain text", tuple(set(TEXTS) - set(REPEATING)))):
             here = [row for row in rows if row["share"] == share and row["text"] in texts]
             by = {who: [row for row in here if row["who"] == who] for who in dict.fromkeys(row["who"] for row in here)}
-            if not here:
-                continue
-            same = [_agreeing(a["tokens"], b["tokens"]) for a, b in zip(by["plain"], by["lookup"], strict=True)]
-            count = {who: len(found[0]["tokens"]) - (who != "transformers") for who, found in by.items()}
-            rate = {who: median(count[who] / row["time_s"] for row in found) for who, found in by.items()}
-            per_pass = median(count["lookup"] / row["passes"] for row in by["lookup"])
-            offered = sum(row["offered"] for row in by["lookup"])
-            lines.append({
-                "share": share, "text": kind, **{f"{who}_tokens_per_s": r for who, r in rate.items()},
-                "gain": median(a["time_s"] / b["time_s"] for a, b in zip(by["plain"], by["lookup"], strict=True)),
-                "tokens_per_pass": per_pass, "of_bound": median(
-                    b["time_s"] / b["passes"] / (a["time_s"] / a["passes"])
-                    for a, b in zip(by["plain"], by["lookup"], strict=True)),
-                "accepted": sum(row["accepted"] for row in by["lookup"]) / max(1, offered),
-                **{f"{who}_read_per_token": median(row["read_nbytes"] / count[who] for row in by[who])
-                   for who in ("plain", "lookup")},
-                "same_tokens": sum(same) / len(same)})
+            lines += [{"share": share, "text": kind, "who": who} | summary(by["plain"], found)
+                      for who, found in by.items()]
     return lines
+
+
+def summary(plain: list[Row], found: list[Row]) -> Row:
+    """What a contestant's answers took beside those of `plain` to the same texts in the same rounds."""
+    new, pairs = len(plain[0]["tokens"]), list(zip(plain, found, strict=True))
+    ours = "passes" in found[0]
+    line: Row = {
+        "tokens_per_s": median((new - ours) / row["time_s"] for row in found),  # a peer's time has the prompt too
+        "gain": median(a["time_s"] / (new - 1) / (b["time_s"] / (new - ours)) for a, b in pairs),
+        "same_tokens": sum(_agreeing(a["tokens"], b["tokens"]) for a, b in pairs) / len(pairs)}
+    if not ours:
+        return line
+    right, offered = sum(row["accepted"] for row in found), sum(row["offered"] for row in found)
+    checked = right + sum(row["refused"] for row in found)
+    predicted = [row["time_s"] / (new - 1) / row["predicted_s"] for row in found if row.get("predicted_s")]
+    return line | {
+        "tokens_per_pass": median((new - 1) / row["passes"] for row in found),
+        "pass_over_plain": median(b["time_s"] / b["passes"] / (a["time_s"] / a["passes"]) for a, b in pairs),
+        "accepted": right / max(1, offered), "stands": right / max(1, checked),
+        "read_per_token": median(row["read_nbytes"] / (new - 1) for row in found),
+        "measured_over_predicted": median(predicted) if predicted else None}
 
 
 def _agreeing(a: list[int], b: list[int]) -> float:
@@ -150,15 +193,19 @@ def note(text: str) -> None:
 
 
 def report(lines: list[Row]) -> None:
-    print(f"{'budget':>6} {'text':<11}{'plain':>8}{'lookup':>8}{'peer':>7}  {'gain':>6} {'tokens/pass':>12} "
-          f"{'pass/plain pass':>16} {'accepted':>9} {'MB/token':>16} {'same':>6}")
+    print(f"{'budget':>6} {'text':<11}{'contestant':<20}{'tokens/s':>9}{'gain':>7} {'tokens/pass':>12} "
+          f"{'pass/plain pass':>16} {'accepted':>9} {'each stands':>12} {'MB/token':>9} {'of predicted':>13}   same")
     for x in lines:
-        peer = f"{x['transformers_tokens_per_s']:.2f}" if "transformers_tokens_per_s" in x else "-"
-        read = [x[f"{who}_read_per_token"] / 1e6 for who in ("plain", "lookup")]
-        print(f"{100 * x['share']:>5.0f}% {x['text']:<11}{x['plain_tokens_per_s']:>8.2f}"
-              f"{x['lookup_tokens_per_s']:>8.2f}{peer:>7}  {x['gain']:>5.2f}x {x['tokens_per_pass']:>12.2f} "
-              f"{x['of_bound']:>16.2f} {100 * x['accepted']:>7.0f} % {read[0]:>8.0f}{read[1]:>8.0f} "
-              f"{100 * x['same_tokens']:>4.0f} %")
+        print(f"{100 * x['share']:>5.0f}% {x['text']:<11}{x['who']:<20}{x['tokens_per_s']:>9.2f}{x['gain']:>6.2f}x ",
+              end="")
+        if "tokens_per_pass" in x:
+            of_plan = x["measured_over_predicted"]
+            print(f"{x['tokens_per_pass']:>12.2f} {x['pass_over_plain']:>16.2f} {100 * x['accepted']:>7.0f} % "
+                  f"{100 * x['stands']:>10.0f} % {x['read_per_token'] / 1e6:>9.0f} "
+                  f"{'-' if of_plan is None else format(of_plan, '.2f'):>13}", end="")
+        else:
+            print(" " * 76, end="")
+        print(f" {100 * x['same_tokens']:>4.0f} %")
 
 
 def main() -> None:
