@@ -73,30 +73,37 @@ class Acceptance:
             good, bad = self._seen.get(draft.kind, self._begins)
             self._seen[draft.kind] = FORGETS * good + right, FORGETS * bad + (right < offered)
 
+    def chance(self, kind: int) -> float:
+        """That a token of such a draft stands where all before it do."""
+        good, bad = self._seen.get(kind, self._begins)
+        return good / (good + bad)
+
     def expected(self, draft: Drafted, offered: int) -> float:
         """Tokens that a step is expected to give with so many of the draft's: each stands with one chance, if all
         before it do (Leviathan et al., equation 1)."""
-        good, bad = self._seen.get(draft.kind, self._begins)
-        chance = good / (good + bad)
-        return sum(chance**i for i in range(min(offered, len(draft.tokens)) + 1))
+        return _expected(self.chance(draft.kind), min(offered, len(draft.tokens)))
 
 
 class Stakes:
     """What the drafts of a call cost beside decoding one by one, by predicted times, so that a seed's draws repeat; and
-    so whether a further one may be tried. Drafts are made where they are expected to pay until a step's time and TRIED
-    of the time so far are lost, and where they are not as far as TRIED of it allows."""
+    so whether a further one may be made. Drafts are made where they are expected to pay until a step's time and TRIED
+    of the time so far are lost beyond what others have gained. Where they are not, a few are tried for no more than
+    TRIED of the time so far."""
 
     def __init__(self, step_s: float) -> None:
-        self.step_s, self.spent_s, self.lost_s = step_s, 0.0, 0.0
+        self.step_s, self.spent_s, self.lost_s, self.tried_s = step_s, 0.0, 0.0, 0.0
 
-    def note(self, time_s: float, tokens: float) -> None:
+    def note(self, time_s: float, tokens: float, tried: bool) -> None:
         """A pass and its drafts took so long and gave so many tokens per sequence."""
-        self.spent_s += time_s
-        self.lost_s = max(0.0, self.lost_s + time_s - tokens * self.step_s)
+        lost_s = time_s - tokens * self.step_s
+        self.spent_s, self.lost_s = self.spent_s + time_s, self.lost_s + lost_s
+        if tried:
+            self.tried_s = max(0.0, self.tried_s + lost_s)
 
-    def allow(self, cost_s: float, pays: bool) -> bool:
+    def allow(self, cost_s: float, tried: bool) -> bool:
         """Whether `cost_s` may be lost."""
-        return self.lost_s + cost_s <= TRIED * self.spent_s + (self.step_s if pays else 0.0)
+        free_s = TRIED * self.spent_s
+        return self.lost_s + cost_s <= self.step_s + free_s and (not tried or self.tried_s + cost_s <= free_s)
 
 
 def best_size(drafts: Mapping[int, Drafted], seen: Mapping[int, Acceptance], times_s: Mapping[int, float]) -> int:
@@ -106,3 +113,14 @@ def best_size(drafts: Mapping[int, Drafted], seen: Mapping[int, Acceptance], tim
         return sum(seen[row].expected(draft, size - 1) for row, draft in drafts.items()) / times_s[size]
 
     return max(sorted(times_s), key=rate)
+
+
+def best_rate(chance: float, times_s: Mapping[int, float], token_time_s: float = 0.0) -> float:
+    """Tokens per second of the best of the steps in `times_s`, all of whose drafted tokens, each of which takes
+    `token_time_s`, stand with `chance`."""
+    return max(_expected(chance, size - 1) / (time_s + (size - 1) * token_time_s) for size, time_s in times_s.items())
+
+
+def _expected(chance: float, offered: int) -> float:
+    """Leviathan et al., equation 1, as a sum."""
+    return sum(chance**i for i in range(offered + 1))

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 LONGEST_MATCH = 4  # tokens
+MODEL = 0  # the kind of drafts that a model made
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Drafted:
     float64, are the distributions that they were drawn from, where they were drawn."""
 
     tokens: tuple[int, ...] = ()
-    kind: int = 0
+    kind: int = MODEL
     chances: torch.Tensor | None = None
 
 

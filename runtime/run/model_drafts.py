@@ -39,10 +39,11 @@ class ModelDrafter:
         work = self.session.plan.workload
         rows = [tokens.tolist() for tokens in held]
         most = [max(0, min(count, work.context + 1 - len(row))) for row, count in zip(rows, most, strict=True)]
-        if not any(most) or (not self._held and max(map(len, rows)) > work.prompt):
+        if not any(most):
             return [Drafted()] * len(rows)
         known = [len(row) for row in rows]
-        at, logits = self._resume(rows) if self._held else (known[:], self._begin(held))
+        at, logits = self._resume(rows) if self._held else (
+            [min(count, work.prompt) for count in known], self._begin([tokens[: work.prompt] for tokens in held]))
         chances: list[list[torch.Tensor]] = [[] for _ in rows]
         while True:
             for i, row in enumerate(rows):

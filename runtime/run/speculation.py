@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from forebay.rewriter.ir.plan import Plan
-from forebay.runtime.run.acceptance import Acceptance, Draws, Stakes, accepted, best_size
-from forebay.runtime.run.drafts import Drafted, Drafter
+from forebay.runtime.run.acceptance import Acceptance, Draws, Stakes, accepted, best_rate, best_size
+from forebay.runtime.run.drafts import LONGEST_MATCH, MODEL, Drafted, Drafter, PromptLookup
 from forebay.runtime.run.generation import Stop, prefill, refuse_crossing
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.session import Session
@@ -97,7 +97,8 @@ class _DraftedCall:
         self.shown = 0  # columns that were handed out
         self.seen = {row: Acceptance(drafter.chance) for row in range(count)}
         self.times_s, self.drafter = step_times_s(session.plan), drafter
-        self.stakes, self.behind = Stakes(self.times_s[1]), 0  # tokens that the drafter has not been shown
+        self.stakes, self.tried = Stakes(self.times_s[1]), False
+        self.behind = [0] * count  # tokens that the drafter has not been shown
 
     def begin(self, prompts: Sequence[torch.Tensor]) -> None:
         """Run the prompts; the first token of each."""
@@ -117,17 +118,14 @@ class _DraftedCall:
 
     def step(self) -> None:
         """One pass: draft, check, keep what stands."""
-        context, drafter = self.session.plan.workload.context, self.drafter
+        context = self.session.plan.workload.context
         going = [row for row in range(len(self.new)) if not self.ended(row)]
         room = context - max(int(self.lengths[row]) for row in going)
         times_s = {size: time_s for size, time_s in self.times_s.items() if size <= room}
         most = [0 if self.ended(row) else min(max(times_s), self.stop.max_new_tokens - len(new)) - 1
                 for row, new in enumerate(self.new)]
-        if drafter.token_time_s:
-            worth = self._worth(drafter.token_time_s, going, times_s)
-            most = [min(count, worth) for count in most]
         rows = [tokens[: self.prompt[i] + len(self.new[i])] for i, tokens in enumerate(self.held)]
-        drafts = drafter.draft(rows, most)
+        drafts = self._drafts(rows, most, going, times_s)
         size = best_size({row: drafts[row] for row in going}, self.seen, times_s)
         ids = torch.zeros(len(self.lengths), size, dtype=torch.int64)
         for row in going:
@@ -136,13 +134,34 @@ class _DraftedCall:
         start = self.lengths.clamp(max=context - size)  # of what has ended, the cache is no longer read
         logits = self.session.step({"input_ids": ids, "start": start, "last": torch.zeros_like(start)})
         logits = logits.view(len(start), size, -1)
-        given = [self._check(row, logits[row], drafts[row]) for row in going]
-        made = max(len(drafts[row].tokens) for row in going)
-        self.stakes.note(times_s[size] + (self.behind + made if made else 0) * drafter.token_time_s,
-                         sum(given) / len(given))
-        self.behind = int(max(given) > made) if made else self.behind + max(given)
+        given = {row: self._check(row, logits[row], drafts[row]) for row in going}
+        self._count(times_s[size], drafts, given)
         self.tally.steps[size] = self.tally.steps.get(size, 0) + 1
         self._show()
+
+    def _drafts(
+        self, rows: Sequence[torch.Tensor], most: Sequence[int], going: Sequence[int], times_s: Mapping[int, float]
+    ) -> list[Drafted]:
+        """What may follow: where each drafted token takes time, what followed the last tokens before is taken instead
+        if that is expected to give as many tokens per second."""
+        if not self.drafter.token_time_s:
+            return self.drafter.draft(rows, most)
+        found = PromptLookup().draft(rows, most)
+        each_s = self.drafter.token_time_s
+        slow = [row for row in going if found[row].kind < LONGEST_MATCH or best_rate(
+            self.seen[row].chance(found[row].kind), times_s) < best_rate(self.seen[row].chance(MODEL), times_s, each_s)]
+        worth = self._worth(each_s, slow, times_s) if slow else 0
+        made = self.drafter.draft(rows, [min(most[i], worth) if i in slow else 0 for i in range(len(rows))])
+        return [made[i] if i in slow else draft for i, draft in enumerate(found)]
+
+    def _count(self, step_s: float, drafts: Sequence[Drafted], given: Mapping[int, int]) -> None:
+        """Note what a pass and its drafts took and gave."""
+        made = {row: len(drafts[row].tokens) for row in given if drafts[row].kind == MODEL and drafts[row].tokens}
+        fed = max((self.behind[row] + count for row, count in made.items()), default=0)
+        self.stakes.note(step_s + fed * self.drafter.token_time_s, sum(given.values()) / len(given),
+                         self.tried and bool(made))
+        for row, count in given.items():
+            self.behind[row] = int(count > made[row]) if row in made else self.behind[row] + count
 
     def _check(self, row: int, logits: torch.Tensor, draft: Drafted) -> int:
         """Keep what stands of a draft by the logits [size, V]; how many tokens that gives."""
@@ -150,7 +169,8 @@ class _DraftedCall:
         found = accepted(logits[: offered + 1], draft, self.sampling, self.draws[row])
         right = len(found) - 1
         self.seen[row].note(draft, offered, right)
-        self.drafter.note(right, right < offered)
+        if draft.kind == MODEL:
+            self.drafter.note(right, right < offered)
         self.tally.offered += offered
         self.tally.accepted += right
         self.tally.refused += right < offered
@@ -166,11 +186,13 @@ class _DraftedCall:
         drafts = dict.fromkeys(going, Drafted((0,) * (max(times_s) - 1)))
         both_s = {size: time_s + (size - 1) * token_time_s for size, time_s in times_s.items()}
         size = best_size(drafts, self.seen, both_s)
-        pays = size > 1
-        if not pays:
+        self.tried = size == 1
+        if self.tried:
             size = sorted(times_s)[1]
-        cost_s = self.behind * token_time_s + (0.0 if pays else both_s[size] - times_s[1])
-        return size - 1 if self.stakes.allow(cost_s, pays) else 0
+        cost_s = max(self.behind[row] for row in going) * token_time_s
+        if self.tried:
+            cost_s += both_s[size] - times_s[1]
+        return size - 1 if self.stakes.allow(cost_s, self.tried) else 0
 
     def _append(self, row: int, tokens: Sequence[int]) -> int:
         """Add tokens to a sequence up to the one that ends it; how many."""

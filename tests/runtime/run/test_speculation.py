@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from forebay.rewriter.ir.plan import Limits, Plan, Prediction, Schedule, Workload
+from forebay.runtime.run import speculation
 from forebay.runtime.run.drafts import Drafted, PromptLookup
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.model_drafts import ModelDrafter
@@ -202,7 +203,7 @@ def test_a_draft_whose_time_does_not_pay_is_not_made() -> None:
         drafter, tally = Guessing([4], [True]), Tally()
         drafter.token_time_s = token_time_s
         generate_speculatively(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(20), None, None, drafter, tally)
-        assert bool(drafter.calls) is drafts and (tally.passes < 19) is drafts
+        assert bool(drafter.calls) is drafts and tally.passes < 19, "what is looked up takes no time"
 
 
 class Timed(Guessing):
@@ -229,7 +230,9 @@ def test_drafts_lose_little_whatever_they_are_and_are_tried_again(right: list[bo
     said = Prediction(1.0, 1.0, speculative_times_s=(1.05, 1.01, 1.0))
     target.plan = Plan(**{**vars(target.plan), "prediction": said})
     drafter, tally = Timed(right, token_time_s), Tally()
-    generate_speculatively(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(new), None, None, drafter, tally)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculation, "LONGEST_MATCH", 99)  # nothing is looked up
+        generate_speculatively(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(new), None, None, drafter, tally)
     taken_s = sum(times[size] * count for size, count in tally.steps.items()) + drafter.fed * token_time_s
     wasted = (8 * token_time_s + 0.05) + 1.0
     assert taken_s <= 1.03 * (new - 1) + wasted + 1e-6
@@ -237,10 +240,48 @@ def test_drafts_lose_little_whatever_they_are_and_are_tried_again(right: list[bo
         assert drafter.calls > 20 and tally.tokens == new - 1, "tried again and again"
 
 
-def test_a_draft_that_turns_good_is_found_out() -> None:
+def test_a_draft_that_turns_good_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong for a while, then right: a cheap one is drafted from again within the answer."""
+    monkeypatch.setattr(speculation, "LONGEST_MATCH", 99)
     target = session(1, 3, 200, (8, 4, 2), 3)
     target.plan = Plan(**{**vars(target.plan), "prediction": Prediction(1.0, 1.0, speculative_times_s=(1.0,) * 3)})
     drafter, tally = Timed([False] * 60 + [True] * 10_000, 0.028), Tally()
     generate_speculatively(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(200), None, None, drafter, tally)
-    assert tally.steps[1] > 5 and tally.passes < 130 and tally.accepted > 60
+    assert tally.passes < 130 and tally.accepted > 80
+
+
+class Lasting(Recalling):
+    """Counts in fives, whatever was before, so that five tokens repeat."""
+
+    def step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        super().step(inputs)
+        ids = inputs["input_ids"]
+        logits = torch.eye(VOCAB)[(ids + 1) % VOCAB]
+        return logits if ids.shape[1] in self.plan.schedule.speculative_steps else logits[
+            torch.arange(len(ids)), inputs["last"]]
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_what_stood_before_is_drafted_rather_than_what_takes_time(repeats: bool) -> None:
+    """A prompt that the answer repeats leaves a model's drafts to the beginning; one that begins late has the whole
+    prompt and answer shown first."""
+    said = Prediction(1.0, 1.0, speculative_times_s=(1.0,) * 3)
+    plan = session(1, 12, 60, (8, 4, 2), 12).plan
+    target: Any = Lasting(Plan(**{**vars(plan), "prediction": said}))
+    other: Any = Lasting(Plan(**{**vars(session(1, 13, 60, (), 13).plan), "prediction": Prediction(0.1, 0.05)}))
+    drafter: Any = ModelDrafter(other, Sampling(), [None], 0.9)
+    prompt = torch.tensor([0, 1, 2, 3, 4] * 2 + [0, 1] if repeats else [4])
+    tally = Tally()
+    found = generate_speculatively(target, [prompt], Sampling(), Stop(60), None, None, drafter, tally)
+    assert found.tolist() == [[(int(prompt[-1]) + 1 + i) % VOCAB for i in range(60)]]
+    assert tally.accepted == tally.offered and tally.passes <= 9
+    assert (drafter.right == 0) if repeats else (0 < drafter.right < tally.accepted), "then what repeats takes over"
+
+
+def test_a_draft_that_begins_late_is_shown_what_was_said() -> None:
+    """More than its plan's prompt: the rest by steps."""
+    other: Any = Lasting(session(1, 3, 20, (), 3).plan)
+    drafter = ModelDrafter(other, Sampling(), [None])
+    assert drafter.draft([torch.arange(9) % VOCAB], [0])[0].tokens == ()
+    assert drafter.draft([torch.arange(11) % VOCAB], [4])[0].tokens == (1, 2, 3, 4)
+    assert other.cache[0, :11].tolist() == [i % VOCAB for i in range(11)]
