@@ -68,7 +68,7 @@ class Wishes:
 def check_choices(workload: Workload, wishes: Wishes, replayed: Plan | None = None) -> None:
     """PlanError, under the name that `wrap` has for it, for a choice that is none: sizes that are no whole numbers of
     at least 1, shares that are none, another word than those there are, more copies ahead than there are slots, a
-    format of checkpoints that none are to be kept in, ranges of scores beside a plan that has its own."""
+    format of checkpoints that none are to be kept in, anything that a plan beside it has otherwise."""
     lookup = wishes.drafted_tokens
     require_sizes(batch=workload.batch, prompt=workload.prompt, new_tokens=workload.new_tokens, slots=wishes.slots,
                   slot_nbytes=wishes.slot_nbytes, lead=wishes.lead, prefill_chunk=wishes.prefill_chunk,
@@ -87,18 +87,45 @@ def check_choices(workload: Workload, wishes: Wishes, replayed: Plan | None = No
         "checkpoints (0, …)" if wishes.checkpoints is not None and not wishes.checkpoints[0] else "")
     if why and wishes.checkpoint_format != "native":
         raise PlanError(f"checkpoint_format {wishes.checkpoint_format}: with {why} none are kept; leave one out")
-    if replayed is not None and wishes.score_ranges:
-        raise PlanError("the plan says what ranges of scores it takes; leave calibration out, or plan anew with it")
     _check_sparse_values(wishes)
-    if replayed is not None and wishes.sparse_values not in (1, replayed.schedule.block.sparse_values):
-        raise PlanError(f"sparse_values: the plan has {replayed.schedule.block.sparse_values}, "
-                        f"{wishes.sparse_values} is asked for; leave it out, or plan anew")
+    if replayed is not None:
+        _check_replayed(wishes, replayed)
     for name, shares in (("cache_shares", wishes.cache_shares), ("hidden_shares", wishes.hidden_shares)):
         if shares is not None and not (_is_pair(shares, int | float) and all(0 <= share <= 1 for share in shares)):
             raise PlanError(f"{name} must be two numbers from 0 to 1, found {shares!r}")
     _check_hidden(wishes)
     if wishes.lead and wishes.slots and wishes.lead > wishes.slots:
         raise PlanError(f"lead {wishes.lead} needs as many slots; {wishes.slots} were asked for")
+
+
+def _check_replayed(wishes: Wishes, plan: Plan) -> None:
+    """PlanError for a wish that the plan does not keep: it runs as it is. What is as by default is no wish."""
+    if wishes.score_ranges:
+        raise PlanError("the plan says what ranges of scores it takes; leave calibration out, or plan anew with it")
+    s, block = plan.schedule, plan.schedule.block
+    planned: dict[str, tuple[object, object]] = {
+        "cache": (None if wishes.cache_format == "native" else wishes.cache_format, plan.cache_format),
+        "micro_batches": (wishes.micro_batches and min(wishes.micro_batches, plan.workload.batch), block.micro_batches),
+        "order": (None if wishes.order == "zigzag" else wishes.order, block.order),
+        "cache_tier": (wishes.cache_tier, block.cache), "cpu_attention": (wishes.cpu_attention, block.cpu_attention),
+        "prefill_chunk": (wishes.prefill_chunk and min(wishes.prefill_chunk, plan.workload.prompt), s.prefill_chunk),
+        "checkpoints": (wishes.checkpoints and (wishes.checkpoints if wishes.checkpoints[0] else (0, 0)),
+                        (block.checkpoints, block.checkpoint_period)),
+        "hidden_tier": (wishes.hidden_tier, block.hidden),
+        "sparse_values": (None if wishes.sparse_values == 1 else wishes.sparse_values, block.sparse_values)}
+    if s.slots:
+        planned |= {"slots": (wishes.slots, s.slots), "lead": (wishes.lead, s.lead)}
+    for name, (wished, found) in planned.items():
+        if wished is not None and wished != found:
+            raise PlanError(f"{name}: the plan has {found}, {wished} is asked for; leave it out, or plan anew")
+    if wishes.slot_nbytes is not None and s.slot_nbytes > wishes.slot_nbytes:  # the largest piece fills no slot
+        raise PlanError(f"slot_nbytes: pieces of the plan have up to {s.slot_nbytes} bytes, {wishes.slot_nbytes} are "
+                        "asked for; leave it out, or plan anew")
+    if wishes.entering and not block.entering:
+        raise PlanError("places: sequences of the plan begin together; leave it out, or plan anew")
+    if isinstance(wishes.drafted_tokens, int) and not s.speculative_steps:
+        raise PlanError("prompt_lookup_num_tokens: no step of the plan checks what is drafted; leave it out, or plan "
+                        "anew")
 
 
 def _check_sparse_values(wishes: Wishes) -> None:

@@ -340,6 +340,29 @@ def test_a_saved_plan_is_replayed_as_it_is(llama_checkpoint: Any, tmp_path: Path
                       plan=replace(plan, fingerprint="else"))
 
 
+@pytest.mark.parametrize(("name", "other"), [
+    ("slots", 4), ("slot_nbytes", 64), ("lead", 1), ("prefill_chunk", 5), ("cache", "kv8"), ("micro_batches", 2),
+    ("order", "row"), ("cache_tier", "disk"), ("cpu_attention", True), ("checkpoints", (1, 2)),
+    ("hidden_tier", "disk"), ("sparse_values", 0.5), ("places", 3), ("prompt_lookup_num_tokens", 4)])
+def test_a_replayed_plan_keeps_no_wish_that_it_was_not_made_for(
+    llama_checkpoint: Any, replayed: tuple[Any, dict[str, Any]], name: str, other: Any
+) -> None:
+    plan, wished = replayed
+    with pytest.raises(PlanError, match=f"^{name}: .*leave it out, or plan anew"):
+        wrap(llama_checkpoint.folder, {"device": plan.budget.device}, plan=plan, **wished | {name: other})
+
+
+@pytest.fixture(scope="module")
+def replayed(llama_checkpoint: Any) -> tuple[Any, dict[str, Any]]:
+    """A plan made for wishes, with which it can be replayed."""
+    wished = {"slots": 3, "slot_nbytes": 8192, "lead": 2, "prefill_chunk": 4}
+    with llama_checkpoint.language_model(0.5, **wished) as lm:
+        plan = lm.plan
+    with wrap(llama_checkpoint.folder, {"device": plan.budget.device}, plan=plan, **wished) as again:
+        assert again.plan == plan
+    return plan, wished
+
+
 def test_a_budget_that_cannot_work_names_the_smallest_that_can(llama_checkpoint: Any) -> None:
     with pytest.raises(PlanError, match="the smallest that can is") as refusal:
         llama_checkpoint.language_model(10_000)
