@@ -9,8 +9,11 @@ import torch
 
 from forebay.rewriter.ir.plan import Plan
 from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.run.acceptance import accepted
 from forebay.runtime.run.balance import balanced_places
+from forebay.runtime.run.drafts import Drafted
 from forebay.runtime.run.generation import Prefill, Stop, with_renewal
+from forebay.runtime.run.place_drafts import PlaceDrafts, Running
 from forebay.runtime.run.sampling import Sampling, choose
 from forebay.runtime.run.session import Session
 
@@ -33,7 +36,8 @@ class Asked:
 @dataclass
 class WorkDone:
     """What was done so far: steps that computed prompts, steps that decoded, tokens chosen, sequences that ended, and
-    those of them that stopped before they had their most tokens; and how many tokens the others may still take."""
+    those of them that stopped before they had their most tokens; how many tokens the others may still take; and how
+    many drafted tokens were checked, and of them stood."""
 
     prefills: int = 0
     decodes: int = 0
@@ -41,6 +45,8 @@ class WorkDone:
     ended: int = 0
     stopped: int = 0
     left: int = 0
+    offered: int = 0
+    accepted: int = 0
 
 
 OnEnd = Callable[[int, list[int]], None]  # number of a sequence, and its new tokens
@@ -72,7 +78,8 @@ def answer_all(
     others, `HELD` chunks and a step, once `BUSY` of the places decode; before, it goes on. In a joined plan each of its
     chunks is computed with a token of the others; then the longest and the shortest enter in turns, so that chunks
     suffice for places at any time. Where the plan computes all sequences of a prefill at once, they begin together, as
-    many as there are places, when the last ones have ended.
+    many as there are places, when the last ones have ended; steps that check drafts, if it has any, check what is
+    looked up (`PlaceDrafts`).
     RuntimeFault, before anything runs, for a sequence that no place has room for. If `on_end` or `on_step` raises, the
     session is to be closed.
     """
@@ -93,9 +100,10 @@ def answer_arriving(
     Before every step `arriving(free, idle)` gives those that came since, by numbers that no other has, at most `free`
     of them. With `idle` nothing runs, and it may wait; None ends the loop, behind those that still run. `on_next` is
     told of every token as it is chosen and ends the sequence, whose place is free then, by returning False.
-    RuntimeFault for a plan whose sequences begin together, and for a sequence that no place has room for.
+    RuntimeFault for a plan of several places whose sequences begin together, and for a sequence that no place has room
+    for.
     """
-    if not entering(session.plan):
+    if not entering(session.plan) and session.plan.workload.batch > 1:
         raise RuntimeFault("sequences of this plan begin together; plan for places that they enter (wrap(places=…))")
     loop = _Loop(session, Sampling(), eos, on_end, on_next)
     open_ = True
@@ -169,6 +177,7 @@ class _Loop:
         self.generators: dict[int, torch.Generator] = {}
         self.first: dict[int, int] = {}  # tokens of those whose prompts ended before those that they entered with
         self.last = torch.zeros(self.batch, dtype=torch.int64)
+        self.drafts = PlaceDrafts(session.plan)
         self.work = WorkDone()
 
     @property
@@ -216,8 +225,7 @@ class _Loop:
             self.entered.sort()
         taken = {place for place, _ in self.entered}
         self.free = [place for place in self.free if place not in taken]
-        prompts = [torch.cat((self.asked[number].ids, torch.tensor(self.new.get(number, []), dtype=torch.int64)))
-                   for _, number in self.entered]
+        prompts = [self._tokens(number) for _, number in self.entered]
         lengths = torch.ones(self.entering or self.batch, dtype=torch.int64)
         lengths[:most] = torch.tensor([prompt.numel() for prompt in prompts])
         places = None
@@ -235,6 +243,10 @@ class _Loop:
             held[place // rows] += self._length(number)
         free = self.free if self.entering else sorted(self.free)[: len(numbers)]
         return balanced_places([self._length(number) for number in numbers], free, held, rows)
+
+    def _tokens(self, number: int) -> torch.Tensor:
+        """The prompt, and what came behind it so far."""
+        return torch.cat((self.asked[number].ids, torch.tensor(self.new.get(number, []), dtype=torch.int64)))
 
     def _length(self, number: int) -> int:
         return self.asked[number].ids.numel() + len(self.new.get(number, []))
@@ -254,14 +266,20 @@ class _Loop:
         for place, number in entered:
             self.running[place] = number
             self.new.setdefault(number, [])
-        self._take(entered, [self.first.pop(number) for _, number in entered])
+        self._take(entered, [[self.first.pop(number)] for _, number in entered])
         if self.running and not self.entering:
             self.session.grow()
 
     def decode(self) -> None:
-        """A step of one token for every sequence that runs."""
-        logits = self.session.step(self._next_inputs(self.prefill.done if self.prefill is not None else 0))
-        self._decoded(sorted(self.running.items()), logits)
+        """A step of one token for every sequence that runs, or of several, all but the first of which were drafted."""
+        inputs = self._next_inputs(self.prefill.done if self.prefill is not None else 0)
+        size, drafts = self.drafts.choose({
+            number: Running(self._tokens(number), self.asked[number].new_tokens - len(self.new[number]))
+            for number in self.running.values()} if self.session.plan.schedule.speculative_steps else {})
+        if size == 1:
+            self._decoded(sorted(self.running.items()), self.session.step(inputs))
+        else:
+            self._check(inputs, size, drafts)
 
     def _next_inputs(self, done: int) -> dict[str, torch.Tensor]:
         """The inputs of a step of one token, where chunks have computed `done` tokens of those that enter: what it
@@ -278,7 +296,30 @@ class _Loop:
     def _decoded(self, rows: Sequence[tuple[int, int]], logits: torch.Tensor) -> None:
         """Give the sequences in `rows` (place, number), which a step of one token computed, their next tokens."""
         self.work.decodes += 1
-        self._take(rows, self._chosen([number for _, number in rows], logits, [place for place, _ in rows]))
+        tokens = self._chosen([number for _, number in rows], logits, [place for place, _ in rows])
+        self._take(rows, [[token] for token in tokens])
+
+    def _check(self, inputs: dict[str, torch.Tensor], size: int, drafts: Mapping[int, Drafted]) -> None:
+        """A step over `size` tokens of each sequence that runs; they get as many as are right of their drafts, and one
+        more. What is refused, and what free places write, is written anew before it is seen."""
+        rows, ids = sorted(self.running.items()), torch.zeros(self.batch, size, dtype=torch.int64)
+        ids[:, 0] = inputs["input_ids"][:, 0]
+        for place, number in rows:
+            drafted = drafts[number].tokens[: size - 1]
+            ids[place, 1 : 1 + len(drafted)] = torch.tensor(drafted, dtype=torch.int64)
+        start = inputs["start"]
+        logits = self.session.step({**inputs, "input_ids": ids, "length": start + size}).view(self.batch, size, -1)
+        given = []
+        for place, number in rows:
+            draft, sampling = drafts[number], self.asked[number].sampling or self.sampling
+            offered = min(size - 1, len(draft.tokens))
+            draws = [self._generator(number)] if sampling.do_sample else None
+            given.append(accepted(logits[place, : offered + 1], draft, sampling, draws))
+            right = len(given[-1]) - 1
+            self.drafts.note(number, draft, offered, right)
+            self.work.offered, self.work.accepted = self.work.offered + offered, self.work.accepted + right
+        self.work.decodes += 1
+        self._take(rows, given)
 
     def _begun(self, ends: Sequence[int], logits: torch.Tensor) -> None:
         """Choose the first tokens of those that entered and whose prompts have ended."""
@@ -303,33 +344,40 @@ class _Loop:
         if not sampling.do_sample:
             tokens = logits.argmax(-1).tolist()
             return [tokens[row] for row in at]
-        for number in numbers:
-            if number not in self.generators:
-                make = self.asked[number].generator
-                self.generators[number] = torch.default_generator if make is None else make()
-        drawn = [self.generators[number] for number in numbers]
+        drawn = [self._generator(number) for number in numbers]
         if logits.device.type == "cpu":  # without a copy of their rows, which no plan counts
             return [int(choose(logits[row : row + 1], sampling, [g])) for row, g in zip(at, drawn, strict=True)]
         return choose(logits[torch.tensor(at).to(logits.device)], sampling, drawn).tolist()
 
-    def _take(self, rows: Sequence[tuple[int, int]], tokens: Sequence[int]) -> None:
-        """Append the next tokens of the sequences in `rows` (place, number); those that end leave their places."""
-        self.work.tokens += len(tokens)
+    def _generator(self, number: int) -> torch.Generator:
+        """What draws a sequence's tokens, from when it is first asked for."""
+        if number not in self.generators:
+            make = self.asked[number].generator
+            self.generators[number] = torch.default_generator if make is None else make()
+        return self.generators[number]
+
+    def _take(self, rows: Sequence[tuple[int, int]], tokens: Sequence[Sequence[int]]) -> None:
+        """Append the next tokens of the sequences in `rows` (place, number), up to the one that ends each; those that
+        end leave their places."""
         ended = []
-        for (place, number), token in zip(rows, tokens, strict=True):
-            self.new[number].append(token)
-            left = self.asked[number].new_tokens - len(self.new[number])
-            self.work.left -= 1
-            more = self.on_next(number, token)
-            if token in self.eos or not left or not more:
-                self.work.left -= left
-                self.work.stopped += left > 0
-                del self.running[place]
-                self.free.append(place)
-                ended.append(number)
+        for (place, number), found in zip(rows, tokens, strict=True):
+            for token in found:
+                self.work.tokens += 1
+                self.new[number].append(token)
+                left = self.asked[number].new_tokens - len(self.new[number])
+                self.work.left -= 1
+                more = self.on_next(number, token)
+                if token in self.eos or not left or not more:
+                    self.work.left -= left
+                    self.work.stopped += left > 0
+                    del self.running[place]
+                    self.free.append(place)
+                    ended.append(number)
+                    break
         for number in ended:
             self.work.ended += 1
             self.generators.pop(number, None)
+            self.drafts.end(number)
             del self.asked[number]
             self.on_end(number, self.new.pop(number))
         self._renew()

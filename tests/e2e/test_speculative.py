@@ -20,6 +20,7 @@ from forebay.rewriter.planning.wishes import Wishes
 from forebay.runtime.run.drafts import PromptLookup
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.model_drafts import ModelDrafter
+from forebay.runtime.run.places import Asked, answer_all
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.speculation import Tally, generate_speculatively
 
@@ -52,15 +53,16 @@ SOME = {"opt": [("w4", "native")], "gpt2": [("native", "kv8")], "gemma2": [("nat
 
 
 @pytest.mark.parametrize(("folders", "weights", "cache"), [
-    (family, *kind) for family in ("llama", *SOME) for kind in (KINDS if ALL else SOME.get(family, KINDS))],
+    (family, *kind) for family in (FAMILIES if ALL else ("llama", *SOME))
+    for kind in (KINDS if ALL else SOME.get(family, KINDS))],
     indirect=["folders"])
 def test_tokens_equal_plain_ones(folders: dict[str, Path], weights: str, cache: str) -> None:
-    """Families with all kinds under FOREBAY_TEST_ALL=1, the first of them always."""
+    """All families with all kinds under FOREBAY_TEST_ALL=1, the first of them always."""
     wishes = Wishes(drafted_tokens=7, cache_format=cache, cache_tier="device", prefill_chunk=5)
     with language_model(folders[weights], wishes) as lm:
         assert lm.plan.schedule.speculative_steps == (8, 4, 2) and lm.plan.prediction.streamed_nbytes > 0
         with lm.running(4, 20, NEW) as session:
-            for count in (1, 4):
+            for count in (1, 2, 3, 4) if ALL else (1, 4):
                 prompts = PROMPTS[:count]
                 free = generate_tokens(session, prompts, Sampling(), Stop(NEW))
                 eos = frozenset(free[:, [NEW // 3, NEW // 2]].flatten().tolist())  # falls within passes
@@ -76,7 +78,7 @@ def test_tokens_equal_plain_ones(folders: dict[str, Path], weights: str, cache: 
 
 
 @pytest.mark.parametrize(("folders", "weights", "cache"), [
-    (family, *kind) for family in (("llama", *SOME) if ALL else ("llama",)) for kind in (KINDS if ALL else KINDS[1:2])],
+    (family, *kind) for family in (FAMILIES if ALL else ("llama",)) for kind in (KINDS if ALL else KINDS[1:2])],
     indirect=["folders"])
 def test_a_models_drafts_change_no_token(folders: dict[str, Path], weights: str, cache: str) -> None:
     """Drafts of the same weights in fewer bits: many are right, others are taken back, from both caches. All families
@@ -85,7 +87,7 @@ def test_a_models_drafts_change_no_token(folders: dict[str, Path], weights: str,
     with (language_model(folders[weights], wishes) as lm,
           language_model(folders["w4"], Wishes(cache_tier="device")) as helper,
           lm.running(4, 20, NEW) as session, helper.running(4, 21, NEW) as drafting):
-        for count in (1, 4) if ALL else (4,):
+        for count in (1, 2, 3, 4) if ALL else (4,):
             prompts = PROMPTS[:count]
             free = generate_tokens(session, prompts, Sampling(), Stop(NEW))
             eos = frozenset(free[:, [NEW // 3, NEW // 2]].flatten().tolist())
@@ -97,6 +99,27 @@ def test_a_models_drafts_change_no_token(folders: dict[str, Path], weights: str,
                 assert torch.equal(found, plain)
                 at_once = plain.shape[1] == 1  # a random model may repeat one token, which then ends the answer
                 assert at_once or (tally.accepted if stop.eos else tally.accepted > tally.offered / 4)
+
+
+@pytest.mark.parametrize(("folders", "weights", "cache"), [
+    (family, *kind) for family in (FAMILIES if ALL else ("llama",)) for kind in (KINDS if ALL else KINDS[3:])],
+    indirect=["folders"])
+def test_sequences_in_places_check_what_is_looked_up(folders: dict[str, Path], weights: str, cache: str) -> None:
+    """More of them than places, of unequal lengths; some are drawn, and some end in the middle of a pass. All families
+    under FOREBAY_TEST_ALL=1."""
+    wishes = Wishes(drafted_tokens=7, cache_format=cache, cache_tier="device", prefill_chunk=5)
+    samplings = [Sampling(), Sampling(True, 1.2, 5, 0.9)]
+    with language_model(folders[weights], wishes) as lm, lm.running(4, 20, NEW) as session:
+        asked = [Asked(ids, NEW - 3 * i, lambda i=i: torch.Generator().manual_seed(i), samplings[i % 3 == 2])
+                 for i, ids in enumerate([*PROMPTS, *PROMPTS[:2]])]
+        free = generate_tokens(session, [asked[0].ids], Sampling(), Stop(NEW))
+        eos = frozenset(free[:, NEW // 2].tolist())
+        alone = [generate_tokens(session, [each.ids], each.sampling or Sampling(), Stop(each.new_tokens, eos),
+                                 [torch.Generator().manual_seed(i)])[0].tolist() for i, each in enumerate(asked)]
+        found: dict[int, list[int]] = {}
+        work = answer_all(session, asked, Sampling(), eos, on_end=found.__setitem__)
+        assert [found[i] for i in range(len(asked))] == alone
+        assert work.offered and work.tokens == sum(map(len, alone))
 
 
 def test_a_wrapped_assistant_drafts_for_the_plans_steps(llama_checkpoint: Any) -> None:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import forebay
+from forebay.api import LanguageModel
 from forebay.rewriter.machine.profile import Machine
 from forebay.serving.run_server import LOOPBACK, ServerRun, Service, ServingOptions, bound_socket
 
@@ -72,10 +73,12 @@ class Running:
 
 
 def made(
-    folder: Path, *, places: int = PLACES, queue: int = 64, grace_s: float = 30.0, new_tokens: int = NEW, **options: Any
+    folder: Path, *, places: int = PLACES, queue: int = 64, grace_s: float = 30.0, new_tokens: int = NEW,
+    planned: LanguageModel | None = None, **options: Any
 ) -> tuple[Running, socket.socket]:
     """A server of the model in `folder` that is yet to be run, and the socket for it."""
-    lm = forebay.wrap(folder, BUDGET, places=places, prompt=PROMPT, new_tokens=new_tokens, machine=Machine.default())
+    lm = planned or forebay.wrap(folder, BUDGET, places=places, prompt=PROMPT, new_tokens=new_tokens,
+                                 machine=Machine.default())
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     gate, decode = threading.Event(), tokenizer.decode
     gate.set()

@@ -16,7 +16,8 @@ from serving.served import BUDGET, NEW, PLACES, PROMPT, TEMPLATE, WORDS, Running
 from transformers import PreTrainedTokenizerFast
 
 import forebay
-from forebay.rewriter.machine.profile import Machine
+from forebay.commands.serve import _planned
+from forebay.rewriter.machine.profile import Machine, save_machine
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +182,29 @@ def test_the_rest_of_the_endpoints(server: Running, client: openai.OpenAI) -> No
     assert status == 200 and b"<script>" in page and b"src=" not in page and b"http://www.w3.org" in page
     assert server.send("GET", "/nothing")[0] == 404 and server.send("GET", "/v1/completions")[0] == 405
     assert server.send("GET", "/health", Host="evil.example")[0] == 403
+
+
+def test_a_single_place_checks_what_is_looked_up(
+    folder: Path, prompts: list[str], expected: list[str], tmp_path: Path
+) -> None:
+    """Where reading weights binds a step; the answers are those of one token a step, and it is counted what stood."""
+    save_machine(Machine.default(), tmp_path / "machine.json")
+
+    lm, plain = (_planned(folder, str(BUDGET), PROMPT, NEW, 1, "native", tmp_path / "machine.json", speculate)
+                 for speculate in (True, False))
+    assert lm.plan.schedule.speculative_steps and not plain.plan.schedule.speculative_steps
+    with serving(folder, planned=lm) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+        said = "w5 w6 w7 w5 w6 w7 w5 w6"
+        drawn = [client.completions.create(model="tiny", prompt=said, max_tokens=NEW, seed=1) for _ in range(2)]
+        found = [client.completions.create(model="tiny", prompt=prompt, max_tokens=NEW, temperature=0)
+                 for prompt in prompts]
+        assert [each.choices[0].text for each in found] == expected and drawn[0].choices == drawn[1].choices
+        counts = dict(line.rsplit(" ", 1) for line in server.send("GET", "/metrics")[1].decode().splitlines()
+                      if not line.startswith("#"))
+    checked = sum(int(counts[f'forebay_drafted_tokens_total{{kind="{kind}"}}']) for kind in ("stood", "refused"))
+    assert checked and int(counts['forebay_steps_total{kind="decode"}']) < sum(
+        each.usage.completion_tokens for each in (*drawn, *found) if each.usage is not None)
 
 
 def test_a_key_is_asked_for_and_a_full_queue_says_so(folder: Path) -> None:

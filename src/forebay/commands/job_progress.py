@@ -47,7 +47,9 @@ def progress_note(work: WorkDone, total: int, elapsed_s: float) -> str:
     """Answers, tokens a second, and the time that the rest takes as far as can be told."""
     left_s = left_time_s(work, total, elapsed_s)
     eta = "" if left_s is None else f", about {_hours(left_s)} left"
-    return f"{work.ended}/{total} answers, {work.tokens / elapsed_s:.2f} tokens/s{eta}"
+    passes = work.prefills + work.decodes
+    pace = f", {work.tokens / passes:.2f} tokens per pass" if work.offered and passes else ""
+    return f"{work.ended}/{total} answers, {work.tokens / elapsed_s:.2f} tokens/s{pace}{eta}"
 
 
 def left_time_s(work: WorkDone, total: int, elapsed_s: float) -> float | None:

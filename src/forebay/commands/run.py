@@ -110,9 +110,8 @@ def run(
             answer_one(model, prompt, budget, max_new_tokens, sampling, seed, chat=chat, cache=cache, machine=machine,
                        speculate=speculate is not False, dequantize=dequantize, draft=draft)
             return
-        if speculate is not None or draft is not None:
-            raise JobError("--speculate, --no-speculate and --draft are for one prompt: the places of a job check no "
-                           "drafts")
+        if draft is not None:
+            raise JobError("--draft is for one prompt: the places of a job check only what is looked up")
         if prompts is None or output is None:
             raise JobError('name a "PROMPT" to answer here, or a file of --prompts and an --output for the answers')
         saved = load_plan(plan) if plan else None
@@ -159,7 +158,8 @@ def run(
                 profile = machine_profile(machine, folder)
                 answers.check_batch(batch if saved is None else saved.workload.batch)
                 lm, fitting = fit_job((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch,
-                                       Wishes(slots, cache_format=cache, score_ranges=ranges), saved, profile,
+                                       Wishes(slots, cache_format=cache, score_ranges=ranges,
+                                              drafted_tokens=None if speculate is False else "auto"), saved, profile,
                                        first=answers.batch)
                 if answers.batch not in (None, lm.plan.workload.batch):
                     say(f"{output}: going on with {lm.plan.workload.batch} prompts at once, not with {answers.batch}, "
@@ -264,6 +264,7 @@ def _measured(plan: Plan, done: WorkDone, spent: Spent, elapsed_s: float, memory
     grown, steps = memory.peak - memory.before, done.prefills + done.decodes
     return {
         "answers": done.ended, "tokens": done.tokens, "steps": steps, "time_s": elapsed_s, **asdict(spent),
+        "drafted_tokens": done.offered, "accepted_tokens": done.accepted,
         "places": plan.workload.batch, "tokens_per_s": done.tokens / elapsed_s, "steps_per_s": steps / elapsed_s,
         "budget_nbytes": plan.budget.device, "planned_peak_nbytes": sum(plan.prediction.peak_nbytes.values()),
         "measured_peak_nbytes": grown + memory.cached_peak, "anonymous_nbytes": grown,
@@ -293,6 +294,8 @@ def _measured_text(found: dict[str, Any]) -> str:
         f"from disk in all, {format_nbytes(found['read_nbytes'] // max(1, found['steps']))} per step",
         f"speed       {found['answers']} answers, {found['tokens']} tokens in {found['time_s']:.1f} s: "
         f"{found['tokens_per_s']:.2f} tokens/s, {found['steps_per_s']:.2f} steps/s",
+        *([f"drafts      {found['accepted_tokens']} of {found['drafted_tokens']} tokens that were looked up stood; "
+           f"{found['tokens'] / found['steps']:.2f} tokens per pass over the weights"] * (found["drafted_tokens"] > 0)),
         f"time        {found['load_s']:.1f} s to load, {found['prefill_s']:.1f} s of prefill, "
         f"{found['decode_s']:.1f} s of decode",
     ))

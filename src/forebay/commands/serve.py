@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from forebay.commands.options import (
     DequantizeOption,
     MachineOption,
     ModelArgument,
+    SpeculateOption,
     model_folder,
 )
 from forebay.commands.terminal import FAILED, clean_errors, console, say
@@ -40,6 +42,7 @@ def serve(
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; beyond, clients hear 429.")] = 64,
     grace: Annotated[float, typer.Option(min=0, help="Seconds to finish what runs when told to stop.")] = 300.0,
     cache: CacheOption = "native",
+    speculate: SpeculateOption = None,
     dequantize: DequantizeOption = False,
     machine: MachineOption = None,
     debug: DebugOption = False,
@@ -69,7 +72,7 @@ def serve(
             folder = model_folder(model, dequantize)
             tokenizer = load_tokenizer(folder)
             with console().status("capturing and planning"):
-                lm = _planned(folder, budget, prompt, max_new_tokens, places, cache, machine)
+                lm = _planned(folder, budget, prompt, max_new_tokens, places, cache, machine, speculate is not False)
             limit = lm.captured.max_positions
             alone = host in ("localhost", "127.0.0.1", "::1") and api_key is None
             named = name or Path(model).expanduser().resolve().name
@@ -94,10 +97,11 @@ def serve(
 
 
 def _planned(
-    folder: Path, budget: str, prompt: int, new_tokens: int, places: int | None, cache: str, machine: Path | None
+    folder: Path, budget: str, prompt: int, new_tokens: int, places: int | None, cache: str, machine: Path | None,
+    speculate: bool = True,
 ) -> LanguageModel:
     """The model planned once: for so many places, or for the number with which a sequence is predicted to take least
-    time."""
+    time. Steps of a single place may check what was looked up, where that costs next to nothing."""
     from forebay.api import LanguageModel
     from forebay.open_model import open_model
     from forebay.rewriter.ir.byte_sizes import parse_budget
@@ -112,19 +116,23 @@ def _planned(
 
     def choose(graphs_of: Any, limits: Any, workload: Any, wishes: Any, profile: Any, switches: Any) -> Any:
         found, refused = [], None
+        alone = replace(wishes, entering=None, cache_tier="device")  # only then can steps check what is looked up
         for count in (places,) if places else PLACES:
-            wished = Wishes(cache_format=cache, entering=entering_at_once(count))
             work = Workload(count, workload.prompt, workload.new_tokens)
-            try:
-                found.append(plan_block(graphs_of, limits, work, wished, profile, switches))
-            except PlanError as error:
-                refused = error
+            for wished in (alone,) * (speculate and count == 1) + (
+                    replace(wishes, entering=entering_at_once(count)),):
+                try:
+                    found.append(plan_block(graphs_of, limits, work, wished, profile, switches))
+                    break
+                except PlanError as error:
+                    refused = error
         if not found:
             assert refused is not None
             raise refused
         return min(found, key=lambda way: sequence_time_s(way[1]))
 
-    wishes = Wishes(cache_format=cache, entering=entering_at_once(places or 1))
+    wishes = Wishes(cache_format=cache, entering=entering_at_once(places or 1),
+                    drafted_tokens="auto" if speculate else None)
     return LanguageModel(*open_model(folder), sizes, Workload(places or 1, prompt, new_tokens), wishes,
                          machine_profile(machine, folder), choose=choose)
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -215,5 +215,6 @@ class Batcher:
             pending.hear(heard)
 
     def _stepped(self, work: WorkDone) -> None:
-        self.metrics.steps(work.prefills - self._work.prefills, work.decodes - self._work.decodes)
-        self._work = WorkDone(work.prefills, work.decodes)
+        before, self._work = self._work, replace(work)
+        stood, checked = work.accepted - before.accepted, work.offered - before.offered
+        self.metrics.steps(work.prefills - before.prefills, work.decodes - before.decodes, stood, checked - stood)

@@ -42,6 +42,7 @@ class Metrics:
         self._ends: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
         self._steps: Counter[str] = Counter()
+        self._drafted: Counter[str] = Counter()
         self.queued_s, self.first_s, self.token_s = Histogram(), Histogram(), Histogram()
 
     def responded(self, path: str, status: int) -> None:
@@ -54,10 +55,12 @@ class Metrics:
             self._tokens["prompt"] += prompt_tokens
             self._tokens["generated"] += new_tokens
 
-    def steps(self, prefills: int, decodes: int) -> None:
+    def steps(self, prefills: int, decodes: int, stood: int, refused: int) -> None:
         with self._lock:
             self._steps["prefill"] += prefills
             self._steps["decode"] += decodes
+            self._drafted["stood"] += stood
+            self._drafted["refused"] += refused
 
     def text(self, gauges: Mapping[str, tuple[str, Mapping[str, float]]]) -> str:
         """All of it, with `gauges`: by name their help and values by labels ("" or `tier="device"`)."""
@@ -69,7 +72,9 @@ class Metrics:
                                          {f'how="{how}"': n for how, n in self._ends.items()}),
                 "tokens_total": ("Tokens of prompts that entered, and tokens made.",
                                  {f'kind="{kind}"': n for kind, n in self._tokens.items()}),
-                "steps_total": ("Steps of the model.", {f'kind="{kind}"': n for kind, n in self._steps.items()})}
+                "steps_total": ("Steps of the model.", {f'kind="{kind}"': n for kind, n in self._steps.items()}),
+                "drafted_tokens_total": ("Tokens that steps checked beside those that they computed anyway.",
+                                         {f'kind="{kind}"': n for kind, n in self._drafted.items()})}
         lines = []
         for kind, group in (("counter", counters), ("gauge", gauges)):
             for name, (what, values) in group.items():

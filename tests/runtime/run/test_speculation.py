@@ -18,6 +18,7 @@ from forebay.runtime.run import speculation
 from forebay.runtime.run.drafts import Drafted, PromptLookup
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.model_drafts import ModelDrafter
+from forebay.runtime.run.places import Asked, answer_all, answer_arriving
 from forebay.runtime.run.sampling import Sampling, probabilities
 from forebay.runtime.run.speculation import Tally, generate_speculatively, step_times_s
 
@@ -120,6 +121,50 @@ def test_tokens_are_those_of_plain_decoding_whatever_is_drafted(data: st.DataObj
     assert torch.stack(columns, 1).tolist() == found.tolist(), "columns were handed out otherwise"
     assert tally.passes <= max(0, len(other.sizes)) and 0 <= tally.accepted <= tally.offered
     assert target.grown == (tally.passes > 0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_sequences_in_places_get_the_tokens_of_each_alone(data: st.DataObject) -> None:
+    """More of them than places, of unequal lengths and wishes, some of which are heard no more in the middle of a pass;
+    no position is written beyond the cache, and no token told behind the last."""
+    planned, new, batch = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 14)), data.draw(st.integers(1, 3))
+    sizes = data.draw(st.sets(st.sampled_from([n for n in (2, 3, 5, 8) if n <= planned + new]), min_size=1))
+    samplings = [Sampling(), Sampling(True, 1.0, 0, 1.0), Sampling(True, 0.5, 3, 0.9)]
+    asked = [Asked(torch.tensor(ids), wanted, lambda i=i: torch.Generator().manual_seed(i), sampling)
+             for i, (ids, wanted, sampling) in enumerate(data.draw(st.lists(st.tuples(
+                 st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=planned), st.integers(1, new),
+                 st.sampled_from(samplings)), min_size=1, max_size=7)))]
+    eos = frozenset(data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=1)))
+    heard = data.draw(st.lists(st.integers(1, new), min_size=len(asked), max_size=len(asked)))
+    alone = [generate_tokens(session(1, planned, new, (), 1), [each.ids], each.sampling or Sampling(),
+                             Stop(each.new_tokens, eos), [torch.Generator().manual_seed(i)])[0].tolist()
+             for i, each in enumerate(asked)]
+    found: dict[int, list[int]] = {}
+    work = answer_all(session(batch, planned, new, sizes, 1), asked, Sampling(), eos, on_end=found.__setitem__)
+    assert [found[i] for i in range(len(asked))] == alone and work.left == 0 == work.tokens - sum(map(len, alone))
+    assert work.decodes <= sum(map(len, alone)) and 0 <= work.accepted <= work.offered
+    told: dict[int, list[int]] = {i: [] for i in range(len(asked))}
+
+    def on_next(number: int, token: int) -> bool:
+        told[number].append(token)
+        return len(told[number]) < heard[number]
+
+    found, waiting = {}, dict(enumerate(asked))
+    work = answer_arriving(session(1, planned, new, sizes, 1),
+                           lambda free, idle: None if not waiting else {(i := min(waiting)): waiting.pop(i)} if free
+                           else {}, eos, on_next=on_next, on_end=found.__setitem__)
+    assert found == told == {i: tokens[: heard[i]] for i, tokens in enumerate(alone)} and work.left == 0
+
+
+def test_what_repeats_in_places_takes_few_passes() -> None:
+    said = Prediction(1.0, 1.0, speculative_times_s=(1.0, 1.0))
+    found: dict[int, list[int]] = {}
+    target: Any = Lasting(Plan(**{**vars(session(2, 12, 60, (8, 4), 12).plan), "prediction": said}))
+    asked = [Asked(torch.tensor([0, 1, 2, 3, 4] * 2), 60), Asked(torch.tensor([2, 3, 4, 0, 1] * 2), 30)]
+    work = answer_all(target, asked, Sampling(), on_end=found.__setitem__)
+    assert found == {0: [i % VOCAB for i in range(60)], 1: [(2 + i) % VOCAB for i in range(30)]}
+    assert work.accepted == work.offered > 60 and work.decodes <= 10, "steps that check were not taken"
 
 
 def test_right_drafts_take_few_passes_and_wrong_ones_no_more_than_none() -> None:
