@@ -20,6 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +30,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import torch
 
 import forebay
+from benchmarks.throughput import processor
 from forebay.api import LanguageModel
 from forebay.commands.process_memory import disk_read_nbytes
 from forebay.commands.prompts import load_tokenizer
@@ -111,11 +113,11 @@ def expanded(folder: Path) -> Any:
     return model
 
 
-def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> list[Row]:
-    """All answers of all contestants, in turns."""
+def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> Iterator[list[Row]]:
+    """All answers of all contestants, in turns, by budget."""
     tokenizer = load_tokenizer(folder)
     prompts = {name: tokenizer(TEXTS[name])["input_ids"] for name in args.texts}
-    longest, rows = max(map(len, prompts.values())), []
+    longest = max(map(len, prompts.values()))
     machine = load_machine(args.machine) if args.machine else None
     for share in args.shares:
         fixed = dict(prompt=longest, new_tokens=args.new, machine=machine)
@@ -127,7 +129,7 @@ def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> list[Row]:
         note(f"{100 * share:.0f} %, {budget} bytes: {lms['lookup'].plan.schedule.speculative_steps} tokens are "
              f"checked, in {lms['lookup'].plan.prediction.speculative_times_s} s; one takes "
              f"{lms['plain'].plan.prediction.decode_time_s:.3f} s\n  w4: {told(lms['w4'])}")
-        peer = Peer(folder, int(share * nbytes), scratch) if args.peer else None
+        peer, rows = Peer(folder, int(share * nbytes), scratch) if args.peer else None, []
         for turn in range(args.rounds + 1):  # the first binds programs, and does not count
             for name, ids in prompts.items() if turn else list(prompts.items())[:1]:
                 found = {who: answer(lm, ids, args.new if turn else 8) for who, lm in lms.items()}
@@ -140,7 +142,7 @@ def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> list[Row]:
                     note(f"  {name}: " + ", ".join(f"{who} {row['time_s']:.1f} s" for who, row in found.items()))
         for lm in lms.values():
             lm.close()
-    return rows
+        yield rows
 
 
 def predicted_s(lm: LanguageModel, row: Row) -> float:
@@ -222,11 +224,12 @@ def main() -> None:
     if args.quick:
         args.new, args.rounds, args.shares, args.texts = 48, 1, [0.3], ["copy", "story"]
     with tempfile.TemporaryDirectory(prefix="forebay-speculative-") as scratch:
-        rows = measure(args, demo_checkpoint(), Path(scratch))
-    lines = table(rows)
-    if args.json:
-        args.json.write_text(json.dumps({"rows": rows, "table": lines}, indent=1) + "\n")
-    report(lines)
+        rows: list[Row] = []
+        for found in measure(args, demo_checkpoint(), Path(scratch)):
+            rows += found
+            if args.json:
+                args.json.write_text(json.dumps({"processor": processor(), "rows": rows, "table": table(rows)}) + "\n")
+    report(table(rows))
 
 
 if __name__ == "__main__":

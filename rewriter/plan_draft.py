@@ -11,7 +11,7 @@ from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan_speculation import plan_speculation
 from forebay.rewriter.planning.wishes import Wishes
 
-DRAFTED = 7  # tokens that a step checks at most, unless a wish says how many: steps over 8, 4 and 2 are planned
+DRAFTED = 15  # tokens that a step checks at most, unless a wish says how many: steps over 16, 8, 4 and 2 are planned
 PAYS = 1.05  # times as fast as without a draft: what is predicted to gain less is left
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from operator import mul
 
 import torch
 
@@ -11,6 +14,8 @@ from forebay.runtime.run.sampling import Sampling, choose, probabilities
 
 FORGETS = 0.9  # of what was seen of drafts of a kind remains with each further one
 BEGINS = 2.0  # tokens, accepted and refused, that a kind of drafts begins with
+GIVEN = (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)  # bounds of the chances that a model gives its drafted tokens
+SURE = 4.0  # tokens, accepted and refused, that those between two bounds begin with
 TRIED = 0.03  # of an answer's time may go to drafts of which it is not known that they pay
 
 
@@ -79,9 +84,39 @@ class Acceptance:
         return good / (good + bad)
 
     def expected(self, draft: Drafted, offered: int) -> float:
-        """Tokens that a step is expected to give with so many of the draft's: each stands with one chance, if all
-        before it do (Leviathan et al., equation 1)."""
-        return _expected(self.chance(draft.kind), min(offered, len(draft.tokens)))
+        """Tokens that a step is expected to give with so many of the draft's: each stands with its own chance, or where
+        the draft knows none with one for all, if all before it do (Leviathan et al., equation 1)."""
+        offered = min(offered, len(draft.tokens))
+        if draft.stands:
+            return 1 + sum(accumulate(draft.stands[:offered], mul))
+        return _expected(self.chance(draft.kind), offered)
+
+
+class Sureness:
+    """How often drafted tokens stood where all before them did, by the chance that the model that drafted them gave
+    them. They begin with its square root: SmolLM2's 4-bit copy, greedy, nine texts of 96 tokens: given 0.2 to 0.35, 52
+    % stood, 0.35 to 0.5 75, 0.5 to 0.65 86."""
+
+    def __init__(self) -> None:
+        middles = [(low + high) / 2 for low, high in pairwise(GIVEN)]
+        self._good = [SURE * middle**0.5 for middle in middles]
+        self._all = [SURE] * len(middles)
+
+    def note(self, given: Sequence[float], right: int) -> None:
+        """Of tokens that were given these chances, and checked, the first `right` stood."""
+        for i, chance in enumerate(given[: right + 1]):
+            at = _between(chance)
+            self._good[at] += i < right
+            self._all[at] += 1
+
+    def chance(self, given: float) -> float:
+        """That a token stands which was given such a chance."""
+        at = _between(given)
+        return self._good[at] / self._all[at]
+
+
+def _between(given: float) -> int:
+    return min(bisect_right(GIVEN, given), len(GIVEN) - 1) - 1
 
 
 class Stakes:

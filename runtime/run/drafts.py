@@ -15,11 +15,14 @@ MODEL = 0  # the kind of drafts that a model made
 @dataclass(frozen=True)
 class Drafted:
     """Tokens that may come next in a sequence. `kind` groups drafts that are as likely to be right; `chances` [N, V],
-    float64, are the distributions that they were drawn from, where they were drawn."""
+    float64, are the distributions that they were drawn from, where they were drawn; `given` what a model that drafted
+    them gave each, and `stands` the chance that each stands where all before it do, as far as that is known."""
 
     tokens: tuple[int, ...] = ()
     kind: int = MODEL
     chances: torch.Tensor | None = None
+    given: tuple[float, ...] = ()
+    stands: tuple[float, ...] = ()
 
 
 class Drafter(Protocol):
@@ -29,12 +32,13 @@ class Drafter(Protocol):
     token_time_s: float
     chance: float
 
-    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int]) -> list[Drafted]:
-        """For each sequence of tokens int64 [T], prompt and answer so far, a draft of at most so many (0: none)."""
+    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int], least: float = 0.0) -> list[Drafted]:
+        """For each sequence of tokens int64 [T], prompt and answer so far, a draft of at most so many (0: none), none
+        of which is known to stand with less than the chance `least`."""
         ...
 
-    def note(self, right: int, refused: bool) -> None:
-        """Of the tokens of a draft that were checked so many stood, and whether another was refused behind them."""
+    def note(self, draft: Drafted, offered: int, right: int) -> None:
+        """Of a draft's first `offered` tokens, which were checked, the first `right` stood."""
 
 
 class PromptLookup:
@@ -44,10 +48,10 @@ class PromptLookup:
 
     token_time_s, chance = 0.0, 0.5
 
-    def note(self, right: int, refused: bool) -> None:
+    def note(self, draft: Drafted, offered: int, right: int) -> None:
         """Nothing: each text has its own share of them."""
 
-    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int]) -> list[Drafted]:
+    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int], least: float = 0.0) -> list[Drafted]:
         return [_looked_up(tokens, count) for tokens, count in zip(held, most, strict=True)]
 
 

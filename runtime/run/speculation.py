@@ -126,7 +126,10 @@ class _DraftedCall:
                 for row, new in enumerate(self.new)]
         rows = [tokens[: self.prompt[i] + len(self.new[i])] for i, tokens in enumerate(self.held)]
         drafts = self._drafts(rows, most, going, times_s)
-        size = best_size({row: drafts[row] for row in going}, self.seen, times_s)
+        # what was drawn is checked whatever it is: leaving out by its value what is unlikely would favour it
+        drawn = max((len(drafts[row].tokens) for row in going if drafts[row].chances is not None), default=0)
+        size = best_size({row: drafts[row] for row in going}, self.seen,
+                         {size: time_s for size, time_s in times_s.items() if size > drawn})
         ids = torch.zeros(len(self.lengths), size, dtype=torch.int64)
         for row in going:
             known = [self.new[row][-1], *drafts[row].tokens[: size - 1]]
@@ -150,8 +153,8 @@ class _DraftedCall:
         each_s = self.drafter.token_time_s
         slow = [row for row in going if found[row].kind < LONGEST_MATCH or best_rate(
             self.seen[row].chance(found[row].kind), times_s) < best_rate(self.seen[row].chance(MODEL), times_s, each_s)]
-        worth = self._worth(each_s, slow, times_s) if slow else 0
-        made = self.drafter.draft(rows, [min(most[i], worth) if i in slow else 0 for i in range(len(rows))])
+        worth, least = self._worth(each_s, slow, times_s) if slow else (0, 0.0)
+        made = self.drafter.draft(rows, [min(most[i], worth) if i in slow else 0 for i in range(len(rows))], least)
         return [made[i] if i in slow else draft for i, draft in enumerate(found)]
 
     def _count(self, step_s: float, drafts: Sequence[Drafted], given: Mapping[int, int]) -> None:
@@ -170,7 +173,7 @@ class _DraftedCall:
         right = len(found) - 1
         self.seen[row].note(draft, offered, right)
         if draft.kind == MODEL:
-            self.drafter.note(right, right < offered)
+            self.drafter.note(draft, offered, right)
         self.tally.offered += offered
         self.tally.accepted += right
         self.tally.refused += right < offered
@@ -178,21 +181,25 @@ class _DraftedCall:
         self.tally.tokens += self._append(row, found)
         return len(found)
 
-    def _worth(self, token_time_s: float, going: Sequence[int], times_s: Mapping[int, float]) -> int:
-        """How many tokens to draft where each takes its time too: as many as pay, or where none does and that may be
-        lost, a few to see whether they do by now."""
+    def _worth(self, token_time_s: float, going: Sequence[int], times_s: Mapping[int, float]) -> tuple[int, float]:
+        """How many tokens to draft at most where each takes its time too, and the least chance to stand of a further
+        one: what it takes, and adds to a step, in tokens of the pace so far. At most twice as many as pay where all
+        have one chance; where none does and that may be lost, a few, to see whether they do by now."""
+        longest = max(times_s)
         if self.session.plan.prediction.decode_time_s <= 0 or len(times_s) == 1:
-            return max(times_s) - 1
-        drafts = dict.fromkeys(going, Drafted((0,) * (max(times_s) - 1)))
+            return longest - 1, 0.0
+        drafts = dict.fromkeys(going, Drafted((0,) * (longest - 1)))
         both_s = {size: time_s + (size - 1) * token_time_s for size, time_s in times_s.items()}
         size = best_size(drafts, self.seen, both_s)
         self.tried = size == 1
-        if self.tried:
-            size = sorted(times_s)[1]
         cost_s = max(self.behind[row] for row in going) * token_time_s
         if self.tried:
+            size = sorted(times_s)[1]
             cost_s += both_s[size] - times_s[1]
-        return size - 1 if self.stakes.allow(cost_s, self.tried) else 0
+            return (size - 1 if self.stakes.allow(cost_s, True) else 0), 0.0
+        tokens = sum(self.seen[row].expected(draft, size - 1) for row, draft in drafts.items()) / len(going)
+        least = tokens / both_s[size] * (token_time_s + (times_s[longest] - times_s[1]) / (longest - 1))
+        return (min(2 * size, longest) - 1 if self.stakes.allow(cost_s, False) else 0), least
 
     def _append(self, row: int, tokens: Sequence[int]) -> int:
         """Add tokens to a sequence up to the one that ends it; how many."""

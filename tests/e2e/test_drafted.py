@@ -43,7 +43,7 @@ ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 def test_tokens_are_those_of_the_model_alone(
     llama_checkpoint: Any, smaller: Path, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_DraftedCall, "_worth", lambda *_: 3)  # whatever is predicted, draft
+    monkeypatch.setattr(_DraftedCall, "_worth", lambda *_: (3, 0.0))  # whatever is predicted, draft
     ids, options = llama_checkpoint.ids, dict(max_new_tokens=16, pad_token_id=0, eos_token_id=None, do_sample=False)
     with torch.no_grad():
         expected = llama_checkpoint.model.generate(ids, **options)
@@ -89,7 +89,7 @@ def test_a_copy_in_fewer_bits_drafts_and_is_made_once_of_these_weights(
     llama_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(_DraftedCall, "_worth", lambda *_: 3)
+    monkeypatch.setattr(_DraftedCall, "_worth", lambda *_: (3, 0.0))
     folder = Path(shutil.copytree(llama_checkpoint.folder, tmp_path / "model"))
     ids, options = llama_checkpoint.ids[:1], dict(max_new_tokens=8, eos_token_id=None, do_sample=False)
     with torch.no_grad():
@@ -167,6 +167,6 @@ def test_the_commands_say_what_drafts(llama_checkpoint: Any) -> None:
     assert found.exit_code == 0 and "draft       none, for it would not pay" in found.stdout
     for asked, says in (([*plan, model, "--json"], "--json is for"), ([*plan, "/nowhere"], "no model at /nowhere"),
                         (["run", model, "a prompt", "--draft", model, "--no-speculate"], "nothing is drafted"),
-                        (["run", model, "--prompts", "x", "--output", "y", "--draft", model], "are for one prompt")):
+                        (["run", model, "--prompts", "x", "--output", "y", "--draft", model], "is for one prompt")):
         found = CliRunner().invoke(app, asked)
         assert found.exit_code == 2 and says in " ".join(found.stderr.split())

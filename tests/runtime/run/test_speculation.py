@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import pytest
@@ -69,13 +71,13 @@ class Guessing:
 
     token_time_s, chance = 0.0, 0.5
 
-    def note(self, right: int, refused: bool) -> None:
+    def note(self, draft: Drafted, offered: int, right: int) -> None:
         pass
 
     def __init__(self, guesses: Sequence[int], right: Sequence[bool]) -> None:
         self.guesses, self.right, self.calls = guesses, right, 0
 
-    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int]) -> list[Drafted]:
+    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int], least: float = 0.0) -> list[Drafted]:
         found = []
         for tokens, count in zip(held, most, strict=True):
             seen, drafted = tokens.tolist(), []
@@ -218,8 +220,28 @@ def test_another_models_greedy_drafts_change_no_token(data: st.DataObject) -> No
     assert found.tolist() == generate_tokens(plain, prompts, Sampling(), stop).tolist()
 
 
-def test_drawn_drafts_of_another_model_leave_the_distribution() -> None:
-    """Chi-square over all answers of three tokens, beside their exact chances; drafts alone would fail it."""
+def test_a_model_stops_behind_a_token_that_seldom_stands() -> None:
+    """That token is in the draft; how often tokens stand that were given as much is learnt."""
+    other: Any = Other(session(1, 3, 30, (), 1).plan)  # gives its most likely token half of what there is
+    drafter = ModelDrafter(other, Sampling(), [None], 1.0)
+    prompt, whole = torch.tensor([1, 2]), drafter.draft([torch.tensor([1, 2])], [6])[0]
+    assert len(whole.tokens) == 6 and all(0.2 < given < 0.65 for given in whole.given)
+    stands = list(accumulate(whole.stands, mul))
+    for i, least in enumerate(stands):
+        assert drafter.draft([prompt], [6], least * 1.001)[0].tokens == whole.tokens[: i + 1]
+    for _ in range(40):
+        drafter.note(whole, 6, 6)
+    assert drafter.draft([prompt], [6], stands[0])[0].tokens == whole.tokens
+    for _ in range(80):
+        drafter.note(whole, 6, 0)
+    assert drafter.draft([prompt], [6], stands[0])[0].tokens == whole.tokens[:1]
+
+
+@pytest.mark.parametrize("least", [0.0, 0.6])
+def test_drawn_drafts_of_another_model_leave_the_distribution(least: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chi-square over all answers of three tokens, beside their exact chances; drafts alone would fail it, and so would
+    what leaves a token out because it seldom stands."""
+    monkeypatch.setattr(speculation._DraftedCall, "_worth", lambda *_: (2, least))
     sampling, prompt = Sampling(True, 0.9, 4, 0.97), [1, 2]
     count = 100_000 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 1000
     expected: dict[tuple[int, ...], float] = {(): 1.0}
@@ -231,7 +253,8 @@ def test_drawn_drafts_of_another_model_leave_the_distribution() -> None:
     other = Other(session(rows, 3, 3, (), 1).plan)
     draws = [torch.Generator().manual_seed(i) for i in range(rows)]
     for _ in range(count // rows):
-        drafter: Any = ModelDrafter(other, sampling, [[g] for g in draws])  # type: ignore[arg-type]
+        drafter: Any = ModelDrafter(other, sampling, [[g] for g in draws], 0.9)  # type: ignore[arg-type]
+        drafter.token_time_s = 1e-9
         found = generate_speculatively(target, [torch.tensor(prompt)] * rows, sampling, Stop(3), draws, None, drafter,
                                        tally)
         seen.update(map(tuple, found.tolist()))
@@ -258,7 +281,7 @@ class Timed(Guessing):
         super().__init__([VOCAB], right)  # a token that there is not is never right
         self.token_time_s, self.shown, self.fed = token_time_s, 0, 0
 
-    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int]) -> list[Drafted]:
+    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int], least: float = 0.0) -> list[Drafted]:
         found = super().draft(held, most)
         if found[0].tokens:
             self.fed += len(held[0]) - 1 - self.shown + len(found[0].tokens) if self.shown else len(found[0].tokens)
