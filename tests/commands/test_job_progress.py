@@ -19,6 +19,8 @@ def test_without_answers_that_stop_the_rest_is_known() -> None:
     assert left_time_s(begun, 10, 20.0) is None and "left" not in progress_note(begun, 10, 20.0)
     assert left_time_s(WorkDone(tokens=100, ended=10), 10, 20.0) == 0.0
     assert progress_note(WorkDone(tokens=1, left=9999), 2, 1.0).endswith("about 2:46:39 left")
+    drafted = WorkDone(prefills=2, decodes=8, tokens=30, ended=1, left=1, offered=30, accepted=20)
+    assert progress_note(drafted, 2, 3.0).startswith("1/2 answers, 10.00 tokens/s, 3.00 tokens per pass, ")
 
 
 @pytest.mark.parametrize("chance", [0.02, 0.2])
