@@ -250,6 +250,8 @@ def test_drawn_drafts_of_another_model_leave_the_distribution(least: float, monk
                     for token, p in enumerate(probabilities(scores([*prompt, *path])[None], sampling)[0]) if p > 0}
     rows, seen = 200, Counter[tuple[int, ...]]()
     target, tally = session(rows, 2, 3, (2, 3), 1), Tally()
+    said = Prediction(1.0, 1.0, speculative_times_s=(1.6, 1.3))  # a step would be shorter where tokens seldom stand
+    target.plan = Plan(**{**vars(target.plan), "prediction": said})
     other = Other(session(rows, 3, 3, (), 1).plan)
     draws = [torch.Generator().manual_seed(i) for i in range(rows)]
     for _ in range(count // rows):
