@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from forebay.rewriter.ir.plan import Plan, Prediction
 from forebay.rewriter.ir.program import Program, workspace_nbytes
 from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.simulate import STEPS, simulate
 
 
@@ -24,3 +26,55 @@ def predict(plan: Plan, program: Callable[[int], Program], machine: Machine) -> 
         decode_time_s=lines[1].time_s, busy_time_s=lines[1].busy_time_s, streamed_nbytes=programs[1].moved_nbytes(),
         peak_nbytes=peak, bottleneck=lines[1].bottleneck,
         speculative_times_s=tuple(lines[tokens].time_s for tokens in s.speculative_steps))
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of the steps of a plan whose places sequences enter, by how much of the caches they see.
+
+    `seconds` are, by tokens per sequence, those of a step that sees nothing of them and of one that sees all: what it
+    takes lies between. `chunks` are the sizes of prefill steps, largest first, each over `entering` sequences.
+    """
+
+    places: int
+    entering: int
+    prompt: int
+    context: int
+    joined: bool
+    chunks: tuple[int, ...]
+    seconds: Mapping[int, tuple[float, float]]
+
+    def chunk_for(self, tokens: int) -> int:
+        """As `Schedule.chunk_for`."""
+        return min((c for c in self.chunks if c >= tokens), default=self.chunks[0])
+
+    def decode_s(self, seen: float) -> float:
+        """A step of one token for all places, which see so many tokens together."""
+        return self._between(1, seen / (self.places * self.context))
+
+    def prefill_s(self, chunk: int, reached: float, others: float = 0.0) -> float:
+        """A chunk up to `reached` tokens of each that enters; in a joined plan the other places see `others`."""
+        rows = self.entering + (self.places if self.joined else 0)
+        return self._between(chunk, (self.entering * reached + others) / (rows * self.context))
+
+    def _between(self, tokens: int, share: float) -> float:
+        nothing, everything = self.seconds[tokens]
+        return nothing + min(1.0, share) * (everything - nothing)
+
+
+@dataclass(frozen=True)
+class _Blind(MachineEstimator):
+    """A machine whose attention takes no time."""
+
+    def attention_s(self, dtype: str, nbytes: float, flops: float) -> float:
+        return 0.0
+
+
+def step_times(plan: Plan, program: Callable[[int], Program], machine: Machine) -> StepTimes:
+    """Those of `plan`, whose step over so many tokens is `program`, on `machine`, each behind others of its kind."""
+    s, w = plan.schedule, plan.workload
+    programs = {tokens: program(tokens) for tokens in (1, *s.prefill_chunks)}
+    seconds = {tokens: (simulate(each, machine, times=_Blind(machine)).time_s, simulate(each, machine).time_s)
+               for tokens, each in programs.items()}
+    entering = s.block.entering or w.batch
+    return StepTimes(w.batch, entering, w.prompt, w.context, s.block.joined, s.prefill_chunks, seconds)

@@ -10,7 +10,7 @@ import numpy as np
 
 from forebay.rewriter.serving.served import Served, percentile_s
 from forebay.rewriter.serving.strategies import ServiceWanted, Simulated, Strategy, simulated
-from forebay.rewriter.serving.traffic import TrafficError, arrivals
+from forebay.rewriter.serving.traffic import Traffic, TrafficError, arrivals
 
 LOWEST_RATE = 0.1  # requests/s, Algorithm 8: who cannot serve this serves nothing
 ABOVE = 1.2  # times 1 / T_min, Algorithm 8: the first upper bound, per instance here
@@ -80,13 +80,13 @@ class Goodput:
         return self.rate / self.strategy.devices
 
 
-def measure(found: Simulated, service: ServiceWanted, level: ServiceLevel, rate: float) -> Measured:
-    """Simulate `level.runs` runs at `rate`; percentiles of each, and their mean.
+def measure(found: Simulated, traffic: Traffic, level: ServiceLevel, rate: float) -> Measured:
+    """Simulate `level.runs` runs of `traffic` at `rate`; percentiles of each, and their mean.
 
-    Runs have the traffic's number of requests, and more where they would end before a queue could show that it grows.
+    Runs have its number of requests, and more where they would end before a queue could show that it grows.
     """
     ttft, tpot, preempted = [], [], 0
-    traffic = service.traffic.at_rate(rate)
+    traffic = traffic.at_rate(rate)
     goal_s = level.ttft_s + level.tpot_s * (traffic.output - 1)
     traffic = replace(traffic, count=max(traffic.count, min(MOST_REQUESTS, math.ceil(LASTS * goal_s * rate))))
     runs = []
@@ -129,32 +129,43 @@ def half_width(values: Sequence[float]) -> float:
 
 
 def find_goodput(strategy: Strategy, service: ServiceWanted, level: ServiceLevel, rate: float | None = None) -> Goodput:
-    """Bisection between a rate that is served and one that is not (Algorithm 8).
+    """`greatest_rate` of a strategy, and what is measured at `rate`.
 
-    The loop printed there runs while the bounds are *nearer* than the tolerance, that is never; here it runs until they
-    are. Its upper bound, 1.2 over the time of a request alone, lies below what instances that batch can serve: it is
-    taken per instance, and doubled as long as it is served. A service slower than the lowest rate begins lower.
     Raises ModelError or TrafficError where the strategy cannot serve at all.
     """
     level.validate()
     found = simulated(strategy, service)
-    at_rate = measure(found, service, level, rate) if rate else None
-    low = measure(found, service, level, min(LOWEST_RATE, 0.1 / found.alone_s))
+    at_rate = measure(found, service.traffic, level, rate) if rate else None
+    kept, most = greatest_rate(found, service.traffic, level, max(1, strategy.both, strategy.prefill + strategy.decode))
+    return Goodput(strategy, most, kept, at_rate)
+
+
+def greatest_rate(
+    found: Simulated, traffic: Traffic, level: ServiceLevel, instances: int = 1
+) -> tuple[Measured, float]:
+    """What is measured at the greatest rate that keeps `level`, and that rate; 0, and the lowest rate's, if none does.
+
+    By bisection between a rate that is served and one that is not (Algorithm 8). The loop printed there runs while the
+    bounds are *nearer* than the tolerance, that is never; here it runs until they are. Its upper bound, 1.2 over the
+    time of a request alone, lies below what instances that batch can serve: it is taken per instance, and doubled as
+    long as it is served. A service slower than the lowest rate begins lower.
+    """
+    low = measure(found, traffic, level, min(LOWEST_RATE, 0.1 / found.alone_s))
     if not low.keeps(level):
-        return Goodput(strategy, 0.0, low, at_rate)
-    high = ABOVE / found.alone_s * max(1, strategy.both, strategy.prefill + strategy.decode)
+        return low, 0.0
+    high = ABOVE / found.alone_s * instances
     for _ in range(DOUBLINGS):
-        reached = measure(found, service, level, high)
+        reached = measure(found, traffic, level, high)
         if not reached.keeps(level):
             break
         low, high = reached, 2 * high
     while high - low.rate > TOLERANCE * high:
-        middle = measure(found, service, level, (low.rate + high) / 2)
+        middle = measure(found, traffic, level, (low.rate + high) / 2)
         if middle.keeps(level):
             low = middle
         else:
             high = middle.rate
-    return Goodput(strategy, low.rate, low, at_rate)
+    return low, low.rate
 
 
 def ranked(found: Sequence[Goodput], rate: float | None = None) -> list[Goodput]:

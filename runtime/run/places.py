@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from forebay.rewriter.ir.plan import Plan
+from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.acceptance import accepted
 from forebay.runtime.run.balance import balanced_places
@@ -16,9 +17,6 @@ from forebay.runtime.run.generation import Prefill, Stop, with_renewal
 from forebay.runtime.run.place_drafts import PlaceDrafts, Running
 from forebay.runtime.run.sampling import Sampling, choose
 from forebay.runtime.run.session import Session
-
-BUSY = 0.75  # of the places; a step that decodes takes about as long for fewer
-HELD = 4  # chunks at most hold up the next step of a busy plan; places stand idle while prompts are on their way
 
 
 @dataclass(frozen=True)
@@ -74,12 +72,11 @@ def answer_all(
     """Continue every sequence until a token of `eos` or its most tokens; `on_end` is told of each when it ends,
     `on_step` of every step.
 
-    Prompts of like length enter together, the longest first. Their prefill takes turns with the decoding of the
-    others, `HELD` chunks and a step, once `BUSY` of the places decode; before, it goes on. In a joined plan each of its
-    chunks is computed with a token of the others; then the longest and the shortest enter in turns, so that chunks
-    suffice for places at any time. Where the plan computes all sequences of a prefill at once, they begin together, as
-    many as there are places, when the last ones have ended; steps that check drafts, if it has any, check what is
-    looked up (`PlaceDrafts`).
+    Prompts of like length enter together, the longest first. Their prefill takes `StepTurns` with the decoding of the
+    others. In a joined plan each of its chunks is computed with a token of the others; then the longest and the
+    shortest enter in turns, so that chunks suffice for places at any time. Where the plan computes all sequences of a
+    prefill at once, they begin together, as many as there are places, when the last ones have ended; steps that check
+    drafts, if it has any, check what is looked up (`PlaceDrafts`).
     RuntimeFault, before anything runs, for a sequence that no place has room for. If `on_end` or `on_step` raises, the
     session is to be closed.
     """
@@ -93,7 +90,7 @@ def answer_all(
 
 def answer_arriving(
     session: Session, arriving: Arriving, eos: frozenset[int] = frozenset(), *, on_next: OnNext, on_end: OnEnd,
-    on_step: OnStep = lambda work: None,
+    on_step: OnStep = lambda work: None, turns: StepTurns = USUAL_TURNS,
 ) -> WorkDone:
     """As `answer_all`, for sequences that arrive while others run; they enter in the order in which they come.
 
@@ -105,7 +102,7 @@ def answer_arriving(
     """
     if not entering(session.plan) and session.plan.workload.batch > 1:
         raise RuntimeFault("sequences of this plan begin together; plan for places that they enter (wrap(places=…))")
-    loop = _Loop(session, Sampling(), eos, on_end, on_next)
+    loop = _Loop(session, Sampling(), eos, on_end, on_next, turns)
     open_ = True
     while open_ or loop.busy:
         came = arriving(max(0, len(loop.free) - len(loop.waiting)), not loop.busy) if open_ else {}
@@ -161,8 +158,9 @@ class _Loop:
 
     def __init__(
         self, session: Session, sampling: Sampling, eos: frozenset[int], on_end: OnEnd,
-        on_next: OnNext = lambda number, token: True,
+        on_next: OnNext = lambda number, token: True, turns: StepTurns = USUAL_TURNS,
     ) -> None:
+        self.turns = turns
         self.session, self.sampling, self.eos, self.on_end, self.on_next = session, sampling, eos, on_end, on_next
         self.asked: dict[int, Asked] = {}
         self.batch, self.entering = session.plan.workload.batch, entering(session.plan)
@@ -207,7 +205,7 @@ class _Loop:
         """One step: of those that enter, or of those that decode."""
         self.begin()
         if self.prefill is not None and (
-                self.joined or self.held < HELD or len(self.running) < BUSY * self.batch):
+                self.joined or self.turns.prefills(self.held, len(self.running), self.batch)):
             self.advance()
             self.held += 1
         else:

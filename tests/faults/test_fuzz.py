@@ -25,7 +25,7 @@ import torch
 from forebay.api import LanguageModel, open_model
 from forebay.commands.jobs import AnswerFile
 from forebay.commands.prompts import JobError, read_requests
-from forebay.commands.terminal import _message
+from forebay.commands.terminal import message_of
 from forebay.rewriter.checkpoints import identity
 from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.config import read_config, read_eos, read_generation_config
@@ -260,7 +260,7 @@ def test_only_our_own_errors_come_of_a_spoiled_file(name: str, tmp_path: Path, m
             with _limits():
                 made.read()
         except Exception as error:
-            message = _message(error)
+            message = message_of(error)
             assert message and "\n" not in message and len(message) < 1200, f"{type(error).__name__}: {error}\n{told}"
             assert not isinstance(error, MemoryError), told
             refused += 1

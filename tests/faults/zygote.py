@@ -16,7 +16,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ import typer
 from forebay.api import LanguageModel, open_model
 from forebay.commands.app import app
 from forebay.commands.jobs import AnswerFile, Ask, run_job
-from forebay.commands.prompts import Prompt, Request, load_tokenizer
+from forebay.commands.prompts import JobError, Prompt, Request, load_tokenizer
 from forebay.commands.terminal import clean_errors
 from forebay.kernels.cpu_support import native
 from forebay.rewriter.checkpoints.config import read_config
@@ -33,6 +35,9 @@ from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.machine.profile import load_machine
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.runtime.disk.uring import uring_available
+from forebay.serving.app import ServingOptions
+from forebay.serving.batcher import TRIES
+from forebay.serving.run_server import ServerRun, Service, bound_socket
 from tests.faults.inject import Fault, Faults
 
 # Seconds that this process polls, which do not pass while the machine is stopped: until a child that computes nothing
@@ -104,6 +109,66 @@ def spill(model: Path, case: Path) -> int:
     return _twice(case, lambda: PLANNED["spill"], _generated)
 
 
+def served(model: Path, case: Path) -> int:
+    """The real server over its socket, with clients that ask at once, half of them for a stream. Each must hear its
+    whole answer or an error; who hears that the model failed asks again, of the same server."""
+    def use(lm: LanguageModel) -> list[Any]:
+        words = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
+        server = ServerRun(Service(lm, words, (2,), 8, NEW, 9, ServingOptions("m", send_s=2.0)), 30)
+        at, found, told = bound_socket("127.0.0.1", 0), {}, []
+
+        def ask(port: int, number: int) -> None:
+            for _ in range(TRIES):
+                said = _asked(port, {"prompt": list(range(5 + number, 6 + 3 * number)), "max_tokens": NEW,
+                                     "temperature": 0, "stream": number % 2 == 1})
+                if not isinstance(said, JobError):
+                    found[number] = said
+                    break
+                told.append(said)
+
+        def ask_all() -> None:
+            clients = [threading.Thread(target=ask, args=(at.getsockname()[1], i)) for i in range(4)]
+            for client in clients:
+                client.start()
+            for client in clients:
+                client.join()
+            server.stop()
+
+        asking = threading.Thread(target=ask_all)
+        broken = server.run(at, asking.start)
+        if asking.ident is not None:
+            asking.join()
+        if broken is not None:
+            raise broken
+        if told:
+            raise told[0]
+        return [found[i] for i in range(4)]
+
+    return _twice(case, lambda: PLANNED["served"], use)
+
+
+def _asked(port: int, body: dict[str, Any]) -> str | JobError:
+    """The text of an answer, or what went wrong as the server tells it; anything else is a failure of this test."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        status, said = reply.status, reply.read().decode()
+    except (OSError, HTTPException) as error:  # it has ended
+        return JobError(f"no connection to the server: {error}; see /health")
+    finally:
+        connection.close()
+    if status != 200:
+        return JobError(json.loads(said)["error"]["message"])
+    if not body["stream"]:
+        return str(json.loads(said)["choices"][0]["text"])
+    events = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: {")]
+    if "error" in events[-1]:
+        return JobError(events[-1]["error"]["message"])
+    assert said.endswith("data: [DONE]\n\n") and events[-1]["choices"][0]["finish_reason"], said
+    return "".join(event["choices"][0]["text"] for event in events)
+
+
 def planned(model: Path) -> dict[str, Any]:
     """Models ready to take memory: what comes before that is `run`'s to go through."""
     machine, opened = load_machine(model / "machine.json"), open_model(model)
@@ -113,6 +178,7 @@ def planned(model: Path) -> dict[str, Any]:
     return {"generate": LanguageModel(*opened, Budget(260 << 10), workload, Wishes(), machine),
             "spill": LanguageModel(*opened, Budget(500 << 10, disk=str(model)), workload,
                                    Wishes(micro_batches=2, **disk), machine),
+            "served": LanguageModel(*opened, Budget(260 << 10), workload, Wishes(entering=1), machine),
             "job": (LanguageModel(*opened, Budget(260 << 10), workload, Wishes(), machine), prompts)}
 
 
@@ -159,7 +225,7 @@ def _twice(case: Path, make: Callable[[], Any], use: Callable[[Any], list[Any]])
     return 9
 
 
-SCENARIOS = {f.__name__: f for f in (run, many, quantize, packed, job, spilled, generate, spill, compiled)}
+SCENARIOS = {f.__name__: f for f in (run, many, quantize, packed, job, spilled, generate, spill, served, compiled)}
 
 
 def _child(request: dict[str, Any]) -> int:

@@ -74,7 +74,7 @@ class Running:
 
 def made(
     folder: Path, *, places: int = PLACES, queue: int = 64, grace_s: float = 30.0, new_tokens: int = NEW,
-    planned: LanguageModel | None = None, **options: Any
+    name: str = "tiny", planned: LanguageModel | None = None, **options: Any
 ) -> tuple[Running, socket.socket]:
     """A server of the model in `folder` that is yet to be run, and the socket for it."""
     lm = planned or forebay.wrap(folder, BUDGET, places=places, prompt=PROMPT, new_tokens=new_tokens,
@@ -88,7 +88,7 @@ def made(
         return decode(*given, **named)
 
     tokenizer.decode = gated
-    chosen = ServingOptions("tiny", **{"hosts": frozenset(LOOPBACK), **options})
+    chosen = ServingOptions(name, **{"hosts": frozenset(LOOPBACK), **options})
     run = ServerRun(Service(lm, tokenizer, (2,), PROMPT, new_tokens, queue, chosen), grace_s)
     at = bound_socket("127.0.0.1", 0)
     return Running(run, at.getsockname()[1], gate), at

@@ -16,7 +16,7 @@ from serving.served import BUDGET, NEW, PLACES, PROMPT, TEMPLATE, WORDS, Running
 from transformers import PreTrainedTokenizerFast
 
 import forebay
-from forebay.commands.serve import _planned
+from forebay.commands.plan_serving import ServingWanted, plan_serving
 from forebay.rewriter.machine.profile import Machine, save_machine
 
 
@@ -190,7 +190,8 @@ def test_a_single_place_checks_what_is_looked_up(
     """Where reading weights binds a step; the answers are those of one token a step, and it is counted what stood."""
     save_machine(Machine.default(), tmp_path / "machine.json")
 
-    lm, plain = (_planned(folder, str(BUDGET), PROMPT, NEW, 1, "native", tmp_path / "machine.json", speculate)
+    lm, plain = (plan_serving(folder, ServingWanted(
+        str(BUDGET), PROMPT, NEW, 1, machine=tmp_path / "machine.json", speculate=speculate)).lm
                  for speculate in (True, False))
     assert lm.plan.schedule.speculative_steps and not plain.plan.schedule.speculative_steps
     with serving(folder, planned=lm) as server:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -110,6 +112,29 @@ def test_a_client_that_reads_nothing_is_heard_no_more(server: Running) -> None:
     asyncio.run(asyncio.wait_for(app(scope, receive, send), 20))  # type: ignore[arg-type]
     assert sent == ["asked", "http.response.start", "http.response.body"]
     assert [p.left for p in (*batcher.recent, *batcher.running.values()) if p.ids == [5, 6]] == [True]
+
+
+@pytest.mark.parametrize("half_closed", [False, True])
+def test_a_connection_whose_client_takes_nothing_of_its_end_is_given_up(folder: Path, half_closed: bool) -> None:
+    """More than sockets hold: the model's name. One that reads in time has all of it, slowly as it may."""
+    name, page = "n" * (24 << 20), b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    with serving(folder, name=name, send_s=0.3, grace_s=60) as server:
+        slow, stuck = connected(server), connected(server)
+        for at in (slow, stuck):
+            at.sendall(page)
+        if half_closed:
+            stuck.shutdown(socket.SHUT_WR)
+        taken = 0
+        while part := slow.recv(1 << 20):
+            taken += len(part)
+            time.sleep(0.01)
+        assert taken > len(name)
+        began = time.monotonic()
+        server.run.stop()  # nobody has read `stuck`
+        wait_until(lambda: bool(server.ended), 30)
+        assert time.monotonic() - began < 30
+        with contextlib.suppress(ConnectionResetError):
+            assert len(read_all(stuck)) < len(name)
 
 
 def test_bodies_that_do_not_arrive_or_are_too_long(server: Running) -> None:

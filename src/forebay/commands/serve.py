@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forebay.commands.machine import machine_profile
 from forebay.commands.options import (
     BudgetOption,
     CacheOption,
@@ -19,12 +18,10 @@ from forebay.commands.options import (
     SpeculateOption,
     model_folder,
 )
-from forebay.commands.terminal import FAILED, clean_errors, console, say
+from forebay.commands.terminal import FAILED, clean_errors, console, message_of, one_line, say
 
 if TYPE_CHECKING:
     from forebay.api import LanguageModel
-
-PLACES = (16, 8, 4, 2, 1)  # that are compared where none are named
 
 
 def serve(
@@ -39,6 +36,14 @@ def serve(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     places: Annotated[int | None, typer.Option(
         min=1, max=256, help="Requests computed at once (default: the planner's choice).")] = None,
+    ttft: Annotated[float | None, typer.Option(metavar="MS", help="Goal: to the first token, for 90 % of requests.")]
+    = None,
+    tpot: Annotated[float | None, typer.Option(metavar="MS", help="Goal: per token after it, for 90 % of requests.")]
+    = None,
+    isl: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt that the goals are for (default: the "
+                                            "longest).")] = None,
+    osl: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer that they are for (default: the "
+                                            "longest).")] = None,
     queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; beyond, clients hear 429.")] = 64,
     grace: Annotated[float, typer.Option(min=0, help="Seconds to finish what runs when told to stop.")] = 300.0,
     cache: CacheOption = "native",
@@ -54,6 +59,7 @@ def serve(
     Long: a third of it is the options, one by one.
     """
     with clean_errors(debug):
+        from forebay.commands.plan_serving import ServingWanted, plan_serving
         from forebay.commands.prompts import JobError, load_tokenizer, stop_ids
         from forebay.rewriter.ir.plan import PlanError
         from forebay.serving.run_server import LOOPBACK, ServerRun, Service, ServingOptions, bound_socket
@@ -63,6 +69,7 @@ def serve(
         if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key
                                         and api_key):
             raise JobError("--api-key must be printable ASCII without spaces at its ends")
+        goals = _goals(prompt, max_new_tokens, (ttft, tpot, isl, osl))
         try:
             socket = bound_socket(host, port)
         except OSError as error:
@@ -72,14 +79,16 @@ def serve(
             folder = model_folder(model, dequantize)
             tokenizer = load_tokenizer(folder)
             with console().status("capturing and planning"):
-                lm = _planned(folder, budget, prompt, max_new_tokens, places, cache, machine, speculate is not False)
-            limit = lm.captured.max_positions
+                wanted = ServingWanted(budget, prompt, max_new_tokens, places, cache, machine, speculate is not False)
+                choice = plan_serving(folder, wanted, goals)
+            lm, limit = choice.lm, choice.lm.captured.max_positions
             alone = host in ("localhost", "127.0.0.1", "::1") and api_key is None
             named = name or Path(model).expanduser().resolve().name
             options = ServingOptions(named, api_key, frozenset(LOOPBACK) if alone else None)
             run = ServerRun(Service(
                 lm, tokenizer, stop_ids(folder, tokenizer), prompt,
-                min(max_new_tokens, limit - prompt) if limit else max_new_tokens, queue, options), grace)
+                min(max_new_tokens, limit - prompt) if limit else max_new_tokens, queue, options,
+                choice.turns), grace)
             _drop_cached(lm)
             if api_key is None and not alone:
                 say(f"whoever reaches {host} may use this server; --api-key asks for a key")
@@ -88,53 +97,34 @@ def serve(
                 shown, number = f"[{host}]" if ":" in host else host, socket.getsockname()[1]
                 say(f"serving {options.name} at http://{shown}:{number} in {lm.plan.workload.batch} places of {prompt} "
                     f"+ {run.service.new_tokens} tokens")
+                if goals is not None:
+                    say(f"predicted to keep its goals up to {choice.rate:.3g} requests/s of {goals.prompt} + "
+                        f"{goals.output} tokens")
 
             failure = run.run(socket, started)
         if failure is not None:
-            say(f"error: the model failed: {' '.join(str(failure).split())}")
+            why = (message_of(failure) if isinstance(failure, Exception) else None) or one_line(repr(failure))
+            say(f"error: the model failed: {why}")
             raise typer.Exit(FAILED)
         say("stopped")
 
 
-def _planned(
-    folder: Path, budget: str, prompt: int, new_tokens: int, places: int | None, cache: str, machine: Path | None,
-    speculate: bool = True,
-) -> LanguageModel:
-    """The model planned once: for so many places, or for the number with which a sequence is predicted to take least
-    time. Steps of a single place may check what was looked up, where that costs next to nothing."""
-    from forebay.api import LanguageModel
-    from forebay.open_model import open_model
-    from forebay.rewriter.ir.byte_sizes import parse_budget
-    from forebay.rewriter.ir.plan import PlanError, Workload
-    from forebay.rewriter.plan_block import plan_block
-    from forebay.rewriter.plan_places import entering_at_once, sequence_time_s
-    from forebay.rewriter.planning.wishes import Wishes
-    from forebay.runtime.disk.spill import require_spill_folder
+def _goals(prompt: int, new_tokens: int, given: tuple[float | None, float | None, int | None, int | None]) -> Any:
+    """What --ttft, --tpot, --isl and --osl ask for; None without them. JobError where they do not go together."""
+    from forebay.commands.plan_serving import ServingGoals
+    from forebay.commands.prompts import JobError
 
-    sizes = parse_budget(budget)
-    require_spill_folder(sizes.disk)
-
-    def choose(graphs_of: Any, limits: Any, workload: Any, wishes: Any, profile: Any, switches: Any) -> Any:
-        found, refused = [], None
-        alone = replace(wishes, entering=None, cache_tier="device")  # only then can steps check what is looked up
-        for count in (places,) if places else PLACES:
-            work = Workload(count, workload.prompt, workload.new_tokens)
-            for wished in (alone,) * (speculate and count == 1) + (
-                    replace(wishes, entering=entering_at_once(count)),):
-                try:
-                    found.append(plan_block(graphs_of, limits, work, wished, profile, switches))
-                    break
-                except PlanError as error:
-                    refused = error
-        if not found:
-            assert refused is not None
-            raise refused
-        return min(found, key=lambda way: sequence_time_s(way[1]))
-
-    wishes = Wishes(cache_format=cache, entering=entering_at_once(places or 1),
-                    drafted_tokens="auto" if speculate else None)
-    return LanguageModel(*open_model(folder), sizes, Workload(places or 1, prompt, new_tokens), wishes,
-                         machine_profile(machine, folder), choose=choose)
+    ttft, tpot, isl, osl = given
+    if ttft is None and tpot is None:
+        if isl is not None or osl is not None:
+            raise JobError("--isl and --osl say for which lengths --ttft and --tpot are to hold; give these too")
+        return None
+    if ttft is None or tpot is None or not (math.isfinite(ttft) and math.isfinite(tpot) and min(ttft, tpot) > 0):
+        raise JobError("--ttft and --tpot go together, in milliseconds above 0")
+    for name, mean, most, of in (("isl", isl, prompt, "prompt"), ("osl", osl, new_tokens, "max-new-tokens")):
+        if mean is not None and mean > most:
+            raise JobError(f"--{name}: {mean} is more than --{of}, {most}")
+    return ServingGoals(ttft / 1e3, tpot / 1e3, isl or prompt, osl or new_tokens)
 
 
 def _drop_cached(lm: LanguageModel) -> None:

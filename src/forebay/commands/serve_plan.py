@@ -285,7 +285,7 @@ def _save(best: Goodput, service: ServiceWanted, level: ServiceLevel, data: dict
     paths = [folder / name for name in ("times.png", "against_rate.png", "serve_plan.json")]
     draw_distributions(run, level, title, paths[0])
     top = 1.3 * (best.rate or rate)
-    points = [measure(found, service, level, top * (i + 1) / RATES) for i in range(RATES)]
+    points = [measure(found, service.traffic, level, top * (i + 1) / RATES) for i in range(RATES)]
     draw_against_rate(points, level, title.rpartition(",")[0], paths[1])
     paths[2].write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return [str(path) for path in paths]

@@ -54,14 +54,14 @@ def clean_errors(debug: bool) -> Iterator[None]:
         say("interrupted")
         raise typer.Exit(128 + signal.SIGINT) from None
     except Exception as error:
-        message = _message(error)
+        message = message_of(error)
         if debug or message is None:
             raise
         say(f"error: {message}")
         raise typer.Exit(FAILED) from None
 
 
-def _message(error: Exception) -> str | None:
+def message_of(error: Exception) -> str | None:
     """What to tell the user, or None for an error that is not theirs to mend."""
     if isinstance(error, ModuleNotFoundError):
         missing = (error.name or "").partition(".")[0]
@@ -70,7 +70,7 @@ def _message(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno in SHORT and not error.filename:
         return SHORT[error.errno]
     if isinstance(error, OSError) and error.strerror:
-        return _one_line(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
+        return one_line(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
     if _lacks_memory(error):
         return NO_MEMORY
     if isinstance(error, RuntimeError) and str(error).startswith("can't start new thread"):
@@ -92,7 +92,7 @@ def _message(error: Exception) -> str | None:
 
     known = (PlanError, CheckpointError, ExportError, CaptureError, SwitchError, JobError, StoppedAfter, GraphError,
              PassChangedResult, ProgramError, LoweringError, RuntimeFault, ReaderBrokenError, SpillError, OSError)
-    return _one_line(str(error)) if isinstance(error, known) else None
+    return one_line(str(error)) if isinstance(error, known) else None
 
 
 def _lacks_memory(error: BaseException | None) -> bool:
@@ -106,7 +106,7 @@ def _lacks_memory(error: BaseException | None) -> bool:
     return False
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """A message without breaks, whose middle is left out where a file's own contents make it endless."""
     text = " ".join(text.split())
     return text if len(text) <= 1000 else f"{text[:700]} … {text[-280:]}"

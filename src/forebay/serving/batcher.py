@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from forebay.api import LanguageModel
+from forebay.commands.terminal import message_of, one_line
+from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
 from forebay.runtime.run.places import Asked, WorkDone, answer_arriving, fits
 from forebay.runtime.run.sampling import Sampling
 from forebay.serving.answer_text import AnswerText
@@ -66,10 +68,10 @@ class Batcher:
 
     def __init__(
         self, lm: LanguageModel, prompt: int, new_tokens: int, eos: frozenset[int], most_waiting: int,
-        metrics: Metrics, on_broken: Callable[[], None] = lambda: None,
+        metrics: Metrics, on_broken: Callable[[], None] = lambda: None, turns: StepTurns = USUAL_TURNS,
     ) -> None:
         self.lm, self.eos, self.most_waiting, self.metrics = lm, eos, most_waiting, metrics
-        self.prompt, self.new_tokens, self.on_broken = prompt, new_tokens, on_broken
+        self.prompt, self.new_tokens, self.on_broken, self.turns = prompt, new_tokens, on_broken, turns
         self.broken: BaseException | None = None
         self.recent: deque[Pending] = deque(maxlen=RECENT)
         self.running: dict[int, Pending] = {}
@@ -79,6 +81,7 @@ class Batcher:
         self._draining = False
         self._failures = 0
         self._work = WorkDone()
+        self._since_s = time.monotonic()  # of the step under way
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
 
     def start(self) -> None:
@@ -135,25 +138,26 @@ class Batcher:
         while not ended and self.broken is None:
             try:
                 with self.lm.running(1, self.prompt, self.new_tokens, in_places=True) as session:
-                    self._work = WorkDone()
+                    self._work, self._since_s = WorkDone(), time.monotonic()
                     answer_arriving(session, self._arriving, self.eos, on_next=self._next, on_end=self._end,
-                                    on_step=self._stepped)
+                                    on_step=self._stepped, turns=self.turns)
                 ended = True
             except BaseException as error:
                 self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        LOG.warning("the model failed: %s", error)
+        why = (message_of(error) if isinstance(error, Exception) else None) or one_line(repr(error))
+        LOG.warning("the model failed: %s", why)
         with self._changed:
             self._failures += 1
-            refusal = Refusal(500, f"the model failed on the way: {' '.join(str(error).split())[:700]}; ask again")
+            refusal = Refusal(500, f"the model failed on the way: {why}; ask again")
             for pending in self.running.values():
                 self._note_end(pending, "failed", Heard(refusal=refusal, tokens=len(pending.answer.ids)))
             self.running.clear()
             if self._failures < TRIES and not self._draining:
                 return
             self.broken = error
-            self._refuse_waiting(Refusal(503, f"the model failed: {error}"))
+            self._refuse_waiting(Refusal(503, f"the model failed: {why}"))
         self.on_broken()
 
     def _refuse_waiting(self, refusal: Refusal) -> None:
@@ -164,6 +168,7 @@ class Batcher:
         with self._changed:
             while idle and not self._waiting and not self._draining:
                 self._changed.wait()
+                self._since_s = time.monotonic()
             if self._draining:
                 return None
             came: dict[int, Asked] = {}
@@ -216,5 +221,7 @@ class Batcher:
 
     def _stepped(self, work: WorkDone) -> None:
         before, self._work = self._work, replace(work)
+        since_s, self._since_s = self._since_s, time.monotonic()
         stood, checked = work.accepted - before.accepted, work.offered - before.offered
-        self.metrics.steps(work.prefills - before.prefills, work.decodes - before.decodes, stood, checked - stood)
+        self.metrics.steps(work.prefills - before.prefills, work.decodes - before.decodes, self._since_s - since_s)
+        self.metrics.drafts(stood, checked - stood)

@@ -43,6 +43,7 @@ class Metrics:
         self._tokens: Counter[str] = Counter()
         self._steps: Counter[str] = Counter()
         self._drafted: Counter[str] = Counter()
+        self._step_s: Counter[str] = Counter()
         self.queued_s, self.first_s, self.token_s = Histogram(), Histogram(), Histogram()
 
     def responded(self, path: str, status: int) -> None:
@@ -55,17 +56,22 @@ class Metrics:
             self._tokens["prompt"] += prompt_tokens
             self._tokens["generated"] += new_tokens
 
-    def steps(self, prefills: int, decodes: int, stood: int, refused: int) -> None:
+    def steps(self, prefills: int, decodes: int, time_s: float) -> None:
+        """Steps that took `time_s` together; one that computes prompts and decodes as well took it as a prefill."""
         with self._lock:
             self._steps["prefill"] += prefills
             self._steps["decode"] += decodes
+            self._step_s["prefill" if prefills else "decode"] += time_s  # type: ignore[assignment]
+
+    def drafts(self, stood: int, refused: int) -> None:
+        with self._lock:
             self._drafted["stood"] += stood
             self._drafted["refused"] += refused
 
     def text(self, gauges: Mapping[str, tuple[str, Mapping[str, float]]]) -> str:
         """All of it, with `gauges`: by name their help and values by labels ("" or `tier="device"`)."""
         with self._lock:
-            counters = {
+            counters: dict[str, tuple[str, Mapping[str, float]]] = {
                 "http_responses_total": ("Responses by path and status.", {
                     f'path="{path}",status="{status}"': n for (path, status), n in self._responses.items()}),
                 "requests_ended_total": ("Requests by how they ended.",
@@ -74,7 +80,9 @@ class Metrics:
                                  {f'kind="{kind}"': n for kind, n in self._tokens.items()}),
                 "steps_total": ("Steps of the model.", {f'kind="{kind}"': n for kind, n in self._steps.items()}),
                 "drafted_tokens_total": ("Tokens that steps checked beside those that they computed anyway.",
-                                         {f'kind="{kind}"': n for kind, n in self._drafted.items()})}
+                                         {f'kind="{kind}"': n for kind, n in self._drafted.items()}),
+                "step_seconds_total": ("Time from one step's end, or from the end of idleness, to the next one's end.",
+                                       {f'kind="{kind}"': n for kind, n in self._step_s.items()})}
         lines = []
         for kind, group in (("counter", counters), ("gauge", gauges)):
             for name, (what, values) in group.items():

@@ -16,8 +16,10 @@ import uvicorn
 from forebay.api import LanguageModel
 from forebay.commands.chat_template import ChatTemplate
 from forebay.commands.prompts import BadPrompt, Request, check_ids, prompt_ids
+from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
 from forebay.serving.app import ServingOptions, make_app
 from forebay.serving.batcher import Batcher
+from forebay.serving.connection import connection_type
 from forebay.serving.metrics import Metrics
 from forebay.serving.refusal import Refusal
 from forebay.serving.requests import Inquiry
@@ -29,7 +31,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 @dataclass(frozen=True)
 class Service:
     """What a server serves: a planned model, its tokenizer and the tokens that end answers, in places of `prompt` and
-    `new_tokens`; at most `queue` requests wait."""
+    `new_tokens`, which take `turns`; at most `queue` requests wait."""
 
     lm: LanguageModel
     tokenizer: Any
@@ -38,6 +40,7 @@ class Service:
     new_tokens: int
     queue: int
     options: ServingOptions
+    turns: StepTurns = USUAL_TURNS
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -76,7 +79,7 @@ class ServerRun:
         self.service, self.metrics = service, Metrics()
         self._uvicorn: _Uvicorn | None = None
         self.batcher = Batcher(service.lm, service.prompt, service.new_tokens, frozenset(service.eos), service.queue,
-                               self.metrics, on_broken=self.stop)
+                               self.metrics, on_broken=self.stop, turns=service.turns)
         self._grace_s = grace_s
 
     def run(self, at: socket.socket, on_start: Callable[[], None] = lambda: None) -> BaseException | None:
@@ -93,9 +96,10 @@ class ServerRun:
                 return tokenizer.decode(ids, skip_special_tokens=True)
 
             app = make_app(self.batcher, tokenize, decode, self.service.options, self.metrics)
-            config = uvicorn.Config(app, log_config=None, log_level="critical", lifespan="off", ws="none", http="h11",
-                                    loop="asyncio", limit_concurrency=MOST_CONNECTIONS, server_header=False,
-                                    proxy_headers=False, timeout_graceful_shutdown=max(1, int(self._grace_s)))
+            config = uvicorn.Config(
+                app, log_config=None, log_level="critical", lifespan="off", ws="none", loop="asyncio",
+                http=connection_type(self.service.options.send_s), limit_concurrency=MOST_CONNECTIONS,
+                server_header=False, proxy_headers=False, timeout_graceful_shutdown=max(1, int(self._grace_s)))
             self._uvicorn = _Uvicorn(config, on_start, self.batcher.drain)
             self.batcher.start()
             try:

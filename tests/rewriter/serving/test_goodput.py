@@ -39,7 +39,7 @@ def test_goodput_is_kept_and_a_little_more_is_not() -> None:
     for strategy in (Strategy(4, prefill=1, decode=1), Strategy(4, both=2)):
         found = find_goodput(strategy, PAPER, LEVEL)
         assert found.at_goodput.keeps(LEVEL) and found.at_goodput.rate == found.rate > 0.1
-        beyond = measure(simulated(strategy, PAPER), PAPER, LEVEL, found.rate * (1 + 3 * TOLERANCE))
+        beyond = measure(simulated(strategy, PAPER), PAPER.traffic, LEVEL, found.rate * (1 + 3 * TOLERANCE))
         assert not beyond.keeps(LEVEL)
 
 
@@ -67,7 +67,7 @@ def test_either_objective_binds_and_runs_are_long_enough_to_see_a_queue_grow() -
     service = replace(SMALL, traffic=Traffic(1.0, 5, 2048, 1), prefill_batch=1)
     alone = shape_times(service.model, H100, 1).prefill_s(1, 2048, 2048)
     level = ServiceLevel(20 * alone, 1.0, runs=1)
-    over = measure(simulated(Strategy(1, prefill=1, decode=1), service), service, level, 1.3 / alone)
+    over = measure(simulated(Strategy(1, prefill=1, decode=1), service), service.traffic, level, 1.3 / alone)
     assert not over.keeps(level)  # five requests alone would not have waited
 
 
@@ -76,7 +76,8 @@ def test_a_rate_beyond_what_is_served_is_none_however_lax_the_objectives() -> No
     service, strategy = replace(SMALL, traffic=Traffic(1.0, 150, 128, 64)), Strategy(1, prefill=3, decode=1)
     served = 16 / (63 * shape_times(service.model, H100, 1).decode_s(16, 128 + 32))
     for lax in (ServiceLevel(1.0, 1e3, runs=2), ServiceLevel(1e3, 1e3, runs=2)):
-        below, above = (measure(simulated(strategy, service), service, lax, share * served) for share in (0.93, 1.08))
+        below, above = (measure(simulated(strategy, service), service.traffic, lax, share * served)
+                        for share in (0.93, 1.08))
         assert above.ttft_s < lax.ttft_s and above.tpot_s < lax.tpot_s and above.grows and not above.keeps(lax)
         assert not below.grows and below.keeps(lax)
 
@@ -91,9 +92,8 @@ def test_a_cache_takes_its_time_from_prefill_to_decode() -> None:
 def test_figures_7_and_9_bend_as_printed() -> None:
     """P90 TTFT rises with the rate and steeply near saturation; TPOT of decode instances of their own hardly moves,
     that of instances that prefill too does."""
-    rates = (1.0, 2.0, 3.0, 3.6)
-    apart, both = ([measure(simulated(strategy, replace(PAPER, traffic=replace(PAPER.traffic, count=1500))), replace(
-        PAPER, traffic=replace(PAPER.traffic, count=1500)), LEVEL, rate) for rate in rates]
+    rates, traffic = (1.0, 2.0, 3.0, 3.6), replace(PAPER.traffic, count=1500)
+    apart, both = ([measure(simulated(strategy, PAPER), traffic, LEVEL, rate) for rate in rates]
         for strategy in (Strategy(4, prefill=1, decode=1), Strategy(4, both=2)))
     for found in (apart, both):
         assert list(np.diff([m.ttft_s for m in found]) > 0) == [True] * 3

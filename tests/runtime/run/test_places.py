@@ -26,12 +26,11 @@ from forebay.api import LanguageModel
 from forebay.rewriter.ir.block import DECODING
 from forebay.rewriter.ir.plan import Budget, PlanError, Workload, plan_from_dict, validate
 from forebay.rewriter.ir.program import Copy, Wait
+from forebay.rewriter.ir.turns import USUAL_TURNS
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.places import (
-    BUSY,
-    HELD,
     Asked,
     WorkDone,
     answer_all,
@@ -297,11 +296,11 @@ def test_decoding_is_held_up_by_few_chunks_at_a_time(cases: Callable[[str], Case
     assert steps[-1].prefills == chunks * len(asked)
     held = most = 0
     for one, other in itertools.pairwise(steps):
-        busy = one.prefills // chunks - one.ended >= BUSY * PLACES
+        busy = one.prefills // chunks - one.ended >= USUAL_TURNS.busy * PLACES
         held = held + 1 if other.prefills > one.prefills else 0
-        assert held <= HELD or not busy
+        assert held <= USUAL_TURNS.held or not busy
         most = max(most, held * busy)
-    assert most == HELD
+    assert most == USUAL_TURNS.held
 
 
 def test_generate_answers_more_prompts_than_places(cases: Callable[[str], Case]) -> None:

@@ -1,0 +1,190 @@
+"""The plan that `forebay serve` runs: how many places, and whose turn each step is, for goals where there are any."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forebay.api import LanguageModel
+    from forebay.rewriter.ir.turns import StepTurns
+    from forebay.rewriter.pipeline import Pipeline
+    from forebay.rewriter.predict.of_programs import StepTimes
+
+PLACES = (16, 8, 4, 2, 1)  # that are compared where none are named
+HELD = (1, 2, 4)  # chunks before a step that decodes
+REQUESTS = 200  # of a simulation; runs that show a queue have more
+SHARE = 90.0  # of requests that are to keep the goals
+
+
+@dataclass(frozen=True)
+class ServingWanted:
+    """Sizes of places, how many there are (None: the planner's choice), and the format of their caches."""
+
+    budget: str
+    prompt: int
+    new_tokens: int
+    places: int | None = None
+    cache: str = "native"
+    machine: Path | None = None
+    speculate: bool = True  # whether steps of a single place may check what was looked up
+
+
+@dataclass(frozen=True)
+class ServingGoals:
+    """Seconds that 90 % of requests may take to their first token and for each after it, for prompts and answers of so
+    many tokens on average."""
+
+    ttft_s: float
+    tpot_s: float
+    prompt: int
+    output: int
+
+
+@dataclass(frozen=True)
+class ServingChoice:
+    """A planned model, whose turn its steps are, and the requests a second at which the goals are predicted to hold
+    (None without goals)."""
+
+    lm: LanguageModel
+    turns: StepTurns
+    rate: float | None = None
+
+
+@dataclass(frozen=True)
+class _ServingWay:
+    """A pipeline and its plan, with the turns and the rate for the goals."""
+
+    planned: tuple[Any, Any]
+    turns: StepTurns
+    rate: float | None
+
+
+def plan_serving(folder: Path, wanted: ServingWanted, goals: ServingGoals | None = None) -> ServingChoice:
+    """Plan once. Without goals for the number of places with which a sequence is predicted to take least time, with
+    them for the number and the turns that keep them at the greatest rate, by simulation. Where weights stream, prefill
+    steps that decode as well are compared too. PlanError where no plan fits, or none keeps the goals at any rate."""
+    from forebay.api import LanguageModel
+    from forebay.commands.machine import machine_profile
+    from forebay.open_model import open_model
+    from forebay.rewriter.ir.byte_sizes import parse_budget
+    from forebay.rewriter.ir.plan import Workload
+    from forebay.rewriter.plan_places import entering_at_once
+    from forebay.rewriter.planning.wishes import Wishes
+    from forebay.runtime.disk.spill import require_spill_folder
+
+    sizes = parse_budget(wanted.budget)
+    require_spill_folder(sizes.disk)
+    chosen: list[_ServingWay] = []
+
+    def choose(*given: Any) -> Any:
+        chosen.append(_best_way(given, wanted, goals))
+        return chosen[-1].planned
+
+    wishes = Wishes(cache_format=wanted.cache, entering=entering_at_once(wanted.places or 1),
+                    drafted_tokens="auto" if wanted.speculate else None)
+    lm = LanguageModel(*open_model(folder), sizes, Workload(wanted.places or 1, wanted.prompt, wanted.new_tokens),
+                       wishes, machine_profile(wanted.machine, folder), choose=choose)
+    return ServingChoice(lm, chosen[-1].turns, chosen[-1].rate)
+
+
+def step_times_of(lm: LanguageModel) -> StepTimes:
+    """What its steps are predicted to take."""
+    from forebay.rewriter.predict.of_programs import step_times
+
+    return step_times(lm.plan, partial(lm._pipeline.program, lm.plan), lm.machine)
+
+
+def _best_way(given: tuple[Any, ...], wanted: ServingWanted, goals: ServingGoals | None) -> _ServingWay:
+    from forebay.rewriter.ir.plan import PlanError
+
+    ways, refused = [], None
+    for count in (wanted.places,) if wanted.places else PLACES:
+        for alone in (True, False) if wanted.speculate and count == 1 else (False,):
+            try:
+                ways.append(_way(_planned(given, count, alone=alone), given, goals))
+                break
+            except PlanError as error:
+                refused = error
+    if not ways:
+        assert refused is not None
+        raise refused
+    best = min(ways, key=_order)
+    with contextlib.suppress(PlanError):
+        if (plan := best.planned[1]).schedule.slots and plan.schedule.block.entering and not plan.schedule.block.staged:
+            ways.append(_way(_planned(given, plan.workload.batch, joined=True), given, goals))
+    best = min(ways, key=_order)
+    if goals is not None and not best.rate:
+        raise PlanError(_missed(ways, given, goals))
+    return best
+
+
+def _order(way: _ServingWay) -> tuple[float, float]:
+    """The greatest rate, then the least time of a sequence of a long job."""
+    from forebay.rewriter.plan_places import sequence_time_s
+
+    return -(way.rate or 0.0), sequence_time_s(way.planned[1])
+
+
+def _planned(
+    given: tuple[Any, ...], count: int, *, joined: bool = False, alone: bool = False
+) -> tuple[Pipeline, Any]:
+    """So many places; one that is `alone` is entered by none beside it, and only then can steps check what is looked
+    up."""
+    from forebay.rewriter.ir.plan import Workload
+    from forebay.rewriter.plan_block import plan_block
+    from forebay.rewriter.plan_places import entering_at_once, joining_at_once
+
+    graphs_of, limits, workload, wishes, profile, switches = given
+    entering = joining_at_once(count, workload.new_tokens) if joined else entering_at_once(count)
+    wished = replace(wishes, entering=None, cache_tier="device") if alone else replace(
+        wishes, entering=entering, joined=joined)
+    work = Workload(count, workload.prompt, workload.new_tokens)
+    return plan_block(graphs_of, limits, work, wished, profile, switches)
+
+
+def _times(planned: tuple[Pipeline, Any], given: tuple[Any, ...]) -> StepTimes:
+    from forebay.rewriter.predict.of_programs import step_times
+
+    pipeline, plan = planned
+    return step_times(plan, partial(pipeline.program, plan), given[4])
+
+
+def _way(planned: tuple[Pipeline, Any], given: tuple[Any, ...], goals: ServingGoals | None) -> _ServingWay:
+    """A plan, with the turns under which it keeps the goals at the greatest rate."""
+    from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
+    from forebay.rewriter.serving.goodput import ServiceLevel, greatest_rate
+    from forebay.rewriter.serving.in_places import in_places
+    from forebay.rewriter.serving.strategies import Simulated
+    from forebay.rewriter.serving.traffic import Arrival, Traffic
+
+    if goals is None:
+        return _ServingWay(planned, USUAL_TURNS, None)
+    times, level = _times(planned, given), ServiceLevel(goals.ttft_s, goals.tpot_s, SHARE, runs=1)
+    alone = float(in_places([Arrival(0.0, goals.prompt, goals.output)], times).last[0])
+    traffic = Traffic(1.0, REQUESTS, goals.prompt, goals.output)
+    rates = {}
+    for turns in (USUAL_TURNS, *(StepTurns(0.0, held) for held in HELD if not times.joined)):
+        found = Simulated(lambda requests, seed, turns=turns: in_places(requests, times, turns), alone)  # type: ignore[misc]
+        rates[turns] = greatest_rate(found, traffic, level)[1]
+    turns = max(rates, key=lambda each: rates[each])
+    return _ServingWay(planned, turns, rates[turns])
+
+
+def _missed(ways: list[_ServingWay], given: tuple[Any, ...], goals: ServingGoals) -> str:
+    from forebay.rewriter.serving.in_places import in_places
+    from forebay.rewriter.serving.traffic import Arrival
+
+    runs = [in_places([Arrival(0.0, goals.prompt, goals.output)], _times(way.planned, given)) for way in ways]
+    ttft = min(float(run.ttft_s[0]) for run in runs)
+    tpot = min((float(run.tpot_s[0]) for run in runs if len(run.tpot_s)), default=0.0)
+    return (f"no plan within this budget keeps these goals: a request alone is predicted to take {_ms(ttft)} to its "
+            f"first token and {_ms(tpot)} per token after it at best; larger --ttft and --tpot, or a larger --budget, "
+            "may do")
+
+
+def _ms(time_s: float) -> str:
+    return f"{1e3 * time_s:.3g} ms"

@@ -1,0 +1,115 @@
+"""The server's loop, simulated: against the loop itself on a clock that its steps advance, and by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.plan import Limits, Plan, Schedule, Workload
+from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
+from forebay.rewriter.predict.of_programs import StepTimes
+from forebay.rewriter.serving.in_places import in_places
+from forebay.rewriter.serving.traffic import Arrival, Traffic, TrafficError, arrivals
+from forebay.runtime.run.places import Asked, answer_arriving
+
+TIMES = StepTimes(4, 1, 32, 48, False, (16, 8), {1: (0.5, 0.5), 8: (1.0, 1.0), 16: (1.75, 1.75)})
+
+
+class ClockedSession:
+    """Computes nothing; a step takes its time on the clock."""
+
+    renewed_at = 0
+
+    def __init__(self, times: StepTimes) -> None:
+        block = Block(entering=times.entering, joined=times.joined)
+        work = Workload(times.places, times.prompt, times.context - times.prompt + 1)
+        self.plan = Plan("f", "m", Limits(1 << 20), work, Schedule(prefill_chunks=times.chunks, block=block), ())
+        self.times, self.now = times, 0.0
+
+    def step(self, inputs: Any) -> torch.Tensor:
+        rows, tokens = inputs["input_ids"].shape
+        self.now += self.times.seconds[tokens][0]
+        return torch.zeros(rows, 2)
+
+    def step_joined(self, inputs: Any, decoding: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.step(inputs), torch.zeros(self.times.places, 2)
+
+
+def run_by_the_loop(requests: Sequence[Arrival], times: StepTimes, turns: StepTurns) -> tuple[list[float], list[float]]:
+    """Times of first and last tokens, as `answer_arriving` gives them, and the server's queue before it."""
+    session: Any = ClockedSession(times)
+    first, last, queue = {}, {}, list(range(len(requests)))
+
+    def arriving(free: int, idle: bool) -> dict[int, Asked] | None:
+        if idle and not queue:
+            return None
+        if idle:
+            session.now = max(session.now, requests[queue[0]].at_s)
+        came = {}
+        while queue and len(came) < free and requests[queue[0]].at_s <= session.now:
+            i = queue.pop(0)
+            came[i] = Asked(torch.zeros(requests[i].prompt, dtype=torch.int64), requests[i].output)
+        return came
+
+    told: list[int] = []
+
+    def on_next(number: int, token: int) -> bool:
+        told.append(number)
+        return True
+
+    def on_step(work: Any) -> None:
+        for number in told:
+            first.setdefault(number, session.now)
+            last[number] = session.now
+        told.clear()
+
+    answer_arriving(session, arriving, on_next=on_next, on_end=lambda number, new: None, on_step=on_step, turns=turns)
+    return [first[i] for i in range(len(requests))], [last[i] for i in range(len(requests))]
+
+
+@pytest.mark.parametrize("turns", [USUAL_TURNS, StepTurns(0.0, 1), StepTurns(0.0, 3), StepTurns(0.5, 2)])
+@pytest.mark.parametrize(("entering", "joined"), [(1, False), (2, False), (3, False), (1, True), (2, True)])
+def test_the_simulation_is_what_the_loop_does(entering: int, joined: bool, turns: StepTurns) -> None:
+    times = replace(TIMES, entering=entering, joined=joined)
+    for seed, rate in enumerate((0.05, 0.4, 3.0)):
+        chance = random.Random(seed)
+        requests = [replace(r, prompt=chance.randint(1, 32), output=chance.randint(1, 16))
+                    for r in arrivals(Traffic(rate, 40, 1, 1), seed)]
+        run, (first, last) = in_places(requests, times, turns), run_by_the_loop(requests, times, turns)
+        assert list(run.first) == pytest.approx(first) and list(run.last) == pytest.approx(last)
+
+
+def test_what_steps_see_takes_time() -> None:
+    """Of 4 places of 48 tokens; a chunk's is that of the one that enters."""
+    times = replace(TIMES, seconds={1: (1.0, 49.0), 8: (2.0, 50.0), 16: (4.0, 52.0)})
+    run = in_places([Arrival(0.0, 20, 3)], times)
+    prefill = 4.0 + 16 + 2.0 + 20  # seconds a token that one place sees: 1
+    assert list(run.first) == pytest.approx([prefill])
+    assert list(run.last) == pytest.approx([prefill + 2 * 1.0 + 0.25 * (21 + 22)])
+    joined = replace(times, joined=True)
+    two = in_places([Arrival(0.0, 16, 3), Arrival(0.1, 8, 1)], joined)
+    assert two.first[1] - two.first[0] == pytest.approx(2.0 + 48 * (8 + 17) / (5 * 48))  # decodes beside the chunk
+
+
+def test_goals_of_answers_hold_chunks_up() -> None:
+    """With few chunks between, answers come sooner and first tokens later; all are served either way."""
+    requests = arrivals(Traffic(0.15, 400, 32, 3), 0)
+    greedy, fair = in_places(requests, TIMES), in_places(requests, TIMES, StepTurns(0.0, 1))
+    assert np.percentile(fair.tpot_s, 90) < 0.5 * np.percentile(greedy.tpot_s, 90)
+    assert np.percentile(fair.ttft_s, 90) > np.percentile(greedy.ttft_s, 90)
+    for run in (greedy, fair):
+        assert not np.isnan(run.last).any() and (run.first > run.arrived).all() and (run.last >= run.first).all()
+
+
+def test_what_has_no_room_is_refused() -> None:
+    for prompt, output in ((33, 1), (32, 18)):
+        with pytest.raises(TrafficError, match=f"a request of {prompt} and {output} tokens has no room"):
+            in_places([Arrival(0.0, prompt, output)], TIMES)
+    in_places([Arrival(0.0, 32, 17)], TIMES)
