@@ -64,7 +64,7 @@ from forebay.rewriter.planning.staged_cache import staged_places
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.closed_form import rates_of
 from forebay.rewriter.predict.estimator import MachineEstimator
-from forebay.rewriter.predict.of_programs import predict
+from forebay.rewriter.predict.of_programs import predict, usually_seen
 from forebay.rewriter.report.dump import Dump
 from forebay.rewriter.run_passes import Pass, Stage, check_switches
 from forebay.rewriter.switches import Switches
@@ -139,7 +139,7 @@ class Pipeline:
             self.need, graphs.weight_tier, graphs.host_hop,
             {name: rows.nbytes(workload.prompt) for name, rows in self._cache_rows.items()},
             rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, graphs.weight_tier,
-                     cache_sides(decode), graphs.block, launch_count(decode)),
+                     cache_sides(decode), graphs.block, launch_count(decode), workload),
             graphs.block, weights_of_layers(decode), graphs.cache_format,
             staged_places(decode, graphs.block, workload.prompt), graphs.speculative).moving_hidden()
         if graphs.block.staged:
@@ -396,4 +396,4 @@ class Pipeline:
                                 f"workspace of its operators, {limit} are allowed")
         if self.switches.verify:
             verify_program(program, budget)
-        return program
+        return replace(program, seen={n: usually_seen(plan, n) for n in (1, tokens)})

@@ -119,10 +119,10 @@ def input_sizes(layers: Mapping[int, StagedLayer], block: Block) -> dict[str, in
 
 
 def usual_shares(layer: StagedLayer, block: Block, work: Workload, tokens: int) -> tuple[float, float]:
-    """The shares of the blocks in its slot that a step over `tokens` tokens is taken to load and store: halfway through
-    the answer, or through the prompt. A block gets full every so many tokens."""
+    """The shares of the blocks in its slot that a step over `tokens` tokens is taken to load and store: what stands
+    before it on average. A block gets full every so many tokens."""
     capacity = layer.blocks * block.cache_tokens
-    there = work.prompt + work.new_tokens / 2 if tokens == 1 else work.prompt / 2
+    there = work.before(tokens)
     seen = min(there, abs(layer.window) + block.cache_tokens / 2) if layer.window else there
     loaded, stored = seen / capacity, min(1.0, tokens / capacity)
     if layer.checkpoints:  # as many bytes a block, of the checkpoints of as many more tokens

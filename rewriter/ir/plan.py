@@ -42,8 +42,8 @@ class Limits:
 
     def hold(self, other: Limits) -> bool:
         """Whether what keeps to `other` keeps to these."""
-        return self.device >= other.device and (
-            self.host is None or (other.host is not None and self.host >= other.host))
+        room = self.host is None or (other.host is not None and self.host >= other.host)
+        return room and self.device >= other.device
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,10 @@ class Workload:
     def context(self) -> int:
         """Cache positions each sequence needs: every token but the last answer token is appended."""
         return self.prompt + self.new_tokens
+
+    def before(self, tokens: int) -> float:
+        """Tokens before a step over `tokens`, on average: within the answer for one, else within the prompt."""
+        return self.prompt + self.new_tokens / 2 if tokens == 1 else max(0, self.prompt - tokens) / 2
 
 
 @dataclass(frozen=True)
@@ -327,8 +331,7 @@ def _validate_cache(plan: Plan) -> None:
 
 
 def _validate_speculative(plan: Plan) -> None:
-    s = plan.schedule
-    sizes = list(s.speculative_steps)
+    s, sizes = plan.schedule, list(plan.schedule.speculative_steps)
     if sizes != sorted(set(sizes) - {*s.prefill_chunks}, reverse=True) or min(sizes, default=2) < 2:
         raise PlanError(f"plan.schedule.speculative_steps: {sizes} must be different, the largest first, none below 2, "
                         f"and none a prefill's {list(s.prefill_chunks)} (plan.schedule.prefill_chunks)")
@@ -372,8 +375,7 @@ def validate(plan: Plan) -> None:
                             f"{' and '.join(ARENAS)}")
     _validate_block(plan)
     seen: set[str] = set()
-    for i, w in enumerate(plan.weights):
-        at = f"plan.weights[{i}]"
+    for at, w in ((f"plan.weights[{i}]", w) for i, w in enumerate(plan.weights)):
         if w.name in seen:
             raise PlanError(f"{at}.name: {w.name} is placed twice")
         seen.add(w.name)

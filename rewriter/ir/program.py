@@ -170,6 +170,7 @@ class Program:
     outputs: dict[str, TensorRef] = field(default_factory=dict)
     once: bool = False  # the step runs a single time: memory need not be left as it was found
     files: dict[str, int] = field(default_factory=dict)  # nbytes of each spill file; spans name them as they do arenas
+    seen: dict[int, float] = field(default_factory=dict)  # tokens that predictions let so many queries attend to
 
     def items(self, steps: int = 1) -> Iterator[Item]:
         """Prologue and `steps` steps, as they are issued."""

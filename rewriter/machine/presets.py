@@ -74,6 +74,7 @@ def _sheet(
     found |= {f"links.{link.src}.{link.dst}.latency_s": "assumed: 10 us a copy, 100 us a request of the disk"
               for link in links}
     found["dispatch_s"] = "assumed: an asynchronous launch"
+    found["row_request_s"] = "assumed: as on two cores of a CPU"
     found["copy_issue_s"] = "threads of their own issue copies"
     return Machine(
         name, "", {}, 1, 1, device_kind, tiers, links, (), read / 2, 5e-6, attention, copy_issue_s=0.0,

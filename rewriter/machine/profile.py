@@ -24,6 +24,7 @@ HALVES = ("bfloat16", "float16")
 # Of the computing thread, to issue a copy and be woken by it: on two cores steps in tiles of 1 MiB took 0.15 to 0.3 ms
 # more per additional copy than in tiles of 2 to 4 MiB. To a GPU copies are issued by threads of their own.
 CPU_COPY_ISSUE_S = 1e-4
+ROW_REQUEST_S = 4e-5  # on two cores, with two to four requests in flight
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Machine:
     memory_bytes_per_s: plain copy in the memory of `device`, bytes copied per second. dispatch_s: seconds that a launch
     takes of the thread that issues it; a GPU computes meanwhile.
     copy_issue_s: seconds that a copy takes of the thread that computes.
+    row_request_s: seconds that each further read of a lookup takes, whose rows lie apart in their file.
     attention_bytes_per_s: bytes of K and V read per second by decode attention of one long sequence;
     host_attention_bytes_per_s is the same of a host beside a GPU (0: it does not compute).
     product_flops, attention_flops: operations per second of large products and of attention over whole prompts, for
@@ -94,6 +96,7 @@ class Machine:
     both_ways: tuple[BothWays, ...] = ()
     choice_elements_per_s: float = 0.0
     copy_issue_s: float = CPU_COPY_ISSUE_S
+    row_request_s: float = ROW_REQUEST_S
     host_attention_bytes_per_s: float = 0.0
     product_flops: float = 0.0
     attention_flops: float = 0.0
@@ -111,9 +114,9 @@ class Machine:
         _require(bool(self.name), "name", "must not be empty", self.name)
         for name in ("cores", "threads", "memory_bytes_per_s", "attention_bytes_per_s"):
             _positive(name, getattr(self, name))
-        for name in ("dispatch_s", "choice_elements_per_s", "copy_issue_s", "host_attention_bytes_per_s",
-                     "product_flops", "attention_flops", "peak_flops", "peak_memory_bytes_per_s",
-                     "interconnect_bytes_per_s", "others_share"):
+        for name in ("dispatch_s", "choice_elements_per_s", "copy_issue_s", "row_request_s",
+                     "host_attention_bytes_per_s", "product_flops", "attention_flops", "peak_flops",
+                     "peak_memory_bytes_per_s", "interconnect_bytes_per_s", "others_share"):
             _not_negative(name, getattr(self, name))
         for tier in ("device", "disk"):
             _require(tier in self.tiers, f"tiers.{tier}", "is missing", sorted(self.tiers))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from forebay.kernels.attention.operations import attention_flops
 from forebay.rewriter.ir.block import ALONE, Block
+from forebay.rewriter.ir.plan import Workload
 from forebay.rewriter.ir.program import ATTEND, COMPUTE, DISK, DOWNLOAD, LOAD, RETURN, UPLOAD, WRITE
 from forebay.rewriter.machine.profile import CPU_COPY_ISSUE_S
 from forebay.rewriter.predict.estimator import Estimator, side_by_side_s
@@ -143,10 +144,11 @@ def _byte_s(times: Estimator, source: str, target: str) -> float:
 
 def rates_of(
     times: Estimator, products: Sequence[StepProduct], batch: int, tier: str, cache: Sequence[CacheSide] = (),
-    block: Block = ALONE, launches: int = 0,
+    block: Block = ALONE, launches: int = 0, work: Workload | None = None,
 ) -> Rates:
     """The rates for streaming from `tier` and for steps of `batch` sequences over `products`, in the parts of `block`,
-    each with a full `cache`, whose heads are taken to serve one query each, and of so many `launches`."""
+    each with a `cache` that holds what `work` usually finds (None: full), whose heads are taken to serve one query
+    each, and of so many `launches`."""
     counts = Counter(products)
 
     @functools.cache
@@ -164,8 +166,12 @@ def rates_of(
     def attend_s(tokens: int) -> float:  # a side has half of the bytes and of the operations
         share = block.of_step(tokens).micro_batches * block.sequences(batch, tokens) / block.sequences(batch, 1)
         beside_s = attend_s(1) if block.decodes(tokens) else 0.0
-        return beside_s + share * sum(count * times.attention_s(side.dtype, side.nbytes, attention_flops(
-            1, side.rows, tokens, side.tokens, side.width) / 2) for side, count in Counter(cache).items())
+        return beside_s + share * sum(count * side_s(side, tokens) for side, count in Counter(cache).items())
+
+    def side_s(side: CacheSide, tokens: int) -> float:
+        seen = side.tokens if work is None else min(side.tokens, work.before(tokens) + tokens)
+        return times.attention_s(side.dtype, side.nbytes * seen / side.tokens, attention_flops(
+            1, side.rows, tokens, seen, side.width) / 2)
 
     link = (tier, "device" if tier == "host" else times.near_disk)
     upload = math.inf

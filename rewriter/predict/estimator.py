@@ -32,6 +32,10 @@ class Estimator(Protocol):
     def copy_issue_s(self) -> float:
         """Of the computing thread, per copy."""
 
+    @property
+    def row_request_s(self) -> float:
+        """Of each further read of a lookup by row."""
+
     def work_s(self, flops: float, nbytes: float) -> float:
         """Matrix work nobody measured: the longer of its operations and its traffic (the roofline)."""
 
@@ -91,6 +95,10 @@ class MachineEstimator:
     @property
     def copy_issue_s(self) -> float:
         return self.machine.copy_issue_s
+
+    @property
+    def row_request_s(self) -> float:
+        return self.machine.row_request_s
 
     def work_s(self, flops: float, nbytes: float) -> float:
         rate = self.machine.product_flops

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
+from forebay.kernels.attention.operations import attention_flops
 from forebay.kernels.operator import Operator, each_once
 from forebay.kernels.operators import find
-from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.alignment import PAGE_NBYTES, ROW_GAP_NBYTES, ROW_READ_NBYTES
 from forebay.rewriter.ir.operator_names import called
 from forebay.rewriter.ir.program import (
     ATTEND,
@@ -31,12 +33,13 @@ LOOKUPS = frozenset(map(str, (aten.embedding.out, aten.gather.out, aten.index_se
 APPENDS = frozenset((called(aten.index_copy_.default),))  # they write as much as they read, into something larger
 
 
-def item_time_s(item: Item, times: Estimator) -> float:
-    """Time of `item` with nothing beside it, in seconds; 0 for items that only order others."""
+def item_time_s(item: Item, times: Estimator, seen: Mapping[int, float] | None = None) -> float:
+    """Time of `item` with nothing beside it, in seconds; 0 for items that only order others. `seen` as of a Program;
+    where it does not say, attention sees all that the cache holds."""
     if isinstance(item, Copy):
         return copy_time_s(item, times)
     if isinstance(item, Launch):
-        return launch_time_s(item, times)
+        return launch_time_s(item, times, seen or {})
     return 0.0
 
 
@@ -45,10 +48,26 @@ def copy_time_s(item: Copy, times: Estimator) -> float:
     (`copy_latency_s`) is hidden while others are in flight."""
     src, tiers = item.src, (tier_of(item.src), tier_of(item.dst))
     if isinstance(src, Rows) and isinstance(src.table, FileSlice):
-        rows = src.nbytes // src.row_nbytes  # whole pages are read
-        return times.latency_s(*tiers) + rows * max(src.row_nbytes, PAGE_NBYTES) * times.byte_s(*tiers)
+        requests, nbytes = lookup_reads(src.nbytes // src.row_nbytes, src.row_nbytes, src.table.nbytes)
+        return (times.latency_s(*tiers) + max(0.0, requests - 1) * times.row_request_s
+                + nbytes * times.byte_s(*tiers))
     usual = min((end.usual for end in (src, item.dst) if isinstance(end, Rows)), default=1.0)
     return usual * copy_nbytes(item) * times.byte_s(*tiers)
+
+
+def lookup_reads(rows: int, row_nbytes: int, table_nbytes: int) -> tuple[float, float]:
+    """How many reads a lookup of so many rows anywhere in a table takes, and their bytes: those that lie near each
+    other come in one, with what lies between. Gaps between random rows are taken to be exponentially distributed."""
+    if not rows:
+        return 0.0, 0.0
+    gap, alone = table_nbytes / rows, row_nbytes + PAGE_NBYTES - math.gcd(row_nbytes, PAGE_NBYTES)  # whole pages
+    widest = ROW_GAP_NBYTES + alone
+    apart = math.exp(-widest / gap)  # of the gaps, the share that is too wide
+    near = gap * (1 - apart) - widest * apart  # bytes from one to the next, where they come in one read
+    runs = 1 + (rows - 1) * apart
+    long = (rows - 1) * near / runs  # bytes of a run, which is cut where it is longer than a read
+    cuts = 1 / math.expm1(ROW_READ_NBYTES / long) if long * 100 > ROW_READ_NBYTES else 0.0
+    return runs * (1 + cuts), min(float(table_nbytes), runs * (alone + long))
 
 
 def copy_latency_s(item: Copy, times: Estimator) -> float:
@@ -58,7 +77,7 @@ def copy_latency_s(item: Copy, times: Estimator) -> float:
     return times.latency_s(tier_of(item.src), tier_of(item.dst))
 
 
-def launch_time_s(item: Launch, times: Estimator) -> float:
+def launch_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> float:
     """For matrix products the measured time of the implementation; for attention that of the bytes it sees and the
     operations it does; for the rest bytes touched / memory bandwidth. On a CPU, whose issuing thread computes, after
     dispatch; a GPU computes while its launches are issued (`launch_issue_s`)."""
@@ -69,8 +88,8 @@ def launch_time_s(item: Launch, times: Estimator) -> float:
         return dispatch_s + times.product_s(*shape, nbytes=touched_nbytes(item), impl=item.impl)
     if operator is not None and operator.timed_as == "attention":
         if item.stream == ATTEND:
-            return host_attend_s(_cache_nbytes(item, operator), times)
-        return dispatch_s + _attention_time_s(item, operator, times)
+            return host_attend_s(_attended(item, operator, seen)[0], times)
+        return dispatch_s + _attention_time_s(item, operator, times, seen)
     return dispatch_s + times.touch_s(touched_nbytes(item))
 
 
@@ -98,16 +117,27 @@ def touched_nbytes(item: Launch) -> int:
     return sum(s.nbytes for s in item.reads) + writes
 
 
-def _attention_time_s(item: Launch, operator: Operator, times: Estimator) -> float:
-    """As if every sequence were as long as the cache holds; queries of a chunk see on average half of it less."""
-    refs = [ref for ref in item.args if isinstance(ref, TensorRef)]
+def _attention_time_s(item: Launch, operator: Operator, times: Estimator, seen: Mapping[int, float]) -> float:
+    """Queries of a chunk see on average half of it less."""
+    refs = _tensors(item)
     if len(refs) < 3 or len(refs[0].shape) != 4:
         return times.attention_s("", touched_nbytes(item), 0.0)
-    return times.attention_s(refs[0].dtype, _cache_nbytes(item, operator), operator.cost(item).flops)
+    return times.attention_s(refs[0].dtype, *_attended(item, operator, seen))
 
 
-def _cache_nbytes(item: Launch, operator: Operator) -> int:
-    """Bytes of K and V that attention reads: what it is given but for the values that it leaves."""
-    k, v = [ref for ref in item.args if isinstance(ref, TensorRef)][1:3]
+def _attended(item: Launch, operator: Operator, seen: Mapping[int, float]) -> tuple[float, float]:
+    """Bytes of K and V that attention reads, but for values that it leaves, and its operations: of as many tokens as
+    its queries usually see, and no more than its window."""
+    q, k, v = _tensors(item)[:3]
+    queries, capacity = q.shape[2], k.shape[2]
     left = each_once(item).read_nbytes - operator.cost(item).read_nbytes
-    return (math.prod(k.shape) + math.prod(v.shape)) * dtype_itemsize(k.dtype) - left
+    nbytes = (math.prod(k.shape) + math.prod(v.shape)) * dtype_itemsize(k.dtype) - left
+    window = next((arg for arg in item.args[5:6] if isinstance(arg, int)), 0)
+    there = min(capacity, seen.get(queries, capacity))
+    read = min(there, window + queries - 1) if window else there
+    alike = attention_flops(1, 1, queries, there, 1, window) / attention_flops(1, 1, queries, capacity, 1)
+    return nbytes * read / capacity, operator.cost(item).flops * alike
+
+
+def _tensors(item: Launch) -> list[TensorRef]:
+    return [ref for ref in item.args if isinstance(ref, TensorRef)]

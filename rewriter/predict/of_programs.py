@@ -12,6 +12,12 @@ from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.simulate import STEPS, simulate
 
 
+def usually_seen(plan: Plan, tokens: int) -> float:
+    """Tokens that the last of a step over so many attends to, on average."""
+    prompt = plan.schedule.phase_of(tokens) == "prefill"
+    return plan.workload.before(tokens if prompt else 1) + tokens
+
+
 def predict(plan: Plan, program: Callable[[int], Program], machine: Machine) -> Prediction:
     """Seconds, streamed bytes and peak bytes of `plan`, whose step over so many tokens is `program`, on `machine`."""
     s, chunk = plan.schedule, plan.schedule.prefill_chunk

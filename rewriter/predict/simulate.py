@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from forebay.rewriter.ir.program import (
@@ -47,7 +48,7 @@ def simulate(program: Program, machine: Machine, steps: int = STEPS, times: Esti
         key = _likeness(item)
         found = known.get(key)
         if found is None:
-            found = known[key] = item_cost(item, times)
+            found = known[key] = item_cost(item, times, program.seen)
         return found
 
     run = run_on_threads if times.serial else run_on_streams
@@ -61,9 +62,9 @@ def simulate(program: Program, machine: Machine, steps: int = STEPS, times: Esti
     return Timeline(end - start, busy, bottleneck, spans)
 
 
-def item_cost(item: Item, times: Estimator) -> ItemCost:
-    """What an item costs on the virtual device, alone and beside others."""
-    time_s = item_time_s(item, times)
+def item_cost(item: Item, times: Estimator, seen: Mapping[int, float] | None = None) -> ItemCost:
+    """What an item costs on the virtual device, alone and beside others; `seen` as of a Program."""
+    time_s = item_time_s(item, times, seen)
     if isinstance(item, Launch):
         share = times.memory_share(touched_nbytes(item), time_s)
         return ItemCost(time_s, times.slowed(share), times.slows(share), issue_s=launch_issue_s(times))

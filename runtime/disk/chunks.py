@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from forebay.rewriter.ir.alignment import PAGE_NBYTES, whole_pages
+from forebay.rewriter.ir.alignment import PAGE_NBYTES, ROW_GAP_NBYTES, ROW_READ_NBYTES, whole_pages
 
 GATHER_NBYTES = 64 << 10  # of several pieces, smaller ones are put together: copying 64 KiB takes 5 us, a request 50
 
@@ -97,18 +97,19 @@ def split_read(read: Read, direct: bool, chunk_nbytes: int, bounce_nbytes: int) 
 
 
 def split_rows(offset: int, row_nbytes: int, rows: Sequence[int], address: int, bounce_nbytes: int) -> list[Chunk]:
-    """Cut a gather into page-aligned chunks in file order: rows on touching pages share one, repeats are copied."""
+    """Cut a gather into page-aligned chunks in file order: rows at most `ROW_GAP_NBYTES` apart share one, repeats are
+    copied."""
     places: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         places.setdefault(row, []).append(address + index * row_nbytes)
     chunks: list[Chunk] = []
-    limit = page_floor(bounce_nbytes)
+    limit = page_floor(min(bounce_nbytes, ROW_READ_NBYTES))
     pos, stop, need = 0, 0, 0
     copies: list[tuple[int, int, int]] = []
     for row in sorted(places):
         low, row_end = offset + row * row_nbytes, offset + (row + 1) * row_nbytes
         while low < row_end:
-            if not copies or page_floor(low) > stop or low >= pos + limit:
+            if not copies or page_floor(low) > stop + ROW_GAP_NBYTES or low >= pos + limit:
                 if copies:
                     chunks.append(Chunk(pos, stop - pos, need, stop - pos, 0, 0, tuple(copies)))
                 pos, copies = page_floor(low), []

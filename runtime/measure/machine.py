@@ -39,6 +39,7 @@ from forebay.runtime.measure.kernels import (
     measure_contention,
 )
 from forebay.runtime.measure.neighbours import Neighbours
+from forebay.runtime.measure.requests import row_request_s
 from forebay.runtime.measure.steady import steady_link
 from forebay.runtime.measure.writes import measure_writes
 from forebay.runtime.run.arena import Arena
@@ -86,7 +87,7 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
     near = "host" if cuda else "device"  # where disk reads land
     neighbours = Neighbours()
     say("disk", 0.0)
-    read, write, contention, both_ways = _disk_links(folder, near, quick, say)
+    read, write, contention, both_ways, request_s = _disk_links(folder, near, quick, say)
     say("memory", 0.4)
     links = [read, write, *(_cuda_links(quick) if cuda else _cpu_links(read, write, quick))]
     rounds = 5 if quick else 15
@@ -114,6 +115,7 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
         both_ways=both_ways,
         choice_elements_per_s=choice_elements_per_s(quick),
         copy_issue_s=0.0 if cuda else CPU_COPY_ISSUE_S,
+        row_request_s=request_s,
         others_share=neighbours.share(),
         sources={"copy_issue_s": "threads of their own issue copies" if cuda else "measured once, on two cores"},
     )
@@ -180,7 +182,9 @@ def choose_trial(trials: list[DiskTrial]) -> DiskTrial:
 
 def _disk_links(
     folder: str | os.PathLike[str], near: str, quick: bool, say: StageProgress
-) -> tuple[Link, Link, Contention, tuple[BothWays, ...]]:
+) -> tuple[Link, Link, Contention, tuple[BothWays, ...], float]:
+    """Links from and to the disk, what computing and reading do to each other, and reading and writing, and what a
+    read of a lookup takes."""
     nbytes = (128 if quick else 512) * MIB
     free = shutil.disk_usage(folder).free
     if free < 2 * nbytes:
@@ -195,13 +199,14 @@ def _disk_links(
             read_time_s(reader, path, 0, PAGE_NBYTES, memory)
             bandwidth, latency, r2 = steady_link(LINK_NBYTES, 5, lambda size, turn: read_time_s(
                 reader, path, turn * size % (nbytes - size + 1), size, memory))
+            request_s = row_request_s(reader, path, nbytes, memory)
         say("disk beside products", 0.3)
         contention = Contention() if torch.cuda.is_available() else measure_contention(
             path, nbytes, Link("disk", near, 1.0, 0.0, best.kind, best.depth, best.chunk_nbytes), memory, quick)
         read = Link("disk", near, bandwidth, latency, best.kind, best.depth, best.chunk_nbytes, r2)
         say("disk writes", 0.35)
         write, both_ways = measure_writes(os.fspath(folder), near, path, nbytes, read, memory, quick)
-    return read, write, contention, both_ways
+    return read, write, contention, both_ways, request_s
 
 
 def _fill(fd: int, nbytes: int) -> None:

@@ -178,10 +178,11 @@ def test_hidden_states_leave_the_device_for_larger_chunks_where_weights_bind() -
     even tried, and where that is wished they stay."""
     slow = Machine.default()
     links = tuple(replace(link, latency_s=1e-7, bandwidth_bytes_per_s=1.5e9) for link in slow.links)
-    fast = replace(slow, dispatch_s=0.0, copy_issue_s=0.0, attention_bytes_per_s=4e12, memory_bytes_per_s=4e12,
-                   gemm=tuple(replace(point, time_s=point.time_s / 1000) for point in slow.gemm), links=links)
-    work, wishes = Workload(8, 64, 4), Wishes(cache_tier="disk", micro_batches=8)
-    staged = graphs(work, Block(8, "zigzag", "disk", 16, 3))
+    fast = replace(slow, dispatch_s=0.0, copy_issue_s=0.0, row_request_s=0.0, attention_bytes_per_s=4e12,
+                   memory_bytes_per_s=4e12, links=links,
+                   gemm=tuple(replace(point, time_s=point.time_s / 1000) for point in slow.gemm))
+    work, wishes = Workload(4, 64, 4), Wishes(cache_tier="disk", micro_batches=4)
+    staged = graphs(work, Block(4, "zigzag", "disk", 16, 3))
     budget = Budget(int(1.05 * Pipeline(staged, work, fast, Switches()).smallest_budget(Wishes())))
     _, away = plan_block(graphs, budget, work, wishes, fast, Switches())
     _, stays = plan_block(graphs, budget, work, replace(wishes, hidden_tier="device"), fast, Switches())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from statistics import mean
 
 import pytest
 
@@ -24,8 +26,9 @@ from forebay.rewriter.ir.program import (
 from forebay.rewriter.machine.points import GemmPoint
 from forebay.rewriter.machine.profile import Link, Machine, Tier
 from forebay.rewriter.predict.estimator import MachineEstimator
-from forebay.rewriter.predict.item_costs import item_time_s
+from forebay.rewriter.predict.item_costs import item_time_s, lookup_reads
 from forebay.rewriter.predict.simulate import item_cost
+from forebay.runtime.disk.chunks import split_rows
 
 MACHINE = replace(
     Machine.default(), memory_bytes_per_s=1e9, dispatch_s=1e-6, attention_bytes_per_s=2e9,
@@ -60,10 +63,36 @@ def test_time_of_one_item(item: object, time_s: float) -> None:
 
 
 @pytest.mark.parametrize(("row_nbytes", "counted"), [(64, PAGE_NBYTES), (3 * PAGE_NBYTES, 3 * PAGE_NBYTES)])
-def test_a_lookup_reads_whole_pages_and_waits_for_them(row_nbytes: int, counted: int) -> None:
-    rows = Rows(FileSlice("f", 0, 100 * row_nbytes), row_nbytes, ref(2, 3, dtype="int64"))
+def test_a_lookup_reads_whole_pages_and_waits_for_each_read(row_nbytes: int, counted: int) -> None:
+    """Rows of a table so large that no two of them lie near each other."""
+    rows = Rows(FileSlice("f", 0, row_nbytes << 30), row_nbytes, ref(2, 3, dtype="int64"))
     time_s = item_time_s(Copy(DISK, rows, span(6 * row_nbytes), "c"), TIMES)
-    assert time_s == pytest.approx(1e-3 + 6 * counted / 1e8)
+    assert time_s == pytest.approx(1e-3 + 5 * MACHINE.row_request_s + 6 * counted / 1e8, rel=1e-4)
+
+
+@pytest.mark.parametrize(("count", "row_nbytes", "rows"), [(50, 1536, 1000), (50, 1536, 20_000), (800, 512, 60_000)])
+def test_a_lookup_is_counted_as_the_reader_cuts_it(count: int, row_nbytes: int, rows: int) -> None:
+    draws = random.Random(0)
+    cut = [split_rows(0, row_nbytes, draws.sample(range(rows), count), 0, 1 << 22) for _ in range(40)]
+    requests, nbytes = lookup_reads(count, row_nbytes, rows * row_nbytes)
+    assert requests == pytest.approx(mean(map(len, cut)), rel=0.15)
+    assert nbytes == pytest.approx(mean(sum(chunk.nbytes for chunk in chunks) for chunks in cut), rel=0.15)
+
+
+def attention(queries: int, tokens: int, window: int = 0) -> Launch:
+    cache = ref(2, 4, tokens, 8)
+    args = (ref(2, 4, queries, 8), cache, cache, ref(2, dtype="int64"), 1.0, window, 0.0)
+    return launch("forebay.attention", 2 * 2 * 4 * tokens * 8 * 4, 64, args)
+
+
+@pytest.mark.parametrize(("queries", "seen", "window", "alike"), [
+    (1, 300, 0, 300), (1, 900, 0, 512), (16, 300, 0, 300), (1, 300, 100, 100), (1, 50, 100, 50)])
+def test_attention_reads_what_its_queries_usually_see(queries: int, seen: int, window: int, alike: int) -> None:
+    """As if the cache held no more; without a word all that it holds."""
+    other = {1: 7.0, 16: 9.0, queries: float(seen)}
+    item = attention(queries, 512, window)
+    assert item_time_s(item, TIMES, other) == pytest.approx(item_time_s(attention(queries, alike), TIMES))
+    assert item_time_s(attention(queries, 512), TIMES) > item_time_s(attention(queries, 511), TIMES)
 
 
 @pytest.mark.parametrize(("impl", "time_s"), [("slow", 5e-3), ("fast", 2e-3), ("", 2e-3)])

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.alignment import PAGE_NBYTES, ROW_GAP_NBYTES, ROW_READ_NBYTES
 from forebay.runtime.disk import chunks as disk_chunks
 from forebay.runtime.disk import reader as disk
 from forebay.runtime.disk import threads, uring
@@ -207,6 +207,16 @@ def test_rows_are_gathered_with_duplicates(reader, path: str, data: bytes, row_n
 def test_repeated_rows_are_read_once() -> None:
     chunks = disk.split_rows(100, 1000, [7, 7, 7, 900, 7], 0, 64 << 10)
     assert [(chunk.offset, chunk.nbytes, len(chunk.copies)) for chunk in chunks] == [(4096, 4096, 4), (897024, 4096, 1)]
+
+
+def test_rows_near_each_other_come_in_one_read() -> None:
+    """With what lies between, if that is quicker to read than to ask again."""
+    far = ROW_GAP_NBYTES // PAGE_NBYTES + 1  # the page behind the gap
+    for row, expected in ((far, [(0, far + 1)]), (far + 1, [(0, 1), (far + 1, 1)])):
+        chunks = disk.split_rows(0, PAGE_NBYTES, [row, 0], 0, 1 << 22)
+        assert [(c.offset // PAGE_NBYTES, c.nbytes // PAGE_NBYTES) for c in chunks] == expected
+    dense = disk.split_rows(0, PAGE_NBYTES, range(200), 0, 1 << 22)
+    assert max(chunk.nbytes for chunk in dense) == ROW_READ_NBYTES
 
 
 def test_an_empty_gather_ends(reader, path: str) -> None:

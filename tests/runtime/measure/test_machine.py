@@ -94,7 +94,7 @@ def test_what_is_measured_is_judged(
         monkeypatch.setattr(measure, name, lambda *_, name=name: timed.append(name) or ())
     monkeypatch.setattr(measure.Neighbours, "share", lambda _: share)
     read, write = (measured[0].link(*ends) for ends in (("disk", "host"), ("host", "disk")))
-    monkeypatch.setattr(measure, "_disk_links", lambda *_: (read, write, measured[0].contention, ()))
+    monkeypatch.setattr(measure, "_disk_links", lambda *_: (read, write, measured[0].contention, (), 4e-5))
     monkeypatch.setattr(measure, "believable", lambda machine: judged.append(machine) or guess)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert measure_machine(tmp_path, quick=True) is guess
