@@ -3,11 +3,12 @@
 SmolLM2-135M from its Q4_1 GGUF, dequantised to float32, is the reference. Every row of ours is the transformers model
 with each weight of its linear layers (not the head, not the embedding) replaced by what `forebay::quantize` followed by
 `forebay::dequantize` gives, or with the keys and values of its attention packed as the cache's rows and read back, or
-made again from hidden states that were packed as a checkpoint's rows (act8): the numbers that streaming the packed
-bytes must reproduce. With `--programs` our Programs follow, in steps of 64 tokens over a cache on the disk, in which
-earlier steps left keys and values or checkpoints, packed or not. Peers in the same run, where installed: torchao (int4,
-asymmetric) and HQQ (4 bits, its half-quadratic search), at the same group size, and llama.cpp on the GGUF file itself
-(through xllamacpp). Windows of 512 tokens, each predicted from its own start; see
+made again from hidden states that were packed as a checkpoint's rows (act8), or with attention that reads the values of
+a share of the tokens: the numbers that Programs must reproduce. With `--programs` our Programs follow, in steps of 64
+tokens over a cache on the disk, in which earlier steps left keys and values or checkpoints, packed or not; and steps of
+one token, the only ones that leave values out, for every token of every window. Peers in the same run, where installed:
+torchao (int4, asymmetric) and HQQ (4 bits, its half-quadratic search), at the same group size, and llama.cpp on the
+GGUF file itself (through xllamacpp). Windows of 512 tokens, each predicted from its own start; see
 `forebay.commands.evaluate.perplexity`.
 
 Weights that come from Q4_1 lie on a grid of 32: w4g32 finds it again and is exact, while every coarser 4-bit group
@@ -48,6 +49,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "native": {}, "kv8": {"cache_format": "kv8"}, "kv4": {"cache_format": "kv4"}, "checkpoints": CHECKPOINTS,
     "act8": CHECKPOINTS | {"checkpoint_format": "act8"},
     "act8 of half + kv4": {"checkpoints": (1, 2), "checkpoint_format": "act8", "cache_format": "kv4"}}
+SPARSE = (0.2, 0.1, 0.05)  # shares of the tokens whose values are read
 
 Treat = Callable[[torch.Tensor], torch.Tensor]
 Row = dict[str, Any]
@@ -68,6 +70,20 @@ def cached(x: torch.Tensor, bits: int) -> torch.Tensor:
 def checkpointed(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     """What a checkpoint of packed rows gives back for hidden states x [B, L, H]."""
     return activation_append_q.unpack(activation_append_q.pack(x, bits, group), x.shape[-1], bits, group, x.dtype)
+
+
+def sparse_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, kept: float) -> torch.Tensor:
+    """What decode steps give that read the values of a share of the tokens, for every query of q [B, H, T, D] over as
+    many tokens, causally: of the tokens before it those of the largest weights, and itself -> [B, T, H, D]."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    count = q.shape[2]
+    itself = torch.eye(count, dtype=torch.bool)
+    weights = (q @ k.mT * scale).masked_fill(~torch.ones_like(itself).tril(), -math.inf).softmax(-1)
+    ranked = weights.masked_fill(itself, math.inf).sort(-1, descending=True).values  # 0: itself
+    last = torch.tensor([math.ceil(kept * i) for i in range(count)])
+    least = ranked.gather(-1, last[:, None].expand(*ranked.shape[:-1], 1))
+    weights = torch.where(itself | (weights >= least), weights, 0.0)
+    return (weights @ v).transpose(1, 2).contiguous()
 
 
 def by_format(name: str, rounding: str = "minmax") -> Treat:
@@ -101,11 +117,14 @@ class Reference:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         self.cache: Treat | None = None
+        self.kept: float | None = None  # of the values
         self.checkpoint: Treat | None = None
 
         def attention(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
             if self.cache is not None:
                 k, v = self.cache(k), self.cache(v)
+            if self.kept is not None:
+                return sparse_attention(q, k, v, options["scaling"], self.kept), None
             return sdpa_attention_forward(module, q, k, v, mask, **options)
 
         transformers.AttentionInterface.register("rounded_cache", attention)
@@ -133,12 +152,13 @@ class Reference:
 
     @torch.no_grad()
     def measure(
-        self, ids: torch.Tensor, weights: Treat | None, cache: Treat | None, checkpoint: Treat | None = None
+        self, ids: torch.Tensor, weights: Treat | None, cache: Treat | None, checkpoint: Treat | None = None,
+        kept: float | None = None,
     ) -> float:
-        """Perplexity of ids [T] with weights, cache and checkpointed activations as treated."""
+        """Perplexity of ids [T] with weights, cache and checkpointed activations as treated, and values `kept`."""
         for layer, weight in zip(self.layers, self.weights, strict=True):
             layer.weight.data = weight if weights is None else weights(weight)
-        self.cache, self.checkpoint = cache, checkpoint
+        self.cache, self.checkpoint, self.kept = cache, checkpoint, kept
         loss = 0.0
         for start in range(0, ids.numel() - 1, WINDOW):
             part = ids[start : start + WINDOW + 1]
@@ -147,16 +167,18 @@ class Reference:
         return math.exp(loss / (ids.numel() - 1))
 
 
-def contestants() -> Mapping[str, tuple[Treat | None, ...]]:
-    """Name -> what happens to weights, to keys and values, and to the activations that these are made from again."""
+def contestants() -> Mapping[str, tuple[Any, ...]]:
+    """Name -> what happens to weights, to keys and values, and to the activations that these are made from again, and
+    the share of the tokens whose values are read."""
     kv = {f.name: (lambda x, bits=f.bits: cached(x, bits)) for f in CACHE_FORMATS.values() if f.bits}
-    rows: dict[str, tuple[Treat | None, ...]] = {"reference": (None, None)}
+    rows: dict[str, tuple[Any, ...]] = {"reference": (None, None)}
     for name in (f.name for f in WEIGHT_FORMATS.values() if f.bits):
         rows[name] = (by_format(name), None)
     rows |= {f"{name} mse": (by_format(name, "mse"), None) for name in ("w4g64", "w4g128")}
     rows |= {name: (None, treat) for name, treat in kv.items()}
     rows |= {f.name: (None, None, functools.partial(checkpointed, bits=f.bits, group=f.group_size))
              for f in ACTIVATION_FORMATS.values()}  # fmt: skip
+    rows |= {f"{kept:g} of the values": (None, None, None, kept) for kept in SPARSE}
     rows |= {"w4g32 + kv4": (by_format("w4g32"), kv["kv4"]), "w4g64 mse + kv4": (by_format("w4g64", "mse"), kv["kv4"])}
     if importlib.util.find_spec("torchao"):
         rows[f"torchao int4 g{GROUP}"] = (by_torchao, None)
@@ -176,6 +198,26 @@ def by_programs(folder: Path, ids: torch.Tensor, kept: Mapping[str, Any]) -> flo
     opened = open_model(folder, gives="scores")
     with LanguageModel(*opened, Budget(2 << 30), Workload(1, WINDOW, 1), wishes) as lm:
         return perplexity(lm, ids, WINDOW).perplexity
+
+
+def by_decode_steps(folder: Path, ids: torch.Tensor, kept: float) -> float:
+    """Perplexity of ids [T] by steps of one token, which read the values of such a share of the tokens, over windows
+    that all run at once."""
+    from forebay.api import LanguageModel, open_model
+    from forebay.rewriter.ir.plan import Budget, Workload
+    from forebay.rewriter.planning.wishes import Wishes
+
+    windows = [ids[start : start + WINDOW + 1] for start in range(0, ids.numel() - 1, WINDOW)]
+    rows = torch.stack([torch.nn.functional.pad(each, (0, WINDOW + 1 - each.numel())) for each in windows])
+    loss, batch = 0.0, len(windows)
+    wishes = Wishes(sparse_values=kept)
+    with LanguageModel(*open_model(folder), Budget(8 << 30), Workload(batch, 2, WINDOW), wishes) as lm:
+        for at in range(WINDOW):
+            logits = lm.session.step({"input_ids": rows[:, at : at + 1], "start": torch.full((batch,), at),
+                                      "last": torch.zeros(batch, dtype=torch.int64)})
+            there = [i for i, each in enumerate(windows) if at + 1 < each.numel()]
+            loss += torch.nn.functional.cross_entropy(logits[there], rows[there, at + 1], reduction="sum").item()
+    return math.exp(loss / (ids.numel() - 1))
 
 
 def text_ids(folder: Path, text: Path) -> torch.Tensor:
@@ -219,6 +261,9 @@ def main() -> None:
     for name, kept in PROGRAMS.items() if args.programs else ():
         if not wanted or name in wanted:
             add(f"Programs, {name}", ids.numel() - 1, base, lambda kept=kept: by_programs(folder, ids, kept))
+    for kept in (1.0, *SPARSE) if args.programs else ():
+        if not wanted or f"{kept:g} of the values" in wanted:
+            add(f"decode steps, {kept:g}", ids.numel() - 1, base, lambda kept=kept: by_decode_steps(folder, ids, kept))
     if importlib.util.find_spec("xllamacpp") and (not wanted or "llama.cpp" in wanted):
         add("llama.cpp on Q4_1", ids.numel() - 1, base,
             lambda: llama_cpp.perplexity(demo_gguf(), ids, WINDOW, args.threads))
