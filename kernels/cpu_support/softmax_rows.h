@@ -51,6 +51,37 @@ static float soften(float* scores, int64_t n, Row& row, int64_t t0, float scale,
   return factor;
 }
 
+constexpr int64_t SEGMENT = 256, SEGMENT_STEP = 64;
+
+// Positions [begin, end) of a sequence of which a task attends to part: `parts` of at least SEGMENT where there are so
+// many, as equal as whole steps allow. Parts past the end are empty.
+struct Segment { int64_t begin, end; };
+static Segment segment_of(int64_t begin, int64_t end, int64_t parts, int64_t part) {
+  parts = std::clamp<int64_t>((end - begin) / SEGMENT, 1, parts);
+  const int64_t step = ((end - begin + parts - 1) / parts + SEGMENT_STEP - 1) / SEGMENT_STEP * SEGMENT_STEP;
+  const int64_t first = std::min(end, begin + part * step);
+  return {first, std::min(end, first + step)};
+}
+
+// What a part leaves of a row: its largest score, its sum, and the row gathered, of `head_dim` in whole vectors.
+constexpr int64_t part_floats(int64_t head_dim) { return 2 + (head_dim + 15) / 16 * 16; }
+
+// The row that `count` parts make together, in o[0, head_dim) and returned its sum.
+static float merge_parts(const float* parts, int64_t count, int64_t head_dim, float* o) {
+  const int64_t width = part_floats(head_dim);
+  constexpr float none = -std::numeric_limits<float>::infinity();
+  float largest = none, sum = 0.0f;
+  for (int64_t p = 0; p < count; ++p) largest = std::max(largest, parts[p * width]);
+  std::memset(o, 0, size_t(width - 2) * 4);
+  for (int64_t p = 0; p < count; ++p) {
+    const float* part = parts + p * width;
+    const float factor = part[0] == none ? 0.0f : std::exp(part[0] - largest);
+    sum += part[1] * factor;
+    for (int64_t j = 0; j < head_dim; j += VL) store(o + j, load(o + j) + load(part + 2 + j) * factor);
+  }
+  return sum;
+}
+
 // Asks for `rows` rows of `nbytes` bytes ahead of their use.
 template <class T> FB_INLINE void prefetch_rows(const T* first, int64_t rows, int64_t stride, int64_t nbytes) {
   for (int64_t r = 0; r < rows; ++r)

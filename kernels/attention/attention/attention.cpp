@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "panels.h"
 #include "softmax_rows.h"
 #include "team.h"
 
@@ -19,90 +20,158 @@ extern "C" struct AttentionArgs {
   int64_t q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, out_batch, out_row, out_head;
   int64_t window;  // as first_seen has it
   float scale, softcap;
-  int32_t dtype;
+  int32_t dtype, parts;  // parts: of the positions seen, at most, that tasks attend to apart
 };
 
 namespace {
 
-constexpr int64_t ROWS = 32;          // query rows (positions x group) per task
-constexpr int64_t KEYS = 64;          // cache positions per step
-constexpr int64_t FEW = 16;           // of them between prefetches, where few query rows leave memory to wait for
-constexpr int64_t MAX_HEAD_DIM = 512;  // 32 x 512 floats twice: 128 KiB of stack a thread
+constexpr int64_t ROWS = 88;           // query rows (positions x group) per task, at most
+constexpr int64_t ROW_FLOATS = 11264;  // and so many numbers in them: 88 rows of 128, 22 of 512
+constexpr int64_t KEYS = SEGMENT_STEP;  // cache positions per step
+constexpr int64_t FEW = 16;            // of them between prefetches, where few query rows leave memory to wait for
+constexpr int64_t MANY_ROWS = 12;      // from so many on keys and values meet them in panels
+constexpr int64_t MAX_HEAD_DIM = 512;
 
-// One task: query rows [r0, r1) of KV heads [h0, h1) of one sequence, row r being position r / group of head r % group.
-template <class T> void run_task(const AttentionArgs& a, int64_t b, int64_t h0, int64_t h1, int64_t r0, int64_t r1) {
-  alignas(64) float q[ROWS * MAX_HEAD_DIM], o[ROWS * MAX_HEAD_DIM], scores[ROWS * KEYS];
+// A task: query rows [r0, r1) of KV heads [h0, h1) of sequence b, row r being position r / group of head r % group; and
+// of so many parts of the positions that they see, one.
+struct Piece { int64_t b, h0, h1, r0, r1, part, parts; };
+
+int64_t row_stride(const AttentionArgs& a) { return (a.head_dim + PANEL - 1) / PANEL * PANEL; }
+
+// scores[m, n] += q keys^T, in panels of keys.
+template <class T>
+void score_rows(const float* q, int64_t d, const T* k, int64_t k_row, int64_t m, int64_t n, float* scores) {
+  const auto fill = [&](int64_t n0, int64_t rows, int64_t d0, int64_t depth, float* panel) {
+    fill_panel(rows, depth, panel, [&](int64_t j, float* to) { upcast(k + (n0 + j) * k_row + d0, to, depth); });
+  };
+  multiply_panels(q, d, m, n, d, scores, KEYS, fill, [](int64_t, int64_t, int64_t) {});
+}
+
+// o[m, d] += scores[m, n] values, in panels of their columns.
+template <class T>
+void gather_rows(const float* scores, const T* v, int64_t v_row, int64_t m, int64_t n, int64_t d, float* o, int64_t os) {
+  const auto fill = [&](int64_t d0, int64_t columns, int64_t n0, int64_t depth, float* panel) {
+    for (int64_t i = 0; i < depth; ++i, panel += PANEL) {
+      upcast(v + (n0 + i) * v_row + d0, panel, columns);
+      for (int64_t j = columns; j < PANEL; ++j) panel[j] = 0.0f;
+    }
+  };
+  multiply_panels(scores, KEYS, m, d, n, o, os, fill, [](int64_t, int64_t, int64_t) {});
+}
+
+// Row [s, h] of sequence b: what was gathered, to be merged with that of other parts or whole.
+template <class T>
+void leave_row(const AttentionArgs& a, const Piece& p, int64_t s, int64_t h, const Row& row, const float* o,
+               float* parts) {
+  const int64_t d = a.head_dim;
+  if (p.parts > 1) {
+    float* to = parts + (((p.b * a.queries + s) * a.heads + h) * p.parts + p.part) * part_floats(d);
+    to[0] = row.largest, to[1] = row.sum;
+    std::memcpy(to + 2, o, size_t((d + VL - 1) / VL * VL) * 4);
+    return;
+  }
+  T* out = static_cast<T*>(a.out) + p.b * a.out_batch + s * a.out_row + h * a.out_head;
+  for (int64_t j = 0; j < d; ++j) store_one(out + j, o[j] / row.sum);
+}
+
+template <class T> void run_task(const AttentionArgs& a, const Piece& p, float* parts) {
+  alignas(64) float q[ROW_FLOATS], o[ROW_FLOATS], scores[ROWS * KEYS];
   Row rows[ROWS];
-  const int64_t group = a.heads / a.kv_heads, d = a.head_dim, ds = (d + VL - 1) / VL * VL, m = r1 - r0;
-  const int64_t start = a.start[b], count = (h1 - h0) * m, width = d * int64_t(sizeof(T));
+  const int64_t group = a.heads / a.kv_heads, d = a.head_dim, os = row_stride(a), m = p.r1 - p.r0;
+  const int64_t start = a.start[p.b], count = (p.h1 - p.h0) * m, width = d * int64_t(sizeof(T));
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t r = r0 + i % m, s = r / group, h = (h0 + i / m) * group + r % group, high = start + s + 1;
-    upcast(static_cast<const T*>(a.q) + b * a.q_batch + h * a.q_head + s * a.q_row, q + i * d, d);
+    const int64_t r = p.r0 + i % m, s = r / group, h = (p.h0 + i / m) * group + r % group, high = start + s + 1;
+    upcast(static_cast<const T*>(a.q) + p.b * a.q_batch + h * a.q_head + s * a.q_row, q + i * d, d);
     rows[i] = {first_seen(start + s, a.window), high, -std::numeric_limits<float>::infinity(), 0.0f};
   }
-  std::memset(o, 0, size_t(count * ds) * 4);
-  const T* k = static_cast<const T*>(a.k) + b * a.k_batch;
-  const T* v = static_cast<const T*>(a.v) + b * a.v_batch;
+  std::memset(o, 0, size_t(count * os) * 4);
+  const T* k = static_cast<const T*>(a.k) + p.b * a.k_batch;
+  const T* v = static_cast<const T*>(a.v) + p.b * a.v_batch;
+  const bool many = m >= MANY_ROWS;
   const int64_t step = m < 4 ? FEW : KEYS;
   // Rows are in order of position, so the first sees the lowest key and the last the highest.
-  const int64_t end = rows[m - 1].high;
-  for (int64_t t0 = rows[0].low; t0 < end; t0 += KEYS) {
-    const int64_t n = std::min(KEYS, end - t0);
-    for (int64_t h = h0; h < h1; ++h) {
-      const int64_t i0 = (h - h0) * m, next = h + 1 < h1 ? h + 1 : h0, t1 = h + 1 < h1 ? t0 : t0 + KEYS;
-      const int64_t coming = std::min(n, end - t1);  // of the next head, or of the next positions; none at the end
-      for (int64_t i = 0; i < m; ++i) std::memset(scores + i * KEYS, 0, size_t(n) * 4);
+  const Segment seen = segment_of(rows[0].low, rows[m - 1].high, p.parts, p.part);
+  for (int64_t t0 = seen.begin; t0 < seen.end; t0 += KEYS) {
+    const int64_t n = std::min(KEYS, seen.end - t0);
+    for (int64_t h = p.h0; h < p.h1; ++h) {
+      const int64_t i0 = (h - p.h0) * m, next = h + 1 < p.h1 ? h + 1 : p.h0, t1 = h + 1 < p.h1 ? t0 : t0 + KEYS;
+      const int64_t coming = std::min(n, seen.end - t1);  // of the next head, or of the next positions; none at the end
+      std::memset(scores, 0, size_t(m * KEYS) * 4);
       for (int64_t t = 0; t < n; t += step) {
+        const T* keys = k + h * a.k_head + (t0 + t) * a.k_row;
         prefetch_rows(k + next * a.k_head + (t1 + t) * a.k_row, std::min(step, coming - t), a.k_row, width);
-        multiply_dot(q + i0 * d, d, k + h * a.k_head + (t0 + t) * a.k_row, a.k_row, m, std::min(step, n - t), d,
-                     scores + t, KEYS);
+        if (many) score_rows(q + i0 * d, d, keys, a.k_row, m, n, scores);
+        else multiply_dot(q + i0 * d, d, keys, a.k_row, m, std::min(step, n - t), d, scores + t, KEYS);
       }
       for (int64_t i = 0; i < m; ++i) {
         const float factor = soften(scores + i * KEYS, n, rows[i0 + i], t0, a.scale, a.softcap);
-        float* row = o + (i0 + i) * ds;
+        float* row = o + (i0 + i) * os;
         if (factor != 1.0f)
-          for (int64_t j = 0; j < ds; j += VL) store(row + j, load(row + j) * factor);
+          for (int64_t j = 0; j < d; j += VL) store(row + j, load(row + j) * factor);
       }
       for (int64_t t = 0; t < n; t += step) {
+        const T* values = v + h * a.v_head + (t0 + t) * a.v_row;
         prefetch_rows(v + next * a.v_head + (t1 + t) * a.v_row, std::min(step, coming - t), a.v_row, width);
-        multiply_outer(scores + t, KEYS, v + h * a.v_head + (t0 + t) * a.v_row, a.v_row, m, d, std::min(step, n - t),
-                       o + i0 * ds, ds);
+        if (many) gather_rows(scores, values, a.v_row, m, n, d, o + i0 * os, os);
+        else multiply_outer(scores + t, KEYS, values, a.v_row, m, d, std::min(step, n - t), o + i0 * os, os);
       }
     }
   }
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t r = r0 + i % m, s = r / group, h = (h0 + i / m) * group + r % group;
-    T* out = static_cast<T*>(a.out) + b * a.out_batch + s * a.out_row + h * a.out_head;
-    for (int64_t j = 0; j < d; ++j) store_one(out + j, o[i * ds + j] / rows[i].sum);
+    const int64_t r = p.r0 + i % m;
+    leave_row<T>(a, p, r / group, (p.h0 + i / m) * group + r % group, rows[i], o + i * os, parts);
   }
 }
 
-template <class T> void run(const AttentionArgs& a, int threads) {
-  const int64_t rows = a.queries * (a.heads / a.kv_heads), blocks = (rows + ROWS - 1) / ROWS;
-  const int64_t together = a.k_head < a.k_row ? heads_together(a.batch, a.kv_heads, ROWS / rows, threads) : 1;
-  const int64_t parts = (a.kv_heads + together - 1) / together;
-  // Each query row meets at most `length` keys and values, some 8 products a ns.
-  int64_t keys = 0;
-  for (int64_t b = 0; b < a.batch; ++b) keys += a.start[b] + a.queries;
-  parallel_for(a.batch * parts * blocks, threads, keys * a.queries * a.heads * a.head_dim / 4, [&](int64_t i) {
-    const int64_t block = blocks - 1 - i % blocks, part = i / blocks;  // the longest block of a head comes first
-    const int64_t h0 = part % parts * together;
-    run_task<T>(a, part / parts, h0, std::min(h0 + together, a.kv_heads), block * ROWS,
-                std::min(rows, (block + 1) * ROWS));
+// Puts the parts of every row together.
+template <class T> void merge_rows(const AttentionArgs& a, int64_t count, int threads, const float* parts) {
+  const int64_t d = a.head_dim, per_row = count * part_floats(d), rows = a.batch * a.queries * a.heads;
+  parallel_parts(rows, threads, rows * per_row / 8, [&](int64_t begin, int64_t end) {
+    alignas(64) float o[MAX_HEAD_DIM];
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t h = r % a.heads, s = r / a.heads % a.queries, b = r / a.heads / a.queries;
+      const float sum = merge_parts(parts + r * per_row, count, d, o);
+      T* out = static_cast<T*>(a.out) + b * a.out_batch + s * a.out_row + h * a.out_head;
+      for (int64_t j = 0; j < d; ++j) store_one(out + j, o[j] / sum);
+    }
   });
+}
+
+template <class T> void run(const AttentionArgs& a, int threads, float* scratch) {
+  const int64_t rows = a.queries * (a.heads / a.kv_heads), most = std::min(ROWS, ROW_FLOATS / row_stride(a));
+  const int64_t blocks = (rows + most - 1) / most;
+  int64_t keys = 0, longest = 0;
+  for (int64_t b = 0; b < a.batch; ++b) {
+    const int64_t seen = a.start[b] + a.queries - first_seen(a.start[b], a.window);
+    keys += seen, longest = std::max(longest, seen);
+  }
+  const int64_t parts = blocks > 1 ? 1 : std::clamp<int64_t>(longest / SEGMENT, 1, std::max<int64_t>(1, a.parts));
+  const int64_t together =
+      a.k_head < a.k_row ? heads_together(a.batch * parts, a.kv_heads, most / rows, threads) : 1;
+  const int64_t shares = (a.kv_heads + together - 1) / together;
+  // Each query row meets the keys and values that it sees, some 8 products a ns.
+  parallel_for(a.batch * shares * parts * blocks, threads, keys * a.queries * a.heads * a.head_dim / 4, [&](int64_t i) {
+    const int64_t block = blocks - 1 - i % blocks, part = i / blocks % parts;  // the longest block of a head comes first
+    const int64_t share = i / blocks / parts, h0 = share % shares * together;
+    const Piece piece = {share / shares, h0, std::min(h0 + together, a.kv_heads),
+                         block * most, std::min(rows, (block + 1) * most), part, parts};
+    run_task<T>(a, piece, scratch);
+  });
+  if (parts > 1) merge_rows<T>(a, parts, threads, scratch);
 }
 
 }  // namespace
 
 extern "C" int64_t forebay_attention_max_head_dim() { return MAX_HEAD_DIM; }
 
-// Needs head_dim <= MAX_HEAD_DIM and D contiguous everywhere. Writes all of `out` and nothing else, or returns 1 and
+// Needs head_dim <= MAX_HEAD_DIM, D contiguous everywhere and scratch for `parts` parts. Writes all of `out` and nothing else, or returns 1 and
 // writes nothing where a sequence's queries would stand outside the cache.
-extern "C" int forebay_attention(const AttentionArgs* a, float*, int64_t, int threads) {
+extern "C" int forebay_attention(const AttentionArgs* a, float* scratch, int64_t floats, int threads) {
   for (int64_t b = 0; b < a->batch; ++b)
     if (a->start[b] < 0 || a->start[b] + a->queries > a->length) return 1;
-  if (a->dtype == F32) run<float>(*a, threads);
-  else if (a->dtype == BF16) run<bf16>(*a, threads);
-  else run<f16>(*a, threads);
+  if (a->parts > 1 && floats < a->batch * a->queries * a->heads * a->parts * part_floats(a->head_dim)) return 1;
+  if (a->dtype == F32) run<float>(*a, threads, scratch);
+  else if (a->dtype == BF16) run<bf16>(*a, threads, scratch);
+  else run<f16>(*a, threads, scratch);
   return 0;
 }

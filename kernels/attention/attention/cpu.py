@@ -23,14 +23,18 @@ class AttentionArgs(ctypes.Structure):
         *((f"{t}_{d}", ctypes.c_int64) for t in "qkv" for d in ("batch", "head", "row")),
         *((name, ctypes.c_int64) for name in ("out_batch", "out_row", "out_head", "window")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
-        ("dtype", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("dtype", "parts")),
     )
 
 
 # Queries per piece without the C++ kernel: bounds mask and scores.
 QUERY_STEP = 128
-# Stack per thread of the C++ kernel: 32 query rows and their results of at most 512 floats, and 32 x 64 scores.
-NATIVE_NBYTES = 4 * (2 * 32 * 512 + 32 * 64)
+# Stack per thread of the C++ kernel: query rows and their results of 11264 floats, 88 x 64 scores, a panel of 16 KiB of
+# keys or values, and 8 rows of a quarter of it and 16 floats more on their way there.
+NATIVE_NBYTES = 4 * (2 * 11264 + 88 * 64 + 4096 + 8 * (256 + 16))
+# The C++ kernels give the positions that a sequence sees to several tasks, in parts of 256 or more, where sequences and
+# heads make too few. Results depend on the number of threads only so far.
+PART, PARTS_MOST, PARTS_ROWS = 256, 32, 32
 
 
 def workspace_nbytes(
@@ -38,7 +42,8 @@ def workspace_nbytes(
 ) -> int:
     """Upper bound, in bytes, of what attention_out takes beside its arguments, for the kernel present here."""
     if head_dim <= 512 and native.load() is not None:
-        return NATIVE_NBYTES * torch.get_num_threads()
+        parts = parts_of(batch, heads, kv_heads, queries, length)
+        return NATIVE_NBYTES * torch.get_num_threads() + 4 * part_floats(batch, heads, queries, head_dim, parts)
     rows = min(queries, QUERY_STEP)
     itemsize = max(4, dtype.itemsize)
     # Explicit scores, probabilities and mask of a piece, K and V in fp32 and expanded for groups, and the result. The
@@ -47,6 +52,17 @@ def workspace_nbytes(
     expanded = 4 * batch * heads * length * head_dim * itemsize
     del kv_heads, softcap
     return scores + expanded + 6 * batch * heads * rows * head_dim * itemsize + (1 << 20)
+
+
+def parts_of(batch: int, heads: int, kv_heads: int, queries: int, length: int) -> int:
+    """Into how many parts, at most, tasks cut the positions of a cache of `length`."""
+    few = batch * kv_heads < 4 * torch.get_num_threads() and queries * heads <= PARTS_ROWS * kv_heads
+    return max(1, min(PARTS_MOST, length // PART)) if few else 1
+
+
+def part_floats(batch: int, heads: int, queries: int, head_dim: int, parts: int) -> int:
+    """fp32 numbers of scratch in which parts wait to be put together."""
+    return 0 if parts == 1 else batch * heads * queries * parts * (2 + -(-head_dim // 16) * 16)
 
 
 def _check_out(q: Tensor, out: Tensor) -> None:
@@ -126,13 +142,16 @@ def bind_attention(
         return lambda: _torch_attention(q, k, v, start, scale, window, softcap, out)
     if not start.is_contiguous():
         fail("start", "must be contiguous")
+    batch, heads, queries, dim = q.shape
+    parts = parts_of(batch, heads, k.shape[1], queries, k.shape[2])
     args = AttentionArgs(
         *(t.data_ptr() for t in (q, k, v, start, out)),
-        q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3],
+        batch, heads, k.shape[1], queries, k.shape[2], dim,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        window, scale, softcap, native.DTYPES[q.dtype],
+        window, scale, softcap, native.DTYPES[q.dtype], parts,
     )  # fmt: skip
-    return native.NativeCall("attention", args, (q, k, v, start, out), refuse=lambda: refuse_start(q, k, start))
+    floats = part_floats(batch, heads, queries, dim, parts)
+    return native.NativeCall("attention", args, (q, k, v, start, out), floats, lambda: refuse_start(q, k, start))
 
 
 def attention_out(

@@ -1,10 +1,12 @@
 // y = act(x W^T + b) * multiplier + residual for a W of packed 4- or 8-bit groups (packing.py), by two routes: integer
-// dot products (integer_dot.h), and fp32, which unpacks a few rows at a time and takes any x on any processor.
+// dot products (integer_dot.h), and fp32, which unpacks a few rows at a time and takes any x on any processor; many rows
+// of x meet panels of weights (panels.h).
 #include <algorithm>
 
 #include "finish.h"
 #include "groups.h"
 #include "integer_dot.h"
+#include "panels.h"
 #include "team.h"
 
 using namespace forebay;
@@ -23,11 +25,13 @@ extern "C" struct QuantizedLinearArgs {
 
 namespace {
 
-constexpr int64_t M_BLOCK = 64;
+constexpr int64_t M_BLOCK = 64, M_BLOCK_DIRECT = 256;  // rows of x held, and of those that are fp32 already
 constexpr int64_t MAX_CHUNK = 256;         // weight rows per task
 constexpr int64_t CHUNK_NBYTES = 1 << 16;  // packed bytes per task: small beside L2, and a task takes some 5 µs
 constexpr int64_t PRODUCTS = 4096;         // results that a task holds
 constexpr int64_t UNPACK_ROWS = 8, UNPACK_K = 512;  // 16 KiB of fp32 weights at a time
+constexpr int64_t PANELS_CHUNK = 64;       // weight rows per task in panels
+constexpr int64_t PANEL_ROWS = 6;          // rows of x from which panels are faster than rows unpacked
 
 float bias_at(const QuantizedLinearArgs& a, int64_t n) {
   if (!a.bias) return 0.0f;
@@ -51,6 +55,32 @@ void float_product(const QuantizedLinearArgs& a, const GroupFormat& f, const flo
   }
 }
 
+// Elements [k, k + n) of a packed row.
+void unpack(const uint8_t* row, const GroupFormat& f, int64_t k, int64_t n, float* to) {
+  const int64_t within = k % f.group, first = within ? std::min(f.group - within, n) : 0;
+  if (within) {
+    const uint8_t* scales = row + f.codes_nbytes() + k / f.group * 2;
+    dequantize_group(row + k * f.bits / 8, f.bits, scale_at(scales, f.scale_dtype, 0),
+                     scale_at(scales + f.scales_nbytes(), f.scale_dtype, 0), first, to);
+  }
+  if (first < n) dequantize_row(row, f, k + first, n - first, to + first);
+}
+
+// The same by panels; rows of c hold whole ones.
+void panel_product(const QuantizedLinearArgs& a, const GroupFormat& f, const float* x, int64_t xs, int64_t m,
+                   int64_t n0, int64_t n, float* c, int64_t cs) {
+  multiply_panels(x, xs, m, n, a.k, c, cs, [&](int64_t j0, int64_t rows, int64_t k0, int64_t depth, float* panel) {
+    fill_panel(rows, depth, panel, [&](int64_t j, float* to) {
+      unpack(a.rows + (n0 + j0 + j) * a.rows_stride, f, k0, depth, to);
+    });
+  }, [&](int64_t j, int64_t k0, int64_t depth) {
+    const uint8_t *row = a.rows + (n0 + j) * a.rows_stride, *scales = row + f.codes_nbytes() + k0 / f.group * 2;
+    call_in(row + k0 * f.bits / 8, depth * f.bits / 8);
+    call_in(scales, depth / f.group * 2);
+    call_in(scales + f.scales_nbytes(), depth / f.group * 2);
+  });
+}
+
 void upcast_row(const QuantizedLinearArgs& a, int64_t m, float* to) {
   if (a.x_dtype == F32) upcast(static_cast<const float*>(a.x) + m * a.x_stride, to, a.k);
   else if (a.x_dtype == BF16) upcast(static_cast<const bf16*>(a.x) + m * a.x_stride, to, a.k);
@@ -62,16 +92,18 @@ struct Work {
   const float* x;  // fp32 rows of the block
   int64_t xs;
   const bool* left;  // rows of the block that are not to be written, or null
+  bool panels;
 #if FB_INTEGER_DOT
   IntegerRows integers;
 #endif
 };
 
 void run_chunk(const QuantizedLinearArgs& a, const Work& work, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
-  alignas(64) float c[PRODUCTS];
-  const int64_t m = m1 - m0, n = n1 - n0;
+  alignas(64) float c[std::max(PRODUCTS, M_BLOCK_DIRECT * PANELS_CHUNK)];
+  const int64_t m = m1 - m0, n = n1 - n0, cs = work.panels ? (n + PANEL - 1) / PANEL * PANEL : n;
   for (int64_t j = 0; j < n; ++j) c[j] = bias_at(a, n0 + j);
-  for (int64_t i = 1; i < m; ++i) std::memcpy(c + i * n, c, size_t(n) * 4);
+  for (int64_t j = n; j < cs; ++j) c[j] = 0.0f;
+  for (int64_t i = 1; i < m; ++i) std::memcpy(c + i * cs, c, size_t(cs) * 4);
 #if FB_INTEGER_DOT
   const uint8_t* rows = a.rows + n0 * a.rows_stride;
 #define FB_PRODUCT(BITS, BYTES, SUB) \
@@ -84,10 +116,11 @@ void run_chunk(const QuantizedLinearArgs& a, const Work& work, int64_t m0, int64
   else
 #undef FB_PRODUCT
 #endif
-    float_product(a, work.f, work.x, work.xs, m, n0, n1, c, n);
+    if (work.panels) panel_product(a, work.f, work.x, work.xs, m, n0, n, c, cs);
+    else float_product(a, work.f, work.x, work.xs, m, n0, n1, c, cs);
   for (int64_t i = 0, end; i < m; i = end + 1) {
     for (end = i; end < m && !(work.left && work.left[end]); ++end) {}
-    write_product(a, c + i * n, n, m0 + i, m0 + end, n0, n1);
+    write_product(a, c + i * cs, cs, m0 + i, m0 + end, n0, n1);
   }
 }
 
@@ -96,7 +129,8 @@ void run_block(const QuantizedLinearArgs& a, const Work& work, int64_t m0, int64
   // Four tasks a thread even out a busy core.
   const int64_t share = (a.n + 4 * threads - 1) / (4 * threads);
   const int64_t fitting = std::min({MAX_CHUNK, PRODUCTS / m, std::max<int64_t>(unit, CHUNK_NBYTES / a.rows_stride)});
-  const int64_t chunk = std::min((share + unit - 1) / unit, fitting / unit) * unit;
+  const int64_t chunk = work.panels ? panel_chunk(a.n, PANELS_CHUNK, threads)
+                                    : std::min((share + unit - 1) / unit, fitting / unit) * unit;
   const int64_t chunks = (a.n + chunk - 1) / chunk;
   parallel_for(chunks, threads, m * a.n * a.k / 32 + a.n * a.k / 32, [&](int64_t i) {  // 32 products, codes a ns
     run_chunk(a, work, m0, m1, i * chunk, std::min(a.n, (i + 1) * chunk));
@@ -106,6 +140,7 @@ void run_block(const QuantizedLinearArgs& a, const Work& work, int64_t m0, int64
 void run_float(const QuantizedLinearArgs& a, Work work, int64_t m0, int64_t m1, float* x, int threads) {
   QuantizedLinearArgs plain = a;
   plain.integer_nbytes = 0;
+  work.panels = m1 - m0 >= PANEL_ROWS;
   if (a.x_dtype == F32) {
     work.x = static_cast<const float*>(a.x) + m0 * a.x_stride;
     work.xs = a.x_stride;
@@ -161,7 +196,7 @@ int64_t scratch_floats_for(const QuantizedLinearArgs& a, int64_t rows) {
 void run(const QuantizedLinearArgs& a, float* scratch, int64_t scratch_floats, int threads) {
   Work work = {};
   work.f = {a.group, (a.k + a.group - 1) / a.group, a.bits, a.scale_dtype};
-  int64_t block = std::min(M_BLOCK, a.m);
+  int64_t block = std::min(a.integer_nbytes || a.x_dtype != F32 ? M_BLOCK : M_BLOCK_DIRECT, a.m);
   while (block > 1 && scratch_floats_for(a, block) > scratch_floats) block = (block + 1) / 2;
   for (int64_t m0 = 0; m0 < a.m; m0 += block) {
     const int64_t m1 = std::min(a.m, m0 + block);

@@ -1,11 +1,12 @@
 """`forebay::linear_q`: out = act(x W^T + bias) * multiplier + residual for a W of packed rows of 4 or 8 bits.
 
     int16   C++, AVX2: x rounded to 16-bit integers with one scale per group, exact integer sums. Adds 1.5e-5 of a
-            group's largest |x|, 250 times less than a bf16 x has lost already. The default at every number of rows
+            group's largest |x|, 250 times less than a bf16 x has lost already. The default for few rows
     int8    the same with 8 bits, as llama.cpp does; 4-bit weights in groups of 32 or more. Adds 0.4 % of a group's
             largest |x|: some 0.4 % of the product's norm, beside the 10 % that 4-bit weights cost. 1.2 to 1.5 times
             faster from 4 rows on
-    flat    C++ on any processor: some rows of W at a time unpacked to fp32, fp32 sums
+    flat    C++ on any processor: W unpacked to fp32, for many rows of x, whose default
+            it is, once in panels (`panels.h`); fp32 sums
     upcast  the same by torch, tile by tile in bounded scratch; needs no compiler
 
 A row of x that integers cannot hold (NaN, infinity, or a group of magnitudes below 1e-30) goes through fp32. Weights
@@ -42,7 +43,7 @@ def linear_q(
     """
     after = After(activation, *(None if t is None else t.contiguous() for t in (multiplier, residual)))
     out = x.new_empty(*x.shape[:-1], rows.shape[0])
-    impl = default_choice(bits, x.numel() // max(1, in_features))
+    impl = default_choice(bits, x.numel() // max(1, in_features), group_size)
     stored = Packing(bits, in_features, group_size, scale_dtype)
     bind_linear_q(impl, x.contiguous(), rows, bias, out, stored, after)()
     return out
@@ -105,6 +106,11 @@ def _cpu_workspace(use: Use) -> int:
     return cpu.scratch_nbytes(use.impl, dtype_of(use.args[0]), m, n, k, _stored(use).group_size)
 
 
+def _default_choice(product: Product) -> str:
+    stored = weight_format(product.weight)
+    return default_choice(stored.bits, product.m, stored.group_size)
+
+
 def _candidates(weight: str) -> tuple[str, ...]:
     """Those that keep the accuracy of floats: int8 rounds x to 8 bits."""
     return tuple(name for name in cpu.implementations(weight_format(weight).bits) if name != "int8")
@@ -121,7 +127,7 @@ LINEAR_Q = Operator(
     implementations=Implementations(
         _shape,
         candidates=_candidates,
-        default={"cpu": lambda p, _: default_choice(weight_format(p.weight).bits, p.m), "cuda": choices.choose},
+        default={"cpu": lambda p, _: _default_choice(p), "cuda": choices.choose},
     ),
     timed_as="product",
     onnx=linear_q_onnx,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
@@ -50,6 +52,23 @@ def test_matches_float64(
     assert (out.double() - want).abs().max() < TOLERANCE[dtype]
     assert (wide[..., :2] == 7).all() and (wide[..., 18:] == 7).all()
     assert torch.equal(attention(q, k, v, begin, 0.3, window, softcap), out)
+
+
+@pytest.mark.parametrize("start", ([519, 30], [1800], [255], [256, 512, 700]))
+@pytest.mark.parametrize(("queries", "window", "softcap"), ((1, 0, 0.0), (1, 300, 2.0), (3, 0, 0.0), (5, -512, 0.0)))
+@pytest.mark.parametrize("token_by_token", (False, True))
+def test_parts_of_long_sequences(
+    start: list[int], queries: int, window: int, softcap: float, token_by_token: bool
+) -> None:
+    """Few heads: the positions are cut into parts, of unequal numbers for unequal lengths, and put together."""
+    q, k, v, begin = make(start, queries, 6, 2, 24)
+    if token_by_token:
+        k, v = (torch.empty(t.shape[0], t.shape[2], 2, 24).transpose(1, 2).copy_(t) for t in (k, v))
+    assert module.parts_of(len(start), 6, 2, queries, k.shape[2]) == k.shape[2] // module.PART or len(start) > 1
+    k[:, :, 9] *= 40  # the largest scores, of either sign, in the first part
+    want, found = reference(q, k, v, begin, 0.3, window, softcap), torch.empty(len(start), queries, 6, 24)
+    attention_out(q, k, v, begin, 0.3, window, softcap, found)
+    assert (found - want).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -131,10 +150,14 @@ def test_workspace_bound_holds(path: str, start: list[int], queries: int, softca
 
 
 def test_stack_of_the_native_kernel_is_what_is_stated() -> None:
-    source = (native.KERNELS / "attention/attention/attention.cpp").read_text()
-    sizes = {name: int(source.split(f"{name} = ")[1].split(";")[0]) for name in ("ROWS", "KEYS", "MAX_HEAD_DIM")}
-    rows, keys, dim = sizes.values()
-    assert 4 * (2 * rows * dim + rows * keys) == module.NATIVE_NBYTES
+    folder = native.KERNELS
+    sources = [folder / "attention/attention/attention.cpp", folder / "cpu_support/softmax_rows.h"]
+    text = "".join(path.read_text() for path in sources)
+    names = ("ROWS", "ROW_FLOATS", "SEGMENT", "SEGMENT_STEP")
+    rows, floats, part, keys = (int(re.search(rf"\b{name} = (\d+)", text)[1]) for name in names)  # type: ignore[index]
+    panel, held = 4096, 8 * (256 + 16)  # of panels.h, the same for all lengths of vectors or smaller
+    assert 4 * (2 * floats + rows * keys + panel + held) == module.NATIVE_NBYTES
+    assert part == module.PART and floats // 512 > 0
 
 
 @pytest.mark.parametrize(

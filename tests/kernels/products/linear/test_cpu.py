@@ -71,11 +71,13 @@ def test_matches_float64(impl: str, dtype: torch.dtype, conv1d: bool, m: int) ->
 
 @pytest.mark.parametrize("impl", IMPLS[1:])
 @pytest.mark.parametrize("conv1d", (False, True))
-def test_long_sums_and_many_columns(impl: str, conv1d: bool) -> None:
-    """Longer than every block: the partial sums of the blocks meet."""
-    x = torch.randn(5, 4500).bfloat16()
-    weight = torch.randn(*((4500, 900) if conv1d else (900, 4500))).bfloat16()
-    out = torch.full((5, 900), torch.nan)
+@pytest.mark.parametrize(("m", "n", "k", "dtype"), (
+    (5, 900, 4500, torch.bfloat16), (40, 130, 600, torch.bfloat16), (270, 33, 300, torch.float32)))
+def test_long_sums_and_many_columns(impl: str, conv1d: bool, m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    """Longer than every block, of rows too: the partial sums of the blocks meet."""
+    x = torch.randn(m, k).to(dtype)
+    weight = torch.randn(*((k, n) if conv1d else (n, k))).to(dtype)
+    out = torch.full((m, n), torch.nan)
     linear_cpu.run(impl, x, weight, None, out, conv1d=conv1d)
     assert_close(out, x, weight, None, None, conv1d)
 

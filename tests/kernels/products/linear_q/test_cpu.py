@@ -270,7 +270,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("bits", (4, 8))
 def test_without_a_compiler_torch_does_the_work(bits: int, no_compiler: None) -> None:
     rows, _ = make(bits, 7, 100, 64)
-    assert implementations(bits) == ("upcast",) and default_choice(bits, 1) == "upcast"
+    assert implementations(bits) == ("upcast",) and default_choice(bits, 64, 64) == "upcast"
     x = torch.randn(2, 5, 100)
     got = operators.LINEAR_Q.overload(x, rows, None, None, None, "silu", bits, 100, 64, torch.float16)
     want = reference(x, rows, None, Packing(bits, 100, 64), After("silu"))
@@ -284,7 +284,7 @@ def test_default_choice_is_available_measurable_and_close(bits: int) -> None:
     """The default adds nothing that bf16 or 4 bits had not lost many times over: 1e-4 of the product's norm."""
     rows, _ = make(bits, 64, 640, 64)
     for m in (1, 8, 70):
-        impl = default_choice(bits, m)
+        impl = default_choice(bits, m, 64)
         assert impl in implementations(bits) and impl != "int8"
         x, out = torch.randn(m, 640) * torch.randn(m, 640).exp(), torch.empty(m, 64)
         bind_linear_q(impl, x, rows, None, out, Packing(bits, 640, 64))()

@@ -1,0 +1,123 @@
+// Products of many rows of x: a tile of weights is expanded once to fp32, in panels that lie as the inner loop reads
+// them, and meets all rows of x from the caches. Then neither the weights' type nor their packing is felt: a panel of
+// 16 KiB takes as long to expand as some 5 rows of x take to meet it.
+#pragma once
+
+#include <algorithm>
+
+#include "groups.h"
+
+namespace forebay {
+
+constexpr int PANEL = 2 * VL;                        // weight rows that are multiplied together
+constexpr int64_t DEPTH = (1 << 14) / (4 * PANEL);   // elements of each: a panel is half of L1
+#if defined(__AVX512F__)
+constexpr int MOST_ROWS = 12;  // rows of x in registers: 24 accumulators of 32 registers
+#else
+constexpr int MOST_ROWS = 6;   // 12 of 16
+#endif
+
+// Element i of weight row j is at panel[i * PANEL + j]. c[m, PANEL] += x[m, k] times a panel.
+template <int MB>
+FB_INLINE void panel_block(const float* x, int64_t xs, const float* panel, int64_t k, float* c, int64_t cs) {
+  vf acc[MB][2] = {};
+  for (int64_t i = 0; i < k; ++i) {
+    const vf w0 = load(panel + i * PANEL), w1 = load(panel + i * PANEL + VL);
+    FB_UNROLL for (int m = 0; m < MB; ++m) {
+      vf xv = x[m * xs + i] - vf{};
+      keep(xv);
+      acc[m][0] += xv * w0;
+      acc[m][1] += xv * w1;
+    }
+  }
+  FB_UNROLL for (int m = 0; m < MB; ++m)
+    FB_UNROLL for (int n = 0; n < 2; ++n) store(c + m * cs + n * VL, load(c + m * cs + n * VL) + acc[m][n]);
+}
+
+// The same for any m, in blocks as equal as can be: few accumulators do not hide the latency of their sums.
+template <int MB = MOST_ROWS>
+static void panel_rows(const float* x, int64_t xs, const float* panel, int64_t m, int64_t k, float* c, int64_t cs) {
+  for (int64_t left = m; left;) {
+    const int64_t blocks = (left + MOST_ROWS - 1) / MOST_ROWS, rows = (left + blocks - 1) / blocks;
+    if (rows != MB) {
+      if constexpr (MB > 1) panel_rows<MB - 1>(x, xs, panel, left, k, c, cs);
+      return;
+    }
+    panel_block<MB>(x, xs, panel, k, c, cs);
+    x += MB * xs, c += MB * cs, left -= MB;
+  }
+}
+
+#if defined(__AVX__)
+// to[i * stride + j] = from[j * step + i], i and j below 8.
+FB_INLINE void transpose8(const float* from, int64_t step, float* to, int64_t stride) {
+  __m256 r[8], s[8];
+  FB_UNROLL for (int j = 0; j < 8; ++j) r[j] = _mm256_loadu_ps(from + j * step);
+  FB_UNROLL for (int j = 0; j < 8; j += 2) {
+    s[j] = _mm256_unpacklo_ps(r[j], r[j + 1]);
+    s[j + 1] = _mm256_unpackhi_ps(r[j], r[j + 1]);
+  }
+  FB_UNROLL for (int j = 0; j < 8; j += 4) {
+    r[j] = _mm256_shuffle_ps(s[j], s[j + 2], 0x44);
+    r[j + 1] = _mm256_shuffle_ps(s[j], s[j + 2], 0xee);
+    r[j + 2] = _mm256_shuffle_ps(s[j + 1], s[j + 3], 0x44);
+    r[j + 3] = _mm256_shuffle_ps(s[j + 1], s[j + 3], 0xee);
+  }
+  FB_UNROLL for (int j = 0; j < 4; ++j) {
+    _mm256_storeu_ps(to + j * stride, _mm256_permute2f128_ps(r[j], r[j + 4], 0x20));
+    _mm256_storeu_ps(to + (j + 4) * stride, _mm256_permute2f128_ps(r[j], r[j + 4], 0x31));
+  }
+}
+#endif
+
+// A panel of the weight rows [0, n), elements [0, k), of which row(j, to) writes those of row j; the rest are zeros.
+template <class Row> FB_INLINE void fill_panel(int64_t n, int64_t k, float* panel, const Row& row) {
+  constexpr int64_t STEP = DEPTH + 16;  // no power of two, which would share one L1 set
+  alignas(64) float held[8 * STEP];
+  for (int64_t j = 0; j < PANEL; j += 8) {
+    const int64_t rows = std::clamp<int64_t>(n - j, 0, 8);
+    for (int64_t r = 0; r < rows; ++r) row(j + r, held + r * STEP);
+    if (rows < 8) std::memset(held + rows * STEP, 0, size_t((8 - rows) * STEP) * 4);
+    int64_t i = 0;
+#if defined(__AVX__)
+    for (; i + 8 <= k; i += 8) transpose8(held + i, STEP, panel + i * PANEL + j, PANEL);
+#endif
+    for (; i < k; ++i)
+      for (int64_t r = 0; r < 8; ++r) panel[i * PANEL + j + r] = held[r * STEP + i];
+  }
+}
+
+// Asks for nbytes ahead of their use, in L2: a panel and rows of x pass through L1 meanwhile.
+FB_INLINE void call_in(const void* from, int64_t nbytes) {
+  for (int64_t i = 0; i < nbytes + 63; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+}
+
+// c[m, n] += x[m, k] times weights, of which fill(n0, rows, k0, depth, panel) makes panels and ahead(row, k0, depth) calls
+// in what it will read; rows of c hold n rounded up to whole panels.
+template <class Fill, class Ahead>
+static void multiply_panels(const float* x, int64_t xs, int64_t m, int64_t n, int64_t k, float* c, int64_t cs,
+                            const Fill& fill, const Ahead& ahead) {
+  alignas(64) float panel[DEPTH * PANEL];
+  for (int64_t k0 = 0; k0 < k; k0 += DEPTH)
+    for (int64_t n0 = 0; n0 < n; n0 += PANEL) {
+      const int64_t depth = std::min(DEPTH, k - k0), n1 = std::min<int64_t>(n, n0 + PANEL);
+      fill(n0, n1 - n0, k0, depth, panel);
+      const bool last = n1 == n;
+      const int64_t next = last ? 0 : n1, next_k = last ? k0 + DEPTH : k0;
+      for (int64_t j = next; next_k < k && j < std::min<int64_t>(n, next + PANEL); ++j)
+        ahead(j, next_k, std::min(DEPTH, k - next_k));
+      panel_rows(x + k0, xs, panel, m, depth, c + n0, cs);
+    }
+}
+
+// Weight rows of a task, whole panels up to `most`, of the sizes that keep `threads` busy longest together.
+inline int64_t panel_chunk(int64_t n, int64_t most, int threads) {
+  int64_t best = PANEL, least = std::numeric_limits<int64_t>::max();
+  for (int64_t chunk = PANEL; chunk <= most; chunk += PANEL) {
+    const int64_t tasks = (n + chunk - 1) / chunk, spent = (tasks + threads - 1) / threads * chunk;
+    if (spent <= least) best = chunk, least = spent;
+  }
+  return best;
+}
+
+}  // namespace forebay
