@@ -4,7 +4,7 @@
 // far below that of a bf16 x; to 8 bits it is 0.4 %. Sums are exact: 64 products of 255 * 32767 fit 32 bits.
 #pragma once
 
-#if defined(__AVX2__)
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define FB_INTEGER_DOT 1
 
 #include "groups.h"
