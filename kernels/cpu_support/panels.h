@@ -92,8 +92,8 @@ FB_INLINE void call_in(const void* from, int64_t nbytes) {
   for (int64_t i = 0; i < nbytes + 63; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
 }
 
-// c[m, n] += x[m, k] times weights, of which fill(n0, rows, k0, depth, panel) makes panels and ahead(row, k0, depth) calls
-// in what it will read; rows of c hold n rounded up to whole panels.
+// c[m, n] += x[m, k] times weights, of which fill(n0, rows, k0, depth, panel) makes panels and ahead(row, k0, depth)
+// calls in what it will read; rows of c hold n rounded up to whole panels.
 template <class Fill, class Ahead>
 static void multiply_panels(const float* x, int64_t xs, int64_t m, int64_t n, int64_t k, float* c, int64_t cs,
                             const Fill& fill, const Ahead& ahead) {

@@ -49,7 +49,8 @@ void score_rows(const float* q, int64_t d, const T* k, int64_t k_row, int64_t m,
 
 // o[m, d] += scores[m, n] values, in panels of their columns.
 template <class T>
-void gather_rows(const float* scores, const T* v, int64_t v_row, int64_t m, int64_t n, int64_t d, float* o, int64_t os) {
+void gather_rows(const float* scores, const T* v, int64_t v_row, int64_t m, int64_t n, int64_t d, float* o,
+                 int64_t os) {
   const auto fill = [&](int64_t d0, int64_t columns, int64_t n0, int64_t depth, float* panel) {
     for (int64_t i = 0; i < depth; ++i, panel += PANEL) {
       upcast(v + (n0 + i) * v_row + d0, panel, columns);
@@ -151,7 +152,8 @@ template <class T> void run(const AttentionArgs& a, int threads, float* scratch)
   const int64_t shares = (a.kv_heads + together - 1) / together;
   // Each query row meets the keys and values that it sees, some 8 products a ns.
   parallel_for(a.batch * shares * parts * blocks, threads, keys * a.queries * a.heads * a.head_dim / 4, [&](int64_t i) {
-    const int64_t block = blocks - 1 - i % blocks, part = i / blocks % parts;  // the longest block of a head comes first
+    const int64_t block = blocks - 1 - i % blocks;  // the longest block of a head comes first
+    const int64_t part = i / blocks % parts;
     const int64_t share = i / blocks / parts, h0 = share % shares * together;
     const Piece piece = {share / shares, h0, std::min(h0 + together, a.kv_heads),
                          block * most, std::min(rows, (block + 1) * most), part, parts};
@@ -164,8 +166,8 @@ template <class T> void run(const AttentionArgs& a, int threads, float* scratch)
 
 extern "C" int64_t forebay_attention_max_head_dim() { return MAX_HEAD_DIM; }
 
-// Needs head_dim <= MAX_HEAD_DIM, D contiguous everywhere and scratch for `parts` parts. Writes all of `out` and nothing else, or returns 1 and
-// writes nothing where a sequence's queries would stand outside the cache.
+// Needs head_dim <= MAX_HEAD_DIM, D contiguous everywhere and scratch for `parts` parts. Writes all of `out` and nothing
+// else, or returns 1 and writes nothing where a sequence's queries would stand outside the cache.
 extern "C" int forebay_attention(const AttentionArgs* a, float* scratch, int64_t floats, int threads) {
   for (int64_t b = 0; b < a->batch; ++b)
     if (a->start[b] < 0 || a->start[b] + a->queries > a->length) return 1;
