@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_code
 
 ROOT = Path(__file__).parents[2]
 FAST = "rms_norm,layer_norm,rotary,kv_append,kv_append_q,activation_append_q,dequantize_rows"
@@ -40,8 +41,7 @@ def test_every_op_has_a_case() -> None:
     ops = {file.parent.name for file in (ROOT / "kernels").glob("*/*/gpu.py")}
     assert {"linear", "attention_q", "rms_norm"} < ops
     code = "from benchmarks.gpu import all_cases; print(*{c.op for f in all_cases(True, set()).values() for c in f})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
-                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    done = run_code(code)
     cases = {"linear_q" if op in ("linear_w4", "linear_w8") else op for op in done.stdout.split()}
     assert ops <= cases, done.stderr
 
@@ -66,8 +66,7 @@ assert len(timing.uncaptured) == 3 and "capturing" in timing.uncaptured[0] and "
 assert abs(gpu.bandwidth_met(4_000_000, 3.5e-6, 4e12) - 1) < 1e-9, "bytes take 1 us, and 2.5 us are anybody's"
 assert abs(gpu.bandwidth_met(40_000_000, 20e-6, 4e12) - 0.5) < 1e-9
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
-                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    done = run_code(code)
     assert done.returncode == 0, done.stderr
 
 
@@ -82,8 +81,7 @@ for error in (0.5, float("nan")):
     assert "failed" in row and "time_us" not in row, row
 assert "failed" in run_case(Case("op", lambda place: 1 / 0), place, {})
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
-                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    done = run_code(code)
     assert done.returncode == 0, done.stderr
 
 
@@ -118,7 +116,7 @@ def test_a_run_whose_process_loses_its_gpu_in_every_case_still_writes_all_rows(t
     assert all(row["error"] <= row["limit"] and "AssertionError" in row["failed"] for row in rows), rows
 
 
-def test_the_table_is_written_where_plans_find_it(tmp_path: Path) -> None:
+def test_the_table_is_written_where_plans_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second run adds what it timed; what it did not time stays."""
     code = """
 import os, pathlib, torch, benchmarks.gpu as gpu
@@ -143,9 +141,9 @@ files = gpu.write([packed], {})
 assert chosen("bfloat16") == "flat_64x64_s1" and chosen("w4g64") == "flat_128x128_s7"
 print(*files)
 """
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HERE": str(tmp_path), "OUT": str(tmp_path / "out")}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True,
-                          timeout=120)  # fmt: skip
+    monkeypatch.setenv("HERE", str(tmp_path))
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    done = run_code(code)
     assert done.returncode == 0, done.stderr
     place, copy = tmp_path / "tables" / "selection-Stand-In.json", tmp_path / "out" / "selection-Stand-In.json"
     assert {str(place), str(copy)} < set(done.stdout.split())

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from forked import run_code
 
 from forebay.commands.process_memory import beside_nbytes
 
@@ -48,9 +44,8 @@ FEW, MANY = 100_000, 400_000
 @pytest.mark.parametrize(("rows", "how"), [(1, "each"), (4, "each"), (4, "together")])
 def test_draws_take_what_is_promised(rows: int, how: str, top_k: int) -> None:
     """The difference of two vocabularies, without what is taken once."""
-    done = subprocess.run([sys.executable, "-c", DRAWING, *map(str, (rows, how, top_k, FEW, MANY))], check=True,
-                          capture_output=True, text=True, cwd=Path(__file__).parents[2],
-                          env=os.environ | {"MALLOC_ARENA_MAX": "1"})
+    done = run_code(DRAWING, *map(str, (rows, how, top_k, FEW, MANY)))
+    assert done.returncode == 0, done.stderr
     few, many = map(int, done.stdout.split())
     together = rows if how == "together" else 0
     promised = beside_nbytes(0, drawn_from=MANY, together=together) - beside_nbytes(0, drawn_from=FEW,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from forked import run_code
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner, Result
@@ -108,8 +109,8 @@ print(memory.peak - memory.before)
 def test_memory_stays_within_two_of_the_largest_tensors(small: Path, large: Path, tmp_path: Path, format: str) -> None:
     largest = max(r.nbytes for r in open_checkpoint(large).tensors.values())
     total = open_checkpoint(large).nbytes
-    ran = subprocess.run([sys.executable, "-c", MEASURED, str(small), str(large), str(tmp_path / "out"), format],
-                         capture_output=True, text=True, check=True)
+    ran = run_code(MEASURED, str(small), str(large), str(tmp_path / "out"), format)
+    assert ran.returncode == 0, ran.stderr
     grown = int(ran.stdout.split()[-1])
     assert total > 4 * largest
     assert grown <= 2 * largest, f"{grown} bytes beyond the start, the largest tensor has {largest}"
