@@ -30,6 +30,8 @@ LONG = ("e2e/test_memory_budget", "e2e/test_cli", "e2e/test_quantized_run", "e2e
         "faults/test_faults", "exported/test_onnx", "huggingface/test_token_embeddings", "e2e/test_block_schedules",
         "e2e/test_gpu_bindings", "e2e/test_plan_config", "benchmarks/test_gpu_benchmark", "e2e/test_calibrate",
         "rewriter/test_plan_block")
+ONE_THREAD = tuple(Path(__file__).parent / "e2e" / f"test_{name}.py" for name in (
+    "every_schedule", "block_schedules", "families"))  # whose tiny models hardly use a second one
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -66,6 +68,21 @@ def graphs_are_checked() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_passes, "ALWAYS_CHECK", True)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread_where_models_are_tiny(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Operators of tiny models take more time for waking threads than they compute: with two of each of two workers on
+    two cores the runs of test_every_schedule took 71 s of processor time, with one 52. The other files keep all."""
+    import torch
+
+    before = torch.get_num_threads()
+    if request.path not in ONE_THREAD or os.environ.get("FOREBAY_TEST_ALL") == "1":
+        yield
+        return
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -118,6 +135,8 @@ def one_profile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def _link_cache(kept: Path, folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Make `folder` the cache, with the compiled code of `kept` and a profile for its disk and the one of `kept`."""
+    import torch
+
     from forebay.kernels.cpu_support import native
     from forebay.passes.allocators.native import load
     from forebay.rewriter.machine.profile import Machine, save_machine
@@ -128,8 +147,12 @@ def _link_cache(kept: Path, folder: Path, patch: pytest.MonkeyPatch) -> None:
     for file in (f for f in kept.iterdir() if f.suffix in (".so", ".o")):
         (folder / file.name).symlink_to(file)
     patch.setenv("FOREBAY_CACHE", str(folder))
-    for disk in (folder, kept):
-        save_machine(Machine.default(), machine_cache_path(disk))
+    before = torch.get_num_threads()
+    for threads in {before, 1}:  # for any file's (`ONE_THREAD`)
+        torch.set_num_threads(threads)
+        for disk in (folder, kept):
+            save_machine(Machine.default(), machine_cache_path(disk))
+    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Every order of micro-batches x tier of their caches x who attends x cache format x family, with sequences that enter
 places as others leave them, and every stream late at random: each answer is that of the prompt alone.
 
-The suite tries cells that cover every pair of choices, FOREBAY_TEST_ALL=1 (`make test-all`) all of them.
+The suite tries cells of small models that cover every pair of choices, and three of SmolLM2, which take as long as all
+of these; FOREBAY_TEST_ALL=1 (`make test-all`) tries all cells of both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 import torch
 import transformers
 from budgets import operators_nbytes
-from families import gemma2, gpt2, opt
+from families import gemma2, gpt2, llama, opt
 from late import make_late
 from opened import open_rewritten
 
@@ -33,14 +34,17 @@ from forebay.runtime.run.sampling import Sampling
 
 PLACES, ENTERING, MICRO_BATCHES, COUNT, PROMPT, NEW = 4, 2, 2, 7, 14, 6
 HOST_NBYTES = 1 << 26
-CONFIGS = {"opt": lambda: opt(3), "gpt2": lambda: gpt2(3), "gemma2": gemma2}  # a layer for each tier
+CONFIGS = {"llama": lambda: llama(3), "opt": lambda: opt(3), "gpt2": lambda: gpt2(3),  # a layer for each tier
+           "gemma2": gemma2}
 # where caches lie, and who attends over those in host memory
 TIERS: dict[str, dict[str, Any]] = {
     "device": {"cache_tier": "device"}, "disk": {"cache_tier": "disk"}, "host": {"cache_tier": "host"},
     "mixed": {"cache_tier": "disk", "cache_shares": (0.4, 0.4)},
     "host, attended there": {"cache_tier": "host", "cpu_attention": True},
     "mixed, attended on the host": {"cache_tier": "disk", "cache_shares": (0.4, 0.4), "cpu_attention": True}}
-CHOICES = (("smollm2", *CONFIGS), tuple(TIERS), ("row", "zigzag"), ("native", "kv8"))
+CHOICES = (tuple(CONFIGS), tuple(TIERS), ("row", "zigzag"), ("native", "kv8"))
+LARGE = [("smollm2", "device", "row", "native"), ("smollm2", "disk", "zigzag", "kv8"),
+         ("smollm2", "mixed, attended on the host", "row", "native")]
 Cell = tuple[str, ...]
 
 
@@ -58,7 +62,8 @@ def covering(cells: list[Cell]) -> list[Cell]:
 
 
 ALL = list(itertools.product(*CHOICES))
-CELLS = ALL if os.environ.get("FOREBAY_TEST_ALL") == "1" else covering(ALL)
+CELLS = [*ALL, *itertools.product(("smollm2",), *CHOICES[1:])] if os.environ.get("FOREBAY_TEST_ALL") == "1" else [
+    *covering(ALL), *LARGE]
 
 
 class Case:
