@@ -38,6 +38,7 @@ from forebay.passes.place.specialise_blocks import specialise_blocks
 from forebay.passes.quantise.drop_values import drop_values
 from forebay.passes.quantise.quantize_cache import quantize_cache
 from forebay.passes.quantise.quantize_weights import fuse_dequantize, quantize_weights
+from forebay.passes.shard.shard import shard
 from forebay.rewriter.capture.concretise import inline_blocks
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.garbage import no_collection
@@ -75,8 +76,9 @@ from forebay.runtime.run.run_once import run_once
 # Every pass in the order in which they run, with its phase, what it is run on, and the reason why it stands there.
 PASSES: tuple[Pass, ...] = (
     # once per kind of layer, before there is a plan: what these fold, the planner never sees
+    Pass(shard, "captured", "whole step", "first, where several ranks share a model: it knows torch's operators alone"),
     Pass(fuse_rms_norm, "captured", "each graph", optional=True,
-         why="first: the norms stand between everything else, and no other pattern contains one"),
+         why="before the others: the norms stand between everything else, and no other pattern contains one"),
     Pass(fuse_layer_norm, "captured", "each graph", "beside the other norm: no pattern contains it", optional=True),
     Pass(fuse_rotary, "captured", "each graph", "queries and keys, before attention reads them", optional=True),
     Pass(fuse_swiglu, "captured", "each graph", optional=True,

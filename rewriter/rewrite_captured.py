@@ -23,7 +23,7 @@ from forebay.rewriter.pipeline import PASSES, phase
 from forebay.rewriter.run_passes import Stage, check_switches
 from forebay.rewriter.switches import SwitchError, Switches
 
-WHERE_ASKED = ("quantize_cache", "quantize_weights", "checkpoint_kv", "drop_values")
+WHERE_ASKED = ("shard", "quantize_cache", "quantize_weights", "checkpoint_kv", "drop_values")
 
 
 @no_collection()
@@ -37,7 +37,7 @@ def rewrite_captured(captured: CapturedModel, switches: Switches, cache_format: 
         if cache_format == "native":
             return _with_choices(captured, switches)
         _fill(captured)
-    step = _with_blocks(captured)
+    step = with_blocks(captured)
     done = captured.rewritten
     captured = replace(captured, step=step, rewritten=True, choices=None)
     formats = {} if done else {name: spec.stored for name, spec in captured.weights.items() if spec.stored is not None}
@@ -99,7 +99,7 @@ def _sparse(captured: CapturedModel, switches: Switches, share: float) -> Captur
     """`captured`, which is rewritten, for steps over one token, of which attention reads such a share of the values.
     What FOREBAY_BISECT compares is left: the others are not to be read. PlanError where it reads no cache."""
     _fill(captured)
-    step = _with_blocks(captured)
+    step = with_blocks(captured)
     stage = Stage(step, replace(switches, bisect=False), "sparse", {})
     stage.run(next(each for each in PASSES if each.run is drop_values), lambda _: (share,))
     if not any(node.meta.get("made_by") == drop_values.__name__
@@ -116,7 +116,7 @@ def _checkpointed(captured: CapturedModel, switches: Switches, kept: str) -> Cap
     except ValueError as error:
         raise PlanError(f"checkpoint_format: {error}") from error
     _fill(captured)
-    step = _with_blocks(captured)
+    step = with_blocks(captured)
     stage = Stage(step, switches, "checkpointed", {})
     try:
         stage.run(next(each for each in PASSES if each.run is checkpoint_kv), lambda _: (stored,))
@@ -133,7 +133,7 @@ def _fill(captured: CapturedModel) -> None:
         fill_values(captured)
 
 
-def _with_blocks(captured: CapturedModel) -> fx.GraphModule:
+def with_blocks(captured: CapturedModel) -> fx.GraphModule:
     """A copy of the step graph, and of its blocks."""
     step = _copied(captured.step)
     for name, block in captured.blocks().items():

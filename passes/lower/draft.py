@@ -106,7 +106,14 @@ class Found:
     index: int
 
 
-Mark = Fetch | Arrive | Free | Store | Evict | Vacant | Lookup | Found
+@record
+class Exchanged:
+    """From here on launches read what the collective `label` gave."""
+
+    label: str
+
+
+Mark = Fetch | Arrive | Free | Store | Evict | Vacant | Lookup | Found | Exchanged
 
 
 @dataclass

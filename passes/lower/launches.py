@@ -24,9 +24,9 @@ from forebay.passes.lower.out_variants import (
 )
 from forebay.passes.product_nodes import Linear, is_product, linear_arguments
 from forebay.rewriter.ir import ops
-from forebay.rewriter.ir.graph import META, Gemm, values_of
+from forebay.rewriter.ir.graph import META, Gemm, is_collective, values_of
 from forebay.rewriter.ir.operator_names import called
-from forebay.rewriter.ir.program import COMPUTE, Launch, TensorRef, dtype_itemsize, row_major_strides, span_of
+from forebay.rewriter.ir.program import COLLECT, COMPUTE, Launch, TensorRef, dtype_itemsize, row_major_strides, span_of
 
 aten = torch.ops.aten
 
@@ -67,6 +67,8 @@ class Launches:
             return [self._product(node, Linear(x, weight, bias), "kn")]
         if linear_arguments(node) is not None:
             return self._aten(node, target)
+        if is_collective(node):
+            return [self._collective(node, target)]
         operator = of_target(target)
         if operator is not None:
             return [self._own(node, operator)]
@@ -131,6 +133,13 @@ class Launches:
         return self._counted(operator, Launch(
             COMPUTE, operator.name, args, dict(self._map(node.kwargs)), out, reads, writes, node.name,
             node.meta.get("layer", -1)))
+
+    def _collective(self, node: fx.Node, target: torch._ops.OpOverload) -> Launch:
+        """An exchange with other ranks. What a backend takes beside is kept: as much again as both ends."""
+        operand, out = self.ref(node.args[0]), self.ref(node)
+        read, written = span_of(operand), span_of(out)
+        return Launch(COLLECT, str(target), (operand, *node.args[1:]), {}, (out,), (read,), (written,), node.name,
+                      node.meta.get("layer", -1), held=(("collectives", read.nbytes + written.nbytes),))
 
     def _aten(self, node: fx.Node, target: torch._ops.OpOverload) -> list[Launch]:
         mutated = mutated_arguments(target)

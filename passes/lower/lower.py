@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from forebay.passes.lower.addresses import TILE, Address, Addresses, Symbols, micro_batch_symbols, settled
-from forebay.passes.lower.draft import Arrive, Draft, Fetch, Found, Free, Lookup, Move
+from forebay.passes.lower.draft import Arrive, Draft, Exchanged, Fetch, Found, Free, Lookup, Move
 from forebay.passes.lower.enter_places import PlaceStaging
 from forebay.passes.lower.launches import LoweringError, Workspace
 from forebay.passes.lower.place_copies import landing_of
@@ -267,6 +267,8 @@ class _Lowering:
                     add(Free(instance.moves[entry.index]))
             elif isinstance(entry, Found):
                 add(Found(instance.lookups[k, entry.index]))
+            elif isinstance(entry, Exchanged):
+                add(Exchanged(f"{before}{entry.label}{after}"))
             else:
                 self._gather(entry, instance, symbols, k)
 
@@ -286,8 +288,8 @@ class _Lowering:
             spec = self.files.get(weight)
             if spec is None:
                 raise KeyError(f"lower: {weight} is on the disk tier, but no file holds it")
-            source = FileSlice(spec.path, spec.offset + lower, nbytes)
-            direct = None if self.plan.schedule.host_hop else source
+            source = spec.part(lower, nbytes)
+            direct = None if self.plan.schedule.host_hop or source.bands else source
         else:
             b = self.buffers[weight]
             source = Span(b.arena, b.offset + lower, nbytes, weight)

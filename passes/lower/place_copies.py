@@ -9,6 +9,7 @@ from forebay.passes.lower.draft import (
     Arrive,
     Draft,
     Evict,
+    Exchanged,
     Fetch,
     Found,
     Free,
@@ -23,6 +24,7 @@ from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
 from forebay.rewriter.ir.program import (
     ATTEND,
+    COLLECT,
     COMPUTE,
     DISK,
     DOWNLOAD,
@@ -105,6 +107,10 @@ class _Placing:
                 self._wait(COMPUTE, self._event("found", item.index))  # type: ignore[union-attr]
             elif kind is Launch and item.stream == ATTEND:  # type: ignore[union-attr]
                 self._attend(item)  # type: ignore[arg-type]
+            elif kind is Launch and item.stream == COLLECT:  # type: ignore[union-attr]
+                self._exchange(item)  # type: ignore[arg-type]
+            elif kind is Exchanged:
+                self._wait(COMPUTE, self._event("exchanged", item.label))  # type: ignore[union-attr]
             else:
                 self._add(item)  # type: ignore[arg-type]
         for slot in tuple(self.leaving):
@@ -211,6 +217,14 @@ class _Placing:
         self._add(Record(ATTEND, done))
         for span, writes in touched:
             self.order.touch(ATTEND, span, done, writes)
+
+    def _exchange(self, launch: Launch) -> None:
+        """Place a collective behind what computes its operand, and before whoever reads what it gives."""
+        ready, done = self._event("ready to exchange", launch.label), self._event("exchanged", launch.label)
+        self._add(Record(COMPUTE, ready))
+        self._wait(COLLECT, ready)
+        self._add(launch)
+        self._add(Record(COLLECT, done))
 
     def _free(self, index: int) -> None:
         move = self.draft.moves[index]

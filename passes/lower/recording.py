@@ -10,13 +10,13 @@ import torch
 from torch import fx
 
 from forebay.passes.lower.addresses import Address, Addresses, Symbols, has_symbols, settled
-from forebay.passes.lower.draft import Arrive, Found, Free
+from forebay.passes.lower.draft import Arrive, Exchanged, Found, Free
 from forebay.passes.lower.launches import Launches, Workspace
 from forebay.passes.lower.out_variants import mutated_arguments
 from forebay.passes.place.arrange_block import reads_matrix, touches_cache
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import META, Transfer, storage_of, values_of
-from forebay.rewriter.ir.program import COMPUTE, Launch, Release, TensorRef
+from forebay.rewriter.ir.program import COLLECT, COMPUTE, Launch, Release, TensorRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Staging:
     ends: bool
 
 
-Entry = Recorded | Gather | Fetched | Staging | Release | Arrive | Free | Found  # numbers in marks: the graph's own
+Entry = Recorded | Gather | Fetched | Staging | Release | Arrive | Free | Found | Exchanged  # numbers in marks: the graph's own
 
 
 @dataclass
@@ -121,7 +121,7 @@ class Recorder:
         self.addresses, self.whole, self.staged, self.cut = addresses, whole, staged, cut
         self.launches = Launches(addresses.ref, workspace)
         self.entries: list[Entry] = []
-        self.landing: dict[fx.Node, Arrive | Found] = {}  # storage node -> the mark before its first reader
+        self.landing: dict[fx.Node, Arrive | Found | Exchanged] = {}  # storage node -> the mark before its first reader
         self.found = 0
 
     def record(self, nodes: list[fx.Node]) -> list[Recording]:
@@ -134,6 +134,7 @@ class Recorder:
             if touching and node is touching[0]:
                 self.entries.append(Staging(False))
             if node.op == "output":
+                self._arrive(*node.all_input_nodes)
                 results = tuple(place_of(self.addresses.ref(v)) for v in flatten(node.args[0])
                                 if isinstance(v, fx.Node) and values_of(v))
             elif node.op == "call_module":
@@ -183,6 +184,8 @@ class Recorder:
         for launch in self.launches.of(node):
             parts = (launch.args, launch.kwargs, launch.out, launch.reads, launch.writes)
             self.entries.append(Recorded(launch, tuple(map(has_symbols, parts))))
+            if launch.stream == COLLECT:
+                self.landing[node] = Exchanged(launch.label)
 
 
 def _ends_turn(node: fx.Node) -> bool:

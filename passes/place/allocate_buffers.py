@@ -16,7 +16,7 @@ from forebay.passes.place.arrange_block import arrange, outlive_turns
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.alignment import ALIGNMENT, aligned
 from forebay.rewriter.ir.block import ALONE, Block
-from forebay.rewriter.ir.graph import META, Layout, storage_of, values_of
+from forebay.rewriter.ir.graph import META, Layout, is_collective, storage_of, values_of
 from forebay.rewriter.ir.plan import KEPT, MOVING, BufferPlacement, Plan, PlanError
 
 aten = torch.ops.aten
@@ -70,9 +70,9 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True, block: Block = ALON
     first: dict[tuple[fx.Node, int], int] = {}
     last: dict[tuple[fx.Node, int], int] = {}
     storages: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
-    # a lookup on the disk stream still reads its index until somebody waits for its rows
+    # a lookup on the disk stream still reads its index until somebody waits for its rows, a collective its operand
     lookups = (ops.gather_rows, aten.embedding.default)
-    until = {n: min((position[u] for u in _waiting(n)), default=end) if n.target in lookups else i
+    until = {n: min((position[u] for u in _waiting(n)), default=end) if n.target in lookups or is_collective(n) else i
              for n, i in position.items()}
     for i, node in enumerate(nodes):
         if _owns_memory(node):

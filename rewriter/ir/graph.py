@@ -199,6 +199,11 @@ def weight_name(node: fx.Node) -> str | None:
     return mark.name if isinstance(mark, WeightInput) else None
 
 
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node exchanges its operand with other ranks: by one of torch's functional collectives."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
+
+
 def storage_of(node: fx.Node) -> tuple[fx.Node, int]:
     """The node (and element of its result) whose memory `node` shows: itself, or what it is a view of."""
     base = node.meta.get("alias_of")

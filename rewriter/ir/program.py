@@ -17,6 +17,7 @@ LOOKUP = "lookup"  # file reads of single rows, which must not queue behind the 
 LOAD = "load"  # reads of spill files, which must not queue behind them either
 DOWNLOAD, WRITE = "download", "write"  # the outward streams: device -> host copies; writes of spill files
 ATTEND = "attend"  # kernels of the host beside the device, over caches in its memory
+COLLECT = "collect"  # collectives with other ranks, over memory of the device
 RETURN = "return"  # host -> device copies of caches and results: weights that a step before issued are on UPLOAD
 READS = (DISK, LOOKUP, LOAD)
 UNORDERED = (*READS, WRITE)  # streams on which copies finish in any order
@@ -53,12 +54,45 @@ class TensorRef:
 
 
 @record
+class Band:
+    """From `offset` on `count` rows, `stride` bytes apart: of each the pieces (offset in the row, nbytes)."""
+
+    offset: int
+    count: int
+    stride: int
+    pieces: tuple[tuple[int, int], ...]
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of the pieces of a row."""
+        return sum(nbytes for _, nbytes in self.pieces)
+
+
+@record
 class FileSlice:
-    """Bytes of a file that is only read, on the disk tier."""
+    """Bytes of a file that is only read, on the disk tier: those from `offset` on, or the pieces of `bands`, which
+    count from there, one after the other."""
 
     path: str
     offset: int
     nbytes: int
+    bands: tuple[Band, ...] = ()
+
+    def part(self, lower: int, nbytes: int) -> FileSlice:
+        """`nbytes` of these bytes from number `lower` on; of bands whole rows. ValueError where a row is cut."""
+        if not self.bands:
+            return FileSlice(self.path, self.offset + lower, nbytes)
+        found, at = [], 0
+        for band in self.bands:
+            row = band.row_nbytes
+            first, end = (min(max(0, edge - at), band.count * row) for edge in (lower, lower + nbytes))
+            at += band.count * row
+            if first >= end:
+                continue
+            if first % row or end % row:
+                raise ValueError(f"{self.path}: bytes [{lower}, {lower + nbytes}) cut a row of {row} bytes")
+            found.append(Band(band.offset + first // row * band.stride, (end - first) // row, band.stride, band.pieces))
+        return FileSlice(self.path, self.offset, nbytes, tuple(found))
 
 
 @record

@@ -16,6 +16,7 @@ from forebay.kernels.gpu_support.scratch import Scratch, scratch_of
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.program import (
     ATTEND,
+    COLLECT,
     COMPUTE,
     DISK,
     DOWNLOAD,
@@ -83,8 +84,8 @@ class CudaDevice:
         self.host: Arena | None = None
         self.landing: Arena | None = None
         self.compute = torch.cuda.Stream()
-        self.streams = {stream: torch.cuda.Stream() for stream in MOVES}
-        self.workers = {stream: Worker(stream) for stream in (*MOVES, *UNORDERED, ATTEND)}
+        self.streams = {stream: torch.cuda.Stream() for stream in (*MOVES, COLLECT)}
+        self.workers = {stream: Worker(stream) for stream in (*MOVES, COLLECT, *UNORDERED, ATTEND)}
         self.ledgers = {stream: CopyLedger(self._fault) for stream in UNORDERED}
         self.events: dict[int, _Event] = {}
 
@@ -147,8 +148,15 @@ class CudaDevice:
         return lambda: self._wait(item)
 
     def _beside(self, item: Launch, launch: Call) -> Call:
-        """A launch of the host, on the worker of its stream."""
+        """A launch of the host, or a collective, issued by the worker of its stream."""
         worker, run = self.workers[item.stream], launch if self.trace is None else self.trace.timed(item, launch)
+        if item.stream == COLLECT:
+            issue, stream = run, self.streams[COLLECT]
+
+            def run() -> None:
+                with torch.cuda.stream(stream):
+                    issue()
+
         call = functools.partial(worker.submit, run)
         return self._in_order(call) if self.sync else call
 
@@ -205,7 +213,7 @@ class CudaDevice:
 
             def read(src: FileSlice = src) -> None:
                 with told(self._begin(item, src.nbytes)) as done:
-                    reader.submit(Read(src.path, src.offset, src.nbytes, address, before, after, done))
+                    reader.submit(Read(src.path, src.offset, src.nbytes, address, before, after, done, src.bands))
 
             return lambda: disk.submit(read)
 
@@ -260,6 +268,8 @@ class CudaDevice:
         if not src.nbytes:
             return
         half, stream, ledger, landing = LOAD_NBYTES // 2, self.streams[UPLOAD], self.ledgers[DISK], self.landing
+        if src.bands:  # whole rows
+            half -= half % src.bands[0].row_nbytes
         uploaded: list[torch.cuda.Event | None] = [None, None]
 
         def begin(lower: int) -> Ticket:
@@ -267,8 +277,9 @@ class CudaDevice:
             before = uploaded[side]
             if before is not None:
                 before.synchronize()
-            self.readers[DISK].submit(Read(src.path, src.offset + lower, min(half, src.nbytes - lower),
-                                           landing.address + side * half, 0, 0, ledger.begin()))
+            part = src.part(lower, min(half, src.nbytes - lower))
+            self.readers[DISK].submit(Read(part.path, part.offset, part.nbytes, landing.address + side * half,
+                                           0, 0, ledger.begin(), part.bands))
             return ledger.record()
 
         ticket = begin(0)

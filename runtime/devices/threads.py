@@ -128,7 +128,8 @@ class ThreadDevice:
 
         def prepare(done: OnDone) -> Call:
             named = done if isinstance(src, FileSlice) else faults_named(item, done)
-            return reader.prepare(Read(path, src.offset, src.nbytes, address, before, after, named))
+            bands = src.bands if isinstance(src, FileSlice) else ()
+            return reader.prepare(Read(path, src.offset, src.nbytes, address, before, after, named, bands))
 
         return self._bind_asynchronous(item, prepare)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, ROW_GAP_NBYTES, ROW_READ_NBYTES, whole_pages
+from forebay.rewriter.ir.program import Band
 
 GATHER_NBYTES = 64 << 10  # of several pieces, smaller ones are put together: copying 64 KiB takes 5 us, a request 50
+
+APART_NBYTES = 1 << 20  # of bands: a piece of a row as long as this is read by itself, where it is to lie
 
 OnDone = Callable[[BaseException | None], None]
 
@@ -22,7 +25,8 @@ class Read:
     read in flight may have them as its destination. A read whose address is congruent to its offset modulo
     `PAGE_NBYTES` lands without a copy; 4095 bytes of room either side save its edge pages the copy too.
     `on_done` is called exactly once, from an engine's thread, with None after the last byte has landed or with the
-    error after the last write to memory; it must be quick, because the engine issues nothing meanwhile.
+    error after the last write to memory; it must be quick, because the engine issues nothing meanwhile. With `bands`
+    the bytes are their pieces, one after the other; `nbytes` counts these.
     """
 
     path: str
@@ -32,6 +36,7 @@ class Read:
     room_before: int
     room_after: int
     on_done: OnDone
+    bands: tuple[Band, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,55 @@ def split_read(read: Read, direct: bool, chunk_nbytes: int, bounce_nbytes: int) 
             copies += ((head, stop - tail + to_memory, high - (stop - tail)),)
         chunks.append(Chunk(pos, stop - pos, high - pos, head, tail, pos + head + to_memory, copies))
     return chunks
+
+
+def split_bands(read: Read, direct: bool, chunk_nbytes: int, bounce_nbytes: int) -> list[Chunk]:
+    """Cut a read of bands into chunks in file order. Small pieces that lie close together are read with what lies
+    between them, and copied from the bounce buffer; a piece of `APART_NBYTES` and more is read by itself."""
+    chunks: list[Chunk] = []
+    limit = page_floor(bounce_nbytes)
+    first = end = 0
+    copies: list[tuple[int, int, int]] = []
+
+    def flush() -> None:
+        if copies:
+            start, stop = page_floor(first), whole_pages(end)
+            chunks.append(Chunk(start, stop - start, end - start, stop - start, 0, 0, tuple(
+                (at - start, to, nbytes) for at, to, nbytes in copies)))
+            copies.clear()
+
+    for offset, address, nbytes in _pieces_of(read):
+        if nbytes >= min(APART_NBYTES, limit - PAGE_NBYTES):
+            flush()
+            chunks += split_read(replace(read, offset=offset, nbytes=nbytes, address=address, room_before=0,
+                                         room_after=0, bands=()), direct, chunk_nbytes, bounce_nbytes)
+            continue
+        if copies and (offset - end > GATHER_NBYTES or whole_pages(offset + nbytes) - page_floor(first) > limit):
+            flush()
+        if not copies:
+            first = offset
+        end = offset + nbytes
+        copies.append((offset, address, nbytes))
+    flush()
+    return chunks
+
+
+def _pieces_of(read: Read) -> Iterator[tuple[int, int, int]]:
+    """(offset in the file, address, nbytes) of every piece, those that meet at both ends put together."""
+    address, held = read.address, (0, 0, 0)
+    for band in read.bands:
+        for row in range(band.count):
+            for at, nbytes in band.pieces:
+                offset = read.offset + band.offset + row * band.stride + at
+                if held[2] and offset == held[0] + held[2]:
+                    held = held[0], held[1], held[2] + nbytes
+                else:
+                    if held[2]:
+                        yield held
+                    held = offset, address, nbytes
+                address += nbytes
+    if held[2]:
+        yield held
 
 
 def split_rows(offset: int, row_nbytes: int, rows: Sequence[int], address: int, bounce_nbytes: int) -> list[Chunk]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, whole_pages
-from forebay.runtime.disk.chunks import Chunk, OnDone, Read, Write, split_read, split_rows, split_write
+from forebay.runtime.disk.chunks import Chunk, OnDone, Read, Write, split_bands, split_read, split_rows, split_write
 from forebay.runtime.disk.page_cache import cached_nbytes
 
 if TYPE_CHECKING:
@@ -190,7 +190,8 @@ class ChunkQueue:
             raise ValueError(f"{read.path}: offset, nbytes and room of a read must be >= 0: {read}")
 
         def split(direct: bool) -> list[Chunk]:
-            return split_read(read, direct, self.chunk_nbytes, self.bounce_nbytes)
+            cut = split_bands if read.bands else split_read
+            return cut(read, direct, self.chunk_nbytes, self.bounce_nbytes)
 
         return Task(read.path, read.offset, read.nbytes, split, read.on_done)
 

@@ -11,7 +11,7 @@ import torch
 from forebay.kernels import operators
 from forebay.kernels.operator import Operator, Tensors
 from forebay.rewriter.ir.operator_names import is_called, overload_of
-from forebay.rewriter.ir.program import Launch, TensorRef
+from forebay.rewriter.ir.program import COLLECT, Launch, TensorRef
 from forebay.runtime.devices.device import Call, RuntimeFault
 
 aten = torch.ops.aten
@@ -28,6 +28,10 @@ def bind_launch(launch: Launch, tensor: TensorOf) -> Call:
         on_gpu = any(isinstance(t, torch.Tensor) and t.is_cuda for t in (*out, *args))
         use = Tensors(args, kwargs, tuple(out), launch.impl)
         return bind_operator(operator, launch, use, "cuda" if on_gpu else "cpu")
+    if launch.stream == COLLECT:
+        from forebay.runtime.comm.collectives import bind_collective
+
+        return bind_collective(launch, args, out[0])
     if launch.op == "copy":
         return functools.partial(out[0].copy_, args[0])
     torchs = overload_of(launch.op)

@@ -1,0 +1,1 @@
+"""Graphs of one rank of several, that each compute a part of a model and exchange what they lack."""

@@ -1,0 +1,212 @@
+"""Which part of each value within a layer a rank is to compute: wanted by attention and by products, and traced back."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from forebay.kernels.operators import of_target
+from forebay.passes.product_nodes import linear_arguments
+from forebay.passes.shard.split import (
+    SPLITS,
+    ShardError,
+    Split,
+    moved_back,
+    moves,
+    same,
+    shape_of,
+    sizes_of,
+    split_dim,
+    together,
+)
+from forebay.rewriter.ir.graph import weight_name
+from forebay.rewriter.ir.share import RankShare, even_part, ranges
+
+aten = torch.ops.aten
+ALIKE = (aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.contiguous.default)  # as pointwise operators are
+ROW_WISE = (aten.mean.dim, aten.sum.dim_IntList, aten.rms_norm.default, aten.layer_norm.default, aten.softmax.int)
+HEADS, HEADS_BEHIND = 1, 2  # the dimension of heads of what attention and appends are given, and of what attention gives
+
+
+def product_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
+    """x, weight, bias of a product with a weight, and whether the weight is [K, N]; None for other nodes."""
+    linear = linear_arguments(node)
+    if linear is not None:
+        found = linear.x, linear.weight, linear.bias, False
+    elif node.target is aten.addmm.default and not node.kwargs:
+        found = node.args[1], node.args[2], node.args[0], True  # type: ignore[assignment]
+    else:
+        return None
+    return found if weight_name(found[1]) is not None else None
+
+
+def over_cache(node: fx.Node) -> list[fx.Node]:
+    """What an operator over a cache is given with heads in dimension 1, beside the cache; nothing for other nodes."""
+    known = of_target(node.target)
+    if known is None or not known.caches:
+        return []
+    caches = [known.argument(node.args, name) for name in known.caches]
+    return [n for n in node.all_input_nodes if n not in caches and len(shape_of(n)) == 4]
+
+
+def caches_of(node: fx.Node) -> list[fx.Node]:
+    """The caches that an operator reads or writes."""
+    known = of_target(node.target)
+    return [] if known is None else [known.argument(node.args, name) for name in known.caches]
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    target = node.target
+    return target in ALIKE or (isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags)
+
+
+def heads_of(share: RankShare, axes: tuple[int, ...], heads: int, kv_heads: int) -> tuple[Split, Split]:
+    """The heads of queries, and those of keys and values, that a rank attends with. Ranks have heads of keys and values
+    of their own as long as there are enough; of more ranks several share one, and divide its queries."""
+    parts, index, each = share.size(axes), share.index(axes), heads // kv_heads
+    if parts <= kv_heads:
+        kv = even_part(kv_heads, parts, index)
+        return Split(HEADS, ranges((a * each, b * each) for a, b in kv), heads, axes), Split(HEADS, kv, kv_heads, axes)
+    head = next(h for h in range(kv_heads) if index < even_part(parts, kv_heads, h)[0][1])
+    first, end = even_part(parts, kv_heads, head)[0]
+    own = even_part(each, end - first, index - first)
+    if not own:
+        raise ShardError(f"{parts} ranks cannot share {heads} heads of attention ({each} for each of {kv_heads} heads "
+                         "of keys and values): take fewer ranks, or stages")
+    queries = ranges((head * each + a, head * each + b) for a, b in own)
+    return Split(HEADS, queries, heads, axes), Split(HEADS, ((head, head + 1),), kv_heads, axes)
+
+
+class Demand:
+    """The parts of values of one graph that are `wanted`, as they are pulled."""
+
+    def __init__(self, share: RankShare) -> None:
+        self.share = share
+        self.wanted: dict[fx.Node, Split] = {}
+
+    def of_layer(self, gm: fx.GraphModule, units: dict[fx.Node, int]) -> None:
+        """Pull what attention wants of a layer, and products whose inputs other products made: those sum over what
+        ranks divide, in whole `units` of a weight's input features."""
+        axes = self.share.deep
+        inner: set[fx.Node] = set()  # made by a product of the layer
+        attended: set[fx.Node] = set()  # made by attention, and by no product since
+        for node in gm.graph.nodes:
+            given, product = over_cache(node), product_of(node)
+            for operand in given:
+                heads = self._heads(node, axes)
+                if heads.count < heads.size:
+                    self.pull(operand, heads)
+            if product is not None:
+                x, weight, *_ = product
+                if x not in inner:
+                    inner.add(node)
+                elif x not in attended:
+                    size = shape_of(x)[-1]
+                    held = even_part(size, self.share.size(axes), self.share.index(axes), units.get(weight, 1))
+                    if not held:
+                        raise ShardError(f"{node.name}: {size} features are too few for {self.share.size(axes)} ranks")
+                    self.pull(x, Split(len(shape_of(x)) - 1, held, size, axes))
+                continue
+            if given and node.meta["val"] is not None:
+                attended.add(node)
+                inner.add(node)
+            else:
+                attended |= {node} if attended & set(node.all_input_nodes) else set()
+                inner |= {node} if inner & set(node.all_input_nodes) else set()
+        self._leave_nothing_out()
+
+    def _heads(self, node: fx.Node, axes: tuple[int, ...]) -> Split:
+        """The heads of what an operator over a cache is given: of queries, or those of the cache."""
+        cache = caches_of(node)[0]
+        attends = node if node.meta["val"] is not None else next(
+            (user for user in cache.users if user.meta["val"] is not None and over_cache(user)), None)
+        if attends is None:
+            raise ShardError(f"{node.name}: nothing attends over what it appends")
+        found = heads_of(self.share, axes, shape_of(over_cache(attends)[0])[HEADS], shape_of(cache)[1])
+        return found[0] if node is attends else found[1]
+
+    def _leave_nothing_out(self) -> None:
+        """Of a product whose result falls into pieces, those that nobody divides are wanted whole."""
+        for node in list(self.wanted):
+            for parts in node.users:
+                wanted = self.wanted[node]
+                if parts.target in SPLITS and split_dim(parts) == wanted.dim:
+                    begins = sizes_of(parts)
+                    for piece in parts.users:
+                        if piece not in self.wanted or self.wanted[piece].dim != wanted.dim:
+                            first, end = begins[piece.args[1]], begins[piece.args[1] + 1]  # type: ignore[index, operator]
+                            self.pull(node, replace(wanted, held=((first, end),)))
+
+    def pull(self, node: fx.Node, split: Split) -> None:
+        """Note that of a value a part is wanted, and so of what it is made of. ShardError where an operator stands
+        between that is not known to work on parts."""
+        if node.op == "placeholder":
+            return  # a weight, or what every rank has whole
+        wanted = together(self.wanted.get(node), split, node)
+        if wanted == self.wanted.get(node):
+            return
+        self.wanted[node] = wanted
+        if product_of(node) is not None:
+            if wanted.dim != len(shape_of(node)) - 1:
+                raise ShardError(f"{node.name}: of a product features are divided, not dimension {wanted.dim}")
+        elif node.target is operator.getitem and node.args[0].target in SPLITS:  # type: ignore[union-attr]
+            self._pull_piece(node, wanted)
+        elif node.target is aten.slice.Tensor and sliced_dim(node) == wanted.dim:
+            source = node.args[0]
+            self.pull(source, wanted.within(slice_of(node)[0], shape_of(source)[wanted.dim]))  # type: ignore[arg-type]
+        elif moves(node):
+            self.pull(node.args[0], moved_back(node, wanted))  # type: ignore[arg-type]
+        elif is_pointwise(node):
+            for operand, dim in aligned_operands(node, wanted.dim):
+                self.pull(operand, replace(wanted, dim=dim))
+        elif node.target is aten.cat.default and wanted.dim != cat_dim(node):
+            for operand in node.args[0]:  # type: ignore[union-attr]
+                self.pull(operand, wanted)  # type: ignore[arg-type]
+        elif node.target in ROW_WISE and wanted.dim != len(shape_of(node)) - 1:
+            self.pull(node.args[0], wanted)  # type: ignore[arg-type]
+        elif not over_cache(node):
+            raise ShardError(f"{node.name}: {node.target} is not known to work on a part of its operands")
+
+    def _pull_piece(self, node: fx.Node, wanted: Split) -> None:
+        parts = node.args[0]
+        assert isinstance(parts, fx.Node)
+        source = parts.args[0]
+        assert isinstance(source, fx.Node)
+        if split_dim(parts) == wanted.dim:
+            wanted = wanted.within(sizes_of(parts)[node.args[1]], shape_of(source)[wanted.dim])  # type: ignore[index]
+        self.pull(source, wanted)
+
+
+def aligned_operands(node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
+    """The operands of a pointwise operator that have dimension `dim` of its result, not one index for all of it, and
+    which of theirs it is."""
+    behind = len(shape_of(node)) - dim
+    found = []
+    for operand in node.all_input_nodes:
+        value = operand.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dim() >= behind and same(
+                value.shape[value.dim() - behind], node.meta["val"].shape[dim]):
+            found.append((operand, value.dim() - behind))
+    return found
+
+
+def cat_dim(node: fx.Node) -> int:
+    dim = node.args[1] if len(node.args) > 1 else 0
+    return dim % len(shape_of(node))  # type: ignore[operator]
+
+
+def sliced_dim(node: fx.Node) -> int:
+    return (node.args[1] if len(node.args) > 1 else 0) % len(shape_of(node))  # type: ignore[operator]
+
+
+def slice_of(node: fx.Node) -> tuple[int, int]:
+    """The first index of a slice of a dimension of fixed size, and how many; ShardError for one that skips some."""
+    size = shape_of(node.args[0])[sliced_dim(node)]  # type: ignore[arg-type]
+    first, end, step = (*node.args[2:], *(None, None, None)[len(node.args) - 2 :])
+    if step not in (None, 1) or not all(isinstance(v, int | None) for v in (first, end)):
+        raise ShardError(f"{node.name}: a slice that skips indices of a dimension that ranks divide")
+    begin, stop, _ = slice(first, end).indices(size)  # type: ignore[misc]
+    return begin, stop - begin

@@ -1,0 +1,77 @@
+"""A rank's part of a weight: what shape it has, and which bytes of the stored one it is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from forebay.kernels.formats import row_sizes
+from forebay.rewriter.ir.graph import RowFormat, WeightSpec
+from forebay.rewriter.ir.program import Band, FileSlice
+from forebay.rewriter.ir.share import Ranges, count
+
+Cut = tuple[tuple[int, Ranges], ...]  # dimensions of a weight, and the indices of each that a rank has
+
+
+def cut_spec(spec: WeightSpec, cut: Cut, name: str) -> WeightSpec:
+    """What the model has of a weight on this rank, under `name`."""
+    shape = list(spec.shape)
+    for dim, held in cut:
+        shape[dim] = count(held)
+    return replace(spec, name=name, shape=tuple(shape), ties=spec.ties if name == spec.name else (), stored=None if spec.stored is None else _stored(spec, cut))
+
+
+def _stored(spec: WeightSpec, cut: Cut) -> RowFormat:
+    known = spec.stored
+    assert known is not None
+    out, into = _sides(spec, cut)
+    rows, columns = (known.out_features if out is None else count(out), known.in_features if into is None else
+                     count(into))
+    nbytes = row_sizes.row_nbytes(columns, known.bits, known.group_size)
+    return replace(known, out_features=rows, in_features=columns, row_nbytes=nbytes)
+
+
+def _sides(spec: WeightSpec, cut: Cut) -> tuple[Ranges | None, Ranges | None]:
+    """Of a stored matrix the output and the input features that a rank has; None for all."""
+    found = dict(cut)
+    turned = spec.stored is not None and spec.stored.transposed
+    return (found.get(1), found.get(0)) if turned else (found.get(0), found.get(1))
+
+
+def cut_file(spec: WeightSpec, cut: Cut, file: FileSlice) -> FileSlice:
+    """The bytes of a rank's part, in the order in which it holds them. ValueError where a group of packed values would
+    be cut."""
+    out, into = _sides(spec, cut)
+    stored = spec.stored
+    if stored is None:
+        inner = math.prod(spec.shape[2:]) * spec.dtype.itemsize
+        width = spec.shape[1] if len(spec.shape) > 1 else 1
+        row, pieces = width * inner, tuple((a * inner, (b - a) * inner) for a, b in into or ((0, width),))
+        rows = spec.shape[0]
+    else:
+        row, rows = stored.row_nbytes, stored.out_features
+        pieces = ((0, row),) if into is None else _packed_pieces(stored, into, spec.name)
+    held = out or ((0, rows),)
+    own = sum(nbytes for _, nbytes in pieces)
+    if pieces == ((0, row),) and len(held) == 1:
+        return FileSlice(file.path, file.offset + held[0][0] * row, (held[0][1] - held[0][0]) * row)
+    bands = tuple(Band(first * row, end - first, row, pieces) for first, end in held)
+    return FileSlice(file.path, file.offset, count(held) * own, bands)
+
+
+def _packed_pieces(stored: RowFormat, into: Ranges, name: str) -> tuple[tuple[int, int], ...]:
+    """Of a packed row those of whole groups: their codes, scales and lows, and as many bytes behind, which mean
+    nothing, as rows are padded by."""
+    size, bits = stored.group_size, stored.bits
+    if any(edge % size and edge != stored.in_features for piece in into for edge in piece):
+        raise ValueError(f"{name}: a rank would have {into} of {stored.in_features} input features, which cut a group "
+                         f"of {size} that share a scale; take another number of ranks, or weights in smaller groups")
+    groups = [(a // size, row_sizes.group_count(b, size)) for a, b in into]
+    codes = row_sizes.codes_nbytes(stored.in_features, bits, size)
+    scales = 2 * row_sizes.group_count(stored.in_features, size)
+    each = size * bits // 8
+    pieces = [(a * each, (b - a) * each) for a, b in groups]
+    for begin in (codes, codes + scales):
+        pieces += [(begin + 2 * a, 2 * (b - a)) for a, b in groups]
+    rest = row_sizes.row_nbytes(count(into), bits, size) - sum(nbytes for _, nbytes in pieces)
+    return (*pieces, (0, rest)) if rest else tuple(pieces)

@@ -1,0 +1,70 @@
+"""A collective of a Program as a call of torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from forebay.rewriter.ir.program import Launch
+from forebay.rewriter.ir.share import ranks_of
+from forebay.runtime.devices.device import Call, RuntimeFault
+
+functional = torch.ops._c10d_functional
+Exchange = Callable[[torch.Tensor, torch.Tensor, tuple, dist.ProcessGroup], object]
+
+
+def _all_reduce(out: torch.Tensor, given: torch.Tensor, how: tuple, group: dist.ProcessGroup) -> None:
+    out.copy_(given)
+    dist.all_reduce(out, group=group)
+
+
+def _broadcast(out: torch.Tensor, given: torch.Tensor, how: tuple, group: dist.ProcessGroup) -> None:
+    source = how[0]  # among the ranks of the group
+    if dist.get_rank(group) == source:
+        out.copy_(given)
+    dist.broadcast(out, dist.get_global_rank(group, source), group=group)
+
+
+EXCHANGES: dict[str, Exchange] = {
+    str(functional.all_reduce.default): _all_reduce,
+    str(functional.broadcast.default): _broadcast,
+    str(functional.all_gather_into_tensor.default):
+        lambda out, given, how, group: dist.all_gather_into_tensor(out, given, group=group),
+    str(functional.reduce_scatter_tensor.default):
+        lambda out, given, how, group: dist.reduce_scatter_tensor(out, given, group=group),
+    str(functional.all_to_all_single.default):
+        lambda out, given, how, group: dist.all_to_all_single(out, given, *how[:2], group=group),
+}
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of some ranks. Made when first asked for, by its members alone; these ask for groups in one
+    order, for their Programs have the same collectives in the same order."""
+    found = _groups.get(ranks)
+    if found is None:
+        everybody = ranks == tuple(range(dist.get_world_size()))
+        found = dist.group.WORLD if everybody else dist.new_group(list(ranks), use_local_synchronization=True)
+        assert found is not None
+        _groups[ranks] = found
+    return found
+
+
+def bind_collective(launch: Launch, args: tuple, out: torch.Tensor) -> Call:
+    """The call of a collective on memory of this rank. RuntimeFault names it where it fails, or nobody runs beside."""
+    if not dist.is_initialized():
+        raise RuntimeFault(f"{launch.label}: {launch.op} exchanges with other ranks, and this process has none; start "
+                           "it with torchrun")
+    given, *how, name = args
+    group, exchange = group_of(ranks_of(name)), EXCHANGES[launch.op]
+
+    def call() -> None:
+        try:
+            exchange(out, given, tuple(how), group)
+        except Exception as error:
+            raise RuntimeFault(f"{launch.label}: the exchange with {name} failed: {str(error).splitlines()[0]}"
+                               ) from error
+
+    return call
