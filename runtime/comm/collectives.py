@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from forebay.rewriter.ir.program import Launch
 from forebay.rewriter.ir.share import ranks_of
+from forebay.runtime.comm.ranks import named
+from forebay.runtime.comm.watch import RankFault
 from forebay.runtime.devices.device import Call, RuntimeFault
 
 functional = torch.ops._c10d_functional
@@ -64,7 +66,8 @@ def bind_collective(launch: Launch, args: tuple, out: torch.Tensor) -> Call:
         try:
             exchange(out, given, tuple(how), group)
         except Exception as error:
-            raise RuntimeFault(f"{launch.label}: the exchange with {name} failed: {str(error).splitlines()[0]}"
-                               ) from error
+            other = named(error)
+            said = str(other).splitlines()[0] if other is error else str(other)
+            raise RankFault(f"{launch.label}: the exchange with {name} failed: {said}") from error
 
     return call

@@ -88,7 +88,8 @@ class Worker:
     """Runs callables first in, first out, on a thread of its own; keeps the first error, and runs the rest all the
     same, so that whoever waits behind it is woken and told."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, watch: FaultCheck = nobody) -> None:
+        self._watch = watch  # of whoever a call may wait for
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.error: BaseException | None = None
         self._closed = False
@@ -111,7 +112,7 @@ class Worker:
     def fault(self) -> BaseException | None:
         """Why nothing that was submitted is done any more; None while it is."""
         if self._closed or self._thread.is_alive():
-            return None
+            return None if self._closed else self._watch()
         return self.error or RuntimeError(f"the thread {self._thread.name} has ended")
 
     def wait_idle(self) -> None:
@@ -123,9 +124,10 @@ class Worker:
             raise self.error
 
     def close(self) -> None:
+        stuck = self._watch() is not None
         self._closed = True
         self._queue.put(None)
-        self._thread.join()
+        self._thread.join(LEAVE_S / 10 if stuck else None)  # what it waits for may never come
         self._leaving.detach()
 
 

@@ -13,6 +13,7 @@ import torch
 
 from forebay.kernels.cpu_support.native import chained
 from forebay.rewriter.ir.program import (
+    COLLECT,
     COMPUTE,
     DISK,
     LOAD,
@@ -33,6 +34,7 @@ from forebay.rewriter.ir.program import (
     copy_nbytes,
     place_of,
 )
+from forebay.runtime.comm.faults import rank_fault
 from forebay.runtime.devices.device import Call, RuntimeFault
 from forebay.runtime.devices.outward import copy_runs, faults_named, read_rows, runs, runs_nbytes, write_rows
 from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, first_fault, told
@@ -214,7 +216,7 @@ class ThreadDevice:
 
     def _worker(self, stream: str) -> Worker:
         if stream not in self.workers:
-            self.workers[stream] = Worker(stream)
+            self.workers[stream] = Worker(stream, rank_fault) if stream == COLLECT else Worker(stream)
         return self.workers[stream]
 
     def _bind_poison(self, item: Release) -> Call:

@@ -20,6 +20,7 @@ import torch
 from forebay.calibration import ranges_for
 from forebay.huggingface.emptied import empty_module
 from forebay.huggingface.module_habits import ModuleHabits, refuse_options
+from forebay.model_kinds import MeshShape, made
 from forebay.open_model import capture_folder, known_machine, open_model
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
@@ -76,7 +77,8 @@ def wrap(
     cpu_attention: bool | None = None, checkpoints: tuple[int, int] | None = None, checkpoint_format: str = "native",
     hidden_tier: Literal["device", "host", "disk"] | None = None, hidden_shares: tuple[float, float] | None = None,
     places: int | None = None, prompt_lookup_num_tokens: int | Literal["auto"] | None = None,
-    draft: str | Path | None = None, dequantize: bool = False, calibration: str | Path | None = None, **others: Any,
+    draft: str | Path | None = None, mesh: MeshShape | None = None, dequantize: bool = False,
+    calibration: str | Path | None = None, **others: Any,
 ) -> LanguageModel:
     """Make `model` run within `budget`.
 
@@ -96,6 +98,7 @@ def wrap(
     once, whatever `batch`, and prompts of a `generate` enter as others end. With `prompt_lookup_num_tokens` steps check
     up to so many tokens that followed the last ones before, or with "auto" as many as pay. `draft`, a smaller model
     or a format ("w4": this one in 4 bits), guesses them in a part of the budget where that pays, with a number always.
+    On a `mesh` (2, "2x2") of processes that torchrun started, each calls this alike, and has its part and its budget.
     `plan` replays a plan. With `calibration`, of `forebay calibrate`, layers share a softmax maximum on a GPU.
 
     Raises PlanError for the budget, CheckpointError for files, SpillError for the disk folder, CaptureError for models.
@@ -117,21 +120,13 @@ def wrap(
     wishes = replace(wishes, sparse_values=sparse_values, hidden_tier=hidden_tier, hidden_shares=hidden_shares,
                      score_ranges=ranges_for(calibration, checkpoint.fingerprint, captured.dtype))
     workload = Workload(places or batch, prompt, new_tokens)
-    lm = _made(draft, captured, checkpoint, files, sizes, workload, wishes, machine, plan)
+    lm = made(draft, mesh, captured, checkpoint, files, sizes, workload, wishes, machine, plan)
     if isinstance(model, torch.nn.Module):  # only now: a budget that cannot work leaves the module as it was
         empty_module(model)
         given: Any = model
         lm.config, lm.generation_config = given.config, given.generation_config
         lm._capture = partial(capture_model, given.config, dtype=captured.dtype, architecture=type(given))
     return lm
-
-
-def _made(draft: str | os.PathLike[str] | None, *given: Any) -> LanguageModel:
-    if draft is None:
-        return LanguageModel(*given)
-    from forebay.drafted import DraftedModel  # which is made of a LanguageModel
-
-    return DraftedModel(draft, *given)
 
 
 class LanguageModel(ScoringCalls, ModuleHabits):
