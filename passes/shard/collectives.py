@@ -44,4 +44,7 @@ class Collectives:
         order = [*range(1, dim + 1), 0, *range(dim + 1, len(sizes) + 1)]
         beside = self.call(aten.permute.default, (apart, order), like)
         whole = self.call(aten.reshape.default, (beside, [*sizes[:dim], parts * each, *sizes[dim + 1 :]]), like)
-        return whole if parts * each == size else self.call(aten.slice.Tensor, (whole, dim, 0, size), like)
+        if parts * each == size:
+            return whole
+        part = self.call(aten.slice.Tensor, (whole, dim, 0, size), like)
+        return self.call(aten.clone.default, (part,), like, {"memory_format": torch.contiguous_format})

@@ -29,11 +29,12 @@ def _broadcast(out: torch.Tensor, given: torch.Tensor, how: tuple, group: dist.P
     dist.broadcast(out, dist.get_global_rank(group, source), group=group)
 
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name warns since 2.13
 EXCHANGES: dict[str, Exchange] = {
     str(functional.all_reduce.default): _all_reduce,
     str(functional.broadcast.default): _broadcast,
     str(functional.all_gather_into_tensor.default):
-        lambda out, given, how, group: dist.all_gather_into_tensor(out, given, group=group),
+        lambda out, given, how, group: _all_gather(out, given, group=group),
     str(functional.reduce_scatter_tensor.default):
         lambda out, given, how, group: dist.reduce_scatter_tensor(out, given, group=group),
     str(functional.all_to_all_single.default):

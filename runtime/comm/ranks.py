@@ -86,3 +86,14 @@ def require_same_exchanges(programs: Iterable[tuple[str, Program]], stage_ranks:
             first = next((a for a, b in zip(mine, theirs, strict=False) if a != b), mine[0])
             raise RuntimeFault(f"rank {other} exchanges otherwise than rank {dist.get_rank()} in the {first[0]}: their "
                                "plans do not go together; plan anew on all ranks")
+
+
+def leave_ranks() -> None:
+    """Part from the other ranks once all are done."""
+    global _watch
+    if _watch is not None:
+        from_all(None)
+        _watch.close()
+        look_out(None)
+        _watch = None
+        dist.destroy_process_group()

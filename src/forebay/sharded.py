@@ -82,6 +82,9 @@ class ShardedModel(LanguageModel):
             said: Steps | str = Steps.of(own[1])
         except PlanError as error:
             said = str(error)
+        except BaseException as error:
+            tell_others(error)
+            raise
         proposals = from_all(said)
         failed = [(rank, text) for rank, text in enumerate(proposals) if isinstance(text, str)]
         if failed:

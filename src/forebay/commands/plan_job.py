@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def fit_job(
     opened: tuple[Any, Any, Any], encoded: list[Prompt], sizes: Any, new_tokens: int, batch: int | None,
-    wishes: Wishes, saved: Plan | None, machine: Machine, first: int | None = None,
+    wishes: Wishes, saved: Plan | None, machine: Machine, first: int | None = None, mesh: str | None = None,
 ) -> tuple[LanguageModel, list[Prompt]]:
     """The model planned once for the whole job, and the prompts that the budget holds.
 
@@ -28,14 +28,14 @@ def fit_job(
     are too long for `batch` at once, or else even by themselves, are left out, and what the longest needs is said;
     PlanError where not even the shortest fits.
     """
-    from forebay.api import LanguageModel
+    from forebay.model_kinds import made
     from forebay.rewriter.ir.plan import PlanError, Workload
     from forebay.rewriter.plan_places import plan_places
 
     if saved is not None:
         if batch is not None and batch != saved.workload.batch:
             raise PlanError(f"the plan is for batches of {saved.workload.batch}, not of {batch}; leave --batch out")
-        return LanguageModel(*opened, sizes, saved.workload, wishes, machine, saved), encoded
+        return made(None, mesh, *opened, sizes, saved.workload, wishes, machine, saved), encoded
     needs = sorted({_tokens(p, new_tokens) for p in encoded})
 
     def up_to(most: int) -> list[Prompt]:
@@ -45,7 +45,7 @@ def fit_job(
         kept = up_to(most)
         work = Workload(len(kept), max(len(p.ids) for p in kept), max(_new_tokens(p, new_tokens) for p in kept))
         with console().status("planning the job"):
-            return LanguageModel(*opened, sizes, work, wishes, machine, choose=partial(plan_places, places=places))
+            return made(None, mesh, *opened, sizes, work, wishes, machine, None, partial(plan_places, places=places))
 
     def chosen(most: int) -> LanguageModel:
         if first is not None and batch is None:

@@ -20,12 +20,14 @@ from forebay.commands.options import (
     DequantizeOption,
     DraftOption,
     MachineOption,
+    MeshOption,
     ModelArgument,
     SlotsOption,
     SpeculateOption,
     model_folder,
     require_writable,
 )
+from forebay.commands.ranks import among_ranks, as_first_rank
 from forebay.commands.terminal import clean_errors, console, say, stopping
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ def run(
                                          "with its checksum.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
     machine: MachineOption = None,
+    mesh: MeshOption = None,
     debug: DebugOption = False,
 ) -> None:
     """Answer one prompt, or those of a file; interrupted, the same command goes on where it stopped.
@@ -80,7 +83,7 @@ def run(
     \f
     Long: half of it is the options, one by one.
     """
-    with clean_errors(debug):
+    with clean_errors(debug), among_ranks(mesh, output) as (mesh, output):
         from forebay.api import open_model
         from forebay.calibration import ranges_for
         from forebay.commands import jobs
@@ -102,7 +105,7 @@ def run(
         if prompt is not None:
             only = {"--prompts": prompts, "--output": output, "--plan": plan, "--save-plan": save_plan,
                     "--trace": trace, "--batch": batch, "--slots": slots, "--json": as_json or None,
-                    "--verify": verify or None, "--calibration": calibration}
+                    "--verify": verify or None, "--calibration": calibration, "--mesh": mesh}
             for name, given in only.items():
                 if given is not None:
                     raise JobError(f"{name} is for the prompts of a file; leave it or the prompt out")
@@ -148,6 +151,7 @@ def run(
                                      cache=cache if saved is None else saved.cache_format,
                                      ranges=ranges if saved is None else saved.score_ranges)
         with jobs.AnswerFile(output, settings, force=force) as answers:
+            answers.answered, answers.batch = as_first_rank(mesh, answers.answered, answers.batch)
             answers.check_questions(p.request for p in encoded)
             left = jobs.pending(encoded, answers.answered)
             if answers.cut_nbytes:
@@ -160,7 +164,7 @@ def run(
                 lm, fitting = fit_job((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch,
                                        Wishes(slots, cache_format=cache, score_ranges=ranges,
                                               drafted_tokens=None if speculate is False else "auto"), saved, profile,
-                                       first=answers.batch)
+                                       first=answers.batch, mesh=mesh)
                 if answers.batch not in (None, lm.plan.workload.batch):
                     say(f"{output}: going on with {lm.plan.workload.batch} prompts at once, not with {answers.batch}, "
                         "which do not fit: what is computed may differ by rounding")

@@ -1,0 +1,67 @@
+"""A command that torchrun started in several processes: one of them speaks and writes for all."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from forebay.commands.terminal import FAILED, say
+
+
+@contextmanager
+def among_ranks(mesh: str | None, output: Path | None) -> Iterator[tuple[str | None, Path | None]]:
+    """The mesh that is asked for, or that torchrun's processes are, and where this one writes answers: those of rank 0
+    are kept. An error is told to the other ranks; one that another rank made ends this process at once, because what
+    waits for that rank cannot be ended otherwise."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if mesh is None and started == 1:
+        yield None, output
+        return
+    from forebay.model_kinds import mesh_shape
+    from forebay.runtime.comm.faults import rank_fault
+    from forebay.runtime.comm.ranks import join_ranks, leave_ranks, tell_others
+
+    mesh, heard = "x".join(map(str, mesh_shape(mesh or started))), sys.stderr
+    try:
+        rank, _ = join_ranks("cuda" if _has_gpu() else "cpu")
+        if rank:
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115: until the process ends, or fails
+            output = None if output is None else Path(os.devnull)
+        try:
+            yield mesh, output
+        except typer.Exit:  # it was said, by rank 0 too
+            leave_ranks()
+            raise
+        leave_ranks()
+    except typer.Exit:
+        raise
+    except BaseException as error:
+        sys.stderr = heard
+        tell_others(error)
+        fault = rank_fault()
+        if fault is None:
+            raise
+        say(f"error: {error if str(fault) in str(error) else fault}")
+        sys.stderr.flush()
+        os._exit(FAILED)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def as_first_rank(mesh: str | None, *values: Any) -> tuple[Any, ...]:
+    """Values as rank 0 has them."""
+    if mesh is None:
+        return values
+    from forebay.runtime.comm.ranks import from_all
+
+    return from_all(values)[0]

@@ -1,0 +1,207 @@
+"""Models on two and four ranks over gloo: tokens, bytes, proofs, plans that go together, and ranks that fail."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+import transformers as T
+from on_ranks import on_ranks
+
+import forebay
+from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
+from forebay.rewriter.ir.byte_sizes import parse_budget
+
+PROMPTS = [[5, 17, 80, 33, 9, 101, 44], [7, 150, 21], [60, 61, 12, 13, 77]]
+NEW = 6
+
+
+def bigcode() -> T.GPTBigCodeConfig:
+    """Queries of all heads share one of keys and values."""
+    return T.GPTBigCodeConfig(vocab_size=families.VOCAB, n_positions=128, n_embd=64, n_layer=2, n_head=4, n_inner=96,
+                              bos_token_id=1, eos_token_id=2)
+
+
+def wide_llama(heads: int = 9, kv_heads: int = 3) -> T.LlamaConfig:
+    """As SmolLM2: heads that ranks cannot share evenly."""
+    return families.llama(2, hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=8)
+
+
+KINDS = {**families.FAMILIES, "bigcode": bigcode, "uneven": wide_llama}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how it is wrapped on each rank, and what is asked of `generate`."""
+
+    kind: str
+    wrapped: dict[str, Any] = field(default_factory=dict)
+    asked: dict[str, Any] = field(default_factory=dict)
+    folder: str = ""
+    budget: str = "device=420kB"
+
+
+def _save(kind: str, folder: Path, **options: Any) -> None:
+    torch.manual_seed(3)
+    model = T.AutoModelForCausalLM.from_config(KINDS[kind]()).eval()
+    for name, p in model.named_parameters():
+        p.data.normal_(0, 0.3 if p.dim() > 1 else 0.1).add_(float("norm" in name or "ln" in name) if p.dim() == 1 else 0)
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def _placed(folder: Path, cases: list[Case]) -> list[Case]:
+    """The cases with the folders of their models, which are made once."""
+    placed = []
+    for case in cases:
+        kind, _, format_ = case.kind.partition("+")
+        own = folder / kind
+        if not own.exists():
+            _save(kind, own)
+        if format_:
+            packed = folder / f"{kind}-{format_}"
+            if not packed.exists():
+                quantize_model(own, packed, Wish(format_))
+            own = packed
+        placed.append(Case(case.kind, {"disk": str(folder)} | case.wrapped, case.asked, str(own), case.budget))
+    return placed
+
+
+def answers(cases: list[Case], mesh: str | None) -> list[Any]:
+    """Tokens of every case on this rank, or by itself."""
+    found = []
+    for case in cases:
+        wrapped = dict(case.wrapped)
+        budget = f"{case.budget},disk={wrapped.pop('disk')}"
+        options = {"batch": len(PROMPTS), "prompt": 8, "new_tokens": NEW} | wrapped | ({"mesh": mesh} if mesh else {})
+        with forebay.wrap(case.folder, budget, **options) as lm:
+            width = max(map(len, PROMPTS))
+            ids = torch.tensor([[0] * (width - len(p)) + p for p in PROMPTS])
+            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS])
+            out = lm.generate(ids, attention_mask=mask, max_new_tokens=NEW,
+                              **({"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | case.asked))
+            found.append((out.tolist(), lm.plan.prediction.streamed_nbytes, lm.plan.prediction.peak_nbytes["device"]))
+    return found
+
+
+def _expected(case: Case) -> list[list[int]]:
+    """transformers' own tokens, float32."""
+    model = T.AutoModelForCausalLM.from_pretrained(case.folder).eval()
+    width = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in PROMPTS])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS])
+    return model.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, eos_token_id=None,  # type: ignore[no-any-return]
+                          pad_token_id=0).tolist()
+
+
+TWO = [Case("llama"), Case("opt"), Case("gpt_neox"), Case("bigcode"), Case("uneven"), Case("gpt2"), Case("phi3"),
+       Case("llama", {"cache_tier": "disk", "micro_batches": 3}), Case("opt", {"places": 2}),
+       Case("gemma2", budget="device=500kB")]
+FOUR = [Case("llama"), Case("gpt_neox"), Case("bigcode"), Case("uneven"), Case("opt", {"micro_batches": 3})]
+MORE = [Case(kind, budget="device=500kB") for kind in ("qwen2", "qwen3", "mistral", "opt_projected", "llama4", "gemma2")]
+EVERY = bool(os.environ.get("FOREBAY_TEST_ALL"))
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, [*TWO, *(MORE if EVERY else [])]), (4, [*FOUR, *(MORE if EVERY else [])])])
+def test_tokens_are_those_of_transformers(folder: Path, ranks: int, cases: list[Case]) -> None:
+    placed = _placed(folder, cases)
+    by_rank = on_ranks(ranks, answers, placed, str(ranks))
+    for i, case in enumerate(placed):
+        for rank, found in enumerate(by_rank):
+            assert found[i][0] == _expected(case), (case, rank)
+            assert found[i][2] <= parse_budget(case.budget).device
+
+
+def test_packed_weights_and_draws_are_those_of_one_device(folder: Path) -> None:
+    cases = _placed(folder, [Case("opt+w4g32"), Case("llama+w8g32"),
+                             Case("llama", {"cache": "kv8"})])
+    alone, *both = [answers(cases, None), *on_ranks(2, answers, cases, "2")]
+    for found in both:
+        assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in alone]
+    drawn = _placed(folder, [Case("llama", asked={"do_sample": True, "temperature": 1.5})])
+    one, other = on_ranks(2, answers, drawn, "2")
+    assert one[0][0] == other[0][0]
+
+
+def test_each_rank_streams_its_part_alone(folder: Path) -> None:
+    cases = _placed(folder, [Case("llama", budget="device=330kB")])
+    (alone,), halves = answers(cases, None), on_ranks(2, answers, cases, "2")
+    assert alone[1] > 0
+    for (half,) in halves:
+        assert 0 < half[1] < 0.5 * alone[1]  # half of the weights, of which more stay
+
+
+def programs(case: Case, mesh: str) -> list[Any]:
+    """(collectives of each step as kind, ranks, bytes; whether the Program without any one of its Waits is proved)."""
+    from forebay.rewriter.ir.program import COLLECT, Launch, Program, Wait
+    from forebay.rewriter.verify.program import ProgramError, verify_program
+
+    with forebay.wrap(case.folder, f"{case.budget},disk={case.wrapped['disk']}", batch=3, prompt=8, new_tokens=NEW,
+                      mesh=mesh) as lm:
+        found = []
+        for tokens in lm.plan.schedule.step_sizes:
+            program = lm._pipeline.program(lm.plan, tokens)
+            launches = [i for i in program.step if isinstance(i, Launch) and i.stream == COLLECT]
+            proved = []
+            for i, item in enumerate(program.step):
+                if isinstance(item, Wait):
+                    less = Program(**{f: getattr(program, f) for f in program.__dataclass_fields__} | {
+                        "step": (*program.step[:i], *program.step[i + 1 :])})
+                    try:
+                        verify_program(less)
+                        proved.append((i, item))
+                    except ProgramError:
+                        pass
+            found.append(([(i.op.split(".")[1], i.args[-1], i.out[0].shape, i.out[0].dtype) for i in launches], proved))
+        return found
+
+
+def test_collectives_are_counted_and_every_wait_is_needed(folder: Path) -> None:
+    (case,) = _placed(folder, [Case("opt")])
+    one, other = on_ranks(2, programs, case, "2")
+    for (mine, proved), (theirs, _), tokens in zip(one, other, (1, *itertools.repeat(8)), strict=False):
+        assert mine == theirs
+        sums = [(op, group) for op, group, *_ in mine]
+        assert sums == [("all_reduce", "ranks:0,1")] * 4 + [("all_gather_into_tensor", "ranks:0,1")]
+        assert mine[0][2][-1] == 64 and mine[0][3] == "float32" and mine[0][2][0] in (3, 3 * mine[0][2][1])
+        assert not proved, f"without {proved[:2]} a step over {tokens} tokens is proved all the same"
+
+
+def refusals(folder: str) -> list[str]:
+    """What is said on this rank of what cannot be."""
+    found = []
+    rank = int(os.environ["RANK"])
+    for budget, options in (("device=30kB", {}), ("device=420kB", {"mesh": "4"}),
+                            ("device=420kB", {"draft": "w4"}), ("device=420kB", {"mesh": "x"}),
+                            ("device=40kB" if rank else "device=420kB", {})):
+        try:
+            forebay.wrap(folder, budget, batch=3, prompt=8, new_tokens=NEW, **({"mesh": "2"} | options))
+            found.append("")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    lm = forebay.wrap(folder, "420kB", batch=3, prompt=8, new_tokens=NEW, mesh="2")
+    try:
+        lm.generate(torch.tensor([[5, 6 + rank]]), max_new_tokens=2)
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def test_what_cannot_be_is_said_alike_on_all_ranks(folder: Path) -> None:
+    (case,) = _placed(folder, [Case("llama")])
+    one, other = on_ranks(2, refusals, case.folder)
+    assert one == other
+    small, ranks, draft, shape, unequal, given = one
+    assert small.startswith("PlanError: rank 0: ") and "start as many with torchrun --nproc-per-node=4" in ranks
+    assert "leave draft or mesh out" in draft and "as 4 or 2x2" in shape
+    assert unequal.startswith("PlanError: rank 1: ") and "different arguments" in given

@@ -1,0 +1,130 @@
+"""The pass `shard`: what ranks have of each family's layers, that their parts are the whole, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import families
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+
+from forebay.passes.shard.demand import heads_of
+from forebay.passes.shard.shard import shard
+from forebay.passes.shard.split import ShardError
+from forebay.rewriter.ir.graph import CapturedModel, is_collective
+from forebay.rewriter.ir.share import RankShare, count, even_part, ranges, ranks_of
+from forebay.rewriter.rewrite_captured import with_blocks
+from forebay.rewriter.shard_captured import rank_files, shard_captured
+from forebay.rewriter.switches import Switches, SwitchError
+from forebay.rewriter.verify.graph import check_captured
+
+
+def sharded(family: str, ranks: int, rank: int) -> CapturedModel:
+    return shard_captured(families.captured(family), RankShare((ranks,), rank), Switches())[0]
+
+
+def collectives(gm: fx.GraphModule) -> list[str]:
+    return [str(node.target).split(".")[1] for node in gm.graph.nodes if is_collective(node)]
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_parts_of_all_ranks_are_the_whole(family: str) -> None:
+    whole, ranks = families.captured(family), 2
+    parts = [shard_captured(whole, RankShare((ranks,), rank), Switches()) for rank in range(ranks)]
+    divided = set(parts[0][1])
+    assert {name for name in whole.layer_weights[0].values() if len(whole.weights[name].shape) == 2} <= divided
+    for name, (source, cut) in parts[0][1].items():
+        for (dim, held), (other, theirs) in zip(cut, parts[1][1][name][1], strict=True):
+            size = whole.weights[source].shape[dim]
+            assert dim == other and ranges((*held, *theirs)) == ((0, size),), name  # each index is somebody's
+    for model, _ in parts:
+        check_captured(model.step, "shard")
+        assert sum(spec.kv_heads for spec in model.cache) < sum(spec.kv_heads for spec in whole.cache)
+        for block in model.blocks().values():  # one sum for attention, one for the feed-forward
+            assert collectives(block) in (["all_reduce"] * 2, ["all_reduce"])
+        assert collectives(model.step) == ["all_gather_into_tensor"]
+    assert all(not collectives(block) for block in whole.blocks().values()), "the captured graphs were changed"
+
+
+def test_parallel_blocks_add_up_once_each_for_attention_and_feed_forward() -> None:
+    (block,) = sharded("gpt_neox", 2, 0).blocks().values()
+    sums = [node for node in block.graph.nodes if is_collective(node)]
+    assert [ranks_of(node.args[2]) for node in sums] == [(0, 1)] * 2
+
+
+def test_tied_heads_read_rows_of_their_own() -> None:
+    whole = families.captured("gpt2")
+    model, parts = shard_captured(whole, RankShare((2,), 1), Switches())
+    name = "transformer.wte.weight"
+    assert model.weights[name].shape == whole.weights[name].shape  # every rank looks all tokens up
+    assert parts[f"{name}.rows"] == (name, ((0, ((100, 199),)),)) and model.weights[f"{name}.rows"].shape == (99, 64)
+
+
+@given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 12))
+def test_heads_are_shared_out_once(kv_heads: int, each: int, ranks: int) -> None:
+    if ranks > kv_heads * each:
+        with pytest.raises(ShardError, match="fewer ranks"):
+            [heads_of(RankShare((ranks,), rank), (0,), kv_heads * each, kv_heads) for rank in range(ranks)]
+        return
+    if any(len(even_part(ranks, kv_heads, h)) and count(even_part(ranks, kv_heads, h)) > each for h in range(kv_heads)):
+        return  # more ranks for a head than it has queries
+    held: list[int] = []
+    for rank in range(ranks):
+        queries, kv = heads_of(RankShare((ranks,), rank), (0,), kv_heads * each, kv_heads)
+        mine = [h for a, b in queries.held for h in range(a, b)]
+        held += mine
+        assert mine and {h // each for h in mine} == {h for a, b in kv.held for h in range(a, b)}
+        assert len(mine) % kv.count == 0  # equal groups, as attention counts heads
+    assert sorted(held) == list(range(kv_heads * each))
+
+
+def test_one_rank_has_all_and_more_than_there_are_heads_is_refused() -> None:
+    with pytest.raises(ShardError, match="8 ranks cannot share 4 heads"):
+        sharded("llama", 8, 7)
+    whole = families.captured("llama")
+    model, parts = shard_captured(whole, RankShare((1,), 0), Switches())
+    assert all(model.weights[name].shape == whole.weights[source].shape for name, (source, _) in parts.items())
+
+
+def test_graphs_of_a_rank_are_not_divided_again_and_an_unknown_operator_is_named() -> None:
+    with pytest.raises(ValueError, match="open the checkpoint"):
+        shard_captured(families.rewritten("llama"), RankShare((2,), 0), Switches())
+    whole = families.captured("llama")
+    step = with_blocks(whole)
+    block = step.get_submodule("block_0")
+    silu = next(n for n in block.graph.nodes if n.target is torch.ops.aten.silu.default)
+    with block.graph.inserting_after(silu):
+        odd = block.graph.call_function(torch.ops.aten.flip.default, (silu, [-1]))
+    odd.meta = dict(silu.meta)
+    silu.replace_all_uses_with(odd, lambda user: user is not odd)
+    with pytest.raises(ShardError, match=r"flip.*not known to work on a part"):
+        shard(step, RankShare((2,), 0), {})
+
+
+def test_packed_groups_are_not_cut() -> None:
+    packed = families.packed(families.captured("llama"))
+    model, parts = shard_captured(packed, RankShare((2,), 0), Switches())
+    down = next(name for name in parts if "down_proj" in name)
+    assert model.weights[down].stored.in_features == 64 and model.weights[down].shape == (64, 64)  # of 96: whole groups
+    small = replace(packed, weights={name: replace(spec, stored=None if spec.stored is None else replace(
+        spec.stored, group_size=64)) for name, spec in packed.weights.items()})
+    _, parts = shard_captured(small, RankShare((2,), 0), Switches())
+    with pytest.raises(ValueError, match="o_proj.*cut a group of 64"):
+        rank_files(small, parts, {name: _slice(spec.nbytes) for name, spec in small.weights.items()})
+
+
+def _slice(nbytes: int):  # type: ignore[no-untyped-def]
+    from forebay.rewriter.ir.program import FileSlice
+
+    return FileSlice("weights", 0, nbytes)
+
+
+def test_it_cannot_be_left_out() -> None:
+    with pytest.raises(SwitchError, match="shard"):
+        from forebay.rewriter.pipeline import PASSES
+        from forebay.rewriter.run_passes import check_switches
+
+        check_switches(PASSES, replace(Switches(), skip=("shard",)))
