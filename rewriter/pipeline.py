@@ -77,8 +77,7 @@ from forebay.runtime.run.run_once import run_once
 PASSES: tuple[Pass, ...] = (
     # once per kind of layer, before there is a plan: what these fold, the planner never sees
     Pass(shard, "captured", "whole step", "first, where several ranks share a model: it knows torch's operators alone"),
-    Pass(fuse_rms_norm, "captured", "each graph", optional=True,
-         why="before the others: the norms stand between everything else, and no other pattern contains one"),
+    Pass(fuse_rms_norm, "captured", "each graph", "norms stand between all else: no pattern holds one", optional=True),
     Pass(fuse_layer_norm, "captured", "each graph", "beside the other norm: no pattern contains it", optional=True),
     Pass(fuse_rotary, "captured", "each graph", "queries and keys, before attention reads them", optional=True),
     Pass(fuse_swiglu, "captured", "each graph", optional=True,

@@ -17,7 +17,6 @@ from forebay.rewriter.rewrite_captured import with_blocks
 from forebay.rewriter.run_passes import Stage
 from forebay.rewriter.switches import Switches
 
-
 Parts = dict[str, tuple[str, Cut]]  # weights of a rank, each with the model's weight that it is a part of, and which
 
 

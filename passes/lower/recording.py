@@ -58,7 +58,8 @@ class Staging:
     ends: bool
 
 
-Entry = Recorded | Gather | Fetched | Staging | Release | Arrive | Free | Found | Exchanged  # numbers in marks: the graph's own
+# numbers and labels in marks are the graph's own
+Entry = Recorded | Gather | Fetched | Staging | Release | Arrive | Free | Found | Exchanged
 
 
 @dataclass

@@ -19,7 +19,6 @@ class Collectives:
     """Adds collectives of one rank to `graph`; `call` makes a node in the place of another one."""
 
     def __init__(self, graph: fx.Graph, call: Callable[..., fx.Node], share: RankShare) -> None:
-        import torch.distributed._functional_collectives  # their kernels for tensors without memory; 0.2 s to import
 
         self.graph, self.call, self.share = graph, call, share
 

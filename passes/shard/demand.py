@@ -1,4 +1,4 @@
-"""Which part of each value within a layer a rank is to compute: wanted by attention and by products, and traced back."""
+"""Which part of each value within a layer a rank computes: wanted by attention and by products, and traced back."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from forebay.rewriter.ir.graph import weight_name
 from forebay.rewriter.ir.share import RankShare, even_part, ranges
 
 aten = torch.ops.aten
-ALIKE = (aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.contiguous.default)  # as pointwise operators are
+ALIKE = (aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.contiguous.default)  # as pointwise ones
 ROW_WISE = (aten.mean.dim, aten.sum.dim_IntList, aten.rms_norm.default, aten.layer_norm.default, aten.softmax.int)
-HEADS, HEADS_BEHIND = 1, 2  # the dimension of heads of what attention and appends are given, and of what attention gives
+HEADS, HEADS_BEHIND = 1, 2  # the dimension of heads of what attention and appends are given, and of what it gives
 
 
 def product_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch.fx.node import map_aggregate
 
 from forebay.passes.shard.collectives import Collectives
 from forebay.passes.shard.demand import (
-    HEADS,
     HEADS_BEHIND,
     ROW_WISE,
     Demand,
@@ -38,7 +38,7 @@ from forebay.passes.shard.split import (
     split_dim,
 )
 from forebay.rewriter.ir.graph import META, CacheInput, WeightInput, copy_node, weight_name
-from forebay.rewriter.ir.share import Ranges, RankShare, count, even_part, ranges
+from forebay.rewriter.ir.share import Ranges, RankShare, count, ranges
 
 aten = torch.ops.aten
 ROWS = ".rows"  # ends the name of a weight that is rows of another, which is read whole as well
@@ -85,7 +85,7 @@ class Divided:
     def _cut_inputs(self) -> None:
         """What of weights and caches a rank has, before any node is made: placeholders come first."""
         for node in self.gm.graph.nodes:
-            split = self.split[node] = self._place(node)
+            self.split[node] = self._place(node)
             product = product_of(node)
             if product is not None:
                 x, weight, bias, transposed = product
@@ -233,7 +233,7 @@ class Divided:
             args[1] = sizes
         elif target in SPLITS and split is not None and split_dim(node) == split.dim:
             begins = sizes_of(node)
-            lengths = [split.among(a, b - a).count for a, b in zip(begins, begins[1:], strict=False)]
+            lengths = [split.among(a, b - a).count for a, b in pairwise(begins)]
             target, args, kwargs = aten.split_with_sizes.default, [args[0], lengths, split.dim], {}
         elif target is aten.slice.Tensor and isinstance(source, fx.Node):
             args = self._sliced(node, args, self.split[source])

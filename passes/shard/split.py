@@ -52,8 +52,8 @@ class Split:
     def over(self, inner: int, dim: int, who: fx.Node) -> Split:
         """Where `inner` neighbours become an index."""
         if self.size % inner or any(edge % inner for piece in self.held for edge in piece):
-            raise ShardError(f"{who.name}: a rank's part {self.held} of {self.size} cuts through pieces of {inner} that "
-                             "belong together; take another number of ranks")
+            raise ShardError(f"{who.name}: a rank's part {self.held} of {self.size} cuts through pieces of {inner} "
+                             "that belong together; take another number of ranks")
         return Split(dim, tuple((a // inner, b // inner) for a, b in self.held), self.size // inner, self.axes)
 
 

@@ -18,7 +18,8 @@ def cut_spec(spec: WeightSpec, cut: Cut, name: str) -> WeightSpec:
     shape = list(spec.shape)
     for dim, held in cut:
         shape[dim] = count(held)
-    return replace(spec, name=name, shape=tuple(shape), ties=spec.ties if name == spec.name else (), stored=None if spec.stored is None else _stored(spec, cut))
+    return replace(spec, name=name, shape=tuple(shape), ties=spec.ties if name == spec.name else (),
+                   stored=None if spec.stored is None else _stored(spec, cut))
 
 
 def _stored(spec: WeightSpec, cut: Cut) -> RowFormat:

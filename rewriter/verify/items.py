@@ -135,8 +135,8 @@ def _check_rows(rows: Rows, label: str, files: Collection[str], extents: Extents
 
 def _check_launch(launch: Launch, extents: Extents) -> None:
     if launch.stream not in (COMPUTE, ATTEND, COLLECT):
-        raise ItemFault(f"{launch.label} is on the stream {launch.stream}: launches run on {COMPUTE}, those of the host "
-                        f"on {ATTEND}, collectives on {COLLECT}")
+        raise ItemFault(f"{launch.label} is on the stream {launch.stream}: launches run on {COMPUTE}, those of the "
+                        f"host on {ATTEND}, collectives on {COLLECT}")
     far = next((s for s in (*launch.reads, *launch.writes) if (s.arena == HOST) != (launch.stream == ATTEND)), None)
     if far is not None:
         raise ItemFault(f"{launch.label} on {launch.stream} touches {far.buffer} in the {far.arena} arena, which it "

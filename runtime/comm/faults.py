@@ -1,4 +1,4 @@
-"""Who looks after the other ranks, for those that wait; without torch.distributed, which a process alone never loads."""
+"""Who looks after the other ranks, for those that wait; without torch.distributed, which one alone never loads."""
 
 from __future__ import annotations
 

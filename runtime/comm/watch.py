@@ -70,7 +70,7 @@ class RankWatch:
                 self._look()
             except Exception as error:  # whoever keeps the store is gone
                 self._fault = self._fault or RankFault(
-                    f"the ranks' store does not answer: the process that keeps it is gone ({str(error).splitlines()[0]})")
+                    f"the ranks' store does not answer: who keeps it is gone ({str(error).splitlines()[0]})")
             if self._fault is not None:
                 return
 

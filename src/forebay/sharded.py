@@ -56,10 +56,10 @@ class ShardedModel(LanguageModel):
         rank, ranks = join_ranks("cpu" if machine is None else machine.device_kind)
         self.share = RankShare(tuple(mesh), rank)
         if self.share.ranks != ranks:
-            raise PlanError(f"mesh: {'x'.join(map(str, mesh))} has {self.share.ranks} ranks, and {ranks} processes run; "
-                            f"start as many with torchrun --nproc-per-node={self.share.ranks}")
+            raise PlanError(f"mesh: {'x'.join(map(str, mesh))} has {self.share.ranks} ranks, and {ranks} processes "
+                            f"run; start as many with torchrun --nproc-per-node={self.share.ranks}")
         if wishes.drafted_tokens not in (None, "auto"):
-            raise PlanError("prompt_lookup_num_tokens: steps that check drafts are for one device; leave mesh or it out")
+            raise PlanError("prompt_lookup_num_tokens: steps that check drafts are for one device; leave one out")
         sharded, parts = shard_captured(captured, self.share, read_switches())
         super().__init__(sharded, checkpoint, rank_files(captured, parts, files), budget, workload,
                          replace(wishes, drafted_tokens=None), machine, plan, choose)

@@ -31,7 +31,7 @@ CalibrationOption = Annotated[Path | None, typer.Option(
 DequantizeOption = Annotated[bool, typer.Option(
     "--dequantize", help="Run a GGUF file's weights as float32; by default what is quantised stays packed.")]
 MeshOption = Annotated[str | None, typer.Option(
-    "--mesh", metavar="RANKS", help="Processes that share the model, e.g. 4 or 2x2; by default all that torchrun started.")]
+    "--mesh", metavar="RANKS", help="Processes that share the model, e.g. 4; by default all that torchrun started.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 

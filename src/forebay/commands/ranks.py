@@ -31,7 +31,7 @@ def among_ranks(mesh: str | None, output: Path | None) -> Iterator[tuple[str | N
     try:
         rank, _ = join_ranks("cuda" if _has_gpu() else "cpu")
         if rank:
-            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115: until the process ends, or fails
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
             output = None if output is None else Path(os.devnull)
         try:
             yield mesh, output

@@ -18,7 +18,7 @@ from forebay.rewriter.ir.graph import CapturedModel, is_collective
 from forebay.rewriter.ir.share import RankShare, count, even_part, ranges, ranks_of
 from forebay.rewriter.rewrite_captured import with_blocks
 from forebay.rewriter.shard_captured import rank_files, shard_captured
-from forebay.rewriter.switches import Switches, SwitchError
+from forebay.rewriter.switches import SwitchError, Switches
 from forebay.rewriter.verify.graph import check_captured
 
 
@@ -112,7 +112,7 @@ def test_packed_groups_are_not_cut() -> None:
     small = replace(packed, weights={name: replace(spec, stored=None if spec.stored is None else replace(
         spec.stored, group_size=64)) for name, spec in packed.weights.items()})
     _, parts = shard_captured(small, RankShare((2,), 0), Switches())
-    with pytest.raises(ValueError, match="o_proj.*cut a group of 64"):
+    with pytest.raises(ValueError, match=r"o_proj.*cut a group of 64"):
         rank_files(small, parts, {name: _slice(spec.nbytes) for name, spec in small.weights.items()})
 
 
