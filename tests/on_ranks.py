@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 
 
 def on_ranks(ranks: int, run: Callable[..., Any], *given: Any) -> list[Any]:

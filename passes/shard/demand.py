@@ -14,6 +14,7 @@ from forebay.passes.shard.split import (
     SPLITS,
     ShardError,
     Split,
+    dim_of,
     moved_back,
     moves,
     same,
@@ -152,8 +153,8 @@ class Demand:
         if product_of(node) is not None:
             if wanted.dim != len(shape_of(node)) - 1:
                 raise ShardError(f"{node.name}: of a product features are divided, not dimension {wanted.dim}")
-        elif node.target is operator.getitem and node.args[0].target in SPLITS:  # type: ignore[union-attr]
-            self._pull_piece(node, wanted)
+        elif node.target is operator.getitem and isinstance(parts := node.args[0], fx.Node) and parts.target in SPLITS:
+            self._pull_piece(node, parts, wanted)
         elif node.target is aten.slice.Tensor and sliced_dim(node) == wanted.dim:
             source = node.args[0]
             self.pull(source, wanted.within(slice_of(node)[0], shape_of(source)[wanted.dim]))  # type: ignore[arg-type]
@@ -163,16 +164,14 @@ class Demand:
             for operand, dim in aligned_operands(node, wanted.dim):
                 self.pull(operand, replace(wanted, dim=dim))
         elif node.target is aten.cat.default and wanted.dim != cat_dim(node):
-            for operand in node.args[0]:  # type: ignore[union-attr]
-                self.pull(operand, wanted)  # type: ignore[arg-type]
+            for operand in node.all_input_nodes:
+                self.pull(operand, wanted)
         elif node.target in ROW_WISE and wanted.dim != len(shape_of(node)) - 1:
             self.pull(node.args[0], wanted)  # type: ignore[arg-type]
         elif not over_cache(node):
             raise ShardError(f"{node.name}: {node.target} is not known to work on a part of its operands")
 
-    def _pull_piece(self, node: fx.Node, wanted: Split) -> None:
-        parts = node.args[0]
-        assert isinstance(parts, fx.Node)
+    def _pull_piece(self, node: fx.Node, parts: fx.Node, wanted: Split) -> None:
         source = parts.args[0]
         assert isinstance(source, fx.Node)
         if split_dim(parts) == wanted.dim:
@@ -194,18 +193,17 @@ def aligned_operands(node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
 
 
 def cat_dim(node: fx.Node) -> int:
-    dim = node.args[1] if len(node.args) > 1 else 0
-    return dim % len(shape_of(node))  # type: ignore[operator]
+    return dim_of(node.args[1] if len(node.args) > 1 else 0, len(shape_of(node)))
 
 
 def sliced_dim(node: fx.Node) -> int:
-    return (node.args[1] if len(node.args) > 1 else 0) % len(shape_of(node))  # type: ignore[operator]
+    return dim_of(node.args[1] if len(node.args) > 1 else 0, len(shape_of(node)))
 
 
 def slice_of(node: fx.Node) -> tuple[int, int]:
     """The first index of a slice of a dimension of fixed size, and how many; ShardError for one that skips some."""
     size = shape_of(node.args[0])[sliced_dim(node)]  # type: ignore[arg-type]
-    first, end, step = (*node.args[2:], *(None, None, None)[len(node.args) - 2 :])
+    first, end, step = [*node.args[2:], None, None, None][:3]
     if step not in (None, 1) or not all(isinstance(v, int | None) for v in (first, end)):
         raise ShardError(f"{node.name}: a slice that skips indices of a dimension that ranks divide")
     begin, stop, _ = slice(first, end).indices(size)  # type: ignore[misc]

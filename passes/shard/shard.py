@@ -177,10 +177,10 @@ class Divided:
     def _passed_on(self, node: fx.Node, split: Split | None) -> Split | None:
         target = node.target
         if target is aten.cat.default:
-            parts = {self.split[n] for n in node.all_input_nodes} - {None}
-            if len(parts) > 1 or any(part.dim == cat_dim(node) for part in parts):  # type: ignore[union-attr]
+            found = {part for n in node.all_input_nodes if (part := self.split[n]) is not None}
+            if len(found) > 1 or any(part.dim == cat_dim(node) for part in found):
                 raise ShardError(f"{node.name} puts parts together that ranks divide in two ways")
-            return next(iter(parts), None)
+            return next(iter(found), None)
         assert split is not None
         if target in SPLITS:
             return split
@@ -221,9 +221,9 @@ class Divided:
             self.env[node] = copy_node(self.graph, node, self.env)
             return
         operands = {operand: self._operand(node, operand) for operand in node.all_input_nodes}
-        args, kwargs = (map_aggregate(v, lambda n: operands[n] if isinstance(n, fx.Node) else n)  # type: ignore[arg-type]
-                        for v in (node.args, node.kwargs))
-        args = list(args)  # type: ignore[arg-type]
+        given: Any = map_aggregate((node.args, node.kwargs), lambda n: operands[n] if isinstance(n, fx.Node) else n)  # type: ignore[arg-type]
+        args: list[Any] = list(given[0])
+        kwargs: dict[str, Any] = dict(given[1])
         target = node.target
         source = node.args[0] if node.args else None
         if split is not None and (target in VIEWS or target is aten.expand.default):
@@ -237,7 +237,7 @@ class Divided:
             target, args, kwargs = aten.split_with_sizes.default, [args[0], lengths, split.dim], {}
         elif target is aten.slice.Tensor and isinstance(source, fx.Node):
             args = self._sliced(node, args, self.split[source])
-        self.env[node] = self.call(target, tuple(args), node, dict(kwargs), node.name)  # type: ignore[arg-type]
+        self.env[node] = self.call(target, tuple(args), node, kwargs, node.name)  # type: ignore[arg-type]
 
     def _sliced(self, node: fx.Node, args: list, split: Split | None) -> list:
         if split is None or split.dim != sliced_dim(node):

@@ -70,6 +70,11 @@ def shape_of(node: fx.Node) -> list[Any]:
     return list(node.meta["val"].shape)
 
 
+def dim_of(argument: Any, ndim: int) -> int:
+    """A dimension as an operator is given it, counted from the first."""
+    return int(argument) % ndim
+
+
 def same(a: Any, b: Any) -> bool:
     """Whether two sizes are one number or one symbol."""
     return a == b if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
@@ -111,24 +116,24 @@ def _origins(node: fx.Node, ndim: int) -> list[int | None]:
 
 def _transposed(node: fx.Node, ndim: int) -> list[int | None]:
     order: list[int | None] = list(range(ndim))
-    a, b = (dim % ndim for dim in node.args[1:3])  # type: ignore[operator]
+    a, b = (dim_of(dim, ndim) for dim in node.args[1:3])
     order[a], order[b] = order[b], order[a]
     return order
 
 
 def _unsqueezed(node: fx.Node, ndim: int) -> list[int | None]:
     order: list[int | None] = list(range(ndim))
-    order.insert(node.args[1] % (ndim + 1), None)  # type: ignore[operator]
+    order.insert(dim_of(node.args[1], ndim + 1), None)
     return order
 
 
 def _without(node: fx.Node, ndim: int) -> list[int | None]:
-    gone = node.args[1] % ndim  # type: ignore[operator]
+    gone = dim_of(node.args[1], ndim)
     return [i for i in range(ndim) if i != gone]
 
 
 def _sliced(node: fx.Node, ndim: int) -> list[int | None]:
-    at = (node.args[1] if len(node.args) > 1 else 0) % ndim  # type: ignore[operator]
+    at = dim_of(node.args[1] if len(node.args) > 1 else 0, ndim)
     return [None if i == at else i for i in range(ndim)]
 
 
@@ -205,5 +210,4 @@ def sizes_of(node: fx.Node) -> Sequence[int]:
 
 
 def split_dim(node: fx.Node) -> int:
-    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-    return dim % len(shape_of(node.args[0]))  # type: ignore[operator, arg-type]
+    return dim_of(node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0), len(shape_of(node.args[0])))  # type: ignore[arg-type]

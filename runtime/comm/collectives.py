@@ -38,7 +38,7 @@ EXCHANGES: dict[str, Exchange] = {
     str(functional.reduce_scatter_tensor.default):
         lambda out, given, how, group: dist.reduce_scatter_tensor(out, given, group=group),
     str(functional.all_to_all_single.default):
-        lambda out, given, how, group: dist.all_to_all_single(out, given, *how[:2], group=group),
+        lambda out, given, how, group: dist.all_to_all_single(out, given, how[0], how[1], group=group),
 }
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 

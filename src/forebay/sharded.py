@@ -134,7 +134,7 @@ class ShardedModel(LanguageModel):
         """As `LanguageModel.generate`, called alike on every rank: draws are those of rank 0's random state."""
         self._alike("generate", inputs, {k: v for k, v in options.items() if isinstance(v, int | float | str | bool)})
         state = from_all(torch.random.get_rng_state() if self.share.rank == 0 else None)[0]
-        if options.get("generator") is None:
+        if options.get("generator") is None and state is not None:
             torch.random.set_rng_state(state)
         return self._told(lambda: super(ShardedModel, self).generate(inputs, generation_config, **options))
 

@@ -43,7 +43,7 @@ def test_a_config_is_enough(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(PRESET_CONFIGS["qwen2.5-0.5b"]))
     code, out, _ = typed(str(config), "--mesh", "2", "--machine", "h100", "--batch", "2", "--prompt", "64")
-    assert code == 0 and "serial blocks: a prediction, which nothing runs yet" in out and "left\n" in out
+    assert code == 0 and "serial blocks: a prediction\n" in out and "launch   " in out and "left\n" in out
     assert "1D weight-stationary" in out and "torchrun" not in out
 
 

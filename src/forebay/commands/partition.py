@@ -1,4 +1,4 @@
-"""`forebay partition`: layouts of a model over several chips, predicted; no weight is read and nothing runs."""
+"""`forebay partition`: layouts of a model over several chips, predicted, and what to launch; no weight is read."""
 
 from __future__ import annotations
 
@@ -128,10 +128,21 @@ def _data(problem: PartitionProblem, found: Choice) -> dict[str, Any]:
     return {"kind": "partition", "model": problem.model.name, "mesh": problem.mesh.name, "chips": problem.mesh.chips,
             "batch": problem.batch, "prompt": problem.prompt, "new_tokens": problem.new_tokens,
             "weights": problem.weights, "parallel_blocks": problem.parallel, "phases": phases,
-            "total_s": found.total_s, "gap": found.gap,
+            "total_s": found.total_s, "gap": found.gap, "launch": _launch(problem, found),
             "memory_nbytes": {"weights": found.weights_nbytes, "cache": found.cache_nbytes,
                               "working": found.working_nbytes, "capacity": found.capacity_nbytes,
                               "margin": found.margin_nbytes}}
+
+
+def _launch(problem: PartitionProblem, found: Choice) -> str | None:
+    """The command line that runs the layouts found; None where they are others than what runs."""
+    from forebay.rewriter.ir.byte_sizes import format_nbytes
+
+    if any((way.feedforward, way.attention) != ("1d", "heads") for ways in found.layouts.values() for way in ways):
+        return None
+    budget = format_nbytes(int(problem.capacity_nbytes)).replace(" ", "")
+    return (f"torchrun --nproc-per-node={problem.mesh.chips} --no-python forebay run {problem.model.name} --prompts "
+            f"IN.jsonl --output OUT.jsonl --batch {problem.batch} --budget device={budget}")
 
 
 def _text(data: dict[str, Any]) -> str:
@@ -139,7 +150,7 @@ def _text(data: dict[str, Any]) -> str:
 
     lines = [f"{data['model']} on {data['mesh']} chips ({data['chips']}), {data['batch']} sequences, prompt "
              f"{data['prompt']}, {data['new_tokens']} new tokens, weights {data['weights']}, "
-             f"{'parallel' if data['parallel_blocks'] else 'serial'} blocks: a prediction, which nothing runs yet"]
+             f"{'parallel' if data['parallel_blocks'] else 'serial'} blocks: a prediction"]
     for name, phase in data["phases"].items():
         lines.append(f"{name:8} {1e3 * phase['latency_s']:.4g} ms, {1e3 * phase['chip_seconds_per_token']:.4g} "
                      "chip-milliseconds a token")
@@ -155,6 +166,8 @@ def _text(data: dict[str, Any]) -> str:
     held = {name: format_nbytes(int(nbytes)) for name, nbytes in data["memory_nbytes"].items()}
     lines.append(f"memory   of a chip: weights {held['weights']}, cache {held['cache']}, working {held['working']}; "
                  f"{held['margin']} of {held['capacity']} left")
+    lines.append("launch   " + (data["launch"] or "nothing runs this layout yet: 1D weight-stationary with attention "
+                                "over heads does (docs/partitioning.md)"))
     lines.append(f"solved   {data['total_s']:.4g} s for all tokens, gap {100 * data['gap']:.2g} %")
     lines.append("frontier phase     mesh       sequences   latency, ms   chip-ms a token")
     lines += [f"         {p['phase']:9} {p['mesh']:10} {p['batch']:9}  {1e3 * p['latency_s']:12.4g}  "

@@ -1,0 +1,111 @@
+"""A rank that dies, hangs or fails ends all others, with an error that names it; what was answered is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import families
+import pytest
+import torch
+import transformers as T
+
+ENDS_S = 60.0  # 30 on a machine with nothing else to do
+
+RANK = """
+import os, sys, torch
+torch.set_num_threads(1)
+import forebay
+from forebay.runtime.comm import watch
+from forebay.commands.ranks import among_ranks
+watch.SILENT_S = 4.0
+folder, marks = sys.argv[1:]
+rank = int(os.environ["RANK"])
+with among_ranks("2", None):
+    lm = forebay.wrap(folder, "420kB", batch=1, prompt=4, new_tokens=120, mesh="2")
+
+    def seen(column, count=[0]):
+        count[0] += 1
+        if count[0] == 3:
+            open(os.path.join(marks, str(rank)), "w").write(str(os.getpid()))
+        if {fails} and rank == 1 and count[0] == 6:
+            raise OSError(28, "No space left on device")
+        import time; time.sleep(0.05)
+
+    lm.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=110, do_sample=False, eos_token_id=None, on_token=seen)
+    print("done", rank)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("model")
+    T.AutoModelForCausalLM.from_config(families.llama(2)).save_pretrained(path)
+    return path
+
+
+def started(folder: Path, marks: Path, fails: bool) -> list[subprocess.Popen]:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [subprocess.Popen(
+        [sys.executable, "-c", RANK.replace("{fails}", str(fails)), str(folder), str(marks)], stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2",
+                                                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        for rank in range(2)]
+
+
+@pytest.mark.parametrize(("how", "said"), [
+    ("kill", "rank 1 "), ("stop", "rank 1 has not been heard of"), ("fail", "rank 1 failed: [Errno 28] No space left")])
+def test_a_rank_that_is_lost_is_named_and_nobody_waits_for_it(
+    folder: Path, tmp_path: Path, how: str, said: str
+) -> None:
+    ranks = started(folder, tmp_path, how == "fail")
+    try:
+        limit = time.monotonic() + 120
+        while how != "fail" and len(list(tmp_path.iterdir())) < 2:
+            assert time.monotonic() < limit and ranks[0].poll() is None, ranks[0].communicate()
+            time.sleep(0.05)
+        if how != "fail":
+            ranks[1].send_signal(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        began = time.monotonic()
+        out, errors = ranks[0].communicate(timeout=120)
+        assert how == "fail" or time.monotonic() - began < ENDS_S
+        assert ranks[0].returncode == 2 and "done" not in out
+        last = [line for line in errors.splitlines() if line.startswith("error: ")]
+        assert len(last) == 1 and said in last[0], errors
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+@pytest.mark.skipif(not os.environ.get("FOREBAY_TEST_ALL"), reason="a job of the command line on two ranks")
+def test_a_job_under_torchrun_is_gone_on_with_by_one_process(folder: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{i}": i for i in range(families.VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    T.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
+    prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [json.dumps({"prompt": f"w{i} w{i + 9}"}) for i in range(6)]
+    job = ["--prompts", str(prompts), "--output", str(output), "--budget", "device=600kB", "--max-new-tokens", "5",
+           "--batch", "2"]
+    prompts.write_text("\n".join(lines[:4]) + "\n")
+    both = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "forebay", "run", str(folder)]
+    subprocess.run([*both, *job], check=True, capture_output=True, timeout=300)
+    first = [json.loads(line) for line in output.read_text().splitlines()]
+    assert sorted(answer["id"] for answer in first) == [1, 2, 3, 4]
+    prompts.write_text("\n".join(lines) + "\n")
+    subprocess.run([sys.executable, "-m", "forebay", "run", str(folder), *job], check=True, capture_output=True,
+                   timeout=300)
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    assert sorted(answer["id"] for answer in answers) == [1, 2, 3, 4, 5, 6] and answers[:4] == first
