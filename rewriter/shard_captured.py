@@ -7,21 +7,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from forebay.passes.shard.shard import ROWS, Cuts, shard
-from forebay.rewriter.checkpoints.cut_weights import Cut, cut_file, cut_spec
+from forebay.rewriter.checkpoints.cut_weights import cut_file, cut_spec
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.program import FileSlice
-from forebay.rewriter.ir.share import RankShare
+from forebay.rewriter.ir.share import RankShare, WeightCut
 from forebay.rewriter.pipeline import PASSES
 from forebay.rewriter.rewrite_captured import with_blocks
 from forebay.rewriter.run_passes import Stage
 from forebay.rewriter.switches import Switches
 
-Parts = dict[str, tuple[str, Cut]]  # weights of a rank, each with the model's weight that it is a part of, and which
+# weights of a rank, each with the model's weight that it is a part of, and which
+WeightParts = dict[str, tuple[str, WeightCut]]
 
 
 @no_collection()
-def shard_captured(captured: CapturedModel, share: RankShare, switches: Switches) -> tuple[CapturedModel, Parts]:
+def shard_captured(captured: CapturedModel, share: RankShare, switches: Switches) -> tuple[CapturedModel, WeightParts]:
     """`captured`, on whose graphs no pass has run, as rank `share.rank` computes it, and the parts that its weights
     are. ShardError names what cannot be divided so; ValueError for graphs that were rewritten."""
     if captured.rewritten:
@@ -38,7 +39,7 @@ def shard_captured(captured: CapturedModel, share: RankShare, switches: Switches
     return replace(captured, step=step, weights=weights, cache=cache, choices=None), parts
 
 
-def rank_files(captured: CapturedModel, parts: Parts, files: Mapping[str, FileSlice]) -> dict[str, FileSlice]:
+def rank_files(captured: CapturedModel, parts: WeightParts, files: Mapping[str, FileSlice]) -> dict[str, FileSlice]:
     """Where a rank's weights lie in the files of the whole model, `captured`."""
     cut = {name: cut_file(captured.weights[source], how, files[source]) for name, (source, how) in parts.items()}
     return {**files, **cut}
@@ -55,8 +56,8 @@ def _units(captured: CapturedModel) -> dict[str, int]:
     return found
 
 
-def _parts(captured: CapturedModel, made: Mapping[str, Cuts]) -> Parts:
-    found: Parts = {}
+def _parts(captured: CapturedModel, made: Mapping[str, Cuts]) -> WeightParts:
+    found: WeightParts = {}
     for layer, names in zip(captured.layers, captured.layer_weights, strict=True):
         found |= {names[inner]: (names[inner], cut) for inner, cut in made[layer].weights.items()}
     for name, cut in made[""].weights.items():

@@ -202,9 +202,10 @@ def test_pages_are_wrapped() -> None:
     assert len(pages) > 8 and not wide
 
 
-# Who reads the environment: the cache folder, the compiler, the switches, how threads wait; the command line sets it.
+# Who reads the environment: the cache folder, the compiler, the switches, how threads wait, what torchrun says; the
+# command line sets it.
 READ_ENVIRONMENT = {"forebay.kernels.build.cache_folder", "forebay.kernels.build.compile", "forebay.rewriter.switches",
-                    "forebay.runtime.devices.open_device", "forebay.commands.cli"}
+                    "forebay.runtime.devices.open_device", "forebay.runtime.comm.launched", "forebay.commands.cli"}
 
 
 def test_what_exists_once_exists_once() -> None:

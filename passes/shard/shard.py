@@ -38,11 +38,10 @@ from forebay.passes.shard.split import (
     split_dim,
 )
 from forebay.rewriter.ir.graph import META, CacheInput, WeightInput, copy_node, weight_name
-from forebay.rewriter.ir.share import Ranges, RankShare, count, ranges
+from forebay.rewriter.ir.share import Ranges, RankShare, WeightCut, count, ranges
 
 aten = torch.ops.aten
 ROWS = ".rows"  # ends the name of a weight that is rows of another, which is read whole as well
-Cut = tuple[tuple[int, Ranges], ...]  # dimensions of a weight, and the indices of each that a rank has
 
 
 @dataclass
@@ -50,7 +49,7 @@ class Cuts:
     """What a graph's weights and caches are on a rank: cuts by the weight's name in the graph, heads by the cache's
     placeholder; `rows` are further placeholders, which are rows of another one's weight."""
 
-    weights: dict[str, Cut] = field(default_factory=dict)
+    weights: dict[str, WeightCut] = field(default_factory=dict)
     heads: dict[str, int] = field(default_factory=dict)
     rows: dict[str, str] = field(default_factory=dict)
 
@@ -130,7 +129,7 @@ class Divided:
         self.head_rows = rows
 
     @staticmethod
-    def _part(value: torch.Tensor, cut: Cut) -> torch.Tensor:
+    def _part(value: torch.Tensor, cut: WeightCut) -> torch.Tensor:
         shape = list(value.shape)
         for dim, held in cut:
             shape[dim] = count(held)

@@ -8,12 +8,10 @@ from dataclasses import replace
 from forebay.kernels.formats import row_sizes
 from forebay.rewriter.ir.graph import RowFormat, WeightSpec
 from forebay.rewriter.ir.program import Band, FileSlice
-from forebay.rewriter.ir.share import Ranges, count
-
-Cut = tuple[tuple[int, Ranges], ...]  # dimensions of a weight, and the indices of each that a rank has
+from forebay.rewriter.ir.share import Ranges, WeightCut, count
 
 
-def cut_spec(spec: WeightSpec, cut: Cut, name: str) -> WeightSpec:
+def cut_spec(spec: WeightSpec, cut: WeightCut, name: str) -> WeightSpec:
     """What the model has of a weight on this rank, under `name`."""
     shape = list(spec.shape)
     for dim, held in cut:
@@ -22,7 +20,7 @@ def cut_spec(spec: WeightSpec, cut: Cut, name: str) -> WeightSpec:
                    stored=None if spec.stored is None else _stored(spec, cut))
 
 
-def _stored(spec: WeightSpec, cut: Cut) -> RowFormat:
+def _stored(spec: WeightSpec, cut: WeightCut) -> RowFormat:
     known = spec.stored
     assert known is not None
     out, into = _sides(spec, cut)
@@ -32,14 +30,14 @@ def _stored(spec: WeightSpec, cut: Cut) -> RowFormat:
     return replace(known, out_features=rows, in_features=columns, row_nbytes=nbytes)
 
 
-def _sides(spec: WeightSpec, cut: Cut) -> tuple[Ranges | None, Ranges | None]:
+def _sides(spec: WeightSpec, cut: WeightCut) -> tuple[Ranges | None, Ranges | None]:
     """Of a stored matrix the output and the input features that a rank has; None for all."""
     found = dict(cut)
     turned = spec.stored is not None and spec.stored.transposed
     return (found.get(1), found.get(0)) if turned else (found.get(0), found.get(1))
 
 
-def cut_file(spec: WeightSpec, cut: Cut, file: FileSlice) -> FileSlice:
+def cut_file(spec: WeightSpec, cut: WeightCut, file: FileSlice) -> FileSlice:
     """The bytes of a rank's part, in the order in which it holds them. ValueError where a group of packed values would
     be cut."""
     out, into = _sides(spec, cut)

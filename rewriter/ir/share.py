@@ -9,8 +9,9 @@ from itertools import product
 from typing import Literal
 
 Ranges = tuple[tuple[int, int], ...]  # [first, behind the last) of an axis's indices, ascending, none adjacent
-Feedforward = Literal["1d", "2d", "x", "xy", "xyz"]
-Attention = Literal["heads", "batch"]
+WeightCut = tuple[tuple[int, Ranges], ...]  # dimensions of a weight, and the indices of each that a rank has
+FeedforwardSharding = Literal["1d", "2d", "x", "xy", "xyz"]
+AttentionSharding = Literal["heads", "batch"]
 
 
 def ranges(pieces: Iterable[tuple[int, int]]) -> Ranges:
@@ -48,8 +49,8 @@ class RankShare:
     shape: tuple[int, ...] = (1,)
     rank: int = 0
     stages: int = 1
-    feedforward: Feedforward = "1d"
-    attention: Attention = "heads"
+    feedforward: FeedforwardSharding = "1d"
+    attention: AttentionSharding = "heads"
     wide: tuple[int, ...] = ()
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from forebay.rewriter.ir.program import COLLECT, Launch, Program
 from forebay.runtime.comm.faults import look_out
+from forebay.runtime.comm.launched import has_launcher, local_rank
 from forebay.runtime.comm.watch import RankFault, RankWatch
 from forebay.runtime.devices.device import RuntimeFault
 
@@ -21,23 +21,18 @@ PATIENCE = timedelta(hours=4)  # of a collective; who hangs is found out by the 
 _watch: RankWatch | None = None
 
 
-def started_with_others() -> bool:
-    """Whether torchrun started this process among others."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
 def join_ranks(device_kind: str) -> tuple[int, int]:
     """This process's rank, and how many there are; of those that torchrun started, or of a process group that the
     caller made. RuntimeFault where there is neither."""
     global _watch
     if not dist.is_initialized():
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        if not has_launcher():
             raise RuntimeFault("mesh: this process is one alone; start as many as the mesh has ranks with torchrun "
                                "--nproc-per-node=N, or call torch.distributed.init_process_group first")
         store, rank, ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=120)))
         store.set_timeout(timedelta(seconds=120))
         if device_kind != "cpu":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+            torch.cuda.set_device(local_rank(rank))
         dist.init_process_group("gloo" if device_kind == "cpu" else "cpu:gloo,cuda:nccl", store=store, rank=rank,
                                 world_size=ranks, timeout=PATIENCE)
     if _watch is None:

@@ -83,23 +83,22 @@ def wrap(
     """Make `model` run within `budget`.
 
     `model`: a folder with a safetensors checkpoint, a .gguf file, "demo", or a transformers causal LM in memory, whose
-    weights then move to a spill file in `budget["disk"]` (the module is empty afterwards). `budget`: bytes per tier, as
-    ints or strings: {"device": "120MiB", "disk": "/path"}. `batch`, `prompt` (default 128, or half of the model's
-    positions where they are few) and `new_tokens` are what the first plan is made for; `generate` plans anew for more.
-    `machine` is what `forebay machine` measured; by default the profile it kept, else a cautious guess. `slots`,
-    `slot_nbytes`, `lead` and `prefill_chunk` force the planner's choices. `cache` is the KV cache's format: native, kv8
-    or kv4. What does not fit the device of it lies in host memory, as far as `budget["host"]` allows, and in a spill
-    file in `budget["disk"]`, or all on a `cache_tier` but for `cache_shares` on the device and in host memory, where
-    with `cpu_attention` the host attends. The batch is then computed in `micro_batches` parts that load their caches
-    for their turns in each layer (by default as many as pay); in "zigzag" `order` they share each pass over the
-    weights. With `checkpoints` (2, 3) it keeps of two of three stretches of tokens what K and V are made of, native or
-    act8. With `sparse_values` 0.1 decode steps read the values of a tenth of the tokens. Between the turns of a prefill
-    hidden states wait on a `hidden_tier`, but for `hidden_shares` of the parts. With `places`, so many are computed at
-    once, whatever `batch`, and prompts of a `generate` enter as others end. With `prompt_lookup_num_tokens` steps check
-    up to so many tokens that followed the last ones before, or with "auto" as many as pay. `draft`, a smaller model
-    or a format ("w4": this one in 4 bits), guesses them in a part of the budget where that pays, with a number always.
-    On a `mesh` (2, "2x2") of processes that torchrun started, each calls this alike, and has its part and its budget.
-    `plan` replays a plan. With `calibration`, of `forebay calibrate`, layers share a softmax maximum on a GPU.
+    weights then move to a spill file in `budget["disk"]`. `budget`: bytes per tier, as ints or strings: {"device":
+    "120MiB", "disk": "/path"}. `batch`, `prompt` (default 128, or half of the model's positions where they are few) and
+    `new_tokens` are what the first plan is made for; `generate` plans anew for more. `machine` is what `forebay
+    machine` kept, else a guess. `slots`, `slot_nbytes`, `lead` and `prefill_chunk` force the planner's choices. `cache`
+    is the KV cache's format: native, kv8 or kv4. What does not fit the device of it lies in host memory, as far as
+    `budget["host"]` allows, and in a spill file in `budget["disk"]`, or all on a `cache_tier` but for `cache_shares` on
+    the device and in host memory, where with `cpu_attention` the host attends. The batch is then computed in
+    `micro_batches` parts that load their caches; in "zigzag" `order` they share each pass over the weights. With
+    `checkpoints` (2, 3) it keeps of two of three stretches of tokens what K and V are made of, native or act8. With
+    `sparse_values` 0.1 decode steps read the values of a tenth of the tokens. Between the turns of a prefill hidden
+    states wait on a `hidden_tier`, but for `hidden_shares` of the parts. With `places`, so many are computed at once,
+    and prompts enter as others end. With `prompt_lookup_num_tokens` steps check up to so many tokens that followed the
+    last ones before, with "auto" as many as pay. `draft`, a smaller model or a format ("w4": this one in 4 bits),
+    guesses them in a part of the budget where that pays. Of a `mesh` (2) of processes of torchrun, which call this
+    alike, each has a part and a budget. `plan` replays a plan. With `calibration` layers share a softmax maximum on a
+    GPU.
 
     Raises PlanError for the budget, CheckpointError for files, SpillError for the disk folder, CaptureError for models.
     """

@@ -12,7 +12,7 @@ import torch
 from forebay.api import LOG, LanguageModel
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.ir.block import Block
-from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.plan import MOVING, Plan, PlanError, Workload
 from forebay.rewriter.ir.share import RankShare
 from forebay.rewriter.machine.profile import Machine
@@ -63,13 +63,18 @@ class ShardedModel(LanguageModel):
         sharded, parts = shard_captured(captured, self.share, read_switches())
         super().__init__(sharded, checkpoint, rank_files(captured, parts, files), budget, workload,
                          replace(wishes, drafted_tokens=None), machine, plan, choose)
-        whole = self._capture
-        self._capture = lambda **how: shard_captured(whole(**how), self.share, self.switches)[0]
 
     def _graphs(self, workload: Workload, block: Block) -> StepGraphs:
         """Graphs of this part of the model, which no other part's plan suits."""
         return replace(super()._graphs(workload, block), speculate=None,
                        fingerprint=f"{self.checkpoint.fingerprint} {self.share.name}")
+
+    def giving(self, gives: Gives, embeds: bool = False) -> LanguageModel:
+        """This model, whose steps give logits of one token. PlanError for others: they are for one device."""
+        if (gives, embeds) != ("last", False):
+            raise PlanError("mesh: steps that give something else than the logits of the last token (scores, logits of "
+                            "all tokens), or take embeddings, are for one device; leave mesh out")
+        return self
 
     # -- plans that go together
 

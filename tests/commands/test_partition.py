@@ -44,7 +44,7 @@ def test_a_config_is_enough(tmp_path: Path) -> None:
     config.write_text(json.dumps(PRESET_CONFIGS["qwen2.5-0.5b"]))
     code, out, _ = typed(str(config), "--mesh", "2", "--machine", "h100", "--batch", "2", "--prompt", "64")
     assert code == 0 and "serial blocks: a prediction\n" in out and "launch   " in out and "left\n" in out
-    assert "1D weight-stationary" in out and "torchrun" not in out
+    assert "1D weight-stationary" in out and "torchrun --nproc-per-node=2 " in out
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

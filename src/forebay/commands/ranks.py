@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from forebay.commands.terminal import FAILED, say
+from forebay.runtime.comm.launched import ranks_launched
 
 
 @contextmanager
@@ -19,7 +20,7 @@ def among_ranks(mesh: str | None, output: Path | None) -> Iterator[tuple[str | N
     """The mesh that is asked for, or that torchrun's processes are, and where this one writes answers: those of rank 0
     are kept. An error is told to the other ranks; one that another rank made ends this process at once, because what
     waits for that rank cannot be ended otherwise."""
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    started = ranks_launched()
     if mesh is None and started == 1:
         yield None, output
         return
