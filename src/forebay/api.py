@@ -92,13 +92,12 @@ def wrap(
     the device and in host memory, where with `cpu_attention` the host attends. The batch is then computed in
     `micro_batches` parts that load their caches; in "zigzag" `order` they share each pass over the weights. With
     `checkpoints` (2, 3) it keeps of two of three stretches of tokens what K and V are made of, native or act8. With
-    `sparse_values` 0.1 decode steps read the values of a tenth of the tokens. Between the turns of a prefill hidden
-    states wait on a `hidden_tier`, but for `hidden_shares` of the parts. With `places`, so many are computed at once,
-    and prompts enter as others end. With `prompt_lookup_num_tokens` steps check up to so many tokens that followed the
-    last ones before, with "auto" as many as pay. `draft`, a smaller model or a format ("w4": this one in 4 bits),
-    guesses them in a part of the budget where that pays. Of a `mesh` (2) of processes of torchrun, which call this
-    alike, each has a part and a budget. `plan` replays a plan. With `calibration` layers share a softmax maximum on a
-    GPU.
+    `sparse_values` 0.1 decode steps read a tenth of the values. Hidden states of a prefill wait on a `hidden_tier`, but
+    for `hidden_shares`. With `places`, so many are computed at once, and prompts enter as others end. With
+    `prompt_lookup_num_tokens` steps check up to so many tokens that followed the last ones before, with "auto" as many
+    as pay. `draft`, a smaller model or a format ("w4": this one in 4 bits), guesses them in a part of the budget where
+    that pays. Of a `mesh` (2) of processes of torchrun, which call this alike, each has a part and a budget. `plan`
+    replays a plan. With `calibration` layers share a softmax maximum on a GPU.
 
     Raises PlanError for the budget, CheckpointError for files, SpillError for the disk folder, CaptureError for models.
     """
