@@ -277,17 +277,21 @@ def test_a_draft_whose_time_does_not_pay_is_not_made() -> None:
 
 
 class Timed(Guessing):
-    """Takes time for each token that it drafts and for each that it was not shown."""
+    """Takes time for each token that it drafts and for each that its cache lacks: it holds what it was shown and its
+    own tokens but for the last, as far as they stood."""
 
     def __init__(self, right: Sequence[bool], token_time_s: float) -> None:
         super().__init__([VOCAB], right)  # a token that there is not is never right
-        self.token_time_s, self.shown, self.fed = token_time_s, 0, 0
+        self.token_time_s, self.fed = token_time_s, 0
+        self.cache: list[int] = []
 
     def draft(self, held: Sequence[torch.Tensor], most: Sequence[int], least: float = 0.0) -> list[Drafted]:
         found = super().draft(held, most)
         if found[0].tokens:
-            self.fed += len(held[0]) - 1 - self.shown + len(found[0].tokens) if self.shown else len(found[0].tokens)
-            self.shown = len(held[0])
+            row = held[0].tolist()
+            at = next((i for i, (a, b) in enumerate(zip(self.cache, row, strict=False)) if a != b), len(self.cache))
+            self.fed += (max(0, len(row) - 1 - at) if self.cache else 0) + len(found[0].tokens)
+            self.cache = [*row, *found[0].tokens[:-1]]
         return found
 
 
