@@ -31,7 +31,7 @@ LONG = ("e2e/test_memory_budget", "e2e/test_cli", "e2e/test_quantized_run", "e2e
         "e2e/test_gpu_bindings", "e2e/test_plan_config", "benchmarks/test_gpu_benchmark", "e2e/test_calibrate",
         "rewriter/test_plan_block")
 ONE_THREAD = tuple(Path(__file__).parent / "e2e" / f"test_{name}.py" for name in (
-    "every_schedule", "block_schedules", "families"))  # whose tiny models hardly use a second one
+    "every_schedule",))  # whose tiny models hardly use a second one
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from forebay.passes.place.specialise_blocks import block_graphs
 from forebay.passes.shard.collectives import Collectives
 from forebay.passes.shard.demand import (
     HEADS_BEHIND,
@@ -286,10 +287,9 @@ def shard(gm: fx.GraphModule, share: RankShare, units: Mapping[str, int]) -> Non
     weights stored in groups, by name, how many input features belong together. What was cut stands in
     `gm.meta["cuts"]`, by block ("": the step). ShardError names what cannot be divided so, and what would do.
     """
-    found: dict[str, Cuts] = {}
-    for name in dict.fromkeys(str(call.target) for call in gm.graph.find_nodes(op="call_module")):
-        block = gm.get_submodule(name)
-        assert isinstance(block, fx.GraphModule)
+    found: dict[Any, Cuts] = {}
+    blocks: dict[Any, fx.GraphModule] = dict(block_graphs(gm))
+    for name, block in blocks.items():
         demand = Demand(share)
         demand.of_layer(block, {n: units[weight_name(n)] for n in block.graph.find_nodes(op="placeholder")  # type: ignore[index]
                                 if weight_name(n) in units})
@@ -298,9 +298,8 @@ def shard(gm: fx.GraphModule, share: RankShare, units: Mapping[str, int]) -> Non
     wanted = {} if head is None else {head: _head_rows(head, share)}
     divided = Divided(gm, share, wanted, head)
     for call in gm.graph.find_nodes(op="call_module"):
-        heads, cuts = found[str(call.target)].heads, found[str(call.target)].weights
-        block = gm.get_submodule(str(call.target))
-        for given, inner in zip(call.args, block.graph.find_nodes(op="placeholder"), strict=True):  # type: ignore[union-attr, operator]
+        heads, cuts, block = found[call.target].heads, found[call.target].weights, blocks[call.target]
+        for given, inner in zip(call.args, block.graph.find_nodes(op="placeholder"), strict=True):
             mark = given.meta.get(META)
             if isinstance(mark, CacheInput) and inner.name in heads:
                 divided.cuts.heads[given.name] = heads[inner.name]

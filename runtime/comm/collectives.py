@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from forebay.rewriter.ir.operator_names import overload_of
 from forebay.rewriter.ir.program import Launch
 from forebay.rewriter.ir.share import ranks_of
 from forebay.runtime.comm.ranks import named
@@ -30,14 +31,14 @@ def _broadcast(out: torch.Tensor, given: torch.Tensor, how: tuple, group: dist.P
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name warns since 2.13
-EXCHANGES: dict[str, Exchange] = {
-    str(functional.all_reduce.default): _all_reduce,
-    str(functional.broadcast.default): _broadcast,
-    str(functional.all_gather_into_tensor.default):
+EXCHANGES: dict[object, Exchange] = {
+    functional.all_reduce.default: _all_reduce,
+    functional.broadcast.default: _broadcast,
+    functional.all_gather_into_tensor.default:
         lambda out, given, how, group: _all_gather(out, given, group=group),
-    str(functional.reduce_scatter_tensor.default):
+    functional.reduce_scatter_tensor.default:
         lambda out, given, how, group: dist.reduce_scatter_tensor(out, given, group=group),
-    str(functional.all_to_all_single.default):
+    functional.all_to_all_single.default:
         lambda out, given, how, group: dist.all_to_all_single(out, given, how[0], how[1], group=group),
 }
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -61,7 +62,7 @@ def bind_collective(launch: Launch, args: tuple, out: torch.Tensor) -> Call:
         raise RuntimeFault(f"{launch.label}: {launch.op} exchanges with other ranks, and this process has none; start "
                            "it with torchrun")
     given, *how, name = args
-    group, exchange = group_of(ranks_of(name)), EXCHANGES[launch.op]
+    group, exchange = group_of(ranks_of(name)), EXCHANGES[overload_of(launch.op)]
 
     def call() -> None:
         try:
