@@ -16,11 +16,11 @@ aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
 
 class Collectives:
-    """Adds collectives of one rank to `graph`; `call` makes a node in the place of another one."""
+    """Adds collectives of one rank to its graph; `call` makes a node in the place of another one."""
 
-    def __init__(self, graph: fx.Graph, call: Callable[..., fx.Node], share: RankShare) -> None:
+    def __init__(self, call: Callable[..., fx.Node], share: RankShare) -> None:
 
-        self.graph, self.call, self.share = graph, call, share
+        self.call, self.share = call, share
 
     def summed(self, value: fx.Node, axes: tuple[int, ...], like: fx.Node) -> fx.Node:
         """The sum of what the ranks along `axes` have, on each of them."""

@@ -46,11 +46,8 @@ def product_of(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] |
 
 def over_cache(node: fx.Node) -> list[fx.Node]:
     """What an operator over a cache is given with heads in dimension 1, beside the cache; nothing for other nodes."""
-    known = of_target(node.target)
-    if known is None or not known.caches:
-        return []
-    caches = [known.argument(node.args, name) for name in known.caches]
-    return [n for n in node.all_input_nodes if n not in caches and len(shape_of(n)) == 4]
+    caches = caches_of(node)
+    return [n for n in node.all_input_nodes if n not in caches and len(shape_of(n)) == 4] if caches else []
 
 
 def caches_of(node: fx.Node) -> list[fx.Node]:
@@ -76,7 +73,7 @@ def heads_of(share: RankShare, axes: tuple[int, ...], heads: int, kv_heads: int)
     own = even_part(each, end - first, index - first)
     if not own:
         raise ShardError(f"{parts} ranks cannot share {heads} heads of attention ({each} for each of {kv_heads} heads "
-                         "of keys and values): take fewer ranks, or stages")
+                         "of keys and values): take fewer ranks")
     queries = ranges((head * each + a, head * each + b) for a, b in own)
     return Split(HEADS, queries, heads, axes), Split(HEADS, ((head, head + 1),), kv_heads, axes)
 
@@ -91,7 +88,7 @@ class Demand:
     def of_layer(self, gm: fx.GraphModule, units: dict[fx.Node, int]) -> None:
         """Pull what attention wants of a layer, and products whose inputs other products made: those sum over what
         ranks divide, in whole `units` of a weight's input features."""
-        axes = self.share.deep
+        axes = self.share.axes
         inner: set[fx.Node] = set()  # made by a product of the layer
         attended: set[fx.Node] = set()  # made by attention, and by no product since
         for node in gm.graph.nodes:

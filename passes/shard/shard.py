@@ -56,7 +56,7 @@ class Cuts:
 
 
 class Divided:
-    """One graph on its way to a rank's: `places` says how each of its values is split, `run` makes the new graph."""
+    """One graph on its way to a rank's: `split` says how a rank has each of its values, `run` makes the new graph."""
 
     def __init__(self, gm: fx.GraphModule, share: RankShare, wanted: Mapping[fx.Node, Split], head: fx.Node | None
                  ) -> None:
@@ -65,7 +65,7 @@ class Divided:
         self.env: dict[fx.Node, fx.Node] = {}
         self.split: dict[fx.Node, Split | None] = {}
         self.cuts = Cuts()
-        self.exchange = Collectives(self.graph, self.call, share)
+        self.exchange = Collectives(self.call, share)
 
     def run(self) -> Cuts:
         self._cut_inputs()
@@ -266,13 +266,12 @@ class Divided:
         env = dict(self.env)
         if f"{weight.name}_rows" in self.cuts.rows:
             env[weight] = self.head_rows
-        if into is None:
-            made = self.call(node.target, map_aggregate(node.args, lambda n: env.get(n, n)), node, name=node.name)  # type: ignore[arg-type, call-overload]
-            return self.exchange.gathered(made, rows, node) if rows is not None and node is self.head else made
-        if bias is not None:
+        if into is not None and bias is not None:
             env[bias] = self.call(aten.mul.Tensor, (self.env[bias], 1 / self.share.size(into.axes)), node)
         made = self.call(node.target, map_aggregate(node.args, lambda n: env.get(n, n)), node, name=node.name)  # type: ignore[arg-type, call-overload]
-        return self.exchange.summed(made, into.axes, node)
+        if into is not None:
+            return self.exchange.summed(made, into.axes, node)
+        return self.exchange.gathered(made, rows, node) if rows is not None and node is self.head else made
 
     def _whole(self, node: fx.Node) -> fx.Node:
         split = self.split[node]
@@ -322,10 +321,9 @@ def _head(gm: fx.GraphModule) -> fx.Node | None:
 
 def _head_rows(head: fx.Node, share: RankShare) -> Split:
     """Rows of the head, as many on each rank but perhaps the last ones."""
-    size, parts = shape_of(head)[-1], share.chips
+    size, parts = shape_of(head)[-1], share.ranks
     each = -(-size // parts)
     if 2 * (size - (parts - 1) * each) < each:
         raise ShardError(f"{head.name}: a vocabulary of {size} is too small for {parts} ranks")
-    at = share.rank % parts * each
-    axes = tuple(i for i, n in enumerate(share.shape) if n > 1)
-    return Split(len(shape_of(head)) - 1, ranges([(at, min(at + each, size))]), size, axes)
+    at = share.rank * each
+    return Split(len(shape_of(head)) - 1, ranges([(at, min(at + each, size))]), size, share.axes)

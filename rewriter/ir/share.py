@@ -6,12 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
 
 Ranges = tuple[tuple[int, int], ...]  # [first, behind the last) of an axis's indices, ascending, none adjacent
 WeightCut = tuple[tuple[int, Ranges], ...]  # dimensions of a weight, and the indices of each that a rank has
-FeedforwardSharding = Literal["1d", "2d", "x", "xy", "xyz"]
-AttentionSharding = Literal["heads", "batch"]
 
 
 def ranges(pieces: Iterable[tuple[int, int]]) -> Ranges:
@@ -39,43 +36,25 @@ def even_part(size: int, parts: int, index: int, unit: int = 1) -> Ranges:
 
 @dataclass(frozen=True)
 class RankShare:
-    """Rank `rank` of a mesh of `shape`, and how layers lie on it (Pope et al., sections 3.2 and 3.3).
+    """Rank `rank` of a mesh of `shape`, of whose axes the last varies fastest. Weights are divided over all of them by
+    the feed-forward size, and attention by its heads (Pope et al., section 3.2.1)."""
 
-    Of the ranks of a stage the last axis of the mesh varies fastest. `stages` such meshes hold consecutive layers each
-    and hand hidden states on; their ranks follow one another. `wide`: axes that split the hidden size of weights, the
-    other axes split the feed-forward size.
-    """
-
-    shape: tuple[int, ...] = (1,)
-    rank: int = 0
-    stages: int = 1
-    feedforward: FeedforwardSharding = "1d"
-    attention: AttentionSharding = "heads"
-    wide: tuple[int, ...] = ()
-
-    @property
-    def chips(self) -> int:
-        """Ranks of a stage."""
-        return math.prod(self.shape)
+    shape: tuple[int, ...]
+    rank: int
 
     @property
     def ranks(self) -> int:
-        return self.chips * self.stages
+        return math.prod(self.shape)
 
     @property
-    def stage(self) -> int:
-        return self.rank // self.chips
-
-    @property
-    def deep(self) -> tuple[int, ...]:
-        """The axes that split the feed-forward size."""
-        return tuple(i for i, size in enumerate(self.shape) if size > 1 and i not in self.wide)
+    def axes(self) -> tuple[int, ...]:
+        """Those along which there is more than one rank."""
+        return tuple(i for i, size in enumerate(self.shape) if size > 1)
 
     @property
     def place(self) -> tuple[int, ...]:
-        """The rank's index along each axis of its stage's mesh."""
-        return tuple(self.rank % self.chips // math.prod(self.shape[i + 1 :]) % size
-                     for i, size in enumerate(self.shape))
+        """The rank's index along each axis."""
+        return tuple(self.rank // math.prod(self.shape[i + 1 :]) % size for i, size in enumerate(self.shape))
 
     def size(self, axes: Sequence[int]) -> int:
         """Ranks along these axes together."""
@@ -98,19 +77,13 @@ class RankShare:
             at = 0
             for i, size in enumerate(self.shape):
                 at = at * size + place[i]
-            found.append(self.stage * self.chips + at)
+            found.append(at)
         return tuple(found)
 
     @property
     def name(self) -> str:
         """The share in words: what plans and answers of it are known by."""
-        how = "" if self.chips == 1 else f" {self.feedforward}, attention over {self.attention}" + (
-            f", wide {self.wide}" if self.wide else "")
-        stage = f" in stage {self.stage} of {self.stages}" if self.stages > 1 else ""
-        return f"rank {self.rank} of {'x'.join(map(str, self.shape))}{stage}{how}"
-
-
-ALONE = RankShare()
+        return f"rank {self.rank} of {'x'.join(map(str, self.shape))}"
 
 
 def group_name(ranks: Sequence[int]) -> str:

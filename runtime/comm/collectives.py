@@ -15,31 +15,18 @@ from forebay.runtime.comm.watch import RankFault
 from forebay.runtime.devices.device import Call, RuntimeFault
 
 functional = torch.ops._c10d_functional
-Exchange = Callable[[torch.Tensor, torch.Tensor, tuple, dist.ProcessGroup], object]
+Exchange = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object]
 
 
-def _all_reduce(out: torch.Tensor, given: torch.Tensor, how: tuple, group: dist.ProcessGroup) -> None:
+def _all_reduce(out: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup) -> None:
     out.copy_(given)
     dist.all_reduce(out, group=group)
-
-
-def _broadcast(out: torch.Tensor, given: torch.Tensor, how: tuple, group: dist.ProcessGroup) -> None:
-    source = how[0]  # among the ranks of the group
-    if dist.get_rank(group) == source:
-        out.copy_(given)
-    dist.broadcast(out, dist.get_global_rank(group, source), group=group)
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name warns since 2.13
 EXCHANGES: dict[object, Exchange] = {
     functional.all_reduce.default: _all_reduce,
-    functional.broadcast.default: _broadcast,
-    functional.all_gather_into_tensor.default:
-        lambda out, given, how, group: _all_gather(out, given, group=group),
-    functional.reduce_scatter_tensor.default:
-        lambda out, given, how, group: dist.reduce_scatter_tensor(out, given, group=group),
-    functional.all_to_all_single.default:
-        lambda out, given, how, group: dist.all_to_all_single(out, given, how[0], how[1], group=group),
+    functional.all_gather_into_tensor.default: lambda out, given, group: _all_gather(out, given, group=group),
 }
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -61,12 +48,12 @@ def bind_collective(launch: Launch, args: tuple, out: torch.Tensor) -> Call:
     if not dist.is_initialized():
         raise RuntimeFault(f"{launch.label}: {launch.op} exchanges with other ranks, and this process has none; start "
                            "it with torchrun")
-    given, *how, name = args
+    given, *_, name = args
     group, exchange = group_of(ranks_of(name)), EXCHANGES[overload_of(launch.op)]
 
     def call() -> None:
         try:
-            exchange(out, given, tuple(how), group)
+            exchange(out, given, group)
         except Exception as error:
             other = named(error)
             said = str(other).splitlines()[0] if other is error else str(other)

@@ -129,8 +129,8 @@ class ShardedModel(LanguageModel):
         if self._session is None:
             plan = self.plan
             require_same_exchanges(
-                ((f"step over {tokens} tokens", self._pipeline.program(plan, tokens))
-                 for tokens in plan.schedule.step_sizes), self.share.group(range(len(self.share.shape))))
+                (f"step over {tokens} tokens", self._pipeline.program(plan, tokens))
+                 for tokens in plan.schedule.step_sizes)
         return super().session
 
     # -- all ranks do the same
