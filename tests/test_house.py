@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, tuple[str, ...] | None] = {
                         "forebay.commands.process_memory", "forebay.commands.terminal", "forebay.rewriter.ir",
                         "forebay.runtime.run"),
     "forebay.rewriter.serving": ("forebay.rewriter.serving", "forebay.rewriter.predict", "forebay.rewriter.machine",
-                                 "forebay.rewriter.ir", "forebay.kernels.attention.operations"),
+                                 "forebay.rewriter.ir", "forebay.rewriter.partition"),
     "forebay.rewriter.partition": ("forebay.rewriter.partition", "forebay.rewriter.predict",
                                    "forebay.rewriter.machine", "forebay.rewriter.ir.byte_sizes"),
     "forebay.passes": ("forebay.passes", "forebay.rewriter.ir", "forebay.kernels.operator", "forebay.kernels.operators",

@@ -11,7 +11,15 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.partition.collectives import ChipMesh
-from forebay.rewriter.partition.layouts import ChipLayout, LayerCost, PhaseWork, layer_cost, layouts, outside_cost
+from forebay.rewriter.partition.layouts import (
+    BlockWidths,
+    ChipLayout,
+    LayerCost,
+    PhaseWork,
+    layer_cost,
+    layouts,
+    outside_cost,
+)
 from forebay.rewriter.predict.estimator import Estimator
 from forebay.rewriter.predict.model_shapes import ModelError, ModelShape
 
@@ -41,6 +49,9 @@ class PartitionProblem:
         for name in ("batch", "prompt", "new_tokens"):
             if getattr(self, name) < 1:
                 raise ModelError(f"{name}: {getattr(self, name)}; at least 1 is needed")
+        if not all(BlockWidths.of(kind).dense for kind in self.model.layers):
+            raise ModelError(f"{self.model.name}: its feed-forward is neither plain nor has one gate (experts, for "
+                             "example); only those are partitioned")
         if self.capacity_nbytes <= 0:
             raise ModelError(f"memory: {self.capacity_nbytes:g} bytes a chip; more than 0 is needed")
 

@@ -10,15 +10,28 @@ from typing import Literal
 
 from forebay.rewriter.partition.collectives import ChipMesh, Collective, collective_s
 from forebay.rewriter.predict.estimator import Estimator
-from forebay.rewriter.predict.model_shapes import MLP, LayerShape, ModelError, ModelShape
+from forebay.rewriter.predict.model_shapes import ATTENTION, MLP, LayerShape, ModelShape
 
 Feedforward = Literal["1d", "2d", "x", "xy", "xyz"]
 Attention = Literal["heads", "batch"]
 NAMES: dict[Feedforward, str] = {"1d": "1D weight-stationary", "2d": "2D weight-stationary", "x": "X-weight-gathered",
                                  "xy": "XY-weight-gathered", "xyz": "XYZ-weight-gathered"}
-WEIGHT_NBYTES = {"bf16": 2.0, "int8": 1.0}
 WEIGHTS = "weights"  # what weight-gathered layouts exchange
-ACTIVATION_NBYTES = 2  # activations, K and V are bfloat16, with weights of int8 too (section 3.6)
+
+
+@dataclass(frozen=True)
+class ElementSizes:
+    """The dtype of products, and bytes of an element of weights, and of activations, K and V."""
+
+    dtype: str
+    weight: float
+    activation: float
+
+
+# By the format of weights: activations, K and V are bfloat16 with weights of int8 too (section 3.6).
+ELEMENTS = {"bf16": ElementSizes("bfloat16", 2, 2), "int8": ElementSizes("bfloat16", 1, 2),
+            "bfloat16": ElementSizes("bfloat16", 2, 2), "float16": ElementSizes("float16", 2, 2),
+            "float32": ElementSizes("float32", 4, 4)}
 
 
 @dataclass(frozen=True)
@@ -26,12 +39,12 @@ class PhaseWork:
     """One forward pass: `batch` sequences of `tokens` new tokens each, that end with `context` tokens in the cache."""
 
     name: str
-    batch: int
-    tokens: int
+    batch: float
+    tokens: float
     context: float
 
     @property
-    def rows(self) -> int:
+    def rows(self) -> float:
         return self.batch * self.tokens
 
 
@@ -66,7 +79,8 @@ class LayerCost:
 @dataclass(frozen=True)
 class BlockWidths:
     """Widths of a layer's products, in elements: into and out of attention and feed-forward; `inner` is the
-    feed-forward size behind its gate."""
+    feed-forward size behind its gate. Those of experts are added up, of which a token takes part in a share `active`.
+    """
 
     hidden: int
     query: int
@@ -74,20 +88,23 @@ class BlockWidths:
     up: int
     inner: int
     extra: int  # weight elements that no product multiplies by
+    active: float = 1.0
 
     @staticmethod
     def of(layer: LayerShape) -> BlockWidths:
-        """ModelError for experts, and for layers whose products are not those of a plain or gated feed-forward."""
         products = layer.matrices(MLP)
-        up = sum(n for n, k in products if k == layer.hidden)
-        inner = sum(k for n, k in products if k != layer.hidden)
-        if layer.active_share(MLP) < 1 or len(products) not in (2, 3) or up != (len(products) - 1) * inner:
-            raise ModelError("this layer's feed-forward is neither two products nor three with a gate (experts, or "
-                             "weights of equal sides); only those are partitioned")
+        out = [(n, k) for n, k in products if k != layer.hidden] or products[-1:]  # the last, of equal sides
+        inner = sum(n * k for n, k in out) // layer.hidden
+        up = sum(n * k for n, k in products) // layer.hidden - inner
         query, key_value = layer.heads * layer.head_dim, layer.kv_elements
         counted = layer.hidden * (2 * query + key_value + up + inner)
         return BlockWidths(layer.hidden, query, key_value, up, inner,
-                     max(0, layer.elements("attention") + layer.elements(MLP) - counted))
+                           max(0, layer.elements(ATTENTION) + layer.elements(MLP) - counted), layer.active_share(MLP))
+
+    @property
+    def dense(self) -> bool:
+        """Whether the feed-forward is plain or has a gate, without experts."""
+        return self.active == 1 and self.inner > 0 and self.up in (self.inner, 2 * self.inner)
 
     @property
     def elements(self) -> int:
@@ -112,58 +129,93 @@ def layouts(mesh: ChipMesh, work: PhaseWork) -> Iterator[ChipLayout]:
                 yield ChipLayout(feedforward, wide, gathered, "batch")
 
 
+@dataclass(frozen=True)
+class ProductCost:
+    """Of a layer's products on one chip, for so many rows: `fetched_s` of `communication_s` is that of weights."""
+
+    time_s: float
+    compute_s: float
+    memory_s: float
+    communication_s: float
+    fetched_s: float
+    collectives: tuple[Collective, ...]
+    weights_nbytes: float
+    working_nbytes: float
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """Of a layer's attention on one chip: over `cache_nbytes` of K and V."""
+
+    time_s: float
+    compute_s: float
+    memory_s: float
+    communication_s: float
+    collectives: tuple[Collective, ...]
+    cache_nbytes: float
+
+
 def layer_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, work: PhaseWork, times: Estimator,
                *, parallel: bool = False, weights: str = "bf16") -> LayerCost:
     """One layer of a phase. `parallel`: attention and feed-forward read the same input, so that their products are
     fused and their exchanges along the hidden size happen once (section 3.4)."""
-    block, itemsize = BlockWidths.of(layer), WEIGHT_NBYTES[weights]
-    into = [block.query + block.key_value + block.up] if parallel else [block.query + block.key_value, block.up]
-    out = [block.query + block.inner] if parallel else [block.query, block.inner]
-    share = math.ceil(work.batch / mesh.size(layout.gathered)) * work.tokens  # rows of a chip's products
+    rows = math.ceil(work.batch / mesh.size(layout.gathered)) * work.tokens
+    products = product_cost(layer, layout, mesh, rows, times, parallel=parallel, weights=weights)
+    attended = attention_cost(layer, layout, mesh, work, times, weights)
+    communication_s = products.communication_s + attended.communication_s
+    done_s = max(products.time_s + attended.time_s, products.fetched_s) + communication_s - products.fetched_s
+    return LayerCost(done_s, products.compute_s + attended.compute_s, products.memory_s + attended.memory_s,
+                     communication_s, (*products.collectives, *attended.collectives), products.weights_nbytes,
+                     attended.cache_nbytes, products.working_nbytes)
+
+
+def product_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, rows: float, times: Estimator,
+                 *, parallel: bool = False, weights: str = "bf16") -> ProductCost:
+    """The products of one layer over `rows` tokens that a chip computes, of whatever sequences and phases."""
+    block, sizes = BlockWidths.of(layer), ELEMENTS[weights]
+    into = [(block.query + block.key_value, 1.0), (block.up, block.active)]
+    out = [(block.query, 1.0), (block.inner, block.active)]
+    if parallel:
+        into, out = ([(sum(width for width, _ in way), block.active)] for way in (into, out))
     deep = tuple(i for i in mesh.axes if i not in layout.wide)
     rest = tuple(i for i in mesh.axes if i not in layout.gathered)
     stationary = not layout.gathered
     k_parts, n_parts = (mesh.size(layout.wide), mesh.size(deep)) if stationary else (1, mesh.size(rest))
-    exchanged = list(_gathers(block, layout, mesh, itemsize))
+    exchanged = list(_gathers(block, layout, mesh, sizes))
     time_s = compute_s = memory_s = 0.0
-    for widths, split in ((into, "in"), (out, "out")):
-        for width in widths:
+    for ways, split in ((into, "in"), (out, "out")):
+        for width, share in ways:
             n, k = (width, block.hidden) if split == "in" else (block.hidden, width)
             parts = (n_parts, k_parts) if split == "in" else (k_parts, n_parts)
-            n_local, k_local = math.ceil(n / parts[0]), math.ceil(k / parts[1])
-            nbytes = n_local * k_local * itemsize + share * (n_local + k_local) * ACTIVATION_NBYTES
-            time_s += times.product_s("bfloat16", share, n_local, k_local, nbytes=nbytes)
-            compute_s += times.work_s(2.0 * share * n_local * k_local, 0.0)
+            n_local, k_local, own = math.ceil(n / parts[0]), math.ceil(k / parts[1]), share * rows
+            nbytes = n_local * k_local * sizes.weight + own * (n_local + k_local) * sizes.activation
+            time_s += times.product_s(sizes.dtype, own, n_local, k_local, nbytes=nbytes)
+            compute_s += times.work_s(2.0 * own * n_local * k_local, 0.0)
             memory_s += times.work_s(0.0, nbytes)
-            exchanged += _activations(block.hidden, width, layout, deep if stationary else rest, mesh, share, split)
-    attention = _attention(layer, block, layout, rest, mesh, work)
-    exchanged += attention.collectives
-    attended_s = times.attention_s("bfloat16", attention.nbytes, attention.flops)
-    communication_s = sum(collective_s(item, mesh) for item in exchanged)
-    fetched_s = sum(collective_s(item, mesh) for item in exchanged if item.what == WEIGHTS)
-    gathered = 0.0 if stationary else 2 * block.elements * itemsize / mesh.size(rest)
-    live = share * (block.hidden / k_parts + (block.query + block.key_value + block.up) / n_parts) * ACTIVATION_NBYTES
-    done_s = max(time_s + attended_s, fetched_s) + communication_s - fetched_s
-    compute_s += times.attention_s("bfloat16", 0.0, attention.flops)
-    memory_s += times.attention_s("bfloat16", attention.nbytes, 0.0)
-    return LayerCost(done_s, compute_s, memory_s, communication_s, tuple(exchanged),
-                     block.elements * itemsize / mesh.chips, attention.nbytes, gathered + live)
+            exchanged += _activations(block.hidden, width, layout, deep if stationary else rest, mesh,
+                                      rows * sizes.activation, split)
+    gathered = 0.0 if stationary else 2 * block.elements * sizes.weight / mesh.size(rest)
+    widths = block.hidden / k_parts + (block.query + block.key_value + block.active * block.up) / n_parts
+    return ProductCost(time_s, compute_s, memory_s, sum(collective_s(item, mesh) for item in exchanged),
+                       sum(collective_s(item, mesh) for item in exchanged if item.what == WEIGHTS), tuple(exchanged),
+                       block.elements * sizes.weight / mesh.chips, gathered + rows * widths * sizes.activation)
 
 
-def _gathers(block: BlockWidths, layout: ChipLayout, mesh: ChipMesh, itemsize: float) -> Iterator[Collective]:
+def _gathers(block: BlockWidths, layout: ChipLayout, mesh: ChipMesh, sizes: ElementSizes) -> Iterator[Collective]:
     """Weights, as they are read by the products: gathered over some axes, split over the others."""
     if layout.gathered:
-        nbytes = block.elements * itemsize * mesh.size(layout.gathered) / mesh.chips
+        nbytes = block.elements * sizes.weight * mesh.size(layout.gathered) / mesh.chips
         yield Collective("all-gather", layout.gathered, nbytes, WEIGHTS)
 
 
-def _activations(hidden: int, width: int, layout: ChipLayout, deep: tuple[int, ...], mesh: ChipMesh, rows: int,
+def _activations(hidden: int, width: int, layout: ChipLayout, deep: tuple[int, ...], mesh: ChipMesh, column: float,
                  split: str) -> Iterator[Collective]:
     """Stationary: the hidden size is gathered over the axes that split the other one, and the other way round; partial
-    sums of a product are scattered over the axes that split what it sums over."""
+    sums of a product are scattered over the axes that split what it sums over. `column`: bytes of one element of all
+    rows."""
     wide = layout.wide if not layout.gathered else ()
-    along = rows * hidden / mesh.size(wide) * ACTIVATION_NBYTES
-    across = rows * width / mesh.size(deep) * ACTIVATION_NBYTES
+    along = column * hidden / mesh.size(wide)
+    across = column * width / mesh.size(deep)
     if split == "in":
         yield Collective("all-gather", deep, along, "input")
         yield Collective("reduce-scatter", wide, across, "inner partial sums")
@@ -172,55 +224,53 @@ def _activations(hidden: int, width: int, layout: ChipLayout, deep: tuple[int, .
         yield Collective("reduce-scatter", deep, along, "output partial sums")
 
 
-@dataclass(frozen=True)
-class _Attended:
-    nbytes: float
-    flops: float
-    collectives: tuple[Collective, ...]
-
-
-def _attention(layer: LayerShape, block: BlockWidths, layout: ChipLayout, rest: tuple[int, ...], mesh: ChipMesh,
-               work: PhaseWork) -> _Attended:
+def attention_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, work: PhaseWork, times: Estimator,
+                   weights: str = "bf16") -> AttentionCost:
     """A chip's K and V, operations, and what it exchanges to come by them (section 3.3)."""
+    rest, sizes = tuple(i for i in mesh.axes if i not in layout.gathered), ELEMENTS[weights]
     over, sequences = mesh.size(rest), math.ceil(work.batch / mesh.size(layout.gathered))
-    rows, itemsize = sequences * work.tokens, ACTIVATION_NBYTES
+    column = sequences * work.tokens * sizes.activation  # bytes of an element of all rows
     seen = work.context - (work.tokens - 1) / 2  # causal: the first of them sees fewer
     kept = min(work.context, layer.window) if layer.window else work.context
     seen = min(seen, layer.window) if layer.window else seen
+    moved: tuple[Collective, ...] = ()
     if layout.attention == "batch":
         own, heads, kv_heads = math.ceil(work.batch / mesh.chips), layer.heads, layer.kv_heads
-        moved = (Collective("all-to-all", rest, rows * (block.query + block.key_value) / over * itemsize, "q, k, v"),
-                 Collective("all-to-all", rest, rows * block.query / over * itemsize, "attended"))
+        query = layer.heads * layer.head_dim
+        moved = (Collective("all-to-all", rest, column * (query + layer.kv_elements) / over, "q, k, v"),
+                 Collective("all-to-all", rest, column * query / over, "attended"))
     else:
         own, heads, kv_heads = sequences, math.ceil(layer.heads / over), math.ceil(layer.kv_heads / over)
-        copied = kv_heads * over > layer.kv_heads  # some chips hold the same heads
-        nbytes = rows * 2 * kv_heads * layer.head_dim * itemsize
-        moved = (Collective("all-gather", rest, nbytes, "k, v"),) if copied and over > 1 else ()  # type: ignore[assignment]
-    return _Attended(own * kept * 2 * kv_heads * layer.head_dim * itemsize,
-                     4.0 * own * work.tokens * seen * heads * layer.head_dim, moved)
+        if kv_heads * over > layer.kv_heads and over > 1:  # some chips hold the same heads
+            moved = (Collective("all-gather", rest, column * 2 * kv_heads * layer.head_dim, "k, v"),)
+    nbytes = own * kept * 2 * kv_heads * layer.head_dim * sizes.activation
+    flops = 4.0 * own * work.tokens * seen * heads * layer.head_dim
+    return AttentionCost(times.attention_s(sizes.dtype, nbytes, flops), times.attention_s(sizes.dtype, 0.0, flops),
+                         times.attention_s(sizes.dtype, nbytes, 0.0), sum(collective_s(item, mesh) for item in moved),
+                         moved, nbytes)
 
 
 def feedforward_nbytes(layout: ChipLayout, mesh: ChipMesh, rows: int, hidden: int, inner: int) -> float:
     """Bytes of one chip's collectives for `rows` tokens through two products of `hidden` by `inner`, everything of two
     bytes: what Pope et al.'s Figure 3 counts."""
     deep = tuple(i for i in mesh.axes if i not in (layout.gathered or layout.wide))
-    share = rows // mesh.size(layout.gathered)
-    items = list(_gathers(BlockWidths(hidden, 0, 0, inner, inner, 0), layout, mesh, WEIGHT_NBYTES["bf16"]))
+    share, sizes = rows // mesh.size(layout.gathered), ELEMENTS["bf16"]
+    items = list(_gathers(BlockWidths(hidden, 0, 0, inner, inner, 0), layout, mesh, sizes))
     for split in ("in", "out"):
-        items += _activations(hidden, inner, layout, deep, mesh, share, split)
+        items += _activations(hidden, inner, layout, deep, mesh, share * sizes.activation, split)
     return sum(item.nbytes for item in items if mesh.size(item.axes) > 1)
 
 
-def outside_cost(model: ModelShape, mesh: ChipMesh, batch: int, times: Estimator,
+def outside_cost(model: ModelShape, mesh: ChipMesh, batch: float, times: Estimator,
                  weights: str = "bf16") -> LayerCost:
     """The head, once per new token of a sequence, its rows split over all chips; and what the table of tokens holds."""
-    layer, itemsize = model.layers[0], WEIGHT_NBYTES[weights]
+    layer, sizes = model.layers[0], ELEMENTS[weights]
     vocabulary = math.ceil(model.head_elements / layer.hidden / mesh.chips)
-    nbytes = vocabulary * layer.hidden * itemsize
-    item = Collective("all-gather", mesh.axes, batch * layer.hidden * ACTIVATION_NBYTES, "last hidden state")
+    nbytes = vocabulary * layer.hidden * sizes.weight
+    item = Collective("all-gather", mesh.axes, batch * layer.hidden * sizes.activation, "last hidden state")
     communication_s = collective_s(item, mesh)
-    product_s = times.product_s("bfloat16", batch, vocabulary, layer.hidden, nbytes=nbytes)
+    product_s = times.product_s(sizes.dtype, batch, vocabulary, layer.hidden, nbytes=nbytes)
     return LayerCost(product_s + communication_s, times.work_s(2.0 * batch * vocabulary * layer.hidden, 0.0),
                      times.work_s(0.0, nbytes), communication_s, (item,),
-                     sum(t.elements for t in model.outside) * itemsize / mesh.chips, 0.0,
-                     batch * (layer.hidden + vocabulary) * ACTIVATION_NBYTES)
+                     sum(t.elements for t in model.outside) * sizes.weight / mesh.chips, 0.0,
+                     batch * (layer.hidden + vocabulary) * sizes.activation)

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.ir.program import COMPUTE, DISK, DOWNLOAD, LOAD, RETURN, UPLOAD, WRITE
+from forebay.rewriter.predict.activation_ratio import SHARES
 
-# (checkpoints, period): shares that are planned, of which those on either side of the balance get Programs
-SHARES = ((1, 4), (1, 3), (1, 2), (2, 3), (3, 4), (1, 1))
 LINKS = ((DISK, LOAD, WRITE), (UPLOAD, RETURN), (DOWNLOAD,))  # streams that share a link
 
 

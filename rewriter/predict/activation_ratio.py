@@ -10,6 +10,10 @@ from forebay.kernels.attention.operations import attention_flops
 from forebay.rewriter.predict.estimator import Estimator
 from forebay.rewriter.predict.model_shapes import ATTENTION, MLP, LayerShape, ModelShape
 
+# (checkpoints, period): shares of a staged cache that are planned, of which those on either side of the balance get
+# Programs
+SHARES = ((1, 4), (1, 3), (1, 2), (2, 3), (3, 4), (1, 1))
+
 
 @dataclass(frozen=True)
 class Line:

@@ -168,17 +168,30 @@ def greatest_rate(
     return low, low.rate
 
 
-def ranked(found: Sequence[Goodput], rate: float | None = None) -> list[Goodput]:
-    """By goodput per device; with a rate, those that serve it first, the fewest devices before more."""
-    def order(one: Goodput) -> tuple[bool, int, float, str]:
+@dataclass(frozen=True)
+class Prices:
+    """Of an hour of a device, and of the device that offloads, in any currency."""
+
+    device: float = 1.0
+    offloading: float = 1.0
+
+    def per_hour(self, strategy: Strategy) -> float:
+        return self.offloading if strategy.offloaded else strategy.devices * self.device
+
+    def per_million(self, one: Goodput, output: int) -> float:
+        """What a million tokens of answers, `output` each, cost at its goodput; inf where nothing is served."""
+        tokens_per_s = one.rate * output
+        return self.per_hour(one.strategy) / 3600 / tokens_per_s * 1e6 if tokens_per_s else float("inf")
+
+
+UNPRICED = Prices()
+
+
+def ranked(found: Sequence[Goodput], rate: float | None = None, prices: Prices = UNPRICED) -> list[Goodput]:
+    """By what a token costs at the goodput (with the prices unnamed: by goodput per device); with a rate, those that
+    serve it first, the cheapest an hour (the fewest devices) before others."""
+    def order(one: Goodput) -> tuple[bool, float, float, str]:
         serves = rate is not None and one.rate >= rate
-        return not serves, one.strategy.devices if serves else 0, -one.per_device, one.strategy.name
+        return not serves, prices.per_hour(one.strategy) if serves else 0, prices.per_million(one, 1), one.strategy.name
 
     return sorted(found, key=order)
-
-
-def price_per_million(one: Goodput, output: int, price_per_hour: float) -> float:
-    """What a million tokens of answers cost at its goodput, in the currency of a device's `price_per_hour`; inf where
-    nothing is served."""
-    tokens_per_s = one.rate * output
-    return one.strategy.devices * price_per_hour / 3600 / tokens_per_s * 1e6 if tokens_per_s else float("inf")

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from forebay.kernels.attention.operations import attention_flops
 from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.partition.collectives import ChipMesh, mesh_of
+from forebay.rewriter.partition.layouts import ChipLayout, PhaseWork, attention_cost, outside_cost, product_cost
 from forebay.rewriter.predict.estimator import Estimator, MachineEstimator
 from forebay.rewriter.predict.model_shapes import ATTENTION, MLP, LayerShape, ModelError, ModelShape
 from forebay.rewriter.predict.roofline import asynchronous_time_s, attaining
@@ -33,7 +34,7 @@ class PhaseTimes:
     mixed_s: Callable[[float, float, float, float], float]
 
 
-def _kept(function: F) -> F:
+def kept_results(function: F) -> F:
     """`function`, which remembers its last `KEPT` results (section 3.3.4)."""
     known: dict[tuple[float, ...], float] = {}
 
@@ -67,8 +68,8 @@ def table_times(model: ModelShape, machine: Machine, tensor_parallel: int, *, ex
         modules = layer_modules(symbols(layer, batch, tokens, context, tensor_parallel), phase, link)
         return asynchronous_time_s(modules, times[phase], model.n_layers)
 
-    prefill = _kept(lambda batch, tokens, context: batch_s("prefill", batch, tokens, context))
-    decode = _kept(lambda batch, context: batch_s("decode", batch, 1, context))
+    prefill = kept_results(lambda batch, tokens, context: batch_s("prefill", batch, tokens, context))
+    decode = kept_results(lambda batch, context: batch_s("decode", batch, 1, context))
     return PhaseTimes(prefill, decode, lambda batch, context, tokens, reached: prefill(1, tokens, reached)
                       + (decode(batch, context) if batch else 0.0))
 
@@ -81,81 +82,88 @@ def interconnect(machine: Machine, tensor_parallel: int) -> float:
     return machine.interconnect_bytes_per_s
 
 
+# Weights split over all devices once, attention over heads: what several ranks run (docs/partitioning.md).
+LAYOUT = ChipLayout("1d", (), (), "heads")
+
+
 @dataclass(frozen=True, eq=False)
 class _Sharded:
-    """Layers on one of `t` devices that divide weights, heads and MLP (Megatron's tensor parallelism)."""
+    """A model on an instance of devices that divide weights, heads and MLP, priced by `partition.layouts`."""
 
     model: ModelShape
     times: Estimator
-    link: float
-    t: int
+    mesh: ChipMesh
     known: dict[tuple[float, float], list[float]] = field(default_factory=dict)  # products, by rows and sequences
 
-    def products_s(self, kind: LayerShape, rows: float) -> float:
-        itemsize = self.model.itemsize
-        return sum(self.times.product_s(self.model.dtype, rows * kind.active_share(stage), max(1, n // self.t), k,
-                                        nbytes=n * k * itemsize / self.t)
-                   for stage in (ATTENTION, MLP) for n, k in kind.matrices(stage))
+    def products_s(self, rows: float, sequences: float) -> list[float]:
+        """Of the head, then of a layer of each kind, with what it exchanges and pointwise traffic."""
+        if (rows, sequences) not in self.known:
+            model, dtype = self.model, self.model.dtype
+            found = [outside_cost(model, self.mesh, sequences, self.times, dtype).time_s]
+            for kind in model.layers:
+                cost = product_cost(kind, LAYOUT, self.mesh, rows, self.times, weights=dtype)
+                touched = 2 * rows * kind.activation_elements * model.itemsize / self.mesh.chips
+                found.append(cost.time_s + cost.communication_s + self.times.touch_s(touched))
+            self.known[rows, sequences] = found
+        return self.known[rows, sequences]
 
-    def attend_s(self, kind: LayerShape, batch: float, tokens: float, context: float) -> float:
-        seen = min(context, kind.window + tokens - 1) if kind.window else context
-        flops = batch * attention_flops(1, kind.heads, tokens, context, kind.head_dim, kind.window)
-        nbytes = batch * seen * kind.kv_elements * self.model.itemsize
-        return self.times.attention_s(self.model.dtype, nbytes / self.t, flops / self.t)
-
-    def exchange_s(self, kind: LayerShape, rows: float) -> float:
-        """One all-reduce by a ring: each device sends and receives 2 (t - 1) / t of the sum's bytes."""
-        nbytes = rows * kind.hidden * self.model.itemsize
-        return 2 * (self.t - 1) / self.t * nbytes / self.link if self.t > 1 else 0.0
-
-    def head_s(self, sequences: float) -> float:
-        hidden = self.model.layers[0].hidden
-        rows = max(1, self.model.head_elements // hidden // self.t)
-        return self.times.product_s(self.model.dtype, sequences, rows, hidden,
-                                    nbytes=self.model.head_elements * self.model.itemsize / self.t)
+    def attended_s(self, kind: LayerShape, work: PhaseWork) -> float:
+        cost = attention_cost(kind, LAYOUT, self.mesh, work, self.times, self.model.dtype)
+        return cost.time_s + cost.communication_s
 
     def issued_s(self) -> float:
         return sum(kind.count * (len(kind.matrices(ATTENTION)) + len(kind.matrices(MLP)) + AROUND)
                    for kind in self.model.layers) * self.times.dispatch_s
 
-    def step_s(self, parts: tuple[tuple[float, float, float], ...]) -> float:
-        """A pass over `parts`, each (sequences, tokens of each, context): products over all of their tokens at once."""
-        rows, sequences = sum(b * n for b, n, _ in parts), sum(b for b, _, _ in parts)
-        if (rows, sequences) not in self.known:
-            self.known[rows, sequences] = [self.head_s(sequences),
-                                           *(self.products_s(kind, rows) for kind in self.model.layers)]
-        busy, *of_layers = self.known[rows, sequences]
+    def step_s(self, *parts: PhaseWork) -> float:
+        """A pass over `parts`: products over all of their tokens at once."""
+        busy, *of_layers = self.products_s(sum(part.rows for part in parts), sum(part.batch for part in parts))
         for kind, products in zip(self.model.layers, of_layers, strict=True):
-            attend = sum(self.attend_s(kind, *part) for part in parts)
-            touched = self.times.touch_s(2 * rows * kind.activation_elements * self.model.itemsize / self.t)
-            busy += kind.count * (products + attend + touched + 2 * self.exchange_s(kind, rows))
+            busy += kind.count * (products + sum(self.attended_s(kind, part) for part in parts))
         return busy + self.issued_s() if self.times.serial else max(busy, self.issued_s())
 
 
+def instance_mesh(machine: Machine, devices: int) -> ChipMesh:
+    """The devices of an instance along one axis; ModelError for several on a machine without an interconnect."""
+    interconnect(machine, devices)
+    return mesh_of(machine, (devices,))
+
+
 def shape_times(model: ModelShape, machine: Machine, tensor_parallel: int) -> PhaseTimes:
-    """Times from the model's weights and the machine's attained rates: products, attention, pointwise traffic, and an
-    all-reduce after each stage; launches are issued beside them, on a CPU before them.
+    """Times from the model's weights and the machine's attained rates, as `forebay partition` prices a layer on one
+    device or several: products, attention, what devices exchange; beside it pointwise traffic. Launches are issued
+    beside them, on a CPU before them.
 
     ModelError for several devices on a machine without an interconnect.
     """
-    sharded = _Sharded(model, MachineEstimator(machine), interconnect(machine, tensor_parallel), tensor_parallel)
+    sharded = _Sharded(model, MachineEstimator(machine), instance_mesh(machine, tensor_parallel))
 
     def mixed(batch: float, context: float, tokens: float, reached: float) -> float:
-        decoding = ((batch, 1.0, context),) if batch else ()
-        return sharded.step_s((*decoding, (1.0, tokens, reached)))
+        decoding = (PhaseWork("decode", batch, 1, context),) if batch else ()
+        return sharded.step_s(*decoding, PhaseWork("prefill", 1, tokens, reached))
 
-    return PhaseTimes(_kept(lambda batch, tokens, context: sharded.step_s(((batch, tokens, context),))),
-                      _kept(lambda batch, context: sharded.step_s(((batch, 1.0, context),))), _kept(mixed))
+    return PhaseTimes(
+        kept_results(lambda batch, tokens, context: sharded.step_s(PhaseWork("prefill", batch, tokens, context))),
+        kept_results(lambda batch, context: sharded.step_s(PhaseWork("decode", batch, 1, context))),
+        kept_results(mixed))
 
 
-def cache_tokens(model: ModelShape, machine: Machine, tensor_parallel: int) -> int:
-    """Tokens whose K and V fit beside the weights on `tensor_parallel` devices; 0 or less: the weights do not fit.
+def cache_tokens(model: ModelShape, machine: Machine, tensor_parallel: int, rows: float = 0) -> int:
+    """Tokens whose K and V fit beside the weights on `tensor_parallel` devices, and beside what a step over `rows`
+    tokens works with; 0 or less: the weights do not fit.
 
-    A window's layers count as full ones, so that this is a bound from below.
+    A head of K and V lies on every device that needs it. A window's layers count as full ones, so that this is a bound
+    from below.
     """
-    room = tensor_parallel * machine.tiers["device"].capacity_nbytes - model.weight_nbytes
-    per_token = model.itemsize * sum(kind.count * kind.kv_elements for kind in model.layers)
-    return math.floor(room / per_token)
+    mesh, times = instance_mesh(machine, tensor_parallel), MachineEstimator(machine)
+    outside = outside_cost(model, mesh, 0, times, model.dtype)
+    costs = [(kind.count, product_cost(kind, LAYOUT, mesh, rows, times, weights=model.dtype),
+              attention_cost(kind, LAYOUT, mesh, PhaseWork("decode", 1, 1, 1), times, model.dtype))
+             for kind in model.layers]
+    room = machine.tiers["device"].capacity_nbytes - outside.weights_nbytes - max(
+        products.working_nbytes for _, products, _ in costs)
+    room -= sum(count * products.weights_nbytes for count, products, _ in costs)
+    return math.floor(room / sum(count * attended.cache_nbytes for count, _, attended in costs))
 
 
 def transfer_s(model: ModelShape, machine: Machine, tensor_parallel: int, tokens: int) -> float:

@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import active_children, get_context
 
 from forebay.rewriter.predict.model_shapes import ModelError
-from forebay.rewriter.serving.goodput import Goodput, ServiceLevel, find_goodput, ranked
+from forebay.rewriter.serving.goodput import UNPRICED, Goodput, Prices, ServiceLevel, find_goodput, ranked
 from forebay.rewriter.serving.strategies import ServiceWanted, Strategy
 from forebay.rewriter.serving.traffic import TrafficError
 
@@ -22,10 +22,11 @@ def _one(strategy: Strategy, service: ServiceWanted, level: ServiceLevel, rate: 
 
 def search_services(
     candidates: Sequence[Strategy], service: ServiceWanted, level: ServiceLevel, rate: float | None = None,
-    workers: int = 1, told: Callable[[int], None] = lambda done: None,
+    workers: int = 1, told: Callable[[int], None] = lambda done: None, prices: Prices = UNPRICED,
 ) -> tuple[list[Goodput], dict[str, str]]:
     """The goodput of each, ranked, and why others cannot serve; `told` hears how many are done. The answer does not
-    depend on `workers`, processes that share the work. Of ways to offload only the best is kept."""
+    depend on `workers`, processes that share the work. Of ways to offload the best are kept, one with caches on the
+    device and one with caches in host memory."""
     found: dict[Strategy, Goodput | str] = {}
     if workers <= 1:
         for strategy in candidates:
@@ -48,7 +49,7 @@ def search_services(
                     child.terminate()
                 raise
     served = [found[s] for s in candidates]
-    order_found = ranked([one for one in served if isinstance(one, Goodput)], rate)
+    order_found = ranked([one for one in served if isinstance(one, Goodput)], rate, prices)
     refused = {s.name: one for s, one in zip(candidates, served, strict=True) if isinstance(one, str)}
-    ways = [one for one in order_found if one.strategy.offloaded]
-    return [one for one in order_found if not one.strategy.offloaded or one is ways[0]], refused
+    best = {one.strategy.staged: one for one in reversed(order_found) if one.strategy.offloaded}
+    return [one for one in order_found if not one.strategy.offloaded or one is best[one.strategy.staged]], refused

@@ -8,26 +8,32 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.model_shapes import ModelError, ModelShape
 from forebay.rewriter.serving.collocated import collocated
-from forebay.rewriter.serving.offloaded import offloaded_times, streamed
+from forebay.rewriter.serving.offloaded import Streamed, offloaded_times, streamed, with_checkpoints
 from forebay.rewriter.serving.phase_times import PhaseTimes, cache_tokens, shape_times, table_times, transfer_s
 from forebay.rewriter.serving.request_level import answer_s, disaggregated, prompts_s
 from forebay.rewriter.serving.served import Served
 from forebay.rewriter.serving.token_level import InstanceLimits, token_level, token_level_tandem
 from forebay.rewriter.serving.traffic import Arrival, Traffic, TrafficError
 
+# Sequences at once that are tried of a device that streams, by whether their caches lie in host memory.
+BATCHES = {False: (1, 4, 16, 64), True: (4, 16, 64, 256)}
+
 
 @dataclass(frozen=True)
 class Strategy:
     """Instances of `tensor_parallel` devices: `both` that do both phases, or `prefill` and `decode` apart (named 2m
-    and 1p1d, as the paper does); `offloaded` is one device that streams weights, for so many sequences at once."""
+    and 1p1d, as the paper does); `offloaded` is one device that streams weights, for so many sequences at once, whose
+    caches lie on it, or if `staged` in host memory, a share of them as checkpoints where that is faster."""
 
     tensor_parallel: int = 1
     both: int = 0
     prefill: int = 0
     decode: int = 0
     offloaded: int = 0
+    staged: bool = False
 
     @property
     def devices(self) -> int:
@@ -36,7 +42,7 @@ class Strategy:
     @property
     def name(self) -> str:
         if self.offloaded:
-            return f"1 offloaded, batch {self.offloaded}"
+            return f"1 offloaded, batch {self.offloaded}" + (", cache on host" if self.staged else "")
         kind = f"{self.both}m" if self.both else f"{self.prefill}p{self.decode}d"
         return f"{kind} tp{self.tensor_parallel}"
 
@@ -47,7 +53,7 @@ class ServiceWanted:
 
     `prefill_batch` prompts are computed at once, `batch` sequences decode at once (Table 4's 4 and 16); with `paper`
     BestServe's operators and simulators, which know no memory, else the machine's attained rates and single steps.
-    `budget_nbytes` is of the device that offloads, 0 all of it.
+    `budget_nbytes` is of the device that offloads, 0 all of it; that device may be one of another machine.
     """
 
     model: ModelShape
@@ -59,6 +65,11 @@ class ServiceWanted:
     shared_prefix: int = 0
     paper: bool = False
     budget_nbytes: int = 0
+    offload_machine: Machine | None = None
+
+    @property
+    def streams_on(self) -> Machine:
+        return self.offload_machine or self.machine
 
 
 Simulate = Callable[[Sequence[Arrival], int], Served]
@@ -82,9 +93,12 @@ def simulated(strategy: Strategy, service: ServiceWanted) -> Simulated:
     alone = prompts_s([request], times) + answer_s(request, 0, times)
     if service.paper:
         return Simulated(_as_the_paper(strategy, service, times), alone)
-    held = cache_tokens(service.model, service.machine, strategy.tensor_parallel)
+    rows = service.chunk or service.prefill_batch * service.traffic.prompt
+    held = cache_tokens(service.model, service.machine, strategy.tensor_parallel, rows)
     if held <= 0:
-        raise ModelError(f"{service.model.name} does not fit {strategy.tensor_parallel} x {service.machine.name}")
+        raise ModelError(f"{service.model.name} does not fit {strategy.tensor_parallel} x {service.machine.name} "
+                         f"beside steps over {rows} tokens; more devices (--tp), or a smaller --prefill-batch or "
+                         "--chunk, may do")
     limits = _limits(service, service.batch, held)
     if strategy.both:
         limits.validate([request], "both")
@@ -110,16 +124,27 @@ def _as_the_paper(strategy: Strategy, service: ServiceWanted, times: PhaseTimes)
 
 
 def _offloaded(strategy: Strategy, service: ServiceWanted, request: Arrival) -> Simulated:
-    if service.paper:
-        raise ModelError("the paper's costs know no streaming; leave --paper out to compare with offloading")
-    longest = max((r.prompt + r.output for r in service.traffic.trace), default=request.prompt + request.output)
-    spread = 1 + 2 * service.traffic.length_cv  # of the mean: what most answers stay below
-    tokens = int(strategy.offloaded * request_tokens(request) * spread) + longest + 16
-    away = streamed(service.model, service.machine, tokens, service.budget_nbytes)
-    times = offloaded_times(service.model, service.machine, away)
-    limits = _limits(service, strategy.offloaded, tokens)
+    away = streams(strategy, service)
+    times = offloaded_times(service.model, service.streams_on, away)
+    limits = _limits(service, strategy.offloaded, away.cache_tokens)
     alone = prompts_s([request], times) + answer_s(request, 0, times)
     return Simulated(lambda requests, seed: token_level(requests, times, 1, limits), alone)
+
+
+def streams(strategy: Strategy, service: ServiceWanted) -> Streamed:
+    """What a device that offloads streams; ModelError where it holds too little."""
+    if service.paper:
+        raise ModelError("the paper's costs know no streaming; leave --paper out to compare with offloading")
+    machine, traffic = service.streams_on, service.traffic
+    if strategy.staged and MachineEstimator(machine).serial:
+        raise ModelError(f"machine {machine.name}: a CPU's caches lie in its own memory")
+    longest = max((request_tokens(r) for r in traffic.trace), default=traffic.prompt + traffic.output)
+    spread = 1 + 2 * traffic.length_cv  # of the mean: what most answers stay below
+    tokens = int(strategy.offloaded * (traffic.prompt + traffic.output) * spread) + longest + 16
+    away = streamed(service.model, machine, tokens, service.budget_nbytes, strategy.staged)
+    if not strategy.staged:
+        return away
+    return with_checkpoints(service.model, machine, away, strategy.offloaded, traffic.prompt + traffic.output / 2)
 
 
 def request_tokens(request: Arrival) -> int:
@@ -146,12 +171,13 @@ def strategies(
             found += own
         except (ModelError, TrafficError) as error:
             refused[f"tp {t}"] = str(error)
-    if not service.paper and (service.budget_nbytes or cache_tokens(service.model, service.machine, 1) <= 0):
-        for batch in (1, 4, 16, 64):
-            try:
-                own_way = Strategy(offloaded=batch)
-                simulated(own_way, service)
-                found.append(own_way)
-            except (ModelError, TrafficError, KeyError) as error:
-                refused[f"offloaded, batch {batch}"] = str(error)
+    alone = service.budget_nbytes or service.offload_machine or (
+        not service.paper and cache_tokens(service.model, service.machine, 1) <= 0)
+    for own_way in (Strategy(offloaded=batch, staged=staged) for staged, batches in BATCHES.items()
+                    for batch in batches) if alone and not service.paper else ():
+        try:
+            simulated(own_way, service)
+            found.append(own_way)
+        except (ModelError, TrafficError, KeyError) as error:
+            refused[own_way.name[2:]] = str(error)
     return found, refused

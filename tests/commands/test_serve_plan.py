@@ -54,12 +54,27 @@ def test_a_workload_file_and_a_trace(tmp_path: Path) -> None:
 def test_a_model_that_fits_no_device_is_served_by_one_that_streams() -> None:
     shown = call("--model", "codellama-34b", "--machine", "rtx4090", "--gpus", "1", "--isl", "256", "--osl", "8",
                  "--ttft", "60000", "--tpot", "9000", "--requests", "30", "--runs", "1", "--jobs", "1").stdout
-    assert "1 offloaded" in shown and "does not fit 1 x rtx4090" in shown
+    assert "1 offloaded" in shown and "cache on host" in shown and "does not fit 1 x rtx4090" in shown
+    assert "launch 1 offloaded" in shown and "forebay serve MODEL --budget device=" in shown
+
+
+def test_offloading_on_a_cheaper_device_is_ranked_by_its_price() -> None:
+    """A tenth of the price for more than a tenth of the load: first, though it serves less."""
+    found = json.loads(call("--model", "opt-13b", "--machine", "h100", "--offload-machine", "rtx4090", "--price", "3",
+                            "--offload-price", "0.05", "--gpus", "1", "--isl", "256", "--osl", "8", "--ttft", "2000",
+                            "--tpot", "600", "--requests", "30", "--runs", "1", "--jobs", "1", "--json").stdout)
+    rows = found["strategies"]
+    assert [row["machine"] for row in rows] == ["rtx4090", "rtx4090", "h100"]
+    assert rows[0]["goodput"] < rows[2]["goodput"] and rows[0]["price_per_hour"] == 0.05
+    costs = [row["cost_per_million_tokens"] for row in rows]
+    assert costs == sorted(costs)
+    assert [row["checkpoint_share"] is None for row in rows] == [False, False, True]
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
     (("--rate", "-1"), "--rate"), (("--rate", "nan"), "--rate"), (("--ttft", "0"), "ttft"), (("--isl", "0"), "isl"),
-    (("--price", "0"), "--price"), (("--tp", "1,x"), "--tp"), (("--tp", ""), "--tp"), (("--tp", "8"), "--gpus"),
+    (("--price", "0"), "--price"), (("--price", "1", "--offload-price", "0"), "--offload-price"),
+    (("--offload-price", "1"), "--price"), (("--tp", "1,x"), "--tp"), (("--tp", ""), "--tp"), (("--tp", "8"), "--gpus"),
     (("--machine", "nosuch"), "presets are"), (("--model", "nosuch"), "presets are"), (("--budget", "x"), "--budget"),
     (("--chunk", "8"), "chunk"), (("--workload", "/nosuch.yaml"), "No such file"), (("--isl", "9999999"), "--tp")])
 def test_what_cannot_be_meant_is_one_line(arguments: tuple[str, ...], said: str) -> None:

@@ -16,7 +16,7 @@ from forebay.commands.terminal import clean_errors, progress_bar
 
 if TYPE_CHECKING:
     from forebay.rewriter.machine.profile import Machine
-    from forebay.rewriter.serving.goodput import Goodput, Measured, ServiceLevel
+    from forebay.rewriter.serving.goodput import Goodput, Measured, Prices, ServiceLevel
     from forebay.rewriter.serving.strategies import ServiceWanted
 
 RATES = 9  # points of the picture against the rate, from a tenth of the goodput to 1.3 times it
@@ -65,12 +65,17 @@ def serve_plan(
                                                "compare with; it is compared too where the model fits no device.")]
     = None,
     price: Annotated[float | None, typer.Option(help="Of a device per hour, for costs per million tokens.")] = None,
+    offload_machine: Annotated[str | None, typer.Option(
+        metavar="NAME|FILE", help="What the device that streams weights is (default: as --machine); it is compared.")]
+    = None,
+    offload_price: Annotated[float | None, typer.Option(help="Of that one per hour (default: --price).")] = None,
     requests: Annotated[int, typer.Option(min=2, max=1_000_000, help="Requests of a simulation.")] = 500,
     runs: Annotated[int, typer.Option(min=1, max=10, help="Simulations of each, with other arrivals.")] = 3,
     paper: Annotated[bool, typer.Option("--paper", help="BestServe's own operators, efficiencies and simulators (Llama "
                                         "only; they know no memory).")] = False,
     jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core.")] = 0,
-    save_dir: Annotated[Path | None, typer.Option(help="Folder for pictures and the plan of the best.")] = None,
+    save_dir: Annotated[Path | None, typer.Option(help="Folder for pictures and the plan of the best, and what to "
+                                                  "launch.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: DebugOption = False,
 ) -> None:
@@ -88,20 +93,23 @@ def serve_plan(
         try:
             load = _load(workload, {name: value for name, value in given.items() if value is not None})
             service = _service(model, machine, load, requests, budget)
-            service = replace(service, batch=batch, prefill_batch=prefill_batch, chunk=chunk, paper=paper)
-            if price is not None and not (price > 0 and math.isfinite(price)):
-                raise JobError(f"--price: {price} is not above 0")
+            service = replace(service, batch=batch, prefill_batch=prefill_batch, chunk=chunk, paper=paper,
+                              offload_machine=_machine(offload_machine) if offload_machine else None)
+            prices = _prices(price, offload_price)
             level = _level(load, runs)
             if save_dir is not None:
                 save_dir.mkdir(parents=True, exist_ok=True)
-            found, refused = _search(service, level, load.rate, (gpus, _sizes(tp), instances), jobs)
+            found, refused = _search(service, level, load.rate, (gpus, _sizes(tp), instances), (jobs, prices))
             if not found:
                 raise JobError("nothing can serve this: " + "; ".join(_reasons(refused)))
         except (ModelError, PresetError, TrafficError) as error:
             raise JobError(str(error)) from error
-        data = _data(found, refused, service, level, load, price)
+        data = _data(found, refused, service, level, load, prices)
+        from forebay.commands.serve_launch import launch_of, write_launch
+
+        data["launch"] = launch_of(found, service, level, load.rate, model)
         if save_dir is not None:
-            data["saved"] = _save(found[0], service, level, data, save_dir)
+            data["saved"] = [*_save(found[0], service, level, data, save_dir), *write_launch(data, save_dir)]
         print(json.dumps(data, indent=1, allow_nan=False)) if as_json else _show(data, level)
 
 
@@ -161,6 +169,19 @@ def _machine(machine: str | None) -> Machine:
     return load_machine_or_preset(machine) if machine else machine_profile(None, Path("."))
 
 
+def _prices(price: float | None, offloading: float | None) -> Prices | None:
+    """None where no price is named; JobError for one that is none."""
+    from forebay.commands.prompts import JobError
+    from forebay.rewriter.serving.goodput import Prices
+
+    for name, value in (("--price", price), ("--offload-price", offloading)):
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise JobError(f"{name}: {value} is not above 0")
+    if price is None and offloading is not None:
+        raise JobError("--offload-price is compared with --price; give that too")
+    return None if price is None else Prices(price, offloading or price)
+
+
 def _level(load: LoadWanted, runs: int) -> ServiceLevel:
     from forebay.rewriter.serving.goodput import ServiceLevel
 
@@ -179,17 +200,20 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _search(
-    service: ServiceWanted, level: ServiceLevel, rate: float | None, space: tuple[int, tuple[int, ...], int], jobs: int
+    service: ServiceWanted, level: ServiceLevel, rate: float | None, space: tuple[int, tuple[int, ...], int],
+    how: tuple[int, Prices | None],
 ) -> tuple[list[Goodput], dict[str, str]]:
+    from forebay.rewriter.serving.goodput import UNPRICED
     from forebay.rewriter.serving.search import search_services
     from forebay.rewriter.serving.strategies import strategies
 
-    candidates, refused = strategies(service, *space)
+    (jobs, prices), (candidates, refused) = how, strategies(service, *space)
     workers = min(jobs or os.cpu_count() or 1, len(candidates))
     with progress_bar() as bar:
         task = bar.add_task("simulating", total=len(candidates), note="")
         found, later = search_services(candidates, service, level, rate, workers,
-                                       lambda done: bar.update(task, completed=done, note=f"{done}/{len(candidates)}"))
+                                       lambda done: bar.update(task, completed=done, note=f"{done}/{len(candidates)}"),
+                                       prices or UNPRICED)
     return found, refused | later
 
 
@@ -201,19 +225,25 @@ def _measured(one: Measured | None) -> dict[str, float] | None:
 
 def _data(
     found: list[Goodput], refused: dict[str, str], service: ServiceWanted, level: ServiceLevel, load: LoadWanted,
-    price: float | None,
+    prices: Prices | None,
 ) -> dict[str, Any]:
     """What is printed and kept: strategies from the best on, and why others cannot serve."""
-    from forebay.rewriter.serving.goodput import price_per_million
+    from forebay.rewriter.serving.strategies import streams
 
     rows = []
     for one in found:
-        cost = price_per_million(one, service.traffic.output, price) if price else math.inf
+        cost = prices.per_million(one, service.traffic.output) if prices else math.inf
         strategy = one.strategy
+        away = streams(strategy, service) if strategy.offloaded else None
         rows.append({
             "strategy": strategy.name, "devices": strategy.devices, "tensor_parallel": strategy.tensor_parallel,
             "collocated": strategy.both, "prefill": strategy.prefill, "decode": strategy.decode,
-            "offloaded_batch": strategy.offloaded, "goodput": one.rate, "goodput_per_device": one.per_device,
+            "offloaded_batch": strategy.offloaded, "cache_on_host": strategy.staged,
+            "checkpoint_share": None if away is None else away.checkpoints,
+            "streamed_nbytes": None if away is None else away.nbytes,
+            "machine": (service.streams_on if away else service.machine).name,
+            "price_per_hour": prices.per_hour(strategy) if prices else None,
+            "goodput": one.rate, "goodput_per_device": one.per_device,
             "serves_rate": None if load.rate is None else one.rate >= load.rate,
             "cost_per_million_tokens": cost if math.isfinite(cost) else None,
             "at_goodput": _measured(one.at_goodput), "at_rate": _measured(one.at_rate)})
@@ -254,6 +284,12 @@ def _show(data: dict[str, Any], level: ServiceLevel) -> None:
         print(f"none serves {rate:g} requests/s within the objectives; more --gpus or --instances, or laxer objectives")
     elif not best["goodput"]:
         print("none keeps the objectives even at the lowest rate; laxer --ttft and --tpot, or larger --tp, may")
+    launch = data["launch"]
+    if launch["why_not"]:
+        print(f"launch: nothing runs {best['strategy']} yet: {launch['why_not']}")
+    for one in launch["instances"][:1]:
+        more = f" (and {len(launch['instances']) - 1} more)" if len(launch["instances"]) > 1 else ""
+        print(f"launch {launch['strategy']}{more}: {one['command']}")
     for path in data.get("saved", ()):
         print(f"wrote {path}")
 

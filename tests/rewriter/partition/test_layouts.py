@@ -7,18 +7,21 @@ from itertools import pairwise
 import pytest
 
 from forebay.rewriter.machine.presets import PRESETS
+from forebay.rewriter.partition.choose import PartitionProblem
 from forebay.rewriter.partition.collectives import ChipMesh, mesh_of
 from forebay.rewriter.partition.layouts import (
     BlockWidths,
     ChipLayout,
     PhaseWork,
+    attention_cost,
     feedforward_nbytes,
     layer_cost,
     layouts,
+    product_cost,
 )
 from forebay.rewriter.partition.published_models import PUBLISHED_SHAPES
 from forebay.rewriter.predict.estimator import MachineEstimator
-from forebay.rewriter.predict.model_shapes import PRESET_MODELS, LayerShape, ModelError, TensorShape
+from forebay.rewriter.predict.model_shapes import PRESET_MODELS, LayerShape, ModelError, ModelShape, TensorShape
 
 TPU = PRESETS["tpu-v4"]
 TIMES = MachineEstimator(TPU)
@@ -100,8 +103,36 @@ def test_one_chip_exchanges_nothing() -> None:
     assert layer_cost(PALM, ways[0], mesh, DECODE, TIMES).communication_s == 0.0
 
 
-def test_experts_are_refused() -> None:
+def test_experts_are_refused_by_the_planner() -> None:
     layer = LayerShape(1, (), (TensorShape("e", 8 * 64 * 32, 32), TensorShape("d", 8 * 32 * 64, 64)), 1, 2 * 64 * 64,
                        32, 4, 4, 8, 0, 64)
+    assert BlockWidths.of(layer).active == 2 / 16
     with pytest.raises(ModelError, match="experts"):
-        BlockWidths.of(layer)
+        PartitionProblem(ModelShape("m", "bfloat16", (layer,), (), 32, 1), mesh_of(TPU, (2,)), TIMES, 1e9, 1, 8, 8)
+
+
+def test_a_feedforward_is_its_products_however_they_are_written() -> None:
+    """Two products and a gate; both in one, as Phi writes them; of equal sides."""
+    def widths(*sides: tuple[int, int]) -> tuple[int, int, int, bool]:
+        mlp = tuple(TensorShape(str(i), n * k, k) for i, (n, k) in enumerate(sides))
+        found = BlockWidths.of(LayerShape(1, (), mlp, 0, 2 * sum(n * k for n, k in sides), 32, 4, 4, 8, 0, 64))
+        return found.up, found.inner, found.elements - 32 * (2 * found.query + found.key_value), found.dense
+
+    assert widths((96, 32), (32, 96), (96, 32)) == (192, 96, 3 * 96 * 32, True)
+    assert widths((192, 32), (32, 96)) == (192, 96, 3 * 96 * 32, True)
+    assert widths((32, 32), (32, 32), (32, 32)) == (64, 32, 3 * 32 * 32, True)
+    assert widths((96, 32), (32, 96)) == (96, 96, 2 * 96 * 32, True)
+
+
+def test_phases_share_products() -> None:
+    """A chunk of a prompt beside steps that decode multiplies all rows at once, and attends for each."""
+    mesh, way = mesh_of(PRESETS["h100"], (4,)), ChipLayout("1d", (), (), "heads")
+    layer, times = PRESET_MODELS["llama-3-8b"].layers[0], MachineEstimator(PRESETS["h100"])
+    for work in (PREFILL, DECODE):
+        whole = layer_cost(layer, way, mesh, work, times, weights="float16")
+        products = product_cost(layer, way, mesh, work.rows, times, weights="float16")
+        attended = attention_cost(layer, way, mesh, work, times, "float16")
+        assert whole.time_s == pytest.approx(products.time_s + attended.time_s + products.communication_s)
+    both, apart = product_cost(layer, way, mesh, 16 + 512, times), [
+        product_cost(layer, way, mesh, rows, times) for rows in (16, 512)]
+    assert both.time_s < sum(p.time_s for p in apart) and both.communication_s < sum(p.communication_s for p in apart)

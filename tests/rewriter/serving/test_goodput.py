@@ -16,14 +16,14 @@ from forebay.rewriter.serving.goodput import (
     TOLERANCE,
     Goodput,
     Measured,
+    Prices,
     ServiceLevel,
     find_goodput,
     half_width,
     measure,
-    price_per_million,
     ranked,
 )
-from forebay.rewriter.serving.offloaded import offloaded_times, streamed
+from forebay.rewriter.serving.offloaded import offloaded_times, streamed, with_checkpoints
 from forebay.rewriter.serving.phase_times import cache_tokens, shape_times
 from forebay.rewriter.serving.search import search_services
 from forebay.rewriter.serving.strategies import ServiceWanted, Strategy, simulated, strategies
@@ -123,13 +123,18 @@ def test_rank_and_price() -> None:
     made = [Goodput(Strategy(t, both=m), rate, nothing, None) for t, m, rate in ((4, 1, 8.0), (1, 1, 1.0), (1, 2, 3.0))]
     assert [g.rate for g in ranked(made)] == [8.0, 3.0, 1.0]
     assert [g.rate for g in ranked(made, 2.5)] == [3.0, 8.0, 1.0]
-    assert price_per_million(made[0], 100, 3.6) == pytest.approx(4 * 3.6 / 3600 / 800 * 1e6)
-    assert price_per_million(replace(made[0], rate=0.0), 100, 3.6) == float("inf")
+    assert Prices(3.6).per_million(made[0], 100) == pytest.approx(4 * 3.6 / 3600 / 800 * 1e6)
+    assert Prices(3.6).per_million(replace(made[0], rate=0.0), 100) == float("inf")
+    away = Goodput(Strategy(offloaded=4), 0.5, nothing, None)
+    assert ranked([*made, away]) == [made[0], made[2], made[1], away]
+    cheap = Prices(3.6, 0.36)  # a tenth of a device, for half of what the cheapest of those serves
+    assert ranked([*made, away], prices=cheap)[0] is away and ranked([*made, away], 0.4, cheap)[0] is away
+    assert ranked([*made, away], 2.5, cheap)[0] is made[2]
     assert half_width([1.0, 1.0, 1.0]) == 0 and half_width([0.0, 2.0]) == pytest.approx(12.706)
 
 
 def test_one_device_that_streams_competes_where_the_model_does_not_fit() -> None:
-    service = ServiceWanted(LLAMA, RTX, Traffic(1.0, 40, 512, 32))
+    service = ServiceWanted(LLAMA, RTX, Traffic(1.0, 40, 512, 4))
     found, refused = strategies(service, 4, (1, 2))
     assert {s.offloaded for s in found} >= {1, 4} and all(s.offloaded for s in found)
     assert "does not fit" in refused["tp 1"] and "interconnect" in refused["tp 2"]
@@ -140,8 +145,49 @@ def test_one_device_that_streams_competes_where_the_model_does_not_fit() -> None
     assert link < times.decode_s(1, 512) < 1.2 * link  # the link binds
     assert times.decode_s(16, 512) < 1.2 * times.decode_s(1, 512)
     tight = search_services(found, service, ServiceLevel(1.0, 0.1, runs=1))[0]
-    lax = search_services(found, service, ServiceLevel(60.0, 10.0, runs=1))[0]
-    assert tight[0].rate == 0 < lax[0].rate and len(tight) == len(lax) == 1
+    lax = search_services(found, service, ServiceLevel(20.0, 6.0, runs=1))[0]
+    assert tight[0].rate == 0 < lax[0].rate
+    assert [sorted(one.strategy.staged for one in ways) for ways in (tight, lax)] == [[False, True]] * 2
+
+
+def test_a_cache_in_host_memory_keeps_the_checkpoints_that_are_fastest() -> None:
+    """Of OPT, whose layer inputs are half as large as their K and V, a part. Of a Llama with 8 heads of K and V, which
+    are smaller than its inputs, none."""
+    model = PRESET_MODELS["opt-30b"]
+    away = streamed(model, RTX, 64 * 700, staged=True)
+    own = with_checkpoints(model, RTX, away, 64, 640)
+    steps = {share: offloaded_times(model, RTX, replace(away, checkpoints=share)).decode_s(64, 640)
+             for share in (own.checkpoints, *(i / 8 for i in range(9)))}
+    assert steps[own.checkpoints] < 1.01 * min(steps.values()) < 0.95 * min(steps[0.0], steps[1.0])
+    made_again = 64 * 639 * model.n_layers * model.layers[0].recompute_flops / RTX.product_flops
+    assert made_again < steps[1.0] < 1.5 * made_again
+    assert with_checkpoints(LLAMA, RTX, streamed(LLAMA, RTX, 44_800, staged=True), 64, 640).checkpoints == 0
+    link = RTX.link("host", "device").bandwidth_bytes_per_s
+    assert steps[0.0] > (away.nbytes + model.kv_nbytes(64 * 639)) / link  # weights and caches share it
+
+
+def test_what_a_device_does_not_hold_of_a_cache_the_host_does_or_nobody() -> None:
+    model = PRESET_MODELS["opt-30b"]
+    tokens = 256 * 700
+    assert streamed(model, RTX, tokens, staged=True).nbytes <= model.weight_nbytes
+    with pytest.raises(ModelError, match="--budget"):
+        streamed(model, RTX, tokens)
+    host = replace(RTX.tiers["host"], capacity_nbytes=model.kv_nbytes(tokens))
+    small = replace(RTX, tiers=RTX.tiers | {"host": host})
+    held = streamed(model, small, tokens, staged=True)
+    assert held.from_host_nbytes == 0 < held.nbytes  # what is left of the weights comes from disk
+    with pytest.raises(ModelError, match="host memory lacks"):
+        streamed(model, small, tokens + 1, staged=True)
+
+
+def test_one_device_of_another_kind_competes_by_its_price() -> None:
+    service = ServiceWanted(PRESET_MODELS["opt-13b"], H100, Traffic(1.0, 30, 256, 8), offload_machine=RTX)
+    found, _ = strategies(service, 1, (1,), 1)
+    found = [s for s in found if s.offloaded in (0, 4)]
+    level = ServiceLevel(2.0, 0.6, runs=1)
+    dear, cheap = (search_services(found, service, level, prices=Prices(3.0, price))[0] for price in (3.0, 0.01))
+    assert not dear[0].strategy.offloaded and cheap[0].strategy.offloaded
+    assert {one.strategy: one.rate for one in dear} == {one.strategy: one.rate for one in cheap}
 
 
 def test_offloading_never_streams_what_fits_nor_holds_more_than_there_is() -> None:

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from forebay.kernels.attention.operations import attention_flops
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.partition.collectives import SWITCH_STEP_S, mesh_of
+from forebay.rewriter.partition.layouts import ChipLayout, PhaseWork, layer_cost, outside_cost
 from forebay.rewriter.predict.estimator import MachineEstimator
-from forebay.rewriter.predict.model_shapes import PRESET_MODELS, ModelError, ModelShape
+from forebay.rewriter.predict.model_shapes import PRESET_MODELS, LayerShape, ModelError, ModelShape, TensorShape
 from forebay.rewriter.predict.roofline import attaining, module_s
 from forebay.rewriter.serving.llama_tables import EFFICIENCY, layer_modules, symbols
 from forebay.rewriter.serving.phase_times import PhaseTimes, cache_tokens, shape_times, table_times, transfer_s
@@ -59,17 +60,60 @@ def test_shape_times_reach_no_more_than_the_machine() -> None:
 
 
 def test_a_prefill_is_its_parts() -> None:
-    """Products, attention, two passes over live activations, an all-reduce after each stage, and the head."""
+    """Products of q, k and v and of gate and up together, each over its weight and its rows; attention, two passes over
+    live activations, an all-reduce after each stage (of both halves t - 1 steps), and the head on what is gathered."""
     kind, estimator, n, t = LLAMA.layers[0], MachineEstimator(H100), 512, 4
-    products = sum(estimator.product_s("float16", n, rows // t, columns, nbytes=2 * rows * columns / t)
-                   for stage in ("attention", "mlp") for rows, columns in kind.matrices(stage))
-    attention = estimator.attention_s("float16", 2 * n * kind.kv_elements / t, attention_flops(
-        1, kind.heads, n, n, kind.head_dim) / t)
+
+    def product_s(m: int, rows: int, columns: int, moved: int) -> float:
+        return estimator.product_s("float16", m, rows, columns, nbytes=2 * (rows * columns + moved))
+
+    def link_s(nbytes: float) -> float:
+        return (t - 1) / t * nbytes / H100.interconnect_bytes_per_s + (t - 1) * SWITCH_STEP_S
+
+    sides = [(8192 + 2 * 1024) // t, 8192, 8192, 8192 // t, 2 * 22016 // t, 8192, 8192, 22016 // t]
+    products = sum(product_s(n, rows, columns, n * (rows + columns)) for rows, columns in zip(
+        sides[::2], sides[1::2], strict=True))
+    seen = n - (n - 1) / 2
+    attention = estimator.attention_s("float16", 2 * n * kind.kv_elements / t, 4 * n * seen * 8192 / t)
     touched = estimator.touch_s(2 * 2 * n * kind.activation_elements / t)
-    reduced = 2 * 2 * (t - 1) / t * 2 * n * kind.hidden / H100.interconnect_bytes_per_s
-    head = estimator.product_s("float16", 1, 32000 // t, 8192, nbytes=2 * 32000 * 8192 / t)
+    head = product_s(1, 32000 // t, 8192, 0) + link_s(2 * 8192)
     assert shape_times(LLAMA, H100, t).prefill_s(1, n, n) == pytest.approx(
-        48 * (products + attention + touched + reduced) + head)
+        48 * (products + attention + touched + 4 * link_s(2 * n * 8192)) + head)
+
+
+@pytest.mark.parametrize(("devices", "machine"), [(1, "h100"), (4, "h100"), (4, "tpu-v4")])
+def test_an_instance_costs_what_a_partition_does(devices: int, machine: str) -> None:
+    """The layers of `forebay partition` in its 1D layout, attention over heads, and what lies outside them."""
+    chip, model = PRESETS[machine], PRESET_MODELS["llama-3-8b"]
+    times, mesh = MachineEstimator(chip), mesh_of(chip, (devices,))
+    for work in (PhaseWork("prefill", 2, 512, 512), PhaseWork("decode", 16, 1, 700)):
+        outside = outside_cost(model, mesh, work.batch, times, "float16").time_s
+        priced = sum(kind.count * (
+            layer_cost(kind, ChipLayout("1d", (), (), "heads"), mesh, work, times, weights="float16").time_s
+            + times.touch_s(2 * work.rows * kind.activation_elements * 2 / devices)) for kind in model.layers)
+        own = shape_times(model, chip, devices)
+        found = own.prefill_s(2, 512, 512) if work.name == "prefill" else own.decode_s(16, 700)
+        assert found == pytest.approx(max(priced + outside, 0.0))
+
+
+def test_heads_that_several_devices_need_lie_on_each() -> None:
+    """8 heads of K and V on 16 devices are held twice, so that caches grow by less than devices do."""
+    model = replace(LLAMA, layers=tuple(replace(kind, kv_heads=8) for kind in LLAMA.layers))
+    eight, sixteen = (cache_tokens(model, H100, t) for t in (8, 16))
+    own = H100.tiers["device"].capacity_nbytes - model.weight_nbytes / 16
+    assert sixteen == pytest.approx(own / (2 * 48 * 2 * 128), abs=2) and sixteen < 1.2 * eight
+    assert cache_tokens(LLAMA, H100, 4, 8192) < cache_tokens(LLAMA, H100, 4)
+
+
+def test_experts_are_priced_by_what_a_token_takes_part_in() -> None:
+    """A layer of 8 experts of which a token meets 2: a quarter of their operations, all of their bytes."""
+    def layer(experts: int) -> LayerShape:
+        mlp = (TensorShape("in", 8 * 8192 * 4096, 4096), TensorShape("out", 8 * 4096 * 4096 * 2, 8192))
+        return replace(PRESET_MODELS["llama-3-8b"].layers[0], mlp=mlp, mlp_flops=experts * 2 * 2 * 8192 * 4096)
+
+    some, every = (shape_times(replace(PRESET_MODELS["llama-3-8b"], layers=(layer(e),)), H100, 1) for e in (2, 8))
+    assert some.prefill_s(8, 1024, 1024) < 0.5 * every.prefill_s(8, 1024, 1024)
+    assert some.decode_s(1, 16) == pytest.approx(every.decode_s(1, 16), rel=0.01)
 
 
 def test_the_cache_is_what_weights_leave() -> None:
@@ -77,7 +121,7 @@ def test_the_cache_is_what_weights_leave() -> None:
         tokens = cache_tokens(LLAMA, H100, t)
         assert (tokens > 0) == (t > 0 and t * H100.tiers["device"].capacity_nbytes > LLAMA.weight_nbytes)
         used = LLAMA.weight_nbytes + LLAMA.kv_nbytes(tokens) - t * H100.tiers["device"].capacity_nbytes
-        assert -LLAMA.kv_nbytes(1) < used <= 0
+        assert -t * LLAMA.kv_nbytes(1) < used <= 0
     assert cache_tokens(LLAMA, PRESETS["rtx4090"], 1) < 0
 
 
