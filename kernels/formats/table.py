@@ -64,6 +64,7 @@ CHECKPOINT_FORMATS = {f.name: f for f in (NATIVE, ACT8)}
 # other group sizes are timed as these.
 SMALL_WEIGHTS, SMALL_CACHE = WEIGHT_FORMATS["w4g64"], CACHE_FORMATS["kv4"]
 TIMED_WEIGHTS = ("w4g64", "w8g128")
+TIMED_CACHES = ("kv4", "kv8")
 
 
 def weight_format(name: str) -> Format:

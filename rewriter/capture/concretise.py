@@ -17,7 +17,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from forebay.rewriter.capture.layouts import layout_of
+from forebay.rewriter.capture.layouts import run_on_meta
 from forebay.rewriter.ir.graph import META, copy_node
 
 ALIAS = "alias_of"
@@ -104,11 +104,8 @@ class _Concretiser:
 
     def _run(self, node: fx.Node) -> Any:
         args, kwargs = _mapped((node.args, node.kwargs), self.values, onto_meta=True)
-        known = layout_of(node.target, args, kwargs)
-        if known is not None:
-            return known
         try:
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            return run_on_meta(node.target, args, kwargs)
         except Exception as error:
             error.add_note(f"at node {node.name!r}, {node.target}, with sizes fixed")
             raise

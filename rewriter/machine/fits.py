@@ -21,7 +21,7 @@ class Fit:
         return self.intercept_s + sum(slope * value for slope, value in zip(self.slopes_s, x, strict=True))
 
 
-def on_curve(curve: Sequence[tuple[int, float]], m: float) -> float:
+def on_curve(curve: Sequence[tuple[float, float]], m: float) -> float:
     """The value at m of a curve through points of rising m: straight on a log-log scale, level below the first point,
     in proportion to m above the last."""
     if m <= curve[0][0]:

@@ -20,12 +20,18 @@ class GemmPoint:
 
 @dataclass(frozen=True)
 class AttentionPoint:
-    """Attention that saw `nbytes` of K and V and did `flops` operations took time_s."""
+    """Attention that saw `nbytes` of K and V and did `flops` operations took time_s; dtype is torch's name without the
+    prefix, or the format of a cache of packed rows ("kv4")."""
 
     dtype: str
     nbytes: int
     flops: int
     time_s: float
+
+
+def intensity(flops: float, nbytes: float) -> float:
+    """Operations per byte, as fits group attention by it: to two digits."""
+    return float(f"{flops / nbytes:.2g}")
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forebay.kernels.formats.table import packed_format
+from forebay.kernels.formats.table import TIMED_WEIGHTS, packed_format, weight_format
 from forebay.rewriter.machine.both_ways import BothWays, side_by_side
 from forebay.rewriter.machine.fits import Fit, fit_times, on_curve
-from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint
+from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint, intensity
 
 FORMAT = 3  # of the JSON file; a kept profile of another format is measured anew
 TIERS = ("device", "host", "disk")
@@ -243,14 +243,29 @@ class Machine:
             found.setdefault((impl, dtype), {})[m] = fit_times(points[impl, dtype, m])
         return found
 
-    def attention_fits(self) -> Mapping[str, Fit]:
-        """By dtype: time over operations and bytes of K and V."""
+    def attention_time_s(self, dtype: str, nbytes: float, flops: float) -> float:
+        """Seconds of attention over so many bytes of K and V of a dtype or cache format.
+
+        As with products, between measured numbers of operations per byte times are interpolated on a log-log scale;
+        above the highest they grow in proportion, below the lowest they stay. Raises KeyError for what has no points.
+        """
+        fits = self.attention_fits()[dtype]
+        return on_curve([(per_byte, fit.time_s(nbytes)) for per_byte, fit in fits.items()], flops / nbytes)
+
+    def attention_fits(self) -> Mapping[str, Mapping[float, Fit]]:
+        """By dtype or cache format, for every measured number of operations per byte in rising order: time over bytes
+        of K and V."""
         return self._attention_fits
 
     @functools.cached_property
-    def _attention_fits(self) -> dict[str, Fit]:
-        return {dtype: fit_times([((p.flops, p.nbytes), p.time_s) for p in self.attention if p.dtype == dtype])
-                for dtype in sorted({p.dtype for p in self.attention})}
+    def _attention_fits(self) -> dict[str, dict[float, Fit]]:
+        points: dict[tuple[str, float], list[tuple[tuple[float, ...], float]]] = {}
+        for p in self.attention:
+            points.setdefault((p.dtype, intensity(p.flops, p.nbytes)), []).append(((p.nbytes,), p.time_s))
+        found: dict[str, dict[float, Fit]] = {}
+        for dtype, per_byte in sorted(points):
+            found.setdefault(dtype, {})[per_byte] = fit_times(points[dtype, per_byte])
+        return found
 
     def best_gemm(self, dtype: str, m: float, n: int, k: int, among: Collection[str] | None = None) -> str:
         """The implementation with the smallest predicted time, of those `among` if given; raises KeyError when none was
@@ -264,12 +279,15 @@ class Machine:
     def default() -> Machine:
         """A guess at a small machine (2 cores, 8 GiB, an SSD), on the slow side, so that planning works unmeasured.
 
-        GEMM times are a roofline: the larger of weight bytes at 8 GB/s and 30 (float32) or 8 (bfloat16) GFLOP/s.
+        GEMM times are a roofline: the larger of weight bytes at 8 GB/s (packed ones at 4) and 30 (float32) or 8
+        (others) GFLOP/s.
         """
-        memory, sizes = 8e9, {"float32": (4, 30e9), "bfloat16": (2, 8e9)}
+        memory, sizes = 8e9, {"float32": ("aten", 4.0, 8e9, 30e9), "bfloat16": ("aten", 2.0, 8e9, 8e9)}
+        for name in TIMED_WEIGHTS:
+            sizes[name] = ("flat", weight_format(name).ratio(2048, 1), memory / 2, 8e9)
         gemm = tuple(
-            GemmPoint("aten", dtype, m, n, k, max(itemsize * n * k / memory, 2 * m * n * k / flops))
-            for dtype, (itemsize, flops) in sizes.items()
+            GemmPoint(impl, dtype, m, n, k, max(itemsize * n * k / rate, 2 * m * n * k / flops))
+            for dtype, (impl, itemsize, rate, flops) in sizes.items()
             for n, k in ((2048, 2048), (5632, 2048))
             for m in (1, 2, 4, 8, 16, 32, 64, 256)
         )
@@ -282,7 +300,8 @@ class Machine:
             Link("device", "host", 4e9, 1e-6, "memcpy"),
         )
         tiers = {"device": Tier(4 << 30, memory), "host": Tier(4 << 30, memory), "disk": Tier(32 << 30, 0.0)}
-        return Machine("default-guess", "", {}, 2, 2, "cpu", tiers, links, gemm, 4e9, 5e-6, 4e9)
+        return Machine("default-guess", "", {}, 2, 2, "cpu", tiers, links, gemm, 4e9, 5e-6, 4e9,
+                       product_flops=8e9, attention_flops=8e9)
 
     def to_json(self) -> str:
         """The profile as JSON text that `machine_from_json` reads back to an equal one."""

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint
+from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint, intensity
 from forebay.rewriter.machine.profile import Machine, Tier
 
 GOOD_R2 = 0.9  # on a quiet machine links and products fit at 0.95 and above, beside other work at 0.5 and below
 BUSY = 0.15  # of the cores' time: what was timed while others took more is measured again when they do not
+MANY = 64  # rows of a product, or queries of attention, from which on operations bind
 LOADED = 0.3  # where others take more, times of kernels are theirs as much as ours: up to 1.4 times too long below
 
 
 def believable(machine: Machine) -> Machine:
-    """`machine` with a cautious guess for every kind of product and of attention whose fit has an R² below GOOD_R2, and
-    for all that a CPU was timed at where others took more than LOADED of it: `Machine.default()`'s. A link that fits
-    so poorly is as slow as it was ever seen already (`steady_link`). `guessed` says which, and why."""
+    """`machine` without what fits with an R² below GOOD_R2: products of so many rows by an implementation then go by
+    those of more and of fewer rows, attention by that of more and of fewer operations per byte. Where few good fits are
+    left for a kind of product, and for all that a CPU was timed at where others took more than LOADED of it, a cautious
+    guess stands: `Machine.default()`'s. A link that fits so poorly is as slow as it was ever seen already
+    (`steady_link`). `guessed` says which, and why. Of a CPU also the rates for what has no points: as slow as the
+    slowest kind of product over many rows, and of attention over a prompt."""
     reasons = [f"link {link.src} to {link.dst} by {link.method} (R2 {link.r2:.3f}): as slow as it was seen"
                for link in machine.links if link.r2 < GOOD_R2]
     loaded = machine.device_kind == "cpu" and machine.others_share > LOADED
@@ -23,28 +27,46 @@ def believable(machine: Machine) -> Machine:
         reasons.append(f"all that the cores were timed at (others took {machine.others_share:.0%} of them)")
         machine = _unhurried(machine)
     gemm, attention = _good_products(machine, reasons), _good_attention(machine, reasons)
-    return replace(machine, gemm=gemm, attention=attention, guessed=tuple(reasons))
+    machine = replace(machine, gemm=gemm, attention=attention, guessed=tuple(reasons))
+    return _with_rates(machine) if machine.device_kind == "cpu" else machine
 
 
 def _good_products(machine: Machine, reasons: list[str]) -> tuple[GemmPoint, ...]:
-    """The points of dtypes whose every fit is good; of the others the guess, all of a dtype at once, for what counts is
-    which implementation is the fastest."""
+    """The points of good fits; where an implementation is left with half of its fits or fewer, the guess for its dtype,
+    all of it at once, for what counts is which implementation is the fastest."""
     good = list(machine.gemm)
     for dtype in dict.fromkeys(p.dtype for p in machine.gemm):
-        poor = {(impl, m): fit.r2 for (impl, other), fits in machine.gemm_fits().items() if other == dtype
-                for m, fit in fits.items() if fit.r2 < GOOD_R2}
-        if poor:
-            (impl, m), r2 = min(poor.items(), key=lambda found: found[1])
-            reasons.append(f"products of {dtype} (R2 {r2:.3f} by {impl} at {m} rows)")
-            guess = Machine.default().gemm if machine.device_kind == "cpu" else ()
-            good = [p for p in good if p.dtype != dtype] + [p for p in guess if p.dtype == dtype]
+        fits = {impl: by_m for (impl, other), by_m in machine.gemm_fits().items() if other == dtype}
+        poor = {(impl, m): fit.r2 for impl, by_m in fits.items() for m, fit in by_m.items() if fit.r2 < GOOD_R2}
+        if not poor:
+            continue
+        few = any(2 * sum(impl == each for each, _ in poor) >= len(by_m) for impl, by_m in fits.items())
+        (impl, m), r2 = min(poor.items(), key=lambda found: found[1])
+        reasons.append(f"products of {dtype} (R2 {r2:.3f} by {impl} at {m} rows)" + ("" if few else ": as between "
+                       "others of more and of fewer rows" if len(poor) == 1 else f" and {len(poor) - 1} more fits: as "
+                       "between others of more and of fewer rows"))
+        guess = Machine.default().gemm if few and machine.device_kind == "cpu" else ()
+        good = [p for p in good if p.dtype != dtype or (not few and (p.impl, p.m) not in poor)]
+        good += [p for p in guess if p.dtype == machine.measured_as(dtype)]
     return tuple(good)
 
 
 def _good_attention(machine: Machine, reasons: list[str]) -> tuple[AttentionPoint, ...]:
-    poor = {dtype: fit.r2 for dtype, fit in machine.attention_fits().items() if fit.r2 < GOOD_R2}
-    reasons += [f"attention of {dtype} (R2 {r2:.3f})" for dtype, r2 in poor.items()]
-    return tuple(p for p in machine.attention if p.dtype not in poor)
+    poor = {(dtype, per_byte): fit.r2 for dtype, fits in machine.attention_fits().items()
+            for per_byte, fit in fits.items() if fit.r2 < GOOD_R2}
+    reasons += [f"attention of {dtype} at {per_byte:g} operations per byte (R2 {r2:.3f})"
+                for (dtype, per_byte), r2 in poor.items()]
+    return tuple(p for p in machine.attention if (p.dtype, intensity(p.flops, p.nbytes)) not in poor)
+
+
+def _with_rates(machine: Machine) -> Machine:
+    many: dict[str, float] = {}
+    for p in machine.gemm:
+        if p.m >= MANY:
+            many[p.dtype] = max(many.get(p.dtype, 0.0), 2 * p.m * p.n * p.k / p.time_s)
+    prompts = [p.flops / p.time_s for p in machine.attention if p.flops >= MANY * p.nbytes / 4]
+    return replace(machine, product_flops=min(many.values(), default=machine.product_flops),
+                   attention_flops=min(prompts, default=machine.attention_flops))
 
 
 def _unhurried(machine: Machine) -> Machine:
@@ -56,4 +78,5 @@ def _unhurried(machine: Machine) -> Machine:
         machine, tiers=tiers, gemm=guess.gemm, attention=(), contention=Contention(), both_ways=(),
         memory_bytes_per_s=min(machine.memory_bytes_per_s, guess.memory_bytes_per_s), dispatch_s=guess.dispatch_s,
         attention_bytes_per_s=min(machine.attention_bytes_per_s, guess.attention_bytes_per_s),
+        product_flops=guess.product_flops, attention_flops=guess.attention_flops,
         choice_elements_per_s=guess.choice_elements_per_s)

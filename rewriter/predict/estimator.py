@@ -44,7 +44,7 @@ class Estimator(Protocol):
         `nbytes` is what it touches."""
 
     def attention_s(self, dtype: str, nbytes: float, flops: float) -> float:
-        """Attention on the device over `nbytes` of K and V."""
+        """Attention on the device over `nbytes` of K and V of a dtype or cache format ("kv4")."""
 
     def host_attention_s(self, nbytes: float) -> float:
         """The same on a host beside a GPU; inf where it does not compute."""
@@ -113,9 +113,9 @@ class MachineEstimator:
         return machine.gemm_time_s(name if name in measured else machine.best_gemm(dtype, m, n, k), dtype, m, n, k)
 
     def attention_s(self, dtype: str, nbytes: float, flops: float) -> float:
-        fit, rate = self.machine.attention_fits().get(dtype), self.machine.attention_flops
-        if fit is not None:
-            return fit.time_s(flops, nbytes)
+        if dtype in self.machine.attention_fits() and nbytes:
+            return self.machine.attention_time_s(dtype, nbytes, flops)
+        rate = self.machine.attention_flops
         return max(flops / rate if rate else 0.0, nbytes / self.machine.attention_bytes_per_s)
 
     def host_attention_s(self, nbytes: float) -> float:

@@ -122,7 +122,8 @@ def _attention_time_s(item: Launch, operator: Operator, times: Estimator, seen: 
     refs = _tensors(item)
     if len(refs) < 3 or len(refs[0].shape) != 4:
         return times.attention_s("", touched_nbytes(item), 0.0)
-    return times.attention_s(refs[0].dtype, *_attended(item, operator, seen))
+    bits = operator.argument(item.args, "bits") if "bits" in operator.arguments else 0
+    return times.attention_s(f"kv{bits}" if bits else refs[0].dtype, *_attended(item, operator, seen))
 
 
 def _attended(item: Launch, operator: Operator, seen: Mapping[int, float]) -> tuple[float, float]:

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 from forebay.kernels.attention.operations import attention_flops
+from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.formats.packing import Packing
-from forebay.kernels.formats.table import TIMED_WEIGHTS, packed_format
+from forebay.kernels.formats.table import CACHE_FORMATS, TIMED_CACHES, TIMED_WEIGHTS, packed_format
 from forebay.kernels.operator import Call, Operator, Tensors
 from forebay.kernels.operators import product_with
-from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint
+from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint, intensity
 from forebay.rewriter.machine.profile import Link
 from forebay.runtime.devices.streams import wait_watched
 from forebay.runtime.disk.chunks import Read
@@ -42,7 +43,7 @@ BURST_S = 1e-3  # calls shorter than this are timed several at a time
 READ_NBYTES = 8 * MIB
 # (batch, queries, tokens seen) over 8 heads of 64 for K and V, twice as many for queries
 ATTENTION_SHAPES = ((1, 1, 128), (8, 1, 128), (32, 1, 128), (1, 1, 4096), (8, 1, 1024), (1, 64, 64), (8, 64, 64),
-                    (1, 256, 512))
+                    (1, 64, 1024), (1, 256, 512))
 KV_HEADS, HEADS, HEAD_DIM = 8, 16, 64
 
 TimedProduct = tuple[str, int, Sequence[Call]]  # implementation, rows of x, calls over weights outside the caches
@@ -152,25 +153,40 @@ def cold_weights(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def attention_points(quick: bool) -> tuple[AttentionPoint, ...]:
-    """Times of causal attention by our CPU kernel; the new tokens are the last that are seen."""
-    from forebay.kernels.attention.attention.cpu import bind_attention
-
+    """Times of causal attention by our CPU kernels, over K and V as they are and over packed rows; the new tokens are
+    the last that are seen."""
     timed: dict[tuple, Sequence[Call]] = {}
-    for dtype in (torch.float32, torch.bfloat16):
+    for kind in ("float32", "bfloat16", *TIMED_CACHES):
         for batch, queries, tokens in ATTENTION_SHAPES:
-            nbytes = 2 * batch * KV_HEADS * tokens * HEAD_DIM * dtype.itemsize
-            calls = []
-            for _ in range(max(2, min(64, COLD_NBYTES // nbytes))):
-                q = torch.ones(batch, HEADS, queries, HEAD_DIM, dtype=dtype)
-                k, v = (torch.ones(batch, KV_HEADS, tokens, HEAD_DIM, dtype=dtype) for _ in range(2))
-                out = torch.empty(batch, queries, HEADS, HEAD_DIM, dtype=dtype)
-                start = torch.full((batch,), tokens - queries)
-                calls.append(bind_attention(q, k, v, start, HEAD_DIM**-0.5, 0, 0.0, out))
             flops = int(attention_flops(batch, HEADS, queries, tokens, HEAD_DIM))
-            timed["flat", str(dtype).removeprefix("torch."), nbytes, flops] = calls
+            nbytes, calls = _attention_calls(kind, batch, queries, tokens)
+            timed["flat", kind, nbytes, flops, batch] = calls
     found = steady_times(timed, lambda some: medians_s(some, 9 if quick else 15),
-                         lambda key: (key[1], (key[3], key[2])))
-    return tuple(AttentionPoint(dtype, nbytes, flops, t) for (_, dtype, nbytes, flops), t in found.items())
+                         lambda key: ((key[1], intensity(key[3], key[2])), (key[2],)))
+    return tuple(AttentionPoint(kind, nbytes, flops, t) for (_, kind, nbytes, flops, _), t in found.items())
+
+
+def _attention_calls(kind: str, batch: int, queries: int, tokens: int) -> tuple[int, list[Call]]:
+    """Bytes of K and V, of a dtype or of packed rows with bfloat16 queries, and calls over as many of them as are not
+    in the caches."""
+    from forebay.kernels.attention.attention.cpu import bind_attention
+    from forebay.kernels.attention.attention_q.cpu import bind_attention_q
+
+    packed = CACHE_FORMATS.get(kind)
+    dtype = torch.bfloat16 if packed else getattr(torch, kind)
+    width = packed.row_nbytes(HEAD_DIM, dtype.itemsize) if packed else HEAD_DIM
+    nbytes = 2 * batch * KV_HEADS * tokens * width * (1 if packed else dtype.itemsize)
+    calls: list[Call] = []
+    for _ in range(max(2, min(64, COLD_NBYTES // nbytes))):
+        q = torch.ones(batch, HEADS, queries, HEAD_DIM, dtype=dtype)
+        k, v = (torch.full((batch, KV_HEADS, tokens, width), 0x11 if packed else 1,
+                           dtype=torch.uint8 if packed else dtype) for _ in range(2))  # 0x11: small scales
+        out = torch.empty(batch, queries, HEADS, HEAD_DIM, dtype=dtype)
+        start = torch.full((batch,), tokens - queries)
+        scoring = Scoring(HEAD_DIM**-0.5, 0, 0.0)
+        calls.append(bind_attention_q(q, k, v, start, scoring, packed.bits, packed.group_of(HEAD_DIM), out)
+                     if packed else bind_attention(q, k, v, start, *scoring, out))
+    return nbytes, calls
 
 
 def choice_elements_per_s(quick: bool) -> float:

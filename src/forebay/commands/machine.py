@@ -63,9 +63,11 @@ def machine_command(
                      f"{1e12 * fit.slopes_s[1]:.0f} ps n k (R2 {fit.r2:.3f})" for m, fit in fits.items()
                      if m in SHOWN_M]
             print(f"  {impl + ' ' + dtype:<16}" + "; ".join(shown))
-        for dtype, fit in found.attention_fits().items():
-            print(f"attention {dtype}: {1e6 * fit.intercept_s:.0f} us + {1e12 * fit.slopes_s[0]:.1f} ps per operation"
-                  f" + {1e12 * fit.slopes_s[1]:.0f} ps per byte of K and V (R2 {fit.r2:.3f})")
+        for dtype, groups in found.attention_fits().items():
+            print(f"attention {dtype}: " + "; ".join(
+                f"at {per_byte:g} operations per byte {1e6 * fit.intercept_s:.0f} us + "
+                f"{1e12 * fit.slopes_s[0]:.0f} ps per byte of K and V (R2 {fit.r2:.3f})"
+                for per_byte, fit in groups.items()))
         print(f"believed: fits of R2 {GOOD_R2} and above; others took {found.others_share:.0%} of the cores meanwhile")
         for guess in found.guessed:
             print(f"a cautious guess stands, until it is measured again, for {guess}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import OrderedDict
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_map_only
 
-from forebay.rewriter.capture.layouts import layout_of
+from forebay.rewriter.capture import layouts
+from forebay.rewriter.capture.layouts import layout_of, run_on_meta
 
 aten = torch.ops.aten
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.bool])
@@ -115,3 +118,55 @@ def test_no_rule_loads_what_is_slow_to_load() -> None:
               "print([n for n in ('sympy', 'torch._dynamo') if n in sys.modules])")
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def remembered(target: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What torch gives for meta operands, and what is given the second time they are asked for."""
+    run_on_meta(target, args, kwargs or {})
+    return target(*args, **(kwargs or {})), run_on_meta(target, args, kwargs or {})
+
+
+M = torch.empty(2, 3, 4, device="meta")
+
+
+@pytest.mark.parametrize(("target", "args", "kwargs"), [
+    (aten.mm.default, (M[0], M[1].t()), {}), (aten.sum.dim_IntList, (M, [1], True), {}), (aten.clone.default, (M,), {}),
+    (aten.clone.default, (M.permute(2, 0, 1),), {}), (aten.add.Tensor, (M[:, 1:], 1.5), {"alpha": 2}),
+    (aten._to_copy.default, (M.to(torch.bfloat16),), {"dtype": torch.float64}), (aten.new_zeros.default, (M, [5]), {}),
+    (aten.mul.Tensor, (M.transpose(0, 2), M.transpose(0, 2)), {}), (aten.convolution.default,
+     (M, torch.empty(5, 3, 2, device="meta"), None, [1], [0], [1], False, [0], 1), {})])
+def test_what_torch_answered_once_it_would_answer_again(target: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    with mock.patch.object(layouts, "_answers", OrderedDict()):
+        wanted, found = remembered(target, args, kwargs)
+        assert (found.shape, found.stride(), found.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+        assert layouts._answers and found.is_meta
+        assert found.untyped_storage()._cdata not in {t.untyped_storage()._cdata for t in args if torch.is_tensor(t)}
+
+
+def test_numbers_that_are_equal_and_not_the_same_are_told_apart() -> None:
+    whole = torch.empty(3, dtype=torch.int64, device="meta")
+    found = [run_on_meta(aten.add.Tensor, (whole[::2], n), {}).dtype for n in (1, 1.0, True)]
+    assert found == [torch.int64, torch.float32, torch.int64]
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert run_on_meta(aten.add.Tensor, (whole[::2], 1.0), {}).dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(("target", "args"), [
+    (aten.view.default, (M, [6, 4])), (aten.select.int, (M, 0, 1)), (aten.reshape.default, (M, [24])),
+    (aten.add_.Tensor, (M, 1)), (aten.to.dtype, (M, torch.float32)), (aten.split.Tensor, (M, 1))])
+def test_what_shows_or_writes_its_operands_is_asked_each_time(target: Any, args: tuple) -> None:
+    with mock.patch.object(layouts, "_answers", OrderedDict()):
+        found = run_on_meta(target, args, {})
+        first = found[0] if isinstance(found, (list, tuple)) else found
+        assert first.untyped_storage()._cdata == M.untyped_storage()._cdata
+        assert not layouts._answers
+
+
+def test_the_oldest_answers_go() -> None:
+    with mock.patch.object(layouts, "_answers", OrderedDict()), mock.patch.object(layouts, "_MOST_ANSWERS", 2):
+        for n in (1, 2, 3, 2, 4):
+            run_on_meta(aten.new_zeros.default, (M, [n]), {})
+        assert [shape[0] for shape, *_ in layouts._answers.values()] == [2, 4]

@@ -9,6 +9,7 @@ import pytest
 from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint
 from forebay.rewriter.machine.profile import Machine, machine_from_json
 from forebay.rewriter.machine.quality import GOOD_R2, LOADED, believable
+from forebay.rewriter.predict.estimator import MachineEstimator
 
 SHAPES = ((512, 256), (1024, 1024), (4096, 512), (2048, 2048))
 GUESS = Machine.default()
@@ -20,8 +21,9 @@ def _points(dtype: str, impl: str, slow: float = 1.0) -> tuple[GemmPoint, ...]:
                  for m in (1, 4) for n, k in SHAPES)
 
 
-def _attention(dtype: str, slow: float = 1.0) -> tuple[AttentionPoint, ...]:
-    return tuple(AttentionPoint(dtype, nbytes, 100, 1e-6 + 1e-10 * nbytes * (slow if i == 3 else 1.0))
+def _attention(dtype: str, slow: float = 1.0, per_byte: int = 1) -> tuple[AttentionPoint, ...]:
+    return tuple(AttentionPoint(dtype, nbytes, per_byte * nbytes,
+                                1e-6 + 1e-10 * per_byte * nbytes * (slow if i == 3 else 1.0))
                  for i, nbytes in enumerate((1 << 10, 1 << 16, 1 << 20, 1 << 24)))
 
 
@@ -50,7 +52,7 @@ def test_a_link_that_fits_poorly_is_named() -> None:
     assert machine_from_json(found.to_json()) == found, "a kept profile says so too"
 
 
-@pytest.mark.parametrize(("dtype", "guess"), [("float32", {"aten"}), ("w4g64", set())])
+@pytest.mark.parametrize(("dtype", "guess"), [("float32", {"aten"}), ("w4g64", {"flat"})])
 def test_products_of_a_dtype_are_guessed_together(dtype: str, guess: set[str]) -> None:
     """One implementation's poor fit leaves no choice among those of its dtype; other dtypes keep theirs."""
     other = "w4g64" if dtype == "float32" else "float32"
@@ -58,14 +60,43 @@ def test_products_of_a_dtype_are_guessed_together(dtype: str, guess: set[str]) -
     assert machine.gemm_fits()["flat", dtype][4].r2 < GOOD_R2 <= machine.gemm_fits()["flat", dtype][1].r2
     found = believable(machine)
     assert set(found.gemm_impls(dtype)) == guess
+    assert [p for p in found.gemm if p.dtype == dtype] == [p for p in GUESS.gemm if p.dtype == dtype]
     assert [p for p in found.gemm if p.dtype == other] == [p for p in machine.gemm if p.dtype == other]
     assert len(found.guessed) == 1 and f"products of {dtype}" in found.guessed[0] and "4 rows" in found.guessed[0]
 
 
-def test_attention_that_fits_poorly_goes_by_its_rate() -> None:
-    machine = _measured(attention=_attention("float32") + _attention("bfloat16", 0.01))
-    found = believable(machine)
-    assert set(found.attention_fits()) == {"float32"} and "attention of bfloat16" in found.guessed[0]
+def test_few_rows_that_fit_poorly_go_by_their_neighbours() -> None:
+    """Not by the bytes of the weights alone, which made 24 rows of a product of 4 bits ten times too cheap."""
+    points = [p for impl in ("flat", "int16") for p in _points("w4g64", impl)]
+    points += [dataclasses.replace(p, m=16, time_s=4 * p.time_s) for p in points if p.m == 4]
+    odd = [dataclasses.replace(p, time_s=0.1 * p.time_s) if (p.impl, p.m, p.n) == ("int16", 1, 2048) else p
+           for p in points]
+    found = believable(_measured(gemm=tuple(odd)))
+    assert found.gemm == tuple(p for p in points if (p.impl, p.m) != ("int16", 1))
+    assert found.gemm_time_s("int16", "w4g64", 1, 2048, 2048) == found.gemm_time_s("int16", "w4g64", 4, 2048, 2048)
+    (reason,) = found.guessed
+    assert "by int16 at 1 rows" in reason and "of more and of fewer" in reason
+
+
+def test_attention_that_fits_poorly_goes_by_others_or_its_rate() -> None:
+    whole = _attention("float32") + _attention("float32", per_byte=64)
+    found = believable(_measured(attention=whole + _attention("float32", 0.01, per_byte=8) + _attention("kv4", 0.01)))
+    assert {kind: list(fits) for kind, fits in found.attention_fits().items()} == {"float32": [1.0, 64.0]}
+    assert len(found.guessed) == 2 and "attention of float32 at 8 operations per byte" in found.guessed[0]
+    assert found.attention_time_s("float32", 1e6, 8e6) == pytest.approx(1e-6 + 8e-4, rel=0.02), "between the others"
+
+
+def test_what_has_no_points_costs_operations_too() -> None:
+    """At the rates of the slowest kind that was measured over many rows."""
+    points = [GemmPoint("flat", dtype, m, n, k, 1e-5 + m * n * k * each_s) for m in (1, 64, 256) for n, k in SHAPES
+              for dtype, each_s in (("float32", 1e-11), ("w8g128", 2e-11))]
+    found = believable(_measured(gemm=tuple(points), attention=_attention("float32", per_byte=64)))
+    assert found.product_flops == pytest.approx(1e11, rel=0.05)
+    assert found.attention_flops == pytest.approx(min(p.flops / p.time_s for p in found.attention))
+    times = MachineEstimator(found)
+    flops = 2 * 64 * 2048**2
+    assert times.product_s("bfloat16", 64, 2048, 2048, nbytes=1) == pytest.approx(flops / found.product_flops)
+    assert times.attention_s("kv4", 1.0, 1e9) == pytest.approx(1e9 / found.attention_flops)
 
 
 def test_what_a_loaded_cpu_was_timed_at_is_guessed() -> None:

@@ -114,7 +114,7 @@ def test_a_product_of_an_unmeasured_dtype_takes_at_least_its_bytes() -> None:
 
 
 GPU = replace(
-    MACHINE, device_kind="NVIDIA H200", dispatch_s=1e-5, memory_bytes_per_s=2e12,
+    MACHINE, product_flops=0.0, device_kind="NVIDIA H200", dispatch_s=1e-5, memory_bytes_per_s=2e12,
     tiers={"device": Tier(140 << 30, 4e12), "host": Tier(100 << 30, 1e10), "disk": Tier(1 << 40, 0.0)},
     gemm=tuple(GemmPoint(impl, "w4g64", m, n, k, 1e-6 + n * k * slower / 6e12) for n, k in ((8192, 2048), (8192, 8192))
                for impl, m, slower in (("flat", 2, 1), ("flat", 16, 1), ("large", 256, 4))))

@@ -18,7 +18,8 @@ from forebay.rewriter.predict.simulate import simulate
 def machine(disk_bytes_per_s: float, dispatch_s: float = 1e-3) -> Machine:
     links = (Link("disk", "device", disk_bytes_per_s, 0.0, "direct"),)
     tiers = Machine.default().tiers | {"device": Tier(4 << 30, 2e15)}
-    return replace(Machine.default(), tiers=tiers, links=links, dispatch_s=dispatch_s, memory_bytes_per_s=1e15, gemm=())
+    return replace(Machine.default(), tiers=tiers, links=links, dispatch_s=dispatch_s, memory_bytes_per_s=1e15, gemm=(),
+                   product_flops=0.0)
 
 
 def streamed(folder: Path, slots: int, layers: int = 6, lead: int | None = None, hoist: bool = True) -> Program:
