@@ -39,6 +39,7 @@ from forebay.passes.quantise.drop_values import drop_values
 from forebay.passes.quantise.quantize_cache import quantize_cache
 from forebay.passes.quantise.quantize_weights import fuse_dequantize, quantize_weights
 from forebay.passes.shard.shard import shard
+from forebay.passes.shard.take_stage import take_stage
 from forebay.rewriter.capture.concretise import inline_blocks
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.garbage import no_collection
@@ -76,7 +77,8 @@ from forebay.runtime.run.run_once import run_once
 # Every pass in the order in which they run, with its phase, what it is run on, and the reason why it stands there.
 PASSES: tuple[Pass, ...] = (
     # once per kind of layer, before there is a plan: what these fold, the planner never sees
-    Pass(shard, "captured", "whole step", "first, where several ranks share a model: it knows torch's operators alone"),
+    Pass(take_stage, "captured", "whole step", "first, where stages share the layers: what others do goes"),
+    Pass(shard, "captured", "whole step", "where ranks share a layer, before all else: it knows torch's operators"),
     Pass(fuse_rms_norm, "captured", "each graph", "norms stand between all else: no pattern holds one", optional=True),
     Pass(fuse_layer_norm, "captured", "each graph", "beside the other norm: no pattern contains it", optional=True),
     Pass(fuse_rotary, "captured", "each graph", "queries and keys, before attention reads them", optional=True),

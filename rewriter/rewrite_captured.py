@@ -23,7 +23,7 @@ from forebay.rewriter.pipeline import PASSES, phase
 from forebay.rewriter.run_passes import Stage, check_switches
 from forebay.rewriter.switches import SwitchError, Switches
 
-WHERE_ASKED = ("shard", "quantize_cache", "quantize_weights", "checkpoint_kv", "drop_values")
+WHERE_ASKED = ("take_stage", "shard", "quantize_cache", "quantize_weights", "checkpoint_kv", "drop_values")
 
 
 @no_collection()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
+
+from torch import fx
 
 from forebay.passes.shard.shard import ROWS, Cuts, shard
+from forebay.passes.shard.split import ShardError
+from forebay.passes.shard.take_stage import take_stage
 from forebay.rewriter.checkpoints.cut_weights import cut_file, cut_spec
 from forebay.rewriter.garbage import no_collection
-from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.ir.graph import CapturedModel, weight_name
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.ir.share import RankShare, WeightCut
 from forebay.rewriter.pipeline import PASSES
@@ -23,10 +28,15 @@ WeightParts = dict[str, tuple[str, WeightCut]]
 
 @no_collection()
 def shard_captured(captured: CapturedModel, share: RankShare, switches: Switches) -> tuple[CapturedModel, WeightParts]:
-    """`captured`, on whose graphs no pass has run, as rank `share.rank` computes it, and the parts that its weights
-    are. ShardError names what cannot be divided so; ValueError for graphs that were rewritten."""
+    """`captured`, on whose graphs no pass has run, as rank `share.rank` computes it: the layers of its stage, and of
+    their weights its parts, which are given too. ShardError names what cannot be divided so; ValueError for graphs that
+    were rewritten."""
     if captured.rewritten:
         raise ValueError("the graphs of a bundle are those of one device: open the checkpoint that it was made of")
+    if share.stages > 1:
+        captured = _staged(captured, share, switches)
+    if share.beside == 1:
+        return replace(captured, choices=None), {}
     step = with_blocks(captured)
     stage = Stage(step, replace(switches, bisect=False), "sharded", {})  # a rank alone computes nothing to compare
     stage.run(next(each for each in PASSES if each.run is shard), lambda _: (share, _units(captured)))
@@ -37,6 +47,53 @@ def shard_captured(captured: CapturedModel, share: RankShare, switches: Switches
     shapes = {node.name: node.meta["val"].shape for node in step.graph.find_nodes(op="placeholder")}
     cache = tuple(replace(spec, kv_heads=shapes[f"cache_k_{i}"][1]) for i, spec in enumerate(captured.cache))
     return replace(captured, step=step, weights=weights, cache=cache, choices=None), parts
+
+
+def _staged(captured: CapturedModel, share: RankShare, switches: Switches) -> CapturedModel:
+    """The layers of a stage, and the weights and constants that they read, or that stand before or behind them."""
+    step = with_blocks(captured)
+    begins = stage_begins(captured, share.stages)
+    stage = Stage(step, replace(switches, bisect=False), "staged", {})
+    stage.run(next(each for each in PASSES if each.run is take_stage), lambda _: (share, begins))
+    read = {weight_name(node) for node in step.graph.find_nodes(op="placeholder")}
+    own = slice(*begins[share.stage : share.stage + 2])
+    return replace(
+        captured, step=step, layers=captured.layers[own], layer_weights=captured.layer_weights[own],
+        cache=captured.cache[own], weights={name: w for name, w in captured.weights.items() if name in read},
+        constants={name: c for name, c in captured.constants.items() if name in read})
+
+
+def stage_begins(captured: CapturedModel, stages: int) -> tuple[int, ...]:
+    """The first layer of each stage, and behind the last: so that the most that a stage reads of weights in a step is
+    least, and then each takes what it can. What stands behind the layers is the last one's; before them stand tables,
+    of which a step reads a few rows. ShardError where there are too few layers."""
+    sizes = [sum(captured.weights[name].nbytes for name in set(names.values())) for names in captured.layer_weights]
+    if len(sizes) < stages:
+        raise ShardError(f"{stages} stages need as many layers, and the model has {len(sizes)}; take fewer stages")
+    sizes[-1] += sum(captured.weights[name].nbytes for name in _read_behind(captured.step) if name in captured.weights)
+    limits = sorted({sum(sizes[first:end]) for first in range(len(sizes)) for end in range(first + 1, len(sizes) + 1)})
+    return next(begins for limit in limits if (begins := _filled(sizes, stages, limit)) is not None)
+
+
+def _filled(sizes: Sequence[int], stages: int, limit: int) -> tuple[int, ...] | None:
+    """Where stages begin that each take at most `limit` of these sizes, the first ones as many as they can; None where
+    that does not hold all."""
+    begins = [0]
+    for left in range(stages - 1, 0, -1):
+        end = begins[-1] + 1
+        while end < len(sizes) - left and sum(sizes[begins[-1] : end + 1]) <= limit:
+            end += 1
+        begins.append(end)
+    begins.append(len(sizes))
+    return tuple(begins) if all(sum(sizes[a:b]) <= limit for a, b in pairwise(begins)) else None
+
+
+def _read_behind(step: fx.GraphModule) -> set[str]:
+    """The weights that are read behind the first layer, by others than layers."""
+    nodes = list(step.graph.nodes)
+    first = next(i for i, node in enumerate(nodes) if node.op == "call_module")
+    return {name for node in nodes[first:] if node.op == "call_function" for operand in node.all_input_nodes
+            if (name := weight_name(operand)) is not None}
 
 
 def rank_files(captured: CapturedModel, parts: WeightParts, files: Mapping[str, FileSlice]) -> dict[str, FileSlice]:

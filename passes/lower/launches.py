@@ -138,8 +138,10 @@ class Launches:
         """An exchange with other ranks. What a backend takes beside is kept: as much again as both ends."""
         operand, out = self.ref(node.args[0]), self.ref(node)
         read, written = span_of(operand), span_of(out)
-        return Launch(COLLECT, str(target), (operand, *node.args[1:]), {}, (out,), (read,), (written,), node.name,
-                      node.meta.get("layer", -1), held=(("collectives", read.nbytes + written.nbytes),))
+        results = () if mutated_arguments(target) else (out,)
+        taken = written.nbytes + (read.nbytes if results else 0)
+        return Launch(COLLECT, str(target), (operand, *node.args[1:]), {}, results, (read,), (written,), node.name,
+                      node.meta.get("layer", -1), held=(("collectives", taken),))
 
     def _aten(self, node: fx.Node, target: torch._ops.OpOverload) -> list[Launch]:
         mutated = mutated_arguments(target)

@@ -35,7 +35,7 @@ from forebay.passes.lower.recording import (
 from forebay.passes.lower.stage_cache import CacheStaging, staged_layers
 from forebay.passes.lower.take_turns import PieceTurn, turns
 from forebay.rewriter.ir.block import DECODING
-from forebay.rewriter.ir.graph import META, CacheInput, Layout, WeightInput, values_of
+from forebay.rewriter.ir.graph import META, CacheInput, Layout, WeightInput, hands_on, values_of
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
 from forebay.rewriter.ir.program import FileSlice, Launch, Release, Rows, Span, TensorRef, span_of
 
@@ -76,7 +76,7 @@ def lower(
     for other in parts[1:]:
         _share_moves(parts[0], other)
     beside = sum(other.count for other in parts[1:])
-    for turn in turns(len(parts[0].pieces), plan.schedule.block, beside):
+    for turn in turns(len(parts[0].pieces), plan.schedule.block, beside, parts[0].last):
         parts[turn.graph].stamp(turn)
     return draft
 
@@ -115,6 +115,7 @@ class _Lowering:
         self.outer = Addresses(gm, layout, "", {})
         self.recorded: dict[object, tuple[list[Recording], list[tuple[int, str]]]] = {}
         self.pieces: list[list[tuple[Recording, _Stamp]]] = []
+        self.last = 0  # pieces from the exchange on in which all stages meet
         self.staging: CacheStaging | PlaceStaging | None = None
         self.activations = [
             {symbol: (arena, offset, prefix + buffer) for symbol, (arena, offset, buffer) in micro_batch_symbols(
@@ -153,7 +154,11 @@ class _Lowering:
                 self.pieces.append([(last, outer), first])  # waits for lookups stand in their readers' turn
                 self.pieces += [[part] for part in parts]
             elif node.op == "output":
-                self.pieces += [[(recording, outer)] for recording in recorder.record(pending)]
+                recordings = recorder.record(pending)
+                if pending[0].op == "call_function" and hands_on(pending[0]):  # what a layer made leaves in its turn
+                    self.pieces[-1].append((recordings.pop(0), outer))
+                self.pieces += [[(recording, outer)] for recording in recordings]
+                self.last = 2 if any(map(hands_on, pending)) else 0
                 for i, value in enumerate(flatten(node.args[0])):
                     if isinstance(value, fx.Node) and values_of(value):
                         draft.outputs[f"{self.prefix}out{i}"] = settled(self._boundary(value), outer.symbols)

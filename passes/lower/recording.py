@@ -15,7 +15,7 @@ from forebay.passes.lower.launches import Launches, Workspace
 from forebay.passes.lower.out_variants import mutated_arguments
 from forebay.passes.place.arrange_block import reads_matrix, touches_cache
 from forebay.rewriter.ir import ops
-from forebay.rewriter.ir.graph import META, Transfer, storage_of, values_of
+from forebay.rewriter.ir.graph import META, Transfer, hands_on, storage_of, values_of
 from forebay.rewriter.ir.program import COLLECT, COMPUTE, Launch, Release, TensorRef
 
 
@@ -111,7 +111,8 @@ class Recorder:
     """Records nodes of one graph: launches with symbols, and marks with numbers of the graph's own.
 
     Unless it is recorded as a `whole`, the graph is cut into pieces where all micro-batches may take their turns:
-    behind each tile of a matrix, so that the tile need not stay longer, and behind lookups, so that all are under way.
+    behind each tile of a matrix, so that the tile need not stay longer, and behind lookups, so that all are under way;
+    and around what stages hand on, which all have in one order. What nobody reads of that is waited for at the end.
     With `staged`, marks stand before the first and behind the last operator that touches the cache, behind which a
     graph that is `cut` ends a piece.
     """
@@ -136,6 +137,7 @@ class Recorder:
                 self.entries.append(Staging(False))
             if node.op == "output":
                 self._arrive(*node.all_input_nodes)
+                self.entries += [mark for mark in self.landing.values() if isinstance(mark, Exchanged)]
                 results = tuple(place_of(self.addresses.ref(v)) for v in flatten(node.args[0])
                                 if isinstance(v, fx.Node) and values_of(v))
             elif node.op == "call_module":
@@ -186,12 +188,12 @@ class Recorder:
             parts = (launch.args, launch.kwargs, launch.out, launch.reads, launch.writes)
             self.entries.append(Recorded(launch, tuple(map(has_symbols, parts))))
             if launch.stream == COLLECT:
-                self.landing[node] = Exchanged(launch.label)
+                self.landing[storage_of(node)[0]] = Exchanged(launch.label)
 
 
 def _ends_turn(node: fx.Node) -> bool:
     """Whether micro-batches may take turns behind this node: what then lives has memory in each (`outlive_turns`)."""
-    if node.target is ops.gather_rows:
+    if node.target is ops.gather_rows or hands_on(node) or (node.op == "call_function" and hands_on(node.next)):
         return True
     tile = node.args[0] if node.target is ops.release else None
     return isinstance(tile, fx.Node) and reads_matrix(tile.args[0])  # type: ignore[arg-type]

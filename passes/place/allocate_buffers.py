@@ -70,10 +70,11 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True, block: Block = ALON
     first: dict[tuple[fx.Node, int], int] = {}
     last: dict[tuple[fx.Node, int], int] = {}
     storages: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
-    # a lookup on the disk stream still reads its index until somebody waits for its rows, a collective its operand
+    # a lookup on the disk stream still reads its index until somebody waits for its rows, a collective its operand;
+    # for what nobody reads the output waits
     lookups = (ops.gather_rows, aten.embedding.default)
-    until = {n: min((position[u] for u in _waiting(n)), default=end) if n.target in lookups or is_collective(n) else i
-             for n, i in position.items()}
+    until = {n: min((position[u] for u in _waiting(n)), default=end - 1) if n.target in lookups or is_collective(n)
+             else i for n, i in position.items()}
     for i, node in enumerate(nodes):
         if _owns_memory(node):
             for element in range(len(values_of(node))):

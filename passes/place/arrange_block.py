@@ -12,7 +12,7 @@ from torch import fx
 from forebay.passes.allocators import Allocation, Buffer, allocate
 from forebay.rewriter.ir.alignment import ALIGNMENT, aligned
 from forebay.rewriter.ir.block import Block
-from forebay.rewriter.ir.graph import META, CacheInput, storage_of, weight_name
+from forebay.rewriter.ir.graph import META, CacheInput, hands_on, storage_of, weight_name
 
 TIME_LIMIT_S = 1.0
 
@@ -33,18 +33,22 @@ def outlive_turns(
     """Of buffers that live over [first, last] of a flat graph's nodes, those that another micro-batch's turn meets.
 
     In zigzag order turns end where a layer ends; outside the layers also within each operator that reads a matrix,
-    which may come in tiles that all micro-batches use in turn, and behind a lookup; and where the host attends, behind
-    the last operator of a layer that touches the cache. In row order no turn ends early.
+    which may come in tiles that all micro-batches use in turn, behind a lookup and around what stages hand on; and
+    where the host attends, behind the last operator of a layer that touches the cache. In row order turns end early
+    where all stages meet alone.
     """
-    if block.micro_batches == 1 or block.order == "row":
+    if block.micro_batches == 1:
         return frozenset()
+    if block.order == "row":
+        meet = max((i for i, node in enumerate(nodes) if hands_on(node)), default=len(nodes))
+        return frozenset(name for name, (first, last) in live.items() if first < meet <= last)
     layers = [node.meta.get("layer", -1) for node in nodes]
     borders = [i for i in range(1, len(nodes)) if layers[i] != layers[i - 1]]  # the turn ends before node i
     if block.attends_on_host(_tokens(nodes)):
         last = {layers[i]: i for i, node in enumerate(nodes) if layers[i] >= 0 and touches_cache(node)}
         borders = sorted({*borders, *(i + 1 for i in last.values())})
-    within = [i for i, node in enumerate(nodes) if layers[i] < 0 and node.op == "call_function" and any(
-        reads_matrix(operand) for operand in node.all_input_nodes)]
+    within = [i for i, node in enumerate(nodes) if layers[i] < 0 and node.op == "call_function" and (
+        hands_on(node) or any(reads_matrix(operand) for operand in node.all_input_nodes))]
     return frozenset(
         name for name, (first, last) in live.items()
         if bisect_right(borders, first) < bisect_right(borders, last)

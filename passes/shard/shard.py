@@ -321,9 +321,9 @@ def _head(gm: fx.GraphModule) -> fx.Node | None:
 
 def _head_rows(head: fx.Node, share: RankShare) -> Split:
     """Rows of the head, as many on each rank but perhaps the last ones."""
-    size, parts = shape_of(head)[-1], share.ranks
+    size, parts = shape_of(head)[-1], share.beside
     each = -(-size // parts)
     if 2 * (size - (parts - 1) * each) < each:
         raise ShardError(f"{head.name}: a vocabulary of {size} is too small for {parts} ranks")
-    at = share.rank * each
+    at = share.index(share.axes) * each
     return Split(len(shape_of(head)) - 1, ranges([(at, min(at + each, size))]), size, share.axes)

@@ -204,6 +204,11 @@ def is_collective(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
 
 
+def hands_on(node: fx.Node) -> bool:
+    """Whether a node is an exchange between stages, of which one gives what the others have from then on."""
+    return node.target is torch.ops._c10d_functional.broadcast_.default
+
+
 def storage_of(node: fx.Node) -> tuple[fx.Node, int]:
     """The node (and element of its result) whose memory `node` shows: itself, or what it is a view of."""
     base = node.meta.get("alias_of")

@@ -36,15 +36,27 @@ def even_part(size: int, parts: int, index: int, unit: int = 1) -> Ranges:
 
 @dataclass(frozen=True)
 class RankShare:
-    """Rank `rank` of a mesh of `shape`, of whose axes the last varies fastest. Weights are divided over all of them by
-    the feed-forward size, and attention by its heads (Pope et al., section 3.2.1)."""
+    """Rank `rank` of `stages` meshes of `shape`, of whose axes the last varies fastest. Each stage computes some of the
+    layers, one after the other; its mesh divides their weights over all axes by the feed-forward size, and attention by
+    its heads (Pope et al., section 3.2.1)."""
 
     shape: tuple[int, ...]
     rank: int
+    stages: int = 1
 
     @property
     def ranks(self) -> int:
+        """Those of all stages."""
+        return self.stages * self.beside
+
+    @property
+    def beside(self) -> int:
+        """Ranks that share a stage."""
         return math.prod(self.shape)
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.beside
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -55,6 +67,10 @@ class RankShare:
     def place(self) -> tuple[int, ...]:
         """The rank's index along each axis."""
         return tuple(self.rank // math.prod(self.shape[i + 1 :]) % size for i, size in enumerate(self.shape))
+
+    def at_stage(self, stage: int) -> int:
+        """The rank of another stage that has the same place in it."""
+        return self.rank + (stage - self.stage) * self.beside
 
     def size(self, axes: Sequence[int]) -> int:
         """Ranks along these axes together."""
@@ -77,13 +93,19 @@ class RankShare:
             at = 0
             for i, size in enumerate(self.shape):
                 at = at * size + place[i]
-            found.append(at)
+            found.append(self.stage * self.beside + at)
         return tuple(found)
 
     @property
     def name(self) -> str:
         """The share in words: what plans and answers of it are known by."""
-        return f"rank {self.rank} of {'x'.join(map(str, self.shape))}"
+        return f"rank {self.rank} of {mesh_text(self.shape, self.stages)}"
+
+
+def mesh_text(shape: Sequence[int], stages: int = 1) -> str:
+    """A mesh as it is asked for."""
+    text = "x".join(map(str, shape))
+    return text if stages == 1 else f"stages={stages},tensor={text}"
 
 
 def group_name(ranks: Sequence[int]) -> str:

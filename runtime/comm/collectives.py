@@ -15,10 +15,10 @@ from forebay.runtime.comm.watch import RankFault
 from forebay.runtime.devices.device import Call, RuntimeFault
 
 functional = torch.ops._c10d_functional
-Exchange = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object]
+Exchange = Callable[..., object]  # of the result, the operand, the process group, and what else the operator is given
 
 
-def _all_reduce(out: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _all_reduce(out: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup, *_: object) -> None:
     out.copy_(given)
     dist.all_reduce(out, group=group)
 
@@ -26,7 +26,9 @@ def _all_reduce(out: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name warns since 2.13
 EXCHANGES: dict[object, Exchange] = {
     functional.all_reduce.default: _all_reduce,
-    functional.all_gather_into_tensor.default: lambda out, given, group: _all_gather(out, given, group=group),
+    functional.all_gather_into_tensor.default: lambda out, given, group, *_: _all_gather(out, given, group=group),
+    functional.broadcast_.default: lambda out, given, group, source: dist.broadcast(
+        out, group=group, group_src=source),
 }
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -48,12 +50,12 @@ def bind_collective(launch: Launch, args: tuple, out: torch.Tensor) -> Call:
     if not dist.is_initialized():
         raise RuntimeFault(f"{launch.label}: {launch.op} exchanges with other ranks, and this process has none; start "
                            "it with torchrun")
-    given, *_, name = args
+    given, *how, name = args
     group, exchange = group_of(ranks_of(name)), EXCHANGES[overload_of(launch.op)]
 
     def call() -> None:
         try:
-            exchange(out, given, group)
+            exchange(out, given, group, *how)
         except Exception as error:
             other = named(error)
             said = str(other).splitlines()[0] if other is error else str(other)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from forebay.rewriter.ir.program import COLLECT, Launch, Program
+from forebay.rewriter.ir.share import ranks_of
 from forebay.runtime.comm.faults import look_out
 from forebay.runtime.comm.launched import has_launcher, local_rank
 from forebay.runtime.comm.watch import RankFault, RankWatch
@@ -62,25 +63,55 @@ def named(error: BaseException) -> BaseException:
     return (_watch.named() if _watch is not None else None) or error
 
 
-def exchanges_of(program: Program) -> str:
-    """A digest of a Program's collectives in their order: who takes part, what is exchanged and how much of it."""
-    digest = hashlib.sha256()
+Exchanges = list[tuple[tuple[int, ...], str]]  # of a Program in order: who takes part, and a digest of all else
+
+
+def exchanges_of(program: Program) -> Exchanges:
+    """A Program's collectives in their order: who takes part, and a digest of what is exchanged and how much of it."""
+    found = []
     for item in program.step:
         if isinstance(item, Launch) and item.stream == COLLECT:
-            out = item.out[0]
-            digest.update(repr((item.op, item.args[1:], out.dtype, out.shape, item.label)).encode())
-    return digest.hexdigest()[:16]
+            *how, group = item.args[1:]
+            given = item.args[0]
+            said = repr((item.op, how, given.dtype, given.shape, item.label))
+            found.append((ranks_of(group), hashlib.sha256(said.encode()).hexdigest()[:16]))
+    return found
+
+
+def first_unmet(exchanges: Sequence[Exchanges]) -> tuple[int, int] | None:
+    """A rank, and another one that it would wait for without end, if each rank makes its exchanges in order and each
+    exchange waits for all that take part; None where all are made."""
+    at = [0] * len(exchanges)
+
+    def next_of(rank: int) -> tuple[tuple[int, ...], str] | None:
+        return exchanges[rank][at[rank]] if at[rank] < len(exchanges[rank]) else None
+
+    pending = list(range(len(exchanges)))
+    while pending:
+        rank = pending.pop()
+        while (wanted := next_of(rank)) is not None and all(next_of(other) == wanted for other in wanted[0]):
+            for other in wanted[0]:
+                at[other] += 1
+            pending += [other for other in wanted[0] if other != rank]
+    for rank in range(len(exchanges)):
+        if (wanted := next_of(rank)) is not None:
+            return rank, next(other for other in wanted[0] if next_of(other) != wanted)
+    return None
 
 
 def require_same_exchanges(programs: Iterable[tuple[str, Program]]) -> None:
-    """Raise RuntimeFault unless the ranks' Programs of the same steps have the same collectives in the same order: else
-    each would wait for another one for ever."""
+    """Raise RuntimeFault unless in the ranks' Programs of the same steps each exchange finds all that take part: else
+    ranks would wait for each other for ever."""
     mine = [(name, exchanges_of(program)) for name, program in programs]
-    for other, theirs in enumerate(from_all(mine)):
-        if theirs != mine:
-            first = next((a for a, b in zip(mine, theirs, strict=False) if a != b), mine[0])
-            raise RuntimeFault(f"rank {other} exchanges otherwise than rank {dist.get_rank()} in the {first[0]}: their "
-                               "plans do not go together; plan anew on all ranks")
+    theirs = from_all(mine)
+    for i, (name, _) in enumerate(mine):
+        own = [steps[i] if i < len(steps) else ("", []) for steps in theirs]
+        unmet = next(((dist.get_rank(), other) for other, (theirs_is, _) in enumerate(own) if theirs_is != name), None)
+        if unmet is None:
+            unmet = first_unmet([exchanges for _, exchanges in own])
+        if unmet is not None:
+            raise RuntimeFault(f"rank {unmet[1]} exchanges otherwise than rank {unmet[0]} in the {name}: their plans "
+                               "do not go together; plan anew on all ranks")
 
 
 def leave_ranks() -> None:

@@ -31,7 +31,7 @@ def bind_launch(launch: Launch, tensor: TensorOf) -> Call:
     if launch.stream == COLLECT:
         from forebay.runtime.comm.collectives import bind_collective
 
-        return bind_collective(launch, args, out[0])
+        return bind_collective(launch, args, out[0] if out else args[0])
     if launch.op == "copy":
         return functools.partial(out[0].copy_, args[0])
     torchs = overload_of(launch.op)

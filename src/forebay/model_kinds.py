@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forebay.rewriter.ir.plan import PlanError
@@ -11,7 +11,7 @@ from forebay.rewriter.ir.plan import PlanError
 if TYPE_CHECKING:
     from forebay.api import LanguageModel
 
-MeshShape = str | int | Sequence[int]
+MeshShape = str | int | Sequence[int] | Mapping[str, int | str | Sequence[int]]
 
 
 def made(draft: str | os.PathLike[str] | None, mesh: MeshShape | None, *given: Any) -> LanguageModel:
@@ -21,7 +21,7 @@ def made(draft: str | os.PathLike[str] | None, mesh: MeshShape | None, *given: A
     if mesh is not None:
         from forebay.sharded import ShardedModel
 
-        return ShardedModel(mesh_shape(mesh), *given)
+        return ShardedModel(read_mesh(mesh), *given)
     if draft is not None:
         from forebay.drafted import DraftedModel
 
@@ -31,14 +31,29 @@ def made(draft: str | os.PathLike[str] | None, mesh: MeshShape | None, *given: A
     return LanguageModel(*given)
 
 
-def mesh_shape(mesh: MeshShape) -> tuple[int, ...]:
-    """Ranks along each axis: of 4, (2, 2) or "2x2". PlanError where it is none of these."""
-    parts: Sequence[Any] = mesh.lower().split("x") if isinstance(mesh, str) else (
-        [mesh] if isinstance(mesh, int) else mesh)
+def read_mesh(mesh: MeshShape) -> tuple[tuple[int, ...], int]:
+    """Ranks along each axis of a stage, and how many stages there are: of 4, (2, 2), "2x2", {"stages": 2, "tensor": 2}
+    or "stages=2,tensor=2". PlanError where it is none of these."""
+    wanted = "numbers of ranks of at least 1, as 4, 2x2 or stages=2,tensor=2"
+    parts: Mapping[str, Any] = {"tensor": mesh}
+    if isinstance(mesh, Mapping):
+        parts = mesh
+    elif isinstance(mesh, str) and "=" in mesh:
+        named = [part.partition("=") for part in mesh.split(",")]
+        parts = {name.strip(): given for name, _, given in named}
+        if len(parts) < len(named):
+            raise PlanError(f"mesh: {mesh!r} names a part twice; it must be {wanted}")
+    stages = _numbers(parts.get("stages", 1))
+    shape = _numbers(parts.get("tensor", 1))
+    if set(parts) - {"stages", "tensor"} or len(stages) != 1 or not shape or min(*stages, *shape) < 1:
+        raise PlanError(f"mesh: {mesh!r} must be {wanted}")
+    return shape, stages[0]
+
+
+def _numbers(given: Any) -> tuple[int, ...]:
+    """Whole numbers joined by x, in a sequence, or one alone; none where it is something else."""
+    parts = given.lower().split("x") if isinstance(given, str) else [given] if isinstance(given, int) else given
     try:
-        shape = tuple(map(int, parts))
+        return tuple(map(int, parts))
     except (TypeError, ValueError):
-        shape = ()
-    if not shape or min(shape) < 1:
-        raise PlanError(f"mesh: {mesh!r} must be numbers of ranks of at least 1, as 4 or 2x2")
-    return shape
+        return ()

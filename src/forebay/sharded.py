@@ -1,11 +1,12 @@
-"""A language model that several processes run together, each with its part of every layer, its plan and its budget."""
+"""A language model that several processes run together, each with its stage's layers or its part of every layer, its
+plan and its budget."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,7 +15,7 @@ from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.plan import MOVING, Plan, PlanError, Workload
-from forebay.rewriter.ir.share import RankShare
+from forebay.rewriter.ir.share import RankShare, mesh_text
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan_block import PlanChoice, plan_block
@@ -28,20 +29,31 @@ from forebay.runtime.run.session import Session
 
 @dataclass(frozen=True)
 class Steps:
-    """What ranks must have alike of their plans: which steps there are, and what each computes."""
+    """What ranks must have alike of their plans: which steps there are, and in which order each computes what. Where a
+    rank's weights and caches lie, and in what pieces they come, is its own affair."""
 
     workload: Workload
-    block: Block
+    micro_batches: int
+    order: Literal["row", "zigzag"]
+    entering: int
+    joined: bool
     prefill_chunk: int
 
     @staticmethod
     def of(plan: Plan) -> Steps:
-        return Steps(plan.workload, plan.schedule.block, plan.schedule.prefill_chunk)
+        block = plan.schedule.block
+        return Steps(plan.workload, block.micro_batches, block.order, block.entering, block.joined,
+                     plan.schedule.prefill_chunk)
 
     @property
     def size(self) -> tuple[int, int, int]:
         """What takes less memory comes first."""
-        return self.workload.batch // self.block.micro_batches, self.prefill_chunk, self.workload.batch
+        return self.workload.batch // self.micro_batches, self.prefill_chunk, self.workload.batch
+
+    def wished(self, wishes: Wishes) -> Wishes:
+        """What is wished, with these steps."""
+        return replace(wishes, micro_batches=self.micro_batches, order=self.order, entering=self.entering or None,
+                       joined=self.joined, prefill_chunk=self.prefill_chunk)
 
 
 class ShardedModel(LanguageModel):
@@ -49,17 +61,20 @@ class ShardedModel(LanguageModel):
     the whole answer."""
 
     def __init__(
-        self, mesh: Sequence[int], captured: CapturedModel, checkpoint: Any, files: Any, budget: Any,
+        self, mesh: tuple[Sequence[int], int], captured: CapturedModel, checkpoint: Any, files: Any, budget: Any,
         workload: Workload, wishes: Wishes, machine: Machine | None = None, plan: Plan | None = None,
         choose: PlanChoice = plan_block,
     ) -> None:
         rank, ranks = join_ranks("cpu" if machine is None else machine.device_kind)
-        self.share = RankShare(tuple(mesh), rank)
+        shape, stages = mesh
+        self.share = RankShare(tuple(shape), rank, stages)
         if self.share.ranks != ranks:
-            raise PlanError(f"mesh: {'x'.join(map(str, mesh))} has {self.share.ranks} ranks, and {ranks} processes "
+            raise PlanError(f"mesh: {mesh_text(shape, stages)} has {self.share.ranks} ranks, and {ranks} processes "
                             f"run; start as many with torchrun --nproc-per-node={self.share.ranks}")
         if wishes.drafted_tokens not in (None, "auto"):
             raise PlanError("prompt_lookup_num_tokens: steps that check drafts are for one device; leave one out")
+        if stages > 1:
+            wishes = _of_stage(wishes)
         sharded, parts = shard_captured(captured, self.share, read_switches())
         super().__init__(sharded, checkpoint, rank_files(captured, parts, files), budget, workload,
                          replace(wishes, drafted_tokens=None), machine, plan, choose)
@@ -110,8 +125,12 @@ class ShardedModel(LanguageModel):
         raise PlanError(f"no plan of one rank suits all: {refused}")
 
     def _follow(self, asked: Steps, wishes: Wishes) -> tuple[Pipeline, Plan]:
-        pipeline = Pipeline(self._graphs(asked.workload, asked.block), asked.workload, self.machine, self.switches)
-        return pipeline, pipeline.plan(self.budget, replace(wishes, prefill_chunk=asked.prefill_chunk))
+        found = plan_block(
+            self._graphs, self.budget, asked.workload, asked.wished(wishes), self.machine, self.switches)
+        if Steps.of(found[1]) != asked:
+            raise PlanError(f"{self.share.name} has no steps of {asked.workload.batch} sequences in "
+                            f"{asked.micro_batches} micro-batches and chunks of {asked.prefill_chunk} tokens")
+        return found
 
     def _common(self, pipeline: Pipeline, plan: Plan) -> tuple[Pipeline, Plan]:
         """The plan with those sizes of prefill steps alone that all ranks have."""
@@ -162,6 +181,16 @@ class ShardedModel(LanguageModel):
         if len(set(from_all(digest))) > 1:
             raise ValueError(f"{what}: ranks were given different arguments; give all the same, as torchrun does")
         LOG.debug("rank %d of %s: %s", self.share.rank, self.share.name, what)
+
+
+def _of_stage(wishes: Wishes) -> Wishes:
+    """What is wished, of a stage: its hidden states stay, because the next stage may still read them. PlanError for
+    others."""
+    if wishes.hidden_tier not in (None, "device"):
+        raise PlanError(f"hidden_tier {wishes.hidden_tier}: the next stage may still read them; leave stages out")
+    if wishes.score_ranges:
+        raise PlanError("calibration: it numbers the layers of one device; leave stages out")
+    return replace(wishes, hidden_tier="device")
 
 
 def _plain(value: Any) -> str:

@@ -31,7 +31,8 @@ CalibrationOption = Annotated[Path | None, typer.Option(
 DequantizeOption = Annotated[bool, typer.Option(
     "--dequantize", help="Run a GGUF file's weights as float32; by default what is quantised stays packed.")]
 MeshOption = Annotated[str | None, typer.Option(
-    "--mesh", metavar="RANKS", help="Processes that share the model, e.g. 4; by default all that torchrun started.")]
+    "--mesh", metavar="RANKS", help="Processes that share every layer, e.g. 4, or the layers, stages=2, or both, "
+    "stages=2,tensor=2; by default all that torchrun started share every layer.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
