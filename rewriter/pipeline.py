@@ -45,7 +45,7 @@ from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.alignment import aligned
 from forebay.rewriter.ir.block import Block
-from forebay.rewriter.ir.graph import META, Gemm, Layout
+from forebay.rewriter.ir.graph import META, Gemm, Layout, is_collective
 from forebay.rewriter.ir.plan import MOVING, Budget, GemmChoice, Plan, PlanError, Prediction, Workload, validate
 from forebay.rewriter.ir.program import Launch, Program
 from forebay.rewriter.machine.profile import Machine
@@ -339,7 +339,8 @@ class Pipeline:
             shape = product_shape(node)
             if shape is not None:
                 node.meta[META] = Gemm(self._best_gemm(shape))
-        nodes = [n for n in flat.graph.nodes if n.op == "call_function" and n.meta.get("alias_of") is None]
+        nodes = [n for n in flat.graph.nodes
+                 if n.op == "call_function" and (n.meta.get("alias_of") is None or is_collective(n))]
         tiled = (product_launch(Product(*u.tiled), self._best_gemm(u.tiled), self._device)
                  for u in uses if u.shape is None)
         return [*tiled, *(launch for n in nodes for launch in launches.of(n))]

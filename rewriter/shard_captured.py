@@ -71,6 +71,11 @@ def stage_begins(captured: CapturedModel, stages: int) -> tuple[int, ...]:
     if len(sizes) < stages:
         raise ShardError(f"{stages} stages need as many layers, and the model has {len(sizes)}; take fewer stages")
     sizes[-1] += sum(captured.weights[name].nbytes for name in _read_behind(captured.step) if name in captured.weights)
+    return cut_evenly(sizes, stages)
+
+
+def cut_evenly(sizes: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Where so many runs of neighbours begin, none empty, of which the largest is as small as can be."""
     limits = sorted({sum(sizes[first:end]) for first in range(len(sizes)) for end in range(first + 1, len(sizes) + 1)})
     return next(begins for limit in limits if (begins := _filled(sizes, stages, limit)) is not None)
 

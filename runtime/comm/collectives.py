@@ -10,7 +10,7 @@ import torch.distributed as dist
 from forebay.rewriter.ir.operator_names import overload_of
 from forebay.rewriter.ir.program import Launch
 from forebay.rewriter.ir.share import ranks_of
-from forebay.runtime.comm.ranks import named
+from forebay.runtime.comm.ranks import group_of, named
 from forebay.runtime.comm.watch import RankFault
 from forebay.runtime.devices.device import Call, RuntimeFault
 
@@ -30,19 +30,6 @@ EXCHANGES: dict[object, Exchange] = {
     functional.broadcast_.default: lambda out, given, group, source: dist.broadcast(
         out, group=group, group_src=source),
 }
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-
-def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """The process group of some ranks. Made when first asked for, by its members alone; these ask for groups in one
-    order, for their Programs have the same collectives in the same order."""
-    found = _groups.get(ranks)
-    if found is None:
-        everybody = ranks == tuple(range(dist.get_world_size()))
-        found = dist.group.WORLD if everybody else dist.new_group(list(ranks), use_local_synchronization=True)
-        assert found is not None
-        _groups[ranks] = found
-    return found
 
 
 def bind_collective(launch: Launch, args: tuple, out: torch.Tensor) -> Call:

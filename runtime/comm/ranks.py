@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from forebay.runtime.devices.device import RuntimeFault
 T = TypeVar("T")
 PATIENCE = timedelta(hours=4)  # of a collective; who hangs is found out by the watch, long before
 _watch: RankWatch | None = None
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 
 def join_ranks(device_kind: str) -> tuple[int, int]:
@@ -100,8 +101,8 @@ def first_unmet(exchanges: Sequence[Exchanges]) -> tuple[int, int] | None:
 
 
 def require_same_exchanges(programs: Iterable[tuple[str, Program]]) -> None:
-    """Raise RuntimeFault unless in the ranks' Programs of the same steps each exchange finds all that take part: else
-    ranks would wait for each other for ever."""
+    """Make the process groups of the ranks' Programs. RuntimeFault unless in those of the same steps each exchange
+    finds all that take part: else ranks would wait for each other for ever."""
     mine = [(name, exchanges_of(program)) for name, program in programs]
     theirs = from_all(mine)
     for i, (name, _) in enumerate(mine):
@@ -112,6 +113,22 @@ def require_same_exchanges(programs: Iterable[tuple[str, Program]]) -> None:
         if unmet is not None:
             raise RuntimeFault(f"rank {unmet[1]} exchanges otherwise than rank {unmet[0]} in the {name}: their plans "
                                "do not go together; plan anew on all ranks")
+    _make_groups({group for steps in theirs for _, exchanges in steps for group, _ in exchanges})
+
+
+def _make_groups(wanted: Collection[tuple[int, ...]]) -> None:
+    """Make the groups among `wanted` that are not there, on all ranks in one order, members or not: torch names a group
+    by how many were made before."""
+    for ranks in sorted(set(wanted) - set(_groups)):
+        everybody = ranks == tuple(range(dist.get_world_size()))
+        found = dist.group.WORLD if everybody else dist.new_group(list(ranks))
+        assert found is not None
+        _groups[ranks] = found
+
+
+def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """The process group of some ranks, once `require_same_exchanges` has seen a Program in which they exchange."""
+    return _groups[ranks]
 
 
 def leave_ranks() -> None:
@@ -122,4 +139,5 @@ def leave_ranks() -> None:
         _watch.close()
         look_out(None)
         _watch = None
+        _groups.clear()
         dist.destroy_process_group()

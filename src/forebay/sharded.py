@@ -109,7 +109,8 @@ class ShardedModel(LanguageModel):
         failed = [(rank, text) for rank, text in enumerate(proposals) if isinstance(text, str)]
         if failed:
             raise PlanError(f"rank {failed[0][0]}: {failed[0][1]}")
-        steps = sorted({p for p in proposals if isinstance(p, Steps)}, key=lambda p: p.size, reverse=True)
+        different = dict.fromkeys(p for p in proposals if isinstance(p, Steps))  # in one order on all ranks
+        steps = sorted(different, key=lambda p: p.size, reverse=True)
         refused = ""
         for asked in steps:
             try:

@@ -1,4 +1,5 @@
-"""Models on two and four ranks over gloo: tokens, bytes, proofs, plans that go together, and ranks that fail."""
+"""Models on two and four ranks over gloo, which share layers or take some each: tokens, bytes, proofs, plans that go
+together, and ranks that fail."""
 
 from __future__ import annotations
 
@@ -32,7 +33,15 @@ def wide_llama(heads: int = 9, kv_heads: int = 3) -> T.LlamaConfig:
     return families.llama(2, hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=8)
 
 
-KINDS = {**families.FAMILIES, "bigcode": bigcode, "uneven": wide_llama}
+def deep_bigcode() -> T.GPTBigCodeConfig:
+    config = bigcode()
+    config.n_layer = 4
+    return config
+
+
+DEEP = {"deep llama": lambda: families.llama(4), "deep opt": lambda: families.opt(4),
+        "deep gpt_neox": lambda: families.gpt_neox(4), "deep bigcode": deep_bigcode}
+KINDS = {**families.FAMILIES, "bigcode": bigcode, "uneven": wide_llama, **DEEP}
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,9 @@ def answers(cases: list[Case], mesh: str | None) -> list[Any]:
     for case in cases:
         wrapped = dict(case.wrapped)
         budget = f"{case.budget},disk={wrapped.pop('disk')}"
-        options = {"batch": len(PROMPTS), "prompt": 8, "new_tokens": NEW} | wrapped | ({"mesh": mesh} if mesh else {})
+        options = {"batch": len(PROMPTS), "prompt": 8, "new_tokens": NEW, "mesh": mesh} | wrapped
+        if mesh is None:
+            options.pop("mesh")
         with forebay.wrap(case.folder, budget, **options) as lm:
             width = max(map(len, PROMPTS))
             ids = torch.tensor([[0] * (width - len(p)) + p for p in PROMPTS])
@@ -105,12 +116,22 @@ def _expected(case: Case) -> list[list[int]]:
                           pad_token_id=0).tolist()
 
 
+STAGES = {"mesh": {"stages": 2}}
 TWO = [Case("llama"), Case("opt"), Case("gpt_neox"), Case("bigcode"), Case("uneven"), Case("gpt2"), Case("phi3"),
        Case("llama", {"cache_tier": "disk", "micro_batches": 3}), Case("opt", {"places": 2}),
        Case("gemma2", budget="device=500kB")]
 FOUR = [Case("llama"), Case("gpt_neox"), Case("bigcode"), Case("uneven"), Case("opt", {"micro_batches": 3})]
+TWO += [Case("llama", STAGES | {"cache_tier": "disk", "micro_batches": 3}),
+        Case("gpt_neox", STAGES | {"micro_batches": 3, "order": "row"})]
+FOUR += [Case("bigcode", {"mesh": "stages=2,tensor=2"}), Case("deep opt", {"mesh": {"stages": 4}})]
 MORE = [Case(kind, budget="device=500kB") for kind in (
     "qwen2", "qwen3", "mistral", "opt_projected", "llama4", "gemma2")] if os.environ.get("FOREBAY_TEST_ALL") else []
+if MORE:
+    WAYS: list[dict[str, Any]] = [{}, {"micro_batches": 3}, {"micro_batches": 3, "order": "row"}, {"places": 2},
+                                  {"cache_tier": "disk", "micro_batches": 3}]
+    TWO += [Case(kind, STAGES | way) for kind in DEEP for way in WAYS]
+    FOUR += [Case(kind, {"mesh": mesh} | way) for kind in DEEP for way in WAYS
+             for mesh in ("stages=4", "stages=2,tensor=2")]
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(2, [*TWO, *MORE]), (4, [*FOUR, *MORE])])
@@ -125,7 +146,7 @@ def test_tokens_are_those_of_transformers(folder: Path, ranks: int, cases: list[
 
 def test_packed_weights_and_draws_are_those_of_one_device(folder: Path) -> None:
     cases = _placed(folder, [Case("opt+w4g32"), Case("llama+w8g32"),
-                             Case("llama", {"cache": "kv8"})])
+                             Case("llama", {"cache": "kv8"}), Case("opt+w4g32", STAGES)])
     alone, *both = [answers(cases, None), *on_ranks(2, answers, cases, "2")]
     for found in both:
         assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in alone]
@@ -204,5 +225,5 @@ def test_what_cannot_be_is_said_alike_on_all_ranks(folder: Path) -> None:
     assert one == other
     small, ranks, draft, shape, unequal, given = one
     assert small.startswith("PlanError: rank 0: ") and "start as many with torchrun --nproc-per-node=4" in ranks
-    assert "leave draft or mesh out" in draft and "as 4 or 2x2" in shape
+    assert "leave draft or mesh out" in draft and "as 4, 2x2 or stages=2,tensor=2" in shape
     assert unequal.startswith("PlanError: rank 1: ") and "different arguments" in given

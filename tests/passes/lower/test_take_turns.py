@@ -48,3 +48,11 @@ def test_a_second_graph_reads_what_the_first_brought(pieces: int, count: int, be
         assert [t.graph for t in here] == [0] * count + [1] * beside
         assert [t.opens for t in here] == [True] + [False] * (count + beside - 1)
         assert [t.closes for t in here] == [False] * (count + beside - 1) + [True]
+
+
+@given(st.integers(0, 6), st.integers(0, 3), blocks)
+def test_the_last_pieces_are_behind_all_others(pieces: int, last: int, block: Block) -> None:
+    found = list(turns(pieces + last, block, last=last))
+    assert found[: len(found) - last * block.micro_batches] == list(turns(pieces, block))
+    assert [t.piece for t in found[len(found) - last * block.micro_batches :]] == [
+        pieces + i for i in range(last) for _ in range(block.micro_batches)]

@@ -24,10 +24,10 @@ import forebay
 from forebay.runtime.comm import watch
 from forebay.commands.ranks import among_ranks
 watch.SILENT_S = 4.0
-folder, marks = sys.argv[1:]
+folder, marks, mesh = sys.argv[1:]
 rank = int(os.environ["RANK"])
-with among_ranks("2", None):
-    lm = forebay.wrap(folder, "420kB", batch=1, prompt=4, new_tokens=120, mesh="2")
+with among_ranks(mesh, None):
+    lm = forebay.wrap(folder, "420kB", batch=1, prompt=4, new_tokens=120, mesh=mesh)
 
     def seen(column, count=[0]):
         count[0] += 1
@@ -50,25 +50,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def started(folder: Path, marks: Path, fails: bool) -> list[subprocess.Popen]:
+def started(folder: Path, marks: Path, fails: bool, mesh: str) -> list[subprocess.Popen]:
     import socket
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     return [subprocess.Popen(
-        [sys.executable, "-c", RANK.replace("{fails}", str(fails)), str(folder), str(marks)], stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE, text=True, env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2",
-                                                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        [sys.executable, "-c", RANK.replace("{fails}", str(fails)), str(folder), str(marks), mesh],
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={
+            **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
         for rank in range(2)]
 
 
-@pytest.mark.parametrize(("how", "said"), [
-    ("kill", "rank 1 "), ("stop", "rank 1 has not been heard of"), ("fail", "rank 1 failed: [Errno 28] No space left")])
+@pytest.mark.parametrize(("how", "said", "mesh"), [
+    ("kill", "rank 1 ", "2"), ("stop", "rank 1 has not been heard of", "2"),
+    ("fail", "rank 1 failed: [Errno 28] No space left", "2"), ("kill", "rank 1 ", "stages=2")])
 def test_a_rank_that_is_lost_is_named_and_nobody_waits_for_it(
-    folder: Path, tmp_path: Path, how: str, said: str
+    folder: Path, tmp_path: Path, how: str, said: str, mesh: str
 ) -> None:
-    ranks = started(folder, tmp_path, how == "fail")
+    ranks = started(folder, tmp_path, how == "fail", mesh)
     try:
         limit = time.monotonic() + 120
         while how != "fail" and len(list(tmp_path.iterdir())) < 2:
