@@ -153,8 +153,7 @@ class Pipeline:
         return Pipeline(self.graphs.speculating(sizes), self.workload, self.machine, self.switches)
 
     def with_block(self, block: Block) -> Pipeline:
-        """The pipeline of the same graphs with caches in the shares of `block`, which differs in nothing else but who
-        attends."""
+        """The pipeline of the same graphs with caches in the shares of `block`, which else differs in who attends."""
         if block == self.graphs.block:
             return self
         other = Pipeline(replace(self.graphs, block=block), self.workload, self.machine, self.switches)
@@ -250,8 +249,7 @@ class Pipeline:
         return f"{self.machine.name} #{hashlib.sha256(known.encode()).hexdigest()[:12]}"
 
     def need(self, tokens: int) -> PhaseNeed:
-        """What a step over `tokens` tokens per sequence takes beside weights and cache; its workspace is that of decode
-        steps too, which keep theirs."""
+        """What a step over `tokens` tokens takes beside weights and cache; its workspace is decode steps' too."""
         found = self._needs.get(tokens)
         if found is None:
             if self.graphs.sample is not None and not self._each_layer:
@@ -339,10 +337,9 @@ class Pipeline:
             shape = product_shape(node)
             if shape is not None:
                 node.meta[META] = Gemm(self._best_gemm(shape))
-        nodes = [n for n in flat.graph.nodes
-                 if n.op == "call_function" and (n.meta.get("alias_of") is None or is_collective(n))]
-        tiled = (product_launch(Product(*u.tiled), self._best_gemm(u.tiled), self._device)
-                 for u in uses if u.shape is None)
+        calls = (n for n in flat.graph.nodes if n.op == "call_function")
+        nodes = [n for n in calls if n.meta.get("alias_of") is None or is_collective(n)]
+        tiled = (product_launch(Product(*u.tiled), self._best_gemm(u.tiled), self._device) for u in uses if not u.shape)
         return [*tiled, *(launch for n in nodes for launch in launches.of(n))]
 
     # -- from a plan to Programs
