@@ -1,11 +1,15 @@
 """Servers of SmolLM2-135M side by side, each with 8 clients that ask again as soon as they are answered:
 `python -m benchmarks.server_peers [--llama PYTHON] [--transformers PYTHON]`.
 
-Completions of English text of 48 tokens, answers of at most 32, greedy, streamed, wholly in RAM, two threads. All
-servers run at once and wait idle while another has its round; rounds take turns. `forebay` serves the GGUF file as it
-is and as float32; peers are llama.cpp's server on the same file (xllamacpp, in the Python that `--llama` names) and
-`transformers serve` on the same weights in float32, request by request and with its continuous batching (in the Python
-that `--transformers` names, which needs fastapi). Memory is anonymous bytes of each server's process after its rounds.
+Completions of English text of 48 tokens, greedy, streamed, wholly in RAM, two threads. Answers are of at most 32
+tokens, all (`equal`: clients begin and end together, so that prompts are never computed beside answers) or 8 to 32
+(`spread`). `forebay` serves the GGUF file as it is and as float32; peers are llama.cpp's server on the same file
+(xllamacpp, in the Python that `--llama` names) and `transformers serve` on the same weights in float32, request by
+request and with its continuous batching (in the Python that `--transformers` names, which needs fastapi). The first
+three run at once, each idle while another has its round, and take turns; those of transformers, which take minutes a
+round, have one round of `equal` after them, one server at a time (`--rounds 0`: they alone). Memory is the peak of each
+server's process, and of it what is no file's. `others` are seconds of the cores that servers which should be idle took
+in a round.
 """
 
 from __future__ import annotations
@@ -30,13 +34,18 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import numpy as np
 
+from benchmarks.server import used_s
 from benchmarks.server_load import LoadAnswer, LoadRequest, closed_loop
+from benchmarks.throughput import processor
 from forebay.commands.options import model_folder
 from forebay.commands.prompts import load_tokenizer
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, demo_gguf
 
-CLIENTS, PROMPT, ANSWER = 8, 48, 32
+CLIENTS, PROMPT, ANSWER, SPREAD = 8, 48, 32, (8, 32)
 START_S = 180.0
+# Continuous batching would take its cache of all memory there is.
+TRANSFORMERS = {"transformers float32": (), "transformers float32, batching": ("--continuous-batching",
+                                                                              "--cb-max-memory-percent", "0.05")}
 LLAMA = """
 import sys, time, xllamacpp
 p = xllamacpp.CommonParams()
@@ -57,6 +66,9 @@ class ServerPeer:
     port: int
     model: str
 
+    def used_s(self) -> float:
+        return used_s(self.process.pid)
+
 
 def free_port() -> int:
     with socket.socket() as at:
@@ -66,7 +78,7 @@ def free_port() -> int:
 
 def forebay(stack: contextlib.ExitStack, *options: str) -> ServerPeer:
     command = [sys.executable, "-m", "forebay", "serve", "demo", "--budget", "device=4GiB", "--port", "0", "--prompt",
-               "64", "--max-new-tokens", str(ANSWER), "--name", "demo", *options]
+               "64", "--max-new-tokens", str(ANSWER), "--places", str(CLIENTS), "--name", "demo", *options]
     process = stack.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
     stack.callback(process.terminate)
     assert process.stderr is not None
@@ -90,9 +102,11 @@ def peer(stack: contextlib.ExitStack, command: Sequence[str], port: int, model: 
     raise RuntimeError(f"{command[0]} … does not serve")
 
 
-def load(to: ServerPeer, texts: Sequence[str]) -> list[LoadRequest]:
-    return [LoadRequest(0.0, "/v1/completions", {"model": to.model, "prompt": text, "max_tokens": ANSWER,
-                                                 "temperature": 0}) for text in texts]
+def load(to: ServerPeer, texts: Sequence[str], spread: bool = False) -> list[LoadRequest]:
+    chance = random.Random(1)
+    return [LoadRequest(0.0, "/v1/completions", {
+        "model": to.model, "prompt": text, "max_tokens": chance.randint(*SPREAD) if spread else ANSWER,
+        "temperature": 0}) for text in texts]
 
 
 def texts(count: int) -> list[str]:
@@ -108,13 +122,15 @@ def figures(answers: Sequence[LoadAnswer]) -> dict[str, float]:
     good = [a for a in answers if not a.error]
     span = max(a.last_s for a in good) - min(a.sent_s for a in good)
     return {"tokens_per_s": sum(a.tokens for a in good) / span, "failed": len(answers) - len(good),
+            "latency_p90": float(np.percentile([a.last_s - a.sent_s for a in good], 90)),
             "ttft_p90": float(np.percentile([a.ttft_s for a in good], 90)),
             "tpot_p90": float(np.percentile([a.tpot_s for a in good if a.tokens > 1], 90))}
 
 
-def anonymous_nbytes(process: int) -> int:
+def memory_nbytes(process: int) -> dict[str, int]:
     text = Path(f"/proc/{process}/status").read_text()
-    return int(re.search(r"RssAnon:\s+(\d+) kB", text)[1]) << 10  # type: ignore[index]
+    return {name: int(re.search(rf"{field}:\s+(\d+) kB", text)[1]) << 10  # type: ignore[index]
+            for name, field in (("peak_nbytes", "VmHWM"), ("anonymous_nbytes", "RssAnon"))}
 
 
 def start(stack: contextlib.ExitStack, options: argparse.Namespace) -> dict[str, ServerPeer]:
@@ -122,17 +138,38 @@ def start(stack: contextlib.ExitStack, options: argparse.Namespace) -> dict[str,
     if options.llama:
         port = free_port()
         found["llama.cpp 4 bits"] = peer(stack, [options.llama, "-c", LLAMA, str(demo_gguf()), str(port)], port, "demo")
-    if options.transformers:
-        folder = str(demo_checkpoint())
-        for name, more in (("transformers float32", []), ("transformers float32, batching", ["--continuous-batching"])):
-            port = free_port()
-            command = [options.transformers, "-m", "transformers.cli.transformers", "serve", folder, "--port",
-                       str(port), "--device", "cpu", *more]
-            try:
-                found[name] = peer(stack, command, port, folder, **options.environment)
-            except RuntimeError as error:
-                print(f"{name}: {error}", flush=True)
     return found
+
+
+def start_transformers(stack: contextlib.ExitStack, options: argparse.Namespace, *more: str) -> ServerPeer:
+    folder, port = str(demo_checkpoint()), free_port()
+    command = [options.transformers, "-m", "transformers.cli.transformers", "serve", folder, "--port", str(port),
+               "--device", "cpu", *more]
+    return peer(stack, command, port, folder, **({"PYTHONPATH": options.path} if options.path else {}))
+
+
+def rounds_of(
+    servers: dict[str, ServerPeer], asked: Sequence[str], rounds: int, loads: Sequence[str] = ("equal", "spread")
+) -> list[dict[str, Any]]:
+    """Rounds of each in turns, and the medians; one request per client warms up."""
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for server in servers.values():
+        closed_loop(server.port, load(server, asked[:CLIENTS]), CLIENTS)
+    for number, kind in ((i, kind) for i in range(rounds) for kind in loads):
+        for name, server in servers.items():
+            idle = sum(other.used_s() for other in servers.values() if other is not server)
+            row = figures(closed_loop(server.port, load(server, asked, kind == "spread"), CLIENTS))
+            row["others_s"] = sum(other.used_s() for other in servers.values() if other is not server) - idle
+            found.setdefault((kind, name), []).append(row)
+            print(f"{number} {kind:<7}{text_of(name, row)}  {row['failed']:.0f} failed, others "
+                  f"{row['others_s']:.1f} s", flush=True)
+    return [{"load": kind, "server": name, **{key: median(r[key] for r in rows) for key in rows[0]},
+             **memory_nbytes(servers[name].process.pid), "rounds": rows} for (kind, name), rows in found.items()]
+
+
+def text_of(name: str, row: dict[str, float]) -> str:
+    return (f"{name:<32}{row['tokens_per_s']:8.1f} tokens/s  P90 of a request {1e3 * row['latency_p90']:7.0f} ms, TTFT "
+            f"{1e3 * row['ttft_p90']:7.0f} ms, TPOT {1e3 * row['tpot_p90']:7.1f} ms")
 
 
 def main() -> None:
@@ -140,32 +177,23 @@ def main() -> None:
     parser.add_argument("--llama", help="a Python that has xllamacpp")
     parser.add_argument("--transformers", help="a Python that has transformers and fastapi")
     parser.add_argument("--path", default="", help="PYTHONPATH for that one")
-    parser.add_argument("--requests", type=int, default=48, help="of a round")
+    parser.add_argument("--requests", type=int, default=32, help="of a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    options.environment = {"PYTHONPATH": options.path} if options.path else {}
     asked = texts(options.requests)
-    rounds: dict[str, list[dict[str, float]]] = {}
     with contextlib.ExitStack() as stack:
-        servers = start(stack, options)
-        for number in range(options.rounds + 1):  # the first warms up
-            for name, server in servers.items():
-                row = figures(closed_loop(server.port, load(server, asked if number else asked[:CLIENTS]), CLIENTS))
-                if number:
-                    rounds.setdefault(name, []).append(row)
-                    print(f"round {number} {name:<32}{row['tokens_per_s']:8.1f} tokens/s  P90 TTFT "
-                          f"{1e3 * row['ttft_p90']:7.0f} ms  P90 TPOT {1e3 * row['tpot_p90']:7.1f} ms  "
-                          f"{row['failed']:.0f} failed", flush=True)
-        memory = {name: anonymous_nbytes(server.process.pid) for name, server in servers.items()}
-    summary: list[dict[str, Any]] = []
-    for name, rows in rounds.items():
-        row = {key: median(r[key] for r in rows) for key in rows[0]}
-        summary.append({"server": name, "anonymous_nbytes": memory[name], **row})
-        print(f"{name:<32}{row['tokens_per_s']:8.1f} tokens/s  P90 TTFT {1e3 * row['ttft_p90']:7.0f} ms  P90 TPOT "
-              f"{1e3 * row['tpot_p90']:7.1f} ms  {memory[name] / 1e6:6.0f} MB")
+        summary = rounds_of(start(stack, options), asked, options.rounds) if options.rounds else []
+    for name, more in TRANSFORMERS.items() if options.transformers else ():
+        with contextlib.ExitStack() as stack:
+            summary += rounds_of({name: start_transformers(stack, options, *more)}, asked, 1, ["equal"])
+    for row in summary:
+        print(f"{row['load']:<7}{text_of(row['server'], row)}  peak {row['peak_nbytes'] / 1e6:6.0f} MB, "
+              f"{row['anonymous_nbytes'] / 1e6:.0f} of no file")
     if options.json:
-        options.json.write_text(json.dumps({"clients": CLIENTS, "summary": summary, "rounds": rounds}, indent=1) + "\n")
+        options.json.write_text(json.dumps({
+            "processor": processor(), "clients": CLIENTS, "prompt": PROMPT, "answer": ANSWER,
+            "spread": SPREAD, "requests": options.requests, "servers": summary}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

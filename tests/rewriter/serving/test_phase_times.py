@@ -81,7 +81,7 @@ def test_a_prefill_is_its_parts() -> None:
         48 * (products + attention + touched + 4 * link_s(2 * n * 8192)) + head)
 
 
-@pytest.mark.parametrize(("devices", "machine"), [(1, "h100"), (4, "h100"), (4, "tpu-v4")])
+@pytest.mark.parametrize(("devices", "machine"), [(1, "h100"), (4, "h100"), (16, "h100"), (4, "tpu-v4")])
 def test_an_instance_costs_what_a_partition_does(devices: int, machine: str) -> None:
     """The layers of `forebay partition` in its 1D layout, attention over heads, and what lies outside them."""
     chip, model = PRESETS[machine], PRESET_MODELS["llama-3-8b"]
