@@ -70,6 +70,7 @@ class Machine:
     product_flops, attention_flops: operations per second of large products and of attention over whole prompts, for
     dtypes without points of their own (0: such work takes as long as reading its bytes).
     both_ways: by the size of writes, in rising order (none: reads and writes share the disk evenly).
+    pack_elements_per_s: by cache format, values per second that become packed rows of it (none: as fast as bytes go).
     choice_elements_per_s: logits looked at per second when a step's tokens are chosen (0: at no cost). `folder` is
     where the disk tier was measured, empty for a profile that stands for no disk in particular.
     others_share: of the cores' time while this was measured, what others took (0..1). guessed: what was too poor to
@@ -94,6 +95,7 @@ class Machine:
     attention: tuple[AttentionPoint, ...] = ()
     contention: Contention = field(default_factory=Contention)
     both_ways: tuple[BothWays, ...] = ()
+    pack_elements_per_s: Mapping[str, float] = field(default_factory=dict)
     choice_elements_per_s: float = 0.0
     copy_issue_s: float = CPU_COPY_ISSUE_S
     row_request_s: float = ROW_REQUEST_S
@@ -139,6 +141,8 @@ class Machine:
         for i, seen in enumerate(self.attention):
             for name in ("nbytes", "flops", "time_s"):
                 _positive(f"attention[{i}].{name}", getattr(seen, name))
+        for cache, rate in self.pack_elements_per_s.items():
+            _positive(f"pack_elements_per_s.{cache}", rate)
         for name, factor in vars(self.contention).items():
             _require(math.isfinite(factor) and factor >= 1, f"contention.{name}", "must be at least 1", factor)
         for i, both in enumerate(self.both_ways):

@@ -79,4 +79,4 @@ def _unhurried(machine: Machine) -> Machine:
         memory_bytes_per_s=min(machine.memory_bytes_per_s, guess.memory_bytes_per_s), dispatch_s=guess.dispatch_s,
         attention_bytes_per_s=min(machine.attention_bytes_per_s, guess.attention_bytes_per_s),
         product_flops=guess.product_flops, attention_flops=guess.attention_flops,
-        choice_elements_per_s=guess.choice_elements_per_s)
+        pack_elements_per_s={}, choice_elements_per_s=guess.choice_elements_per_s)

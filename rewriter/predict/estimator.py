@@ -52,6 +52,9 @@ class Estimator(Protocol):
     def touch_s(self, nbytes: float) -> float:
         """Pointwise work on the device that reads and writes so many bytes."""
 
+    def pack_s(self, cache_format: str, elements: float) -> float:
+        """Making so many values packed rows of a cache, where that takes longer than touching them."""
+
     def byte_s(self, src: str, dst: str) -> float:
         """A byte more in a copy from tier to tier; KeyError names the links there are."""
 
@@ -124,6 +127,10 @@ class MachineEstimator:
 
     def touch_s(self, nbytes: float) -> float:
         return nbytes / (2 * self.machine.memory_bytes_per_s)  # a copy moves each byte twice
+
+    def pack_s(self, cache_format: str, elements: float) -> float:
+        rate = self.machine.pack_elements_per_s.get(cache_format)
+        return elements / rate if rate else 0.0
 
     def byte_s(self, src: str, dst: str) -> float:
         return 1 / self.machine.link(src, dst).bandwidth_bytes_per_s

@@ -79,8 +79,8 @@ def copy_latency_s(item: Copy, times: Estimator) -> float:
 
 def launch_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> float:
     """For matrix products the measured time of the implementation; for attention that of the bytes it sees and the
-    operations it does; for the rest bytes touched / memory bandwidth. On a CPU, whose issuing thread computes, after
-    dispatch; a GPU computes while its launches are issued (`launch_issue_s`)."""
+    operations it does; for the rest bytes touched / memory bandwidth, or what packing takes. On a CPU, whose issuing
+    thread computes, after dispatch; a GPU computes while its launches are issued (`launch_issue_s`)."""
     dispatch_s = times.dispatch_s if times.serial else 0.0
     operator = find(item.op)
     if operator is not None and operator.implementations is not None:
@@ -90,7 +90,11 @@ def launch_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> 
         if item.stream == ATTEND:
             return host_attend_s(_attended(item, operator, seen)[0], times)
         return dispatch_s + _attention_time_s(item, operator, times, seen)
-    return dispatch_s + times.touch_s(touched_nbytes(item))
+    time_s = times.touch_s(touched_nbytes(item))
+    if operator is not None and operator.caches and operator.writes:
+        values = sum(math.prod(ref.shape) for ref in _tensors(item) if ref.dtype not in ("uint8", "int64"))
+        time_s = max(time_s, times.pack_s(_cache_format(item, operator, ""), values))
+    return dispatch_s + time_s
 
 
 def host_attend_s(nbytes: float, times: Estimator) -> float:
@@ -122,8 +126,13 @@ def _attention_time_s(item: Launch, operator: Operator, times: Estimator, seen: 
     refs = _tensors(item)
     if len(refs) < 3 or len(refs[0].shape) != 4:
         return times.attention_s("", touched_nbytes(item), 0.0)
+    return times.attention_s(_cache_format(item, operator, refs[0].dtype), *_attended(item, operator, seen))
+
+
+def _cache_format(item: Launch, operator: Operator, native: str) -> str:
+    """What the rows of a cache are packed as that a launch reads or writes; `native` where they are not."""
     bits = operator.argument(item.args, "bits") if "bits" in operator.arguments else 0
-    return times.attention_s(f"kv{bits}" if bits else refs[0].dtype, *_attended(item, operator, seen))
+    return f"kv{bits}" if bits else native
 
 
 def _attended(item: Launch, operator: Operator, seen: Mapping[int, float]) -> tuple[float, float]:

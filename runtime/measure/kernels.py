@@ -189,6 +189,22 @@ def _attention_calls(kind: str, batch: int, queries: int, tokens: int) -> tuple[
     return nbytes, calls
 
 
+def pack_elements_per_s(quick: bool) -> dict[str, float]:
+    """Values per second that our CPU kernel makes packed rows of a cache of, by format."""
+    from forebay.kernels.cache.kv_append_q.cpu import bind_kv_append_q
+
+    batch, tokens = 8, 32
+    k, v = torch.randn(2, batch, KV_HEADS, tokens, HEAD_DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
+    timed: dict[tuple, Sequence[Call]] = {}
+    for name in TIMED_CACHES:
+        packed = CACHE_FORMATS[name]
+        keys, values = torch.zeros(
+            2, batch, KV_HEADS, tokens, packed.row_nbytes(HEAD_DIM, k.element_size()), dtype=torch.uint8)
+        start = torch.zeros(batch, dtype=torch.int64)
+        timed[name,] = [bind_kv_append_q(keys, values, k, v, start, packed.bits, packed.group_of(HEAD_DIM))]
+    return {name: 2 * k.numel() / t for (name,), t in medians_s(timed, 9 if quick else 15).items()}
+
+
 def choice_elements_per_s(quick: bool) -> float:
     """Logits per second of the greedy choice of tokens for eight sequences, on the CPU as the runtime makes it."""
     logits = torch.ones(8, 32768)

@@ -37,6 +37,7 @@ from forebay.runtime.measure.kernels import (
     choice_elements_per_s,
     gemm_points,
     measure_contention,
+    pack_elements_per_s,
 )
 from forebay.runtime.measure.neighbours import Neighbours
 from forebay.runtime.measure.requests import row_request_s
@@ -113,6 +114,7 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
         attention=() if cuda or busy else attention_points(quick),
         contention=contention,
         both_ways=both_ways,
+        pack_elements_per_s={} if cuda or busy else pack_elements_per_s(quick),
         choice_elements_per_s=choice_elements_per_s(quick),
         copy_issue_s=0.0 if cuda else CPU_COPY_ISSUE_S,
         row_request_s=request_s,

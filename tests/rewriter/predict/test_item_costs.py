@@ -155,3 +155,12 @@ def test_a_gpu_computes_while_its_launches_are_issued() -> None:
 def test_a_link_the_machine_lacks_is_named() -> None:
     with pytest.raises(KeyError, match="device->host"):
         item_time_s(Copy(UPLOAD, span(8), span(8, "host"), "c"), TIMES)
+
+
+def test_rows_of_a_cache_take_what_packing_them_takes() -> None:
+    new, rows, start = ref(2, 8, 5, 64), ref(2, 8, 300, 40, dtype="uint8"), ref(2, dtype="int64")
+    append = launch("forebay.kv_append_q", 10**4, 10**4, (rows, rows, new, new, start, 4, 32))
+    slow = replace(MACHINE, pack_elements_per_s={"kv4": 1e7, "kv8": 1e9})
+    assert item_time_s(append, MachineEstimator(slow)) == pytest.approx(1e-6 + 2 * 2 * 8 * 5 * 64 / 1e7)
+    fast = item_time_s(append, MachineEstimator(replace(MACHINE, pack_elements_per_s={"kv4": 1e15})))
+    assert fast == pytest.approx(item_time_s(append, MachineEstimator(MACHINE)), rel=1e-4), "bytes bind, as unmeasured"
