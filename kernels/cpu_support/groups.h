@@ -109,18 +109,19 @@ FB_INLINE void encode_group(const float* x, int64_t n, int64_t group, int32_t bi
                             uint8_t* codes) {
   std::memset(codes, 0, size_t(group * bits / 8));
   const float top = float((1 << bits) - 1);
-  alignas(64) uint8_t q[VL];
   for (int64_t i = 0; i < n; i += VL) {
     const int left = int(std::min<int64_t>(VL, n - i));
     vf t = ((left == VL ? load(x + i) : load_partial(x + i, left)) - base) / step;
     t = t < 0.0f ? vf{} : t;
     t = t > top ? vf{} + top : t;
     const vf magic = vf{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
-    const vu code = (vu)(t + magic);
-    for (int j = 0; j < VL; ++j) q[j] = uint8_t(code[j]);
-    if (bits == 8) std::memcpy(codes + i, q, size_t(left));
-    else
-      for (int j = 0; j < left; ++j) codes[(i + j) / 2] |= uint8_t(q[j] << (4 * ((i + j) & 1)));
+    vu code = (vu)(t + magic);
+    if (bits == 8) {
+      for (int j = 0; j < left; ++j) codes[i + j] = uint8_t(code[j]);
+      continue;
+    }
+    if (left & 1) code[left] = 0;
+    for (int j = 0; j < left; j += 2) codes[(i + j) / 2] = uint8_t((code[j] & 15) | code[j + 1] << 4);
   }
 }
 
