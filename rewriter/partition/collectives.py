@@ -13,8 +13,25 @@ CollectiveKind = Literal["all-gather", "reduce-scatter", "all-to-all"]
 # axes; smaller ones are cut from a cube and end at its faces (Jouppi et al. 2023, section 2).
 TORUS_AXES, CUBE = 3, 4
 # Seconds of one step of a ring. TPU v4: from one figure of Pope et al., section 4.4, that stands in no table (36.9 ms a
-# token, PaLM 540B, bfloat16, 64 sequences): `benchmarks.papers.pope.fitted_step_s`. GPUs: assumed, as NCCL's.
-TPU_STEP_S, SWITCH_STEP_S = 4.01e-6, 5e-6
+# token, PaLM 540B, bfloat16, 64 sequences): `benchmarks.papers.pope.fitted_step_s`.
+TPU_STEP_S = 4.01e-6
+
+
+@dataclass(frozen=True)
+class RingProtocol:
+    """One way to make a collective: seconds before its first step, seconds of each step beside its bytes, and the share
+    of the links' rate that it reaches."""
+
+    begin_s: float
+    step_s: float
+    rate_share: float
+
+
+# NCCL's ring protocols (LL, LL128, Simple), by its own tuning model (src/graph/tuning.cc: baseLat, hwLat of a ring over
+# NVLink and over PCIe, and what is left of the bandwidth); a collective takes the one that is fastest for its size.
+NVLINK = (RingProtocol(3.6e-6, 0.47e-6, 1 / 3), RingProtocol(10.0e-6, 1.9e-6, 0.92), RingProtocol(8.4e-6, 3.4e-6, 1.0))
+PCIE = (RingProtocol(3.6e-6, 1.0e-6, 1 / 3), RingProtocol(10.0e-6, 2.5e-6, 0.92), RingProtocol(8.4e-6, 5.7e-6, 1.0))
+NVLINK_BYTES_PER_S = 64e9  # one direction of 16 lanes of PCIe 5.0: what is faster is no PCIe
 
 
 class MeshError(ValueError):
@@ -25,14 +42,14 @@ class MeshError(ValueError):
 class ChipMesh:
     """Chips in a grid of `shape`, with a link along each axis.
 
-    `bytes_per_s`: what a chip sends and receives along that axis, both directions of a ring together. `step_s`: from a
-    chip to the next, beside the bytes. `torus`: bytes to chips further along a ring pass those between; else a switch
+    `bytes_per_s`: what a chip sends and receives along that axis, both directions of a ring together. `protocols`: the
+    ways to make a collective. `torus`: bytes to chips further along a ring pass those between; else a switch
     joins the chips of an axis. Raises MeshError for sizes below 1 and rates not above 0.
     """
 
     shape: tuple[int, ...]
     bytes_per_s: tuple[float, ...]
-    step_s: float
+    protocols: tuple[RingProtocol, ...]
     torus: bool = True
 
     def __post_init__(self) -> None:
@@ -43,8 +60,9 @@ class ChipMesh:
         for rate in self.bytes_per_s:
             if not (math.isfinite(rate) and rate > 0):
                 raise MeshError(f"links: {rate:g} bytes per second; a rate is finite and above 0")
-        if not (math.isfinite(self.step_s) and self.step_s >= 0):
-            raise MeshError(f"step_s: {self.step_s:g}; seconds of a step are finite and not below 0")
+        for each in self.protocols:
+            if not (math.isfinite(each.step_s) and each.step_s >= 0):
+                raise MeshError(f"step_s: {each.step_s:g}; seconds of a step are finite and not below 0")
 
     @property
     def chips(self) -> int:
@@ -80,7 +98,8 @@ def mesh_of(machine: Machine, shape: tuple[int, ...], links: tuple[float, ...] =
     """Chips of `machine` in a grid; `links` are bytes per second by axis, by default the machine's interconnect.
 
     An axis of a TPU's torus has a third of that, and half as much where its ends are not joined: all that a chip at the
-    end receives passes one link. MeshError where the machine has no figure and none is given.
+    end receives passes one link. `step_s` stands in the place of what is known of steps. MeshError where the machine
+    has no figure and none is given.
     """
     torus = machine.device_kind.startswith("TPU")
     if torus and len([size for size in shape if size > 1]) > TORUS_AXES:
@@ -93,25 +112,32 @@ def mesh_of(machine: Machine, shape: tuple[int, ...], links: tuple[float, ...] =
     joined = len(shape) == TORUS_AXES and all(size % CUBE == 0 for size in shape)
     share = machine.interconnect_bytes_per_s / ((TORUS_AXES if joined else 2 * TORUS_AXES) if torus else 1)
     rates = links or tuple(share or 1.0 for _ in shape)
-    return ChipMesh(shape, rates, (TPU_STEP_S if torus else SWITCH_STEP_S) if step_s is None else step_s, torus)
+    if step_s is not None or torus:
+        return ChipMesh(shape, rates, one_way(TPU_STEP_S if step_s is None else step_s), torus)
+    return ChipMesh(shape, rates, NVLINK if min(rates) > NVLINK_BYTES_PER_S else PCIE, torus)
+
+
+def one_way(step_s: float) -> tuple[RingProtocol, ...]:
+    """Collectives whose every step takes so many seconds beside its bytes, and nothing else."""
+    return (RingProtocol(0.0, step_s, 1.0),)
 
 
 def collective_s(item: Collective, mesh: ChipMesh) -> float:
     """Seconds of a collective alone on the mesh.
 
     Along an axis of K chips an all-gather or reduce-scatter takes D (K - 1) / K over its links and K - 1 steps, where D
-    is the larger end (Chan et al. 2007; Pope et al., A.1); over several axes one after the other, each of which leaves
-    K times as much as it found. Of an all-to-all all of D goes along each axis; on a torus a byte passes K / 4 chips on
-    average and K / 2 at most, and through a switch it goes at once.
+    is the larger end (Chan et al. 2007; Pope et al., A.1), by the fastest of the mesh's protocols; over several axes
+    one after the other, each of which leaves K times as much as it found. Of an all-to-all all of D goes along each
+    axis; on a torus a byte passes K / 4 chips on average and K / 2 at most, and through a switch it goes at once.
     """
     seconds, at = 0.0, item.nbytes
     for i in sorted((i for i in item.axes if mesh.shape[i] > 1), key=lambda i: -mesh.bytes_per_s[i]):
         size = mesh.shape[i]
         if item.kind == "all-to-all":
-            seconds += at * (size / 4 if mesh.torus else (size - 1) / size) / mesh.bytes_per_s[i]
-            seconds += (size // 2 if mesh.torus else 1) * mesh.step_s
+            passed, steps = at * (size / 4 if mesh.torus else (size - 1) / size), size // 2 if mesh.torus else 1
         else:
-            seconds += at * (size - 1) / size / mesh.bytes_per_s[i]
+            passed, steps = at * (size - 1) / size, size - 1
             at /= size
-            seconds += (size - 1) * mesh.step_s
+        seconds += min(each.begin_s + steps * each.step_s + passed / (each.rate_share * mesh.bytes_per_s[i])
+                       for each in mesh.protocols)
     return seconds

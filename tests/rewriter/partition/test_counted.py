@@ -15,7 +15,7 @@ from forebay.rewriter.ir.graph import CapturedModel, is_collective
 from forebay.rewriter.ir.plan import Workload
 from forebay.rewriter.ir.share import RankShare, ranks_of
 from forebay.rewriter.machine.presets import PRESETS
-from forebay.rewriter.partition.collectives import ChipMesh
+from forebay.rewriter.partition.collectives import ChipMesh, one_way
 from forebay.rewriter.partition.layouts import ELEMENTS, ChipLayout, PhaseWork, layer_cost
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.model_shapes import shape_from_graphs
@@ -46,7 +46,7 @@ def given_to(node: fx.Node) -> torch.Tensor:
 def test_layers_exchange_what_the_model_of_one_dimension_counts(family: str, tokens: int) -> None:
     """An all-reduce is the reduce-scatter of partial sums and the all-gather of the next product's input."""
     captured, ranks = families.captured(family), 2
-    mesh, times = ChipMesh((ranks,), (1e9,), 0.0), MachineEstimator(PRESETS["tpu-v4"])
+    mesh, times = ChipMesh((ranks,), (1e9,), one_way(0.0)), MachineEstimator(PRESETS["tpu-v4"])
     work = PhaseWork("step", WORK.batch, tokens, WORK.context)
     layer = shape_from_graphs(captured).layers[0]
     cost = layer_cost(layer, ChipLayout("1d", (), (), "heads"), mesh, work, times)

@@ -8,7 +8,7 @@ import pytest
 
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.partition.choose import PartitionProblem
-from forebay.rewriter.partition.collectives import ChipMesh, mesh_of
+from forebay.rewriter.partition.collectives import ChipMesh, mesh_of, one_way
 from forebay.rewriter.partition.layouts import (
     BlockWidths,
     ChipLayout,
@@ -49,7 +49,7 @@ def test_every_layout_does_all_the_work_once(work: PhaseWork) -> None:
 def test_volumes_are_the_papers_closed_forms() -> None:
     """Appendix A.2: 2 B L (E / X + F / YZ) stationary; 2 E F N / n + 2 B L E / N gathered over N chips; in bytes twice
     that."""
-    mesh, rows, hidden, inner = ChipMesh((4, 4, 4), (1.0, 1.0, 1.0), 0.0), 1 << 18, 16384, 65536
+    mesh, rows, hidden, inner = ChipMesh((4, 4, 4), (1.0, 1.0, 1.0), one_way(0.0)), 1 << 18, 16384, 65536
     stationary = feedforward_nbytes(ChipLayout("2d", (0,), (), "heads"), mesh, rows, hidden, inner)
     assert stationary == 2 * 2 * rows * (hidden / 4 + inner / 16)
     assert feedforward_nbytes(ChipLayout("1d", (), (), "heads"), mesh, rows, hidden, inner) == 2 * 2 * rows * hidden
@@ -75,13 +75,13 @@ def test_more_chips_work_less_each_and_faster_links_never_slow_a_layer() -> None
         for name in ("1d", "2d", "xyz"):
             costs = []
             for size in (2, 4, 8):
-                mesh = ChipMesh((size, size), (9e10, 9e10), 0.0)
+                mesh = ChipMesh((size, size), (9e10, 9e10), one_way(0.0))
                 found = (way for way in layouts(mesh, work) if (way.feedforward, way.attention) == (name, "batch"))
                 costs.append(layer_cost(PALM, next(found), mesh, work, TIMES, parallel=True))
             for few, many in pairwise(costs):
                 assert many.compute_s < few.compute_s and many.weights_nbytes < few.weights_nbytes
                 assert many.cache_nbytes < few.cache_nbytes
-        slow, fast = (ChipMesh((4, 4), (rate, rate), 1e-6) for rate in (1e10, 1e11))
+        slow, fast = (ChipMesh((4, 4), (rate, rate), one_way(1e-6)) for rate in (1e10, 1e11))
         for way in layouts(slow, work):
             assert layer_cost(PALM, way, fast, work, TIMES).time_s <= layer_cost(PALM, way, slow, work, TIMES).time_s
 

@@ -9,7 +9,7 @@ import pytest
 
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.machine.profile import Machine
-from forebay.rewriter.partition.collectives import SWITCH_STEP_S, mesh_of
+from forebay.rewriter.partition.collectives import NVLINK, mesh_of
 from forebay.rewriter.partition.layouts import ChipLayout, PhaseWork, layer_cost, outside_cost
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.model_shapes import PRESET_MODELS, LayerShape, ModelError, ModelShape, TensorShape
@@ -68,7 +68,8 @@ def test_a_prefill_is_its_parts() -> None:
         return estimator.product_s("float16", m, rows, columns, nbytes=2 * (rows * columns + moved))
 
     def link_s(nbytes: float) -> float:
-        return (t - 1) / t * nbytes / H100.interconnect_bytes_per_s + (t - 1) * SWITCH_STEP_S
+        wire_s = (t - 1) / t * nbytes / H100.interconnect_bytes_per_s
+        return min(way.begin_s + (t - 1) * way.step_s + wire_s / way.rate_share for way in NVLINK)
 
     sides = [(8192 + 2 * 1024) // t, 8192, 8192, 8192 // t, 2 * 22016 // t, 8192, 8192, 22016 // t]
     products = sum(product_s(n, rows, columns, n * (rows + columns)) for rows, columns in zip(
