@@ -17,10 +17,10 @@ def believable(machine: Machine) -> Machine:
     """`machine` without what fits with an R² below GOOD_R2: products of so many rows by an implementation then go by
     those of more and of fewer rows, attention by that of more and of fewer operations per byte. Where few good fits are
     left for a kind of product, and for all that a CPU was timed at where others took more than LOADED of it, a cautious
-    guess stands: `Machine.default()`'s. A link that fits so poorly is as slow as it was ever seen already
+    guess stands: `Machine.default()`'s. A link that fits so poorly is as it was mostly seen already
     (`steady_link`). `guessed` says which, and why. Of a CPU also the rates for what has no points: as slow as the
     slowest kind of product over many rows, and of attention over a prompt."""
-    reasons = [f"link {link.src} to {link.dst} by {link.method} (R2 {link.r2:.3f}): as slow as it was seen"
+    reasons = [f"link {link.src} to {link.dst} by {link.method} (R2 {link.r2:.3f}): as it was mostly seen"
                for link in machine.links if link.r2 < GOOD_R2]
     loaded = machine.device_kind == "cpu" and machine.others_share > LOADED
     if loaded:

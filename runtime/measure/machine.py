@@ -200,7 +200,7 @@ def _disk_links(
         with contextlib.closing(open_reader(best.kind, best.depth, best.chunk_nbytes)) as reader:
             read_time_s(reader, path, 0, PAGE_NBYTES, memory)
             bandwidth, latency, r2 = steady_link(LINK_NBYTES, 5, lambda size, turn: read_time_s(
-                reader, path, turn * size % (nbytes - size + 1), size, memory))
+                reader, path, _place(turn, size, nbytes), size, memory))
             request_s = row_request_s(reader, path, nbytes, memory)
         say("disk beside products", 0.3)
         contention = Contention() if torch.cuda.is_available() else measure_contention(
@@ -209,6 +209,11 @@ def _disk_links(
         say("disk writes", 0.35)
         write, both_ways = measure_writes(os.fspath(folder), near, path, nbytes, read, memory, quick)
     return read, write, contention, both_ways, request_s
+
+
+def _place(turn: int, nbytes: int, of: int) -> int:
+    """Where in a file of so many bytes a read begins in its turn: at a page, as reads past the page cache must."""
+    return turn * nbytes % (of - nbytes + PAGE_NBYTES)
 
 
 def _fill(fd: int, nbytes: int) -> None:

@@ -18,23 +18,25 @@ Timed = TypeVar("Timed")
 def steady_link(
     sizes: Sequence[int], rounds: int, time_s: Callable[[int, int], float]
 ) -> tuple[float, float, float]:
-    """`fit_link` of the medians of `time_s(size, turn)`, all sizes taking turns, the first of up to TRIES that is good.
+    """`fit_link` of the medians of `time_s(size, turn)`, all sizes taking turns, of the first of up to TRIES passes
+    that is good, or of all passes so far together if they are.
 
-    Where none is, the link is as slow as it was seen, and R² the best fit's: the rate of the largest transfers and the
-    time of the smallest, each from the slowest try."""
-    best, slowest_s = -math.inf, dict.fromkeys(sizes, 0.0)
+    Where none is, the link is as it was seen in most turns, and R² the best fit's: the rate of the largest transfers
+    and the time of the smallest."""
+    best, seen = -math.inf, {size: list[float]() for size in sizes}
     for _ in range(TRIES):
         times: dict[int, list[float]] = {size: [] for size in sizes}
         for turn in range(rounds):
             for size in sizes:
                 times[size].append(time_s(size, turn))
-        medians = {size: median(found) for size, found in times.items()}
-        bandwidth, latency, r2 = fit_link(list(medians.items()))
-        if r2 >= GOOD_R2:
-            return bandwidth, latency, r2
-        best = max(best, r2)
-        slowest_s = {size: max(slowest_s[size], medians[size]) for size in sizes}
-    return max(sizes) / slowest_s[max(sizes)], slowest_s[min(sizes)], best
+        for size, found in times.items():
+            seen[size] += found
+        for each in (times, seen):
+            bandwidth, latency, r2 = fit_link([(size, median(found)) for size, found in each.items()])
+            if r2 >= GOOD_R2:
+                return bandwidth, latency, r2
+            best = max(best, r2)
+    return max(sizes) / median(seen[max(sizes)]), median(seen[min(sizes)]), best
 
 
 def steady_times(

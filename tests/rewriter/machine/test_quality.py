@@ -42,7 +42,7 @@ def test_a_good_profile_is_believed_whole() -> None:
 
 
 def test_a_link_that_fits_poorly_is_named() -> None:
-    """It is as slow as it was seen: nearer the truth than a guess off no machine in particular, which was thrice as
+    """It is as it was mostly seen: nearer the truth than a guess off no machine in particular, which was thrice as
     slow as a disk that others shared."""
     links = _measured().links
     poor = dataclasses.replace(links[0], r2=GOOD_R2 - 0.1)

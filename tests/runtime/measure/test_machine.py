@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.machine.profile import Machine, machine_from_json
 from forebay.runtime.disk.reader import available_kinds
 from forebay.runtime.measure import cuda as measure_cuda
@@ -100,3 +101,12 @@ def test_what_is_measured_is_judged(
     assert measure_machine(tmp_path, quick=True) is guess
     assert judged[0].links == (read, write) and judged[0].others_share == share
     assert timed == ["_cpu_links", "gemm_points", "attention_points"][: 1 if share > 0.5 else 3]
+
+
+@pytest.mark.parametrize("of", [128 << 20, 512 << 20])
+@pytest.mark.parametrize("nbytes", measure.LINK_NBYTES)
+def test_reads_that_a_link_is_fitted_to_begin_at_pages(of: int, nbytes: int) -> None:
+    """Within the file, and in several places: one that begins elsewhere is copied by the reader, at a quarter of the
+    rate."""
+    places = [measure._place(turn, nbytes, of) for turn in range(40)]
+    assert all(not at % PAGE_NBYTES and at + nbytes <= of for at in places) and len(set(places)) > 1

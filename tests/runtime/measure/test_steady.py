@@ -41,8 +41,8 @@ def test_a_link_that_stays_poor_says_so() -> None:
     assert calls == TRIES * 5 * len(SIZES) and r2 < GOOD_R2
 
 
-def test_a_link_that_stays_poor_is_as_slow_as_it_was_seen() -> None:
-    """The slowest of three passes, of which none fits: not the mean, not the best."""
+def test_a_link_that_stays_poor_is_as_it_was_seen_in_most_turns() -> None:
+    """Of three passes, of which none fits, alone or with the others: not the slowest, not the best."""
     slow_s = iter((1.0, 3.0, 2.0))
     times: list[float] = []
 
@@ -53,7 +53,23 @@ def test_a_link_that_stays_poor_is_as_slow_as_it_was_seen() -> None:
 
     bandwidth, latency, r2 = steady_link(SIZES, 5, time_s)
     assert r2 < GOOD_R2
-    assert math.isclose(bandwidth, SIZES[3] / 12.0) and math.isclose(latency, 0.06)
+    assert math.isclose(bandwidth, SIZES[3] / 8.0) and math.isclose(latency, 0.04)
+
+
+def test_passes_that_each_fit_poorly_may_fit_together() -> None:
+    """In each pass another size is disturbed in most of its turns."""
+    calls = 0
+
+    def time_s(nbytes: int, turn: int) -> float:
+        nonlocal calls
+        once = calls // (5 * len(SIZES))
+        calls += 1
+        disturbed = nbytes == SIZES[3 - once] and turn < 3
+        return (1e-5 + nbytes / 1e9) * (30.0 if disturbed else 1.0)
+
+    bandwidth, latency, r2 = steady_link(SIZES, 5, time_s)
+    assert calls == 2 * 5 * len(SIZES) and r2 > 0.999
+    assert math.isclose(bandwidth, 1e9, rel_tol=1e-6) and math.isclose(latency, 1e-5, rel_tol=1e-3)
 
 
 def test_only_lines_that_fit_poorly_are_measured_again() -> None:
