@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from forebay.kernels.operators import of_target
 from forebay.passes.lower.grow_cache import CacheRows
 from forebay.passes.place.insert_transfers import tileable
 from forebay.rewriter.ir.graph import META, CacheInput, weight_name
@@ -124,36 +123,15 @@ def cache_rows(step: fx.GraphModule) -> dict[str, CacheRows]:
 
 
 def cache_sides(step: fx.GraphModule) -> list[CacheSide]:
-    """Every cache buffer of a step graph, as attention reads it: for each query head."""
+    """Every cache buffer of a step graph, as attention reads it; packed rows count as codes."""
     found = []
     for node in step.graph.find_nodes(op="placeholder"):
         if isinstance(node.meta.get(META), CacheInput):
             value = node.meta["val"]
             batch, heads, tokens, width = value.shape
-            kind = str(value.dtype)[6:]
-            reader = _attention_over(node)
-            if reader is not None:
-                operator, args = of_target(reader.target), reader.args
-                assert operator is not None
-                bits = operator.argument(args, "bits") if "bits" in operator.arguments else 0
-                kind = f"kv{bits}" if bits else kind
-                _, heads, _, width = args[0].meta["val"].shape  # type: ignore[union-attr]
-            found.append(CacheSide(kind, batch * heads, width, tokens, value.numel() * value.element_size()))
+            found.append(CacheSide(str(value.dtype)[6:], batch * heads, width, tokens,
+                                   value.numel() * value.element_size()))
     return found
-
-
-def _attention_over(cache: fx.Node) -> fx.Node | None:
-    """The attention that reads a cache buffer, or what was appended to it; None where none does."""
-    waiting, seen = [cache], {cache}
-    while waiting:
-        for user in waiting.pop().users:
-            operator = of_target(user.target)
-            if operator is not None and operator.timed_as == "attention":
-                return user
-            if user not in seen and operator is not None and operator.writes:
-                seen.add(user)
-                waiting.append(user)
-    return None
 
 
 def cache_buffers(step: fx.GraphModule) -> dict[str, int]:

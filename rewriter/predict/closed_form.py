@@ -124,8 +124,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class CacheSide:
-    """K or V of one layer, of `dtype` or cache format, `nbytes` for so many `tokens`: as attention of `rows` (sequences
-    and query heads) of `width` elements reads it."""
+    """K or V of one layer: `rows` (sequences and heads) of `width` elements for each of `tokens`, in `nbytes`."""
 
     dtype: str
     rows: int
@@ -148,7 +147,8 @@ def rates_of(
     block: Block = ALONE, launches: int = 0, work: Workload | None = None,
 ) -> Rates:
     """The rates for streaming from `tier` and for steps of `batch` sequences over `products`, in the parts of `block`,
-    each with a `cache` that holds what `work` usually finds (None: full), and of so many `launches`."""
+    each with a `cache` that holds what `work` usually finds (None: full), whose heads are taken to serve one query
+    each, and of so many `launches`."""
     counts = Counter(products)
 
     @functools.cache
