@@ -122,6 +122,15 @@ class Operator:
         place = self.arguments.index(name)
         return args[place] if place < len(args) else self.overload._schema.arguments[place].default_value
 
+    def given_caches(self, args: tuple[Any, ...]) -> list[Any]:
+        """What positional arguments hold for K and V; nothing of an operator that touches no cache."""
+        return [self.argument(args, name) for name in self.caches]
+
+    def cache_format(self, args: tuple[Any, ...]) -> str:
+        """The format of the rows of a cache that it touches ("kv4"); "" where they are values as they are."""
+        bits = self.argument(args, "bits") if "bits" in self.arguments else 0
+        return f"kv{bits}" if bits else ""
+
     def workspace_nbytes(self, use: Use, device: str) -> int:
         """Transient bytes that a use takes on a device; 0 for an operator that takes none."""
         count = self.workspace.get(device)

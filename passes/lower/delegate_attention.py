@@ -38,7 +38,7 @@ def operands_of(block: fx.GraphModule) -> OperandSizes:
         operator = of_target(node.target)
         if operator is None or not operator.caches:
             continue
-        caches = [operator.argument(node.args, name) for name in operator.caches]
+        caches = operator.given_caches(node.args)
         found[True] += [_extent(v) for n in node.all_input_nodes if n not in caches for v in values_of(n)]
         found[False] += map(_extent, values_of(node) if node.meta.get("alias_of") is None else ())
     both = [*found[True], *found[False]]

@@ -22,7 +22,7 @@ def quantize_cache(gm: fx.GraphModule, stored: Format) -> None:
         operator = of_target(node.target)
         if operator is None or operator.over_rows is None:
             continue
-        read = [operator.argument(node.args, name) for name in operator.caches]
+        read = operator.given_caches(node.args)
         caches |= dict.fromkeys(read)
         node.target = operator.over_rows.overload
         node.args = (*node.args, stored.bits, stored.group_of(read[0].meta["val"].shape[-1]))

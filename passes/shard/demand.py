@@ -53,7 +53,7 @@ def over_cache(node: fx.Node) -> list[fx.Node]:
 def caches_of(node: fx.Node) -> list[fx.Node]:
     """The caches that an operator reads or writes."""
     known = of_target(node.target)
-    return [] if known is None else [known.argument(node.args, name) for name in known.caches]
+    return [] if known is None else known.given_caches(node.args)
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from forebay.rewriter.capture.layouts import run_on_meta
+from forebay.rewriter.capture.layouts import has_gaps, run_on_meta, storage_key
 from forebay.rewriter.ir.graph import META, copy_node
 
 ALIAS = "alias_of"
@@ -55,7 +55,7 @@ def _input_value(node: fx.Node, given: torch.Tensor | None, taken: set[int]) -> 
             [type(t) is int and s != t for s, t in zip(given.shape, traced.shape, strict=True)])):
         raise ValueError(f"input {node.name!r} must be {tuple(traced.shape)} {traced.dtype}, "
                          f"not {tuple(given.shape)} {given.dtype}")
-    storage = _storage(given)
+    storage = storage_key(given)
     if storage in taken or not given.is_meta:
         return _fresh(given)
     taken.add(storage)
@@ -113,12 +113,12 @@ class _Concretiser:
     def _input(self, node: fx.Node, value: torch.Tensor) -> None:
         new = self.graph.create_node("placeholder", node.target, name=node.name)
         new.meta.update(node.meta, val=value, **{ALIAS: None})
-        self.owners[_storage(value)] = new
+        self.owners[storage_key(value)] = new
         self.values[node], self.env[node] = value, new
 
     def _emit(self, node: fx.Node, value: Any, target: Any = None) -> None:
         """Put a node that gives `value`, with the same target unless told, behind those put before."""
-        if isinstance(value, torch.Tensor) and _has_gaps(value) and _storage(value) not in self.owners:
+        if isinstance(value, torch.Tensor) and has_gaps(value) and storage_key(value) not in self.owners:
             value = torch.empty_like(value)
         self.values[node] = value
         if isinstance(value, (int, float, bool)):
@@ -127,10 +127,10 @@ class _Concretiser:
         new = self.graph.create_node(node.op, target or node.target, name=node.name)
         new.args, new.kwargs = _mapped(node.args, self.env), _mapped(node.kwargs, self.env)  # given above, searched
         if isinstance(value, torch.Tensor):
-            base = self.owners.setdefault(_storage(value), new)
+            base = self.owners.setdefault(storage_key(value), new)
         else:
             bases = dict.fromkeys(
-                self.owners.setdefault(_storage(t), new) for t in pytree.tree_leaves(value) if _is_tensor(t))
+                self.owners.setdefault(storage_key(t), new) for t in pytree.tree_leaves(value) if _is_tensor(t))
             base = new if new in bases or not bases else next(iter(bases))  # several: meshgrid shows all its operands
         new.meta.update(node.meta, val=value, **{ALIAS: None if base is new else base})  # setting it would be searched
         self.env[node] = new
@@ -153,7 +153,7 @@ class _Concretiser:
         """The result of a call with inputs `values`: storage of its own per call, or that of the input it views."""
 
         def one(tensor: torch.Tensor) -> torch.Tensor:
-            owner = self.owners[_storage(tensor)]
+            owner = self.owners[storage_key(tensor)]
             if owner.op != "placeholder":
                 return _fresh(tensor)
             base = values[self.inputs[owner]]
@@ -164,15 +164,6 @@ class _Concretiser:
 
 def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
-
-
-def _has_gaps(tensor: torch.Tensor) -> bool:
-    """Whether its storage has other bytes than its elements; what works on a copy of a slice may return one."""
-    return bool(tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size())
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _mapped(args: Any, env: Mapping[fx.Node, Any], onto_meta: bool = False) -> Any:

@@ -45,7 +45,8 @@ def run_on_meta(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         shape, strides, dtype = answer
         return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     result = target(*args, **kwargs)
-    if _is_all_of_its_storage(result) and result.untyped_storage()._cdata not in _storages((args, kwargs)):
+    if _stands_alone(result) and storage_key(result) not in {
+            storage_key(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}:
         _answers[key] = (result.shape, result.stride(), result.dtype)
         if len(_answers) > _MOST_ANSWERS:
             _answers.popitem(last=False)
@@ -73,14 +74,19 @@ def _described(value: Any) -> Any:
     return type(value), value
 
 
-def _is_all_of_its_storage(value: object) -> bool:
+def _stands_alone(value: object) -> bool:
     return (type(value) is torch.Tensor and value.is_meta and value.layout is torch.strided
-            and value.storage_offset() == 0
-            and value.untyped_storage().nbytes() == value.numel() * value.element_size())
+            and value.storage_offset() == 0 and not has_gaps(value))
 
 
-def _storages(operands: Any) -> set[int]:
-    return {t.untyped_storage()._cdata for t in pytree.tree_leaves(operands) if isinstance(t, torch.Tensor)}
+def has_gaps(tensor: torch.Tensor) -> bool:
+    """Whether its storage has other bytes than its elements; what works on a copy of a slice may return one."""
+    return bool(tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size())
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same number for tensors that show one storage."""
+    return tensor.untyped_storage()._cdata
 
 
 def layout_of(target: object, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:

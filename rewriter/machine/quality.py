@@ -42,12 +42,15 @@ def _good_products(machine: Machine, reasons: list[str]) -> tuple[GemmPoint, ...
             continue
         few = any(2 * sum(impl == each for each, _ in poor) >= len(by_m) for impl, by_m in fits.items())
         (impl, m), r2 = min(poor.items(), key=lambda found: found[1])
-        reasons.append(f"products of {dtype} (R2 {r2:.3f} by {impl} at {m} rows)" + ("" if few else ": as between "
-                       "others of more and of fewer rows" if len(poor) == 1 else f" and {len(poor) - 1} more fits: as "
-                       "between others of more and of fewer rows"))
-        guess = Machine.default().gemm if few and machine.device_kind == "cpu" else ()
-        good = [p for p in good if p.dtype != dtype or (not few and (p.impl, p.m) not in poor)]
-        good += [p for p in guess if p.dtype == machine.measured_as(dtype)]
+        reason = f"products of {dtype} (R2 {r2:.3f} by {impl} at {m} rows)"
+        if few:
+            guess = Machine.default().gemm if machine.device_kind == "cpu" else ()
+            good = [p for p in good if p.dtype != dtype] + [p for p in guess if p.dtype == dtype]
+        else:
+            good = [p for p in good if p.dtype != dtype or (p.impl, p.m) not in poor]
+            more = f" and {len(poor) - 1} more fits" if len(poor) > 1 else ""
+            reason += f"{more}: as between others of more and of fewer rows"
+        reasons.append(reason)
     return tuple(good)
 
 

@@ -93,7 +93,7 @@ def launch_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> 
     time_s = times.touch_s(touched_nbytes(item))
     if operator is not None and operator.caches and operator.writes:
         values = sum(math.prod(ref.shape) for ref in _tensors(item) if ref.dtype not in ("uint8", "int64"))
-        time_s = max(time_s, times.pack_s(_cache_format(item, operator, ""), values))
+        time_s = max(time_s, times.pack_s(operator.cache_format(item.args), values))
     return dispatch_s + time_s
 
 
@@ -126,13 +126,7 @@ def _attention_time_s(item: Launch, operator: Operator, times: Estimator, seen: 
     refs = _tensors(item)
     if len(refs) < 3 or len(refs[0].shape) != 4:
         return times.attention_s("", touched_nbytes(item), 0.0)
-    return times.attention_s(_cache_format(item, operator, refs[0].dtype), *_attended(item, operator, seen))
-
-
-def _cache_format(item: Launch, operator: Operator, native: str) -> str:
-    """What the rows of a cache are packed as that a launch reads or writes; `native` where they are not."""
-    bits = operator.argument(item.args, "bits") if "bits" in operator.arguments else 0
-    return f"kv{bits}" if bits else native
+    return times.attention_s(operator.cache_format(item.args) or refs[0].dtype, *_attended(item, operator, seen))
 
 
 def _attended(item: Launch, operator: Operator, seen: Mapping[int, float]) -> tuple[float, float]:

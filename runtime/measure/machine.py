@@ -166,7 +166,7 @@ def disk_trials(path: str, nbytes: int, quick: bool) -> list[DiskTrial]:
             read_time_s(reader, path, 0, PAGE_NBYTES, memory)  # opens the file
         for repeat in range(repeats):
             for i, candidate in enumerate(candidates):
-                offset = (repeat * len(candidates) + i) * span % (nbytes - span + 1) // READ_NBYTES * READ_NBYTES
+                offset = _place(repeat * len(candidates) + i, span, nbytes)
                 cpu_s = time.process_time()
                 time_s = read_time_s(readers[candidate], path, offset, span, memory)
                 times[candidate].append((time_s, time.process_time() - cpu_s))
