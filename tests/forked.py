@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -19,13 +20,18 @@ IMPORTED = ("torch", "torch.export", "transformers.modeling_utils", "transformer
             "forebay.api", "forebay.commands.process_memory", "forebay.rewriter.checkpoints.quantize")
 
 
-def run_code(code: str, *arguments: str, timeout: float = 300) -> CompletedProcess[str]:
-    """As `subprocess.run([sys.executable, "-c", code, …], cwd=ROOT)`, whose modules are there already."""
+def code_server() -> ForkServerContext:
+    """The context whose processes are forked from the one that has imported all."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(list(IMPORTED))
+    return server
+
+
+def run_code(code: str, *arguments: str, timeout: float = 300) -> CompletedProcess[str]:
+    """As `subprocess.run([sys.executable, "-c", code, …], cwd=ROOT)`, whose modules are there already."""
     with tempfile.TemporaryDirectory() as folder:
         told = [Path(folder, name) for name in ("out", "error")]
-        child = server.Process(target=_child, args=(code, arguments, dict(os.environ), *map(str, told)))
+        child = code_server().Process(target=_child, args=(code, arguments, dict(os.environ), *map(str, told)))
         child.start()
         child.join(timeout)
         if child.is_alive():

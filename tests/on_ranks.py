@@ -1,35 +1,99 @@
-"""Run a function on several ranks, processes that exchange over gloo, and collect what each gives."""
+"""Run a function on several ranks, processes that exchange over gloo, and collect what each gives.
+
+They are forked from a process that has imported all and traced the models that they run: each by itself took most of
+its time for that. It has one thread, else none may fork from it.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Callable, Sequence
-from multiprocessing.queues import Queue
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-import torch.multiprocessing as mp
+from forked import code_server
 
 LIMIT_S = 600.0
 
 
-def on_ranks(ranks: int, run: Callable[..., Any], *given: Any) -> list[Any]:
-    """What `run(*given)`, a function of a module, gives on each rank. AssertionError with the first traceback."""
+class Nursery:
+    """Starts ranks until it is closed."""
+
+    def __init__(self) -> None:
+        self._asked, theirs = multiprocessing.Pipe()
+        self._process = code_server().Process(target=_nursery, args=(theirs, dict(os.environ)))
+        self._process.start()
+        theirs.close()
+
+    def close(self) -> None:
+        self._asked.close()
+        self._process.join(20)
+        self._process.kill()
+
+    def on_ranks(self, ranks: int, run: Callable[..., Any], *given: Any, traced: Sequence[str] = ()) -> list[Any]:
+        """What `run(*given)`, a function of a module, gives on each rank. The models of the folders `traced` are traced
+        for all ranks at once. AssertionError with the first traceback."""
+        self._asked.send((ranks, run, given, traced))
+        assert self._asked.poll(LIMIT_S + 60), "ranks give no answer"
+        found, failed = self._asked.recv()
+        assert not failed, failed
+        return found  # type: ignore[no-any-return]
+
+
+def _nursery(asked: Connection, environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    import pytest
+    import torch
+    from captured_once import share_graphs
+
+    from forebay.open_model import open_model
+
+    torch.set_num_threads(1)
+    patch = pytest.MonkeyPatch()
+    while True:
+        try:
+            ranks, run, given, traced = asked.recv()
+        except EOFError:
+            return
+        try:
+            share_graphs(patch)
+            for folder in dict.fromkeys(traced):
+                open_model(folder)
+            if not traced:
+                patch.undo()
+            threads = len(list(Path("/proc/self/task").iterdir()))
+            assert threads == 1, f"{threads} threads: a process that is forked now may wait for a lock forever"
+            asked.send((_on_ranks(ranks, run, given), ""))
+        except BaseException:
+            asked.send((None, traceback.format_exc()))
+
+
+def _on_ranks(ranks: int, run: Callable[..., Any], given: Sequence[Any]) -> list[Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = mp.get_context("spawn")
-    answers: Queue = context.Queue()
-    processes = [context.Process(target=_rank, args=(rank, ranks, port, answers, run, given)) for rank in range(ranks)]
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+    processes = [context.Process(target=_rank, args=(rank, ranks, port, pipes[rank][1], run, given), daemon=True)
+                 for rank in range(ranks)]
     for process in processes:
         process.start()
     found: list[Any] = [None] * ranks
     try:
-        for _ in processes:
-            rank, value, failed = answers.get(timeout=LIMIT_S)
-            assert not failed, f"rank {rank}:\n{failed}"
-            found[rank] = value
+        waiting = {own: rank for rank, (own, _) in enumerate(pipes)}
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting), LIMIT_S)
+            assert ready, f"ranks {sorted(waiting.values())} give no answer"
+            for own in ready:
+                assert isinstance(own, Connection)
+                rank = waiting.pop(own)
+                found[rank], failed = own.recv()
+                assert not failed, f"rank {rank}:\n{failed}"
     finally:
         for process in processes:
             process.join(20)
@@ -37,16 +101,11 @@ def on_ranks(ranks: int, run: Callable[..., Any], *given: Any) -> list[Any]:
     return found
 
 
-def _rank(rank: int, ranks: int, port: int, answers: Queue, run: Callable[..., Any], given: Sequence[Any]) -> None:
+def _rank(rank: int, ranks: int, port: int, answer: Connection, run: Callable[..., Any], given: Sequence[Any]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
-    import torch
-
-    torch.set_num_threads(1)
     try:
-        answers.put((rank, run(*given), ""))
+        answer.send((run(*given), ""))
     except BaseException:
-        answers.put((rank, None, traceback.format_exc()))
+        answer.send((None, traceback.format_exc()))
     finally:
-        answers.close()
-        answers.join_thread()
         os._exit(0)  # whoever waits for others that failed is not waited for

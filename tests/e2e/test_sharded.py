@@ -4,6 +4,7 @@ together, and ranks that fail."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import families
 import pytest
 import torch
 import transformers as T
-from on_ranks import on_ranks
+from on_ranks import Nursery
 
 import forebay
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
@@ -70,6 +71,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    made = Nursery()
+    yield made
+    made.close()
+
+
 def _placed(folder: Path, cases: list[Case]) -> list[Case]:
     """The cases with the folders of their models, which are made once."""
     placed = []
@@ -106,6 +114,10 @@ def answers(cases: list[Case], mesh: str | None) -> list[Any]:
     return found
 
 
+def answers_of_ranks(nursery: Nursery, ranks: int, cases: list[Case]) -> list[list[Any]]:
+    return nursery.on_ranks(ranks, answers, cases, str(ranks), traced=[case.folder for case in cases])
+
+
 def _expected(case: Case) -> list[list[int]]:
     """transformers' own tokens, float32."""
     model = T.AutoModelForCausalLM.from_pretrained(case.folder).eval()
@@ -135,29 +147,30 @@ if MORE:
 
 
 @pytest.mark.parametrize(("ranks", "cases"), [(2, [*TWO, *MORE]), (4, [*FOUR, *MORE])])
-def test_tokens_are_those_of_transformers(folder: Path, ranks: int, cases: list[Case]) -> None:
+def test_tokens_are_those_of_transformers(folder: Path, nursery: Nursery, ranks: int, cases: list[Case]) -> None:
     placed = _placed(folder, cases)
-    by_rank = on_ranks(ranks, answers, placed, str(ranks))
+    by_rank = answers_of_ranks(nursery, ranks, placed)
     for i, case in enumerate(placed):
+        expected = _expected(case)
         for rank, found in enumerate(by_rank):
-            assert found[i][0] == _expected(case), (case, rank)
+            assert found[i][0] == expected, (case, rank)
             assert found[i][2] <= parse_budget(case.budget).device
 
 
-def test_packed_weights_and_draws_are_those_of_one_device(folder: Path) -> None:
+def test_packed_weights_and_draws_are_those_of_one_device(folder: Path, nursery: Nursery) -> None:
     cases = _placed(folder, [Case("opt+w4g32"), Case("llama+w8g32"),
                              Case("llama", {"cache": "kv8"}), Case("opt+w4g32", STAGES)])
-    alone, *both = [answers(cases, None), *on_ranks(2, answers, cases, "2")]
+    alone, *both = [answers(cases, None), *answers_of_ranks(nursery, 2, cases)]
     for found in both:
         assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in alone]
     drawn = _placed(folder, [Case("llama", asked={"do_sample": True, "temperature": 1.5})])
-    one, other = on_ranks(2, answers, drawn, "2")
+    one, other = answers_of_ranks(nursery, 2, drawn)
     assert one[0][0] == other[0][0]
 
 
-def test_each_rank_streams_its_part_alone(folder: Path) -> None:
+def test_each_rank_streams_its_part_alone(folder: Path, nursery: Nursery) -> None:
     cases = _placed(folder, [Case("llama", budget="device=330kB")])
-    (alone,), halves = answers(cases, None), on_ranks(2, answers, cases, "2")
+    (alone,), halves = answers(cases, None), answers_of_ranks(nursery, 2, cases)
     assert alone[1] > 0
     for (half,) in halves:
         assert 0 < half[1] < 0.5 * alone[1]  # half of the weights, of which more stay
@@ -188,9 +201,9 @@ def programs(case: Case, mesh: str) -> list[Any]:
         return found
 
 
-def test_collectives_are_counted_and_every_wait_is_needed(folder: Path) -> None:
+def test_collectives_are_counted_and_every_wait_is_needed(folder: Path, nursery: Nursery) -> None:
     (case,) = _placed(folder, [Case("opt")])
-    one, other = on_ranks(2, programs, case, "2")
+    one, other = nursery.on_ranks(2, programs, case, "2", traced=[case.folder])
     for (mine, proved), (theirs, _) in zip(one, other, strict=True):
         assert mine == theirs
         sums = [(op, group) for op, group, *_ in mine]
@@ -219,9 +232,9 @@ def refusals(folder: str) -> list[str]:
     return found
 
 
-def test_what_cannot_be_is_said_alike_on_all_ranks(folder: Path) -> None:
+def test_what_cannot_be_is_said_alike_on_all_ranks(folder: Path, nursery: Nursery) -> None:
     (case,) = _placed(folder, [Case("llama")])
-    one, other = on_ranks(2, refusals, case.folder)
+    one, other = nursery.on_ranks(2, refusals, case.folder)  # each traces for itself
     assert one == other
     small, ranks, draft, shape, unequal, given = one
     assert small.startswith("PlanError: rank 0: ") and "start as many with torchrun --nproc-per-node=4" in ranks
