@@ -69,6 +69,8 @@ class Machine:
     host_attention_bytes_per_s is the same of a host beside a GPU (0: it does not compute).
     product_flops, attention_flops: operations per second of large products and of attention over whole prompts, for
     dtypes without points of their own (0: such work takes as long as reading its bytes).
+    reads_core_share: of the time of all cores, what a second of reads from disk takes (0..1): copying that a processor
+    does, or what a virtual machine or a container pays for them from the time it is given.
     both_ways: by the size of writes, in rising order (none: reads and writes share the disk evenly).
     pack_elements_per_s: by cache format, values per second that become packed rows of it (none: as fast as bytes go).
     choice_elements_per_s: logits looked at per second when a step's tokens are chosen (0: at no cost). `folder` is
@@ -94,6 +96,7 @@ class Machine:
     folder: str = ""
     attention: tuple[AttentionPoint, ...] = ()
     contention: Contention = field(default_factory=Contention)
+    reads_core_share: float = 0.0
     both_ways: tuple[BothWays, ...] = ()
     pack_elements_per_s: Mapping[str, float] = field(default_factory=dict)
     choice_elements_per_s: float = 0.0
@@ -145,6 +148,7 @@ class Machine:
             _positive(f"pack_elements_per_s.{cache}", rate)
         for name, factor in vars(self.contention).items():
             _require(math.isfinite(factor) and factor >= 1, f"contention.{name}", "must be at least 1", factor)
+        _require(0 <= self.reads_core_share <= 1, "reads_core_share", "must lie between 0 and 1", self.reads_core_share)
         for i, both in enumerate(self.both_ways):
             _positive(f"both_ways[{i}].nbytes", both.nbytes)
             for name, factor in (("write_slowed", both.write_slowed), ("read_slowed", both.read_slowed)):

@@ -57,7 +57,8 @@ class Rates:
 
     bytes_per_s and latency_s are of the link that weights stream over; upload_bytes_per_s is that of what lies in host
     memory, and with `hop` of what passes through it; launch_s is what one copy more costs the thread that computes;
-    slowed and slows are what computing and streaming do to each other. compute_s gives the seconds of all products of
+    slowed and slows are what computing and streaming do to each other at once, and `core_share` is what a second of
+    the disk takes of the cores' time. compute_s gives the seconds of all products of
     a step over so many tokens per sequence, and of issuing its launches, attend_s those of its attention, which
     schedules have alike, `moves` what of its caches moves, at the seconds per byte of `cache_byte_s`; over what the
     host attends, it takes `host_attend_s` for so many bytes.
@@ -75,6 +76,7 @@ class Rates:
     moves: Callable[[int], CacheMoves] = lambda tokens: STILL
     cache_byte_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
     host_attend_s: Callable[[float], float] = lambda nbytes: 0.0
+    core_share: float = 0.0
 
     def device_attend_s(self, tokens: int) -> float:
         """Seconds of the attention that the device does in a step."""
@@ -104,7 +106,7 @@ class Rates:
         where one is much shorter, next to nothing. A share `HIDDEN` of streaming counts wherever it hides. Never falls
         when bytes and copies rise, nor when fewer of them lie in host memory, which is no slower than the disk. Caches
         share the disk, both ways, with weights, and uploads too; where no weight streams, their slots are those that
-        count.
+        count. The cores have no more time than the step takes: for computing, and for what the disk takes of it.
         """
         busy, moves = self.busy_s(tokens, nbytes, copies, from_host), self.moves(tokens)
         compute = busy[COMPUTE]
@@ -119,7 +121,7 @@ class Rates:
             return compute + stream
         short, long = sorted((compute, stream))
         together = side_by_side_s(compute, stream, self.slowed, self.slows)
-        return together + short**2 / long / slots**2 + HIDDEN * stream
+        return max(together + short**2 / long / slots**2, compute + self.core_share * disk) + HIDDEN * stream
 
 
 @dataclass(frozen=True)
@@ -183,4 +185,5 @@ def rates_of(
             between[ends] = _byte_s(times, *ends)
     return Rates(1 / times.byte_s(*link), times.latency_s(*link), times.copy_issue_s + times.dispatch_s,
                  times.slowed(0.5), times.slows(0.5), compute_s, upload, link[1] == "host", attend_s,
-                 cache_byte_s=between, host_attend_s=lambda nbytes: host_attend_s(nbytes, times))
+                 cache_byte_s=between, host_attend_s=lambda nbytes: host_attend_s(nbytes, times),
+                 core_share=times.reads_core_share)

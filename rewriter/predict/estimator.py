@@ -73,6 +73,10 @@ class Estimator(Protocol):
     def slows(self, share: float) -> float:
         """How many times as long these take beside it."""
 
+    @property
+    def reads_core_share(self) -> float:
+        """Of the time of all cores, what a second of copies from or to disk takes (0..1), where they compute too."""
+
     def both_ways(self, nbytes: int) -> tuple[float, float]:
         """How many times as long a write of so many bytes to disk takes beside reads, and reads beside it."""
 
@@ -150,6 +154,10 @@ class MachineEstimator:
 
     def slows(self, share: float) -> float:
         return self.machine.contention.slows(share)
+
+    @property
+    def reads_core_share(self) -> float:
+        return self.machine.reads_core_share if self.serial else 0.0
 
     def both_ways(self, nbytes: int) -> tuple[float, float]:
         return self.machine.side_by_side(nbytes)

@@ -51,8 +51,9 @@ def simulate(program: Program, machine: Machine, steps: int = STEPS, times: Esti
             found = known[key] = item_cost(item, times, program.seen)
         return found
 
-    run = run_on_threads if times.serial else run_on_streams
-    ends, ran = run(program, cost, steps, choice_time_s(program, times))
+    between = choice_time_s(program, times)
+    ends, ran = run_on_threads(program, cost, steps, between, times.reads_core_share) if times.serial else \
+        run_on_streams(program, cost, steps, between)
     start, end = ends[-2:]
     spans = tuple((s, label, a - start, b - start) for s, label, a, b in ran if start < b <= end)
     busy: dict[str, float] = {}

@@ -99,7 +99,7 @@ def offloaded_times(model: ModelShape, machine: Machine, away: Streamed) -> Phas
     upload = 1 / times.byte_s("host", "device") if away.from_host_nbytes or near == "host" else Rates.upload_bytes_per_s
     rates = Rates(1 / times.byte_s(disk_tier, near), times.latency_s(disk_tier, near),
                   times.copy_issue_s + times.dispatch_s, times.slowed(0.5), times.slows(0.5),
-                  upload_bytes_per_s=upload, hop=near == "host")
+                  upload_bytes_per_s=upload, hop=near == "host", core_share=times.reads_core_share)
     links = (("host", "device"), ("device", "host"))
     if away.staged:
         rates = replace(rates, cache_byte_s={link: times.byte_s(*link) for link in links})

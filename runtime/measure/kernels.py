@@ -8,10 +8,8 @@ second can be slow as a whole, and must not fall on one candidate alone.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
@@ -25,11 +23,7 @@ from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import CACHE_FORMATS, TIMED_CACHES, TIMED_WEIGHTS, packed_format
 from forebay.kernels.operator import Call, Operator, Tensors
 from forebay.kernels.operators import product_with
-from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint, intensity
-from forebay.rewriter.machine.profile import Link
-from forebay.runtime.devices.streams import wait_watched
-from forebay.runtime.disk.chunks import Read
-from forebay.runtime.disk.reader import open_reader
+from forebay.rewriter.machine.points import AttentionPoint, GemmPoint, intensity
 from forebay.runtime.measure.steady import steady_times
 from forebay.runtime.run.arena import Arena
 
@@ -210,96 +204,3 @@ def choice_elements_per_s(quick: bool) -> float:
     logits = torch.ones(8, 32768)
     timed: dict[tuple, Sequence[Call]] = {("aten",): [lambda: logits.argmax(-1)]}
     return logits.numel() / medians_s(timed, 9 if quick else 15)["aten",]
-
-
-# Beside reads from disk
-
-
-class ReadFlow:
-    """Reads without end of a file, a few in flight, between `start` and `stop`."""
-
-    def __init__(self, path: str, nbytes: int, link: Link, memory: Arena) -> None:
-        self.path, self.span, self.memory = path, nbytes // READ_NBYTES * READ_NBYTES, memory
-        self.reader = open_reader(link.method, link.depth, link.chunk_nbytes)
-        self.at = self.flying = self.nbytes = 0
-        self.flows = False
-        self.error: BaseException | None = None
-        self.idle, self.landed = threading.Event(), threading.Event()
-        self.lock = threading.Lock()  # an engine may have several threads
-        self.begin_s = 0.0
-
-    def start(self) -> None:
-        self.flows, self.nbytes, self.begin_s = True, 0, time.perf_counter()
-        self.idle.clear()
-        self.landed.clear()
-        self.flying = 3
-        for _ in range(3):
-            self._submit()
-
-    def _submit(self) -> None:
-        with self.lock:
-            at, self.at = self.at, (self.at + READ_NBYTES) % self.span
-        place = self.memory.address + at // READ_NBYTES % (self.memory.nbytes // READ_NBYTES) * READ_NBYTES
-        self.reader.submit(Read(self.path, at, READ_NBYTES, place, 0, 0, self._landed))
-
-    def _landed(self, error: BaseException | None) -> None:
-        with self.lock:
-            self.error = self.error or error
-            self.nbytes += READ_NBYTES
-            self.landed.set()
-            goes_on = self.flows and error is None
-            self.flying -= not goes_on
-            if self.flying == 0:
-                self.idle.set()
-        if goes_on:
-            self._submit()
-
-    def stop(self) -> float:
-        """Bytes per second since `start`, once a read has landed: a busy disk may take longer than a turn for one."""
-        wait_watched(self.landed.wait, self.reader.fault)
-        rate = self.nbytes / (time.perf_counter() - self.begin_s)
-        self.flows = False
-        wait_watched(self.idle.wait, self.reader.fault)
-        if self.error is not None:
-            raise self.error
-        return rate
-
-
-def measure_contention(path: str, nbytes: int, link: Link, memory: Arena, quick: bool) -> Contention:
-    """Slowdowns of products and of cold reads of `path` beside each other, each the median of turns taken."""
-    from forebay.kernels.products.linear import cpu as linear
-
-    turn_s, rounds = 0.06, (25 if quick else 49)  # short turns: each pair is compared within the machine's mood
-    n, k = GEMM_SHAPES[0]
-    weights = cold_weights(n, k, torch.bfloat16)
-    calls = {}
-    for m in (1, 64):  # bound by memory, and by arithmetic
-        x, out = torch.ones(m, k, dtype=torch.bfloat16), torch.empty(m, n, dtype=torch.bfloat16)
-        impl = linear.default_choice(torch.bfloat16, m, n, k)
-        calls[m] = itertools.cycle([linear.bind_linear(impl, x, weight, None, out) for weight in weights])
-    found: dict[int, list[tuple[float, float]]] = {m: [] for m in calls}
-    flow = ReadFlow(path, nbytes, link, memory)
-    with contextlib.closing(flow.reader):
-        for _ in range(rounds):
-            flow.start()
-            time.sleep(turn_s)
-            rate = flow.stop()
-            for m, turn in calls.items():
-                alone = _repeat_s(turn, turn_s)
-                flow.start()
-                beside = _repeat_s(turn, turn_s)
-                found[m].append((beside / alone, rate / flow.stop()))
-    slowed = {m: max(1.0, median(a for a, _ in pairs)) for m, pairs in found.items()}
-    slows = {m: max(1.0, median(b for _, b in pairs)) for m, pairs in found.items()}
-    return Contention(slowed[1], slowed[64], slows[1], slows[64])
-
-
-def _repeat_s(turn: Iterator[Call], time_s: float) -> float:
-    """Seconds per call over `time_s`, of one call at least: on a busy machine the thread may not come to another."""
-    start, count, now = time.perf_counter(), 0, 0.0
-    while not count or now < start + time_s:
-        next(turn)()
-        count += 1
-        now = time.perf_counter()
-    return (now - start) / count
-

@@ -30,13 +30,13 @@ from forebay.runtime.devices.streams import wait_watched
 from forebay.runtime.disk.reader import DiskReader, Read, available_kinds, open_reader
 from forebay.runtime.disk.temporary import temporary_file
 from forebay.runtime.measure import cuda as measure_cuda
+from forebay.runtime.measure.contention import measure_contention
 from forebay.runtime.measure.kernels import (
     MIB,
     READ_NBYTES,
     attention_points,
     choice_elements_per_s,
     gemm_points,
-    measure_contention,
     pack_elements_per_s,
 )
 from forebay.runtime.measure.neighbours import Neighbours
@@ -88,7 +88,7 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
     near = "host" if cuda else "device"  # where disk reads land
     neighbours = Neighbours()
     say("disk", 0.0)
-    read, write, contention, both_ways, request_s = _disk_links(folder, near, quick, say)
+    read, write, (contention, core_share), both_ways, request_s = _disk_links(folder, near, quick, say)
     say("memory", 0.4)
     links = [read, write, *(_cuda_links(quick) if cuda else _cpu_links(read, write, quick))]
     rounds = 5 if quick else 15
@@ -113,6 +113,7 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
         folder=os.path.abspath(folder),
         attention=() if cuda or busy else attention_points(quick),
         contention=contention,
+        reads_core_share=core_share,
         both_ways=both_ways,
         pack_elements_per_s={} if cuda or busy else pack_elements_per_s(quick),
         choice_elements_per_s=choice_elements_per_s(quick),
@@ -184,9 +185,9 @@ def choose_trial(trials: list[DiskTrial]) -> DiskTrial:
 
 def _disk_links(
     folder: str | os.PathLike[str], near: str, quick: bool, say: StageProgress
-) -> tuple[Link, Link, Contention, tuple[BothWays, ...], float]:
-    """Links from and to the disk, what computing and reading do to each other, and reading and writing, and what a
-    read of a lookup takes."""
+) -> tuple[Link, Link, tuple[Contention, float], tuple[BothWays, ...], float]:
+    """Links from and to the disk, what computing and reading do to each other (`measure_contention`), and reading
+    and writing, and what a read of a lookup takes."""
     nbytes = (128 if quick else 512) * MIB
     free = shutil.disk_usage(folder).free
     if free < 2 * nbytes:
@@ -203,7 +204,7 @@ def _disk_links(
                 reader, path, _place(turn, size, nbytes), size, memory))
             request_s = row_request_s(reader, path, nbytes, memory)
         say("disk beside products", 0.3)
-        contention = Contention() if torch.cuda.is_available() else measure_contention(
+        contention = (Contention(), 0.0) if torch.cuda.is_available() else measure_contention(
             path, nbytes, Link("disk", near, 1.0, 0.0, best.kind, best.depth, best.chunk_nbytes), memory, quick)
         read = Link("disk", near, bandwidth, latency, best.kind, best.depth, best.chunk_nbytes, r2)
         say("disk writes", 0.35)

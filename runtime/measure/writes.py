@@ -14,7 +14,8 @@ from forebay.rewriter.machine.profile import Link
 from forebay.runtime.disk.chunks import Write
 from forebay.runtime.disk.reader import DiskWriter, available_kinds, open_writer
 from forebay.runtime.disk.spill import SpillFile
-from forebay.runtime.measure.kernels import MIB, ReadFlow
+from forebay.runtime.measure.contention import ReadFlow
+from forebay.runtime.measure.kernels import MIB
 from forebay.runtime.measure.steady import steady_link
 from forebay.runtime.run.arena import Arena
 

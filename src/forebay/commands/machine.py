@@ -53,7 +53,8 @@ def machine_command(
                   f"{1e6 * link.latency_s:7.1f} us  ({how}; R2 {link.r2:.3f})")
         c = found.contention
         print(f"side by side: products take {c.flops_slowed:.2f}x (bound by memory: {c.memory_slowed:.2f}x) as long "
-              f"while the disk is read, reads {c.link_beside_flops:.2f}x ({c.link_beside_memory:.2f}x)")
+              f"while the disk is read, reads {c.link_beside_flops:.2f}x ({c.link_beside_memory:.2f}x); "
+              f"of a second of reads the cores bear {found.reads_core_share:.0%}")
         for both in found.both_ways:
             print(f"the disk both ways: writes of {format_nbytes(both.nbytes)} take {both.write_slowed:.2f}x as long "
                   f"while it is read, reads {both.read_slowed:.2f}x")

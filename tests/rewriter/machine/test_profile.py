@@ -48,6 +48,7 @@ def test_json_round_trip(tmp_path: Path) -> None:
         (("format",), 99, "format"),
         (("format",), 1, "format"),
         (("contention", "memory_slowed"), 0.5, "contention.memory_slowed"),
+        (("reads_core_share",), 1.5, "reads_core_share"),
         (("choice_elements_per_s",), -1.0, "choice_elements_per_s"),
         (("colour",), "red", "colour"),
     ],

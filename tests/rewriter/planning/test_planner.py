@@ -156,9 +156,9 @@ def predicted_s(plan: Plan, needs: ModelNeeds) -> float:
     return sum(count * needs.rates.step_time_s(tokens, streams, copies, s.slots) for count, tokens in steps)
 
 
-rates = st.builds(lambda disk, flops, slowed, slows: Rates(disk, 1e-4, 2e-5, slowed, slows,
-                                                           lambda tokens: 1e-3 + tokens / flops),
-                  st.floats(1e6, 1e10), st.floats(1e2, 1e7), st.floats(1, 2), st.floats(1, 2))
+rates = st.builds(lambda disk, flops, slowed, slows, share: Rates(
+    disk, 1e-4, 2e-5, slowed, slows, lambda tokens: 1e-3 + tokens / flops, core_share=share),
+    st.floats(1e6, 1e10), st.floats(1e2, 1e7), st.floats(1, 2), st.floats(1, 2), st.floats(0, 1))
 
 
 @settings(deadline=None, max_examples=200)

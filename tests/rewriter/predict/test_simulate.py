@@ -47,6 +47,16 @@ def test_a_compute_bound_step_takes_as_long_as_its_launches(tmp_path: Path) -> N
     assert line.time_s == pytest.approx(COMPUTE_S + 6 * ISSUE_S, rel=0.01)
 
 
+def test_cores_that_bear_reads_compute_the_less(tmp_path: Path) -> None:
+    """All of the reads where the share is 1; a GPU's steps are none of the host's cores' business."""
+    program, plain = streamed(tmp_path, slots=3), machine(2e6)
+    shared = replace(plain, reads_core_share=1.0)
+    assert simulate(program, plain).time_s < COMPUTE_S + COPY_S / 2 - 2e-3
+    assert simulate(program, shared).time_s == pytest.approx(COMPUTE_S + COPY_S / 2)
+    gpu = [simulate(program, replace(m, device_kind="H100")).time_s for m in (plain, shared)]
+    assert gpu[0] == gpu[1]
+
+
 def test_one_slot_overlaps_nothing_but_what_follows_its_release(tmp_path: Path) -> None:
     one, three = (simulate(streamed(tmp_path, slots), machine(1e6)).time_s for slots in (1, 3))
     assert one > three

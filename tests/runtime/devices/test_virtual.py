@@ -21,6 +21,7 @@ from forebay.rewriter.ir.program import (
     COMPUTE,
     DISK,
     UPLOAD,
+    WRITE,
     Copy,
     FileSlice,
     Item,
@@ -325,6 +326,19 @@ def test_between_steps_copies_go_on() -> None:
     program = Program("p", (work("x"), copy("a"), Record(DISK, 1), Wait(COMPUTE, 1)), (), {"device": 8}, {})
     ends, _ = run_on_threads(program, lambda i: ItemCost(2.0), 2, between_s=1.0)
     assert ends == [0, 5]
+
+
+def test_cores_bear_a_share_of_copies_from_and_to_disk() -> None:
+    """Launches of 3 s beside 8 s of copies, of which two have to do with the disk: at three quarters of these the step
+    lasts 3 + 6 s, at a quarter as long as its copies."""
+    step = (copy("a"), copy("b", WRITE), copy("c", UPLOAD), work("x"), Record(DISK, 1), Wait(COMPUTE, 1))
+    program = Program("p", step, (), {"device": 8}, {})
+
+    def last(share: float, between_s: float = 0.0) -> list[float]:
+        return run_on_threads(program, lambda i: ItemCost(4.0 if isinstance(i, Copy) else 3.0), 2, between_s, share)[0]
+
+    assert last(0.0) == last(0.125) == [0, 4] and last(0.75) == [0, 9]
+    assert last(0.75, between_s=2.0) == [0, 11]
 
 
 def test_it_computes_nothing_and_holds_nothing() -> None:
