@@ -74,10 +74,15 @@ def run_on_threads(
 
 
 def _of_cores_s(items: Iterable[Item], cost: CostOf, core_share: float) -> float:
-    """Seconds of all cores that items take: of launches all, of copies from or to disk that share."""
+    """Seconds of all cores that items take: of launches all, of copies from or to disk that share, of copies what
+    issuing them takes, too."""
     shares = {COMPUTE: 1.0, **dict.fromkeys(UNORDERED, core_share)}
-    return sum(cost(item).time_s * shares.get(item.stream, 0.0) for item in items
-               if type(item) is Launch or type(item) is Copy)
+    least = 0.0
+    for item in items:
+        if type(item) is Launch or type(item) is Copy:
+            found = cost(item)
+            least += found.time_s * shares.get(item.stream, 0.0) + (found.issue_s if type(item) is Copy else 0.0)
+    return least
 
 
 def _prepared(items: Iterable[Item], cost: CostOf, clock: _StreamClock) -> list[tuple]:

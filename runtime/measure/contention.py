@@ -21,6 +21,7 @@ from forebay.runtime.measure.kernels import GEMM_SHAPES, READ_NBYTES, cold_weigh
 from forebay.runtime.run.arena import Arena
 
 MANY_ROWS = 64  # of x, whose products only calculate
+SOME_ROWS = 8  # as steps have them: bound by neither alone
 TURN_S = 0.03  # each pair is compared within the machine's mood, and before an account of its cores' time is overdrawn
 REST_S = 0.03
 LONG_TURN_S = 0.8  # several periods of such an account, which last 0.1 s as a rule
@@ -82,18 +83,18 @@ def measure_contention(path: str, nbytes: int, link: Link, memory: Arena, quick:
     n, k = GEMM_SHAPES[0]
     weights = cold_weights(n, k, torch.bfloat16)
     calls = {}
-    for m in (1, MANY_ROWS):  # bound by memory, and by arithmetic
+    for m in (1, SOME_ROWS, MANY_ROWS):  # bound by memory, by neither alone, and by arithmetic
         x, out = torch.ones(m, k, dtype=torch.bfloat16), torch.empty(m, n, dtype=torch.bfloat16)
         impl = linear.default_choice(torch.bfloat16, m, n, k)
         calls[m] = itertools.cycle([linear.bind_linear(impl, x, weight, None, out) for weight in weights])
     flow = ReadFlow(path, nbytes, link, memory)
     with contextlib.closing(flow.reader):
-        found: dict[int, list[tuple[float, float]]] = {m: [] for m in calls}
+        found: dict[int, list[tuple[float, float]]] = {1: [], MANY_ROWS: []}
         for _ in range(17 if quick else 33):
             rate = _read_rate(flow)
-            for m, turn in calls.items():
-                found[m].append(_at_once(flow, turn, rate))
-        share = _core_share(flow, calls[MANY_ROWS], 3 if quick else 5)
+            for m, pairs in found.items():
+                pairs.append(_at_once(flow, calls[m], rate))
+        share = _core_share(flow, calls[SOME_ROWS], 4 if quick else 7)
     slowed = {m: max(1.0, median(a for a, _ in pairs)) for m, pairs in found.items()}
     slows = {m: max(1.0, median(b for _, b in pairs)) for m, pairs in found.items()}
     return Contention(slowed[1], slowed[MANY_ROWS], slows[1], slows[MANY_ROWS]), share

@@ -339,6 +339,9 @@ def test_cores_bear_a_share_of_copies_from_and_to_disk() -> None:
 
     assert last(0.0) == last(0.125) == [0, 4] and last(0.75) == [0, 9]
     assert last(0.75, between_s=2.0) == [0, 11]
+    ends, _ = run_on_threads(program, lambda i: ItemCost(4.0, issue_s=1.0) if isinstance(i, Copy) else ItemCost(3.0),
+                             2, core_share=0.75)
+    assert ends == [0, 12], "issuing copies takes the thread that computes"
 
 
 def test_it_computes_nothing_and_holds_nothing() -> None:
