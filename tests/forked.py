@@ -11,7 +11,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -27,18 +29,37 @@ def code_server() -> ForkServerContext:
     return server
 
 
+@dataclass(frozen=True)
+class Started:
+    """A process, and the folder of what it says."""
+
+    process: BaseProcess
+    told: Path
+
+    def ended(self, timeout: float) -> CompletedProcess[str]:
+        """What it came to. TimeoutError, and its end, where that takes longer."""
+        self.process.join(timeout)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+            raise TimeoutError(f"a process took more than {timeout} s: {(self.told / 'error').read_text()}")
+        out, error = ((self.told / name).read_text() for name in ("out", "error"))
+        return CompletedProcess(["-c"], self.process.exitcode or 0, out, error)
+
+
+def start_code(told: Path, code: str, *arguments: str, **environment: str) -> Started:
+    """As `subprocess.Popen([sys.executable, "-c", code, …], cwd=ROOT)`, whose modules are there already."""
+    told.mkdir(exist_ok=True)
+    paths = (str(told / name) for name in ("out", "error"))
+    process = code_server().Process(target=_child, args=(code, arguments, os.environ | environment, *paths))
+    process.start()
+    return Started(process, told)
+
+
 def run_code(code: str, *arguments: str, timeout: float = 300) -> CompletedProcess[str]:
-    """As `subprocess.run([sys.executable, "-c", code, …], cwd=ROOT)`, whose modules are there already."""
+    """As `subprocess.run`, likewise."""
     with tempfile.TemporaryDirectory() as folder:
-        told = [Path(folder, name) for name in ("out", "error")]
-        child = code_server().Process(target=_child, args=(code, arguments, dict(os.environ), *map(str, told)))
-        child.start()
-        child.join(timeout)
-        if child.is_alive():
-            child.kill()
-            child.join()
-            raise TimeoutError(f"a process took more than {timeout} s: {told[1].read_text()}")
-        return CompletedProcess(["-c", *arguments], child.exitcode or 0, *(path.read_text() for path in told))
+        return start_code(Path(folder), code, *arguments).ended(timeout)
 
 
 def _child(code: str, arguments: tuple[str, ...], environment: Mapping[str, str], out: str, error: str) -> None:

@@ -14,6 +14,7 @@ import families
 import pytest
 import torch
 import transformers as T
+from forked import Started, start_code
 
 ENDS_S = 60.0  # 30 on a machine with nothing else to do
 
@@ -50,17 +51,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def started(folder: Path, marks: Path, fails: bool, mesh: str) -> list[subprocess.Popen]:
+def started(folder: Path, marks: Path, fails: bool, mesh: str) -> list[Started]:
     import socket
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return [subprocess.Popen(
-        [sys.executable, "-c", RANK.replace("{fails}", str(fails)), str(folder), str(marks), mesh],
-        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={
-            **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-        for rank in range(2)]
+    code = RANK.replace("{fails}", str(fails))
+    return [start_code(marks.parent / f"told{rank}", code, str(folder), str(marks), mesh, RANK=str(rank),
+                       WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)) for rank in range(2)]
 
 
 @pytest.mark.parametrize(("how", "said", "mesh"), [
@@ -69,23 +68,27 @@ def started(folder: Path, marks: Path, fails: bool, mesh: str) -> list[subproces
 def test_a_rank_that_is_lost_is_named_and_nobody_waits_for_it(
     folder: Path, tmp_path: Path, how: str, said: str, mesh: str
 ) -> None:
-    ranks = started(folder, tmp_path, how == "fail", mesh)
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    ranks = started(folder, marks, how == "fail", mesh)
     try:
         limit = time.monotonic() + 120
-        while how != "fail" and len(list(tmp_path.iterdir())) < 2:
-            assert time.monotonic() < limit and ranks[0].poll() is None, ranks[0].communicate()
+        while how != "fail" and len(list(marks.iterdir())) < 2:
+            assert time.monotonic() < limit and ranks[0].process.is_alive(), ranks[0].ended(0)
             time.sleep(0.05)
         if how != "fail":
-            ranks[1].send_signal(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            assert ranks[1].process.pid
+            os.kill(ranks[1].process.pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         began = time.monotonic()
-        out, errors = ranks[0].communicate(timeout=120)
+        first = ranks[0].ended(120)
         assert how == "fail" or time.monotonic() - began < ENDS_S
-        assert ranks[0].returncode == 2 and "done" not in out
-        last = [line for line in errors.splitlines() if line.startswith("error: ")]
-        assert len(last) == 1 and said in last[0], errors
+        assert first.returncode == 2 and "done" not in first.stdout
+        last = [line for line in first.stderr.splitlines() if line.startswith("error: ")]
+        assert len(last) == 1 and said in last[0], first.stderr
     finally:
-        for process in ranks:
-            process.kill()
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.join()
 
 
 @pytest.mark.skipif(not os.environ.get("FOREBAY_TEST_ALL"), reason="a job of the command line on two ranks")
