@@ -19,17 +19,18 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's own functions look at
 
 # Files that take longest for their number of tests, the longest first: workers that are given whole files begin with
 # these, else one of them is what the last worker still runs while the others have nothing left.
-LONG = ("e2e/test_memory_budget", "e2e/test_cli", "e2e/test_quantized_run", "e2e/test_generate", "e2e/test_smollm2",
-        "exported/test_pt2", "runtime/run/test_places", "exported/test_bundle", "commands/test_first_use",
-        "test_examples", "benchmarks/test_gpu_offload_benchmark", "e2e/test_every_schedule", "e2e/test_quantize",
-        "e2e/test_compile_smallest", "test_readme", "runtime/run/test_acceptance",
+LONG = ("e2e/test_memory_budget", "e2e/test_sharded", "e2e/test_cli", "e2e/test_quantized_run", "e2e/test_generate",
+        "e2e/test_smollm2", "exported/test_pt2", "runtime/run/test_places", "exported/test_bundle",
+        "commands/test_first_use", "test_examples", "benchmarks/test_gpu_offload_benchmark", "e2e/test_every_schedule",
+        "e2e/test_quantize", "e2e/test_compile_smallest", "test_readme", "runtime/run/test_acceptance",
         "kernels/attention/decode_attention/test_gpu", "e2e/test_changed_inputs", "exported/test_demo_clients",
         "e2e/test_speculative", "rewriter/test_plan_places", "rewriter/planning/test_plan_is_obeyed",
         "e2e/test_any_wishes", "runtime/measure/test_machine", "benchmarks/test_throughput",
-        "rewriter/capture/test_released", "runtime/run/test_bind", "rewriter/checkpoints/test_resolve",
-        "faults/test_faults", "exported/test_onnx", "huggingface/test_token_embeddings", "e2e/test_block_schedules",
-        "e2e/test_gpu_bindings", "e2e/test_plan_config", "benchmarks/test_gpu_benchmark", "e2e/test_calibrate",
-        "rewriter/test_plan_block")
+        "runtime/comm/test_failures", "serving/test_goals", "exported/test_graph_data", "exported/test_export",
+        "kernels/attention/attention_q/test_gpu", "serving/test_launch", "rewriter/capture/test_released",
+        "runtime/run/test_bind", "rewriter/checkpoints/test_resolve", "faults/test_faults", "exported/test_onnx",
+        "huggingface/test_token_embeddings", "e2e/test_block_schedules", "e2e/test_gpu_bindings",
+        "e2e/test_plan_config", "benchmarks/test_gpu_benchmark", "e2e/test_calibrate", "rewriter/test_plan_block")
 ONE_THREAD = tuple(Path(__file__).parent / "e2e" / f"test_{name}.py" for name in (
     "every_schedule",))  # whose tiny models hardly use a second one
 

@@ -14,12 +14,20 @@ from forebay.commands.plan_serving import SHARE, ServingChoice, ServingGoals, Se
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.turns import USUAL_TURNS
 from forebay.rewriter.machine.profile import Machine, save_machine
+from forebay.rewriter.serving import goodput
 from forebay.rewriter.serving.goodput import ServiceLevel, measure
 from forebay.rewriter.serving.in_places import in_places
 from forebay.rewriter.serving.strategies import Simulated
 from forebay.rewriter.serving.traffic import Traffic
 
 LAX = ServingGoals(0.5, 0.5, PROMPT, NEW)
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goals of half a second where steps take a millisecond let each of 400 simulations take 6 000 requests, and them
+    all a minute. What a run's length does to a rate is tested where rates are found."""
+    monkeypatch.setattr(goodput, "MOST_REQUESTS", 600)
 
 
 @pytest.fixture(scope="module")
