@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from budgets import WITH_KERNELS
+from forked import run_code
 
-ROOT = Path(__file__).parents[2]
 CODE = """
 import sys, torch, benchmarks.gpu_offload as bench
 from pathlib import Path
@@ -45,9 +42,7 @@ if not bench.flexgen.installed():
 
 @WITH_KERNELS
 def test_the_checks_and_measurements_of_every_kind(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
-    done = subprocess.run([sys.executable, "-c", CODE, str(tmp_path)], cwd=ROOT, env=environment, capture_output=True,
-                          text=True, timeout=300)  # fmt: skip
+    done = run_code(CODE, str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     parts = [line.split(",")[0] for line in done.stdout.splitlines()]
     assert parts == ["tokens", *["formats"] * 3, *["throughput"] * 2]

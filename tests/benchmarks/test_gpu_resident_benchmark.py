@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_code
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
@@ -38,8 +39,7 @@ assert len(kept) == len(bench.jobs()) and all("no time left" in row["skipped"] f
 
 
 def test_every_contestant_decodes_and_late_jobs_are_named(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", CODE, str(tmp_path)], cwd=ROOT, env=ENVIRONMENT, capture_output=True,
-                          text=True, timeout=300)  # fmt: skip
+    done = run_code(CODE, str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 4 and all("tokens/s" in line for line in lines), lines

@@ -12,12 +12,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
 from budgets import attention_nbytes
+from forked import start_code
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
@@ -108,38 +111,39 @@ def test_answers_are_those_of_transformers(folder: Path, reference: dict[Any, di
         assert answer["prompt_tokens"] == ids["input_ids"].shape[1]
 
 
-def _start_and_signal(arguments: list[str], output: Path, lines: int, number: int) -> subprocess.CompletedProcess[str]:
-    """Start the command and send the signal once the output holds that many whole lines."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "forebay", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"})
-    try:
-        deadline = time.monotonic() + 300
-        while process.poll() is None and time.monotonic() < deadline:
-            if output.exists() and output.read_bytes().count(b"\n") >= lines:
-                process.send_signal(number)
-                break
-            time.sleep(0.001)
-        out, err = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+def _signal_at(pid: int | None, running: Callable[[], bool], output: Path, lines: int, number: int) -> None:
+    """Send the signal once the output holds that many whole lines."""
+    assert pid
+    deadline = time.monotonic() + 300
+    while running() and time.monotonic() < deadline:
+        if output.exists() and output.read_bytes().count(b"\n") >= lines:
+            os.kill(pid, number)
+            break
+        time.sleep(0.001)
+
+
+def _stopped(arguments: list[str], output: Path, lines: int, number: int, told: Path) -> CompletedProcess[str]:
+    """The command, to which the signal was sent then."""
+    code = "import torch; torch.set_num_threads(1); from forebay.commands.cli import main; main()"
+    started = start_code(told, code, *arguments)
+    _signal_at(started.process.pid, started.process.is_alive, output, lines, number)
+    return started.ended(300)
 
 
 def test_killed_job_resumes_without_loss_or_repetition(
-    folder: Path, reference: dict[Any, dict[str, Any]], tmp_path: Path
+    folder: Path, reference: dict[Any, dict[str, Any]], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    output = tmp_path / "out.jsonl"
+    output, told = tmp_path / "out.jsonl", tmp_path_factory.mktemp("told")
     arguments = _run_arguments(folder, output)
 
-    stopped = _start_and_signal(arguments, output, 2, signal.SIGINT)
+    stopped = _stopped(arguments, output, 2, signal.SIGINT, told)
     assert stopped.returncode == 130, stopped.stderr
     assert "run the same command again" in stopped.stderr and "Traceback" not in stopped.stderr
     first = _answers(output)
     assert 2 <= len(first) < COUNT
     assert {p.name for p in tmp_path.iterdir()} == {"out.jsonl", "out.jsonl.settings"}  # nothing spilled is left
 
-    killed = _start_and_signal(arguments, output, len(first) + 2, signal.SIGKILL)
+    killed = _stopped(arguments, output, len(first) + 2, signal.SIGKILL, told)
     assert killed.returncode == -signal.SIGKILL
     second = _answers(output)
     assert len(first) + 2 <= len(second) < COUNT
@@ -158,10 +162,18 @@ def test_killed_job_resumes_without_loss_or_repetition(
 
 
 def test_interrupt_before_the_first_answer_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    """In a process that Python ends, as none does that is forked."""
     output = tmp_path / "out.jsonl"
-    stopped = _start_and_signal(_run_arguments(folder, output), output, 0, signal.SIGINT)
-    assert stopped.returncode == 130, stopped.stderr
-    assert "interrupted" in stopped.stderr and "Traceback" not in stopped.stderr
+    process = subprocess.Popen(
+        [sys.executable, "-m", "forebay", *_run_arguments(folder, output)], stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        _signal_at(process.pid, lambda: process.poll() is None, output, 0, signal.SIGINT)
+        said = process.communicate(timeout=300)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 130, said
+    assert "interrupted" in said and "Traceback" not in said
     assert _answers(output) == {}
 
 
