@@ -10,10 +10,11 @@ import torch
 from forebay.kernels.attention.operations import attention_flops
 from forebay.kernels.operator import Operator, each_once
 from forebay.kernels.operators import find
-from forebay.rewriter.ir.alignment import PAGE_NBYTES, ROW_GAP_NBYTES, ROW_READ_NBYTES
+from forebay.rewriter.ir.alignment import GATHER_NBYTES, PAGE_NBYTES, ROW_GAP_NBYTES, ROW_READ_NBYTES
 from forebay.rewriter.ir.operator_names import called
 from forebay.rewriter.ir.program import (
     ATTEND,
+    COLLECT,
     Copy,
     FileSlice,
     Item,
@@ -24,6 +25,7 @@ from forebay.rewriter.ir.program import (
     dtype_itemsize,
     tier_of,
 )
+from forebay.rewriter.ir.share import ranks_of
 from forebay.rewriter.predict.estimator import Estimator
 
 aten = torch.ops.aten
@@ -52,7 +54,14 @@ def copy_time_s(item: Copy, times: Estimator) -> float:
         return (times.latency_s(*tiers) + max(0.0, requests - 1) * times.row_request_s
                 + nbytes * times.byte_s(*tiers))
     usual = min((end.usual for end in (src, item.dst) if isinstance(end, Rows)), default=1.0)
-    return usual * copy_nbytes(item) * times.byte_s(*tiers)
+    return usual * taken_nbytes(item) * times.byte_s(*tiers)
+
+
+def taken_nbytes(item: Copy) -> int:
+    """Bytes that a copy takes from where it begins: of pieces of rows with what lies between, where that is little."""
+    bands = item.src.bands if isinstance(item.src, FileSlice) else ()
+    return sum(band.count * (band.row_nbytes if band.stride - band.row_nbytes > GATHER_NBYTES else
+                             max(band.stride, band.row_nbytes)) for band in bands) or copy_nbytes(item)
 
 
 def lookup_reads(rows: int, row_nbytes: int, table_nbytes: int) -> tuple[float, float]:
@@ -80,7 +89,10 @@ def copy_latency_s(item: Copy, times: Estimator) -> float:
 def launch_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> float:
     """For matrix products the measured time of the implementation; for attention that of the bytes it sees and the
     operations it does; for the rest bytes touched / memory bandwidth, or what packing takes. On a CPU, whose issuing
-    thread computes, after dispatch; a GPU computes while its launches are issued (`launch_issue_s`)."""
+    thread computes, after dispatch; a GPU computes while its launches are issued (`launch_issue_s`). An exchange takes
+    what it does once all ranks are there: how long it waits for them, one rank's Program does not know."""
+    if item.stream == COLLECT:
+        return times.exchange_s(item.op.split(".")[1], len(ranks_of(item.args[-1])), sum(s.nbytes for s in item.writes))
     dispatch_s = times.dispatch_s if times.serial else 0.0
     operator = find(item.op)
     if operator is not None and operator.implementations is not None:

@@ -20,7 +20,13 @@ from forebay.rewriter.ir.program import (
 )
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.predict.estimator import Estimator, MachineEstimator
-from forebay.rewriter.predict.item_costs import copy_latency_s, item_time_s, launch_issue_s, touched_nbytes
+from forebay.rewriter.predict.item_costs import (
+    copy_latency_s,
+    item_time_s,
+    launch_issue_s,
+    taken_nbytes,
+    touched_nbytes,
+)
 from forebay.runtime.devices.virtual import ItemCost, run_on_streams
 from forebay.runtime.devices.virtual_threads import run_on_threads
 
@@ -88,5 +94,5 @@ def _likeness(item: Item) -> tuple:
                 sum([s.nbytes for s in item.writes]))
     if isinstance(item, Copy):
         rows = [(end.row_nbytes, type(end.table)) if isinstance(end, Rows) else None for end in (item.src, item.dst)]
-        return tier_of(item.src), tier_of(item.dst), copy_nbytes(item), *rows
+        return tier_of(item.src), tier_of(item.dst), copy_nbytes(item), taken_nbytes(item), *rows
     return ()

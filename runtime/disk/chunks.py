@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from forebay.rewriter.ir.alignment import PAGE_NBYTES, ROW_GAP_NBYTES, ROW_READ_NBYTES, whole_pages
+from forebay.rewriter.ir.alignment import GATHER_NBYTES, PAGE_NBYTES, ROW_GAP_NBYTES, ROW_READ_NBYTES, whole_pages
 from forebay.rewriter.ir.program import Band
-
-GATHER_NBYTES = 64 << 10  # of several pieces, smaller ones are put together: copying 64 KiB takes 5 us, a request 50
 
 APART_NBYTES = 1 << 20  # of bands: a piece of a row as long as this is read by itself, where it is to lie
 

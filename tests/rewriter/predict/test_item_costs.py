@@ -13,6 +13,7 @@ from forebay.rewriter.ir.program import (
     COMPUTE,
     DISK,
     UPLOAD,
+    Band,
     Copy,
     FileSlice,
     Launch,
@@ -28,7 +29,7 @@ from forebay.rewriter.machine.profile import Link, Machine, Tier
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.item_costs import item_time_s, lookup_reads
 from forebay.rewriter.predict.simulate import item_cost
-from forebay.runtime.disk.chunks import split_rows
+from forebay.runtime.disk.chunks import Read, split_bands, split_rows
 
 MACHINE = replace(
     Machine.default(), memory_bytes_per_s=1e9, dispatch_s=1e-6, attention_bytes_per_s=2e9,
@@ -60,6 +61,19 @@ def launch(op: str, reads: int = 0, writes: int = 0, args: tuple = (), impl: str
 ])
 def test_time_of_one_item(item: object, time_s: float) -> None:
     assert item_time_s(item, TIMES) == pytest.approx(time_s)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("band", [
+    Band(0, 700, 2304, ((1152, 1152),)), Band(64, 90, 400_000, ((8, 90_000),)), Band(512, 1, 0, ((0, 70_000),)),
+    Band(0, 40, 8192, ((0, 8192),))], ids=["columns", "far apart", "alone", "whole rows"])
+def test_pieces_of_rows_cost_what_is_read_for_them(band: Band) -> None:
+    src = FileSlice("f", 4096, band.count * band.row_nbytes, (band,))
+    read = split_bands(Read("f", src.offset, src.nbytes, 1 << 20, 0, 0, lambda error: None, src.bands), True, 1 << 20,
+                       1 << 20)
+    taken = sum(chunk.nbytes for chunk in read)
+    time_s = item_time_s(Copy(DISK, src, span(src.nbytes), "c"), TIMES)
+    assert time_s * 1e8 == pytest.approx(taken, abs=2 * PAGE_NBYTES * len(read))
+    assert src.nbytes <= time_s * 1e8 + 1
 
 
 @pytest.mark.parametrize(("row_nbytes", "counted"), [(64, PAGE_NBYTES), (3 * PAGE_NBYTES, 3 * PAGE_NBYTES)])
