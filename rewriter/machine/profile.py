@@ -16,6 +16,7 @@ from pathlib import Path
 from forebay.kernels.formats.table import TIMED_WEIGHTS, packed_format, weight_format
 from forebay.rewriter.machine.both_ways import BothWays, side_by_side
 from forebay.rewriter.machine.fits import Fit, fit_times, on_curve
+from forebay.rewriter.machine.mesh_links import MeshLinks
 from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint, intensity
 
 FORMAT = 3  # of the JSON file; a kept profile of another format is measured anew
@@ -111,6 +112,7 @@ class Machine:
     others_share: float = 0.0
     guessed: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict)
+    mesh: MeshLinks = field(default_factory=MeshLinks)
     format: int = field(default=FORMAT)
 
     def validate(self) -> None:
@@ -155,6 +157,7 @@ class Machine:
                 _require(math.isfinite(factor) and factor >= 1, f"both_ways[{i}].{name}", "must be at least 1", factor)
             _require(not i or both.nbytes > self.both_ways[i - 1].nbytes, f"both_ways[{i}].nbytes",
                      "must rise", both.nbytes)
+        self.mesh.validate()
         read = self.tiers["device"].bandwidth_bytes_per_s
         for name, rate, peak in (("product_flops", self.product_flops, self.peak_flops),
                                  ("attention_flops", self.attention_flops, self.peak_flops),

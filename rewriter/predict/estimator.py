@@ -61,6 +61,16 @@ class Estimator(Protocol):
     def latency_s(self, src: str, dst: str) -> float:
         """What a copy takes beside its bytes."""
 
+    def exchange_s(self, kind: str, ranks: int, nbytes: float) -> float:
+        """An exchange of a kind (torch's name) that leaves so many bytes on each rank, once all are there."""
+
+    def beside_ranks(self, share: float) -> float:
+        """How many times as long a launch that takes `share` of the memory's rate takes while all ranks compute."""
+
+    @property
+    def reads_beside_ranks(self) -> float:
+        """How many times as long reads from disk take while all ranks read."""
+
     def choice_s(self, elements: int) -> float:
         """Choosing tokens from so many logits."""
 
@@ -141,6 +151,16 @@ class MachineEstimator:
 
     def latency_s(self, src: str, dst: str) -> float:
         return self.machine.link(src, dst).latency_s
+
+    def exchange_s(self, kind: str, ranks: int, nbytes: float) -> float:
+        return self.machine.mesh.exchange_s(kind, ranks, nbytes, gpu=not self.serial)
+
+    def beside_ranks(self, share: float) -> float:
+        return self.machine.mesh.slowed(share)
+
+    @property
+    def reads_beside_ranks(self) -> float:
+        return self.machine.mesh.reads_slowed
 
     def choice_s(self, elements: int) -> float:
         rate = self.machine.choice_elements_per_s

@@ -113,10 +113,10 @@ def require_same_exchanges(programs: Iterable[tuple[str, Program]]) -> None:
         if unmet is not None:
             raise RuntimeFault(f"rank {unmet[1]} exchanges otherwise than rank {unmet[0]} in the {name}: their plans "
                                "do not go together; plan anew on all ranks")
-    _make_groups({group for steps in theirs for _, exchanges in steps for group, _ in exchanges})
+    make_groups({group for steps in theirs for _, exchanges in steps for group, _ in exchanges})
 
 
-def _make_groups(wanted: Collection[tuple[int, ...]]) -> None:
+def make_groups(wanted: Collection[tuple[int, ...]]) -> None:
     """Make the groups among `wanted` that are not there, on all ranks in one order, members or not: torch names a group
     by how many were made before."""
     for ranks in sorted(set(wanted) - set(_groups)):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from forebay.commands.mesh import all_ranks, say_mesh, with_mesh
 from forebay.commands.options import DebugOption
 from forebay.commands.terminal import clean_errors, console, progress_bar, say
 
@@ -23,10 +24,12 @@ def machine_command(
     folder: Annotated[Path, typer.Option(help="Where the disk tier would be.")] = Path("."),
     measure: Annotated[bool, typer.Option("--measure", help="Measure anew (about 40 s).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
+    mesh: Annotated[bool, typer.Option("--mesh", help="Measure, among the processes that torchrun started, what they "
+                                       "exchange with each other; kept in the profile (about 10 s).")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Show what this machine's tiers and links can do, measured once and kept."""
-    with clean_errors(debug):
+    with clean_errors(debug), all_ranks(mesh) as first:
         from forebay.commands.prompts import JobError
         from forebay.rewriter.ir.byte_sizes import format_nbytes
         from forebay.rewriter.machine.quality import GOOD_R2
@@ -38,7 +41,10 @@ def machine_command(
         if not known and (reason := _unwritable_cache()):
             raise JobError(f"the profile could not be kept: {reason}; set FOREBAY_CACHE to a folder that can be "
                            "written")
-        found = machine_profile(None, folder) if known else _measured(folder, quick=False, anew=measure)
+        if first:
+            found = machine_profile(None, folder) if known else _measured(folder, quick=False, anew=measure)
+        if mesh:
+            found = with_mesh(found if first else None, folder, _writable(folder))
         if as_json:
             print(found.to_json())
             return
@@ -70,6 +76,7 @@ def machine_command(
                 f"{1e12 * fit.slopes_s[0]:.0f} ps per byte of K and V (R2 {fit.r2:.3f})"
                 for per_byte, fit in groups.items()))
         print(f"believed: fits of R2 {GOOD_R2} and above; others took {found.others_share:.0%} of the cores meanwhile")
+        say_mesh(found)
         for guess in found.guessed:
             print(f"a cautious guess stands, until it is measured again, for {guess}")
         print(f"kept in {machine_cache_path(folder)}; --measure measures anew")

@@ -1,0 +1,282 @@
+"""Predicted beside measured steps of two ranks of one thread each: `python -m benchmarks.ranks [--json FILE]`.
+
+SmolLM2 in float32 over gloo, in layouts that take turns: every layer shared, or the layers; wholly in memory or
+streamed; packed weights; micro-batches. The machine's profile is measured first (`forebay machine --mesh` does the
+same). At every visit the profile's products, plain reads by its engine where the layout streams, and exchanges of the
+layout's own kind and size are timed before and after; the visit's prefill and decode steps are then predicted for all
+ranks together, with all computing, the link and all exchanges in the ratio in which those now stand to the profile.
+Nothing else is taken from the run that is predicted. The error is the median over the visits. Beside each step: what it
+would take if exchanges took nothing, and the bytes that a rank exchanges and streams. Starts its ranks itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+import torch
+import torch.distributed as dist
+
+import forebay
+from benchmarks.prediction import Probe, at_pace
+from forebay.api import LanguageModel
+from forebay.rewriter.checkpoints.resolve import demo_checkpoint, packed_copy
+from forebay.rewriter.ir.program import COLLECT, Launch, Program
+from forebay.rewriter.ir.share import ranks_of
+from forebay.rewriter.machine.profile import Machine, load_machine
+from forebay.rewriter.predict.ranks import simulate_ranks
+from forebay.rewriter.predict.simulate import STEPS
+from forebay.runtime.comm.launched import has_launcher
+from forebay.runtime.comm.ranks import from_all, join_ranks, leave_ranks
+from forebay.runtime.devices.streams import Worker
+from forebay.runtime.measure.machine import measure_machine
+from forebay.runtime.measure.mesh import ExchangeTurns, measure_mesh
+
+RANKS, BOUND = 2, 0.2
+EXCHANGES = 3  # turns of exchanges before and after each visit
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RanksCell:
+    """A layout: its mesh, the share of its weights beside the smallest plan that fits (1: all), packed weights."""
+
+    mesh: str
+    batch: int = 1
+    share: float = 1.0
+    packed: str = ""
+    micro_batches: int | None = None
+
+    @property
+    def name(self) -> str:
+        return " ".join(filter(None, (
+            self.mesh, f"b{self.batch}", f"{self.share:.0%}" if self.share < 1 else "", self.packed,
+            f"{self.micro_batches} micro-batches" if self.micro_batches else "")))
+
+
+CELLS = (RanksCell("tensor=2"), RanksCell("stages=2"), RanksCell("tensor=2", 8), RanksCell("stages=2", 8),
+         RanksCell("tensor=2", share=0.3), RanksCell("stages=2", share=0.3), RanksCell("tensor=2", packed="w4g64"),
+         RanksCell("stages=2", 6, micro_batches=3))
+
+
+class RankSteps:
+    """When each step of a model began and ended, by its tokens."""
+
+    def __init__(self, lm: LanguageModel) -> None:
+        self.seen: list[tuple[float, float]] = []
+        run = lm.session._run
+
+        def timed(bound: Any) -> None:
+            start = time.perf_counter()
+            run(bound)
+            self.seen.append((start, time.perf_counter()))
+
+        lm.session._run = timed  # type: ignore[method-assign]
+
+
+class MeshProbe:
+    """What the machine does just now: the ratios to the profile of products, of as many rows as a decode and a prefill
+    step have, and of exchanges, and the link's rate. Products and reads are timed rank by rank: what ranks do to each
+    other is the profile's to say."""
+
+    def __init__(
+        self, cell: RanksCell, lm: LanguageModel, program: Program, probe_of: Callable[[str, int], Probe]
+    ) -> None:
+        machine, rows = lm.machine, cell.batch // (cell.micro_batches or 1)
+        dtype = max(lm.plan.gemm, key=lambda g: g.n * g.k).dtype
+        dtype = dtype if hasattr(torch, dtype) else "float32"
+        self.probes = [probe_of(dtype, m) for m in (rows, rows * lm.plan.schedule.prefill_chunk)]
+        self.streams = lm.plan.prediction.streamed_nbytes > 0
+        exchange = next(i for i in program.step if isinstance(i, Launch) and i.stream == COLLECT)
+        self.kind, group = exchange.op.split(".")[1], ranks_of(exchange.args[-1])
+        self.nbytes = sum(s.nbytes for s in exchange.writes)
+        self.known_s = machine.mesh.exchange_s(self.kind, len(group), self.nbytes, gpu=False)
+        self.worker = Worker(COLLECT)
+        self.turns = ExchangeTurns(self.kind, group, self.worker, "cpu")
+
+    def now(self) -> tuple[float, ...]:
+        """Paces of products in decode and in prefill, bytes per second of plain reads, and the pace of exchanges; the
+        same on all ranks."""
+        own: list[float] = []
+        for rank in range(RANKS):
+            from_all(None)
+            if rank == dist.get_rank():
+                own = [*(probe.pace() for probe in self.probes),
+                       median(self.probes[0].bytes_per_s() for _ in range(3)) if self.streams else 0.0]
+        exchanges = [self.turns.time_s(self.nbytes, turn) for turn in range(EXCHANGES)]
+        return *map(fmean, zip(*from_all(own), strict=True)), fmean(exchanges) / self.known_s
+
+
+def wrapped(cell: RanksCell, folder: Path, machine: Machine, prompt: int, new: int) -> LanguageModel:
+    def wrap(budget: int) -> LanguageModel:
+        return forebay.wrap(folder, {"device": budget}, batch=cell.batch, prompt=prompt, new_tokens=new,
+                            machine=machine, mesh=cell.mesh, micro_batches=cell.micro_batches)
+
+    lm = wrap(1 << 40)
+    if cell.share == 1:
+        return lm
+    budget = lm._pipeline.smallest_budget() + int(cell.share * sum(w.nbytes for w in lm.plan.weights))
+    lm.close()
+    return wrap(max(from_all(budget)))
+
+
+def visit(lm: LanguageModel, cell: RanksCell, probe: MeshProbe, prompt: int, new: int, prefills: int) -> Row:
+    """One answer's steps, between probes."""
+    before, generator = probe.now(), torch.Generator().manual_seed(1)
+    ids = torch.randint(5, lm.captured.vocab_size, (cell.batch, prompt), generator=generator)
+    lm.generate(ids, max_new_tokens=2, eos_token_id=None)  # binds the Programs, and touches what they write
+    clock = RankSteps(lm)
+    lm.generate(ids, max_new_tokens=new, eos_token_id=None)
+    after = probe.now()
+    begins = [start for start, _ in clock.seen]
+    decode = [b - a for a, b in itertools.pairwise(begins)][-(new - 3):]  # behind what grows the cache
+    pace, prefill, rate, exchange = (fmean(pair) for pair in zip(before, after, strict=True))
+    return {"prefill_s": clock.seen[prefills - 1][1] - begins[0], "decode_s": decode, "decode_pace": pace,
+            "prefill_pace": prefill, "bytes_per_s": rate, "exchange_pace": exchange}
+
+
+def at_present(machine: Machine, seen: Row, phase: str) -> Machine:
+    """The profile at a visit's paces."""
+    rate = seen["bytes_per_s"] or machine.link("disk", "device").bandwidth_bytes_per_s
+    now, pace = at_pace(machine, rate, seen[f"{phase}_pace"]), seen["exchange_pace"]
+    links = tuple(replace(x, latency_s=x.latency_s * pace, bandwidth_bytes_per_s=x.bandwidth_bytes_per_s / pace)
+                  for x in machine.mesh.exchanges)
+    return replace(now, mesh=replace(machine.mesh, exchanges=links))
+
+
+def predicted(cell: RanksCell, lm: LanguageModel, programs: dict[str, list[Program]], passes: tuple[int, int],
+              seen: Row) -> Row:
+    """A visit's steps for all ranks together, and with exchanges that take nothing."""
+    found: Row = {}
+    at_once = "tensor" in cell.mesh or bool(cell.micro_batches)
+    for phase, all_ranks in programs.items():
+        machine = at_present(lm.machine, seen, phase)
+        free = replace(machine, mesh=replace(machine.mesh, exchanges=tuple(
+            replace(x, latency_s=0.0, bandwidth_bytes_per_s=1e18) for x in machine.mesh.exchanges)))
+        steps, times = (STEPS, 1) if phase == "decode" else (min(STEPS, passes[0]), math.prod(passes))
+        for name, on in (("", machine), ("_free", free)):
+            lines = simulate_ranks(all_ranks, on, at_once=at_once, steps=steps)
+            found[f"{phase}{name}_predicted_s"] = times * max(line.time_s for line in lines)
+    return found
+
+
+def measure_cells(cells: Sequence[RanksCell], folder: Path, machine: Machine, args: argparse.Namespace) -> list[Row]:
+    """A row per layout; layouts take turns, `--rounds` times."""
+    probe_of = functools.cache(lambda dtype, rows: Probe(folder, machine, dtype, rows))
+    made: list[tuple[RanksCell, LanguageModel, dict[str, list[Program]], tuple[int, int], MeshProbe]] = []
+    for cell in cells:
+        lm = wrapped(cell, _packed(folder, cell.packed), machine, args.prompt, args.new)
+        chunk = lm.plan.schedule.prefill_chunk
+        programs = {"prefill": lm._pipeline.program(lm.plan, chunk), "decode": lm._pipeline.program(lm.plan, 1)}
+        passes = -(-args.prompt // chunk), lm.plan.schedule.block.prefills(cell.batch)
+        assert lm.session is not None  # makes the groups in which ranks exchange
+        lm.close()
+        both = {phase: from_all(program) for phase, program in programs.items()}
+        made.append((cell, lm, both, passes, MeshProbe(cell, lm, programs["decode"], probe_of)))
+    visits: list[list[Row]] = [[] for _ in cells]
+    for _ in range(args.rounds):
+        for seen, (cell, lm, _programs, passes, probe) in zip(visits, made, strict=True):
+            seen.append(visit(lm, cell, probe, args.prompt, args.new, math.prod(passes)))
+            lm.close()
+            gc.collect()
+    rows = []
+    for seen, (cell, lm, both, passes, _) in zip(visits, made, strict=True):
+        program = both["decode"][dist.get_rank()]
+        exchanges = [i for i in program.step if isinstance(i, Launch) and i.stream == COLLECT]
+        rows.append({
+            "cell": cell.name, "chunk": lm.plan.schedule.prefill_chunk, "prompt": args.prompt, "new": args.new,
+            "planned_decode_s": lm.plan.prediction.decode_time_s, "budget": lm.plan.budget.device,
+            "exchanges": len(exchanges), "exchanged_nbytes": sum(s.nbytes for i in exchanges for s in i.writes),
+            "streamed_nbytes": lm.plan.prediction.streamed_nbytes,
+            "visits": [v | predicted(cell, lm, both, passes, v) for v in seen]})
+    return rows
+
+
+def _packed(folder: Path, packed: str) -> Path:
+    """The model, or a copy of it in fewer bits, which rank 0 makes once."""
+    if not packed:
+        return folder
+    if dist.get_rank() == 0:
+        packed_copy(folder, packed)
+    from_all(None)
+    return packed_copy(folder, packed)
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print two lines per layout."""
+    print(f"{'layout':34} {'step':8} {'predicted ms':>12} {'measured ms (visits)':>26} {'error (visits)':>22} "
+          f"{'exchanges free':>14} {'exchanged':>10} {'streamed':>9}  paces")
+    errors = []
+    for row in rows:
+        for phase in ("prefill", "decode"):
+            times = [v["prefill_s"] if phase == "prefill" else median(v["decode_s"]) for v in row["visits"]]
+            said = [v[f"{phase}_predicted_s"] for v in row["visits"]]
+            found = [p / t - 1 for p, t in zip(said, times, strict=True)]
+            errors.append(abs(median(found)))
+            free = median(v[f"{phase}_free_predicted_s"] for v in row["visits"])
+            paces = "/".join(f"{median(v[name] for v in row['visits']):.2f}"
+                             for name in (f"{phase}_pace", "exchange_pace"))
+            decode = phase == "decode"
+            print(f"{row['cell']:34} {phase:8} {1e3 * median(said):12.1f} "
+                  f"{1e3 * median(times):10.1f} ({1e3 * min(times):.1f}..{1e3 * max(times):.1f})".ljust(84)
+                  + f"{100 * median(found):+6.1f} % ({100 * min(found):+.0f}..{100 * max(found):+.0f})".rjust(22)
+                  + f" {1e3 * free:14.1f} "
+                  + (f"{row['exchanged_nbytes'] / 1e6:7.2f} MB {row['streamed_nbytes'] / 1e6:6.0f} MB"
+                     if decode else " " * 20) + f"  {paces}")
+    print(f"within {BOUND:.0%}: {sum(e <= BOUND for e in errors)} of {len(errors)}; median error "
+          f"{100 * median(errors):.1f} %, largest {100 * max(errors):.1f} %")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", default="", help="numbers of layouts, comma-separated; default: all")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens")
+    parser.add_argument("--new", type=int, default=10, help="tokens")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--machine", type=Path, help="a saved profile; what it lacks is measured at the start")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--show", type=Path, help="print the rows of such a file and measure nothing")
+    args = parser.parse_args()
+    if args.show:
+        show(json.loads(args.show.read_text())["rows"])
+        return
+    if not has_launcher():
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "-m",
+                                  "benchmarks.ranks", *sys.argv[1:]])
+    torch.set_num_threads(1)
+    rank, _ = join_ranks("cpu")
+    folder = Path(demo_checkpoint())
+    machine = load_machine(args.machine) if args.machine else from_all(
+        measure_machine(folder, quick=True) if rank == 0 else None)[0]
+    if not machine.mesh.exchanges:
+        machine = replace(machine, mesh=measure_mesh(machine, folder))
+    cells = [CELLS[int(i)] for i in args.cells.split(",")] if args.cells else CELLS
+    rows = measure_cells(cells, folder, machine, args)
+    if rank == 0:
+        if machine.guessed:
+            print(f"a cautious guess stands for {'; '.join(machine.guessed)}", file=sys.stderr)
+        if args.json:
+            args.json.write_text(json.dumps({"machine": json.loads(machine.to_json())["mesh"], "rows": rows},
+                                            indent=1) + "\n")
+        show(rows)
+        sys.stdout.flush()
+    leave_ranks()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Measure what ranks do to each other: the exchanges that their Programs make, issued as `ThreadDevice` issues them,
+and products while all compute. Every rank calls this alike; what is found is the same on all."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import os
+import time
+from collections.abc import Callable
+from statistics import fmean, median
+
+import torch
+import torch.distributed as dist
+
+from forebay.kernels.operator import Call
+from forebay.rewriter.ir.program import COLLECT
+from forebay.rewriter.machine.mesh_links import RING_STEPS, ExchangeLink, MeshLinks
+from forebay.rewriter.machine.profile import Machine
+from forebay.runtime.comm.collectives import EXCHANGES, functional
+from forebay.runtime.comm.faults import rank_fault
+from forebay.runtime.comm.ranks import from_all, group_of, make_groups
+from forebay.runtime.devices.streams import Ticket, Worker
+from forebay.runtime.disk.temporary import temporary_file
+from forebay.runtime.measure.contention import ReadFlow
+from forebay.runtime.measure.kernels import READ_NBYTES, burst_s, cold_weights
+from forebay.runtime.measure.machine import landing_memory
+from forebay.runtime.measure.steady import steady_link
+
+NBYTES = (256, 2 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)  # hidden states of a token, up to logits
+BETWEEN = (1024, 1024)  # (n, k) of the product before each exchange: threads then wake as they do in a step
+REPEATS = 8  # exchanges of a turn, whose mean counts: where cores are few, most take 0.5 ms and some 3 more
+TURNS, ROUNDS = 5, 9  # of exchanges, and of products
+FILE_NBYTES = 64 << 20  # read by each rank
+TURN_S = 0.05  # of products alone, and beside those of other ranks
+ROWS = (1, 64)  # products bound by memory, and by arithmetic
+SHAPE = (2048, 2048)
+
+
+def measure_mesh(
+    machine: Machine, folder: str | os.PathLike[str], say: Callable[[str, float], None] = lambda stage, done: None
+) -> MeshLinks:
+    """Exchanges among all ranks, and among as many neighbours as divide them, over all sizes in turns; medians. Reads
+    by the engine of `machine` of a file of FILE_NBYTES for each rank, which `folder` has until then."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    members = [size for size in range(2, ranks + 1) if ranks % size == 0]
+    make_groups([group for size in members for group in _neighbours(ranks, size)])
+    links = []
+    with contextlib.closing(Worker(COLLECT, rank_fault)) as worker:
+        pairs = list(itertools.product(members, RING_STEPS))
+        for i, (size, kind) in enumerate(pairs):
+            say(f"{kind.strip('_')} among {size}", 0.9 * i / len(pairs))
+            mine = next(group for group in _neighbours(ranks, size) if rank in group)
+            turn = ExchangeTurns(kind, mine, worker, "cuda" if torch.cuda.is_available() else "cpu")
+            bandwidth, latency, r2 = steady_link(NBYTES, TURNS, turn.time_s)
+            links.append(ExchangeLink(kind, size, bandwidth, latency, r2))
+    say("products at once", 0.9)
+    memory, flops = (1.0, 1.0) if torch.cuda.is_available() else (_products_slowed(m) for m in ROWS)
+    say("reads at once", 0.95)
+    reads = _reads_slowed(machine, folder)
+    return MeshLinks(ranks, dist.get_backend(), datetime.date.today().isoformat(), tuple(links), memory, flops, reads)
+
+
+def _neighbours(ranks: int, size: int) -> list[tuple[int, ...]]:
+    return [tuple(range(first, first + size)) for first in range(0, ranks, size)]
+
+
+class ExchangeTurns:
+    """Exchanges of one kind in one group, all groups of that size at once."""
+
+    def __init__(self, kind: str, group: tuple[int, ...], worker: Worker, device: str) -> None:
+        self.kind, self.ranks, self.worker, self.device = kind, group, worker, device
+        self.group, self.exchange = group_of(group), EXCHANGES[getattr(functional, kind).default]
+        weight, x = torch.ones(BETWEEN, device=device), torch.ones(BETWEEN[1], device=device)
+        out = torch.empty(BETWEEN[0], device=device)
+        self.product: Callable[[], object] = lambda: torch.mv(weight, x, out=out)
+
+    def time_s(self, nbytes: int, turn: int) -> float:
+        """Mean seconds of an exchange that leaves so many bytes, from when its last rank is there: all ranks wait for
+        the last, so the least that any takes. Who gives a broadcast does not wait; of one there and one back rank 0
+        takes half. The slowest group counts."""
+        out = torch.ones(nbytes // 4, device=self.device)
+        own = []
+        for _ in range(REPEATS):
+            self.product()
+            own.append(self._there_and_back_s(out) if self.kind == "broadcast_" else self._once_s(out))
+        found = from_all(own)
+        times = []
+        for group in _neighbours(len(found), len(self.ranks)):
+            each = zip(*(found[rank] for rank in group), strict=True)
+            times.append(fmean(t[0] / 2 if self.kind == "broadcast_" else min(t) for t in each))
+        return max(times)
+
+    def _once_s(self, out: torch.Tensor) -> float:
+        size = len(self.ranks)
+        if self.kind == "all_reduce":
+            return self._run(lambda: self.exchange(out, out, self.group, "sum"))
+        part = out[: len(out) // size]
+        return self._run(lambda: self.exchange(out[: size * len(part)], part, self.group, size))
+
+    def _there_and_back_s(self, out: torch.Tensor) -> float:
+        return sum(self._run(lambda source=source: self.exchange(out, out, self.group, source))  # type: ignore[misc]
+                   for source in (0, len(self.ranks) - 1))
+
+    def _run(self, call: Call) -> float:
+        """Seconds from handing a call to the worker to being woken behind it."""
+        start, ticket = time.perf_counter(), Ticket(watch=self.worker.fault)
+
+        def ended() -> None:
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            ticket.done(self.worker.error)
+
+        self.worker.submit(call)
+        self.worker.submit(ended)
+        ticket.wait()
+        return time.perf_counter() - start
+
+
+def _products_slowed(m: int) -> float:
+    turn = itertools.cycle(_products(m))
+    count = max(1, int(TURN_S / burst_s(turn, 2)))
+    return _slowed(lambda: burst_s(turn, count))
+
+
+def _reads_slowed(machine: Machine, folder: str | os.PathLike[str]) -> float:
+    with temporary_file(folder) as (descriptor, path):
+        for _ in range(0, FILE_NBYTES, READ_NBYTES):
+            os.write(descriptor, os.urandom(READ_NBYTES))  # what no disk could compress
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        reads = ReadFlow(path, FILE_NBYTES, machine.link("disk", machine.near_disk), landing_memory(4 * READ_NBYTES))
+
+        def byte_s() -> float:
+            reads.start()
+            time.sleep(TURN_S)
+            return 1 / reads.stop()
+
+        with contextlib.closing(reads.reader):
+            return _slowed(byte_s)
+
+
+def _slowed(time_s: Callable[[], float]) -> float:
+    """How many times as long something takes while all ranks do it, the median of rounds in which each does it alone
+    too; of the rank that is slowed most."""
+    found = []
+    for _ in range(ROUNDS):
+        from_all(None)
+        beside, alone = time_s(), 0.0
+        for rank in range(dist.get_world_size()):
+            from_all(None)
+            if rank == dist.get_rank():
+                alone = time_s()
+        found.append(beside / alone)
+    return max(1.0, *from_all(median(found)))
+
+
+def _products(m: int) -> list[Call]:
+    from forebay.kernels.products.linear import cpu as linear
+
+    (n, k), dtype = SHAPE, torch.float32
+    x, out = torch.ones(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
+    impl = linear.default_choice(dtype, m, n, k)
+    return [linear.bind_linear(impl, x, weight, None, out) for weight in cold_weights(n, k, dtype)]

@@ -1,0 +1,106 @@
+"""Predicted steps of ranks: exchanges cost what was measured, who waits for whom, and what meets nobody is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import families
+import pytest
+
+from forebay.rewriter.capture.step_graphs import step_graphs
+from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.plan import Budget, Workload
+from forebay.rewriter.ir.program import COLLECT, FileSlice, Launch, Program
+from forebay.rewriter.ir.share import RankShare
+from forebay.rewriter.machine.mesh_links import RING_STEPS, ExchangeLink, MeshLinks
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.predict.ranks import simulate_ranks
+from forebay.rewriter.predict.simulate import simulate
+from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.shard_captured import shard_captured
+from forebay.rewriter.switches import Switches
+
+WORK = Workload(batch=6, prompt=8, new_tokens=4)
+FREE = 1e18  # bytes per second
+
+
+def machine(latency_s: float, slowed: float = 1.0) -> Machine:
+    links = tuple(ExchangeLink(kind, 2, FREE, latency_s) for kind in RING_STEPS)
+    return replace(Machine.default(), mesh=MeshLinks(2, "gloo", "", links, slowed, slowed))
+
+
+@cache
+def programs(tensor: int, stages: int, block: Block = Block()) -> tuple[Program, ...]:  # noqa: B008
+    """A decode step of each rank of an OPT of two layers."""
+    whole, found = families.captured("opt"), []
+    for rank in range(tensor * stages):
+        part = rewrite_captured(shard_captured(whole, RankShare((tensor,), rank, stages), Switches())[0], Switches())
+        files = {name: FileSlice("weights", 64 * i, spec.nbytes) for i, (name, spec) in enumerate(part.weights.items())}
+        pipeline = Pipeline(step_graphs(part, files, WORK, f"opt {rank} of {tensor} {stages}", block=block), WORK,
+                            Machine.default(), Switches())
+        found.append(pipeline.program(pipeline.plan(Budget(device=2 << 20)), 1))
+    return tuple(found)
+
+
+def alone_s(program: Program) -> float:
+    return simulate(program, machine(0.0)).time_s
+
+
+def test_an_exchange_takes_what_was_measured_of_it() -> None:
+    (one, _) = programs(2, 1)
+    count = sum(isinstance(i, Launch) and i.stream == COLLECT for i in one.step)
+    assert count == 5  # two of each layer, and logits
+    assert simulate(one, machine(1e-3)).time_s == pytest.approx(alone_s(one) + count * 1e-3)
+    slow = replace(machine(0.0), mesh=MeshLinks(2, "gloo", "", tuple(
+        ExchangeLink(kind, 2, 1e6, 0.0) for kind in RING_STEPS)))
+    moved = sum(s.nbytes for i in one.step if isinstance(i, Launch) and i.stream == COLLECT for s in i.writes)
+    assert simulate(one, slow).time_s == pytest.approx(alone_s(one) + moved / 1e6)
+    guessed = simulate(one, Machine.default()).time_s
+    assert guessed > alone_s(one) + count * 5e-4, "unmeasured ones are guessed cautiously, not free"
+
+
+def test_ranks_that_share_a_layer_take_as_long_as_one_of_them() -> None:
+    both = programs(2, 1)
+    lines = simulate_ranks(both, machine(1e-3), at_once=False)
+    for line, program in zip(lines, both, strict=True):
+        assert line.time_s == pytest.approx(alone_s(program) + 5e-3, rel=0.01)
+        assert line.exchange_s == pytest.approx(5e-3) and line.waiting_s == pytest.approx(5e-3, rel=0.01)
+    slowed = simulate_ranks(both, machine(1e-3, slowed=3.0), at_once=True)
+    assert slowed[0].compute_s == pytest.approx(3 * lines[0].compute_s)
+    assert simulate_ranks(both, machine(1e-3, slowed=3.0), at_once=False)[0].compute_s == lines[0].compute_s
+
+
+def test_the_slower_rank_is_waited_for() -> None:
+    """One that computes three times as long, with the other as it is."""
+    one, other = programs(2, 1)
+    slow = Program(**{f: getattr(other, f) for f in other.__dataclass_fields__} | {"step": tuple(
+        again for item in other.step for again in ([item] * 3 if isinstance(item, Launch) and item.stream != COLLECT
+                                                   else [item]))})
+    lines = simulate_ranks((one, slow), machine(1e-3), at_once=False)
+    assert alone_s(slow) > 1.5 * alone_s(one)
+    assert lines[0].time_s == pytest.approx(lines[1].time_s, rel=0.01)
+    assert lines[1].time_s == pytest.approx(alone_s(slow) + 5e-3, rel=0.01)
+    assert lines[0].waiting_s == pytest.approx(lines[1].waiting_s + alone_s(slow) - alone_s(one), rel=0.05)
+
+
+def test_stages_follow_one_another_and_overlap_in_micro_batches() -> None:
+    pair = programs(1, 2)
+    lines = simulate_ranks(pair, machine(1e-3), at_once=False)
+    together = alone_s(pair[0]) + alone_s(pair[1]) + 2e-3
+    assert [line.time_s for line in lines] == [pytest.approx(together, rel=0.02)] * 2
+    thirds = programs(1, 2, Block(3, "zigzag"))
+    apart = alone_s(thirds[0]) + alone_s(thirds[1])
+    overlapped = simulate_ranks(thirds, machine(0.0), at_once=False)[0].time_s
+    assert max(map(alone_s, thirds)) < overlapped < 0.85 * apart
+    four = simulate_ranks(programs(2, 2), machine(1e-3), at_once=False)
+    assert len({round(line.time_s, 6) for line in four}) == 1
+
+
+def test_ranks_that_never_meet_are_refused() -> None:
+    one, other = programs(2, 1)
+    less = Program(**{f: getattr(other, f) for f in other.__dataclass_fields__} | {"step": tuple(
+        i for i in other.step if not (isinstance(i, Launch) and i.stream == COLLECT and i.layer == 1))})
+    with pytest.raises(ValueError, match="do not exchange alike"):
+        simulate_ranks((one, less), machine(1e-3), at_once=False)
