@@ -28,9 +28,10 @@ from forebay.rewriter.predict.item_costs import (
     touched_nbytes,
 )
 from forebay.runtime.devices.virtual import ItemCost, run_on_streams
-from forebay.runtime.devices.virtual_threads import run_on_threads
+from forebay.runtime.devices.virtual_threads import of_cores_s, run_on_threads
 
 STEPS = 3  # the third step starts as every later one does
+CORES = "cores"  # what binds a step whose launches and copies together ask for all of their time
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def simulate(program: Program, machine: Machine, steps: int = STEPS, times: Esti
         return found
 
     between = choice_time_s(program, times)
-    ends, ran = run_on_threads(program, cost, steps, between, times.reads_core_share) if times.serial else \
+    least = between + of_cores_s(program.step, cost, times.reads_core_share) if times.reads_core_share else 0.0
+    ends, ran = run_on_threads(program, cost, steps, between, least) if times.serial else \
         run_on_streams(program, cost, steps, between)
     start, end = ends[-2:]
     spans = tuple((s, label, a - start, b - start) for s, label, a, b in ran if start < b <= end)
@@ -66,7 +68,7 @@ def simulate(program: Program, machine: Machine, steps: int = STEPS, times: Esti
     for stream, _, a, b in spans:
         busy[stream] = busy.get(stream, 0.0) + b - a
     bottleneck = max(busy, key=lambda s: busy[s]) if busy else COMPUTE
-    return Timeline(end - start, busy, bottleneck, spans)
+    return Timeline(end - start, busy, CORES if 0 < end - start <= least * (1 + 1e-9) else bottleneck, spans)
 
 
 def item_cost(item: Item, times: Estimator, seen: Mapping[int, float] | None = None) -> ItemCost:

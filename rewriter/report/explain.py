@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import ARENAS, TIERS, BufferPlacement, Plan, WeightPlacement
+from forebay.rewriter.predict.simulate import CORES
 
 if TYPE_CHECKING:
     from forebay.rewriter.ir.graph import CapturedModel
@@ -17,6 +18,7 @@ KIND_LETTERS = {"weight": "W", "constant": "C", "slot": "S", "cache": "K", "acti
                 "workspace": "x"}
 COLUMNS = {"weights": "weights", "bytes": "nbytes", "resident": "resident", "from host": "from_host",
            "from disk": "from_disk", "by row": "by_row", "copies": "copies"}
+BOUND_BY = {CORES: "the cores, which compute and bear a share of the disk's copies"}
 OUTSIDE = -1  # the layer number of weights that belong to no layer
 TIMELINE_COLUMNS, TIMELINE_ROWS = 72, 16
 
@@ -256,7 +258,7 @@ def _prediction(plan: Plan) -> str:
         f"expected    prefill {p.prefill_time_s:.3g} s, then {1000 * p.decode_time_s:.3g} ms per decode step: "
         f"{plan.workload.batch / p.decode_time_s:.3g} tokens/s",
         "busy        " + ", ".join(f"{stream} {1000 * t:.3g} ms" for stream, t in p.busy_time_s.items())
-        + f" per decode step; the bottleneck is {p.bottleneck}",
+        + f" per decode step; the bottleneck is {BOUND_BY.get(p.bottleneck, p.bottleneck)}",
         "peak        " + ", ".join(f"{tier} {format_nbytes(n)}" for tier, n in p.peak_nbytes.items()),
     ]
     return "\n".join(lines)

@@ -47,20 +47,18 @@ _LAUNCH, _COPY, _RECORD, _WAIT_HERE, _WAIT_THERE = range(5)
 
 
 def run_on_threads(
-    program: Program, cost: CostOf, steps: int, between_s: float = 0.0, core_share: float = 0.0
+    program: Program, cost: CostOf, steps: int, between_s: float = 0.0, least_s: float = 0.0
 ) -> tuple[list[float], list[TimedSpan]]:
     """When the first step began and each ended, and all spans, where nothing is issued while a launch computes, and
     what streams do to each other is counted: each launch is slowed by copies under way, and slows them, as its cost
-    says. Each step ends with `between_s` seconds in which nothing is launched. A second of copies from or to disk takes
-    `core_share` of the time of the cores that compute: a step takes no less than its launches and that share of its
-    copies, alone; what is missing passes at its end. Stops before `steps` once a step would begin as the one before it
-    did: it would only take as long again.
+    says. Each step ends with `between_s` seconds in which nothing is launched, and lasts `least_s` (`of_cores_s`): what
+    is missing passes at its end. Stops before `steps` once a step would begin as the one before it did: it would only
+    take as long again.
 
     Copies stand in a queue per stream and progress as time passes, which only launches and waits let it do.
     """
     clock = _StreamClock()
     prologue, step = (_prepared(items, cost, clock) for items in (program.prologue, program.step))
-    least = between_s + _of_cores_s(program.step, cost, core_share) if core_share else 0.0
     clock.run(prologue)
     ends = [clock.now]
     before: object = None
@@ -68,14 +66,14 @@ def run_on_threads(
         before = begins
         clock.run(step)
         clock.compute(between_s, 1.0, 1.0)
-        clock.now = max(clock.now, ends[-1] + least)
+        clock.now = max(clock.now, ends[-1] + least_s)
         ends.append(clock.now)
     return ends, clock.spans
 
 
-def _of_cores_s(items: Iterable[Item], cost: CostOf, core_share: float) -> float:
-    """Seconds of all cores that items take: of launches all, of copies from or to disk that share, of copies what
-    issuing them takes, too."""
+def of_cores_s(items: Iterable[Item], cost: CostOf, core_share: float) -> float:
+    """Seconds that items take of the time of all cores: launches theirs, copies from or to disk `core_share` of theirs,
+    alone, and copies what issuing them takes."""
     shares = {COMPUTE: 1.0, **dict.fromkeys(UNORDERED, core_share)}
     least = 0.0
     for item in items:

@@ -18,6 +18,7 @@ from forebay.rewriter.ir.plan import (
     WeightPlacement,
     Workload,
 )
+from forebay.rewriter.predict.simulate import CORES
 from forebay.rewriter.report.explain import (
     OUTSIDE,
     explain_plan,
@@ -87,6 +88,12 @@ def test_text_says_what_the_plan_says() -> None:
     total = next(line for line in text.splitlines() if line.startswith("total"))
     assert "22.0 MiB" in total and "3.0 MiB" in total
     assert max(map(len, text.splitlines())) <= 140
+
+
+def test_a_step_that_the_cores_bind_says_so() -> None:
+    plan = _plan()
+    bound = replace(plan, prediction=replace(plan.prediction, bottleneck=CORES))
+    assert "the bottleneck is the cores, which compute and bear a share" in explain_plan(bound)
 
 
 def test_summary_has_no_row_per_layer() -> None:

@@ -38,7 +38,7 @@ from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.verify.items import copy_spans
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.virtual import CostOf, ItemCost, VirtualDevice, run_on_streams
-from forebay.runtime.devices.virtual_threads import run_on_threads
+from forebay.runtime.devices.virtual_threads import of_cores_s, run_on_threads
 
 DEAD = "dead"  # what a Release leaves behind, as FOREBAY_POISON does
 
@@ -334,14 +334,15 @@ def test_cores_bear_a_share_of_copies_from_and_to_disk() -> None:
     step = (copy("a"), copy("b", WRITE), copy("c", UPLOAD), work("x"), Record(DISK, 1), Wait(COMPUTE, 1))
     program = Program("p", step, (), {"device": 8}, {})
 
-    def last(share: float, between_s: float = 0.0) -> list[float]:
-        return run_on_threads(program, lambda i: ItemCost(4.0 if isinstance(i, Copy) else 3.0), 2, between_s, share)[0]
+    def cost(item: Item) -> ItemCost:
+        return ItemCost(4.0) if isinstance(item, Copy) else ItemCost(3.0)
+
+    def last(share: float) -> list[float]:
+        return run_on_threads(program, cost, 2, 0.0, of_cores_s(step, cost, share))[0]
 
     assert last(0.0) == last(0.125) == [0, 4] and last(0.75) == [0, 9]
-    assert last(0.75, between_s=2.0) == [0, 11]
-    ends, _ = run_on_threads(program, lambda i: ItemCost(4.0, issue_s=1.0) if isinstance(i, Copy) else ItemCost(3.0),
-                             2, core_share=0.75)
-    assert ends == [0, 12], "issuing copies takes the thread that computes"
+    issued = of_cores_s(step, lambda i: cost(i)._replace(issue_s=1.0), 0.75)
+    assert issued == 12, "issuing copies takes the thread that computes"
 
 
 def test_it_computes_nothing_and_holds_nothing() -> None:
