@@ -11,7 +11,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +87,16 @@ def _on_ranks(ranks: int, run: Callable[..., Any], given: Sequence[Any]) -> list
     try:
         waiting = {own: rank for rank, (own, _) in enumerate(pipes)}
         while waiting:
-            ready = multiprocessing.connection.wait(list(waiting), LIMIT_S)
+            ready = wait([*waiting, *(processes[rank].sentinel for rank in waiting.values())], LIMIT_S)
             assert ready, f"ranks {sorted(waiting.values())} give no answer"
-            for own in ready:
-                assert isinstance(own, Connection)
-                rank = waiting.pop(own)
-                found[rank], failed = own.recv()
-                assert not failed, f"rank {rank}:\n{failed}"
+            for own, rank in list(waiting.items()):
+                if own in ready:
+                    del waiting[own]
+                    found[rank], failed = own.recv()
+                    assert not failed, f"rank {rank}:\n{failed}"
+                else:
+                    ended = processes[rank].exitcode
+                    assert ended is None or own.poll(), f"rank {rank} gave no answer and ended with {ended}"
     finally:
         for process in processes:
             process.join(20)
