@@ -31,8 +31,8 @@ LONG = ("e2e/test_memory_budget", "e2e/test_sharded", "e2e/test_cli", "e2e/test_
         "runtime/run/test_bind", "rewriter/checkpoints/test_resolve", "faults/test_faults", "exported/test_onnx",
         "huggingface/test_token_embeddings", "e2e/test_block_schedules", "e2e/test_gpu_bindings",
         "e2e/test_plan_config", "benchmarks/test_gpu_benchmark", "e2e/test_calibrate", "rewriter/test_plan_block")
-ONE_THREAD = tuple(Path(__file__).parent / "e2e" / f"test_{name}.py" for name in (
-    "every_schedule",))  # whose tiny models hardly use a second one
+ONE_THREAD = tuple(Path(__file__).parent / f"{name}.py" for name in (  # whose tiny models hardly use a second one
+    "e2e/test_every_schedule", "e2e/test_generate", "e2e/test_quantized_run", "runtime/run/test_places"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
