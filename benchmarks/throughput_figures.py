@@ -50,6 +50,7 @@ def figures(model: Row) -> list[Row]:
                 in_ram = next(p["batch"] for p in model["plans"]
                               if p["cell"] == plan["cell"] and p["name"] == f"ram {ours.formats}")
                 row["ram_tokens_per_s"] = median(in_ram / mean(t["steps_s"]) for t in rams)
+                row["cores_tokens_per_s"] = cores_bound(row, model["machine"].get("reads_core_share", 0.0))
             peers = [batch_of(model, plan["cell"], name) / mean(t["steps_s"])
                      for name in PEERS for t in turns.get((plan["cell"], name), ())]
             if peers:
@@ -62,6 +63,11 @@ def link_bound_s(plan: Row, link: Row) -> float:
     """Seconds that the plan's bytes take at the rates of plain reads and writes, one after the other."""
     return plan["planned_read_nbytes"] / link["bytes_per_s"] + plan["planned_written_nbytes"] / link[
         "written_bytes_per_s"]
+
+
+def cores_bound(row: Row, share: float) -> float:
+    """Tokens per second where the cores compute as fast as in memory, and bear `share` of the time of the link."""
+    return 1 / (1 / row["ram_tokens_per_s"] + share / row["link_tokens_per_s"])
 
 
 def held_nbytes(model: Row, name: str) -> int:
@@ -107,9 +113,13 @@ def verdicts(rows: list[Row], models: list[Row]) -> tuple[dict[str, bool | None]
             shares and min(kv for kv, _ in shares), 1.3),
         "and >= 1.15 x checkpoints alone": (shares and min(only for _, only in shares), 1.15),
         "predictions within 15 % in 9 of 10": (errors and mean([float(e <= 0.15) for e in errors]), 0.9)}
+    cores = [r["tokens_per_s"] / r["cores_tokens_per_s"] for r in blocks if "cores_tokens_per_s" in r]
     holds = {aim: None if isinstance(value, list) else bool(value >= least) for aim, (value, least) in found.items()}
     summary = [f"{aim}: " + ("no cell says" if isinstance(value, list) else f"{value:.2f}")
                for aim, (value, _) in found.items()]
+    if cores:
+        summary.append("decode of what the cores allow, which bear a share of reads: "
+                       f"{min(cores):.2f} to {max(cores):.2f}")
     return holds, [*summary, f"peak memory of Forebay's blocks: at most {max(over, default=0):.2f} of the budget"]
 
 
@@ -130,13 +140,14 @@ def between(rows: list[Row]) -> Iterator[tuple[float, float]]:
 
 def report(result: Row) -> None:
     """Print the rows, then what they say."""
-    head = ["model", "cell", "contestant", "batch", "in", "decode tok/s", "link bound", "in memory", "of the bound",
-            "x peer", "with prefill", "peak MB", "objects MB", "error %"]
+    head = ["model", "cell", "contestant", "batch", "in", "decode tok/s", "link bound", "in memory", "cores",
+            "of the bound", "x peer", "with prefill", "peak MB", "objects MB", "error %"]
     rows = []
     for r in result["rows"]:
         bounds = [r[k] for k in ("link_tokens_per_s", "ram_tokens_per_s") if k in r]
+        rates = ("tokens_per_s", "link_tokens_per_s", "ram_tokens_per_s", "cores_tokens_per_s")
         rows.append([r["model"], r["cell"], r["name"], str(r["batch"]), str(r["micro_batches"]),
-                     shown(r, "tokens_per_s"), shown(r, "link_tokens_per_s"), shown(r, "ram_tokens_per_s"),
+                     *(shown(r, key) for key in rates),
                      f"{r['tokens_per_s'] / min(bounds):.2f} {binds(r)}" if bounds else "", shown(r, "times_peer"),
                      shown(r, "whole_tokens_per_s"),
                      *(f"{r[key] / 1e6:.0f}" for key in ("peak_nbytes", "objects_nbytes")),

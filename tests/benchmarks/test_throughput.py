@@ -12,7 +12,7 @@ from benchmarks.block_contestants import Ours
 from benchmarks.block_sweep import errors_of, forced_blocks, step_times
 from benchmarks.shaped_models import Sizes, make_shaped
 from benchmarks.throughput_cells import HYBRID, OURS, Cell, cells
-from benchmarks.throughput_figures import between, held_nbytes, link_bound_s, verdicts
+from benchmarks.throughput_figures import between, cores_bound, held_nbytes, link_bound_s, verdicts
 from forebay.rewriter.machine.profile import Machine, save_machine
 
 TINY = (Sizes("llama", 64, 2, 4, 128, 512), Sizes("opt", 64, 2, 4, 128, 512))
@@ -95,6 +95,14 @@ def test_memory_is_counted_above_what_planning_left() -> None:
 def test_the_bound_of_the_link_counts_reads_and_writes() -> None:
     plan = {"planned_read_nbytes": 3e9, "planned_written_nbytes": 1e9}
     assert link_bound_s(plan, {"bytes_per_s": 3e9, "written_bytes_per_s": 0.5e9}) == 3.0
+
+
+def test_the_cores_bound_is_computing_in_memory_and_a_share_of_the_link() -> None:
+    """10 and 20 ms a token: half of the link's time is borne by the cores, and 1 s gives 50 tokens."""
+    of = row("forebay bf16 zigzag", 40.0, 50.0, 100.0)
+    assert cores_bound(of, 0.5) == pytest.approx(50.0) and cores_bound(of, 0.0) == pytest.approx(100.0)
+    rows = [of | {"cores_tokens_per_s": 50.0}, row("forebay bf16 zigzag", 45.0, 50.0, 100.0, cores_tokens_per_s=50.0)]
+    assert "decode of what the cores allow, which bear a share of reads: 0.80 to 0.90" in verdicts(rows, [])[1]
 
 
 def test_cells_and_contestants_by_name() -> None:
