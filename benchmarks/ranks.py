@@ -117,6 +117,7 @@ class MeshProbe:
             if rank == dist.get_rank():
                 own = [*(probe.pace() for probe in self.probes),
                        median(self.probes[0].bytes_per_s() for _ in range(3)) if self.streams else 0.0]
+        from_all(None)  # who gives first waits for who takes
         exchanges = [self.turns.time_s(self.nbytes, turn) for turn in range(EXCHANGES)]
         return *map(fmean, zip(*from_all(own), strict=True)), fmean(exchanges) / self.known_s
 
