@@ -20,6 +20,7 @@ from forebay.rewriter.ir.program import (
     COMPUTE,
     DOWNLOAD,
     LOAD,
+    RETURN,
     UNORDERED,
     UPLOAD,
     WRITE,
@@ -221,7 +222,7 @@ def slowed(folder: Path, seed: int, poison: bool = False) -> ThreadDevice:
     """A device each of whose streams is late at random."""
     target = ThreadDevice(Slow(seed), spill=SlowSpace(str(folder), seed + 100), poison=poison)  # type: ignore[arg-type]
     chance = random.Random(seed + 200)
-    for stream in (UPLOAD, DOWNLOAD):
+    for stream in (UPLOAD, RETURN, DOWNLOAD):
         worker = target._worker(stream)
         submit = worker.submit
 
@@ -255,8 +256,8 @@ def test_a_wait_left_out_changes_what_is_computed(tmp_path: Path, kind: Carried)
     with pytest.raises(ProgramError):
         verify_program(broken)
     target = device(tmp_path, Slow(0, (LATE_S,)))  # type: ignore[arg-type]
-    upload, submit = target._worker(UPLOAD), target._worker(UPLOAD).submit
-    upload.submit = lambda call: submit(lambda: (time.sleep(LATE_S), call()))  # type: ignore[method-assign]
+    back, submit = target._worker(RETURN), target._worker(RETURN).submit  # which brings caches from host memory
+    back.submit = lambda call: submit(lambda: (time.sleep(LATE_S), call()))  # type: ignore[method-assign]
     bound = begin(kind, target, broken)
     bound.start()
     bound.run()
