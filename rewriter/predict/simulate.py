@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from forebay.rewriter.ir.program import (
     COMPUTE,
+    UNORDERED,
     WRITE,
     Copy,
     Item,
@@ -68,7 +69,9 @@ def simulate(program: Program, machine: Machine, steps: int = STEPS, times: Esti
     for stream, _, a, b in spans:
         busy[stream] = busy.get(stream, 0.0) + b - a
     bottleneck = max(busy, key=lambda s: busy[s]) if busy else COMPUTE
-    return Timeline(end - start, busy, CORES if 0 < end - start <= least * (1 + 1e-9) else bottleneck, spans)
+    if not busy.keys().isdisjoint(UNORDERED) and end - start <= least * (1 + 1e-9):
+        bottleneck = CORES
+    return Timeline(end - start, busy, bottleneck, spans)
 
 
 def item_cost(item: Item, times: Estimator, seen: Mapping[int, float] | None = None) -> ItemCost:

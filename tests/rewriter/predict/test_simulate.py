@@ -59,6 +59,14 @@ def test_cores_that_bear_reads_compute_the_less(tmp_path: Path) -> None:
     assert gpu[0] == gpu[1]
 
 
+def test_cores_without_copies_only_compute(tmp_path: Path) -> None:
+    """A step that is all launches lasts as long as these: nothing of the disk is there to bear."""
+    model = chain(tmp_path, 6)
+    line = simulate(lowered(model, plan_for(placements(model, {}), 0, None, arena=1 << 17), True),
+                    replace(machine(1e6), reads_core_share=1.0))
+    assert line.time_s == pytest.approx(COMPUTE_S) and line.bottleneck == COMPUTE
+
+
 def test_one_slot_overlaps_nothing_but_what_follows_its_release(tmp_path: Path) -> None:
     one, three = (simulate(streamed(tmp_path, slots), machine(1e6)).time_s for slots in (1, 3))
     assert one > three
