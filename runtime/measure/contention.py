@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 import time
 from collections.abc import Iterator
 from statistics import median
@@ -14,10 +13,10 @@ import torch
 from forebay.kernels.operator import Call
 from forebay.rewriter.machine.points import Contention
 from forebay.rewriter.machine.profile import Link
-from forebay.runtime.devices.streams import wait_watched
 from forebay.runtime.disk.chunks import Read
 from forebay.runtime.disk.reader import open_reader
-from forebay.runtime.measure.kernels import GEMM_SHAPES, READ_NBYTES, cold_weights
+from forebay.runtime.measure.flow import Flow
+from forebay.runtime.measure.kernels import GEMM_SHAPES, READ_NBYTES, cold_products
 from forebay.runtime.run.arena import Arena
 
 MANY_ROWS = 64  # of x, whose products only calculate
@@ -25,68 +24,25 @@ SOME_ROWS = 8  # as steps have them: bound by neither alone
 TURN_S = 0.03  # each pair is compared within the machine's mood, and before an account of its cores' time is overdrawn
 REST_S = 0.03
 LONG_TURN_S = 0.8  # several periods of such an account, which last 0.1 s as a rule
-class ReadFlow:
-    """Reads without end of a file, a few in flight, between `start` and `stop`."""
+class ReadFlow(Flow):
+    """Reads of a file, three in flight, into `memory` in turn."""
 
     def __init__(self, path: str, nbytes: int, link: Link, memory: Arena) -> None:
-        self.path, self.span, self.memory = path, nbytes // READ_NBYTES * READ_NBYTES, memory
+        self.path, self.memory = path, memory
         self.reader = open_reader(link.method, link.depth, link.chunk_nbytes)
-        self.at = self.flying = self.nbytes = 0
-        self.flows = False
-        self.error: BaseException | None = None
-        self.idle, self.landed = threading.Event(), threading.Event()
-        self.lock = threading.Lock()  # an engine may have several threads
-        self.begin_s = 0.0
+        super().__init__(READ_NBYTES, nbytes // READ_NBYTES * READ_NBYTES, 3, self.reader.fault)
 
-    def start(self) -> None:
-        self.flows, self.nbytes, self.begin_s = True, 0, time.perf_counter()
-        self.idle.clear()
-        self.landed.clear()
-        self.flying = 3
-        for _ in range(3):
-            self._submit()
-
-    def _submit(self) -> None:
-        with self.lock:
-            at, self.at = self.at, (self.at + READ_NBYTES) % self.span
+    def send(self, at: int) -> None:
         place = self.memory.address + at // READ_NBYTES % (self.memory.nbytes // READ_NBYTES) * READ_NBYTES
-        self.reader.submit(Read(self.path, at, READ_NBYTES, place, 0, 0, self._landed))
-
-    def _landed(self, error: BaseException | None) -> None:
-        with self.lock:
-            self.error = self.error or error
-            self.nbytes += READ_NBYTES
-            self.landed.set()
-            goes_on = self.flows and error is None
-            self.flying -= not goes_on
-            if self.flying == 0:
-                self.idle.set()
-        if goes_on:
-            self._submit()
-
-    def stop(self) -> float:
-        """Bytes per second since `start`, once a read has landed: a busy disk may take longer than a turn for one."""
-        wait_watched(self.landed.wait, self.reader.fault)
-        rate = self.nbytes / (time.perf_counter() - self.begin_s)
-        self.flows = False
-        wait_watched(self.idle.wait, self.reader.fault)
-        if self.error is not None:
-            raise self.error
-        return rate
+        self.reader.submit(Read(self.path, at, READ_NBYTES, place, 0, 0, self.on_done))
 
 
 def measure_contention(path: str, nbytes: int, link: Link, memory: Arena, quick: bool) -> tuple[Contention, float]:
     """Slowdowns of products and of cold reads of `path` at once, each the median of turns taken, and what a second of
     such reads takes of the time of all cores (0..1)."""
-    from forebay.kernels.products.linear import cpu as linear
-
     n, k = GEMM_SHAPES[0]
-    weights = cold_weights(n, k, torch.bfloat16)
-    calls = {}
-    for m in (1, SOME_ROWS, MANY_ROWS):  # bound by memory, by neither alone, and by arithmetic
-        x, out = torch.ones(m, k, dtype=torch.bfloat16), torch.empty(m, n, dtype=torch.bfloat16)
-        impl = linear.default_choice(torch.bfloat16, m, n, k)
-        calls[m] = itertools.cycle([linear.bind_linear(impl, x, weight, None, out) for weight in weights])
+    calls = {m: itertools.cycle(cold_products(m, n, k, torch.bfloat16))
+             for m in (1, SOME_ROWS, MANY_ROWS)}  # bound by memory, by neither alone, and by arithmetic
     flow = ReadFlow(path, nbytes, link, memory)
     with contextlib.closing(flow.reader):
         found: dict[int, list[tuple[float, float]]] = {1: [], MANY_ROWS: []}

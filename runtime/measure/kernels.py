@@ -143,6 +143,15 @@ def cold_weights(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
     return memory.bytes.view(dtype).view(count, n, k).fill_(1)
 
 
+def cold_products(m: int, n: int, k: int, dtype: torch.dtype) -> list[Call]:
+    """Products of `m` rows by what a plan would take, one for each of such weights."""
+    from forebay.kernels.products.linear import cpu as linear
+
+    x, out = torch.ones(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
+    impl = linear.default_choice(dtype, m, n, k)
+    return [linear.bind_linear(impl, x, weight, None, out) for weight in cold_weights(n, k, dtype)]
+
+
 # Attention
 
 

@@ -24,7 +24,7 @@ from forebay.runtime.comm.ranks import from_all, group_of, make_groups
 from forebay.runtime.devices.streams import Ticket, Worker
 from forebay.runtime.disk.temporary import temporary_file
 from forebay.runtime.measure.contention import ReadFlow
-from forebay.runtime.measure.kernels import READ_NBYTES, burst_s, cold_weights
+from forebay.runtime.measure.kernels import READ_NBYTES, burst_s, cold_products
 from forebay.runtime.measure.machine import landing_memory
 from forebay.runtime.measure.steady import steady_link
 
@@ -119,7 +119,7 @@ class ExchangeTurns:
 
 
 def _products_slowed(m: int) -> float:
-    turn = itertools.cycle(_products(m))
+    turn = itertools.cycle(cold_products(m, *SHAPE, torch.float32))
     count = max(1, int(TURN_S / burst_s(turn, 2)))
     return _slowed(lambda: burst_s(turn, count))
 
@@ -154,12 +154,3 @@ def _slowed(time_s: Callable[[], float]) -> float:
                 alone = time_s()
         found.append(beside / alone)
     return max(1.0, *from_all(median(found)))
-
-
-def _products(m: int) -> list[Call]:
-    from forebay.kernels.products.linear import cpu as linear
-
-    (n, k), dtype = SHAPE, torch.float32
-    x, out = torch.ones(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
-    impl = linear.default_choice(dtype, m, n, k)
-    return [linear.bind_linear(impl, x, weight, None, out) for weight in cold_weights(n, k, dtype)]

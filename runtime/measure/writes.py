@@ -15,6 +15,7 @@ from forebay.runtime.disk.chunks import Write
 from forebay.runtime.disk.reader import DiskWriter, available_kinds, open_writer
 from forebay.runtime.disk.spill import SpillFile
 from forebay.runtime.measure.contention import ReadFlow
+from forebay.runtime.measure.flow import Flow
 from forebay.runtime.measure.kernels import MIB
 from forebay.runtime.measure.steady import steady_link
 from forebay.runtime.run.arena import Arena
@@ -51,47 +52,15 @@ def measure_writes(
     return Link(near, "disk", bandwidth, latency, *best, r2), both
 
 
-class _WriteFlow:
-    """Writes without end of `nbytes` each, a few in flight, between `start` and `stop`."""
+class _WriteFlow(Flow):
+    """Writes to a spill file from `memory`, IN_FLIGHT of them."""
 
     def __init__(self, file: SpillFile, writer: DiskWriter, memory: Arena, nbytes: int) -> None:
-        self.file, self.writer, self.memory, self.nbytes = file, writer, memory, nbytes
-        self.at = self.flying = self.written = 0
-        self.flows = False
-        self.error: BaseException | None = None
-        self.idle, self.lock = threading.Event(), threading.Lock()
-        self.begin_s = 0.0
+        self.file, self.writer, self.memory = file, writer, memory
+        super().__init__(nbytes, FILE_NBYTES, IN_FLIGHT, writer.fault)
 
-    def start(self) -> None:
-        self.flows, self.written, self.flying, self.begin_s = True, 0, IN_FLIGHT, time.perf_counter()
-        self.idle.clear()
-        for _ in range(IN_FLIGHT):
-            self._submit()
-
-    def _submit(self) -> None:
-        with self.lock:
-            at, self.at = self.at, (self.at + self.nbytes) % FILE_NBYTES
-        self.writer.write(self.file, Write(at, self.nbytes, ((self.memory.address, self.nbytes),), self._landed))
-
-    def _landed(self, error: BaseException | None) -> None:
-        with self.lock:
-            self.error = self.error or error
-            self.written += self.nbytes
-            goes_on = self.flows and error is None
-            self.flying -= not goes_on
-            if self.flying == 0:
-                self.idle.set()
-        if goes_on:
-            self._submit()
-
-    def stop(self) -> float:
-        """Bytes per second since `start`."""
-        rate = self.written / (time.perf_counter() - self.begin_s)
-        self.flows = False
-        self.idle.wait()
-        if self.error is not None:
-            raise self.error
-        return rate
+    def send(self, at: int) -> None:
+        self.writer.write(self.file, Write(at, self.nbytes, ((self.memory.address, self.nbytes),), self.on_done))
 
 
 @contextlib.contextmanager
@@ -100,7 +69,7 @@ def _flow(file: SpillFile, engine: tuple[str, int, int], memory: Arena, nbytes: 
         yield _WriteFlow(file, writer, memory, nbytes)
 
 
-def _rates(flow: _WriteFlow | ReadFlow, turn_s: float, turns: int) -> list[float]:
+def _rates(flow: Flow, turn_s: float, turns: int) -> list[float]:
     found = []
     for _ in range(turns):
         flow.start()
