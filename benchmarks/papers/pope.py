@@ -40,7 +40,7 @@ def step(batch: int, context: float) -> PhaseWork:
 
 
 def pass_s(shape: PublishedShape, mesh: ChipMesh, work: PhaseWork, feedforward: Feedforward, attention: str,
-           weights: str = "bf16", parallel: bool | None = None) -> float:
+           weights: str = "bfloat16", parallel: bool | None = None) -> float:
     """Seconds of one forward pass with a feed-forward layout, over the best axes for it."""
     side_by_side = shape.parallel if parallel is None else parallel
     found = [sum(kind.count * layer_cost(kind, way, mesh, work, TIMES, parallel=side_by_side, weights=weights).time_s
@@ -101,12 +101,12 @@ class PublishedPass:
 TABLES_2_3 = {
     "Table 2": (PublishedPass("palm-540b", CUBE, 1, 1, "2d", "heads", "int8", 0.43, 0.29),
                 PublishedPass("palm-540b", CUBE, 64, 64, "2d", "batch", "int8", 0.14, 1.82),
-                PublishedPass("palm-540b", CUBE, 512, 1, "xyz", "batch", "bf16", 0.76, 85.2),
-                PublishedPass("palm-540b", CUBE, 512, 64, "2d", "batch", "bf16", 0.33, 6.0)),
+                PublishedPass("palm-540b", CUBE, 512, 1, "xyz", "batch", "bfloat16", 0.76, 85.2),
+                PublishedPass("palm-540b", CUBE, 512, 64, "2d", "batch", "bfloat16", 0.33, 6.0)),
     "Table 3": (PublishedPass("palm-62b", (2, 2, 4), 1, 1, "2d", "heads", "int8", 0.36, 0.16),
                 PublishedPass("palm-62b", (2, 2, 4), 32, 64, "2d", "batch", "int8", 0.08, 0.73),
-                PublishedPass("palm-62b", (2, 4, 4), 512, 1, "xyz", "batch", "bf16", 0.73, 20.2),
-                PublishedPass("palm-62b", (2, 2, 2), 512, 64, "2d", "batch", "bf16", 0.37, 5.1)),
+                PublishedPass("palm-62b", (2, 4, 4), 512, 1, "xyz", "batch", "bfloat16", 0.73, 20.2),
+                PublishedPass("palm-62b", (2, 2, 2), 512, 64, "2d", "batch", "bfloat16", 0.37, 5.1)),
 }
 
 
@@ -209,7 +209,7 @@ def sentences() -> Iterator[Row]:
     serial, parallel = (pass_s(shape, mesh, work, "2d", "batch", parallel=p) for p in (False, True))
     yield Row("Pope et al., section 4", "serial to parallel blocks, decode, batch 512", "ratio", 1.14,
               serial / parallel)
-    yield Row("Pope et al., section 4", "palm-540b, decode, batch 64, bf16", "ms", 1e3 * STEP_ROW_S,
+    yield Row("Pope et al., section 4", "palm-540b, decode, batch 64, bfloat16", "ms", 1e3 * STEP_ROW_S,
               1e3 * pass_s(shape, mesh, step(64, CONTEXT + 32), "2d", "batch"), None, "fitted")
     yield Row("Pope et al., section 4", "palm-540b, decode, batch 512: 1D to 2D", "ratio", 1.0,
               pass_s(shape, mesh, work, "1d", "batch") / parallel, None, "Figure 6: above 1")

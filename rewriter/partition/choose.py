@@ -43,7 +43,7 @@ class PartitionProblem:
     prompt: int
     new_tokens: int
     parallel: bool = False
-    weights: str = "bf16"
+    weights: str = "bfloat16"
 
     def __post_init__(self) -> None:
         for name in ("batch", "prompt", "new_tokens"):

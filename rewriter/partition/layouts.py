@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 from typing import Literal
 
+from forebay.rewriter.ir.program import dtype_itemsize
 from forebay.rewriter.partition.collectives import ChipMesh, Collective, collective_s
 from forebay.rewriter.predict.estimator import Estimator
-from forebay.rewriter.predict.model_shapes import ATTENTION, MLP, LayerShape, ModelShape
+from forebay.rewriter.predict.model_shapes import ATTENTION, DTYPES, MLP, LayerShape, ModelShape
 
 Feedforward = Literal["1d", "2d", "x", "xy", "xyz"]
 Attention = Literal["heads", "batch"]
 NAMES: dict[Feedforward, str] = {"1d": "1D weight-stationary", "2d": "2D weight-stationary", "x": "X-weight-gathered",
                                  "xy": "XY-weight-gathered", "xyz": "XYZ-weight-gathered"}
 WEIGHTS = "weights"  # what weight-gathered layouts exchange
+INT8 = "int8"
+STORED = (*DTYPES, INT8)  # what weights may be
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,12 @@ class ElementSizes:
     activation: float
 
 
-# By the format of weights: activations, K and V are bfloat16 with weights of int8 too (section 3.6).
-ELEMENTS = {"bf16": ElementSizes("bfloat16", 2, 2), "int8": ElementSizes("bfloat16", 1, 2),
-            "bfloat16": ElementSizes("bfloat16", 2, 2), "float16": ElementSizes("float16", 2, 2),
-            "float32": ElementSizes("float32", 4, 4)}
+@cache
+def element_sizes(weights: str) -> ElementSizes:
+    """By what weights are, one of `STORED`: activations, K and V are bfloat16 with weights of int8 too (section 3.6).
+    """
+    dtype = "bfloat16" if weights == INT8 else weights
+    return ElementSizes(dtype, dtype_itemsize(weights), dtype_itemsize(dtype))
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,7 @@ class AttentionCost:
 
 
 def layer_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, work: PhaseWork, times: Estimator,
-               *, parallel: bool = False, weights: str = "bf16") -> LayerCost:
+               *, parallel: bool = False, weights: str = "bfloat16") -> LayerCost:
     """One layer of a phase. `parallel`: attention and feed-forward read the same input, so that their products are
     fused and their exchanges along the hidden size happen once (section 3.4)."""
     rows = math.ceil(work.batch / mesh.size(layout.gathered)) * work.tokens
@@ -170,9 +176,9 @@ def layer_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, work: Phas
 
 
 def product_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, rows: float, times: Estimator,
-                 *, parallel: bool = False, weights: str = "bf16") -> ProductCost:
+                 *, parallel: bool = False, weights: str = "bfloat16") -> ProductCost:
     """The products of one layer over `rows` tokens that a chip computes, of whatever sequences and phases."""
-    block, sizes = BlockWidths.of(layer), ELEMENTS[weights]
+    block, sizes = BlockWidths.of(layer), element_sizes(weights)
     into = [(block.query + block.key_value, 1.0), (block.up, block.active)]
     out = [(block.query, 1.0), (block.inner, block.active)]
     if parallel:
@@ -225,9 +231,9 @@ def _activations(hidden: int, width: int, layout: ChipLayout, deep: tuple[int, .
 
 
 def attention_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, work: PhaseWork, times: Estimator,
-                   weights: str = "bf16") -> AttentionCost:
+                   weights: str = "bfloat16") -> AttentionCost:
     """A chip's K and V, operations, and what it exchanges to come by them (section 3.3)."""
-    rest, sizes = tuple(i for i in mesh.axes if i not in layout.gathered), ELEMENTS[weights]
+    rest, sizes = tuple(i for i in mesh.axes if i not in layout.gathered), element_sizes(weights)
     over, sequences = mesh.size(rest), math.ceil(work.batch / mesh.size(layout.gathered))
     column = sequences * work.tokens * sizes.activation  # bytes of an element of all rows
     seen = work.context - (work.tokens - 1) / 2  # causal: the first of them sees fewer
@@ -254,7 +260,7 @@ def feedforward_nbytes(layout: ChipLayout, mesh: ChipMesh, rows: int, hidden: in
     """Bytes of one chip's collectives for `rows` tokens through two products of `hidden` by `inner`, everything of two
     bytes: what Pope et al.'s Figure 3 counts."""
     deep = tuple(i for i in mesh.axes if i not in (layout.gathered or layout.wide))
-    share, sizes = rows // mesh.size(layout.gathered), ELEMENTS["bf16"]
+    share, sizes = rows // mesh.size(layout.gathered), element_sizes("bfloat16")
     items = list(_gathers(BlockWidths(hidden, 0, 0, inner, inner, 0), layout, mesh, sizes))
     for split in ("in", "out"):
         items += _activations(hidden, inner, layout, deep, mesh, share * sizes.activation, split)
@@ -262,9 +268,9 @@ def feedforward_nbytes(layout: ChipLayout, mesh: ChipMesh, rows: int, hidden: in
 
 
 def outside_cost(model: ModelShape, mesh: ChipMesh, batch: float, times: Estimator,
-                 weights: str = "bf16") -> LayerCost:
+                 weights: str = "bfloat16") -> LayerCost:
     """The head, once per new token of a sequence, its rows split over all chips; and what the table of tokens holds."""
-    layer, sizes = model.layers[0], ELEMENTS[weights]
+    layer, sizes = model.layers[0], element_sizes(weights)
     vocabulary = math.ceil(model.head_elements / layer.hidden / mesh.chips)
     nbytes = vocabulary * layer.hidden * sizes.weight
     item = Collective("all-gather", mesh.axes, batch * layer.hidden * sizes.activation, "last hidden state")

@@ -31,8 +31,8 @@ def partition(
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 64,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 2048,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
-    weights: Annotated[str, typer.Option(metavar="FORMAT", help="bf16, int8 (whose products are bfloat16), "
-                                        "float16 or float32.")] = "bf16",
+    weights: Annotated[str, typer.Option(metavar="FORMAT", help="bfloat16, int8 (whose products are bfloat16), "
+                                        "float16 or float32.")] = "bfloat16",
     parallel: Annotated[bool | None, typer.Option("--parallel/--serial", help="Attention and feed-forward side by "
                                                   "side, or not (default: as the model has them).")] = None,
     pareto: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Draw the frontier, with JSON beside it.")]
@@ -67,13 +67,13 @@ def _problem(model: str, mesh: str, machine: str, links: str | None, memory: str
     from forebay.rewriter.machine.presets import load_machine_or_preset
     from forebay.rewriter.partition.choose import PartitionProblem
     from forebay.rewriter.partition.collectives import MeshError, mesh_of
-    from forebay.rewriter.partition.layouts import ELEMENTS
+    from forebay.rewriter.partition.layouts import STORED
     from forebay.rewriter.partition.published_models import PUBLISHED_SHAPES
     from forebay.rewriter.predict.estimator import MachineEstimator
     from forebay.rewriter.predict.model_shapes import ModelError, load_config, load_model_shape
 
-    if weights not in ELEMENTS:
-        raise ModelError(f"--weights {weights}: take one of {', '.join(ELEMENTS)}")
+    if weights not in STORED:
+        raise ModelError(f"--weights {weights}: take one of {', '.join(STORED)}")
     parts = mesh.lower().split("x")
     if not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
         raise MeshError(f"--mesh {mesh}: chips along each axis, joined by x, e.g. 4x4x4 or 8")

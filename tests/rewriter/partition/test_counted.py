@@ -16,7 +16,7 @@ from forebay.rewriter.ir.plan import Workload
 from forebay.rewriter.ir.share import RankShare, ranks_of
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.partition.collectives import ChipMesh, one_way
-from forebay.rewriter.partition.layouts import ELEMENTS, ChipLayout, PhaseWork, layer_cost
+from forebay.rewriter.partition.layouts import ChipLayout, PhaseWork, element_sizes, layer_cost
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.model_shapes import shape_from_graphs
 from forebay.rewriter.shard_captured import shard_captured
@@ -50,7 +50,7 @@ def test_layers_exchange_what_the_model_of_one_dimension_counts(family: str, tok
     work = PhaseWork("step", WORK.batch, tokens, WORK.context)
     layer = shape_from_graphs(captured).layers[0]
     cost = layer_cost(layer, ChipLayout("1d", (), (), "heads"), mesh, work, times)
-    counted = sorted((c.kind, c.nbytes / ELEMENTS["bf16"].activation) for c in cost.collectives
+    counted = sorted((c.kind, c.nbytes / element_sizes("bfloat16").activation) for c in cost.collectives
                      if mesh.size(c.axes) > 1)
     found = [each for each in exchanged(captured, RankShare((ranks,), 0), tokens) if each[0] == 0]
     assert {op for _, op, *_ in found} == {"all_reduce"} and {n for *_, n, _ in found} == {ranks}
