@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import fx
 
@@ -61,6 +60,8 @@ def smallest_cut(
 
     def nbytes(node: fx.Node) -> int:
         return stored.get(node) or token_nbytes(node)
+
+    import networkx as nx  # a tenth of a second, for plans with checkpoints alone
 
     inputs = set(token_inputs(block, tables))
     cone = [node for node in block.graph.nodes if node in _between(inputs, ends)]

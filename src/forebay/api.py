@@ -138,6 +138,8 @@ class LanguageModel(ScoringCalls, ModuleHabits):
         workload: Workload, wishes: Wishes, machine: Machine | None = None, plan: Plan | None = None,
         choose: PlanChoice = plan_block,
     ) -> None:
+        # Where one is let go unclosed, what is due is looked for then, not while the next one is made.
+        weakref.finalize(self, collect_when_due).atexit = False
         self.captured, self.checkpoint, self.budget = captured, checkpoint, budget
         self.machine = machine or known_machine(checkpoint.folder)
         self.files, self.switches = files, read_switches()
@@ -178,7 +180,8 @@ class LanguageModel(ScoringCalls, ModuleHabits):
         return plan_speculation(pipeline, plan, self.budget, wishes)
 
     def _adopt(self, pipeline: Pipeline, plan: Plan) -> None:
-        self.close()  # only now: where there is no plan, the one before still serves
+        if "plan" in vars(self):  # only now: where there is no plan, the one before still serves
+            self.close()
         self._pipeline, self.plan = pipeline, plan
         work, nbytes = plan.workload, (plan.budget.device, plan.nbytes_on("device"), plan.prediction.streamed_nbytes)
         LOG.info("planned %d of %d + %d tokens within %s: %s of weights stay, %s stream in each step", work.batch,

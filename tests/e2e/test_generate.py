@@ -434,6 +434,22 @@ def test_a_model_that_is_dropped_waits_for_its_reads_and_ends_its_threads(llama_
     assert threading.active_count() == before
 
 
+def test_garbage_is_looked_for_where_a_model_ends_and_not_while_one_is_made(
+    llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes tenths of a second, which `wrap` took longer after the graphs of a few models had been let go."""
+    looked: list[str] = []
+    monkeypatch.setattr(model_module, "collect_when_due", lambda: looked.append("looked"))
+    lm = llama_checkpoint.language_model(0.5, batch=1, prompt=4, new_tokens=2)
+    assert not looked
+    lm.reserve(1, 8, 4)
+    assert len(looked) == 1, "graphs of the plan before"
+    lm.close()
+    assert len(looked) == 2
+    del lm
+    assert len(looked) == 3, "of a model that nobody closed"
+
+
 def test_memory_that_cannot_be_had_leaves_no_thread(llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.active_count()
 
