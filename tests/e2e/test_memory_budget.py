@@ -32,8 +32,8 @@ BUDGET_NBYTES = 500_000_000 if BIG else 60_000_000
 OVERHEAD_NBYTES = 64 << 20
 BATCH, PROMPT, NEW = 2, 24, 6
 # Caches of these sequences take 200 MB, more than the device, the host's memory and all overhead together.
-NARROW = LlamaShape(hidden=256, layers=8, heads=8, kv_heads=8, intermediate=704, vocab=2000)  # 17 MB
-SEQUENCES, LONG, STAGED_NBYTES = 96, 250, (24_000_000, 20_000_000)
+NARROW = LlamaShape(hidden=256, layers=8, heads=8, kv_heads=8, intermediate=96, vocab=2000)  # 7 MB
+SEQUENCES, LONG, STAGED_NBYTES = 96, 250, (26_000_000, 20_000_000)
 STACKS_NBYTES = 64 << 20  # mapped, hardly touched: readers, a writer and workers of both directions are more threads
 
 
