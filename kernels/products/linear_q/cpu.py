@@ -72,7 +72,8 @@ def _scratch_floats(impl: str, dtype: torch.dtype, m: int, k: int, group_size: i
         per_row, rest = 0 if dtype == torch.float32 else k, 0
     else:
         groups = packing.group_count(k, group_size)
-        per_row, rest = 2 * (-(-groups // 8) * 8) + groups * group_size * INTEGER_NBYTES[impl] // 4, k
+        lines = -(-groups * group_size // 64) * INTEGER_NBYTES[impl]
+        per_row, rest = 2 * (-(-groups // 16) * 16) + 16 * (lines | 1), k
     return max(min(rows * per_row + rest, SCRATCH_NBYTES // 4), per_row + rest)
 
 

@@ -8,6 +8,8 @@
 #include "integer_dot.h"
 #include "panels.h"
 #include "team.h"
+#include "vnni_dot.h"
+#include "vnni_panels.h"
 
 using namespace forebay;
 
@@ -30,8 +32,12 @@ constexpr int64_t MAX_CHUNK = 256;         // weight rows per task
 constexpr int64_t CHUNK_NBYTES = 1 << 16;  // packed bytes per task: small beside L2, and a task takes some 5 µs
 constexpr int64_t PRODUCTS = 4096;         // results that a task holds
 constexpr int64_t UNPACK_ROWS = 8, UNPACK_K = 512;  // 16 KiB of fp32 weights at a time
-constexpr int64_t PANELS_CHUNK = 64;       // weight rows per task in panels
+constexpr int64_t PANELS_CHUNK = 64;       // weight rows per task in panels, of many rows of x; more of fewer
+constexpr int64_t CHUNK_PRODUCTS = M_BLOCK_DIRECT * PANELS_CHUNK;
+constexpr int64_t WIDEST_PANEL = 32;       // weight rows of a panel of any kind
 constexpr int64_t PANEL_ROWS = 6;          // rows of x from which panels are faster than rows unpacked
+
+int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
 float bias_at(const QuantizedLinearArgs& a, int64_t n) {
   if (!a.bias) return 0.0f;
@@ -87,24 +93,56 @@ void upcast_row(const QuantizedLinearArgs& a, int64_t m, float* to) {
   else upcast(static_cast<const f16*>(a.x) + m * a.x_stride, to, a.k);
 }
 
+// How a block's rows of x are held: as fp32, or as integers for the kernels of one of two kinds of processor.
+enum class Route { FLOAT, AVX2, VNNI };
+
 struct Work {
   GroupFormat f;
   const float* x;  // fp32 rows of the block
   int64_t xs;
   const bool* left;  // rows of the block that are not to be written, or null
-  bool panels;
+  Route route;
+  bool panels;  // many rows of x: weights are expanded once
 #if FB_INTEGER_DOT
   IntegerRows integers;
 #endif
+#if FB_VNNI
+  vnni::Integers wide;
+#endif
 };
 
-void run_chunk(const QuantizedLinearArgs& a, const Work& work, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
-  alignas(64) float c[std::max(PRODUCTS, M_BLOCK_DIRECT * PANELS_CHUNK)];
-  const int64_t m = m1 - m0, n = n1 - n0, cs = work.panels ? (n + PANEL - 1) / PANEL * PANEL : n;
-  for (int64_t j = 0; j < n; ++j) c[j] = bias_at(a, n0 + j);
-  for (int64_t j = n; j < cs; ++j) c[j] = 0.0f;
-  for (int64_t i = 1; i < m; ++i) std::memcpy(c + i * cs, c, size_t(cs) * 4);
+Route route_of(const QuantizedLinearArgs& a) {
+  if (!a.integer_nbytes) return Route::FLOAT;
+#if FB_VNNI
+  if ((a.group & (a.group - 1)) == 0) return Route::VNNI;
+#endif
+  return Route::AVX2;
+}
+
+#if FB_VNNI
+template <int BITS, int NBYTES>
+void vnni_product(const QuantizedLinearArgs& a, const Work& work, int64_t m, int64_t n0, int64_t n, float* c,
+                  int64_t cs) {
+  const uint8_t* rows = a.rows + n0 * a.rows_stride;
+  const auto product = work.panels     ? vnni::panel_product<BITS, NBYTES>
+                       : a.group == 16 ? vnni::dot_product<BITS, NBYTES, 16>
+                       : a.group == 32 ? vnni::dot_product<BITS, NBYTES, 32>
+                                       : vnni::dot_product<BITS, NBYTES, 64>;
+  product(work.wide, m, rows, a.rows_stride, n, work.f, c, cs);
+}
+
+void vnni_product(const QuantizedLinearArgs& a, const Work& work, int64_t m, int64_t n0, int64_t n, float* c,
+                  int64_t cs) {
+  if (a.bits == 4 && a.integer_nbytes == 2) vnni_product<4, 2>(a, work, m, n0, n, c, cs);
+  else if (a.bits == 4) vnni_product<4, 1>(a, work, m, n0, n, c, cs);
+  else if (a.integer_nbytes == 2) vnni_product<8, 2>(a, work, m, n0, n, c, cs);
+  else vnni_product<8, 1>(a, work, m, n0, n, c, cs);
+}
+#endif
+
 #if FB_INTEGER_DOT
+// c[m, n] += the integers of the block times rows [n0, n0 + n), on processors with AVX2.
+void integer_rows_product(const QuantizedLinearArgs& a, const Work& work, int64_t m, int64_t n0, int64_t n, float* c) {
   const uint8_t* rows = a.rows + n0 * a.rows_stride;
 #define FB_PRODUCT(BITS, BYTES, SUB) \
   integer_product<BITS, BYTES, SUB>(work.integers, m, rows, a.rows_stride, n, work.f, c, n)
@@ -112,12 +150,28 @@ void run_chunk(const QuantizedLinearArgs& a, const Work& work, int64_t m0, int64
   if (a.integer_nbytes == 2 && a.group == 16) a.bits == 4 ? FB_PRODUCT(4, 2, 16) : FB_PRODUCT(8, 2, 16);
   else if (a.integer_nbytes == 2 && a.bits == 4) whole ? FB_PRODUCT(4, 2, 64) : FB_PRODUCT(4, 2, 32);
   else if (a.integer_nbytes == 2) whole ? FB_PRODUCT(8, 2, 64) : FB_PRODUCT(8, 2, 32);
-  else if (a.integer_nbytes == 1) whole ? FB_PRODUCT(4, 1, 64) : FB_PRODUCT(4, 1, 32);
-  else
+  else whole ? FB_PRODUCT(4, 1, 64) : FB_PRODUCT(4, 1, 32);
 #undef FB_PRODUCT
+}
 #endif
-    if (work.panels) panel_product(a, work.f, work.x, work.xs, m, n0, n, c, cs);
-    else float_product(a, work.f, work.x, work.xs, m, n0, n1, c, cs);
+
+void run_chunk(const QuantizedLinearArgs& a, const Work& work, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+  alignas(64) float c[std::max(PRODUCTS, CHUNK_PRODUCTS)];
+  const int64_t m = m1 - m0, n = n1 - n0, cs = work.panels ? round_up(n, WIDEST_PANEL) : n;
+  for (int64_t j = 0; j < n; ++j) c[j] = bias_at(a, n0 + j);
+  for (int64_t j = n; j < cs; ++j) c[j] = 0.0f;
+  for (int64_t i = 1; i < m; ++i) std::memcpy(c + i * cs, c, size_t(cs) * 4);
+  switch (work.route) {
+#if FB_VNNI
+    case Route::VNNI: vnni_product(a, work, m, n0, n, c, cs); break;
+#endif
+#if FB_INTEGER_DOT
+    case Route::AVX2: integer_rows_product(a, work, m, n0, n, c); break;
+#endif
+    default:
+      if (work.panels) panel_product(a, work.f, work.x, work.xs, m, n0, n, c, cs);
+      else float_product(a, work.f, work.x, work.xs, m, n0, n1, c, cs);
+  }
   for (int64_t i = 0, end; i < m; i = end + 1) {
     for (end = i; end < m && !(work.left && work.left[end]); ++end) {}
     write_product(a, c + i * cs, cs, m0 + i, m0 + end, n0, n1);
@@ -129,7 +183,7 @@ void run_block(const QuantizedLinearArgs& a, const Work& work, int64_t m0, int64
   // Four tasks a thread even out a busy core.
   const int64_t share = (a.n + 4 * threads - 1) / (4 * threads);
   const int64_t fitting = std::min({MAX_CHUNK, PRODUCTS / m, std::max<int64_t>(unit, CHUNK_NBYTES / a.rows_stride)});
-  const int64_t chunk = work.panels ? panel_chunk(a.n, PANELS_CHUNK, threads)
+  const int64_t chunk = work.panels ? panel_chunk(a.n, std::max(PANELS_CHUNK, CHUNK_PRODUCTS / m), threads)
                                     : std::min((share + unit - 1) / unit, fitting / unit) * unit;
   const int64_t chunks = (a.n + chunk - 1) / chunk;
   parallel_for(chunks, threads, m * a.n * a.k / 32 + a.n * a.k / 32, [&](int64_t i) {  // 32 products, codes a ns
@@ -138,8 +192,7 @@ void run_block(const QuantizedLinearArgs& a, const Work& work, int64_t m0, int64
 }
 
 void run_float(const QuantizedLinearArgs& a, Work work, int64_t m0, int64_t m1, float* x, int threads) {
-  QuantizedLinearArgs plain = a;
-  plain.integer_nbytes = 0;
+  work.route = Route::FLOAT;
   work.panels = m1 - m0 >= PANEL_ROWS;
   if (a.x_dtype == F32) {
     work.x = static_cast<const float*>(a.x) + m0 * a.x_stride;
@@ -151,32 +204,47 @@ void run_float(const QuantizedLinearArgs& a, Work work, int64_t m0, int64_t m1, 
     work.x = x;
     work.xs = a.k;
   }
-  run_block(plain, work, m0, m1, threads);
+  run_block(a, work, m0, m1, threads);
 }
 
-int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+// Bytes of a row of x as integers, and floats of its scales (and of its sums), for either kind of processor.
+int64_t row_nbytes(const QuantizedLinearArgs& a) {
+  return (round_up(round_up(a.k, a.group), 64) * a.integer_nbytes / 64 | 1) * 64;
+}
+int64_t row_groups(const QuantizedLinearArgs& a) { return round_up((a.k + a.group - 1) / a.group, 16); }
 
 #if FB_INTEGER_DOT
-template <int BYTES>
-bool round_any(const QuantizedLinearArgs& a, const IntegerRows& rows, int64_t row, int64_t i, int64_t m) {
-  const int64_t at = row * a.x_stride;
-  if (a.x_dtype == F32) return round_row<BYTES>(static_cast<const float*>(a.x) + at, a.k, a.group, a.bits, rows, i, m);
-  if (a.x_dtype == BF16) return round_row<BYTES>(static_cast<const bf16*>(a.x) + at, a.k, a.group, a.bits, rows, i, m);
-  return round_row<BYTES>(static_cast<const f16*>(a.x) + at, a.k, a.group, a.bits, rows, i, m);
+template <int BYTES, class T>
+bool round_any(const QuantizedLinearArgs& a, const Work& work, const T* x, int64_t i, int64_t m) {
+#if FB_VNNI
+  if (work.route == Route::VNNI)
+    return a.bits == 4 ? vnni::round_row<4, BYTES>(x, a.k, a.group, work.wide, i, m)
+                       : vnni::round_row<8, BYTES>(x, a.k, a.group, work.wide, i, m);
+#endif
+  return round_row<BYTES>(x, a.k, a.group, a.bits, work.integers, i, m);
+}
+
+template <class T> bool round_any(const QuantizedLinearArgs& a, const Work& work, int64_t row, int64_t i, int64_t m) {
+  const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+  return a.integer_nbytes == 2 ? round_any<2>(a, work, x, i, m) : round_any<1>(a, work, x, i, m);
 }
 
 void run_integer(const QuantizedLinearArgs& a, Work work, int64_t m0, int64_t m1, float* scratch, int threads) {
-  const int64_t m = m1 - m0;
-  IntegerRows& rows = work.integers;
-  rows.k = work.f.count * a.group;
-  rows.g8 = round_up(work.f.count, 8);
-  rows.scale = scratch;
-  rows.sum = scratch + m * rows.g8;
-  rows.values = reinterpret_cast<uint8_t*>(scratch + 2 * m * rows.g8);
-  float* spare = scratch + 2 * m * rows.g8 + m * rows.k * a.integer_nbytes / 4;
-  bool left[M_BLOCK];
+  const int64_t m = m1 - m0, groups = row_groups(a);
+  uint8_t* values = reinterpret_cast<uint8_t*>(scratch);
+  float *scale = scratch + m * row_nbytes(a) / 4, *sum = scale + m * groups, *spare = sum + m * groups;
+  work.route = route_of(a);
+#if FB_VNNI
+  work.wide = vnni::integers_of(m, a.k, a.group, a.integer_nbytes);
+  work.wide.values = values, work.wide.scale = scale, work.wide.sum = sum;
+  work.panels = work.route == Route::VNNI && work.wide.panels;
+#endif
+  work.integers = {values, scale, sum, work.f.count * a.group, round_up(work.f.count, 8)};
+  bool left[M_BLOCK_DIRECT];
   parallel_for(m, threads, m * a.k / 2, [&](int64_t i) {
-    left[i] = !(a.integer_nbytes == 2 ? round_any<2>(a, rows, m0 + i, i, m) : round_any<1>(a, rows, m0 + i, i, m));
+    left[i] = !(a.x_dtype == F32    ? round_any<float>(a, work, m0 + i, i, m)
+                : a.x_dtype == BF16 ? round_any<bf16>(a, work, m0 + i, i, m)
+                                    : round_any<f16>(a, work, m0 + i, i, m));
   });
   work.left = left;
   run_block(a, work, m0, m1, threads);
@@ -188,15 +256,15 @@ void run_integer(const QuantizedLinearArgs& a, Work work, int64_t m0, int64_t m1
 
 // Floats of scratch that `rows` rows of x take.
 int64_t scratch_floats_for(const QuantizedLinearArgs& a, int64_t rows) {
-  const int64_t count = (a.k + a.group - 1) / a.group;
   if (!a.integer_nbytes) return a.x_dtype == F32 ? 0 : rows * a.k;
-  return rows * (2 * round_up(count, 8) + count * a.group * a.integer_nbytes / 4) + a.k;
+  return rows * (2 * row_groups(a) + row_nbytes(a) / 4) + a.k;
 }
 
 void run(const QuantizedLinearArgs& a, float* scratch, int64_t scratch_floats, int threads) {
   Work work = {};
   work.f = {a.group, (a.k + a.group - 1) / a.group, a.bits, a.scale_dtype};
-  int64_t block = std::min(a.integer_nbytes || a.x_dtype != F32 ? M_BLOCK : M_BLOCK_DIRECT, a.m);
+  int64_t block = std::min(a.x_dtype == F32 || route_of(a) == Route::VNNI ? M_BLOCK_DIRECT : M_BLOCK, a.m);
+  if (route_of(a) == Route::AVX2) block = std::min(block, M_BLOCK);
   while (block > 1 && scratch_floats_for(a, block) > scratch_floats) block = (block + 1) / 2;
   for (int64_t m0 = 0; m0 < a.m; m0 += block) {
     const int64_t m1 = std::min(a.m, m0 + block);

@@ -1,0 +1,187 @@
+// Few rows of x as integers (vnni_rows.h) times packed rows, which are read in order: AVX-512 and its VNNI instructions.
+#pragma once
+
+#include "vnni_rows.h"
+
+#if FB_VNNI
+
+namespace forebay {
+namespace vnni {
+
+#define FB_METHOD inline __attribute__((always_inline))
+
+// One core of Zen 4 reads w4g64 at 22 to 26 GB/s so, at 16 to 22 with 2 or 4 KiB, at 5 to 9 with what its own prefetchers
+// find; what is called in beyond the weights' end does no harm.
+constexpr int64_t AHEAD_NBYTES = 8192;
+
+// The codes of one unit, of which `left` elements are there, and their products with a row of x.
+template <int BITS, int NBYTES> struct Codes;
+
+FB_INLINE __m512i words_of(const uint8_t* p, int64_t left) {  // 32 bytes, each in 16 bits
+  return _mm512_cvtepu8_epi16(left >= 64 ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))
+                                         : _mm256_maskz_loadu_epi8(__mmask32((1ull << left / 2) - 1), p));
+}
+
+FB_INLINE __m512i bytes_of(const uint8_t* p, int64_t left) {
+  return left >= 64 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8((1ull << left) - 1, p);
+}
+
+template <> struct Codes<4, 2> {
+  __m512i even, odd;
+  FB_METHOD Codes(const uint8_t* p, int64_t left) {
+    const __m512i both = words_of(p, left);
+    even = _mm512_and_si512(both, _mm512_set1_epi16(15));
+    odd = _mm512_srli_epi16(both, 4);
+  }
+  FB_METHOD __m512i dot(const uint8_t* x) const {
+    return _mm512_dpwssd_epi32(_mm512_madd_epi16(even, _mm512_loadu_si512(x)), odd, _mm512_loadu_si512(x + 64));
+  }
+};
+
+template <> struct Codes<8, 2> {
+  __m512i even, odd;
+  FB_METHOD Codes(const uint8_t* p, int64_t left) {
+    const __m512i both = bytes_of(p, left);
+    even = _mm512_and_si512(both, _mm512_set1_epi16(255));
+    odd = _mm512_srli_epi16(both, 8);
+  }
+  FB_METHOD __m512i dot(const uint8_t* x) const {
+    return _mm512_dpwssd_epi32(_mm512_madd_epi16(even, _mm512_loadu_si512(x)), odd, _mm512_loadu_si512(x + 64));
+  }
+};
+
+template <> struct Codes<4, 1> {
+  __m512i all;
+  FB_METHOD Codes(const uint8_t* p, int64_t left) {
+    const __m512i both = words_of(p, left);
+    all = _mm512_and_si512(_mm512_or_si512(both, _mm512_slli_epi16(both, 4)), _mm512_set1_epi8(15));
+  }
+  FB_METHOD __m512i dot(const uint8_t* x) const {
+    return _mm512_dpbusd_epi32(_mm512_setzero_si512(), all, _mm512_loadu_si512(x));
+  }
+};
+
+template <> struct Codes<8, 1> {
+  __m512i all;
+  FB_METHOD Codes(const uint8_t* p, int64_t left) { all = bytes_of(p, left); }
+  FB_METHOD __m512i dot(const uint8_t* x) const {
+    return _mm512_dpbusd_epi32(_mm512_setzero_si512(), all, _mm512_loadu_si512(x));
+  }
+};
+
+// The scales of a unit's groups, each in the lanes of its elements: four groups of 16, two of 32, or one.
+template <int GROUP> FB_INLINE __m512 scales_of(const float* scales, int64_t unit, int shift) {
+  if (GROUP == 16) {
+    const __m512 four = _mm512_broadcast_f32x4(_mm_loadu_ps(scales + 4 * unit));
+    return _mm512_permutevar_ps(four, _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3));
+  }
+  if (GROUP == 32) {
+    double two;
+    std::memcpy(&two, scales + 2 * unit, 8);
+    return _mm512_permutevar_ps(_mm512_castpd_ps(_mm512_set1_pd(two)),
+                                _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1));
+  }
+  return _mm512_set1_ps(scales[unit >> shift]);
+}
+
+FB_INLINE __m512 halves_of(const uint8_t* at, int32_t dtype, int64_t left) {  // 16 scales or lows, zeros from `left` on
+  const __m256i v = left >= 16 ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))
+                               : _mm256_maskz_loadu_epi16(__mmask16((1 << left) - 1), at);
+  return dtype == F16 ? _mm512_cvtph_ps(v)
+                      : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
+}
+
+FB_INLINE __m256 half_sum(__m512 v) {
+  return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+}
+
+// c[m, n] += a block of MB rows of x times NB packed rows, at most STEP groups at a time. Beside each unit as many bytes
+// further on are called into L1 in the order in which they lie: NB rows read side by side are NB streams for the
+// processor, which it follows at half of the memory's rate or less.
+template <int BITS, int NBYTES, int GROUP, int MB, int NB>
+FB_INLINE void block(const Integers& x, const uint8_t* values, const float* x_scale, const float* x_sum,
+                     const uint8_t* rows, int64_t stride, const GroupFormat& f, float* c, int64_t cs) {
+  const char* ahead = reinterpret_cast<const char*>(rows) + AHEAD_NBYTES;
+  constexpr int64_t STEP = 64, UNIT_NBYTES = NB * (UNIT * BITS / 8 + 4 * UNIT / std::min(GROUP, 64));
+  alignas(64) float scales[NB][MB][STEP];
+  __m512 acc[NB][MB];
+  FB_UNROLL for (int n = 0; n < NB; ++n)
+    FB_UNROLL for (int i = 0; i < MB; ++i) acc[n][i] = _mm512_setzero_ps();
+  const int shift = GROUP < 64 ? 0 : __builtin_ctzll(uint64_t(f.group / 64));
+  const int64_t units = x.k / UNIT, step = GROUP < 64 ? STEP * GROUP / 64 : STEP << shift, elements = f.count * f.group;
+  for (int64_t u0 = 0; u0 < units; u0 += step) {
+    const int64_t u1 = std::min(units, u0 + step), g0 = GROUP < 64 ? u0 * 64 / GROUP : u0 >> shift,
+                  g1 = std::min(f.count, g0 + STEP);
+    FB_UNROLL for (int n = 0; n < NB; ++n) {
+      const uint8_t* at = rows + n * stride + f.codes_nbytes();
+      for (int64_t g = g0; g < g1; g += LANES) {
+        const __m512 s = halves_of(at + 2 * g, f.scale_dtype, f.count - g),
+                     l = halves_of(at + f.scales_nbytes() + 2 * g, f.scale_dtype, f.count - g);
+        FB_UNROLL for (int i = 0; i < MB; ++i) {
+          _mm512_store_ps(scales[n][i] + (g - g0), _mm512_mul_ps(s, _mm512_loadu_ps(x_scale + i * x.groups + g)));
+          acc[n][i] = _mm512_fmadd_ps(l, _mm512_loadu_ps(x_sum + i * x.groups + g), acc[n][i]);
+        }
+      }
+    }
+    const auto unit = [&](int64_t u, int64_t left) __attribute__((always_inline)) {
+      const uint8_t* codes_at = rows + u * (UNIT * BITS / 8);
+      const uint8_t* x_at = values + u * (MB * UNIT * NBYTES);
+      FB_UNROLL for (int64_t b = 0; b < UNIT_NBYTES; b += 64) _mm_prefetch(ahead + b, _MM_HINT_T0);
+      ahead += UNIT_NBYTES;
+      FB_UNROLL for (int n = 0; n < NB; ++n) {
+        const Codes<BITS, NBYTES> codes(codes_at + n * stride, left);
+        FB_UNROLL for (int i = 0; i < MB; ++i)
+          acc[n][i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(codes.dot(x_at + i * UNIT * NBYTES)),
+                                      scales_of<GROUP>(scales[n][i], u - u0, shift), acc[n][i]);
+      }
+    };
+    const int64_t full = std::min(u1, elements / UNIT);
+    for (int64_t u = u0; u < full; ++u) unit(u, UNIT);
+    if (full < u1) unit(full, elements - full * UNIT);
+  }
+  FB_UNROLL for (int i = 0; i < MB; ++i) {
+    if (NB == 4) {
+      const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(half_sum(acc[0][i]), half_sum(acc[1 % NB][i])),
+                                      _mm256_hadd_ps(half_sum(acc[2 % NB][i]), half_sum(acc[3 % NB][i])));
+      const __m128 sums = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+      _mm_storeu_ps(c + i * cs, _mm_add_ps(_mm_loadu_ps(c + i * cs), sums));
+    } else {
+      FB_UNROLL for (int n = 0; n < NB; ++n) {
+        const __m256 h = half_sum(acc[n][i]), s = _mm256_hadd_ps(_mm256_hadd_ps(h, h), h);
+        c[i * cs + n] += _mm_cvtss_f32(_mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+      }
+    }
+  }
+}
+
+template <int BITS, int NBYTES, int GROUP, int MB, int NB>
+static void block_rows(const Integers& x, int64_t m, const uint8_t* rows, int64_t stride, int64_t n,
+                       const GroupFormat& f, float* c, int64_t cs) {
+  const uint8_t* values = x.values + m * x.k * NBYTES;
+  const float *scale = x.scale + m * x.groups, *sum = x.sum + m * x.groups;
+  c += m * cs;
+  int64_t j = 0;
+  for (; j + NB <= n; j += NB)
+    block<BITS, NBYTES, GROUP, MB, NB>(x, values, scale, sum, rows + j * stride, stride, f, c + j, cs);
+  for (; j < n; ++j)
+    block<BITS, NBYTES, GROUP, MB, 1>(x, values, scale, sum, rows + j * stride, stride, f, c + j, cs);
+}
+
+// c[m, n] += x[0, m) times n packed rows, transposed; m up to FEW_ROWS.
+template <int BITS, int NBYTES, int GROUP>
+static void dot_product(const Integers& x, int64_t m, const uint8_t* rows, int64_t stride, int64_t n,
+                        const GroupFormat& f, float* c, int64_t cs) {
+  for (int64_t i = 0; i < m;) {
+    const int64_t count = block_of(i, m).rows;
+    switch (count) {
+      case 4: block_rows<BITS, NBYTES, GROUP, 4, 2>(x, i, rows, stride, n, f, c, cs); break;
+      case 2: block_rows<BITS, NBYTES, GROUP, 2, 2>(x, i, rows, stride, n, f, c, cs); break;
+      default: block_rows<BITS, NBYTES, GROUP, 1, 4>(x, i, rows, stride, n, f, c, cs);
+    }
+    i += count;
+  }
+}
+
+}  // namespace vnni
+}  // namespace forebay
+#endif

@@ -1,0 +1,195 @@
+// Many rows of x as integers (vnni_rows.h) times packed rows: codes are expanded once into panels of 32 weight rows, a
+// lane each, which all rows of x meet; sums of a group are exact, then scaled. AVX-512 and its VNNI instructions.
+#pragma once
+
+#include "transpose16.h"
+#include "vnni_rows.h"
+
+#if FB_VNNI
+
+namespace forebay {
+namespace vnni {
+
+constexpr int64_t PANEL = 32;         // weight rows that are multiplied together
+constexpr int64_t MOST_ROWS = 12;     // rows of x in registers: 24 sums
+constexpr int64_t SCALE_GROUPS = 32;  // groups whose scales lie ready
+constexpr int64_t MOST_SUMMED = 256;  // elements whose products fit 32 bits: 256 * 255 * 32767
+constexpr int64_t PANEL_NBYTES = 1 << 14;  // half of L1
+
+// Words of 32 bits: each holds 4 / NBYTES elements of x, or of one weight row.
+constexpr int64_t elements_of(int nbytes) { return 4 / nbytes; }
+
+// Of 16 weight rows, word i / elements_of of each, lane by lane.
+template <int BITS, int NBYTES> FB_INLINE void expand(__m512i codes, int32_t* to) {
+  constexpr int64_t STEP = PANEL;  // 32-bit lanes from one word to the next
+  if constexpr (NBYTES == 1) {
+    if constexpr (BITS == 8) {
+      _mm512_store_si512(to, codes);
+    } else {
+      const __m512i mask = _mm512_set1_epi8(15);
+      _mm512_store_si512(to, _mm512_and_si512(codes, mask));
+      _mm512_store_si512(to + STEP, _mm512_and_si512(_mm512_srli_epi32(codes, 4), mask));
+    }
+  } else if constexpr (BITS == 8) {
+    const __m512i mask = _mm512_set1_epi32(0x00ff00ff);
+    _mm512_store_si512(to, _mm512_and_si512(codes, mask));
+    _mm512_store_si512(to + STEP, _mm512_and_si512(_mm512_srli_epi32(codes, 8), mask));
+  } else {
+    const __m512i mask = _mm512_set1_epi32(0x000f000f);
+    FB_UNROLL for (int i = 0; i < 4; ++i)
+      _mm512_store_si512(to + i * STEP, _mm512_and_si512(_mm512_srli_epi32(codes, unsigned(4 * i)), mask));
+  }
+}
+
+// A panel of up to 32 rows, elements [k0, k0 + depth), k0 and depth whole groups.
+template <int BITS, int NBYTES>
+FB_INLINE void fill(const uint8_t* rows, int64_t stride, int64_t n, int64_t k0, int64_t depth, int32_t* panel) {
+  constexpr int64_t CODES = 64 * 8 / BITS;                                    // elements of 64 bytes
+  constexpr int64_t WORDS = 32 / BITS / elements_of(NBYTES) * PANEL;          // lanes that one word of codes becomes
+  const int64_t nbytes = depth * BITS / 8;
+  for (int64_t half = 0; half < PANEL; half += 16)
+    for (int64_t b = 0; b < nbytes; b += 64) {
+      __m512i r[16];
+      FB_UNROLL for (int i = 0; i < 16; ++i)
+        r[i] = half + i < n ? load_bytes(rows + (half + i) * stride + k0 * BITS / 8 + b, nbytes - b)
+                            : _mm512_setzero_si512();
+      transpose16(r);
+      int32_t* to = panel + half + b / 64 * CODES / elements_of(NBYTES) * PANEL;
+      const int64_t words = std::min<int64_t>(16, (nbytes - b) / 4);
+      if (words == 16) {
+        FB_UNROLL for (int i = 0; i < 16; ++i) expand<BITS, NBYTES>(r[i], to + i * WORDS);
+      } else {
+        alignas(64) __m512i held[16];
+        FB_UNROLL for (int i = 0; i < 16; ++i) held[i] = r[i];
+        for (int64_t i = 0; i < words; ++i) expand<BITS, NBYTES>(held[i], to + i * WORDS);
+      }
+    }
+}
+
+// Scales (or lows) of groups [g0, g0 + count) of up to 32 rows, count at most 32, at to[g * PANEL + row].
+FB_INLINE void fill_scales(const uint8_t* at, int64_t stride, int64_t n, int32_t dtype, int64_t count, float* to) {
+  for (int64_t half = 0; half < PANEL; half += 16) {
+    __m512i r[16];
+    FB_UNROLL for (int i = 0; i < 16; ++i)
+      r[i] = half + i < n ? load_bytes(at + (half + i) * stride, 2 * count) : _mm512_setzero_si512();
+    transpose16(r);
+    FB_UNROLL for (int i = 0; i < 16; ++i) {
+      float *even = to + 2 * i * PANEL + half, *odd = even + PANEL;
+      if (dtype == F16) {
+        _mm512_store_ps(even, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(r[i])));
+        _mm512_store_ps(odd, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(r[i], 16))));
+      } else {
+        _mm512_store_si512(even, _mm512_slli_epi32(r[i], 16));
+        _mm512_store_si512(odd, _mm512_and_si512(r[i], _mm512_set1_epi32(int(0xffff0000u))));
+      }
+    }
+  }
+}
+
+// What a panel is multiplied with, and what follows a group's exact sum.
+struct Operands {
+  const uint8_t* values;  // of the first row of x, at the panel's first element
+  const float *x_scale, *x_sum;    // at its first group
+  int64_t row_nbytes, groups;      // from one row of x to the next
+  const int32_t* panel;
+  const float *scales, *lows;      // [groups of the panel, PANEL]
+};
+
+// sums[m, PANEL] = the products of MB rows of x with so many words of a panel. A function of its own, whose sums then stay
+// in registers: within the loops below gcc 12 keeps them in memory.
+template <int NBYTES, int MB>
+static __attribute__((noinline)) void sum_words(const uint8_t* values, int64_t row_nbytes, const int32_t* panel,
+                                                int64_t words, __m512i* sums) {
+  __m512i acc[MB][2];
+  FB_UNROLL for (int m = 0; m < MB; ++m) acc[m][0] = acc[m][1] = _mm512_setzero_si512();
+  for (int64_t i = 0; i < words; ++i, panel += PANEL, values += 4) {
+    const __m512i w0 = _mm512_load_si512(panel), w1 = _mm512_load_si512(panel + 16);
+    FB_UNROLL for (int m = 0; m < MB; ++m) {
+      int32_t word;
+      std::memcpy(&word, values + m * row_nbytes, 4);
+      const __m512i x = _mm512_set1_epi32(word);
+      add_products<NBYTES>(acc[m][0], w0, x);
+      add_products<NBYTES>(acc[m][1], w1, x);
+    }
+  }
+  FB_UNROLL for (int m = 0; m < MB; ++m) sums[2 * m] = acc[m][0], sums[2 * m + 1] = acc[m][1];
+}
+
+// c[m, PANEL] += MB rows of x times a panel of `count` groups.
+template <int NBYTES, int MB>
+FB_INLINE void panel_block(const Operands& a, int64_t m0, int64_t count, int64_t group, float* c, int64_t cs) {
+  const uint8_t* values = a.values + m0 * a.row_nbytes;
+  const int64_t summed = std::min(group, MOST_SUMMED), words = summed / elements_of(NBYTES);
+  const int32_t* w = a.panel;
+  c += m0 * cs;
+  for (int64_t g = 0; g < count; ++g)
+    for (int64_t part = 0; part < group; part += summed, w += words * PANEL, values += words * 4) {
+      __m512i sums[2 * MB];
+      sum_words<NBYTES, MB>(values, a.row_nbytes, w, words, sums);
+      const bool last = part + summed >= group;
+      FB_UNROLL for (int j = 0; j < 2; ++j) {
+        const __m512 s = _mm512_load_ps(a.scales + g * PANEL + 16 * j), l = _mm512_load_ps(a.lows + g * PANEL + 16 * j);
+        FB_UNROLL for (int m = 0; m < MB; ++m) {
+          const int64_t at = (m0 + m) * a.groups + g;
+          const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[2 * m + j]), _mm512_set1_ps(a.x_scale[at]));
+          __m512 sum = _mm512_fmadd_ps(scaled, s, _mm512_loadu_ps(c + m * cs + 16 * j));
+          if (last) sum = _mm512_fmadd_ps(l, _mm512_set1_ps(a.x_sum[at]), sum);
+          _mm512_storeu_ps(c + m * cs + 16 * j, sum);
+        }
+      }
+    }
+}
+
+// The same for m rows, in blocks as equal as can be.
+template <int NBYTES, int MB = MOST_ROWS>
+static void panel_rows(const Operands& a, int64_t m0, int64_t m, int64_t count, int64_t group, float* c, int64_t cs) {
+  while (m0 < m) {
+    const int64_t left = m - m0, blocks = (left + MOST_ROWS - 1) / MOST_ROWS, rows = (left + blocks - 1) / blocks;
+    if (rows != MB) {
+      if constexpr (MB > 1) panel_rows<NBYTES, MB - 1>(a, m0, m, count, group, c, cs);
+      return;
+    }
+    panel_block<NBYTES, MB>(a, m0, count, group, c, cs);
+    m0 += MB;
+  }
+}
+
+// Calls bytes [begin, end) of rows into L2, in the order in which they lie.
+FB_INLINE void call_in_lines(const uint8_t* rows, int64_t begin, int64_t end) {
+  for (int64_t b = begin; b < end; b += 64) _mm_prefetch(reinterpret_cast<const char*>(rows + b), _MM_HINT_T1);
+}
+
+// c[m, n] += x[0, m) times n packed rows, transposed; rows of c hold n rounded up to whole panels.
+template <int BITS, int NBYTES>
+static void panel_product(const Integers& x, int64_t m, const uint8_t* rows, int64_t stride, int64_t n,
+                          const GroupFormat& f, float* c, int64_t cs) {
+  constexpr int64_t DEPTH = PANEL_NBYTES / (4 * PANEL) * elements_of(NBYTES);  // 256 or 512 elements
+  alignas(64) int32_t panel[std::max<int64_t>(DEPTH, 512) / elements_of(NBYTES) * PANEL];
+  alignas(64) float scales[SCALE_GROUPS * PANEL], lows[SCALE_GROUPS * PANEL];
+  const int64_t together = std::max<int64_t>(1, DEPTH / f.group);  // groups of a panel
+  call_in_lines(rows, 0, std::min(PANEL, n) * stride);
+  for (int64_t n0 = 0; n0 < n; n0 += PANEL) {
+    const int64_t here = std::min(PANEL, n - n0), coming = std::clamp<int64_t>(n - n0 - PANEL, 0, PANEL) * stride;
+    int64_t called = 0;
+    const uint8_t *at = rows + n0 * stride, *scales_at = at + f.codes_nbytes();
+    for (int64_t g0 = 0; g0 < f.count; g0 += SCALE_GROUPS) {
+      const int64_t g1 = std::min(f.count, g0 + SCALE_GROUPS);
+      fill_scales(scales_at + 2 * g0, stride, here, f.scale_dtype, g1 - g0, scales);
+      fill_scales(scales_at + f.scales_nbytes() + 2 * g0, stride, here, f.scale_dtype, g1 - g0, lows);
+      for (int64_t g = g0; g < g1; g += together) {
+        const int64_t count = std::min(together, g1 - g);
+        fill<BITS, NBYTES>(at, stride, here, g * f.group, count * f.group, panel);
+        const int64_t soon = (g + count) * coming / f.count / 64 * 64;  // of the next panel, as much of it as of this
+        call_in_lines(at + PANEL * stride, called, soon);
+        called = soon;
+        const Operands a = {x.values + g * f.group * NBYTES, x.scale + g, x.sum + g, x.row_nbytes, x.groups, panel,
+                            scales + (g - g0) * PANEL, lows + (g - g0) * PANEL};
+        panel_rows<NBYTES>(a, 0, m, count, f.group, c + n0, cs);
+      }
+    }
+  }
+}
+
+}  // namespace vnni
+}  // namespace forebay
+#endif
