@@ -7,6 +7,7 @@
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define FB_INTEGER_DOT 1
 
+#include "ahead.h"
 #include "groups.h"
 
 namespace forebay {
@@ -163,8 +164,6 @@ FB_INLINE __m256 load_scales(const uint8_t* at, int32_t dtype, int64_t g, int64_
   return load8(_mm_shuffle_epi8(last, _mm_loadu_si128(reinterpret_cast<const __m128i*>(shift + 2 * missing))), dtype);
 }
 
-constexpr int64_t AHEAD_NBYTES = 4096;
-
 #define FB_METHOD inline __attribute__((always_inline))
 
 // Elements that are multiplied together.
@@ -237,11 +236,11 @@ template <int SUB> struct Codes<4, 1, SUB> {
 };
 
 // c[m, n] += the product of a block of MB rows of x with NB packed rows, groups [g0, g1): at most STEP, from a multiple
-// of 8 on. The row that lies `ahead` bytes further is called into the cache.
+// of 8 on. Beside each unit as many bytes further on are called in, if the rows are read for the `first` time.
 template <int BITS, int BYTES, int SUB, int MB, int NB, int STEP>
 FB_INLINE void integer_block(const uint8_t* x, const float* x_scale, const float* x_sum, int64_t g8,
                              const uint8_t* rows, int64_t stride, const GroupFormat& f, int64_t g0, int64_t g1,
-                             int64_t ahead, float* c, int64_t cs) {
+                             bool first, float* c, int64_t cs) {
   alignas(32) float scales[NB][MB][STEP];
   __m256 acc[NB][MB];
   FB_UNROLL for (int n = 0; n < NB; ++n)
@@ -256,16 +255,15 @@ FB_INLINE void integer_block(const uint8_t* x, const float* x_scale, const float
         acc[n][i] = _mm256_fmadd_ps(l, _mm256_loadu_ps(x_sum + i * g8 + g), acc[n][i]);
       }
     }
-    if (ahead)
-      for (int64_t b = 0; b < stride; b += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(rows + n * stride + ahead + b), _MM_HINT_T0);
   }
   constexpr int UNIT = unit_of(SUB);
+  constexpr int64_t UNIT_NBYTES = NB * (UNIT * BITS / 8 + 4 * UNIT / SUB);
   const int shift = SUB == 16 ? 0 : __builtin_ctzll(uint64_t(f.group / SUB));
   const int64_t begin = SUB == 16 ? g0 / 2 : g0 << shift, end = SUB == 16 ? g1 / 2 : g1 << shift;
   const uint8_t* values = x + begin * MB * UNIT * BYTES;
   const uint8_t* codes_at = rows + begin * UNIT * BITS / 8;
-  for (int64_t u = 0; u < end - begin; ++u, values += MB * UNIT * BYTES, codes_at += UNIT * BITS / 8)
+  for (int64_t u = 0; u < end - begin; ++u, values += MB * UNIT * BYTES, codes_at += UNIT * BITS / 8) {
+    if (first) call_ahead(rows + (begin + u) * UNIT_NBYTES, UNIT_NBYTES);
     FB_UNROLL for (int n = 0; n < NB; ++n) {
       const Codes<BITS, BYTES, SUB> codes(codes_at + n * stride);
       FB_UNROLL for (int i = 0; i < MB; ++i) {
@@ -278,6 +276,7 @@ FB_INLINE void integer_block(const uint8_t* x, const float* x_scale, const float
         acc[n][i] = _mm256_fmadd_ps(sum, scale, acc[n][i]);
       }
     }
+  }
   if (NB == 4) {
     FB_UNROLL for (int i = 0; i < MB; ++i) {
       const __m128 sums = sum8(acc[0][i], acc[1 % NB][i], acc[2 % NB][i], acc[3 % NB][i]);
@@ -295,17 +294,18 @@ static void integer_rows(const IntegerRows& x, int64_t m, const uint8_t* rows, i
   constexpr int STEP = 128 / MB;  // 16 KiB of x in 16-bit groups of 64
   const uint8_t* values = x.values + m * x.k * BYTES;
   const float *scale = x.scale + m * x.g8, *sum = x.sum + m * x.g8;
-  const int64_t far = m == 0 ? AHEAD_NBYTES / stride + 1 : 0;  // later blocks of x find the rows in the cache
+  const bool first = m == 0;  // later blocks of x find the rows in the cache
   c += m * cs;
+  if (first) begin_reading(rows, n * stride);
   for (int64_t g0 = 0; g0 < f.count; g0 += STEP) {
     const int64_t g1 = std::min<int64_t>(f.count, g0 + STEP);
     int64_t j = 0;
     for (; j + NB <= n; j += NB)
       integer_block<BITS, BYTES, SUB, MB, NB, STEP>(values, scale, sum, x.g8, rows + j * stride, stride, f, g0, g1,
-                                                    j + NB + far <= n ? far * stride : 0, c + j, cs);
+                                                    first, c + j, cs);
     for (; j < n; ++j)
-      integer_block<BITS, BYTES, SUB, MB, 1, STEP>(values, scale, sum, x.g8, rows + j * stride, stride, f, g0, g1, 0,
-                                                   c + j, cs);
+      integer_block<BITS, BYTES, SUB, MB, 1, STEP>(values, scale, sum, x.g8, rows + j * stride, stride, f, g0, g1,
+                                                   first, c + j, cs);
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "ahead.h"
 #include "groups.h"
 
 namespace forebay {
@@ -85,11 +86,6 @@ template <class Row> FB_INLINE void fill_panel(int64_t n, int64_t k, float* pane
     for (; i < k; ++i)
       for (int64_t r = 0; r < 8; ++r) panel[i * PANEL + j + r] = held[r * STEP + i];
   }
-}
-
-// Asks for nbytes ahead of their use, in L2: a panel and rows of x pass through L1 meanwhile.
-FB_INLINE void call_in(const void* from, int64_t nbytes) {
-  for (int64_t i = 0; i < nbytes + 63; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
 }
 
 // c[m, n] += x[m, k] times weights, of which fill(n0, rows, k0, depth, panel) makes panels and ahead(row, k0, depth)

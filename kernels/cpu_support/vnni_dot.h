@@ -1,7 +1,9 @@
 // Few rows of x as integers (vnni_rows.h) times packed rows, which are read in order: AVX-512 and its VNNI instructions.
 #pragma once
 
+#include "ahead.h"
 #include "vnni_rows.h"
+#include "wide.h"
 
 #if FB_VNNI
 
@@ -9,10 +11,6 @@ namespace forebay {
 namespace vnni {
 
 #define FB_METHOD inline __attribute__((always_inline))
-
-// One core of Zen 4 reads w4g64 at 22 to 26 GB/s so, at 16 to 22 with 2 or 4 KiB, at 5 to 9 with what its own prefetchers
-// find; what is called in beyond the weights' end does no harm.
-constexpr int64_t AHEAD_NBYTES = 8192;
 
 // The codes of one unit, of which `left` elements are there, and their products with a row of x.
 template <int BITS, int NBYTES> struct Codes;
@@ -91,19 +89,14 @@ FB_INLINE __m512 halves_of(const uint8_t* at, int32_t dtype, int64_t left) {  //
                       : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
 }
 
-FB_INLINE __m256 half_sum(__m512 v) {
-  return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
-}
-
 // c[m, n] += a block of MB rows of x times NB packed rows, at most STEP groups at a time. Beside each unit as many bytes
-// further on are called into L1 in the order in which they lie: NB rows read side by side are NB streams for the
-// processor, which it follows at half of the memory's rate or less.
+// further on are called in, in the order in which they lie.
 template <int BITS, int NBYTES, int GROUP, int MB, int NB>
 FB_INLINE void block(const Integers& x, const uint8_t* values, const float* x_scale, const float* x_sum,
                      const uint8_t* rows, int64_t stride, const GroupFormat& f, float* c, int64_t cs) {
-  const char* ahead = reinterpret_cast<const char*>(rows) + AHEAD_NBYTES;
   constexpr int64_t STEP = 64, UNIT_NBYTES = NB * (UNIT * BITS / 8 + 4 * UNIT / std::min(GROUP, 64));
   alignas(64) float scales[NB][MB][STEP];
+  const uint8_t* read = rows;
   __m512 acc[NB][MB];
   FB_UNROLL for (int n = 0; n < NB; ++n)
     FB_UNROLL for (int i = 0; i < MB; ++i) acc[n][i] = _mm512_setzero_ps();
@@ -126,8 +119,8 @@ FB_INLINE void block(const Integers& x, const uint8_t* values, const float* x_sc
     const auto unit = [&](int64_t u, int64_t left) __attribute__((always_inline)) {
       const uint8_t* codes_at = rows + u * (UNIT * BITS / 8);
       const uint8_t* x_at = values + u * (MB * UNIT * NBYTES);
-      FB_UNROLL for (int64_t b = 0; b < UNIT_NBYTES; b += 64) _mm_prefetch(ahead + b, _MM_HINT_T0);
-      ahead += UNIT_NBYTES;
+      call_ahead(read, UNIT_NBYTES);
+      read += UNIT_NBYTES;
       FB_UNROLL for (int n = 0; n < NB; ++n) {
         const Codes<BITS, NBYTES> codes(codes_at + n * stride, left);
         FB_UNROLL for (int i = 0; i < MB; ++i)
@@ -141,15 +134,10 @@ FB_INLINE void block(const Integers& x, const uint8_t* values, const float* x_sc
   }
   FB_UNROLL for (int i = 0; i < MB; ++i) {
     if (NB == 4) {
-      const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(half_sum(acc[0][i]), half_sum(acc[1 % NB][i])),
-                                      _mm256_hadd_ps(half_sum(acc[2 % NB][i]), half_sum(acc[3 % NB][i])));
-      const __m128 sums = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+      const __m128 sums = sum16(acc[0][i], acc[1 % NB][i], acc[2 % NB][i], acc[3 % NB][i]);
       _mm_storeu_ps(c + i * cs, _mm_add_ps(_mm_loadu_ps(c + i * cs), sums));
     } else {
-      FB_UNROLL for (int n = 0; n < NB; ++n) {
-        const __m256 h = half_sum(acc[n][i]), s = _mm256_hadd_ps(_mm256_hadd_ps(h, h), h);
-        c[i * cs + n] += _mm_cvtss_f32(_mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
-      }
+      FB_UNROLL for (int n = 0; n < NB; ++n) c[i * cs + n] += sum16(acc[n][i]);
     }
   }
 }
@@ -160,6 +148,7 @@ static void block_rows(const Integers& x, int64_t m, const uint8_t* rows, int64_
   const uint8_t* values = x.values + m * x.k * NBYTES;
   const float *scale = x.scale + m * x.groups, *sum = x.sum + m * x.groups;
   c += m * cs;
+  begin_reading(rows, n * stride);
   int64_t j = 0;
   for (; j + NB <= n; j += NB)
     block<BITS, NBYTES, GROUP, MB, NB>(x, values, scale, sum, rows + j * stride, stride, f, c + j, cs);

@@ -2,8 +2,9 @@
 // lane each, which all rows of x meet; sums of a group are exact, then scaled. AVX-512 and its VNNI instructions.
 #pragma once
 
-#include "transpose16.h"
+#include "ahead.h"
 #include "vnni_rows.h"
+#include "wide.h"
 
 #if FB_VNNI
 
@@ -154,11 +155,6 @@ static void panel_rows(const Operands& a, int64_t m0, int64_t m, int64_t count, 
   }
 }
 
-// Calls bytes [begin, end) of rows into L2, in the order in which they lie.
-FB_INLINE void call_in_lines(const uint8_t* rows, int64_t begin, int64_t end) {
-  for (int64_t b = begin; b < end; b += 64) _mm_prefetch(reinterpret_cast<const char*>(rows + b), _MM_HINT_T1);
-}
-
 // c[m, n] += x[0, m) times n packed rows, transposed; rows of c hold n rounded up to whole panels.
 template <int BITS, int NBYTES>
 static void panel_product(const Integers& x, int64_t m, const uint8_t* rows, int64_t stride, int64_t n,
@@ -167,7 +163,7 @@ static void panel_product(const Integers& x, int64_t m, const uint8_t* rows, int
   alignas(64) int32_t panel[std::max<int64_t>(DEPTH, 512) / elements_of(NBYTES) * PANEL];
   alignas(64) float scales[SCALE_GROUPS * PANEL], lows[SCALE_GROUPS * PANEL];
   const int64_t together = std::max<int64_t>(1, DEPTH / f.group);  // groups of a panel
-  call_in_lines(rows, 0, std::min(PANEL, n) * stride);
+  call_in(rows, 0, std::min(PANEL, n) * stride);
   for (int64_t n0 = 0; n0 < n; n0 += PANEL) {
     const int64_t here = std::min(PANEL, n - n0), coming = std::clamp<int64_t>(n - n0 - PANEL, 0, PANEL) * stride;
     int64_t called = 0;
@@ -180,7 +176,7 @@ static void panel_product(const Integers& x, int64_t m, const uint8_t* rows, int
         const int64_t count = std::min(together, g1 - g);
         fill<BITS, NBYTES>(at, stride, here, g * f.group, count * f.group, panel);
         const int64_t soon = (g + count) * coming / f.count / 64 * 64;  // of the next panel, as much of it as of this
-        call_in_lines(at + PANEL * stride, called, soon);
+        call_in(at + PANEL * stride, called, soon);
         called = soon;
         const Operands a = {x.values + g * f.group * NBYTES, x.scale + g, x.sum + g, x.row_nbytes, x.groups, panel,
                             scales + (g - g0) * PANEL, lows + (g - g0) * PANEL};

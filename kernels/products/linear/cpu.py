@@ -30,6 +30,7 @@ class LinearArgs(ctypes.Structure):
 
 # Most scratch that one thread's calls of flat and upcast hold between them, kept from call to call.
 SCRATCH_NBYTES = 8 << 20
+ROW_PADDING_NBYTES = 256  # of rows of bf16 that meet panels, in so much apart that they do not share a set of the cache
 NAMES = ("aten", "flat", "upcast")
 # Rows of x up to which flat beats torch's sgemm; bf16 and fp16 weights have no fast matmul to compare with.
 FLAT_MAX_ROWS_FP32 = 32
@@ -46,7 +47,7 @@ def scratch_nbytes(impl: str, dtype: torch.dtype, m: int, n: int, k: int) -> int
 
 def _flat_scratch_nbytes(m: int, k: int) -> int:
     rows = max(1, min(m, 64, SCRATCH_NBYTES // (4 * max(1, k))))
-    return 4 * rows * k
+    return rows * (4 * k + ROW_PADDING_NBYTES)
 
 
 def check(

@@ -1,7 +1,9 @@
 // y = act(x W^T + b) * multiplier + residual. Few rows of x: each weight is loaded from memory once and upcast in
-// registers. Many: panels of weights are expanded to fp32 (panels.h), once per 64 rows of x, or 256 that are fp32.
+// registers. Many: panels of weights are expanded to fp32 (panels.h), once per 64 rows of x, or 256 that are fp32. bf16
+// with bf16 takes the processor's instructions for it where there are any (bf16_products.h).
 #include <algorithm>
 
+#include "bf16_products.h"
 #include "finish.h"
 #include "panels.h"
 #include "team.h"
@@ -16,6 +18,7 @@ constexpr int64_t N_CHUNK = 24;       // weight rows per task
 constexpr int64_t K_BLOCK = 2048;     // 24 x 2048 bf16 is 96 KiB, resident in L2 while the rows of x pass
 constexpr int64_t COLUMN_CHUNK = 768;
 constexpr int64_t OUTER_K_BLOCK = 8;  // rows a power of two apart share one L1 set: 8 ways hold 8 rows
+constexpr int64_t BF16_CHUNK_NBYTES = 1 << 18;  // of weights per task, of few rows of bf16 with bf16
 constexpr int64_t PANELS_CHUNK = 64;  // weight rows per task in panels: 64 KiB of results
 // Rows of x from which panels take less time, on one core of Zen 3: at 64 rows 88 GFLOP/s for 60 in fp32, 90 for 84 in
 // bf16, which the other way reads at half the bytes.
@@ -107,10 +110,55 @@ void run_panels(const LinearArgs& a, const float* x, int64_t xs, int64_t m0, int
       });
     }
   }, [&](int64_t j, int64_t k0, int64_t depth) {
-    if (!a.conv1d) call_in(w + (n0 + j) * a.w_stride + k0, depth * int64_t(sizeof(W)));
+    if (!a.conv1d) call_in(w + (n0 + j) * a.w_stride + k0, 0, depth * int64_t(sizeof(W)) + 63);
   });
   end_rows(a, c, cs, m0, m1, n0, n1);
 }
+
+#if FB_BF16
+bool takes_bf16(const LinearArgs& a) {
+  const bool both = a.x_dtype == BF16 && a.w_dtype == BF16;
+  return both && (a.m > bf16_products::FEW_ROWS || !a.conv1d);
+}
+
+// Rows [m0, m1) of x, as they lie or as panels want them, against weight rows (columns) [n0, n1).
+void run_bf16_chunk(const LinearArgs& a, const char* x, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
+  alignas(64) float c[M_BLOCK_DIRECT * PANELS_CHUNK];
+  const int64_t m = m1 - m0, n = n1 - n0, cs = (n + 31) / 32 * 32;
+  begin_rows(a, c, cs, m, n0, n);
+  const bf16* w = static_cast<const bf16*>(a.w) + (a.conv1d ? n0 : n0 * a.w_stride);
+  if (x) bf16_products::panel_product(x, m, w, a.w_stride, a.conv1d, n, a.k, c, cs);
+  else bf16_products::dot_product(static_cast<const bf16*>(a.x) + m0 * a.x_stride, a.x_stride, w, a.w_stride, m, n,
+                                  a.k, c, cs);
+  end_rows(a, c, cs, m0, m1, n0, n1);
+}
+
+void run_bf16(const LinearArgs& a, float* scratch, int64_t scratch_floats, int threads) {
+  const int64_t nbytes = bf16_products::row_nbytes(a.k);
+  const bool panels = a.m > bf16_products::FEW_ROWS;
+  const int64_t m_block = panels ? std::min({M_BLOCK_DIRECT, a.m, scratch_floats * 4 / nbytes}) : a.m;
+  char* x = panels ? reinterpret_cast<char*>(scratch) : nullptr;
+  for (int64_t m0 = 0; m0 < a.m; m0 += m_block) {
+    const int64_t m1 = std::min(a.m, m0 + m_block), m = m1 - m0;
+    if (panels)
+      parallel_parts(m, threads, m * a.k / 8, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          std::memcpy(x + i * nbytes, static_cast<const bf16*>(a.x) + (m0 + i) * a.x_stride, size_t(a.k) * 2);
+          std::memset(x + i * nbytes + a.k * 2, 0, size_t(nbytes - a.k * 2));
+        }
+      });
+    const int64_t most = std::max(PANELS_CHUNK, M_BLOCK_DIRECT * PANELS_CHUNK / m / 32 * 32);
+    const int64_t share = (a.n + 4 * threads - 1) / (4 * threads);
+    const int64_t rows = std::max<int64_t>(8, BF16_CHUNK_NBYTES / (2 * a.k + 1)) / 4 * 4;
+    const int64_t chunk = panels ? panel_chunk(a.n, std::min(most, (share + 31) / 32 * 32), threads)
+                                 : std::min({(share + 3) / 4 * 4, rows, most});
+    // 128 products a ns, or 16 GB/s of weights.
+    parallel_for((a.n + chunk - 1) / chunk, threads, m * a.n * a.k / 128 + a.n * a.k / 8, [&](int64_t i) {
+      run_bf16_chunk(a, x, m0, m1, i * chunk, std::min(a.n, (i + 1) * chunk));
+    });
+  }
+}
+#endif
 
 template <class W> void run(const LinearArgs& a, float* scratch, int64_t scratch_floats, int threads) {
   const bool direct = a.x_dtype == F32, panels = a.m >= PANEL_ROWS<W>;
@@ -144,9 +192,15 @@ template <class W> void run(const LinearArgs& a, float* scratch, int64_t scratch
 
 }  // namespace
 
-// `scratch` holds scratch_floats >= k floats unless x is fp32. Writes out[m, n] only.
+// `scratch` holds scratch_floats >= k + 64 floats unless x is fp32. Writes out[m, n] only.
 extern "C" int forebay_linear(const LinearArgs* a, float* scratch, int64_t scratch_floats, int threads) {
   if (a->m == 0 || a->n == 0) return 0;
+#if FB_BF16
+  if (takes_bf16(*a)) {
+    run_bf16(*a, scratch, scratch_floats, threads);
+    return 0;
+  }
+#endif
   if (a->w_dtype == F32) run<float>(*a, scratch, scratch_floats, threads);
   else if (a->w_dtype == BF16) run<bf16>(*a, scratch, scratch_floats, threads);
   else run<f16>(*a, scratch, scratch_floats, threads);

@@ -28,8 +28,8 @@ extern "C" struct QuantizedLinearArgs {
 namespace {
 
 constexpr int64_t M_BLOCK = 64, M_BLOCK_DIRECT = 256;  // rows of x held, and of those that are fp32 already
-constexpr int64_t MAX_CHUNK = 256;         // weight rows per task
-constexpr int64_t CHUNK_NBYTES = 1 << 16;  // packed bytes per task: small beside L2, and a task takes some 5 µs
+constexpr int64_t MAX_CHUNK = 1024;        // weight rows per task
+constexpr int64_t CHUNK_NBYTES = 1 << 17;  // packed bytes per task: small beside L2, and a task takes some 5 µs
 constexpr int64_t PRODUCTS = 4096;         // results that a task holds
 constexpr int64_t UNPACK_ROWS = 8, UNPACK_K = 512;  // 16 KiB of fp32 weights at a time
 constexpr int64_t PANELS_CHUNK = 64;       // weight rows per task in panels, of many rows of x; more of fewer
@@ -81,9 +81,9 @@ void panel_product(const QuantizedLinearArgs& a, const GroupFormat& f, const flo
     });
   }, [&](int64_t j, int64_t k0, int64_t depth) {
     const uint8_t *row = a.rows + (n0 + j) * a.rows_stride, *scales = row + f.codes_nbytes() + k0 / f.group * 2;
-    call_in(row + k0 * f.bits / 8, depth * f.bits / 8);
-    call_in(scales, depth / f.group * 2);
-    call_in(scales + f.scales_nbytes(), depth / f.group * 2);
+    call_in(row + k0 * f.bits / 8, 0, depth * f.bits / 8 + 63);
+    call_in(scales, 0, depth / f.group * 2 + 63);
+    call_in(scales + f.scales_nbytes(), 0, depth / f.group * 2 + 63);
   });
 }
 

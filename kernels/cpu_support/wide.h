@@ -1,4 +1,4 @@
-// Transposes 16 x 16 words of 32 bits in registers (AVX-512).
+// What kernels for AVX-512 share: transposes, sums of lanes, loads of a few bytes.
 #pragma once
 
 #include "micro.h"
@@ -46,6 +46,19 @@ FB_INLINE __m512i load_bytes(const void* p, int64_t n) {
 #endif
   return _mm512_loadu_si512(p);
 }
+
+#if defined(__AVX512DQ__)
+FB_INLINE __m256 half_sum(__m512 v) {
+  return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
+}
+
+// The sums of four vectors, and of one, in the same order.
+FB_INLINE __m128 sum16(__m512 a, __m512 b, __m512 c, __m512 d) {
+  const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(half_sum(a), half_sum(b)), _mm256_hadd_ps(half_sum(c), half_sum(d)));
+  return _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+}
+FB_INLINE float sum16(__m512 v) { return _mm_cvtss_f32(sum16(v, v, v, v)); }
+#endif
 
 }  // namespace forebay
 #endif

@@ -1,0 +1,163 @@
+// Products of bf16 with bf16 by the instructions of AVX512-BF16, which add two products at a time to a sum in fp32: few
+// rows of x meet weight rows as they lie, many meet panels of 32 of them, in pairs of elements.
+#pragma once
+
+#include "ahead.h"
+#include "panels.h"
+#include "wide.h"
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define FB_BF16 1
+
+namespace forebay {
+namespace bf16_products {
+
+constexpr int64_t FEW_ROWS = 6;         // rows of x up to which no panels are made
+constexpr int64_t WORDS = 128;          // pairs of elements in a panel of 16 KiB, half of L1
+
+// In assembly, since gcc 12 moves sums to memory and back around the intrinsic.
+FB_INLINE void add_products(__m512& sum, __m512i w, __m512i x) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+}
+
+// c[m, n] += MB rows of x times NB weight rows of k elements.
+template <int MB, int NB>
+static void dot_block(const bf16* x, int64_t xs, const bf16* w, int64_t ws, int64_t k, float* c, int64_t cs) {
+  __m512 acc[MB][NB];
+  FB_UNROLL for (int m = 0; m < MB; ++m)
+    FB_UNROLL for (int n = 0; n < NB; ++n) acc[m][n] = _mm512_setzero_ps();
+  int64_t i = 0;
+  for (; i + 32 <= k; i += 32) {
+    __m512i wv[NB];
+    FB_UNROLL for (int n = 0; n < NB; ++n) wv[n] = _mm512_loadu_si512(w + n * ws + i);
+    call_ahead(w + NB * i, 64 * NB);
+    FB_UNROLL for (int m = 0; m < MB; ++m) {
+      const __m512i xv = _mm512_loadu_si512(x + m * xs + i);
+      FB_UNROLL for (int n = 0; n < NB; ++n) add_products(acc[m][n], wv[n], xv);
+    }
+  }
+  if (i < k)
+    FB_UNROLL for (int n = 0; n < NB; ++n) {
+      const __m512i wv = load_bytes(w + n * ws + i, 2 * (k - i));
+      FB_UNROLL for (int m = 0; m < MB; ++m) add_products(acc[m][n], wv, load_bytes(x + m * xs + i, 2 * (k - i)));
+    }
+  FB_UNROLL for (int m = 0; m < MB; ++m) {
+    if (NB == 4) {
+      const __m128 sums = sum16(acc[m][0], acc[m][1 % NB], acc[m][2 % NB], acc[m][3 % NB]);
+      _mm_storeu_ps(c + m * cs, _mm_add_ps(_mm_loadu_ps(c + m * cs), sums));
+    } else {
+      FB_UNROLL for (int n = 0; n < NB; ++n) c[m * cs + n] += sum16(acc[m][n]);
+    }
+  }
+}
+
+// c[m, n] += x[m, k] w[n, k]^T for m up to FEW_ROWS.
+template <int MB = FEW_ROWS>
+static void dot_product(const bf16* x, int64_t xs, const bf16* w, int64_t ws, int64_t m, int64_t n, int64_t k, float* c,
+                        int64_t cs) {
+  if (m != MB) {
+    if constexpr (MB > 1) dot_product<MB - 1>(x, xs, w, ws, m, n, k, c, cs);
+    return;
+  }
+  begin_reading(w, n * ws * 2);
+  int64_t j = 0;
+  for (; j + 4 <= n; j += 4) dot_block<MB, 4>(x, xs, w + j * ws, ws, k, c + j, cs);
+  for (; j < n; ++j) dot_block<MB, 1>(x, xs, w + j * ws, ws, k, c + j, cs);
+}
+
+// Bytes from one row of k elements to the next where many meet panels: an odd number of cache lines, so that several do
+// not share one set of L1, and zeros up to whole pairs.
+constexpr int64_t row_nbytes(int64_t k) { return ((2 * k + 63) / 64 | 1) * 64; }
+
+// Elements [k0, k0 + depth) of up to 32 weight rows; k0 is even.
+FB_INLINE void fill(const bf16* w, int64_t ws, int64_t n, int64_t k0, int64_t depth, __m512i* panel) {
+  for (int64_t half = 0; half < 2; ++half)
+    for (int64_t i = 0; i < depth; i += 32) {
+      __m512i r[16];
+      FB_UNROLL for (int j = 0; j < 16; ++j)
+        r[j] = 16 * half + j < n ? load_bytes(w + (16 * half + j) * ws + k0 + i, 2 * (depth - i))
+                                 : _mm512_setzero_si512();
+      transpose16(r);
+      FB_UNROLL for (int j = 0; j < 16; ++j) _mm512_store_si512(panel + (i / 2 + j) * 2 + half, r[j]);
+    }
+}
+
+// The same of weights [k, n] whose first column is at w.
+FB_INLINE void fill_columns(const bf16* w, int64_t ws, int64_t n, int64_t k0, int64_t depth, __m512i* panel) {
+  alignas(64) static constexpr int16_t low[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                  8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i first = _mm512_load_si512(low), second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+  for (int64_t i = 0; i < depth; i += 2, panel += 2) {
+    const __m512i a = load_bytes(w + (k0 + i) * ws, 2 * n),
+                  b = i + 1 < depth ? load_bytes(w + (k0 + i + 1) * ws, 2 * n) : _mm512_setzero_si512();
+    _mm512_store_si512(panel, _mm512_permutex2var_epi16(a, first, b));
+    _mm512_store_si512(panel + 1, _mm512_permutex2var_epi16(a, second, b));
+  }
+}
+
+// c[m, 32] += MB rows of x times so many pairs of a panel.
+template <int MB>
+static __attribute__((noinline)) void panel_block(const char* x, int64_t row_nbytes, const __m512i* panel,
+                                                  int64_t words, float* c, int64_t cs) {
+  __m512 acc[MB][2];
+  FB_UNROLL for (int m = 0; m < MB; ++m) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
+  for (int64_t i = 0; i < words; ++i, panel += 2, x += 4) {
+    const __m512i w0 = _mm512_load_si512(panel), w1 = _mm512_load_si512(panel + 1);
+    FB_UNROLL for (int m = 0; m < MB; ++m) {
+      int32_t word;
+      std::memcpy(&word, x + m * row_nbytes, 4);
+      const __m512i xv = _mm512_set1_epi32(word);
+      add_products(acc[m][0], w0, xv);
+      add_products(acc[m][1], w1, xv);
+    }
+  }
+  FB_UNROLL for (int m = 0; m < MB; ++m)
+    FB_UNROLL for (int j = 0; j < 2; ++j) {
+      float* to = c + m * cs + 16 * j;
+      _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), acc[m][j]));
+    }
+}
+
+// The same for m rows, in blocks as equal as can be.
+template <int MB = MOST_ROWS>
+static void panel_rows(const char* x, int64_t row_nbytes, int64_t m, const __m512i* panel, int64_t words, float* c,
+                       int64_t cs) {
+  while (m) {
+    const int64_t blocks = (m + MOST_ROWS - 1) / MOST_ROWS, rows = (m + blocks - 1) / blocks;
+    if (rows != MB) {
+      if constexpr (MB > 1) panel_rows<MB - 1>(x, row_nbytes, m, panel, words, c, cs);
+      return;
+    }
+    panel_block<MB>(x, row_nbytes, panel, words, c, cs);
+    x += MB * row_nbytes, c += MB * cs, m -= MB;
+  }
+}
+
+// c[m, n] += x[m, k] times weight rows (columns: [k, n] at w), x as row_nbytes(k) says; rows of c hold n rounded up to
+// whole panels. What a panel reads is called into L2 while the one before is met, in order.
+static void panel_product(const char* x, int64_t m, const bf16* w, int64_t ws, bool columns, int64_t n, int64_t k,
+                          float* c, int64_t cs) {
+  alignas(64) __m512i panel[2 * WORDS];
+  const int64_t stride = 2 * ws;
+  if (!columns) call_in(w, 0, std::min<int64_t>(32, n) * stride);
+  for (int64_t n0 = 0; n0 < n; n0 += 32) {
+    const int64_t here = std::min<int64_t>(32, n - n0), coming = std::clamp<int64_t>(n - n0 - 32, 0, 32) * stride;
+    int64_t called = 0;
+    for (int64_t k0 = 0; k0 < k; k0 += 2 * WORDS) {
+      const int64_t depth = std::min(2 * WORDS, k - k0);
+      if (columns) {
+        fill_columns(w + n0, ws, here, k0, depth, panel);
+      } else {
+        fill(w + n0 * ws, ws, here, k0, depth, panel);
+        const int64_t soon = (k0 + depth) * coming / k / 64 * 64;
+        call_in(w + (n0 + 32) * ws, called, soon);
+        called = soon;
+      }
+      panel_rows(x + 2 * k0, row_nbytes(k), m, panel, (depth + 1) / 2, c + n0, cs);
+    }
+  }
+}
+
+}  // namespace bf16_products
+}  // namespace forebay
+#endif
