@@ -46,8 +46,8 @@ def scratch_nbytes(impl: str, dtype: torch.dtype, m: int, n: int, k: int) -> int
 
 
 def _flat_scratch_nbytes(m: int, k: int) -> int:
-    rows = max(1, min(m, 64, SCRATCH_NBYTES // (4 * max(1, k))))
-    return rows * (4 * k + ROW_PADDING_NBYTES)
+    each = 4 * k + ROW_PADDING_NBYTES
+    return each * max(1, min(m, 64, SCRATCH_NBYTES // each))
 
 
 def check(

@@ -277,9 +277,11 @@ void run(const QuantizedLinearArgs& a, float* scratch, int64_t scratch_floats, i
 
 }  // namespace
 
-// 1 where the routes by integers exist.
+// 1 where the routes by integers exist, 2 where those for VNNI do.
 extern "C" int forebay_integer_dot() {
-#if FB_INTEGER_DOT
+#if FB_VNNI
+  return 2;
+#elif FB_INTEGER_DOT
   return 1;
 #else
   return 0;
@@ -294,6 +296,7 @@ extern "C" int forebay_linear_q(const QuantizedLinearArgs* a, float* scratch, in
   const bool pairs = a->group == 16 && a->k % 32 == 0 && a->integer_nbytes != 1;
   if ((a->group % 32 && !pairs) || a->group > UNPACK_K || scratch_floats_for(*a, 1) > scratch_floats) return 1;
   if (a->integer_nbytes && !forebay_integer_dot()) return 1;
+  if (a->integer_nbytes == 1 && a->bits == 8 && route_of(*a) != Route::VNNI) return 1;
   run(*a, scratch, scratch_floats, threads);
   return 0;
 }

@@ -33,7 +33,7 @@ ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-1
 # Largest error of x as an integer, as a part of its group's largest magnitude.
 STEP = {"int16": 0.5 / 32767, "int8": 0.5 / 127, "flat": 0.0, "upcast": 0.0}
 needs_compiler = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
-ALL = ((4, "int16"), (4, "int8"), (4, "flat"), (4, "upcast"), (8, "int16"), (8, "flat"), (8, "upcast"))
+ALL = ((4, "int16"), (4, "int8"), (4, "flat"), (4, "upcast"), (8, "int16"), (8, "int8"), (8, "flat"), (8, "upcast"))
 IMPLS = [pytest.param(*each, marks=() if each[1] == "upcast" else needs_compiler) for each in ALL]
 
 
