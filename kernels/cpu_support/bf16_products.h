@@ -65,6 +65,39 @@ static void dot_product(const bf16* x, int64_t xs, const bf16* w, int64_t ws, in
   for (; j < n; ++j) dot_block<MB, 1>(x, xs, w + j * ws, ws, k, c + j, cs);
 }
 
+// The same for rows of few elements, such as keys, as dot_block16 takes them.
+template <int MB>
+static void dot_rows16(const bf16* x, int64_t xs, const bf16* w, int64_t ws, int64_t n, int64_t k, float* c,
+                       int64_t cs) {
+  constexpr int NB = 16 / (MB == 3 ? 4 : MB);
+  int64_t j = 0;
+  for (; j + NB <= n; j += NB) {
+    __m512 acc[16];
+    FB_UNROLL for (int i = 0; i < 16; ++i) acc[i] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < k; i += 32) {
+      __m512i xv[MB];
+      FB_UNROLL for (int m = 0; m < MB; ++m) xv[m] = load_bytes(x + m * xs + i, 2 * (k - i));
+      FB_UNROLL for (int b = 0; b < NB; ++b) {
+        const __m512i wv = load_bytes(w + (j + b) * ws + i, 2 * (k - i));
+        FB_UNROLL for (int m = 0; m < MB; ++m) add_products(acc[m * NB + b], wv, xv[m]);
+      }
+    }
+    add_sums<MB, NB>(acc, c + j, cs);
+  }
+  for (; j < n; ++j) dot_block<MB, 1>(x, xs, w + j * ws, ws, k, c + j, cs);
+}
+
+// c[m, n] += x[m, k] w[n, k]^T for m up to 4.
+static void multiply_dot(const bf16* x, int64_t xs, const bf16* w, int64_t ws, int64_t m, int64_t n, int64_t k,
+                         float* c, int64_t cs) {
+  switch (m) {
+    case 4: return dot_rows16<4>(x, xs, w, ws, n, k, c, cs);
+    case 3: return dot_rows16<3>(x, xs, w, ws, n, k, c, cs);
+    case 2: return dot_rows16<2>(x, xs, w, ws, n, k, c, cs);
+    default: return dot_rows16<1>(x, xs, w, ws, n, k, c, cs);
+  }
+}
+
 // Bytes from one row of k elements to the next where many meet panels: an odd number of cache lines, so that several do
 // not share one set of L1, and zeros up to whole pairs.
 constexpr int64_t row_nbytes(int64_t k) { return ((2 * k + 63) / 64 | 1) * 64; }
@@ -133,22 +166,40 @@ static void panel_rows(const char* x, int64_t row_nbytes, int64_t m, const __m51
   }
 }
 
-// c[m, n] += x[m, k] times weight rows (columns: [k, n] at w), x as row_nbytes(k) says; rows of c hold n rounded up to
-// whole panels. What a panel reads is called into L2 while the one before is met, in order.
-static void panel_product(const char* x, int64_t m, const bf16* w, int64_t ws, bool columns, int64_t n, int64_t k,
-                          float* c, int64_t cs) {
+// x[0, n) rounded to bf16, then zeros up to row_nbytes(n).
+FB_INLINE void round_row(const float* x, int64_t n, char* to) {
+  const char* end = to + row_nbytes(n);
+  for (int64_t i = 0; i < n; i += 32, to += 64) {
+    const __m512 low = (__m512)load_bytes(x + i, 4 * (n - i)), high = (__m512)load_bytes(x + i + 16, 4 * (n - i - 16));
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  }
+  std::memset(to, 0, size_t(end - to));
+}
+
+FB_INLINE void copy_row(const bf16* x, int64_t n, char* to) {
+  std::memcpy(to, x, size_t(n) * 2);
+  std::memset(to + n * 2, 0, size_t(row_nbytes(n) - n * 2));
+}
+
+// How weights lie: [n, k]; the same, read once and in order, so that what a panel reads is called into L2 while the one
+// before is met; [k, n].
+enum class Weights { ROWS, STREAM, COLUMNS };
+
+// c[m, n] += x[m, k] times weights, x as row_nbytes(k) says; rows of c hold n rounded up to whole panels.
+template <Weights KIND>
+static void panel_product(const char* x, int64_t m, const bf16* w, int64_t ws, int64_t n, int64_t k, float* c,
+                          int64_t cs) {
   alignas(64) __m512i panel[2 * WORDS];
   const int64_t stride = 2 * ws;
-  if (!columns) call_in(w, 0, std::min<int64_t>(32, n) * stride);
+  if (KIND == Weights::STREAM) call_in(w, 0, std::min<int64_t>(32, n) * stride);
   for (int64_t n0 = 0; n0 < n; n0 += 32) {
     const int64_t here = std::min<int64_t>(32, n - n0), coming = std::clamp<int64_t>(n - n0 - 32, 0, 32) * stride;
     int64_t called = 0;
     for (int64_t k0 = 0; k0 < k; k0 += 2 * WORDS) {
       const int64_t depth = std::min(2 * WORDS, k - k0);
-      if (columns) {
-        fill_columns(w + n0, ws, here, k0, depth, panel);
-      } else {
-        fill(w + n0 * ws, ws, here, k0, depth, panel);
+      if (KIND == Weights::COLUMNS) fill_columns(w + n0, ws, here, k0, depth, panel);
+      else fill(w + n0 * ws, ws, here, k0, depth, panel);
+      if (KIND == Weights::STREAM) {
         const int64_t soon = (k0 + depth) * coming / k / 64 * 64;
         call_in(w + (n0 + 32) * ws, called, soon);
         called = soon;

@@ -121,8 +121,10 @@ template <class T> FB_INLINE vf load_partial(const T* p, int n) {
 }
 
 FB_INLINE float lane_sum(vf v) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_ps((__m512)v);
+#if defined(__AVX512F__)  // in the order of sums_of
+  const __m512 a = (__m512)v, b = _mm512_add_ps(a, _mm512_permute_ps(a, 0x4e)),
+               c = _mm512_add_ps(b, _mm512_permute_ps(b, 0xb1)), d = _mm512_add_ps(c, _mm512_shuffle_f32x4(c, c, 0xb1));
+  return _mm512_cvtss_f32(_mm512_add_ps(d, _mm512_shuffle_f32x4(d, d, 0x4e)));
 #elif defined(__AVX__)
   __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -182,9 +184,72 @@ FB_INLINE void outer_block(const float* x, int64_t xs, const W* w, int64_t ws, i
     FB_UNROLL for (int n = 0; n < NV; ++n) store(c + m * cs + n * VL, acc[m][n]);
 }
 
+#if defined(__AVX512F__)
+// Lane j: the sum of the lanes of a[j].
+FB_INLINE __m512 sums_of(const __m512 (&a)[16]) {
+  __m512 t[8], u[4], v[2];
+  FB_UNROLL for (int i = 0; i < 8; ++i)
+    t[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+  FB_UNROLL for (int i = 0; i < 4; ++i) {
+    const __m512d low = _mm512_castps_pd(t[2 * i]), high = _mm512_castps_pd(t[2 * i + 1]);
+    u[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)),
+                         _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+  }
+  FB_UNROLL for (int i = 0; i < 2; ++i)
+    v[i] = _mm512_add_ps(_mm512_shuffle_f32x4(u[2 * i], u[2 * i + 1], 0x88),
+                         _mm512_shuffle_f32x4(u[2 * i], u[2 * i + 1], 0xdd));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
+}
+
+// c[m, n] += the sums of acc[m * NB + n]; MB * NB is 16, or 12 where what follows is zero.
+template <int MB, int NB> FB_INLINE void add_sums(const __m512 (&acc)[16], float* c, int64_t cs) {
+  const __m512 sums = sums_of(acc);
+  if constexpr (NB == 16) {
+    _mm512_storeu_ps(c, _mm512_add_ps(_mm512_loadu_ps(c), sums));
+  } else if constexpr (NB == 8) {
+    _mm256_storeu_ps(c, _mm256_add_ps(_mm256_loadu_ps(c), _mm512_castps512_ps256(sums)));
+    _mm256_storeu_ps(c + cs, _mm256_add_ps(_mm256_loadu_ps(c + cs),
+                                           _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(sums), 1))));
+  } else {
+    const __m128 rows[4] = {_mm512_castps512_ps128(sums), _mm512_extractf32x4_ps(sums, 1),
+                            _mm512_extractf32x4_ps(sums, 2), _mm512_extractf32x4_ps(sums, 3)};
+    FB_UNROLL for (int m = 0; m < MB; ++m) _mm_storeu_ps(c + m * cs, _mm_add_ps(_mm_loadu_ps(c + m * cs), rows[m]));
+  }
+}
+
+constexpr int64_t SHORT = 512;  // elements of rows whose sums over lanes cost as much as their products
+
+// dot_block for MB rows and as many of w as give 16 sums, which are then taken together: rows of 64 elements have as many
+// lanes to add up as products.
+template <class W, int MB>
+FB_INLINE void dot_block16(const float* x, int64_t xs, const W* w, int64_t ws, int64_t k, float* c, int64_t cs) {
+  constexpr int NB = 16 / (MB == 3 ? 4 : MB);
+  __m512 acc[16];
+  FB_UNROLL for (int i = 0; i < 16; ++i) acc[i] = _mm512_setzero_ps();
+  int64_t i = 0;
+  for (; i + VL <= k; i += VL) {
+    __m512 xv[MB];
+    FB_UNROLL for (int m = 0; m < MB; ++m) xv[m] = _mm512_loadu_ps(x + m * xs + i);
+    FB_UNROLL for (int n = 0; n < NB; ++n) {
+      const __m512 wv = (__m512)load(w + n * ws + i);
+      FB_UNROLL for (int m = 0; m < MB; ++m) acc[m * NB + n] = _mm512_fmadd_ps(xv[m], wv, acc[m * NB + n]);
+    }
+  }
+  add_sums<MB, NB>(acc, c, cs);
+  for (; i < k; ++i)
+    FB_UNROLL for (int m = 0; m < MB; ++m)
+      FB_UNROLL for (int n = 0; n < NB; ++n) c[m * cs + n] += x[m * xs + i] * load_one(w + n * ws + i);
+}
+#endif
+
 template <class W, int MB, int NB>
 static void dot_rows(const float* x, int64_t xs, const W* w, int64_t ws, int64_t n, int64_t k, float* c, int64_t cs) {
   int64_t j = 0;
+#if defined(__AVX512F__)
+  constexpr int TOGETHER = 16 / (MB == 3 ? 4 : MB);
+  if (k <= SHORT)
+    for (; j + TOGETHER <= n; j += TOGETHER) dot_block16<W, MB>(x, xs, w + j * ws, ws, k, c + j, cs);
+#endif
   for (; j + NB <= n; j += NB) dot_block<W, MB, NB>(x, xs, w + j * ws, ws, k, c + j, cs);
   if (NB > 4 && j + 4 <= n) dot_block<W, MB, 4>(x, xs, w + j * ws, ws, k, c + j, cs), j += 4;
   if (NB > 2 && j + 2 <= n) dot_block<W, MB, 2>(x, xs, w + j * ws, ws, k, c + j, cs), j += 2;

@@ -82,11 +82,11 @@ static float merge_parts(const float* parts, int64_t count, int64_t head_dim, fl
   return sum;
 }
 
-// Asks for `rows` rows of `nbytes` bytes ahead of their use.
+// Asks for `rows` rows of `nbytes` bytes ahead of their use, in L2: what is being computed has L1.
 template <class T> FB_INLINE void prefetch_rows(const T* first, int64_t rows, int64_t stride, int64_t nbytes) {
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t i = 0; i < nbytes; i += 64)
-      __builtin_prefetch(reinterpret_cast<const char*>(first + r * stride) + i);
+      __builtin_prefetch(reinterpret_cast<const char*>(first + r * stride) + i, 0, 2);
 }
 
 // How many KV heads (at most `most`) a task takes together in a cache that lies token by token, where the rows of one

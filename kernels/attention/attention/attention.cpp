@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "bf16_products.h"
 #include "panels.h"
 #include "softmax_rows.h"
 #include "team.h"
@@ -28,7 +29,8 @@ namespace {
 constexpr int64_t ROWS = 88;           // query rows (positions x group) per task, at most
 constexpr int64_t ROW_FLOATS = 11264;  // and so many numbers in them: 88 rows of 128, 22 of 512
 constexpr int64_t KEYS = SEGMENT_STEP;  // cache positions per step
-constexpr int64_t FEW = 16;            // of them between prefetches, where few query rows leave memory to wait for
+constexpr int64_t FEW = 4;             // of them at a time where few query rows leave memory to wait for
+constexpr int64_t AHEAD = 16384;       // bytes of keys, and of values, between what is then called in and what is read
 constexpr int64_t MANY_ROWS = 12;      // from so many on keys and values meet them in panels
 constexpr int64_t MAX_HEAD_DIM = 512;
 
@@ -38,9 +40,25 @@ struct Piece { int64_t b, h0, h1, r0, r1, part, parts; };
 
 int64_t row_stride(const AttentionArgs& a) { return (a.head_dim + PANEL - 1) / PANEL * PANEL; }
 
-// scores[m, n] += q keys^T, in panels of keys.
+// Query rows as they meet keys: in fp32, or in bf16 where the processor multiplies it (bf16_products.h).
+template <class T> struct Queries {
+  alignas(64) float rows[ROW_FLOATS];
+  int64_t d;
+  void take(int64_t i, const T* q) { upcast(q, rows + i * d, d); }
+  const float* at(int64_t i) const { return rows + i * d; }
+};
+
+// scores[m, n] += q keys^T.
 template <class T>
-void score_rows(const float* q, int64_t d, const T* k, int64_t k_row, int64_t m, int64_t n, float* scores) {
+void score_few(const Queries<T>& q, int64_t i, const T* k, int64_t k_row, int64_t m, int64_t n, float* scores) {
+  multiply_dot(q.at(i), q.d, k, k_row, m, n, q.d, scores, KEYS);
+}
+
+// The same in panels of keys.
+template <class T>
+void score_rows(const Queries<T>& queries, int64_t i, const T* k, int64_t k_row, int64_t m, int64_t n, float* scores) {
+  const float* q = queries.at(i);
+  const int64_t d = queries.d;
   const auto fill = [&](int64_t n0, int64_t rows, int64_t d0, int64_t depth, float* panel) {
     fill_panel(rows, depth, panel, [&](int64_t j, float* to) { upcast(k + (n0 + j) * k_row + d0, to, depth); });
   };
@@ -60,6 +78,34 @@ void gather_rows(const float* scores, const T* v, int64_t v_row, int64_t m, int6
   multiply_panels(scores, KEYS, m, d, n, o, os, fill, [](int64_t, int64_t, int64_t) {});
 }
 
+#if FB_BF16
+template <> struct Queries<bf16> {
+  alignas(64) char rows[2 * ROW_FLOATS + 128 * ROWS];
+  int64_t d;
+  void take(int64_t i, const bf16* q) { bf16_products::copy_row(q, d, rows + i * bf16_products::row_nbytes(d)); }
+  const char* at(int64_t i) const { return rows + i * bf16_products::row_nbytes(d); }
+};
+
+void score_few(const Queries<bf16>& q, int64_t i, const bf16* k, int64_t k_row, int64_t m, int64_t n, float* scores) {
+  const int64_t stride = bf16_products::row_nbytes(q.d) / 2;
+  for (int64_t r = 0; r < m; r += 4)
+    bf16_products::multiply_dot(reinterpret_cast<const bf16*>(q.at(i + r)), stride, k, k_row, std::min<int64_t>(4, m - r),
+                                n, q.d, scores + r * KEYS, KEYS);
+}
+
+void score_rows(const Queries<bf16>& q, int64_t i, const bf16* k, int64_t k_row, int64_t m, int64_t n, float* scores) {
+  bf16_products::panel_product<bf16_products::Weights::ROWS>(q.at(i), m, k, k_row, n, q.d, scores, KEYS);
+}
+
+// Probabilities are rounded to bf16, as attention on matrix instructions does everywhere; their sum is not.
+void gather_rows(const float* scores, const bf16* v, int64_t v_row, int64_t m, int64_t n, int64_t d, float* o,
+                 int64_t os) {
+  alignas(64) char p[ROWS * bf16_products::row_nbytes(KEYS)];
+  for (int64_t i = 0; i < m; ++i) bf16_products::round_row(scores + i * KEYS, n, p + i * bf16_products::row_nbytes(n));
+  bf16_products::panel_product<bf16_products::Weights::COLUMNS>(p, m, v, v_row, d, n, o, os);
+}
+#endif
+
 // Row [s, h] of sequence b: what was gathered, to be merged with that of other parts or whole.
 template <class T>
 void leave_row(const AttentionArgs& a, const Piece& p, int64_t s, int64_t h, const Row& row, const float* o,
@@ -76,20 +122,22 @@ void leave_row(const AttentionArgs& a, const Piece& p, int64_t s, int64_t h, con
 }
 
 template <class T> void run_task(const AttentionArgs& a, const Piece& p, float* parts) {
-  alignas(64) float q[ROW_FLOATS], o[ROW_FLOATS], scores[ROWS * KEYS];
+  alignas(64) float o[ROW_FLOATS], scores[ROWS * KEYS];
+  Queries<T> q;
+  q.d = a.head_dim;
   Row rows[ROWS];
   const int64_t group = a.heads / a.kv_heads, d = a.head_dim, os = row_stride(a), m = p.r1 - p.r0;
   const int64_t start = a.start[p.b], count = (p.h1 - p.h0) * m, width = d * int64_t(sizeof(T));
   for (int64_t i = 0; i < count; ++i) {
     const int64_t r = p.r0 + i % m, s = r / group, h = (p.h0 + i / m) * group + r % group, high = start + s + 1;
-    upcast(static_cast<const T*>(a.q) + p.b * a.q_batch + h * a.q_head + s * a.q_row, q + i * d, d);
+    q.take(i, static_cast<const T*>(a.q) + p.b * a.q_batch + h * a.q_head + s * a.q_row);
     rows[i] = {first_seen(start + s, a.window), high, -std::numeric_limits<float>::infinity(), 0.0f};
   }
   std::memset(o, 0, size_t(count * os) * 4);
   const T* k = static_cast<const T*>(a.k) + p.b * a.k_batch;
   const T* v = static_cast<const T*>(a.v) + p.b * a.v_batch;
-  const bool many = m >= MANY_ROWS;
-  const int64_t step = m < 4 ? FEW : KEYS;
+  const bool many = m >= MANY_ROWS, few = m <= 4;
+  const int64_t step = few ? FEW : KEYS, ahead = AHEAD / width / FEW * FEW + FEW;
   // Rows are in order of position, so the first sees the lowest key and the last the highest.
   const Segment seen = segment_of(rows[0].low, rows[m - 1].high, p.parts, p.part);
   for (int64_t t0 = seen.begin; t0 < seen.end; t0 += KEYS) {
@@ -100,9 +148,10 @@ template <class T> void run_task(const AttentionArgs& a, const Piece& p, float* 
       std::memset(scores, 0, size_t(m * KEYS) * 4);
       for (int64_t t = 0; t < n; t += step) {
         const T* keys = k + h * a.k_head + (t0 + t) * a.k_row;
-        prefetch_rows(k + next * a.k_head + (t1 + t) * a.k_row, std::min(step, coming - t), a.k_row, width);
-        if (many) score_rows(q + i0 * d, d, keys, a.k_row, m, n, scores);
-        else multiply_dot(q + i0 * d, d, keys, a.k_row, m, std::min(step, n - t), d, scores + t, KEYS);
+        if (few) prefetch_rows(keys + ahead * a.k_row, step, a.k_row, width);
+        else prefetch_rows(k + next * a.k_head + (t1 + t) * a.k_row, std::min(step, coming - t), a.k_row, width);
+        if (many) score_rows(q, i0, keys, a.k_row, m, n, scores);
+        else score_few(q, i0, keys, a.k_row, m, std::min(step, n - t), scores + t);
       }
       for (int64_t i = 0; i < m; ++i) {
         const float factor = soften(scores + i * KEYS, n, rows[i0 + i], t0, a.scale, a.softcap);
@@ -112,7 +161,8 @@ template <class T> void run_task(const AttentionArgs& a, const Piece& p, float* 
       }
       for (int64_t t = 0; t < n; t += step) {
         const T* values = v + h * a.v_head + (t0 + t) * a.v_row;
-        prefetch_rows(v + next * a.v_head + (t1 + t) * a.v_row, std::min(step, coming - t), a.v_row, width);
+        if (few) prefetch_rows(values + ahead * a.v_row, step, a.v_row, width);
+        else prefetch_rows(v + next * a.v_head + (t1 + t) * a.v_row, std::min(step, coming - t), a.v_row, width);
         if (many) gather_rows(scores, values, a.v_row, m, n, d, o + i0 * os, os);
         else multiply_outer(scores + t, KEYS, values, a.v_row, m, d, std::min(step, n - t), o + i0 * os, os);
       }

@@ -127,7 +127,9 @@ void run_bf16_chunk(const LinearArgs& a, const char* x, int64_t m0, int64_t m1, 
   const int64_t m = m1 - m0, n = n1 - n0, cs = (n + 31) / 32 * 32;
   begin_rows(a, c, cs, m, n0, n);
   const bf16* w = static_cast<const bf16*>(a.w) + (a.conv1d ? n0 : n0 * a.w_stride);
-  if (x) bf16_products::panel_product(x, m, w, a.w_stride, a.conv1d, n, a.k, c, cs);
+  using bf16_products::Weights;
+  if (x && a.conv1d) bf16_products::panel_product<Weights::COLUMNS>(x, m, w, a.w_stride, n, a.k, c, cs);
+  else if (x) bf16_products::panel_product<Weights::STREAM>(x, m, w, a.w_stride, n, a.k, c, cs);
   else bf16_products::dot_product(static_cast<const bf16*>(a.x) + m0 * a.x_stride, a.x_stride, w, a.w_stride, m, n,
                                   a.k, c, cs);
   end_rows(a, c, cs, m0, m1, n0, n1);
@@ -142,10 +144,8 @@ void run_bf16(const LinearArgs& a, float* scratch, int64_t scratch_floats, int t
     const int64_t m1 = std::min(a.m, m0 + m_block), m = m1 - m0;
     if (panels)
       parallel_parts(m, threads, m * a.k / 8, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-          std::memcpy(x + i * nbytes, static_cast<const bf16*>(a.x) + (m0 + i) * a.x_stride, size_t(a.k) * 2);
-          std::memset(x + i * nbytes + a.k * 2, 0, size_t(nbytes - a.k * 2));
-        }
+        for (int64_t i = begin; i < end; ++i)
+          bf16_products::copy_row(static_cast<const bf16*>(a.x) + (m0 + i) * a.x_stride, a.k, x + i * nbytes);
       });
     const int64_t most = std::max(PANELS_CHUNK, M_BLOCK_DIRECT * PANELS_CHUNK / m / 32 * 32);
     const int64_t share = (a.n + 4 * threads - 1) / (4 * threads);
