@@ -1,10 +1,12 @@
 """Tokens per second where everything fits in RAM: `python -m benchmarks.decode_in_ram` (Linux).
 
-SmolLM2-135M, batch 1, a prompt of 64 random tokens and 64 new ones, greedy, two threads each. Forebay runs within a
-budget that holds all of it: on the Q4_1 GGUF repacked bit for bit (`forebay quantize --weights keep --head
---embeddings`: Q4_1 as w4g32, Q8_0 as w8g32), and in bf16 and float32. Peers: llama.cpp on the GGUF itself (xllamacpp,
-where installed), whose own clock is read, and transformers in bf16. Each has a process of its own and waits idle while
-another has its turn; a round gives each one turn. A turn's figure is its mean time per token after the first.
+Batch 1, a prompt of random tokens (`--prompt`) and 32 new ones, greedy, two threads each. `--model demo` is SmolLM2-135M
+in Q4_1; 1b and 3b are random Llamas of so many parameters in `--kind` Q4_0 or Q8_0 (random_gguf.py). Forebay runs within
+a budget that holds all of it, on the file repacked bit for bit (`forebay quantize --weights keep --head --embeddings`),
+and with `--more` (the demo) in bf16 and float32. Peers, where installed: llama.cpp (xllamacpp) and OpenVINO GenAI, as it
+comes (activations in 8 bits) and with products in bf16, both on the GGUF itself and by their own clocks, and with
+`--more` transformers in bf16. Each has a process of its own and waits idle while another has its turn; a round gives
+each one turn. Decode is the mean time of a token after the first, prefill the time to the first.
 
 `ceiling` is the bytes of weights that a token reads over the memory's rate, the best of sums over 256 MiB. Memory is
 resident bytes, files mapped into memory included: at most while generating, and above what the process held before it
@@ -18,6 +20,7 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch loads OpenMP: as forebay runs
 
 import argparse
+import importlib
 import importlib.util
 import json
 import re
@@ -31,10 +34,13 @@ from typing import Any
 
 import torch
 
-PROMPT, NEW, BUDGET = 64, 64, "1GB"
+NEW, BUDGET = 32, "8GB"
 MB = 1e6
 LIBGOMP_SPINS = "300000"  # its default, with which llama.cpp is several times faster than without spinning
-NAMES = ("forebay w4", "forebay bf16", "forebay float32", "llama.cpp Q4_1", "transformers bf16")
+NAMES = ("forebay packed", "forebay bf16", "forebay float32", "llama.cpp", "openvino", "openvino bf16",
+         "transformers bf16")
+MODULES = {"llama.cpp": "xllamacpp", "openvino": "openvino_genai"}  # what peers need
+Turn = tuple[float, float]  # prefill_s, and time_s of each token after the first
 
 
 def resident(which: str) -> int:
@@ -49,63 +55,92 @@ def forget_peak() -> None:
 
 
 class ForebayInRam:
-    def __init__(self, folder: str, threads: int) -> None:
-        from forebay.api import wrap
+    def __init__(self, name: str, path: str, prompt: int, threads: int) -> None:
+        import forebay.api
 
-        self.lm = wrap(folder, {"device": BUDGET}, batch=1, prompt=PROMPT, new_tokens=NEW)
+        self.lm = forebay.api.wrap(path, {"device": BUDGET}, batch=1, prompt=prompt, new_tokens=NEW)
         streamed = self.lm.plan.prediction.streamed_nbytes
         if streamed > self.lm.captured.vocab_size:  # a row of the embedding comes from the file, and nothing else
-            raise SystemExit(f"{BUDGET} do not hold {folder}: {streamed} bytes are streamed")
+            raise SystemExit(f"{BUDGET} do not hold {path}: {streamed} bytes are streamed")
 
-    def turn(self, ids: list[int]) -> float:
-        seen: list[float] = []
+    def turn(self, ids: list[int]) -> Turn:
+        seen = [time.perf_counter()]
         self.lm.generate(torch.tensor([ids]), max_new_tokens=NEW, eos_token_id=None,
                          on_token=lambda token: seen.append(time.perf_counter()))
-        return (seen[-1] - seen[0]) / (NEW - 1)
+        return seen[1] - seen[0], (seen[-1] - seen[1]) / (NEW - 1)
 
 
 class Transformers:
-    def __init__(self, folder: str, threads: int) -> None:
+    def __init__(self, name: str, path: str, prompt: int, threads: int) -> None:
         import transformers
 
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
 
     @torch.inference_mode()
-    def turn(self, ids: list[int]) -> float:
+    def turn(self, ids: list[int]) -> Turn:
         """A bare loop over the model's forward: what transformers' generate does beside it is not counted."""
-        token, cache, seen = torch.tensor([ids]), None, []
+        token, cache, seen = torch.tensor([ids]), None, [time.perf_counter()]
         for _ in range(NEW):
             result = self.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
             token, cache = result.logits[:, -1].argmax(-1, keepdim=True), result.past_key_values
             seen.append(time.perf_counter())
-        return (seen[-1] - seen[0]) / (NEW - 1)
+        return seen[1] - seen[0], (seen[-1] - seen[1]) / (NEW - 1)
 
 
 class LlamaCpp:
-    def __init__(self, path: str, threads: int) -> None:
+    def __init__(self, name: str, path: str, prompt: int, threads: int) -> None:
         import xllamacpp
 
         params = xllamacpp.CommonParams()
-        params.model.path, params.n_ctx, params.n_parallel = path, 2 * (PROMPT + NEW), 1
+        params.model.path, params.n_ctx, params.n_parallel = path, prompt + NEW + 64, 1
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
         self.server = xllamacpp.Server(params)
 
-    def turn(self, ids: list[int]) -> float:
+    def turn(self, ids: list[int]) -> Turn:
         answer: Any = self.server.handle_completions(
             {"prompt": ids, "max_tokens": NEW, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False})
         timings = answer["timings"]
-        assert timings["predicted_n"] == NEW and timings["prompt_n"] == PROMPT
-        return timings["predicted_ms"] / 1e3 / NEW
+        assert timings["predicted_n"] == NEW and timings["prompt_n"] == len(ids)
+        return timings["prompt_ms"] / 1e3, timings["predicted_ms"] / 1e3 / NEW
 
 
-def serve(name: str, path: str, threads: int) -> None:
+class OpenVino:
+    def __init__(self, name: str, path: str, prompt: int, threads: int) -> None:
+        import openvino
+        import openvino_genai as genai
+
+        self.genai, self.tensor = genai, openvino.Tensor
+        exact = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0, "INFERENCE_PRECISION_HINT": "bf16"} if "bf16" in name else {}
+        scheduler = genai.SchedulerConfig()
+        scheduler.enable_prefix_caching, scheduler.max_num_batched_tokens = False, prompt + NEW
+        scheduler.cache_size = 2
+        self.pipe = genai.LLMPipeline(path, "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=threads, **exact)
+
+    def turn(self, ids: list[int]) -> Turn:
+        import numpy as np
+
+        tokens = np.array([ids], dtype=np.int64)
+        given = self.genai.TokenizedInputs(self.tensor(tokens), self.tensor(np.ones_like(tokens)))
+        config = self.genai.GenerationConfig(max_new_tokens=NEW, min_new_tokens=NEW, ignore_eos=True, do_sample=False)
+        metrics = self.pipe.generate(given, config).perf_metrics
+        assert metrics.get_num_generated_tokens() == NEW
+        return metrics.get_ttft().mean / 1e3, metrics.get_tpot().mean / 1e3
+
+
+CONTESTANTS: dict[str, Any] = {"forebay": ForebayInRam, "llama.cpp": LlamaCpp, "openvino": OpenVino,
+                               "transformers": Transformers}
+
+
+def serve(name: str, path: str, prompt: int, threads: int) -> None:
     """Load, then one turn for each line on stdin; an answer a line on stdout."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)  # libraries may print; the answers stay alone on the pipe
+    kind = name.split()[0]
+    peer = kind in MODULES
     quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet if name.startswith("llama") else 2, 1)
-    if name.startswith("llama"):
+    os.dup2(quiet if peer else 2, 1)
+    if peer:
         os.dup2(quiet, 2)
-        import xllamacpp  # noqa: F401
+        importlib.import_module(MODULES[kind])
     else:
         import transformers.models.llama.modeling_llama
 
@@ -114,37 +149,44 @@ def serve(name: str, path: str, threads: int) -> None:
         transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(threads)
     empty = resident("VmRSS")
-    make = {"forebay": ForebayInRam, "llama.cpp": LlamaCpp, "transformers": Transformers}[name.split()[0]]
-    contestant: Any = make(path, threads)
+    contestant = CONTESTANTS[kind](name, path, prompt, threads)
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(5, 49000, (PROMPT,), generator=generator).tolist()
+    ids = torch.randint(5, 49000, (prompt,), generator=generator).tolist()
     contestant.turn(ids)
     forget_peak()
     print(json.dumps({"loaded": True}), file=answers)
     for _ in sys.stdin:
-        time_s = contestant.turn(ids)
+        prefill_s, time_s = contestant.turn(ids)
         peak = resident("VmHWM")
-        print(json.dumps({"time_s": time_s, "peak": peak, "above_empty": peak - empty}), file=answers)
+        print(json.dumps({"prefill_s": prefill_s, "time_s": time_s, "peak": peak, "above_empty": peak - empty}),
+              file=answers)
 
 
-def prepare(folder: Path) -> dict[str, tuple[str, int]]:
+def prepare(folder: Path, model: str, kind: str, more: bool) -> dict[str, tuple[str, int]]:
     """What each contestant opens, and the bytes of weights it reads a token: all but the embedding, whose matrix is
-    the head's too."""
+    the head's too in the demo."""
     import gguf
     import transformers
 
+    from benchmarks.random_gguf import make_gguf
     from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
     from forebay.rewriter.checkpoints.resolve import demo_gguf, resolve_model
 
-    source, native = demo_gguf(), resolve_model("demo", dequantize=True)
+    source = demo_gguf() if model == "demo" else make_gguf(model, kind)
     packed = quantize_model(source, folder / "packed", Wish("keep", head=True, embeddings=True))
-    model = transformers.AutoModelForCausalLM.from_pretrained(native, dtype=torch.bfloat16)
-    model.save_pretrained(folder / "bf16")
-    count = sum(parameter.numel() for parameter in model.parameters())
-    own = sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(source).tensors)
-    return dict(zip(NAMES, (
-        (str(folder / "packed"), packed.nbytes), (str(folder / "bf16"), 2 * count), (str(native), 4 * count),
-        (str(source), own), (str(folder / "bf16"), 2 * count)), strict=True))
+    sizes = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(source).tensors}
+    own = sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)
+    ours = packed.nbytes * own // sum(sizes.values())
+    found = {"forebay packed": (str(folder / "packed"), ours)}
+    found |= {name: (str(source), own) for name in NAMES if name.split()[0] in MODULES}
+    if more and model == "demo":
+        native = resolve_model("demo", dequantize=True)
+        bf16 = transformers.AutoModelForCausalLM.from_pretrained(native, dtype=torch.bfloat16)
+        bf16.save_pretrained(folder / "bf16")
+        count = sum(parameter.numel() for parameter in bf16.parameters())
+        found |= {"forebay bf16": (str(folder / "bf16"), 2 * count), "forebay float32": (str(native), 4 * count),
+                  "transformers bf16": (str(folder / "bf16"), 2 * count)}
+    return {name: found[name] for name in NAMES if name in found}
 
 
 def ask(process: subprocess.Popen[str], line: str | None = None) -> dict[str, Any]:
@@ -157,7 +199,8 @@ def ask(process: subprocess.Popen[str], line: str | None = None) -> dict[str, An
     return json.loads(answer)
 
 
-def measure(paths: dict[str, tuple[str, int]], rounds: int, threads: int) -> dict[str, list[dict[str, Any]]]:
+def measure(paths: dict[str, tuple[str, int]], prompt: int, rounds: int, threads: int
+            ) -> dict[str, list[dict[str, Any]]]:
     """Each contestant's answers, one a round; those run that are in `paths`."""
     processes: dict[str, subprocess.Popen[str]] = {}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in paths}
@@ -165,8 +208,8 @@ def measure(paths: dict[str, tuple[str, int]], rounds: int, threads: int) -> dic
     try:
         for name, (path, _) in paths.items():
             command = [sys.executable, "-m", "benchmarks.decode_in_ram", "--serve", name, "--path", path,
-                       "--threads", str(threads)]
-            own = environment | ({"GOMP_SPINCOUNT": LIBGOMP_SPINS} if name.startswith("llama") else {})
+                       "--prompt", str(prompt), "--threads", str(threads)]
+            own = environment | ({"GOMP_SPINCOUNT": LIBGOMP_SPINS} if name == "llama.cpp" else {})
             processes[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                                env=own)
             ask(processes[name])
@@ -180,40 +223,56 @@ def measure(paths: dict[str, tuple[str, int]], rounds: int, threads: int) -> dic
     return found
 
 
+def summary(name: str, answers: list[dict[str, Any]], prompt: int, nbytes: int, rate: float) -> dict[str, Any]:
+    """Medians of a contestant's turns beside the ceiling, printed and returned with every turn."""
+    decode_s, prefill_s = (statistics.median(a[key] for a in answers) for key in ("time_s", "prefill_s"))
+    slowest, fastest = (f(a["time_s"] for a in answers) for f in (max, min))
+    row = {"name": name, "time_s": [a["time_s"] for a in answers], "prefill_s": [a["prefill_s"] for a in answers],
+           "tokens_per_s": 1 / decode_s, "prompt_tokens_per_s": prompt / prefill_s, "weights_nbytes": nbytes,
+           "ceiling_tokens_per_s": rate / nbytes, "peak_nbytes": max(a["peak"] for a in answers),
+           "above_empty_nbytes": max(a["above_empty"] for a in answers)}
+    print(f"{name:<18} prefill {prompt / prefill_s:7.0f} tokens/s  decode {1 / decode_s:6.1f} ({1 / slowest:.1f} to "
+          f"{1 / fastest:.1f})  {nbytes / MB:5.0f} MB a token, ceiling {rate / nbytes:6.1f} "
+          f"({nbytes / rate / decode_s:4.0%})  peak {row['peak_nbytes'] / MB:5.0f} MB, "
+          f"{row['above_empty_nbytes'] / MB:5.0f} for the model", flush=True)
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--model", choices=("demo", "1b", "3b"), default="demo")
+    parser.add_argument("--kind", choices=("Q4_0", "Q8_0"), default="Q4_0", help="of the random models' matrices")
+    parser.add_argument("--prompt", type=int, nargs="+", default=[64, 512])
+    parser.add_argument("--more", action="store_true", help="the demo in bf16 and float32, and transformers, too")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     parser.add_argument("--serve", choices=NAMES, help=argparse.SUPPRESS)
     parser.add_argument("--path", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve, args.path, args.threads)
+        serve(args.serve, args.path, args.prompt[0], args.threads)
         return
     from benchmarks.quantized_linear import ceiling_bytes_per_s
 
     torch.set_num_threads(args.threads)
     rate = ceiling_bytes_per_s(9)
     print(f"{args.threads} threads, memory {rate / 1e9:.1f} GB/s")
-    with tempfile.TemporaryDirectory() as scratch:
-        paths = prepare(Path(scratch))
-        if importlib.util.find_spec("xllamacpp") is None:
-            print("llama.cpp: not installed (pip install xllamacpp)")
-            del paths["llama.cpp Q4_1"]
-        found = measure(paths, args.rounds, args.threads)
     rows = []
-    for name, answers in found.items():
-        times_s = [answer["time_s"] for answer in answers]
-        median_s, nbytes = statistics.median(times_s), paths[name][1]
-        rows.append({"name": name, "time_s": times_s, "tokens_per_s": 1 / median_s, "weights_nbytes": nbytes,
-                     "ceiling_tokens_per_s": rate / nbytes, "peak_nbytes": max(a["peak"] for a in answers),
-                     "above_empty_nbytes": max(a["above_empty"] for a in answers)})
-        print(f"{name:<18} {1 / median_s:6.1f} tokens/s ({1 / max(times_s):.1f} to {1 / min(times_s):.1f})  "
-              f"{nbytes / MB:4.0f} MB a token, ceiling {rate / nbytes:6.1f} ({nbytes / rate / median_s:4.0%})  "
-              f"peak {rows[-1]['peak_nbytes'] / MB:5.0f} MB, {rows[-1]['above_empty_nbytes'] / MB:5.0f} for the model")
+    with tempfile.TemporaryDirectory() as scratch:
+        paths = prepare(Path(scratch), args.model, args.kind, args.more)
+        for peer, module in MODULES.items():
+            if importlib.util.find_spec(module) is None:
+                print(f"{peer}: not installed (pip install {module.replace('_', '-')})")
+                paths = {name: path for name, path in paths.items() if name.split()[0] != peer}
+        for prompt in args.prompt:
+            print(f"\n{args.model}, prompt of {prompt}")
+            found = measure(paths, prompt, args.rounds, args.threads)
+            rows += [{"prompt": prompt} | summary(name, answers, prompt, paths[name][1], rate)
+                     for name, answers in found.items()]
     if args.json:
-        settings = {"threads": args.threads, "prompt": PROMPT, "new": NEW, "memory_bytes_per_s": rate}
+        settings = {"model": args.model, "kind": args.kind if args.model != "demo" else "Q4_1", "threads": args.threads,
+                    "new": NEW, "memory_bytes_per_s": rate}
         args.json.write_text(json.dumps(settings | {"contestants": rows}, indent=1) + "\n")
 
 

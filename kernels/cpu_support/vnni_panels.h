@@ -96,13 +96,15 @@ struct Operands {
   const float *scales, *lows;      // [groups of the panel, PANEL]
 };
 
-// sums[m, PANEL] = the products of MB rows of x with so many words of a panel. A function of its own, whose sums then stay
-// in registers: within the loops below gcc 12 keeps them in memory.
+// c[m, PANEL] += MB rows of x times so many words of a panel, all of group g; with its lows where `last`. A function of its
+// own, whose sums then stay in registers: within a loop over groups gcc 12 keeps them in memory.
 template <int NBYTES, int MB>
-static __attribute__((noinline)) void sum_words(const uint8_t* values, int64_t row_nbytes, const int32_t* panel,
-                                                int64_t words, __m512i* sums) {
+static __attribute__((noinline)) void group_block(const Operands& a, const uint8_t* values, const int32_t* panel,
+                                                  int64_t words, int64_t m0, int64_t g, bool last, float* c,
+                                                  int64_t cs) {
   __m512i acc[MB][2];
   FB_UNROLL for (int m = 0; m < MB; ++m) acc[m][0] = acc[m][1] = _mm512_setzero_si512();
+  const int64_t row_nbytes = a.row_nbytes;
   for (int64_t i = 0; i < words; ++i, panel += PANEL, values += 4) {
     const __m512i w0 = _mm512_load_si512(panel), w1 = _mm512_load_si512(panel + 16);
     FB_UNROLL for (int m = 0; m < MB; ++m) {
@@ -113,7 +115,17 @@ static __attribute__((noinline)) void sum_words(const uint8_t* values, int64_t r
       add_products<NBYTES>(acc[m][1], w1, x);
     }
   }
-  FB_UNROLL for (int m = 0; m < MB; ++m) sums[2 * m] = acc[m][0], sums[2 * m + 1] = acc[m][1];
+  const float *x_scale = a.x_scale + m0 * a.groups + g, *x_sum = a.x_sum + m0 * a.groups + g;
+  const __m512 s0 = _mm512_load_ps(a.scales + g * PANEL), s1 = _mm512_load_ps(a.scales + g * PANEL + 16);
+  __m512 l0 = _mm512_load_ps(a.lows + g * PANEL), l1 = _mm512_load_ps(a.lows + g * PANEL + 16);
+  if (!last) l0 = l1 = _mm512_setzero_ps();
+  FB_UNROLL for (int m = 0; m < MB; ++m) {
+    const __m512 scale = _mm512_set1_ps(x_scale[m * a.groups]), sum = _mm512_set1_ps(x_sum[m * a.groups]);
+    float* to = c + m * cs;
+    const __m512 c0 = _mm512_fmadd_ps(l0, sum, _mm512_loadu_ps(to)), c1 = _mm512_fmadd_ps(l1, sum, _mm512_loadu_ps(to + 16));
+    _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(acc[m][0]), scale), s0, c0));
+    _mm512_storeu_ps(to + 16, _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(acc[m][1]), scale), s1, c1));
+  }
 }
 
 // c[m, PANEL] += MB rows of x times a panel of `count` groups.
@@ -122,23 +134,9 @@ FB_INLINE void panel_block(const Operands& a, int64_t m0, int64_t count, int64_t
   const uint8_t* values = a.values + m0 * a.row_nbytes;
   const int64_t summed = std::min(group, MOST_SUMMED), words = summed / elements_of(NBYTES);
   const int32_t* w = a.panel;
-  c += m0 * cs;
   for (int64_t g = 0; g < count; ++g)
-    for (int64_t part = 0; part < group; part += summed, w += words * PANEL, values += words * 4) {
-      __m512i sums[2 * MB];
-      sum_words<NBYTES, MB>(values, a.row_nbytes, w, words, sums);
-      const bool last = part + summed >= group;
-      FB_UNROLL for (int j = 0; j < 2; ++j) {
-        const __m512 s = _mm512_load_ps(a.scales + g * PANEL + 16 * j), l = _mm512_load_ps(a.lows + g * PANEL + 16 * j);
-        FB_UNROLL for (int m = 0; m < MB; ++m) {
-          const int64_t at = (m0 + m) * a.groups + g;
-          const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[2 * m + j]), _mm512_set1_ps(a.x_scale[at]));
-          __m512 sum = _mm512_fmadd_ps(scaled, s, _mm512_loadu_ps(c + m * cs + 16 * j));
-          if (last) sum = _mm512_fmadd_ps(l, _mm512_set1_ps(a.x_sum[at]), sum);
-          _mm512_storeu_ps(c + m * cs + 16 * j, sum);
-        }
-      }
-    }
+    for (int64_t part = 0; part < group; part += summed, w += words * PANEL, values += words * 4)
+      group_block<NBYTES, MB>(a, values, w, words, m0, g, part + summed >= group, c + m0 * cs, cs);
 }
 
 // The same for m rows, in blocks as equal as can be.

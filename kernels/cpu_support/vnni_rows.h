@@ -97,19 +97,15 @@ template <class T> FB_INLINE float largest_of(const T* x, int64_t n) {
   return odd ? std::numeric_limits<float>::infinity() : _mm512_reduce_max_ps(most);
 }
 
-// The unit of elements that begin at x, of which n are there, as integers: element i times factor[i / 16].
-template <Order ORDER, int NBYTES, class T>
-FB_INLINE void round_unit(const T* x, int64_t n, const float* factor, uint8_t* to, __m512i* q) {
+FB_INLINE bool normal_scale(float largest) { return largest == 0.0f || (largest > 1e-30f && largest < 1e38f); }
+
+// Integers of a unit into their places.
+template <Order ORDER, int NBYTES> FB_INLINE void place_unit(const __m512i* q, uint8_t* to) {
   static constexpr Elements<ORDER> from;
-  FB_UNROLL for (int j = 0; j < 4; ++j) {
-    const int64_t left = n - 16 * j;
-    const __m512 v = load16(x + 16 * j, left >= 16 ? 0xffff : left > 0 ? __mmask16((1 << left) - 1) : 0);
-    q[j] = _mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(factor[j])));
-  }
-  alignas(64) int16_t held[64];
-  FB_UNROLL for (int j = 0; j < 4; ++j)
-    _mm256_store_si256(reinterpret_cast<__m256i*>(held + 16 * j), _mm512_cvtepi32_epi16(q[j]));
-  const __m512i a = _mm512_load_si512(held), b = _mm512_load_si512(held + 32);
+  const auto join = [](__m512i low, __m512i high) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(low)), _mm512_cvtepi32_epi16(high), 1);
+  };
+  const __m512i a = join(q[0], q[1]), b = join(q[2], q[3]);
   const __m512i first = _mm512_permutex2var_epi16(a, _mm512_load_si512(from.at), b),
                 second = _mm512_permutex2var_epi16(a, _mm512_load_si512(from.at + 32), b);
   if (NBYTES == 2) {
@@ -126,43 +122,50 @@ FB_INLINE void round_unit(const T* x, int64_t n, const float* factor, uint8_t* t
 template <Order ORDER, int NBYTES, class T>
 static bool round_row(const T* x, int64_t k, int64_t group, const Integers& rows, int64_t i, int64_t m) {
   constexpr float top = NBYTES == 2 ? 32767.0f : 127.0f;
-  const int64_t count = (k + group - 1) / group, span = std::max<int64_t>(group, 32), per = span / group;
+  const int64_t count = (k + group - 1) / group, span = std::max<int64_t>(group, 32);
   const RowBlock block = rows.panels ? RowBlock{i, 1} : block_of(i, m);
   uint8_t* values = rows.panels ? rows.values + i * rows.row_nbytes
                                 : rows.values + (block.begin * rows.k + (i - block.begin) * UNIT) * NBYTES;
   const int64_t unit_nbytes = UNIT * NBYTES * (rows.panels ? 1 : block.rows);
   float *scale = rows.scale + i * rows.groups, *sum = rows.sum + i * rows.groups;
-  for (int64_t g = 0; g < rows.groups; ++g) scale[g] = sum[g] = 0.0f;
+  for (int64_t g = count / 16 * 16; g < rows.groups; ++g) scale[g] = sum[g] = 0.0f;
   bool usable = true;
-  for (int64_t g = 0; g < count; g += per) {
-    const float largest = largest_of(x + g * group, std::min(span, k - g * group));
-    const bool normal = largest == 0.0f || (largest > 1e-30f && largest < 1e38f);
-    usable &= normal;
-    for (int64_t j = g; j < std::min(count, g + per); ++j) scale[j] = normal ? largest / top : 0.0f;
-  }
+  float factor[2] = {}, step[2] = {};      // of each half of a unit, and their inverses
   __m512i total = _mm512_setzero_si512();  // of 512 elements of 2^15 at most
-  for (int64_t u = 0; u * UNIT < rows.k; ++u) {
-    float factor[4];
-    FB_UNROLL for (int j = 0; j < 4; ++j) {
-      const int64_t g = (u * UNIT + 16 * j) / group;
-      const float s = g < count ? scale[g] : 0.0f;
-      factor[j] = s > 0.0f ? 1.0f / s : 0.0f;
+  for (int64_t at = 0; at < rows.k; at += UNIT) {
+    FB_UNROLL for (int h = 0; h < 2; ++h) {
+      const int64_t begin = at + 32 * h;
+      if (begin % span) {  // in the middle of a group
+        factor[h] = factor[0], step[h] = step[0];
+        continue;
+      }
+      const float largest = begin < k ? largest_of(x + begin, std::min(span, k - begin)) : 0.0f;
+      const bool normal = normal_scale(largest);
+      usable &= normal;
+      step[h] = normal ? largest * (1.0f / top) : 0.0f;
+      factor[h] = normal && largest > 0.0f ? top / largest : 0.0f;
     }
     __m512i q[4];
-    round_unit<ORDER, NBYTES>(x + u * UNIT, std::max<int64_t>(0, k - u * UNIT), factor, values + u * unit_nbytes, q);
+    FB_UNROLL for (int j = 0; j < 4; ++j) {
+      const int64_t left = k - at - 16 * j;
+      const __m512 v = load16(x + at + 16 * j, left >= 16 ? 0xffff : left > 0 ? __mmask16((1 << left) - 1) : 0);
+      q[j] = _mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(factor[j / 2])));
+    }
+    place_unit<ORDER, NBYTES>(q, values + at / UNIT * unit_nbytes);
     if (group >= UNIT) {
       total = _mm512_add_epi32(_mm512_add_epi32(total, _mm512_add_epi32(q[0], q[1])), _mm512_add_epi32(q[2], q[3]));
-      if ((u + 1) * UNIT % group == 0) {
-        const int64_t g = u * UNIT / group;
-        sum[g] = scale[g] * float(_mm512_reduce_add_epi32(total));
+      if ((at + UNIT) % group == 0) {
+        scale[at / group] = step[0];
+        sum[at / group] = step[0] * float(_mm512_reduce_add_epi32(total));
         total = _mm512_setzero_si512();
       }
       continue;
     }
     for (int64_t j = 0; j < 4; j += group / 16) {
-      const int64_t g = (u * UNIT + 16 * j) / group;
-      if (g < count)
-        sum[g] = scale[g] * float(_mm512_reduce_add_epi32(group == 16 ? q[j] : _mm512_add_epi32(q[j], q[j + 1])));
+      const int64_t g = (at + 16 * j) / group;
+      if (g >= count) break;
+      scale[g] = step[j / 2];
+      sum[g] = step[j / 2] * float(_mm512_reduce_add_epi32(group == 16 ? q[j] : _mm512_add_epi32(q[j], q[j + 1])));
     }
   }
   return usable;

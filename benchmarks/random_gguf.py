@@ -1,0 +1,85 @@
+"""GGUF files of Llama's shape with random codes, and the tokenizer of SmolLM2: as large as wanted, made in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.big_model import LlamaShape
+from forebay.kernels.build.cache_folder import cache_folder
+
+VOCAB = 49152
+# Sizes as TinyLlama 1.1B and Llama 3.2 3B have them, with the vocabulary of the tokenizer.
+SHAPES = {"1b": LlamaShape(2048, 22, 32, 4, 5632, VOCAB), "3b": LlamaShape(3072, 28, 24, 8, 8192, VOCAB)}
+BLOCK = 32
+SPREAD = 0.02  # standard deviation of the weights
+CODES_SPREAD = {"Q4_0": 4.6, "Q8_0": 73.9}  # of codes that are all as likely
+
+
+def make_gguf(size: str, kind: str) -> Path:
+    """The file of a model of SHAPES whose matrices are all of `kind`, made once in the cache folder."""
+    import gguf
+
+    path = cache_folder() / "benchmarks" / f"random-{size}-{kind}.gguf"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shape, random = SHAPES[size], np.random.default_rng(0)
+    made = path.with_suffix(".part")
+    writer = gguf.GGUFWriter(made, "llama", use_temp_file=True)
+    _write_settings(writer, shape)
+    _copy_tokenizer(writer)
+    for name, rows, columns in _tensors(shape):
+        if columns == 0:
+            writer.add_tensor(name, np.ones(rows, np.float32))
+            continue
+        nbytes = 2 + (BLOCK // 2 if kind == "Q4_0" else BLOCK)
+        blocks = random.integers(0, 256, (rows, columns // BLOCK, nbytes), np.uint8)
+        blocks[..., :2] = np.frombuffer(np.float16(SPREAD / CODES_SPREAD[kind]).tobytes(), np.uint8)
+        writer.add_tensor(name, blocks.reshape(rows, -1), raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    made.rename(path)
+    return path
+
+
+def _write_settings(writer: object, shape: LlamaShape) -> None:
+    w: object = writer
+    head = shape.hidden // shape.heads
+    for name, value in (
+        ("context_length", 8192), ("embedding_length", shape.hidden), ("block_count", shape.layers),
+        ("feed_forward_length", shape.intermediate), ("head_count", shape.heads), ("head_count_kv", shape.kv_heads),
+        ("layer_norm_rms_eps", 1e-5), ("rope_freq_base", 10000.0), ("rope_dimension_count", head),
+        ("vocab_size", shape.vocab),
+    ):  # fmt: skip
+        getattr(w, f"add_{name}")(value)
+
+
+def _copy_tokenizer(writer: object) -> None:
+    """The tokenizer's fields of the demo's file."""
+    import gguf
+
+    from forebay.rewriter.checkpoints.resolve import demo_gguf
+
+    for field in gguf.GGUFReader(demo_gguf()).fields.values():
+        if field.name.startswith("tokenizer."):
+            kinds = field.types
+            writer.add_key_value(field.name, field.contents(), kinds[0],  # type: ignore[attr-defined]
+                                 kinds[-1] if kinds[0] == gguf.GGUFValueType.ARRAY else None)
+
+
+def _tensors(shape: LlamaShape) -> list[tuple[str, int, int]]:
+    """(name, rows, columns) of every tensor; no columns for a vector."""
+    head = shape.hidden // shape.heads
+    found = [("token_embd.weight", shape.vocab, shape.hidden)]
+    for i in range(shape.layers):
+        own, shared = shape.heads * head, shape.kv_heads * head
+        found += [(f"blk.{i}.{name}.weight", rows, columns) for name, rows, columns in (
+            ("attn_norm", shape.hidden, 0), ("attn_q", own, shape.hidden), ("attn_k", shared, shape.hidden),
+            ("attn_v", shared, shape.hidden), ("attn_output", shape.hidden, own), ("ffn_norm", shape.hidden, 0),
+            ("ffn_gate", shape.intermediate, shape.hidden), ("ffn_up", shape.intermediate, shape.hidden),
+            ("ffn_down", shape.hidden, shape.intermediate))]
+    return [*found, ("output_norm.weight", shape.hidden, 0), ("output.weight", shape.vocab, shape.hidden)]
