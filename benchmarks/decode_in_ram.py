@@ -1,12 +1,12 @@
 """Tokens per second where everything fits in RAM: `python -m benchmarks.decode_in_ram` (Linux).
 
-Batch 1, a prompt of random tokens (`--prompt`) and 32 new ones, greedy, two threads each. `--model demo` is SmolLM2-135M
-in Q4_1; 1b and 3b are random Llamas of so many parameters in `--kind` Q4_0 or Q8_0 (random_gguf.py). Forebay runs within
-a budget that holds all of it, on the file repacked bit for bit (`forebay quantize --weights keep --head --embeddings`),
-and with `--more` (the demo) in bf16 and float32. Peers, where installed: llama.cpp (xllamacpp) and OpenVINO GenAI, as it
-comes (activations in 8 bits) and with products in bf16, both on the GGUF itself and by their own clocks, and with
-`--more` transformers in bf16. Each has a process of its own and waits idle while another has its turn; a round gives
-each one turn. Decode is the mean time of a token after the first, prefill the time to the first.
+Batch 1, a prompt of random tokens (`--prompt`) and 32 new ones, greedy, two threads each. `--model demo` is
+SmolLM2-135M in Q4_1; 1b and 3b are random Llamas of so many parameters in `--kind` Q4_0 or Q8_0 (random_gguf.py).
+Forebay runs within a budget that holds all of it, on the file repacked bit for bit (`forebay quantize --weights keep
+--head --embeddings`), and with `--more` (the demo) in bf16 and float32. Peers, where installed: llama.cpp (xllamacpp)
+and OpenVINO GenAI, as it comes (activations in 8 bits) and with products in bf16, both on the GGUF itself and by their
+own clocks, and with `--more` transformers in bf16. Each has a process of its own and waits idle while another has its
+turn; a round gives each one turn. Decode is the mean time of a token after the first, prefill the time to the first.
 
 `ceiling` is the bytes of weights that a token reads over the memory's rate, the best of sums over 256 MiB. Memory is
 resident bytes, files mapped into memory included: at most while generating, and above what the process held before it

@@ -120,8 +120,8 @@ def test_nan_and_infinity_propagate(impl: str, dtype: torch.dtype) -> None:
 
 @needs_compiler
 def test_rounding_is_torchs() -> None:
-    """Overflow, subnormals and ties round as torch's own conversion, in and out; instructions for bf16 take what is below
-    its smallest normal number for zero."""
+    """Overflow, subnormals and ties round as torch's own conversion, in and out; instructions for bf16 take what is
+    below its smallest normal number for zero."""
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.bfloat16, torch.float16):
         every = bits.view(dtype)

@@ -1,0 +1,39 @@
+"""Products and attention as compiled for other processors than this one: each has code of its own, which this processor
+runs if it is one of them or has more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forebay.kernels.build import compile
+
+HERE = Path(__file__).resolve().parent
+# Names that the compiler has for kinds of processors, and an instruction that the kernels for each would use.
+KINDS = {"x86-64": "sse2", "haswell": "avx2", "skylake-avx512": "avx512f", "icelake-server": "avx512_vnni"}
+FILES = ("products/linear/test_cpu.py", "products/linear_q/test_cpu.py", "attention/attention/test_cpu.py",
+         "attention/attention_q/test_cpu.py", "attention/sparse_attention/test_cpu.py", "cache/kv_append/test_cpu.py")
+
+
+def flags_here() -> set[str]:
+    """What /proc/cpuinfo says this processor has; nothing where there is no such file."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+@pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("kind", KINDS if os.environ.get("FOREBAY_TEST_ALL") else ("x86-64",))
+def test_kernels_for(kind: str) -> None:
+    """Their own tests pass; "x86-64" forbids all that is not on every such processor, so the portable code runs."""
+    if KINDS[kind] not in flags_here():
+        pytest.skip(f"this processor is no {kind}")
+    files = [str(HERE / name) for name in FILES]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    ran = subprocess.run(command, env={**os.environ, "FOREBAY_TEST_PROCESSOR": kind}, capture_output=True, text=True,
+                         timeout=900)
+    assert ran.returncode == 0, ran.stdout[-3000:]
