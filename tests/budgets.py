@@ -18,10 +18,10 @@ WITH_KERNELS = pytest.mark.skipif(
 THREADS = 2  # that shares are given for, with our C++ kernels
 
 
-def attention_nbytes(batch: int, heads: int, length: int, head_dim: int) -> int:
+def attention_nbytes(batch: int, heads: int, length: int, head_dim: int, queries: int | None = None) -> int:
     """Bytes that attention over float32 takes here beyond what our C++ kernel takes with two threads, for prompts of
-    any length."""
-    taken = workspace_nbytes(batch, heads, heads, length, length, head_dim, torch.float32, 0.0)
+    any length, or of so many `queries`."""
+    taken = workspace_nbytes(batch, heads, heads, queries or length, length, head_dim, torch.float32, 0.0)
     return taken - NATIVE_NBYTES * THREADS
 
 

@@ -101,11 +101,12 @@ def graphs_are_shared(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def planned_with_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans that are looked at, not run, are those of a machine with a compiler: what torch's operators would take in
-    place of our kernels moves bounds that tests are about."""
+    """Plans that are looked at, not run, are those of a machine with a compiler and two threads: what torch's operators
+    would take in place of our kernels, or these with more threads, moves bounds that tests are about."""
     from forebay.kernels.cpu_support import native
 
     monkeypatch.setattr(native, "load", lambda: object())
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -440,7 +440,7 @@ def test_garbage_is_looked_for_where_a_model_ends_and_not_while_one_is_made(
     """It takes tenths of a second, which `wrap` took longer after the graphs of a few models had been let go."""
     looked: list[str] = []
     monkeypatch.setattr(model_module, "collect_when_due", lambda: looked.append("looked"))
-    lm = llama_checkpoint.language_model(0.5, batch=1, prompt=4, new_tokens=2)
+    lm = wrap(llama_checkpoint.folder, "64MiB", batch=1, prompt=4, new_tokens=2)
     assert not looked
     lm.reserve(1, 8, 4)
     assert len(looked) == 1, "graphs of the plan before"

@@ -173,6 +173,7 @@ def test_launches_are_counted_as_programs_have_them() -> None:
     assert rates[1].compute_s(1) - rates[0].compute_s(1) == pytest.approx(3 * 7 * Machine.default().dispatch_s)
 
 
+@pytest.mark.usefixtures("planned_with_our_kernels")
 def test_hidden_states_leave_the_device_for_larger_chunks_where_weights_bind() -> None:
     """On a machine that computes in next to no time each pass over the weights counts; on one that does not it is not
     even tried, and where that is wished they stay."""

@@ -98,6 +98,7 @@ def test_caches_off_the_device_where_more_places_take_less_time_a_sequence() -> 
     assert not planned(1 << 30).schedule.block.staged
 
 
+@pytest.mark.usefixtures("planned_with_our_kernels")
 def test_prefill_steps_decode_as_well_where_that_is_faster() -> None:
     """Which of both plans is faster the link decides: a slow one hides the chunks."""
     job, budget, joined = Workload(100, 60, 40), 1_800_000, []

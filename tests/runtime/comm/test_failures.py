@@ -14,9 +14,11 @@ import families
 import pytest
 import torch
 import transformers as T
+from budgets import attention_nbytes
 from forked import Started, start_code
 
 ENDS_S = 60.0  # 30 on a machine with nothing else to do
+BUDGET = 420_000 + max(0, attention_nbytes(1, 4, 124, 16))
 
 RANK = """
 import os, sys, torch
@@ -25,10 +27,10 @@ import forebay
 from forebay.runtime.comm import watch
 from forebay.commands.ranks import among_ranks
 watch.SILENT_S = 4.0
-folder, marks, mesh = sys.argv[1:]
+folder, marks, mesh, budget = sys.argv[1:]
 rank = int(os.environ["RANK"])
 with among_ranks(mesh, None):
-    lm = forebay.wrap(folder, "420kB", batch=1, prompt=4, new_tokens=120, mesh=mesh)
+    lm = forebay.wrap(folder, int(budget), batch=1, prompt=4, new_tokens=120, mesh=mesh)
 
     def seen(column, count=[0]):
         count[0] += 1
@@ -58,8 +60,9 @@ def started(folder: Path, marks: Path, fails: bool, mesh: str) -> list[Started]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     code = RANK.replace("{fails}", str(fails))
-    return [start_code(marks.parent / f"told{rank}", code, str(folder), str(marks), mesh, RANK=str(rank),
-                       WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)) for rank in range(2)]
+    return [start_code(marks.parent / f"told{rank}", code, str(folder), str(marks), mesh, str(BUDGET),
+                       RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            for rank in range(2)]
 
 
 @pytest.mark.parametrize(("how", "said", "mesh"), [
@@ -101,8 +104,8 @@ def test_a_job_under_torchrun_is_gone_on_with_by_one_process(folder: Path, tmp_p
     T.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
     prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     lines = [json.dumps({"prompt": f"w{i} w{i + 9}"}) for i in range(6)]
-    job = ["--prompts", str(prompts), "--output", str(output), "--budget", "device=600kB", "--max-new-tokens", "5",
-           "--batch", "2"]
+    job = ["--prompts", str(prompts), "--output", str(output), "--budget", f"device={180_000 + BUDGET}",
+           "--max-new-tokens", "5", "--batch", "2"]
     prompts.write_text("\n".join(lines[:4]) + "\n")
     both = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "forebay", "run", str(folder)]
     subprocess.run([*both, *job], check=True, capture_output=True, timeout=300)
