@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from budgets import WITH_KERNELS
 from families import llama
 from typer.testing import CliRunner
 
@@ -113,6 +114,7 @@ def test_a_copy_in_fewer_bits_drafts_and_is_made_once_of_these_weights(
     assert states.pop(packed.folder.name) == "changed" and len(states) == 2
 
 
+@WITH_KERNELS
 def test_a_draft_whose_tokens_seldom_stand_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What answers have shown counts for the next one, and for the next process; predicted times are a guess's."""
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
