@@ -3,10 +3,11 @@
 Batch 1, a prompt of random tokens (`--prompt`) and 32 new ones, greedy, two threads each. `--model demo` is
 SmolLM2-135M in Q4_1; 1b and 3b are random Llamas of so many parameters in `--kind` Q4_0 or Q8_0 (random_gguf.py).
 Forebay runs within a budget that holds all of it, on the file repacked bit for bit (`forebay quantize --weights keep
---head --embeddings`), and with `--more` (the demo) in bf16 and float32. Peers, where installed: llama.cpp (xllamacpp)
-and OpenVINO GenAI, as it comes (activations in 8 bits) and with products in bf16, both on the GGUF itself and by their
-own clocks, and with `--more` transformers in bf16. Each has a process of its own and waits idle while another has its
-turn; a round gives each one turn. Decode is the mean time of a token after the first, prefill the time to the first.
+--head --embeddings`), with activations as they are and rounded to 8 bits, and with `--more` (the demo) in bf16 and
+float32. Peers, where installed: llama.cpp (xllamacpp) and OpenVINO GenAI, as it comes (activations in 8 bits) and with
+products in bf16, both on the GGUF itself and by their own clocks, and with `--more` transformers in bf16. Each has a
+process of its own and waits idle while another has its turn; a round gives each one turn. Decode is the mean time of a
+token after the first, prefill the time to the first.
 
 `ceiling` is the bytes of weights that a token reads over the memory's rate, the best of sums over 256 MiB. Memory is
 resident bytes, files mapped into memory included: at most while generating, and above what the process held before it
@@ -37,8 +38,8 @@ import torch
 NEW, BUDGET = 32, "8GB"
 MB = 1e6
 LIBGOMP_SPINS = "300000"  # its default, with which llama.cpp is several times faster than without spinning
-NAMES = ("forebay packed", "forebay bf16", "forebay float32", "llama.cpp", "openvino", "openvino bf16",
-         "transformers bf16")
+NAMES = ("forebay packed", "forebay packed int8", "forebay bf16", "forebay float32", "llama.cpp", "openvino",
+         "openvino bf16", "transformers bf16")
 MODULES = {"llama.cpp": "xllamacpp", "openvino": "openvino_genai"}  # what peers need
 Turn = tuple[float, float]  # prefill_s, and time_s of each token after the first
 
@@ -58,7 +59,8 @@ class ForebayInRam:
     def __init__(self, name: str, path: str, prompt: int, threads: int) -> None:
         import forebay.api
 
-        self.lm = forebay.api.wrap(path, {"device": BUDGET}, batch=1, prompt=prompt, new_tokens=NEW)
+        self.lm = forebay.api.wrap(path, {"device": BUDGET}, batch=1, prompt=prompt, new_tokens=NEW,
+                                   activations="int8" if "int8" in name else "native")
         streamed = self.lm.plan.prediction.streamed_nbytes
         if streamed > self.lm.captured.vocab_size:  # a row of the embedding comes from the file, and nothing else
             raise SystemExit(f"{BUDGET} do not hold {path}: {streamed} bytes are streamed")
@@ -177,7 +179,7 @@ def prepare(folder: Path, model: str, kind: str, more: bool) -> dict[str, tuple[
     sizes = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(source).tensors}
     own = sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)
     ours = packed.nbytes * own // sum(sizes.values())
-    found = {"forebay packed": (str(folder / "packed"), ours)}
+    found = {name: (str(folder / "packed"), ours) for name in ("forebay packed", "forebay packed int8")}
     found |= {name: (str(source), own) for name in NAMES if name.split()[0] in MODULES}
     if more and model == "demo":
         native = resolve_model("demo", dequantize=True)
@@ -189,14 +191,13 @@ def prepare(folder: Path, model: str, kind: str, more: bool) -> dict[str, tuple[
     return {name: found[name] for name in NAMES if name in found}
 
 
-def ask(process: subprocess.Popen[str], line: str | None = None) -> dict[str, Any]:
+def ask(process: subprocess.Popen[str], line: str | None = None) -> dict[str, Any] | None:
+    """The answer to a line, or what is said unasked; None where the process has ended."""
     assert process.stdin is not None and process.stdout is not None
     if line is not None:
         print(line, file=process.stdin, flush=True)
     answer = process.stdout.readline()
-    if not answer:
-        raise SystemExit(f"{' '.join(map(str, process.args))} ended: {process.wait()}")  # type: ignore[arg-type]
-    return json.loads(answer)
+    return json.loads(answer) if answer else None
 
 
 def measure(paths: dict[str, tuple[str, int]], prompt: int, rounds: int, threads: int
@@ -212,10 +213,15 @@ def measure(paths: dict[str, tuple[str, int]], prompt: int, rounds: int, threads
             own = environment | ({"GOMP_SPINCOUNT": LIBGOMP_SPINS} if name == "llama.cpp" else {})
             processes[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                                env=own)
-            ask(processes[name])
+            if ask(processes[name]) is None:
+                print(f"{name}: does not load {path}")
+                del processes[name]
         for _ in range(rounds):
             for name, process in processes.items():
-                found[name].append(ask(process, "turn"))
+                answer = ask(process, "turn")
+                if answer is None:
+                    raise SystemExit(f"{name} ended: {process.wait()}")
+                found[name].append(answer)
     finally:
         for process in processes.values():
             process.kill()
@@ -269,7 +275,7 @@ def main() -> None:
             print(f"\n{args.model}, prompt of {prompt}")
             found = measure(paths, prompt, args.rounds, args.threads)
             rows += [{"prompt": prompt} | summary(name, answers, prompt, paths[name][1], rate)
-                     for name, answers in found.items()]
+                     for name, answers in found.items() if answers]
     if args.json:
         settings = {"model": args.model, "kind": args.kind if args.model != "demo" else "Q4_1", "threads": args.threads,
                     "new": NEW, "memory_bytes_per_s": rate}

@@ -57,11 +57,13 @@ class Product(NamedTuple):
 @dataclass(frozen=True)
 class Implementations:
     """How a product can be computed. `candidates(weight)` are the implementations on the CPU here from which the
-    measurements of a machine choose; `default[device](shape, device name)` names one where nothing was measured."""
+    measurements of a machine choose; `default[device](shape, device name)` names one where nothing was measured.
+    `rounding(weight)` are further ones, which round activations to 8 bits: they are taken where that is wished."""
 
     shape: Callable[[Use], Product]
     candidates: Callable[[str], tuple[str, ...]]
     default: Mapping[str, Callable[[Product, str], str]]
+    rounding: Callable[[str], tuple[str, ...]] = lambda weight: ()
 
 
 Call = Callable[[], object]

@@ -49,6 +49,7 @@ from forebay.rewriter.ir.graph import META, Gemm, Layout, is_collective
 from forebay.rewriter.ir.plan import MOVING, Budget, GemmChoice, Plan, PlanError, Prediction, Workload, validate
 from forebay.rewriter.ir.program import Launch, Program
 from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.planning.best_product import best_product, known_names
 from forebay.rewriter.planning.check_plan import check_plan, check_prediction, check_products
 from forebay.rewriter.planning.graph_needs import (
     cache_buffers,
@@ -298,12 +299,7 @@ class Pipeline:
         """What may compute products of each dtype or format here; on a GPU whatever its kernels can be named."""
         if self._device != "cpu":
             return {}
-        found: dict[str, tuple[str, ...]] = {}
-        for dtype, *_ in self._shapes(plan):
-            choice = operators.product_with(dtype).implementations
-            assert choice is not None
-            found[dtype] = choice.candidates(dtype)
-        return found
+        return {dtype: known_names(dtype) for dtype, *_ in self._shapes(plan)}
 
     def _workspace(self, launch: Launch) -> Launch:
         """A launch with what it takes outside the arenas."""
@@ -315,19 +311,12 @@ class Pipeline:
         return "cpu" if self.machine.device_kind == "cpu" else "cuda"
 
     def _best_gemm(self, shape: Shape, most: int | None = None) -> str:
-        """The fastest implementation measured on this machine; where not all were measured, the kernels' own choice. On
-        a CPU one that takes at most `most` bytes of workspace, if any does: a tile may want more than the whole."""
+        """What computes a product; on a CPU with at most `most` bytes of workspace, if anything does."""
         product = Product(*shape)
+        if self._device == "cpu":
+            return best_product(product, self.machine, self.graphs.activations, most)
         choice = operators.product_with(product.weight).implementations
         assert choice is not None
-        if self._device == "cpu":
-            measured, known = set(self.machine.gemm_impls(product.weight)), set(choice.candidates(product.weight))
-            within = known if most is None else {
-                n for n in known if product_launch(product, n, "cpu").workspace_nbytes <= most} or known
-            if known and measured >= known:  # a profile made where there was a compiler names kernels that need one
-                return self.machine.best_gemm(*product, within)
-            own = choice.default["cpu"](product, self.machine.device_kind)
-            return own if own in within or own not in known else min(within)
         return choice.default[self._device](product, self.machine.device_kind)
 
     def _launches(self, flat: fx.GraphModule, uses: Iterable[ProductUse]) -> list[Launch]:

@@ -20,18 +20,25 @@ from forebay.rewriter.garbage import no_collection
 from forebay.rewriter.ir.graph import CacheSpec, CapturedModel, RowFormat, copy_node
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.pipeline import PASSES, phase
+from forebay.rewriter.planning.best_product import rounding_names
 from forebay.rewriter.run_passes import Stage, check_switches
 from forebay.rewriter.switches import SwitchError, Switches
 
+ACTIVATIONS = ("native", "int8")
 WHERE_ASKED = ("take_stage", "shard", "quantize_cache", "quantize_weights", "checkpoint_kv", "drop_values")
 
 
 @no_collection()
-def rewrite_captured(captured: CapturedModel, switches: Switches, cache_format: str = "native") -> CapturedModel:
+def rewrite_captured(
+    captured: CapturedModel, switches: Switches, cache_format: str = "native", activations: str = "native"
+) -> CapturedModel:
     """`captured` with the block passes run on copies of its graphs; weights that are stored as packed rows are read as
-    such, and the KV cache is kept in `cache_format` (native, kv8 or kv4). Of graphs on which they have run, with a
-    native cache, only the cache is left to do."""
+    such, and the KV cache is kept in `cache_format` (native, kv8 or kv4). Packed weights may meet `activations` rounded
+    to 8 bits (int8). Of graphs on which they have run, with a native cache, only the cache is left to do. PlanError
+    where a format cannot be had."""
     check_switches(PASSES, switches)
+    _check_activations(captured, activations)
+    captured = replace(captured, activations=activations)
     if captured.rewritten:
         _refuse_switches(switches)
         if cache_format == "native":
@@ -61,6 +68,21 @@ def rewrite_captured(captured: CapturedModel, switches: Switches, cache_format: 
         else:
             stage.stop(each)
     return _with_choices(captured, switches)
+
+
+def _check_activations(captured: CapturedModel, activations: str) -> None:
+    """PlanError for a format of activations that is none, or that no product of the model takes here."""
+    if activations not in ACTIVATIONS:
+        raise PlanError(f"activations must be one of {', '.join(ACTIVATIONS)}, found {activations!r}")
+    stored = {spec.stored.name for spec in captured.weights.values() if spec.stored is not None}
+    if activations == "native" or any(rounding_names(name) for name in stored):
+        return
+    if not stored:
+        raise PlanError(f"activations {activations}: no weight of the model is packed; quantise it (`forebay "
+                        "quantize`), or leave activations out")
+    raise PlanError(f"activations {activations}: no product of {', '.join(sorted(stored))} takes them here; that needs "
+                    "a C++ compiler, AVX2 (for codes of 8 bits AVX-512 with VNNI) and groups of 32 or more; leave "
+                    "activations out")
 
 
 @dataclass(frozen=True)

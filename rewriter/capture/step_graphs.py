@@ -48,6 +48,7 @@ class StepGraphs:
     prefill: StepGraph | None = None
     block: Block = ALONE
     cache_format: str = "native"
+    activations: str = "native"
     # by tokens of a block of K and V, and format, those of a block of checkpoints; 0: there are none
     checkpoint_tokens: Callable[[int, str], int] = lambda cache_tokens, kept: 0
     speculative: tuple[int, ...] = ()
@@ -110,6 +111,7 @@ def step_graphs(
                       prefill=None if block.staged or block.entering else (
                           lambda tokens: step(tokens, workload.prompt)),
                       cache_format=captured.cache[0].format if captured.cache else "native", block=block,
+                      activations=captured.activations,
                       speculative=speculative, speculate=speculate if gives_every_position(captured) else None,
                       checkpoint_tokens=lambda tokens, kept: checkpoint_tokens(_checkpointed(plain, kept), tokens))
 

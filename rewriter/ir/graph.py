@@ -183,6 +183,7 @@ class CapturedModel:
     embeds: int = 0  # width of the embeddings that a step takes too; 0: it takes ids alone
     renewed_at: int = 0  # a cache begun within so many tokens is computed anew beyond them; 0: never
     choices: Choices | None = None  # of graphs that are rewritten
+    activations: str = "native"  # int8: packed weights meet them rounded to 8 bits
 
     @property
     def weight_nbytes(self) -> int:

@@ -10,6 +10,8 @@ from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Plan, PlanError, Workload
 from forebay.rewriter.ir.score_range import ScoreRange
 
+Activations = Literal["native", "int8"]  # that packed weights meet: as they are, or rounded to 8 bits
+
 HIDDEN_SLOTS = 3  # regions for hidden states: one is computed in, one is stored, one is loaded
 
 
@@ -40,14 +42,17 @@ class Wishes:
     drafted_tokens: int | Literal["auto"] | None = None  # that a step checks at most; None: no step checks any
     sparse_values: float = 1.0  # share of a sequence's tokens whose values decode steps read
     score_ranges: tuple[ScoreRange, ...] = ()  # what `forebay calibrate` measured
+    activations: Activations = "native"
 
     def as_planned(self, plan: Plan) -> Wishes:
         """The same beside a plan: what it says of the values that attention has is so in plans that follow it."""
-        return replace(self, cache_format=plan.cache_format, sparse_values=plan.schedule.block.sparse_values)
+        return replace(self, cache_format=plan.cache_format, sparse_values=plan.schedule.block.sparse_values,
+                       activations=activations_of(plan) if plan.gemm else self.activations)
 
     def of_any_steps(self) -> Wishes:
         """What is wished whatever steps give."""
-        return Wishes(cache_format=self.cache_format, score_ranges=self.score_ranges, sparse_values=self.sparse_values)
+        return Wishes(cache_format=self.cache_format, score_ranges=self.score_ranges, sparse_values=self.sparse_values,
+                      activations=self.activations)
 
     def block(self, batch: int) -> Block:
         """The block for `batch` sequences with their cache on the device; no micro-batch is empty."""
@@ -63,6 +68,11 @@ class Wishes:
         host = 0 if self.hidden_tier == "host" else host
         slots = max(1, min(HIDDEN_SLOTS, block.micro_batches - device - 1))
         return replace(block, hidden=self.hidden_tier, hidden_slots=slots, hidden_device=device, hidden_host=host)
+
+
+def activations_of(plan: Plan) -> Activations:
+    """How packed weights meet activations in a plan: int8 where one of its products rounds them to 8 bits."""
+    return "int8" if any(choice.impl == "int8" for choice in plan.gemm) else "native"
 
 
 def check_choices(workload: Workload, wishes: Wishes, replayed: Plan | None = None) -> None:
@@ -112,6 +122,8 @@ def _check_replayed(wishes: Wishes, plan: Plan) -> None:
         "checkpoints": (wishes.checkpoints and (wishes.checkpoints if wishes.checkpoints[0] else (0, 0)),
                         (block.checkpoints, block.checkpoint_period)),
         "hidden_tier": (wishes.hidden_tier, block.hidden),
+        "activations": (None if wishes.activations == "native" or not plan.gemm else wishes.activations,
+                        activations_of(plan)),
         "sparse_values": (None if wishes.sparse_values == 1 else wishes.sparse_values, block.sparse_values)}
     if s.slots:
         planned |= {"slots": (wishes.slots, s.slots), "lead": (wishes.lead, s.lead)}

@@ -108,13 +108,13 @@ def timed_products(
 
 
 def _products(kind: str, n: int, k: int) -> Iterator[TimedProduct]:
-    """By every implementation as accurate as floats, for weights of a dtype, or packed rows for bfloat16 x."""
+    """By every implementation, for weights of a dtype, or packed rows for bfloat16 x."""
     operator, how, dtype = product_of(kind, k, torch.bfloat16)
     assert operator.implementations is not None
     weights = cold_product_weights(how, n, k, dtype)
     for m in GEMM_M:
         x, out = torch.ones(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
-        for impl in operator.implementations.candidates(kind):
+        for impl in (*operator.implementations.candidates(kind), *operator.implementations.rounding(kind)):
             uses = (Tensors((x, weight, None), how, (out,), impl) for weight in weights)
             yield impl, m, [operator.bind["cpu"](use) for use in uses]
 

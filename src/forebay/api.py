@@ -71,7 +71,8 @@ def wrap(
     *,
     batch: int = 1, prompt: int | None = None, new_tokens: int = 128, machine: Machine | None = None,
     plan: Plan | None = None, slots: int | None = None, slot_nbytes: int | None = None, lead: int | None = None,
-    prefill_chunk: int | None = None, cache: str = "native", micro_batches: int | None = None,
+    prefill_chunk: int | None = None, cache: str = "native", activations: Literal["native", "int8"] = "native",
+    micro_batches: int | None = None,
     order: Literal["row", "zigzag"] = "zigzag", cache_tier: Literal["device", "host", "disk"] | None = None,
     cache_shares: tuple[float, float] | None = None, sparse_values: float = 1.0,
     cpu_attention: bool | None = None, checkpoints: tuple[int, int] | None = None, checkpoint_format: str = "native",
@@ -87,9 +88,10 @@ def wrap(
     "120MiB", "disk": "/path"}. `batch`, `prompt` (default 128, or half of the model's positions where they are few) and
     `new_tokens` are what the first plan is made for; `generate` plans anew for more. `machine` is what `forebay
     machine` kept, else a guess. `slots`, `slot_nbytes`, `lead` and `prefill_chunk` force the planner's choices. `cache`
-    is the KV cache's format: native, kv8 or kv4. What does not fit the device of it lies in host memory, as far as
-    `budget["host"]` allows, and in a spill file in `budget["disk"]`, or all on a `cache_tier` but for `cache_shares` on
-    the device and in host memory, where with `cpu_attention` the host attends. The batch is then computed in
+    is the KV cache's format: native, kv8 or kv4. With int8 `activations` packed weights meet them rounded to 8 bits,
+    which is faster on a CPU. What of the cache does not fit the device lies in host memory, as far as `budget["host"]`
+    allows, and in a spill file in `budget["disk"]`, or all on a `cache_tier` but for `cache_shares` on the device and
+    in host memory, where with `cpu_attention` the host attends. The batch is then computed in
     `micro_batches` parts that load their caches; in "zigzag" `order` they share each pass over the weights. With
     `checkpoints` (2, 3) it keeps of two of three stretches of tokens what K and V are made of, native or act8. With
     `sparse_values` 0.1 decode steps read a tenth of the values. Hidden states of a prefill wait on a `hidden_tier`, but
@@ -115,7 +117,8 @@ def wrap(
         captured, checkpoint, files = open_model(model, dequantize=dequantize)
     if prompt is None:
         prompt = min(128, max(1, captured.max_positions // 2)) if captured.max_positions else 128
-    wishes = replace(wishes, sparse_values=sparse_values, hidden_tier=hidden_tier, hidden_shares=hidden_shares,
+    wishes = replace(wishes, sparse_values=sparse_values, activations=activations, hidden_tier=hidden_tier,
+                     hidden_shares=hidden_shares,
                      score_ranges=ranges_for(calibration, checkpoint.fingerprint, captured.dtype))
     workload = Workload(places or batch, prompt, new_tokens)
     lm = made(draft, mesh, captured, checkpoint, files, sizes, workload, wishes, machine, plan)
@@ -164,7 +167,8 @@ class LanguageModel(ScoringCalls, ModuleHabits):
             if workload.prompt + 1 > limit:
                 raise PlanError(f"a prompt of {workload.prompt} tokens does not fit the model's {limit} positions")
             workload = replace(workload, new_tokens=limit - workload.prompt)
-        self._fused = self._fused or rewrite_captured(self.captured, self.switches, self.wishes.cache_format)
+        self._fused = self._fused or rewrite_captured(self.captured, self.switches, self.wishes.cache_format,
+                                                      self.wishes.activations)
         if plan is None:
             asked = with_renewal(workload.prompt, workload.new_tokens, self.captured.renewed_at)
             workload = Workload(workload.batch, *asked)

@@ -116,6 +116,11 @@ def _candidates(weight: str) -> tuple[str, ...]:
     return tuple(name for name in cpu.implementations(weight_format(weight).bits) if name != "int8")
 
 
+def _rounding(weight: str) -> tuple[str, ...]:
+    stored = weight_format(weight)
+    return ("int8",) if stored.group_size != 16 and "int8" in cpu.implementations(stored.bits) else ()
+
+
 LINEAR_Q = Operator(
     torch.ops.forebay.linear_q.default,
     reference,
@@ -128,6 +133,7 @@ LINEAR_Q = Operator(
         _shape,
         candidates=_candidates,
         default={"cpu": lambda p, _: _default_choice(p), "cuda": choices.choose},
+        rounding=_rounding,
     ),
     timed_as="product",
     onnx=linear_q_onnx,

@@ -11,6 +11,7 @@ import typer
 
 from forebay.commands.machine import machine_profile
 from forebay.commands.options import (
+    ActivationsOption,
     BudgetOption,
     CacheOption,
     DebugOption,
@@ -45,6 +46,7 @@ def chat(
     top_p: Annotated[float, typer.Option(help="Draw from the smallest set of tokens that holds this much.")] = 0.9,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     cache: CacheOption = "native",
+    activations: ActivationsOption = "native",
     speculate: SpeculateOption = None,
     draft: DraftOption = None,
     dequantize: DequantizeOption = False,
@@ -67,7 +69,7 @@ def chat(
         if not getattr(tokenizer, "chat_template", None):
             raise JobError(f"the tokenizer of {model} has no chat template; try forebay run {model} \"a prompt\"")
         with _planned(folder, budget, FIRST_PROMPT, max_new_tokens, cache, machine, speculate is not False,
-                      draft) as lm:
+                      draft, activations) as lm:
             for turn, line in enumerate(_lines()):
                 messages.append({"role": "user", "content": line})
                 ids = _templated(tokenizer, messages)
@@ -78,6 +80,7 @@ def chat(
 def answer_one(
     model: str, prompt: str, budget: str | None, max_new_tokens: int, sampling: Sampling, seed: int, *, chat: bool,
     cache: str, machine: Path | None, speculate: bool, dequantize: bool = False, draft: str | None = None,
+    activations: str = "native",
 ) -> None:
     """Print the answer to one prompt as its tokens come, then to stderr what time it took."""
     from forebay.commands.plain_tokenizer import plain_tokenizer
@@ -90,7 +93,7 @@ def answer_one(
     if chat and not getattr(tokenizer, "chat_template", None):
         raise JobError("the model's tokenizer has no chat template; leave --chat out")
     ids = _templated(tokenizer, [{"role": "user", "content": prompt}]) if chat else tokenizer(prompt)["input_ids"]
-    with _planned(folder, budget, len(ids), max_new_tokens, cache, machine, speculate, draft) as lm:
+    with _planned(folder, budget, len(ids), max_new_tokens, cache, machine, speculate, draft, activations) as lm:
         _stream(lm, tokenizer, ids, max_new_tokens, sampling, seed)
 
 
@@ -104,7 +107,7 @@ def refuse_idle_draft(draft: str | None, speculate: bool | None) -> None:
 
 def _planned(
     folder: Path, budget: str | None, prompt: int, new_tokens: int, cache: str, machine: Path | None, speculate: bool,
-    draft: str | None = None,
+    draft: str | None = None, activations: str = "native",
 ) -> LanguageModel:
     """The model planned for one sequence, if it may `speculate` with steps that check drafts where they pay, those of
     the model `draft` if one is named; within half of the memory that is free where no budget is named."""
@@ -114,10 +117,12 @@ def _planned(
     from forebay.exported.start import open_bundle, stored_plan
     from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
     from forebay.rewriter.ir.plan import Budget
+    from forebay.rewriter.planning.wishes import activations_of
 
     profile = machine_profile(machine, folder)
     saved = stored_plan(folder) if budget is None and is_bundle(folder) and draft is None else None
     if saved is not None and cache in ("native", saved.cache_format) and saved.workload.batch == 1 and (
+            activations in ("native", activations_of(saved))) and (
             prompt <= saved.workload.prompt and prompt + new_tokens <= saved.workload.context):
         return open_bundle(folder, machine=profile)
     if saved is not None:
@@ -130,6 +135,7 @@ def _planned(
     prepare_draft(draft, folder)
     with console().status("capturing and planning"):
         lm = wrap(folder, sizes, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache, draft=draft,
+                  activations=activations,  # type: ignore[arg-type]
                   prompt_lookup_num_tokens="auto" if speculate else None)
     if draft is not None:
         say(f"draft: {told(lm)}")

@@ -15,7 +15,7 @@ import torch
 import typer
 
 from forebay.commands.machine import machine_profile
-from forebay.commands.options import CacheOption, DequantizeOption, model_folder
+from forebay.commands.options import ActivationsOption, CacheOption, DequantizeOption, model_folder
 from forebay.commands.prompts import JobError, load_tokenizer
 from forebay.commands.terminal import clean_errors, console, progress_bar
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from forebay.rewriter.checkpoints.checkpoint import Progress
     from forebay.rewriter.ir.plan import Budget
     from forebay.rewriter.machine.profile import Machine
+    from forebay.rewriter.planning.wishes import Activations
 
 CONTEXT = 512
 
@@ -61,7 +62,7 @@ class WordAccuracy:
 
 def open_scorer(
     model: str | os.PathLike[str], budget: Budget, *, context: int = CONTEXT, batch: int = 1,
-    machine: Machine | None = None, cache: str = "native",
+    machine: Machine | None = None, cache: str = "native", activations: Activations = "native",
 ) -> LanguageModel:
     """A LanguageModel whose steps give scores instead of logits, planned for `batch` rows of `context` tokens.
 
@@ -79,7 +80,7 @@ def open_scorer(
     if limit and context >= limit:
         raise JobError(f"a context of {context} tokens is too long: at most {limit - 1} fit the model's positions")
     return LanguageModel(scoring, checkpoint, files, budget, Workload(batch, context, 1),
-                         Wishes(cache_format=cache), machine)
+                         Wishes(cache_format=cache, activations=activations), machine)
 
 
 def perplexity(
@@ -216,6 +217,7 @@ def eval_command(
     = None,
     batch: Annotated[int, typer.Option(min=1, help="Windows at once; they share each pass over the weights.")] = 1,
     cache: CacheOption = "native",
+    activations: ActivationsOption = "native",
     dequantize: DequantizeOption = False,
     tokens: Annotated[int | None, typer.Option(min=2, help="Only so many tokens of the text.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -249,7 +251,8 @@ def eval_command(
         profile = machine_profile(machine, folder) if machine else kept_machine(folder)
         sizes = parse_budget(budget) if budget else Budget(available_nbytes() // 2)
         with console().status("capturing and planning"):
-            lm = open_scorer(folder, sizes, context=context, batch=batch, machine=profile, cache=cache)
+            lm = open_scorer(folder, sizes, context=context, batch=batch, machine=profile, cache=cache,
+                             activations=activations)  # type: ignore[arg-type]
         files = {f.path for f in lm.files.values()}
         for path in files:
             drop_file(path)  # what others left in the page cache would be memory beyond the budget

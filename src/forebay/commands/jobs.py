@@ -57,7 +57,8 @@ DIFFERENT = {
 
 
 def job_settings(
-    checkpoint: Checkpoint, tokenizer: Any, ask: Ask, *, chat: bool, cache: str, ranges: Sequence[ScoreRange] = ()
+    checkpoint: Checkpoint, tokenizer: Any, ask: Ask, *, chat: bool, cache: str, activations: str = "native",
+    ranges: Sequence[ScoreRange] = (),
 ) -> dict[str, Any]:
     """What answers depend on beside their prompts, as the settings file has it; the batch is noted when it is known
     (`AnswerFile.note_batch`)."""
@@ -65,8 +66,10 @@ def job_settings(
     # A quantised model's fingerprint covers every byte, which is why its files may be copied.
     files = {} if is_quantized(checkpoint.folder) else {"files": states_checksum(checkpoint.states)}
     calibrated = {"calibration": hashlib.sha256(repr(tuple(ranges)).encode()).hexdigest()} if ranges else {}
+    rounded = {"activations": activations} if activations != "native" else {}
     return {
-        "model": checkpoint.fingerprint, **files, **calibrated, "tokenizer": tokenizer_checksum(checkpoint.folder),
+        "model": checkpoint.fingerprint, **files, **calibrated, **rounded,
+        "tokenizer": tokenizer_checksum(checkpoint.folder),
         "chat_template": hashlib.sha256(template.encode()).hexdigest(), "chat": chat, "eos": list(ask.eos),
         "max_new_tokens": ask.max_new_tokens, "cache": cache,
         "sampling": vars(ask.sampling) | {"seed": ask.seed} if ask.sampling.do_sample else "greedy"}

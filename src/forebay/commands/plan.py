@@ -10,6 +10,7 @@ import typer
 
 from forebay.commands.machine import machine_profile
 from forebay.commands.options import (
+    ActivationsOption,
     BudgetOption,
     CacheOption,
     DebugOption,
@@ -47,6 +48,7 @@ def plan(
         "32).")] = None,
     slots: SlotsOption = None,
     cache: CacheOption = "native",
+    activations: ActivationsOption = "native",
     draft: DraftOption = None,
     dequantize: DequantizeOption = False,
     machine: Annotated[str | None, typer.Option(
@@ -119,8 +121,8 @@ def plan(
                     raise PlanError(f"{name} is for the plan of one model; leave it or --draft out")
             _plan_drafted(model, draft, budget, shape, cache, machine, dequantize)
             return
-        _plan_model(model, budget, shape, Wishes(slots, cache_format=cache), machine, as_json, save, (picture, pareto),
-                    dequantize)
+        wishes = Wishes(slots, cache_format=cache, activations=activations)  # type: ignore[arg-type]
+        _plan_model(model, budget, shape, wishes, machine, as_json, save, (picture, pareto), dequantize)
 
 
 def _plan_model(
@@ -152,7 +154,7 @@ def _plan_model(
     with console().status("capturing the model"):
         captured, checkpoint, files = open_model(folder)
     with console().status("planning"):
-        fused = rewrite_captured(captured, switches, wishes.cache_format)
+        fused = rewrite_captured(captured, switches, wishes.cache_format, wishes.activations)
 
         def graphs_of(whole: Workload, block: Block) -> StepGraphs:
             return step_graphs(fused, files, whole, checkpoint.fingerprint, block=block,

@@ -13,6 +13,7 @@ import typer
 
 from forebay.commands.machine import machine_profile
 from forebay.commands.options import (
+    ActivationsOption,
     BudgetOption,
     CacheOption,
     CalibrationOption,
@@ -56,6 +57,7 @@ def run(
         min=1, help="Prompts at once; others follow as some end (default: the planner's choice).")] = None,
     slots: SlotsOption = None,
     cache: CacheOption = "native",
+    activations: ActivationsOption = "native",
     calibration: CalibrationOption = None,
     plan: Annotated[Path | None, typer.Option(help="Replay this saved plan.")] = None,
     save_plan: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
@@ -92,7 +94,7 @@ def run(
         from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids
         from forebay.rewriter.ir.byte_sizes import parse_budget
         from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
-        from forebay.rewriter.planning.wishes import Wishes
+        from forebay.rewriter.planning.wishes import Wishes, activations_of
         from forebay.runtime.disk.spill import require_spill_folder
         from forebay.runtime.run.sampling import Sampling
 
@@ -111,7 +113,7 @@ def run(
                     raise JobError(f"{name} is for the prompts of a file; leave it or the prompt out")
             refuse_idle_draft(draft, speculate)
             answer_one(model, prompt, budget, max_new_tokens, sampling, seed, chat=chat, cache=cache, machine=machine,
-                       speculate=speculate is not False, dequantize=dequantize, draft=draft)
+                       speculate=speculate is not False, dequantize=dequantize, draft=draft, activations=activations)
             return
         if draft is not None:
             raise JobError("--draft is for one prompt: the places of a job check only what is looked up")
@@ -129,6 +131,8 @@ def run(
             raise PlanError(f"the plan {plan} was made for {saved.budget}, not for --budget {budget}; leave one out")
         if saved is not None and cache not in ("native", saved.cache_format):
             raise PlanError(f"the plan {plan} keeps its cache in {saved.cache_format}; leave --cache out")
+        if saved is not None and activations not in ("native", activations_of(saved)):
+            raise PlanError(f"the plan {plan} rounds activations {activations_of(saved)}; leave --activations out")
         if saved is not None and slots is not None:
             raise PlanError(f"the plan {plan} has {saved.schedule.slots} staging slots; leave --slots out")
         if saved is not None and calibration is not None:
@@ -149,6 +153,7 @@ def run(
         ask = jobs.Ask(max_new_tokens, eos, sampling, seed)
         settings = jobs.job_settings(checkpoint, tokenizer, ask, chat=chat,
                                      cache=cache if saved is None else saved.cache_format,
+                                     activations=activations if saved is None else activations_of(saved),
                                      ranges=ranges if saved is None else saved.score_ranges)
         with jobs.AnswerFile(output, settings, force=force) as answers:
             answers.answered, answers.batch = as_first_rank(mesh, answers.answered, answers.batch)
@@ -163,6 +168,7 @@ def run(
                 answers.check_batch(batch if saved is None else saved.workload.batch)
                 lm, fitting = fit_job((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch,
                                        Wishes(slots, cache_format=cache, score_ranges=ranges,
+                                              activations=activations,  # type: ignore[arg-type]
                                               drafted_tokens=None if speculate is False else "auto"), saved, profile,
                                        first=answers.batch, mesh=mesh)
                 if answers.batch not in (None, lm.plan.workload.batch):
