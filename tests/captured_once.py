@@ -62,17 +62,18 @@ def _known(model: Any, gives: Any = "last", embeds: bool = False) -> CapturedMod
     return _TRACED.once(key, lambda: _trace(model, gives, embeds))
 
 
-def _known_rewritten(captured: CapturedModel, switches: Switches, cache_format: str = "native") -> CapturedModel:
+def _known_rewritten(captured: CapturedModel, switches: Switches, cache_format: str = "native",
+                     activations: str = "native") -> CapturedModel:
     if switches.dump or switches.bisect or switches.stop_after:
-        return _rewrite(captured, switches, cache_format)
+        return _rewrite(captured, switches, cache_format, activations)
     passes = tuple(each.run for each in pipeline.PASSES)  # a test may leave some out
     switches = replace(switches, poison=False, sync=False)  # which are about running
     if captured.rewritten:  # of one object, which the value keeps: another cache, and what blocks ask of its graphs
-        again = id(captured), str(switches), cache_format, passes
-        return _AGAIN.once(again, lambda: (captured, _rewrite(captured, switches, cache_format)))[1]
+        again = id(captured), str(switches), cache_format, activations, passes
+        return _AGAIN.once(again, lambda: (captured, _rewrite(captured, switches, cache_format, activations)))[1]
     # by the graphs themselves, which the value keeps, and all else that a model in memory or a folder may change
     graphs = (id(captured.step), *(id(graph) for graph in captured.blocks().values()))
     specs = str([vars(spec) for spec in captured.weights.values()])
-    key = graphs, specs, captured.token_types, str(switches), cache_format, passes
-    kept = _REWRITTEN.once(key, lambda: (captured, _rewrite(captured, switches, cache_format)))
+    key = graphs, specs, captured.token_types, str(switches), cache_format, activations, passes
+    kept = _REWRITTEN.once(key, lambda: (captured, _rewrite(captured, switches, cache_format, activations)))
     return kept[1]
