@@ -40,7 +40,7 @@ from forebay.rewriter.plan_block import PlanChoice, plan_block
 from forebay.rewriter.plan_places import entering_at_once, plan_answers
 from forebay.rewriter.plan_speculation import plan_speculation
 from forebay.rewriter.planning.check_plan import require_within
-from forebay.rewriter.planning.wishes import Wishes, check_choices
+from forebay.rewriter.planning.wishes import Activations, Wishes, check_choices
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import read_switches
@@ -71,15 +71,14 @@ def wrap(
     *,
     batch: int = 1, prompt: int | None = None, new_tokens: int = 128, machine: Machine | None = None,
     plan: Plan | None = None, slots: int | None = None, slot_nbytes: int | None = None, lead: int | None = None,
-    prefill_chunk: int | None = None, cache: str = "native", activations: Literal["native", "int8"] = "native",
-    micro_batches: int | None = None,
-    order: Literal["row", "zigzag"] = "zigzag", cache_tier: Literal["device", "host", "disk"] | None = None,
-    cache_shares: tuple[float, float] | None = None, sparse_values: float = 1.0,
-    cpu_attention: bool | None = None, checkpoints: tuple[int, int] | None = None, checkpoint_format: str = "native",
-    hidden_tier: Literal["device", "host", "disk"] | None = None, hidden_shares: tuple[float, float] | None = None,
-    places: int | None = None, prompt_lookup_num_tokens: int | Literal["auto"] | None = None,
-    draft: str | Path | None = None, mesh: MeshShape | None = None, dequantize: bool = False,
-    calibration: str | Path | None = None, **others: Any,
+    prefill_chunk: int | None = None, cache: str = "native", activations: Activations = "native",
+    micro_batches: int | None = None, order: Literal["row", "zigzag"] = "zigzag",
+    cache_tier: Literal["device", "host", "disk"] | None = None, cache_shares: tuple[float, float] | None = None,
+    sparse_values: float = 1.0, cpu_attention: bool | None = None, checkpoints: tuple[int, int] | None = None,
+    checkpoint_format: str = "native", hidden_tier: Literal["device", "host", "disk"] | None = None,
+    hidden_shares: tuple[float, float] | None = None, places: int | None = None,
+    prompt_lookup_num_tokens: int | Literal["auto"] | None = None, draft: str | Path | None = None,
+    mesh: MeshShape | None = None, dequantize: bool = False, calibration: str | Path | None = None, **others: Any,
 ) -> LanguageModel:
     """Make `model` run within `budget`.
 
@@ -88,18 +87,18 @@ def wrap(
     "120MiB", "disk": "/path"}. `batch`, `prompt` (default 128, or half of the model's positions where they are few) and
     `new_tokens` are what the first plan is made for; `generate` plans anew for more. `machine` is what `forebay
     machine` kept, else a guess. `slots`, `slot_nbytes`, `lead` and `prefill_chunk` force the planner's choices. `cache`
-    is the KV cache's format: native, kv8 or kv4. With int8 `activations` packed weights meet them rounded to 8 bits,
-    which is faster on a CPU. What of the cache does not fit the device lies in host memory, as far as `budget["host"]`
-    allows, and in a spill file in `budget["disk"]`, or all on a `cache_tier` but for `cache_shares` on the device and
-    in host memory, where with `cpu_attention` the host attends. The batch is then computed in
-    `micro_batches` parts that load their caches; in "zigzag" `order` they share each pass over the weights. With
-    `checkpoints` (2, 3) it keeps of two of three stretches of tokens what K and V are made of, native or act8. With
-    `sparse_values` 0.1 decode steps read a tenth of the values. Hidden states of a prefill wait on a `hidden_tier`, but
-    for `hidden_shares`. With `places`, so many are computed at once, and prompts enter as others end. With
-    `prompt_lookup_num_tokens` steps check up to so many tokens that followed the last ones before, with "auto" as many
-    as pay. `draft`, a smaller model or a format ("w4": this one in 4 bits), guesses them in a part of the budget where
-    that pays. Of a `mesh` (2, {"stages": 2}) of processes of torchrun, which call this alike, each has a part and a
-    budget. `plan` replays a plan. With `calibration` layers share a softmax maximum on a GPU.
+    is the KV cache's format: native, kv8 or kv4. With int8 `activations` packed weights meet them rounded to 8 bits.
+    What of the cache does not fit the device lies in host memory, as far as `budget["host"]` allows, and in a spill
+    file in `budget["disk"]`, or all on a `cache_tier` but for `cache_shares` on the device and in host memory, where
+    with `cpu_attention` the host attends. It is then computed in `micro_batches` parts that load their caches; in
+    "zigzag" `order` they share each pass over the weights. With `checkpoints` (2, 3) it keeps of two of three stretches
+    of tokens what K and V are made of, native or act8. With `sparse_values` 0.1 decode steps read a tenth of the
+    values. Hidden states of a prefill wait on a `hidden_tier`, but for `hidden_shares`. With `places`, so many are
+    computed at once, and prompts enter as others end. With `prompt_lookup_num_tokens` steps check up to so many tokens
+    that followed the last ones before, with "auto" as many as pay. `draft`, a smaller model or a format ("w4": this one
+    in 4 bits), guesses them in a part of the budget where that pays. Of a `mesh` (2, {"stages": 2}) of processes of
+    torchrun, which call this alike, each has a part and a budget. `plan` replays a plan. With `calibration` layers
+    share a softmax maximum on a GPU.
 
     Raises PlanError for the budget, CheckpointError for files, SpillError for the disk folder, CaptureError for models.
     """
@@ -108,7 +107,7 @@ def wrap(
     require_spill_folder(sizes.disk)
     wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk, cache, micro_batches, order, cache_tier, cache_shares,
                     cpu_attention, checkpoints=checkpoints, checkpoint_format=checkpoint_format,
-                    entering=entering_at_once(places), drafted_tokens=prompt_lookup_num_tokens)
+                    entering=entering_at_once(places), drafted_tokens=prompt_lookup_num_tokens, activations=activations)
     if isinstance(model, torch.nn.Module):
         captured = capture_model(model)
         checkpoint = spill_module(model, sizes.disk or tempfile.gettempdir())
@@ -117,8 +116,7 @@ def wrap(
         captured, checkpoint, files = open_model(model, dequantize=dequantize)
     if prompt is None:
         prompt = min(128, max(1, captured.max_positions // 2)) if captured.max_positions else 128
-    wishes = replace(wishes, sparse_values=sparse_values, activations=activations, hidden_tier=hidden_tier,
-                     hidden_shares=hidden_shares,
+    wishes = replace(wishes, sparse_values=sparse_values, hidden_tier=hidden_tier, hidden_shares=hidden_shares,
                      score_ranges=ranges_for(calibration, checkpoint.fingerprint, captured.dtype))
     workload = Workload(places or batch, prompt, new_tokens)
     lm = made(draft, mesh, captured, checkpoint, files, sizes, workload, wishes, machine, plan)
