@@ -103,8 +103,7 @@ def wrap(
     Raises PlanError for the budget, CheckpointError for files, SpillError for the disk folder, CaptureError for models.
     """
     refuse_options(others)
-    sizes = parse_budget(budget)
-    require_spill_folder(sizes.disk)
+    require_spill_folder((sizes := parse_budget(budget)).disk)
     wishes = Wishes(slots, slot_nbytes, lead, prefill_chunk, cache, micro_batches, order, cache_tier, cache_shares,
                     cpu_attention, checkpoints=checkpoints, checkpoint_format=checkpoint_format,
                     entering=entering_at_once(places), drafted_tokens=prompt_lookup_num_tokens, activations=activations)
@@ -124,7 +123,7 @@ def wrap(
         empty_module(model)
         given: Any = model
         lm.config, lm.generation_config = given.config, given.generation_config
-        lm._capture = partial(capture_model, given.config, dtype=captured.dtype, architecture=type(given))
+        lm._capture = partial(capture_model, lm.config, dtype=captured.dtype, architecture=type(model))
     return lm
 
 
