@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from forebay.kernels.cpu_support import native
 from forebay.rewriter import pipeline
 from forebay.rewriter.ir.program import Program, Wait
 from forebay.rewriter.verify.program import ProgramError, verify_program
@@ -24,13 +25,14 @@ QUOTED = {"architecture.md": (ARCHITECTURE, "## One graph through every stage", 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Mapping[str, str], Program]:
-    """The files that the example writes, and its Program of a decode step."""
+    """The files that the example writes, and its Program of a decode step, with our kernels: pages are of these."""
     folder, proved = tmp_path_factory.mktemp("dumps"), {}
     spec = importlib.util.spec_from_file_location("one_graph", ROOT / "examples/one_graph.py")
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "load", lambda: object())
         patch.setattr(pipeline, "verify_program", lambda program, budget: proved.__setitem__(program.name, program))
         example.main(folder)
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.*")}, proved["step of 1 tokens"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import openai
 import pytest
 import torch
+from budgets import attention_nbytes
 from serving.served import BUDGET, NEW, PLACES, PROMPT, TEMPLATE, WORDS, Running, save_model, serving, wait_until
 from transformers import PreTrainedTokenizerFast
 
@@ -189,9 +190,9 @@ def test_a_single_place_checks_what_is_looked_up(
 ) -> None:
     """Where reading weights binds a step; the answers are those of one token a step, and it is counted what stood."""
     save_machine(Machine.default(), tmp_path / "machine.json")
-
+    budget = 1_500_000 + max(0, attention_nbytes(1, 4, PROMPT + NEW, 32, PROMPT))
     lm, plain = (plan_serving(folder, ServingWanted(
-        str(BUDGET), PROMPT, NEW, 1, machine=tmp_path / "machine.json", speculate=speculate)).lm
+        str(budget), PROMPT, NEW, 1, machine=tmp_path / "machine.json", speculate=speculate)).lm
                  for speculate in (True, False))
     assert lm.plan.schedule.speculative_steps and not plain.plan.schedule.speculative_steps
     with serving(folder, planned=lm) as server:

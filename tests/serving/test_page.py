@@ -6,7 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from serving.served import save_model, serving
+from serving.served import BUDGET, save_model, serving
+
+from forebay.rewriter.ir.byte_sizes import format_nbytes
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -38,7 +40,8 @@ def test_the_page_talks_and_shows_what_it_sees(tmp_path: Path) -> None:
         said = page.inner_text("#talk").rpartition("model: ")[2]
         page.wait_for_selector("#timeline rect", state="attached")
         page.wait_for_selector("text=0 of 3 places taken")
-        assert page.locator("#memory span").count() == 4 and "budget 1.4 MiB" in page.inner_text("#sizes")
+        assert page.locator("#memory span").count() == 4
+        assert f"budget {format_nbytes(BUDGET)}" in page.inner_text("#sizes")
         browser.close()
         _, body = server.send("POST", "/v1/chat/completions", b'{"messages": [{"role": "user", "content": "w1 w2 w3"}],'
                               b' "max_tokens": 8, "temperature": 0}', Authorization="Bearer secret")
