@@ -123,7 +123,7 @@ def wrap(
         empty_module(model)
         given: Any = model
         lm.config, lm.generation_config = given.config, given.generation_config
-        lm._capture = partial(capture_model, lm.config, dtype=captured.dtype, architecture=type(model))
+        lm._capture = partial(capture_model, lm.config, dtype=captured.dtype, architecture=type(given))
     return lm
 
 
