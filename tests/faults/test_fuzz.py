@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from budgets import attention_nbytes
 
 from forebay.api import LanguageModel, open_model
 from forebay.commands.jobs import AnswerFile
@@ -167,7 +168,8 @@ def _replayed(folder: Path) -> Format:
     AutoModelForCausalLM.from_config(llama(1)).save_pretrained(folder / "model")
     opened = open_model(folder / "model")
     machine, wishes = Machine.default(), Wishes(prefill_chunk=24)
-    with LanguageModel(*opened, Budget(400 << 10), Workload(2, 24, 4), wishes, machine) as lm:
+    budget = Budget((400 << 10) + max(0, attention_nbytes(2, 4, 28, 16, 24)))
+    with LanguageModel(*opened, budget, Workload(2, 24, 4), wishes, machine) as lm:
         lm.plan.save(folder / "plan.json")
 
     def read() -> None:
