@@ -2,12 +2,12 @@
 
 The files are SmolLM2-135M's, quantised anew by llama.cpp's own code (through xllamacpp, which must be installed) from
 the values of the packaged Q4_1 file. Types of blocks of 256 fit the rows of its down projections alone (1536; the
-others have 576): there the rest is Q8_0. Columns: what Forebay computes with rows, as files run by default; what
-transformers computes in float32 with the values that the `gguf` package reads; the same with the operands of products
-rounded as llama.cpp's kernels do (8 bits a value, in blocks of 32, or of 256 beside types of such blocks); llama.cpp.
-The first against the second is what rows cost (rounding of scales to fp16, of activations to 16 bits); the first
-against the last is to stay within 0.5 %, unless the third shows that llama.cpp's own rounding is what parts them.
-Windows of 512 tokens, each predicted from its start and computed as one prompt.
+others have 576): there the rest is Q8_0. Columns: what Forebay computes with rows, as files run by default, and with
+activations="int8"; what transformers computes in float32 with the values that the `gguf` package reads; the same with
+the operands of products rounded as llama.cpp's kernels do (8 bits a value, in blocks of 32, or of 256 beside types of
+such blocks); llama.cpp. The first against the second is what rows cost (rounding of scales to fp16, of activations to
+16 bits); the first against the last is to stay within 0.5 %, unless the third shows that llama.cpp's own rounding is
+what parts them. Windows of 512 tokens, each predicted from its start and computed as one prompt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from forebay.rewriter.checkpoints.gguf_blocks import BLOCK_KINDS
 from forebay.rewriter.checkpoints.gguf_repack import PLAIN, open_gguf
 from forebay.rewriter.checkpoints.quantize import KEEP, Wish, quantize_model
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, demo_gguf
-from forebay.rewriter.ir.plan import Budget
+from forebay.rewriter.ir.plan import Budget, PlanError
+from forebay.rewriter.rewrite_captured import ACTIVATIONS
 
 REST = "Q8_0"  # of tensors whose rows are not whole blocks
 KINDS = ("F16", "BF16", *BLOCK_KINDS)
@@ -79,14 +80,21 @@ def write_file(library: Any, path: Path, kind: str) -> None:
     writer.close()
 
 
-def by_forebay(path: Path, ids: torch.Tensor) -> tuple[float, int]:
-    """Perplexity of ids [T] as the file runs by default, and the bytes of its weights then."""
+def by_forebay(path: Path, ids: torch.Tensor) -> tuple[float, float, int]:
+    """Perplexity of ids [T] as the file runs by default, and with activations rounded to 8 bits (NaN where nothing here
+    does that); the bytes of its weights then."""
     folder = path.with_suffix("")
     nbytes = quantize_model(path, folder, Wish(KEEP, head=True, embeddings=True)).nbytes
-    with open_scorer(folder, Budget(2 << 30), context=WINDOW) as lm:
-        found = perplexity(lm, ids, WINDOW).perplexity
+    found = {"int8": math.nan}
+    for kind in ACTIVATIONS:
+        try:
+            with open_scorer(folder, Budget(2 << 30), context=WINDOW, activations=kind) as lm:
+                found[kind] = perplexity(lm, ids, WINDOW).perplexity
+        except PlanError:
+            if kind == "native":
+                raise
     shutil.rmtree(folder)
-    return found, nbytes
+    return found["native"], found["int8"], nbytes
 
 
 def in_eight_bits(x: torch.Tensor, block: int) -> torch.Tensor:
@@ -131,8 +139,9 @@ def rows(kinds: list[str], tokens: int, threads: int, peer: bool) -> Iterator[di
         for kind in kinds:
             path = Path(folder) / f"{kind}.gguf"
             write_file(library, path, kind)
-            ours, nbytes = by_forebay(path, ids)
+            ours, int8, nbytes = by_forebay(path, ids)
             yield {"type": kind, "file_nbytes": path.stat().st_size, "rows_nbytes": nbytes, "forebay": ours,
+                   "int8": int8,
                    "float32": by_float32(path, ids, False), "rounded": by_float32(path, ids, True),
                    "llama_cpp": llama_cpp.perplexity(path, ids, WINDOW, threads) if peer else math.nan}
             path.unlink()
@@ -148,14 +157,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"{options.tokens} tokens of {TEXT.name}\n"
-          "type      file MB  rows MB   forebay   float32   rounded  llama.cpp   to float32  to llama.cpp   rounded to")
+          "type      file MB  rows MB   forebay      int8   float32   rounded  llama.cpp   to float32  to llama.cpp   "
+          "rounded to")
     made = []
     for row in rows(options.kinds.split(","), options.tokens, options.threads, not options.without_peer):
         made.append(row)
         rest, peer = row["forebay"] / row["float32"] - 1, row["forebay"] / row["llama_cpp"] - 1
         print(f"{row['type']:8} {row['file_nbytes'] / 1e6:8.1f} {row['rows_nbytes'] / 1e6:8.1f} {row['forebay']:9.4f} "
-              f"{row['float32']:9.4f} {row['rounded']:9.4f} {row['llama_cpp']:10.4f} {rest:+11.4%} {peer:+12.3%} "
-              f"{row['rounded'] / row['llama_cpp'] - 1:+13.3%}"
+              f"{row['int8']:9.4f} {row['float32']:9.4f} {row['rounded']:9.4f} {row['llama_cpp']:10.4f} "
+              f"{rest:+11.4%} {peer:+12.3%} {row['rounded'] / row['llama_cpp'] - 1:+13.3%}"
               f"{'  missed' if abs(peer) > AIM else ''}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(made, indent=1) + "\n")

@@ -21,10 +21,11 @@ from forebay.rewriter.ir.graph import CacheSpec, CapturedModel, RowFormat, copy_
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.pipeline import PASSES, phase
 from forebay.rewriter.planning.best_product import rounding_names
+from forebay.rewriter.planning.wishes import Activations
 from forebay.rewriter.run_passes import Stage, check_switches
 from forebay.rewriter.switches import SwitchError, Switches
 
-ACTIVATIONS = ("native", "int8")
+ACTIVATIONS: tuple[Activations, ...] = ("native", "int8")
 WHERE_ASKED = ("take_stage", "shard", "quantize_cache", "quantize_weights", "checkpoint_kv", "drop_values")
 
 
