@@ -37,7 +37,8 @@ def scratch(floats: int) -> torch.Tensor:
     """This thread's scratch, of at least `floats` fp32 numbers; it grows and never shrinks."""
     held: torch.Tensor | None = getattr(_held, "floats", None)
     if held is None or held.numel() < floats:
-        held = _held.floats = torch.empty(floats, dtype=torch.float32)
+        with torch.inference_mode(False):  # else torch's operators could not write it outside of that mode
+            held = _held.floats = torch.empty(floats, dtype=torch.float32)
     return held
 
 

@@ -301,6 +301,25 @@ def test_out_may_be_what_it_is_multiplied_by_or_added_to(impl: str, dtype: torch
         assert torch.equal(out, apart)
 
 
+def test_scratch_that_a_session_made_serves_the_compile_backend() -> None:
+    """Sessions run in inference mode, whose tensors torch's operators cannot write outside of it. In a thread of its
+    own, which has no scratch yet."""
+    x, weight = torch.ones(8, 16, dtype=torch.bfloat16), torch.ones(4, 16, dtype=torch.bfloat16)
+    made: list[Tensor] = []
+
+    def run() -> None:
+        for mode in (True, False):
+            out = torch.empty(8, 4, dtype=torch.bfloat16)
+            with torch.inference_mode(mode):
+                linear_cpu.run("upcast", x, weight, None, out)
+            made.append(out)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert len(made) == 2 and all((out == 16).all() for out in made)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_activations_of_extreme_values(impl: str) -> None:
     x = torch.tensor([-torch.inf, -200.0, -88.0, -5.0, -1e-30, 0.0, 1e-30, 5.0, 200.0, torch.inf, torch.nan])
