@@ -1,6 +1,6 @@
-// y = act(x W^T + b) * multiplier + residual for a W of packed 4- or 8-bit groups (packing.py), by two routes: integer
-// dot products (integer_dot.h), and fp32, which unpacks a few rows at a time and takes any x on any processor; many rows
-// of x meet panels of weights (panels.h).
+// y = act(x W^T + b) * multiplier + residual for a W of packed 4- or 8-bit groups (packing.py), by three routes: integer
+// products on processors with AVX2 (integer_dot.h) or with AVX-512 and VNNI (vnni_dot.h for few rows of x, vnni_panels.h
+// for many), and fp32, which unpacks a few rows at a time, many into panels (panels.h), and takes any x anywhere.
 #include <algorithm>
 
 #include "finish.h"
@@ -27,9 +27,10 @@ extern "C" struct QuantizedLinearArgs {
 
 namespace {
 
-constexpr int64_t M_BLOCK = 64, M_BLOCK_DIRECT = 256;  // rows of x held, and of those that are fp32 already
+// Rows of x held, and of those that are fp32 already or become panels' integers, as far as scratch goes.
+constexpr int64_t M_BLOCK = 64, M_BLOCK_DIRECT = 256;
 constexpr int64_t MAX_CHUNK = 1024;        // weight rows per task
-constexpr int64_t CHUNK_NBYTES = 1 << 17;  // packed bytes per task: small beside L2, and a task takes some 5 µs
+constexpr int64_t CHUNK_NBYTES = 1 << 17;  // packed bytes per task: small beside L2, and a task takes some 10 µs
 constexpr int64_t PRODUCTS = 4096;         // results that a task holds
 constexpr int64_t UNPACK_ROWS = 8, UNPACK_K = 512;  // 16 KiB of fp32 weights at a time
 constexpr int64_t PANELS_CHUNK = 64;       // weight rows per task in panels, of many rows of x; more of fewer
@@ -263,8 +264,9 @@ int64_t scratch_floats_for(const QuantizedLinearArgs& a, int64_t rows) {
 void run(const QuantizedLinearArgs& a, float* scratch, int64_t scratch_floats, int threads) {
   Work work = {};
   work.f = {a.group, (a.k + a.group - 1) / a.group, a.bits, a.scale_dtype};
-  int64_t block = std::min(a.x_dtype == F32 || route_of(a) == Route::VNNI ? M_BLOCK_DIRECT : M_BLOCK, a.m);
-  if (route_of(a) == Route::AVX2) block = std::min(block, M_BLOCK);
+  const Route route = route_of(a);
+  const bool large = route == Route::VNNI || (route == Route::FLOAT && a.x_dtype == F32);
+  int64_t block = std::min(large ? M_BLOCK_DIRECT : M_BLOCK, a.m);
   while (block > 1 && scratch_floats_for(a, block) > scratch_floats) block = (block + 1) / 2;
   for (int64_t m0 = 0; m0 < a.m; m0 += block) {
     const int64_t m1 = std::min(a.m, m0 + block);
