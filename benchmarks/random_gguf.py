@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,8 +47,7 @@ def make_gguf(size: str, kind: str) -> Path:
     return path
 
 
-def _write_settings(writer: object, shape: LlamaShape) -> None:
-    w: object = writer
+def _write_settings(writer: Any, shape: LlamaShape) -> None:
     head = shape.hidden // shape.heads
     for name, value in (
         ("context_length", 8192), ("embedding_length", shape.hidden), ("block_count", shape.layers),
@@ -55,10 +55,10 @@ def _write_settings(writer: object, shape: LlamaShape) -> None:
         ("layer_norm_rms_eps", 1e-5), ("rope_freq_base", 10000.0), ("rope_dimension_count", head),
         ("vocab_size", shape.vocab),
     ):  # fmt: skip
-        getattr(w, f"add_{name}")(value)
+        getattr(writer, f"add_{name}")(value)
 
 
-def _copy_tokenizer(writer: object) -> None:
+def _copy_tokenizer(writer: Any) -> None:
     """The tokenizer's fields of the demo's file."""
     import gguf
 
@@ -67,7 +67,7 @@ def _copy_tokenizer(writer: object) -> None:
     for field in gguf.GGUFReader(demo_gguf()).fields.values():
         if field.name.startswith("tokenizer."):
             kinds = field.types
-            writer.add_key_value(field.name, field.contents(), kinds[0],  # type: ignore[attr-defined]
+            writer.add_key_value(field.name, field.contents(), kinds[0],
                                  kinds[-1] if kinds[0] == gguf.GGUFValueType.ARRAY else None)
 
 

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 from forebay.kernels import operators
-from forebay.kernels.operator import Product
+from forebay.kernels.operator import Implementations, Product
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.launch_memory import product_launch
 
 
 def known_names(weight: str) -> tuple[str, ...]:
     """All implementations here for weights of a dtype or format, those that round activations too."""
-    choice = operators.product_with(weight).implementations
-    assert choice is not None
+    choice = _choice(weight)
     return (*choice.candidates(weight), *choice.rounding(weight))
 
 
 def rounding_names(weight: str) -> tuple[str, ...]:
     """Those that round activations to 8 bits."""
+    return _choice(weight).rounding(weight)
+
+
+def _choice(weight: str) -> Implementations:
     choice = operators.product_with(weight).implementations
     assert choice is not None
-    return choice.rounding(weight)
+    return choice
 
 
 def best_product(product: Product, machine: Machine, activations: str, most: int | None) -> str:
     """The fastest implementation measured on the machine, with `activations` int8 among those too that round them;
     where not all were measured the kernels' own choice, or one that rounds. One that takes at most `most` bytes of
     workspace, if any does: a tile may want more than the whole."""
-    choice = operators.product_with(product.weight).implementations
-    assert choice is not None
+    choice = _choice(product.weight)
     rounding = choice.rounding(product.weight) if activations == "int8" else ()
     measured, known = set(machine.gemm_impls(product.weight)), {*choice.candidates(product.weight), *rounding}
     within = known if most is None else {
