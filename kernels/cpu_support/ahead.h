@@ -1,5 +1,6 @@
-// Weights that are read once are called into the caches before their use, in the order in which they lie: rows read side
-// by side are as many streams for the processor, which it follows at half of the memory's rate or less.
+// Weights, keys and values that are read once are called into the caches before their use, in the order in which they
+// lie: rows read side by side are as many streams for the processor, which it follows at half of the memory's rate or
+// less.
 #pragma once
 
 #include <algorithm>

@@ -20,8 +20,8 @@ FB_INLINE void add_products(__m512& sum, __m512i w, __m512i x) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
 }
 
-// c[m, n] += MB rows of x times NB weight rows of k elements.
-template <int MB, int NB>
+// c[m, n] += MB rows of x times NB weight rows of k elements; STREAM: that are read once, in order (ahead.h).
+template <int MB, int NB, bool STREAM>
 static void dot_block(const bf16* x, int64_t xs, const bf16* w, int64_t ws, int64_t k, float* c, int64_t cs) {
   __m512 acc[MB][NB];
   FB_UNROLL for (int m = 0; m < MB; ++m)
@@ -30,7 +30,7 @@ static void dot_block(const bf16* x, int64_t xs, const bf16* w, int64_t ws, int6
   for (; i + 32 <= k; i += 32) {
     __m512i wv[NB];
     FB_UNROLL for (int n = 0; n < NB; ++n) wv[n] = _mm512_loadu_si512(w + n * ws + i);
-    call_ahead(w + NB * i, 64 * NB);
+    if (STREAM) call_ahead(w + NB * i, 64 * NB);
     FB_UNROLL for (int m = 0; m < MB; ++m) {
       const __m512i xv = _mm512_loadu_si512(x + m * xs + i);
       FB_UNROLL for (int n = 0; n < NB; ++n) add_products(acc[m][n], wv[n], xv);
@@ -51,6 +51,13 @@ static void dot_block(const bf16* x, int64_t xs, const bf16* w, int64_t ws, int6
   }
 }
 
+template <int MB, bool STREAM>
+static void dot_rows(const bf16* x, int64_t xs, const bf16* w, int64_t ws, int64_t n, int64_t k, float* c, int64_t cs) {
+  int64_t j = 0;
+  for (; j + 4 <= n; j += 4) dot_block<MB, 4, STREAM>(x, xs, w + j * ws, ws, k, c + j, cs);
+  for (; j < n; ++j) dot_block<MB, 1, STREAM>(x, xs, w + j * ws, ws, k, c + j, cs);
+}
+
 // c[m, n] += x[m, k] w[n, k]^T for m up to FEW_ROWS.
 template <int MB = FEW_ROWS>
 static void dot_product(const bf16* x, int64_t xs, const bf16* w, int64_t ws, int64_t m, int64_t n, int64_t k, float* c,
@@ -60,9 +67,7 @@ static void dot_product(const bf16* x, int64_t xs, const bf16* w, int64_t ws, in
     return;
   }
   begin_reading(w, n * ws * 2);
-  int64_t j = 0;
-  for (; j + 4 <= n; j += 4) dot_block<MB, 4>(x, xs, w + j * ws, ws, k, c + j, cs);
-  for (; j < n; ++j) dot_block<MB, 1>(x, xs, w + j * ws, ws, k, c + j, cs);
+  dot_rows<MB, true>(x, xs, w, ws, n, k, c, cs);
 }
 
 // The same for rows of few elements, such as keys, as dot_block16 takes them.
@@ -84,7 +89,7 @@ static void dot_rows16(const bf16* x, int64_t xs, const bf16* w, int64_t ws, int
     }
     add_sums<MB, NB>(acc, c + j, cs);
   }
-  for (; j < n; ++j) dot_block<MB, 1>(x, xs, w + j * ws, ws, k, c + j, cs);
+  dot_rows<MB, false>(x, xs, w + j * ws, ws, n - j, k, c + j, cs);
 }
 
 // c[m, n] += x[m, k] w[n, k]^T for m up to 4.
@@ -98,9 +103,8 @@ static void multiply_dot(const bf16* x, int64_t xs, const bf16* w, int64_t ws, i
   }
 }
 
-// Bytes from one row of k elements to the next where many meet panels: an odd number of cache lines, so that several do
-// not share one set of L1, and zeros up to whole pairs.
-constexpr int64_t row_nbytes(int64_t k) { return ((2 * k + 63) / 64 | 1) * 64; }
+// Of rows of k elements that meet panels, with zeros up to whole pairs.
+constexpr int64_t row_nbytes(int64_t k) { return apart(2 * k); }
 
 // Elements [k0, k0 + depth) of up to 32 weight rows; k0 is even.
 FB_INLINE void fill(const bf16* w, int64_t ws, int64_t n, int64_t k0, int64_t depth, __m512i* panel) {
@@ -151,21 +155,6 @@ static __attribute__((noinline)) void panel_block(const char* x, int64_t row_nby
     }
 }
 
-// The same for m rows, in blocks as equal as can be.
-template <int MB = MOST_ROWS>
-static void panel_rows(const char* x, int64_t row_nbytes, int64_t m, const __m512i* panel, int64_t words, float* c,
-                       int64_t cs) {
-  while (m) {
-    const int64_t blocks = (m + MOST_ROWS - 1) / MOST_ROWS, rows = (m + blocks - 1) / blocks;
-    if (rows != MB) {
-      if constexpr (MB > 1) panel_rows<MB - 1>(x, row_nbytes, m, panel, words, c, cs);
-      return;
-    }
-    panel_block<MB>(x, row_nbytes, panel, words, c, cs);
-    x += MB * row_nbytes, c += MB * cs, m -= MB;
-  }
-}
-
 // x[0, n) rounded to bf16, then zeros up to row_nbytes(n).
 FB_INLINE void round_row(const float* x, int64_t n, char* to) {
   const char* end = to + row_nbytes(n);
@@ -191,9 +180,9 @@ static void panel_product(const char* x, int64_t m, const bf16* w, int64_t ws, i
                           int64_t cs) {
   alignas(64) __m512i panel[2 * WORDS];
   const int64_t stride = 2 * ws;
-  if (KIND == Weights::STREAM) call_in(w, 0, std::min<int64_t>(32, n) * stride);
-  for (int64_t n0 = 0; n0 < n; n0 += 32) {
-    const int64_t here = std::min<int64_t>(32, n - n0), coming = std::clamp<int64_t>(n - n0 - 32, 0, 32) * stride;
+  if (KIND == Weights::STREAM) call_in(w, 0, std::min<int64_t>(PANEL, n) * stride);
+  for (int64_t n0 = 0; n0 < n; n0 += PANEL) {
+    const int64_t here = std::min<int64_t>(PANEL, n - n0), coming = std::clamp<int64_t>(n - n0 - PANEL, 0, PANEL) * stride;
     int64_t called = 0;
     for (int64_t k0 = 0; k0 < k; k0 += 2 * WORDS) {
       const int64_t depth = std::min(2 * WORDS, k - k0);
@@ -201,10 +190,13 @@ static void panel_product(const char* x, int64_t m, const bf16* w, int64_t ws, i
       else fill(w + n0 * ws, ws, here, k0, depth, panel);
       if (KIND == Weights::STREAM) {
         const int64_t soon = (k0 + depth) * coming / k / 64 * 64;
-        call_in(w + (n0 + 32) * ws, called, soon);
+        call_in(w + (n0 + PANEL) * ws, called, soon);
         called = soon;
       }
-      panel_rows(x + 2 * k0, row_nbytes(k), m, panel, (depth + 1) / 2, c + n0, cs);
+      equal_blocks(0, m, [&](auto rows, int64_t i) {
+        panel_block<decltype(rows)::value>(x + i * row_nbytes(k) + 2 * k0, row_nbytes(k), panel, (depth + 1) / 2,
+                                           c + i * cs + n0, cs);
+      });
     }
   }
 }

@@ -25,13 +25,15 @@ struct IntegerRows {
   int64_t k, g8;    // whole groups; group count in whole vectors of 8
 };
 
+constexpr int64_t MOST_TOGETHER = 8;  // rows of a block
+
 struct RowBlock { int64_t begin, rows; };
 
-// The block that holds row i of m.
-FB_INLINE RowBlock block_of(int64_t i, int64_t m) {
-  int64_t begin = i / 8 * 8, left = m - begin, rows = 8;
-  if (left >= 8) return {begin, 8};
-  for (rows = 4;; rows /= 2) {
+// The block that holds row i of m, of at most MOST.
+template <int64_t MOST> FB_INLINE RowBlock block_of(int64_t i, int64_t m) {
+  int64_t begin = i / MOST * MOST, left = m - begin;
+  if (left >= MOST) return {begin, MOST};
+  for (int64_t rows = MOST / 2;; rows /= 2) {
     if (!(left & rows)) continue;
     if (i < begin + rows) return {begin, rows};
     begin += rows;
@@ -138,7 +140,7 @@ static bool round_row(const T* x, int64_t k, int64_t group, int32_t bits, const 
   bool usable = true;
   const bool halves = group == 16;
   const int64_t count = rows.k / group, sub = group % 64 ? 32 : 64, together = halves ? 2 : 1, span = group * together;
-  const RowBlock block = block_of(i, m);
+  const RowBlock block = block_of<MOST_TOGETHER>(i, m);
   uint8_t* values = rows.values + (block.begin * rows.k + (i - block.begin) * sub) * BYTES;
   float *scale = rows.scale + i * rows.g8, *sum = rows.sum + i * rows.g8;
   for (int64_t g = 0; g < count; g += together)
@@ -314,7 +316,7 @@ template <int BITS, int BYTES, int SUB>
 static void integer_product(const IntegerRows& x, int64_t m, const uint8_t* rows, int64_t stride, int64_t n,
                             const GroupFormat& f, float* c, int64_t cs) {
   for (int64_t i = 0; i < m;) {
-    const int64_t block = block_of(i, m).rows;
+    const int64_t block = block_of<MOST_TOGETHER>(i, m).rows;
     switch (block) {
       case 8: integer_rows<BITS, BYTES, SUB, 8, 1>(x, i, rows, stride, n, f, c, cs); break;
       case 4: integer_rows<BITS, BYTES, SUB, 4, 2>(x, i, rows, stride, n, f, c, cs); break;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "ahead.h"
 #include "groups.h"
@@ -35,19 +36,32 @@ FB_INLINE void panel_block(const float* x, int64_t xs, const float* panel, int64
     FB_UNROLL for (int n = 0; n < 2; ++n) store(c + m * cs + n * VL, load(c + m * cs + n * VL) + acc[m][n]);
 }
 
-// The same for any m, in blocks as equal as can be: few accumulators do not hide the latency of their sums.
-template <int MB = MOST_ROWS>
-static void panel_rows(const float* x, int64_t xs, const float* panel, int64_t m, int64_t k, float* c, int64_t cs) {
-  for (int64_t left = m; left;) {
-    const int64_t blocks = (left + MOST_ROWS - 1) / MOST_ROWS, rows = (left + blocks - 1) / blocks;
+// f(rows, i) for rows [i, i + rows) of m, in blocks as equal as can be: few accumulators do not hide the latency of their
+// sums. `rows` is known when this is compiled.
+template <int MB = MOST_ROWS, class F> static void equal_blocks(int64_t i, int64_t m, const F& f) {
+  while (i < m) {
+    const int64_t left = m - i, blocks = (left + MOST_ROWS - 1) / MOST_ROWS, rows = (left + blocks - 1) / blocks;
     if (rows != MB) {
-      if constexpr (MB > 1) panel_rows<MB - 1>(x, xs, panel, left, k, c, cs);
+      if constexpr (MB > 1) equal_blocks<MB - 1>(i, m, f);
       return;
     }
-    panel_block<MB>(x, xs, panel, k, c, cs);
-    x += MB * xs, c += MB * cs, left -= MB;
+    f(std::integral_constant<int, MB>{}, i);
+    i += MB;
   }
 }
+
+// The same for any m.
+static void panel_rows(const float* x, int64_t xs, const float* panel, int64_t m, int64_t k, float* c, int64_t cs) {
+  equal_blocks(0, m, [&](auto rows, int64_t i) {
+    panel_block<decltype(rows)::value>(x + i * xs, xs, panel, k, c + i * cs, cs);
+  });
+}
+
+// Bytes from one row of x to the next where many meet panels as they lie: an odd number of cache lines, so that several
+// do not share one set of L1.
+constexpr int64_t apart(int64_t nbytes) { return ((nbytes + 63) / 64 | 1) * 64; }
+
+constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
 #if defined(__AVX__)
 // to[i * stride + j] = from[j * step + i], i and j below 8.

@@ -10,8 +10,6 @@
 namespace forebay {
 namespace vnni {
 
-#define FB_METHOD inline __attribute__((always_inline))
-
 // The codes of one unit, of which `left` elements are there, and their products with a row of x.
 template <int BITS, int NBYTES> struct Codes;
 
@@ -24,44 +22,24 @@ FB_INLINE __m512i bytes_of(const uint8_t* p, int64_t left) {
   return left >= 64 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi8((1ull << left) - 1, p);
 }
 
-template <> struct Codes<4, 2> {
+template <int BITS> struct Codes<BITS, 2> {
   __m512i even, odd;
   FB_METHOD Codes(const uint8_t* p, int64_t left) {
-    const __m512i both = words_of(p, left);
-    even = _mm512_and_si512(both, _mm512_set1_epi16(15));
-    odd = _mm512_srli_epi16(both, 4);
+    const __m512i both = BITS == 4 ? words_of(p, left) : bytes_of(p, left);
+    even = _mm512_and_si512(both, _mm512_set1_epi16((1 << BITS) - 1));
+    odd = _mm512_srli_epi16(both, BITS);
   }
   FB_METHOD __m512i dot(const uint8_t* x) const {
     return _mm512_dpwssd_epi32(_mm512_madd_epi16(even, _mm512_loadu_si512(x)), odd, _mm512_loadu_si512(x + 64));
   }
 };
 
-template <> struct Codes<8, 2> {
-  __m512i even, odd;
-  FB_METHOD Codes(const uint8_t* p, int64_t left) {
-    const __m512i both = bytes_of(p, left);
-    even = _mm512_and_si512(both, _mm512_set1_epi16(255));
-    odd = _mm512_srli_epi16(both, 8);
-  }
-  FB_METHOD __m512i dot(const uint8_t* x) const {
-    return _mm512_dpwssd_epi32(_mm512_madd_epi16(even, _mm512_loadu_si512(x)), odd, _mm512_loadu_si512(x + 64));
-  }
-};
-
-template <> struct Codes<4, 1> {
+template <int BITS> struct Codes<BITS, 1> {
   __m512i all;
   FB_METHOD Codes(const uint8_t* p, int64_t left) {
-    const __m512i both = words_of(p, left);
-    all = _mm512_and_si512(_mm512_or_si512(both, _mm512_slli_epi16(both, 4)), _mm512_set1_epi8(15));
+    all = BITS == 4 ? words_of(p, left) : bytes_of(p, left);
+    if (BITS == 4) all = _mm512_and_si512(_mm512_or_si512(all, _mm512_slli_epi16(all, 4)), _mm512_set1_epi8(15));
   }
-  FB_METHOD __m512i dot(const uint8_t* x) const {
-    return _mm512_dpbusd_epi32(_mm512_setzero_si512(), all, _mm512_loadu_si512(x));
-  }
-};
-
-template <> struct Codes<8, 1> {
-  __m512i all;
-  FB_METHOD Codes(const uint8_t* p, int64_t left) { all = bytes_of(p, left); }
   FB_METHOD __m512i dot(const uint8_t* x) const {
     return _mm512_dpbusd_epi32(_mm512_setzero_si512(), all, _mm512_loadu_si512(x));
   }
@@ -161,7 +139,7 @@ template <int BITS, int NBYTES, int GROUP>
 static void dot_product(const Integers& x, int64_t m, const uint8_t* rows, int64_t stride, int64_t n,
                         const GroupFormat& f, float* c, int64_t cs) {
   for (int64_t i = 0; i < m;) {
-    const int64_t count = block_of(i, m).rows;
+    const int64_t count = block_of<MOST_TOGETHER>(i, m).rows;
     switch (count) {
       case 4: block_rows<BITS, NBYTES, GROUP, 4, 2>(x, i, rows, stride, n, f, c, cs); break;
       case 2: block_rows<BITS, NBYTES, GROUP, 2, 2>(x, i, rows, stride, n, f, c, cs); break;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "ahead.h"
+#include "panels.h"
 #include "vnni_rows.h"
 #include "wide.h"
 
@@ -11,8 +12,6 @@
 namespace forebay {
 namespace vnni {
 
-constexpr int64_t PANEL = 32;         // weight rows that are multiplied together
-constexpr int64_t MOST_ROWS = 12;     // rows of x in registers: 24 sums
 constexpr int64_t SCALE_GROUPS = 32;  // groups whose scales lie ready
 constexpr int64_t MOST_SUMMED = 256;  // elements whose products fit 32 bits: 256 * 255 * 32767
 constexpr int64_t PANEL_NBYTES = 1 << 14;  // half of L1
@@ -139,20 +138,6 @@ FB_INLINE void panel_block(const Operands& a, int64_t m0, int64_t count, int64_t
       group_block<NBYTES, MB>(a, values, w, words, m0, g, part + summed >= group, c + m0 * cs, cs);
 }
 
-// The same for m rows, in blocks as equal as can be.
-template <int NBYTES, int MB = MOST_ROWS>
-static void panel_rows(const Operands& a, int64_t m0, int64_t m, int64_t count, int64_t group, float* c, int64_t cs) {
-  while (m0 < m) {
-    const int64_t left = m - m0, blocks = (left + MOST_ROWS - 1) / MOST_ROWS, rows = (left + blocks - 1) / blocks;
-    if (rows != MB) {
-      if constexpr (MB > 1) panel_rows<NBYTES, MB - 1>(a, m0, m, count, group, c, cs);
-      return;
-    }
-    panel_block<NBYTES, MB>(a, m0, count, group, c, cs);
-    m0 += MB;
-  }
-}
-
 // c[m, n] += x[0, m) times n packed rows, transposed; rows of c hold n rounded up to whole panels.
 template <int BITS, int NBYTES>
 static void panel_product(const Integers& x, int64_t m, const uint8_t* rows, int64_t stride, int64_t n,
@@ -161,9 +146,9 @@ static void panel_product(const Integers& x, int64_t m, const uint8_t* rows, int
   alignas(64) int32_t panel[std::max<int64_t>(DEPTH, 512) / elements_of(NBYTES) * PANEL];
   alignas(64) float scales[SCALE_GROUPS * PANEL], lows[SCALE_GROUPS * PANEL];
   const int64_t together = std::max<int64_t>(1, DEPTH / f.group);  // groups of a panel
-  call_in(rows, 0, std::min(PANEL, n) * stride);
+  call_in(rows, 0, std::min<int64_t>(PANEL, n) * stride);
   for (int64_t n0 = 0; n0 < n; n0 += PANEL) {
-    const int64_t here = std::min(PANEL, n - n0), coming = std::clamp<int64_t>(n - n0 - PANEL, 0, PANEL) * stride;
+    const int64_t here = std::min<int64_t>(PANEL, n - n0), coming = std::clamp<int64_t>(n - n0 - PANEL, 0, PANEL) * stride;
     int64_t called = 0;
     const uint8_t *at = rows + n0 * stride, *scales_at = at + f.codes_nbytes();
     for (int64_t g0 = 0; g0 < f.count; g0 += SCALE_GROUPS) {
@@ -178,7 +163,9 @@ static void panel_product(const Integers& x, int64_t m, const uint8_t* rows, int
         called = soon;
         const Operands a = {x.values + g * f.group * NBYTES, x.scale + g, x.sum + g, x.row_nbytes, x.groups, panel,
                             scales + (g - g0) * PANEL, lows + (g - g0) * PANEL};
-        panel_rows<NBYTES>(a, 0, m, count, f.group, c + n0, cs);
+        equal_blocks(0, m, [&](auto rows, int64_t i) {
+          panel_block<NBYTES, decltype(rows)::value>(a, i, count, f.group, c + n0, cs);
+        });
       }
     }
   }

@@ -2,17 +2,18 @@
 // integer_dot.h, in the orders that vnni_dot.h (few rows of x) and vnni_panels.h (many) read.
 #pragma once
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
+#include "integer_dot.h"
+
+#if FB_INTEGER_DOT && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
     defined(__AVX512VNNI__)
 #define FB_VNNI 1
-
-#include "groups.h"
 
 namespace forebay {
 namespace vnni {
 
 constexpr int64_t UNIT = 64;     // elements of x that are rounded and multiplied together
 constexpr int64_t LANES = 16;    // groups whose scales are read together
+constexpr int64_t MOST_TOGETHER = 4;  // rows of a block
 constexpr int64_t FEW_ROWS = 5;  // rows of x up to which they meet weights one by one; from more on, in panels
 
 // sum += the products of 32 pairs of 16 bits, or of 64 bytes (w without a sign), four or two to a lane. In assembly, since
@@ -21,8 +22,6 @@ template <int NBYTES> FB_INLINE void add_products(__m512i& sum, __m512i w, __m51
   if (NBYTES == 2) asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
   else asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
 }
-
-FB_INLINE int64_t whole(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
 // Where in a unit of 64 integers element i lies. Of 16 bits they are multiplied in pairs, of 8 in fours, beside codes
 // that a shift and a mask leave: DOT16 holds the even elements, then the odd ones; a panel of 8-bit codes has the pairs
@@ -60,24 +59,8 @@ struct Integers {
   float* scale;     // [m, groups]
   float* sum;       // [m, groups]: sum of the group's elements as rounded
   int64_t k, groups, row_nbytes;  // whole units; whole vectors; of many rows
-  bool panels;
+  bool panels;  // m is more than FEW_ROWS
 };
-
-inline Integers integers_of(int64_t m, int64_t k, int64_t group, int nbytes) {
-  const int64_t units = whole(whole(k, group), UNIT), groups = whole((k + group - 1) / group, LANES);
-  const int64_t lines = whole(units * nbytes, 64) / 64;
-  return {nullptr, nullptr, nullptr, units, groups, (lines | 1) * 64, m > FEW_ROWS};
-}
-
-struct RowBlock { int64_t begin, rows; };
-
-// The block that holds row i of m, few as they are.
-FB_INLINE RowBlock block_of(int64_t i, int64_t m) {
-  int64_t begin = i / 4 * 4, left = m - begin;
-  if (left >= 4) return {begin, 4};
-  if (left >= 2 && i < begin + 2) return {begin, 2};
-  return {left >= 2 ? begin + 2 : begin, 1};
-}
 
 FB_INLINE __m512 load16(const float* p, __mmask16 lanes) { return _mm512_maskz_loadu_ps(lanes, p); }
 FB_INLINE __m512 load16(const bf16* p, __mmask16 lanes) {
@@ -123,7 +106,7 @@ template <Order ORDER, int NBYTES, class T>
 static bool round_row(const T* x, int64_t k, int64_t group, const Integers& rows, int64_t i, int64_t m) {
   constexpr float top = NBYTES == 2 ? 32767.0f : 127.0f;
   const int64_t count = (k + group - 1) / group, span = std::max<int64_t>(group, 32);
-  const RowBlock block = rows.panels ? RowBlock{i, 1} : block_of(i, m);
+  const RowBlock block = rows.panels ? RowBlock{i, 1} : block_of<MOST_TOGETHER>(i, m);
   uint8_t* values = rows.panels ? rows.values + i * rows.row_nbytes
                                 : rows.values + (block.begin * rows.k + (i - block.begin) * UNIT) * NBYTES;
   const int64_t unit_nbytes = UNIT * NBYTES * (rows.panels ? 1 : block.rows);

@@ -30,7 +30,6 @@ constexpr int64_t ROWS = 88;           // query rows (positions x group) per tas
 constexpr int64_t ROW_FLOATS = 11264;  // and so many numbers in them: 88 rows of 128, 22 of 512
 constexpr int64_t KEYS = SEGMENT_STEP;  // cache positions per step
 constexpr int64_t FEW = 4;             // of them at a time where few query rows leave memory to wait for
-constexpr int64_t AHEAD = 16384;       // bytes of keys, and of values, between what is then called in and what is read
 constexpr int64_t MANY_ROWS = 12;      // from so many on keys and values meet them in panels
 constexpr int64_t MAX_HEAD_DIM = 512;
 
@@ -38,7 +37,7 @@ constexpr int64_t MAX_HEAD_DIM = 512;
 // of so many parts of the positions that they see, one.
 struct Piece { int64_t b, h0, h1, r0, r1, part, parts; };
 
-int64_t row_stride(const AttentionArgs& a) { return (a.head_dim + PANEL - 1) / PANEL * PANEL; }
+int64_t row_stride(const AttentionArgs& a) { return round_up(a.head_dim, PANEL); }
 
 // Query rows as they meet keys: in fp32, or in bf16 where the processor multiplies it (bf16_products.h).
 template <class T> struct Queries {
@@ -137,7 +136,7 @@ template <class T> void run_task(const AttentionArgs& a, const Piece& p, float* 
   const T* k = static_cast<const T*>(a.k) + p.b * a.k_batch;
   const T* v = static_cast<const T*>(a.v) + p.b * a.v_batch;
   const bool many = m >= MANY_ROWS, few = m <= 4;
-  const int64_t step = few ? FEW : KEYS, ahead = AHEAD / width / FEW * FEW + FEW;
+  const int64_t step = few ? FEW : KEYS, ahead = AHEAD_NBYTES / width / FEW * FEW + FEW;
   // Rows are in order of position, so the first sees the lowest key and the last the highest.
   const Segment seen = segment_of(rows[0].low, rows[m - 1].high, p.parts, p.part);
   for (int64_t t0 = seen.begin; t0 < seen.end; t0 += KEYS) {

@@ -95,7 +95,7 @@ void run_chunk(const LinearArgs& a, const float* x, int64_t xs, int64_t m0, int6
 template <class W>
 void run_panels(const LinearArgs& a, const float* x, int64_t xs, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
   alignas(64) float c[M_BLOCK_DIRECT * PANELS_CHUNK];
-  const int64_t m = m1 - m0, n = n1 - n0, cs = (n + PANEL - 1) / PANEL * PANEL;
+  const int64_t m = m1 - m0, n = n1 - n0, cs = round_up(n, PANEL);
   begin_rows(a, c, cs, m, n0, n);
   const W* w = static_cast<const W*>(a.w);
   multiply_panels(x, xs, m, n, a.k, c, cs, [&](int64_t j0, int64_t rows, int64_t k0, int64_t depth, float* panel) {
@@ -124,7 +124,7 @@ bool takes_bf16(const LinearArgs& a) {
 // Rows [m0, m1) of x, as they lie or as panels want them, against weight rows (columns) [n0, n1).
 void run_bf16_chunk(const LinearArgs& a, const char* x, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
   alignas(64) float c[M_BLOCK_DIRECT * PANELS_CHUNK];
-  const int64_t m = m1 - m0, n = n1 - n0, cs = (n + 31) / 32 * 32;
+  const int64_t m = m1 - m0, n = n1 - n0, cs = round_up(n, PANEL);
   begin_rows(a, c, cs, m, n0, n);
   const bf16* w = static_cast<const bf16*>(a.w) + (a.conv1d ? n0 : n0 * a.w_stride);
   using bf16_products::Weights;
@@ -147,11 +147,11 @@ void run_bf16(const LinearArgs& a, float* scratch, int64_t scratch_floats, int t
         for (int64_t i = begin; i < end; ++i)
           bf16_products::copy_row(static_cast<const bf16*>(a.x) + (m0 + i) * a.x_stride, a.k, x + i * nbytes);
       });
-    const int64_t most = std::max(PANELS_CHUNK, M_BLOCK_DIRECT * PANELS_CHUNK / m / 32 * 32);
+    const int64_t most = std::max(PANELS_CHUNK, M_BLOCK_DIRECT * PANELS_CHUNK / m / PANEL * PANEL);
     const int64_t share = (a.n + 4 * threads - 1) / (4 * threads);
     const int64_t rows = std::max<int64_t>(8, BF16_CHUNK_NBYTES / (2 * a.k + 1)) / 4 * 4;
-    const int64_t chunk = panels ? panel_chunk(a.n, std::min(most, (share + 31) / 32 * 32), threads)
-                                 : std::min({(share + 3) / 4 * 4, rows, most});
+    const int64_t chunk = panels ? panel_chunk(a.n, std::min(most, round_up(share, PANEL)), threads)
+                                 : std::min({round_up(share, 4), rows, most});
     // 128 products a ns, or 16 GB/s of weights.
     parallel_for((a.n + chunk - 1) / chunk, threads, m * a.n * a.k / 128 + a.n * a.k / 8, [&](int64_t i) {
       run_bf16_chunk(a, x, m0, m1, i * chunk, std::min(a.n, (i + 1) * chunk));

@@ -35,10 +35,7 @@ constexpr int64_t PRODUCTS = 4096;         // results that a task holds
 constexpr int64_t UNPACK_ROWS = 8, UNPACK_K = 512;  // 16 KiB of fp32 weights at a time
 constexpr int64_t PANELS_CHUNK = 64;       // weight rows per task in panels, of many rows of x; more of fewer
 constexpr int64_t CHUNK_PRODUCTS = M_BLOCK_DIRECT * PANELS_CHUNK;
-constexpr int64_t WIDEST_PANEL = 32;       // weight rows of a panel of any kind
 constexpr int64_t PANEL_ROWS = 6;          // rows of x from which panels are faster than rows unpacked
-
-int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
 float bias_at(const QuantizedLinearArgs& a, int64_t n) {
   if (!a.bias) return 0.0f;
@@ -158,7 +155,7 @@ void integer_rows_product(const QuantizedLinearArgs& a, const Work& work, int64_
 
 void run_chunk(const QuantizedLinearArgs& a, const Work& work, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
   alignas(64) float c[std::max(PRODUCTS, CHUNK_PRODUCTS)];
-  const int64_t m = m1 - m0, n = n1 - n0, cs = work.panels ? round_up(n, WIDEST_PANEL) : n;
+  const int64_t m = m1 - m0, n = n1 - n0, cs = work.panels ? round_up(n, PANEL) : n;
   for (int64_t j = 0; j < n; ++j) c[j] = bias_at(a, n0 + j);
   for (int64_t j = n; j < cs; ++j) c[j] = 0.0f;
   for (int64_t i = 1; i < m; ++i) std::memcpy(c + i * cs, c, size_t(cs) * 4);
@@ -210,7 +207,7 @@ void run_float(const QuantizedLinearArgs& a, Work work, int64_t m0, int64_t m1, 
 
 // Bytes of a row of x as integers, and floats of its scales (and of its sums), for either kind of processor.
 int64_t row_nbytes(const QuantizedLinearArgs& a) {
-  return (round_up(round_up(a.k, a.group), 64) * a.integer_nbytes / 64 | 1) * 64;
+  return apart(round_up(round_up(a.k, a.group), 64) * a.integer_nbytes);
 }
 int64_t row_groups(const QuantizedLinearArgs& a) { return round_up((a.k + a.group - 1) / a.group, 16); }
 
@@ -236,8 +233,8 @@ void run_integer(const QuantizedLinearArgs& a, Work work, int64_t m0, int64_t m1
   float *scale = scratch + m * row_nbytes(a) / 4, *sum = scale + m * groups, *spare = sum + m * groups;
   work.route = route_of(a);
 #if FB_VNNI
-  work.wide = vnni::integers_of(m, a.k, a.group, a.integer_nbytes);
-  work.wide.values = values, work.wide.scale = scale, work.wide.sum = sum;
+  work.wide = {values, scale, sum, round_up(round_up(a.k, a.group), vnni::UNIT), groups, row_nbytes(a),
+               m > vnni::FEW_ROWS};
   work.panels = work.route == Route::VNNI && work.wide.panels;
 #endif
   work.integers = {values, scale, sum, work.f.count * a.group, round_up(work.f.count, 8)};
