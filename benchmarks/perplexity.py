@@ -87,7 +87,8 @@ def sparse_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
 
 
 def by_format(name: str, rounding: str = "minmax") -> Treat:
-    bits, group_size = parse_format(name)
+    stored = parse_format(name)
+    bits, group_size = stored.bits, stored.group_size
     return lambda w: rounded(w, bits, group_size, rounding)
 
 

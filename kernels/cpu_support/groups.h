@@ -8,10 +8,14 @@
 
 namespace forebay {
 
-// One packed row of `count` groups: codes, then scales, then lows. Scales are of type S, at any even address.
+// The low of a symmetric group over its scale.
+FB_INLINE constexpr float symmetric_low(int32_t bits) { return -float(1 << (bits - 1)); }
+
+// One packed row of `count` groups: codes, then scales, then lows, unless it is symmetric. Scales are of type S, at any
+// even address.
 struct GroupFormat {
   int64_t group, count;  // elements per group, groups per row
-  int32_t bits, scale_dtype;
+  int32_t bits, scale_dtype, symmetric;
   int64_t codes_nbytes() const { return count * group * bits / 8; }
   int64_t scales_nbytes() const { return count * 2; }
 };
@@ -19,6 +23,12 @@ struct GroupFormat {
 FB_INLINE float scale_at(const uint8_t* scales, int32_t dtype, int64_t g) {
   return dtype == F16 ? load_one(reinterpret_cast<const f16*>(scales) + g)
                       : load_one(reinterpret_cast<const bf16*>(scales) + g);
+}
+
+// The low of group g of a row whose scales are there.
+FB_INLINE float low_at(const uint8_t* scales, const GroupFormat& f, int64_t g) {
+  return f.symmetric ? symmetric_low(f.bits) * scale_at(scales, f.scale_dtype, g)
+                     : scale_at(scales + f.scales_nbytes(), f.scale_dtype, g);
 }
 
 // Elements [0, n) of the group whose codes begin at `codes`: q * scale + low, one rounding (the product is exact).
@@ -68,10 +78,10 @@ FB_INLINE void dequantize_group(const uint8_t* codes, int32_t bits, float scale,
 
 // Elements [begin, begin + n) of a packed row, begin at a group's start.
 FB_INLINE void dequantize_row(const uint8_t* row, const GroupFormat& f, int64_t begin, int64_t n, float* to) {
-  const uint8_t *scales = row + f.codes_nbytes(), *lows = scales + f.scales_nbytes();
+  const uint8_t* scales = row + f.codes_nbytes();
   for (int64_t g = begin / f.group, i = 0; i < n; ++g, i += f.group)
-    dequantize_group(row + g * f.group * f.bits / 8, f.bits, scale_at(scales, f.scale_dtype, g),
-                     scale_at(lows, f.scale_dtype, g), std::min(f.group, n - i), to + i);
+    dequantize_group(row + g * f.group * f.bits / 8, f.bits, scale_at(scales, f.scale_dtype, g), low_at(scales, f, g),
+                     std::min(f.group, n - i), to + i);
 }
 
 // The number next to a finite v, upward or downward, in the storage type of its bits.

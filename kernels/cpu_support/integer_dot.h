@@ -251,7 +251,8 @@ FB_INLINE void integer_block(const uint8_t* x, const float* x_scale, const float
     const uint8_t* at = rows + n * stride + f.codes_nbytes();
     for (int64_t g = g0; g < g1; g += 8) {
       const __m256 s = load_scales(at, f.scale_dtype, g, f.count),
-                   l = load_scales(at + f.scales_nbytes(), f.scale_dtype, g, f.count);
+                   l = f.symmetric ? _mm256_mul_ps(s, _mm256_set1_ps(symmetric_low(BITS)))
+                                   : load_scales(at + f.scales_nbytes(), f.scale_dtype, g, f.count);
       FB_UNROLL for (int i = 0; i < MB; ++i) {
         _mm256_store_ps(scales[n][i] + (g - g0), _mm256_mul_ps(s, _mm256_loadu_ps(x_scale + i * g8 + g)));
         acc[n][i] = _mm256_fmadd_ps(l, _mm256_loadu_ps(x_sum + i * g8 + g), acc[n][i]);
@@ -260,12 +261,13 @@ FB_INLINE void integer_block(const uint8_t* x, const float* x_scale, const float
   }
   constexpr int UNIT = unit_of(SUB);
   constexpr int64_t UNIT_NBYTES = NB * (UNIT * BITS / 8 + 4 * UNIT / SUB);
+  const int64_t apart = UNIT_NBYTES - (f.symmetric ? NB * 2 * UNIT / SUB : 0);
   const int shift = SUB == 16 ? 0 : __builtin_ctzll(uint64_t(f.group / SUB));
   const int64_t begin = SUB == 16 ? g0 / 2 : g0 << shift, end = SUB == 16 ? g1 / 2 : g1 << shift;
   const uint8_t* values = x + begin * MB * UNIT * BYTES;
   const uint8_t* codes_at = rows + begin * UNIT * BITS / 8;
   for (int64_t u = 0; u < end - begin; ++u, values += MB * UNIT * BYTES, codes_at += UNIT * BITS / 8) {
-    if (first) call_ahead(rows + (begin + u) * UNIT_NBYTES, UNIT_NBYTES);
+    if (first) call_ahead(rows + (begin + u) * apart, UNIT_NBYTES);
     FB_UNROLL for (int n = 0; n < NB; ++n) {
       const Codes<BITS, BYTES, SUB> codes(codes_at + n * stride);
       FB_UNROLL for (int i = 0; i < MB; ++i) {

@@ -72,7 +72,7 @@ FB_INLINE __m512 halves_of(const uint8_t* at, int32_t dtype, int64_t left) {  //
 template <int BITS, int NBYTES, int GROUP, int MB, int NB>
 FB_INLINE void block(const Integers& x, const uint8_t* values, const float* x_scale, const float* x_sum,
                      const uint8_t* rows, int64_t stride, const GroupFormat& f, float* c, int64_t cs) {
-  constexpr int64_t STEP = 64, UNIT_NBYTES = NB * (UNIT * BITS / 8 + 4 * UNIT / std::min(GROUP, 64));
+  constexpr int64_t STEP = 64, GROUPS = UNIT / std::min(GROUP, 64), UNIT_NBYTES = NB * (UNIT * BITS / 8 + 4 * GROUPS);
   alignas(64) float scales[NB][MB][STEP];
   const uint8_t* read = rows;
   __m512 acc[NB][MB];
@@ -87,7 +87,8 @@ FB_INLINE void block(const Integers& x, const uint8_t* values, const float* x_sc
       const uint8_t* at = rows + n * stride + f.codes_nbytes();
       for (int64_t g = g0; g < g1; g += LANES) {
         const __m512 s = halves_of(at + 2 * g, f.scale_dtype, f.count - g),
-                     l = halves_of(at + f.scales_nbytes() + 2 * g, f.scale_dtype, f.count - g);
+                     l = f.symmetric ? _mm512_mul_ps(s, _mm512_set1_ps(symmetric_low(BITS)))
+                                     : halves_of(at + f.scales_nbytes() + 2 * g, f.scale_dtype, f.count - g);
         FB_UNROLL for (int i = 0; i < MB; ++i) {
           _mm512_store_ps(scales[n][i] + (g - g0), _mm512_mul_ps(s, _mm512_loadu_ps(x_scale + i * x.groups + g)));
           acc[n][i] = _mm512_fmadd_ps(l, _mm512_loadu_ps(x_sum + i * x.groups + g), acc[n][i]);
@@ -98,7 +99,7 @@ FB_INLINE void block(const Integers& x, const uint8_t* values, const float* x_sc
       const uint8_t* codes_at = rows + u * (UNIT * BITS / 8);
       const uint8_t* x_at = values + u * (MB * UNIT * NBYTES);
       call_ahead(read, UNIT_NBYTES);
-      read += UNIT_NBYTES;
+      read += UNIT_NBYTES - (f.symmetric ? NB * 2 * GROUPS : 0);
       FB_UNROLL for (int n = 0; n < NB; ++n) {
         const Codes<BITS, NBYTES> codes(codes_at + n * stride, left);
         FB_UNROLL for (int i = 0; i < MB; ++i)

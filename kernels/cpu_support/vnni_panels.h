@@ -154,7 +154,9 @@ static void panel_product(const Integers& x, int64_t m, const uint8_t* rows, int
     for (int64_t g0 = 0; g0 < f.count; g0 += SCALE_GROUPS) {
       const int64_t g1 = std::min(f.count, g0 + SCALE_GROUPS);
       fill_scales(scales_at + 2 * g0, stride, here, f.scale_dtype, g1 - g0, scales);
-      fill_scales(scales_at + f.scales_nbytes() + 2 * g0, stride, here, f.scale_dtype, g1 - g0, lows);
+      if (f.symmetric)
+        for (int64_t i = 0; i < (g1 - g0) * PANEL; ++i) lows[i] = symmetric_low(BITS) * scales[i];
+      else fill_scales(scales_at + f.scales_nbytes() + 2 * g0, stride, here, f.scale_dtype, g1 - g0, lows);
       for (int64_t g = g0; g < g1; g += together) {
         const int64_t count = std::min(together, g1 - g);
         fill<BITS, NBYTES>(at, stride, here, g * f.group, count * f.group, panel);

@@ -18,10 +18,10 @@ def codes_nbytes(size: int, bits: int, group_size: int) -> int:
     return group_count(size, group_size) * group_size * bits // 8
 
 
-def row_nbytes(k: int, bits: int, group_size: int, align: int = WEIGHT_ALIGN) -> int:
-    """R: bytes of one packed row of k elements."""
+def row_nbytes(k: int, bits: int, group_size: int, align: int = WEIGHT_ALIGN, symmetric: bool = False) -> int:
+    """R: bytes of one packed row of k elements, with a scale and, unless symmetric, a low for each group."""
     check_format("packing", bits, group_size)
-    used = codes_nbytes(k, bits, group_size) + 4 * group_count(k, group_size)
+    used = codes_nbytes(k, bits, group_size) + (2 if symmetric else 4) * group_count(k, group_size)
     return -(-used // align) * align
 
 

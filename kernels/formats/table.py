@@ -4,6 +4,7 @@
 |---|---|---|---|---|
 | native | weights, caches | none: values as they are | - | size * itemsize |
 | w4gN, w8gN; w8 is w8g128 | weights [N, K] | 4 or 8 bits | N along K, N even | padded to 16 bytes |
+| w4gNs, w8gNs: symmetric | the same, 0 the middle code | 4 or 8 bits | the same, no lows | padded to 16 bytes |
 | kv8, kv4 | caches, rotated rows of one position and head | 8 or 4 bits | by the size of the head | to 4 bytes |
 | act8 | hidden states kept in place of K and V | 8 bits | 64 | padded to 16 bytes |
 """
@@ -26,6 +27,7 @@ class Format:
     holds: Literal["values", "weight", "cache", "activation"]
     bits: int = 0
     group_size: int = 0
+    symmetric: bool = False
 
     def group_of(self, size: int) -> int:
         """Elements of a row of `size` that share a scale and a low; 0 where values are kept as they are."""
@@ -38,7 +40,7 @@ class Format:
         if not self.bits:
             return size * itemsize
         align = row_sizes.CACHE_ALIGN if self.holds == "cache" else row_sizes.WEIGHT_ALIGN
-        return row_sizes.row_nbytes(size, self.bits, self.group_of(size), align)
+        return row_sizes.row_nbytes(size, self.bits, self.group_of(size), align, self.symmetric)
 
     def ratio(self, size: int, itemsize: int) -> float:
         """Bytes of a row of `size` elements over those of its values as they are."""
@@ -68,18 +70,30 @@ TIMED_CACHES = ("kv4", "kv8")
 
 
 def weight_format(name: str) -> Format:
-    """The format of a weight: one of WEIGHT_FORMATS, or of another even group size, as in w4g48 and w8g32.
+    """The format of a weight: one of WEIGHT_FORMATS, or of another even group size, as in w4g48 and w8g32, or
+    symmetric, as in w4g32s.
 
     ValueError for other names.
     """
     found = WEIGHT_FORMATS.get(name)
     if found is not None:
         return found
-    parts = re.fullmatch(r"w(4|8)g([1-9]\d{0,5})", name)
+    parts = re.fullmatch(r"w(4|8)g([1-9]\d{0,5})(s?)", name)
     if parts is None or int(parts[2]) % 2:
         raise ValueError(f"no weight format {name!r}; there are {', '.join(WEIGHT_FORMATS)} and, for other even group "
-                         "sizes, names like w8g32")
-    return Format(name, "weight", int(parts[1]), int(parts[2]))
+                         "sizes, names like w8g32, or symmetric w8g32s")
+    return Format(name, "weight", int(parts[1]), int(parts[2]), bool(parts[3]))
+
+
+def weight_name(bits: int, group_size: int, symmetric: bool = False) -> str:
+    """The name of the weight format of such rows."""
+    return f"w{bits}g{group_size}{'s' if symmetric else ''}"
+
+
+def symmetric_name(name: str) -> str:
+    """The name of the symmetric format of as many bits and elements in a group; native of native."""
+    found = weight_format(name)
+    return weight_name(found.bits, found.group_size, True) if found.bits else name
 
 
 def packed_format(weight: str) -> Format | None:

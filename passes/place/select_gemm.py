@@ -7,6 +7,7 @@ import math
 import torch
 from torch import fx
 
+from forebay.kernels.formats.packing import Packing
 from forebay.passes.product_nodes import is_product, linear_arguments
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.graph import META, PRODUCT_DTYPES, Gemm
@@ -48,9 +49,8 @@ def product_shape(node: fx.Node) -> Shape | None:
         return None
     packing = linear.packing if linear is not None else node.args[8] if len(node.args) > 8 else None
     if packing is not None:
-        bits, k, group_size, _ = packing  # type: ignore[misc]
-        rows = weight.meta["val"].shape[0]  # type: ignore[union-attr]
-        return f"w{bits}g{group_size}", math.prod(x.meta["val"].shape[:-1]), rows, k  # type: ignore[union-attr, return-value]
+        stored, rows = Packing(*packing), weight.meta["val"].shape[0]  # type: ignore[misc, arg-type, union-attr]
+        return stored.format, math.prod(x.meta["val"].shape[:-1]), rows, stored.in_features  # type: ignore[union-attr]
     value, matrix = x.meta["val"], weight.meta["val"]  # type: ignore[union-attr]
     if matrix.dtype not in PRODUCT_DTYPES:
         return None

@@ -35,7 +35,7 @@ def quantize_weights(gm: fx.GraphModule, formats: Mapping[str, RowFormat]) -> No
         with gm.graph.inserting_before(min(readers, key=list(gm.graph.nodes).index)):
             value = gm.graph.call_function(DEQUANTIZE_ROWS.overload, (
                 node, stored.in_features, stored.bits, stored.group_size, stored.scale_dtype, stored.dtype,
-                stored.transposed))
+                stored.transposed, stored.symmetric))
         value.meta = {"val": original, "layer": readers[0].meta.get("layer", -1), "made_by": "quantize_weights"}
         for user in readers:
             user.replace_input_with(node, value)
@@ -55,7 +55,7 @@ def fuse_dequantize(gm: fx.GraphModule) -> None:
 
 
 def _fold_into_product(graph: fx.Graph, node: fx.Node, user: fx.Node) -> None:
-    rows, in_features, bits, group_size, scale_dtype, _, transposed = node.args
+    rows, in_features, bits, group_size, scale_dtype, _, transposed, *symmetric = node.args
     found = linear_arguments(user)
     if found is None and transposed:
         found = _conv1d(user)
@@ -67,7 +67,7 @@ def _fold_into_product(graph: fx.Graph, node: fx.Node, user: fx.Node) -> None:
         return
     if found.x.meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return
-    packing = Packing(bits, in_features, group_size, scale_dtype)  # type: ignore[arg-type]
+    packing = Packing(bits, in_features, group_size, scale_dtype, *symmetric)  # type: ignore[arg-type]
     fold(graph, user, found._replace(weight=rows, packing=packing), "fuse_dequantize")  # type: ignore[arg-type]
 
 

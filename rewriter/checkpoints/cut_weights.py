@@ -26,8 +26,7 @@ def _stored(spec: WeightSpec, cut: WeightCut) -> RowFormat:
     out, into = _sides(spec, cut)
     rows, columns = (known.out_features if out is None else count(out), known.in_features if into is None else
                      count(into))
-    nbytes = row_sizes.row_nbytes(columns, known.bits, known.group_size)
-    return replace(known, out_features=rows, in_features=columns, row_nbytes=nbytes)
+    return replace(known, out_features=rows, in_features=columns, row_nbytes=known.packing(columns).row_nbytes)
 
 
 def _sides(spec: WeightSpec, cut: WeightCut) -> tuple[Ranges | None, Ranges | None]:
@@ -70,7 +69,7 @@ def _packed_pieces(stored: RowFormat, into: Ranges, name: str) -> tuple[tuple[in
     scales = 2 * row_sizes.group_count(stored.in_features, size)
     each = size * bits // 8
     pieces = [(a * each, (b - a) * each) for a, b in groups]
-    for begin in (codes, codes + scales):
+    for begin in (codes,) if stored.symmetric else (codes, codes + scales):
         pieces += [(begin + 2 * a, 2 * (b - a)) for a, b in groups]
-    rest = row_sizes.row_nbytes(count(into), bits, size) - sum(nbytes for _, nbytes in pieces)
+    rest = stored.packing(count(into)).row_nbytes - sum(nbytes for _, nbytes in pieces)
     return (*pieces, (0, rest)) if rest else tuple(pieces)

@@ -1,4 +1,5 @@
-"""GGUF's quantised blocks as rows of `packing`: codes, scales and lows, every value being code * scale + low.
+"""GGUF's quantised blocks as rows of `packing`: codes, scales and lows, every value being code * scale + low. Where
+lows follow from scales, codes are moved up until their middle stands for 0, and rows are symmetric: they hold no lows.
 
 Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. d and m are a block's factors, in fp16, q its
 codes.
@@ -22,10 +23,11 @@ import numpy as np
 import torch
 
 from forebay.kernels.formats import packing
+from forebay.kernels.formats.table import weight_name
 
 Bytes = np.ndarray  # uint8 [blocks, bytes of a block]
-# codes uint8 [blocks, values], scales and lows float32 [blocks, groups]
-BlockParts = tuple[np.ndarray, np.ndarray, np.ndarray]
+# codes uint8 [blocks, values], scales and lows float32 [blocks, groups], or the code that stands for 0 in all groups
+BlockParts = tuple[np.ndarray, np.ndarray, np.ndarray | int]
 FP16_MOST = float(np.finfo(np.float16).max)
 IQ4_TABLE = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int16)
 MXFP4_TABLE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int16)
@@ -40,31 +42,39 @@ class BlockKind(NamedTuple):
     group: int
     parts: Callable[[Bytes], BlockParts]
     scale_dtype: torch.dtype = torch.float16
+    symmetric: bool = False
 
     @property
     def format(self) -> str:
         """The weight format of these rows."""
-        return f"w{self.bits}g{self.group}"
+        return weight_name(self.bits, self.group, self.symmetric)
 
 
 def repack(rows: np.ndarray, kind: BlockKind) -> torch.Tensor:
     """Rows of blocks, uint8 [N, bytes of a row], as rows of `packing` [N, R]."""
     count = rows.shape[0]
-    codes, scale, low = _parts(rows, kind)
-    scales, lows = (torch.from_numpy(part.reshape(count, -1)).to(kind.scale_dtype) for part in (scale, low))
-    return packing.pack_rows(packing.pack_codes(torch.from_numpy(codes.reshape(count, -1)), kind.bits), scales, lows)
+    codes, *parts = _parts(rows, kind)
+    scale, *low = (torch.from_numpy(part.reshape(count, -1)).to(kind.scale_dtype) for part in parts)
+    packed = packing.pack_codes(torch.from_numpy(codes.reshape(count, -1)), kind.bits)
+    return packing.pack_rows(packed, scale, None if kind.symmetric else low[0])
 
 
 def representable(rows: np.ndarray, kind: BlockKind) -> bool:
     """Whether scales and lows are finite in the rows' dtype."""
-    _, scale, low = _parts(rows, kind)
+    _, *parts = _parts(rows, kind)
     most = FP16_MOST if kind.scale_dtype == torch.float16 else float(torch.finfo(kind.scale_dtype).max)
-    return all(bool(np.all(np.abs(part) <= most)) for part in (scale, low))  # NaN is not
+    if kind.symmetric:
+        most /= 1 << (kind.bits - 1)  # the least value is finite, too
+    return all(bool(np.all(np.abs(part) <= most)) for part in parts)  # NaN is not
 
 
-def _parts(rows: np.ndarray, kind: BlockKind) -> BlockParts:
+def _parts(rows: np.ndarray, kind: BlockKind) -> list[np.ndarray]:
+    """Codes and scales of the rows, and lows unless they are symmetric."""
     with np.errstate(over="ignore", invalid="ignore"):  # factors that are not finite are told by `representable`
-        return kind.parts(rows.reshape(-1, kind.nbytes))
+        codes, scale, low = kind.parts(rows.reshape(-1, kind.nbytes))
+    if not isinstance(low, int):
+        return [codes, scale, low]
+    return [codes + np.uint8((1 << (kind.bits - 1)) - low), scale]
 
 
 def _half(blocks: Bytes, at: int) -> np.ndarray:
@@ -83,32 +93,30 @@ def _fifth_bits(blocks: Bytes, at: int) -> np.ndarray:
 
 
 def _legacy(header: int, offset: int, high: bool = False) -> Callable[[Bytes], BlockParts]:
-    """Blocks of 32 with nibbles after `header` bytes: q d - offset d, or q d + m where offset is 0."""
+    """Blocks of 32 with nibbles after `header` bytes: (q - offset) d, or q d + m where offset is 0."""
 
     def parts(blocks: Bytes) -> BlockParts:
         d = _half(blocks, 0)
         codes = _nibbles(blocks[:, header : header + 16])
         if high:
             codes |= _fifth_bits(blocks, header - 4)
-        return codes, d, -offset * d if offset else _half(blocks, 2)
+        return codes, d, offset or _half(blocks, 2)
 
     return parts
 
 
 def _q8_0(blocks: Bytes) -> BlockParts:
-    d = _half(blocks, 0)
-    return blocks[:, 2:] ^ 128, d, -128 * d
+    return blocks[:, 2:] ^ 128, _half(blocks, 0), 128
 
 
 def _iq4_nl(blocks: Bytes) -> BlockParts:
-    d = _half(blocks, 0)
-    return (IQ4_TABLE + 128).astype(np.uint8)[_nibbles(blocks[:, 2:])], d, -128 * d
+    return (IQ4_TABLE + 128).astype(np.uint8)[_nibbles(blocks[:, 2:])], _half(blocks, 0), 128
 
 
 def _mxfp4(blocks: Bytes) -> BlockParts:
     """The table holds twice the values of FP4, so d is half of the block's power of two: 2^(e - 128)."""
     d = np.exp2(blocks[:, :1].astype(np.float32) - 128)
-    return (MXFP4_TABLE + 12).astype(np.uint8)[_nibbles(blocks[:, 1:])], d, -12 * d
+    return (MXFP4_TABLE + 12).astype(np.uint8)[_nibbles(blocks[:, 1:])], d, 12
 
 
 def _six_bit_factors(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -149,42 +157,37 @@ def _q3_k(blocks: Bytes) -> BlockParts:
     packed = blocks[:, 96:108]
     low = np.concatenate([packed[:, :8] & 15, packed[:, :8] >> 4], 1)
     top = (packed[:, None, 8:] >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3).reshape(-1, 16)
-    scale = _rounded(_half(blocks, 108) * ((low | top << 4).astype(np.int8) - 32).astype(np.float32))
-    return codes.reshape(-1, 256), scale, -4 * scale
+    scale = _half(blocks, 108) * ((low | top << 4).astype(np.int8) - 32).astype(np.float32)
+    return codes.reshape(-1, 256), scale, 4
 
 
 def _q6_k(blocks: Bytes) -> BlockParts:
     low, high = blocks[:, :128].reshape(-1, 2, 64), blocks[:, 128:192].reshape(-1, 2, 1, 32)
     codes = _nibbles(low).reshape(-1, 2, 4, 32) | (high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3) << 4
-    scale = _rounded(_half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32))
-    return codes.reshape(-1, 256), scale, -32 * scale
+    scale = _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
+    return codes.reshape(-1, 256), scale, 32
 
 
 def _iq4_xs(blocks: Bytes) -> BlockParts:
     high = blocks[:, 2:4].copy().view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], -1).reshape(-1, 8)
-    scale = _rounded(_half(blocks, 0) * ((low | high << 4).astype(np.int16) - 32).astype(np.float32))
+    scale = _half(blocks, 0) * ((low | high << 4).astype(np.int16) - 32).astype(np.float32)
     codes = (IQ4_TABLE + 128).astype(np.uint8)[_nibbles(blocks[:, 8:136].reshape(-1, 8, 16))].reshape(-1, 256)
-    return codes, scale, -128 * scale
-
-
-def _rounded(scale: np.ndarray) -> np.ndarray:
-    """To fp16 where that is finite, before lows are taken from it: the code of zero then stands for zero exactly."""
-    return scale.astype(np.float16).astype(np.float32)
+    return codes, scale, 128
 
 
 BLOCK_KINDS = {
-    "Q4_0": BlockKind(32, 18, 4, 32, _legacy(2, 8)),
+    "Q4_0": BlockKind(32, 18, 4, 32, _legacy(2, 8), symmetric=True),
     "Q4_1": BlockKind(32, 20, 4, 32, _legacy(4, 0)),
-    "Q5_0": BlockKind(32, 22, 8, 32, _legacy(6, 16, True)),
+    "Q5_0": BlockKind(32, 22, 8, 32, _legacy(6, 16, True), symmetric=True),
     "Q5_1": BlockKind(32, 24, 8, 32, _legacy(8, 0, True)),
-    "Q8_0": BlockKind(32, 34, 8, 32, _q8_0),
-    "IQ4_NL": BlockKind(32, 18, 8, 32, _iq4_nl),
-    "IQ4_XS": BlockKind(256, 136, 8, 32, _iq4_xs),
-    "MXFP4": BlockKind(32, 17, 8, 32, _mxfp4, torch.bfloat16),
+    "Q8_0": BlockKind(32, 34, 8, 32, _q8_0, symmetric=True),
+    "IQ4_NL": BlockKind(32, 18, 8, 32, _iq4_nl, symmetric=True),
+    "IQ4_XS": BlockKind(256, 136, 8, 32, _iq4_xs, symmetric=True),
+    "MXFP4": BlockKind(32, 17, 8, 32, _mxfp4, torch.bfloat16, symmetric=True),
     "Q2_K": BlockKind(256, 84, 4, 16, _q2_k),
-    "Q3_K": BlockKind(256, 110, 4, 16, _q3_k),
+    "Q3_K": BlockKind(256, 110, 4, 16, _q3_k, symmetric=True),
     "Q4_K": BlockKind(256, 144, 4, 32, _q4_k),
     "Q5_K": BlockKind(256, 176, 8, 32, _q5_k),
-    "Q6_K": BlockKind(256, 210, 8, 16, _q6_k),
+    "Q6_K": BlockKind(256, 210, 8, 16, _q6_k, symmetric=True),
 }

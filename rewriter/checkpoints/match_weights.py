@@ -35,7 +35,7 @@ def _row_format(record: TensorRecord) -> RowFormat | None:
     packed = record.packed
     return None if packed is None else RowFormat(
         packed.format, packed.bits, packed.group_size, packed.scale_dtype, packed.in_features, packed.out_features,
-        packed.row_nbytes, packed.dtype, packed.transposed)
+        packed.row_nbytes, packed.dtype, packed.transposed, packed.rows.symmetric)
 
 
 def weight_records(

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
-from forebay.kernels.formats import packing, row_sizes
-from forebay.kernels.formats.table import weight_format
+from forebay.kernels.formats.packing import Packing, unpack_rows
+from forebay.kernels.formats.table import Format, weight_format
 from forebay.kernels.quantization.quantize.operator import dequantize
 from forebay.rewriter.checkpoints.checkpoint import (
     DTYPE_NAMES,
@@ -49,7 +49,8 @@ _CHECKS = ("changed", "always", "never")
 class Packed:
     """What the rows of a quantised weight mean: a matrix of `shape` and `dtype` in the model, groups along its inputs.
 
-    `transposed`: the model holds it as [inputs, outputs] (GPT-2's Conv1D); rows are outputs always.
+    `transposed`: the model holds it as [inputs, outputs] (GPT-2's Conv1D); rows are outputs always. Whether rows have
+    lows is in the format's name.
     """
 
     format: str
@@ -69,17 +70,22 @@ class Packed:
         return self.shape[1] if self.transposed else self.shape[0]
 
     @property
+    def rows(self) -> Packing:
+        """What the rows mean."""
+        return Packing(self.bits, self.in_features, self.group_size, self.scale_dtype,
+                       parse_format(self.format).symmetric)
+
+    @property
     def row_nbytes(self) -> int:
-        return row_sizes.row_nbytes(self.in_features, self.bits, self.group_size)
+        return self.rows.row_nbytes
 
 
-def parse_format(name: str) -> tuple[int, int]:
-    """(bits, group size) of a weight format; (0, 0) of native. CheckpointError for a name that is none."""
+def parse_format(name: str) -> Format:
+    """The weight format of that name. CheckpointError for a name that is none."""
     try:
-        found = weight_format(name)
+        return weight_format(name)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    return found.bits, found.group_size
 
 
 def is_quantized(folder: Path) -> bool:
@@ -181,9 +187,9 @@ def read_dequantized(record: TensorRecord) -> torch.Tensor:
     packed = record.packed
     if packed is None:
         return read_tensor(record)
-    codes, scale, low = packing.unpack_rows(
-        read_tensor(record), packed.in_features, packed.bits, packed.group_size, packed.scale_dtype)
-    values = dequantize(codes, scale, low, packed.bits, packed.group_size, -1, packed.in_features, packed.dtype)
+    bits, k, group_size, scale_dtype, symmetric = packed.rows
+    codes, scale, low = unpack_rows(read_tensor(record), k, bits, group_size, scale_dtype, symmetric)
+    values = dequantize(codes, scale, low, bits, group_size, -1, k, packed.dtype)
     return values.t().contiguous() if packed.transposed else values
 
 

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from forebay.kernels.formats import packing, row_sizes
+from forebay.kernels.formats import packing
+from forebay.kernels.formats.table import symmetric_name
 from forebay.kernels.quantization.quantize.operator import quantize
 from forebay.kernels.quantization.quantize.reference import ROUNDINGS
 from forebay.rewriter.checkpoints.checkpoint import (
@@ -97,7 +98,8 @@ class Matrix:
 @dataclass(frozen=True)
 class Wish:
     """What is asked: a format for all matrices of linear layers, exceptions by name pattern, later ones winning, and
-    whether the output head and the token embedding are included; `head_format` is another for the head."""
+    whether the output head and the token embedding are included; `head_format` is another for the head. The rounding
+    "symmetric" means the symmetric ones of all these formats, which are always rounded so."""
 
     weights: str
     overrides: tuple[tuple[str, str], ...] = ()
@@ -210,7 +212,11 @@ def choose_formats(
             if any(fnmatchcase(known, pattern) for known in (tensor.name, *matrix.names)):
                 format = other
                 unused = [p for p in unused if p != pattern]
-        formats[tensor.name] = (tensor.format() or tensor.nearest() or NATIVE) if format == KEEP else format
+        if format == KEEP:
+            format = tensor.format() or tensor.nearest() or NATIVE
+        elif wish.rounding == "symmetric":
+            format = symmetric_name(format)
+        formats[tensor.name] = format
     if unused:
         known = ", ".join(list(matrices)[:3])
         raise CheckpointError(f"the override pattern {unused[0]!r} matches no weight matrix; names are like {known}")
@@ -329,10 +335,11 @@ class FileTensor:
 def _item(tensor: SourceTensor, format: str, matrix: Matrix | None, rounding: str) -> PendingTensor:
     if matrix is None:
         return PendingTensor(tensor.name, tensor.dtype, tensor.shape, lambda: (None, tensor.contents()))
-    bits, group_size = parse_format(format)
+    stored = parse_format(format)
+    bits, group_size, rounding = stored.bits, stored.group_size, "symmetric" if stored.symmetric else rounding
     outer, inner = tensor.shape
     inputs, outputs = (outer, inner) if matrix.transposed else (inner, outer)
-    width = row_sizes.row_nbytes(inputs, bits, group_size)
+    width = stored.row_nbytes(inputs, tensor.dtype.itemsize)
     step = max(1, PIECE_NBYTES // (4 * inputs))
 
     def packed(scale_dtype: torch.dtype) -> Packed:
@@ -344,9 +351,12 @@ def _item(tensor: SourceTensor, format: str, matrix: Matrix | None, rounding: st
             return packed(tensor.scale_dtype), (read(n, min(n + step, outputs)) for n in range(0, outputs, step))
         rows = tensor.rows(matrix.transposed)
         scale_dtype = _scale_dtype(tensor.name, rows, outputs, step)
-        return packed(scale_dtype), (
-            packing.pack_rows(*quantize(rows(n, min(n + step, outputs)), bits, group_size, -1, scale_dtype, rounding))
-            for n in range(0, outputs, step))
+
+        def piece(n: int) -> torch.Tensor:
+            codes, scale, low = quantize(rows(n, min(n + step, outputs)), bits, group_size, -1, scale_dtype, rounding)
+            return packing.pack_rows(codes, scale, None if stored.symmetric else low)
+
+        return packed(scale_dtype), map(piece, range(0, outputs, step))
 
     return PendingTensor(tensor.name, torch.uint8, (outputs, width), pieces)
 

@@ -134,7 +134,7 @@ def resolve_draft(draft: str | os.PathLike[str], model: Path, *, progress: Progr
 def draft_format(draft: str | os.PathLike[str]) -> Format | None:
     """The format that names a draft, w4 being the one that is advised; None for a folder or file. CheckpointError for
     names like formats that are none."""
-    if not isinstance(draft, str) or not re.fullmatch(r"w\d+(g\d+)?", draft):
+    if not isinstance(draft, str) or not re.fullmatch(r"w\d+(g\d+s?)?", draft):
         return None
     name = SMALL_WEIGHTS.name if draft == "w4" else draft
     parse_format(name)

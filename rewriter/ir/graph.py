@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from forebay.kernels.formats.packing import Packing
 from forebay.rewriter.ir.plan import BufferPlacement
 
 STREAMED = "_streamed"  # ends the name of a node that takes over from one that read a weight in device memory
@@ -95,6 +96,12 @@ class RowFormat:
     row_nbytes: int
     dtype: torch.dtype
     transposed: bool = False
+    symmetric: bool = False  # rows without lows
+
+    def packing(self, in_features: int | None = None) -> Packing:
+        """What the rows mean, or those of so many input features."""
+        return Packing(self.bits, self.in_features if in_features is None else in_features, self.group_size,
+                       self.scale_dtype, self.symmetric)
 
 
 @dataclass(frozen=True)

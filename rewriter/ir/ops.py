@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from forebay.kernels.formats.packing import Packing
+
 
 def fetch(weight: torch.Tensor, lower: int, upper: int) -> torch.Tensor:
     """Rows [lower, upper) of a streamed weight, in a staging slot."""
@@ -31,11 +33,11 @@ def new_output(x: torch.Tensor, columns: int) -> torch.Tensor:
 def linear_tile(
     out: torch.Tensor, x: torch.Tensor, tile: torch.Tensor, bias: torch.Tensor | None, lower: int,
     multiplier: torch.Tensor | None = None, residual: torch.Tensor | None = None, activation: str = "",
-    packing: tuple[int, int, int, torch.dtype] | None = None,
+    packing: Packing | None = None,
 ) -> None:
     """Columns [lower, lower + R) of out [..., N]: x [..., K] times tile [R, K] transposed, plus bias [N] there; then,
     where they are given, the activation, times multiplier [..., N] and plus residual [..., N] there. With packing
-    (bits, K, group size, dtype of scales) the tile is packed rows."""
+    the tile is packed rows."""
     columns = slice(lower, lower + tile.shape[0])
     part = None if bias is None else bias[columns]
     if packing is not None:

@@ -99,6 +99,8 @@ def _random_like(node: fx.Node, generator: torch.Generator) -> torch.Tensor:
 def _packed(value: torch.Tensor, stored: RowFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight as packed rows, and the weight that these stand for."""
     matrix = value.mT if stored.transposed else value
-    rows = pack_rows(*quantize(matrix.contiguous(), stored.bits, stored.group_size, 1, stored.scale_dtype))
+    rounding = "symmetric" if stored.symmetric else "minmax"
+    codes, scale, low = quantize(matrix.contiguous(), stored.bits, stored.group_size, 1, stored.scale_dtype, rounding)
+    rows = pack_rows(codes, scale, None if stored.symmetric else low)
     return rows, DEQUANTIZE_ROWS.overload(rows, stored.in_features, stored.bits, stored.group_size, stored.scale_dtype,
-                                          stored.dtype, stored.transposed)
+                                          stored.dtype, stored.transposed, stored.symmetric)

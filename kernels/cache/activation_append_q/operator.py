@@ -30,7 +30,9 @@ def _packed(x: Tensor, bits: int, group: int) -> Tensor:
     if native.load() is None:
         return pack(x, bits, group)
     made = torch.zeros(x.shape[0], row_sizes.row_nbytes(x.shape[1], bits, group), dtype=torch.uint8)
-    quantize_cpu.native_quantize(x, packing.unpack_rows(made, x.shape[1], bits, group, SCALE_DTYPE), bits, group)()
+    packed, scale, low = packing.unpack_rows(made, x.shape[1], bits, group, SCALE_DTYPE)
+    assert low is not None
+    quantize_cpu.native_quantize(x, (packed, scale, low), bits, group)()
     return made
 
 

@@ -29,7 +29,7 @@ class QuantizedLinearArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("m", "n", "k", "x_stride", "rows_stride")),
         *((name, ctypes.c_int64) for name in ("multiplier_stride", "residual_stride", "out_stride", "group")),
         *((name, ctypes.c_int32) for name in ("bits", "scale_dtype", "x_dtype", "bias_dtype", "out_dtype")),
-        *((name, ctypes.c_int32) for name in ("activation", "integer_nbytes")),
+        *((name, ctypes.c_int32) for name in ("activation", "integer_nbytes", "symmetric")),
     )
 
 
@@ -95,7 +95,7 @@ def _upcast(
     stored: Packing,
     after: After,
 ) -> None:
-    bits, k, group_size, scale_dtype = stored
+    bits, k, group_size, scale_dtype, symmetric = stored
     m, n = x.shape[0], rows.shape[0]
     m_step, n_step = _upcast_steps(m, k)
     for m0 in range(0, m, m_step):
@@ -103,7 +103,7 @@ def _upcast(
         for n0 in range(0, n, n_step):
             columns = slice(n0, min(n, n0 + n_step))
             if k:
-                parts = packing.unpack_rows(rows[columns], k, bits, group_size, scale_dtype)
+                parts = packing.unpack_rows(rows[columns], k, bits, group_size, scale_dtype, symmetric)
                 y = x32 @ dequantize_reference(*parts, bits, group_size, 1, k).t()
             else:
                 y = x32.new_zeros(x32.shape[0], columns.stop - n0)
@@ -129,7 +129,7 @@ def bind_linear_q(
     element on element. The closure keeps the tensors alive. A call costs about 1 µs over the kernel.
     """
     check(x, rows, bias, stored, after)
-    bits, in_features, group_size, scale_dtype = stored
+    bits, in_features, group_size, scale_dtype, symmetric = stored
     if x.device.type != "cpu":
         fail("x", f"must be on the CPU, got {x.device}")
     out2, after = _check_out(x, rows, out, after)
@@ -148,6 +148,7 @@ def bind_linear_q(
         *(0 if t is None else t.stride(0) for t in (multiplier, residual)), out2.stride(0), group_size,
         bits, native.DTYPES[scale_dtype], native.DTYPES[x.dtype], native.DTYPES[(x if bias is None else bias).dtype],
         native.DTYPES[out.dtype], ACTIVATIONS.index(after.activation), INTEGER_NBYTES[impl],
+        symmetric,
     )  # fmt: skip
     floats = _scratch_floats(impl, x.dtype, x2.shape[0], in_features, group_size)
     return native.NativeCall("linear_q", args, given, floats)
@@ -187,7 +188,7 @@ def measure(
     cache_nbytes: int = 64 << 20,
 ) -> float:
     """Median time_s of one call with x and out of dtype, over packed weights that together exceed cache_nbytes."""
-    bits, k, group_size, _ = stored
+    bits, k, group_size, *_ = stored
     nbytes = stored.row_nbytes
     count = max(2, -(-cache_nbytes // max(1, n * nbytes)))
     weights = torch.randint(0, 256, (count, n, nbytes), dtype=torch.uint8)

@@ -91,8 +91,8 @@ def linear_quantized_matrix_kernel(
     m, n, om, pm, rm, k, xm, row_units, groups,
     BITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MULTIPLIER: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, ACCUMULATE: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
-    WHOLE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, ACCUMULATE: tl.constexpr, SYMMETRIC: tl.constexpr, STAGES: tl.constexpr,
+    PTX: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of rows and columns, split of K); word_ptr are rows as 32-bit values, half_ptr gives scales' dtype.
 
@@ -143,7 +143,8 @@ def linear_quantized_matrix_kernel(
                 inside = inside & (at < k - begin * GROUP)[None, :]
             second = columns_of(tl.load(x_at + NARROW * xm + x_place, mask=inside, other=0.0), BITS)
         scale = load_halves(rows, below, scale_at + begin, left, GROUPS, WHOLE, HALF)
-        low = load_halves(rows, below, scale_at + groups + begin, left, GROUPS, WHOLE, HALF)
+        low = scale.to(tl.float32) * -(1 << BITS - 1) if SYMMETRIC else load_halves(
+            rows, below, scale_at + groups + begin, left, GROUPS, WHOLE, HALF)  # rounded to DTYPE as the scale is
         scale, low = spread(scale, GROUP_WORDS, PTX, DTYPE), spread(low, GROUP_WORDS, PTX, DTYPE)
         for part in tl.static_range(16 // BITS):
             weights = weights_of(w, scale, low, part, BITS, PTX, DTYPE)
@@ -190,7 +191,7 @@ def linear_quantized_vector_kernel(
     m, n, om, pm, rm, k, xm, row_units, groups,
     BITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SPLITS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MULTIPLIER: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, ACCUMULATE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, ACCUMULATE: tl.constexpr, SYMMETRIC: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of columns, split of K): BM = M is 1 or 2; weights and sums in fp32."""
     PER_WORD: tl.constexpr = 32 // BITS
@@ -218,7 +219,8 @@ def linear_quantized_vector_kernel(
         if BM == 2:
             x1 = elements_of(tl.load(x_ptr + xm + place, mask=place < k, other=0.0), BITS)
         scale = load_halves(rows, below, scale_at + begin, left, GROUPS, False, HALF)
-        low = load_halves(rows, below, scale_at + groups + begin, left, GROUPS, False, HALF)
+        low = scale.to(tl.float32) * -(1 << BITS - 1) if SYMMETRIC else load_halves(
+            rows, below, scale_at + groups + begin, left, GROUPS, False, HALF)
         scale, low = spread(scale, GROUP_WORDS, False, tl.float32), spread(low, GROUP_WORDS, False, tl.float32)
         # A code in the mantissa of 2^23, which is subtracted again (exact), needs no conversion.
         halves = w | 0x4B000000, (w >> 16) | 0x4B000000
@@ -247,7 +249,7 @@ def plan(m: int, n: int, stored: Packing, impl: str, multiprocessors: int) -> tu
 
 def check_rows(rows: Tensor, stored: Packing, x: Tensor) -> None:
     """ValueError unless rows are packed rows on x's device that 128-bit loads can take."""
-    _, _, group_size, scale_dtype = stored
+    _, _, group_size, scale_dtype, _ = stored
     if group_size not in GROUP_SIZES:
         fail(OP, "group_size", f"must be one of {GROUP_SIZES}, got {group_size}")
     if scale_dtype not in SCALE_DTYPES:
@@ -290,7 +292,7 @@ def _bind(
     """(the launch as a call without arguments, what it fills)."""
     check_tensor(OP, "x", x, dtype=(torch.float16, torch.bfloat16))
     check_rows(rows, stored, x)
-    bits, _, group_size, scale_dtype = stored
+    bits, _, group_size, scale_dtype, symmetric = stored
     n, k = rows.shape[0], stored.in_features
     operands = prepare(OP, x, n, k, bias, after, out, False)
     m = operands.x.shape[0]
@@ -311,7 +313,7 @@ def _bind(
     arguments = (*operands.arguments(), *strides)
     constants = operands.constants() | {
         "BITS": bits, "GROUP": group_size, "BM": grid.tile_elements // setting.bn, "BN": setting.bn, "BK": setting.bk,
-        "SPLITS": grid.splits, "num_warps": setting.warps,
+        "SPLITS": grid.splits, "SYMMETRIC": symmetric, "num_warps": setting.warps,
     }  # fmt: skip
     if not vector:
         ptx = torch.version.hip is None and not INTERPRETED
@@ -334,7 +336,7 @@ DOWN = 4096, 14336  # N and K of Llama-3-8B's down projection, at which all case
 
 def case(
     bits: int, implementation: str, setting: selection.Setting, group: int, m: int, dtype: str = "bf16",
-    amd: bool = False, in_suite: bool = False,
+    amd: bool = False, in_suite: bool = False, symmetric: bool = False,
 ) -> AuditCase:  # fmt: skip
     """The audit's case of one setting at one shape, bias, SiLU and residual included; scales are of x's dtype."""
     n, k = DOWN
@@ -344,16 +346,17 @@ def case(
     vector = implementation == "gemv"
     signature = {name: f"*{dtype}" for name in POINTERS}
     signature |= {"word_ptr": "*u32", "counter_ptr": "*i32", "partial_ptr": "*fp32"}
-    minimum = n * Packing(bits, k, group).row_nbytes + 2 * (m * k + 2 * m * n + n)
+    rows = f"{group}s" if symmetric else str(group)
+    minimum = n * Packing(bits, k, group, symmetric=symmetric).row_nbytes + 2 * (m * k + 2 * m * n + n)
     partial = 2 * 4 * m * n * grid.splits if grid.splits > 1 else 0
     return AuditCase(
-        name=f"{kind}/{implementation}/g{group}/{dtype}/m{m}/{setting.name}/s{grid.splits}{'/amd' if amd else ''}",
+        name=f"{kind}/{implementation}/g{rows}/{dtype}/m{m}/{setting.name}/s{grid.splits}{'/amd' if amd else ''}",
         fn=linear_quantized_vector_kernel if vector else linear_quantized_matrix_kernel,
         signature=signature | {name: "i32" for name in NUMBERS},
         constants={
             "BITS": bits, "GROUP": group, "BM": grid.tile_elements // setting.bn, "BN": setting.bn, "BK": setting.bk,
             "SPLITS": grid.splits, "ACTIVATION": "silu", "HAS_BIAS": True, "HAS_MULTIPLIER": False,
-            "HAS_RESIDUAL": True, "ACCUMULATE": False,
+            "HAS_RESIDUAL": True, "ACCUMULATE": False, "SYMMETRIC": symmetric,
         } | ({} if vector else {
             "STAGES": AMD_STAGES if amd else setting.stages, "PTX": not amd, "WHOLE": not amd and k % setting.bk == 0,
         }),
@@ -365,7 +368,7 @@ def case(
         bytes_moved=minimum + partial,
         minimum_bytes=minimum,
         aim=0.75 if implementation == "flat" else 0.0,  # tables take gemv where it was measured faster
-        turn_nbytes=setting.bn * (setting.bk * bits // 8 + 4 * (setting.bk // group)),
+        turn_nbytes=setting.bn * (setting.bk * bits // 8 + (2 if symmetric else 4) * (setting.bk // group)),
         in_suite=in_suite,
         archs=("gfx942",) if amd else (("sm_80", "sm_90", "gfx942") if vector else ("sm_80", "sm_90")),
     )  # fmt: skip
@@ -385,6 +388,8 @@ def _cases_of(bits: int, groups: tuple[int, ...]) -> list[AuditCase]:
                 for m in rows:
                     usual = setting == settings[0] and group == groups[0]
                     cases.append(case(bits, implementation, setting, group, m, in_suite=usual))
+                    if group == 32 and setting == settings[0]:
+                        cases.append(case(bits, implementation, setting, group, m, symmetric=True))
                     if implementation != "gemv" and group == groups[0]:
                         cases.append(case(bits, implementation, setting, group, m, "fp16"))
                         amd_usual = usual and m == rows[0]

@@ -23,6 +23,7 @@ extern "C" struct QuantizedLinearArgs {
   int64_t m, n, k, x_stride, rows_stride, multiplier_stride, residual_stride, out_stride, group;
   int32_t bits, scale_dtype, x_dtype, bias_dtype, out_dtype, activation;
   int32_t integer_nbytes;  // 2 or 1: x as integers of so many bytes; 0: x as fp32
+  int32_t symmetric;       // rows without lows
 };
 
 namespace {
@@ -63,9 +64,9 @@ void float_product(const QuantizedLinearArgs& a, const GroupFormat& f, const flo
 void unpack(const uint8_t* row, const GroupFormat& f, int64_t k, int64_t n, float* to) {
   const int64_t within = k % f.group, first = within ? std::min(f.group - within, n) : 0;
   if (within) {
-    const uint8_t* scales = row + f.codes_nbytes() + k / f.group * 2;
-    dequantize_group(row + k * f.bits / 8, f.bits, scale_at(scales, f.scale_dtype, 0),
-                     scale_at(scales + f.scales_nbytes(), f.scale_dtype, 0), first, to);
+    const uint8_t* scales = row + f.codes_nbytes();
+    dequantize_group(row + k * f.bits / 8, f.bits, scale_at(scales, f.scale_dtype, k / f.group),
+                     low_at(scales, f, k / f.group), first, to);
   }
   if (first < n) dequantize_row(row, f, k + first, n - first, to + first);
 }
@@ -81,7 +82,7 @@ void panel_product(const QuantizedLinearArgs& a, const GroupFormat& f, const flo
     const uint8_t *row = a.rows + (n0 + j) * a.rows_stride, *scales = row + f.codes_nbytes() + k0 / f.group * 2;
     call_in(row + k0 * f.bits / 8, 0, depth * f.bits / 8 + 63);
     call_in(scales, 0, depth / f.group * 2 + 63);
-    call_in(scales + f.scales_nbytes(), 0, depth / f.group * 2 + 63);
+    if (!f.symmetric) call_in(scales + f.scales_nbytes(), 0, depth / f.group * 2 + 63);
   });
 }
 
@@ -260,7 +261,7 @@ int64_t scratch_floats_for(const QuantizedLinearArgs& a, int64_t rows) {
 
 void run(const QuantizedLinearArgs& a, float* scratch, int64_t scratch_floats, int threads) {
   Work work = {};
-  work.f = {a.group, (a.k + a.group - 1) / a.group, a.bits, a.scale_dtype};
+  work.f = {a.group, (a.k + a.group - 1) / a.group, a.bits, a.scale_dtype, a.symmetric};
   const Route route = route_of(a);
   const bool large = route == Route::VNNI || (route == Route::FLOAT && a.x_dtype == F32);
   int64_t block = std::min(large ? M_BLOCK_DIRECT : M_BLOCK, a.m);

@@ -18,7 +18,7 @@ def linear_q(
 ) -> str:  # fmt: skip
     """The product with what packed rows stand for (`how`: a `Packing`), rounded no further."""
     assert rows.parts is not None
-    bits, in_features, group_size, _ = Packing(*how)
+    bits, in_features, group_size, *_ = Packing(*how)
     whole = group_size >= 16 and group_size & (group_size - 1) == 0
     if g.dialect == "microsoft" and whole and x.dtype == torch.float32:
         y = _by_codes(g, x, rows, bits, in_features, group_size)

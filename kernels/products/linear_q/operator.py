@@ -35,7 +35,7 @@ from forebay.kernels.products.linear_q.reference import check, reference
 @torch.library.custom_op("forebay::linear_q", mutates_args=(), device_types="cpu")
 def linear_q(
     x: Tensor, rows: Tensor, bias: Tensor | None, multiplier: Tensor | None, residual: Tensor | None, activation: str,
-    bits: int, in_features: int, group_size: int, scale_dtype: torch.dtype,
+    bits: int, in_features: int, group_size: int, scale_dtype: torch.dtype, symmetric: bool = False,
 ) -> Tensor:  # fmt: skip
     """act(x W^T + bias) * multiplier + residual: x [..., K], rows uint8 [N, R] -> contiguous [..., N] of x's dtype.
 
@@ -44,7 +44,7 @@ def linear_q(
     after = After(activation, *(None if t is None else t.contiguous() for t in (multiplier, residual)))
     out = x.new_empty(*x.shape[:-1], rows.shape[0])
     impl = default_choice(bits, x.numel() // max(1, in_features), group_size)
-    stored = Packing(bits, in_features, group_size, scale_dtype)
+    stored = Packing(bits, in_features, group_size, scale_dtype, symmetric)
     bind_linear_q(impl, x.contiguous(), rows, bias, out, stored, after)()
     return out
 
@@ -52,7 +52,7 @@ def linear_q(
 @linear_q.register_fake
 def _(
     x: Tensor, rows: Tensor, bias: Tensor | None, multiplier: Tensor | None, residual: Tensor | None, activation: str,
-    bits: int, in_features: int, group_size: int, scale_dtype: torch.dtype,
+    bits: int, in_features: int, group_size: int, scale_dtype: torch.dtype, symmetric: bool = False,
 ) -> Tensor:  # fmt: skip
     return x.new_empty(*x.shape[:-1], rows.shape[0])
 
@@ -60,9 +60,10 @@ def _(
 @linear_q.register_kernel("cuda")
 def _(
     x: Tensor, rows: Tensor, bias: Tensor | None, multiplier: Tensor | None, residual: Tensor | None, activation: str,
-    bits: int, in_features: int, group_size: int, scale_dtype: torch.dtype,
+    bits: int, in_features: int, group_size: int, scale_dtype: torch.dtype, symmetric: bool = False,
 ) -> Tensor:  # fmt: skip
-    stored, after = Packing(bits, in_features, group_size, scale_dtype), After(activation, multiplier, residual)
+    stored = Packing(bits, in_features, group_size, scale_dtype, symmetric)
+    after = After(activation, multiplier, residual)
     check(x, rows, bias, stored, after)
     from forebay.kernels.products.linear_q import gpu
 
@@ -70,7 +71,7 @@ def _(
 
 
 def _stored(use: Use) -> Packing:
-    return Packing(*(use.kwargs[name] for name in ("bits", "in_features", "group_size", "scale_dtype")))
+    return Packing(*(use.kwargs[name] for name in Packing._fields))
 
 
 def _after(use: Use) -> After:
@@ -81,7 +82,7 @@ def _after(use: Use) -> After:
 def _shape(use: Use) -> Product:
     x, rows, _ = use.args
     stored = _stored(use)
-    return Product(f"w{stored.bits}g{stored.group_size}", math.prod(x.shape[:-1]), rows.shape[0], stored.in_features)
+    return Product(stored.format, math.prod(x.shape[:-1]), rows.shape[0], stored.in_features)
 
 
 def _cost(use: Use) -> Cost:

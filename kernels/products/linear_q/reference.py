@@ -25,8 +25,8 @@ def reference(
     after: After = PLAIN,
 ) -> Tensor:
     """The definition in float64, on any device; returns [..., N]."""
-    bits, in_features, group_size, scale_dtype = stored
-    parts = packing.unpack_rows(rows, in_features, bits, group_size, scale_dtype)
+    bits, in_features, group_size, scale_dtype, symmetric = stored
+    parts = packing.unpack_rows(rows, in_features, bits, group_size, scale_dtype, symmetric)
     weight = dequantize_reference(*parts, bits, group_size, 1, in_features)
     y = x.double() @ weight.double().mT
     return finish_(y if bias is None else y + bias.double(), after)
@@ -38,7 +38,7 @@ def fail(argument: str, problem: str) -> NoReturn:
 
 def check(x: Tensor, rows: Tensor, bias: Tensor | None, stored: Packing, after: After) -> None:
     """ValueError names the argument that is wrong; any device."""
-    bits, in_features, group_size, scale_dtype = stored
+    bits, in_features, group_size, scale_dtype, _ = stored
     if bits not in BITS:
         fail("bits", f"must be one of {BITS}, got {bits}")
     if group_size != 16 and (group_size % 32 or not 32 <= group_size <= MAX_GROUP):
@@ -51,7 +51,7 @@ def check(x: Tensor, rows: Tensor, bias: Tensor | None, stored: Packing, after: 
         fail("x", f"must be fp32, bf16 or fp16, got {x.dtype}")
     if x.dim() == 0 or x.shape[-1] != in_features:
         fail("x", f"must end in in_features = {in_features} columns, got shape {tuple(x.shape)}")
-    nbytes = packing.row_nbytes(in_features, bits, group_size)
+    nbytes = stored.row_nbytes
     if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] != nbytes:
         fail("rows", f"must be uint8 [N, {nbytes}] as in_features and group_size ask, got {rows.dtype} "
               f"{tuple(rows.shape)}")  # fmt: skip

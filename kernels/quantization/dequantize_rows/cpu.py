@@ -30,18 +30,18 @@ def _as_matrix(rows: Tensor) -> Tensor | None:
 
 def bind_dequantize_rows(
     rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
-    transposed: bool, *, out: Tensor,
+    transposed: bool, symmetric: bool = False, *, out: Tensor,
 ) -> Callable[[], None]:
     """A closure that fills out from the present contents of rows: by the C++ kernel where the bytes of each are
     contiguous, and rows stand equally far from each other."""
-    check(rows, in_features, bits, group_size, transposed)
+    check(rows, in_features, bits, group_size, transposed, symmetric)
     plain = not transposed and rows.device.type == "cpu" and out.is_contiguous()
     matrix = _as_matrix(rows) if plain and rows.numel() and group_size <= NATIVE_MAX_GROUP else None
     if matrix is not None and native.load() is not None:
-        parts = packing.unpack_rows(matrix, in_features, bits, group_size, scale_dtype)
+        parts = packing.unpack_rows(matrix, in_features, bits, group_size, scale_dtype, symmetric)
         return native_dequantize(parts, out.view(-1, in_features), bits, group_size)
 
     def call() -> None:
-        out.copy_(reference(rows, in_features, bits, group_size, scale_dtype, dtype, transposed))
+        out.copy_(reference(rows, in_features, bits, group_size, scale_dtype, dtype, transposed, symmetric))
 
     return call

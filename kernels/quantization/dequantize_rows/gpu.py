@@ -21,24 +21,26 @@ OP = "dequantize_rows"
 
 def dequantize_call(rows: Tensor, stored: Packing, transposed: bool, out: Tensor) -> KernelCall:
     """The launch that fills out [N, K], or [K, N] if transposed, from rows uint8 [N, R] that have been checked."""
-    bits, size, group_size, scale_dtype = stored
-    parts = unpack_rows(rows, size, bits, group_size, scale_dtype)
+    bits, size, group_size, scale_dtype, symmetric = stored
+    packed, scale, low = unpack_rows(rows, size, bits, group_size, scale_dtype, symmetric)
+    parts = packed, scale, scale if low is None else low
     padded, groups = triton.next_power_of_2(group_size), triton.cdiv(size, group_size)
     tile, count = max(1, TILE_ELEMENTS // padded), rows.shape[0] * groups
     return kernel_call(
         dequantize_kernel, (triton.cdiv(count, tile), 1, 1), *parts, out, count, groups, size, 1,
         *(part.stride(0) for part in parts), out.stride(0), torch.finfo(out.dtype).max,
-        BITS=bits, GROUP=group_size, PADDED=padded, LAST=True, TRANSPOSED=transposed, R=tile, num_warps=WARPS,
+        BITS=bits, GROUP=group_size, PADDED=padded, LAST=True, TRANSPOSED=transposed, SYMMETRIC=symmetric, R=tile,
+        num_warps=WARPS,
     )  # fmt: skip
 
 
 def bind_dequantize_rows(
     rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
-    transposed: bool, *, out: Tensor,
+    transposed: bool, symmetric: bool = False, *, out: Tensor,
 ) -> Callable[[], None]:
     """A call without arguments that fills out from the present contents of rows: rows [..., R] to [..., K] of dtype,
     or [N, R] to [K, N] if transposed. ValueError names what is wrong, before the launch."""
-    check(rows, in_features, bits, group_size, transposed)
+    check(rows, in_features, bits, group_size, transposed, symmetric)
     check_tensor(OP, "rows", rows, dtype=torch.uint8)
     if group_size > MAX_GROUP:
         fail(OP, "group_size", f"must be at most {MAX_GROUP}, got {group_size}")
@@ -53,17 +55,18 @@ def bind_dequantize_rows(
         into = out if transposed else out.view(-1, in_features)
     except RuntimeError:
         fail(OP, "rows", f"and out must have leading dimensions of one stride, got {rows.stride()}, {out.stride()}")
-    return bound(dequantize_call(matrix, Packing(bits, in_features, group_size, scale_dtype), transposed, into))
+    stored = Packing(bits, in_features, group_size, scale_dtype, symmetric)
+    return bound(dequantize_call(matrix, stored, transposed, into))
 
 
 def dequantize_rows(
     rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
-    transposed: bool,
+    transposed: bool, symmetric: bool = False,
 ) -> Tensor:
     """rows uint8 [..., R] -> [..., K] of dtype, or [N, R] -> [K, N] if transposed."""
     shape = (in_features, math.prod(rows.shape[:-1])) if transposed else (*rows.shape[:-1], in_features)
     out = rows.new_empty(shape, dtype=dtype)
-    bind_dequantize_rows(rows, in_features, bits, group_size, scale_dtype, dtype, transposed, out=out)()
+    bind_dequantize_rows(rows, in_features, bits, group_size, scale_dtype, dtype, transposed, symmetric, out=out)()
     return out
 
 
@@ -71,18 +74,20 @@ def audit_cases() -> list[AuditCase]:
     """Llama-3-8B's down projection to bf16; transposed, as GPT-2's weights are, its stores are of 2 bytes each."""
     n, k = 4096, 14336
     cases = []
-    for bits, group, transposed in ((4, 64, False), (8, 128, False), (4, 32, False), (4, 64, True)):
-        tile = TILE_ELEMENTS // group
-        nbytes = n * (2 * k + Packing(bits, k, group).row_nbytes)
+    for bits, group, transposed, symmetric in (
+            (4, 64, False, False), (8, 128, False, False), (4, 32, False, False), (4, 64, True, False),
+            (4, 32, False, True)):
+        tile, stored = TILE_ELEMENTS // group, Packing(bits, k, group, symmetric=symmetric)
+        nbytes = n * (2 * k + stored.row_nbytes)
         pointers = {"packed_ptr": "*u8", "scale_ptr": "*fp16", "low_ptr": "*fp16", "out_ptr": "*bf16"}
         numbers = ("rows", "groups", "size", "inner", "packed_outer", "scale_outer", "low_outer", "out_outer")
         cases.append(
             AuditCase(
-                name=f"{OP}/w{bits}g{group}{'/transposed' if transposed else ''}",
+                name=f"{OP}/{stored.format}{'/transposed' if transposed else ''}",
                 fn=dequantize_kernel,
                 signature=pointers | dict.fromkeys(numbers, "i32") | {"limit": "fp32"},
                 constants={"BITS": bits, "GROUP": group, "PADDED": group, "LAST": True, "TRANSPOSED": transposed,
-                           "R": tile},
+                           "SYMMETRIC": symmetric, "R": tile},
                 num_warps=WARPS,
                 divisible=tuple(name for name in (*pointers, *numbers) if name not in ("scale_ptr", "low_ptr")),
                 main_operands=1,

@@ -10,7 +10,7 @@ from forebay.kernels.onnx_meaning import MICROSOFT, OnnxGraph, OnnxValue, Parts
 
 def dequantize_rows(
     g: OnnxGraph, rows: OnnxValue, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype,
-    dtype: torch.dtype, transposed: bool,
+    dtype: torch.dtype, transposed: bool, symmetric: bool = False,
 ) -> str:
     """What packed rows stand for, [..., K], or [K, N] if transposed."""
     assert rows.parts is not None

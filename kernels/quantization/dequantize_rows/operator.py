@@ -22,27 +22,27 @@ from forebay.kernels.quantization.quantize.cpu import NATIVE_MAX_GROUP
 @torch.library.custom_op("forebay::dequantize_rows", mutates_args=(), device_types="cpu")
 def dequantize_rows(
     rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
-    transposed: bool,
+    transposed: bool, symmetric: bool = False,
 ) -> Tensor:
     """rows uint8 [..., R] -> [..., K] of dtype; with transposed, rows [N, R] -> [K, N]."""
-    check(rows, in_features, bits, group_size, transposed)
-    return reference(rows, in_features, bits, group_size, scale_dtype, dtype, transposed)
+    check(rows, in_features, bits, group_size, transposed, symmetric)
+    return reference(rows, in_features, bits, group_size, scale_dtype, dtype, transposed, symmetric)
 
 
 @dequantize_rows.register_kernel("cuda")
 def _(
     rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
-    transposed: bool,
+    transposed: bool, symmetric: bool = False,
 ) -> Tensor:
     from forebay.kernels.quantization.dequantize_rows import gpu
 
-    return gpu.dequantize_rows(rows, in_features, bits, group_size, scale_dtype, dtype, transposed)
+    return gpu.dequantize_rows(rows, in_features, bits, group_size, scale_dtype, dtype, transposed, symmetric)
 
 
 @dequantize_rows.register_fake
 def _(
     rows: Tensor, in_features: int, bits: int, group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype,
-    transposed: bool,
+    transposed: bool, symmetric: bool = False,
 ) -> Tensor:
     shape = (in_features, rows.shape[0]) if transposed else (*rows.shape[:-1], in_features)
     return rows.new_empty(shape, dtype=dtype)

@@ -27,12 +27,13 @@ NATIVE_MAX_GROUP = 1024
 
 
 def _native_args(
-    x: Tensor, parts: tuple[Tensor, ...], unheld: ctypes.c_int32, bits: int, group_size: int
+    x: Tensor, parts: tuple[Tensor | None, ...], unheld: ctypes.c_int32, bits: int, group_size: int
 ) -> QuantizeArgs:
     packed, scale, low = parts
+    assert packed is not None and scale is not None
     return QuantizeArgs(
-        *(t.data_ptr() for t in (x, *parts)), ctypes.addressof(unheld), *x.shape, x.stride(0), group_size,
-        packed.stride(0), 2 * scale.stride(0), 2 * low.stride(0),
+        *(None if t is None else t.data_ptr() for t in (x, *parts)), ctypes.addressof(unheld), *x.shape, x.stride(0),
+        group_size, packed.stride(0), 2 * scale.stride(0), 0 if low is None else 2 * low.stride(0),
         bits, native.DTYPES[scale.dtype], native.DTYPES[x.dtype],
     )  # fmt: skip
 
@@ -48,7 +49,7 @@ def native_quantize(x: Tensor, parts: tuple[Tensor, Tensor, Tensor], bits: int, 
 
 
 def native_dequantize(
-    parts: tuple[Tensor, Tensor, Tensor], out: Tensor, bits: int, group_size: int
+    parts: tuple[Tensor, Tensor, Tensor | None], out: Tensor, bits: int, group_size: int
 ) -> native.NativeCall:
     """`dequantize` along the second dimension of matrices into out [rows, size], as a call of the C++ kernel.
 
@@ -106,7 +107,8 @@ def quantize_rows(
         out = torch.empty(shape, dtype=torch.uint8)
     elif out.shape != shape or out.dtype != torch.uint8 or not is_plain(out):
         raise ValueError(f"quantize: out must be uint8 {shape} with contiguous columns, got {out.dtype} {out.shape}")
-    parts = packing.unpack_rows(out, weight.shape[1], bits, group_size, scale_dtype)
-    out[:, parts[0].shape[1] + 4 * parts[1].shape[1] :] = 0
-    quantize_into(weight, bits, group_size, rounding, parts)
+    packed, scale, low = packing.unpack_rows(out, weight.shape[1], bits, group_size, scale_dtype)
+    assert low is not None
+    out[:, packed.shape[1] + 4 * scale.shape[1] :] = 0
+    quantize_into(weight, bits, group_size, rounding, (packed, scale, low))
     return out

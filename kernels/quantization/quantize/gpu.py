@@ -216,7 +216,7 @@ def dequantize_kernel(
     packed_ptr, scale_ptr, low_ptr, out_ptr, rows, groups, size, inner, packed_outer, scale_outer, low_outer, out_outer,
     limit,
     BITS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, LAST: tl.constexpr, TRANSPOSED: tl.constexpr,
-    R: tl.constexpr,
+    SYMMETRIC: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Program: R groups into out [outer, size, inner], contiguous but for out_outer between outer indices, or with LAST
     and TRANSPOSED into out [size, outer], where out_outer is between places; finite values stay within limit."""
@@ -243,7 +243,7 @@ def dequantize_kernel(
     if BITS == 4:
         q = tl.reshape(tl.join(q & 15, q >> 4), (R, PADDED))
     scale = tl.load(scale_ptr + scale_at, mask=there, other=0.0).to(tl.float32)
-    low = tl.load(low_ptr + low_at, mask=there, other=0.0).to(tl.float32)
+    low = scale * -(1 << BITS - 1) if SYMMETRIC else tl.load(low_ptr + low_at, mask=there, other=0.0).to(tl.float32)
     y = q.to(tl.float32) * scale[:, None] + low[:, None]
     y = tl.where((y > limit) & (y < float("inf")), limit, y)
     y = tl.where((y < -limit) & (y > float("-inf")), -limit, y)
@@ -311,7 +311,7 @@ def quantize(
 def dequantize(
     packed: Tensor,
     scale: Tensor,
-    low: Tensor,
+    low: Tensor | None,
     bits: int,
     group_size: int,
     dim: int,
@@ -329,7 +329,8 @@ def dequantize(
     check_tensor("dequantize", "packed", packed.flatten()[:0], dtype=torch.uint8)
     if packed.shape[dim] != (want := codes_nbytes(size, bits, group_size)):
         fail("dequantize", "packed", f"must have {want} bytes along dim, got {packed.shape}")
-    for tensor, argument in ((scale, "scale"), (low, "low")):
+    lows = scale if low is None else low
+    for tensor, argument in ((scale, "scale"), (lows, "low")):
         check_tensor("dequantize", argument, tensor.flatten()[:0], device=packed.device, dtype=SCALE_DTYPES)
         if tensor.shape != (*before, groups, *after):
             fail("dequantize", argument, f"must have shape {(*before, groups, *after)}, got {tuple(tensor.shape)}")
@@ -339,13 +340,14 @@ def dequantize(
     if out.numel() == 0:
         return out
     outer, inner, padded = math.prod(before), math.prod(after), triton.next_power_of_2(group_size)
-    parts = [t.reshape(outer, t.shape[dim], inner) for t in (packed, scale, low)]
+    parts = [t.reshape(outer, t.shape[dim], inner) for t in (packed, scale, lows)]
     # Any stride over outer will do, but within one outer index the kernel takes memory in order.
     parts = [t if t[0].is_contiguous() else t.contiguous() for t in parts]
     last, tile, rows, grid = _launch_shape(outer, groups, inner, padded)
     dequantize_kernel[grid](
         *parts, out, rows, groups, size, inner, *(t.stride(0) for t in parts), size * inner, torch.finfo(dtype).max,
-        BITS=bits, GROUP=group_size, PADDED=padded, LAST=last, TRANSPOSED=False, R=tile, num_warps=WARPS,
+        BITS=bits, GROUP=group_size, PADDED=padded, LAST=last, TRANSPOSED=False, SYMMETRIC=low is None, R=tile,
+        num_warps=WARPS,
     )  # fmt: skip
     return out
 
@@ -364,7 +366,7 @@ def audit_cases() -> list[AuditCase]:
                 pointers = {"packed_ptr": "*u8"} | dict.fromkeys(("scale_ptr", "low_ptr"), "*fp16")
                 if op == "dequantize":
                     fn, warps, high = dequantize_kernel, WARPS, tile
-                    constants |= {"LAST": last, "TRANSPOSED": False}
+                    constants |= {"LAST": last, "TRANSPOSED": False, "SYMMETRIC": False}
                     pointers |= {"out_ptr": "*bf16"}
                     numbers = ("rows", "groups", "size", "inner", "packed_outer", "scale_outer", "low_outer",
                                "out_outer")

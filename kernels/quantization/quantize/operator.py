@@ -86,7 +86,7 @@ def _(
 def dequantize(
     packed: Tensor,
     scale: Tensor,
-    low: Tensor,
+    low: Tensor | None,
     bits: int,
     group_size: int,
     dim: int,
@@ -95,12 +95,14 @@ def dequantize(
 ) -> Tensor:
     """What quantize gave, as x of dtype with `size` elements along dim: q * scale + low in fp32, then rounded once.
 
+    Without low it is -2^(bits - 1) * scale, as the rounding "symmetric" makes it.
+
     The three may be strided, as `packing.unpack_rows` gives them. ValueError names what is wrong.
     """
     check_packed(packed, scale, low, bits, group_size, dim, size, dtype)
     parts = (packed, scale, low)
-    plain = packed.dim() == 2 and dim % 2 == 1 and is_plain(*parts) and group_size <= NATIVE_MAX_GROUP
-    if not plain or native.load() is None:
+    plain = packed.dim() == 2 and dim % 2 == 1 and is_plain(*(t for t in parts if t is not None))
+    if not plain or group_size > NATIVE_MAX_GROUP or native.load() is None:
         return dequantize_reference(packed, scale, low, bits, group_size, dim, size, dtype)
     x = torch.empty(packed.shape[0], size, dtype=dtype)
     if x.numel():

@@ -114,7 +114,7 @@ def reference(
 def dequantize_reference(
     packed: Tensor,
     scale: Tensor,
-    low: Tensor,
+    low: Tensor | None,
     bits: int,
     group_size: int,
     dim: int,
@@ -123,7 +123,9 @@ def dequantize_reference(
 ) -> Tensor:
     """dequantize by plain torch, on any device; shapes as in `dequantize`."""
     codes = packing.unpack_codes(packed.movedim(dim, -1), bits).unflatten(-1, (-1, group_size))
-    x = codes.float() * scale.movedim(dim, -1).float()[..., None] + low.movedim(dim, -1).float()[..., None]
+    step = scale.movedim(dim, -1).float()
+    base = step * -(1 << (bits - 1)) if low is None else low.movedim(dim, -1).float()
+    x = codes.float() * step[..., None] + base[..., None]
     return _round_to(x.flatten(-2)[..., :size], dtype).movedim(-1, dim).contiguous()
 
 
@@ -147,7 +149,8 @@ def check(x: Tensor, bits: int, group_size: int, dim: int, scale_dtype: torch.dt
 
 
 def check_packed(
-    packed: Tensor, scale: Tensor, low: Tensor, bits: int, group_size: int, dim: int, size: int, dtype: torch.dtype
+    packed: Tensor, scale: Tensor, low: Tensor | None, bits: int, group_size: int, dim: int, size: int,
+    dtype: torch.dtype,
 ) -> None:
     """ValueError names the argument of dequantize that is wrong."""
     row_sizes.check_format("dequantize", bits, group_size)
@@ -160,7 +163,7 @@ def check_packed(
         raise ValueError(f"dequantize: packed must hold {wanted} bytes along {dim}, got shape {tuple(packed.shape)}")
     shape = list(packed.shape)
     shape[dim] = row_sizes.group_count(size, group_size)
-    for part, name in ((scale, "scale"), (low, "low")):
+    for part, name in ((scale, "scale"), (scale if low is None else low, "low")):
         if list(part.shape) != shape or part.dtype not in packing.SCALE_DTYPES or part.dtype != scale.dtype:
             raise ValueError(f"dequantize: {name} must be fp16 or bf16 {shape}, got {part.dtype} {tuple(part.shape)}")
     if dtype not in native.DTYPES:

@@ -15,13 +15,14 @@ def quantize_command(
         metavar="MODEL", help="A folder with a safetensors checkpoint, a .gguf file, or 'demo'.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; begun, it is finished.")],
     weights: Annotated[str, typer.Option(
-        help="Format of the linear layers: w4g32, w4g64, w4g128, w8, w8g32; native; or keep: a GGUF file's own.")],
+        help="Format of the linear layers: w4g32, w4g64, w4g128, w8, w8g32; w4g32s and the like, symmetric: no lows, "
+             "0 is the middle code; native; or keep: a GGUF file's own.")],
     override: Annotated[list[str] | None, typer.Option(
         metavar="PATTERN=FORMAT", help="Another format for the weights whose names match, e.g. '*.down_proj.*=w8'. May "
         "be given again; the last that matches counts.")] = None,
     rounding: Annotated[str, typer.Option(
-        help="minmax; mse: search the ranges with the least squared error; symmetric: the middle code stands for 0, as "
-             "other runtimes compute fastest with.")]
+        help="minmax; mse: search the ranges with the least squared error; symmetric: the symmetric formats, as other "
+             "runtimes compute fastest with.")]
     = "minmax",
     head: Annotated[bool, typer.Option("--head", help="The output head too.")] = False,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="The token embedding too.")] = False,

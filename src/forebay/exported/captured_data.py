@@ -44,6 +44,7 @@ class StoredRows:
     row_nbytes: int
     dtype: str
     transposed: bool
+    symmetric: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def _spec(weight: StoredWeight) -> WeightSpec:
     rows, stored = weight.stored, None
     if rows is not None:
         stored = RowFormat(rows.name, rows.bits, rows.group_size, dtype_named(rows.scale_dtype), rows.in_features,
-                           rows.out_features, rows.row_nbytes, dtype_named(rows.dtype), rows.transposed)
+                           rows.out_features, rows.row_nbytes, dtype_named(rows.dtype), rows.transposed, rows.symmetric)
         _check_sizes(f"graphs.weights: {weight.name}, stored,", (rows.out_features, rows.row_nbytes))
     _check_sizes(f"graphs.weights: {weight.name}", weight.shape)
     return WeightSpec(weight.name, weight.shape, dtype_named(weight.dtype), weight.ties, stored)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import onnx
 import torch
@@ -101,8 +101,7 @@ def _parts(
     nbytes = stored.group_size * stored.bits // 8
 
     def part(which: int) -> Callable[[], Iterator[torch.Tensor]]:
-        return lambda: (packing.unpack_rows(rows, stored.in_features, stored.bits, stored.group_size,
-                                            stored.scale_dtype)[which] for rows in contents())
+        return lambda: (cast(torch.Tensor, _unpacked(rows, stored)[which]) for rows in contents())
 
     low = None if _is_symmetric(stored, contents) else g.weight(
         f"{name}.low", stored.scale_dtype, (stored.out_features, groups), part(2))
@@ -111,12 +110,16 @@ def _parts(
             low)
 
 
+def _unpacked(rows: torch.Tensor, stored: RowFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    bits, in_features, group_size, scale_dtype, symmetric = stored.packing()
+    return packing.unpack_rows(rows, in_features, bits, group_size, scale_dtype, symmetric)
+
+
 def _is_symmetric(stored: RowFormat, contents: Callable[[], Iterator[torch.Tensor]]) -> bool:
     """Whether the middle code stands for 0 in all groups; the first that differs ends the reading."""
-    for rows in contents():
-        _, scale, low = packing.unpack_rows(rows, stored.in_features, stored.bits, stored.group_size,
-                                            stored.scale_dtype)
-        if not torch.equal(low.float(), scale.float() * -(1 << (stored.bits - 1))):
+    for rows in contents() if not stored.symmetric else ():
+        _, scale, low = _unpacked(rows, stored)
+        if low is None or not torch.equal(low.float(), scale.float() * -(1 << (stored.bits - 1))):
             return False
     return True
 

@@ -64,4 +64,4 @@ def _read_row(spec: WeightSpec, file: FileSlice, row: int) -> torch.Tensor:
     if stored is None:
         return found
     return dequantize_rows(found[None], stored.in_features, stored.bits, stored.group_size, stored.scale_dtype,
-                           stored.dtype, stored.transposed)[0]
+                           stored.dtype, stored.transposed, stored.symmetric)[0]

@@ -34,23 +34,28 @@ def test_w4g64_is_at_most_029_of_fp16() -> None:
 @pytest.mark.parametrize("bits", (4, 8))
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
 @pytest.mark.parametrize("k", (1, 33, 64, 300))
-def test_rows_hold_codes_scales_lows_and_zeros(bits: int, dtype: torch.dtype, k: int) -> None:
+@pytest.mark.parametrize("symmetric", (False, True))
+def test_rows_hold_codes_scales_lows_and_zeros(bits: int, dtype: torch.dtype, k: int, symmetric: bool) -> None:
     groups, nbytes = row_sizes.group_count(k, 32), row_sizes.codes_nbytes(k, bits, 32)
     packed = torch.randint(0, 256, (5, nbytes), dtype=torch.uint8)
     scale, low = torch.randn(2, 5, groups).to(dtype).unbind()
-    rows = packing.pack_rows(packed, scale.mT.contiguous().mT, low)
-    assert rows.shape == (5, row_sizes.row_nbytes(k, bits, 32)) and rows.is_contiguous()
+    given = (packed, scale) if symmetric else (packed, scale, low)
+    rows = packing.pack_rows(packed, scale.mT.contiguous().mT, None if symmetric else low)
+    assert rows.shape == (5, row_sizes.row_nbytes(k, bits, 32, symmetric=symmetric)) and rows.is_contiguous()
     for i in range(5):
         raw = bytes(rows[i].tolist())
         want = bytes(packed[i].tolist()) + scale[i].clone().view(torch.uint8).numpy().tobytes()
-        want += low[i].clone().view(torch.uint8).numpy().tobytes()
+        if not symmetric:
+            want += low[i].clone().view(torch.uint8).numpy().tobytes()
         assert raw == want.ljust(rows.shape[1], b"\0")
-    views = packing.unpack_rows(rows, k, bits, 32, dtype)
-    for view, given in zip(views, (packed, scale, low), strict=True):
-        assert torch.equal(view, given)
+    found = packing.unpack_rows(rows, k, bits, 32, dtype, symmetric)
+    assert (found[2] is None) == symmetric
+    views = [view for view in found if view is not None]
+    for view, part in zip(views, given, strict=True):
+        assert torch.equal(view, part)
     rows[2:4] = 0  # rows [2, 4) are one contiguous slice; the views see it
-    assert all((view[2:4] == 0).all() and torch.equal(view[4], given[4]) for view, given in
-               zip(views, (packed, scale, low), strict=True))  # fmt: skip
+    for view, part in zip(views, given, strict=True):
+        assert (view[2:4] == 0).all() and torch.equal(view[4], part[4])
 
 
 def test_refuses() -> None:

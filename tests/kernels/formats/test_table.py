@@ -6,15 +6,19 @@ import pytest
 import torch
 
 from forebay.kernels.cache.kv_append_q.reference import pack
+from forebay.kernels.formats.packing import pack_rows
 from forebay.kernels.formats.table import (
     ACT8,
     CACHE_FORMATS,
     NATIVE,
     WEIGHT_FORMATS,
     cache_format,
+    symmetric_name,
     weight_format,
+    weight_name,
 )
 from forebay.kernels.quantization.quantize.cpu import quantize_rows
+from forebay.kernels.quantization.quantize.operator import quantize
 
 
 @pytest.mark.parametrize("size", (64, 128, 576, 4096))
@@ -26,6 +30,20 @@ def test_rows_of_weights_are_as_long_as_the_table_says(name: str, size: int) -> 
         return
     rows = quantize_rows(torch.randn(3, size), found.bits, found.group_of(size), torch.float16)
     assert rows.shape[1] == found.row_nbytes(size, 4) == found.ratio(size, 4) * 4 * size
+
+
+@pytest.mark.parametrize("size", (1, 64, 576, 4096))
+@pytest.mark.parametrize(("name", "bits"), (("w4g32s", 4.5), ("w8g16s", 9.0), ("w8g128s", 8.125)))
+def test_symmetric_rows_have_no_lows(name: str, bits: float, size: int) -> None:
+    found = weight_format(name)
+    assert weight_name(found.bits, found.group_size, found.symmetric) == name == symmetric_name(name)
+    assert symmetric_name(weight_name(found.bits, found.group_size)) == name and symmetric_name("native") == "native"
+    codes, scale, low = quantize(torch.randn(3, size), found.bits, found.group_size, 1, torch.float16, "symmetric")
+    assert torch.equal(low, scale * -(1 << found.bits - 1))
+    rows = pack_rows(codes, scale, None)
+    assert rows.shape[1] == found.row_nbytes(size, 2)
+    if size == 4096:
+        assert 8 * found.row_nbytes(size, 2) / size == bits
 
 
 @pytest.mark.parametrize("size", (32, 64, 80, 96, 128, 256))
@@ -44,7 +62,7 @@ def test_bits_of_an_element() -> None:
     assert ACT8.row_nbytes(4096, 2) == 4352
 
 
-@pytest.mark.parametrize("name", ("w4", "w3", "w4g33", "w8g0", "kv4", "act8", "W8", ""))
+@pytest.mark.parametrize("name", ("w4", "w3", "w4g33", "w8g0", "w8s", "w4gs", "kv4", "act8", "W8", ""))
 def test_what_is_no_format_of_a_weight_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"no weight format '{name}'; there are native"):
         weight_format(name)

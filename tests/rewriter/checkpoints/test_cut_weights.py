@@ -6,7 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.kernels.formats.packing import pack_codes, pack_rows, unpack_codes, unpack_rows
+from forebay.kernels.formats.packing import pack_codes, pack_rows, unpack_rows
+from forebay.kernels.formats.table import weight_name
+from forebay.kernels.quantization.quantize.reference import dequantize_reference
 from forebay.rewriter.checkpoints.cut_weights import cut_file, cut_spec
 from forebay.rewriter.ir.graph import RowFormat, WeightSpec
 from forebay.rewriter.ir.program import FileSlice
@@ -58,17 +60,21 @@ def test_parts_of_a_plain_weight(data: st.DataObject) -> None:
 
 
 @settings(deadline=None)
-@given(st.data(), st.sampled_from((4, 8)), st.booleans())
-def test_parts_of_packed_rows_mean_the_same_values(data: st.DataObject, bits: int, turned: bool) -> None:
+@given(st.data(), st.sampled_from((4, 8)), st.booleans(), st.booleans())
+def test_parts_of_packed_rows_mean_the_same_values(
+    data: st.DataObject, bits: int, turned: bool, symmetric: bool
+) -> None:
     group, outs, ins = 8, data.draw(st.integers(1, 5)), data.draw(st.integers(9, 50))
     groups = -(-ins // group)
     codes = torch.randint(0, 2**bits, (outs, groups * group), dtype=torch.uint8)
-    scale, low = torch.randn(outs, groups).half(), torch.randn(outs, groups).half()
-    raw = pack_rows(pack_codes(codes, bits), scale, low)
+    scale = torch.randn(outs, groups).half()
+    low = scale * -(1 << bits - 1) if symmetric else torch.randn(outs, groups).half()
+    raw = pack_rows(pack_codes(codes, bits), scale, None if symmetric else low)
     values = (codes.view(outs, groups, group) * scale[..., None].float() + low[..., None].float()).flatten(1)[:, :ins]
     shape = (ins, outs) if turned else (outs, ins)
     spec = WeightSpec("w", shape, torch.float32, stored=RowFormat(
-        f"w{bits}g{group}", bits, group, torch.float16, ins, outs, raw.shape[1], torch.float32, turned))
+        weight_name(bits, group, symmetric), bits, group, torch.float16, ins, outs, raw.shape[1], torch.float32,
+        turned, symmetric))
     rows, columns = data.draw(st.none() | some(outs)), data.draw(st.none() | some(ins, group))
     sides = ((1, rows), (0, columns)) if turned else ((0, rows), (1, columns))
     cut = tuple((dim, held) for dim, held in sides if held is not None)
@@ -77,9 +83,8 @@ def test_parts_of_packed_rows_mean_the_same_values(data: st.DataObject, bits: in
     assert stored is not None and file.nbytes == part.nbytes
     own = torch.frombuffer(bytearray(taken(raw.numpy().tobytes(), file)), dtype=torch.uint8).view(
         stored.out_features, stored.row_nbytes)
-    packed, scales, lows = unpack_rows(own, stored.in_features, bits, group, torch.float16)
-    found = unpack_codes(packed, bits).view(stored.out_features, -1, group) * scales[..., None].float() + (
-        lows[..., None].float())
+    parts = unpack_rows(own, stored.in_features, bits, group, torch.float16, symmetric)
+    found = dequantize_reference(*parts, bits, group, 1, stored.in_features)
     want = values if rows is None else values[index(rows)]
     want = want if columns is None else want[:, index(columns)]
-    assert torch.equal(found.flatten(1)[:, : stored.in_features], want)
+    assert torch.equal(found, want)

@@ -32,7 +32,7 @@ def random_blocks(name: str, rows: int, count: int, size: float = 0.01, seed: in
 
 
 def values_of(rows: torch.Tensor, kind: BlockKind, k: int) -> torch.Tensor:
-    parts = packing.unpack_rows(rows, k, kind.bits, kind.group, kind.scale_dtype)
+    parts = packing.unpack_rows(rows, k, kind.bits, kind.group, kind.scale_dtype, kind.symmetric)
     return dequantize(*parts, kind.bits, kind.group, -1, k, torch.float32)
 
 
@@ -49,6 +49,7 @@ def test_rows_hold_what_the_blocks_stand_for(name: str) -> None:
         assert torch.equal(found, expected)
         return
     _, scale, low = kind.parts(blocks.reshape(-1, kind.nbytes))
+    low = scale * (1 << kind.bits - 1) if isinstance(low, int) else low
     most = np.abs(scale) * ((1 << kind.bits) - 1 if kind.bits == 4 else 255) + np.abs(low)
     bound = torch.from_numpy(most).repeat_interleave(kind.group, 1).reshape(5, -1) * 2**-11 + 256 * 2**-24
     assert ((found - expected).abs() <= bound).all()

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 import forebay.rewriter.checkpoints.write_tensors as writing
-from forebay.kernels.formats import packing, row_sizes
+from forebay.kernels.formats import packing
+from forebay.kernels.formats.table import symmetric_name
 from forebay.kernels.quantization.quantize.operator import dequantize, quantize
 from forebay.rewriter.checkpoints import packed_writer as quantized_writer
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError, open_checkpoint, read_tensor
@@ -57,7 +58,8 @@ def _reference(w: torch.Tensor, bits: int, group: int, rounding: str = "minmax")
     return dequantize(*parts, bits, group, -1, w.shape[1], w.dtype)
 
 
-@pytest.mark.parametrize(("format", "rounding"), [("w4g64", "minmax"), ("w4g32", "mse"), ("w8", "minmax")])
+@pytest.mark.parametrize(("format", "rounding"), [
+    ("w4g64", "minmax"), ("w4g32", "mse"), ("w8", "minmax"), ("w4g32s", "mse"), ("w8g32", "symmetric")])
 def test_weights_read_back_as_the_operator_rounds_them(llama, tmp_path, format, rounding):
     made = quantize_model(llama, tmp_path / "out", Wish(format, rounding=rounding))
     source = load_file(llama / "model.safetensors")
@@ -65,9 +67,11 @@ def test_weights_read_back_as_the_operator_rounds_them(llama, tmp_path, format, 
     for name, record in made.tensors.items():
         expected = source[name]
         if "_proj." in name:
-            assert record.packed is not None and record.packed.format == format
-            assert record.shape == (expected.shape[0], row_sizes.row_nbytes(expected.shape[1], *parse_format(format)))
-            expected = _reference(expected, *parse_format(format), rounding)
+            stored = parse_format(symmetric_name(format) if rounding == "symmetric" else format)
+            assert record.packed is not None and record.packed.format == stored.name
+            assert record.shape == (expected.shape[0], stored.row_nbytes(expected.shape[1], 2))
+            expected = _reference(expected, stored.bits, stored.group_size,
+                                  "symmetric" if stored.symmetric else rounding)
         else:
             assert record.packed is None, f"{name} was to keep its precision"
         assert torch.equal(read_dequantized(record), expected)
@@ -153,7 +157,7 @@ def test_values_beyond_fp16_get_bf16_scales_and_nan_is_refused(llama, tmp_path):
 # ---- GGUF
 
 
-KINDS = {"Q4_0": "w4g32", "Q4_1": "w4g32", "Q8_0": "w8g32"}
+KINDS = {"Q4_0": "w4g32s", "Q4_1": "w4g32", "Q8_0": "w8g32s"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,9 +170,12 @@ def test_gguf_blocks_are_repacked_bit_for_bit(tmp_path, kind):
     values = random.standard_normal((9, 96), dtype=np.float32) * np.float32(10.0) ** random.integers(-7, 3, (9, 1))
     values[3], values[4, :32], values[5] = 0, 0.5, -np.abs(values[5])
     blocks = gguf.quants.quantize(values, ggml)
-    bits, group = parse_format(KINDS[kind])
+    stored = parse_format(KINDS[kind])
+    bits, group = stored.bits, stored.group_size
     rows = repack(blocks, BLOCK_KINDS[kind])
-    made = dequantize(*packing.unpack_rows(rows, 96, bits, group, torch.float16), bits, group, -1, 96, torch.float32)
+    assert rows.shape[1] == stored.row_nbytes(96, 4)
+    parts = packing.unpack_rows(rows, 96, bits, group, torch.float16, stored.symmetric)
+    made = dequantize(*parts, bits, group, -1, 96, torch.float32)
     assert torch.equal(made, torch.from_numpy(gguf.dequantize(blocks, ggml)))
 
 
@@ -179,7 +186,8 @@ def test_gguf_model_equals_its_dequantised_conversion(tmp_path, architecture):
     expected = load_file(convert_gguf(path, tmp_path / "converted") / "model.safetensors")
     made = quantize_model(path, tmp_path / "kept", Wish("keep"))
     assert made.tensors.keys() == expected.keys()
-    assert {r.packed.format for r in made.tensors.values() if r.packed} == {"w4g32", "w8g32"}
+    formats = {r.packed.format for r in made.tensors.values() if r.packed}
+    assert {"w4g32s", "w8g32s"} <= formats <= set(KINDS.values())
     assert all(torch.equal(read_dequantized(r), expected[n]) for n, r in made.tensors.items())
 
     made = quantize_model(path, tmp_path / "w4g64", Wish("w4g64"))  # no format of GGUF's: rounded anew

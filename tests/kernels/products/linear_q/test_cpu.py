@@ -27,6 +27,7 @@ from forebay.kernels.products.linear_q.cpu import (
 )
 from forebay.kernels.products.linear_q.reference import reference
 from forebay.kernels.quantization.quantize.cpu import quantize_rows
+from forebay.kernels.quantization.quantize.operator import quantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -44,14 +45,21 @@ def skip_without_avx2(request: pytest.FixtureRequest) -> None:
         pytest.skip(f"no {given['impl']} here")
 
 
-def make(bits: int, n: int, k: int, group: int, scale_dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
+def make(
+    bits: int, n: int, k: int, group: int, scale_dtype: torch.dtype = torch.float16, symmetric: bool = False
+) -> tuple[Tensor, Tensor]:
     """Packed rows at an address that is a multiple of 2 only, and the weight they stand for."""
-    packed = quantize_rows(torch.randn(n, k) * 0.1, bits, group, scale_dtype)
+    values = torch.randn(n, k) * 0.1
+    if symmetric:
+        codes, scale, _ = quantize(values, bits, group, 1, scale_dtype, "symmetric")
+        packed = packing.pack_rows(codes, scale, None)
+    else:
+        packed = quantize_rows(values, bits, group, scale_dtype)
     raw = bytearray(packed.numel() + 128)
     begin = -torch.frombuffer(raw, dtype=torch.uint8).data_ptr() % 64 + 2
     rows = torch.frombuffer(raw, dtype=torch.uint8, count=packed.numel(), offset=begin).view(packed.shape)
     rows.copy_(packed)
-    return rows, reference(torch.eye(k), rows, None, Packing(bits, k, group, scale_dtype)).t()
+    return rows, reference(torch.eye(k), rows, None, Packing(bits, k, group, scale_dtype, symmetric)).t()
 
 
 def tolerance(impl: str, x: Tensor, weight: Tensor, group: int, out: Tensor, bias: Tensor | None) -> Tensor:
@@ -67,7 +75,8 @@ def tolerance(impl: str, x: Tensor, weight: Tensor, group: int, out: Tensor, bia
 @pytest.mark.parametrize(("bits", "impl"), IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", (1, 2, 7, 8, 67))
-def test_matches_float64(bits: int, impl: str, dtype: torch.dtype, m: int) -> None:
+@pytest.mark.parametrize("symmetric", (False, True))
+def test_matches_float64(bits: int, impl: str, dtype: torch.dtype, m: int, symmetric: bool) -> None:
     torch.manual_seed(m)
     for n, k, group, scale_dtype in (
         (1, 1, 32, torch.float16), (29, 83, 32, torch.bfloat16), (13, 576, 64, torch.float16),
@@ -76,16 +85,33 @@ def test_matches_float64(bits: int, impl: str, dtype: torch.dtype, m: int) -> No
     ):  # fmt: skip
         if (impl, group) == ("int8", 16):
             continue
-        rows, weight = make(bits, n, k, group, scale_dtype)
+        rows, weight = make(bits, n, k, group, scale_dtype, symmetric)
+        stored = Packing(bits, k, group, scale_dtype, symmetric)
         x = (torch.randn(m, k) * torch.randn(m, 1).exp()).to(dtype)
         for bias in (None, torch.randn(n)):
             wide = torch.full((m, n + 11), 7.0, dtype=dtype)
             out = wide[:, 5 : 5 + n]
             out.fill_(torch.nan)  # stale contents must not leak
-            bind_linear_q(impl, x, rows, bias, out, Packing(bits, k, group, scale_dtype))()
-            want = reference(x, rows, bias, Packing(bits, k, group, scale_dtype))
+            bind_linear_q(impl, x, rows, bias, out, stored)()
+            want = reference(x, rows, bias, stored)
             assert ((out.double() - want).abs() <= tolerance(impl, x, weight, group, out, bias)).all()
             assert (wide[:, :5] == 7).all() and (wide[:, 5 + n :] == 7).all()
+
+
+@pytest.mark.parametrize(("bits", "impl"), IMPLS)
+@pytest.mark.parametrize("m", (1, 4, 7, 40))
+def test_symmetric_rows_give_what_rows_with_their_lows_give(bits: int, impl: str, m: int) -> None:
+    """Bit for bit, the end of the matrix included: behind it lie bytes that would be NaN as lows."""
+    torch.manual_seed(m)
+    codes, scale, low = quantize(torch.randn(38, 96), bits, 32, 1, torch.float16, "symmetric")
+    x, got, want = torch.randn(m, 96), torch.empty(m, 38), torch.empty(m, 38)
+    own = packing.pack_rows(codes, scale, None)
+    held = torch.full((own.numel() + 64,), 255, dtype=torch.uint8)
+    rows = held[: own.numel()].view(own.shape)
+    rows.copy_(own)
+    bind_linear_q(impl, x, rows, None, got, Packing(bits, 96, 32, symmetric=True))()
+    bind_linear_q(impl, x, packing.pack_rows(codes, scale, low), None, want, Packing(bits, 96, 32))()
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(("bits", "impl"), IMPLS)

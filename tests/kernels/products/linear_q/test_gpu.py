@@ -23,10 +23,13 @@ from forebay.kernels.products.linear_q.gpu import bind_linear_q, linear_q
 from forebay.kernels.quantization.quantize.reference import dequantize_reference, reference
 
 
-def weight(n: int, k: int, bits: int, group: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def weight(
+    n: int, k: int, bits: int, group: int, scale_dtype: torch.dtype, symmetric: bool = False
+) -> tuple[Tensor, Tensor]:
     """(rows, what they stand for in fp32)."""
-    parts = reference(torch.randn(n, k) / k**0.5, bits, group, 1, scale_dtype)
-    return packing.pack_rows(*parts), dequantize_reference(*parts, bits, group, 1, k)
+    parts = reference(torch.randn(n, k) / k**0.5, bits, group, 1, scale_dtype, "symmetric" if symmetric else "minmax")
+    made = dequantize_reference(*parts, bits, group, 1, k)
+    return packing.pack_rows(*parts[:2], None if symmetric else parts[2]), made
 
 
 @pytest.mark.parametrize("bits", (4, 8))
@@ -52,12 +55,16 @@ def weight(n: int, k: int, bits: int, group: int, scale_dtype: torch.dtype) -> t
         ("flat", 3, 20, 288, 16),
     ),
 )
-def test_near_float64(impl: str, m: int, n: int, k: int, group: int, dtype: torch.dtype, bits: int) -> None:
+@pytest.mark.parametrize("symmetric", (False, True))
+def test_near_float64(
+    impl: str, m: int, n: int, k: int, group: int, symmetric: bool, dtype: torch.dtype, bits: int
+) -> None:
     torch.manual_seed(m + n + k)
-    rows, w = weight(n, k, bits, group, dtype)
+    rows, w = weight(n, k, bits, group, dtype, symmetric)
+    stored = Packing(bits, k, group, dtype, symmetric)
     x, bias, residual = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype), torch.randn(m, n).to(dtype)
     out = poisoned(m, n, dtype=dtype)
-    assert linear_q(x, rows, bias, Packing(bits, k, group, dtype), After("gelu", residual=residual), out, impl) is out
+    assert linear_q(x, rows, bias, stored, After("gelu", residual=residual), out, impl) is out
     assert_near(out, functional.gelu(x.double() @ w.double().T + bias.double()) + residual.double())
 
 

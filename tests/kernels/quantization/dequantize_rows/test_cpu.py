@@ -7,6 +7,7 @@ import torch
 
 from forebay.kernels import operators
 from forebay.kernels.formats import row_sizes
+from forebay.kernels.formats.packing import pack_rows
 from forebay.kernels.quantization.dequantize_rows import cpu as module_cpu
 from forebay.kernels.quantization.dequantize_rows import reference as module_reference
 from forebay.kernels.quantization.quantize.cpu import quantize_rows
@@ -17,12 +18,17 @@ from forebay.kernels.quantization.quantize.operator import dequantize, quantize
 @pytest.mark.parametrize(("k", "group"), [(64, 32), (70, 32), (33, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_equals_the_unpacked_groups(bits: int, k: int, group: int, dtype: torch.dtype, transposed: bool) -> None:
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_equals_the_unpacked_groups(
+    bits: int, k: int, group: int, dtype: torch.dtype, transposed: bool, symmetric: bool
+) -> None:
     weight = torch.randn(7, k, generator=torch.Generator().manual_seed(k))
-    rows = quantize_rows(weight, bits, group)
-    parts = quantize(weight, bits, group, 1, torch.float16)
+    parts = quantize(weight, bits, group, 1, torch.float16, "symmetric" if symmetric else "minmax")
+    rows = pack_rows(*parts[:2], None) if symmetric else quantize_rows(weight, bits, group)
     expected = dequantize(*parts, bits, group, 1, k, dtype)
-    arguments = (k, bits, group, torch.float16, dtype, transposed)
+    if symmetric:
+        assert torch.equal(dequantize(*parts[:2], None, bits, group, 1, k, dtype), expected)
+    arguments = (k, bits, group, torch.float16, dtype, transposed, symmetric)
     got = operators.DEQUANTIZE_ROWS.overload(rows, *arguments)
     assert got.dtype == dtype and got.is_contiguous()
     assert torch.equal(got.T if transposed else got, expected)

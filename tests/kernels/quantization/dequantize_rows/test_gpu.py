@@ -19,18 +19,24 @@ from forebay.kernels.quantization.dequantize_rows.reference import reference
 from forebay.kernels.quantization.quantize.reference import reference as quantized
 
 
-def packed(n: int, k: int, bits: int, group: int, scale_dtype: torch.dtype = torch.float16) -> torch.Tensor:
+def packed(
+    n: int, k: int, bits: int, group: int, scale_dtype: torch.dtype = torch.float16, symmetric: bool = False
+) -> torch.Tensor:
     torch.manual_seed(n + k)
-    return packing.pack_rows(*quantized(torch.randn(n, k), bits, group, 1, scale_dtype))
+    codes, scale, low = quantized(torch.randn(n, k), bits, group, 1, scale_dtype)
+    return packing.pack_rows(codes, scale, None if symmetric else low)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("n", "k", "group"), [(7, 64, 32), (5, 70, 32), (33, 203, 64), (1, 33, 128), (3, 90, 96)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_the_references_bits(bits: int, n: int, k: int, group: int, dtype: torch.dtype, transposed: bool) -> None:
-    rows = packed(n, k, bits, group)
-    arguments = k, bits, group, torch.float16, dtype, transposed
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_the_references_bits(
+    bits: int, n: int, k: int, group: int, dtype: torch.dtype, transposed: bool, symmetric: bool
+) -> None:
+    rows = packed(n, k, bits, group, symmetric=symmetric)
+    arguments = k, bits, group, torch.float16, dtype, transposed, symmetric
     assert torch.equal(dequantize_rows(rows, *arguments), reference(rows, *arguments))
 
 
