@@ -63,9 +63,9 @@ ACT8 = Format("act8", "activation", 8, 64)
 ACTIVATION_FORMATS = {ACT8.name: ACT8}
 CHECKPOINT_FORMATS = {f.name: f for f in (NATIVE, ACT8)}
 # What is advised and tried where bytes bind, and the rows of packed weights by which a machine is measured: those of
-# other group sizes are timed as these.
+# other group sizes are timed as the nearest of these, symmetric ones as those with lows.
 SMALL_WEIGHTS, SMALL_CACHE = WEIGHT_FORMATS["w4g64"], CACHE_FORMATS["kv4"]
-TIMED_WEIGHTS = ("w4g64", "w8g128")
+TIMED_WEIGHTS = ("w4g32", "w4g64", "w8g32", "w8g128")
 TIMED_CACHES = ("kv4", "kv8")
 
 

@@ -204,12 +204,15 @@ class Machine:
 
     def measured_as(self, dtype: str) -> str:
         """The dtype, or format of packed rows, whose measurements stand for `dtype`: itself, or, where it was not
-        measured, packed rows of as many bits; on a GPU the other 16-bit type, which has the same kernels and rates."""
+        measured, packed rows of as many bits in groups nearest in size; on a GPU the other 16-bit type, which has the
+        same kernels and rates."""
         if dtype in self._gemm_dtypes:
             return dtype
         if (stored := packed_format(dtype)) is not None:
             packed = ((other, packed_format(other)) for other in self._gemm_dtypes)
-            return next((other for other, rows in packed if rows is not None and rows.bits == stored.bits), dtype)
+            alike = {other: abs(math.log(rows.group_size / stored.group_size)) for other, rows in packed
+                     if rows is not None and rows.bits == stored.bits}
+            return min(alike, key=lambda other: alike[other], default=dtype)
         if dtype in HALVES and self.device_kind != "cpu":
             return next((other for other in HALVES if other in self._gemm_dtypes), dtype)
         return dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from forebay.rewriter.machine.points import AttentionPoint, Contention, GemmPoint, intensity
@@ -33,11 +34,19 @@ def believable(machine: Machine) -> Machine:
 
 def _good_products(machine: Machine, reasons: list[str]) -> tuple[GemmPoint, ...]:
     """The points of good fits; where an implementation is left with half of its fits or fewer, the guess for its dtype,
-    all of it at once, for what counts is which implementation is the fastest."""
+    all of it at once, for what counts is which implementation is the fastest. Poor fits of one that others beat at
+    every size are left out and not told: no plan takes it for so many rows."""
     good = list(machine.gemm)
+    best: dict[tuple[str, int, int, int], float] = {}
+    for p in good:
+        best[p.dtype, p.m, p.n, p.k] = min(best.get((p.dtype, p.m, p.n, p.k), math.inf), p.time_s)
+    rivals = {(p.dtype, p.impl, p.m) for p in good if p.time_s <= best[p.dtype, p.m, p.n, p.k]}
     for dtype in dict.fromkeys(p.dtype for p in machine.gemm):
         fits = {impl: by_m for (impl, other), by_m in machine.gemm_fits().items() if other == dtype}
         poor = {(impl, m): fit.r2 for impl, by_m in fits.items() for m, fit in by_m.items() if fit.r2 < GOOD_R2}
+        for impl, m in [each for each in poor if (dtype, *each) not in rivals]:
+            good = [p for p in good if (p.dtype, p.impl, p.m) != (dtype, impl, m)]
+            del poor[impl, m]
         if not poor:
             continue
         few = any(2 * sum(impl == each for each, _ in poor) >= len(by_m) for impl, by_m in fits.items())

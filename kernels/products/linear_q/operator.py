@@ -71,7 +71,7 @@ def _(
 
 
 def _stored(use: Use) -> Packing:
-    return Packing(*(use.kwargs[name] for name in Packing._fields))
+    return Packing(**{name: use.kwargs[name] for name in Packing._fields if name in use.kwargs})
 
 
 def _after(use: Use) -> After:

@@ -184,6 +184,9 @@ def test_measurements_stand_for_formats_alike() -> None:
     for machine in (cpu, gpu):
         assert machine.measured_as("w4g128") == "w4g64" and machine.measured_as("w8g64") == "w8g64"
         assert machine.measured_as("float32") == "float32"
+    more = dataclasses.replace(cpu, gemm=(*points, GemmPoint("flat", "w4g32", 1, 64, 64, 1.0)))
+    nearest = {"w4g16s": "w4g32", "w4g32s": "w4g32", "w4g48": "w4g64", "w4g128": "w4g64"}
+    assert {name: more.measured_as(name) for name in nearest} == nearest, "groups nearest in size"
     assert gpu.gemm_impls("float16") == ["flat"], "one kernel takes both 16-bit types, at one rate"
     assert cpu.gemm_impls("float16") == [], "on a CPU they differ"
 

@@ -78,6 +78,22 @@ def test_few_rows_that_fit_poorly_go_by_their_neighbours() -> None:
     assert "by int16 at 1 rows" in reason and "of more and of fewer" in reason
 
 
+def test_a_poor_fit_of_what_others_beat_is_left_out_and_not_told() -> None:
+    """No plan takes it for so many rows, so nothing is guessed; where it wins at one size, it is told."""
+    points = [p for impl in ("flat", "int16") for p in _points("w4g64", impl)]
+    slow = [dataclasses.replace(p, time_s=(9 if p.n == 2048 else 3) * p.time_s) if (p.impl, p.m) == ("flat", 1) else p
+            for p in points]
+    machine = _measured(gemm=tuple(slow))
+    assert machine.gemm_fits()["flat", "w4g64"][1].r2 < GOOD_R2
+    found = believable(machine)
+    assert not found.guessed and found.gemm == tuple(p for p in points if (p.impl, p.m) != ("flat", 1))
+    size = min((p.n, p.k) for p in points)
+    wins = [dataclasses.replace(p, time_s=0.01 * p.time_s) if (p.impl, p.m, p.n, p.k) == ("flat", 1, *size) else p
+            for p in slow]
+    (reason,) = believable(_measured(gemm=tuple(wins))).guessed
+    assert "by flat at 1 rows" in reason
+
+
 def test_attention_that_fits_poorly_goes_by_others_or_its_rate() -> None:
     whole = _attention("float32") + _attention("float32", per_byte=64)
     found = believable(_measured(attention=whole + _attention("float32", 0.01, per_byte=8) + _attention("kv4", 0.01)))

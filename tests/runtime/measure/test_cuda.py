@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from forebay.kernels.formats.table import TIMED_WEIGHTS
 from forebay.kernels.operator import Operator, Product, Tensors
 from forebay.kernels.products.linear import choices
 from forebay.rewriter.machine.both_ways import BothWays
@@ -115,16 +116,16 @@ def test_products_are_measured_as_plans_run_them(
     monkeypatch.setattr(measure_cuda, "_bound", spied)
     done: list[float] = []
     points = measure_cuda.gemm_points(True, lambda stage, share: done.append(share))
-    kinds = ("float32", half, "w4g64", "w8g128")
+    kinds = ("float32", half, *TIMED_WEIGHTS)
     rows, shapes = (2, 16), ((64, 128), (64, 256))
     assert {(p.dtype, p.m, p.n, p.k) for p in points} == {(d, m, n, k) for d in kinds for m in rows for n, k in shapes}
     chosen = {(d, m, k): choices.choose(Product(d, m, 64, k), NAME) for d in kinds for m in rows for k in (128, 256)}
     assert all(p.impl == chosen[p.dtype, p.m, p.k].split("_")[0] and p.time_s == 2.0 for p in points)
-    ops = {"float32": "", half: "forebay.linear ", "w4g64": "forebay.linear_q 4", "w8g128": "forebay.linear_q 8"}
+    ops = {"float32": "", half: "forebay.linear "} | {w: f"forebay.linear_q {w[1]}" for w in TIMED_WEIGHTS}
     assert set(ran) == {(ops[d], impl) for (d, _, _), impl in chosen.items() if ops[d]}
     assert done == sorted(done)
     machine = replace(Machine.default(), device_kind=NAME, gemm=points)
-    for dtype in (other, "w4g32", "w8g64"):
+    for dtype in (other, "w4g48", "w8g64"):
         assert machine.gemm_time_s(machine.best_gemm(dtype, 16, 64, 256), dtype, 16, 64, 256) == pytest.approx(2.0)
 
 

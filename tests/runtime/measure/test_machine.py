@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forebay.kernels.formats.table import TIMED_WEIGHTS
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.machine.profile import Machine, machine_from_json
 from forebay.runtime.disk.reader import available_kinds
@@ -44,7 +45,7 @@ def test_a_measured_profile_is_complete(measured) -> None:
     assert machine.link(near, "disk").method in available_kinds()
     assert [both.nbytes for both in machine.both_ways] == [64 << 10, 1 << 20, 4 << 20]
     rows = set(measure_cuda.QUICK_M) if torch.cuda.is_available() else {1, 2, 4, 8, 16, 32, 64, 256}
-    for dtype in ("float32", "bfloat16", "w4g64", "w8g128"):
+    for dtype in ("float32", "bfloat16", *TIMED_WEIGHTS):
         assert {p.m for p in machine.gemm if p.dtype == dtype} == rows
         assert machine.gemm_time_s(machine.best_gemm(dtype, 8, 576, 576), dtype, 8, 576, 576) > 0
     assert machine.tiers.keys() == {"device", "host", "disk"}
