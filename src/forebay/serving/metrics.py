@@ -57,11 +57,11 @@ class Metrics:
             self._tokens["generated"] += new_tokens
 
     def steps(self, prefills: int, decodes: int, time_s: float) -> None:
-        """Steps that took `time_s` together; one that computes prompts and decodes as well took it as a prefill."""
+        """A step that took `time_s`; one that computes prompts and decodes as well is a prefill."""
+        kind = "prefill" if prefills else "decode"
         with self._lock:
-            self._steps["prefill"] += prefills
-            self._steps["decode"] += decodes
-            self._step_s["prefill" if prefills else "decode"] += time_s  # type: ignore[assignment]
+            self._steps[kind] += prefills or decodes
+            self._step_s[kind] += time_s  # type: ignore[assignment]
 
     def drafts(self, stood: int, refused: int) -> None:
         with self._lock:
@@ -78,7 +78,8 @@ class Metrics:
                                          {f'how="{how}"': n for how, n in self._ends.items()}),
                 "tokens_total": ("Tokens of prompts that entered, and tokens made.",
                                  {f'kind="{kind}"': n for kind, n in self._tokens.items()}),
-                "steps_total": ("Steps of the model.", {f'kind="{kind}"': n for kind, n in self._steps.items()}),
+                "steps_total": ("Steps of the model; those that compute prompts and decode as well are prefills.",
+                                {f'kind="{kind}"': n for kind, n in self._steps.items()}),
                 "drafted_tokens_total": ("Tokens that steps checked beside those that they computed anyway.",
                                          {f'kind="{kind}"': n for kind, n in self._drafted.items()}),
                 "step_seconds_total": ("Time from one step's end, or from the end of idleness, to the next one's end.",
