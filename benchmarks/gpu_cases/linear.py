@@ -25,54 +25,53 @@ ROWS = (1, 16, 2, 8, 4, 64, 512, 2048)  # the last two: prefill
 TAILS = ((1, 4099, 4104), (13, 4099, 4104), (5, 999, 14344), (61, 4099, 4104))
 
 
-def packed_rows(place: Place, n: int, k: int, bits: int) -> Tensor:
+def packed_rows(place: Place, n: int, stored: Packing) -> Tensor:
     """A weight of random codes, about normal with variance 1 / K once dequantised."""
+    bits, k = stored.bits, stored.in_features
     generator = torch.Generator(place.device).manual_seed(n + k)
     groups = row_sizes.group_count(k, GROUP)
     nbytes = row_sizes.codes_nbytes(k, bits, GROUP)
     codes = torch.randint(0, 256, (n, nbytes), dtype=torch.uint8, device=place.device, generator=generator)
     scale = torch.rand(n, groups, device=place.device, generator=generator) * (2**-bits * 8 / k**0.5)
-    return packing.pack_rows(codes, scale.to(DTYPE), (scale * -(2 ** (bits - 1))).to(DTYPE))
+    low = None if stored.symmetric else (scale * -(2 ** (bits - 1))).to(DTYPE)
+    return packing.pack_rows(codes, scale.to(DTYPE), low)
 
 
-def _calls(kind: str, x: Tensor, weights: list[Tensor], k: int, impl: str, out: Tensor) -> list[Call]:
-    if impl == selection.ATEN and kind == "linear":  # as a plan's launch is bound
+def _calls(stored: Packing | None, x: Tensor, weights: list[Tensor], impl: str, out: Tensor) -> list[Call]:
+    if impl == selection.ATEN and stored is None:  # as a plan's launch is bound
         from forebay.kernels.operator import Tensors
         from forebay.kernels.products.linear.operator import LINEAR
 
         how = {"form": "nk", "accumulate": False}
         return [LINEAR.bind["cuda"](Tensors((x, w, None), how, (out,), impl)) for w in weights]
-    if kind == "linear":
+    if stored is None:
         from forebay.kernels.products.linear.gpu import linear
 
         return [functools.partial(linear, x, w, out=out, impl=impl) for w in weights]
     from forebay.kernels.products.linear_q.gpu import linear_q
 
-    stored = Packing(BITS[kind], k, GROUP, DTYPE)
     return [functools.partial(linear_q, x, w, None, stored, out=out, impl=impl) for w in weights]
 
 
-def linear_work(place: Place, kind: str, m: int, n: int, k: int) -> Work:
+def linear_work(place: Place, kind: str, m: int, n: int, k: int, symmetric: bool = False) -> Work:
     n, k = place.size(n, 72), place.size(k, 272)
     x, out = normal(place, m, k, dtype=DTYPE), torch.empty(m, n, dtype=DTYPE, device=place.device)
-    if kind == "linear":
+    stored = None if kind == "linear" else Packing(BITS[kind], k, GROUP, DTYPE, symmetric)
+    if stored is None:
         weight_nbytes = 2 * n * k
         make = functools.partial(normal, place, n, k, dtype=DTYPE, scale=k**-0.5)
     else:
-        weight_nbytes = n * Packing(BITS[kind], k, GROUP).row_nbytes
-        make = functools.partial(packed_rows, place, n, k, BITS[kind])
+        weight_nbytes = n * stored.row_nbytes
+        make = functools.partial(packed_rows, place, n, stored)
     nbytes = weight_nbytes + 2 * m * (n + k)
     weights = list(repeated(make, place.copies(weight_nbytes)))
     processors = torch.cuda.get_device_properties(place.device).multi_processor_count if not place.tiny else 4
     names = selection.candidates(kind, m, n, k, processors)[:: place.size(1, 4)]
-    candidates = {name: _calls(kind, x, weights, k, name, out) for name in names}
-    ours = _calls(kind, x, weights, k, "", out)
+    candidates = {name: _calls(stored, x, weights, name, out) for name in names}
+    ours = _calls(stored, x, weights, "", out)
 
     def verify() -> float:
-        if kind == "linear":
-            want = plain.reference(x, weights[0])
-        else:
-            want = packed.reference(x, weights[0], None, Packing(BITS[kind], k, GROUP, DTYPE))
+        want = plain.reference(x, weights[0]) if stored is None else packed.reference(x, weights[0], None, stored)
         errors = []
         for calls in (ours, *candidates.values()):
             out.fill_(torch.nan)
@@ -85,7 +84,8 @@ def linear_work(place: Place, kind: str, m: int, n: int, k: int) -> Work:
     )
     rivals = {"cuBLAS bf16": [functools.partial(functional.linear, x, w) for w in dense]}
     aims = (Aim("cuBLAS bf16", 1.0),) if kind == "linear" else (Aim("bandwidth", 0.75), Aim("cuBLAS bf16", 3.0))
-    return Work(f"M={m} N={n} K={k}", ours, verify, LIMITS[DTYPE], nbytes, 2 * m * n * k, rivals,
+    rows = ", symmetric" if symmetric else ""
+    return Work(f"M={m} N={n} K={k}{rows}", ours, verify, LIMITS[DTYPE], nbytes, 2 * m * n * k, rivals,
                 aims if m <= 16 and BITS.get(kind) != 8 and (n, k) in SHAPES else (), candidates,
                 (kind, m, n, k) if (n, k) in SHAPES else None)  # fmt: skip
 
@@ -98,4 +98,7 @@ def cases(tiny: bool) -> list[Case]:
         Case(kind, functools.partial(linear_work, kind=kind, m=m, n=n, k=k))
         for m, n, k in (sizes if tiny else (*sizes[:first], *TAILS, *sizes[first:]))
         for kind in (selection.KIND_OF_BITS[4], "linear", selection.KIND_OF_BITS[8])
+    ] + [
+        Case(kind, functools.partial(linear_work, kind=kind, m=m, n=n, k=k, symmetric=True))
+        for m, n, k in TAILS for kind in BITS
     ]
