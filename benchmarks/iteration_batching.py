@@ -127,7 +127,7 @@ def measure(name: str, options: argparse.Namespace, say: Any) -> dict[str, Any]:
     budget, places = options.budget or BUDGETS[name][0], options.places or BUDGETS[name][1]
     with tempfile.TemporaryDirectory() as folder:
         opened = open_model("demo" if name == "smollm2" else tiny_model(Path(folder)), dequantize=True)
-        job = Workload(count, prompts[1], answers[1])
+        job = Workload(count, prompts[1], answers[1], sum(prompts) // 2, sum(answers) // 2)
         began = time.monotonic()
         with LanguageModel(*opened, parse_budget({"device": budget}), job, Wishes(cache_tier="device"),
                            choose=partial(plan_places, places=places)) as lm:

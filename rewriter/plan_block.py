@@ -14,11 +14,13 @@ from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
+from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.planning.checkpoint_share import balanced_share, link_binds, shares_beside
 from forebay.rewriter.planning.graph_needs import cache_buffers
 from forebay.rewriter.planning.planner import make_plan, plan_fits
+from forebay.rewriter.planning.search import latency_s
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.switches import Switches
 
@@ -106,17 +108,18 @@ def plan_block(
 
 
 def _answer_time_s(pair: tuple[Pipeline, Plan]) -> float:
-    return answer_time_s(pair[1])
+    return latency_s(pair[1])
 
 
 def _try_hidden(pipeline: Pipeline, plain: Plan, wishes: Wishes, simulate: Callable[[Block], Plan | None]) -> None:
     """Simulate the block of `plain` with hidden states off the device, on the fastest tier that has room, where a
     prompt comes in chunks and bringing the weights for each takes most of a prefill: for larger ones they come fewer
     times."""
-    block, chunk, prompt = plain.schedule.block, plain.schedule.prefill_chunk, plain.workload.prompt
-    if chunk == prompt or wishes.prefill_chunk or block.entering or block.order == "row":
+    block, prompt = plain.schedule.block, plain.workload.paced(plain.schedule.block)[0]
+    chunks = chunk_steps(prompt, plain.schedule.prefill_chunks)
+    if sum(chunks.values()) == 1 or wishes.prefill_chunk or block.entering or block.order == "row":
         return
-    brought_s = -(-prompt // chunk) * plain.prediction.streamed_nbytes / pipeline.needs.rates.bytes_per_s
+    brought_s = sum(chunks.values()) * plain.prediction.streamed_nbytes / pipeline.needs.rates.bytes_per_s
     if brought_s < BROUGHT * plain.prediction.prefill_time_s:
         return
     tiers: tuple[Literal["host", "disk"], ...] = ("host", "disk")
@@ -186,7 +189,7 @@ def _in_shares(pipeline: Pipeline, block: Block, budget: Budget, wishes: Wishes)
     found = []
     for way in filter(fits, dict.fromkeys(ways)):
         plan = make_plan(needs.staging(layers, way, workload), budget, workload, wishes, "")
-        found.append(_Way(answer_time_s(plan), pipeline, way))
+        found.append(_Way(latency_s(plan), pipeline, way))
     return found
 
 
@@ -276,8 +279,3 @@ def _with_checkpoints(
                         "cache_tokens")
     return replace(block, checkpoints=some, checkpoint_period=period, checkpoint_tokens=tokens, checkpoint_format=kept,
                    cache_device=0)
-
-
-def answer_time_s(plan: Plan) -> float:
-    """Predicted seconds from the prompts to the last token of the answers."""
-    return plan.prediction.prefill_time_s + (plan.workload.new_tokens - 1) * plan.prediction.decode_time_s

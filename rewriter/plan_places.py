@@ -9,6 +9,7 @@ from typing import Literal
 
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
+from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan_block import GraphsOf, plan_block
@@ -65,7 +66,7 @@ def plan_places(
 
     def planned(size: int, tier: CacheTier, joined: bool = wishes.joined) -> tuple[Pipeline, Plan]:
         wished = replace(wishes, cache_tier=tier, joined=joined)
-        together = joining_at_once(size, workload.new_tokens) if joined else entering_at_once(size)
+        together = joining_at_once(size, workload.usual[1]) if joined else entering_at_once(size)
         enters = wished if size == count else replace(wished, entering=wishes.entering or together)
         return plan_block(graphs_of, budget, replace(workload, batch=size), enters, machine, switches)
 
@@ -115,10 +116,11 @@ def sequence_time_s(plan: Plan) -> float:
     free as enter at once: half of these are idle at any time. Where prefill steps decode as well, there are others only
     where a place, which is taken for the steps of a prompt and of an answer, is taken for longer than those last."""
     w, s = plan.workload, plan.schedule
+    prompt, new_tokens = w.paced(s.block)
     idle = (s.block.entering - 1) / 2 if s.block.entering else 0.0
     if s.block.joined:
-        passes = -(-w.prompt // s.prefill_chunk)
-        alone = max(0, passes + w.new_tokens - 1 - passes * s.block.prefills(w.batch))
+        passes = sum(chunk_steps(prompt, s.prefill_chunks).values())
+        alone = max(0, passes + new_tokens - 1 - passes * s.block.prefills(w.batch))
         return (plan.prediction.prefill_time_s + alone * plan.prediction.decode_time_s) / (w.batch - idle)
-    decode = (w.new_tokens - 1) * plan.prediction.decode_time_s
+    decode = (new_tokens - 1) * plan.prediction.decode_time_s
     return plan.prediction.prefill_time_s / w.batch + decode / (w.batch - idle)

@@ -122,7 +122,7 @@ def usual_shares(layer: StagedLayer, block: Block, work: Workload, tokens: int) 
     """The shares of the blocks in its slot that a step over `tokens` tokens is taken to load and store: what stands
     before it on average. A block gets full every so many tokens."""
     capacity = layer.blocks * block.cache_tokens
-    there = work.before(tokens)
+    there = work.before(tokens, block)
     seen = min(there, abs(layer.window) + block.cache_tokens / 2) if layer.window else there
     loaded, stored = seen / capacity, min(1.0, tokens / capacity)
     if layer.checkpoints:  # as many bytes a block, of the checkpoints of as many more tokens

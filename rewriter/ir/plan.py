@@ -55,20 +55,40 @@ class Budget(Limits):
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked of the model: sequences at once, and tokens of the longest prompt and answer."""
+    """What is asked of the model: sequences at once, and tokens of the longest prompt and answer, for which there is
+    room. Times are of usual ones, the means (0: as the longest); medians know nothing of the few that are long."""
 
     batch: int = 1
     prompt: int = 64
     new_tokens: int = 64
+    usual_prompt: int = 0
+    usual_new_tokens: int = 0
 
     @property
     def context(self) -> int:
         """Cache positions each sequence needs: every token but the last answer token is appended."""
         return self.prompt + self.new_tokens
 
-    def before(self, tokens: int) -> float:
+    @property
+    def usual(self) -> tuple[int, int]:
+        """Tokens of a usual prompt and answer."""
+        return (min(self.usual_prompt or self.prompt, self.prompt),
+                min(self.usual_new_tokens or self.new_tokens, self.new_tokens))
+
+    def of(self, batch: int, prompt: int, new_tokens: int) -> Workload:
+        """So many sequences of at most so many tokens, as long as these usually are."""
+        usual = min(self.usual_prompt, prompt), min(self.usual_new_tokens, new_tokens)
+        return Workload(batch, prompt, new_tokens, *usual)
+
+    def paced(self, block: Block) -> tuple[int, int]:
+        """Tokens of the prompt and of the answer that steps are made for: usual ones where each sequence goes at its
+        own pace, because it is alone or enters places, else those of the longest, which the others wait for."""
+        return self.usual if block.entering or self.batch == 1 else (self.prompt, self.new_tokens)
+
+    def before(self, tokens: int, block: Block) -> float:
         """Tokens before a step over `tokens`, on average: within the answer for one, else within the prompt."""
-        return self.prompt + self.new_tokens / 2 if tokens == 1 else max(0, self.prompt - tokens) / 2
+        prompt, answer = self.usual
+        return prompt + answer / 2 if tokens == 1 else max(0, self.paced(block)[0] - tokens) / 2
 
 
 @dataclass(frozen=True)
@@ -147,20 +167,6 @@ class BufferPlacement:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where the cache, which grows up, would meet a decode step's activations, which grow down.
-
-    `cache_top` and `activation_base` are byte addresses of the device arena: where the planned cache ends, and the
-    lowest activation. With `sequences` sequences they would meet at `tokens` cached tokens each.
-    """
-
-    cache_top: int
-    activation_base: int
-    tokens: int
-    sequences: int
-
-
-@dataclass(frozen=True)
 class GemmChoice:
     """Which implementation runs a matrix product of this shape: y[m, n] = x[m, k] @ w."""
 
@@ -233,19 +239,6 @@ class Plan:
         """The plan as a step over `tokens` tokens per sequence sees it: with the buffers and the block of its phase."""
         schedule = replace(self.schedule, block=self.schedule.block.of_step(tokens))
         return replace(self, schedule=schedule, buffers=self.buffers_of(self.schedule.phase_of(tokens)))
-
-    def meeting(self) -> Meeting | None:
-        """Where cache and activations of a decode step would meet; None without a cache on the device."""
-        here = [b for b in self.buffers_of("decode") if b.arena == "device"]
-        cache = [b for b in here if b.kind == "cache" and not self.schedule.block.staged]
-        if not cache:
-            return None
-        top = max(b.offset + b.nbytes for b in cache)
-        moving = [b.offset for b in self.buffers
-                  if b.arena == "device" and b.phase in ("decode", "speculative") and b.kind != "cache"]
-        base = min(moving, default=self.arenas.get("device", top))
-        per_token = max(1, sum(b.nbytes for b in cache) // self.workload.context)
-        return Meeting(top, base, self.workload.context + (base - top) // per_token, self.workload.batch)
 
     def nbytes_on(self, tier: str) -> int:
         """Stored bytes of the weights that live on `tier`."""
@@ -343,6 +336,12 @@ def _validate_speculative(plan: Plan) -> None:
                         "the cache has room for (plan.workload)")
 
 
+def _validate_usual(work: Workload) -> None:
+    for name, longest in (("prompt", work.prompt), ("new_tokens", work.new_tokens)):
+        if not 0 <= (usual := getattr(work, f"usual_{name}")) <= longest:
+            raise PlanError(f"plan.workload.usual_{name}: {usual} is not between 0 and the longest's {longest} tokens")
+
+
 def validate(plan: Plan) -> None:
     """Refuse a plan that contradicts itself, naming the field; whether its Program is safe is the verifier's task."""
     s = plan.schedule
@@ -368,6 +367,7 @@ def validate(plan: Plan) -> None:
     if list(s.prefill_chunks) != sorted(set(s.prefill_chunks), reverse=True) or s.prefill_chunk > plan.workload.prompt:
         raise PlanError(f"plan.schedule.prefill_chunks: {list(s.prefill_chunks)} must be different, the largest first, "
                         f"and none above the prompt's {plan.workload.prompt} tokens (plan.workload.prompt)")
+    _validate_usual(plan.workload)
     _validate_speculative(plan)
     for tier, nbytes in plan.arenas.items():
         if tier not in ARENAS or nbytes < 0:

@@ -12,6 +12,7 @@ from forebay.rewriter.ir.alignment import PAGE_NBYTES, aligned
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import Budget, Limits, Plan, PlanError, Prediction, Schedule, WeightPlacement, Workload
+from forebay.rewriter.ir.prefill_chunks import SHORTEST_CHUNK, chunk_sizes, chunk_steps, halvings
 from forebay.rewriter.ir.program import DISK, UPLOAD
 from forebay.rewriter.planning.arena_layout import lay_out, slot_stride
 from forebay.rewriter.planning.model_needs import ModelNeeds, WeightUse
@@ -24,7 +25,6 @@ SLOTS = (1, 2, 3, 4, 6, 8)
 SLOT_NBYTES = (4 << 20, 8 << 20, 2 << 20, 1 << 20)  # of equals the first: 4 MiB are near an NVMe disk's best rate
 HUGE_TILES = 16  # of weights over 256 MiB, whose tiles of 8 MiB would be tens of thousands of copies a step
 GROWTH_PARTS = 128  # a cache of 32 layers that grows by this part of itself moves in 1000 copies, by a token in 7000
-SHORTEST_CHUNK = 16  # tokens; below this a step over fewer tokens is hardly faster
 
 
 def make_plan(needs: ModelNeeds, budget: Budget, workload: Workload, wishes: Wishes, machine: str) -> Plan:
@@ -146,7 +146,7 @@ def _candidates(
     """Every way to spend the budget that is worth a look, larger chunks first."""
     shortest = _shortest(needs, workload.prompt)
     chunks = [min(wishes.prefill_chunk, workload.prompt)] if wishes.prefill_chunk else [
-        *(chunk for chunk in _halvings(workload.prompt) if chunk > shortest), shortest]
+        *(chunk for chunk in halvings(workload.prompt) if chunk > shortest), shortest]
     choices = _slot_choices(kinds.products, wishes, needs.block)
     cached = needs.host_nbytes
     hops = budget.host and needs.weight_tier == "disk" and needs.host_hop
@@ -171,19 +171,26 @@ def _cheapest(
 ) -> _ChunkRoom | None:
     """The fit of least predicted time, of equals the first. Bounds come first, as if weights filled the room."""
     tiles = functools.cache(kinds.tiles)
+    new_tokens = workload.paced(needs.block)[1]
+
+    @functools.cache
+    def prefill_steps(chunk: int) -> dict[int, int]:
+        return _prefill_steps(needs, workload, chunk_sizes(chunk, needs.speculative))
 
     @functools.cache
     def kept(room: int) -> int:
         return sum(aligned(u.nbytes) for u in _spread(kinds.products, room))
 
     def cost(fit: _ChunkRoom, nbytes: int) -> float:
-        passes = -(-workload.prompt // fit.chunk) * needs.block.prefills(workload.batch)
+        steps = dict(prefill_steps(fit.chunk))
+        passes = sum(steps.values())
         held = needs.block.fetches * min(max(0, nbytes - kinds.tied_nbytes), _host_room(needs, budget, fit))
         nbytes *= needs.block.fetches
         copies = nbytes / kinds.products_nbytes * tiles(fit.slot_nbytes) if nbytes else 0
-        alone = workload.new_tokens - 1 - (passes if needs.block.joined else 0)  # steps that decode, and no more
-        steps = ((passes, fit.chunk), (max(0, alone), 1))
-        return sum(count * needs.rates.step_time_s(tokens, nbytes, copies, fit.slots, held) for count, tokens in steps)
+        alone = new_tokens - 1 - (passes if needs.block.joined else 0)  # steps that decode, and no more
+        steps[1] = steps.get(1, 0) + max(0, alone)
+        return sum(count * needs.rates.step_time_s(tokens, nbytes, copies, fit.slots, held)
+                   for tokens, count in steps.items())
 
     bounds = [(cost(fit, kinds.products_nbytes - fit.room if fit.slots else 0), i) for i, fit in enumerate(fits)]
     best, least = None, math.inf
@@ -258,7 +265,7 @@ def _planned(
     rows = {u.name: u.rows for u in needs.uses if u.product}
     piece = max((w.nbytes // rows[w.name] * (w.tile_rows or rows[w.name])
                  for w in weights if w.tier != "device" and w.name in rows), default=0)
-    chunks = tuple(chunk for chunk in _chunk_sizes(fit.chunk) if chunk not in needs.speculative)
+    chunks = chunk_sizes(fit.chunk, needs.speculative)
     schedule = Schedule(fit.slots, piece, min(wishes.lead or fit.slots, fit.slots), chunks, needs.host_hop, needs.block,
                         needs.speculative)
     plan = Plan(needs.fingerprint, machine, budget.limits, workload, schedule, tuple(weights),
@@ -278,27 +285,24 @@ def _predicted(needs: ModelNeeds, kinds: _Kinds, plan: Plan) -> Prediction:
     held = needs.block.fetches * sum(w.nbytes for w in streamed if w.tier == "host")
     copies = nbytes / kinds.products_nbytes * kinds.tiles(s.slot_nbytes) if nbytes else 0.0
     rates = needs.rates
-    prefill, decode = (rates.step_time_s(tokens, nbytes, copies, s.slots, held) + rates.device_attend_s(tokens)
-                       for tokens in (s.prefill_chunk, 1))
+    chunks = _prefill_steps(needs, plan.workload, s.prefill_chunks)
+    step_s = {tokens: rates.step_time_s(tokens, nbytes, copies, s.slots, held) + rates.device_attend_s(tokens)
+              for tokens in (1, *chunks)}
     busy = rates.busy_s(1, nbytes, copies, held)
     if needs.weight_tier == "host":
         busy[UPLOAD] = busy.pop(DISK)
     beside = {"device": needs.workspace(s.prefill_chunk),
               "host": needs.host_nbytes - (needs.staged.host_nbytes if needs.staged is not None else 0)}
     peak = {tier: size + beside.get(tier, 0) for tier, size in plan.arenas.items()}
-    passes = -(-plan.workload.prompt // s.prefill_chunk) * needs.block.prefills(plan.workload.batch)
-    return Prediction(passes * prefill, decode, {stream: t for stream, t in busy.items() if t}, nbytes, peak,
+    prefill_s = sum(count * step_s[tokens] for tokens, count in chunks.items())
+    return Prediction(prefill_s, step_s[1], {stream: t for stream, t in busy.items() if t}, nbytes, peak,
                       max(busy, key=lambda stream: busy[stream]))
 
 
-def _chunk_sizes(largest: int) -> tuple[int, ...]:
-    """The sizes that prefill steps may have: two to each halving, so that a short prompt wastes at most a third."""
-    sizes = {largest}
-    n = largest
-    while n // 2 >= SHORTEST_CHUNK:
-        sizes |= {-(-3 * n // 4), n // 2}
-        n //= 2
-    return tuple(sorted(sizes, reverse=True))
+def _prefill_steps(needs: ModelNeeds, workload: Workload, sizes: Sequence[int]) -> dict[int, int]:
+    """How many steps of which of these sizes the prompts of all sequences take."""
+    times = needs.block.prefills(workload.batch)
+    return {tokens: times * count for tokens, count in chunk_steps(workload.paced(needs.block)[0], sizes).items()}
 
 
 def _shortest(needs: ModelNeeds, prompt: int) -> int:
@@ -306,14 +310,6 @@ def _shortest(needs: ModelNeeds, prompt: int) -> int:
     launches, of which candidates count what issuing them takes, and not the memory that the small ones touch. A step
     that reads a share of the values is no prefill's."""
     return min(prompt, SHORTEST_CHUNK) if needs.block.entering or needs.block.sparse_values < 1 else 1
-
-
-def _halvings(n: int) -> list[int]:
-    found = []
-    while n >= 1:
-        found.append(n)
-        n = -(-n // 2) if n > 1 else 0
-    return found
 
 
 def _pinned(u: WeightUse) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from forebay.kernels.formats.table import CACHE_FORMATS
-from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
+from forebay.rewriter.ir.plan import Budget, Plan, PlanError
 from forebay.rewriter.planning.policy_search import BudgetError, Objective, Space, candidates
 from forebay.rewriter.predict.block_costs import BlockShape
 
@@ -41,21 +41,16 @@ def blocks(batch: int, cache_formats: tuple[str, ...] = ("native",)) -> list[Blo
     return sorted(candidates(LOWERED.space(batch, cache_formats), host_attends=False), key=lambda b: b.size)
 
 
-def workload_of(block: BlockShape, prompt: int, new_tokens: int) -> Workload:
-    """What a run of that block is asked for."""
-    return Workload(block.size, prompt, new_tokens)
-
-
 def latency_s(plan: Plan) -> float:
     """Predicted seconds from prompt to last token of all sequences."""
-    p = plan.prediction
-    return p.prefill_time_s + (plan.workload.new_tokens - 1) * p.decode_time_s
+    p, (_, new_tokens) = plan.prediction, plan.workload.paced(plan.schedule.block)
+    return p.prefill_time_s + (new_tokens - 1) * p.decode_time_s
 
 
 def tokens_per_s(plan: Plan) -> float:
     """Predicted new tokens per second of all sequences together."""
     time_s = latency_s(plan)
-    return plan.workload.batch * plan.workload.new_tokens / time_s if time_s else 0.0
+    return plan.workload.batch * plan.workload.usual[1] / time_s if time_s else 0.0
 
 
 def search_plans(plan_for: PlanFor, budget: Budget, objective: Objective, found: list[BlockShape]) -> list[Plan]:

@@ -70,6 +70,17 @@ class Wishes:
         return replace(block, hidden=self.hidden_tier, hidden_slots=slots, hidden_device=device, hidden_host=host)
 
 
+def usual_lengths(usual: tuple[int, int] | None) -> tuple[int, int]:
+    """Tokens of a usual prompt and answer, (0, 0) for None. PlanError, under the name that `wrap` has for them, for
+    what is no pair of sizes."""
+    if usual is None:
+        return 0, 0
+    if not _is_pair(usual, int) or min(usual) < 1:
+        raise PlanError(f"usual must be two whole numbers of at least 1, tokens of a prompt and of an answer, found "
+                        f"{usual!r}")
+    return usual[0], usual[1]
+
+
 def activations_of(plan: Plan) -> Activations:
     """How packed weights meet activations in a plan: int8 where one of its products rounds them to 8 bits."""
     return "int8" if any(choice.impl == "int8" for choice in plan.gemm) else "native"
@@ -84,6 +95,9 @@ def check_choices(workload: Workload, wishes: Wishes, replayed: Plan | None = No
                   slot_nbytes=wishes.slot_nbytes, lead=wishes.lead, prefill_chunk=wishes.prefill_chunk,
                   micro_batches=wishes.micro_batches, places=wishes.entering,
                   prompt_lookup_num_tokens=None if lookup == "auto" else lookup)
+    for name, longest in (("prompt", workload.prompt), ("new_tokens", workload.new_tokens)):
+        if (usual := getattr(workload, f"usual_{name}")) > longest:
+            raise PlanError(f"usual: {usual} tokens are more than the longest has ({name}={longest})")
     for name, value, known in (("order", wishes.order, ("row", "zigzag")),
                                ("cache_tier", wishes.cache_tier, (None, "device", "host", "disk")),
                                ("hidden_tier", wishes.hidden_tier, (None, "device", "host", "disk")),

@@ -85,7 +85,8 @@ class BlockModel:
     """How a block of `model` runs: prefill of `prompt` tokens, then `new_tokens`, for every sequence.
 
     The last new token is never appended, so decode runs new_tokens - 1 steps, over `context` cached tokens (0: prompt +
-    new_tokens / 2, the average, A.3). Another system's runtime is a subclass that overrides what it does otherwise.
+    new_tokens / 2, the average, A.3). Memory is for these; times and tokens are of `usual` prompts and answers where
+    they are given. Another system's runtime is a subclass that overrides what it does otherwise.
     """
 
     model: ModelShape
@@ -95,9 +96,14 @@ class BlockModel:
     new_tokens: int
     capacity: Mapping[str, int]  # bytes per tier
     context: float = 0.0
+    usual: tuple[int, int] | None = None
 
     def costs(self) -> BlockCosts:
-        return BlockCosts(tuple(self.pieces()), self.memory(), self.capacity, self.block.size * self.new_tokens)
+        return BlockCosts(tuple(self.pieces()), self.memory(), self.capacity, self.block.size * self._timed[1])
+
+    @property
+    def _timed(self) -> tuple[int, int]:
+        return self.usual or (self.prompt, self.new_tokens)
 
     # -- what another system does otherwise
 
@@ -156,12 +162,13 @@ class BlockModel:
         found: list[Piece] = []
         fill = self._weight_lanes(self.model.layers[0], ATTENTION)
         found.append(Piece("prefill", 1, fill, serial=True))  # nothing runs beside the very first load
-        context = self.context or self.prompt + self.new_tokens / 2
+        prompt, new_tokens = self._timed
+        context = self.context or prompt + new_tokens / 2
         for kind in self.model.layers:
-            found += self._layer(kind, "prefill", self.prompt, self.prompt, 1)
-            if self.new_tokens > 1:
-                found += self._layer(kind, "decode", 1, context, self.new_tokens - 1)
-        return [*found, self._head("prefill", 1), self._head("decode", self.new_tokens - 1)]
+            found += self._layer(kind, "prefill", prompt, prompt, 1)
+            if new_tokens > 1:
+                found += self._layer(kind, "decode", 1, context, new_tokens - 1)
+        return [*found, self._head("prefill", 1), self._head("decode", new_tokens - 1)]
 
     def _layer(self, kind: LayerShape, phase: Phase, tokens: int, context: float, steps: int) -> list[Piece]:
         loads = {stage: self._weight_lanes(kind, stage) for stage in (ATTENTION, MLP)}

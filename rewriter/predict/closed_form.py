@@ -171,7 +171,7 @@ def rates_of(
         return beside_s + share * sum(count * side_s(side, tokens) for side, count in Counter(cache).items())
 
     def side_s(side: CacheSide, tokens: int) -> float:
-        seen = side.tokens if work is None else min(side.tokens, work.before(tokens) + tokens)
+        seen = side.tokens if work is None else min(side.tokens, work.before(tokens, block) + tokens)
         return times.attention_s(side.dtype, side.nbytes * seen / side.tokens, attention_flops(
             1, side.rows, tokens, seen, side.width) / 2)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forebay.rewriter.ir.plan import Plan, Prediction
+from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.ir.program import Program, workspace_nbytes
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.predict.estimator import MachineEstimator
@@ -15,20 +16,22 @@ from forebay.rewriter.predict.simulate import STEPS, simulate
 def usually_seen(plan: Plan, tokens: int) -> float:
     """Tokens that the last of a step over so many attends to, on average."""
     prompt = plan.schedule.phase_of(tokens) == "prefill"
-    return plan.workload.before(tokens if prompt else 1) + tokens
+    return plan.workload.before(tokens if prompt else 1, plan.schedule.block) + tokens
 
 
 def predict(plan: Plan, program: Callable[[int], Program], machine: Machine) -> Prediction:
     """Seconds, streamed bytes and peak bytes of `plan`, whose step over so many tokens is `program`, on `machine`."""
-    s, chunk = plan.schedule, plan.schedule.prefill_chunk
-    passes = -(-plan.workload.prompt // chunk)  # of a prefill, which need not reach its steady state
-    programs = {tokens: program(tokens) for tokens in sorted({1, chunk, *s.speculative_steps})}
+    s, work = plan.schedule, plan.workload
+    chunks = chunk_steps(work.paced(s.block)[0], s.prefill_chunks)
+    passes = sum(chunks.values())  # of a prefill, which need not reach its steady state
+    programs = {tokens: program(tokens) for tokens in sorted({1, s.prefill_chunk, *chunks, *s.speculative_steps})}
     lines = {tokens: simulate(each, machine, min(STEPS, passes) if s.phase_of(tokens) == "prefill" else STEPS)
              for tokens, each in programs.items()}
+    prompt_s = sum(count * lines[tokens].time_s for tokens, count in chunks.items())
     launches = [launch for each in programs.values() for launch in each.launches()]
     peak = {tier: nbytes + workspace_nbytes(launches, tier) for tier, nbytes in plan.arenas.items()}
     return Prediction(
-        prefill_time_s=passes * s.block.prefills(plan.workload.batch) * lines[chunk].time_s,
+        prefill_time_s=s.block.prefills(work.batch) * prompt_s,
         decode_time_s=lines[1].time_s, busy_time_s=lines[1].busy_time_s, streamed_nbytes=programs[1].moved_nbytes(),
         peak_nbytes=peak, bottleneck=lines[1].bottleneck,
         speculative_times_s=tuple(lines[tokens].time_s for tokens in s.speculative_steps))
@@ -80,7 +83,8 @@ def step_times(plan: Plan, program: Callable[[int], Program], machine: Machine) 
     """Those of `plan`, whose step over so many tokens is `program`, on `machine`, each behind others of its kind."""
     s, w = plan.schedule, plan.workload
     programs = {tokens: program(tokens) for tokens in (1, *s.prefill_chunks)}
-    seconds = {tokens: (simulate(each, machine, times=_Blind(machine)).time_s, simulate(each, machine).time_s)
+    seconds = {tokens: (simulate(each, machine, times=_Blind(machine)).time_s,
+                        simulate(replace(each, seen={}), machine).time_s)
                for tokens, each in programs.items()}
     entering = s.block.entering or w.batch
     return StepTimes(w.batch, entering, w.prompt, w.context, s.block.joined, s.prefill_chunks, seconds)

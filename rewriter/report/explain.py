@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forebay.rewriter.ir.byte_sizes import format_nbytes
-from forebay.rewriter.ir.plan import ARENAS, TIERS, BufferPlacement, Plan, WeightPlacement
+from forebay.rewriter.ir.meeting import meeting_of
+from forebay.rewriter.ir.plan import ARENAS, TIERS, BufferPlacement, Plan, WeightPlacement, Workload
+from forebay.rewriter.ir.prefill_chunks import chunk_steps
 from forebay.rewriter.predict.simulate import CORES
 
 if TYPE_CHECKING:
@@ -90,7 +92,7 @@ def _row(title: str, weights: Sequence[WeightPlacement], captured: CapturedModel
 
 def _head(plan: Plan) -> str:
     b, w, s, p = plan.budget, plan.workload, plan.schedule, plan.prediction
-    passes = -(-w.prompt // s.prefill_chunk)
+    passes = sum(chunk_steps(w.prompt, s.prefill_chunks).values())
     total = sum(x.nbytes for x in plan.weights)
     on_device = plan.nbytes_on("device")
     host = "no limit" if b.host is None else format_nbytes(b.host) if b.host else "none"
@@ -100,7 +102,8 @@ def _head(plan: Plan) -> str:
         ("machine", plan.machine or "not named"),
         ("budget", f"device {format_nbytes(b.device)}, host {host}"),
         ("workload", f"batch {w.batch}, prompt {w.prompt} tokens, {w.new_tokens} new tokens: "
-                     f"{w.context} cache positions per sequence, {format_nbytes(cache)} of cache"),
+                     f"{w.context} cache positions per sequence, {format_nbytes(cache)} of cache"
+                     + _usual(w)),
         ("weights", f"{format_nbytes(total)}: {format_nbytes(on_device)} stay in device memory"
                     + (f" ({100 * on_device / total:.0f} %)" if total else "")
                     + f", {format_nbytes(p.streamed_nbytes)} stream per decode step"),
@@ -116,6 +119,13 @@ def _head(plan: Plan) -> str:
         *([("softmax", _shared_maxima(plan))] if plan.score_ranges else []),
     ]
     return "\n".join(f"{name:<10}{text}" for name, text in lines)
+
+
+def _usual(work: Workload) -> str:
+    """The lengths that times are of, where not all are alike."""
+    prompt, answer = work.usual
+    alike = (prompt, answer) == (work.prompt, work.new_tokens)
+    return "" if alike else f"; times are those of {prompt} and {answer} tokens, as is usual"
 
 
 def _shared_maxima(plan: Plan) -> str:
@@ -211,7 +221,7 @@ def _arenas(plan: Plan) -> str:
 
 def _meeting(plan: Plan, arena: str) -> list[str]:
     """Where cache and activations of each phase end, growing towards each other, and when they would meet."""
-    meeting = plan.meeting()
+    meeting = meeting_of(plan)
     moving = phases(plan, arena)
     if arena != "device" or meeting is None or "decode" not in moving:
         return []

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from forebay.rewriter.ir.meeting import meeting_of
 from forebay.rewriter.ir.plan import Plan
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.sampling import Sampling, choose
@@ -95,7 +96,7 @@ def refuse_crossing(plan: Plan, prompts: Sequence[torch.Tensor], new_tokens: int
     begun, _ = with_renewal(longest, new_tokens, renewed_at)
     if count <= w.batch and need <= w.context and (begun <= w.prompt or not plan.lends):
         return
-    meeting = plan.meeting()
+    meeting = meeting_of(plan)
     where = "" if meeting is None else (
         f": its cache ends at byte {meeting.cache_top} of the device arena, the activations of a decode step begin at "
         f"byte {meeting.activation_base}, and with {meeting.sequences} sequences they would meet at {meeting.tokens} "

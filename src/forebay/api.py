@@ -40,7 +40,7 @@ from forebay.rewriter.plan_block import PlanChoice, plan_block
 from forebay.rewriter.plan_places import entering_at_once, plan_answers
 from forebay.rewriter.plan_speculation import plan_speculation
 from forebay.rewriter.planning.check_plan import require_within
-from forebay.rewriter.planning.wishes import Activations, Wishes, check_choices
+from forebay.rewriter.planning.wishes import Activations, Wishes, check_choices, usual_lengths
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import read_switches
@@ -69,10 +69,10 @@ def wrap(
     model: str | os.PathLike[str] | torch.nn.Module,
     budget: Budget | int | str | dict[str, Any],
     *,
-    batch: int = 1, prompt: int | None = None, new_tokens: int = 128, machine: Machine | None = None,
-    plan: Plan | None = None, slots: int | None = None, slot_nbytes: int | None = None, lead: int | None = None,
-    prefill_chunk: int | None = None, cache: str = "native", activations: Activations = "native",
-    micro_batches: int | None = None, order: Literal["row", "zigzag"] = "zigzag",
+    batch: int = 1, prompt: int | None = None, new_tokens: int = 128, usual: tuple[int, int] | None = None,
+    machine: Machine | None = None, plan: Plan | None = None, slots: int | None = None, slot_nbytes: int | None = None,
+    lead: int | None = None, prefill_chunk: int | None = None, cache: str = "native",
+    activations: Activations = "native", micro_batches: int | None = None, order: Literal["row", "zigzag"] = "zigzag",
     cache_tier: Literal["device", "host", "disk"] | None = None, cache_shares: tuple[float, float] | None = None,
     sparse_values: float = 1.0, cpu_attention: bool | None = None, checkpoints: tuple[int, int] | None = None,
     checkpoint_format: str = "native", hidden_tier: Literal["device", "host", "disk"] | None = None,
@@ -85,18 +85,19 @@ def wrap(
     `model`: a folder with a safetensors checkpoint, a .gguf file, "demo", or a transformers causal LM in memory, whose
     weights then move to a spill file in `budget["disk"]`. `budget`: bytes per tier, as ints or strings: {"device":
     "120MiB", "disk": "/path"}. `batch`, `prompt` (default 128, or half of the model's positions where they are few) and
-    `new_tokens` are what the first plan is made for; `generate` plans anew for more. `machine` is what `forebay
-    machine` kept, else a guess. `slots`, `slot_nbytes`, `lead` and `prefill_chunk` force the planner's choices. `cache`
-    is the KV cache's format: native, kv8 or kv4. With int8 `activations` packed weights meet them rounded to 8 bits.
-    What of the cache does not fit the device lies in host memory, as far as `budget["host"]` allows, and in a spill
-    file in `budget["disk"]`, or all on a `cache_tier` but for `cache_shares` on the device and in host memory, where
-    with `cpu_attention` the host attends. It is then computed in `micro_batches` parts that load their caches; in
-    "zigzag" `order` they share each pass over the weights. With `checkpoints` (2, 3) it keeps of two of three stretches
-    of tokens what K and V are made of, native or act8. With `sparse_values` 0.1 decode steps read a tenth of the
-    values. Hidden states of a prefill wait on a `hidden_tier`, but for `hidden_shares`. With `places`, so many are
-    computed at once, and prompts enter as others end. With `prompt_lookup_num_tokens` steps check up to so many tokens
-    that followed the last ones before, with "auto" as many as pay. `draft`, a smaller model or a format ("w4": this one
-    in 4 bits), guesses them in a part of the budget where that pays. Of a `mesh` (2, {"stages": 2}) of processes of
+    `new_tokens` are what the first plan is made for; `generate` plans anew for more. Where prompts and answers are
+    mostly shorter, times are those of `usual` ones, (tokens, tokens). `machine` is what `forebay machine` kept, else a
+    guess. `slots`, `slot_nbytes`, `lead` and `prefill_chunk` force the planner's choices. `cache` is the KV cache's
+    format: native, kv8 or kv4. With int8 `activations` packed weights meet them rounded to 8 bits. What of the cache
+    does not fit the device lies in host memory, as far as `budget["host"]` allows, and in a spill file in
+    `budget["disk"]`, or all on a `cache_tier` but for `cache_shares` on the device and in host memory, where with
+    `cpu_attention` the host attends. It is then computed in `micro_batches` parts that load their caches; in "zigzag"
+    `order` they share each pass over the weights. With `checkpoints` (2, 3) it keeps of two of three stretches of
+    tokens what K and V are made of, native or act8. With `sparse_values` 0.1 decode steps read a tenth of the values.
+    Hidden states of a prefill wait on a `hidden_tier`, but for `hidden_shares`. With `places`, so many are computed at
+    once, and prompts enter as others end. With `prompt_lookup_num_tokens` steps check up to so many tokens that
+    followed the last ones before, with "auto" as many as pay. `draft`, a smaller model or a format ("w4": this one in 4
+    bits), guesses them in a part of the budget where that pays. Of a `mesh` (2, {"stages": 2}) of processes of
     torchrun, which call this alike, each has a part and a budget. `plan` replays a plan. With `calibration` layers
     share a softmax maximum on a GPU.
 
@@ -113,11 +114,10 @@ def wrap(
         files = weight_files(captured, checkpoint)
     else:
         captured, checkpoint, files = open_model(model, dequantize=dequantize)
-    if prompt is None:
-        prompt = min(128, max(1, captured.max_positions // 2)) if captured.max_positions else 128
+    prompt = prompt if prompt is not None else min(128, max(1, (captured.max_positions or 256) // 2))
     wishes = replace(wishes, sparse_values=sparse_values, hidden_tier=hidden_tier, hidden_shares=hidden_shares,
                      score_ranges=ranges_for(calibration, checkpoint.fingerprint, captured.dtype))
-    workload = Workload(places or batch, prompt, new_tokens)
+    workload = Workload(places or batch, prompt, new_tokens, *usual_lengths(usual))
     lm = made(draft, mesh, captured, checkpoint, files, sizes, workload, wishes, machine, plan)
     if isinstance(model, torch.nn.Module):  # only now: a budget that cannot work leaves the module as it was
         empty_module(model)
@@ -163,12 +163,12 @@ class LanguageModel(ScoringCalls, ModuleHabits):
         if limit and workload.context > limit:
             if workload.prompt + 1 > limit:
                 raise PlanError(f"a prompt of {workload.prompt} tokens does not fit the model's {limit} positions")
-            workload = replace(workload, new_tokens=limit - workload.prompt)
+            workload = workload.of(workload.batch, workload.prompt, limit - workload.prompt)
         self._fused = self._fused or rewrite_captured(self.captured, self.switches, self.wishes.cache_format,
                                                       self.wishes.activations)
         if plan is None:
             asked = with_renewal(workload.prompt, workload.new_tokens, self.captured.renewed_at)
-            workload = Workload(workload.batch, *asked)
+            workload = workload.of(workload.batch, *asked)
             pipeline, plan = self._plan_anew(workload, wishes, choose)
         else:
             graphs = self._graphs(workload, plan.schedule.block).speculating(plan.schedule.speculative_steps)
@@ -322,7 +322,8 @@ class LanguageModel(ScoringCalls, ModuleHabits):
                      new_tokens, have.batch, have.prompt, have.new_tokens)
             batch = have.batch if in_places and self.wishes.entering else max(1, batch)
             wishes = self.wishes if in_places else replace(self.wishes, entering=None)
-            self._prepare(Workload(batch, prompt, new_tokens), wishes, plan_answers if in_places else plan_block)
+            work = have.of(batch, prompt, new_tokens)
+            self._prepare(work, wishes, plan_answers if in_places else plan_block)
 
     def generate(
         self,

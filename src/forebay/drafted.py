@@ -92,7 +92,7 @@ class DraftedModel(LanguageModel):
         helper, asked = self._helper, _draft_wishes(wishes)
         limit = helper.captured.max_positions or NO_LIMIT
         prompt = min(plain.workload.prompt + 1, limit - 1)  # the answer's first token is known when drafts begin
-        work = Workload(plain.workload.batch, prompt, min(plain.workload.new_tokens, limit - prompt))
+        work = plain.workload.of(plain.workload.batch, prompt, min(plain.workload.new_tokens, limit - prompt))
         draft = Pipeline(helper._graphs(work, asked.block(work.batch)), work, self.machine, self.switches)
         self._expected = self.chance
         self.split = found = plan_draft((pipeline, plain, wishes), (draft, asked), self.budget, self.chance)

@@ -23,7 +23,7 @@ import forebay.runtime.disk.spill as spill_module
 from forebay.api import LanguageModel
 from forebay.rewriter.ir.plan import Budget, PlanError, Prediction, Workload, load_plan, plan_from_dict
 from forebay.rewriter.ir.program import ATTEND, LOAD, UNORDERED, Copy, FileSlice, Launch, Wait
-from forebay.rewriter.plan_block import answer_time_s
+from forebay.rewriter.planning.search import latency_s
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.device import RuntimeFault
@@ -294,7 +294,7 @@ def test_more_sequences_than_the_device_could_cache(cases: Callable[[str], Case]
         for other in others:  # none of those that work is predicted to be faster
             try:
                 with LanguageModel(*case.opened, budget, workload, other) as forced:
-                    assert answer_time_s(lm.plan) <= 1.000001 * answer_time_s(forced.plan)
+                    assert latency_s(lm.plan) <= 1.000001 * latency_s(forced.plan)
             except PlanError:
                 continue
         assert sum(lm.plan.arenas.values()) <= budget.device

@@ -375,6 +375,33 @@ def test_plan_is_printed_saved_explained_and_replayed(
     assert {"actual", "planned", "compute", "disk"} <= lanes
 
 
+def test_times_of_a_job_are_those_of_its_usual_prompts(folder: Path, tmp_path: Path) -> None:
+    """The mean of all prompts, also of those that are answered already; where a line names a longer answer, that."""
+    lines = [json.loads(line) for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines[0]["max_new_tokens"] = 2 * NEW
+    _write_lines(tmp_path / "in", lines)
+    lengths = [len(line["prompt"].split()) for line in lines]
+    saved = tmp_path / "plan.json"
+    result = _forebay(*_run_arguments(folder, tmp_path / "out", prompts=tmp_path / "in", save_plan=saved))
+    assert result.exit_code == 0, result.output
+    work = load_plan(saved).workload
+    assert (work.prompt, work.new_tokens) == (max(lengths), 2 * NEW)
+    assert work.usual == (round(sum(lengths) / COUNT), round((COUNT + 1) * NEW / COUNT)) < (max(lengths), 2 * NEW)
+    assert "as is usual" in result.stdout and "as is usual" in _forebay("explain", saved).stdout
+
+
+def test_a_plan_may_be_told_what_is_usual(folder: Path) -> None:
+    shape = ["plan", folder, "--budget", BUDGET, "--batch", 1, "--prompt", 48, "--new-tokens", 48, "--machine",
+             folder / "machine.json", "--json"]
+    longest, usual = (plan_from_dict(json.loads(_forebay(*shape, *more).stdout)) for more in ((), ("--usual", "8,4")))
+    assert usual.workload == dataclasses.replace(longest.workload, usual_prompt=8, usual_new_tokens=4)
+    assert usual.arenas["device"] <= DEVICE
+    assert usual.prediction.prefill_time_s < longest.prediction.prefill_time_s
+    for bad in ("8", "8,x", "0,4", "49,4"):
+        refused = _forebay(*shape, "--usual", bad)
+        assert refused.exit_code == 2 and "usual" in refused.output, bad
+
+
 def test_impossible_budget_names_the_smallest_which_works(folder: Path) -> None:
     shape = ["--batch", 2, "--prompt", 16, "--new-tokens", NEW, "--machine", folder / "machine.json"]
     result = _forebay("plan", folder, "--budget", "device=20KiB", *shape)

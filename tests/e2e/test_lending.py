@@ -11,6 +11,7 @@ import torch
 from e2e.agreement import assert_same_tokens
 
 from forebay.api import LanguageModel
+from forebay.rewriter.ir.meeting import meeting_of
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, load_plan
 from forebay.rewriter.ir.program import Launch, span_of
 from forebay.rewriter.planning.wishes import Wishes
@@ -125,7 +126,7 @@ def test_one_token_at_a_time_borrows_nothing(llama_checkpoint: Any) -> None:
 @pytest.mark.parametrize(("count", "new"), [(3, NEW + 2), (4, 1)])
 def test_what_would_cross_is_refused_before_it_starts(llama_checkpoint: Any, count: int, new: int) -> None:
     with lending(llama_checkpoint) as lm:
-        meeting = lm.plan.meeting()
+        meeting = meeting_of(lm.plan)
         assert meeting is not None and meeting.tokens >= lm.plan.workload.context
         prompts = [llama_checkpoint.ids[i % 3] for i in range(count)]
         with pytest.raises(RuntimeFault, match=rf"begin at byte {meeting.activation_base}, .*meet at {meeting.tokens}"):

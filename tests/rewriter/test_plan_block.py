@@ -18,8 +18,9 @@ from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_block import answer_time_s, block_tokens, plan_block, staged_blocks
+from forebay.rewriter.plan_block import block_tokens, plan_block, staged_blocks
 from forebay.rewriter.planning.graph_needs import launch_count
+from forebay.rewriter.planning.search import latency_s
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.closed_form import rates_of
 from forebay.rewriter.predict.estimator import MachineEstimator
@@ -104,7 +105,7 @@ def test_one_that_does_not_goes_to_disk_in_the_fastest_way() -> None:
     assert plan.schedule.block.cache == "disk" and plan.workload.batch >= 24
     for count in (3, 6, 24):
         _, other = plan_block(graphs, budget, work, Wishes(micro_batches=count), Machine.default(), Switches())
-        assert answer_time_s(plan) <= answer_time_s(other)
+        assert latency_s(plan) <= latency_s(other)
 
 
 def test_host_memory_takes_caches_where_it_is_given() -> None:
@@ -120,7 +121,7 @@ def test_host_memory_takes_caches_where_it_is_given() -> None:
         plans[host] = plan
     assert plans[0].schedule.block.cache_host == 0
     assert plans[1 << 20].schedule.block.cache_host > 0
-    assert answer_time_s(plans[1 << 24]) <= answer_time_s(plans[1 << 20]) <= answer_time_s(plans[0])
+    assert latency_s(plans[1 << 24]) <= latency_s(plans[1 << 20]) <= latency_s(plans[0])
 
 
 def test_where_nothing_fits_the_smallest_need_is_named() -> None:
@@ -149,8 +150,8 @@ def test_on_a_gpu_the_host_attends_where_that_is_faster() -> None:
         ways = {wish: plan_block(on_gpu, budget, work, Wishes(cache_tier="host", micro_batches=4, cpu_attention=wish),
                                  machine, Switches())[1] for wish in (True, False, None)}
         taken = ways[None].schedule.block.cpu_attention
-        assert taken is (answer_time_s(ways[True]) < answer_time_s(ways[False]))
-        assert answer_time_s(ways[None]) == min(map(answer_time_s, ways.values()))
+        assert taken is (latency_s(ways[True]) < latency_s(ways[False]))
+        assert latency_s(ways[None]) == min(map(latency_s, ways.values()))
         found[rate] = taken
     assert list(found.values()) == [True, False]
 
@@ -191,4 +192,4 @@ def test_hidden_states_leave_the_device_for_larger_chunks_where_weights_bind() -
     assert (away.schedule.block.hidden, stays.schedule.block.hidden, other.schedule.block.hidden) == (
         "disk", "device", "device")
     assert away.schedule.prefill_chunk > stays.schedule.prefill_chunk
-    assert answer_time_s(away) < answer_time_s(stays)
+    assert latency_s(away) < latency_s(stays)

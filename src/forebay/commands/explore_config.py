@@ -27,7 +27,7 @@ def explore_config(
     """
     wanted = request.wanted()
     problem = Problem(load_model_shape(request.config), load_machine_or_preset(request.machine), request.prompt,
-                      request.output, capacity=dict(request.capacity))
+                      request.output, capacity=dict(request.capacity), usual=request.usual)
     space = Space(batch=request.batch, closed=frozenset() if checkpoints else NO_CHECKPOINTS,
                   weight_formats=("native", SMALL_WEIGHTS.name) if quantise else ("native",),
                   cache_formats=("native", SMALL_CACHE.name) if quantise else ("native",),

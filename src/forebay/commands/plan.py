@@ -46,6 +46,9 @@ def plan(
     new_tokens: Annotated[int | None, typer.Option(
         "--new-tokens", "--max-new-tokens", "--output", min=1, help="Tokens to generate (default: 64; with --config: "
         "32).")] = None,
+    usual: Annotated[str | None, typer.Option(
+        metavar="PROMPT,ANSWER", help="Tokens of a usual prompt and answer, where most are shorter: times are theirs.")]
+    = None,
     slots: SlotsOption = None,
     cache: CacheOption = "native",
     activations: ActivationsOption = "native",
@@ -92,9 +95,11 @@ def plan(
             raise PlanError("name a MODEL, or a --config to plan without one")
         if config is not None and (dequantize or draft is not None):
             raise PlanError(f"--{'draft' if draft else 'dequantize'} is for the weights of a MODEL")
+        lengths = _usual(usual)
         if config is not None:
             request = _request(config, machine, budget, prompt=prompt or 512, output=new_tokens or 32,
-                               objective=objective, batch=batch or 0, latency_s=latency, tokens_per_s=tokens_per_s)
+                               objective=objective, batch=batch or 0, latency_s=latency, tokens_per_s=tokens_per_s,
+                               usual=lengths)
             if explore:
                 if slots is not None or cache != "native" or save is not None:
                     raise PlanError("--slots, --cache and --save are for plans that run; --explore finds what does not")
@@ -113,7 +118,7 @@ def plan(
             if given:
                 raise PlanError(f"{name} needs --config")
         assert model is not None
-        shape = (batch or 1, prompt or 64, new_tokens or 64)
+        shape = (batch or 1, prompt or 64, new_tokens or 64, *(lengths or ()))
         if draft is not None:
             refused = {"--json": as_json, "--save": save, "--picture": picture, "--pareto": pareto, "--slots": slots}
             for name, option in refused.items():
@@ -126,7 +131,7 @@ def plan(
 
 
 def _plan_model(
-    model: str, budget: str | None, shape: tuple[int, int, int], wishes: Wishes, machine: str | None,
+    model: str, budget: str | None, shape: tuple[int, ...], wishes: Wishes, machine: str | None,
     as_json: bool, save: Path | None, pictures: tuple[Path | None, Path | None], dequantize: bool,
 ) -> None:
     from forebay.api import open_model
@@ -138,6 +143,7 @@ def _plan_model(
     from forebay.rewriter.ir.plan import PlanError, Workload
     from forebay.rewriter.plan_block import plan_batches, plan_block
     from forebay.rewriter.planning.search import latency_s, plan_frontier, tokens_per_s
+    from forebay.rewriter.planning.wishes import check_choices
     from forebay.rewriter.predict.simulate import simulate
     from forebay.rewriter.rewrite_captured import rewrite_captured
     from forebay.rewriter.switches import read_switches
@@ -145,6 +151,7 @@ def _plan_model(
     if budget is None:
         raise PlanError("say how much memory may be used, as --budget device=120MiB")
     sizes, workload, switches = parse_budget(budget), Workload(*shape), read_switches()
+    check_choices(workload, wishes)
     require_writable(save, "--save")
     picture, pareto = pictures
     require_writable(picture, "--picture")
@@ -185,7 +192,7 @@ def _plan_model(
 
 
 def _plan_drafted(
-    model: str, draft: str, budget: str | None, shape: tuple[int, int, int], cache: str, machine: str | None,
+    model: str, draft: str, budget: str | None, shape: tuple[int, ...], cache: str, machine: str | None,
     dequantize: bool,
 ) -> None:
     """Show how a model and what may draft for it share the budget, or why nothing drafts."""
@@ -196,12 +203,25 @@ def _plan_drafted(
         raise PlanError("say how much memory may be used, as --budget device=120MiB")
     folder = model_folder(model, dequantize)
     profile = _profile(machine, folder)
-    batch, prompt, new_tokens = shape
+    batch, prompt, new_tokens, *usual = shape
     prepare_draft(draft, folder)
     with console().status("capturing and planning"):
         lm = wrap(folder, budget, batch=batch, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache,
-                  draft=draft)
+                  draft=draft, usual=(usual[0], usual[1]) if usual else None)
     print(lm.explain())
+
+
+def _usual(text: str | None) -> tuple[int, int] | None:
+    """Two numbers of tokens; PlanError for anything else."""
+    from forebay.rewriter.ir.plan import PlanError
+
+    if text is None:
+        return None
+    numbers = text.split(",")
+    if len(numbers) != 2 or not all(each.strip().isdecimal() and int(each) for each in numbers):
+        raise PlanError(f"--usual {text}: name two numbers of tokens of at least 1, of a prompt and of an answer, as "
+                        "--usual 200,50")
+    return int(numbers[0]), int(numbers[1])
 
 
 def _profile(machine: str | None, folder: Path) -> Machine:

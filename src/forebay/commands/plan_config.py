@@ -19,7 +19,7 @@ from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.alignment import whole_pages
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.graph import CapturedModel
-from forebay.rewriter.ir.plan import Budget, Plan, PlanError
+from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
@@ -33,7 +33,6 @@ from forebay.rewriter.planning.search import (
     plan_frontier,
     search_plans,
     tokens_per_s,
-    workload_of,
 )
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.block_costs import BlockShape
@@ -52,7 +51,7 @@ class PlanRequest:
 
     objective "throughput" (within `latency_s` for all sequences, if given), "latency" (of `batch` sequences) or
     "budget" (the least device memory that reaches `tokens_per_s`). `batch` 0 leaves the sequences to the search.
-    `capacity` overrides the machine's bytes per tier.
+    `capacity` overrides the machine's bytes per tier; times are of `usual` prompts and answers where they are given.
     """
 
     config: str  # a preset model's name or a config.json
@@ -64,12 +63,16 @@ class PlanRequest:
     latency_s: float | None = None
     tokens_per_s: float | None = None
     capacity: tuple[tuple[str, int], ...] = ()
+    usual: tuple[int, int] | None = None
 
     def wanted(self) -> Objective:
         """The objective; PlanError names a field that cannot be meant."""
         for name, value, low in (("prompt", self.prompt, 1), ("output", self.output, 1), ("batch", self.batch, 0)):
             if value < low:
                 raise PlanError(f"{name}: {value} is below {low}")
+        for usual, longest in zip(self.usual or (), (self.prompt, self.output), strict=False):
+            if not 1 <= usual <= longest:
+                raise PlanError(f"usual: {usual} tokens are not between 1 and the longest's {longest}")
         if self.objective not in OBJECTIVES:
             raise PlanError(f"objective: {self.objective!r} is not one of {', '.join(OBJECTIVES)}")
         if self.objective == "budget" and (self.tokens_per_s is None or self.tokens_per_s <= 0):
@@ -116,7 +119,7 @@ def plan_config(request: PlanRequest, wishes: Wishes | None = None, *, complete:
 
     @functools.cache
     def pipeline_of(batch: int) -> Pipeline:
-        workload = workload_of(BlockShape(batch, order="row"), request.prompt, request.output)
+        workload = Workload(batch, request.prompt, request.output, *(request.usual or ()))
         source = step_graphs(graphs, files, workload, fingerprint, host_hop=machine.near_disk == "host",
                              block=wishes.block(batch))
         return Pipeline(source, workload, machine, switches)

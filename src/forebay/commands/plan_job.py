@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from forebay.commands.prompts import BadLine, JobError, Prompt, Request
@@ -43,7 +44,8 @@ def fit_job(
 
     def planned(most: int, places: int | None) -> LanguageModel:
         kept = up_to(most)
-        work = Workload(len(kept), max(len(p.ids) for p in kept), max(_new_tokens(p, new_tokens) for p in kept))
+        prompts, answers = [len(p.ids) for p in kept], [_new_tokens(p, new_tokens) for p in kept]
+        work = Workload(len(kept), max(prompts), max(answers), round(fmean(prompts)), round(fmean(answers)))
         with console().status("planning the job"):
             return made(None, mesh, *opened, sizes, work, wishes, machine, None, partial(plan_places, places=places))
 

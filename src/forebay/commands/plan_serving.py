@@ -86,8 +86,10 @@ def plan_serving(folder: Path, wanted: ServingWanted, goals: ServingGoals | None
 
     wishes = Wishes(cache_format=wanted.cache, entering=entering_at_once(wanted.places or 1),
                     drafted_tokens="auto" if wanted.speculate else None)
-    lm = LanguageModel(*open_model(folder), sizes, Workload(wanted.places or 1, wanted.prompt, wanted.new_tokens),
-                       wishes, machine_profile(wanted.machine, folder), choose=choose)
+    usual = (min(goals.prompt, wanted.prompt), min(goals.output, wanted.new_tokens)) if goals is not None else (0, 0)
+    lm = LanguageModel(*open_model(folder), sizes,
+                       Workload(wanted.places or 1, wanted.prompt, wanted.new_tokens, *usual), wishes,
+                       machine_profile(wanted.machine, folder), choose=choose)
     return ServingChoice(lm, chosen[-1].turns, chosen[-1].rate)
 
 
@@ -134,16 +136,14 @@ def _planned(
 ) -> tuple[Pipeline, Any]:
     """So many places; one that is `alone` is entered by none beside it, and only then can steps check what is looked
     up."""
-    from forebay.rewriter.ir.plan import Workload
     from forebay.rewriter.plan_block import plan_block
     from forebay.rewriter.plan_places import entering_at_once, joining_at_once
 
     graphs_of, limits, workload, wishes, profile, switches = given
-    entering = joining_at_once(count, workload.new_tokens) if joined else entering_at_once(count)
+    entering = joining_at_once(count, workload.usual[1]) if joined else entering_at_once(count)
     wished = replace(wishes, entering=None, cache_tier="device") if alone else replace(
         wishes, entering=entering, joined=joined)
-    work = Workload(count, workload.prompt, workload.new_tokens)
-    return plan_block(graphs_of, limits, work, wished, profile, switches)
+    return plan_block(graphs_of, limits, replace(workload, batch=count), wished, profile, switches)
 
 
 def _times(planned: tuple[Pipeline, Any], given: tuple[Any, ...]) -> StepTimes:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
+from forebay.rewriter.ir.meeting import meeting_of
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, plan_from_dict, validate
 from forebay.rewriter.planning import planner
 from forebay.rewriter.planning.model_needs import ModelNeeds, PhaseNeed, WeightUse
@@ -230,7 +231,7 @@ def test_a_prompt_as_long_as_the_answer_borrows_half_the_cache() -> None:
     assert apart - smallest == 32_000 - 1024
     assert (separate["activation"], parts["activation"]) == (32_000, 1024) and parts["cache"] == 64_000
     plan = make_plan(needs, Budget(smallest), workload, wishes, MACHINE)
-    assert plan.lends and plan.meeting() is not None
+    assert plan.lends and meeting_of(plan) is not None
 
 
 def layers(count: int, nbytes: int = 300_000, rows: int = 100) -> ModelNeeds:
