@@ -29,7 +29,7 @@ from forebay.rewriter.predict.item_costs import (
     touched_nbytes,
 )
 from forebay.runtime.devices.virtual import ItemCost, run_on_streams
-from forebay.runtime.devices.virtual_threads import of_cores_s, run_on_threads
+from forebay.runtime.devices.virtual_threads import run_on_threads
 
 STEPS = 3  # the third step starts as every later one does
 CORES = "cores"  # what binds a step whose launches and copies together ask for all of their time
@@ -60,9 +60,8 @@ def simulate(program: Program, machine: Machine, steps: int = STEPS, times: Esti
         return found
 
     between = choice_time_s(program, times)
-    least = between + of_cores_s(program.step, cost, times.reads_core_share) if times.reads_core_share else 0.0
-    ends, ran = run_on_threads(program, cost, steps, between, least) if times.serial else \
-        run_on_streams(program, cost, steps, between)
+    ends, ran, least = run_on_threads(program, cost, steps, between, times.reads_core_share) if times.serial else (
+        *run_on_streams(program, cost, steps, between), 0.0)
     start, end = ends[-2:]
     spans = tuple((s, label, a - start, b - start) for s, label, a, b in ran if start < b <= end)
     busy: dict[str, float] = {}

@@ -47,18 +47,20 @@ _LAUNCH, _COPY, _RECORD, _WAIT_HERE, _WAIT_THERE = range(5)
 
 
 def run_on_threads(
-    program: Program, cost: CostOf, steps: int, between_s: float = 0.0, least_s: float = 0.0
-) -> tuple[list[float], list[TimedSpan]]:
-    """When the first step began and each ended, and all spans, where nothing is issued while a launch computes, and
-    what streams do to each other is counted: each launch is slowed by copies under way, and slows them, as its cost
-    says. Each step ends with `between_s` seconds in which nothing is launched, and lasts `least_s` (`of_cores_s`): what
-    is missing passes at its end. Stops before `steps` once a step would begin as the one before it did: it would only
-    take as long again.
+    program: Program, cost: CostOf, steps: int, between_s: float = 0.0, core_share: float = 0.0
+) -> tuple[list[float], list[TimedSpan], float]:
+    """When the first step began and each ended, all spans, and how long the cores alone make each step last, where
+    nothing is issued while a launch computes, and what streams do to each other is counted: each launch is slowed by
+    copies under way, and slows them, as its cost says. Each step ends with `between_s` seconds in which nothing is
+    launched; where copies from or to disk take `core_share` of their time of the cores (0: unknown), what a step then
+    lacks of what it asks of these passes at its end. Stops before `steps` once a step would begin as the one before it
+    did: it would only take as long again.
 
     Copies stand in a queue per stream and progress as time passes, which only launches and waits let it do.
     """
     clock = _StreamClock()
     prologue, step = (_prepared(items, cost, clock) for items in (program.prologue, program.step))
+    least_s = between_s + _of_cores_s(step, core_share) if core_share else 0.0
     clock.run(prologue)
     ends = [clock.now]
     before: object = None
@@ -68,19 +70,14 @@ def run_on_threads(
         clock.compute(between_s, 1.0, 1.0)
         clock.now = max(clock.now, ends[-1] + least_s)
         ends.append(clock.now)
-    return ends, clock.spans
+    return ends, clock.spans, least_s
 
 
-def of_cores_s(items: Iterable[Item], cost: CostOf, core_share: float) -> float:
-    """Seconds that items take of the time of all cores: launches theirs, copies from or to disk `core_share` of theirs,
-    alone, and copies what issuing them takes."""
-    shares = {COMPUTE: 1.0, **dict.fromkeys(UNORDERED, core_share)}
-    least = 0.0
-    for item in items:
-        if type(item) is Launch or type(item) is Copy:
-            found = cost(item)
-            least += found.time_s * shares.get(item.stream, 0.0) + (found.issue_s if type(item) is Copy else 0.0)
-    return least
+def _of_cores_s(step: list[tuple], core_share: float) -> float:
+    """Seconds that a step takes of the time of all cores: launches theirs, copies from or to disk `core_share` of
+    theirs, alone, and copies what issuing them takes."""
+    return sum(item[2] if item[0] == _LAUNCH else item[5] + core_share * item[3] * item[7]
+               for item in step if item[0] in (_LAUNCH, _COPY))
 
 
 def _prepared(items: Iterable[Item], cost: CostOf, clock: _StreamClock) -> list[tuple]:
@@ -92,7 +89,7 @@ def _prepared(items: Iterable[Item], cost: CostOf, clock: _StreamClock) -> list[
         if kind is Launch:
             time_s, slowed, slows = cost(item)[:3]
             if item.stream != COMPUTE:  # type: ignore[union-attr]
-                add((_COPY, queue_of(item.stream), item.label, time_s, 0.0, 0.0, (1.0, 1.0)))  # type: ignore[union-attr]
+                add((_COPY, queue_of(item.stream), item.label, time_s, 0.0, 0.0, (1.0, 1.0), False))  # type: ignore[union-attr]
                 continue
             add((_LAUNCH, item.label, time_s, slowed, slows))  # type: ignore[union-attr]
         elif kind is Record:
@@ -104,7 +101,8 @@ def _prepared(items: Iterable[Item], cost: CostOf, clock: _StreamClock) -> list[
                 add((_WAIT_THERE, queue_of(item.stream), item.event))  # type: ignore[union-attr]
         elif kind is Copy:
             time_s, _, _, latency_s, issue_s, both_ways = cost(item)
-            add((_COPY, queue_of(item.stream), item.label, time_s, latency_s, issue_s, both_ways))  # type: ignore[union-attr]
+            stream: str = item.stream  # type: ignore[union-attr]
+            add((_COPY, queue_of(stream), item.label, time_s, latency_s, issue_s, both_ways, stream in UNORDERED))  # type: ignore[union-attr]
     return found
 
 
@@ -144,7 +142,7 @@ class _StreamClock:
                 while awaited is not None and not awaited.passed:
                     self.elapse(float("inf"), 1.0)
             elif kind == _COPY:
-                _, queue, label, time_s, latency_s, issue_s, both_ways = item
+                _, queue, label, time_s, latency_s, issue_s, both_ways, _ = item
                 if not queue:
                     self.fronts = None
                 ahead = sum([type(x) is _Under for x in queue])

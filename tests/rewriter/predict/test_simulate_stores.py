@@ -66,7 +66,7 @@ def cost(item: Item) -> ItemCost:
     (PAIR, {"load": 3.0, "store": 3.5}), (PAIR[::-1], {"load": 3.0, "store": 3.5})])
 def test_reads_and_writes_slow_each_other_on_threads(order: tuple[Copy, ...], expected: dict[str, float]) -> None:
     step = (*order, Record("load", 1), Record("write", 2), Wait("compute", 1), Wait("compute", 2))
-    _, spans = run_on_threads(Program("p", step, (), {}, {}), cost, 1)
+    _, spans, _ = run_on_threads(Program("p", step, (), {}, {}), cost, 1)
     assert {label: end for _, label, _, end in spans} == pytest.approx(expected)
 
 
@@ -74,7 +74,7 @@ def test_two_streams_of_reads_share_the_disk() -> None:
     weights = replace(PAIR[0], stream="disk")
     step = (PAIR[0], replace(weights, label="load"), Record("load", 1), Record("disk", 2), Wait("compute", 1),
             Wait("compute", 2))
-    ends, _ = run_on_threads(Program("p", step, (), {}, {}), cost, 1)
+    ends, *_ = run_on_threads(Program("p", step, (), {}, {}), cost, 1)
     assert ends[-1] == pytest.approx(2.0)
 
 

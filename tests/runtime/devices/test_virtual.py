@@ -38,7 +38,7 @@ from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.verify.items import copy_spans
 from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.virtual import CostOf, ItemCost, VirtualDevice, run_on_streams
-from forebay.runtime.devices.virtual_threads import of_cores_s, run_on_threads
+from forebay.runtime.devices.virtual_threads import run_on_threads
 
 DEAD = "dead"  # what a Release leaves behind, as FOREBAY_POISON does
 
@@ -270,7 +270,7 @@ def run(
 ) -> tuple[list[float], dict[str, tuple[float, float]]]:
     program = Program("p", step, (), {"device": 8}, {})
     on = run_on_threads if inline else run_on_streams
-    ends, spans = on(program, cost or (lambda i: ItemCost(2.0 if isinstance(i, Copy) else 3.0)), steps)
+    ends, spans = on(program, cost or (lambda i: ItemCost(2.0 if isinstance(i, Copy) else 3.0)), steps)[:2]
     return ends, {label: (start, end) for _, label, start, end in spans}
 
 
@@ -324,7 +324,7 @@ def test_copies_and_launches_slow_each_other_while_both_run() -> None:
 
 def test_between_steps_copies_go_on() -> None:
     program = Program("p", (work("x"), copy("a"), Record(DISK, 1), Wait(COMPUTE, 1)), (), {"device": 8}, {})
-    ends, _ = run_on_threads(program, lambda i: ItemCost(2.0), 2, between_s=1.0)
+    ends, *_ = run_on_threads(program, lambda i: ItemCost(2.0), 2, between_s=1.0)
     assert ends == [0, 5]
 
 
@@ -338,11 +338,14 @@ def test_cores_bear_a_share_of_copies_from_and_to_disk() -> None:
         return ItemCost(4.0) if isinstance(item, Copy) else ItemCost(3.0)
 
     def last(share: float) -> list[float]:
-        return run_on_threads(program, cost, 2, 0.0, of_cores_s(step, cost, share))[0]
+        return run_on_threads(program, cost, 2, core_share=share)[0]
 
     assert last(0.0) == last(0.125) == [0, 4] and last(0.75) == [0, 9]
-    issued = of_cores_s(step, lambda i: cost(i)._replace(issue_s=1.0), 0.75)
-    assert issued == 12, "issuing copies takes the thread that computes"
+    *_, least_s = run_on_threads(program, lambda i: cost(i)._replace(issue_s=1.0), 2, 0.5, 0.75)
+    assert least_s == 12.5, "issuing copies takes the thread that computes, and so does what comes between steps"
+    asked: list[Item] = []
+    run_on_threads(program, lambda i: (asked.append(i), cost(i))[1], 3, core_share=0.75)
+    assert len(asked) == 4, "each is asked for its cost once"
 
 
 def test_it_computes_nothing_and_holds_nothing() -> None:
