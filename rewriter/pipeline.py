@@ -53,8 +53,8 @@ from forebay.rewriter.planning.best_product import best_product, known_names
 from forebay.rewriter.planning.check_plan import check_plan, check_prediction, check_products
 from forebay.rewriter.planning.graph_needs import (
     cache_buffers,
+    cache_launches,
     cache_rows,
-    cache_sides,
     launch_count,
     weight_products,
     weight_uses,
@@ -143,7 +143,7 @@ class Pipeline:
             self.need, graphs.weight_tier, graphs.host_hop,
             {name: rows.nbytes(workload.prompt) for name, rows in self._cache_rows.items()},
             rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, graphs.weight_tier,
-                     cache_sides(decode), graphs.block, launch_count(decode), workload),
+                     cache_launches(decode), graphs.block, launch_count(decode), workload),
             graphs.block, weights_of_layers(decode), graphs.cache_format,
             staged_places(decode, graphs.block, workload.prompt), graphs.speculative).moving_hidden()
         if graphs.block.staged:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+from forebay.kernels.operators import of_target
 from forebay.passes.lower.grow_cache import CacheRows
+from forebay.passes.lower.launches import Launches
 from forebay.passes.place.insert_transfers import tileable
 from forebay.rewriter.ir.graph import META, CacheInput, weight_name
+from forebay.rewriter.ir.program import Launch
+from forebay.rewriter.planning.launch_memory import unplaced
 from forebay.rewriter.planning.model_needs import WeightUse
-from forebay.rewriter.predict.closed_form import CacheSide, StepProduct
+from forebay.rewriter.predict.closed_form import StepProduct
 
 aten = torch.ops.aten
 
@@ -122,16 +127,14 @@ def cache_rows(step: fx.GraphModule) -> dict[str, CacheRows]:
     return found
 
 
-def cache_sides(step: fx.GraphModule) -> list[CacheSide]:
-    """Every cache buffer of a step graph, as attention reads it; packed rows count as codes."""
-    found = []
-    for node in step.graph.find_nodes(op="placeholder"):
-        if isinstance(node.meta.get(META), CacheInput):
-            value = node.meta["val"]
-            batch, heads, tokens, width = value.shape
-            found.append(CacheSide(str(value.dtype)[6:], batch * heads, width, tokens,
-                                   value.numel() * value.element_size()))
-    return found
+def cache_launches(step: fx.GraphModule) -> list[tuple[int, Launch]]:
+    """What the blocks of a step graph, or it itself, do with caches: launches that are not placed yet, and how many
+    are like each."""
+    calls = Counter(call.target for call in step.graph.find_nodes(op="call_module"))
+    graphs = [(1, step), *((count, step.get_submodule(str(target))) for target, count in calls.items())]
+    launches = Launches(lambda node, result=0: replace(unplaced(node, result), buffer=node.name), lambda launch: launch)
+    return [(count, launch) for count, graph in graphs for node in graph.graph.nodes  # type: ignore[union-attr]
+            if (operator := of_target(node.target)) is not None and operator.caches for launch in launches.of(node)]
 
 
 def cache_buffers(step: fx.GraphModule) -> dict[str, int]:

@@ -9,13 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from forebay.kernels.attention.operations import attention_flops
 from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.plan import Workload
-from forebay.rewriter.ir.program import ATTEND, COMPUTE, DISK, DOWNLOAD, LOAD, RETURN, UPLOAD, WRITE
+from forebay.rewriter.ir.program import ATTEND, COMPUTE, DISK, DOWNLOAD, LOAD, RETURN, UPLOAD, WRITE, Launch
 from forebay.rewriter.machine.profile import CPU_COPY_ISSUE_S
 from forebay.rewriter.predict.estimator import Estimator, side_by_side_s
-from forebay.rewriter.predict.item_costs import host_attend_s
+from forebay.rewriter.predict.item_costs import host_attend_s, over_tokens, work_time_s
 
 # Of plans whose predictions are so close that they cannot be told apart, the one that reads less: a prefill of 32 x 64
 # tokens, which computes for 28 s, was to read its weights once per token, 64 times over, for a gain of 1 %.
@@ -124,17 +123,6 @@ class Rates:
         return max(together + short**2 / long / slots**2, compute + self.core_share * disk) + HIDDEN * stream
 
 
-@dataclass(frozen=True)
-class CacheSide:
-    """K or V of one layer: `rows` (sequences and heads) of `width` elements for each of `tokens`, in `nbytes`."""
-
-    dtype: str
-    rows: int
-    width: int
-    tokens: int
-    nbytes: int
-
-
 def _byte_s(times: Estimator, source: str, target: str) -> float:
     """Seconds a byte of a cache takes from tier to tier, by way of host memory where there is no link: those of the
     slower half, as the other is under way meanwhile."""
@@ -145,12 +133,12 @@ def _byte_s(times: Estimator, source: str, target: str) -> float:
 
 
 def rates_of(
-    times: Estimator, products: Sequence[StepProduct], batch: int, tier: str, cache: Sequence[CacheSide] = (),
+    times: Estimator, products: Sequence[StepProduct], batch: int, tier: str, cache: Sequence[tuple[int, Launch]] = (),
     block: Block = ALONE, launches: int = 0, work: Workload | None = None,
 ) -> Rates:
     """The rates for streaming from `tier` and for steps of `batch` sequences over `products`, in the parts of `block`,
-    each with a `cache` that holds what `work` usually finds (None: full), whose heads are taken to serve one query
-    each, and of so many `launches`."""
+    and of so many `launches`. `cache` is what the step over one token of a part does with its caches, each so many
+    times, which hold what `work` usually finds (None: full)."""
     counts = Counter(products)
 
     @functools.cache
@@ -165,15 +153,12 @@ def rates_of(
         return both_s + (compute_s(1) if block.decodes(tokens) else 0.0)
 
     @functools.cache
-    def attend_s(tokens: int) -> float:  # a side has half of the bytes and of the operations
+    def attend_s(tokens: int) -> float:
         share = block.of_step(tokens).micro_batches * block.sequences(batch, tokens) / block.sequences(batch, 1)
         beside_s = attend_s(1) if block.decodes(tokens) else 0.0
-        return beside_s + share * sum(count * side_s(side, tokens) for side, count in Counter(cache).items())
-
-    def side_s(side: CacheSide, tokens: int) -> float:
-        seen = side.tokens if work is None else min(side.tokens, work.before(tokens, block) + tokens)
-        return times.attention_s(side.dtype, side.nbytes * seen / side.tokens, attention_flops(
-            1, side.rows, tokens, seen, side.width) / 2)
+        seen = {} if work is None else {tokens: work.before(tokens, block) + tokens}
+        return beside_s + share * sum(
+            count * work_time_s(over_tokens(launch, tokens), times, seen) for count, launch in cache)
 
     link = (tier, "device" if tier == "host" else times.near_disk)
     upload = math.inf

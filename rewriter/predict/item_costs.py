@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from forebay.kernels.attention.operations import attention_flops
 from forebay.kernels.operator import Operator, each_once
-from forebay.kernels.operators import find
+from forebay.kernels.operators import OPERATORS, find
 from forebay.rewriter.ir.alignment import GATHER_NBYTES, PAGE_NBYTES, ROW_GAP_NBYTES, ROW_READ_NBYTES
 from forebay.rewriter.ir.operator_names import called
 from forebay.rewriter.ir.program import (
@@ -23,6 +24,8 @@ from forebay.rewriter.ir.program import (
     TensorRef,
     copy_nbytes,
     dtype_itemsize,
+    row_major_strides,
+    span_of,
     tier_of,
 )
 from forebay.rewriter.ir.share import ranks_of
@@ -93,20 +96,45 @@ def launch_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> 
     what it does once all ranks are there: how long it waits for them, one rank's Program does not know."""
     if item.stream == COLLECT:
         return times.exchange_s(item.op.split(".")[1], len(ranks_of(item.args[-1])), sum(s.nbytes for s in item.writes))
-    dispatch_s = times.dispatch_s if times.serial else 0.0
+    operator = find(item.op)
+    if operator is not None and operator.timed_as == "attention" and item.stream == ATTEND:
+        return host_attend_s(_attended(item, operator, seen)[0], times)
+    return (times.dispatch_s if times.serial else 0.0) + work_time_s(item, times, seen)
+
+
+def work_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> float:
+    """What computes a launch on the device, without what issuing it takes."""
     operator = find(item.op)
     if operator is not None and operator.implementations is not None:
         shape = operator.implementations.shape(item)
-        return dispatch_s + times.product_s(*shape, nbytes=touched_nbytes(item), impl=item.impl)
+        return times.product_s(*shape, nbytes=touched_nbytes(item), impl=item.impl)
     if operator is not None and operator.timed_as == "attention":
-        if item.stream == ATTEND:
-            return host_attend_s(_attended(item, operator, seen)[0], times)
-        return dispatch_s + _attention_time_s(item, operator, times, seen)
+        return _attention_time_s(item, operator, times, seen)
     time_s = times.touch_s(touched_nbytes(item))
     if operator is not None and operator.caches and operator.writes:
         values = sum(math.prod(ref.shape) for ref in _tensors(item) if ref.dtype not in ("uint8", "int64"))
         time_s = max(time_s, times.pack_s(operator.cache_format(item.args), values))
-    return dispatch_s + time_s
+    return time_s
+
+
+def over_tokens(item: Launch, tokens: int) -> Launch:
+    """A launch of a step over one token of each sequence that touches a cache, as a step over so many has it: queries,
+    keys and values [B, H, 1, D] become as many, and all values are read."""
+    operator = find(item.op)
+    if operator is None or tokens == 1:
+        return item
+    caches = {operator.arguments.index(name) for name in operator.caches}
+    args = list(item.args)
+    for i, arg in enumerate(args):
+        if isinstance(arg, TensorRef) and len(arg.shape) == 4 and i not in caches:
+            shape = *arg.shape[:2], tokens, arg.shape[3]
+            args[i] = replace(arg, shape=shape, stride=row_major_strides(shape))
+    packed = bool(operator.cache_format(item.args))
+    whole = next((each for each in OPERATORS if each.sparse is operator and ("bits" in each.arguments) is packed), None)
+    if whole is not None:
+        del args[operator.arguments.index("kept")]
+    reads = tuple(span_of(arg) for arg in args if isinstance(arg, TensorRef))
+    return replace(item, op=(whole or operator).name, args=tuple(args), reads=reads)
 
 
 def host_attend_s(nbytes: float, times: Estimator) -> float:
