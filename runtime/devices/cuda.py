@@ -41,7 +41,7 @@ from forebay.rewriter.ir.program import (
 )
 from forebay.runtime.devices.device import Call, RuntimeFault
 from forebay.runtime.devices.graphs import graphed
-from forebay.runtime.devices.outward import copy_runs, read_rows, runs, runs_nbytes, write_rows
+from forebay.runtime.devices.outward import FindRuns, NamedRows, copy_runs, read_rows, runs_nbytes, write_rows
 from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, first_fault, told
 from forebay.runtime.disk.reader import DiskReader, Read
 from forebay.runtime.disk.spill import SpillSpace
@@ -88,6 +88,7 @@ class CudaDevice:
         self.workers = {stream: Worker(stream) for stream in (*MOVES, COLLECT, *UNORDERED, ATTEND)}
         self.ledgers = {stream: CopyLedger(self._fault) for stream in UNORDERED}
         self.events: dict[int, _Event] = {}
+        self.named = NamedRows(self.tensor)
 
     def allocate(self, arenas: Mapping[str, int]) -> None:
         with torch.inference_mode(False):  # workers write to it, which are in no mode of the caller's
@@ -217,6 +218,8 @@ class CudaDevice:
 
             return lambda: disk.submit(read)
 
+        find = self.named.moved(item)
+
         def gather() -> None:
             # What names rows waits for the device; the Wait before it made that valid.
             if isinstance(src, Rows) and isinstance(src.table, FileSlice) and not src.skips and src.count is None:
@@ -227,14 +230,16 @@ class CudaDevice:
                 with told(self._begin(item, len(rows) * src.row_nbytes)) as done:
                     reader.read_rows(src.table.path, src.table.offset, src.row_nbytes, rows, address, done)
                 return
-            moved = runs(item, self.tensor)
+            moved = find()
             read_rows(item, self.spill, reader, address, moved, self._begin(item, runs_nbytes(moved)))
 
         return lambda: disk.submit(gather)
 
     def _bind_write(self, item: Copy, address: int) -> Call:
+        find = self.named.moved(item)
+
         def write() -> None:
-            moved = runs(item, self.tensor)
+            moved = find()
             write_rows(item, self._spill, address, moved, self._begin(item, runs_nbytes(moved)))
 
         return lambda: self.workers[WRITE].submit(write)
@@ -244,12 +249,13 @@ class CudaDevice:
         place, target = place_of(item.src), place_of(item.dst)
         assert isinstance(place, Span) and isinstance(target, Span)
         source, end, worker = self._bytes(place), self._bytes(target), self.workers[item.stream]
-        return lambda: worker.submit(lambda: self._move(item, source, end))
+        find = self.named.moved(item)
+        return lambda: worker.submit(lambda: self._move(item, find, source, end))
 
-    def _move(self, item: Copy, source: torch.Tensor, target: torch.Tensor) -> None:
+    def _move(self, item: Copy, find: FindRuns, source: torch.Tensor, target: torch.Tensor) -> None:
         stream = self.streams[item.stream]
         with torch.cuda.stream(stream):
-            moved = runs(item, self.tensor)  # what names rows is read behind what the stream has waited for
+            moved = find()  # what names rows is read behind what the stream has waited for
             start = time.perf_counter()
             copy_runs(moved, source, target, non_blocking=True)
             if self.trace is not None:

@@ -10,43 +10,68 @@ import torch
 
 from forebay.rewriter.ir.program import Copy, Rows, Span, TensorRef, place_of, tier_of
 from forebay.runtime.devices.device import RuntimeFault
-from forebay.runtime.disk.chunks import OnDone, Read, Write
+from forebay.runtime.disk.chunks import OnDone, Read, RowRun, Write
 from forebay.runtime.disk.reader import DiskReader
 from forebay.runtime.disk.spill import SpillSpace
 
-RowRun = tuple[int, int, int]  # bytes that stay together: offset in the source, offset in the target, nbytes
+FindRuns = Callable[[], tuple[RowRun, ...]]
 
 
 class SpillFault(RuntimeFault):
     """A copy to or from a spill file failed; the message names tier, tensor and layer."""
 
 
-def runs(item: Copy, tensor: Callable[[TensorRef], torch.Tensor]) -> list[RowRun]:
-    """What a copy is to move now, offsets counted from where each end begins; rows that follow each other at both ends
-    are one run. RuntimeFault where a row is named that the table lacks."""
-    rows, inward = (item.src, True) if isinstance(item.src, Rows) else (item.dst, False)
-    if not isinstance(rows, Rows):
-        return [(0, 0, item.src.nbytes)]
-    named = np.arange(rows.rows) if rows.index is None else tensor(rows.index).flatten().numpy(force=True)
-    count = len(named) if rows.count is None else int(tensor(rows.count).item())
+class NamedRows:
+    """What copies move whose rows tensors name when they run. What a table of one step says to one layer's copy it says
+    to those of all: it is read anew, and thought about where it says something else than the last time."""
+
+    def __init__(self, tensor: Callable[[TensorRef], torch.Tensor]) -> None:
+        self._tensor = tensor
+        self._known: dict[tuple, tuple[object, tuple[RowRun, ...]]] = {}
+
+    def moved(self, item: Copy) -> FindRuns:
+        """A call that tells what the copy is to move then, offsets counted from where each end begins; rows that follow
+        each other at both ends are one run. The call raises RuntimeFault where a row is named that the table lacks."""
+        rows, inward = (item.src, True) if isinstance(item.src, Rows) else (item.dst, False)
+        if not isinstance(rows, Rows):
+            whole = ((0, 0, item.src.nbytes),)
+            return lambda: whole
+        named, counted = (None if ref is None else self._tensor(ref) for ref in (rows.index, rows.count))
+        known, every = self._known, np.arange(rows.rows)
+        key = rows.index, rows.count, rows.rows, rows.row_nbytes, rows.skips, inward
+
+        def find() -> tuple[RowRun, ...]:
+            index = every if named is None else named.numpy(force=True)
+            count = index.size if counted is None else int(counted.item())
+            said = index.tobytes(), count
+            found = known.get(key)
+            if found is None or found[0] != said:
+                found = known[key] = said, _runs(rows, inward, index.reshape(-1), count, item.label)
+            return found[1]
+
+        return find
+
+
+def _runs(rows: Rows, inward: bool, named: np.ndarray, count: int, label: str) -> tuple[RowRun, ...]:
+    """The runs that the first `count` of `named` rows are."""
     if not 0 <= count <= len(named):
-        raise RuntimeFault(f"{item.label}: {count} rows are to be moved, of {len(named)} at most")
+        raise RuntimeFault(f"{label}: {count} rows are to be moved, of {len(named)} at most")
     named = named[:count]
     there = (named >= 0) & (named < rows.rows)
     lacking = ~there & (named >= 0) if rows.skips else ~there
     if lacking.any():
-        raise RuntimeFault(f"{item.label}: row {named[lacking][0]} of a table of {rows.rows}")
+        raise RuntimeFault(f"{label}: row {named[lacking][0]} of a table of {rows.rows}")
     near = np.flatnonzero(there)
     if not len(near):
-        return []
+        return ()
     far = named[near]
     first = np.concatenate(([0], np.flatnonzero((np.diff(near) != 1) | (np.diff(far) != 1)) + 1))
     lengths = np.diff(first, append=len(near)) * rows.row_nbytes
     ends = (far[first] * rows.row_nbytes, near[first] * rows.row_nbytes)
-    return list(zip(*((end.tolist()) for end in (ends if inward else ends[::-1])), lengths.tolist(), strict=True))
+    return tuple(zip(*((end.tolist()) for end in (ends if inward else ends[::-1])), lengths.tolist(), strict=True))
 
 
-def runs_nbytes(moved: list[RowRun]) -> int:
+def runs_nbytes(moved: tuple[RowRun, ...]) -> int:
     """Bytes of some runs."""
     return sum(nbytes for _, _, nbytes in moved)
 
@@ -70,9 +95,9 @@ class Together:
 
 
 def read_rows(
-    item: Copy, spill: SpillSpace | None, reader: DiskReader, address: int, moved: list[RowRun], done: OnDone
+    item: Copy, spill: SpillSpace | None, reader: DiskReader, address: int, moved: tuple[RowRun, ...], done: OnDone
 ) -> None:
-    """Read runs of a file to the memory at `address`; `done` is called once."""
+    """Read runs of a file, as one read, to the memory at `address`; `done` is called once."""
     place, path = place_of(item.src), ""
     if isinstance(place, Span):
         assert spill is not None
@@ -82,12 +107,14 @@ def read_rows(
     if not moved:
         done(None)
         return
-    together, (before, after) = Together(len(moved), done), item.room if len(moved) == 1 else (0, 0)
-    _each(moved, together, lambda run: reader.submit(
-        Read(path, place.offset + run[0], run[2], address + run[1], before, after, together.part)))
+    before, after = item.room if len(moved) == 1 else (0, 0)
+    try:
+        reader.submit(Read(path, place.offset, runs_nbytes(moved), address, before, after, done, runs=moved))
+    except BaseException as error:  # what cannot be issued has ended
+        done(error)
 
 
-def write_rows(item: Copy, spill: SpillSpace, address: int, moved: list[RowRun], done: OnDone) -> None:
+def write_rows(item: Copy, spill: SpillSpace, address: int, moved: tuple[RowRun, ...], done: OnDone) -> None:
     """Write runs of the memory at `address` to a spill file, those that follow each other there in one piece; `done` is
     called once."""
     place = place_of(item.dst)
@@ -142,7 +169,7 @@ def faults_named(item: Copy, done: OnDone) -> OnDone:
     return named
 
 
-def copy_runs(moved: list[RowRun], source: torch.Tensor, target: torch.Tensor, **how: bool) -> None:
+def copy_runs(moved: tuple[RowRun, ...], source: torch.Tensor, target: torch.Tensor, **how: bool) -> None:
     """Copy runs between two byte tensors."""
     for at, to, nbytes in moved:
         target[to : to + nbytes].copy_(source[at : at + nbytes], **how)

@@ -36,7 +36,7 @@ from forebay.rewriter.ir.program import (
 )
 from forebay.runtime.comm.faults import rank_fault
 from forebay.runtime.devices.device import Call, RuntimeFault
-from forebay.runtime.devices.outward import copy_runs, faults_named, read_rows, runs, runs_nbytes, write_rows
+from forebay.runtime.devices.outward import NamedRows, copy_runs, faults_named, read_rows, runs_nbytes, write_rows
 from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, first_fault, told
 from forebay.runtime.disk.chunks import OnDone, Read, Write
 from forebay.runtime.disk.reader import DiskReader
@@ -62,6 +62,7 @@ class ThreadDevice:
         self.inline: set[int] = set()  # events that the compute stream records: complete whenever they are asked for
         self.workers: dict[str, Worker] = {}
         self.spill = spill
+        self.named = NamedRows(self.tensor)
 
     def allocate(self, arenas: Mapping[str, int]) -> None:
         self.arenas = {name: Arena(nbytes) for name, nbytes in arenas.items()}
@@ -175,8 +176,10 @@ class ThreadDevice:
 
             return gather
 
+        find = self.named.moved(item)
+
         def load() -> None:
-            moved = runs(item, self.tensor)
+            moved = find()
             read_rows(item, self.spill, reader, address, moved, self._begin(item, runs_nbytes(moved)))
 
         return load
@@ -188,8 +191,10 @@ class ThreadDevice:
             return self._bind_asynchronous(item, lambda done: self._spill.writer.prepare_write(
                 file, Write(dst.offset, nbytes, pieces, faults_named(item, done))))
 
+        find = self.named.moved(item)
+
         def write() -> None:
-            moved = runs(item, self.tensor)
+            moved = find()
             write_rows(item, self._spill, address, moved, self._begin(item, runs_nbytes(moved)))
 
         return write
@@ -202,8 +207,10 @@ class ThreadDevice:
         if note is None and not isinstance(item.src, Rows) and not isinstance(item.dst, Rows):
             return lambda: worker.submit(lambda: target.copy_(source))
 
+        find = self.named.moved(item)
+
         def move() -> None:
-            moved, start = runs(item, self.tensor), time.perf_counter()
+            moved, start = find(), time.perf_counter()
             copy_runs(moved, source, target)
             if note is not None:
                 note(start, runs_nbytes(moved))

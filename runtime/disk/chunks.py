@@ -13,6 +13,7 @@ from forebay.rewriter.ir.program import Band
 APART_NBYTES = 1 << 20  # of bands: a piece of a row as long as this is read by itself, where it is to lie
 
 OnDone = Callable[[BaseException | None], None]
+RowRun = tuple[int, int, int]  # bytes that stay together: offset in the source, offset in the target, nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class Read:
     `PAGE_NBYTES` lands without a copy; 4095 bytes of room either side save its edge pages the copy too.
     `on_done` is called exactly once, from an engine's thread, with None after the last byte has landed or with the
     error after the last write to memory; it must be quick, because the engine issues nothing meanwhile. With `bands`
-    the bytes are their pieces, one after the other; `nbytes` counts these.
+    the bytes are their pieces, one after the other; with `runs` they are those runs, whose offsets are counted from
+    `offset` and `address`. `nbytes` counts these.
     """
 
     path: str
@@ -35,6 +37,7 @@ class Read:
     room_after: int
     on_done: OnDone
     bands: tuple[Band, ...] = ()
+    runs: tuple[RowRun, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,13 @@ def split_read(read: Read, direct: bool, chunk_nbytes: int, bounce_nbytes: int) 
             copies += ((head, stop - tail + to_memory, high - (stop - tail)),)
         chunks.append(Chunk(pos, stop - pos, high - pos, head, tail, pos + head + to_memory, copies))
     return chunks
+
+
+def split_runs(read: Read, direct: bool, chunk_nbytes: int, bounce_nbytes: int) -> list[Chunk]:
+    """Cut a read of runs into chunks, each run by itself."""
+    return [chunk for source, target, nbytes in read.runs for chunk in split_read(
+        replace(read, offset=read.offset + source, address=read.address + target, nbytes=nbytes), direct, chunk_nbytes,
+        bounce_nbytes)]
 
 
 def split_bands(read: Read, direct: bool, chunk_nbytes: int, bounce_nbytes: int) -> list[Chunk]:

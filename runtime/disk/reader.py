@@ -19,7 +19,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from forebay.rewriter.ir.alignment import PAGE_NBYTES, whole_pages
-from forebay.runtime.disk.chunks import Chunk, OnDone, Read, Write, split_bands, split_read, split_rows, split_write
+from forebay.runtime.disk.chunks import (
+    Chunk,
+    OnDone,
+    Read,
+    Write,
+    split_bands,
+    split_read,
+    split_rows,
+    split_runs,
+    split_write,
+)
 from forebay.runtime.disk.page_cache import cached_nbytes
 
 if TYPE_CHECKING:
@@ -190,7 +200,7 @@ class ChunkQueue:
             raise ValueError(f"{read.path}: offset, nbytes and room of a read must be >= 0: {read}")
 
         def split(direct: bool) -> list[Chunk]:
-            cut = split_bands if read.bands else split_read
+            cut = split_bands if read.bands else split_runs if read.runs else split_read
             return cut(read, direct, self.chunk_nbytes, self.bounce_nbytes)
 
         return Task(read.path, read.offset, read.nbytes, split, read.on_done)

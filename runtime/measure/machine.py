@@ -24,13 +24,14 @@ import torch
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.machine.both_ways import BothWays
 from forebay.rewriter.machine.points import Contention
-from forebay.rewriter.machine.profile import CPU_COPY_ISSUE_S, Link, Machine, Tier
+from forebay.rewriter.machine.profile import Link, Machine, Tier
 from forebay.rewriter.machine.quality import LOADED, believable
 from forebay.runtime.devices.streams import wait_watched
 from forebay.runtime.disk.reader import DiskReader, Read, available_kinds, open_reader
 from forebay.runtime.disk.temporary import temporary_file
 from forebay.runtime.measure import cuda as measure_cuda
 from forebay.runtime.measure.contention import measure_contention
+from forebay.runtime.measure.issue import copy_issue_s
 from forebay.runtime.measure.kernels import (
     MIB,
     READ_NBYTES,
@@ -88,7 +89,7 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
     near = "host" if cuda else "device"  # where disk reads land
     neighbours = Neighbours()
     say("disk", 0.0)
-    read, write, (contention, core_share), both_ways, request_s = _disk_links(folder, near, quick, say)
+    read, write, (contention, core_share), both_ways, request_s, issue_s = _disk_links(folder, near, quick, say)
     say("memory", 0.4)
     links = [read, write, *(_cuda_links(quick) if cuda else _cpu_links(read, write, quick))]
     rounds = 5 if quick else 15
@@ -117,10 +118,10 @@ def measure_machine(folder: str | os.PathLike[str], *, quick: bool, progress: St
         both_ways=both_ways,
         pack_elements_per_s={} if cuda or busy else pack_elements_per_s(quick),
         choice_elements_per_s=choice_elements_per_s(quick),
-        copy_issue_s=0.0 if cuda else CPU_COPY_ISSUE_S,
+        copy_issue_s=issue_s,
         row_request_s=request_s,
         others_share=neighbours.share(),
-        sources={"copy_issue_s": "threads of their own issue copies" if cuda else "measured once, on two cores"},
+        sources={"copy_issue_s": "threads of their own issue copies"} if cuda else {},
     )
     machine = believable(machine)
     machine.validate()
@@ -185,9 +186,9 @@ def choose_trial(trials: list[DiskTrial]) -> DiskTrial:
 
 def _disk_links(
     folder: str | os.PathLike[str], near: str, quick: bool, say: StageProgress
-) -> tuple[Link, Link, tuple[Contention, float], tuple[BothWays, ...], float]:
+) -> tuple[Link, Link, tuple[Contention, float], tuple[BothWays, ...], float, float]:
     """Links from and to the disk, what computing and reading do to each other (`measure_contention`), and reading
-    and writing, and what a read of a lookup takes."""
+    and writing, what a read of a lookup takes, and what any copy takes of the thread that computes."""
     nbytes = (128 if quick else 512) * MIB
     free = shutil.disk_usage(folder).free
     if free < 2 * nbytes:
@@ -203,13 +204,14 @@ def _disk_links(
             bandwidth, latency, r2 = steady_link(LINK_NBYTES, 5, lambda size, turn: read_time_s(
                 reader, path, _place(turn, size, nbytes), size, memory))
             request_s = row_request_s(reader, path, nbytes, memory)
+            issue_s = 0.0 if torch.cuda.is_available() else copy_issue_s(reader, path, nbytes, memory, quick)
         say("disk beside products", 0.3)
         contention = (Contention(), 0.0) if torch.cuda.is_available() else measure_contention(
             path, nbytes, Link("disk", near, 1.0, 0.0, best.kind, best.depth, best.chunk_nbytes), memory, quick)
         read = Link("disk", near, bandwidth, latency, best.kind, best.depth, best.chunk_nbytes, r2)
         say("disk writes", 0.35)
         write, both_ways = measure_writes(os.fspath(folder), near, path, nbytes, read, memory, quick)
-    return read, write, contention, both_ways, request_s
+    return read, write, contention, both_ways, request_s, issue_s
 
 
 def _place(turn: int, nbytes: int, of: int) -> int:

@@ -180,10 +180,12 @@ class Slow:
     def submit(self, read: Read) -> None:
         def run() -> None:
             fd = os.open(read.path, os.O_RDONLY)
-            data = os.pread(fd, read.nbytes, read.offset)
+            runs = list(read.runs or [(0, 0, read.nbytes)])
+            for source, target, nbytes in self.chance.sample(runs, len(runs)):
+                data, to = os.pread(fd, nbytes, read.offset + source), read.address + target
+                _bytes_at(to - read.room_before, read.room_before + nbytes + read.room_after).fill_(0x55)
+                _bytes_at(to, nbytes).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             os.close(fd)
-            _bytes_at(read.address - read.room_before, read.room_before + read.nbytes + read.room_after).fill_(0x55)
-            _bytes_at(read.address, read.nbytes).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             read.on_done(None)
 
         self.later(run)
