@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from forebay.runtime.run.arena import return_freed_memory
 MIB = 1 << 20
 FILL = 0x11  # in bf16 and fp16 a small number, in packed rows code 1 of small scales; nothing is subnormal
 UNLIMITED = 1 << 40
+PACES = {"pace": None, "prefill_pace": 256}  # of products of so many rows (None: of those of a step)
+RATES = ("bytes_per_s", *PACES)
 Order = dict[str, Any]
 
 
@@ -169,22 +172,21 @@ class Ours:
         if order.get("once"):
             self.lm.close()
             gc.collect()
-        return found | self.predicted(order) | {"peak": watch.peak}
+        return found | {"peak": watch.peak}
 
     def predicted(self, order: Order) -> dict[str, Any]:
-        """The decode step and the prefill at the rates that were found just before the turn, if any were."""
+        """The decode step and the prefill of the last turn, at the rates that were found around it: each at the pace of
+        products of about as many rows, as few are bound by memory and many by arithmetic."""
         from benchmarks.prediction import at_pace
         from forebay.rewriter.predict.simulate import simulate
 
         p = self.lm.plan
-        if "pace" not in order:
-            return {}
-        machine = at_pace(self.lm.machine, order["bytes_per_s"], order["pace"])
+        step, prompt = (at_pace(self.lm.machine, order["bytes_per_s"], order[pace]) for pace in PACES)
         chunk = p.schedule.prefill_chunk
         passes = -(-p.workload.prompt // chunk)
         program = self.lm._pipeline.program
-        return {"predicted_step_s": simulate(program(p, 1), machine).time_s,
-                "predicted_prefill_s": passes * simulate(program(p, chunk), machine, min(3, passes)).time_s}
+        return {"predicted_step_s": simulate(program(p, 1), step).time_s,
+                "predicted_prefill_s": passes * simulate(program(p, chunk), prompt, min(3, passes)).time_s}
 
     def close(self, label: str = "") -> None:
         """Forget a plan, and give its memory back."""
@@ -192,6 +194,11 @@ class Ours:
         if lm is not None:
             lm.close()
         gc.collect()
+
+
+def around(before: Order, after: Order) -> Order:
+    """What the machine did around a turn, from what it did before and after it."""
+    return {key: (before[key] + after[key]) / 2 for key in before}
 
 
 class Others:
@@ -259,14 +266,14 @@ class LinkNow:
         from benchmarks.prediction import Probe
         from forebay.rewriter.machine.profile import load_machine
 
-        machine = load_machine(order["machine"])
-        probe = Probe(Path(order["model"]), machine, "bfloat16", order["rows"])
-        try:
-            reads = sorted(probe.bytes_per_s() for _ in range(3))
-            return {"bytes_per_s": reads[1], "best_bytes_per_s": reads[-1], "pace": probe.pace(),
-                    "written_bytes_per_s": write_rate(order["scratch"], machine)}
-        finally:
-            probe.reader.close()
+        machine, found, reads = load_machine(order["machine"]), dict[str, Any](), list[float]()
+        for pace, rows in PACES.items():
+            probe = Probe(Path(order["model"]), machine, "bfloat16", rows or order["rows"])
+            with contextlib.closing(probe.reader):
+                found[pace] = probe.pace()
+                reads += [probe.bytes_per_s() for _ in range(2)]
+        return found | {"bytes_per_s": median(reads), "best_bytes_per_s": max(reads),
+                        "written_bytes_per_s": write_rate(order["scratch"], machine)}
 
 
 def prompts(order: Order) -> torch.Tensor:

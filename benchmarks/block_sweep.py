@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.block_contestants import RATES, around
 from benchmarks.disk_offload import note
 from benchmarks.forked import Forked
 from benchmarks.throughput_cells import Cell
@@ -23,7 +24,7 @@ Row = dict[str, Any]
 def sweep(family: str, cell: Cell, given: Row, processes: Mapping[str, Forked], rounds: int) -> Row:
     """Forced blocks beside the planner's, which all take turns; then the best few again, from nothing, because the
     best of many noisy figures is too good to be true. How far a block is from the planner's is the median over the
-    rounds of their ratio within a round. Before each turn plain reads and products are timed, with whose rates its step
+    rounds of their ratio within a round. Around each turn plain reads and products are timed, with whose rates its step
     is predicted, and the middle chunk of its prompt."""
     order: Row = given | {"ram": False, "whole": False, "cache_format": "native", "order": "zigzag", "once": True,
                           "batch": cell.batch, "prompt": cell.prompt, "new": cell.new, "rows": min(cell.batch, 64)}
@@ -69,14 +70,17 @@ def forced_blocks(batch: int) -> dict[str, Row]:
 
 
 def in_turns(processes: tuple[Forked, Forked], order: Row, labels: list[str], rounds: int) -> dict[str, list[Row]]:
-    """What each block's turn found in each round, with the rates of plain reads and products just before it."""
+    """What each block's turn found in each round, with the rates of plain reads and products around it."""
     ours, link = processes
     turns: dict[str, list[Row]] = {label: [] for label in labels}
+    before = link.ask("turn", **order)
     for _ in range(rounds):
         for label in labels:
-            rates = link.ask("turn", **order)
-            given = {key: rates[key] for key in ("bytes_per_s", "pace")}
-            turns[label].append(ours.ask("turn", **order, label=label, **given) | given)
+            turn = ours.ask("turn", **order, label=label)
+            after = link.ask("turn", **order)
+            rates, before = around(before, after), after
+            given = {rate: rates[rate] for rate in RATES}
+            turns[label].append(turn | ours.ask("predicted", **order, **given) | given)
     return turns
 
 

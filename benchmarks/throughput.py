@@ -6,9 +6,9 @@ prompt. Contestants: Forebay within the budget, its block in each order, with we
 weights of 4 bits (w4) and with both (w4+kv4); the same Forebay wholly in memory, which is what the processor allows
 (compute bound); transformers' and Accelerate's disk offload, with the largest batch whose cache fits the same budget.
 With `--hybrid` the block that keeps checkpoints for shares of the tokens, of none and of all, takes their place. Each
-lives in a process of its own with equal threads and GOMP_SPINCOUNT=0, and they take turns. Before every turn plain
-reads and writes and products are timed: the bytes of the plan at these rates are the link bound, and with these rates
-the turn's step is predicted.
+lives in a process of its own with equal threads and GOMP_SPINCOUNT=0, and they take turns. Around every turn
+plain reads and writes and products are timed: the bytes of the plan at these rates are the link bound, and with these
+rates the turn's step is predicted.
 
 Answers are sampled (`block_contestants`), with --quick they are run whole. Peak memory is anonymous memory above what
 the process had when it had planned; beside it stands what planning left there: graphs, plans, modules imported on the
@@ -38,7 +38,7 @@ from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch loads OpenMP
 
-from benchmarks.block_contestants import block_worker, import_libraries
+from benchmarks.block_contestants import RATES, around, block_worker, import_libraries
 from benchmarks.block_sweep import SWEEPING, sweep
 from benchmarks.disk_offload import note
 from benchmarks.forked import Forked, forked
@@ -208,13 +208,18 @@ def run_cell(
 ) -> list[Row]:
     """The turns of a cell: those that begin before the time `until`."""
     turns: list[Row] = []
+    before: Row = {}
     for r in range(args.rounds):
         for plan in plans[r % len(plans) :] + plans[: r % len(plans)]:
             if time.monotonic() > until:
                 break
             name, wish = plan["name"], plan["order_given"]
-            link = processes["link"].ask("turn", **wish | {"model": model})
-            turn = processes[name].ask("turn", **wish | {k: link[k] for k in ("bytes_per_s", "pace")})
+            before = before or processes["link"].ask("turn", **wish | {"model": model})
+            turn = processes[name].ask("turn", **wish)
+            after = processes["link"].ask("turn", **wish | {"model": model})
+            link, before = around(before, after), after
+            if name in FOREBAY:
+                turn |= processes[name].ask("predicted", **wish | {rate: link[rate] for rate in RATES})
             turns.append(turn | {"name": name, "cell": cell.name, "round": r, "link": link})
             predicted = f" of {turn['predicted_step_s']:.3f} predicted" if "predicted_step_s" in turn else ""
             note(f"{sizes.family}, {cell.name}, {name}: step {median(turn['steps_s']):.3f} s{predicted}, reads "

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from budgets import WITH_KERNELS
 
-from benchmarks.block_contestants import Ours
+from benchmarks.block_contestants import RATES, Ours, around
 from benchmarks.block_sweep import errors_of, forced_blocks, step_times
 from benchmarks.shaped_models import Sizes, make_shaped
 from benchmarks.throughput_cells import HYBRID, OURS, Cell, cells
@@ -25,8 +25,7 @@ def order(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     save_machine(Machine.default(), str(machine))
     return {"model": str(make_shaped(tmp_path / "model", request.param)), "scratch": str(tmp_path), "vocab": 512,
             "machine": str(machine), "budget": BUDGET, "ram": False, "cache_format": "native", "order": "zigzag",
-            "batch": 12, "prompt": 64, "new": 8, "steps": 2, "prefill": True, "whole": False, "bytes_per_s": 1e9,
-            "pace": 1.0, "most": 64}
+            "batch": 12, "prompt": 64, "new": 8, "steps": 2, "prefill": True, "whole": False, "most": 64}
 
 
 @WITH_KERNELS
@@ -36,9 +35,12 @@ def test_a_sampled_answer_moves_what_the_plan_says_it_moves_in_its_middle(order:
     ours = Ours(order)
     plan = ours.plan(order)
     assert plan["cache"] == tier
-    found = ours.turn(order)
+    found, rates = ours.turn(order), around(dict.fromkeys(RATES, 1.0), dict.fromkeys(RATES, 3.0) | {"bytes_per_s": 1e9})
+    usual, slow = (ours.predicted(order | rates | {"prefill_pace": pace}) for pace in (2.0, 20.0))
     ours.close()
-    assert len(found["steps_s"]) == 2 and found["prefill_s"] > 0 and found["predicted_step_s"] > 0
+    assert len(found["steps_s"]) == 2 and found["prefill_s"] > 0
+    assert usual["predicted_step_s"] == slow["predicted_step_s"] > 0
+    assert usual["predicted_prefill_s"] < slow["predicted_prefill_s"], "many rows have a pace of their own"
     if tier == "disk":
         assert plan["micro_batches"] > 0 and plan["planned_written_nbytes"] > 0
         assert found["read_nbytes"] == pytest.approx(plan["planned_read_nbytes"], rel=0.25)
