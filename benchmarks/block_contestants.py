@@ -156,8 +156,8 @@ class Ours:
         before = moved_so_far()
         self.lm.generate(ids, max_new_tokens=order["new"], eos_token_id=None, on_token=clock.start(order["new"]))
         read, written = (b - a for a, b in zip(before, moved_so_far(), strict=True))
-        return {"prefill_s": clock.times_s[0], "steps_s": clock.times_s[1:], "tokens": clock.tokens,
-                "answer_read_nbytes": read, "answer_written_nbytes": written}
+        return {"prefill_s": clock.times_s[0], "steps_s": clock.times_s[1:], "steady_s": clock.times_s[2:],
+                "tokens": clock.tokens, "answer_read_nbytes": read, "answer_written_nbytes": written}
 
     def turn(self, order: Order) -> dict[str, Any]:
         """A turn; with `once` memory is given back behind it."""
@@ -268,7 +268,8 @@ class LinkNow:
 
         machine, found, reads = load_machine(order["machine"]), dict[str, Any](), list[float]()
         for pace, rows in PACES.items():
-            probe = Probe(Path(order["model"]), machine, "bfloat16", rows or order["rows"])
+            # of torch's products of many rows some take twice as long, where its threads meet on one core
+            probe = Probe(Path(order["model"]), machine, "bfloat16", rows or order["rows"], "flat" if rows else "")
             with contextlib.closing(probe.reader):
                 found[pace] = probe.pace()
                 reads += [probe.bytes_per_s() for _ in range(2)]

@@ -73,12 +73,13 @@ class PredictedCell:
 
 class Probe:
     """What the machine does just now: plain reads of the model's largest file by the engine that the profile chose,
-    each from where the last ended, and the profile's products of so many rows, for weights outside the caches."""
+    each from where the last ended, and the profile's products of so many rows, `by` that implementation or the fastest,
+    for weights outside the caches."""
 
-    def __init__(self, folder: Path, machine: Machine, dtype: str, batch: int) -> None:
+    def __init__(self, folder: Path, machine: Machine, dtype: str, batch: int, by: str = "") -> None:
         self.calls: list[tuple[float, Iterator[Any]]] = []  # seconds by the profile, and the product over other weights
         for n, k in GEMM_SHAPES[:QUICK_SHAPES]:
-            impl = machine.best_gemm(dtype, batch, n, k)
+            impl = by or machine.best_gemm(dtype, batch, n, k)
             weights = cold_weights(n, k, getattr(torch, dtype))
             x, out = weights.new_ones(batch, k), weights.new_empty(batch, n)
             products = itertools.cycle([bind_linear(impl, x, w, None, out) for w in weights])

@@ -341,7 +341,7 @@ class Pipeline:
 
     def _predicted(self, plan: Plan) -> Prediction:
         """What the Programs of `plan` are expected to take on this machine."""
-        return predict(plan, partial(self.program, plan), self.machine)
+        return predict(plan, partial(self.program, plan), self.machine, self.growth(plan))
 
     def _runs(self, plan: Plan) -> Callable[[Draft | Program], RunStep] | None:
         """What runs a step of `plan` for comparison: its copies placed, if they are not, and one after the other. None

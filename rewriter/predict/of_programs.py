@@ -19,8 +19,11 @@ def usually_seen(plan: Plan, tokens: int) -> float:
     return plan.workload.before(tokens if prompt else 1, plan.schedule.block) + tokens
 
 
-def predict(plan: Plan, program: Callable[[int], Program], machine: Machine) -> Prediction:
-    """Seconds, streamed bytes and peak bytes of `plan`, whose step over so many tokens is `program`, on `machine`."""
+def predict(
+    plan: Plan, program: Callable[[int], Program], machine: Machine, growth: Program | None = None
+) -> Prediction:
+    """Seconds, streamed bytes and peak bytes of `plan`, whose step over so many tokens is `program`, on `machine`. What
+    runs between prompt and answer, `growth`, counts as the prompt's."""
     s, work = plan.schedule, plan.workload
     chunks = chunk_steps(work.paced(s.block)[0], s.prefill_chunks)
     passes = sum(chunks.values())  # of a prefill, which need not reach its steady state
@@ -28,10 +31,11 @@ def predict(plan: Plan, program: Callable[[int], Program], machine: Machine) -> 
     lines = {tokens: simulate(each, machine, min(STEPS, passes) if s.phase_of(tokens) == "prefill" else STEPS)
              for tokens, each in programs.items()}
     prompt_s = sum(count * lines[tokens].time_s for tokens, count in chunks.items())
+    grown_s = 0.0 if growth is None else simulate(growth, machine, 1).time_s
     launches = [launch for each in programs.values() for launch in each.launches()]
     peak = {tier: nbytes + workspace_nbytes(launches, tier) for tier, nbytes in plan.arenas.items()}
     return Prediction(
-        prefill_time_s=s.block.prefills(work.batch) * prompt_s,
+        prefill_time_s=s.block.prefills(work.batch) * prompt_s + grown_s,
         decode_time_s=lines[1].time_s, busy_time_s=lines[1].busy_time_s, streamed_nbytes=programs[1].moved_nbytes(),
         peak_nbytes=peak, bottleneck=lines[1].bottleneck,
         speculative_times_s=tuple(lines[tokens].time_s for tokens in s.speculative_steps))

@@ -10,7 +10,7 @@ from operator import mul
 import torch
 
 from forebay.runtime.run.drafts import Drafted
-from forebay.runtime.run.sampling import Sampling, choose, probabilities
+from forebay.runtime.run.sampling import Sampling, choose, most_likely, probabilities
 
 FORGETS = 0.9  # of what was seen of drafts of a kind remains with each further one
 BEGINS = 2.0  # tokens, accepted and refused, that a kind of drafts begins with
@@ -32,7 +32,7 @@ def accepted(logits: torch.Tensor, draft: Drafted, sampling: Sampling, draws: Dr
     algorithm 1)."""
     tokens = draft.tokens[: len(logits) - 1]
     if not sampling.do_sample:
-        best = logits.argmax(-1).tolist()
+        best = most_likely(logits).tolist()
         count = next((i for i, token in enumerate(tokens) if token != best[i]), len(tokens))
         return best[: count + 1]
     own = draws[0] if isinstance(draws, Sequence) else draws

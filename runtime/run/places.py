@@ -15,7 +15,7 @@ from forebay.runtime.run.balance import balanced_places
 from forebay.runtime.run.drafts import Drafted
 from forebay.runtime.run.generation import Prefill, Stop, with_renewal
 from forebay.runtime.run.place_drafts import PlaceDrafts, Running
-from forebay.runtime.run.sampling import Sampling, choose
+from forebay.runtime.run.sampling import Sampling, choose, most_likely
 from forebay.runtime.run.session import Session
 
 
@@ -340,7 +340,7 @@ class _Loop:
     ) -> list[int]:
         """The next tokens of sequences that share a `sampling`."""
         if not sampling.do_sample:
-            tokens = logits.argmax(-1).tolist()
+            tokens = most_likely(logits).tolist()
             return [tokens[row] for row in at]
         drawn = [self._generator(number) for number in numbers]
         if logits.device.type == "cpu":  # without a copy of their rows, which no plan counts

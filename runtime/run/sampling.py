@@ -40,7 +40,7 @@ def choose(
     transformers under the same seed. With a generator for each row a row's token depends on its own draws
     alone: one uniform number each, which `forebay::sampling` turns into a token where the logits lie."""
     if not sampling.do_sample:
-        return logits.argmax(-1)
+        return most_likely(logits)
     if generator is not None and not isinstance(generator, torch.Generator):
         uniforms = torch.cat([torch.rand(1, generator=g, device=g.device).to(logits.device) for g in generator])
         options = sampling.temperature, sampling.top_k, max(sampling.top_p, LEAST_TOP_P)
@@ -50,6 +50,12 @@ def choose(
         return torch.cat([SAMPLING.overload(logits[i : i + 1], uniforms[i : i + 1], *options)
                           for i in range(len(logits))])
     return torch.multinomial(probabilities(logits, sampling), 1, generator=generator).squeeze(-1)
+
+
+def most_likely(logits: torch.Tensor) -> torch.Tensor:
+    """Token ids [...] of the largest of logits [..., V], of equals the first: as by argmax, which on a CPU takes four
+    times as long in bfloat16."""
+    return logits.max(-1).indices
 
 
 def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

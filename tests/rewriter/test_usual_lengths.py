@@ -23,7 +23,8 @@ from forebay.rewriter.planning.search import latency_s
 from forebay.rewriter.planning.wishes import Wishes, check_choices, usual_lengths
 from forebay.rewriter.predict.block_costs import BlockShape
 from forebay.rewriter.predict.model_shapes import load_model_shape
-from forebay.rewriter.predict.of_programs import step_times
+from forebay.rewriter.predict.of_programs import predict, step_times
+from forebay.rewriter.predict.simulate import simulate
 from forebay.rewriter.report.explain import explain_plan
 from forebay.rewriter.switches import Switches
 from tests.rewriter.test_plan_block import graphs
@@ -100,6 +101,19 @@ def test_all_of_a_cache_is_more_than_what_is_usually_seen() -> None:
     assert found[USUAL] == pytest.approx(found[LONGEST]) and found[USUAL][0] < found[USUAL][1]
     usual = found[USUAL][0] + 51 / 500 * (found[USUAL][1] - found[USUAL][0])
     assert plan.prediction.decode_time_s == pytest.approx(usual, rel=0.01)
+
+
+def test_what_runs_between_prompt_and_answer_is_the_prompts() -> None:
+    """A cache that is moved to its wider place, once an answer."""
+    work = Workload(4, 300, 200)
+    pipeline = Pipeline(graphs(work, ALONE), work, SLOW, Switches())
+    plan = pipeline.plan(Budget(pipeline.smallest_budget()), Wishes())
+    growth = pipeline.growth(plan)
+    assert plan.lends and growth is not None
+    with_s, without_s = (predict(plan, lambda tokens: pipeline.program(plan, tokens), SLOW, each).prefill_time_s
+                         for each in (growth, None))
+    assert plan.prediction.prefill_time_s == with_s
+    assert with_s - without_s == pytest.approx(simulate(growth, SLOW, 1).time_s) and with_s > without_s
 
 
 def test_a_plan_says_what_is_usual() -> None:

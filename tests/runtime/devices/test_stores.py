@@ -34,6 +34,7 @@ from forebay.rewriter.ir.program import (
     Wait,
 )
 from forebay.rewriter.verify.program import ProgramError, verify_program
+from forebay.runtime.devices import outward
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.devices.outward import SpillFault
 from forebay.runtime.devices.threads import ThreadDevice
@@ -329,6 +330,37 @@ def test_rows_are_named_when_the_copy_runs(tmp_path: Path, seed: int | None) -> 
     issue(target, Copy(LOAD, gather, Span("device", 6 * PAGE, 4 * PAGE, "back"), "load"), Record(LOAD, 3),
           Wait(COMPUTE, 3))
     assert bytes_of(target, "device", 6 * PAGE, 4 * PAGE)[::PAGE].tolist() == [2, 255, 1, 2]
+    target.close()
+
+
+def test_a_table_is_thought_about_once_for_all_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And anew when it, or how many rows of it count, says something else; its runs are one read."""
+    target, thought, reads = rows_device(tmp_path, None), list[str](), list[int]()
+    found, submit = outward._runs, target.readers[LOAD].submit
+    monkeypatch.setattr(outward, "_runs", lambda *args: thought.append(args[-1]) or found(*args))
+    monkeypatch.setattr(target.readers[LOAD], "submit", lambda read: reads.append(len(read.runs)) or submit(read))
+    rows = Rows(POOL, PAGE, INDEX, COUNT_REF, skips=True)
+    calls = [target.bind(Copy(LOAD, rows, Span("device", 6 * PAGE, 4 * PAGE, "back"), f"layer {i}"), None)
+             for i in range(3)]
+
+    def all_layers() -> None:
+        for call in calls:
+            assert call is not None
+            call()
+        target.finish()
+
+    say(target, [4, 5, -1, 0], 4)
+    all_layers()
+    assert thought == ["layer 0"] and reads == [2, 2, 2]
+    say(target, count=1)
+    all_layers()
+    say(target, [4, 1, -1, 0])
+    all_layers()
+    assert thought == ["layer 0"] * 3 and reads[3:] == [1] * 6
+    say(target, [9, 1, -1, 0], 2)
+    for call in calls:  # what is refused is refused each time
+        with pytest.raises(RuntimeFault, match="row 9 of a table of"):
+            call()  # type: ignore[misc]
     target.close()
 
 

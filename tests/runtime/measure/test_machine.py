@@ -96,12 +96,13 @@ def test_what_is_measured_is_judged(
         monkeypatch.setattr(measure, name, lambda *_, name=name: timed.append(name) or ())
     monkeypatch.setattr(measure.Neighbours, "share", lambda _: share)
     read, write = (measured[0].link(*ends) for ends in (("disk", "host"), ("host", "disk")))
-    monkeypatch.setattr(measure, "_disk_links", lambda *_: (read, write, (measured[0].contention, 0.25), (), 4e-5))
+    found = (read, write, (measured[0].contention, 0.25), (), 4e-5, 7e-5)
+    monkeypatch.setattr(measure, "_disk_links", lambda *_: found)
     monkeypatch.setattr(measure, "believable", lambda machine: judged.append(machine) or guess)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert measure_machine(tmp_path, quick=True) is guess
     assert judged[0].links == (read, write) and judged[0].others_share == share
-    assert judged[0].reads_core_share == 0.25
+    assert judged[0].reads_core_share == 0.25 and judged[0].copy_issue_s == 7e-5
     assert timed == ["_cpu_links", "gemm_points", "attention_points"][: 1 if share > 0.5 else 3]
 
 
