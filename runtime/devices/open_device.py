@@ -12,7 +12,7 @@ from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.switches import Switches
 from forebay.runtime.devices.device import Device
 from forebay.runtime.devices.threads import ThreadDevice
-from forebay.runtime.disk.reader import KINDS, DiskReader, available_kinds, open_reader
+from forebay.runtime.disk.reader import KINDS, DiskReader, open_reader, readers_beside
 from forebay.runtime.disk.spill import SpillSpace
 from forebay.runtime.run.trace import Trace
 
@@ -27,10 +27,7 @@ def open_device(
     opened: list[DiskReader] = []
     try:
         opened.append(open_reader(link.method or "auto", depth=link.depth, chunk_nbytes=link.chunk_nbytes))
-        # single rows: many small reads, twice as fast with 32 in flight (71 ms for 2048 rows, 143 ms with 2); caches: a
-        # run of blocks for each sequence, behind which a lookup waited 86 ms, and weights beside 32 in flight
-        some, many = (("uring", 8), ("uring", 32)) if "uring" in available_kinds() else (("direct", 2), ("direct", 8))
-        for kind, depth in (some, many):
+        for kind, depth in readers_beside():
             opened.append(open_reader(kind, depth=depth))
     except BaseException:
         for each in opened:

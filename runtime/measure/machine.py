@@ -28,7 +28,7 @@ from forebay.rewriter.machine.points import Contention
 from forebay.rewriter.machine.profile import Link, Machine, Tier
 from forebay.rewriter.machine.quality import LOADED, believable
 from forebay.runtime.devices.streams import wait_watched
-from forebay.runtime.disk.reader import DiskReader, Read, available_kinds, open_reader
+from forebay.runtime.disk.reader import DiskReader, Read, available_kinds, open_reader, readers_beside
 from forebay.runtime.disk.temporary import temporary_file
 from forebay.runtime.measure import cuda as measure_cuda
 from forebay.runtime.measure.contention import measure_contention
@@ -207,8 +207,10 @@ def _disk_links(
             read_time_s(reader, path, 0, PAGE_NBYTES, memory)
             bandwidth, latency, r2 = steady_link(LINK_NBYTES, 5, lambda size, turn: read_time_s(
                 reader, path, _place(turn, size, nbytes), size, memory))
-            request_s = row_request_s(reader, path, nbytes, memory)
             issue_s = 0.0 if torch.cuda.is_available() else copy_issue_s(reader, path, nbytes, memory, quick)
+        with contextlib.closing(open_reader(*readers_beside()[1])) as lookups:
+            read_time_s(lookups, path, 0, PAGE_NBYTES, memory)
+            request_s = row_request_s(lookups, path, nbytes, memory)
         say("disk beside products", 0.3)
         contention = (Contention(), 0.0) if torch.cuda.is_available() else measure_contention(
             path, nbytes, Link("disk", near, 1.0, 0.0, best.kind, best.depth, best.chunk_nbytes), memory, quick)

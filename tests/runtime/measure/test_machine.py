@@ -11,8 +11,8 @@ import torch
 
 from forebay.kernels.formats.table import TIMED_WEIGHTS
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
-from forebay.rewriter.machine.profile import Machine, machine_from_json
-from forebay.runtime.disk.reader import available_kinds
+from forebay.rewriter.machine.profile import Link, Machine, machine_from_json
+from forebay.runtime.disk.reader import available_kinds, readers_beside
 from forebay.runtime.measure import cuda as measure_cuda
 from forebay.runtime.measure import kernels as measure_kernels
 from forebay.runtime.measure import machine as measure
@@ -113,3 +113,19 @@ def test_reads_that_a_link_is_fitted_to_begin_at_pages(of: int, nbytes: int) -> 
     rate."""
     places = [measure._place(turn, nbytes, of) for turn in range(40)]
     assert all(not at % PAGE_NBYTES and at + nbytes <= of for at in places) and len(set(places)) > 1
+
+
+def test_rows_are_timed_by_the_reader_that_looks_them_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by that of weights, which has fewer in flight."""
+    opened, link = [], Link("disk", "device", 1e9, 1e-4, "direct", 2, 4 << 20)
+    open_reader = measure.open_reader
+    for name, value in (
+        ("disk_trials", [measure.DiskTrial("direct", 2, 4 << 20, 1e9, 0.1)]), ("steady_link", (1e9, 1e-4, 1.0)),
+        ("copy_issue_s", 2e-4), ("measure_contention", (None, 0.5)), ("measure_writes", (link, ())),
+        ("_fill", None), ("read_time_s", 0.0), ("landing_memory", None)):
+        monkeypatch.setattr(measure, name, lambda *_, value=value: value)
+    monkeypatch.setattr(measure, "open_reader", lambda *how: opened.append(how) or open_reader(*how))
+    monkeypatch.setattr(measure, "row_request_s", lambda *_: opened.append("rows") or 3e-5)
+    *_, request_s, issue_s = measure._disk_links(tmp_path, "device", True, lambda *_: None)
+    assert (request_s, issue_s) == (3e-5, 2e-4)
+    assert opened == [("direct", 2, 4 << 20), readers_beside()[1], "rows"]
