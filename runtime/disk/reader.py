@@ -45,7 +45,6 @@ KINDS = ("direct", "buffered", "uring")
 DEFAULTS = {"direct": (2, 4 << 20), "buffered": (1, 4 << 20), "uring": (4, 2 << 20)}
 
 
-
 def readers_beside() -> tuple[tuple[str, int], tuple[str, int]]:
     """Kind and depth of the readers of caches and of single rows beside that of weights. Single rows are many small
     reads, twice as fast with 32 in flight (71 ms for 2048 rows, 143 ms with 2); caches a run of blocks for each

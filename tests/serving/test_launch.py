@@ -92,8 +92,9 @@ def test_several_instances_are_started_and_ended_together(tmp_path: Path) -> Non
     launch = planned(*GPUS[:1], "llama-3-8b", *GPUS[2:], "--tp", "1", "--instances", "2", "--ttft", "500", "--tpot",
                      "50", "--rate", "60", "--save-dir", str(tmp_path))["launch"]
     assert launch["strategy"] == "2m tp1" and [one["port"] for one in launch["instances"]] == [8000, 8001]
-    (tmp_path / "forebay").write_text('#!/bin/sh\ntrap "exit 0" TERM\necho "$CUDA_VISIBLE_DEVICES $@"\n'
-                                      "while :; do sleep 0.1; done\n")
+    (tmp_path / "forebay").write_text(  # dash may lose a signal that comes while it starts a process
+        f"#!{sys.executable}\nimport os, signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        'print(os.environ["CUDA_VISIBLE_DEVICES"], *sys.argv[1:], flush=True)\nwhile True:\n    signal.pause()\n')
     (tmp_path / "forebay").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL": "/m"}
     with subprocess.Popen([tmp_path / "launch.sh"], env=environment, stdout=subprocess.PIPE, text=True) as all_of_them:
