@@ -18,6 +18,7 @@ struct GroupFormat {
   int32_t bits, scale_dtype, symmetric;
   int64_t codes_nbytes() const { return count * group * bits / 8; }
   int64_t scales_nbytes() const { return count * 2; }
+  int64_t factors_nbytes() const { return symmetric ? 2 : 4; }  // a group's scale, and low
 };
 
 FB_INLINE float scale_at(const uint8_t* scales, int32_t dtype, int64_t g) {

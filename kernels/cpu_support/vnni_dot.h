@@ -73,6 +73,7 @@ template <int BITS, int NBYTES, int GROUP, int MB, int NB>
 FB_INLINE void block(const Integers& x, const uint8_t* values, const float* x_scale, const float* x_sum,
                      const uint8_t* rows, int64_t stride, const GroupFormat& f, float* c, int64_t cs) {
   constexpr int64_t STEP = 64, GROUPS = UNIT / std::min(GROUP, 64), UNIT_NBYTES = NB * (UNIT * BITS / 8 + 4 * GROUPS);
+  const int64_t unit_nbytes = NB * (UNIT * BITS / 8 + f.factors_nbytes() * GROUPS);
   alignas(64) float scales[NB][MB][STEP];
   const uint8_t* read = rows;
   __m512 acc[NB][MB];
@@ -99,7 +100,7 @@ FB_INLINE void block(const Integers& x, const uint8_t* values, const float* x_sc
       const uint8_t* codes_at = rows + u * (UNIT * BITS / 8);
       const uint8_t* x_at = values + u * (MB * UNIT * NBYTES);
       call_ahead(read, UNIT_NBYTES);
-      read += UNIT_NBYTES - (f.symmetric ? NB * 2 * GROUPS : 0);
+      read += unit_nbytes;
       FB_UNROLL for (int n = 0; n < NB; ++n) {
         const Codes<BITS, NBYTES> codes(codes_at + n * stride, left);
         FB_UNROLL for (int i = 0; i < MB; ++i)

@@ -46,6 +46,10 @@ class Packing(NamedTuple):
         """The weight format of these rows."""
         return weight_name(self.bits, self.group_size, self.symmetric)
 
+    def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`unpack_rows` of such rows."""
+        return unpack_rows(rows, self.in_features, self.bits, self.group_size, self.scale_dtype, self.symmetric)
+
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes [..., C] below 2^bits, C even, as packed bytes [..., C * bits / 8]."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
-from forebay.kernels.formats.packing import Packing, unpack_rows
+from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import Format, weight_format
 from forebay.kernels.quantization.quantize.operator import dequantize
 from forebay.rewriter.checkpoints.checkpoint import (
@@ -187,9 +187,8 @@ def read_dequantized(record: TensorRecord) -> torch.Tensor:
     packed = record.packed
     if packed is None:
         return read_tensor(record)
-    bits, k, group_size, scale_dtype, symmetric = packed.rows
-    codes, scale, low = unpack_rows(read_tensor(record), k, bits, group_size, scale_dtype, symmetric)
-    values = dequantize(codes, scale, low, bits, group_size, -1, k, packed.dtype)
+    parts = packed.rows.unpack(read_tensor(record))
+    values = dequantize(*parts, packed.bits, packed.group_size, -1, packed.in_features, packed.dtype)
     return values.t().contiguous() if packed.transposed else values
 
 

@@ -95,7 +95,7 @@ def _upcast(
     stored: Packing,
     after: After,
 ) -> None:
-    bits, k, group_size, scale_dtype, symmetric = stored
+    bits, k, group_size, *_ = stored
     m, n = x.shape[0], rows.shape[0]
     m_step, n_step = _upcast_steps(m, k)
     for m0 in range(0, m, m_step):
@@ -103,8 +103,7 @@ def _upcast(
         for n0 in range(0, n, n_step):
             columns = slice(n0, min(n, n0 + n_step))
             if k:
-                parts = packing.unpack_rows(rows[columns], k, bits, group_size, scale_dtype, symmetric)
-                y = x32 @ dequantize_reference(*parts, bits, group_size, 1, k).t()
+                y = x32 @ dequantize_reference(*stored.unpack(rows[columns]), bits, group_size, 1, k).t()
             else:
                 y = x32.new_zeros(x32.shape[0], columns.stop - n0)
             if bias is not None:

@@ -25,9 +25,7 @@ def reference(
     after: After = PLAIN,
 ) -> Tensor:
     """The definition in float64, on any device; returns [..., N]."""
-    bits, in_features, group_size, scale_dtype, symmetric = stored
-    parts = packing.unpack_rows(rows, in_features, bits, group_size, scale_dtype, symmetric)
-    weight = dequantize_reference(*parts, bits, group_size, 1, in_features)
+    weight = dequantize_reference(*stored.unpack(rows), stored.bits, stored.group_size, 1, stored.in_features)
     y = x.double() @ weight.double().mT
     return finish_(y if bias is None else y + bias.double(), after)
 

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from forebay.kernels.formats.packing import Packing, unpack_rows
+from forebay.kernels.formats.packing import Packing
 from forebay.kernels.gpu_support.arguments import check_tensor, fail
 from forebay.kernels.gpu_support.audit_case import AuditCase
 from forebay.kernels.gpu_support.launches import KernelCall, bound, kernel_call
@@ -21,8 +21,8 @@ OP = "dequantize_rows"
 
 def dequantize_call(rows: Tensor, stored: Packing, transposed: bool, out: Tensor) -> KernelCall:
     """The launch that fills out [N, K], or [K, N] if transposed, from rows uint8 [N, R] that have been checked."""
-    bits, size, group_size, scale_dtype, symmetric = stored
-    packed, scale, low = unpack_rows(rows, size, bits, group_size, scale_dtype, symmetric)
+    bits, size, group_size, _, symmetric = stored
+    packed, scale, low = stored.unpack(rows)
     parts = packed, scale, scale if low is None else low
     padded, groups = triton.next_power_of_2(group_size), triton.cdiv(size, group_size)
     tile, count = max(1, TILE_ELEMENTS // padded), rows.shape[0] * groups

@@ -23,7 +23,6 @@ from forebay.exported.onnx_convert import Conversion
 from forebay.exported.onnx_file import DATA, write_model
 from forebay.exported.onnx_graph import Graph, value_info
 from forebay.exported.position_table import position_table
-from forebay.kernels.formats import packing
 from forebay.kernels.onnx_meaning import OnnxForm, OnnxValue, Parts
 from forebay.rewriter.checkpoints.checkpoint import Progress
 from forebay.rewriter.checkpoints.packed_writer import PendingTensor
@@ -101,7 +100,7 @@ def _parts(
     nbytes = stored.group_size * stored.bits // 8
 
     def part(which: int) -> Callable[[], Iterator[torch.Tensor]]:
-        return lambda: (cast(torch.Tensor, _unpacked(rows, stored)[which]) for rows in contents())
+        return lambda: (cast(torch.Tensor, stored.packing().unpack(rows)[which]) for rows in contents())
 
     low = None if _is_symmetric(stored, contents) else g.weight(
         f"{name}.low", stored.scale_dtype, (stored.out_features, groups), part(2))
@@ -110,15 +109,10 @@ def _parts(
             low)
 
 
-def _unpacked(rows: torch.Tensor, stored: RowFormat) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    bits, in_features, group_size, scale_dtype, symmetric = stored.packing()
-    return packing.unpack_rows(rows, in_features, bits, group_size, scale_dtype, symmetric)
-
-
 def _is_symmetric(stored: RowFormat, contents: Callable[[], Iterator[torch.Tensor]]) -> bool:
     """Whether the middle code stands for 0 in all groups; the first that differs ends the reading."""
     for rows in contents() if not stored.symmetric else ():
-        _, scale, low = _unpacked(rows, stored)
+        _, scale, low = stored.packing().unpack(rows)
         if low is None or not torch.equal(low.float(), scale.float() * -(1 << (stored.bits - 1))):
             return False
     return True
