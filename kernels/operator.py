@@ -54,16 +54,19 @@ class Product(NamedTuple):
     k: int
 
 
+ROUNDED = ("bf16", "int8")  # what activations, and the weights that meet them, may be rounded to
+
+
 @dataclass(frozen=True)
 class Implementations:
     """How a product can be computed. `candidates(weight)` are the implementations on the CPU here from which the
     measurements of a machine choose; `default[device](shape, device name)` names one where nothing was measured.
-    `rounding(weight)` are further ones, which round activations to 8 bits: they are taken where that is wished."""
+    `rounding(shape, activations)` are further ones, which round to what is wished, one of `ROUNDED`."""
 
     shape: Callable[[Use], Product]
     candidates: Callable[[str], tuple[str, ...]]
     default: Mapping[str, Callable[[Product, str], str]]
-    rounding: Callable[[str], tuple[str, ...]] = lambda weight: ()
+    rounding: Callable[[Product, str], tuple[str, ...]] = lambda shape, activations: ()
 
 
 Call = Callable[[], object]

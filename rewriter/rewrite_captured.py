@@ -25,7 +25,7 @@ from forebay.rewriter.planning.wishes import Activations
 from forebay.rewriter.run_passes import Stage, check_switches
 from forebay.rewriter.switches import SwitchError, Switches
 
-ACTIVATIONS: tuple[Activations, ...] = ("native", "int8")
+ACTIVATIONS: tuple[Activations, ...] = ("native", "bf16", "int8")
 WHERE_ASKED = ("take_stage", "shard", "quantize_cache", "quantize_weights", "checkpoint_kv", "drop_values")
 
 
@@ -35,8 +35,8 @@ def rewrite_captured(
 ) -> CapturedModel:
     """`captured` with the block passes run on copies of its graphs; weights that are stored as packed rows are read as
     such, and the KV cache is kept in `cache_format` (native, kv8 or kv4). Packed weights may meet `activations` rounded
-    to 8 bits (int8). Of graphs on which they have run, with a native cache, only the cache is left to do. PlanError
-    where a format cannot be had."""
+    to bf16 or to 8 bits (int8). Of graphs on which they have run, with a native cache, only the cache is left to do.
+    PlanError where a format cannot be had."""
     check_switches(PASSES, switches)
     _check_activations(captured, activations)
     captured = replace(captured, activations=activations)
@@ -76,14 +76,15 @@ def _check_activations(captured: CapturedModel, activations: str) -> None:
     if activations not in ACTIVATIONS:
         raise PlanError(f"activations must be one of {', '.join(ACTIVATIONS)}, found {activations!r}")
     stored = {spec.stored.name for spec in captured.weights.values() if spec.stored is not None}
-    if activations == "native" or any(rounding_names(name) for name in stored):
+    if activations == "native" or any(rounding_names(name, activations) for name in stored):
         return
     if not stored:
         raise PlanError(f"activations {activations}: no weight of the model is packed; quantise it (`forebay "
                         "quantize`), or leave activations out")
+    needs = ("AVX-512 with VNNI and bf16 instructions" if activations == "bf16" else
+             "AVX2 (for codes of 8 bits AVX-512 with VNNI) and groups of 32 or more")
     raise PlanError(f"activations {activations}: no product of {', '.join(sorted(stored))} takes them here; that needs "
-                    "a C++ compiler, AVX2 (for codes of 8 bits AVX-512 with VNNI) and groups of 32 or more; leave "
-                    "activations out")
+                    f"a C++ compiler, {needs}; leave activations out")
 
 
 @dataclass(frozen=True)

@@ -132,13 +132,13 @@ FB_INLINE void fill_columns(const bf16* w, int64_t ws, int64_t n, int64_t k0, in
   }
 }
 
-// c[m, 32] += MB rows of x times so many pairs of a panel.
+// c[m, 32] += (or without `add` =) MB rows of x times so many pairs of a panel.
 template <int MB>
 static __attribute__((noinline)) void panel_block(const char* x, int64_t row_nbytes, const __m512i* panel,
-                                                  int64_t words, float* c, int64_t cs) {
+                                                  int64_t words, bool add, float* c, int64_t cs) {
   __m512 acc[MB][2];
   FB_UNROLL for (int m = 0; m < MB; ++m) acc[m][0] = acc[m][1] = _mm512_setzero_ps();
-  for (int64_t i = 0; i < words; ++i, panel += 2, x += 4) {
+  const auto word = [&]() __attribute__((always_inline)) {
     const __m512i w0 = _mm512_load_si512(panel), w1 = _mm512_load_si512(panel + 1);
     FB_UNROLL for (int m = 0; m < MB; ++m) {
       int32_t word;
@@ -147,11 +147,18 @@ static __attribute__((noinline)) void panel_block(const char* x, int64_t row_nby
       add_products(acc[m][0], w0, xv);
       add_products(acc[m][1], w1, xv);
     }
+    panel += 2, x += 4;
+  };
+  int64_t i = 0;
+  for (; i + 16 <= words; i += 16) {
+    FB_UNROLL for (int m = 0; m < MB; ++m) __builtin_prefetch(x + (MB + m) * row_nbytes, 0, 3);
+    for (int j = 0; j < 16; ++j) word();
   }
+  for (; i < words; ++i) word();
   FB_UNROLL for (int m = 0; m < MB; ++m)
     FB_UNROLL for (int j = 0; j < 2; ++j) {
       float* to = c + m * cs + 16 * j;
-      _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), acc[m][j]));
+      _mm512_storeu_ps(to, add ? _mm512_add_ps(_mm512_loadu_ps(to), acc[m][j]) : acc[m][j]);
     }
 }
 
@@ -174,10 +181,10 @@ FB_INLINE void copy_row(const bf16* x, int64_t n, char* to) {
 // before is met; [k, n].
 enum class Weights { ROWS, STREAM, COLUMNS };
 
-// c[m, n] += x[m, k] times weights, x as row_nbytes(k) says; rows of c hold n rounded up to whole panels.
+// c[m, n] += (or =) x[m, k] times weights, x as row_nbytes(k) says; rows of c hold n rounded up to whole panels.
 template <Weights KIND>
 static void panel_product(const char* x, int64_t m, const bf16* w, int64_t ws, int64_t n, int64_t k, float* c,
-                          int64_t cs) {
+                          int64_t cs, bool add = true) {
   alignas(64) __m512i panel[2 * WORDS];
   const int64_t stride = 2 * ws;
   if (KIND == Weights::STREAM) call_in(w, 0, std::min<int64_t>(PANEL, n) * stride);
@@ -195,7 +202,7 @@ static void panel_product(const char* x, int64_t m, const bf16* w, int64_t ws, i
       }
       equal_blocks(0, m, [&](auto rows, int64_t i) {
         panel_block<decltype(rows)::value>(x + i * row_nbytes(k) + 2 * k0, row_nbytes(k), panel, (depth + 1) / 2,
-                                           c + i * cs + n0, cs);
+                                           add || k0 > 0, c + i * cs + n0, cs);
       });
     }
   }

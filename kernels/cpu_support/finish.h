@@ -19,16 +19,17 @@ template <class O, class Args>
 static void write_product(const Args& a, const float* c, int64_t cs, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
   for (int64_t m = m0; m < m1; ++m) {
     O* out = static_cast<O*>(a.out) + m * a.out_stride;
-    const O* multiplier = a.multiplier ? static_cast<const O*>(a.multiplier) + m * a.multiplier_stride : out;
-    const O* residual = a.residual ? static_cast<const O*>(a.residual) + m * a.residual_stride : out;
+    const O* multiplier = static_cast<const O*>(a.multiplier) + m * a.multiplier_stride;
+    const O* residual = static_cast<const O*>(a.residual) + m * a.residual_stride;
     const float* row = c + (m - m0) * cs - n0;
     int64_t n = n0;
     for (; n + VL <= n1; n += VL)
-      store_whole(out + n, finish<O>(a, load(row + n), load(multiplier + n), load(residual + n)));
+      store_whole(out + n, finish<O>(a, load(row + n), a.multiplier ? load(multiplier + n) : vf{},
+                                     a.residual ? load(residual + n) : vf{}));
     if (n < n1) {
       const int left = int(n1 - n);
-      const vf y = finish<O>(a, load_partial(row + n, left), load_partial(multiplier + n, left),
-                             load_partial(residual + n, left));
+      const vf y = finish<O>(a, load_partial(row + n, left), a.multiplier ? load_partial(multiplier + n, left) : vf{},
+                             a.residual ? load_partial(residual + n, left) : vf{});
       store_partial(out + n, y, left);
     }
   }

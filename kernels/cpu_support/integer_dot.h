@@ -262,11 +262,11 @@ FB_INLINE void integer_block(const uint8_t* x, const float* x_scale, const float
   constexpr int UNIT = unit_of(SUB);
   constexpr int64_t UNIT_NBYTES = NB * (UNIT * BITS / 8 + 4 * UNIT / SUB);
   const int64_t unit_nbytes = NB * (UNIT * BITS / 8 + f.factors_nbytes() * UNIT / SUB);
-  const int shift = SUB == 16 ? 0 : __builtin_ctzll(uint64_t(f.group / SUB));
-  const int64_t begin = SUB == 16 ? g0 / 2 : g0 << shift, end = SUB == 16 ? g1 / 2 : g1 << shift;
+  const int64_t each = SUB == 16 ? 1 : f.group / SUB;  // units of a group
+  const int64_t begin = SUB == 16 ? g0 / 2 : g0 * each, end = SUB == 16 ? g1 / 2 : g1 * each;
   const uint8_t* values = x + begin * MB * UNIT * BYTES;
   const uint8_t* codes_at = rows + begin * UNIT * BITS / 8;
-  for (int64_t u = 0; u < end - begin; ++u, values += MB * UNIT * BYTES, codes_at += UNIT * BITS / 8) {
+  for (int64_t u = 0, g = 0, left = each; u < end - begin; ++u, values += MB * UNIT * BYTES, codes_at += UNIT * BITS / 8) {
     if (first) call_ahead(rows + (begin + u) * unit_nbytes, UNIT_NBYTES);
     FB_UNROLL for (int n = 0; n < NB; ++n) {
       const Codes<BITS, BYTES, SUB> codes(codes_at + n * stride);
@@ -276,10 +276,11 @@ FB_INLINE void integer_block(const uint8_t* x, const float* x_scale, const float
         if constexpr (SUB == 16)
           scale = _mm256_setr_m128(_mm_broadcast_ss(scales[n][i] + 2 * u), _mm_broadcast_ss(scales[n][i] + 2 * u + 1));
         else
-          scale = _mm256_broadcast_ss(scales[n][i] + (u >> shift));
+          scale = _mm256_broadcast_ss(scales[n][i] + g);
         acc[n][i] = _mm256_fmadd_ps(sum, scale, acc[n][i]);
       }
     }
+    if (--left == 0) left = each, ++g;
   }
   if (NB == 4) {
     FB_UNROLL for (int i = 0; i < MB; ++i) {

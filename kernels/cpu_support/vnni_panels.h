@@ -95,15 +95,32 @@ struct Operands {
   const float *scales, *lows;      // [groups of the panel, PANEL]
 };
 
-// c[m, PANEL] += MB rows of x times so many words of a panel, all of group g; with its lows where `last`. A function of its
-// own, whose sums then stay in registers: within a loop over groups gcc 12 keeps them in memory.
-template <int NBYTES, int MB>
-static __attribute__((noinline)) void group_block(const Operands& a, const uint8_t* values, const int32_t* panel,
-                                                  int64_t words, int64_t m0, int64_t g, bool last, float* c,
-                                                  int64_t cs) {
+// Words of a panel that are all of group g, or a part of it.
+struct Part {
+  const uint8_t* values;
+  const int32_t* panel;
+  int64_t words, g;
+  bool begins, ends;  // the group
+};
+
+// c[m, PANEL] += MB rows of x times a part. A function of its own, whose sums then stay in registers: within a loop over
+// groups gcc 12 keeps them in memory.
+template <int NBYTES, bool LOWS, int MB>
+static __attribute__((noinline)) void part_block(const Operands& a, const Part& part, int64_t m0, float* c, int64_t cs) {
   __m512i acc[MB][2];
-  FB_UNROLL for (int m = 0; m < MB; ++m) acc[m][0] = acc[m][1] = _mm512_setzero_si512();
-  const int64_t row_nbytes = a.row_nbytes;
+  const float* x_sum = a.x_sum + m0 * a.groups + part.g;
+  if (!LOWS && part.begins) {  // what the middle code makes of all elements
+    FB_UNROLL for (int m = 0; m < MB; ++m) {
+      int32_t middle;
+      std::memcpy(&middle, x_sum + m * a.groups, 4);
+      acc[m][0] = acc[m][1] = _mm512_set1_epi32(middle);
+    }
+  } else {
+    FB_UNROLL for (int m = 0; m < MB; ++m) acc[m][0] = acc[m][1] = _mm512_setzero_si512();
+  }
+  const int64_t row_nbytes = a.row_nbytes, words = part.words;
+  const uint8_t* values = part.values;
+  const int32_t* panel = part.panel;
   for (int64_t i = 0; i < words; ++i, panel += PANEL, values += 4) {
     const __m512i w0 = _mm512_load_si512(panel), w1 = _mm512_load_si512(panel + 16);
     FB_UNROLL for (int m = 0; m < MB; ++m) {
@@ -114,32 +131,38 @@ static __attribute__((noinline)) void group_block(const Operands& a, const uint8
       add_products<NBYTES>(acc[m][1], w1, x);
     }
   }
-  const float *x_scale = a.x_scale + m0 * a.groups + g, *x_sum = a.x_sum + m0 * a.groups + g;
-  const __m512 s0 = _mm512_load_ps(a.scales + g * PANEL), s1 = _mm512_load_ps(a.scales + g * PANEL + 16);
-  __m512 l0 = _mm512_load_ps(a.lows + g * PANEL), l1 = _mm512_load_ps(a.lows + g * PANEL + 16);
-  if (!last) l0 = l1 = _mm512_setzero_ps();
+  const float* x_scale = a.x_scale + m0 * a.groups + part.g;
+  const __m512 s0 = _mm512_load_ps(a.scales + part.g * PANEL), s1 = _mm512_load_ps(a.scales + part.g * PANEL + 16);
+  __m512 l0 = _mm512_setzero_ps(), l1 = l0;
+  if (LOWS && part.ends) l0 = _mm512_load_ps(a.lows + part.g * PANEL), l1 = _mm512_load_ps(a.lows + part.g * PANEL + 16);
   FB_UNROLL for (int m = 0; m < MB; ++m) {
-    const __m512 scale = _mm512_set1_ps(x_scale[m * a.groups]), sum = _mm512_set1_ps(x_sum[m * a.groups]);
     float* to = c + m * cs;
-    const __m512 c0 = _mm512_fmadd_ps(l0, sum, _mm512_loadu_ps(to)), c1 = _mm512_fmadd_ps(l1, sum, _mm512_loadu_ps(to + 16));
-    _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(acc[m][0]), scale), s0, c0));
-    _mm512_storeu_ps(to + 16, _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(acc[m][1]), scale), s1, c1));
+    const __m512 sum0 = _mm512_cvtepi32_ps(acc[m][0]), sum1 = _mm512_cvtepi32_ps(acc[m][1]);
+    __m512 c0 = _mm512_loadu_ps(to), c1 = _mm512_loadu_ps(to + 16);
+    if (LOWS) {
+      const __m512 x = _mm512_set1_ps(x_sum[m * a.groups]);
+      c0 = _mm512_fmadd_ps(l0, x, c0), c1 = _mm512_fmadd_ps(l1, x, c1);
+    }
+    const __m512 scale = _mm512_set1_ps(x_scale[m * a.groups]);
+    _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_mul_ps(sum0, scale), s0, c0));
+    _mm512_storeu_ps(to + 16, _mm512_fmadd_ps(_mm512_mul_ps(sum1, scale), s1, c1));
   }
 }
 
 // c[m, PANEL] += MB rows of x times a panel of `count` groups.
-template <int NBYTES, int MB>
+template <int NBYTES, bool LOWS, int MB>
 FB_INLINE void panel_block(const Operands& a, int64_t m0, int64_t count, int64_t group, float* c, int64_t cs) {
-  const uint8_t* values = a.values + m0 * a.row_nbytes;
   const int64_t summed = std::min(group, MOST_SUMMED), words = summed / elements_of(NBYTES);
-  const int32_t* w = a.panel;
-  for (int64_t g = 0; g < count; ++g)
-    for (int64_t part = 0; part < group; part += summed, w += words * PANEL, values += words * 4)
-      group_block<NBYTES, MB>(a, values, w, words, m0, g, part + summed >= group, c + m0 * cs, cs);
+  Part part = {a.values + m0 * a.row_nbytes, a.panel, words, 0, true, true};
+  for (; part.g < count; ++part.g)
+    for (int64_t k = 0; k < group; k += summed, part.panel += words * PANEL, part.values += words * 4) {
+      part.begins = k == 0, part.ends = k + summed >= group;
+      part_block<NBYTES, LOWS, MB>(a, part, m0, c + m0 * cs, cs);
+    }
 }
 
 // c[m, n] += x[0, m) times n packed rows, transposed; rows of c hold n rounded up to whole panels.
-template <int BITS, int NBYTES>
+template <int BITS, int NBYTES, bool LOWS>
 static void panel_product(const Integers& x, int64_t m, const uint8_t* rows, int64_t stride, int64_t n,
                           const GroupFormat& f, float* c, int64_t cs) {
   constexpr int64_t DEPTH = PANEL_NBYTES / (4 * PANEL) * elements_of(NBYTES);  // 256 or 512 elements
@@ -154,9 +177,8 @@ static void panel_product(const Integers& x, int64_t m, const uint8_t* rows, int
     for (int64_t g0 = 0; g0 < f.count; g0 += SCALE_GROUPS) {
       const int64_t g1 = std::min(f.count, g0 + SCALE_GROUPS);
       fill_scales(scales_at + 2 * g0, stride, here, f.scale_dtype, g1 - g0, scales);
-      if (f.symmetric)
-        for (int64_t i = 0; i < (g1 - g0) * PANEL; ++i) lows[i] = symmetric_low(BITS) * scales[i];
-      else fill_scales(scales_at + f.scales_nbytes() + 2 * g0, stride, here, f.scale_dtype, g1 - g0, lows);
+      if (LOWS)
+        fill_scales(scales_at + f.scales_nbytes() + 2 * g0, stride, here, f.scale_dtype, g1 - g0, lows);
       for (int64_t g = g0; g < g1; g += together) {
         const int64_t count = std::min(together, g1 - g);
         fill<BITS, NBYTES>(at, stride, here, g * f.group, count * f.group, panel);
@@ -166,7 +188,7 @@ static void panel_product(const Integers& x, int64_t m, const uint8_t* rows, int
         const Operands a = {x.values + g * f.group * NBYTES, x.scale + g, x.sum + g, x.row_nbytes, x.groups, panel,
                             scales + (g - g0) * PANEL, lows + (g - g0) * PANEL};
         equal_blocks(0, m, [&](auto rows, int64_t i) {
-          panel_block<NBYTES, decltype(rows)::value>(a, i, count, f.group, c + n0, cs);
+          panel_block<NBYTES, LOWS, decltype(rows)::value>(a, i, count, f.group, c + n0, cs);
         });
       }
     }

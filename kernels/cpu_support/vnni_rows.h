@@ -57,10 +57,21 @@ constexpr Order order_of(int bits, int nbytes, bool panels) {
 struct Integers {
   uint8_t* values;  // int16 or int8
   float* scale;     // [m, groups]
-  float* sum;       // [m, groups]: sum of the group's elements as rounded
+  float* sum;       // [m, groups]: sum of the group's elements as rounded; for panels as `sum_for_panels` has it
   int64_t k, groups, row_nbytes;  // whole units; whole vectors; of many rows
-  bool panels;  // m is more than FEW_ROWS
+  bool panels;     // m is more than FEW_ROWS
+  int32_t middle;  // the code that is 0 of symmetric rows, else 0
 };
+
+// What panels add for a group of so many integers together: of symmetric rows the bits of an integer, which products are
+// added to, else what lows are multiplied with.
+FB_INLINE float sum_for_panels(const Integers& rows, int32_t total, float step) {
+  if (!rows.middle) return step * float(total);
+  const int32_t value = -rows.middle * total;
+  float bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
 
 FB_INLINE __m512 load16(const float* p, __mmask16 lanes) { return _mm512_maskz_loadu_ps(lanes, p); }
 FB_INLINE __m512 load16(const bf16* p, __mmask16 lanes) {
@@ -112,6 +123,9 @@ static bool round_row(const T* x, int64_t k, int64_t group, const Integers& rows
   const int64_t unit_nbytes = UNIT * NBYTES * (rows.panels ? 1 : block.rows);
   float *scale = rows.scale + i * rows.groups, *sum = rows.sum + i * rows.groups;
   for (int64_t g = count / 16 * 16; g < rows.groups; ++g) scale[g] = sum[g] = 0.0f;
+  const auto sum_of = [&](int32_t total, float step) {
+    return rows.panels ? sum_for_panels(rows, total, step) : step * float(total);
+  };
   bool usable = true;
   float factor[2] = {}, step[2] = {};      // of each half of a unit, and their inverses
   __m512i total = _mm512_setzero_si512();  // of 512 elements of 2^15 at most
@@ -139,7 +153,7 @@ static bool round_row(const T* x, int64_t k, int64_t group, const Integers& rows
       total = _mm512_add_epi32(_mm512_add_epi32(total, _mm512_add_epi32(q[0], q[1])), _mm512_add_epi32(q[2], q[3]));
       if ((at + UNIT) % group == 0) {
         scale[at / group] = step[0];
-        sum[at / group] = step[0] * float(_mm512_reduce_add_epi32(total));
+        sum[at / group] = sum_of(_mm512_reduce_add_epi32(total), step[0]);
         total = _mm512_setzero_si512();
       }
       continue;
@@ -148,7 +162,7 @@ static bool round_row(const T* x, int64_t k, int64_t group, const Integers& rows
       const int64_t g = (at + 16 * j) / group;
       if (g >= count) break;
       scale[g] = step[j / 2];
-      sum[g] = step[j / 2] * float(_mm512_reduce_add_epi32(group == 16 ? q[j] : _mm512_add_epi32(q[j], q[j + 1])));
+      sum[g] = sum_of(_mm512_reduce_add_epi32(group == 16 ? q[j] : _mm512_add_epi32(q[j], q[j + 1])), step[j / 2]);
     }
   }
   return usable;

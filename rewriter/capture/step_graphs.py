@@ -111,7 +111,7 @@ def step_graphs(
                       prefill=None if block.staged or block.entering else (
                           lambda tokens: step(tokens, workload.prompt)),
                       cache_format=captured.cache[0].format if captured.cache else "native", block=block,
-                      activations=captured.activations,
+                      activations=captured.rounded_to,
                       speculative=speculative, speculate=speculate if gives_every_position(captured) else None,
                       checkpoint_tokens=lambda tokens, kept: checkpoint_tokens(_checkpointed(plain, kept), tokens))
 

@@ -190,7 +190,12 @@ class CapturedModel:
     embeds: int = 0  # width of the embeddings that a step takes too; 0: it takes ids alone
     renewed_at: int = 0  # a cache begun within so many tokens is computed anew beyond them; 0: never
     choices: Choices | None = None  # of graphs that are rewritten
-    activations: str = "native"  # int8: packed weights meet them rounded to 8 bits
+    activations: str = "native"  # that packed weights meet: as they are, or rounded to bf16 or int8
+
+    @property
+    def rounded_to(self) -> str:
+        """What products of packed weights may round to: a model of bf16 does so with all that it computes."""
+        return "bf16" if self.activations == "native" and self.dtype == torch.bfloat16 else self.activations
 
     @property
     def weight_nbytes(self) -> int:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from forebay.kernels import operators
-from forebay.kernels.operator import Implementations, Product
+from forebay.kernels.operator import ROUNDED, Implementations, Product
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.planning.launch_memory import product_launch
+
+MANY_ROWS = 1 << 10
 
 
 def known_names(weight: str) -> tuple[str, ...]:
     """All implementations here for weights of a dtype or format, those that round activations too."""
-    choice = _choice(weight)
-    return (*choice.candidates(weight), *choice.rounding(weight))
+    return (*_choice(weight).candidates(weight), *(n for wish in ROUNDED for n in rounding_names(weight, wish)))
 
 
-def rounding_names(weight: str) -> tuple[str, ...]:
-    """Those that round activations to 8 bits."""
-    return _choice(weight).rounding(weight)
+def rounding_names(weight: str, activations: str) -> tuple[str, ...]:
+    """Those that round to `activations` where there are many rows of them."""
+    return _choice(weight).rounding(Product(weight, MANY_ROWS, 1, 1), activations)
 
 
 def _choice(weight: str) -> Implementations:
@@ -26,11 +27,11 @@ def _choice(weight: str) -> Implementations:
 
 
 def best_product(product: Product, machine: Machine, activations: str, most: int | None) -> str:
-    """The fastest implementation measured on the machine, with `activations` int8 among those too that round them;
+    """The fastest implementation measured on the machine, with rounded `activations` among those too that round so;
     where not all were measured the kernels' own choice, or one that rounds. One that takes at most `most` bytes of
     workspace, if any does: a tile may want more than the whole."""
     choice = _choice(product.weight)
-    rounding = choice.rounding(product.weight) if activations == "int8" else ()
+    rounding = choice.rounding(product, activations)
     measured, known = set(machine.gemm_impls(product.weight)), {*choice.candidates(product.weight), *rounding}
     within = known if most is None else {
         n for n in known if product_launch(product, n, "cpu").workspace_nbytes <= most} or known

@@ -10,7 +10,7 @@ from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Plan, PlanError, Workload
 from forebay.rewriter.ir.score_range import ScoreRange
 
-Activations = Literal["native", "int8"]  # that packed weights meet: as they are, or rounded to 8 bits
+Activations = Literal["native", "bf16", "int8"]  # that packed weights meet: as they are, or rounded
 
 HIDDEN_SLOTS = 3  # regions for hidden states: one is computed in, one is stored, one is loaded
 
@@ -82,8 +82,9 @@ def usual_lengths(usual: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def activations_of(plan: Plan) -> Activations:
-    """How packed weights meet activations in a plan: int8 where one of its products rounds them to 8 bits."""
-    return "int8" if any(choice.impl == "int8" for choice in plan.gemm) else "native"
+    """How packed weights meet activations in a plan: as one of its products rounds them, if one does."""
+    chosen = {choice.impl for choice in plan.gemm}
+    return "int8" if "int8" in chosen else "bf16" if "bf16" in chosen else "native"
 
 
 def check_choices(workload: Workload, wishes: Wishes, replayed: Plan | None = None) -> None:

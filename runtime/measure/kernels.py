@@ -21,7 +21,7 @@ from forebay.kernels.attention.operations import attention_flops
 from forebay.kernels.attention.scoring import Scoring
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import CACHE_FORMATS, TIMED_CACHES, TIMED_WEIGHTS, packed_format
-from forebay.kernels.operator import Call, Operator, Tensors
+from forebay.kernels.operator import ROUNDED, Call, Operator, Product, Tensors
 from forebay.kernels.operators import product_with
 from forebay.rewriter.machine.points import AttentionPoint, GemmPoint, intensity
 from forebay.runtime.measure.steady import steady_times
@@ -115,7 +115,9 @@ def _products(kind: str, n: int, k: int) -> Iterator[TimedProduct]:
     weights = cold_product_weights(how, n, k, dtype)
     for m in GEMM_M:
         x, out = torch.ones(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
-        for impl in (*operator.implementations.candidates(kind), *operator.implementations.rounding(kind)):
+        shape = Product(kind, m, n, k)
+        rounding = (name for wish in ROUNDED for name in operator.implementations.rounding(shape, wish))
+        for impl in (*operator.implementations.candidates(kind), *rounding):
             uses = (Tensors((x, weight, None), how, (out,), impl) for weight in weights)
             yield impl, m, [operator.bind["cpu"](use) for use in uses]
 

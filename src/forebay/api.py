@@ -88,7 +88,7 @@ def wrap(
     `new_tokens` are what the first plan is made for; `generate` plans anew for more. Where prompts and answers are
     mostly shorter, times are those of `usual` ones, (tokens, tokens). `machine` is what `forebay machine` kept, else a
     guess. `slots`, `slot_nbytes`, `lead` and `prefill_chunk` force the planner's choices. `cache` is the KV cache's
-    format: native, kv8 or kv4. With int8 `activations` packed weights meet them rounded to 8 bits. What of the cache
+    format: native, kv8 or kv4. With bf16 or int8 `activations` packed weights meet them so rounded. What of the cache
     does not fit the device lies in host memory, as far as `budget["host"]` allows, and in a spill file in
     `budget["disk"]`, or all on a `cache_tier` but for `cache_shares` on the device and in host memory, where with
     `cpu_attention` the host attends. It is then computed in `micro_batches` parts that load their caches; in "zigzag"

@@ -1,4 +1,5 @@
-"""Packed weights that meet activations rounded to 8 bits: only where that is wished, and the plan says so."""
+"""Packed weights that meet activations rounded to bf16 or to 8 bits: only where that is wished, or of bf16 the model
+computes in it, and the plan says so."""
 
 from __future__ import annotations
 
@@ -58,6 +59,28 @@ def test_logits_differ_by_the_rounding_alone(packed: dict[str, Path], format: st
     assert 1e-5 < error < 0.02
 
 
+@pytest.mark.skipif("bf16" not in implementations(4), reason="no products of bf16 here")
+@pytest.mark.parametrize("format", ("w4g32", "w8"))
+def test_many_rows_in_bf16(packed: dict[str, Path], tmp_path: Path, format: str) -> None:
+    """Where it is wished, or the model computes in bf16 anyway; logits differ by some tenths of a percent."""
+    found = {}
+    for kind in ("native", "bf16"):
+        with forebay.wrap(packed[format], 1 << 30, activations=kind, **SHAPE) as lm:  # type: ignore[arg-type]
+            found[kind] = lm.next_logits(prompts()).float()
+            few, many = ({c.impl for c in lm.plan.gemm if c.dtype.startswith(format[:2]) and (c.m > 6) is large}
+                         for large in (False, True))
+            assert many == {"bf16"} if kind == "bf16" else "bf16" not in many
+            assert "bf16" not in few and few
+    error = (found["bf16"] - found["native"]).norm() / (found["native"] - found["native"].mean()).norm()
+    assert 1e-5 < error < 0.01
+    torch.manual_seed(3)
+    transformers.AutoModelForCausalLM.from_config(families.llama()).bfloat16().save_pretrained(tmp_path / "native")
+    quantize_model(tmp_path / "native", tmp_path / "packed", Wish(format))
+    with forebay.wrap(tmp_path / "packed", 1 << 30, **SHAPE) as lm:
+        impls = {c.impl for c in lm.plan.gemm if c.m > 6 and c.dtype.startswith(format[:2])}
+        assert impls == {"bf16"} and torch.isfinite(lm.next_logits(prompts()).float()).all()
+
+
 def test_a_saved_plan_rounds_as_it_says(packed: dict[str, Path], tmp_path: Path) -> None:
     """Also where it is made anew for longer prompts; a plan without cannot be told to."""
     with forebay.wrap(packed["w4g32"], 1 << 30, activations="int8", **SHAPE) as lm:
@@ -76,7 +99,7 @@ def test_a_saved_plan_rounds_as_it_says(packed: dict[str, Path], tmp_path: Path)
 def test_what_cannot_round_is_refused(packed: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanError, match="no weight of the model is packed; quantise it"):
         forebay.wrap(packed["native"], 1 << 30, activations="int8", **SHAPE)
-    with pytest.raises(PlanError, match="activations must be one of native, int8, found 'int4'"):
+    with pytest.raises(PlanError, match="activations must be one of native, bf16, int8, found 'int4'"):
         forebay.wrap(packed["w4g32"], 1 << 30, activations="int4", **SHAPE)  # type: ignore[arg-type]
     with forebay.wrap(packed["w4g32"], 1 << 30, **SHAPE) as lm:
         monkeypatch.setattr(native, "load", lambda: None)

@@ -6,6 +6,7 @@
 
 #include "bf16_products.h"
 #include "panels.h"
+#include "softmax_rounded.h"
 #include "softmax_rows.h"
 #include "team.h"
 
@@ -77,6 +78,24 @@ void gather_rows(const float* scores, const T* v, int64_t v_row, int64_t m, int6
   multiply_panels(scores, KEYS, m, d, n, o, os, fill, [](int64_t, int64_t, int64_t) {});
 }
 
+// What is gathered so far of a row, brought to its new maximum.
+FB_INLINE void rescale(float* o, int64_t d, float factor) {
+  if (factor == 1.0f) return;
+  for (int64_t j = 0; j < d; j += VL) store(o + j, load(o + j) * factor);
+}
+
+// Query rows [i, i + m) attend to n keys and values at positions from t0 on, in panels.
+template <class T>
+void attend_rows(const AttentionArgs& a, const Queries<T>& q, int64_t i, const T* keys, const T* values, int64_t m,
+                 int64_t n, int64_t t0, Row* rows, float* scores, float* o) {
+  const int64_t os = row_stride(a);
+  std::memset(scores, 0, size_t(m * KEYS) * 4);
+  score_rows(q, i, keys, a.k_row, m, n, scores);
+  for (int64_t r = 0; r < m; ++r)
+    rescale(o + r * os, a.head_dim, soften(scores + r * KEYS, n, rows[r], t0, a.scale, a.softcap));
+  gather_rows(scores, values, a.v_row, m, n, a.head_dim, o, os);
+}
+
 #if FB_BF16
 template <> struct Queries<bf16> {
   alignas(64) char rows[2 * ROW_FLOATS + 128 * ROWS];
@@ -92,16 +111,17 @@ void score_few(const Queries<bf16>& q, int64_t i, const bf16* k, int64_t k_row, 
                                 n, q.d, scores + r * KEYS, KEYS);
 }
 
-void score_rows(const Queries<bf16>& q, int64_t i, const bf16* k, int64_t k_row, int64_t m, int64_t n, float* scores) {
-  bf16_products::panel_product<bf16_products::Weights::ROWS>(q.at(i), m, k, k_row, n, q.d, scores, KEYS);
-}
-
-// Probabilities are rounded to bf16, as attention on matrix instructions does everywhere; their sum is not.
-void gather_rows(const float* scores, const bf16* v, int64_t v_row, int64_t m, int64_t n, int64_t d, float* o,
-                 int64_t os) {
-  alignas(64) char p[ROWS * bf16_products::row_nbytes(KEYS)];
-  for (int64_t i = 0; i < m; ++i) bf16_products::round_row(scores + i * KEYS, n, p + i * bf16_products::row_nbytes(n));
-  bf16_products::panel_product<bf16_products::Weights::COLUMNS>(p, m, v, v_row, d, n, o, os);
+void attend_rows(const AttentionArgs& a, const Queries<bf16>& q, int64_t i, const bf16* keys, const bf16* values,
+                 int64_t m, int64_t n, int64_t t0, Row* rows, float* scores, float* o) {
+  using namespace bf16_products;
+  alignas(64) char p[ROWS * row_nbytes(KEYS)];
+  const int64_t os = row_stride(a), nbytes = row_nbytes(n);
+  panel_product<Weights::ROWS>(q.at(i), m, keys, a.k_row, n, q.d, scores, KEYS, false);
+  for (int64_t r = 0; r < m; ++r) {
+    char* to = p + r * nbytes;
+    rescale(o + r * os, a.head_dim, soften_rounded(scores + r * KEYS, n, rows[r], t0, a.scale, a.softcap, to));
+  }
+  panel_product<Weights::COLUMNS>(p, m, values, a.v_row, a.head_dim, n, o, os);
 }
 #endif
 
@@ -144,26 +164,25 @@ template <class T> void run_task(const AttentionArgs& a, const Piece& p, float* 
     for (int64_t h = p.h0; h < p.h1; ++h) {
       const int64_t i0 = (h - p.h0) * m, next = h + 1 < p.h1 ? h + 1 : p.h0, t1 = h + 1 < p.h1 ? t0 : t0 + KEYS;
       const int64_t coming = std::min(n, seen.end - t1);  // of the next head, or of the next positions; none at the end
+      const T *keys = k + h * a.k_head + t0 * a.k_row, *values = v + h * a.v_head + t0 * a.v_row;
+      if (!few) {
+        prefetch_rows(k + next * a.k_head + t1 * a.k_row, std::min(KEYS, coming), a.k_row, width);
+        prefetch_rows(v + next * a.v_head + t1 * a.v_row, std::min(KEYS, coming), a.v_row, width);
+      }
+      if (many) {
+        attend_rows(a, q, i0, keys, values, m, n, t0, rows + i0, scores, o + i0 * os);
+        continue;
+      }
       std::memset(scores, 0, size_t(m * KEYS) * 4);
       for (int64_t t = 0; t < n; t += step) {
-        const T* keys = k + h * a.k_head + (t0 + t) * a.k_row;
-        if (few) prefetch_rows(keys + ahead * a.k_row, step, a.k_row, width);
-        else prefetch_rows(k + next * a.k_head + (t1 + t) * a.k_row, std::min(step, coming - t), a.k_row, width);
-        if (many) score_rows(q, i0, keys, a.k_row, m, n, scores);
-        else score_few(q, i0, keys, a.k_row, m, std::min(step, n - t), scores + t);
+        if (few) prefetch_rows(keys + (t + ahead) * a.k_row, step, a.k_row, width);
+        score_few(q, i0, keys + t * a.k_row, a.k_row, m, std::min(step, n - t), scores + t);
       }
-      for (int64_t i = 0; i < m; ++i) {
-        const float factor = soften(scores + i * KEYS, n, rows[i0 + i], t0, a.scale, a.softcap);
-        float* row = o + (i0 + i) * os;
-        if (factor != 1.0f)
-          for (int64_t j = 0; j < d; j += VL) store(row + j, load(row + j) * factor);
-      }
+      for (int64_t i = 0; i < m; ++i)
+        rescale(o + (i0 + i) * os, d, soften(scores + i * KEYS, n, rows[i0 + i], t0, a.scale, a.softcap));
       for (int64_t t = 0; t < n; t += step) {
-        const T* values = v + h * a.v_head + (t0 + t) * a.v_row;
-        if (few) prefetch_rows(values + ahead * a.v_row, step, a.v_row, width);
-        else prefetch_rows(v + next * a.v_head + (t1 + t) * a.v_row, std::min(step, coming - t), a.v_row, width);
-        if (many) gather_rows(scores, values, a.v_row, m, n, d, o + i0 * os, os);
-        else multiply_outer(scores + t, KEYS, values, a.v_row, m, d, std::min(step, n - t), o + i0 * os, os);
+        if (few) prefetch_rows(values + (t + ahead) * a.v_row, step, a.v_row, width);
+        multiply_outer(scores + t, KEYS, values + t * a.v_row, a.v_row, m, d, std::min(step, n - t), o + i0 * os, os);
       }
     }
   }

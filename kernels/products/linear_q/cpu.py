@@ -29,16 +29,20 @@ class QuantizedLinearArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("m", "n", "k", "x_stride", "rows_stride")),
         *((name, ctypes.c_int64) for name in ("multiplier_stride", "residual_stride", "out_stride", "group")),
         *((name, ctypes.c_int32) for name in ("bits", "scale_dtype", "x_dtype", "bias_dtype", "out_dtype")),
-        *((name, ctypes.c_int32) for name in ("activation", "integer_nbytes", "symmetric")),
+        *((name, ctypes.c_int32) for name in ("activation", "integer_nbytes", "bf16_panels", "symmetric")),
     )
 
 
-NAMES = ("int16", "int8", "flat", "upcast")
+NAMES = ("int16", "bf16", "int8", "flat", "upcast")
 # fp32 numbers that the torch code holds for each element of a weight being unpacked, and of a result being finished.
 UNPACKED_FLOATS, RESULT_FLOATS = 6, 4
-INTEGER_NBYTES = {"int16": 2, "int8": 1, "flat": 0}
-VNNI = 2  # what the library answers where it has the kernels for AVX-512 and VNNI, or 1 for AVX2 alone
-M_BLOCK = 64  # rows of x that the C++ kernels hold at a time
+FEW_ROWS = 6  # rows of x up to which bf16 is int16
+INTEGER_NBYTES = {"int16": 2, "bf16": 2, "int8": 1, "flat": 0}
+# What the library answers where it has the kernels for AVX-512 and VNNI, for bf16 instructions too; 1 for AVX2 alone.
+VNNI, BF16 = 2, 3
+# Rows of x that the C++ kernels hold at a time: weights are expanded once for each block, so more where they are short
+# enough to stay in L2 as integers.
+M_BLOCK, M_BLOCK_CACHED, CACHED_NBYTES = 64, 256, 1 << 19
 MANY_ROWS = 32  # from so many on, with scales of their own for fewer than 64 elements, weights are expanded once
 
 
@@ -68,14 +72,14 @@ def scratch_nbytes(impl: str, dtype: torch.dtype, m: int, n: int, k: int, group_
 
 
 def _scratch_floats(impl: str, dtype: torch.dtype, m: int, k: int, group_size: int) -> int:
-    rows = max(1, min(m, M_BLOCK))
     if impl == "flat":
         per_row, rest = 0 if dtype == torch.float32 else k, 0
     else:
         groups = packing.group_count(k, group_size)
         lines = -(-groups * group_size // 64) * INTEGER_NBYTES[impl]
         per_row, rest = 2 * (-(-groups // 16) * 16) + 16 * (lines | 1), k
-    return max(min(rows * per_row + rest, SCRATCH_NBYTES // 4), per_row + rest)
+    most = max(M_BLOCK, min(M_BLOCK_CACHED, CACHED_NBYTES // (4 * max(1, per_row))))
+    return max(min(max(1, min(m, most)) * per_row + rest, SCRATCH_NBYTES // 4), per_row + rest)
 
 
 def _upcast_steps(m: int, k: int) -> tuple[int, int]:
@@ -147,7 +151,7 @@ def bind_linear_q(
         *(0 if t is None else t.stride(0) for t in (multiplier, residual)), out2.stride(0), group_size,
         bits, native.DTYPES[scale_dtype], native.DTYPES[x.dtype], native.DTYPES[(x if bias is None else bias).dtype],
         native.DTYPES[out.dtype], ACTIVATIONS.index(after.activation), INTEGER_NBYTES[impl],
-        symmetric,
+        impl == "bf16" and x.dtype != torch.float16, symmetric,
     )  # fmt: skip
     floats = _scratch_floats(impl, x.dtype, x2.shape[0], in_features, group_size)
     return native.NativeCall("linear_q", args, given, floats)
@@ -159,12 +163,16 @@ def implementations(bits: int) -> tuple[str, ...]:
     if library is None:
         return ("upcast",)
     integer = library.forebay_integer_dot()
-    names = ("int16", "int8") if integer == VNNI or (integer and bits == 4) else ("int16",) if integer else ()
+    names = ("int16",) if integer else ()
+    if integer >= VNNI or (integer and bits == 4):
+        names = (*names, "int8")
+    if integer >= BF16:
+        names = (*names, "bf16")
     return (*names, "flat", "upcast")
 
 
 def default_choice(bits: int, m: int, group_size: int) -> str:
-    """The implementation for m rows of x where no machine profile says better: never int8, which costs accuracy.
+    """The implementation for m rows of x where no machine profile says better: never one that costs accuracy.
 
     int16 for few rows where there is AVX2, flat for many: on one core of Zen 3 int16 makes 60 to 70 GFLOP/s in groups
     of 32 and 80 to 90 in groups of 64, whatever the rows; flat 75 with 32 rows, 83 with 64 and 90 with 256. With VNNI
@@ -173,7 +181,7 @@ def default_choice(bits: int, m: int, group_size: int) -> str:
     names = implementations(bits)
     library = native.load()
     many = m >= (MANY_ROWS if group_size < 64 else 2 * MANY_ROWS)
-    slower = library is not None and library.forebay_integer_dot() != VNNI
+    slower = library is not None and library.forebay_integer_dot() < VNNI
     return "flat" if many and slower and "flat" in names else names[0]
 
 

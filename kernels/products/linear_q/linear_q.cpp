@@ -3,6 +3,7 @@
 // for many), and fp32, which unpacks a few rows at a time, many into panels (panels.h), and takes any x anywhere.
 #include <algorithm>
 
+#include "bf16_unpacked.h"
 #include "finish.h"
 #include "groups.h"
 #include "integer_dot.h"
@@ -23,6 +24,7 @@ extern "C" struct QuantizedLinearArgs {
   int64_t m, n, k, x_stride, rows_stride, multiplier_stride, residual_stride, out_stride, group;
   int32_t bits, scale_dtype, x_dtype, bias_dtype, out_dtype, activation;
   int32_t integer_nbytes;  // 2 or 1: x as integers of so many bytes; 0: x as fp32
+  int32_t bf16_panels;     // many rows of x, and the weights that they meet, as bf16
   int32_t symmetric;       // rows without lows
 };
 
@@ -92,8 +94,8 @@ void upcast_row(const QuantizedLinearArgs& a, int64_t m, float* to) {
   else upcast(static_cast<const f16*>(a.x) + m * a.x_stride, to, a.k);
 }
 
-// How a block's rows of x are held: as fp32, or as integers for the kernels of one of two kinds of processor.
-enum class Route { FLOAT, AVX2, VNNI };
+// How a block's rows of x are held: as fp32, as bf16, or as integers for the kernels of one of two kinds of processor.
+enum class Route { FLOAT, BF16, AVX2, VNNI };
 
 struct Work {
   GroupFormat f;
@@ -108,9 +110,15 @@ struct Work {
 #if FB_VNNI
   vnni::Integers wide;
 #endif
+#if FB_BF16_UNPACKED
+  const char* halves;  // rows of bf16_nbytes
+#endif
 };
 
 Route route_of(const QuantizedLinearArgs& a) {
+#if FB_BF16_UNPACKED
+  if (a.bf16_panels && a.m > bf16_products::FEW_ROWS) return Route::BF16;
+#endif
   if (!a.integer_nbytes) return Route::FLOAT;
 #if FB_VNNI
   if ((a.group & (a.group - 1)) == 0) return Route::VNNI;
@@ -123,7 +131,8 @@ template <int BITS, int NBYTES>
 void vnni_product(const QuantizedLinearArgs& a, const Work& work, int64_t m, int64_t n0, int64_t n, float* c,
                   int64_t cs) {
   const uint8_t* rows = a.rows + n0 * a.rows_stride;
-  const auto product = work.panels     ? vnni::panel_product<BITS, NBYTES>
+  const auto product = work.panels     ? a.symmetric ? vnni::panel_product<BITS, NBYTES, false>
+                                                     : vnni::panel_product<BITS, NBYTES, true>
                        : a.group == 16 ? vnni::dot_product<BITS, NBYTES, 16>
                        : a.group == 32 ? vnni::dot_product<BITS, NBYTES, 32>
                                        : vnni::dot_product<BITS, NBYTES, 64>;
@@ -161,6 +170,13 @@ void run_chunk(const QuantizedLinearArgs& a, const Work& work, int64_t m0, int64
   for (int64_t j = n; j < cs; ++j) c[j] = 0.0f;
   for (int64_t i = 1; i < m; ++i) std::memcpy(c + i * cs, c, size_t(cs) * 4);
   switch (work.route) {
+#if FB_BF16_UNPACKED
+    case Route::BF16: {
+      const auto product = a.bits == 4 ? bf16_products::unpacked_product<4> : bf16_products::unpacked_product<8>;
+      product(work.halves, m, a.rows + n0 * a.rows_stride, a.rows_stride, n, work.f, c, cs);
+      break;
+    }
+#endif
 #if FB_VNNI
     case Route::VNNI: vnni_product(a, work, m, n0, n, c, cs); break;
 #endif
@@ -235,7 +251,7 @@ void run_integer(const QuantizedLinearArgs& a, Work work, int64_t m0, int64_t m1
   work.route = route_of(a);
 #if FB_VNNI
   work.wide = {values, scale, sum, round_up(round_up(a.k, a.group), vnni::UNIT), groups, row_nbytes(a),
-               m > vnni::FEW_ROWS};
+               m > vnni::FEW_ROWS, a.symmetric ? 1 << (a.bits - 1) : 0};
   work.panels = work.route == Route::VNNI && work.wide.panels;
 #endif
   work.integers = {values, scale, sum, work.f.count * a.group, round_up(work.f.count, 8)};
@@ -253,8 +269,32 @@ void run_integer(const QuantizedLinearArgs& a, Work work, int64_t m0, int64_t m1
 }
 #endif
 
+#if FB_BF16_UNPACKED
+int64_t bf16_nbytes(const QuantizedLinearArgs& a) { return bf16_products::row_nbytes(round_up(a.k, a.group)); }
+
+void run_bf16(const QuantizedLinearArgs& a, Work work, int64_t m0, int64_t m1, float* scratch, int threads) {
+  char* to = reinterpret_cast<char*>(scratch);
+  const int64_t nbytes = bf16_nbytes(a);
+  parallel_parts(m1 - m0, threads, (m1 - m0) * a.k / 8, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t from = (m0 + i) * a.x_stride;
+      char* row = to + i * nbytes;
+      if (a.x_dtype == F32) bf16_products::round_row(static_cast<const float*>(a.x) + from, a.k, row);
+      else bf16_products::copy_row(static_cast<const bf16*>(a.x) + from, a.k, row);
+      const int64_t written = bf16_products::row_nbytes(a.k);
+      std::memset(row + written, 0, size_t(nbytes - written));
+    }
+  });
+  work.halves = to, work.panels = true, work.route = Route::BF16;
+  run_block(a, work, m0, m1, threads);
+}
+#endif
+
 // Floats of scratch that `rows` rows of x take.
 int64_t scratch_floats_for(const QuantizedLinearArgs& a, int64_t rows) {
+#if FB_BF16_UNPACKED
+  if (route_of(a) == Route::BF16) return rows * bf16_nbytes(a) / 4;
+#endif
   if (!a.integer_nbytes) return a.x_dtype == F32 ? 0 : rows * a.k;
   return rows * (2 * row_groups(a) + row_nbytes(a) / 4) + a.k;
 }
@@ -263,11 +303,14 @@ void run(const QuantizedLinearArgs& a, float* scratch, int64_t scratch_floats, i
   Work work = {};
   work.f = {a.group, (a.k + a.group - 1) / a.group, a.bits, a.scale_dtype, a.symmetric};
   const Route route = route_of(a);
-  const bool large = route == Route::VNNI || (route == Route::FLOAT && a.x_dtype == F32);
+  const bool large = route == Route::VNNI || route == Route::BF16 || (route == Route::FLOAT && a.x_dtype == F32);
   int64_t block = std::min(large ? M_BLOCK_DIRECT : M_BLOCK, a.m);
   while (block > 1 && scratch_floats_for(a, block) > scratch_floats) block = (block + 1) / 2;
   for (int64_t m0 = 0; m0 < a.m; m0 += block) {
     const int64_t m1 = std::min(a.m, m0 + block);
+#if FB_BF16_UNPACKED
+    if (route == Route::BF16) { run_bf16(a, work, m0, m1, scratch, threads); continue; }
+#endif
 #if FB_INTEGER_DOT
     if (a.integer_nbytes) { run_integer(a, work, m0, m1, scratch, threads); continue; }
 #endif
@@ -277,9 +320,11 @@ void run(const QuantizedLinearArgs& a, float* scratch, int64_t scratch_floats, i
 
 }  // namespace
 
-// 1 where the routes by integers exist, 2 where those for VNNI do.
+// 1 where the routes by integers exist, 2 where those for VNNI do, 3 where that by bf16 does too.
 extern "C" int forebay_integer_dot() {
-#if FB_VNNI
+#if FB_BF16_UNPACKED
+  return 3;
+#elif FB_VNNI
   return 2;
 #elif FB_INTEGER_DOT
   return 1;
@@ -296,7 +341,8 @@ extern "C" int forebay_linear_q(const QuantizedLinearArgs* a, float* scratch, in
   const bool pairs = a->group == 16 && a->k % 32 == 0 && a->integer_nbytes != 1;
   if ((a->group % 32 && !pairs) || a->group > UNPACK_K || scratch_floats_for(*a, 1) > scratch_floats) return 1;
   if (a->integer_nbytes && !forebay_integer_dot()) return 1;
-  if (a->integer_nbytes == 1 && a->bits == 8 && route_of(*a) != Route::VNNI) return 1;
+  if (a->bf16_panels && (forebay_integer_dot() < 3 || a->x_dtype == F16)) return 1;
+  if (a->integer_nbytes == 1 && a->bits == 8 && route_of(*a) == Route::AVX2) return 1;
   run(*a, scratch, scratch_floats, threads);
   return 0;
 }

@@ -21,8 +21,8 @@ MachineOption = Annotated[Path | None, typer.Option("--machine", help="A machine
 SlotsOption = Annotated[int | None, typer.Option(min=1, help="Staging slots; the planner chooses by default.")]
 CacheOption = Annotated[str, typer.Option("--cache", metavar="FORMAT", help="Of the KV cache: native, kv8 or kv4.")]
 ActivationsOption = Annotated[str, typer.Option(
-    "--activations", metavar="FORMAT", help="That packed weights meet: native, or int8: rounded to 8 bits, faster on a "
-    "CPU and a little less accurate (`forebay eval` says how much).")]
+    "--activations", metavar="FORMAT", help="That packed weights meet: native, bf16 or int8: rounded, faster on a CPU "
+    "whose instructions take them and a little less accurate (`forebay eval` says how much).")]
 SpeculateOption = Annotated[bool | None, typer.Option(
     "--speculate/--no-speculate", help="Where a step over several tokens takes hardly longer than one over one, check "
     "tokens that followed the last ones before (prompt lookup); answers are the same.")]

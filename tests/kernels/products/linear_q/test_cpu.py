@@ -32,9 +32,10 @@ from forebay.kernels.quantization.quantize.operator import quantize
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 # Largest error of x as an integer, as a part of its group's largest magnitude.
-STEP = {"int16": 0.5 / 32767, "int8": 0.5 / 127, "flat": 0.0, "upcast": 0.0}
+STEP = {"int16": 0.5 / 32767, "bf16": 0.5 / 32767, "int8": 0.5 / 127, "flat": 0.0, "upcast": 0.0}
 needs_compiler = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
-ALL = ((4, "int16"), (4, "int8"), (4, "flat"), (4, "upcast"), (8, "int16"), (8, "int8"), (8, "flat"), (8, "upcast"))
+BF16 = 2.0**-8  # of x, and of the weights that many rows of it meet
+ALL = [(bits, impl) for bits in (4, 8) for impl in ("int16", "bf16", "int8", "flat", "upcast")]
 IMPLS = [pytest.param(*each, marks=() if each[1] == "upcast" else needs_compiler) for each in ALL]
 
 
@@ -63,13 +64,13 @@ def make(
 
 
 def tolerance(impl: str, x: Tensor, weight: Tensor, group: int, out: Tensor, bias: Tensor | None) -> Tensor:
-    """A bound on each element's error: rounding of the result, fp32 sums, and each x off by an integer's half step, of
-    which two groups of 16 have one."""
+    """A bound on each element's error: rounding of the result, fp32 sums, each x off by an integer's half step, of
+    which two groups of 16 have one, and where all is rounded to bf16 each product off by that twice."""
     k, group = x.shape[-1], max(32, group)
     absolute = torch.nn.functional.pad(x.double().abs(), (0, -k % group)).unflatten(-1, (-1, group))
     off = (absolute.amax(-1, keepdim=True) * STEP[impl]).expand_as(absolute).flatten(-2)[..., :k]
     sums = x.double().abs() @ weight.abs().mT + (0 if bias is None else bias.double().abs())
-    return off @ weight.abs().mT + sums * (ROUNDING[out.dtype] + 2e-6) + 1e-7
+    return off @ weight.abs().mT + sums * (ROUNDING[out.dtype] + 2e-6 + 2.01 * BF16 * (impl == "bf16")) + 1e-7
 
 
 @pytest.mark.parametrize(("bits", "impl"), IMPLS)
@@ -82,8 +83,9 @@ def test_matches_float64(bits: int, impl: str, dtype: torch.dtype, m: int, symme
         (1, 1, 32, torch.float16), (29, 83, 32, torch.bfloat16), (13, 576, 64, torch.float16),
         (3, 1100, 64, torch.float16), (9, 300, 128, torch.bfloat16), (5, 530, 512, torch.float16),
         (1, 32, 16, torch.float16), (13, 544, 16, torch.bfloat16), (6, 2336, 16, torch.float16),
+        (7, 300, 96, torch.float16), (5, 960, 160, torch.bfloat16), (4, 1100, 480, torch.float16),
     ):  # fmt: skip
-        if (impl, group) == ("int8", 16):
+        if impl == "int8" and (group == 16 or (bits == 8 and group & (group - 1))):
             continue
         rows, weight = make(bits, n, k, group, scale_dtype, symmetric)
         stored = Packing(bits, k, group, scale_dtype, symmetric)
@@ -101,7 +103,8 @@ def test_matches_float64(bits: int, impl: str, dtype: torch.dtype, m: int, symme
 @pytest.mark.parametrize(("bits", "impl"), IMPLS)
 @pytest.mark.parametrize("m", (1, 4, 7, 40))
 def test_symmetric_rows_give_what_rows_with_their_lows_give(bits: int, impl: str, m: int) -> None:
-    """Bit for bit, the end of the matrix included: behind it lie bytes that would be NaN as lows."""
+    """Bit for bit, or but for the order of sums where products begin from what the middle code makes; the end of the
+    matrix included: behind it lie bytes that would be NaN as lows."""
     torch.manual_seed(m)
     codes, scale, low = quantize(torch.randn(38, 96), bits, 32, 1, torch.float16, "symmetric")
     x, got, want = torch.randn(m, 96), torch.empty(m, 38), torch.empty(m, 38)
@@ -111,7 +114,8 @@ def test_symmetric_rows_give_what_rows_with_their_lows_give(bits: int, impl: str
     rows.copy_(own)
     bind_linear_q(impl, x, rows, None, got, Packing(bits, 96, 32, symmetric=True))()
     bind_linear_q(impl, x, packing.pack_rows(codes, scale, low), None, want, Packing(bits, 96, 32))()
-    assert torch.equal(got, want)
+    begins = impl in ("int16", "int8") and m > 5
+    assert torch.allclose(got, want, rtol=0, atol=1e-4) if begins else torch.equal(got, want)
 
 
 @pytest.mark.parametrize(("bits", "impl"), IMPLS)
@@ -190,7 +194,7 @@ def test_negative_scales(bits: int, impl: str) -> None:
     x, out = torch.randn(3, 64), torch.empty(3, 5)
     bind_linear_q(impl, x, rows, None, out, Packing(bits, 64, 32))()
     want = reference(x, rows, None, Packing(bits, 64, 32))
-    assert (out.double() - want).norm() < {"int8": 2e-2}.get(impl, 1e-4) * want.norm()
+    assert (out.double() - want).norm() < {"int8": 2e-2, "bf16": 1e-2}.get(impl, 1e-4) * want.norm()
 
 
 @pytest.mark.parametrize(("bits", "impl"), IMPLS)
@@ -236,7 +240,7 @@ def test_bound_call_reads_present_contents_from_any_thread(bits: int, impl: str)
         worker.start()
         worker.join()
         want = reference(x, rows, None, Packing(bits, 64, 32))
-        assert (out.double() - want).norm() < {"int8": 2e-2}.get(impl, 1e-4) * want.norm()
+        assert (out.double() - want).norm() < {"int8": 2e-2, "bf16": 1e-2}.get(impl, 1e-4) * want.norm()
 
 
 @pytest.mark.parametrize(("bits", "impl"), IMPLS)
