@@ -21,34 +21,41 @@ FB_INLINE __m512 exp2_nonpositive(__m512 x) {
 }
 
 // scores[0, n), n at most SEGMENT_STEP, become probabilities relative to the running maximum, rounded to bf16 in `to` and
-// zeros up to row_nbytes(n); returns the factor for what was gathered before. The sum is of what was not rounded.
-static float soften_rounded(const float* scores, int64_t n, Row& row, int64_t t0, float scale, float softcap, char* to) {
+// zeros up to row_nbytes(n); returns the factor for what was gathered before. The sum, of what was not rounded, is kept in
+// lanes.
+static float soften_rounded(const float* scores, int64_t n, Row& row, __m512& lanes, int64_t t0, float scale,
+                            float softcap, char* to) {
   constexpr int STEPS = SEGMENT_STEP / 16;
-  constexpr float none = -std::numeric_limits<float>::infinity();
+  constexpr float none = -std::numeric_limits<float>::infinity(), log2e = 1.44269504f;
   const int64_t low = std::clamp<int64_t>(row.low - t0, 0, n), high = std::clamp<int64_t>(row.high - t0, 0, n);
   const uint64_t below = high == 64 ? ~0ull : (1ull << high) - 1, seen = low == 64 ? 0 : below >> low << low;
   __m512 s[STEPS], most = _mm512_set1_ps(none);
   FB_UNROLL for (int i = 0; i < STEPS; ++i) {
     s[i] = _mm512_maskz_loadu_ps(__mmask16(seen >> 16 * i), scores + 16 * i);
-    s[i] = _mm512_mul_ps(s[i], _mm512_set1_ps(scale));
-    if (softcap > 0) s[i] = (__m512)(tanh_of((vf)s[i] / softcap) * softcap);
-    most = _mm512_mask_max_ps(most, __mmask16(seen >> 16 * i), s[i], most);  // the second where one is NaN
+    if (softcap > 0) s[i] = (__m512)(tanh_of((vf)s[i] * scale / softcap) * softcap);
+    else if (scale <= 0) s[i] = _mm512_mul_ps(s[i], _mm512_set1_ps(scale));
   }
-  const float here = _mm512_reduce_max_ps(most), largest = here > row.largest ? here : row.largest;
-  const float base = largest == none ? 0.0f : largest;
-  const float factor = row.largest == largest ? 1.0f : row.largest == none ? 0.0f : std::exp(row.largest - base);
-  __m512 sum = _mm512_setzero_ps();
+  if (softcap > 0 || scale <= 0) scale = 1.0f;
+  FB_UNROLL for (int i = 0; i < STEPS; ++i)
+    most = _mm512_mask_max_ps(most, __mmask16(seen >> 16 * i), s[i], most);  // the second where one is NaN
+  float factor = 1.0f;
+  if (_mm512_cmp_ps_mask(_mm512_mul_ps(most, _mm512_set1_ps(scale)), _mm512_set1_ps(row.largest), _CMP_GT_OQ)) {
+    const float largest = _mm512_reduce_max_ps(most) * scale;
+    factor = row.largest == none ? 0.0f : std::exp(row.largest - largest);
+    row.largest = largest;
+  }
+  const __m512 base = _mm512_set1_ps(row.largest == none ? 0.0f : -row.largest * log2e);
+  __m512 sum = _mm512_mul_ps(lanes, _mm512_set1_ps(factor));
   FB_UNROLL for (int i = 0; i < STEPS; ++i) {
-    const __m512 x = _mm512_mul_ps(_mm512_sub_ps(s[i], _mm512_set1_ps(base)), _mm512_set1_ps(1.44269504f));
-    s[i] = _mm512_maskz_mov_ps(__mmask16(seen >> 16 * i), exp2_nonpositive(x));
+    const __m512 p = exp2_nonpositive(_mm512_fmadd_ps(s[i], _mm512_set1_ps(scale * log2e), base));
+    s[i] = _mm512_maskz_mov_ps(__mmask16(seen >> 16 * i), p);
     sum = _mm512_add_ps(sum, s[i]);
   }
+  lanes = sum;
   const char* end = to + bf16_products::row_nbytes(n);
   FB_UNROLL for (int i = 0; i < STEPS; i += 2, to += 64)
     if (to < end) _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(s[i + 1], s[i]));
   if (to < end) std::memset(to, 0, size_t(end - to));
-  row.sum = row.sum * factor + _mm512_reduce_add_ps(sum);
-  row.largest = largest;
   return factor;
 }
 

@@ -40,12 +40,14 @@ struct Piece { int64_t b, h0, h1, r0, r1, part, parts; };
 
 int64_t row_stride(const AttentionArgs& a) { return round_up(a.head_dim, PANEL); }
 
-// Query rows as they meet keys: in fp32, or in bf16 where the processor multiplies it (bf16_products.h).
+// Query rows as they meet keys: in fp32, or in bf16 where the processor multiplies it (bf16_products.h), with what is
+// added up apart of their sums.
 template <class T> struct Queries {
   alignas(64) float rows[ROW_FLOATS];
   int64_t d;
   void take(int64_t i, const T* q) { upcast(q, rows + i * d, d); }
   const float* at(int64_t i) const { return rows + i * d; }
+  void end(Row*, int64_t) const {}
 };
 
 // scores[m, n] += q keys^T.
@@ -86,7 +88,7 @@ FB_INLINE void rescale(float* o, int64_t d, float factor) {
 
 // Query rows [i, i + m) attend to n keys and values at positions from t0 on, in panels.
 template <class T>
-void attend_rows(const AttentionArgs& a, const Queries<T>& q, int64_t i, const T* keys, const T* values, int64_t m,
+void attend_rows(const AttentionArgs& a, Queries<T>& q, int64_t i, const T* keys, const T* values, int64_t m,
                  int64_t n, int64_t t0, Row* rows, float* scores, float* o) {
   const int64_t os = row_stride(a);
   std::memset(scores, 0, size_t(m * KEYS) * 4);
@@ -99,9 +101,13 @@ void attend_rows(const AttentionArgs& a, const Queries<T>& q, int64_t i, const T
 #if FB_BF16
 template <> struct Queries<bf16> {
   alignas(64) char rows[2 * ROW_FLOATS + 128 * ROWS];
+  __m512 sums[ROWS] = {};
   int64_t d;
   void take(int64_t i, const bf16* q) { bf16_products::copy_row(q, d, rows + i * bf16_products::row_nbytes(d)); }
   const char* at(int64_t i) const { return rows + i * bf16_products::row_nbytes(d); }
+  void end(Row* row, int64_t count) const {
+    for (int64_t i = 0; i < count; ++i) row[i].sum += _mm512_reduce_add_ps(sums[i]);
+  }
 };
 
 void score_few(const Queries<bf16>& q, int64_t i, const bf16* k, int64_t k_row, int64_t m, int64_t n, float* scores) {
@@ -111,7 +117,7 @@ void score_few(const Queries<bf16>& q, int64_t i, const bf16* k, int64_t k_row, 
                                 n, q.d, scores + r * KEYS, KEYS);
 }
 
-void attend_rows(const AttentionArgs& a, const Queries<bf16>& q, int64_t i, const bf16* keys, const bf16* values,
+void attend_rows(const AttentionArgs& a, Queries<bf16>& q, int64_t i, const bf16* keys, const bf16* values,
                  int64_t m, int64_t n, int64_t t0, Row* rows, float* scores, float* o) {
   using namespace bf16_products;
   alignas(64) char p[ROWS * row_nbytes(KEYS)];
@@ -119,7 +125,8 @@ void attend_rows(const AttentionArgs& a, const Queries<bf16>& q, int64_t i, cons
   panel_product<Weights::ROWS>(q.at(i), m, keys, a.k_row, n, q.d, scores, KEYS, false);
   for (int64_t r = 0; r < m; ++r) {
     char* to = p + r * nbytes;
-    rescale(o + r * os, a.head_dim, soften_rounded(scores + r * KEYS, n, rows[r], t0, a.scale, a.softcap, to));
+    rescale(o + r * os, a.head_dim,
+            soften_rounded(scores + r * KEYS, n, rows[r], q.sums[i + r], t0, a.scale, a.softcap, to));
   }
   panel_product<Weights::COLUMNS>(p, m, values, a.v_row, a.head_dim, n, o, os);
 }
@@ -186,6 +193,7 @@ template <class T> void run_task(const AttentionArgs& a, const Piece& p, float* 
       }
     }
   }
+  q.end(rows, count);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t r = p.r0 + i % m;
     leave_row<T>(a, p, r / group, (p.h0 + i / m) * group + r % group, rows[i], o + i * os, parts);
