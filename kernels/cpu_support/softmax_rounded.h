@@ -20,24 +20,33 @@ FB_INLINE __m512 exp2_nonpositive(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
-// scores[0, n), n at most SEGMENT_STEP, become probabilities relative to the running maximum, rounded to bf16 in `to` and
+constexpr int64_t ROUNDED_STEP = 128;  // cache positions per step
+
+// Bits [low, high) of 64, of which any may lie outside.
+FB_INLINE uint64_t bits_between(int64_t low, int64_t high) {
+  const auto below = [](int64_t n) { return n >= 64 ? ~0ull : n <= 0 ? 0ull : (1ull << n) - 1; };
+  return below(high) & ~below(low);
+}
+
+// scores[0, n), n at most ROUNDED_STEP, become probabilities relative to the running maximum, rounded to bf16 in `to` and
 // zeros up to row_nbytes(n); returns the factor for what was gathered before. The sum, of what was not rounded, is kept in
 // lanes.
 static float soften_rounded(const float* scores, int64_t n, Row& row, __m512& lanes, int64_t t0, float scale,
                             float softcap, char* to) {
-  constexpr int STEPS = SEGMENT_STEP / 16;
+  constexpr int STEPS = ROUNDED_STEP / 16;
   constexpr float none = -std::numeric_limits<float>::infinity(), log2e = 1.44269504f;
-  const int64_t low = std::clamp<int64_t>(row.low - t0, 0, n), high = std::clamp<int64_t>(row.high - t0, 0, n);
-  const uint64_t below = high == 64 ? ~0ull : (1ull << high) - 1, seen = low == 64 ? 0 : below >> low << low;
+  const int64_t low = row.low - t0, high = std::min(row.high - t0, n);
+  const uint64_t seen[2] = {bits_between(low, high), bits_between(low - 64, high - 64)};
+  const auto lanes_of = [&](int i) { return __mmask16(seen[i / 4] >> 16 * (i % 4)); };
   __m512 s[STEPS], most = _mm512_set1_ps(none);
   FB_UNROLL for (int i = 0; i < STEPS; ++i) {
-    s[i] = _mm512_maskz_loadu_ps(__mmask16(seen >> 16 * i), scores + 16 * i);
+    s[i] = _mm512_maskz_loadu_ps(lanes_of(i), scores + 16 * i);
     if (softcap > 0) s[i] = (__m512)(tanh_of((vf)s[i] * scale / softcap) * softcap);
     else if (scale <= 0) s[i] = _mm512_mul_ps(s[i], _mm512_set1_ps(scale));
   }
   if (softcap > 0 || scale <= 0) scale = 1.0f;
   FB_UNROLL for (int i = 0; i < STEPS; ++i)
-    most = _mm512_mask_max_ps(most, __mmask16(seen >> 16 * i), s[i], most);  // the second where one is NaN
+    most = _mm512_mask_max_ps(most, lanes_of(i), s[i], most);  // the second where one is NaN
   float factor = 1.0f;
   if (_mm512_cmp_ps_mask(_mm512_mul_ps(most, _mm512_set1_ps(scale)), _mm512_set1_ps(row.largest), _CMP_GT_OQ)) {
     const float largest = _mm512_reduce_max_ps(most) * scale;
@@ -48,7 +57,7 @@ static float soften_rounded(const float* scores, int64_t n, Row& row, __m512& la
   __m512 sum = _mm512_mul_ps(lanes, _mm512_set1_ps(factor));
   FB_UNROLL for (int i = 0; i < STEPS; ++i) {
     const __m512 p = exp2_nonpositive(_mm512_fmadd_ps(s[i], _mm512_set1_ps(scale * log2e), base));
-    s[i] = _mm512_maskz_mov_ps(__mmask16(seen >> 16 * i), p);
+    s[i] = _mm512_maskz_mov_ps(lanes_of(i), p);
     sum = _mm512_add_ps(sum, s[i]);
   }
   lanes = sum;

@@ -46,6 +46,7 @@ template <class T> struct Queries {
   alignas(64) float rows[ROW_FLOATS];
   int64_t d;
   void take(int64_t i, const T* q) { upcast(q, rows + i * d, d); }
+  static constexpr int64_t STEP = KEYS;  // cache positions that many rows meet together
   const float* at(int64_t i) const { return rows + i * d; }
   void end(Row*, int64_t) const {}
 };
@@ -102,6 +103,7 @@ void attend_rows(const AttentionArgs& a, Queries<T>& q, int64_t i, const T* keys
 template <> struct Queries<bf16> {
   alignas(64) char rows[2 * ROW_FLOATS + 128 * ROWS];
   __m512 sums[ROWS] = {};
+  static constexpr int64_t STEP = ROUNDED_STEP;
   int64_t d;
   void take(int64_t i, const bf16* q) { bf16_products::copy_row(q, d, rows + i * bf16_products::row_nbytes(d)); }
   const char* at(int64_t i) const { return rows + i * bf16_products::row_nbytes(d); }
@@ -120,13 +122,13 @@ void score_few(const Queries<bf16>& q, int64_t i, const bf16* k, int64_t k_row, 
 void attend_rows(const AttentionArgs& a, Queries<bf16>& q, int64_t i, const bf16* keys, const bf16* values,
                  int64_t m, int64_t n, int64_t t0, Row* rows, float* scores, float* o) {
   using namespace bf16_products;
-  alignas(64) char p[ROWS * row_nbytes(KEYS)];
+  alignas(64) char p[ROWS * row_nbytes(ROUNDED_STEP)];
   const int64_t os = row_stride(a), nbytes = row_nbytes(n);
-  panel_product<Weights::ROWS>(q.at(i), m, keys, a.k_row, n, q.d, scores, KEYS, false);
+  panel_product<Weights::ROWS>(q.at(i), m, keys, a.k_row, n, q.d, scores, ROUNDED_STEP, false);
   for (int64_t r = 0; r < m; ++r) {
     char* to = p + r * nbytes;
     rescale(o + r * os, a.head_dim,
-            soften_rounded(scores + r * KEYS, n, rows[r], q.sums[i + r], t0, a.scale, a.softcap, to));
+            soften_rounded(scores + r * ROUNDED_STEP, n, rows[r], q.sums[i + r], t0, a.scale, a.softcap, to));
   }
   panel_product<Weights::COLUMNS>(p, m, values, a.v_row, a.head_dim, n, o, os);
 }
@@ -148,7 +150,7 @@ void leave_row(const AttentionArgs& a, const Piece& p, int64_t s, int64_t h, con
 }
 
 template <class T> void run_task(const AttentionArgs& a, const Piece& p, float* parts) {
-  alignas(64) float o[ROW_FLOATS], scores[ROWS * KEYS];
+  alignas(64) float o[ROW_FLOATS], scores[ROWS * Queries<T>::STEP];
   Queries<T> q;
   q.d = a.head_dim;
   Row rows[ROWS];
@@ -163,18 +165,19 @@ template <class T> void run_task(const AttentionArgs& a, const Piece& p, float* 
   const T* k = static_cast<const T*>(a.k) + p.b * a.k_batch;
   const T* v = static_cast<const T*>(a.v) + p.b * a.v_batch;
   const bool many = m >= MANY_ROWS, few = m <= 4;
+  const int64_t wide = many ? Queries<T>::STEP : KEYS;
   const int64_t step = few ? FEW : KEYS, ahead = AHEAD_NBYTES / width / FEW * FEW + FEW;
   // Rows are in order of position, so the first sees the lowest key and the last the highest.
   const Segment seen = segment_of(rows[0].low, rows[m - 1].high, p.parts, p.part);
-  for (int64_t t0 = seen.begin; t0 < seen.end; t0 += KEYS) {
-    const int64_t n = std::min(KEYS, seen.end - t0);
+  for (int64_t t0 = seen.begin; t0 < seen.end; t0 += wide) {
+    const int64_t n = std::min(wide, seen.end - t0);
     for (int64_t h = p.h0; h < p.h1; ++h) {
-      const int64_t i0 = (h - p.h0) * m, next = h + 1 < p.h1 ? h + 1 : p.h0, t1 = h + 1 < p.h1 ? t0 : t0 + KEYS;
+      const int64_t i0 = (h - p.h0) * m, next = h + 1 < p.h1 ? h + 1 : p.h0, t1 = h + 1 < p.h1 ? t0 : t0 + wide;
       const int64_t coming = std::min(n, seen.end - t1);  // of the next head, or of the next positions; none at the end
       const T *keys = k + h * a.k_head + t0 * a.k_row, *values = v + h * a.v_head + t0 * a.v_row;
       if (!few) {
-        prefetch_rows(k + next * a.k_head + t1 * a.k_row, std::min(KEYS, coming), a.k_row, width);
-        prefetch_rows(v + next * a.v_head + t1 * a.v_row, std::min(KEYS, coming), a.v_row, width);
+        prefetch_rows(k + next * a.k_head + t1 * a.k_row, coming, a.k_row, width);
+        prefetch_rows(v + next * a.v_head + t1 * a.v_row, coming, a.v_row, width);
       }
       if (many) {
         attend_rows(a, q, i0, keys, values, m, n, t0, rows + i0, scores, o + i0 * os);

@@ -151,12 +151,15 @@ def test_workspace_bound_holds(path: str, start: list[int], queries: int, softca
 
 def test_stack_of_the_native_kernel_is_what_is_stated() -> None:
     folder = native.KERNELS
-    sources = [folder / "attention/attention/attention.cpp", folder / "cpu_support/softmax_rows.h"]
+    headers = ("softmax_rows.h", "softmax_rounded.h")
+    sources = [folder / "attention/attention/attention.cpp", *(folder / "cpu_support" / name for name in headers)]
     text = "".join(path.read_text() for path in sources)
-    names = ("ROWS", "ROW_FLOATS", "SEGMENT", "SEGMENT_STEP")
-    rows, floats, part, keys = (int(re.search(rf"\b{name} = (\d+)", text)[1]) for name in names)  # type: ignore[index]
+    names = ("ROWS", "ROW_FLOATS", "SEGMENT", "SEGMENT_STEP", "ROUNDED_STEP")
+    rows, floats, part, keys, rounded = (int(re.search(rf"\b{name} = (\d+)", text)[1]) for name in names)  # type: ignore[index]
     panel, held = 4096, 8 * (256 + 16)  # of panels.h, the same for all lengths of vectors or smaller
-    assert 4 * (2 * floats + rows * keys + panel + held) == module.NATIVE_NBYTES
+    rounded_rows = rows * (rounded + (2 * rounded + 64) // 4 + 16 + 32)  # scores, probabilities, sums, room
+    exact, in_bf16 = 2 * floats + rows * keys + panel + held, floats + floats // 2 + rounded_rows + panel
+    assert 4 * max(exact, in_bf16) == module.NATIVE_NBYTES
     assert part == module.PART and floats // 512 > 0
 
 
