@@ -144,3 +144,11 @@ def read_eos(folder: Path) -> tuple[int, ...]:
             raise CheckpointError(f"{path}: eos_token_id must be a token's number or a list of such, found {eos!r}")
         return tuple(ids)
     return ()
+
+
+def write_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Say in a config.json what its model computes in."""
+    config = json.loads(path.read_bytes())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config.pop("torch_dtype", None)
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

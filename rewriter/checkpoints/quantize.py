@@ -25,7 +25,7 @@ from forebay.rewriter.checkpoints.checkpoint import (
     open_checkpoint,
     read_tensor,
 )
-from forebay.rewriter.checkpoints.config import meta_model, read_config
+from forebay.rewriter.checkpoints.config import meta_model, read_config, write_dtype
 from forebay.rewriter.checkpoints.grouped import (
     GroupedTensor,
     grouped_tensors,
@@ -99,7 +99,8 @@ class Matrix:
 class Wish:
     """What is asked: a format for all matrices of linear layers, exceptions by name pattern, later ones winning, and
     whether the output head and the token embedding are included; `head_format` is another for the head. The rounding
-    "symmetric" means the symmetric ones of all these formats, which are always rounded so."""
+    "symmetric" means the symmetric ones of all these formats, which are always rounded so. `dtype`: what the model is
+    to compute in, None for what its weights are stored in."""
 
     weights: str
     overrides: tuple[tuple[str, str], ...] = ()
@@ -107,6 +108,7 @@ class Wish:
     head: bool = False
     embeddings: bool = False
     head_format: str = ""
+    dtype: torch.dtype | None = None
 
 
 def quantize_model(
@@ -151,9 +153,11 @@ def quantize_model(
             raise CheckpointError(f"{path}: {tensor.name} is a quantised matrix that the model has transposed "
                                   "(Conv1D), which is not read; quantise the model it was made from")
     formats = choose_formats(tensors, names, matrices, wish)
-    items = [_item(t, formats[t.name], matrices[names[t.name]] if formats[t.name] != NATIVE else None, wish.rounding)
+    items = [_item(t, formats[t.name], matrices[names[t.name]] if formats[t.name] != NATIVE else None, wish)
              for t in tensors if t.name in formats]
     settings = {"source": fingerprint, "formats": formats, "rounding": wish.rounding}
+    if wish.dtype is not None:
+        settings["dtype"] = str(wish.dtype)
 
     def check() -> None:
         changed = changed_file(states)
@@ -161,7 +165,12 @@ def quantize_model(
             raise CheckpointError(f"{changed} was changed while it was being quantised; quantise into a "
                                   "new folder when nobody writes to it")
 
-    return write_quantized(out, items, settings, prepare, shard_nbytes=shard_nbytes, progress=progress, check=check)
+    def prepare_all(folder: Path) -> None:
+        prepare(folder)
+        if wish.dtype is not None:
+            write_dtype(folder / "config.json", wish.dtype)
+
+    return write_quantized(out, items, settings, prepare_all, shard_nbytes=shard_nbytes, progress=progress, check=check)
 
 
 def find_matrices(model: nn.Module) -> dict[str, Matrix]:
@@ -332,18 +341,20 @@ class FileTensor:
         raise NotImplementedError(f"{self.name} has no format of its own")
 
 
-def _item(tensor: SourceTensor, format: str, matrix: Matrix | None, rounding: str) -> PendingTensor:
+def _item(tensor: SourceTensor, format: str, matrix: Matrix | None, wish: Wish) -> PendingTensor:
+    dtype = wish.dtype if wish.dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
     if matrix is None:
-        return PendingTensor(tensor.name, tensor.dtype, tensor.shape, lambda: (None, tensor.contents()))
+        return PendingTensor(tensor.name, dtype, tensor.shape,
+                             lambda: (None, (piece.to(dtype) for piece in tensor.contents())))
     stored = parse_format(format)
-    bits, group_size, rounding = stored.bits, stored.group_size, "symmetric" if stored.symmetric else rounding
+    bits, group_size, rounding = stored.bits, stored.group_size, "symmetric" if stored.symmetric else wish.rounding
     outer, inner = tensor.shape
     inputs, outputs = (outer, inner) if matrix.transposed else (inner, outer)
-    width = stored.row_nbytes(inputs, tensor.dtype.itemsize)
+    width = stored.row_nbytes(inputs, dtype.itemsize)
     step = max(1, PIECE_NBYTES // (4 * inputs))
 
     def packed(scale_dtype: torch.dtype) -> Packed:
-        return Packed(format, bits, group_size, scale_dtype, (outer, inner), tensor.dtype, matrix.transposed)
+        return Packed(format, bits, group_size, scale_dtype, (outer, inner), dtype, matrix.transposed)
 
     def pieces() -> Pieces:
         if tensor.format() == format:

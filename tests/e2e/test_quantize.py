@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner, Result
 
+from forebay.api import wrap
 from forebay.commands.quantize import quantize_command
 from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import MANIFEST, UNFINISHED, read_dequantized
@@ -69,6 +70,29 @@ def test_writes_a_folder_with_all_that_a_model_needs(small: Path, tmp_path: Path
     formats = [r.packed.format if r.packed else "native" for r in open_checkpoint(out).tensors.values()]
     assert (formats.count("w4g64"), formats.count("w8")) == (12, 2)
     assert "w4g64" in result.stderr and "12 tensors" in result.stderr
+
+
+@pytest.mark.parametrize("format", ("native", "w4g64"))
+def test_what_the_model_computes_in(small: Path, tmp_path: Path, format: str) -> None:
+    """Values are torch's own roundings, codes as without; the model that is run computes and caches in it."""
+    assert _quantize(small, tmp_path / "own", "--weights", format).exit_code == 0
+    assert _quantize(small, tmp_path / "half", "--weights", format, "--dtype", "bfloat16").exit_code == 0
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    own, half = (open_checkpoint(tmp_path / name).tensors for name in ("own", "half"))
+    assert sum(record.packed is not None for record in half.values()) == (0 if format == "native" else 14)
+    for name, record in half.items():
+        assert torch.equal(read_dequantized(record), read_dequantized(own[name]).bfloat16())
+        assert (record.packed or record).dtype == torch.bfloat16
+    with wrap(tmp_path / "half", 1 << 28) as lm:
+        assert lm.captured.dtype == torch.bfloat16 == lm.captured.cache[0].dtype
+        ids = torch.arange(12)[None]
+        model = AutoModelForCausalLM.from_pretrained(small).bfloat16() if format == "native" else None
+        got = lm.next_logits(ids).float()
+        if model is not None:
+            want = model(ids).logits[:, -1].float()
+            assert (got - want).norm() < 0.02 * want.norm()
+    refused = _quantize(small, tmp_path / "no", "--weights", format, "--dtype", "bf16")
+    assert refused.exit_code == 2 and "there are bfloat16, float16, float32" in refused.stderr
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

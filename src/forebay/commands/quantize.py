@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forebay.commands.terminal import clean_errors, progress_bar, say
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def quantize_command(
@@ -26,6 +31,9 @@ def quantize_command(
     = "minmax",
     head: Annotated[bool, typer.Option("--head", help="The output head too.")] = False,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="The token embedding too.")] = False,
+    dtype: Annotated[str | None, typer.Option(
+        metavar="DTYPE", help="What the model is to compute and to cache in: bfloat16, float16 or float32; by default "
+        "what its weights are stored in, of a quantised GGUF file float32 on a CPU.")] = None,
     shard_size: Annotated[str, typer.Option(help="Bytes of a file of weights, e.g. 1GiB; smaller ones lose less "
                                             "to an interruption.")] = "1GiB",
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
@@ -43,7 +51,8 @@ def quantize_command(
         path = demo_gguf() if model == "demo" else Path(model).expanduser()
         if path.suffix != ".gguf":
             path = resolve_model(model)
-        wish = Wish(weights, tuple(_parse_override(text) for text in override or ()), rounding, head, embeddings)
+        wish = Wish(weights, tuple(_parse_override(text) for text in override or ()), rounding, head, embeddings,
+                    dtype=None if dtype is None else _parse_dtype(dtype))
         with progress_bar() as bar:
             task = bar.add_task("quantising", total=None, note="")
             made = quantize_model(
@@ -55,6 +64,16 @@ def quantize_command(
         for name, sizes in sorted(formats.items()):
             say(f"{name:<8}{len(sizes):5} tensors, {format_nbytes(sum(sizes))}")
         say(f"wrote {out}: {format_nbytes(made.nbytes)} of weights")
+
+
+def _parse_dtype(name: str) -> torch.dtype:
+    import torch
+
+    from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+
+    if name not in DTYPES:
+        raise CheckpointError(f"--dtype {name!r}: there are {', '.join(DTYPES)}")
+    return getattr(torch, name)
 
 
 def _parse_override(text: str) -> tuple[str, str]:

@@ -29,7 +29,8 @@ _ELSEWHERE = {
     **dict.fromkeys(("device_map", "max_memory", "offload_folder", "offload_state_dict", "low_cpu_mem_usage"),
                     "the plan says where weights lie, within the budget: leave it out"),
     **dict.fromkeys(("torch_dtype", "dtype"), "the model computes in the dtype that its checkpoint is stored in: leave "
-                    "it out, or give a checkpoint stored otherwise"),
+                    "it out, or give one that `forebay quantize MODEL OUT --weights native --dtype bfloat16` (or keep, "
+                    "of a GGUF file) has written"),
     **dict.fromkeys(("load_in_8bit", "load_in_4bit", "quantization_config"), "give a checkpoint that `forebay "
                     "quantize` has written"),
     **dict.fromkeys(("attn_implementation", "use_cache", "trust_remote_code", "device"), "leave it out"),
