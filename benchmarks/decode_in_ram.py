@@ -3,11 +3,13 @@
 Batch 1, a prompt of random tokens (`--prompt`) and 32 new ones, greedy, two threads each. `--model demo` is
 SmolLM2-135M in Q4_1; 1b and 3b are random Llamas of so many parameters in `--kind` Q4_0 or Q8_0 (random_gguf.py).
 Forebay runs within a budget that holds all of it, on the file repacked bit for bit (`forebay quantize --weights keep
---head --embeddings`), with activations as they are and rounded to 8 bits, and with `--more` (the demo) in bf16 and
-float32. Peers, where installed: llama.cpp (xllamacpp) and OpenVINO GenAI, as it comes (activations in 8 bits) and with
-products in bf16, both on the GGUF itself and by their own clocks, and with `--more` transformers in bf16. Each has a
-process of its own and waits idle while another has its turn; a round gives each one turn. Decode is the mean time of a
-token after the first, prefill the time to the first.
+--head --embeddings`): computing in float32 ("packed") or in bf16 (`--dtype bfloat16`), with activations as they are and
+rounded to 8 bits; and with `--more` (the demo) on weights of bf16 and float32. Peers, where installed: llama.cpp
+(xllamacpp) and OpenVINO GenAI, as it comes (activations in 8 bits) and with products in bf16, both on the GGUF itself
+and by their own clocks, with `--more` OpenVINO on the file in fp16, and transformers in bf16; onnxruntime-genai on the
+4-bit model that its own builder makes (`pip install onnx_ir`). Each has a process of its own and waits idle while
+another has its turn; a round gives each one turn. Decode is the mean time of a token after the first, prefill the time
+to the first.
 
 `ceiling` is the bytes of weights that a token reads over the memory's rate, the best of sums over 256 MiB. Memory is
 resident bytes, files mapped into memory included: at most while generating, and above what the process held before it
@@ -24,113 +26,22 @@ import argparse
 import importlib
 import importlib.util
 import json
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-NEW, BUDGET = 32, "8GB"
+from benchmarks.ram_contestants import CONTESTANTS, MODULES, NEW, forget_peak, resident
+
 MB = 1e6
 LIBGOMP_SPINS = "300000"  # its default, with which llama.cpp is several times faster than without spinning
-NAMES = ("forebay packed", "forebay packed int8", "forebay bf16", "forebay float32", "llama.cpp", "openvino",
-         "openvino bf16", "transformers bf16")
-MODULES = {"llama.cpp": "xllamacpp", "openvino": "openvino_genai"}  # what peers need
-Turn = tuple[float, float]  # prefill_s, and time_s of each token after the first
-
-
-def resident(which: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most since `forget_peak`."""
-    found = re.search(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) << 10
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-class ForebayInRam:
-    def __init__(self, name: str, path: str, prompt: int, threads: int) -> None:
-        import forebay.api
-
-        self.lm = forebay.api.wrap(path, {"device": BUDGET}, batch=1, prompt=prompt, new_tokens=NEW,
-                                   activations="int8" if "int8" in name else "native")
-        streamed = self.lm.plan.prediction.streamed_nbytes
-        if streamed > self.lm.captured.vocab_size:  # a row of the embedding comes from the file, and nothing else
-            raise SystemExit(f"{BUDGET} do not hold {path}: {streamed} bytes are streamed")
-
-    def turn(self, ids: list[int]) -> Turn:
-        seen = [time.perf_counter()]
-        self.lm.generate(torch.tensor([ids]), max_new_tokens=NEW, eos_token_id=None,
-                         on_token=lambda token: seen.append(time.perf_counter()))
-        return seen[1] - seen[0], (seen[-1] - seen[1]) / (NEW - 1)
-
-
-class Transformers:
-    def __init__(self, name: str, path: str, prompt: int, threads: int) -> None:
-        import transformers
-
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
-
-    @torch.inference_mode()
-    def turn(self, ids: list[int]) -> Turn:
-        """A bare loop over the model's forward: what transformers' generate does beside it is not counted."""
-        token, cache, seen = torch.tensor([ids]), None, [time.perf_counter()]
-        for _ in range(NEW):
-            result = self.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            token, cache = result.logits[:, -1].argmax(-1, keepdim=True), result.past_key_values
-            seen.append(time.perf_counter())
-        return seen[1] - seen[0], (seen[-1] - seen[1]) / (NEW - 1)
-
-
-class LlamaCpp:
-    def __init__(self, name: str, path: str, prompt: int, threads: int) -> None:
-        import xllamacpp
-
-        params = xllamacpp.CommonParams()
-        params.model.path, params.n_ctx, params.n_parallel = path, prompt + NEW + 64, 1
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-        self.server = xllamacpp.Server(params)
-
-    def turn(self, ids: list[int]) -> Turn:
-        answer: Any = self.server.handle_completions(
-            {"prompt": ids, "max_tokens": NEW, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False})
-        timings = answer["timings"]
-        assert timings["predicted_n"] == NEW and timings["prompt_n"] == len(ids)
-        return timings["prompt_ms"] / 1e3, timings["predicted_ms"] / 1e3 / NEW
-
-
-class OpenVino:
-    def __init__(self, name: str, path: str, prompt: int, threads: int) -> None:
-        import openvino
-        import openvino_genai as genai
-
-        self.genai, self.tensor = genai, openvino.Tensor
-        exact = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0, "INFERENCE_PRECISION_HINT": "bf16"} if "bf16" in name else {}
-        scheduler = genai.SchedulerConfig()
-        scheduler.enable_prefix_caching, scheduler.max_num_batched_tokens = False, prompt + NEW
-        scheduler.cache_size = 2
-        self.pipe = genai.LLMPipeline(path, "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=threads, **exact)
-
-    def turn(self, ids: list[int]) -> Turn:
-        import numpy as np
-
-        tokens = np.array([ids], dtype=np.int64)
-        given = self.genai.TokenizedInputs(self.tensor(tokens), self.tensor(np.ones_like(tokens)))
-        config = self.genai.GenerationConfig(max_new_tokens=NEW, min_new_tokens=NEW, ignore_eos=True, do_sample=False)
-        metrics = self.pipe.generate(given, config).perf_metrics
-        assert metrics.get_num_generated_tokens() == NEW
-        return metrics.get_ttft().mean / 1e3, metrics.get_tpot().mean / 1e3
-
-
-CONTESTANTS: dict[str, Any] = {"forebay": ForebayInRam, "llama.cpp": LlamaCpp, "openvino": OpenVino,
-                               "transformers": Transformers}
+PACKED = ("forebay packed", "forebay packed int8", "forebay in bf16", "forebay in bf16 int8")
+NAMES = (*PACKED, "forebay bf16", "forebay float32", "llama.cpp", "openvino", "openvino bf16", "openvino bf16 of fp16",
+         "onnxruntime", "transformers bf16")
 
 
 def serve(name: str, path: str, prompt: int, threads: int) -> None:
@@ -170,25 +81,42 @@ def prepare(folder: Path, model: str, kind: str, more: bool) -> dict[str, tuple[
     import gguf
     import transformers
 
-    from benchmarks.random_gguf import make_gguf
+    from benchmarks.random_gguf import as_f16, make_gguf
     from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
     from forebay.rewriter.checkpoints.resolve import demo_gguf, resolve_model
 
     source = demo_gguf() if model == "demo" else make_gguf(model, kind)
     packed = quantize_model(source, folder / "packed", Wish("keep", head=True, embeddings=True))
+    quantize_model(source, folder / "half", Wish("keep", head=True, embeddings=True, dtype=torch.bfloat16))
     sizes = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(source).tensors}
     own = sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)
     ours = packed.nbytes * own // sum(sizes.values())
-    found = {name: (str(folder / "packed"), ours) for name in ("forebay packed", "forebay packed int8")}
-    found |= {name: (str(source), own) for name in NAMES if name.split()[0] in MODULES}
+    found = {name: (str(folder / ("half" if "in bf16" in name else "packed")), ours) for name in PACKED}
+    found |= {name: (str(source), own) for name in ("llama.cpp", "openvino", "openvino bf16")}
+    native = resolve_model("demo" if model == "demo" else source, dequantize=True)
+    if importlib.util.find_spec(MODULES["onnxruntime"]) is not None:
+        built = build_onnx(native, folder)
+        found["onnxruntime"] = str(built), sum(path.stat().st_size for path in built.glob("model.onnx*"))
     if more and model == "demo":
-        native = resolve_model("demo", dequantize=True)
         bf16 = transformers.AutoModelForCausalLM.from_pretrained(native, dtype=torch.bfloat16)
         bf16.save_pretrained(folder / "bf16")
         count = sum(parameter.numel() for parameter in bf16.parameters())
+        as_f16(source, folder / "half.gguf")
         found |= {"forebay bf16": (str(folder / "bf16"), 2 * count), "forebay float32": (str(native), 4 * count),
+                  "openvino bf16 of fp16": (str(folder / "half.gguf"), 2 * count),
                   "transformers bf16": (str(folder / "bf16"), 2 * count)}
     return {name: found[name] for name in NAMES if name in found}
+
+
+def build_onnx(model: Path, folder: Path) -> Path:
+    """The model in 4 bits by onnxruntime-genai's own builder."""
+    out = folder / "onnx"
+    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(model), "-o", str(out), "-e", "cpu",
+               "-p", "int4", "-c", str(folder / "cache")]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    if ran.returncode:
+        raise SystemExit(f"onnxruntime-genai's builder failed (pip install onnx_ir?): {ran.stderr.splitlines()[-1]}")
+    return out
 
 
 def ask(process: subprocess.Popen[str], line: str | None = None) -> dict[str, Any] | None:
@@ -237,7 +165,7 @@ def summary(name: str, answers: list[dict[str, Any]], prompt: int, nbytes: int, 
            "tokens_per_s": 1 / decode_s, "prompt_tokens_per_s": prompt / prefill_s, "weights_nbytes": nbytes,
            "ceiling_tokens_per_s": rate / nbytes, "peak_nbytes": max(a["peak"] for a in answers),
            "above_empty_nbytes": max(a["above_empty"] for a in answers)}
-    print(f"{name:<18} prefill {prompt / prefill_s:7.0f} tokens/s  decode {1 / decode_s:6.1f} ({1 / slowest:.1f} to "
+    print(f"{name:<22} prefill {prompt / prefill_s:7.0f} tokens/s  decode {1 / decode_s:6.1f} ({1 / slowest:.1f} to "
           f"{1 / fastest:.1f})  {nbytes / MB:5.0f} MB a token, ceiling {rate / nbytes:6.1f} "
           f"({nbytes / rate / decode_s:4.0%})  peak {row['peak_nbytes'] / MB:5.0f} MB, "
           f"{row['above_empty_nbytes'] / MB:5.0f} for the model", flush=True)
@@ -250,6 +178,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=("Q4_0", "Q8_0"), default="Q4_0", help="of the random models' matrices")
     parser.add_argument("--prompt", type=int, nargs="+", default=[64, 512])
     parser.add_argument("--more", action="store_true", help="the demo in bf16 and float32, and transformers, too")
+    parser.add_argument("--only", help="names of contestants, with commas between them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
@@ -271,6 +200,8 @@ def main() -> None:
             if importlib.util.find_spec(module) is None:
                 print(f"{peer}: not installed (pip install {module.replace('_', '-')})")
                 paths = {name: path for name, path in paths.items() if name.split()[0] != peer}
+        if args.only:
+            paths = {name: paths[name] for name in args.only.split(",") if name in paths}
         for prompt in args.prompt:
             print(f"\n{args.model}, prompt of {prompt}")
             found = measure(paths, prompt, args.rounds, args.threads)

@@ -83,3 +83,26 @@ def _tensors(shape: LlamaShape) -> list[tuple[str, int, int]]:
             ("ffn_gate", shape.intermediate, shape.hidden), ("ffn_up", shape.intermediate, shape.hidden),
             ("ffn_down", shape.hidden, shape.intermediate))]
     return [*found, ("output_norm.weight", shape.hidden, 0), ("output.weight", shape.vocab, shape.hidden)]
+
+
+def as_f16(source: Path, out: Path) -> None:
+    """A GGUF file with its matrices expanded to fp16."""
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(out, "llama")
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name == "general.architecture":
+            continue
+        kinds = field.types
+        value = int(gguf.LlamaFileType.MOSTLY_F16) if field.name == "general.file_type" else field.contents()
+        writer.add_key_value(field.name, value, kinds[0], kinds[-1] if kinds[0] == gguf.GGUFValueType.ARRAY else None)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if values.ndim > 1:
+            values = values.astype(np.float16)
+        writer.add_tensor(tensor.name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -135,16 +135,70 @@ assert ctypes.c_size_t.in_dll(shim, "stack").value == 1 << 20
 """
 
 
+def shim(folder: Path, code: str) -> dict[str, str]:
+    """The environment of a process in which the functions of `code` stand before the C library's."""
+    (folder / "shim.c").write_text(code)
+    build = [*shlex.split(str(compile.compiler())), "-x", "c", "-shared", "-fPIC", "-o", folder / "shim.so",
+             folder / "shim.c", "-ldl"]
+    subprocess.run(build, check=True)
+    return os.environ | {"LD_PRELOAD": str(folder / "shim.so")}
+
+
 @pytest.mark.parametrize("allowed", [0, 1, 3, 9])
 def test_threads_that_cannot_be_started_are_done_without(
     tmp_path: Path, request: pytest.FixtureRequest, allowed: int
 ) -> None:
     """Also: their stacks are of the size that kernels need, whatever the shell's limit is."""
-    (tmp_path / "shim.c").write_text(SHIM)
-    build = [*shlex.split(str(compile.compiler())), "-x", "c", "-shared", "-fPIC", "-o", tmp_path / "shim.so",
-             tmp_path / "shim.c", "-ldl"]
-    subprocess.run(build, check=True)
     found = subprocess.run(
         ["sh", "-c", f'ulimit -s 256; exec "$0" -c "$1" {allowed}', sys.executable, WITHOUT_THREADS],
-        cwd=request.config.rootpath, env=os.environ | {"LD_PRELOAD": str(tmp_path / "shim.so")}, timeout=120)
+        cwd=request.config.rootpath, env=shim(tmp_path, SHIM), timeout=120)
     assert found.returncode == 0
+
+
+CROWDED = r"""
+#define _GNU_SOURCE
+#include <sched.h>
+#include <stdatomic.h>
+int at = 0;                             /* the processor that every thread is told to be on; -1: it is not known */
+int alone = 0;                          /* whether no other may be used */
+atomic_int left, came_back, otherwise;  /* masks that were set: all but that processor, those before, any other */
+int sched_getcpu(void) { return at; }
+int sched_getaffinity(int pid, size_t size, cpu_set_t* mask) {
+  CPU_ZERO(mask);
+  CPU_SET(0, mask);
+  if (!alone) CPU_SET(5, mask);
+  return 0;
+}
+int sched_setaffinity(int pid, size_t size, const cpu_set_t* mask) {
+  if (pid == 0 && CPU_COUNT(mask) == 1 && CPU_ISSET(5, mask)) left++;
+  else if (pid == 0 && CPU_COUNT(mask) == 2 && CPU_ISSET(0, mask) && CPU_ISSET(5, mask)) came_back++;
+  else otherwise++;
+  return 0;
+}
+"""
+ON_ONE_PROCESSOR = """
+import ctypes, time, torch
+from tests.kernels.cpu_support.test_team import calls, run
+shim = ctypes.CDLL(None)
+names = ("at", "alone", "left", "came_back", "otherwise")
+at, alone, left, came_back, otherwise = (ctypes.c_int.in_dll(shim, name) for name in names)
+torch.set_num_threads(2)
+steps, made = calls(1)
+end = time.monotonic() + 60
+while not came_back.value and time.monotonic() < end:
+    run(steps, made)
+assert left.value == came_back.value > 0 == otherwise.value, (left.value, came_back.value, otherwise.value)
+for at.value, alone.value in ((0, 1), (-1, 0)):
+    time.sleep(0.01)
+    before = left.value, came_back.value, otherwise.value
+    for _ in range(200):
+        run(steps, made)
+    assert (left.value, came_back.value, otherwise.value) == before, at.value
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="affinities are Linux's")
+def test_threads_on_one_processor_part(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """One leaves, and may be everywhere again at once; where it may be nowhere else it stays."""
+    subprocess.run([sys.executable, "-c", ON_ONE_PROCESSOR], cwd=request.config.rootpath, env=shim(tmp_path, CROWDED),
+                   check=True, timeout=120)
