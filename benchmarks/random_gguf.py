@@ -1,4 +1,5 @@
-"""GGUF files of Llama's shape with random codes, and the tokenizer of SmolLM2: as large as wanted, made in seconds."""
+"""GGUF files of Llama's or Qwen3's shape with random codes, and the tokenizer of SmolLM2: as large as wanted, made in
+seconds."""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ from forebay.kernels.build.cache_folder import cache_folder
 
 VOCAB = 49152
 # Sizes as TinyLlama 1.1B and Llama 3.2 3B have them, with the vocabulary of the tokenizer.
-SHAPES = {"1b": LlamaShape(2048, 22, 32, 4, 5632, VOCAB), "3b": LlamaShape(3072, 28, 24, 8, 8192, VOCAB)}
-BLOCK = 32
+SHAPES = {"1b": LlamaShape(2048, 22, 32, 4, 5632, VOCAB), "3b": LlamaShape(3072, 28, 24, 8, 8192, VOCAB),
+          "qwen3-1b": LlamaShape(2048, 16, 16, 8, 6144, VOCAB), "qwen3-2b": LlamaShape(2048, 30, 16, 8, 6144, VOCAB)}
 SPREAD = 0.02  # standard deviation of the weights
-CODES_SPREAD = {"Q4_0": 4.6, "Q8_0": 73.9}  # of codes that are all as likely
+# Elements and bytes of a block, and the standard deviation of what all its bytes but the scales, all as likely, stand
+# for where those are 1: of Q4_K about, whose low is as many times 7.5.
+KINDS = {"Q4_0": (32, 18, 4.6), "Q8_0": (32, 34, 73.9), "Q4_K": (256, 144, 210.0)}
 
 
 def make_gguf(size: str, kind: str) -> Path:
@@ -28,16 +31,18 @@ def make_gguf(size: str, kind: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     shape, random = SHAPES[size], np.random.default_rng(0)
     made = path.with_suffix(".part")
-    writer = gguf.GGUFWriter(made, "llama", use_temp_file=True)
+    architecture = "qwen3" if size.startswith("qwen3") else "llama"
+    writer = gguf.GGUFWriter(made, architecture, use_temp_file=True)
     _write_settings(writer, shape)
     _copy_tokenizer(writer)
-    for name, rows, columns in _tensors(shape):
+    for name, rows, columns in _tensors(shape, architecture):
         if columns == 0:
             writer.add_tensor(name, np.ones(rows, np.float32))
             continue
-        nbytes = 2 + (BLOCK // 2 if kind == "Q4_0" else BLOCK)
-        blocks = random.integers(0, 256, (rows, columns // BLOCK, nbytes), np.uint8)
-        blocks[..., :2] = np.frombuffer(np.float16(SPREAD / CODES_SPREAD[kind]).tobytes(), np.uint8)
+        elements, nbytes, spread = KINDS[kind]
+        blocks = random.integers(0, 256, (rows, columns // elements, nbytes), np.uint8)
+        scales = np.array([SPREAD / spread] + [7.5 * SPREAD / spread] * (kind == "Q4_K"), np.float16).view(np.uint8)
+        blocks[..., : len(scales)] = scales
         writer.add_tensor(name, blocks.reshape(rows, -1), raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -53,6 +58,7 @@ def _write_settings(writer: Any, shape: LlamaShape) -> None:
         ("context_length", 8192), ("embedding_length", shape.hidden), ("block_count", shape.layers),
         ("feed_forward_length", shape.intermediate), ("head_count", shape.heads), ("head_count_kv", shape.kv_heads),
         ("layer_norm_rms_eps", 1e-5), ("rope_freq_base", 10000.0), ("rope_dimension_count", head),
+        ("key_length", head), ("value_length", head),
         ("vocab_size", shape.vocab),
     ):  # fmt: skip
         getattr(writer, f"add_{name}")(value)
@@ -71,7 +77,7 @@ def _copy_tokenizer(writer: Any) -> None:
                                  kinds[-1] if kinds[0] == gguf.GGUFValueType.ARRAY else None)
 
 
-def _tensors(shape: LlamaShape) -> list[tuple[str, int, int]]:
+def _tensors(shape: LlamaShape, architecture: str) -> list[tuple[str, int, int]]:
     """(name, rows, columns) of every tensor; no columns for a vector."""
     head = shape.hidden // shape.heads
     found = [("token_embd.weight", shape.vocab, shape.hidden)]
@@ -82,6 +88,8 @@ def _tensors(shape: LlamaShape) -> list[tuple[str, int, int]]:
             ("attn_v", shared, shape.hidden), ("attn_output", shape.hidden, own), ("ffn_norm", shape.hidden, 0),
             ("ffn_gate", shape.intermediate, shape.hidden), ("ffn_up", shape.intermediate, shape.hidden),
             ("ffn_down", shape.hidden, shape.intermediate))]
+        if architecture == "qwen3":
+            found += [(f"blk.{i}.attn_{name}_norm.weight", head, 0) for name in "qk"]
     return [*found, ("output_norm.weight", shape.hidden, 0), ("output.weight", shape.vocab, shape.hidden)]
 
 
