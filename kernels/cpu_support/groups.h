@@ -70,6 +70,23 @@ FB_INLINE void dequantize_group(const uint8_t* codes, int32_t bits, float scale,
   } else {
     for (; i + 8 <= n; i += 8) store8(to + i, _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
   }
+#elif defined(__aarch64__)
+  const float32x4_t s = vdupq_n_f32(scale), l = vdupq_n_f32(low);
+  auto store8 = [&](float* at, uint8x8_t bytes) {
+    const uint16x8_t q = vmovl_u8(bytes);
+    vst1q_f32(at, vfmaq_f32(l, vcvtq_f32_u32(vmovl_u16(vget_low_u16(q))), s));
+    vst1q_f32(at + 4, vfmaq_f32(l, vcvtq_f32_u32(vmovl_high_u16(q)), s));
+  };
+  if (bits == 4) {
+    for (; i + 16 <= n; i += 16) {
+      const uint8x8_t packed = vld1_u8(codes + i / 2);
+      const uint8x8_t even = vand_u8(packed, vdup_n_u8(15)), odd = vshr_n_u8(packed, 4);
+      store8(to + i, vzip1_u8(even, odd));
+      store8(to + i + 8, vzip2_u8(even, odd));
+    }
+  } else {
+    for (; i + 8 <= n; i += 8) store8(to + i, vld1_u8(codes + i));
+  }
 #endif
   for (; i < n; ++i) {
     const int q = bits == 8 ? codes[i] : (codes[i / 2] >> (4 * (i & 1))) & 15;

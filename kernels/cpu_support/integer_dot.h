@@ -1,10 +1,13 @@
-// Products of packed 4- and 8-bit codes with rows of x held as 16- or 8-bit integers, AVX2.
+// Products of packed 4- and 8-bit codes with rows of x held as 16- or 8-bit integers: AVX2, or ARM's NEON (neon_dot.h).
 //
 // x is rounded to integers with one scale per group: to 16 bits the error is 1.5e-5 of the group's largest magnitude,
 // far below that of a bf16 x; to 8 bits it is 0.4 %. Sums are exact: 64 products of 255 * 32767 fit 32 bits.
 #pragma once
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define FB_AVX2_DOT 1
+#endif
+#if FB_AVX2_DOT || defined(__aarch64__)
 #define FB_INTEGER_DOT 1
 
 #include "ahead.h"
@@ -40,6 +43,17 @@ template <int64_t MOST> FB_INLINE RowBlock block_of(int64_t i, int64_t m) {
   }
 }
 
+#define FB_METHOD inline __attribute__((always_inline))
+
+}  // namespace forebay
+
+#if !FB_AVX2_DOT
+#include "neon_dot.h"
+#endif
+
+namespace forebay {
+
+#if FB_AVX2_DOT
 FB_INLINE __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
 FB_INLINE __m256 load8(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 FB_INLINE __m256 load8(const bf16* p) {
@@ -132,6 +146,7 @@ FB_INLINE bool round_group(const T* x, int64_t n, int64_t group, bool interleave
   }
   return usable && ordered;
 }
+#endif
 
 // Row i of m; false where it must take the fp32 kernel.
 template <int BYTES, class T>
@@ -151,6 +166,7 @@ static bool round_row(const T* x, int64_t k, int64_t group, int32_t bits, const 
   return usable;
 }
 
+#if FB_AVX2_DOT
 FB_INLINE __m256 load8(__m128i v, int32_t dtype) {
   return dtype == F16 ? _mm256_cvtph_ps(v) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
 }
@@ -165,8 +181,6 @@ FB_INLINE __m256 load_scales(const uint8_t* at, int32_t dtype, int64_t g, int64_
   const __m128i last = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at + 2 * count - 16));
   return load8(_mm_shuffle_epi8(last, _mm_loadu_si128(reinterpret_cast<const __m128i*>(shift + 2 * missing))), dtype);
 }
-
-#define FB_METHOD inline __attribute__((always_inline))
 
 // Elements that are multiplied together.
 constexpr int unit_of(int sub) { return sub == 16 ? 32 : sub; }
@@ -292,6 +306,7 @@ FB_INLINE void integer_block(const uint8_t* x, const float* x_scale, const float
   FB_UNROLL for (int n = 0; n < NB; ++n)
     FB_UNROLL for (int i = 0; i < MB; ++i) c[i * cs + n] += sum8(acc[n][i]);
 }
+#endif
 
 template <int BITS, int BYTES, int SUB, int MB, int NB>
 static void integer_rows(const IntegerRows& x, int64_t m, const uint8_t* rows, int64_t stride, int64_t n,

@@ -6,6 +6,8 @@
 #include <cstring>
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace forebay {
@@ -38,6 +40,10 @@ FB_INLINE float to_float(bf16 v) { return bits_to_float(uint32_t(v.bits) << 16);
 FB_INLINE float to_float(f16 v) {
 #if defined(__F16C__)
   return _cvtsh_ss(v.bits);
+#elif defined(__aarch64__)
+  __fp16 h;
+  std::memcpy(&h, &v, sizeof h);
+  return h;
 #else
   const uint32_t sign = uint32_t(v.bits & 0x8000) << 16, exponent = (v.bits >> 10) & 31, mantissa = v.bits & 1023;
   if (exponent == 31) return bits_to_float(sign | 0x7f800000u | (mantissa << 13));
@@ -55,6 +61,9 @@ FB_INLINE void from_float(float v, bf16* to) {
 FB_INLINE void from_float(float v, f16* to) {
 #if defined(__F16C__)
   to->bits = uint16_t(_cvtss_sh(v, 0));
+#elif defined(__aarch64__)
+  const auto h = static_cast<__fp16>(v);
+  std::memcpy(to, &h, sizeof h);
 #else
   const uint32_t u = float_to_bits(v), sign = (u >> 16) & 0x8000, magnitude = u & 0x7fffffffu;
   if (magnitude > 0x7f800000u) { to->bits = uint16_t(sign | 0x7e00); return; }
@@ -69,6 +78,11 @@ FB_INLINE void from_float(float v, f16* to) {
 
 FB_INLINE vf load(const float* p) { vf v; std::memcpy(&v, p, sizeof v); return v; }
 FB_INLINE vf load(const bf16* p) {
+#if defined(__aarch64__)  // gcc 12 takes every lane of __builtin_convertvector through a register of integers
+  uint16x4_t bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return (vf)vshll_n_u16(bits, 16);
+#else
 #if defined(__AVX512F__)
   __m256i h;
   std::memcpy(&h, p, sizeof h);
@@ -83,6 +97,7 @@ FB_INLINE vf load(const bf16* p) {
   const vu u = __builtin_convertvector(h, vu);
 #endif
   return (vf)(u << 16);
+#endif
 }
 FB_INLINE vf load(const f16* p) {
 #if defined(__AVX512F__)
@@ -93,6 +108,10 @@ FB_INLINE vf load(const f16* p) {
   __m128i h;
   std::memcpy(&h, p, sizeof h);
   return (vf)_mm256_cvtph_ps(h);
+#elif defined(__aarch64__)
+  float16x4_t h;
+  std::memcpy(&h, p, sizeof h);
+  return (vf)vcvt_f32_f16(h);
 #else
   vf v;
   for (int i = 0; i < VL; ++i) { f16 h; std::memcpy(&h, p + i, 2); v[i] = to_float(h); }
@@ -107,6 +126,15 @@ FB_INLINE void keep(vf& v) {
   asm("" : "+x"(v));
 #else
   (void)v;
+#endif
+}
+
+// Settles v: what follows is not contracted with what made it.
+FB_INLINE void settle(vf& v) {
+#if defined(__aarch64__)
+  asm("" : "+w"(v));
+#else
+  keep(v);
 #endif
 }
 
@@ -129,6 +157,8 @@ FB_INLINE float lane_sum(vf v) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+#elif defined(__aarch64__)
+  return vaddvq_f32((float32x4_t)v);
 #else
   return (v[0] + v[2]) + (v[1] + v[3]);
 #endif

@@ -15,6 +15,8 @@ constexpr int PANEL = 2 * VL;                        // weight rows that are mul
 constexpr int64_t DEPTH = (1 << 14) / (4 * PANEL);   // elements of each: a panel is half of L1
 #if defined(__AVX512F__)
 constexpr int MOST_ROWS = 12;  // rows of x in registers: 24 accumulators of 32 registers
+#elif defined(__aarch64__)
+constexpr int MOST_ROWS = 10;  // 20 of 32: with more gcc 12 moves pointers to memory and back
 #else
 constexpr int MOST_ROWS = 6;   // 12 of 16
 #endif
@@ -83,6 +85,21 @@ FB_INLINE void transpose8(const float* from, int64_t step, float* to, int64_t st
     _mm256_storeu_ps(to + (j + 4) * stride, _mm256_permute2f128_ps(r[j], r[j + 4], 0x31));
   }
 }
+#elif defined(__aarch64__)
+FB_INLINE void transpose8(const float* from, int64_t step, float* to, int64_t stride) {
+  FB_UNROLL for (int i = 0; i < 8; i += 4)
+    FB_UNROLL for (int j = 0; j < 8; j += 4) {
+      const float* row = from + j * step + i;
+      const float32x4_t a = vld1q_f32(row), b = vld1q_f32(row + step), c = vld1q_f32(row + 2 * step),
+                        d = vld1q_f32(row + 3 * step);
+      const auto ab = vtrnq_f32(a, b), cd = vtrnq_f32(c, d);
+      FB_UNROLL for (int k = 0; k < 2; ++k) {
+        const auto upper = vreinterpretq_f64_f32(ab.val[k]), lower = vreinterpretq_f64_f32(cd.val[k]);
+        vst1q_f32(to + (i + k) * stride + j, vreinterpretq_f32_f64(vtrn1q_f64(upper, lower)));
+        vst1q_f32(to + (i + k + 2) * stride + j, vreinterpretq_f32_f64(vtrn2q_f64(upper, lower)));
+      }
+    }
+}
 #endif
 
 // A panel of the weight rows [0, n), elements [0, k), of which row(j, to) writes those of row j; the rest are zeros.
@@ -94,7 +111,7 @@ template <class Row> FB_INLINE void fill_panel(int64_t n, int64_t k, float* pane
     for (int64_t r = 0; r < rows; ++r) row(j + r, held + r * STEP);
     if (rows < 8) std::memset(held + rows * STEP, 0, size_t((8 - rows) * STEP) * 4);
     int64_t i = 0;
-#if defined(__AVX__)
+#if defined(__AVX__) || defined(__aarch64__)
     for (; i + 8 <= k; i += 8) transpose8(held + i, STEP, panel + i * PANEL + j, PANEL);
 #endif
     for (; i < k; ++i)

@@ -55,7 +55,9 @@ inline void leave(int) {}
 #endif
 
 // The loop being run. A ticket is its number << 32 | iterations not yet taken. Who takes one (compare and exchange) knows
-// that the loop is not over, so that what was read of it before is what was written for it.
+// that the loop is not over, so that what was read of it before is what was written for it: not what was before, which
+// was overwritten ahead of the ticket that was read (acquire), nor what the next loop writes, which begins after the end
+// of all that was taken (ended_). So it is on processors that order reads and writes weakly, such as ARM's, too.
 class Team {
  public:
   void share(int64_t count, int threads, int64_t serial_ns, Task task, const void* context) {

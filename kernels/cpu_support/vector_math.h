@@ -14,13 +14,15 @@ FB_INLINE vu bf16_bits(vf v) {
 
 // Every lane as the type pointed to holds it, nearest and ties to even. fp32 too passes through a register, so that
 // what follows is not contracted with what made v.
-FB_INLINE vf rounded(const float*, vf v) { keep(v); return v; }
+FB_INLINE vf rounded(const float*, vf v) { settle(v); return v; }
 FB_INLINE vf rounded(const bf16*, vf v) { return (vf)(bf16_bits(v) << 16); }
 FB_INLINE vf rounded(const f16*, vf v) {
 #if defined(__AVX512F__)
   return (vf)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)v, 0));
 #elif defined(__F16C__)
   return (vf)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)v, 0));
+#elif defined(__aarch64__)
+  return (vf)vcvt_f32_f16(vcvt_f16_f32((float32x4_t)v));
 #else
   for (int i = 0; i < VL; ++i) { f16 h; from_float(v[i], &h); v[i] = to_float(h); }
   return v;
@@ -44,6 +46,9 @@ FB_INLINE void store_whole(f16* p, vf v) {
 #elif defined(__F16C__)
   const __m128i h = _mm256_cvtps_ph((__m256)v, 0);
   std::memcpy(p, &h, sizeof h);
+#elif defined(__aarch64__)
+  const float16x4_t h = vcvt_f16_f32((float32x4_t)v);
+  std::memcpy(p, &h, sizeof h);
 #else
   for (int i = 0; i < VL; ++i) store_one(p + i, v[i]);
 #endif
@@ -54,16 +59,19 @@ template <class T> FB_INLINE void store_partial(T* p, vf v, int n) {
 
 // The sum of f over the elements of a row; what f makes of lanes beyond its end is left out.
 template <class T, class F> FB_INLINE float row_sum(const T* x, int64_t n, F f) {
-  vf sum[4] = {};
+  constexpr int SUMS = VL < 8 ? 8 : 4;  // of at least 32 lanes: the fewer, the more each rounds
+  vf sum[SUMS] = {};
   int64_t i = 0;
-  for (; i + 4 * VL <= n; i += 4 * VL)
-    FB_UNROLL for (int j = 0; j < 4; ++j) sum[j] += f(load(x + i + j * VL));
+  for (; i + SUMS * VL <= n; i += SUMS * VL)
+    FB_UNROLL for (int j = 0; j < SUMS; ++j) sum[j] += f(load(x + i + j * VL));
   for (; i + VL <= n; i += VL) sum[0] += f(load(x + i));
   if (i < n) {
     vf v = f(load_partial(x + i, int(n - i)));
     for (int j = int(n - i); j < VL; ++j) v[j] = 0.0f;
     sum[1] += v;
   }
+  if constexpr (SUMS == 8)
+    FB_UNROLL for (int j = 0; j < 4; ++j) sum[j] += sum[j + 4];
   return lane_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 

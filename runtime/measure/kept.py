@@ -112,9 +112,11 @@ def _alone() -> Iterator[None]:
 
 
 def _processor() -> str:
-    """The processor's name, "" where the kernel does not tell."""
+    """The processor's name, or on ARM its numbers; the architecture alone where the kernel tells neither."""
+    told: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
+            name, _, value = line.partition(":")
+            told.setdefault(name.strip(), value.strip())
+    part = " ".join(filter(None, map(told.get, ("CPU implementer", "CPU part"))))
+    return told.get("model name") or f"{platform.machine()} {part}".strip()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import platform
 
 import pytest
 
 from forebay.kernels.build import compile
 from forebay.kernels.cpu_support import native
+from tests.kernels import emulated
 
-# Another kind of processor that the kernels are compiled for (test_processors.py), at -O1: a third of the time.
+# Another kind of processor that the kernels are compiled for (test_processors.py), and run as if on one.
 OTHER = os.environ.get("FOREBAY_TEST_PROCESSOR")
-if OTHER:
-    native.FLAGS = tuple({"-march=native": f"-march={OTHER}", "-O3": "-O1"}.get(flag, flag) for flag in native.FLAGS)
+if OTHER in emulated.PROCESSORS and platform.machine() == "x86_64":
+    emulated.take_over(OTHER)
+elif OTHER:
+    native.FLAGS = emulated.flags_for(OTHER)
 
 needs_compiler = pytest.mark.skipif(compile.compiler() is None, reason="no C++ compiler")
 

@@ -38,7 +38,7 @@ NAMES = ("int16", "bf16", "int8", "flat", "upcast")
 UNPACKED_FLOATS, RESULT_FLOATS = 6, 4
 FEW_ROWS = 6  # rows of x up to which bf16 is int16
 INTEGER_NBYTES = {"int16": 2, "bf16": 2, "int8": 1, "flat": 0}
-# What the library answers where it has the kernels for AVX-512 and VNNI, for bf16 instructions too; 1 for AVX2 alone.
+# What the library answers where it has the kernels for AVX-512 and VNNI, for bf16 instructions too; 1 for AVX2 or ARM.
 VNNI, BF16 = 2, 3
 # Rows of x that the C++ kernels hold at a time: weights are expanded once for each block, so more where they are short
 # enough to stay in L2 as integers.
@@ -143,7 +143,7 @@ def bind_linear_q(
         return functools.partial(_upcast, x2, rows, bias, out2, stored, after)
     if impl not in implementations(bits):
         names = implementations(bits)
-        fail("impl", f"{impl!r} needs a C++ compiler and, but for 'flat', AVX2; use one of {names}")
+        fail("impl", f"{impl!r} needs a C++ compiler and, but for 'flat', AVX2 or ARM; use one of {names}")
     _, multiplier, residual = after
     given = (x2, rows, bias, multiplier, residual, out2)
     args = QuantizedLinearArgs(
@@ -176,7 +176,8 @@ def default_choice(bits: int, m: int, group_size: int) -> str:
 
     int16 for few rows where there is AVX2, flat for many: on one core of Zen 3 int16 makes 60 to 70 GFLOP/s in groups
     of 32 and 80 to 90 in groups of 64, whatever the rows; flat 75 with 32 rows, 83 with 64 and 90 with 256. With VNNI
-    int16 for any: on one core of Zen 4 150 to 190 GFLOP/s at 64 rows, flat 70. Without a compiler upcast.
+    int16 for any: on one core of Zen 4 150 to 190 GFLOP/s at 64 rows, flat 70. On ARM, where nothing was timed, as with
+    AVX2. Without a compiler upcast.
     """
     names = implementations(bits)
     library = native.load()

@@ -1,6 +1,7 @@
 // y = act(x W^T + b) * multiplier + residual for a W of packed 4- or 8-bit groups (packing.py), by three routes: integer
-// products on processors with AVX2 (integer_dot.h) or with AVX-512 and VNNI (vnni_dot.h for few rows of x, vnni_panels.h
-// for many), and fp32, which unpacks a few rows at a time, many into panels (panels.h), and takes any x anywhere.
+// products on processors with AVX2 or of 64-bit ARM (integer_dot.h) or with AVX-512 and VNNI (vnni_dot.h for few rows of
+// x, vnni_panels.h for many), and fp32, which unpacks a few rows at a time, many into panels (panels.h), and takes any x
+// anywhere.
 #include <algorithm>
 
 #include "bf16_unpacked.h"
@@ -95,7 +96,7 @@ void upcast_row(const QuantizedLinearArgs& a, int64_t m, float* to) {
 }
 
 // How a block's rows of x are held: as fp32, as bf16, or as integers for the kernels of one of two kinds of processor.
-enum class Route { FLOAT, BF16, AVX2, VNNI };
+enum class Route { FLOAT, BF16, INTEGER, VNNI };
 
 struct Work {
   GroupFormat f;
@@ -123,7 +124,7 @@ Route route_of(const QuantizedLinearArgs& a) {
 #if FB_VNNI
   if ((a.group & (a.group - 1)) == 0) return Route::VNNI;
 #endif
-  return Route::AVX2;
+  return Route::INTEGER;
 }
 
 #if FB_VNNI
@@ -149,7 +150,7 @@ void vnni_product(const QuantizedLinearArgs& a, const Work& work, int64_t m, int
 #endif
 
 #if FB_INTEGER_DOT
-// c[m, n] += the integers of the block times rows [n0, n0 + n), on processors with AVX2.
+// c[m, n] += the integers of the block times rows [n0, n0 + n), by integer_dot.h.
 void integer_rows_product(const QuantizedLinearArgs& a, const Work& work, int64_t m, int64_t n0, int64_t n, float* c) {
   const uint8_t* rows = a.rows + n0 * a.rows_stride;
 #define FB_PRODUCT(BITS, BYTES, SUB) \
@@ -181,7 +182,7 @@ void run_chunk(const QuantizedLinearArgs& a, const Work& work, int64_t m0, int64
     case Route::VNNI: vnni_product(a, work, m, n0, n, c, cs); break;
 #endif
 #if FB_INTEGER_DOT
-    case Route::AVX2: integer_rows_product(a, work, m, n0, n, c); break;
+    case Route::INTEGER: integer_rows_product(a, work, m, n0, n, c); break;
 #endif
     default:
       if (work.panels) panel_product(a, work.f, work.x, work.xs, m, n0, n, c, cs);
@@ -342,7 +343,7 @@ extern "C" int forebay_linear_q(const QuantizedLinearArgs* a, float* scratch, in
   if ((a->group % 32 && !pairs) || a->group > UNPACK_K || scratch_floats_for(*a, 1) > scratch_floats) return 1;
   if (a->integer_nbytes && !forebay_integer_dot()) return 1;
   if (a->bf16_panels && (forebay_integer_dot() < 3 || a->x_dtype == F16)) return 1;
-  if (a->integer_nbytes == 1 && a->bits == 8 && route_of(*a) == Route::AVX2) return 1;
+  if (a->integer_nbytes == 1 && a->bits == 8 && route_of(*a) == Route::INTEGER) return 1;
   run(*a, scratch, scratch_floats, threads);
   return 0;
 }

@@ -1,7 +1,7 @@
 """`forebay::linear_q`: out = act(x W^T + bias) * multiplier + residual for a W of packed rows of 4 or 8 bits.
 
-    int16   C++, AVX2: x rounded to 16-bit integers with one scale per group, exact integer sums. Adds 1.5e-5 of a
-            group's largest |x|, 250 times less than a bf16 x has lost already. The default for few rows
+    int16   C++, AVX2 or ARM: x rounded to 16-bit integers with one scale per group, exact integer sums. Adds 1.5e-5 of
+            a group's largest |x|, 250 times less than a bf16 x has lost already. The default for few rows
     bf16    C++, the bf16 instructions of AVX-512: many rows of x, and the weights that they meet, rounded to bf16, 1.15
             to 1.2 times as fast as int16; few rows as int16. Each is off by up to 0.4 %, the product's norm by some 0.2
             %, as much as it costs to store the result in bf16. x is fp32 or bf16

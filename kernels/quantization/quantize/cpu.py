@@ -81,7 +81,7 @@ def quantize_into(x: Tensor, bits: int, group_size: int, rounding: str, parts: t
         else:
             piece, flag = piece if is_plain(piece) else piece.contiguous(), ctypes.c_int32(0)
             args = _native_args(piece, made, flag, bits, group_size)
-            native.function("quantize")(ctypes.addressof(args), None, 0, torch.get_num_threads())
+            native.NativeCall("quantize", args, (piece, *made, flag))()
             unheld = bool(flag.value)
         if unheld:
             refuse_unheld(piece, made[1].dtype)
