@@ -30,12 +30,15 @@ class Block {
   explicit Block(int64_t nbytes) : nbytes_(size_t(nbytes)) {
     const size_t page = size_t(sysconf(_SC_PAGESIZE)), whole = (nbytes_ + page - 1) / page * page;
     mapped_nbytes_ = whole + page;
-    mapped_ = static_cast<char*>(mmap(nullptr, mapped_nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    if (mapped_ == MAP_FAILED || mprotect(mapped_ + whole, page, PROT_NONE)) std::abort();
+    void* mapped = mmap(nullptr, mapped_nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) std::abort();
+    mapped_ = static_cast<char*>(mapped);
+    if (mprotect(mapped_ + whole, page, PROT_NONE)) std::abort();
     data = mapped_ + whole - nbytes_;
   }
   Block(const Block&) = delete;
-  Block(Block&& other) : data(other.data), nbytes_(other.nbytes_), mapped_(other.mapped_), mapped_nbytes_(other.mapped_nbytes_) {
+  Block(Block&& other) noexcept : data(other.data), nbytes_(other.nbytes_), mapped_(other.mapped_) {
+    mapped_nbytes_ = other.mapped_nbytes_;
     other.mapped_ = nullptr;
   }
   ~Block() {
