@@ -39,7 +39,7 @@ NAMES = ("forebay", "neurostream", "llama.cpp", "llama.cpp in RAM")
 MODELS = {"Q8_0": "qwen3-1b", "Q4_K": "qwen3-2b"}
 
 
-class Forebay:
+class ForebayOnGguf:
     def __init__(self, path: str, budget: int, new: int) -> None:
         import forebay.api
 
@@ -53,7 +53,7 @@ class Forebay:
         return seen[1] - seen[0], (seen[-1] - seen[1]) / (self.new - 1)
 
 
-class NeuroStream:
+class NeuroStreamPeer:
     def __init__(self, path: str, budget: int, new: int) -> None:
         from neurostream.api import NeuroStream as Model
 
@@ -85,7 +85,7 @@ def serve(name: str, path: str, budget: int, new: int, threads: int) -> None:
     if "llama" in name:
         contestant = LlamaCpp(name, path, PROMPT, threads)
     else:
-        contestant = (Forebay if name == "forebay" else NeuroStream)(path, budget, new)
+        contestant = (ForebayOnGguf if name == "forebay" else NeuroStreamPeer)(path, budget, new)
     ids = torch.randint(5, 49000, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
     forget_peak()
     print(json.dumps({"loaded": True}), file=answers)
