@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Literal
 
+import torch
+
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Plan, PlanError, Workload
 from forebay.rewriter.ir.score_range import ScoreRange
@@ -85,6 +87,11 @@ def activations_of(plan: Plan) -> Activations:
     """How packed weights meet activations in a plan: as one of its products rounds them, if one does."""
     chosen = {choice.impl for choice in plan.gemm}
     return "int8" if "int8" in chosen else "bf16" if "bf16" in chosen else "native"
+
+
+def told_activations(activations: str, dtype: torch.dtype) -> str:
+    """As settings tell them: rounding to bf16 is nothing to a model that computes in it."""
+    return "native" if activations == "bf16" and dtype == torch.bfloat16 else activations
 
 
 def check_choices(workload: Workload, wishes: Wishes, replayed: Plan | None = None) -> None:

@@ -19,6 +19,7 @@ from forebay.kernels.cpu_support import native
 from forebay.kernels.products.linear_q.cpu import implementations
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import PlanError, load_plan
+from forebay.rewriter.planning.wishes import activations_of, told_activations
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.switches import Switches
 
@@ -79,6 +80,9 @@ def test_many_rows_in_bf16(packed: dict[str, Path], tmp_path: Path, format: str)
     with forebay.wrap(tmp_path / "packed", 1 << 30, **SHAPE) as lm:
         impls = {c.impl for c in lm.plan.gemm if c.m > 6 and c.dtype.startswith(format[:2])}
         assert impls == {"bf16"} and torch.isfinite(lm.next_logits(prompts()).float()).all()
+        # A job that goes on with this plan is the one that was begun without.
+        assert told_activations(activations_of(lm.plan), lm.captured.dtype) == "native"
+    assert told_activations("bf16", torch.float32) == "bf16" and told_activations("int8", torch.bfloat16) == "int8"
 
 
 def test_a_saved_plan_rounds_as_it_says(packed: dict[str, Path], tmp_path: Path) -> None:

@@ -30,10 +30,11 @@ class AttentionArgs(ctypes.Structure):
 # Queries per piece without the C++ kernel: bounds mask and scores.
 QUERY_STEP = 128
 # Stack per thread of the C++ kernel: query rows and their results of 11264 floats, 88 x 64 scores, a panel of 16 KiB of
-# keys or values, and 8 rows of a quarter of it and 16 floats more on their way there; in bf16 half the numbers for the
-# query rows, but beside each 128 scores, 160 halves of probabilities, 16 partial sums and 32 floats of room.
-NATIVE_NBYTES = max(4 * (2 * 11264 + 88 * 64 + 4096 + 8 * (256 + 16)),
-                    4 * (11264 + 11264 // 2 + 88 * (128 + 80 + 16 + 32) + 4096))
+# keys or values, and 8 rows of a quarter of it and 16 floats more on their way there. In bf16, where the processor
+# multiplies it: half the numbers for query rows, but for each 128 scores, 160 halves of probabilities, 16 partial sums
+# and 32 floats of room, and nothing on its way.
+NATIVE_NBYTES = 4 * (2 * 11264 + 88 * 64 + 4096 + 8 * (256 + 16))
+NATIVE_BF16_NBYTES = 4 * (11264 + 11264 // 2 + 88 * (128 + 80 + 16 + 32) + 4096)
 # The C++ kernels give the positions that a sequence sees to several tasks, in parts of 256 or more, where sequences and
 # heads make too few. Results depend on the number of threads only so far.
 PART, PARTS_MOST, PARTS_ROWS = 256, 32, 32
@@ -45,7 +46,8 @@ def workspace_nbytes(
     """Upper bound, in bytes, of what attention_out takes beside its arguments, for the kernel present here."""
     if head_dim <= 512 and native.load() is not None:
         parts = parts_of(batch, heads, kv_heads, queries, length)
-        return NATIVE_NBYTES * torch.get_num_threads() + 4 * part_floats(batch, heads, queries, head_dim, parts)
+        stack = max(NATIVE_NBYTES, NATIVE_BF16_NBYTES) if dtype == torch.bfloat16 else NATIVE_NBYTES
+        return stack * torch.get_num_threads() + 4 * part_floats(batch, heads, queries, head_dim, parts)
     rows = min(queries, QUERY_STEP)
     itemsize = max(4, dtype.itemsize)
     # Explicit scores, probabilities and mask of a piece, K and V in fp32 and expanded for groups, and the result. The

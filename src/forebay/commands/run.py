@@ -94,7 +94,7 @@ def run(
         from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids
         from forebay.rewriter.ir.byte_sizes import parse_budget
         from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
-        from forebay.rewriter.planning.wishes import Wishes, activations_of
+        from forebay.rewriter.planning.wishes import Wishes, activations_of, told_activations
         from forebay.runtime.disk.spill import require_spill_folder
         from forebay.runtime.run.sampling import Sampling
 
@@ -153,7 +153,8 @@ def run(
         ask = jobs.Ask(max_new_tokens, eos, sampling, seed)
         settings = jobs.job_settings(checkpoint, tokenizer, ask, chat=chat,
                                      cache=cache if saved is None else saved.cache_format,
-                                     activations=activations if saved is None else activations_of(saved),
+                                     activations=told_activations(
+                                         activations if saved is None else activations_of(saved), captured.dtype),
                                      ranges=ranges if saved is None else saved.score_ranges)
         with jobs.AnswerFile(output, settings, force=force) as answers:
             answers.answered, answers.batch = as_first_rank(mesh, answers.answered, answers.batch)

@@ -158,8 +158,8 @@ def test_stack_of_the_native_kernel_is_what_is_stated() -> None:
     rows, floats, part, keys, rounded = (int(re.search(rf"\b{name} = (\d+)", text)[1]) for name in names)  # type: ignore[index]
     panel, held = 4096, 8 * (256 + 16)  # of panels.h, the same for all lengths of vectors or smaller
     rounded_rows = rows * (rounded + (2 * rounded + 64) // 4 + 16 + 32)  # scores, probabilities, sums, room
-    exact, in_bf16 = 2 * floats + rows * keys + panel + held, floats + floats // 2 + rounded_rows + panel
-    assert 4 * max(exact, in_bf16) == module.NATIVE_NBYTES
+    assert 4 * (2 * floats + rows * keys + panel + held) == module.NATIVE_NBYTES
+    assert 4 * (floats + floats // 2 + rounded_rows + panel) == module.NATIVE_BF16_NBYTES
     assert part == module.PART and floats // 512 > 0
 
 
