@@ -75,9 +75,9 @@ def serve(name: str, path: str, prompt: int, threads: int) -> None:
               file=answers)
 
 
-def prepare(folder: Path, model: str, kind: str, more: bool) -> dict[str, tuple[str, int]]:
-    """What each contestant opens, and the bytes of weights it reads a token: all but the embedding, whose matrix is
-    the head's too in the demo."""
+def prepare(folder: Path, model: str, kind: str, more: bool, only: set[str]) -> dict[str, tuple[str, int]]:
+    """What each contestant (of `only`, if it names any) opens, and the bytes of weights it reads a token: all but the
+    embedding, whose matrix is the head's too in the demo."""
     import gguf
     import transformers
 
@@ -93,11 +93,12 @@ def prepare(folder: Path, model: str, kind: str, more: bool) -> dict[str, tuple[
     ours = packed.nbytes * own // sum(sizes.values())
     found = {name: (str(folder / ("half" if "in bf16" in name else "packed")), ours) for name in PACKED}
     found |= {name: (str(source), own) for name in ("llama.cpp", "openvino", "openvino bf16")}
-    native = resolve_model("demo" if model == "demo" else source, dequantize=True)
-    if importlib.util.find_spec(MODULES["onnxruntime"]) is not None:
-        built = build_onnx(native, folder)
+    builds = not only or "onnxruntime" in only
+    if builds and importlib.util.find_spec(MODULES["onnxruntime"]) is not None:
+        built = build_onnx(resolve_model("demo" if model == "demo" else source, dequantize=True), folder)
         found["onnxruntime"] = str(built), sum(path.stat().st_size for path in built.glob("model.onnx*"))
     if more and model == "demo":
+        native = resolve_model("demo", dequantize=True)
         bf16 = transformers.AutoModelForCausalLM.from_pretrained(native, dtype=torch.bfloat16)
         bf16.save_pretrained(folder / "bf16")
         count = sum(parameter.numel() for parameter in bf16.parameters())
@@ -105,7 +106,7 @@ def prepare(folder: Path, model: str, kind: str, more: bool) -> dict[str, tuple[
         found |= {"forebay bf16": (str(folder / "bf16"), 2 * count), "forebay float32": (str(native), 4 * count),
                   "openvino bf16 of fp16": (str(folder / "half.gguf"), 2 * count),
                   "transformers bf16": (str(folder / "bf16"), 2 * count)}
-    return {name: found[name] for name in NAMES if name in found}
+    return {name: found[name] for name in NAMES if name in found and (not only or name in only)}
 
 
 def build_onnx(model: Path, folder: Path) -> Path:
@@ -195,13 +196,11 @@ def main() -> None:
     print(f"{args.threads} threads, memory {rate / 1e9:.1f} GB/s")
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        paths = prepare(Path(scratch), args.model, args.kind, args.more)
+        paths = prepare(Path(scratch), args.model, args.kind, args.more, set(args.only.split(",") if args.only else ()))
         for peer, module in MODULES.items():
             if importlib.util.find_spec(module) is None:
                 print(f"{peer}: not installed (pip install {module.replace('_', '-')})")
                 paths = {name: path for name, path in paths.items() if name.split()[0] != peer}
-        if args.only:
-            paths = {name: paths[name] for name in args.only.split(",") if name in paths}
         for prompt in args.prompt:
             print(f"\n{args.model}, prompt of {prompt}")
             found = measure(paths, prompt, args.rounds, args.threads)
