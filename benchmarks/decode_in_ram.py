@@ -35,10 +35,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.ram_contestants import CONTESTANTS, MODULES, NEW, forget_peak, resident
+from benchmarks.ram_contestants import (
+    CONTESTANTS,
+    MODULES,
+    NEW,
+    ask,
+    build_onnx,
+    forget_peak,
+    resident,
+    some_ids,
+    started,
+)
 
 MB = 1e6
-LIBGOMP_SPINS = "300000"  # its default, with which llama.cpp is several times faster than without spinning
 PACKED = ("forebay packed", "forebay packed int8", "forebay in bf16", "forebay in bf16 int8")
 NAMES = (*PACKED, "forebay bf16", "forebay float32", "llama.cpp", "openvino", "openvino bf16", "openvino bf16 of fp16",
          "onnxruntime", "transformers bf16")
@@ -63,8 +72,7 @@ def serve(name: str, path: str, prompt: int, threads: int) -> None:
     torch.set_num_threads(threads)
     empty = resident("VmRSS")
     contestant = CONTESTANTS[kind](name, path, prompt, threads)
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(5, 49000, (prompt,), generator=generator).tolist()
+    ids = some_ids(prompt)
     contestant.turn(ids)
     forget_peak()
     print(json.dumps({"loaded": True}), file=answers)
@@ -87,7 +95,8 @@ def prepare(folder: Path, model: str, kind: str, more: bool, only: set[str]) -> 
 
     source = demo_gguf() if model == "demo" else make_gguf(model, kind)
     packed = quantize_model(source, folder / "packed", Wish("keep", head=True, embeddings=True))
-    quantize_model(source, folder / "half", Wish("keep", head=True, embeddings=True, dtype=torch.bfloat16))
+    if not only or any("in bf16" in name for name in only):
+        quantize_model(source, folder / "half", Wish("keep", head=True, embeddings=True, dtype=torch.bfloat16))
     sizes = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(source).tensors}
     own = sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)
     ours = packed.nbytes * own // sum(sizes.values())
@@ -95,7 +104,9 @@ def prepare(folder: Path, model: str, kind: str, more: bool, only: set[str]) -> 
     found |= {name: (str(source), own) for name in ("llama.cpp", "openvino", "openvino bf16")}
     builds = not only or "onnxruntime" in only
     if builds and importlib.util.find_spec(MODULES["onnxruntime"]) is not None:
-        built = build_onnx(resolve_model("demo" if model == "demo" else source, dequantize=True), folder)
+        built = folder / "onnx"
+        native = resolve_model("demo" if model == "demo" else source, dequantize=True)
+        build_onnx(native, built, "int4", folder / "cache")
         found["onnxruntime"] = str(built), sum(path.stat().st_size for path in built.glob("model.onnx*"))
     if more and model == "demo":
         native = resolve_model("demo", dequantize=True)
@@ -109,42 +120,18 @@ def prepare(folder: Path, model: str, kind: str, more: bool, only: set[str]) -> 
     return {name: found[name] for name in NAMES if name in found and (not only or name in only)}
 
 
-def build_onnx(model: Path, folder: Path) -> Path:
-    """The model in 4 bits by onnxruntime-genai's own builder."""
-    out = folder / "onnx"
-    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(model), "-o", str(out), "-e", "cpu",
-               "-p", "int4", "-c", str(folder / "cache")]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    if ran.returncode:
-        raise SystemExit(f"onnxruntime-genai's builder failed (pip install onnx_ir?): {ran.stderr.splitlines()[-1]}")
-    return out
-
-
-def ask(process: subprocess.Popen[str], line: str | None = None) -> dict[str, Any] | None:
-    """The answer to a line, or what is said unasked; None where the process has ended."""
-    assert process.stdin is not None and process.stdout is not None
-    if line is not None:
-        print(line, file=process.stdin, flush=True)
-    answer = process.stdout.readline()
-    return json.loads(answer) if answer else None
-
-
 def measure(paths: dict[str, tuple[str, int]], prompt: int, rounds: int, threads: int
             ) -> dict[str, list[dict[str, Any]]]:
     """Each contestant's answers, one a round; those run that are in `paths`."""
     processes: dict[str, subprocess.Popen[str]] = {}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in paths}
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     try:
         for name, (path, _) in paths.items():
-            command = [sys.executable, "-m", "benchmarks.decode_in_ram", "--serve", name, "--path", path,
-                       "--prompt", str(prompt), "--threads", str(threads)]
-            own = environment | ({"GOMP_SPINCOUNT": LIBGOMP_SPINS} if name == "llama.cpp" else {})
-            processes[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                               env=own)
-            if ask(processes[name]) is None:
+            process = started("decode_in_ram", name, path, threads, "--prompt", str(prompt))
+            if process is None:
                 print(f"{name}: does not load {path}")
-                del processes[name]
+            else:
+                processes[name] = process
         for _ in range(rounds):
             for name, process in processes.items():
                 answer = ask(process, "turn")

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +21,7 @@ import torch
 
 import forebay
 from benchmarks.quantized_linear import ceiling_bytes_per_s
+from benchmarks.ram_contestants import build_onnx, open_onnx
 from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.checkpoints.resolve import resolve_model
 
@@ -39,11 +38,7 @@ def make(model: Path, folder: Path) -> dict[Key, Path]:
         if out.exists():
             continue
         if maker == "builder":
-            command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", model, "-o", out, "-e", "cpu",
-                       "-p", PRECISIONS[precision], "-c", folder / "cache"]
-            ran = subprocess.run(command, capture_output=True, text=True)
-            if ran.returncode:
-                raise SystemExit(f"the builder failed (it needs: pip install onnx_ir): {ran.stderr.splitlines()[-1]}")
+            build_onnx(model, out, PRECISIONS[precision], folder / "cache")
             continue
         if precision == "4 bits":
             quantize_model(model, folder / "packed", Wish("w4g32", (), "symmetric", head=True))
@@ -51,13 +46,6 @@ def make(model: Path, folder: Path) -> dict[Key, Path]:
         else:
             forebay.export(model, out, "onnx")
     return found
-
-
-def opened(folder: Path, threads: int) -> genai.Model:
-    config = genai.Config(str(folder))
-    options = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
-    config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
-    return genai.Model(config)
 
 
 def one_round(models: dict[Key, genai.Model], prompt: list[int], new_tokens: int, first: int
@@ -107,7 +95,7 @@ def main() -> None:
         folders = make(checkpoint, asked.folder or Path(temporary))
         torch.set_num_threads(asked.threads)
         rate = ceiling_bytes_per_s(5)
-        models = {key: opened(folder, asked.threads) for key, folder in folders.items()}
+        models = {key: open_onnx(folder, asked.threads) for key, folder in folders.items()}
         nbytes = {key: sum(p.stat().st_size for p in folder.glob("model.onnx*")) for key, folder in folders.items()}
         prompt = np.random.default_rng(0).integers(3, 400, asked.prompt).tolist()
         prefill: dict[Key, list[float]] = {key: [] for key in models}

@@ -30,12 +30,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.decode_in_ram import LIBGOMP_SPINS, ask
-from benchmarks.memory_limit import enter_limit, remove_limit
-from benchmarks.ram_contestants import MODULES, LlamaCpp, Turn, forget_peak, resident
+from benchmarks.memory_limit import enter_limit, remove_limits
+from benchmarks.ram_contestants import LlamaCpp, Turn, ask, forget_peak, resident, some_ids, started, timed_answer
+from forebay.runtime.disk.page_cache import drop_file
 
 PROMPT, ROOM, MB = 64, 150 << 20, 1e6
-NAMES = ("forebay", "neurostream", "llama.cpp", "llama.cpp in RAM")
+IMPORTS = {"forebay": "forebay.api", "neurostream": "neurostream.api", "llama.cpp": "xllamacpp",
+           "llama.cpp in RAM": "xllamacpp"}
 MODELS = {"Q8_0": "qwen3-1b", "Q4_K": "qwen3-2b"}
 
 
@@ -47,10 +48,7 @@ class ForebayOnGguf:
         self.lm = forebay.api.wrap(path, {"device": budget}, batch=1, prompt=PROMPT, new_tokens=new)
 
     def turn(self, ids: list[int]) -> Turn:
-        seen = [time.perf_counter()]
-        self.lm.generate(torch.tensor([ids]), max_new_tokens=self.new, eos_token_id=None,
-                         on_token=lambda token: seen.append(time.perf_counter()))
-        return seen[1] - seen[0], (seen[-1] - seen[1]) / (self.new - 1)
+        return timed_answer(self.lm, ids, self.new)
 
 
 class NeuroStreamPeer:
@@ -74,8 +72,7 @@ def serve(name: str, path: str, budget: int, new: int, threads: int) -> None:
     os.dup2(quiet, 1)
     if "llama" in name:
         os.dup2(quiet, 2)
-    module = "forebay.api" if name == "forebay" else MODULES.get("llama.cpp") if "llama" in name else "neurostream.api"
-    importlib.import_module(str(module))
+    importlib.import_module(IMPORTS[name])
     if name == "forebay":
         import transformers.models.qwen3.modeling_qwen3  # noqa: F401
     torch.set_num_threads(threads)
@@ -86,7 +83,7 @@ def serve(name: str, path: str, budget: int, new: int, threads: int) -> None:
         contestant = LlamaCpp(name, path, PROMPT, threads)
     else:
         contestant = (ForebayOnGguf if name == "forebay" else NeuroStreamPeer)(path, budget, new)
-    ids = torch.randint(5, 49000, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
+    ids = some_ids(PROMPT)
     forget_peak()
     print(json.dumps({"loaded": True}), file=answers)
     for _ in sys.stdin:
@@ -117,20 +114,16 @@ def measure(source: str, paths: dict[str, str], budget: int, new: int, rounds: i
     processes: dict[str, subprocess.Popen[str]] = {}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in paths}
     rates: list[float] = []
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if "llama.cpp" in paths:
-        with open(paths["llama.cpp"], "rb") as file:  # pages that are there are nobody's who maps them
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        drop_file(paths["llama.cpp"])  # pages that are there are nobody's who maps them
     try:
         for name, path in paths.items():
-            command = [sys.executable, "-m", "benchmarks.gguf_offload", "--serve", name, "--path", path, "--new",
-                       str(new), "--threads", str(threads), "--budget", str(0 if name.endswith("RAM") else budget)]
-            own = environment | ({"GOMP_SPINCOUNT": LIBGOMP_SPINS} if "llama" in name else {})
-            processes[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                               env=own)
-            if ask(processes[name]) is None:
+            process = started("gguf_offload", name, path, threads, "--new", str(new), "--budget",
+                              str(0 if name.endswith("RAM") else budget))
+            if process is None:
                 print(f"{name}: does not run within {budget / MB:.0f} MB")
-                del processes[name]
+            else:
+                processes[name] = process
         for _ in range(rounds):
             for name, process in list(processes.items()):
                 rates.append(plain_read_rate(source))
@@ -144,7 +137,7 @@ def measure(source: str, paths: dict[str, str], budget: int, new: int, rounds: i
         for process in processes.values():
             process.kill()
             process.wait()
-            remove_limit(process.pid)
+        remove_limits()
     return found, rates
 
 
@@ -156,7 +149,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
-    parser.add_argument("--serve", choices=NAMES, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=tuple(IMPORTS), help=argparse.SUPPRESS)
     parser.add_argument("--path", help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -168,16 +161,15 @@ def main() -> None:
 
     source = make_gguf(MODELS[args.kind], args.kind)
     size = source.stat().st_size
-    needs = {"neurostream": "neurostream", "llama.cpp": "xllamacpp", "llama.cpp in RAM": "xllamacpp"}
-    paths = {name: str(resolve_model(source) if name == "forebay" else source) for name in NAMES
-             if name not in needs or importlib.util.find_spec(needs[name]) is not None}
+    paths = {name: str(resolve_model(source) if name == "forebay" else source) for name, module in IMPORTS.items()
+             if importlib.util.find_spec(module.partition(".")[0]) is not None}
     if "llama.cpp" in paths:
         paths["llama.cpp"] = str(source.with_name(f"mapped-{source.name}"))
         if not Path(paths["llama.cpp"]).exists():
             shutil.copyfile(source, paths["llama.cpp"])
             os.sync()
     print(f"{source.name}: {size / MB:.0f} MB; {args.threads} threads; not installed: "
-          f"{', '.join(name for name in NAMES if name not in paths) or 'none'}")
+          f"{', '.join(name for name in IMPORTS if name not in paths) or 'none'}")
     rows = []
     for share in map(float, args.shares.split(",")):
         budget = int(share * size)

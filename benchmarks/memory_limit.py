@@ -22,8 +22,8 @@ def enter_limit(nbytes: int) -> bool:
     return True
 
 
-def remove_limit(pid: int) -> None:
-    """Take away the group of a process that has ended."""
-    for folder in (ROOT / f"forebay-{pid}", ROOT / "memory" / f"forebay-{pid}"):
-        if folder.exists():
+def remove_limits() -> None:
+    """Take away the groups of processes that have ended."""
+    for folder in (*ROOT.glob("forebay-*"), *(ROOT / "memory").glob("forebay-*")):
+        if not (folder / "cgroup.procs").read_text():
             folder.rmdir()

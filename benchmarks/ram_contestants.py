@@ -1,9 +1,12 @@
-"""What `decode_in_ram` runs in processes of their own: Forebay and its peers with a model wholly in RAM."""
+"""What `decode_in_ram` and `gguf_offload` run in processes of their own, and how they are asked."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,60 @@ import torch
 NEW, BUDGET = 32, "8GB"
 # What peers need.
 MODULES = {"llama.cpp": "xllamacpp", "openvino": "openvino_genai", "onnxruntime": "onnxruntime_genai"}
+LIBGOMP_SPINS = "300000"  # its default, with which llama.cpp is several times faster than without spinning
 Turn = tuple[float, float]  # prefill_s, and time_s of each token after the first
+
+
+def started(module: str, name: str, path: str, threads: int, *more: str) -> subprocess.Popen[str] | None:
+    """A process that has loaded a contestant and takes turns, one for each line; None where it does not load."""
+    spins = {"GOMP_SPINCOUNT": LIBGOMP_SPINS} if name.startswith("llama.cpp") else {}
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--serve", name, "--path", path, "--threads", str(threads)]
+    process = subprocess.Popen([*command, *more], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                               env={**os.environ, "OMP_NUM_THREADS": str(threads), **spins})
+    if ask(process) is not None:
+        return process
+    process.wait()
+    return None
+
+
+def ask(process: subprocess.Popen[str], line: str | None = None) -> dict[str, Any] | None:
+    """The answer to a line, or what is said unasked; None where the process has ended."""
+    assert process.stdin is not None and process.stdout is not None
+    if line is not None:
+        print(line, file=process.stdin, flush=True)
+    answer = process.stdout.readline()
+    return json.loads(answer) if answer else None
+
+
+def some_ids(count: int) -> list[int]:
+    """Random tokens of SmolLM2's vocabulary."""
+    return torch.randint(5, 49000, (count,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def timed_answer(lm: Any, ids: list[int], new: int) -> Turn:
+    seen = [time.perf_counter()]
+    lm.generate(torch.tensor([ids]), max_new_tokens=new, eos_token_id=None,
+                on_token=lambda token: seen.append(time.perf_counter()))
+    return seen[1] - seen[0], (seen[-1] - seen[1]) / (new - 1)
+
+
+def build_onnx(model: Path, out: Path, precision: str, cache: Path) -> None:
+    """The model in a precision ("int4") by onnxruntime-genai's own builder."""
+    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(model), "-o", str(out), "-e", "cpu",
+               "-p", precision, "-c", str(cache)]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    if ran.returncode:
+        raise SystemExit(f"the builder failed (it needs: pip install onnx_ir): {ran.stderr.splitlines()[-1]}")
+
+
+def open_onnx(folder: str | Path, threads: int) -> Any:
+    """A model of onnxruntime-genai's."""
+    import onnxruntime_genai as genai
+
+    config = genai.Config(str(folder))
+    options = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
+    config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
+    return genai.Model(config)
 
 
 def resident(which: str) -> int:
@@ -38,10 +94,7 @@ class ForebayInRam:
             raise SystemExit(f"{BUDGET} do not hold {path}: {streamed} bytes are streamed")
 
     def turn(self, ids: list[int]) -> Turn:
-        seen = [time.perf_counter()]
-        self.lm.generate(torch.tensor([ids]), max_new_tokens=NEW, eos_token_id=None,
-                         on_token=lambda token: seen.append(time.perf_counter()))
-        return seen[1] - seen[0], (seen[-1] - seen[1]) / (NEW - 1)
+        return timed_answer(self.lm, ids, NEW)
 
 
 class Transformers:
@@ -107,10 +160,7 @@ class OnnxRuntime:
     def __init__(self, name: str, path: str, prompt: int, threads: int) -> None:
         import onnxruntime_genai as genai
 
-        self.genai, config = genai, genai.Config(path)
-        options = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
-        config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
-        self.model = genai.Model(config)
+        self.genai, self.model = genai, open_onnx(path, threads)
 
     def turn(self, ids: list[int]) -> Turn:
         import numpy as np

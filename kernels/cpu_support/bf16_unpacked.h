@@ -52,34 +52,16 @@ FB_INLINE void fill_unpacked(const uint8_t* rows, int64_t stride, int64_t n, con
 template <int BITS>
 static void unpacked_product(const char* x, int64_t m, const uint8_t* rows, int64_t stride, int64_t n,
                              const GroupFormat& f, float* c, int64_t cs) {
-  constexpr int64_t MOST = 512;  // elements of the largest group
-  alignas(64) __m512i panel[MOST];
-  alignas(64) float scales[vnni::SCALE_GROUPS * PANEL], lows[vnni::SCALE_GROUPS * PANEL];
-  const int64_t together = std::max<int64_t>(1, 2 * WORDS / f.group), x_nbytes = row_nbytes(f.count * f.group);
-  call_in(rows, 0, std::min<int64_t>(PANEL, n) * stride);
-  for (int64_t n0 = 0; n0 < n; n0 += PANEL) {
-    const int64_t here = std::min<int64_t>(PANEL, n - n0), coming = std::clamp<int64_t>(n - n0 - PANEL, 0, PANEL) * stride;
-    int64_t called = 0;
-    const uint8_t *at = rows + n0 * stride, *scales_at = at + f.codes_nbytes();
-    for (int64_t g0 = 0; g0 < f.count; g0 += vnni::SCALE_GROUPS) {
-      const int64_t g1 = std::min(f.count, g0 + vnni::SCALE_GROUPS);
-      vnni::fill_scales(scales_at + 2 * g0, stride, here, f.scale_dtype, g1 - g0, scales);
-      if (f.symmetric)
-        for (int64_t i = 0; i < (g1 - g0) * PANEL; ++i) lows[i] = symmetric_low(BITS) * scales[i];
-      else vnni::fill_scales(scales_at + f.scales_nbytes() + 2 * g0, stride, here, f.scale_dtype, g1 - g0, lows);
-      for (int64_t g = g0; g < g1; g += together) {
-        const int64_t count = std::min(together, g1 - g), k0 = g * f.group, depth = count * f.group;
-        fill_unpacked<BITS>(at, stride, here, f, k0, depth, scales + (g - g0) * PANEL, lows + (g - g0) * PANEL, panel);
-        const int64_t soon = (g + count) * coming / f.count / 64 * 64;  // of the next panel, as much of it as of this
-        call_in(at + PANEL * stride, called, soon);
-        called = soon;
-        equal_blocks(0, m, [&](auto block, int64_t i) {
-          panel_block<decltype(block)::value>(x + i * x_nbytes + 2 * k0, x_nbytes, panel, depth / 2, true,
-                                              c + i * cs + n0, cs);
-        });
-      }
-    }
-  }
+  alignas(64) __m512i panel[512];  // a word of 16 rows for each element of the largest group
+  const int64_t x_nbytes = row_nbytes(f.count * f.group);
+  vnni::for_panels<BITS>(rows, stride, n, f, 2 * WORDS, [&](int64_t n0, const vnni::Groups& of) {
+    const int64_t k0 = of.first * f.group, depth = of.count * f.group;
+    fill_unpacked<BITS>(of.rows, stride, of.n, f, k0, depth, of.scales, of.lows, panel);
+    equal_blocks(0, m, [&](auto block, int64_t i) {
+      panel_block<decltype(block)::value>(x + i * x_nbytes + 2 * k0, x_nbytes, panel, depth / 2, true, c + i * cs + n0,
+                                          cs);
+    });
+  });
 }
 
 }  // namespace bf16_products

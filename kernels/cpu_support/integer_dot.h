@@ -45,6 +45,17 @@ template <int64_t MOST> FB_INLINE RowBlock block_of(int64_t i, int64_t m) {
 
 #define FB_METHOD inline __attribute__((always_inline))
 
+// Elements that are multiplied together.
+constexpr int unit_of(int sub) { return sub == 16 ? 32 : sub; }
+
+// The units of groups [g0, g1): each group has `each`, but two of 16 share one; `nbytes` of a unit with its factors.
+struct Units { int64_t begin, end, each, nbytes; };
+template <int BITS, int SUB> FB_INLINE Units units_of(const GroupFormat& f, int64_t g0, int64_t g1) {
+  constexpr int UNIT = unit_of(SUB);
+  const int64_t each = SUB == 16 ? 1 : f.group / SUB, nbytes = UNIT * BITS / 8 + f.factors_nbytes() * UNIT / SUB;
+  return {SUB == 16 ? g0 / 2 : g0 * each, SUB == 16 ? g1 / 2 : g1 * each, each, nbytes};
+}
+
 }  // namespace forebay
 
 #if !FB_AVX2_DOT
@@ -182,9 +193,6 @@ FB_INLINE __m256 load_scales(const uint8_t* at, int32_t dtype, int64_t g, int64_
   return load8(_mm_shuffle_epi8(last, _mm_loadu_si128(reinterpret_cast<const __m128i*>(shift + 2 * missing))), dtype);
 }
 
-// Elements that are multiplied together.
-constexpr int unit_of(int sub) { return sub == 16 ? 32 : sub; }
-
 // The dot products of SUB elements (of 16: of two groups): Codes holds those of one weight row unpacked, `dot` meets them with a row of x.
 template <int BITS, int BYTES, int SUB> struct Codes;
 
@@ -275,26 +283,26 @@ FB_INLINE void integer_block(const uint8_t* x, const float* x_scale, const float
   }
   constexpr int UNIT = unit_of(SUB);
   constexpr int64_t UNIT_NBYTES = NB * (UNIT * BITS / 8 + 4 * UNIT / SUB);
-  const int64_t unit_nbytes = NB * (UNIT * BITS / 8 + f.factors_nbytes() * UNIT / SUB);
-  const int64_t each = SUB == 16 ? 1 : f.group / SUB;  // units of a group
-  const int64_t begin = SUB == 16 ? g0 / 2 : g0 * each, end = SUB == 16 ? g1 / 2 : g1 * each;
-  const uint8_t* values = x + begin * MB * UNIT * BYTES;
-  const uint8_t* codes_at = rows + begin * UNIT * BITS / 8;
-  for (int64_t u = 0, g = 0, left = each; u < end - begin; ++u, values += MB * UNIT * BYTES, codes_at += UNIT * BITS / 8) {
-    if (first) call_ahead(rows + (begin + u) * unit_nbytes, UNIT_NBYTES);
+  const Units units = units_of<BITS, SUB>(f, g0, g1);
+  const uint8_t* values = x + units.begin * MB * UNIT * BYTES;
+  const uint8_t* codes_at = rows + units.begin * UNIT * BITS / 8;
+  int64_t g = 0, left = units.each;
+  for (int64_t u = units.begin; u < units.end; ++u, values += MB * UNIT * BYTES, codes_at += UNIT * BITS / 8) {
+    if (first) call_ahead(rows + u * NB * units.nbytes, UNIT_NBYTES);
     FB_UNROLL for (int n = 0; n < NB; ++n) {
       const Codes<BITS, BYTES, SUB> codes(codes_at + n * stride);
       FB_UNROLL for (int i = 0; i < MB; ++i) {
         const __m256 sum = _mm256_cvtepi32_ps(codes.dot(values + i * UNIT * BYTES));
         __m256 scale;
         if constexpr (SUB == 16)
-          scale = _mm256_setr_m128(_mm_broadcast_ss(scales[n][i] + 2 * u), _mm_broadcast_ss(scales[n][i] + 2 * u + 1));
+          scale = _mm256_setr_m128(_mm_broadcast_ss(scales[n][i] + g), _mm_broadcast_ss(scales[n][i] + g + 1));
         else
           scale = _mm256_broadcast_ss(scales[n][i] + g);
         acc[n][i] = _mm256_fmadd_ps(sum, scale, acc[n][i]);
       }
     }
-    if (--left == 0) left = each, ++g;
+    if (SUB == 16) g += 2;
+    else if (--left == 0) left = units.each, ++g;
   }
   if (NB == 4) {
     FB_UNROLL for (int i = 0; i < MB; ++i) {

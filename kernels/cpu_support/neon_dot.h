@@ -160,16 +160,14 @@ FB_INLINE void integer_block(const uint8_t* x, const float* x_scale, const float
       }
     }
   }
-  constexpr int UNIT = SUB == 16 ? 32 : SUB;
+  constexpr int UNIT = unit_of(SUB);
   constexpr int64_t UNIT_NBYTES = NB * (UNIT * BITS / 8 + 4 * UNIT / SUB);
-  const int64_t unit_nbytes = NB * (UNIT * BITS / 8 + f.factors_nbytes() * UNIT / SUB);
-  const int64_t units = f.group / SUB;  // of a group; of 16 there are two groups to a unit
-  const int64_t begin = SUB == 16 ? g0 / 2 : g0 * units, end = SUB == 16 ? g1 / 2 : g1 * units;
-  const uint8_t* values = x + begin * MB * UNIT * BYTES;
-  const uint8_t* codes_at = rows + begin * UNIT * BITS / 8;
-  int64_t g = 0, within = 0;
-  for (int64_t u = begin; u < end; ++u, values += MB * UNIT * BYTES, codes_at += UNIT * BITS / 8) {
-    if (first) call_ahead(rows + u * unit_nbytes, UNIT_NBYTES);
+  const Units units = units_of<BITS, SUB>(f, g0, g1);
+  const uint8_t* values = x + units.begin * MB * UNIT * BYTES;
+  const uint8_t* codes_at = rows + units.begin * UNIT * BITS / 8;
+  int64_t g = 0, left = units.each;
+  for (int64_t u = units.begin; u < units.end; ++u, values += MB * UNIT * BYTES, codes_at += UNIT * BITS / 8) {
+    if (first) call_ahead(rows + u * NB * units.nbytes, UNIT_NBYTES);
     FB_UNROLL for (int n = 0; n < NB; ++n) {
       Sums sums[MB];
       FB_UNROLL for (int i = 0; i < MB; ++i) sums[i].low = sums[i].high = vdupq_n_s32(0);
@@ -189,7 +187,7 @@ FB_INLINE void integer_block(const uint8_t* x, const float* x_scale, const float
       }
     }
     if (SUB == 16) g += 2;
-    else if (++within == units) within = 0, ++g;
+    else if (--left == 0) left = units.each, ++g;
   }
   FB_UNROLL for (int i = 0; i < MB; ++i) {
     if (NB == 4) {

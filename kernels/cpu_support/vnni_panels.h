@@ -161,14 +161,21 @@ FB_INLINE void panel_block(const Operands& a, int64_t m0, int64_t count, int64_t
     }
 }
 
-// c[m, n] += x[0, m) times n packed rows, transposed; rows of c hold n rounded up to whole panels.
-template <int BITS, int NBYTES, bool LOWS>
-static void panel_product(const Integers& x, int64_t m, const uint8_t* rows, int64_t stride, int64_t n,
-                          const GroupFormat& f, float* c, int64_t cs) {
-  constexpr int64_t DEPTH = PANEL_NBYTES / (4 * PANEL) * elements_of(NBYTES);  // 256 or 512 elements
-  alignas(64) int32_t panel[std::max<int64_t>(DEPTH, 512) / elements_of(NBYTES) * PANEL];
+// Groups of up to 32 packed rows that a panel takes: where the rows begin, how many there are, the first group and how
+// many, and the scales and lows of all of these, [groups, PANEL].
+struct Groups {
+  const uint8_t* rows;
+  int64_t n, first, count;
+  const float *scales, *lows;
+};
+
+// meet(n0, groups) for all panels of n packed rows, `depth` elements of each, or one larger group: what a panel reads is
+// called in while the one before is met.
+template <int BITS, class Meet>
+FB_INLINE void for_panels(const uint8_t* rows, int64_t stride, int64_t n, const GroupFormat& f, int64_t depth,
+                          const Meet& meet) {
   alignas(64) float scales[SCALE_GROUPS * PANEL], lows[SCALE_GROUPS * PANEL];
-  const int64_t together = std::max<int64_t>(1, DEPTH / f.group);  // groups of a panel
+  const int64_t together = std::max<int64_t>(1, depth / f.group);  // groups of a panel
   call_in(rows, 0, std::min<int64_t>(PANEL, n) * stride);
   for (int64_t n0 = 0; n0 < n; n0 += PANEL) {
     const int64_t here = std::min<int64_t>(PANEL, n - n0), coming = std::clamp<int64_t>(n - n0 - PANEL, 0, PANEL) * stride;
@@ -177,22 +184,35 @@ static void panel_product(const Integers& x, int64_t m, const uint8_t* rows, int
     for (int64_t g0 = 0; g0 < f.count; g0 += SCALE_GROUPS) {
       const int64_t g1 = std::min(f.count, g0 + SCALE_GROUPS);
       fill_scales(scales_at + 2 * g0, stride, here, f.scale_dtype, g1 - g0, scales);
-      if (LOWS)
-        fill_scales(scales_at + f.scales_nbytes() + 2 * g0, stride, here, f.scale_dtype, g1 - g0, lows);
+      if (f.symmetric)
+        for (int64_t i = 0; i < (g1 - g0) * PANEL; ++i) lows[i] = symmetric_low(BITS) * scales[i];
+      else fill_scales(scales_at + f.scales_nbytes() + 2 * g0, stride, here, f.scale_dtype, g1 - g0, lows);
       for (int64_t g = g0; g < g1; g += together) {
         const int64_t count = std::min(together, g1 - g);
-        fill<BITS, NBYTES>(at, stride, here, g * f.group, count * f.group, panel);
         const int64_t soon = (g + count) * coming / f.count / 64 * 64;  // of the next panel, as much of it as of this
         call_in(at + PANEL * stride, called, soon);
         called = soon;
-        const Operands a = {x.values + g * f.group * NBYTES, x.scale + g, x.sum + g, x.row_nbytes, x.groups, panel,
-                            scales + (g - g0) * PANEL, lows + (g - g0) * PANEL};
-        equal_blocks(0, m, [&](auto rows, int64_t i) {
-          panel_block<NBYTES, LOWS, decltype(rows)::value>(a, i, count, f.group, c + n0, cs);
-        });
+        meet(n0, Groups{at, here, g, count, scales + (g - g0) * PANEL, lows + (g - g0) * PANEL});
       }
     }
   }
+}
+
+// c[m, n] += x[0, m) times n packed rows, transposed; rows of c hold n rounded up to whole panels.
+template <int BITS, int NBYTES, bool LOWS>
+static void panel_product(const Integers& x, int64_t m, const uint8_t* rows, int64_t stride, int64_t n,
+                          const GroupFormat& f, float* c, int64_t cs) {
+  constexpr int64_t DEPTH = PANEL_NBYTES / (4 * PANEL) * elements_of(NBYTES);  // 256 or 512 elements
+  alignas(64) int32_t panel[std::max<int64_t>(DEPTH, 512) / elements_of(NBYTES) * PANEL];
+  for_panels<BITS>(rows, stride, n, f, DEPTH, [&](int64_t n0, const Groups& of) {
+    const int64_t k0 = of.first * f.group;
+    fill<BITS, NBYTES>(of.rows, stride, of.n, k0, of.count * f.group, panel);
+    const Operands a = {x.values + k0 * NBYTES, x.scale + of.first, x.sum + of.first, x.row_nbytes, x.groups, panel,
+                        of.scales, of.lows};
+    equal_blocks(0, m, [&](auto block, int64_t i) {
+      panel_block<NBYTES, LOWS, decltype(block)::value>(a, i, of.count, f.group, c + n0, cs);
+    });
+  });
 }
 
 }  // namespace vnni

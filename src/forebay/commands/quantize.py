@@ -12,8 +12,6 @@ from forebay.commands.terminal import clean_errors, progress_bar, say
 if TYPE_CHECKING:
     import torch
 
-DTYPES = ("bfloat16", "float16", "float32")
-
 
 def quantize_command(
     model: Annotated[str, typer.Argument(
@@ -67,13 +65,12 @@ def quantize_command(
 
 
 def _parse_dtype(name: str) -> torch.dtype:
-    import torch
-
     from forebay.rewriter.checkpoints.checkpoint import CheckpointError
+    from forebay.rewriter.checkpoints.gguf import OUTPUT_DTYPES
 
-    if name not in DTYPES:
-        raise CheckpointError(f"--dtype {name!r}: there are {', '.join(DTYPES)}")
-    return getattr(torch, name)
+    if name not in OUTPUT_DTYPES:
+        raise CheckpointError(f"--dtype {name!r}: there are {', '.join(sorted(OUTPUT_DTYPES))}")
+    return OUTPUT_DTYPES[name]
 
 
 def _parse_override(text: str) -> tuple[str, str]:
