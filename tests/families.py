@@ -95,6 +95,12 @@ FAMILIES = {
 }
 
 
+def bigcode(layers: int = 2) -> T.GPTBigCodeConfig:
+    """Queries of all heads share one of keys and values."""
+    return T.GPTBigCodeConfig(vocab_size=VOCAB, n_positions=128, n_embd=64, n_layer=layers, n_head=4, n_inner=96,
+                              bos_token_id=1, eos_token_id=2)
+
+
 def openai_gpt() -> T.OpenAIGPTConfig:
     return T.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=128)
 

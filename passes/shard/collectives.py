@@ -3,16 +3,17 @@ waits are placed when the graph is lowered."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from forebay.passes.shard.split import Split, shape_of
-from forebay.rewriter.ir.share import RankShare, group_name
+from forebay.rewriter.ir.share import Ranges, RankShare, count, group_name, ranges
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
+ByRank = Sequence[Sequence[Ranges]]  # of each rank, by value, the indices of its last dimension that it has
 
 
 class Collectives:
@@ -35,15 +36,94 @@ class Collectives:
         if split.count < each:
             filler = self.call(aten.slice.Tensor, (value, dim, 0, each - split.count), like)
             value = self.call(aten.cat.default, ([value, filler], dim), like)
-        group = group_name(self.share.group(split.axes))
-        gathered = self.call(functional.all_gather_into_tensor.default, (value, parts, group), like)
-        sizes: list[Any] = [n if isinstance(n, int) else self.call(aten.sym_size.int, (value, i), like)
-                            for i, n in enumerate(shape_of(value))]
-        apart = self.call(aten.view.default, (gathered, [parts, *sizes]), like)
+        apart = self.every(value, split.axes, like)
+        sizes: list[Any] = self._sizes(value, like)
         order = [*range(1, dim + 1), 0, *range(dim + 1, len(sizes) + 1)]
         beside = self.call(aten.permute.default, (apart, order), like)
         whole = self.call(aten.reshape.default, (beside, [*sizes[:dim], parts * each, *sizes[dim + 1 :]]), like)
         if parts * each == size:
             return whole
         part = self.call(aten.slice.Tensor, (whole, dim, 0, size), like)
-        return self.call(aten.clone.default, (part,), like, {"memory_format": torch.contiguous_format})
+        return self.dense(part, like)
+
+    def every(self, value: fx.Node, axes: tuple[int, ...], like: fx.Node) -> fx.Node:
+        """The values [...] of all ranks along `axes`, in one [ranks, ...]."""
+        ranks, group = self.share.size(axes), group_name(self.share.group(axes))
+        gathered = self.call(functional.all_gather_into_tensor.default, (value, ranks, group), like)
+        return self.call(aten.view.default, (gathered, [ranks, *self._sizes(value, like)]), like)
+
+    def scattered(self, values: Sequence[fx.Node], parts: ByRank, axes: tuple[int, ...], like: fx.Node
+                  ) -> list[fx.Node]:
+        """Of values that are to be added up over the ranks along `axes` the sums of this rank's parts, in one exchange.
+        Each value has the indices that any of these ranks is to have."""
+        each = widest(parts)
+        whole = [ranges(piece for theirs in parts for piece in theirs[i]) for i in range(len(values))]
+        chunks = [self._filled([(value, positions(held, part)) for value, held, part in
+                                zip(values, whole, theirs, strict=True)], each, like) for theirs in parts]
+        sent = self.call(aten.cat.default, (chunks, 0), like)
+        group = group_name(self.share.group(axes))
+        made = self.call(functional.reduce_scatter_tensor.default, (sent, "sum", len(parts), group), like)
+        own = [count(part) for part in parts[self.share.index(axes)]]
+        if own == [each]:
+            return [made]
+        begins = [sum(own[:i]) for i in range(len(own))]
+        return [self.dense(self.call(aten.slice.Tensor, (made, -1, a, a + n), like), like)
+                for a, n in zip(begins, own, strict=True)]
+
+    def joined(self, values: Sequence[fx.Node], parts: ByRank, axes: tuple[int, ...], like: fx.Node) -> list[fx.Node]:
+        """Of values of which each rank along `axes` has some indices those that any of them has, in one exchange."""
+        each = widest(parts)
+        own = [(value, ((0, count(part)),)) for value, part in zip(values, parts[self.share.index(axes)], strict=True)]
+        every = self.every(self._filled(own, each, like), axes, like)
+        ranks = [self.call(aten.select.int, (every, 0, rank), like) for rank in range(len(parts))]
+        found = []
+        for i in range(len(values)):
+            pieces = []
+            for rank, theirs in enumerate(parts):
+                at = sum(count(part) for part in theirs[:i])
+                for first, end in theirs[i]:
+                    pieces.append((first, rank, at, at + end - first))
+                    at += end - first
+            found.append(self._beside([self.call(aten.slice.Tensor, (ranks[rank], -1, a, b), like)
+                                       for _, rank, a, b in sorted(pieces)], like))
+        return found
+
+    def _filled(self, pieces: Sequence[tuple[fx.Node, Ranges]], each: int, like: fx.Node) -> fx.Node:
+        """Pieces of values beside each other, and behind them anything up to `each` indices: the first piece again."""
+        wanted = [(value, first, end) for value, held in pieces for first, end in held]
+        short = each - sum(count(held) for _, held in pieces)
+        while short:
+            value, first, end = wanted[0]
+            wanted.append((value, first, min(end, first + short)))
+            short -= wanted[-1][2] - first
+        return self._beside([value if shape_of(value)[-1] == end - first else self.call(
+            aten.slice.Tensor, (value, -1, first, end), like) for value, first, end in wanted], like)
+
+    def _beside(self, pieces: Sequence[fx.Node], like: fx.Node) -> fx.Node:
+        if len(pieces) == 1:
+            return self.dense(pieces[0], like)
+        return self.call(aten.cat.default, (list(pieces), -1), like)
+
+    def dense(self, value: fx.Node, like: fx.Node) -> fx.Node:
+        if value.target not in (aten.slice.Tensor, aten.select.int):
+            return value
+        return self.call(aten.clone.default, (value,), like, {"memory_format": torch.contiguous_format})
+
+    def _sizes(self, value: fx.Node, like: fx.Node) -> list[Any]:
+        return [n if isinstance(n, int) else self.call(aten.sym_size.int, (value, i), like)
+                for i, n in enumerate(shape_of(value))]
+
+
+def widest(parts: ByRank) -> int:
+    """The most indices that a rank has of all values together."""
+    return max(sum(count(part) for part in theirs) for theirs in parts)
+
+
+def positions(held: Ranges, part: Ranges) -> Ranges:
+    """Where the indices of `part` lie among those `held`, all of which are there."""
+    found = []
+    for first, end in part:
+        before = sum(b - a for a, b in held if b <= first)
+        inside = next(a for a, b in held if a <= first and end <= b)
+        found.append((before + first - inside, before + end - inside))
+    return tuple(found)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Literal
 
+Dimensions = Literal["1d", "2d"]  # weight-stationary layouts (docs/partitioning.md)
 Ranges = tuple[tuple[int, int], ...]  # [first, behind the last) of an axis's indices, ascending, none adjacent
 WeightCut = tuple[tuple[int, Ranges], ...]  # dimensions of a weight, and the indices of each that a rank has
 
@@ -37,12 +39,14 @@ def even_part(size: int, parts: int, index: int, unit: int = 1) -> Ranges:
 @dataclass(frozen=True)
 class RankShare:
     """Rank `rank` of `stages` meshes of `shape`, of whose axes the last varies fastest. Each stage computes some of the
-    layers, one after the other; its mesh divides their weights over all axes by the feed-forward size, and attention by
-    its heads (Pope et al., section 3.2.1)."""
+    layers, one after the other. Its mesh divides the features between two products of a layer, and attention's heads,
+    over all axes (Pope et al., section 3.2.1); in the layout 2d the last axis divides the hidden size too, and what is
+    between two products is whole along it while they compute (section 3.2.2)."""
 
     shape: tuple[int, ...]
     rank: int
     stages: int = 1
+    layout: Dimensions = "1d"
 
     @property
     def ranks(self) -> int:
@@ -62,6 +66,21 @@ class RankShare:
     def axes(self) -> tuple[int, ...]:
         """Those along which there is more than one rank."""
         return tuple(i for i, size in enumerate(self.shape) if size > 1)
+
+    @property
+    def wide(self) -> tuple[int, ...]:
+        """The axis along which ranks divide the hidden size; none in one dimension."""
+        return () if self.layout == "1d" else self.axes[-1:]
+
+    @property
+    def deep(self) -> tuple[int, ...]:
+        """The axes along which ranks divide what is between two products while they compute."""
+        return tuple(i for i in self.axes if i not in self.wide)
+
+    @property
+    def peers(self) -> tuple[RankShare, ...]:
+        """The ranks along the wide axis, by their places, this one among them; this one alone where there is none."""
+        return tuple(replace(self, rank=rank) for rank in self.group(self.wide))
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -99,13 +118,16 @@ class RankShare:
     @property
     def name(self) -> str:
         """The share in words: what plans and answers of it are known by."""
-        return f"rank {self.rank} of {mesh_text(self.shape, self.stages)}"
+        return f"rank {self.rank} of {self.mesh}"
 
-
-def mesh_text(shape: Sequence[int], stages: int = 1) -> str:
-    """A mesh as it is asked for."""
-    text = "x".join(map(str, shape))
-    return text if stages == 1 else f"stages={stages},tensor={text}"
+    @property
+    def mesh(self) -> str:
+        """The mesh and its layout as they are asked for."""
+        tensor = "x".join(map(str, self.shape))
+        said = {"stages": self.stages, "tensor": tensor, "layout": self.layout}
+        usual = {"stages": 1, "layout": "1d"}
+        told = [f"{name}={value}" for name, value in said.items() if value != usual.get(name)]
+        return tensor if len(told) == 1 else ",".join(told)
 
 
 def group_name(ranks: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 # Of an exchange, steps after one another in which K ranks pass something on in a ring.
 RING_STEPS: dict[str, Callable[[int], int]] = {
     "all_reduce": lambda ranks: 2 * (ranks - 1), "all_gather_into_tensor": lambda ranks: ranks - 1,
+    "reduce_scatter_tensor": lambda ranks: ranks - 1, "all_to_all_single": lambda ranks: ranks - 1,
     "broadcast_": lambda ranks: 1}
 GUESSED_STEP_S = {"cpu": 5e-4, "gpu": 2e-5}  # cautious: gloo through a loopback took 0.2 to 1.4 ms a step
 GUESSED_BYTES_PER_S = {"cpu": 5e8, "gpu": 5e9}

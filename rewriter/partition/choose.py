@@ -139,7 +139,9 @@ def choose(problem: PartitionProblem) -> Choice:
     room = problem.capacity_nbytes - weights
     floor = max(cost.working_nbytes for cost in fixed.values())
     picked, bound = _solve(options, room, floor)
-    if picked is None:
+    if picked is not None and (over := _held(picked, floor) - room) > 0:  # within the solver's tolerance
+        picked, bound = _solve(options, room - 2 * over, floor)
+    if picked is None or _held(picked, floor) > room:
         least, _ = _solve(options, room, floor, smallest=True)
         assert least is not None  # without a limit of memory each kind and phase has a layout
         lacking = _held(least, floor) - room

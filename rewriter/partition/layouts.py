@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
 from typing import Literal
@@ -57,12 +57,14 @@ class PhaseWork:
 @dataclass(frozen=True)
 class ChipLayout:
     """How a layer lies on the mesh. `wide`: axes that split the hidden size of weights (none in 1D), the others split
-    the feed-forward size; `gathered`: axes over which weights are gathered and sequences split."""
+    the feed-forward size; `gathered`: axes over which weights are gathered and sequences split; `copied`: chips that
+    share a head of keys and values each compute it, as ranks do here, where the paper's gather it."""
 
     feedforward: Feedforward
     wide: tuple[int, ...]
     gathered: tuple[int, ...]
     attention: Attention
+    copied: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ def layer_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, work: Phas
 def product_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, rows: float, times: Estimator,
                  *, parallel: bool = False, weights: str = "bfloat16") -> ProductCost:
     """The products of one layer over `rows` tokens that a chip computes, of whatever sequences and phases."""
-    block, sizes = BlockWidths.of(layer), element_sizes(weights)
+    block, sizes = _with_shared_heads(layer, layout, mesh), element_sizes(weights)
     into = [(block.query + block.key_value, 1.0), (block.up, block.active)]
     out = [(block.query, 1.0), (block.inner, block.active)]
     if parallel:
@@ -193,18 +195,28 @@ def product_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, rows: fl
         for width, share in ways:
             n, k = (width, block.hidden) if split == "in" else (block.hidden, width)
             parts = (n_parts, k_parts) if split == "in" else (k_parts, n_parts)
-            n_local, k_local, own = math.ceil(n / parts[0]), math.ceil(k / parts[1]), share * rows
-            nbytes = n_local * k_local * sizes.weight + own * (n_local + k_local) * sizes.activation
-            time_s += times.product_s(sizes.dtype, own, n_local, k_local, nbytes=nbytes)
-            compute_s += times.work_s(2.0 * own * n_local * k_local, 0.0)
+            n_local, k_local, many = math.ceil(n / parts[0]), math.ceil(k / parts[1]), share * rows
+            nbytes = n_local * k_local * sizes.weight + many * (n_local + k_local) * sizes.activation
+            time_s += times.product_s(sizes.dtype, many, n_local, k_local, nbytes=nbytes)
+            compute_s += times.work_s(2.0 * many * n_local * k_local, 0.0)
             memory_s += times.work_s(0.0, nbytes)
             exchanged += _activations(block.hidden, width, layout, deep if stationary else rest, mesh,
                                       rows * sizes.activation, split)
+    own = BlockWidths.of(layer).elements * sizes.weight / mesh.chips
     gathered = 0.0 if stationary else 2 * block.elements * sizes.weight / mesh.size(rest)
     widths = block.hidden / k_parts + (block.query + block.key_value + block.active * block.up) / n_parts
     return ProductCost(time_s, compute_s, memory_s, sum(collective_s(item, mesh) for item in exchanged),
                        sum(collective_s(item, mesh) for item in exchanged if item.what == WEIGHTS), tuple(exchanged),
-                       block.elements * sizes.weight / mesh.chips, gathered + rows * widths * sizes.activation)
+                       own, gathered + rows * widths * sizes.activation)
+
+
+def _with_shared_heads(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh) -> BlockWidths:
+    """A layer's widths, keys' and values' as often as chips compute them. The bytes of these further weights are not
+    counted as held."""
+    block, over = BlockWidths.of(layer), mesh.chips // mesh.size(layout.gathered)
+    if not layout.copied or layout.attention == "batch" or over <= layer.kv_heads:
+        return block
+    return replace(block, key_value=block.key_value * over // layer.kv_heads)
 
 
 def _gathers(block: BlockWidths, layout: ChipLayout, mesh: ChipMesh, sizes: ElementSizes) -> Iterator[Collective]:
@@ -247,7 +259,7 @@ def attention_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, work: 
                  Collective("all-to-all", rest, column * query / over, "attended"))
     else:
         own, heads, kv_heads = sequences, math.ceil(layer.heads / over), math.ceil(layer.kv_heads / over)
-        if kv_heads * over > layer.kv_heads and over > 1:  # some chips hold the same heads
+        if kv_heads * over > layer.kv_heads and over > 1 and not layout.copied:  # some chips hold the same heads
             moved = (Collective("all-gather", rest, column * 2 * kv_heads * layer.head_dim, "k, v"),)
     nbytes = own * kept * 2 * kv_heads * layer.head_dim * sizes.activation
     flops = 4.0 * own * work.tokens * seen * heads * layer.head_dim

@@ -24,9 +24,12 @@ def _all_reduce(out: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup
 
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name warns since 2.13
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 EXCHANGES: dict[object, Exchange] = {
     functional.all_reduce.default: _all_reduce,
     functional.all_gather_into_tensor.default: lambda out, given, group, *_: _all_gather(out, given, group=group),
+    functional.reduce_scatter_tensor.default: lambda out, given, group, *_: _reduce_scatter(out, given, group=group),
+    functional.all_to_all_single.default: lambda out, given, group, *_: dist.all_to_all_single(out, given, group=group),
     functional.broadcast_.default: lambda out, given, group, source: dist.broadcast(
         out, group=group, group_src=source),
 }

@@ -80,7 +80,8 @@ class ExchangeTurns:
         """Mean seconds of an exchange that leaves so many bytes, from when its last rank is there: all ranks wait for
         the last, so the least that any takes. Who gives a broadcast does not wait; of one there and one back rank 0
         takes half. The slowest group counts."""
-        out = torch.ones(nbytes // 4, device=self.device)
+        behind = nbytes * (len(self.ranks) if self.kind == "reduce_scatter_tensor" else 1)
+        out = torch.ones(behind // 4, device=self.device)
         own = []
         for _ in range(REPEATS):
             self.product()
@@ -97,7 +98,13 @@ class ExchangeTurns:
         if self.kind == "all_reduce":
             return self._run(lambda: self.exchange(out, out, self.group, "sum"))
         part = out[: len(out) // size]
-        return self._run(lambda: self.exchange(out[: size * len(part)], part, self.group, size))
+        whole = out[: size * len(part)]
+        if self.kind == "reduce_scatter_tensor":
+            return self._run(lambda: self.exchange(part, whole, self.group, "sum", size))
+        if self.kind == "all_to_all_single":
+            made = torch.empty_like(whole)
+            return self._run(lambda: self.exchange(made, whole, self.group))
+        return self._run(lambda: self.exchange(whole, part, self.group, size))
 
     def _there_and_back_s(self, out: torch.Tensor) -> float:
         return sum(self._run(lambda source=source: self.exchange(out, out, self.group, source))  # type: ignore[misc]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from forebay.rewriter.ir.plan import PlanError
+from forebay.rewriter.ir.share import Dimensions, RankShare
 
 if TYPE_CHECKING:
     from forebay.api import LanguageModel
@@ -31,10 +32,11 @@ def made(draft: str | os.PathLike[str] | None, mesh: MeshShape | None, *given: A
     return LanguageModel(*given)
 
 
-def read_mesh(mesh: MeshShape) -> tuple[tuple[int, ...], int]:
-    """Ranks along each axis of a stage, and how many stages there are: of 4, (2, 2), "2x2", {"stages": 2, "tensor": 2}
-    or "stages=2,tensor=2". PlanError where it is none of these."""
-    wanted = "numbers of ranks of at least 1, as 4, 2x2 or stages=2,tensor=2"
+def read_mesh(mesh: MeshShape) -> RankShare:
+    """Ranks along each axis of a stage, how many stages there are, and the layout of a stage, as rank 0 has it: of 4,
+    (2, 2), "2x2", {"stages": 2, "tensor": 2}, "stages=2,tensor=2" or "tensor=2x2,layout=2d". PlanError where it is none
+    of these."""
+    wanted = "numbers of ranks of at least 1, as 4, 2x2 or stages=2,tensor=2, and layout=2d"
     parts: Mapping[str, Any] = {"tensor": mesh}
     if isinstance(mesh, Mapping):
         parts = mesh
@@ -45,9 +47,15 @@ def read_mesh(mesh: MeshShape) -> tuple[tuple[int, ...], int]:
             raise PlanError(f"mesh: {mesh!r} names a part twice; it must be {wanted}")
     stages = _numbers(parts.get("stages", 1))
     shape = _numbers(parts.get("tensor", 1))
-    if set(parts) - {"stages", "tensor"} or len(stages) != 1 or not shape or min(*stages, *shape) < 1:
+    layout = str(parts.get("layout", "1d")).lower()
+    if set(parts) - {"stages", "tensor", "layout"} or len(stages) != 1 or not shape or min(*stages, *shape) < 1:
         raise PlanError(f"mesh: {mesh!r} must be {wanted}")
-    return shape, stages[0]
+    if layout not in get_args(Dimensions):
+        raise PlanError(f"mesh: layout {layout} is none of those that run, {', '.join(get_args(Dimensions))}")
+    found = RankShare(shape, 0, stages[0], cast("Dimensions", layout))
+    if layout == "2d" and (len(found.axes) < 2 or found.stages > 1):
+        raise PlanError(f"mesh: {mesh!r}: the layout 2d needs a mesh of two axes, as 2x2, and no stages")
+    return found
 
 
 def _numbers(given: Any) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.plan import MOVING, Plan, PlanError, Workload
-from forebay.rewriter.ir.share import RankShare, mesh_text
+from forebay.rewriter.ir.share import RankShare
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan_block import PlanChoice, plan_block
@@ -61,19 +61,18 @@ class ShardedModel(LanguageModel):
     the whole answer."""
 
     def __init__(
-        self, mesh: tuple[Sequence[int], int], captured: CapturedModel, checkpoint: Any, files: Any, budget: Any,
+        self, share: RankShare, captured: CapturedModel, checkpoint: Any, files: Any, budget: Any,
         workload: Workload, wishes: Wishes, machine: Machine | None = None, plan: Plan | None = None,
         choose: PlanChoice = plan_block,
     ) -> None:
         rank, ranks = join_ranks("cpu" if machine is None else machine.device_kind)
-        shape, stages = mesh
-        self.share = RankShare(tuple(shape), rank, stages)
+        self.share = replace(share, rank=rank)
         if self.share.ranks != ranks:
-            raise PlanError(f"mesh: {mesh_text(shape, stages)} has {self.share.ranks} ranks, and {ranks} processes "
+            raise PlanError(f"mesh: {share.mesh} has {self.share.ranks} ranks, and {ranks} processes "
                             f"run; start as many with torchrun --nproc-per-node={self.share.ranks}")
         if wishes.drafted_tokens not in (None, "auto"):
             raise PlanError("prompt_lookup_num_tokens: steps that check drafts are for one device; leave one out")
-        if stages > 1:
+        if share.stages > 1:
             wishes = _of_stage(wishes)
         sharded, parts = shard_captured(captured, self.share, read_switches())
         super().__init__(sharded, checkpoint, rank_files(captured, parts, files), budget, workload,

@@ -24,26 +24,18 @@ PROMPTS = [[5, 17, 80, 33, 9, 101, 44], [7, 150, 21], [60, 61, 12, 13, 77]]
 NEW = 6
 
 
-def bigcode() -> T.GPTBigCodeConfig:
-    """Queries of all heads share one of keys and values."""
-    return T.GPTBigCodeConfig(vocab_size=families.VOCAB, n_positions=128, n_embd=64, n_layer=2, n_head=4, n_inner=96,
-                              bos_token_id=1, eos_token_id=2)
-
-
 def wide_llama(heads: int = 9, kv_heads: int = 3) -> T.LlamaConfig:
     """As SmolLM2: heads that ranks cannot share evenly."""
     return families.llama(2, hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=8)
 
 
 def deep_bigcode() -> T.GPTBigCodeConfig:
-    config = bigcode()
-    config.n_layer = 4
-    return config
+    return families.bigcode(4)
 
 
 DEEP = {"deep llama": lambda: families.llama(4), "deep opt": lambda: families.opt(4),
         "deep gpt_neox": lambda: families.gpt_neox(4), "deep bigcode": deep_bigcode}
-KINDS = {**families.FAMILIES, "bigcode": bigcode, "uneven": wide_llama, **DEEP}
+KINDS = {**families.FAMILIES, "bigcode": families.bigcode, "uneven": wide_llama, **DEEP}
 
 
 @dataclass(frozen=True)
@@ -145,10 +137,15 @@ TWO = [Case("llama"), Case("opt"), Case("gpt_neox"), Case("bigcode"), Case("unev
 FOUR = [Case("llama"), Case("gpt_neox"), Case("bigcode"), Case("uneven"), Case("opt", {"micro_batches": 3})]
 TWO += [Case("llama", STAGES | {"cache_tier": "disk", "micro_batches": 3}),
         Case("gpt_neox", STAGES | {"micro_batches": 3, "order": "row"})]
+WIDE = {"mesh": "tensor=2x2,layout=2d"}
+FOUR += [Case(kind, WIDE, share=500_000) for kind in ("llama", "opt", "gpt_neox", "bigcode", "uneven", "gpt2")]
+FOUR += [Case("llama", WIDE | {"cache_tier": "disk", "micro_batches": 3}), Case("opt", WIDE | {"places": 2})]
 FOUR += [Case("bigcode", {"mesh": "stages=2,tensor=2"}), Case("deep opt", {"mesh": {"stages": 4}})]
 MORE = [Case(kind, share=500_000) for kind in (
     "qwen2", "qwen3", "mistral", "opt_projected", "llama4", "gemma2")] if os.environ.get("FOREBAY_TEST_ALL") else []
 if MORE:
+    FOUR += [Case(kind, WIDE, share=500_000) for kind in (
+        "qwen2", "qwen3", "mistral", "opt_projected", "llama4", "gemma2", "phi3")]
     WAYS: list[dict[str, Any]] = [{}, {"micro_batches": 3}, {"micro_batches": 3, "order": "row"}, {"places": 2},
                                   {"cache_tier": "disk", "micro_batches": 3}]
     TWO += [Case(kind, STAGES | way) for kind in DEEP for way in WAYS]
@@ -172,6 +169,12 @@ def test_packed_weights_and_draws_are_those_of_one_device(folder: Path, nursery:
                              Case("llama", {"cache": "kv8"}), Case("opt+w4g32", STAGES)])
     alone, *both = [answers(cases, None), *answers_of_ranks(nursery, 2, cases)]
     for found in both:
+        assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in alone]
+    wide = _placed(folder, [Case("llama+w4g16", WIDE), Case("gpt_neox+w8g16", WIDE),
+                            Case("opt", {"cache": "kv8"} | WIDE)])
+    alone = answers([Case(c.kind, {n: v for n, v in c.wrapped.items() if n != "mesh"}, c.asked, c.folder, 900_000)
+                     for c in wide], None)
+    for found in answers_of_ranks(nursery, 4, wide):
         assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in alone]
     drawn = _placed(folder, [Case("llama", asked={"do_sample": True, "temperature": 1.5})])
     one, other = answers_of_ranks(nursery, 2, drawn)
@@ -212,6 +215,16 @@ def programs(case: Case, mesh: str) -> list[Any]:
                         pass
             found.append(([(i.op.split(".")[1], i.args[-1], i.out[0].shape, i.out[0].dtype) for i in launches], proved))
         return found
+
+
+def test_of_two_dimensions_every_wait_is_needed(folder: Path, nursery: Nursery) -> None:
+    """Along the wide axis numbers of norms, partial sums and features cross, along the other one sums."""
+    (case,) = _placed(folder, [Case("opt", share=300_000)])
+    for found in nursery.on_ranks(4, programs, case, WIDE["mesh"], traced=[case.folder]):
+        for exchanged, proved in found:
+            layer = ["all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_into_tensor", "all_reduce"] * 2
+            assert [op for op, *_ in exchanged] == layer * 2 + ["all_gather_into_tensor"] * 3
+            assert not proved, f"without {proved[:2]} a step is proved all the same"
 
 
 def test_collectives_are_counted_and_every_wait_is_needed(folder: Path, nursery: Nursery) -> None:

@@ -1,4 +1,4 @@
-"""SmolLM2, real weights, on two ranks: transformers' own greedy tokens, whichever way they share it."""
+"""SmolLM2, real weights, on two and four ranks: transformers' own greedy tokens, whichever way they share it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ def answer(folder: str, ids: list[list[int]], mesh: str, budget: str) -> list[li
 
 
 @pytest.mark.skipif(not os.environ.get("FOREBAY_TEST_ALL"), reason="half a minute")
-def test_two_ranks_give_transformers_tokens() -> None:
+def test_ranks_give_transformers_tokens() -> None:
     folder = str(demo_checkpoint())
     ids = T.AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt").input_ids
     model = T.AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval()
     expected = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None).tolist()
     nursery = Nursery()
     try:
-        for mesh, budget in (("2", "1GB"), ("2", "250MB"), ("stages=2", "1GB")):
-            found = nursery.on_ranks(2, answer, folder, ids.tolist(), mesh, budget, traced=[folder])
-            assert found == [expected] * 2, (mesh, budget)
+        for ranks, mesh, budget in ((2, "2", "1GB"), (2, "2", "250MB"), (2, "stages=2", "1GB"),
+                                    (4, "tensor=2x2,layout=2d", "600MB"), (4, "tensor=2x2,layout=2d", "180MB")):
+            found = nursery.on_ranks(ranks, answer, folder, ids.tolist(), mesh, budget, traced=[folder])
+            assert found == [expected] * ranks, (mesh, budget)
     finally:
         nursery.close()

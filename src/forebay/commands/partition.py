@@ -139,11 +139,15 @@ def _launch(problem: PartitionProblem, found: Choice) -> str | None:
     """The command line that runs the layouts found; None where they are others than what runs."""
     from forebay.rewriter.ir.byte_sizes import format_nbytes
 
-    if any((way.feedforward, way.attention) != ("1d", "heads") for ways in found.layouts.values() for way in ways):
+    taken = {way for ways in found.layouts.values() for way in ways}
+    way, *others = taken
+    if others or way.feedforward not in ("1d", "2d") or way.attention != "heads":
         return None
+    wide = problem.mesh.size(way.wide)
+    mesh = f" --mesh tensor={problem.mesh.chips // wide}x{wide},layout=2d" if way.wide else ""
     budget = format_nbytes(int(problem.capacity_nbytes)).replace(" ", "")
     return (f"torchrun --nproc-per-node={problem.mesh.chips} --no-python forebay run {problem.model.name} --prompts "
-            f"IN.jsonl --output OUT.jsonl --batch {problem.batch} --budget device={budget}")
+            f"IN.jsonl --output OUT.jsonl --batch {problem.batch} --budget device={budget}{mesh}")
 
 
 def _text(data: dict[str, Any]) -> str:
@@ -167,8 +171,8 @@ def _text(data: dict[str, Any]) -> str:
     held = {name: format_nbytes(int(nbytes)) for name, nbytes in data["memory_nbytes"].items()}
     lines.append(f"memory   of a chip: weights {held['weights']}, cache {held['cache']}, working {held['working']}; "
                  f"{held['margin']} of {held['capacity']} left")
-    lines.append("launch   " + (data["launch"] or "nothing runs this layout yet: 1D weight-stationary with attention "
-                                "over heads does (docs/partitioning.md)"))
+    lines.append("launch   " + (data["launch"] or "nothing runs these layouts yet: one weight-stationary layout, 1D or "
+                                "2D, with attention over heads does (docs/partitioning.md)"))
     lines.append(f"solved   {data['total_s']:.4g} s for all tokens, gap {100 * data['gap']:.2g} %")
     lines.append("frontier phase     mesh       sequences   latency, ms   chip-ms a token")
     lines += [f"         {p['phase']:9} {p['mesh']:10} {p['batch']:9}  {1e3 * p['latency_s']:12.4g}  "

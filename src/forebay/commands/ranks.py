@@ -25,11 +25,10 @@ def among_ranks(mesh: str | None, output: Path | None) -> Iterator[tuple[str | N
         yield None, output
         return
     from forebay.model_kinds import read_mesh
-    from forebay.rewriter.ir.share import mesh_text
     from forebay.runtime.comm.faults import rank_fault
     from forebay.runtime.comm.ranks import join_ranks, leave_ranks, tell_others
 
-    mesh, heard = mesh_text(*read_mesh(mesh or started)), sys.stderr
+    mesh, heard = read_mesh(mesh or started).mesh, sys.stderr
     try:
         rank, _ = join_ranks("cuda" if _has_gpu() else "cpu")
         if rank:

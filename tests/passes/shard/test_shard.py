@@ -49,10 +49,10 @@ def test_parts_of_all_ranks_are_the_whole(family: str) -> None:
     assert all(not collectives(block) for block in whole.blocks().values()), "the captured graphs were changed"
 
 
-def test_parallel_blocks_add_up_once_each_for_attention_and_feed_forward() -> None:
+def test_parallel_blocks_add_up_attention_and_feed_forward_at_once() -> None:
     (block,) = sharded("gpt_neox", 2, 0).blocks().values()
     sums = [node for node in block.graph.nodes if is_collective(node)]
-    assert [ranks_of(node.args[2]) for node in sums] == [(0, 1)] * 2
+    assert [ranks_of(node.args[2]) for node in sums] == [(0, 1)]
 
 
 def test_tied_heads_read_rows_of_their_own() -> None:
@@ -102,6 +102,31 @@ def test_graphs_of_a_rank_are_not_divided_again_and_an_unknown_operator_is_named
     silu.replace_all_uses_with(odd, lambda user: user is not odd)
     with pytest.raises(ShardError, match=r"flip.*not known to work on a part"):
         shard(step, RankShare((2,), 0), {})
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_two_dimensions_have_every_element_of_a_matrix_once(family: str) -> None:
+    """Heads of keys and values that ranks share are theirs together."""
+    whole = families.captured(family)
+    seen = {name: torch.zeros(spec.shape) for name, spec in whole.weights.items()}
+    for rank in range(4):
+        model, parts = shard_captured(whole, RankShare((2, 2), rank, 1, "2d"), Switches())
+        check_captured(model.step, "shard")
+        for name, (source, cut) in parts.items():
+            held = torch.ones(whole.weights[source].shape)
+            for dim, pieces in cut:
+                mask = torch.zeros(held.shape[dim])
+                for first, end in pieces:
+                    mask[first:end] = 1
+                held *= mask.reshape([-1 if i == dim else 1 for i in range(held.dim())])
+            own = {dim: count(pieces) for dim, pieces in cut}
+            assert model.weights[name].shape == tuple(own.get(dim, size) for dim, size in enumerate(held.shape))
+            seen[source] += held
+    for names in whole.layer_weights:
+        for name in names.values():
+            if seen[name].dim() == 2:
+                shared = "k_proj" in name or "v_proj" in name or "qkv" in name
+                assert set(seen[name].unique().tolist()) <= ({1.0, 2.0} if shared else {1.0}), name
 
 
 def test_packed_groups_are_not_cut() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import families
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 
 from forebay.rewriter.capture.concretise import concretise, inline_blocks
+from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_inputs
 from forebay.rewriter.ir.graph import CapturedModel, is_collective
 from forebay.rewriter.ir.plan import Workload
@@ -23,14 +25,31 @@ from forebay.rewriter.shard_captured import shard_captured
 from forebay.rewriter.switches import Switches
 
 WORK = Workload(batch=3, prompt=7, new_tokens=4)
+STEPS = MachineEstimator(PRESETS["tpu-v4"])
+EVEN = ("llama", "opt", "gpt_neox", "gpt2", "phi3", "bigcode")  # heads, features: four ranks have as many each
 
 
-def exchanged(captured: CapturedModel, share: RankShare, tokens: int) -> list[tuple[int, str, int, int]]:
-    """(layer, operator, ranks, elements of a rank) of each collective of a step over so many tokens."""
+@functools.cache
+def model(family: str) -> CapturedModel:
+    return capture_model(families.bigcode()) if family == "bigcode" else families.captured(family)
+
+
+def exchanged(captured: CapturedModel, share: RankShare, tokens: int) -> list[tuple[int, str, tuple[int, ...], int]]:
+    """(layer, operator, ranks, elements that a rank gives) of each collective of a step over so many tokens."""
     part, _ = shard_captured(captured, share, Switches())
     flat = inline_blocks(concretise(part.step, step_inputs(part, WORK, tokens)))
-    return [(node.meta.get("layer", -1), str(node.target).split(".")[1], len(ranks_of(str(node.args[-1]))),
+    return [(node.meta.get("layer", -1), str(node.target).split(".")[1], ranks_of(str(node.args[-1])),
              math.prod(given_to(node).shape)) for node in flat.graph.nodes if is_collective(node)]
+
+
+def counted(family: str, layout: ChipLayout, shape: tuple[int, ...], tokens: int) -> list[tuple[str, int, float]]:
+    """(collective, ranks, elements of the larger end) of what the model counts of a layer."""
+    mesh = ChipMesh(shape, (1e9,) * len(shape), one_way(0.0))
+    work = PhaseWork("step", WORK.batch, tokens, WORK.context)
+    layer = shape_from_graphs(model(family)).layers[0]
+    cost = layer_cost(layer, layout, mesh, work, STEPS, parallel=family == "gpt_neox")
+    return sorted((c.kind, mesh.size(c.axes), c.nbytes / element_sizes("bfloat16").activation)
+                  for c in cost.collectives if mesh.size(c.axes) > 1)
 
 
 def given_to(node: fx.Node) -> torch.Tensor:
@@ -41,21 +60,41 @@ def given_to(node: fx.Node) -> torch.Tensor:
     return value
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox", "gpt2"])
+def as_counted(operator: str, ranks: tuple[int, ...], elements: int) -> list[tuple[str, int, float]]:
+    """A collective as the model names them, with the elements of its larger end. An all-reduce is the reduce-scatter of
+    partial sums and the all-gather of the next product's input."""
+    gather, scatter = ("all-gather", 1), ("reduce-scatter", 1)
+    kinds = {"all_reduce": (gather, scatter), "reduce_scatter_tensor": (scatter,),
+             "all_gather_into_tensor": (("all-gather", len(ranks)),)}
+    return [(kind, len(ranks), float(elements * times)) for kind, times in kinds[operator]]
+
+
+@pytest.mark.parametrize("family", EVEN)
 @pytest.mark.parametrize("tokens", [1, 7])
-def test_layers_exchange_what_the_model_of_one_dimension_counts(family: str, tokens: int) -> None:
-    """An all-reduce is the reduce-scatter of partial sums and the all-gather of the next product's input."""
-    captured, ranks = families.captured(family), 2
-    mesh, times = ChipMesh((ranks,), (1e9,), one_way(0.0)), MachineEstimator(PRESETS["tpu-v4"])
-    work = PhaseWork("step", WORK.batch, tokens, WORK.context)
-    layer = shape_from_graphs(captured).layers[0]
-    cost = layer_cost(layer, ChipLayout("1d", (), (), "heads"), mesh, work, times)
-    counted = sorted((c.kind, c.nbytes / element_sizes("bfloat16").activation) for c in cost.collectives
-                     if mesh.size(c.axes) > 1)
-    found = [each for each in exchanged(captured, RankShare((ranks,), 0), tokens) if each[0] == 0]
-    assert {op for _, op, *_ in found} == {"all_reduce"} and {n for *_, n, _ in found} == {ranks}
-    assert counted == sorted((kind, float(elements)) for *_, elements in found
-                             for kind in ("all-gather", "reduce-scatter"))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_layers_exchange_what_the_model_of_one_dimension_counts(family: str, tokens: int, ranks: int) -> None:
+    found = [each for each in exchanged(model(family), RankShare((ranks,), 0), tokens) if each[0] == 0]
+    assert len(found) == (1 if family == "gpt_neox" else 2)
+    assert sorted(item for _, *each in found for item in as_counted(*each)) == counted(
+        family, ChipLayout("1d", (), (), "heads", copied=True), (ranks,), tokens)
+
+
+@pytest.mark.parametrize("family", EVEN)
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_layers_exchange_what_the_model_of_two_dimensions_counts(family: str, tokens: int) -> None:
+    """Beside it, each norm's one or two numbers a token: of its squares, or of its mean and variance."""
+    rows, wide = WORK.batch * tokens, 2
+    for rank in range(4):
+        found = [each for each in exchanged(model(family), RankShare((2, 2), rank, 1, "2d"), tokens) if each[0] == 0]
+        norms = [(op, elements) for _, op, _, elements in found if elements <= 2 * rows]
+        assert norms == [("all_reduce", rows)] * 2 if family in ("llama", "phi3") else (
+            [("all_gather_into_tensor", 2 * rows)] * (1 if family == "gpt_neox" else 2))
+        along = {op: ranks for _, op, ranks, elements in found if elements > 2 * rows}
+        first = rank - rank % wide
+        assert along["reduce_scatter_tensor"] == along["all_gather_into_tensor"] == (first, first + 1)
+        assert along["all_reduce"] == (rank % wide, rank % wide + wide)
+        assert sorted(item for _, *each in found if each[-1] > 2 * rows for item in as_counted(*each)) == counted(
+            family, ChipLayout("2d", (1,), (), "heads", copied=True), (2, 2), tokens)
 
 
 def test_stages_exchange_a_hidden_state_at_each_border_and_the_logits() -> None:
@@ -63,4 +102,5 @@ def test_stages_exchange_a_hidden_state_at_each_border_and_the_logits() -> None:
     hidden, vocabulary = 64, captured.vocab_size
     for rank in range(4):
         handed = [each for each in exchanged(captured, RankShare((2,), rank, 2), 7) if each[1] == "broadcast_"]
-        assert handed == [(-1, "broadcast_", 2, 3 * 7 * hidden), (-1, "broadcast_", 2, 3 * vocabulary)]
+        assert [(*at, len(ranks), n) for *at, ranks, n in handed] == [
+            (-1, "broadcast_", 2, 3 * 7 * hidden), (-1, "broadcast_", 2, 3 * vocabulary)]

@@ -1,0 +1,123 @@
+"""How a rank has each value of a graph of which it computes a part."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from forebay.passes.shard.demand import (
+    HEADS_BEHIND,
+    ROW_WISE,
+    cat_dim,
+    is_pointwise,
+    over_cache,
+    product_of,
+    slice_of,
+    sliced_dim,
+)
+from forebay.passes.shard.split import SPLITS, ShardError, Split, moved, moves, shape_of, sizes_of, split_dim
+from forebay.passes.shard.statistics import MEANS, NORMS, over_last
+from forebay.rewriter.ir.share import RankShare, even_part
+
+aten = torch.ops.aten
+HIDDEN = "hidden"  # the placeholder of what a layer is given by the one before
+
+
+class RankSplits:
+    """The splits of one graph's values on one rank, from what is `wanted` of them: `split[node]` is None where the rank
+    has all of it. `in_layer`: the graph is a layer's, not the step's, whose product of logits is `head`."""
+
+    def __init__(self, gm: fx.GraphModule, share: RankShare, wanted: Mapping[fx.Node, Split], head: fx.Node | None,
+                 in_layer: bool) -> None:
+        self.share, self.wanted, self.head, self.in_layer = share, wanted, head, in_layer
+        self.split: dict[fx.Node, Split | None] = {}
+        for node in gm.graph.nodes:
+            self.split[node] = self._place(node)
+
+    def hidden(self, node: fx.Node) -> Split | None:
+        """The part that this rank has of a value as wide as the hidden state."""
+        if not self.share.wide:
+            return None
+        *before, size = shape_of(node)
+        wide = self.share.wide
+        return Split(len(before), even_part(size, self.share.size(wide), self.share.index(wide)), size, wide)
+
+    def is_hidden(self, split: Split | None) -> bool:
+        """Whether that is a part of a hidden state, not of what is between two products."""
+        return split is not None and bool(self.share.wide) and split.axes == self.share.wide
+
+    def _place(self, node: fx.Node) -> Split | None:
+        """How a rank has a value; None where it has all of it."""
+        if node.op == "call_module" or (self.in_layer and node.op == "placeholder" and node.name == HIDDEN):
+            return self.hidden(node)
+        if node.op != "call_function":
+            return None
+        product = product_of(node)
+        if product is not None:
+            into = self.split[product[0]]
+            if not self.in_layer or node is self.head:
+                return None  # the head's parts are gathered at once
+            return self.hidden(node) if into is not None and not self.is_hidden(into) else self.wanted.get(node)
+        given = over_cache(node)
+        if given:
+            split = self.split[given[0]]
+            return None if split is None or node.meta["val"] is None else replace(split, dim=HEADS_BEHIND)
+        source = node.all_input_nodes[0] if node.all_input_nodes else None
+        split = None if source is None else self.split[source]
+        if is_pointwise(node):
+            return self._of_operands(node)
+        if split is None and node.target is not aten.cat.default:
+            return None
+        return self._told(self._passed_on(node, split))
+
+    @staticmethod
+    def _told(split: Split | None) -> Split | None:
+        return None if split is None or split.count == split.size else split
+
+    def _of_operands(self, node: fx.Node) -> Split | None:
+        value = node.meta["val"]
+        found: Split | None = None
+        for operand in node.all_input_nodes:
+            split = self.split[operand]
+            if split is not None:
+                dim = split.dim + value.dim() - operand.meta["val"].dim()
+                mine = replace(split, dim=dim)
+                if found not in (None, mine):
+                    raise ShardError(f"{node.name} meets values that ranks divide in two ways: {found} and {mine}")
+                found = mine
+        return found
+
+    def _passed_on(self, node: fx.Node, split: Split | None) -> Split | None:
+        target = node.target
+        if target is aten.cat.default:
+            found = {part for n in node.all_input_nodes if (part := self.split[n]) is not None}
+            if len(found) > 1 or any(part.dim == cat_dim(node) for part in found):
+                raise ShardError(f"{node.name} puts parts together that ranks divide in two ways")
+            return next(iter(found), None)
+        assert split is not None
+        if target in SPLITS:
+            return split
+        if target is operator.getitem:
+            parts = node.args[0]
+            assert isinstance(parts, fx.Node)
+            if split_dim(parts) != split.dim:
+                return split
+            begins, at = sizes_of(parts), node.args[1]
+            return split.among(begins[at], begins[at + 1] - begins[at])  # type: ignore[index, operator]
+        if target is aten.slice.Tensor and sliced_dim(node) == split.dim:
+            return split.among(*slice_of(node))
+        if target is aten.gather.default and node.args[1] != split.dim:
+            return split
+        if self.is_hidden(split) and target in (*NORMS, *MEANS) and over_last(node):
+            return split if target in NORMS else None
+        if moves(node):
+            return moved(node, split)
+        if target in ROW_WISE and split.dim != len(shape_of(node.args[0])) - 1:  # type: ignore[arg-type]
+            return split
+        if target is aten.sym_size.int and node.args[1] % len(shape_of(node.args[0])) != split.dim:  # type: ignore[operator, arg-type]
+            return None
+        raise ShardError(f"{node.name}: {target} is not known to work on a part of its operands")
