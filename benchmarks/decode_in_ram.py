@@ -7,9 +7,13 @@ Forebay runs within a budget that holds all of it, on the file repacked bit for 
 rounded to 8 bits; and with `--more` (the demo) on weights of bf16 and float32. Peers, where installed: llama.cpp
 (xllamacpp) and OpenVINO GenAI, as it comes (activations in 8 bits) and with products in bf16, both on the GGUF itself
 and by their own clocks, with `--more` OpenVINO on the file in fp16, and transformers in bf16; onnxruntime-genai on the
-4-bit model that its own builder makes (`pip install onnx_ir`). Each has a process of its own and waits idle while
-another has its turn; a round gives each one turn. Decode is the mean time of a token after the first, prefill the time
-to the first.
+model that its own builder makes in 4 bits, of Q8_0 in 8 (`pip install onnx_ir`). Each has a process of its own and
+waits idle while another has its turn; a round gives each one turn. Decode is the mean time of a token after the first,
+prefill the time to the first.
+
+With `--processor haswell` (or skylake-avx512: AVX-512 without VNNI and bf16) Forebay's kernels are compiled for that
+kind of processor, whose speed its plans guess, and torch and oneDNN are held to its instructions, OpenVINO's too, which
+then starts in float32 alone; onnxruntime cannot be held, and llama.cpp's wheel has AVX2 alone.
 
 `ceiling` is the bytes of weights that a token reads over the memory's rate, the best of sums over 256 MiB. Memory is
 resident bytes, files mapped into memory included: at most while generating, and above what the process held before it
@@ -42,6 +46,7 @@ from benchmarks.ram_contestants import (
     ask,
     build_onnx,
     forget_peak,
+    onnx_nbytes,
     resident,
     some_ids,
     started,
@@ -49,11 +54,13 @@ from benchmarks.ram_contestants import (
 
 MB = 1e6
 PACKED = ("forebay packed", "forebay packed int8", "forebay in bf16", "forebay in bf16 int8")
-NAMES = (*PACKED, "forebay bf16", "forebay float32", "llama.cpp", "openvino", "openvino bf16", "openvino bf16 of fp16",
-         "onnxruntime", "transformers bf16")
+NAMES = (*PACKED, "forebay bf16", "forebay float32", "llama.cpp", "openvino", "openvino bf16", "openvino float32",
+         "openvino bf16 of fp16", "onnxruntime", "transformers bf16")
+# Processors that are simulated: what oneDNN and torch call their instructions.
+LESSER = {"haswell": ("AVX2", "avx2"), "skylake-avx512": ("AVX512_CORE", "avx512")}
 
 
-def serve(name: str, path: str, prompt: int, threads: int) -> None:
+def serve(name: str, path: str, prompt: int, threads: int, processor: str | None) -> None:
     """Load, then one turn for each line on stdin; an answer a line on stdout."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)  # libraries may print; the answers stay alone on the pipe
     kind = name.split()[0]
@@ -67,7 +74,10 @@ def serve(name: str, path: str, prompt: int, threads: int) -> None:
         import transformers.models.llama.modeling_llama
 
         import forebay.api  # noqa: F401
+        from forebay.kernels.cpu_support import native
 
+        if processor is not None:
+            native.FLAGS = tuple(flag.replace("=native", f"={processor}") for flag in native.FLAGS)
         transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(threads)
     empty = resident("VmRSS")
@@ -101,13 +111,13 @@ def prepare(folder: Path, model: str, kind: str, more: bool, only: set[str]) -> 
     own = sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)
     ours = packed.nbytes * own // sum(sizes.values())
     found = {name: (str(folder / ("half" if "in bf16" in name else "packed")), ours) for name in PACKED}
-    found |= {name: (str(source), own) for name in ("llama.cpp", "openvino", "openvino bf16")}
+    found |= {name: (str(source), own) for name in ("llama.cpp", "openvino", "openvino bf16", "openvino float32")}
     builds = not only or "onnxruntime" in only
     if builds and importlib.util.find_spec(MODULES["onnxruntime"]) is not None:
         built = folder / "onnx"
         native = resolve_model("demo" if model == "demo" else source, dequantize=True)
-        build_onnx(native, built, "int4", folder / "cache")
-        found["onnxruntime"] = str(built), sum(path.stat().st_size for path in built.glob("model.onnx*"))
+        build_onnx(native, built, "int8" if model != "demo" and kind == "Q8_0" else "int4", folder / "cache")
+        found["onnxruntime"] = str(built), onnx_nbytes(built)
     if more and model == "demo":
         native = resolve_model("demo", dequantize=True)
         bf16 = transformers.AutoModelForCausalLM.from_pretrained(native, dtype=torch.bfloat16)
@@ -120,14 +130,14 @@ def prepare(folder: Path, model: str, kind: str, more: bool, only: set[str]) -> 
     return {name: found[name] for name in NAMES if name in found and (not only or name in only)}
 
 
-def measure(paths: dict[str, tuple[str, int]], prompt: int, rounds: int, threads: int
+def measure(paths: dict[str, tuple[str, int]], prompt: int, rounds: int, threads: int, more: list[str]
             ) -> dict[str, list[dict[str, Any]]]:
     """Each contestant's answers, one a round; those run that are in `paths`."""
     processes: dict[str, subprocess.Popen[str]] = {}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in paths}
     try:
         for name, (path, _) in paths.items():
-            process = started("decode_in_ram", name, path, threads, "--prompt", str(prompt))
+            process = started("decode_in_ram", name, path, threads, "--prompt", str(prompt), *more)
             if process is None:
                 print(f"{name}: does not load {path}")
             else:
@@ -143,6 +153,14 @@ def measure(paths: dict[str, tuple[str, int]], prompt: int, rounds: int, threads
             process.kill()
             process.wait()
     return found
+
+
+def held_to(processor: str, scratch: Path) -> list[str]:
+    """Sets the environment of processes to come, with kernels of their own; returns what `serve` is told besides."""
+    instructions, torch_instructions = LESSER[processor]
+    os.environ |= {"ONEDNN_MAX_CPU_ISA": instructions, "ATEN_CPU_CAPABILITY": torch_instructions,
+                   "FOREBAY_CACHE": str(scratch / "kernels")}
+    return ["--processor", processor]
 
 
 def summary(name: str, answers: list[dict[str, Any]], prompt: int, nbytes: int, rate: float) -> dict[str, Any]:
@@ -169,12 +187,13 @@ def main() -> None:
     parser.add_argument("--only", help="names of contestants, with commas between them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--processor", choices=LESSER, help="run as on a lesser one")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     parser.add_argument("--serve", choices=NAMES, help=argparse.SUPPRESS)
     parser.add_argument("--path", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve, args.path, args.prompt[0], args.threads)
+        serve(args.serve, args.path, args.prompt[0], args.threads, args.processor)
         return
     from benchmarks.quantized_linear import ceiling_bytes_per_s
 
@@ -188,14 +207,17 @@ def main() -> None:
             if importlib.util.find_spec(module) is None:
                 print(f"{peer}: not installed (pip install {module.replace('_', '-')})")
                 paths = {name: path for name, path in paths.items() if name.split()[0] != peer}
+        more = held_to(args.processor, Path(scratch)) if args.processor else []
+        unfit = ("openvino", "openvino bf16") if args.processor else ("openvino float32",)
+        paths = {name: path for name, path in paths.items() if name not in unfit}
         for prompt in args.prompt:
             print(f"\n{args.model}, prompt of {prompt}")
-            found = measure(paths, prompt, args.rounds, args.threads)
+            found = measure(paths, prompt, args.rounds, args.threads, more)
             rows += [{"prompt": prompt} | summary(name, answers, prompt, paths[name][1], rate)
                      for name, answers in found.items() if answers]
     if args.json:
         settings = {"model": args.model, "kind": args.kind if args.model != "demo" else "Q4_1", "threads": args.threads,
-                    "new": NEW, "memory_bytes_per_s": rate}
+                    "processor": args.processor, "new": NEW, "memory_bytes_per_s": rate}
         args.json.write_text(json.dumps(settings | {"contestants": rows}, indent=1) + "\n")
 
 

@@ -62,6 +62,18 @@ def build_onnx(model: Path, out: Path, precision: str, cache: Path) -> None:
         raise SystemExit(f"the builder failed (it needs: pip install onnx_ir): {ran.stderr.splitlines()[-1]}")
 
 
+def onnx_nbytes(folder: Path) -> int:
+    """Bytes of weights that a token reads: all but a table of embeddings that a lookup alone reads."""
+    import onnx
+
+    graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
+    looked_up = {node.input[0] for node in graph.node if node.op_type == "Gather"}
+    looked_up -= {name for node in graph.node if node.op_type != "Gather" for name in node.input}
+    tables = (tensor for tensor in graph.initializer if tensor.name in looked_up)
+    beside = sum(int(entry.value) for tensor in tables for entry in tensor.external_data if entry.key == "length")
+    return sum(path.stat().st_size for path in folder.glob("model.onnx*")) - beside
+
+
 def open_onnx(folder: str | Path, threads: int) -> Any:
     """A model of onnxruntime-genai's."""
     import onnxruntime_genai as genai
@@ -137,7 +149,8 @@ class OpenVino:
         import openvino_genai as genai
 
         self.genai, self.tensor = genai, openvino.Tensor
-        exact = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0, "INFERENCE_PRECISION_HINT": "bf16"} if "bf16" in name else {}
+        precision = "bf16" if "bf16" in name else "f32" if "float32" in name else None
+        exact = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0, "INFERENCE_PRECISION_HINT": precision} if precision else {}
         scheduler = genai.SchedulerConfig()
         scheduler.enable_prefix_caching, scheduler.max_num_batched_tokens = False, prompt + NEW
         scheduler.cache_size = 2

@@ -33,6 +33,7 @@ def make_gguf(size: str, kind: str) -> Path:
     made = path.with_suffix(".part")
     architecture = "qwen3" if size.startswith("qwen3") else "llama"
     writer = gguf.GGUFWriter(made, architecture, use_temp_file=True)
+    writer.add_file_type(int(gguf.LlamaFileType[f"MOSTLY_{kind}" if kind != "Q4_K" else "MOSTLY_Q4_K_M"]))
     _write_settings(writer, shape)
     _copy_tokenizer(writer)
     for name, rows, columns in _tensors(shape, architecture):

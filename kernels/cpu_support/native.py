@@ -23,7 +23,7 @@ from forebay.kernels.build.compile import BuildError, Library, load_library
 KERNELS = Path(__file__).resolve().parents[1]  # each operator's folder holds its C++, this one what they share
 # For the processor at hand, by the name that both gcc and clang take for it.
 PROCESSOR = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-FLAGS = ("-std=c++17", "-O3", PROCESSOR, "-pthread", "-fPIC")
+FLAGS: tuple[str, ...] = ("-std=c++17", "-O3", PROCESSOR, "-pthread", "-fPIC")
 DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CHAIN_MOST = 64  # kernels in one call: Ctrl-C is heard between calls only
 
