@@ -4,11 +4,12 @@ Real weights in float32 within 15, 30, 50 and 75 % of their bytes beside what th
 texts that repeat themselves (copy, summarise, edit code) and texts that do not. Contestants take turns over the same
 text: `plain`, one token a step; `lookup`, drafts of prompt lookup by the planner's own choice; `w4`, drafts of the same
 weights in 4 bits (w4g64, whose groups are not those that the weights were published on) within the same budget, where
-that is predicted to pay; with --peer `transformers`, weights offloaded to disk, in memory for as many bytes, with its
-prompt lookup or assisted by the same copy, which is expanded to float32 beside those bytes. The share of tokens before
-the first in which drafts differ from `plain` is printed. The bound is a pass of `plain` over the tokens per pass, so a
-pass, drafts and all, over a plain one says how far from it a run is. Predicted is what the plans say for the share of
-drafted tokens that stood. Reads go past the page cache; the peer's files are dropped from it before each answer.
+that is predicted to pay; `w8`, the same in 8 bits; with --peer `transformers`, weights offloaded to disk, in memory for
+as many bytes, with its prompt lookup or assisted by the same copy, which is expanded to float32 beside those bytes. The
+share of tokens before the first in which drafts differ from `plain` is printed. The bound is a pass of `plain` over the
+tokens per pass, so a pass, drafts and all, over a plain one says how far from it a run is. Predicted is what the plans
+say for the share of drafted tokens that stood. Reads go past the page cache; the peer's files are dropped from it
+before each answer.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,17 +32,21 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import torch
 
 import forebay
+from benchmarks.prediction import Probe, at_pace
 from benchmarks.throughput import processor
 from forebay.api import LanguageModel
 from forebay.commands.process_memory import disk_read_nbytes
 from forebay.commands.prompts import load_tokenizer
 from forebay.drafted import told
+from forebay.open_model import known_machine
 from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import read_dequantized
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, packed_copy
-from forebay.rewriter.machine.profile import load_machine
+from forebay.rewriter.ir.plan import Plan
+from forebay.rewriter.machine.profile import Machine, load_machine
 from forebay.rewriter.plan_draft import token_time_s
 from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.predict.simulate import simulate
 from forebay.runtime.disk.page_cache import drop_file
 
 SHARES = (0.15, 0.3, 0.5, 0.75)
@@ -57,9 +63,10 @@ TEXTS = {
 }
 REPEATING = ("copy", "summary", "code")
 
+COPIES = ("w4", "w8")
 OURS: dict[str, dict[str, Any]] = {
     "plain": {}, "lookup": {"prompt_lookup_num_tokens": "auto"},
-    "w4": {"prompt_lookup_num_tokens": "auto", "draft": "w4"}}
+    **{copy: {"prompt_lookup_num_tokens": "auto", "draft": copy} for copy in COPIES}}
 
 Row = dict[str, Any]
 
@@ -118,7 +125,8 @@ def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> Iterator[l
     tokenizer = load_tokenizer(folder)
     prompts = {name: tokenizer(TEXTS[name])["input_ids"] for name in args.texts}
     longest = max(map(len, prompts.values()))
-    machine = load_machine(args.machine) if args.machine else None
+    machine = load_machine(args.machine) if args.machine else known_machine(folder)
+    probe = Probe(folder, machine, "float32", 1)
     for share in args.shares:
         fixed = dict(prompt=longest, new_tokens=args.new, machine=machine)
         with forebay.wrap(folder, 1 << 40, **fixed) as whole:  # type: ignore[arg-type]
@@ -128,18 +136,18 @@ def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> Iterator[l
                for who, drafts in OURS.items()}
         note(f"{100 * share:.0f} %, {budget} bytes: {lms['lookup'].plan.schedule.speculative_steps} tokens are "
              f"checked, in {lms['lookup'].plan.prediction.speculative_times_s} s; one takes "
-             f"{lms['plain'].plan.prediction.decode_time_s:.3f} s\n  w4: {told(lms['w4'])}")
+             f"{lms['plain'].plan.prediction.decode_time_s:.3f} s" + "".join(
+                 f"\n  {copy}: {told(lms[copy])}" for copy in COPIES))
         peer, rows = Peer(folder, int(share * nbytes), scratch) if args.peer else None, []
         for turn in range(args.rounds + 1):  # the first binds programs, and does not count
             for name, ids in prompts.items() if turn else list(prompts.items())[:1]:
-                found = {who: answer(lm, ids, args.new if turn else 8) for who, lm in lms.items()}
+                found = {who: probed(lm, ids, args.new if turn else 8, probe, machine) for who, lm in lms.items()}
                 if peer is not None and turn:
                     try:
                         found |= peer.answers(ids, args.new)
                     except NotImplementedError as error:  # what is tied has no room: "Cannot copy out of meta tensor"
                         note(f"  transformers cannot run with so little: {error}")
                         peer = None
-                found["w4"]["predicted_s"] = predicted_s(lms["w4"], found["w4"])
                 if turn:
                     rows += [row | {"share": share, "text": name, "who": who, "round": turn}
                              for who, row in found.items()]
@@ -149,11 +157,25 @@ def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> Iterator[l
         yield rows
 
 
-def predicted_s(lm: LanguageModel, row: Row) -> float:
-    """Seconds per token by the plans, for the share of drafted tokens that stood in an answer."""
-    if lm.helper is None:
-        return lm.plan.prediction.decode_time_s
-    return token_time_s(lm.plan, lm.helper.plan, row["accepted"] / max(1, row["accepted"] + row["refused"]))
+def probed(lm: LanguageModel, ids: list[int], new: int, probe: Probe, machine: Machine) -> Row:
+    """An answer, and what its plans predict of a token at the rates of reads and products found before and behind it,
+    for the share of drafted tokens that stood in it; nothing where it drafted by lookup, whose matches have no time."""
+    paces, rates = [probe.pace()], [probe.bytes_per_s()]
+    row = answer(lm, ids, new)
+    now = at_pace(machine, (rates[0] + probe.bytes_per_s()) / 2, (paces[0] + probe.pace()) / 2)
+    if lm.helper is not None:
+        stands = row["accepted"] / max(1, row["accepted"] + row["refused"])
+        row["predicted_s"] = token_time_s(plan_at(lm, now), plan_at(lm.helper, now), stands)
+    elif not row["offered"]:
+        row["predicted_s"] = plan_at(lm, now).prediction.decode_time_s
+    return row
+
+
+def plan_at(lm: LanguageModel, machine: Machine) -> Plan:
+    """The plan with the times of its decode steps as predicted on another machine."""
+    one, *more = (simulate(lm._pipeline.program(lm.plan, size), machine).time_s
+                  for size in (1, *lm.plan.schedule.speculative_steps))
+    return replace(lm.plan, prediction=replace(lm.plan.prediction, decode_time_s=one, speculative_times_s=tuple(more)))
 
 
 def table(rows: list[Row]) -> list[Row]:

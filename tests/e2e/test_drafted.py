@@ -100,8 +100,8 @@ def test_a_copy_in_fewer_bits_drafts_and_is_made_once_of_these_weights(
         assert torch.equal(lm.generate(ids, **options), expected) and lm.helper is not None and lm.tally.offered
         packed = lm.helper.checkpoint
         matrices = {name for name, tensor in packed.tensors.items() if len(tensor.shape) == 2}
-        assert {packed.tensors[name].packed.format for name in matrices} == {"w4g64", "w8"}
-        assert packed.tensors["lm_head.weight"].packed.format == "w8"
+        assert {packed.tensors[name].packed.format for name in matrices} == {"w4g64", "w8g64"}
+        assert packed.tensors["lm_head.weight"].packed.format == "w8g64"
     with monkeypatch.context() as once:
         once.setattr(resolve, "quantize_model", lambda *_, **__: pytest.fail("there is one"))
         assert packed_copy(folder, "w4g64") == packed.folder
