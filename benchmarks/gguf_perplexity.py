@@ -7,7 +7,8 @@ activations="int8"; what transformers computes in float32 with the values that t
 the operands of products rounded as llama.cpp's kernels do (8 bits a value, in blocks of 32, or of 256 beside types of
 such blocks); llama.cpp. The first against the second is what rows cost (rounding of scales to fp16, of activations to
 16 bits); the first against the last is to stay within 0.5 %, unless the third shows that llama.cpp's own rounding is
-what parts them. Windows of 512 tokens, each predicted from its start and computed as one prompt.
+what parts them: then llama.cpp evaluates the same values in float32, too, whose products round nothing. Windows of 512
+tokens, each predicted from its start and computed as one prompt.
 """
 
 from __future__ import annotations
@@ -59,25 +60,40 @@ def quantized(library: Any, values: np.ndarray, kind: str) -> np.ndarray:
 
 def write_file(library: Any, path: Path, kind: str) -> None:
     """The packaged model with matrices of `kind`, or of `REST` where their rows are not whole blocks of it."""
-    reader = gguf.GGUFReader(demo_gguf())
+    block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+
+    def written(values: np.ndarray) -> tuple[np.ndarray, str]:
+        chosen = REST if values.shape[1] % block else kind
+        return quantized(library, values, chosen), chosen
+
+    _rewrite(Path(demo_gguf()), path, written)
+
+
+def _rewrite(source: Path, path: Path, written: Callable[[np.ndarray], tuple[np.ndarray, str]]) -> None:
+    """A file of all that `source` holds, its matrices as `written` says of their values: content and type."""
+    reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(path, "llama")
     for name, field in reader.fields.items():
         if not name.startswith(("GGUF.", "general.architecture")):
             sub = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
             writer.add_key_value(name, field.contents(), field.types[0], sub)
-    block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
     for tensor in reader.tensors:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        if values.ndim == 1:
-            writer.add_tensor(tensor.name, values)
-            continue
-        chosen = REST if values.shape[1] % block else kind
-        writer.add_tensor(tensor.name, quantized(library, values, chosen),
-                          raw_dtype=gguf.GGMLQuantizationType[chosen])
+        content, kind = (values, "F32") if values.ndim == 1 else written(values)
+        writer.add_tensor(tensor.name, content, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def by_llama_cpp_in_float32(path: Path, ids: torch.Tensor, threads: int) -> float:
+    """Perplexity of ids [T] by llama.cpp with the file's values in float32."""
+    wide = path.with_suffix(".wide.gguf")
+    _rewrite(path, wide, lambda values: (np.ascontiguousarray(values, np.float32), "F32"))
+    found = llama_cpp.perplexity(wide, ids, WINDOW, threads)
+    wide.unlink()
+    return found
 
 
 def by_forebay(path: Path, ids: torch.Tensor) -> tuple[float, float, int]:
@@ -140,11 +156,18 @@ def rows(kinds: list[str], tokens: int, threads: int, peer: bool) -> Iterator[di
             path = Path(folder) / f"{kind}.gguf"
             write_file(library, path, kind)
             ours, int8, nbytes = by_forebay(path, ids)
+            found = llama_cpp.perplexity(path, ids, WINDOW, threads) if peer else math.nan
+            wide = by_llama_cpp_in_float32(path, ids, threads) if abs(ours / found - 1) > AIM else math.nan
             yield {"type": kind, "file_nbytes": path.stat().st_size, "rows_nbytes": nbytes, "forebay": ours,
                    "int8": int8,
                    "float32": by_float32(path, ids, False), "rounded": by_float32(path, ids, True),
-                   "llama_cpp": llama_cpp.perplexity(path, ids, WINDOW, threads) if peer else math.nan}
+                   "llama_cpp": found, "llama_cpp_float32": wide}
             path.unlink()
+
+
+def missed(row: dict[str, Any]) -> str:
+    wide = row["llama_cpp_float32"]
+    return f"  missed; llama.cpp in float32 {wide:.4f}, {row['forebay'] / wide - 1:+.3%}"
 
 
 def main() -> None:
@@ -166,7 +189,7 @@ def main() -> None:
         print(f"{row['type']:8} {row['file_nbytes'] / 1e6:8.1f} {row['rows_nbytes'] / 1e6:8.1f} {row['forebay']:9.4f} "
               f"{row['int8']:9.4f} {row['float32']:9.4f} {row['rounded']:9.4f} {row['llama_cpp']:10.4f} "
               f"{rest:+11.4%} {peer:+12.3%} {row['rounded'] / row['llama_cpp'] - 1:+13.3%}"
-              f"{'  missed' if abs(peer) > AIM else ''}", flush=True)
+              f"{missed(row) if abs(peer) > AIM else ''}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(made, indent=1) + "\n")
 

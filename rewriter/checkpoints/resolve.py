@@ -7,6 +7,7 @@ import glob
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import re
 import shutil
@@ -124,6 +125,16 @@ def packed_copy(model: Path, format: str, *, progress: Progress | None = None) -
     wish = Wish(format, head=True, embeddings=True, head_format=DRAFTS["w8"])
     return _made_once(source, f"{source.stem}-{format}", identity,
                       lambda folder: quantize_model(source, folder, wish, progress=progress))
+
+
+def draft_copies(model: Path, device: int) -> tuple[str, ...]:
+    """Which copies of the weights in the folder `model` may draft within a budget of `device` bytes, those that guess
+    best first: that in 8 bits where its bytes are fewer, and that in 4 bits, which is for the planner to refuse."""
+    records = open_checkpoint(model).tensors.values()
+    wide = weight_format(DRAFTS["w8"])
+    rows = [(math.prod(r.shape[:-1]), r.shape[-1]) for r in records if r.packed is None and len(r.shape) > 1]
+    fits = 0 < sum(count * wide.row_nbytes(size, 1) for count, size in rows) < device
+    return ("w8", "w4") if fits else ("w4",)
 
 
 def resolve_draft(draft: str | os.PathLike[str], model: Path, *, progress: Progress | None = None) -> Path:

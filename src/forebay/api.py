@@ -97,9 +97,9 @@ def wrap(
     Hidden states of a prefill wait on a `hidden_tier`, but for `hidden_shares`. With `places`, so many are computed at
     once, and prompts enter as others end. With `prompt_lookup_num_tokens` steps check up to so many tokens that
     followed the last ones before, with "auto" as many as pay. `draft`, a smaller model or a format ("w4": this one in 4
-    bits), guesses them in a part of the budget where that pays. Of a `mesh` (2, {"stages": 2}) of processes of
-    torchrun, which call this alike, each has a part and a budget. `plan` replays a plan. With `calibration` layers
-    share a softmax maximum on a GPU.
+    bits; "auto": in 8 where they fit), guesses them in a part of the budget where that pays. Of a `mesh` (2, {"stages":
+    2}) of processes of torchrun, which call this alike, each has a part and a budget. `plan` replays a plan. With
+    `calibration` layers share a softmax maximum on a GPU.
 
     Raises PlanError for the budget, CheckpointError for files, SpillError for the disk folder, CaptureError for models.
     """

@@ -10,7 +10,7 @@ from forebay.api import LOG, LanguageModel
 from forebay.drafts_seen import KNOWN, DraftsSeen
 from forebay.huggingface.same_tokenizer import refuse_other_tokenizer
 from forebay.open_model import open_model
-from forebay.rewriter.checkpoints.resolve import draft_format, resolve_draft
+from forebay.rewriter.checkpoints.resolve import draft_copies, draft_format, resolve_draft
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan_block import PlanChoice, plan_block
@@ -106,6 +106,16 @@ class DraftedModel(LanguageModel):
     def _end_session(self) -> None:
         super()._end_session()
         self._helper._end_session()
+
+
+def best_drafted(captured: Any, checkpoint: Any, files: Any, budget: Budget, *more: Any) -> DraftedModel:
+    """The model beside the copy of itself, of those that `draft_copies` tells, that drafts by the planner's choice; the
+    last where none does, which says why."""
+    for name in (names := draft_copies(checkpoint.folder, budget.device)):
+        lm = DraftedModel(name, captured, checkpoint, files, budget, *more)
+        if lm.helper is not None or name == names[-1]:
+            return lm
+    raise AssertionError("there is always a last one")
 
 
 def told(lm: LanguageModel) -> str:

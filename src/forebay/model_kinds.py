@@ -24,9 +24,9 @@ def made(draft: str | os.PathLike[str] | None, mesh: MeshShape | None, *given: A
 
         return ShardedModel(read_mesh(mesh), *given)
     if draft is not None:
-        from forebay.drafted import DraftedModel
+        from forebay.drafted import DraftedModel, best_drafted
 
-        return DraftedModel(draft, *given)
+        return best_drafted(*given) if draft == "auto" else DraftedModel(draft, *given)
     from forebay.api import LanguageModel
 
     return LanguageModel(*given)

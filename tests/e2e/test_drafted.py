@@ -102,10 +102,16 @@ def test_a_copy_in_fewer_bits_drafts_and_is_made_once_of_these_weights(
         matrices = {name for name, tensor in packed.tensors.items() if len(tensor.shape) == 2}
         assert {packed.tensors[name].packed.format for name in matrices} == {"w4g64", "w8g64"}
         assert packed.tensors["lm_head.weight"].packed.format == "w8g64"
+    assert resolve.draft_copies(folder, llama_checkpoint.share(0.2)) == ("w4",)
+    assert resolve.draft_copies(packed.folder, 1 << 30) == ("w4",), "of packed weights none is smaller"
+    with wrap(folder, llama_checkpoint.share(3.5), prompt=10, new_tokens=8, prompt_lookup_num_tokens=3,
+              draft="auto") as lm:
+        assert torch.equal(lm.generate(ids, **options), expected) and lm.helper is not None
+        assert lm.helper.checkpoint.folder == packed_copy(folder, "w8g64")
     with monkeypatch.context() as once:
         once.setattr(resolve, "quantize_model", lambda *_, **__: pytest.fail("there is one"))
         assert packed_copy(folder, "w4g64") == packed.folder
-    assert packed_copy(folder, "w8") != packed.folder
+    assert packed_copy(folder, "w8g64") != packed.folder
     weights = next(folder.glob("*.safetensors"))
     shutil.copyfile(weights, tmp_path / "other")
     (tmp_path / "other").replace(weights)  # of the same size and contents, but who knows

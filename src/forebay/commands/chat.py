@@ -132,7 +132,7 @@ def _planned(
     else:
         sizes = Budget(available_nbytes() // 2)
         say(f"no --budget is named: half of the free memory, {format_nbytes(sizes.device)}, may be used")
-    prepare_draft(draft, folder)
+    prepare_draft(draft, folder, sizes.device)
     with console().status("capturing and planning"):
         lm = wrap(folder, sizes, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache, draft=draft,
                   activations=activations,  # type: ignore[arg-type]

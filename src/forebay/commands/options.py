@@ -27,8 +27,9 @@ SpeculateOption = Annotated[bool | None, typer.Option(
     "--speculate/--no-speculate", help="Where a step over several tokens takes hardly longer than one over one, check "
     "tokens that followed the last ones before (prompt lookup); answers are the same.")]
 DraftOption = Annotated[str | None, typer.Option(
-    "--draft", metavar="MODEL|FORMAT", help="A smaller model of the same tokenizer, or a format such as w4, for "
-    "this model in fewer bits: it drafts within the same budget where that is predicted to pay.")]
+    "--draft", metavar="MODEL|FORMAT|auto", help="A smaller model of the same tokenizer, or a format such as w4, for "
+    "this model in fewer bits (auto: w8 where it fits, else w4): it drafts within the same budget where that is "
+    "predicted to pay.")]
 CalibrationOption = Annotated[Path | None, typer.Option(
     "--calibration", help="What `forebay calibrate` measured of this model: layers share a softmax maximum on a GPU.")]
 DequantizeOption = Annotated[bool, typer.Option(
@@ -48,13 +49,15 @@ def model_folder(model: str, dequantize: bool = False) -> Path:
         return resolve_model(model, dequantize=dequantize, progress=progress)
 
 
-def prepare_draft(draft: str | None, folder: Path) -> None:
-    """Convert or pack what drafts for the model in `folder`, where that is needed, with a progress bar."""
-    from forebay.rewriter.checkpoints.resolve import resolve_draft
+def prepare_draft(draft: str | None, folder: Path, device: int) -> None:
+    """Convert or pack what may draft for the model in `folder` in a budget of `device` bytes, where that is needed,
+    with a progress bar."""
+    from forebay.rewriter.checkpoints.resolve import draft_copies, resolve_draft
 
-    if draft is not None:
+    names = () if draft is None else draft_copies(folder, device)[:1] if draft == "auto" else (draft,)
+    for name in names:
         with _converting() as progress:
-            resolve_draft(draft, folder, progress=progress)
+            resolve_draft(name, folder, progress=progress)
 
 
 @contextmanager

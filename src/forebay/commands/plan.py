@@ -197,6 +197,7 @@ def _plan_drafted(
 ) -> None:
     """Show how a model and what may draft for it share the budget, or why nothing drafts."""
     from forebay.api import wrap
+    from forebay.rewriter.ir.byte_sizes import parse_budget
     from forebay.rewriter.ir.plan import PlanError
 
     if budget is None:
@@ -204,7 +205,7 @@ def _plan_drafted(
     folder = model_folder(model, dequantize)
     profile = _profile(machine, folder)
     batch, prompt, new_tokens, *usual = shape
-    prepare_draft(draft, folder)
+    prepare_draft(draft, folder, parse_budget(budget).device)
     with console().status("capturing and planning"):
         lm = wrap(folder, budget, batch=batch, prompt=prompt, new_tokens=new_tokens, machine=profile, cache=cache,
                   draft=draft, usual=(usual[0], usual[1]) if usual else None)
