@@ -1,15 +1,15 @@
 """Tokens per second where everything fits in RAM: `python -m benchmarks.decode_in_ram` (Linux).
 
 Batch 1, a prompt of random tokens (`--prompt`) and 32 new ones, greedy, two threads each. `--model demo` is
-SmolLM2-135M in Q4_1; 1b and 3b are random Llamas of so many parameters in `--kind` Q4_0 or Q8_0 (random_gguf.py).
-Forebay runs within a budget that holds all of it, on the file repacked bit for bit (`forebay quantize --weights keep
---head --embeddings`): computing in float32 ("packed") or in bf16 (`--dtype bfloat16`), with activations as they are and
-rounded to 8 bits; and with `--more` (the demo) on weights of bf16 and float32. Peers, where installed: llama.cpp
-(xllamacpp) and OpenVINO GenAI, as it comes (activations in 8 bits) and with products in bf16, both on the GGUF itself
-and by their own clocks, with `--more` OpenVINO on the file in fp16, and transformers in bf16; onnxruntime-genai on the
-model that its own builder makes in 4 bits, of Q8_0 in 8 (`pip install onnx_ir`). Each has a process of its own and
-waits idle while another has its turn; a round gives each one turn. Decode is the mean time of a token after the first,
-prefill the time to the first.
+SmolLM2-135M in Q4_1, or with `--kind Q8_0` so quantised by llama.cpp's own code; 1b and 3b are random Llamas of so many
+parameters in `--kind` Q4_0 or Q8_0 (random_gguf.py). Forebay runs within a budget that holds all of it, on the file
+repacked bit for bit (`forebay quantize --weights keep --head --embeddings`): computing in float32 ("packed") or in bf16
+(`--dtype bfloat16`), with activations as they are and rounded to 8 bits; and with `--more` (the demo) on weights of
+bf16 and float32. Peers, where installed: llama.cpp (xllamacpp) and OpenVINO GenAI, as it comes (activations in 8 bits)
+and with products in bf16, both on the GGUF itself and by their own clocks, with `--more` OpenVINO on the file in fp16,
+and transformers in bf16; onnxruntime-genai on the model that its own builder makes in 4 bits, of Q8_0 in 8 (`pip
+install onnx_ir`). Each has a process of its own and waits idle while another has its turn; a round gives each one turn.
+Decode is the mean time of a token after the first, prefill the time to the first.
 
 With `--processor haswell` (or skylake-avx512: AVX-512 without VNNI and bf16) Forebay's kernels are compiled for that
 kind of processor, whose speed its plans guess, and torch and oneDNN are held to its instructions, OpenVINO's too, which
@@ -99,11 +99,16 @@ def prepare(folder: Path, model: str, kind: str, more: bool, only: set[str]) -> 
     import gguf
     import transformers
 
+    from benchmarks.gguf_perplexity import write_file
+    from benchmarks.llama_cpp import load_library
     from benchmarks.random_gguf import as_f16, make_gguf
     from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
     from forebay.rewriter.checkpoints.resolve import demo_gguf, resolve_model
 
-    source = demo_gguf() if model == "demo" else make_gguf(model, kind)
+    if model == "demo" and kind == "Q8_0":
+        write_file(load_library(), source := folder / f"demo-{kind}.gguf", kind)
+    else:
+        source = demo_gguf() if model == "demo" else make_gguf(model, kind)
     packed = quantize_model(source, folder / "packed", Wish("keep", head=True, embeddings=True))
     if not only or any("in bf16" in name for name in only):
         quantize_model(source, folder / "half", Wish("keep", head=True, embeddings=True, dtype=torch.bfloat16))
@@ -116,7 +121,7 @@ def prepare(folder: Path, model: str, kind: str, more: bool, only: set[str]) -> 
     if builds and importlib.util.find_spec(MODULES["onnxruntime"]) is not None:
         built = folder / "onnx"
         native = resolve_model("demo" if model == "demo" else source, dequantize=True)
-        build_onnx(native, built, "int8" if model != "demo" and kind == "Q8_0" else "int4", folder / "cache")
+        build_onnx(native, built, "int8" if kind == "Q8_0" else "int4", folder / "cache")
         found["onnxruntime"] = str(built), onnx_nbytes(built)
     if more and model == "demo":
         native = resolve_model("demo", dequantize=True)
@@ -216,8 +221,9 @@ def main() -> None:
             rows += [{"prompt": prompt} | summary(name, answers, prompt, paths[name][1], rate)
                      for name, answers in found.items() if answers]
     if args.json:
-        settings = {"model": args.model, "kind": args.kind if args.model != "demo" else "Q4_1", "threads": args.threads,
-                    "processor": args.processor, "new": NEW, "memory_bytes_per_s": rate}
+        kind = "Q4_1" if args.model == "demo" and args.kind == "Q4_0" else args.kind
+        settings = {"model": args.model, "kind": kind, "threads": args.threads, "processor": args.processor,
+                    "new": NEW, "memory_bytes_per_s": rate}
         args.json.write_text(json.dumps(settings | {"contestants": rows}, indent=1) + "\n")
 
 
