@@ -29,6 +29,7 @@ import torch
 
 from benchmarks import llama_cpp
 from benchmarks.perplexity import TEXT, WINDOW, text_ids
+from benchmarks.random_gguf import rewrite_gguf
 from forebay.commands.evaluate import open_scorer, perplexity
 from forebay.rewriter.checkpoints.gguf_blocks import BLOCK_KINDS
 from forebay.rewriter.checkpoints.gguf_repack import PLAIN, open_gguf
@@ -66,31 +67,13 @@ def write_file(library: Any, path: Path, kind: str) -> None:
         chosen = REST if values.shape[1] % block else kind
         return quantized(library, values, chosen), chosen
 
-    _rewrite(Path(demo_gguf()), path, written)
-
-
-def _rewrite(source: Path, path: Path, written: Callable[[np.ndarray], tuple[np.ndarray, str]]) -> None:
-    """A file of all that `source` holds, its matrices as `written` says of their values: content and type."""
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(path, "llama")
-    for name, field in reader.fields.items():
-        if not name.startswith(("GGUF.", "general.architecture")):
-            sub = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), field.types[0], sub)
-    for tensor in reader.tensors:
-        values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        content, kind = (values, "F32") if values.ndim == 1 else written(values)
-        writer.add_tensor(tensor.name, content, raw_dtype=gguf.GGMLQuantizationType[kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    rewrite_gguf(demo_gguf(), path, written)
 
 
 def by_llama_cpp_in_float32(path: Path, ids: torch.Tensor, threads: int) -> float:
     """Perplexity of ids [T] by llama.cpp with the file's values in float32."""
     wide = path.with_suffix(".wide.gguf")
-    _rewrite(path, wide, lambda values: (np.ascontiguousarray(values, np.float32), "F32"))
+    rewrite_gguf(path, wide, lambda values: (np.ascontiguousarray(values, np.float32), "F32"))
     found = llama_cpp.perplexity(wide, ids, WINDOW, threads)
     wide.unlink()
     return found

@@ -3,6 +3,7 @@ seconds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,19 +99,26 @@ def as_f16(source: Path, out: Path) -> None:
     """A GGUF file with its matrices expanded to fp16."""
     import gguf
 
+    rewrite_gguf(source, out, lambda values: (values.astype(np.float16), "F16"), int(gguf.LlamaFileType.MOSTLY_F16))
+
+
+def rewrite_gguf(source: Path | str, out: Path, written: Callable[[np.ndarray], tuple[np.ndarray, str]],
+                 file_type: int | None = None) -> None:
+    """A file of all that `source`, a Llama's, holds, its matrices as `written` says of their values: content and type;
+    with another `general.file_type` if one is named."""
+    import gguf
+
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(out, "llama")
-    for field in reader.fields.values():
-        if field.name.startswith("GGUF.") or field.name == "general.architecture":
-            continue
-        kinds = field.types
-        value = int(gguf.LlamaFileType.MOSTLY_F16) if field.name == "general.file_type" else field.contents()
-        writer.add_key_value(field.name, value, kinds[0], kinds[-1] if kinds[0] == gguf.GGUFValueType.ARRAY else None)
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")):
+            sub = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            given = file_type if file_type is not None and name == "general.file_type" else field.contents()
+            writer.add_key_value(name, given, field.types[0], sub)
     for tensor in reader.tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        if values.ndim > 1:
-            values = values.astype(np.float16)
-        writer.add_tensor(tensor.name, values)
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        content, kind = (values, "F32") if values.ndim == 1 else written(values)
+        writer.add_tensor(tensor.name, content, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

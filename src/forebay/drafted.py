@@ -111,11 +111,12 @@ class DraftedModel(LanguageModel):
 def best_drafted(captured: Any, checkpoint: Any, files: Any, budget: Budget, *more: Any) -> DraftedModel:
     """The model beside the copy of itself, of those that `draft_copies` tells, that drafts by the planner's choice; the
     last where none does, which says why."""
-    for name in (names := draft_copies(checkpoint.folder, budget.device)):
+    *better, last = draft_copies(checkpoint.folder, budget.device)
+    for name in better:
         lm = DraftedModel(name, captured, checkpoint, files, budget, *more)
-        if lm.helper is not None or name == names[-1]:
+        if lm.helper is not None:
             return lm
-    raise AssertionError("there is always a last one")
+    return DraftedModel(last, captured, checkpoint, files, budget, *more)
 
 
 def told(lm: LanguageModel) -> str:
