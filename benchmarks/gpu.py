@@ -23,6 +23,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,7 @@ def run_case(case: Case, place: Place, ceilings: dict[str, float]) -> Row:
     try:
         work = case.make(place)
     except Exception as error:
+        traceback.print_exc()
         return {"op": case.op, "shape": "", "failed": f"{type(error).__name__}: {error}"[:300]}
     row: Row = {"op": case.op, "shape": work.shape}
     try:
@@ -112,6 +114,7 @@ def run_case(case: Case, place: Place, ceilings: dict[str, float]) -> Row:
             if work.key:
                 row |= {"key": work.key, "candidates_us": {name: s * 1e6 for name, s in times_s.items()}}
     except Exception as error:
+        traceback.print_exc()
         return row | {"failed": f"{type(error).__name__}: {error}"[:300]}
     return row
 

@@ -12,6 +12,7 @@ import os
 import select
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from typing import IO, Any
 
@@ -67,13 +68,14 @@ def _ended(process: subprocess.Popen[bytes]) -> str:
 
 def serve(run: Callable[[int], dict[str, Any]], check: Callable[[], object] = lambda: None) -> None:
     """Answer the numbers on standard input by lines of JSON; what jobs print goes to standard error. A job that raises
-    has failed; one after which `check` raises has left this process useless."""
+    has failed, and says where on standard error; one after which `check` raises has left this process useless."""
     answers: IO[str] = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:
         try:
             row = run(int(line))
         except Exception as error:
+            traceback.print_exc()
             row = {"failed": _text_of(error)}
         try:
             check()
