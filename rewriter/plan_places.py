@@ -57,9 +57,9 @@ def plan_places(
     Unless all find room at once, and no way with fewer places is faster, its batch is a number of places that sequences
     enter and leave. Numbers that halve the job's are planned (or `places` alone), and the one whose Programs are
     predicted to take least time a sequence is taken; its prefill steps decode for all places as well (`Block.joined`)
-    where that is predicted to be faster. Numbers whose cache the device cannot hold have it on slower tiers too, for a
-    job that takes `WORTH_S` else: from the fewest on, as long as more are faster. PlanError, if none fits, for the
-    fewest.
+    where that is predicted to be faster. With `rounds` wished, all that are computed begin together. Numbers whose
+    cache the device cannot hold have it on slower tiers too, for a job that takes `WORTH_S` else: from the fewest on,
+    as long as more are faster. PlanError, if none fits, for the fewest.
     """
     count = workload.batch
     sizes = [min(places, count)] if places else _halvings(count)
@@ -67,7 +67,7 @@ def plan_places(
     def planned(size: int, tier: CacheTier, joined: bool = wishes.joined) -> tuple[Pipeline, Plan]:
         wished = replace(wishes, cache_tier=tier, joined=joined)
         together = joining_at_once(size, workload.usual[1]) if joined else entering_at_once(size)
-        enters = wished if size == count else replace(wished, entering=wishes.entering or together)
+        enters = wished if size == count or wishes.rounds else replace(wished, entering=wishes.entering or together)
         return plan_block(graphs_of, budget, replace(workload, batch=size), enters, machine, switches)
 
     found: list[tuple[Pipeline, Plan]] = []

@@ -46,7 +46,8 @@ def shard_captured(captured: CapturedModel, share: RankShare, switches: Switches
     for name, (source, cut) in parts.items():
         weights[name] = cut_spec(captured.weights[source], cut, name)
     shapes = {node.name: node.meta["val"].shape for node in step.graph.find_nodes(op="placeholder")}
-    cache = tuple(replace(spec, kv_heads=shapes[f"cache_k_{i}"][1]) for i, spec in enumerate(captured.cache))
+    cache = tuple(replace(spec, kv_heads=shapes[f"cache_k_{i}"][1], parts=share.sharers)
+                  for i, spec in enumerate(captured.cache))
     return replace(captured, step=step, weights=weights, cache=cache, choices=None), parts
 
 

@@ -3,6 +3,7 @@ waits are placed when the graph is lowered."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,10 +75,47 @@ class Collectives:
         """Of values of which each rank along `axes` has some indices those that any of them has, in one exchange."""
         each = widest(parts)
         own = [(value, ((0, count(part)),)) for value, part in zip(values, parts[self.share.index(axes)], strict=True)]
-        every = self.every(self._filled(own, each, like), axes, like)
+        return self._beside_each_other(self.every(self._filled(own, each, like), axes, like), parts, like)
+
+    def of_sequences(self, values: Sequence[fx.Node], parts: ByRank, like: fx.Node) -> list[fx.Node]:
+        """Of values [sequences, ..., features] of which each rank has some features of all sequences, all features of
+        this rank's sequences, in one exchange."""
+        each = widest(parts)
+        own = [(value, ((0, count(part)),)) for value, part in zip(values, parts[self.share.index(self.share.axes)],
+                                                                   strict=True)]
+        return self._beside_each_other(self._passed(self._filled(own, each, like), like), parts, like)
+
+    def of_features(self, value: fx.Node, parts: Sequence[Ranges], like: fx.Node) -> fx.Node:
+        """Of a value [sequences, ..., features] of this rank's sequences that have all features, the other way round:
+        its part of the features, of all ranks' sequences one after the other."""
+        each, own = max(map(count, parts)), count(parts[self.share.index(self.share.axes)])
+        chunks = [self._filled([(value, part)], each, like, dense=False) for part in parts]
+        rows, *sizes = self._sizes(value, like)
+        every = self._passed(self.call(aten.cat.default, (chunks, 0), like), like)
+        made = self.call(aten.view.default, (every, [self._times(rows, len(parts), like), *sizes[:-1], each]), like)
+        if own == each:
+            return made
+        return self.dense(self.call(aten.slice.Tensor, (made, -1, 0, own), like), like)
+
+    def _passed(self, value: fx.Node, like: fx.Node) -> fx.Node:
+        """Of a value whose rows are as many for each rank, [ranks, rows, ...]: what each has for this one."""
+        axes = self.share.axes
+        ranks, group = self.share.size(axes), group_name(self.share.group(axes))
+        rows, *sizes = self._sizes(value, like)
+        apart = self.call(aten.view.default, (value, [ranks, self._over(rows, ranks, like), *sizes]), like)
+        return self.call(functional.all_to_all_single.default, (apart, [1] * ranks, [1] * ranks, group), like)
+
+    def _over(self, size: Any, ranks: int, like: fx.Node) -> Any:
+        return self.call(operator.floordiv, (size, ranks), like) if isinstance(size, fx.Node) else size // ranks
+
+    def _times(self, size: Any, ranks: int, like: fx.Node) -> Any:
+        return self.call(operator.mul, (size, ranks), like) if isinstance(size, fx.Node) else size * ranks
+
+    def _beside_each_other(self, every: fx.Node, parts: ByRank, like: fx.Node) -> list[fx.Node]:
+        """Values whose parts, as each rank has them, stand in [ranks, ...]."""
         ranks = [self.call(aten.select.int, (every, 0, rank), like) for rank in range(len(parts))]
         found = []
-        for i in range(len(values)):
+        for i in range(len(parts[0])):
             pieces = []
             for rank, theirs in enumerate(parts):
                 at = sum(count(part) for part in theirs[:i])
@@ -88,7 +126,8 @@ class Collectives:
                                        for _, rank, a, b in sorted(pieces)], like))
         return found
 
-    def _filled(self, pieces: Sequence[tuple[fx.Node, Ranges]], each: int, like: fx.Node) -> fx.Node:
+    def _filled(self, pieces: Sequence[tuple[fx.Node, Ranges]], each: int, like: fx.Node, dense: bool = True
+                ) -> fx.Node:
         """Pieces of values beside each other, and behind them anything up to `each` indices: the first piece again."""
         wanted = [(value, first, end) for value, held in pieces for first, end in held]
         short = each - sum(count(held) for _, held in pieces)
@@ -97,11 +136,11 @@ class Collectives:
             wanted.append((value, first, min(end, first + short)))
             short -= wanted[-1][2] - first
         return self._beside([value if shape_of(value)[-1] == end - first else self.call(
-            aten.slice.Tensor, (value, -1, first, end), like) for value, first, end in wanted], like)
+            aten.slice.Tensor, (value, -1, first, end), like) for value, first, end in wanted], like, dense)
 
-    def _beside(self, pieces: Sequence[fx.Node], like: fx.Node) -> fx.Node:
+    def _beside(self, pieces: Sequence[fx.Node], like: fx.Node, dense: bool = True) -> fx.Node:
         if len(pieces) == 1:
-            return self.dense(pieces[0], like)
+            return self.dense(pieces[0], like) if dense else pieces[0]
         return self.call(aten.cat.default, (list(pieces), -1), like)
 
     def dense(self, value: fx.Node, like: fx.Node) -> fx.Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -85,15 +86,16 @@ class Demand:
         self.share = share
         self.wanted: dict[fx.Node, Split] = {}
 
-    def of_layer(self, gm: fx.GraphModule, units: dict[fx.Node, int]) -> None:
+    def of_layer(self, gm: fx.GraphModule, units: dict[fx.Node, int], entering: Sequence[fx.Node] = ()) -> None:
         """Pull what attention wants of a layer, and products whose inputs other products made: those sum over what
-        ranks divide, in whole `units` of a weight's input features."""
+        ranks divide, in whole `units` of a weight's input features. For attention over the batch the products that are
+        `entering` give even parts, and what it gives is handed on in such parts."""
         axes = self.share.axes
         inner: set[fx.Node] = set()  # made by a product of the layer
         attended: set[fx.Node] = set()  # made by attention, and by no product since
         for node in gm.graph.nodes:
             given, product = over_cache(node), product_of(node)
-            for operand in given:
+            for operand in given if self.share.attention == "heads" else ():
                 heads = self._heads(node, axes)
                 if heads.count < heads.size:
                     self.pull(operand, heads)
@@ -102,11 +104,9 @@ class Demand:
                 if x not in inner:
                     inner.add(node)
                 elif x not in attended:
-                    size = shape_of(x)[-1]
-                    held = even_part(size, self.share.size(axes), self.share.index(axes), units.get(weight, 1))
-                    if not held:
-                        raise ShardError(f"{node.name}: {size} features are too few for {self.share.size(axes)} ranks")
-                    self.pull(x, Split(len(shape_of(x)) - 1, held, size, axes))
+                    self.pull(x, self._even(x, units.get(weight, 1)))
+                elif self.share.attention == "batch":
+                    self.wanted[x] = self._even(x, units.get(weight, 1))
                 continue
             if given and node.meta["val"] is not None:
                 attended.add(node)
@@ -115,6 +115,16 @@ class Demand:
                 attended |= {node} if attended & set(node.all_input_nodes) else set()
                 inner |= {node} if inner & set(node.all_input_nodes) else set()
         self._leave_nothing_out()
+        for made in entering:
+            self.pull(made, self._even(made))
+
+    def _even(self, node: fx.Node, unit: int = 1) -> Split:
+        """An even part of the last dimension, in whole units."""
+        dim, size, axes = len(shape_of(node)) - 1, shape_of(node)[-1], self.share.axes
+        held = even_part(size, self.share.size(axes), self.share.index(axes), unit)
+        if not held:
+            raise ShardError(f"{node.name}: {size} features are too few for {self.share.size(axes)} ranks")
+        return Split(dim, held, size, axes)
 
     def _heads(self, node: fx.Node, axes: tuple[int, ...]) -> Split:
         """The heads of what an operator over a cache is given: of queries, or those of the cache."""

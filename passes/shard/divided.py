@@ -22,6 +22,7 @@ from forebay.passes.shard.demand import (
     sliced_dim,
 )
 from forebay.passes.shard.placed import RankSplits
+from forebay.passes.shard.sequences import AllSequences, Apart, OwnSequences
 from forebay.passes.shard.split import SPLITS, VIEWS, ShardError, Split, shape_of, sizes_of, split_dim
 from forebay.passes.shard.statistics import MEANS, NORMS, epsilon_of, normed, weighted, whole_mean
 from forebay.rewriter.ir.graph import META, WeightInput, copy_node, weight_name
@@ -45,11 +46,11 @@ class Divided:
     """One graph on its way to a rank's: `peers` say how the ranks along the wide axis have each value, `split` how this
     one does, `run` makes the new graph. Products that are as far from a layer's input exchange together."""
 
-    def __init__(self, gm: fx.GraphModule, share: RankShare, wanted: Sequence[Mapping[fx.Node, Split]],
-                 head: fx.Node | None, in_layer: bool) -> None:
-        self.gm, self.share, self.head, self.in_layer = gm, share, head, in_layer
-        self.peers = [RankSplits(gm, each, wants, head, in_layer)
-                      for each, wants in zip(share.peers, wanted, strict=True)]
+    def __init__(self, gm: fx.GraphModule, share: RankShare, wanted: Mapping[int, Mapping[fx.Node, Split]],
+                 head: fx.Node | None, in_layer: bool, apart: Apart) -> None:
+        self.gm, self.share, self.head, self.in_layer, self.apart = gm, share, head, in_layer, apart
+        self.wanted = wanted
+        self.peers = [RankSplits(gm, each, wanted[each.rank], head, in_layer, apart.nodes) for each in share.peers]
         self.own = self.peers[share.index(share.wide)]
         self.split = self.own.split
         self.products = {node: found for node in gm.graph.nodes if (found := product_of(node)) is not None}
@@ -61,6 +62,8 @@ class Divided:
         self.normed: dict[Any, fx.Node] = {}  # norms of one value, which differ in what follows, exchange once
         self.cuts = Cuts()
         self.exchange = Collectives(self.call, share)
+        self.all_sequences = AllSequences(gm, share.sharers)
+        self.sequences = OwnSequences(apart, self.all_sequences, share, self.exchange, self.graph, self.env)
 
     def run(self) -> Cuts:
         self._cut_inputs()
@@ -82,9 +85,9 @@ class Divided:
             self._input(node)
         elif node.op in ("output", "call_module"):
             handed = {each: self._handed(node, each) for each in node.all_input_nodes}
-            self.env[node] = copy_node(self.graph, node, handed)
+            self.env[node] = self._copied(node, handed)
             if node.op == "call_module":
-                self.env[node].meta["val"] = self._part(node.meta["val"], _cut_of(self.split[node]))
+                self.env[node].meta["val"] = self._part(self.env[node].meta["val"], _cut_of(self.split[node]))
         else:
             self._operator(node)
 
@@ -143,7 +146,7 @@ class Divided:
                 self._rows_of(node, mark)
             new.meta["val"] = self._part(value, self.cuts.weights.get(mark.name, ()))
         else:
-            new.meta["val"] = self._part(value, _cut_of(self.split[node]))
+            new.meta["val"] = self._part(self.all_sequences.of(value), _cut_of(self.split[node]))
 
     def _rows_of(self, node: fx.Node, mark: WeightInput) -> None:
         name = mark.name + ROWS
@@ -170,8 +173,18 @@ class Divided:
         new.meta.update({key: value for key, value in like.meta.items() if key != META}, val=target(*given, **named))
         return new
 
+    def _copied(self, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """A node that is computed for all sequences."""
+        new = copy_node(self.graph, node, env)
+        if "val" in node.meta:
+            new.meta["val"] = self.all_sequences.of(node.meta["val"])
+        return new
+
     def _operator(self, node: fx.Node) -> None:
         split, product = self.split[node], self.products.get(node)
+        if node in self.apart.nodes:
+            self._apart(node)
+            return
         if product is not None:
             self._product(node, *product)
             return
@@ -185,7 +198,7 @@ class Divided:
             self.env[node] = self.exchange.summed(made, self.share.deep, node)
             return
         if split is None and all(self.split[operand] is None for operand in node.all_input_nodes):
-            self.env[node] = copy_node(self.graph, node, self.env)
+            self.env[node] = self._copied(node, self.env)
             return
         operands = {operand: self._operand(node, operand) for operand in node.all_input_nodes}
         given: Any = map_aggregate((node.args, node.kwargs), lambda n: operands[n] if isinstance(n, fx.Node) else n)  # type: ignore[arg-type]
@@ -206,6 +219,16 @@ class Divided:
         elif target is aten.gather.default and split is not None:
             args[2] = self._narrow(args[2], split.dim, split.held, node)
         self.env[node] = self.call(target, tuple(args), node, kwargs, node.name)  # type: ignore[arg-type]
+
+    def _apart(self, node: fx.Node) -> None:
+        """What a rank computes for its own sequences, once it has all features of what products made."""
+        for product in node.all_input_nodes:
+            if product in self.apart.entering and product not in self.sequences.own:
+                beside = [n for n in self.apart.entering if self.levels[n] == self.levels[product]]
+                for other in beside:
+                    self._emit(other)
+                self.sequences.entered(beside, [[wants[n].held for n in beside] for wants in self.wanted.values()])
+        self.env[node] = self.sequences.computed(node)
 
     def _sliced(self, node: fx.Node, args: list, split: Split | None) -> list:
         if split is None or split.dim != sliced_dim(node):
@@ -296,7 +319,8 @@ class Divided:
     def _joined(self, products: Sequence[fx.Node]) -> None:
         """Products that sum over features, those of all peers."""
         inputs = [self.products[n][0] for n in products]
-        given = [self.env[x] for x in inputs]
+        given = [self.sequences.left(x, [wants[x].held for wants in self.wanted.values()])
+                 if x in self.apart.nodes else self.env[x] for x in inputs]
         if self.share.wide:
             parts = [[peer.split[x].held for x in inputs] for peer in self.peers]  # type: ignore[union-attr]
             given = self.exchange.joined(given, parts, self.share.wide, products[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -29,11 +29,12 @@ HIDDEN = "hidden"  # the placeholder of what a layer is given by the one before
 
 class RankSplits:
     """The splits of one graph's values on one rank, from what is `wanted` of them: `split[node]` is None where the rank
-    has all of it. `in_layer`: the graph is a layer's, not the step's, whose product of logits is `head`."""
+    has all of it. `in_layer`: the graph is a layer's, not the step's, whose product of logits is `head`. What stands
+    `apart` is computed for some sequences: it is split where the next product wants parts of all of them."""
 
     def __init__(self, gm: fx.GraphModule, share: RankShare, wanted: Mapping[fx.Node, Split], head: fx.Node | None,
-                 in_layer: bool) -> None:
-        self.share, self.wanted, self.head, self.in_layer = share, wanted, head, in_layer
+                 in_layer: bool, apart: Collection[fx.Node] = ()) -> None:
+        self.share, self.wanted, self.head, self.in_layer, self.apart = share, wanted, head, in_layer, apart
         self.split: dict[fx.Node, Split | None] = {}
         for node in gm.graph.nodes:
             self.split[node] = self._place(node)
@@ -56,6 +57,8 @@ class RankSplits:
             return self.hidden(node)
         if node.op != "call_function":
             return None
+        if node in self.apart:
+            return self.wanted.get(node)
         product = product_of(node)
         if product is not None:
             into = self.split[product[0]]

@@ -10,6 +10,7 @@ from torch import fx
 from forebay.passes.place.specialise_blocks import block_graphs
 from forebay.passes.shard.demand import Demand, product_of
 from forebay.passes.shard.divided import Cuts, Divided
+from forebay.passes.shard.sequences import Apart
 from forebay.passes.shard.split import ShardError, Split, shape_of
 from forebay.rewriter.ir.graph import META, CacheInput, WeightInput, weight_name
 from forebay.rewriter.ir.share import RankShare, ranges
@@ -26,15 +27,16 @@ def shard(gm: fx.GraphModule, share: RankShare, units: Mapping[str, int]) -> Non
     for name, block in blocks.items():
         grouped = {n: units[weight_name(n)] for n in block.graph.find_nodes(op="placeholder")  # type: ignore[index]
                    if weight_name(n) in units}
-        wants = []
-        for each in share.peers:
+        apart = Apart(block if share.sharers > 1 else None)
+        wants = {}
+        for each in share.peers if share.attention == "heads" else share.all:
             demand = Demand(each)
-            demand.of_layer(block, grouped)
-            wants.append(demand.wanted)
-        found[name] = Divided(block, share, wants, None, True).run()
+            demand.of_layer(block, grouped, apart.entering)
+            wants[each.rank] = demand.wanted
+        found[name] = Divided(block, share, wants, None, True, apart).run()
     head = _head(gm)
     wanted = {} if head is None else {head: _head_rows(head, share)}
-    divided = Divided(gm, share, [wanted] * len(share.peers), head, False)
+    divided = Divided(gm, share, {each.rank: wanted for each in share.peers}, head, False, Apart())
     for call in gm.graph.find_nodes(op="call_module"):
         heads, cuts, block = found[call.target].heads, found[call.target].weights, blocks[call.target]
         for given, inner in zip(call.args, block.graph.find_nodes(op="placeholder"), strict=True):

@@ -140,6 +140,7 @@ def step_inputs(
     of the context by default. `weights`, if they were made before, are those of the weights and constants. A cache that
     `block` stages is token-major, K and V beside each other, in whole blocks that are whole pages."""
     batch, context = workload.batch, workload.context if cached is None else cached
+    own = own_sequences(captured, batch, block)
     inputs = {"input_ids": _meta((batch, tokens)), "start": _meta((batch,)), "last": _meta((batch,))}
     if any(node.name == "length" for node in captured.step.graph.find_nodes(op="placeholder")):
         inputs["length"] = _meta((batch,))
@@ -148,7 +149,7 @@ def step_inputs(
     for i, spec in enumerate(captured.cache):
         for side in "kv":
             inputs[f"cache_{side}_{i}"] = _token_major(batch, context, spec, block) if block.staged else (
-                _meta((batch, spec.kv_heads, context, spec.head_dim), spec.dtype))
+                _meta((own, spec.kv_heads, context, spec.head_dim), spec.dtype))
         if block.checkpoints:
             inputs[f"cache_x_{i}"] = checkpoint_input(batch, context, spec, block)
     if block.checkpoints:
@@ -156,6 +157,21 @@ def step_inputs(
         inputs[CHECKPOINTED] = _meta((batch, tokens))
     inputs.update(_weight_inputs(captured) if weights is None else weights)
     return inputs
+
+
+def own_sequences(captured: CapturedModel, batch: int, block: Block) -> int:
+    """Sequences of a step over `batch` of them whose caches this rank has. PlanError where ranks would not have as many
+    each, or where a block's caches move or its sequences enter: whose they are changes then."""
+    parts = max((spec.parts for spec in captured.cache), default=1)
+    if parts == 1:
+        return batch
+    if block.staged or block.entering:
+        raise PlanError("mesh: with attention=batch each rank keeps the caches of its own sequences on the device, and "
+                        "all begin together; leave cache_tier and places out, or take attention=heads")
+    if batch % parts:
+        raise PlanError(f"mesh: {batch} sequences at a time cannot be shared by {parts} ranks with attention=batch; "
+                        f"take a multiple of {parts}")
+    return batch // parts
 
 
 def _weight_inputs(captured: CapturedModel) -> dict[str, torch.Tensor]:

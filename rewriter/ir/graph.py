@@ -141,7 +141,8 @@ class CheckpointSpec:
 @dataclass(frozen=True)
 class CacheSpec:
     """One layer's KV cache: k and v are each [B, kv_heads, L, head_dim], or of packed rows, whose bytes are then
-    counted as elements of dtype uint8. `exact` rows hold positions too, and are never packed."""
+    counted as elements of dtype uint8. `exact` rows hold positions too, and are never packed. It is that of one of
+    `parts` equal parts of a step's sequences; other ranks have the others."""
 
     kv_heads: int
     head_dim: int
@@ -150,6 +151,7 @@ class CacheSpec:
     format: str = "native"
     exact: bool = False
     checkpoint: CheckpointSpec | None = None
+    parts: int = 1
 
 
 class Choices(Protocol):

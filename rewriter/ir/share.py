@@ -9,6 +9,7 @@ from itertools import product
 from typing import Literal
 
 Dimensions = Literal["1d", "2d"]  # weight-stationary layouts (docs/partitioning.md)
+Attended = Literal["heads", "batch"]  # what ranks divide of attention
 Ranges = tuple[tuple[int, int], ...]  # [first, behind the last) of an axis's indices, ascending, none adjacent
 WeightCut = tuple[tuple[int, Ranges], ...]  # dimensions of a weight, and the indices of each that a rank has
 
@@ -41,12 +42,14 @@ class RankShare:
     """Rank `rank` of `stages` meshes of `shape`, of whose axes the last varies fastest. Each stage computes some of the
     layers, one after the other. Its mesh divides the features between two products of a layer, and attention's heads,
     over all axes (Pope et al., section 3.2.1); in the layout 2d the last axis divides the hidden size too, and what is
-    between two products is whole along it while they compute (section 3.2.2)."""
+    between two products is whole along it while they compute (section 3.2.2). With `attention` over the batch each rank
+    attends with all heads for as many sequences of its own, whose cache it has (section 3.3)."""
 
     shape: tuple[int, ...]
     rank: int
     stages: int = 1
     layout: Dimensions = "1d"
+    attention: Attended = "heads"
 
     @property
     def ranks(self) -> int:
@@ -83,6 +86,11 @@ class RankShare:
         return tuple(replace(self, rank=rank) for rank in self.group(self.wide))
 
     @property
+    def all(self) -> tuple[RankShare, ...]:
+        """The ranks of its stage, this one among them."""
+        return tuple(replace(self, rank=rank) for rank in self.group(self.axes))
+
+    @property
     def place(self) -> tuple[int, ...]:
         """The rank's index along each axis."""
         return tuple(self.rank // math.prod(self.shape[i + 1 :]) % size for i, size in enumerate(self.shape))
@@ -116,6 +124,11 @@ class RankShare:
         return tuple(found)
 
     @property
+    def sharers(self) -> int:
+        """Ranks among which the sequences of a step are divided: in equal parts, by their numbers in the stage."""
+        return self.beside if self.attention == "batch" else 1
+
+    @property
     def name(self) -> str:
         """The share in words: what plans and answers of it are known by."""
         return f"rank {self.rank} of {self.mesh}"
@@ -124,8 +137,9 @@ class RankShare:
     def mesh(self) -> str:
         """The mesh and its layout as they are asked for."""
         tensor = "x".join(map(str, self.shape))
-        said = {"stages": self.stages, "tensor": tensor, "layout": self.layout}
-        usual = {"stages": 1, "layout": "1d"}
+        said = {"stages": self.stages, "tensor": tensor, "layout": self.layout,
+                "attention": self.attention}
+        usual = {"stages": 1, "layout": "1d", "attention": "heads"}
         told = [f"{name}={value}" for name, value in said.items() if value != usual.get(name)]
         return tensor if len(told) == 1 else ",".join(told)
 

@@ -129,13 +129,8 @@ def choose(problem: PartitionProblem) -> Choice:
     layout begins with the 2D one's shards, section 3.2.3). Held on a chip: weights, cache, and the largest working set.
     Raises PartitionError with the exact deficit where nothing fits.
     """
-    options = options_of(problem)
-    fixed = {work.name: outside_cost(problem.model, problem.mesh, work.batch, problem.times, problem.weights)
-             for work in problem.phases}
-    outside = fixed[DECODE].weights_nbytes
-    weights = outside + sum(
-        kind.count * next(o.cost.weights_nbytes for o in options if o.kind == i)
-        for i, kind in enumerate(problem.model.layers))
+    options, fixed = options_of(problem), _outside(problem)
+    weights = _weights_nbytes(problem, options, fixed)
     room = problem.capacity_nbytes - weights
     floor = max(cost.working_nbytes for cost in fixed.values())
     picked, bound = _solve(options, room, floor)
@@ -160,6 +155,46 @@ def choose(problem: PartitionProblem) -> Choice:
         weights, sum(o.cache_nbytes for o in picked), max(floor, *(o.cost.working_nbytes for o in picked)),
         problem.capacity_nbytes, sum(o.time_s for o in picked) + once, bound + once,
         {name: _ranked(options, name) for name in by_phase})
+
+
+@dataclass(frozen=True)
+class RunLayouts:
+    """Layouts of the phases, the same for all kinds of layers, that this project's ranks run, and the seconds of the
+    prefill and all decode steps."""
+
+    prefill: ChipLayout
+    decode: ChipLayout
+    total_s: float
+
+
+def best_run(problem: PartitionProblem) -> RunLayouts | None:
+    """Of what ranks run here (`run_together`) the fastest that fits; None where nothing of it does."""
+    options, fixed = options_of(problem), _outside(problem)
+    room = problem.capacity_nbytes - _weights_nbytes(problem, options, fixed)
+    floor = max(cost.working_nbytes for cost in fixed.values())
+    once = fixed[PREFILL].time_s + problem.new_tokens * fixed[DECODE].time_s
+    ways = {phase: {o.layout: [p for p in options if (p.phase, p.layout) == (phase, o.layout)]
+                    for o in options if o.phase == phase} for phase in (PREFILL, DECODE)}
+    found = [RunLayouts(first, then, sum(o.time_s for o in taken) + once)
+             for first, begun in ways[PREFILL].items() for then, gone_on in ways[DECODE].items()
+             if run_together(first, then) and _held(taken := [*begun, *gone_on], floor) <= room]
+    return min(found, key=lambda way: way.total_s, default=None)
+
+
+def run_together(prefill: ChipLayout, decode: ChipLayout) -> bool:
+    """Whether ranks here run a prefill and decode steps in these layouts."""
+    return prefill == decode and not prefill.gathered
+
+
+def _outside(problem: PartitionProblem) -> dict[str, LayerCost]:
+    return {work.name: outside_cost(problem.model, problem.mesh, work.batch, problem.times, problem.weights)
+            for work in problem.phases}
+
+
+def _weights_nbytes(problem: PartitionProblem, options: Sequence[Option], fixed: dict[str, LayerCost]) -> float:
+    return fixed[DECODE].weights_nbytes + sum(
+        kind.count * next(o.cost.weights_nbytes for o in options if o.kind == i)
+        for i, kind in enumerate(problem.model.layers))
 
 
 def _held(picked: Sequence[Option], floor: float) -> float:

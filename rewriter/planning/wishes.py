@@ -40,6 +40,7 @@ class Wishes:
     hidden_tier: Literal["device", "host", "disk"] | None = None
     hidden_shares: tuple[float, float] | None = None
     entering: int | None = None  # sequences of a prefill step; None: all at once
+    rounds: bool = False  # sequences of a job that has more than there is room for begin together all the same
     joined: bool = False  # prefill steps decode as well, where sequences enter
     drafted_tokens: int | Literal["auto"] | None = None  # that a step checks at most; None: no step checks any
     sparse_values: float = 1.0  # share of a sequence's tokens whose values decode steps read

@@ -64,11 +64,12 @@ def check_captured(gm: fx.GraphModule, passed: str) -> fx.GraphModule:
 
 def at_small_sizes(gm: fx.GraphModule) -> fx.GraphModule:
     """A captured step graph with its symbolic sizes fixed to `SMALL`: inputs are [B], [B, S] or [B, heads, L, D], of
-    which B, S and L are symbols."""
+    which B, S and L are symbols, or so many times one."""
     inputs = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta["val"]
-        shape = [size if isinstance(size, int) else SMALL[i] for i, size in enumerate(value.shape)]
+        shape = [size if isinstance(size, int) else _size(
+            size, dict.fromkeys(size.node.expr.free_symbols, SMALL[i]), {}) for i, size in enumerate(value.shape)]
         inputs[node.name] = torch.empty(shape, dtype=value.dtype, device="meta")
     return concretise(gm, inputs)
 

@@ -17,12 +17,13 @@ SCRATCH_NBYTES = 1 << 20  # at most so much of the cache is copied aside at once
 class SequenceRows:
     """The cache rows of `session` from the first prompt to the last token of a call.
 
-    `heads` are the KV heads of each layer. A session whose steps give logits [B, V] can be asked for those of the last
-    token alone, one that gives [B, S, V] for those of every token.
+    `heads` are the KV heads of each layer, `parts` among how many ranks sequences are divided. A session whose steps
+    give logits [B, V] can be asked for those of the last token alone, one that gives [B, S, V] for those of every
+    token.
     """
 
-    def __init__(self, session: Session, heads: Sequence[int]) -> None:
-        self.session, self.heads = session, tuple(heads)
+    def __init__(self, session: Session, heads: Sequence[int], parts: int = 1) -> None:
+        self.session, self.heads, self.parts = session, tuple(heads), parts
         self.lengths = torch.zeros(0, dtype=torch.int64)  # [n] tokens that each row holds
         self._ids: list[torch.Tensor] = []  # and which, for a cache that may have to be computed anew
         self._call = 0  # tokens of the longest row so far, some of which may have been taken back
@@ -104,6 +105,9 @@ class SequenceRows:
         if self.session.plan.schedule.block.staged:
             raise RuntimeFault("rows of a cache that is staged cannot change places, as beam search asks; keep the "
                                "cache on the device (wrap(cache_tier=\"device\"))")
+        if self.parts > 1:
+            raise RuntimeFault("rows of a cache that ranks have for some sequences each cannot change places, as beam "
+                               "search asks; take attention=heads in place of attention=batch")
         if not self._grown:
             self.session.grow()
             self._grown = True

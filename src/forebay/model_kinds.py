@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from forebay.rewriter.ir.plan import PlanError
-from forebay.rewriter.ir.share import Dimensions, RankShare
+from forebay.rewriter.ir.share import Attended, Dimensions, RankShare
 
 if TYPE_CHECKING:
     from forebay.api import LanguageModel
@@ -33,10 +33,11 @@ def made(draft: str | os.PathLike[str] | None, mesh: MeshShape | None, *given: A
 
 
 def read_mesh(mesh: MeshShape) -> RankShare:
-    """Ranks along each axis of a stage, how many stages there are, and the layout of a stage, as rank 0 has it: of 4,
-    (2, 2), "2x2", {"stages": 2, "tensor": 2}, "stages=2,tensor=2" or "tensor=2x2,layout=2d". PlanError where it is none
-    of these."""
-    wanted = "numbers of ranks of at least 1, as 4, 2x2 or stages=2,tensor=2, and layout=2d"
+    """Ranks along each axis of a stage, how many stages there are, the layout of a stage and what ranks divide of
+    attention, as rank 0 has it: of 4, (2, 2), "2x2", {"stages": 2, "tensor": 2}, "stages=2,tensor=2" or
+    "tensor=2x2,layout=2d,attention=batch". PlanError where it is none of these."""
+    wanted = "numbers of ranks of at least 1, as 4, 2x2 or stages=2,tensor=2, and layout=2d, attention=batch"
+    known = {"stages", "tensor", "layout", "attention"}
     parts: Mapping[str, Any] = {"tensor": mesh}
     if isinstance(mesh, Mapping):
         parts = mesh
@@ -48,11 +49,15 @@ def read_mesh(mesh: MeshShape) -> RankShare:
     stages = _numbers(parts.get("stages", 1))
     shape = _numbers(parts.get("tensor", 1))
     layout = str(parts.get("layout", "1d")).lower()
-    if set(parts) - {"stages", "tensor", "layout"} or len(stages) != 1 or not shape or min(*stages, *shape) < 1:
+    attention = str(parts.get("attention", "heads")).lower()
+    if set(parts) - known or len(stages) != 1 or not shape or min(*stages, *shape) < 1:
         raise PlanError(f"mesh: {mesh!r} must be {wanted}")
     if layout not in get_args(Dimensions):
         raise PlanError(f"mesh: layout {layout} is none of those that run, {', '.join(get_args(Dimensions))}")
-    found = RankShare(shape, 0, stages[0], cast("Dimensions", layout))
+    if attention not in get_args(Attended):
+        raise PlanError(f"mesh: attention {attention} is divided by none of those that run, "
+                        f"{', '.join(get_args(Attended))}")
+    found = RankShare(shape, 0, stages[0], cast("Dimensions", layout), cast("Attended", attention))
     if layout == "2d" and (len(found.axes) < 2 or found.stages > 1):
         raise PlanError(f"mesh: {mesh!r}: the layout 2d needs a mesh of two axes, as 2x2, and no stages")
     return found

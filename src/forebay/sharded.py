@@ -74,6 +74,8 @@ class ShardedModel(LanguageModel):
             raise PlanError("prompt_lookup_num_tokens: steps that check drafts are for one device; leave one out")
         if share.stages > 1:
             wishes = _of_stage(wishes)
+        if share.sharers > 1:
+            wishes = _of_own_sequences(wishes)
         sharded, parts = shard_captured(captured, self.share, read_switches())
         super().__init__(sharded, checkpoint, rank_files(captured, parts, files), budget, workload,
                          replace(wishes, drafted_tokens=None), machine, plan, choose)
@@ -96,6 +98,8 @@ class ShardedModel(LanguageModel):
         """Each rank plans by itself; then all take the steps of one of these plans: of those that all can follow within
         their budgets the first, least memory last. PlanError, the same on all ranks, names one that cannot."""
         own: tuple[Pipeline, Plan] | None = None
+        together = self.share.sharers * (wishes.micro_batches or 1)  # sequences, of which each rank has as many
+        workload = replace(workload, batch=-(-workload.batch // together) * together)
         try:
             own = choose(self._graphs, self.budget, workload, wishes, self.machine, self.switches)
             said: Steps | str = Steps.of(own[1])
@@ -191,6 +195,18 @@ def _of_stage(wishes: Wishes) -> Wishes:
     if wishes.score_ranges:
         raise PlanError("calibration: it numbers the layers of one device; leave stages out")
     return replace(wishes, hidden_tier="device")
+
+
+def _of_own_sequences(wishes: Wishes) -> Wishes:
+    """What is wished, where each rank attends for sequences of its own. PlanError for what moves them or their caches.
+    """
+    if wishes.cache_tier not in (None, "device"):
+        raise PlanError(f"cache_tier {wishes.cache_tier}: with attention=batch each rank keeps the caches of its own "
+                        "sequences on the device; leave cache_tier out, or take attention=heads")
+    if wishes.entering:
+        raise PlanError("places: with attention=batch each rank has sequences of its own, which begin together; leave "
+                        "places out, or take attention=heads")
+    return replace(wishes, cache_tier="device", rounds=True)
 
 
 def _plain(value: Any) -> str:

@@ -47,6 +47,19 @@ def test_a_config_is_enough(tmp_path: Path) -> None:
     assert "1D weight-stationary" in out and "torchrun --nproc-per-node=2 " in out
 
 
+def test_the_command_is_of_the_best_layout_that_runs(tmp_path: Path) -> None:
+    """Where a phase takes another one, it is said how far behind the choice that is predicted to be."""
+    code, out, _ = typed("palm-62b", "--mesh", "4x4", "--batch", "64", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["launch"].endswith("--mesh tensor=16,attention=batch")
+    assert found["launched"]["total_s"] > found["total_s"]
+    taken = {way["layers"][0]["attention"] for way in found["phases"].values()}
+    assert taken != {"sharded over batch"} or found["phases"]["prefill"] != found["phases"]["decode"]
+    _, text, _ = typed("palm-62b", "--mesh", "4x4", "--batch", "64")
+    above = 100 * (found["launched"]["total_s"] / found["total_s"] - 1)
+    assert f"of what runs here the best, {above:.1f} % above the choice" in text
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (("palm-8b", "--mesh", "4x"), "--mesh 4x"), (("palm-8b", "--mesh", "0x4"), "at least 1 chip"),
     (("nothing", "--mesh", "8"), "palm-540b"), (("palm-8b", "--mesh", "8", "--machine", "t4"), "--links"),

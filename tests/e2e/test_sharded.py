@@ -141,10 +141,16 @@ WIDE = {"mesh": "tensor=2x2,layout=2d"}
 FOUR += [Case(kind, WIDE, share=500_000) for kind in ("llama", "opt", "gpt_neox", "bigcode", "uneven", "gpt2")]
 FOUR += [Case("llama", WIDE | {"cache_tier": "disk", "micro_batches": 3}), Case("opt", WIDE | {"places": 2})]
 FOUR += [Case("bigcode", {"mesh": "stages=2,tensor=2"}), Case("deep opt", {"mesh": {"stages": 4}})]
+OWN, WIDE_OWN = {"mesh": "tensor=2,attention=batch"}, {"mesh": "tensor=2x2,layout=2d,attention=batch"}
+TWO += [Case(kind, OWN, share=500_000) for kind in ("llama", "bigcode", "uneven", "gpt2", "phi3")]
+TWO += [Case("gpt_neox", OWN | {"micro_batches": 2}, share=500_000)]
+FOUR += [Case("bigcode", {"mesh": {"tensor": 4, "attention": "batch"}}, share=500_000)]
+FOUR += [Case(kind, WIDE_OWN, share=500_000) for kind in ("llama", "bigcode", "gpt_neox", "uneven")]
+FOUR += [Case("opt", {"mesh": "stages=2,tensor=2,attention=batch"})]
 MORE = [Case(kind, share=500_000) for kind in (
     "qwen2", "qwen3", "mistral", "opt_projected", "llama4", "gemma2")] if os.environ.get("FOREBAY_TEST_ALL") else []
 if MORE:
-    FOUR += [Case(kind, WIDE, share=500_000) for kind in (
+    FOUR += [Case(kind, wide, share=500_000) for wide in (WIDE, WIDE_OWN) for kind in (
         "qwen2", "qwen3", "mistral", "opt_projected", "llama4", "gemma2", "phi3")]
     WAYS: list[dict[str, Any]] = [{}, {"micro_batches": 3}, {"micro_batches": 3, "order": "row"}, {"places": 2},
                                   {"cache_tier": "disk", "micro_batches": 3}]
@@ -227,6 +233,44 @@ def test_of_two_dimensions_every_wait_is_needed(folder: Path, nursery: Nursery) 
             assert not proved, f"without {proved[:2]} a step is proved all the same"
 
 
+def test_attention_over_the_batch_waits_for_what_it_reads(folder: Path, nursery: Nursery) -> None:
+    (case,) = _placed(folder, [Case("opt", share=500_000)])
+    for found in nursery.on_ranks(2, programs, case, OWN["mesh"], traced=[case.folder]):
+        for exchanged, proved in found:
+            assert [op for op, *_ in exchanged] == ["all_to_all_single", "all_to_all_single", "all_reduce",
+                                                    "all_reduce"] * 2 + ["all_gather_into_tensor"]
+            assert exchanged[0][2][:2] == (2, 2)  # of four sequences, three of which are asked for
+            assert not proved, f"without {proved[:2]} a step is proved all the same"
+
+
+def job_answers(folder: str, budget: int, mesh: str, places: int) -> tuple[int, int, list[list[int]]]:
+    """Prompts at once, those that enter while others run, and the answers to five, as a job has them."""
+    from functools import partial
+
+    from forebay.model_kinds import made
+    from forebay.open_model import open_model
+    from forebay.rewriter.ir.plan import Workload
+    from forebay.rewriter.plan_places import plan_places
+    from forebay.rewriter.planning.wishes import Wishes
+    from forebay.runtime.run.places import Asked
+    from forebay.runtime.run.sampling import Sampling
+
+    found: dict[int, list[int]] = {}
+    with made(None, mesh, *open_model(folder), Budget(budget, 0), Workload(5, 8, NEW), Wishes(), None, None,
+              partial(plan_places, places=places)) as lm:
+        lm.answer_all([Asked(torch.tensor(ids), NEW) for ids in (*PROMPTS, *PROMPTS[:2])], Sampling(), frozenset(),
+                      on_end=found.__setitem__, on_step=lambda work: None)
+        return lm.plan.workload.batch, lm.plan.schedule.block.entering, [found[i] for i in range(5)]
+
+
+def test_a_job_of_more_sequences_than_ranks_have_room_for_takes_rounds(folder: Path, nursery: Nursery) -> None:
+    (case,) = _placed(folder, [Case("bigcode", share=500_000)])
+    expected = [tokens[-NEW:] for tokens in _expected(case)]
+    for batch, entering, tokens in nursery.on_ranks(2, job_answers, case.folder, case.budget.device, OWN["mesh"], 2,
+                                                    traced=[case.folder]):
+        assert (batch, entering) == (2, 0) and tokens == [*expected, *expected[:2]]
+
+
 def test_collectives_are_counted_and_every_wait_is_needed(folder: Path, nursery: Nursery) -> None:
     (case,) = _placed(folder, [Case("opt")])
     one, other = nursery.on_ranks(2, programs, case, "2", traced=[case.folder])
@@ -244,7 +288,8 @@ def refusals(folder: str) -> list[str]:
     rank = int(os.environ["RANK"])
     enough = 420_000 + beside_nbytes("llama")
     for budget, options in ((30_000, {}), (enough, {"mesh": "4"}), (enough, {"draft": "w4"}), (enough, {"mesh": "x"}),
-                            (40_000 if rank else enough, {})):
+                            (40_000 if rank else enough, {}), (enough, {"mesh": "tensor=2,attention=rows"}),
+                            (enough, OWN | {"cache_tier": "disk"}), (enough, OWN | {"places": 2})):
         try:
             forebay.wrap(folder, budget, batch=3, prompt=8, new_tokens=NEW, **({"mesh": "2"} | options))
             found.append("")
@@ -255,6 +300,11 @@ def refusals(folder: str) -> list[str]:
         lm.generate(torch.tensor([[5, 6 + rank]]), max_new_tokens=2)
     except ValueError as error:
         found.append(str(error))
+    with forebay.wrap(folder, 2 * enough, batch=2, prompt=8, new_tokens=NEW, **OWN) as lm:
+        try:
+            lm.generate(torch.tensor([PROMPTS[1]]), max_new_tokens=3, num_beams=2, do_sample=False)
+        except RuntimeError as error:
+            found.append(str(error))
     return found
 
 
@@ -262,7 +312,9 @@ def test_what_cannot_be_is_said_alike_on_all_ranks(folder: Path, nursery: Nurser
     (case,) = _placed(folder, [Case("llama")])
     one, other = nursery.on_ranks(2, refusals, case.folder)  # each traces for itself
     assert one == other
-    small, ranks, draft, shape, unequal, given = one
+    small, ranks, draft, shape, unequal, divided, moved, entered, given, beams = one
+    assert "heads, batch" in divided and "leave cache_tier out" in moved and "leave places out" in entered
+    assert "take attention=heads" in beams
     assert small.startswith("PlanError: rank 0: ") and "start as many with torchrun --nproc-per-node=4" in ranks
     assert "leave draft or mesh out" in draft and "as 4, 2x2 or stages=2,tensor=2" in shape
     assert unequal.startswith("PlanError: rank 1: ") and "different arguments" in given

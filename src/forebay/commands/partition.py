@@ -12,7 +12,7 @@ from forebay.commands.options import DebugOption, require_writable
 from forebay.commands.terminal import clean_errors
 
 if TYPE_CHECKING:
-    from forebay.rewriter.partition.choose import Choice, PartitionProblem
+    from forebay.rewriter.partition.choose import Choice, PartitionProblem, RunLayouts
     from forebay.rewriter.partition.layouts import ChipLayout
 
 SWEEP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # sequences of the frontier
@@ -49,15 +49,15 @@ def partition(
         try:
             problems = [_problem(model, text, machine, links, memory, weights, parallel, (batch, prompt, new_tokens))
                         for text in mesh]
-            from forebay.rewriter.partition.choose import choose
+            from forebay.rewriter.partition.choose import best_run, choose
 
-            found = choose(problems[0])
+            found, runs = choose(problems[0]), best_run(problems[0])
             points = frontier_of(problems, sorted({*SWEEP, batch}))
         except ValueError as error:  # MeshError, ModelError, PartitionError, PresetError: all name what to change
             raise JobError(str(error)) from error
         if pareto is not None:
             draw_cost(points, pareto)
-        data = _data(problems[0], found) | {"frontier": points}
+        data = _data(problems[0], found) | _launch(problems[0], runs) | {"frontier": points}
         print(json.dumps(data, indent=1) if as_json else _text(data))
 
 
@@ -129,25 +129,28 @@ def _data(problem: PartitionProblem, found: Choice) -> dict[str, Any]:
     return {"kind": "partition", "model": problem.model.name, "mesh": problem.mesh.name, "chips": problem.mesh.chips,
             "batch": problem.batch, "prompt": problem.prompt, "new_tokens": problem.new_tokens,
             "weights": problem.weights, "parallel_blocks": problem.parallel, "phases": phases,
-            "total_s": found.total_s, "gap": found.gap, "launch": _launch(problem, found),
+            "total_s": found.total_s, "gap": found.gap,
             "memory_nbytes": {"weights": found.weights_nbytes, "cache": found.cache_nbytes,
                               "working": found.working_nbytes, "capacity": found.capacity_nbytes,
                               "margin": found.margin_nbytes}}
 
 
-def _launch(problem: PartitionProblem, found: Choice) -> str | None:
-    """The command line that runs the layouts found; None where they are others than what runs."""
+def _launch(problem: PartitionProblem, runs: RunLayouts | None) -> dict[str, Any]:
+    """The command line of the best layouts that run here, and what they are; None where none fits."""
     from forebay.rewriter.ir.byte_sizes import format_nbytes
 
-    taken = {way for ways in found.layouts.values() for way in ways}
-    way, *others = taken
-    if others or way.feedforward not in ("1d", "2d") or way.attention != "heads":
-        return None
+    if runs is None:
+        return {"launch": None}
+    way, chips = runs.decode, problem.mesh.chips
     wide = problem.mesh.size(way.wide)
-    mesh = f" --mesh tensor={problem.mesh.chips // wide}x{wide},layout=2d" if way.wide else ""
+    parts = [f"tensor={chips // wide}x{wide},layout=2d" if way.wide else f"tensor={chips}"]
+    parts += ["attention=batch"] * (way.attention == "batch")
+    mesh = f" --mesh {','.join(parts)}" if len(parts) > 1 or way.wide else ""
     budget = format_nbytes(int(problem.capacity_nbytes)).replace(" ", "")
-    return (f"torchrun --nproc-per-node={problem.mesh.chips} --no-python forebay run {problem.model.name} --prompts "
-            f"IN.jsonl --output OUT.jsonl --batch {problem.batch} --budget device={budget}{mesh}")
+    return {"launch": f"torchrun --nproc-per-node={chips} --no-python forebay run {problem.model.name} --prompts "
+                      f"IN.jsonl --output OUT.jsonl --batch {problem.batch} --budget device={budget}{mesh}",
+            "launched": {"prefill": _layout_data(runs.prefill), "decode": _layout_data(runs.decode),
+                         "total_s": runs.total_s}}
 
 
 def _text(data: dict[str, Any]) -> str:
@@ -171,8 +174,15 @@ def _text(data: dict[str, Any]) -> str:
     held = {name: format_nbytes(int(nbytes)) for name, nbytes in data["memory_nbytes"].items()}
     lines.append(f"memory   of a chip: weights {held['weights']}, cache {held['cache']}, working {held['working']}; "
                  f"{held['margin']} of {held['capacity']} left")
-    lines.append("launch   " + (data["launch"] or "nothing runs these layouts yet: one weight-stationary layout, 1D or "
-                                "2D, with attention over heads does (docs/partitioning.md)"))
+    if data["launch"] is None:
+        lines.append("launch   none of the layouts that run here fits (docs/partitioning.md)")
+    else:
+        launched = data["launched"]
+        lines.append(f"launch   {data['launch']}")
+        ways = list(dict.fromkeys(f"{way['feedforward']}, attention {way['attention']}"
+                                  for way in (launched["prefill"], launched["decode"])))
+        lines.append(f"         {'; then '.join(ways)}: of what runs here the best, "
+                     f"{100 * (launched['total_s'] / data['total_s'] - 1):.1f} % above the choice")
     lines.append(f"solved   {data['total_s']:.4g} s for all tokens, gap {100 * data['gap']:.2g} %")
     lines.append("frontier phase     mesh       sequences   latency, ms   chip-ms a token")
     lines += [f"         {p['phase']:9} {p['mesh']:10} {p['batch']:9}  {1e3 * p['latency_s']:12.4g}  "

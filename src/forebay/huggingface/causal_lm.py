@@ -302,7 +302,8 @@ class StreamedCausalLM(GenerationMixin):
         if cache is None and (use_cache or (use_cache is None and getattr(self.config, "use_cache", True))):
             cache, new_tokens = RowCache(lm), self.lm.plan.workload.new_tokens if use_cache else 1
         with lm.running(count, prompts.longest, new_tokens) as session:
-            rows = SequenceRows(session, [spec.kv_heads for spec in lm.captured.cache])
+            rows = SequenceRows(session, [spec.kv_heads for spec in lm.captured.cache],
+                                max(spec.parts for spec in lm.captured.cache))
             if cache is None:
                 found = rows.begin(prompts.rows(), 1, prompts.embed_rows())
             else:

@@ -129,6 +129,43 @@ def test_two_dimensions_have_every_element_of_a_matrix_once(family: str) -> None
                 assert set(seen[name].unique().tolist()) <= ({1.0, 2.0} if shared else {1.0}), name
 
 
+@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize("share", [RankShare((4,), 0, attention="batch"), RankShare((2, 2), 0, 1, "2d", "batch")])
+def test_attention_over_the_batch_has_every_row_once_and_all_heads(family: str, share: RankShare) -> None:
+    """In one dimension ranks have different rows of what attention reads; in two, peers have them together."""
+    whole = families.captured(family)
+    seen = {name: torch.zeros(spec.shape) for name, spec in whole.weights.items()}
+    for each in share.all:
+        model, parts = shard_captured(whole, each, Switches())
+        check_captured(model.step, "shard")
+        assert [(spec.kv_heads, spec.parts) for spec in model.cache] == [(spec.kv_heads, 4) for spec in whole.cache]
+        for block in model.blocks().values():
+            assert collectives(block).count("all_to_all_single") == 2
+        for source, cut in parts.values():
+            held = torch.ones(whole.weights[source].shape)
+            for dim, pieces in cut:
+                mask = torch.zeros(held.shape[dim])
+                for first, end in pieces:
+                    mask[first:end] = 1
+                held *= mask.reshape([-1 if i == dim else 1 for i in range(held.dim())])
+            seen[source] += held
+    for names in whole.layer_weights:
+        for name in names.values():
+            if seen[name].dim() == 2:
+                assert (seen[name] == 1).all(), name
+
+
+def test_what_attention_shares_with_others_is_not_computed_for_some_sequences_alone() -> None:
+    step = with_blocks(families.captured("opt"))
+    block = step.get_submodule("block_0")
+    query = next(n for n in block.graph.nodes if n.op == "call_function" and "q_proj" in str(n.args))
+    with block.graph.inserting_after(query):
+        also = block.graph.call_function(torch.ops.aten.relu.default, (query,))
+    also.meta = dict(query.meta)
+    with pytest.raises(ShardError, match="read by attention and by relu"):
+        shard(step, RankShare((2,), 0, attention="batch"), {})
+
+
 def test_packed_groups_are_not_cut() -> None:
     packed = families.packed(families.captured("llama"))
     model, parts = shard_captured(packed, RankShare((2,), 0), Switches())

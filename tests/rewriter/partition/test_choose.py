@@ -10,7 +10,15 @@ from itertools import product
 import pytest
 
 from forebay.rewriter.machine.presets import PRESETS
-from forebay.rewriter.partition.choose import DECODE, PREFILL, PartitionError, PartitionProblem, choose, options_of
+from forebay.rewriter.partition.choose import (
+    DECODE,
+    PREFILL,
+    PartitionError,
+    PartitionProblem,
+    best_run,
+    choose,
+    options_of,
+)
 from forebay.rewriter.partition.collectives import mesh_of
 from forebay.rewriter.partition.layouts import outside_cost
 from forebay.rewriter.partition.published_models import PUBLISHED_SHAPES
@@ -45,6 +53,25 @@ def tried(problem: PartitionProblem) -> float:
         if held <= problem.capacity_nbytes:
             best = min(best, sum(o.time_s for o in taken))
     return best + fixed[0].time_s * (1 + problem.new_tokens)
+
+
+def test_what_runs_is_the_best_of_the_layouts_that_both_phases_have() -> None:
+    """A chip's memory counts as for the choice: with less, the best is one with attention over the batch."""
+    shared = decoder_shape("shared", layers=8, hidden=1024, intermediate=4096, heads=8, kv_heads=1, vocab=32000,
+                           gated=True, dtype="bfloat16")
+    for model in (TWO_KINDS, shared):
+        problem = problem_of(model, batch=64)
+        free, runs = choose(problem), best_run(problem)
+        assert runs is not None and runs.prefill == runs.decode and runs.total_s >= free.total_s * (1 - 1e-9)
+        options = [o for o in options_of(problem) if not o.layout.gathered]
+        alike = {o.layout: sum(p.time_s for p in options if p.layout == o.layout) for o in options}
+        assert min(alike, key=lambda way: alike[way]) == runs.decode
+    over_heads = [o for o in options if o.layout.attention == "heads" and o.layout.feedforward == "1d"]
+    needed = free.weights_nbytes + over_heads[1].cache_nbytes + over_heads[0].cost.working_nbytes
+    assert best_run(problem_of(shared, capacity=needed, batch=64)) == best_run(problem_of(shared, batch=64))
+    tight = best_run(problem_of(shared, capacity=0.999 * needed, batch=64))
+    assert tight is not None and tight.decode.attention == "batch"
+    assert best_run(problem_of(shared, capacity=free.weights_nbytes, batch=64)) is None
 
 
 def test_the_choice_is_the_best_of_all() -> None:

@@ -13,8 +13,9 @@ from torch import fx
 from forebay.rewriter.capture.concretise import concretise, inline_blocks
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_inputs
+from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import CapturedModel, is_collective
-from forebay.rewriter.ir.plan import Workload
+from forebay.rewriter.ir.plan import PlanError, Workload
 from forebay.rewriter.ir.share import RankShare, ranks_of
 from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.partition.collectives import ChipMesh, one_way
@@ -24,7 +25,7 @@ from forebay.rewriter.predict.model_shapes import shape_from_graphs
 from forebay.rewriter.shard_captured import shard_captured
 from forebay.rewriter.switches import Switches
 
-WORK = Workload(batch=3, prompt=7, new_tokens=4)
+WORK, EIGHT = Workload(batch=3, prompt=7, new_tokens=4), Workload(batch=8, prompt=7, new_tokens=4)
 STEPS = MachineEstimator(PRESETS["tpu-v4"])
 EVEN = ("llama", "opt", "gpt_neox", "gpt2", "phi3", "bigcode")  # heads, features: four ranks have as many each
 
@@ -34,20 +35,22 @@ def model(family: str) -> CapturedModel:
     return capture_model(families.bigcode()) if family == "bigcode" else families.captured(family)
 
 
-def exchanged(captured: CapturedModel, share: RankShare, tokens: int) -> list[tuple[int, str, tuple[int, ...], int]]:
+def exchanged(captured: CapturedModel, share: RankShare, tokens: int, work: Workload = WORK
+              ) -> list[tuple[int, str, tuple[int, ...], int]]:
     """(layer, operator, ranks, elements that a rank gives) of each collective of a step over so many tokens."""
     part, _ = shard_captured(captured, share, Switches())
-    flat = inline_blocks(concretise(part.step, step_inputs(part, WORK, tokens)))
+    flat = inline_blocks(concretise(part.step, step_inputs(part, work, tokens)))
     return [(node.meta.get("layer", -1), str(node.target).split(".")[1], ranks_of(str(node.args[-1])),
              math.prod(given_to(node).shape)) for node in flat.graph.nodes if is_collective(node)]
 
 
-def counted(family: str, layout: ChipLayout, shape: tuple[int, ...], tokens: int) -> list[tuple[str, int, float]]:
+def counted(family: str, layout: ChipLayout, shape: tuple[int, ...], tokens: int, work: Workload = WORK
+            ) -> list[tuple[str, int, float]]:
     """(collective, ranks, elements of the larger end) of what the model counts of a layer."""
     mesh = ChipMesh(shape, (1e9,) * len(shape), one_way(0.0))
-    work = PhaseWork("step", WORK.batch, tokens, WORK.context)
+    step = PhaseWork("step", work.batch, tokens, work.context)
     layer = shape_from_graphs(model(family)).layers[0]
-    cost = layer_cost(layer, layout, mesh, work, STEPS, parallel=family == "gpt_neox")
+    cost = layer_cost(layer, layout, mesh, step, STEPS, parallel=family == "gpt_neox")
     return sorted((c.kind, mesh.size(c.axes), c.nbytes / element_sizes("bfloat16").activation)
                   for c in cost.collectives if mesh.size(c.axes) > 1)
 
@@ -65,7 +68,7 @@ def as_counted(operator: str, ranks: tuple[int, ...], elements: int) -> list[tup
     partial sums and the all-gather of the next product's input."""
     gather, scatter = ("all-gather", 1), ("reduce-scatter", 1)
     kinds = {"all_reduce": (gather, scatter), "reduce_scatter_tensor": (scatter,),
-             "all_gather_into_tensor": (("all-gather", len(ranks)),)}
+             "all_gather_into_tensor": (("all-gather", len(ranks)),), "all_to_all_single": (("all-to-all", 1),)}
     return [(kind, len(ranks), float(elements * times)) for kind, times in kinds[operator]]
 
 
@@ -95,6 +98,32 @@ def test_layers_exchange_what_the_model_of_two_dimensions_counts(family: str, to
         assert along["all_reduce"] == (rank % wide, rank % wide + wide)
         assert sorted(item for _, *each in found if each[-1] > 2 * rows for item in as_counted(*each)) == counted(
             family, ChipLayout("2d", (1,), (), "heads", copied=True), (2, 2), tokens)
+
+
+@pytest.mark.parametrize("family", EVEN)
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_attention_over_the_batch_exchanges_what_the_model_counts(family: str, tokens: int) -> None:
+    """On two and four ranks in one dimension, and on four in two: heads and features for sequences before attention,
+    and back behind it. Nobody computes heads of keys and values that others compute."""
+    for shape, layout in (((2,), "1d"), ((4,), "1d"), ((2, 2), "2d")):
+        way = ChipLayout("1d" if layout == "1d" else "2d", () if layout == "1d" else (1,), (), "batch")
+        for rank in range(math.prod(shape)):
+            share = RankShare(shape, rank, 1, "1d" if layout == "1d" else "2d", "batch")
+            found = [each for each in exchanged(model(family), share, tokens, EIGHT) if each[0] == 0]
+            assert [op for _, op, *_ in found].count("all_to_all_single") == 2
+            assert all(len(ranks) == share.beside for _, op, ranks, _ in found if op == "all_to_all_single")
+            assert sorted(item for _, *each in found if each[-1] > 2 * EIGHT.batch * tokens
+                          for item in as_counted(*each)) == counted(family, way, shape, tokens, EIGHT)
+
+
+def test_sequences_that_ranks_cannot_share_evenly_or_whose_caches_move_are_refused() -> None:
+    own, _ = shard_captured(model("llama"), RankShare((2,), 0, attention="batch"), Switches())
+    assert step_inputs(own, EIGHT, 1)["cache_k_0"].shape == (4, 2, EIGHT.context, 16)
+    with pytest.raises(PlanError, match="take a multiple of 2"):
+        step_inputs(own, WORK, 1)
+    for block in (Block(2, cache="disk", cache_tokens=16, cache_slots=3), Block(2, entering=2)):
+        with pytest.raises(PlanError, match="take attention=heads"):
+            step_inputs(own, EIGHT, 1, block=block)
 
 
 def test_stages_exchange_a_hidden_state_at_each_border_and_the_logits() -> None:
