@@ -60,12 +60,12 @@ ROUNDED = ("bf16", "int8")  # what activations, and the weights that meet them, 
 @dataclass(frozen=True)
 class Implementations:
     """How a product can be computed. `candidates(weight)` are the implementations on the CPU here from which the
-    measurements of a machine choose; `default[device](shape, device name)` names one where nothing was measured.
-    `rounding(shape, activations)` are further ones, which round to what is wished, one of `ROUNDED`."""
+    measurements of a machine choose; `default[device](shape, device name, dtype of x)` names one where nothing was
+    measured. `rounding(shape, activations)` are further ones, which round to what is wished, one of `ROUNDED`."""
 
     shape: Callable[[Use], Product]
     candidates: Callable[[str], tuple[str, ...]]
-    default: Mapping[str, Callable[[Product, str], str]]
+    default: Mapping[str, Callable[[Product, str, str], str]]
     rounding: Callable[[Product, str], tuple[str, ...]] = lambda shape, activations: ()
 
 

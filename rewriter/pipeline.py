@@ -317,7 +317,7 @@ class Pipeline:
             return best_product(product, self.machine, self.graphs.activations, most)
         choice = operators.product_with(product.weight).implementations
         assert choice is not None
-        return choice.default[self._device](product, self.machine.device_kind)
+        return choice.default[self._device](product, self.machine.device_kind, self.graphs.dtype)
 
     def _launches(self, flat: fx.GraphModule, uses: Iterable[ProductUse]) -> list[Launch]:
         """The launches of a flat graph, and those that are products of ours once their weights come in tiles."""
@@ -328,7 +328,8 @@ class Pipeline:
                 node.meta[META] = Gemm(self._best_gemm(shape))
         calls = (n for n in flat.graph.nodes if n.op == "call_function")
         nodes = [n for n in calls if n.meta.get("alias_of") is None or is_collective(n)]
-        tiled = (product_launch(Product(*u.tiled), self._best_gemm(u.tiled), self._device) for u in uses if not u.shape)
+        tiled = (product_launch(Product(*u.tiled), self._best_gemm(u.tiled), self._device, self.graphs.dtype)
+                 for u in uses if not u.shape)
         return [*tiled, *(launch for n in nodes for launch in launches.of(n))]
 
     # -- from a plan to Programs

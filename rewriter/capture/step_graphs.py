@@ -35,7 +35,7 @@ class StepGraphs:
     `prefill(tokens)`, if the cache may grow, is `step(tokens)` with a cache of the workload's prompt alone. All graphs
     are those of one micro-batch of `block`, as a step over so many tokens sees it. Steps over `speculative` numbers of
     tokens give logits of every token, all others of one; `speculate`, if the model's can, gives the step graphs of
-    which other steps do.
+    which other steps do. `dtype` is that of hidden states, where weights are packed.
     """
 
     fingerprint: str
@@ -53,6 +53,7 @@ class StepGraphs:
     checkpoint_tokens: Callable[[int, str], int] = lambda cache_tokens, kept: 0
     speculative: tuple[int, ...] = ()
     speculate: Callable[[tuple[int, ...]], StepGraphs] | None = None
+    dtype: str = "bfloat16"
 
     def speculating(self, sizes: tuple[int, ...]) -> StepGraphs:
         """The step graphs with steps of these sizes, if any, that give logits of every token. PlanError where the model
@@ -111,7 +112,7 @@ def step_graphs(
                       prefill=None if block.staged or block.entering else (
                           lambda tokens: step(tokens, workload.prompt)),
                       cache_format=captured.cache[0].format if captured.cache else "native", block=block,
-                      activations=captured.rounded_to,
+                      activations=captured.rounded_to, dtype=str(captured.dtype)[6:],
                       speculative=speculative, speculate=speculate if gives_every_position(captured) else None,
                       checkpoint_tokens=lambda tokens, kept: checkpoint_tokens(_checkpointed(plain, kept), tokens))
 

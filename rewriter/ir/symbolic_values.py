@@ -22,6 +22,7 @@ def fill_graphs(graphs: Iterable[fx.GraphModule], layout_of: Callable[[fx.Node],
     Inputs share the symbols of their sizes: with one for each dimension of each input, most of the time (1.8 s for a
     Llama) went into finding them equal.
     """
+    from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo.source import ConstantSource
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -40,7 +41,7 @@ def fill_graphs(graphs: Iterable[fx.GraphModule], layout_of: Callable[[fx.Node],
         with mode:
             return torch.empty([symbol(n) if isinstance(n, str) else n for n in shape], dtype=dtype)
 
-    with torch.no_grad():
+    with torch.no_grad(), enable_python_dispatcher():  # torch 2.11's own `linear` asks for sizes that are no numbers
         for graph in graphs:
             values: dict[fx.Node, Any] = {}
             for node in graph.graph.nodes:

@@ -68,14 +68,15 @@ def phase_workspace(launches: Mapping[int, Sequence[Launch]], tokens: int) -> tu
     return workspace_nbytes(every), workspace_nbytes(staying), there
 
 
-def product_launch(product: Product, impl: str, device: str) -> Launch:
-    """x [M, K] W^T with what it takes on a device; of packed weights on a CPU nothing, which leaves the choice free."""
+def product_launch(product: Product, impl: str, device: str, activations: str = "float16") -> Launch:
+    """x [M, K] W^T with what it takes on a device; of packed weights on a CPU nothing, which leaves the choice free.
+    `activations` is the dtype of what meets packed weights."""
     weight, m, n, k = product
     operator, dtype, how = operators.LINEAR, weight, dict[str, Any](form="nk", accumulate=False)
     sizes, stored = [(m, k), (n, k), (m, n)], packed_format(weight)
     if stored is not None:
         packing = Packing(stored.bits, k, stored.group_size, symmetric=stored.symmetric)
-        operator, dtype, how, sizes[1] = operators.LINEAR_Q, "float16", packing._asdict(), (n, packing.row_nbytes)
+        operator, dtype, how, sizes[1] = operators.LINEAR_Q, activations, packing._asdict(), (n, packing.row_nbytes)
     x, w, out = (TensorRef("device", 0, dtype, size, (size[1], 1), "") for size in sizes)
     launch = Launch(COMPUTE, operator.name, (x, w, None), how, (out,), (), (), "", impl=impl)
     launch = replace(launch, flops=operator.cost(launch).flops)

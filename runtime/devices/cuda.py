@@ -51,6 +51,9 @@ from forebay.runtime.run.trace import Trace
 LOAD_NBYTES = 16 << 20  # pinned memory that resident weights pass through while they are loaded, by halves
 TOUCH_THREADS = 8
 MOVES = (UPLOAD, RETURN, DOWNLOAD)  # streams of copies between host memory and the GPU
+# Streams of devices that are closed, for others to come: torch keeps a workspace of cuBLAS (32 MiB on an H100) for each
+# stream that ever multiplied, and gives new streams out of 32 in turn, which two devices in use must not share.
+IDLE: list[list[torch.cuda.Stream]] = []
 
 
 @dataclass
@@ -83,8 +86,8 @@ class CudaDevice:
         self.scratch: Scratch | None = None
         self.host: Arena | None = None
         self.landing: Arena | None = None
-        self.compute = torch.cuda.Stream()
-        self.streams = {stream: torch.cuda.Stream() for stream in (*MOVES, COLLECT)}
+        self.compute, *others = IDLE.pop() if IDLE else [torch.cuda.Stream() for _ in (COMPUTE, *MOVES, COLLECT)]
+        self.streams = dict(zip((*MOVES, COLLECT), others, strict=True))
         self.workers = {stream: Worker(stream) for stream in (*MOVES, COLLECT, *UNORDERED, ATTEND)}
         self.ledgers = {stream: CopyLedger(self._fault) for stream in UNORDERED}
         self.events: dict[int, _Event] = {}
@@ -93,6 +96,7 @@ class CudaDevice:
     def allocate(self, arenas: Mapping[str, int]) -> None:
         with torch.inference_mode(False):  # workers write to it, which are in no mode of the caller's
             self.device_memory = torch.empty(arenas["device"], dtype=torch.uint8, device="cuda")
+        torch.cuda.current_stream().synchronize()  # which may still work in the memory for whoever had it before
         self.landing = _pinned(LOAD_NBYTES)
         if "host" in arenas:
             self.host = _pinned(arenas["host"])
@@ -178,7 +182,7 @@ class CudaDevice:
     def _bind_poison(self, item: Release) -> Call:
         memory = self._bytes(item.span)
         if item.stream == COMPUTE:
-            return lambda: memory.fill_(0xFF)
+            return self._in_order(lambda: memory.fill_(0xFF))  # what other streams put there next waits for no release
 
         def fill() -> None:
             if item.stream in self.streams:
@@ -377,6 +381,11 @@ class CudaDevice:
             if arena is not None:
                 torch.cuda.cudart().cudaHostUnregister(arena.address)
         self.host = self.landing = self.device_memory = self.scratch = None
+        with contextlib.suppress(RuntimeError):  # of a GPU that is lost, as those who used it were told
+            streams = [self.compute, *self.streams.values()]
+            for stream in streams:
+                stream.synchronize()
+            IDLE.append(streams)
 
 
 def _touch(address: int, nbytes: int) -> None:

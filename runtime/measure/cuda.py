@@ -103,7 +103,7 @@ def products(rows: Sequence[int], device: torch.device, kind: str, n: int, k: in
     for m in rows:
         x, out = torch.ones(m, k, dtype=dtype, device=device), torch.empty(m, n, dtype=dtype, device=device)
         shape = Product(kind, m, n, k)
-        name = operator.implementations.default["cuda"](shape, torch.cuda.get_device_name(device))
+        name = operator.implementations.default["cuda"](shape, torch.cuda.get_device_name(device), str(dtype)[6:])
         if name == "aten" and not packed:
             calls: list[Call] = [functools.partial(torch.mm, x, weight.mT, out=out) for weight in weights]
         else:

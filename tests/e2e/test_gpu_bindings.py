@@ -18,6 +18,7 @@ from forebay.api import LanguageModel, open_model
 from forebay.kernels import operators
 from forebay.kernels.attention.costs import gpu_workspace_nbytes
 from forebay.kernels.operator import Tensors
+from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
 from forebay.rewriter.ir.plan import Budget, Workload
 from forebay.rewriter.ir.program import Launch
 from forebay.rewriter.machine.profile import Machine
@@ -73,6 +74,28 @@ def test_a_half_precision_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     chosen = logits.gather(2, found[:, 6:, None])[..., 0]
     # The token of fp16 is the reference's, or so near its best that rounding decides.
     assert (logits.amax(-1) - chosen).max() <= 5e-3 * logits.abs().max()
+
+
+def test_packed_weights_of_an_fp32_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are dequantised for torch's product, in memory that is counted, and give the logits of the CPU's kernels."""
+    torch.manual_seed(0)
+    config = llama(2, hidden_size=64, intermediate_size=96, vocab_size=211, tie_word_embeddings=False)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "float")
+    quantize_model(tmp_path / "float", tmp_path / "w4", Wish("w4g32"))
+    prompt = torch.randint(3, 211, (2, 6), generator=torch.Generator().manual_seed(1))
+    opened, budget, workload = open_model(tmp_path / "w4"), Budget(1 << 26, 1 << 24), Workload(2, 6, 4)
+    found = {}
+    for kind in ("cpu", "NVIDIA H200"):
+        gpu = GpuOfThreads(monkeypatch) if kind != "cpu" else None
+        with LanguageModel(*opened, budget, workload, Wishes(), replace(Machine.default(), device_kind=kind)) as lm:
+            tokens = lm.generate(prompt, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+            found[kind] = lm.next_logits(tokens).double()
+            program = lm._pipeline.program(lm.plan, 1)
+    assert gpu is not None and ("forebay.linear_q", "aten") in gpu.bound
+    products = [i for i in program.step if isinstance(i, Launch) and i.op == "forebay.linear_q"]
+    assert products and all(dict(i.held)["scratch"] >= 4 * i.out[0].shape[-1] * i.args[0].shape[-1] and
+                            "cuBLAS" in dict(i.held) for i in products)
+    assert (found["NVIDIA H200"] - found["cpu"]).norm() < 1e-4 * found["cpu"].norm()
 
 
 def test_a_quantised_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
         is_available=lambda: True, Event=Event, Stream=Stream, stream=entered, current_stream=Stream,
         cudart=lambda: registered)))
     monkeypatch.setattr(cuda, "CudaDevice", Pretended)
+    monkeypatch.setattr(cuda, "IDLE", [])
     monkeypatch.setattr(executor, "bind_launch", lambda launch, tensor: bind.bind_launch(
         replace(launch, impl="aten") if launch.impl else launch, tensor))
     monkeypatch.setenv("FOREBAY_POISON", "1")

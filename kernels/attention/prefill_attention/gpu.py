@@ -65,14 +65,17 @@ EXACT_ROTATED = {"usual": PrefillTile(16, 32, 4, 2), "wide": PrefillTile(16, 16,
 
 @triton.jit
 def attend(
-    acc, total, top, q, k_ptr, v_ptr, position, oldest, begin, end, kr, vr, scale_log2, softcap,
+    acc, total, top, q, k_ptr, v_ptr, position, oldest, since, begin, end, kr, vr, scale_log2, softcap,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BITS: tl.constexpr,
     T: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax's state after positions begin .. end - 1; unless MASKED every row sees all of them."""
+    """The online softmax's state after positions begin .. end - 1; unless MASKED every row sees all of them. What is
+    before `since`, which no row sees, need not be there: a factor of 0 would not take NaN away."""
     for t0 in range(begin, end, T):
         t = t0 + tl.arange(0, T)
         written = t < end
+        if WINDOWED:
+            written = written & (t >= since)
         k = load_tile(k_ptr, t, written, kr, q.dtype, BITS, D, DP, G, GP)
         s = score_log2(q, k, scale_log2, softcap, CAPPED)
         if MASKED:
@@ -121,11 +124,13 @@ def prefill_attention_kernel(
     low = start + first_row // group_heads  # positions of the first and of the last row
     high = start + (tl.minimum(first_row + ROWS, queries * group_heads) - 1) // group_heads
     begin = 0
+    since = 0
     plain_begin = 0
     oldest = position
     if WINDOWED:
         oldest = first_seen(position, window)
-        begin = first_seen(low, window) // T * T
+        since = first_seen(low, window)
+        begin = since // T * T
         plain_begin = tl.maximum(begin, tl.cdiv(first_seen(high, window), T) * T)
     plain_end = tl.maximum(plain_begin, (low + 1) // T * T)
     acc = tl.zeros((ROWS, DP), tl.float32)
@@ -134,17 +139,18 @@ def prefill_attention_kernel(
     if POWER == 0:
         if WINDOWED:
             acc, total, top = attend(
-                acc, total, top, q, k_ptr, v_ptr, position, oldest, begin, tl.minimum(plain_begin, high + 1), kr, vr,
+                acc, total, top, q, k_ptr, v_ptr, position, oldest, since, begin,
+                tl.minimum(plain_begin, high + 1), kr, vr,
                 scale_log2, softcap, True, WINDOWED, CAPPED, BITS, T, D, DP, G, GP,
             )  # fmt: skip
         acc, total, top = attend(
-            acc, total, top, q, k_ptr, v_ptr, position, oldest, plain_begin, plain_end, kr, vr,
+            acc, total, top, q, k_ptr, v_ptr, position, oldest, since, plain_begin, plain_end, kr, vr,
             scale_log2, softcap, False, WINDOWED, CAPPED, BITS, T, D, DP, G, GP,
         )  # fmt: skip
     else:  # one loop: rotated queries that two loops read would stay in registers, and 200 to 500 values spill
         plain_end = begin
     acc, total, top = attend(
-        acc, total, top, q, k_ptr, v_ptr, position, oldest, plain_end, high + 1, kr, vr,
+        acc, total, top, q, k_ptr, v_ptr, position, oldest, since, plain_end, high + 1, kr, vr,
         scale_log2, softcap, True, WINDOWED, CAPPED, BITS, T, D, DP, G, GP,
     )  # fmt: skip
     out, d, valid = rotated_values(acc / total[:, None], D, DP, G, GP, POWER)

@@ -21,12 +21,12 @@ def _kind(weight: str) -> tuple[str, int]:
     return selection.KIND_OF_BITS[stored.bits], stored.group_size
 
 
-def choose(product: Product, device_name: str) -> str:
+def choose(product: Product, device_name: str, activations: str = "bfloat16") -> str:
     """The implementation of a product on a GPU of that name, in full, from its measured table, or where it has none the
-    default one."""
+    default one; `activations` is the dtype of what meets packed weights."""
     weight, m, n, k = product
     kind, _ = _kind(weight)
-    if kind == "linear" and weight not in HALVES:
+    if (weight if kind == "linear" else activations) not in HALVES:
         return selection.ATEN
     name = selection.choose(kind, m, n, k, selection.table_of(device_name))
     return selection.explicit(kind, name, m, n, k, decode_shares.processors())
@@ -44,31 +44,34 @@ def cublas_nbytes() -> int:
 
 # Packed weights are dequantised for torch's product by row tiles of so many bytes at most: Llama-3-8B's in one or two.
 DEQUANTISED_NBYTES = 128 << 20
-HALF_NBYTES = 2  # of an element of x, where weights are packed
+HALF_NBYTES = 2  # of an element of x
 
 
-def dequantised_rows(n: int, k: int) -> int:
-    """Rows of packed weights [n, k] that are dequantised at a time for torch's product."""
-    return max(1, min(n, DEQUANTISED_NBYTES // (HALF_NBYTES * max(1, k))))
+def dequantised_rows(n: int, k: int, itemsize: int = HALF_NBYTES) -> int:
+    """Rows of packed weights [n, k] that are dequantised at a time, to elements of `itemsize` bytes, for torch's
+    product."""
+    return max(1, min(n, DEQUANTISED_NBYTES // (itemsize * max(1, k))))
 
 
-def passing_nbytes(impl: str, product: Product) -> int:
+def passing_nbytes(impl: str, product: Product, itemsize: int = HALF_NBYTES) -> int:
     """Bytes that torch's product takes and gives back: it may make its result apart, and again with what follows it;
-    cuBLAS's workspace is not among them."""
+    cuBLAS's workspace is not among them. `itemsize` is that of what meets packed weights."""
     weight, m, n, k = product
     if impl != selection.ATEN:
         return 0
     if packed_format(weight) is not None:
-        return 2 * m * dequantised_rows(n, k) * HALF_NBYTES
+        return 2 * m * dequantised_rows(n, k, itemsize) * itemsize
     return 2 * m * n * getattr(torch, weight).itemsize
 
 
-def workspace_nbytes(impl: str, product: Product) -> int:
-    """Bytes that a product takes beside its operands, and torch's beside cuBLAS's workspace."""
+def workspace_nbytes(impl: str, product: Product, itemsize: int = HALF_NBYTES) -> int:
+    """Bytes that a product takes beside its operands, and torch's beside cuBLAS's workspace. `itemsize` is that of what
+    meets packed weights."""
     weight, m, n, k = product
     kind, group_size = _kind(weight)
     if impl == selection.ATEN:
-        scratch = dequantised_rows(n, k) * k * HALF_NBYTES if packed_format(weight) is not None else 0
-        return scratch + passing_nbytes(impl, product)
+        packed = packed_format(weight) is not None
+        scratch = dequantised_rows(n, k, itemsize) * k * itemsize if packed else 0
+        return scratch + passing_nbytes(impl, product, itemsize)
     split = selection.workspace_nbytes(kind, impl, m, n, k, group_size, decode_shares.processors())
     return selection.HELD_COUNTERS_NBYTES + split

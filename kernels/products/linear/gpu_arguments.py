@@ -71,12 +71,13 @@ def prepare(
     after: After,
     out: Tensor | None,
     accumulate: bool,
+    dtypes: tuple[torch.dtype, ...] = HALVES,
 ) -> Operands:
-    """Checked operands; out is made where it is None. ValueError names op and argument."""
+    """Checked operands, x of one of the dtypes; out is made where it is None. ValueError names op and argument."""
     activation, multiplier, residual = after
     if activation not in ACTIVATIONS:
         fail(op, "activation", f"must be one of {ACTIVATIONS}, got {activation!r}")
-    check_tensor(op, "x", x, dtype=HALVES)
+    check_tensor(op, "x", x, dtype=dtypes)
     if x.dim() == 0 or x.shape[-1] != k:
         fail(op, "x", f"must end in {k} columns as the weight asks, got shape {tuple(x.shape)}")
     shape = (*x.shape[:-1], n)

@@ -115,7 +115,7 @@ LINEAR = Operator(
     implementations=Implementations(
         _shape,
         candidates=lambda weight: cpu.implementations(getattr(torch, weight)),
-        default={"cpu": lambda p, _: default_choice(getattr(torch, p.weight), p.m, p.n, p.k), "cuda": choices.choose},
+        default={"cpu": lambda p, *_: default_choice(getattr(torch, p.weight), p.m, p.n, p.k), "cuda": choices.choose},
     ),
     timed_as="product",
     onnx=linear_onnx,

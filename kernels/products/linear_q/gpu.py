@@ -269,9 +269,9 @@ def linear_q(
 ) -> Tensor:  # fmt: skip
     """act(x W^T + bias) * multiplier + residual into out [..., N], or a new tensor.
 
-    x [..., K], residual, multiplier and out are of one dtype, fp16 or bf16; rows uint8 [N, R] hold W in groups of 16,
-    32, 64 or 128 along K. impl is a name of `selection`; "" asks its default table. Weights are rounded to x's dtype
-    once, scales to it first. ValueError names what is wrong, before the launch.
+    x [..., K], residual, multiplier and out are of one dtype, fp16, bf16 or, multiplied by torch alone, fp32; rows
+    uint8 [N, R] hold W in groups of 16, 32, 64 or 128 along K. impl is a name of `selection`; "" asks its default
+    table. Weights are rounded to x's dtype once, scales to it first. ValueError names what is wrong, before the launch.
     """
     run, result = _bind(x, rows, bias, stored, after, out, impl, workspace)
     run()
@@ -290,11 +290,11 @@ def _bind(
     workspace: Tensor | None,
 ) -> tuple[Callable[[], None], Tensor]:  # fmt: skip
     """(the launch as a call without arguments, what it fills)."""
-    check_tensor(OP, "x", x, dtype=(torch.float16, torch.bfloat16))
+    check_tensor(OP, "x", x, dtype=(torch.float16, torch.bfloat16, torch.float32))
     check_rows(rows, stored, x)
     bits, _, group_size, scale_dtype, symmetric = stored
     n, k = rows.shape[0], stored.in_features
-    operands = prepare(OP, x, n, k, bias, after, out, False)
+    operands = prepare(OP, x, n, k, bias, after, out, False, (x.dtype,))
     m = operands.x.shape[0]
     result = operands.out if out is None else out
     if out is None:
@@ -302,7 +302,7 @@ def _bind(
     if result.numel() == 0:
         return (lambda: None), result
     impl = impl or selection.choose(selection.KIND_OF_BITS[bits], m, n, max(1, k))
-    if impl == selection.ATEN:
+    if impl == selection.ATEN or x.dtype == torch.float32:
         return bind_dequantised(x, rows, bias, stored, after, result), result
     implementation, setting, grid = plan(m, n, stored, impl, sm_count(x.device))
     vector = implementation == "gemv"

@@ -1,7 +1,7 @@
 """`linear_q` of many rows of x: weights are dequantised once, into scratch, and torch multiplies (cuBLAS on NVIDIA).
 
-A weight of packed rows is written and read once more in 16 bits, which from some 256 rows of x on costs less than
-unpacking it anew for every tile of them.
+A weight of packed rows is written and read once more, in x's dtype: in 16 bits that costs less than unpacking it anew
+for every tile of rows of x from some 256 of them on, and for x in fp32 it is the only way.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def bind_dequantised(
     x: Tensor, rows: Tensor, bias: Tensor | None, stored: Packing, after: After, out: Tensor
 ) -> Callable[[], None]:
     """act(x W^T + bias) * multiplier + residual into out [..., N] as a call without arguments, of arguments that have
-    been checked; x [..., K] in 16 bits, rows uint8 [N, R]. Tiles of W's rows give columns of out."""
+    been checked; x [..., K], rows uint8 [N, R]. Tiles of W's rows give columns of out."""
     n, k = rows.shape[0], stored.in_features
-    each = dequantised_rows(n, k)
+    each = dequantised_rows(n, k, x.itemsize)
 
     def launches(scratch: Tensor, _: Tensor) -> list[KernelCall | Call]:
         made: list[KernelCall | Call] = []

@@ -110,6 +110,11 @@ def _cpu_workspace(use: Use) -> int:
     return cpu.scratch_nbytes(use.impl, dtype_of(use.args[0]), m, n, k, _stored(use).group_size)
 
 
+def _on_cuda(use: Use) -> tuple[str, Product, int]:
+    """Implementation, product and bytes of an element of x."""
+    return use.impl, _shape(use), dtype_of(use.args[0]).itemsize
+
+
 def _default_choice(product: Product) -> str:
     stored = weight_format(product.weight)
     return default_choice(stored.bits, product.m, stored.group_size)
@@ -136,13 +141,13 @@ LINEAR_Q = Operator(
     reference,
     _cost,
     bind={"cpu": _bind_cpu, "cuda": _bind_cuda},
-    workspace={"cpu": _cpu_workspace, "cuda": lambda use: choices.workspace_nbytes(use.impl, _shape(use))},
-    passing=lambda use: choices.passing_nbytes(use.impl, _shape(use)),
+    workspace={"cpu": _cpu_workspace, "cuda": lambda use: choices.workspace_nbytes(*_on_cuda(use))},
+    passing=lambda use: choices.passing_nbytes(*_on_cuda(use)),
     overwrites=("multiplier", "residual"),
     implementations=Implementations(
         _shape,
         candidates=_candidates,
-        default={"cpu": lambda p, _: _default_choice(p), "cuda": choices.choose},
+        default={"cpu": lambda p, *_: _default_choice(p), "cuda": choices.choose},
         rounding=_rounding,
     ),
     timed_as="product",

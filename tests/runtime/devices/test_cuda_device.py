@@ -21,6 +21,7 @@ from forebay.rewriter.ir.program import (
     Launch,
     Program,
     Record,
+    Release,
     Span,
     Wait,
 )
@@ -71,6 +72,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name, value in (("is_available", lambda: True), ("Event", Event), ("Stream", new), ("stream", entered),
                         ("current_stream", current_stream)):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr("forebay.runtime.devices.cuda.IDLE", [])
     return told
 
 
@@ -99,6 +101,27 @@ def test_kernels_go_to_the_compute_stream_of_whichever_thread_calls(log: list[st
     assert log == [line for name in ("main", "other") for line in (
         f"stream 0 waits for {name}", "kernel on stream 0", f"{name} waits for stream 0", f"then {name}")]
     device.close()
+
+
+def test_streams_are_those_of_a_device_that_was_closed(log: list[str]) -> None:
+    """torch keeps memory for every stream that ever multiplied, so each new one would cost it; two devices in use share
+    none, and what is poisoned is so before anything that is issued after."""
+    first, second = (CudaDevice(Reader()) for _ in range(2))  # type: ignore[arg-type]
+    streams = [{device.compute, *device.streams.values()} for device in (first, second)]
+    assert len(streams[0]) == len(streams[1]) == 1 + len(first.streams) and not streams[0] & streams[1]
+    second.close()
+    third = CudaDevice(Reader(), poison=True)  # type: ignore[arg-type]
+    assert third.compute is second.compute and {third.compute, *third.streams.values()} == streams[1]
+    third.device_memory = torch.zeros(8, dtype=torch.uint8)
+    waited: list[int] = []
+    third.finish = lambda: waited.append(int(third.device_memory[4]))  # type: ignore
+    release = third.bind(Release(COMPUTE, Span("device", 4, 2, "x")), None)
+    assert release is not None
+    release()
+    assert waited == [255] and third.device_memory.tolist() == [0, 0, 0, 0, 255, 255, 0, 0]
+    del third.finish
+    for device in (third, first):
+        device.close()
 
 
 @pytest.mark.parametrize("waits", [COMPUTE, DISK])

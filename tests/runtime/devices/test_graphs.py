@@ -80,6 +80,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                         ("stream", lambda stream: torch.inference_mode()), ("current_stream", Stream),
                         ("CUDAGraph", Graph), ("graph_pool_handle", lambda: "pool")):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr("forebay.runtime.devices.cuda.IDLE", [])
     yield
 
 

@@ -61,6 +61,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
                         ("stream", lambda stream: contextlib.nullcontext()),
                         ("cudart", lambda: SimpleNamespace(cudaHostUnregister=lambda address: 0))):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(cuda, "IDLE", [])
     monkeypatch.setattr(cuda, "LOAD_NBYTES", 2 * HALF)
     made = cuda.CudaDevice(Reader(log))  # type: ignore[arg-type]
     made.landing = Arena(2 * HALF)

@@ -38,9 +38,10 @@ def test_matches_the_definition(
 ) -> None:  # fmt: skip
     q, k, v = made(dtype, 2, heads, kv_heads, queries, 140, dim)
     start = torch.tensor(starts)
-    for cache in (k, v):  # what is beyond the last query was never written
+    for cache in (k, v):  # what is beyond the last query was never written, what no window reaches need not be there
         for b, begin in enumerate(starts):
             cache[b, :, begin + queries :] = math.nan
+            cache[b, :, : max(0, attention.first_seen(begin, window))] = math.nan
     out = torch.full((2, queries, heads, dim), math.nan, dtype=dtype)
     gpu.prefill_attention(q, k, v, start, Scoring(dim**-0.5, window, softcap), out)
     wanted = attention.reference(q, k.nan_to_num(), v.nan_to_num(), start, dim**-0.5, window, softcap)

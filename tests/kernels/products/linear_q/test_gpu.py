@@ -87,6 +87,19 @@ def test_weights_dequantised_tile_by_tile(bits: int, place: str, monkeypatch: py
     assert scratch.values.numel() >= 16 * 100 * 2
 
 
+@pytest.mark.parametrize("impl", ("", "aten"))
+@pytest.mark.parametrize("bits", (4, 8))
+def test_fp32_is_multiplied_by_torch(bits: int, impl: str) -> None:
+    """By weights as they are stored: nothing is rounded to 16 bits."""
+    torch.manual_seed(bits)
+    rows, w = weight(35, 100, bits, 32, torch.float16)
+    x, bias, residual = torch.randn(3, 100), torch.randn(35), torch.randn(3, 35)
+    out = poisoned(3, 35, dtype=torch.float32)
+    linear_q(x, rows, bias, Packing(bits, 100, 32), After("silu", residual=residual), out, impl)
+    want = functional.silu(x.double() @ w.double().T + bias.double()) + residual.double()
+    assert (out - want).norm() < 1e-6 * want.norm()
+
+
 @pytest.mark.parametrize("bits", (4, 8))
 def test_rows_of_a_wider_matrix_other_scales_and_a_multiplier(bits: int) -> None:
     torch.manual_seed(0)
@@ -123,7 +136,7 @@ def test_bad_arguments_are_named(bits: int) -> None:
         with pytest.raises(ValueError, match=f"^{op}: {message}"):
             linear_q(**(arguments | changed))  # type: ignore[arg-type]
 
-    refused("x must be of", x=x.float())
+    refused("x must be of", x=x.double())
     refused("x must end in 64 columns", x=x[:, :60])
     refused("rows must be of", rows=rows.to(torch.int32))
     refused("rows must be \\[N, ", rows=rows[:, :-16])
