@@ -119,8 +119,8 @@ def run_case(case: Case, place: Place, ceilings: dict[str, float]) -> Row:
     return row
 
 
-def run_all(families: dict[str, list[Case]], ask: Callable[[int], Row], timed: bool, keep: Callable[[list[Row]], None]
-            ) -> list[Row]:
+def run_all(families: dict[str, list[Case]], ask: Callable[[int], Row], timed: bool, keep: Callable[[list[Row]], None],
+            limit_s: float = LIMIT_S) -> list[Row]:
     """All rows, printed as they are made and kept after each module; late cases are left out, never an op's first.
     `ask` gives the row of a case by its number."""
     rows: list[Row] = []
@@ -129,7 +129,7 @@ def run_all(families: dict[str, list[Case]], ask: Callable[[int], Row], timed: b
         begin, seen = time.monotonic(), set()
         for case in cases:
             number, now = next(numbers), time.monotonic()
-            late = timed and (now - begin > BUDGET_S[family] or now - STARTED > LIMIT_S)
+            late = timed and (now - begin > BUDGET_S[family] or now - STARTED > limit_s)
             if late and case.op in seen:
                 left = sum(c.op == case.op for c in cases) - sum(r["op"] == case.op for r in rows)
                 if left:
@@ -209,6 +209,7 @@ def main() -> int:
     parser.add_argument("--interpret", action="store_true", help="check at tiny shapes under Triton's interpreter")
     parser.add_argument("--tiny", action="store_true", help="check at tiny shapes on the GPU, in this process")
     parser.add_argument("--ops", default="", help="only these, by comma")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds after which no case is begun")
     parser.add_argument("--answer", metavar="CEILINGS", help=argparse.SUPPRESS)
     parser.add_argument("--warm", nargs=2, type=int, metavar=("I", "N"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -250,7 +251,8 @@ def main() -> int:
     command = [sys.executable, "-m", "benchmarks.gpu", "--ops", options.ops, "--answer", json.dumps(limits)]
     worker = IsolatedWorker(command)
     try:
-        rows = run_all(families, lambda number: worker.ask(number, CASE_S), True, lambda rows: write(rows, limits))
+        rows = run_all(families, lambda number: worker.ask(number, CASE_S), True, lambda rows: write(rows, limits),
+                       options.limit)
     finally:
         worker.close()
     say("written: " + ", ".join(map(str, write(rows, limits))))
