@@ -30,10 +30,10 @@ WeightParts = dict[str, tuple[str, WeightCut]]
 @no_collection()
 def shard_captured(captured: CapturedModel, share: RankShare, switches: Switches) -> tuple[CapturedModel, WeightParts]:
     """`captured`, on whose graphs no pass has run, as rank `share.rank` computes it: the layers of its stage, and of
-    their weights its parts, which are given too. ShardError names what cannot be divided so; ValueError for graphs that
-    were rewritten."""
+    their weights its parts, which are given too. ShardError names what cannot be divided so, graphs that were rewritten
+    too."""
     if captured.rewritten:
-        raise ValueError("the graphs of a bundle are those of one device: open the checkpoint that it was made of")
+        raise ShardError("the graphs of a bundle are those of one device: open the checkpoint that it was made of")
     if share.stages > 1:
         captured = _staged(captured, share, switches)
     if share.beside == 1:

@@ -37,6 +37,9 @@ def partition(
                                                   "side, or not (default: as the model has them).")] = None,
     pareto: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Draw the frontier, with JSON beside it.")]
     = None,
+    plans: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write the plan of each rank of what is launched "
+                                               "there; the model is then a folder with weights; headers are read.")]
+    = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: DebugOption = False,
 ) -> None:
@@ -57,7 +60,8 @@ def partition(
             raise JobError(str(error)) from error
         if pareto is not None:
             draw_cost(points, pareto)
-        data = _data(problems[0], found) | _launch(problems[0], runs) | {"frontier": points}
+        written = None if plans is None else _write_plans(model, problems[0], runs, machine, plans)
+        data = _data(problems[0], found) | _launch(model, problems[0], runs, written) | {"frontier": points}
         print(json.dumps(data, indent=1) if as_json else _text(data))
 
 
@@ -135,20 +139,48 @@ def _data(problem: PartitionProblem, found: Choice) -> dict[str, Any]:
                               "margin": found.margin_nbytes}}
 
 
-def _launch(problem: PartitionProblem, runs: RunLayouts | None) -> dict[str, Any]:
-    """The command line of the best layouts that run here, and what they are; None where none fits."""
+def _mesh(problem: PartitionProblem, runs: RunLayouts) -> str:
+    """What `--mesh` is given for the layouts that run."""
+    way, chips = runs.decode, problem.mesh.chips
+    wide = problem.mesh.size(way.wide)
+    parts = [f"tensor={chips // wide}x{wide},layout=2d" if way.wide else f"tensor={chips}"]
+    return ",".join(parts + ["attention=batch"] * (way.attention == "batch"))
+
+
+def _write_plans(model: str, problem: PartitionProblem, runs: RunLayouts | None, machine: str, folder: Path) -> Path:
+    """The folder with the plan of each rank, for the machine and the memory that were chosen for. JobError where no
+    layout runs, or the model is no folder."""
+    from forebay.api import open_model
+    from forebay.commands.options import model_folder
+    from forebay.commands.plan_ranks import plans_of_ranks, save_ranks
+    from forebay.commands.prompts import JobError
+    from forebay.rewriter.ir.plan import Budget, Workload
+    from forebay.rewriter.machine.presets import load_machine_or_preset
+    from forebay.rewriter.planning.wishes import Wishes
+
+    if runs is None:
+        raise JobError("--plans: none of the layouts that run here fits")
+    if not Path(model).is_dir():
+        raise JobError(f"--plans: {model} is no folder with a model's weights, whose places in files plans name")
+    work = Workload(problem.batch, problem.prompt, problem.new_tokens)
+    budget = Budget(int(problem.capacity_nbytes), 0)
+    save_ranks(plans_of_ranks(open_model(model_folder(model)), _mesh(problem, runs), budget, work, Wishes(),
+                              load_machine_or_preset(machine)), folder)
+    return folder
+
+
+def _launch(model: str, problem: PartitionProblem, runs: RunLayouts | None, plans: Path | None) -> dict[str, Any]:
+    """The command line of the best layouts that run here, and what they are; None where none fits. `plans` has those of
+    the ranks, which say how much is computed at once and within what memory."""
     from forebay.rewriter.ir.byte_sizes import format_nbytes
 
     if runs is None:
         return {"launch": None}
-    way, chips = runs.decode, problem.mesh.chips
-    wide = problem.mesh.size(way.wide)
-    parts = [f"tensor={chips // wide}x{wide},layout=2d" if way.wide else f"tensor={chips}"]
-    parts += ["attention=batch"] * (way.attention == "batch")
-    mesh = f" --mesh {','.join(parts)}" if len(parts) > 1 or way.wide else ""
     budget = format_nbytes(int(problem.capacity_nbytes)).replace(" ", "")
-    return {"launch": f"torchrun --nproc-per-node={chips} --no-python forebay run {problem.model.name} --prompts "
-                      f"IN.jsonl --output OUT.jsonl --batch {problem.batch} --budget device={budget}{mesh}",
+    how = f"--plan {plans}" if plans is not None else f"--batch {problem.batch} --budget device={budget}"
+    folder = model if Path(model).is_dir() else problem.model.name
+    return {"launch": f"torchrun --nproc-per-node={problem.mesh.chips} --no-python forebay run {folder} --prompts "
+                      f"IN.jsonl --output OUT.jsonl {how} --mesh {_mesh(problem, runs)}",
             "launched": {"prefill": _layout_data(runs.prefill), "decode": _layout_data(runs.decode),
                          "total_s": runs.total_s}}
 

@@ -16,6 +16,7 @@ from forebay.commands.options import (
     DebugOption,
     DequantizeOption,
     DraftOption,
+    MeshOption,
     SlotsOption,
     model_folder,
     prepare_draft,
@@ -54,6 +55,9 @@ def plan(
     activations: ActivationsOption = "native",
     draft: DraftOption = None,
     dequantize: DequantizeOption = False,
+    mesh: MeshOption = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="With --mesh: whose plan is shown (default: 0); --save writes "
+                                             "those of all, into a folder.")] = None,
     machine: Annotated[str | None, typer.Option(
         metavar="FILE|NAME", help="A machine profile to use instead of this machine's own, or a preset such as t4.")]
     = None,
@@ -93,8 +97,12 @@ def plan(
 
         if (model is None) == (config is None):
             raise PlanError("name a MODEL, or a --config to plan without one")
-        if config is not None and (dequantize or draft is not None):
-            raise PlanError(f"--{'draft' if draft else 'dequantize'} is for the weights of a MODEL")
+        of_model = {"--draft": draft is not None, "--dequantize": dequantize, "--mesh": mesh is not None}
+        for name, given in of_model.items():
+            if given and config is not None:
+                raise PlanError(f"{name} is for the weights of a MODEL")
+        if rank is not None and mesh is None:
+            raise PlanError("--rank is for the plans of a --mesh")
         lengths = _usual(usual)
         if config is not None:
             request = _request(config, machine, budget, prompt=prompt or 512, output=new_tokens or 32,
@@ -120,13 +128,19 @@ def plan(
         assert model is not None
         shape = (batch or 1, prompt or 64, new_tokens or 64, *(lengths or ()))
         if draft is not None:
-            refused = {"--json": as_json, "--save": save, "--picture": picture, "--pareto": pareto, "--slots": slots}
+            refused = {"--json": as_json, "--save": save, "--picture": picture, "--pareto": pareto, "--slots": slots,
+                       "--mesh": mesh}
             for name, option in refused.items():
                 if option:
                     raise PlanError(f"{name} is for the plan of one model; leave it or --draft out")
             _plan_drafted(model, draft, budget, shape, cache, machine, dequantize)
             return
         wishes = Wishes(slots, cache_format=cache, activations=activations)  # type: ignore[arg-type]
+        if mesh is not None:
+            if picture or pareto:
+                raise PlanError("--picture and --pareto are for the plan of one device; leave them or --mesh out")
+            _plan_mesh(model, mesh, rank or 0, budget, shape, wishes, machine, as_json, save, dequantize)
+            return
         _plan_model(model, budget, shape, wishes, machine, as_json, save, (picture, pareto), dequantize)
 
 
@@ -189,6 +203,39 @@ def _plan_model(
           f"{format_nbytes(peak)} that are planned, which the budget counts, and "
           f"{format_nbytes(beside)} for threads and what is kept ready for each launch and copy")
     print(f"smallest    a device budget of {format_nbytes(smallest)} ({smallest} bytes) would still work")
+
+
+def _plan_mesh(
+    model: str, mesh: str, rank: int, budget: str | None, shape: tuple[int, ...], wishes: Wishes, machine: str | None,
+    as_json: bool, save: Path | None, dequantize: bool,
+) -> None:
+    """Plan all ranks, write their plans, and show one."""
+    from forebay.api import open_model
+    from forebay.commands.plan_ranks import plans_of_ranks, save_ranks, step_lines
+    from forebay.model_kinds import read_mesh
+    from forebay.rewriter.ir.byte_sizes import parse_budget
+    from forebay.rewriter.ir.plan import PlanError, Workload
+    from forebay.rewriter.planning.wishes import check_choices
+
+    if budget is None:
+        raise PlanError("say how much memory each rank may use, as --budget device=120MiB")
+    ranks, workload = read_mesh(mesh).ranks, Workload(*shape)
+    if rank >= ranks:
+        raise PlanError(f"--rank {rank}: the mesh {mesh} has ranks 0 to {ranks - 1}")
+    check_choices(workload, wishes)
+    folder = model_folder(model, dequantize)
+    profile = _profile(machine, folder)
+    with console().status("capturing the model"):
+        opened = open_model(folder)
+    made = plans_of_ranks(opened, mesh, parse_budget(budget), workload, wishes, profile)
+    if save:
+        save_ranks(made, save)
+    captured, _, plan = made[rank]
+    if as_json:
+        print(plan.to_json())
+        return
+    show_plan(plan, captured)
+    print(*step_lines(made, mesh, profile), sep="\n")
 
 
 def _plan_drafted(

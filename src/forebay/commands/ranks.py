@@ -59,6 +59,23 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def of_this_rank(mesh: str | None, path: Path | None, option: str) -> Path | None:
+    """The file of this rank's plan, in the folder that is named for those of all; one device's is the file itself.
+    JobError for a file that is no folder."""
+    if mesh is None or path is None:
+        return path
+    import torch.distributed as dist
+
+    from forebay.commands.plan_ranks import make_folder, rank_path
+    from forebay.commands.prompts import JobError
+
+    if path.is_file():
+        raise JobError(f"{option} {path} is a file; each rank has a plan of its own: name the folder of all")
+    if option == "--save-plan":
+        make_folder(path)
+    return rank_path(path, dist.get_rank())
+
+
 def as_first_rank(mesh: str | None, *values: Any) -> tuple[Any, ...]:
     """Values as rank 0 has them."""
     if mesh is None:

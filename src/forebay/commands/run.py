@@ -28,7 +28,7 @@ from forebay.commands.options import (
     model_folder,
     require_writable,
 )
-from forebay.commands.ranks import among_ranks, as_first_rank
+from forebay.commands.ranks import among_ranks, as_first_rank, of_this_rank
 from forebay.commands.terminal import clean_errors, console, say, stopping
 
 if TYPE_CHECKING:
@@ -59,8 +59,10 @@ def run(
     cache: CacheOption = "native",
     activations: ActivationsOption = "native",
     calibration: CalibrationOption = None,
-    plan: Annotated[Path | None, typer.Option(help="Replay this saved plan.")] = None,
-    save_plan: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Replay this saved plan; of several ranks the folder of theirs.")]
+    = None,
+    save_plan: Annotated[Path | None, typer.Option(help="Write the plan to this file, or of several ranks to files of "
+                                                   "this folder.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write planned and actual lanes for ui.perfetto.dev.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the most likely.")] = False,
@@ -119,6 +121,7 @@ def run(
             raise JobError("--draft is for one prompt: the places of a job check only what is looked up")
         if prompts is None or output is None:
             raise JobError('name a "PROMPT" to answer here, or a file of --prompts and an --output for the answers')
+        plan, save_plan = of_this_rank(mesh, plan, "--plan"), of_this_rank(mesh, save_plan, "--save-plan")
         saved = load_plan(plan) if plan else None
         exported = _plan_of_bundle(model) if budget is None and saved is None else saved
         if budget is None and exported is None:

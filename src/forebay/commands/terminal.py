@@ -78,6 +78,7 @@ def message_of(error: Exception) -> str | None:
     from forebay.commands.prompts import JobError
     from forebay.exported.errors import ExportError
     from forebay.passes.lower.launches import LoweringError
+    from forebay.passes.shard.split import ShardError
     from forebay.rewriter.capture.language_model import CaptureError
     from forebay.rewriter.checkpoints.checkpoint import CheckpointError
     from forebay.rewriter.ir.plan import PlanError
@@ -91,7 +92,8 @@ def message_of(error: Exception) -> str | None:
     from forebay.runtime.disk.spill import SpillError
 
     known = (PlanError, CheckpointError, ExportError, CaptureError, SwitchError, JobError, StoppedAfter, GraphError,
-             PassChangedResult, ProgramError, LoweringError, RuntimeFault, ReaderBrokenError, SpillError, OSError)
+             PassChangedResult, ProgramError, LoweringError, ShardError, RuntimeFault, ReaderBrokenError, SpillError,
+             OSError)
     return one_line(str(error)) if isinstance(error, known) else None
 
 

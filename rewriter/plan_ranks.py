@@ -1,0 +1,187 @@
+"""The plans of ranks that run a model together: each plans by itself, then all take steps that all can follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
+from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.ir.plan import MOVING, Budget, Plan, PlanError, Workload
+from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.ir.share import RankShare
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.plan_block import GraphsOf, PlanChoice, plan_block
+from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.rewriter.shard_captured import rank_files, shard_captured
+from forebay.rewriter.switches import Switches
+
+Planned = tuple[Pipeline, Plan]
+FromAll = Callable[[list[Any]], list[Any]]  # of what some ranks say, what all say, by rank
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What ranks must have alike of their plans: which steps there are, and in which order each computes what. Where a
+    rank's weights and caches lie, and in what pieces they come, is its own affair."""
+
+    workload: Workload
+    micro_batches: int
+    order: Literal["row", "zigzag"]
+    entering: int
+    joined: bool
+    prefill_chunk: int
+
+    @staticmethod
+    def of(plan: Plan) -> Steps:
+        block = plan.schedule.block
+        return Steps(plan.workload, block.micro_batches, block.order, block.entering, block.joined,
+                     plan.schedule.prefill_chunk)
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """What takes less memory comes first."""
+        return self.workload.batch // self.micro_batches, self.prefill_chunk, self.workload.batch
+
+    def wished(self, wishes: Wishes) -> Wishes:
+        """What is wished, with these steps."""
+        return replace(wishes, micro_batches=self.micro_batches, order=self.order, entering=self.entering or None,
+                       joined=self.joined, prefill_chunk=self.prefill_chunk)
+
+
+@dataclass(frozen=True)
+class RankPlanner:
+    """What plans one rank's part of a model."""
+
+    share: RankShare
+    graphs_of: GraphsOf
+    budget: Budget
+    wishes: Wishes
+    machine: Machine
+    switches: Switches
+
+    def planned(self, workload: Workload, choose: PlanChoice) -> Planned:
+        return choose(self.graphs_of, self.budget, workload, self.wishes, self.machine, self.switches)
+
+    def follow(self, asked: Steps) -> Planned:
+        """A plan with these steps; PlanError where there is none."""
+        found = plan_block(self.graphs_of, self.budget, asked.workload, asked.wished(self.wishes), self.machine,
+                           self.switches)
+        if Steps.of(found[1]) != asked:
+            raise PlanError(f"{self.share.name} has no steps of {asked.workload.batch} sequences in "
+                            f"{asked.micro_batches} micro-batches and chunks of {asked.prefill_chunk} tokens")
+        return found
+
+
+def plan_together(
+    ranks: Sequence[RankPlanner], workload: Workload, choose: PlanChoice = plan_block, gather: FromAll = list
+) -> list[Planned]:
+    """The plans of some ranks; what they say of them `gather` brings together with what all others say. All take the
+    steps of one of the plans: of those that all can follow within their budgets the first, least memory last.
+    PlanError, the same on all ranks, names one that cannot."""
+    together = ranks[0].share.sharers * (ranks[0].wishes.micro_batches or 1)  # sequences, as many of each rank
+    workload = replace(workload, batch=-(-workload.batch // together) * together)
+    own = [_tried(partial(rank.planned, workload, choose)) for rank in ranks]
+    proposals = gather([found if isinstance(found, str) else Steps.of(found[1]) for found in own])
+    require_all(proposals)
+    refused = ""
+    for asked in sorted(dict.fromkeys(proposals), key=lambda p: p.size, reverse=True):  # in one order on all ranks
+        found = [mine if not isinstance(mine, str) and Steps.of(mine[1]) == asked else _tried(
+            partial(rank.follow, asked)) for rank, mine in zip(ranks, own, strict=True)]
+        answers = gather([each if isinstance(each, str) else "" for each in found])
+        refused = next((f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer), "")
+        if not refused:
+            return _common([each for each in found if not isinstance(each, str)], gather)
+    raise PlanError(f"no plan of one rank suits all: {refused}")
+
+
+def require_all(said: Sequence[Any]) -> None:
+    """PlanError for the first rank that says, in words, why it has no plan."""
+    failed = next(((rank, text) for rank, text in enumerate(said) if isinstance(text, str)), None)
+    if failed is not None:
+        raise PlanError(f"rank {failed[0]}: {failed[1]}")
+
+
+def require_alike(plans: Sequence[Any]) -> None:
+    """PlanError unless all ranks' replayed plans have the same steps; `plans` are `Steps` with sizes of chunks, or in
+    words why a rank's cannot be replayed."""
+    require_all(plans)
+    other = next((rank for rank, steps in enumerate(plans) if steps != plans[0]), None)
+    if other is not None:
+        raise PlanError(f"the plan of rank {other} has other steps than that of rank 0: they were not made together; "
+                        "plan all ranks again")
+
+
+def _tried(make: Callable[[], Planned]) -> Planned | str:
+    """What is made, or in words why not."""
+    try:
+        return make()
+    except PlanError as error:
+        return str(error)
+
+
+def _common(planned: Sequence[Planned], gather: FromAll) -> list[Planned]:
+    """The plans with those sizes of prefill steps alone that all ranks have."""
+    chunks = gather([plan.schedule.prefill_chunks for _, plan in planned])
+    common = set.intersection(*map(set, chunks))
+    return [_with_chunks(pipeline, plan, tuple(c for c in plan.schedule.prefill_chunks if c in common))
+            for pipeline, plan in planned]
+
+
+def _with_chunks(pipeline: Pipeline, plan: Plan, chunks: tuple[int, ...]) -> Planned:
+    if chunks == plan.schedule.prefill_chunks:
+        return pipeline, plan
+    bare = replace(plan, schedule=replace(plan.schedule, prefill_chunks=chunks), gemm=(),
+                   buffers=tuple(b for b in plan.buffers if b.kind not in MOVING or b.phase == "all"))
+    return pipeline, pipeline.complete(bare)
+
+
+def rank_wishes(share: RankShare, wishes: Wishes) -> Wishes:
+    """What is wished of a rank. PlanError for what ranks cannot do: steps that check drafts; hidden states of a stage
+    that leave the device, which the next stage may still read; where each attends for sequences of its own, what moves
+    these or their caches."""
+    if wishes.drafted_tokens not in (None, "auto"):
+        raise PlanError("prompt_lookup_num_tokens: steps that check drafts are for one device; leave one out")
+    if share.stages > 1:
+        if wishes.hidden_tier not in (None, "device"):
+            raise PlanError(f"hidden_tier {wishes.hidden_tier}: the next stage may still read them; leave stages out")
+        if wishes.score_ranges:
+            raise PlanError("calibration: it numbers the layers of one device; leave stages out")
+        wishes = replace(wishes, hidden_tier="device")
+    if share.sharers > 1:
+        if wishes.cache_tier not in (None, "device"):
+            raise PlanError(f"cache_tier {wishes.cache_tier}: with attention=batch each rank keeps the caches of its "
+                            "own sequences on the device; leave cache_tier out, or take attention=heads")
+        if wishes.entering:
+            raise PlanError("places: with attention=batch each rank has sequences of its own, which begin together; "
+                            "leave places out, or take attention=heads")
+        wishes = replace(wishes, cache_tier="device", rounds=True)
+    return replace(wishes, drafted_tokens=None)
+
+
+def rank_planners(
+    captured: CapturedModel, fingerprint: str, files: Mapping[str, FileSlice], mesh: RankShare, budget: Budget,
+    wishes: Wishes, machine: Machine, switches: Switches
+) -> list[tuple[CapturedModel, RankPlanner]]:
+    """Every rank's part of a model and its planner, in one process, of which none exchanges anything."""
+    found = []
+    wishes = rank_wishes(mesh, wishes)
+    for rank in range(mesh.ranks):
+        share = replace(mesh, rank=rank)
+        sharded, parts = shard_captured(captured, share, switches)
+        fused = rewrite_captured(sharded, switches, wishes.cache_format, wishes.activations)
+        graphs_of = partial(_graphs, fused, rank_files(captured, parts, files), f"{fingerprint} {share.name}",
+                            machine.device_kind != "cpu")
+        found.append((sharded, RankPlanner(share, graphs_of, budget, wishes, machine, switches)))
+    return found
+
+
+def _graphs(fused: CapturedModel, files: Mapping[str, FileSlice], fingerprint: str, host_hop: bool, workload: Workload,
+            block: Block) -> StepGraphs:
+    """As a rank has them (`ShardedModel`): no step of them checks drafts."""
+    return replace(step_graphs(fused, files, workload, fingerprint, host_hop=host_hop, block=block), speculate=None)
