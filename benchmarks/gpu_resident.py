@@ -38,6 +38,8 @@ SHAPES = {
              "intermediate_size": 1536, "vocab_size": 49152},
     "8B": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
            "intermediate_size": 14336, "vocab_size": 128256},
+    "8B, 8 layers": {"hidden_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 8,
+                     "intermediate_size": 14336, "vocab_size": 128256},
 }  # fmt: skip
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 128, "vocab_size": 512}  # fmt: skip
@@ -47,11 +49,12 @@ CONTESTANTS = ("eager", "inductor", "forebay, launches", "forebay, graphs")
 Row = dict[str, Any]
 
 
-def jobs(tiny: bool = False) -> list[Row]:
-    """Each contestant takes its turn at a shape and batch; what comes last may be left out."""
-    return [{"shape": "tiny" if tiny else shape, "batch": batch, "contestant": name}
-            for shape, batches in (("135M", (1, 16)), ("8B", (1, 16))) for batch in batches for name in CONTESTANTS][
-                : len(CONTESTANTS) if tiny else None]  # fmt: skip
+def jobs(shapes: str) -> list[Row]:
+    """Each contestant takes its turn at a shape and batch; what comes last may be left out. `shapes` is "tiny", or
+    some of SHAPES by semicolon."""
+    batches = (1,) if shapes == "tiny" else (1, 16)
+    return [{"shape": shape, "batch": batch, "contestant": name}
+            for shape in shapes.split(";") for batch in batches for name in CONTESTANTS]
 
 
 def say(text: str) -> None:
@@ -121,11 +124,11 @@ def measure(scratch: Path, machine: Any, job: Row) -> Row:
             "weight_bytes_per_s": read_nbytes / step_s, "steps": len(steps)}  # fmt: skip
 
 
-def answer(scratch: Path, tiny: bool) -> None:
+def answer(scratch: Path, shapes: str) -> None:
     """Do the jobs whose numbers come on standard input."""
     from forebay.rewriter.machine.profile import load_machine
 
-    machine, known = load_machine(scratch / "machine.json"), jobs(tiny)
+    machine, known = load_machine(scratch / "machine.json"), jobs(shapes)
     serve(lambda number: measure(scratch, machine, known[number]), check_gpu if GPU == "cuda" else lambda: None)
 
 
@@ -139,10 +142,10 @@ def line(job: Row, row: Row, read_bytes_per_s: float) -> str:
             f"weights at {row['weight_bytes_per_s'] / 1e9:.0f} GB/s of {read_bytes_per_s / 1e9:.0f}")
 
 
-def run(worker: IsolatedWorker, tiny: bool, keep: Callable[[Row, Row], None]) -> None:
+def run(worker: IsolatedWorker, shapes: str, limit_s: float, keep: Callable[[Row, Row], None]) -> None:
     """All jobs in order; those that no time is left for are named."""
-    for number, job in enumerate(jobs(tiny)):
-        left = STARTED + LIMIT_S - time.monotonic()
+    for number, job in enumerate(jobs(shapes)):
+        left = STARTED + limit_s - time.monotonic()
         row = worker.ask(number, JOB_S, left) if left > LEAST_S else {"skipped": "left out, no time left"}
         keep(job, row)
 
@@ -151,17 +154,20 @@ def main() -> int:
     global GPU
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a small model; without a GPU nothing is compiled")
+    parser.add_argument("--shapes", default="135M;8B", help=f"some of {'; '.join(SHAPES)}; default: %(default)s")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for the whole run")
     parser.add_argument("--answer", metavar="FOLDER", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     if not on_gpu and not options.tiny:
         raise SystemExit("benchmarks.gpu_resident: torch finds no GPU here; --tiny runs without one")
     GPU = "cuda" if on_gpu else "cpu"
+    shapes = "tiny" if options.tiny else options.shapes
     if options.answer:
         import benchmarks.gpu_offload as offload
 
         offload.GPU = GPU
-        answer(options.answer, options.tiny)
+        answer(options.answer, shapes)
         return 0
     from forebay.rewriter.machine.profile import Machine, save_machine
     from forebay.runtime.measure.machine import measure_machine
@@ -174,8 +180,8 @@ def main() -> int:
         machine = measure_machine(scratch, quick=True) if on_gpu else Machine.default()
         save_machine(machine, Path(scratch) / "machine.json")
         rate = machine.tiers["device"].bandwidth_bytes_per_s
-        tiny = ["--tiny"] if options.tiny else []
-        worker = IsolatedWorker([sys.executable, "-m", "benchmarks.gpu_resident", "--answer", scratch, *tiny])
+        worker = IsolatedWorker([sys.executable, "-m", "benchmarks.gpu_resident", "--answer", scratch, "--shapes", shapes,
+                                 *(["--tiny"] if options.tiny else [])])
 
         def keep(job: Row, row: Row) -> None:
             result["rows"].append(job | row)
@@ -185,7 +191,7 @@ def main() -> int:
                 target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
         try:
-            run(worker, options.tiny, keep)
+            run(worker, shapes, options.limit, keep)
         finally:
             worker.close()
     return int(any("failed" in row for row in result["rows"]))

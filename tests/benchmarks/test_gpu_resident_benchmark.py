@@ -20,12 +20,13 @@ from forebay.rewriter.machine.profile import Machine
 
 bench.GPU = offload.GPU = "cpu"
 bench.STEPS = 3
-for job in bench.jobs(tiny=True):
+for job in bench.jobs("tiny"):
     row = bench.measure(Path(sys.argv[1]), Machine.default(), job)
     assert row["steps"] == 3 and 0 < row["spread_s"][0] <= row["step_s"] <= row["spread_s"][1], row
     print(bench.line(job, row, 1e9))
     assert "FAILED: why" in bench.line(job, {"failed": "why"}, 1e9)
-assert len(bench.jobs()) == 4 * len(bench.CONTESTANTS) and {j["shape"] for j in bench.jobs()} == set(bench.SHAPES)
+every = bench.jobs(";".join(bench.SHAPES))
+assert len(every) == 6 * len(bench.CONTESTANTS) and {j["shape"] for j in every} == set(bench.SHAPES)
 
 class Late:
     def ask(self, number, limit_s, most_s):
@@ -33,8 +34,8 @@ class Late:
 
 kept = []
 bench.STARTED -= bench.LIMIT_S
-bench.run(Late(), False, lambda job, row: kept.append(row))
-assert len(kept) == len(bench.jobs()) and all("no time left" in row["skipped"] for row in kept)
+bench.run(Late(), "135M;8B", bench.LIMIT_S, lambda job, row: kept.append(row))
+assert len(kept) == len(bench.jobs("135M;8B")) == 16 and all("no time left" in row["skipped"] for row in kept)
 """
 
 
