@@ -180,8 +180,8 @@ def main() -> int:
         machine = measure_machine(scratch, quick=True) if on_gpu else Machine.default()
         save_machine(machine, Path(scratch) / "machine.json")
         rate = machine.tiers["device"].bandwidth_bytes_per_s
-        worker = IsolatedWorker([sys.executable, "-m", "benchmarks.gpu_resident", "--answer", scratch, "--shapes", shapes,
-                                 *(["--tiny"] if options.tiny else [])])
+        asked = ["--shapes", shapes, *(["--tiny"] if options.tiny else [])]
+        worker = IsolatedWorker([sys.executable, "-m", "benchmarks.gpu_resident", "--answer", scratch, *asked])
 
         def keep(job: Row, row: Row) -> None:
             result["rows"].append(job | row)
