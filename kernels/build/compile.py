@@ -4,8 +4,10 @@ from files that nobody else can write."""
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import ctypes
 import errno
+import fcntl
 import functools
 import hashlib
 import os
@@ -15,7 +17,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,8 +75,8 @@ def build(library: Library, cxx: str) -> Path:
     """Compile what the cache folder lacks, several sources at once, and return the library's path.
 
     Each source becomes an object whose name is a hash of it, the headers it includes, flags, compiler version and
-    processor: an edit compiles what it touches, what is there stays, and processes may build at once. Raises OSError,
-    subprocess.SubprocessError, or BuildError for code that others could have written.
+    processor: an edit compiles what it touches, and what is there stays. Of processes that begin at once one builds and
+    the others wait. Raises OSError, subprocess.SubprocessError, or BuildError for code that others could have written.
     """
     machine = _cpu_name() if library.of_processor else f"{platform.system()} {platform.machine()}"
     common = _version(cxx), cxx.encode(), " ".join((*library.flags, *LINK_FLAGS)).encode(), machine.encode()
@@ -87,10 +89,21 @@ def build(library: Library, cxx: str) -> Path:
         return trust(made)
     longest_first = sorted(texts, key=lambda path: -len(texts[path]))
     command = [cxx, *library.flags, *(f"-I{path}" for path in library.include)]
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with _alone(folder / f"{library.name}.lock"), concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         list(pool.map(lambda path: _make(objects[path], [*command, "-c", str(path)]), longest_first))
-    _make(made, [cxx, *library.flags, *LINK_FLAGS, *(str(trust(path)) for path in objects.values())])
+        _make(made, [cxx, *library.flags, *LINK_FLAGS, *(str(trust(path)) for path in objects.values())])
     return trust(made)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold a lock; the kernel lets go of it when this process dies."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def trust(path: Path) -> Path:

@@ -12,7 +12,7 @@ from forebay.kernels import operators
 from forebay.kernels.formats.packing import Packing
 from forebay.kernels.formats.table import packed_format
 from forebay.kernels.operator import Product
-from forebay.kernels.products.linear import choices, selection
+from forebay.kernels.products.linear import choices
 from forebay.rewriter.ir.graph import values_of
 from forebay.rewriter.ir.program import COMPUTE, SCRATCH, Launch, TensorRef, workspace_nbytes
 
@@ -32,7 +32,8 @@ def reserved_nbytes(nbytes: int) -> int:
 def with_memory(launch: Launch, device: str) -> Launch:
     """The launch with what it takes on a device ("cpu", "cuda") beside what it says already.
 
-    On a GPU Forebay's kernels share one scratch and torch's products one workspace of cuBLAS, which are kept. What
+    On a GPU Forebay's kernels share one scratch and torch's products one workspace of cuBLAS, which are kept; a run
+    whose plan named no product of torch's was seen to hold that too (H100, torch 2.11). What
     torch's operators take in passing is taken twice: a launch runs once by itself, and its graph has memory of its own.
     """
     operator = operators.find(launch.op)
@@ -43,8 +44,7 @@ def with_memory(launch: Launch, device: str) -> Launch:
     passing = reserved_nbytes(launch.workspace_nbytes + back)
     held = {"rounding of the arena": ROUND, "graphs": passing, SCRATCH: own - back}
     held["rounding of the scratch"] = reserved_nbytes(own - back) - (own - back)
-    if launch.flops and (operator is None or launch.impl == selection.ATEN):
-        held["cuBLAS"] = reserved_nbytes(choices.cublas_nbytes())
+    held["cuBLAS"] = reserved_nbytes(choices.cublas_nbytes())
     return replace(launch, workspace_nbytes=passing, held=tuple((name, n) for name, n in held.items() if n))
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
 from forebay.kernels.gpu_support.scratch import Scratch, scratch_of
-from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.program import (
     ATTEND,
     COLLECT,
@@ -42,6 +39,7 @@ from forebay.rewriter.ir.program import (
 from forebay.runtime.devices.device import Call, RuntimeFault
 from forebay.runtime.devices.graphs import graphed
 from forebay.runtime.devices.outward import FindRuns, NamedRows, copy_runs, read_rows, runs_nbytes, write_rows
+from forebay.runtime.devices.pinned import pinned_arena
 from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, first_fault, told
 from forebay.runtime.disk.reader import DiskReader, Read
 from forebay.runtime.disk.spill import SpillSpace
@@ -49,7 +47,6 @@ from forebay.runtime.run.arena import Arena, view
 from forebay.runtime.run.trace import Trace
 
 LOAD_NBYTES = 16 << 20  # pinned memory that resident weights pass through while they are loaded, by halves
-TOUCH_THREADS = 8
 MOVES = (UPLOAD, RETURN, DOWNLOAD)  # streams of copies between host memory and the GPU
 # Streams of devices that are closed, for others to come: torch keeps a workspace of cuBLAS (32 MiB on an H100) for each
 # stream that ever multiplied, and gives new streams out of 32 in turn, which two devices in use must not share.
@@ -97,9 +94,9 @@ class CudaDevice:
         with torch.inference_mode(False):  # workers write to it, which are in no mode of the caller's
             self.device_memory = torch.empty(arenas["device"], dtype=torch.uint8, device="cuda")
         torch.cuda.current_stream().synchronize()  # which may still work in the memory for whoever had it before
-        self.landing = _pinned(LOAD_NBYTES)
+        self.landing = pinned_arena(LOAD_NBYTES)
         if "host" in arenas:
-            self.host = _pinned(arenas["host"])
+            self.host = pinned_arena(arenas["host"])
 
     @contextlib.contextmanager
     def issuing(self) -> Iterator[None]:
@@ -386,22 +383,3 @@ class CudaDevice:
             for stream in streams:
                 stream.synchronize()
             IDLE.append(streams)
-
-
-def _touch(address: int, nbytes: int) -> None:
-    """Write zeros to pages by several threads: each page is found and cleared by the thread that touches it first."""
-    share = -(-nbytes // TOUCH_THREADS // PAGE_NBYTES) * PAGE_NBYTES or PAGE_NBYTES
-    with ThreadPoolExecutor(TOUCH_THREADS) as pool:
-        for done in [pool.submit(ctypes.memset, address + at, 0, min(share, nbytes - at))
-                     for at in range(0, nbytes, share)]:
-            done.result()
-
-
-def _pinned(nbytes: int) -> Arena:
-    arena = Arena(nbytes)
-    _touch(arena.address, nbytes)  # pinning untouched memory is slow
-    code = torch.cuda.cudart().cudaHostRegister(arena.address, nbytes, 0)
-    if int(code) != 0:
-        raise RuntimeFault(f"pinning {nbytes} bytes of host memory failed (CUDA error {int(code)}); a smaller host "
-                           "budget or a higher `ulimit -l` may help")
-    return arena

@@ -18,7 +18,7 @@ from e2e.block_case import ATTENDED, DISK, HOST, SHARED, Case
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.program import ATTEND, DOWNLOAD, LOAD, RETURN, WRITE, Copy, Launch, Rows, tier_of
 from forebay.rewriter.machine.profile import Machine
-from forebay.runtime.devices import cuda
+from forebay.runtime.devices import cuda, pinned
 from forebay.runtime.run import bind, executor
 
 GPU = replace(Machine.default(), device_kind="NVIDIA H200", host_attention_bytes_per_s=9e9)
@@ -50,9 +50,9 @@ class Pretended(cuda.CudaDevice):
 
     def allocate(self, arenas: Mapping[str, int]) -> None:
         self.device_memory = torch.empty(arenas["device"], dtype=torch.uint8)
-        self.landing = cuda._pinned(cuda.LOAD_NBYTES)
+        self.landing = pinned.pinned_arena(cuda.LOAD_NBYTES)
         if "host" in arenas:
-            self.host = cuda._pinned(arenas["host"])
+            self.host = pinned.pinned_arena(arenas["host"])
 
     def hold(self, held: Mapping[str, int]) -> None: ...
 
@@ -79,9 +79,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
         current.stream = before
 
     registered = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
-    monkeypatch.setattr(cuda, "torch", _Torch(SimpleNamespace(
-        is_available=lambda: True, Event=Event, Stream=Stream, stream=entered, current_stream=Stream,
-        cudart=lambda: registered)))
+    driven = _Torch(SimpleNamespace(is_available=lambda: True, Event=Event, Stream=Stream, stream=entered,
+                                    current_stream=Stream, cudart=lambda: registered))
+    for module in (cuda, pinned):
+        monkeypatch.setattr(module, "torch", driven)
     monkeypatch.setattr(cuda, "CudaDevice", Pretended)
     monkeypatch.setattr(cuda, "IDLE", [])
     monkeypatch.setattr(executor, "bind_launch", lambda launch, tensor: bind.bind_launch(

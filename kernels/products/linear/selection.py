@@ -24,7 +24,7 @@ KIND_OF_BITS = {4: "linear_w4", 8: "linear_w8"}
 IMPLEMENTATIONS = ("gemv", "flat", "large")
 # torch's product, cuBLAS on NVIDIA: a candidate at more rows than this; fewer wait for the weight. Packed weights are
 # dequantised first: they are written and read once more in 16 bits.
-ATEN, ATEN_ABOVE = "aten", {"linear": 64, "linear_w4": 255, "linear_w8": 255}
+ATEN, ATEN_ABOVE = "aten", {"linear": 16, "linear_w4": 255, "linear_w8": 255}
 MAX_SPLITS = 32
 L2_SUMS_NBYTES = 8 << 20  # of an L2 of 40 MiB or more (A100, H100, H200), for sums that are read soon after
 # Multiprocessors where the device is not known: an H100's or H200's.
@@ -83,10 +83,11 @@ class TableEntry:
     points: Points
 
 
+# For GPUs that have no table: what was fastest for most shapes on an H100.
 DEFAULT_TABLE: tuple[TableEntry, ...] = (
-    TableEntry("linear", 4096, 4096, ((2, "gemv"), (16, "flat"), (64, "large_128x64x64"), (1 << 30, "large"))),
+    TableEntry("linear", 4096, 4096, ((2, "gemv"), (16, "flat"), (1 << 30, ATEN))),
     TableEntry("linear_w4", 4096, 4096, ((16, "flat"), (255, "large"), (1 << 30, ATEN))),
-    TableEntry("linear_w8", 4096, 4096, ((16, "flat"), (255, "large"), (1 << 30, ATEN))),
+    TableEntry("linear_w8", 4096, 4096, ((2, "gemv"), (16, "flat"), (255, "large"), (1 << 30, ATEN))),
 )
 TABLES = Path(__file__).parent
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
 import os
 import stat
@@ -42,7 +43,7 @@ def test_an_edit_compiles_what_it_touches(library: Library, cache: Path) -> None
         loaded = load_library(library)
         return (loaded.a(), loaded.b()), {path.name.split("-")[0] for path in set(cache.glob("*")) - before}
 
-    assert made() == ((1, 2), {"a", "b", "cpu"})
+    assert made() == ((1, 2), {"a", "b", "cpu", "cpu.lock"})
     assert made()[1] == set()
     (library.include[0] / "inner.h").write_text("#define VALUE 3\n")
     assert made() == ((3, 2), {"a", "cpu"})
@@ -54,6 +55,21 @@ def test_an_edit_compiles_what_it_touches(library: Library, cache: Path) -> None
     with pytest.raises(BuildError, match=r"failed: .*b\.cpp"):
         load_library(library)
     assert not list(cache.glob("*/")), "no scratch is left"
+
+
+def test_of_processes_that_begin_at_once_one_builds(
+    library: Library, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve of them once took three times as long as one, each compiling everything."""
+    log, script = tmp_path / "log", tmp_path / "c++"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {log}\nsleep 0.3\nexec {compile.compiler()} "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        loaded = list(pool.map(lambda _: load_library(library), range(3)))
+    assert [(each.a(), each.b()) for each in loaded] == [(1, 2)] * 3
+    compiled = [line for line in log.read_text().splitlines() if "--version" not in line]
+    assert sorted(line.count(" -c ") for line in compiled) == [0, 1, 1], "one link, each source once"
 
 
 def test_the_cache_is_its_owners_alone(library: Library, cache: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from forebay.rewriter.ir.program import DISK, Copy, FileSlice, Span
-from forebay.runtime.devices import cuda
+from forebay.runtime.devices import cuda, pinned
 from forebay.runtime.disk.reader import Read
 from forebay.runtime.run.arena import Arena
 
@@ -106,7 +106,7 @@ def test_a_piece_is_read_before_the_one_before_it_is_uploaded(device: Any) -> No
 def test_pages_are_touched_once_each_by_several_threads(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     touched: list[tuple[int, int]] = []
     monkeypatch.setattr(ctypes, "memset", lambda at, value, n: touched.append((at, n)))
-    cuda._touch(1 << 20, nbytes)
+    pinned._touch(1 << 20, nbytes)
     ends = [1 << 20, *(at + n for at, n in sorted(touched))]
     assert [at for at, _ in sorted(touched)] == ends[:-1] and ends[-1] == (1 << 20) + nbytes
-    assert len(touched) == min(cuda.TOUCH_THREADS, -(-nbytes // 4096))
+    assert len(touched) == min(pinned.TOUCH_THREADS, -(-nbytes // 4096))

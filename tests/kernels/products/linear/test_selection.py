@@ -29,7 +29,7 @@ def test_every_choice_and_candidate_can_run(kind: str, m: int) -> None:
 
 def test_implementations_change_at_the_points_in_order_of_m() -> None:
     order = [selection.choose("linear", m, 4096, 4096).split("_")[0] for m in (1, 2, 3, 16, 17, 4096)]
-    assert order == ["gemv", "gemv", "flat", "flat", "large", "large"]
+    assert order == ["gemv", "gemv", "flat", "flat", "aten", "aten"]
 
 
 def test_short_n_is_split_and_wide_n_is_not() -> None:
@@ -75,13 +75,13 @@ TIMES = {
 def test_fit_takes_the_fastest_joins_equal_neighbours_and_leaves_more_rows_to_the_default() -> None:
     entries = selection.fit(TIMES)
     assert [e.points for e in entries] == [
-        ((1, "gemv_8x512_s1"), (16, "flat_64x128_s1"), (64, "large_128x64x64"), (1 << 30, "large")),
+        ((1, "gemv_8x512_s1"), (16, "flat_64x128_s1"), (1 << 30, "aten")),
         ((1, "flat_64x256_s1"), (16, "flat"), (255, "large"), (1 << 30, "aten")),
     ]
     assert selection.choose("linear", 9, 60, 120, entries) == "flat_64x128_s1"
     assert selection.choose("linear_w8", 9, 60, 120, entries) == selection.choose("linear_w8", 9, 60, 120)
     many = {("linear", 64, 64, 128): {"large_128x64x64_s4": 1.0, "large_128x64x128_s1": 2.0}}
-    assert selection.choose("linear", 65, 64, 128, selection.fit(many)) == "large", "not 4096 rows as 64 were best"
+    assert selection.choose("linear", 65, 64, 128, selection.fit(many)) == "aten", "not 4096 rows as 64 were best"
 
 
 def test_plans_take_the_table_that_lies_under_the_name_of_the_device(tables: Path) -> None:
