@@ -56,6 +56,7 @@ from forebay.rewriter.planning.graph_needs import (
     cache_launches,
     cache_rows,
     launch_count,
+    read_by_both,
     weight_products,
     weight_uses,
 )
@@ -136,6 +137,8 @@ class Pipeline:
         self._cache_rows = {} if graphs.prefill is None else {
             name: replace(rows, rows=count * rows.rows) for name, rows in cache_rows(decode).items()}
         uses = weight_uses(decode, set(graphs.constants))
+        if graphs.gathers:
+            uses = read_by_both(uses, weight_uses(graphs.step(max(2, workload.prompt)), set(graphs.constants)))
         self.needs = ModelNeeds(
             graphs.fingerprint, uses,
             {name: t.numel() * t.element_size() for name, t in graphs.constants.items()},

@@ -37,6 +37,10 @@ def rewrite_captured(
     such, and the KV cache is kept in `cache_format` (native, kv8 or kv4). Packed weights may meet `activations` rounded
     to bf16 or to 8 bits (int8). Of graphs on which they have run, with a native cache, only the cache is left to do.
     PlanError where a format cannot be had."""
+    if captured.prefill is not None:
+        decode, prefill = (rewrite_captured(each, switches, cache_format, activations)
+                           for each in (replace(captured, prefill=None), captured.prefill))
+        return replace(decode, prefill=replace(prefill, choices=None))
     check_switches(PASSES, switches)
     _check_activations(captured, activations)
     captured = replace(captured, activations=activations)

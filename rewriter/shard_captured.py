@@ -41,14 +41,22 @@ def shard_captured(captured: CapturedModel, share: RankShare, switches: Switches
     step = with_blocks(captured)
     stage = Stage(step, replace(switches, bisect=False), "sharded", {})  # a rank alone computes nothing to compare
     stage.run(next(each for each in PASSES if each.run is shard), lambda _: (share, _units(captured)))
-    parts = _parts(captured, step.meta.pop("cuts"))
+    cuts = step.meta.pop("cuts")
+    parts = _parts(captured, cuts)
     weights = dict(captured.weights)
     for name, (source, cut) in parts.items():
         weights[name] = cut_spec(captured.weights[source], cut, name)
     shapes = {node.name: node.meta["val"].shape for node in step.graph.find_nodes(op="placeholder")}
     cache = tuple(replace(spec, kv_heads=shapes[f"cache_k_{i}"][1], parts=share.sharers)
                   for i, spec in enumerate(captured.cache))
-    return replace(captured, step=step, weights=weights, cache=cache, choices=None), parts
+    found = replace(captured, step=step, weights=weights, cache=cache, choices=None)
+    if share.gathered:
+        prefill = with_blocks(captured)
+        stage = Stage(prefill, replace(switches, bisect=False), "sharded_prefill", {})
+        stage.run(next(each for each in PASSES if each.run is shard), lambda _: (share, _units(captured), cuts))
+        prefill.meta.pop("cuts")
+        found = replace(found, prefill=replace(found, step=prefill))
+    return found, parts
 
 
 def _staged(captured: CapturedModel, share: RankShare, switches: Switches) -> CapturedModel:

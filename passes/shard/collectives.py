@@ -4,7 +4,7 @@ waits are placed when the graph is lowered."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ class Collectives:
 
     def summed(self, value: fx.Node, axes: tuple[int, ...], like: fx.Node) -> fx.Node:
         """The sum of what the ranks along `axes` have, on each of them."""
+        if self.share.size(axes) == 1:
+            return value
         group = group_name(self.share.group(axes))
         return self.call(functional.all_reduce.default, (value, "sum", group), like)
 
@@ -38,7 +40,7 @@ class Collectives:
             filler = self.call(aten.slice.Tensor, (value, dim, 0, each - split.count), like)
             value = self.call(aten.cat.default, ([value, filler], dim), like)
         apart = self.every(value, split.axes, like)
-        sizes: list[Any] = self._sizes(value, like)
+        sizes: list[Any] = self.sizes(value, like)
         order = [*range(1, dim + 1), 0, *range(dim + 1, len(sizes) + 1)]
         beside = self.call(aten.permute.default, (apart, order), like)
         whole = self.call(aten.reshape.default, (beside, [*sizes[:dim], parts * each, *sizes[dim + 1 :]]), like)
@@ -51,7 +53,19 @@ class Collectives:
         """The values [...] of all ranks along `axes`, in one [ranks, ...]."""
         ranks, group = self.share.size(axes), group_name(self.share.group(axes))
         gathered = self.call(functional.all_gather_into_tensor.default, (value, ranks, group), like)
-        return self.call(aten.view.default, (gathered, [ranks, *self._sizes(value, like)]), like)
+        return self.call(aten.view.default, (gathered, [ranks, *self.sizes(value, like)]), like)
+
+    def whole(self, part: fx.Node, along: Mapping[int, tuple[int, ...]], like: fx.Node) -> fx.Node:
+        """All of a weight, of whose dimensions in `along` ranks along some axes have equal parts, in one exchange."""
+        axes = tuple(sorted({axis for each in along.values() for axis in each}))
+        sizes, shape = shape_of(part), self.share.shape
+        apart = self.call(aten.view.default, (self.every(part, axes, like), [*(shape[i] for i in axes), *sizes]), like)
+        order = [place for dim in range(len(sizes))
+                 for place in (*(axes.index(axis) for axis in along.get(dim, ())), len(axes) + dim)]
+        if order != sorted(order):
+            apart = self.call(aten.permute.default, (apart, order), like)
+        made = [size * self.share.size(along.get(dim, ())) for dim, size in enumerate(sizes)]
+        return self.call(aten.reshape.default, (apart, made), like)
 
     def scattered(self, values: Sequence[fx.Node], parts: ByRank, axes: tuple[int, ...], like: fx.Node
                   ) -> list[fx.Node]:
@@ -90,9 +104,9 @@ class Collectives:
         its part of the features, of all ranks' sequences one after the other."""
         each, own = max(map(count, parts)), count(parts[self.share.index(self.share.axes)])
         chunks = [self._filled([(value, part)], each, like, dense=False) for part in parts]
-        rows, *sizes = self._sizes(value, like)
+        rows, *sizes = self.sizes(value, like)
         every = self._passed(self.call(aten.cat.default, (chunks, 0), like), like)
-        made = self.call(aten.view.default, (every, [self._times(rows, len(parts), like), *sizes[:-1], each]), like)
+        made = self.call(aten.view.default, (every, [self.times(rows, len(parts), like), *sizes[:-1], each]), like)
         if own == each:
             return made
         return self.dense(self.call(aten.slice.Tensor, (made, -1, 0, own), like), like)
@@ -101,14 +115,16 @@ class Collectives:
         """Of a value whose rows are as many for each rank, [ranks, rows, ...]: what each has for this one."""
         axes = self.share.axes
         ranks, group = self.share.size(axes), group_name(self.share.group(axes))
-        rows, *sizes = self._sizes(value, like)
-        apart = self.call(aten.view.default, (value, [ranks, self._over(rows, ranks, like), *sizes]), like)
+        rows, *sizes = self.sizes(value, like)
+        apart = self.call(aten.view.default, (value, [ranks, self.over(rows, ranks, like), *sizes]), like)
         return self.call(functional.all_to_all_single.default, (apart, [1] * ranks, [1] * ranks, group), like)
 
-    def _over(self, size: Any, ranks: int, like: fx.Node) -> Any:
+    def over(self, size: Any, ranks: int, like: fx.Node) -> Any:
+        """A size over a number."""
         return self.call(operator.floordiv, (size, ranks), like) if isinstance(size, fx.Node) else size // ranks
 
-    def _times(self, size: Any, ranks: int, like: fx.Node) -> Any:
+    def times(self, size: Any, ranks: int, like: fx.Node) -> Any:
+        """A size times a number."""
         return self.call(operator.mul, (size, ranks), like) if isinstance(size, fx.Node) else size * ranks
 
     def _beside_each_other(self, every: fx.Node, parts: ByRank, like: fx.Node) -> list[fx.Node]:
@@ -148,7 +164,8 @@ class Collectives:
             return value
         return self.call(aten.clone.default, (value,), like, {"memory_format": torch.contiguous_format})
 
-    def _sizes(self, value: fx.Node, like: fx.Node) -> list[Any]:
+    def sizes(self, value: fx.Node, like: fx.Node) -> list[Any]:
+        """The sizes of a value, numbers or nodes that give them."""
         return [n if isinstance(n, int) else self.call(aten.sym_size.int, (value, i), like)
                 for i, n in enumerate(shape_of(value))]
 

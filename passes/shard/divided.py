@@ -35,19 +35,22 @@ ROWS = ".rows"  # ends the name of a weight that is rows of another, which is re
 @dataclass
 class Cuts:
     """What a graph's weights and caches are on a rank: cuts by the weight's name in the graph, heads by the cache's
-    placeholder; `rows` are further placeholders, which are rows of another one's weight."""
+    placeholder; `rows` are further placeholders, which are rows of another one's weight; `along` are the mesh's axes
+    that each cut dimension of a weight is divided by."""
 
     weights: dict[str, WeightCut] = field(default_factory=dict)
+    along: dict[str, dict[int, tuple[int, ...]]] = field(default_factory=dict)
     heads: dict[str, int] = field(default_factory=dict)
     rows: dict[str, str] = field(default_factory=dict)
 
 
 class Divided:
     """One graph on its way to a rank's: `peers` say how the ranks along the wide axis have each value, `split` how this
-    one does, `run` makes the new graph. Products that are as far from a layer's input exchange together."""
+    one does, `run` makes the new graph. Products that are as far from a layer's input exchange together. Where weights
+    are `stored` in other parts than products read, these are gathered."""
 
     def __init__(self, gm: fx.GraphModule, share: RankShare, wanted: Mapping[int, Mapping[fx.Node, Split]],
-                 head: fx.Node | None, in_layer: bool, apart: Apart) -> None:
+                 head: fx.Node | None, in_layer: bool, apart: Apart, stored: Cuts | None = None) -> None:
         self.gm, self.share, self.head, self.in_layer, self.apart = gm, share, head, in_layer, apart
         self.wanted = wanted
         self.peers = [RankSplits(gm, each, wanted[each.rank], head, in_layer, apart.nodes) for each in share.peers]
@@ -61,6 +64,9 @@ class Divided:
         self.env: dict[fx.Node, fx.Node] = {}
         self.normed: dict[Any, fx.Node] = {}  # norms of one value, which differ in what follows, exchange once
         self.cuts = Cuts()
+        self.stored = stored
+        self.read: dict[str, WeightCut] = {}  # cuts of what products read, where more of it is gathered
+        self.whole: dict[fx.Node, fx.Node] = {}
         self.exchange = Collectives(self.call, share)
         self.all_sequences = AllSequences(gm, share.sharers)
         self.sequences = OwnSequences(apart, self.all_sequences, share, self.exchange, self.graph, self.env)
@@ -99,15 +105,36 @@ class Divided:
             rows, columns = self._sides(node, x)
             out, into = (1, 0) if transposed else (0, 1)
             cut = tuple(sorted((dim, split) for dim, split in ((out, rows), (into, columns)) if split is not None))
+            inward = self.split[x] is None or self.own.is_hidden(self.split[x])
+            sides = (self.share.deep, self.share.wide) if inward else (self.share.wide, self.share.deep)
             if cut:
-                self._cut(weight, cut)
+                self._cut(weight, cut, {out: sides[0], into: sides[1]})
             if rows is not None and bias is not None and weight_name(bias) is not None:
-                self._cut(bias, ((0, rows),))
+                self._cut(bias, ((0, rows),), {0: sides[0]})
         for node in self.gm.graph.nodes:
             for cache in caches_of(node):
                 for operand in over_cache(node) if node.meta["val"] is None else ():
                     placed = self.split[operand]
                     self.cuts.heads[cache.name] = shape_of(cache)[1] if placed is None else placed.count
+        if self.stored is not None:
+            self.read, self.cuts.weights = self.cuts.weights, dict(self.stored.weights)
+
+    def _weight(self, node: fx.Node, like: fx.Node) -> fx.Node:
+        """A weight as products read it: gathered, where ranks have less of it."""
+        name = weight_name(node)
+        if self.stored is None or name is None or node in self.whole:
+            return self.whole.get(node, self.env[node])
+        read, sizes = dict(self.read.get(name, ())), shape_of(node)
+        along: dict[int, tuple[int, ...]] = {}
+        for dim, part in self.stored.weights.get(name, ()):
+            axes = tuple(i for i in self.stored.along[name][dim] if i in self.share.beyond)
+            wanted = count(read[dim]) if dim in read else sizes[dim]
+            if count(part) * self.share.size(axes) != wanted:
+                raise ShardError(f"{name}: {sizes[dim]} cannot be divided evenly among the ranks that gather it; take "
+                                 "layout=2d")
+            along |= {dim: axes} if axes else {}
+        self.whole[node] = self.exchange.whole(self.env[node], along, like) if along else self.env[node]
+        return self.whole[node]
 
     def _sides(self, node: fx.Node, x: fx.Node) -> tuple[Ranges | None, Ranges | None]:
         """The rows and the columns of a product's weight that a rank has; None for all."""
@@ -126,13 +153,14 @@ class Divided:
         """What ranks along the wide axis have together."""
         return ranges(piece for split in splits if split is not None for piece in split.held)
 
-    def _cut(self, weight: fx.Node, cut: WeightCut) -> None:
+    def _cut(self, weight: fx.Node, cut: WeightCut, along: dict[int, tuple[int, ...]]) -> None:
         name = weight_name(weight)
         assert name is not None
         others = [user for user in weight.users if product_of(user) is None and user.op != "call_module"]
         if others:  # a table of tokens that is the head too: the head reads rows of its own
             self.cuts.rows[f"{weight.name}_rows"] = weight.name
             name += ROWS
+        self.cuts.along[name] = along
         if self.cuts.weights.setdefault(name, cut) != cut:
             raise ShardError(f"{name} is read by two products that divide it in two ways")
 
@@ -332,11 +360,13 @@ class Divided:
         """A product on this rank. Of what is summed over several ranks each adds the bias in equal parts, which for
         two, four, … ranks are exact."""
         given, weight, bias, _ = self.products[node]
-        env = {**self.env, given: x}
+        env = {**self.env, given: x, weight: self._weight(weight, node)}
         if f"{weight.name}_rows" in self.cuts.rows:
             env[weight] = self.head_rows
+        if bias is not None:
+            env[bias] = self._weight(bias, node)
         if bias is not None and self.share.size(summed) > 1:
-            env[bias] = self.call(aten.mul.Tensor, (self.env[bias], 1 / self.share.size(summed)), node)
+            env[bias] = self.call(aten.mul.Tensor, (env[bias], 1 / self.share.size(summed)), node)
         return self.call(node.target, map_aggregate(node.args, lambda n: env.get(n, n)), node, name=node.name)  # type: ignore[arg-type, call-overload]
 
     def _added(self) -> dict[fx.Node, fx.Node]:

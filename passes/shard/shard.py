@@ -10,33 +10,38 @@ from torch import fx
 from forebay.passes.place.specialise_blocks import block_graphs
 from forebay.passes.shard.demand import Demand, product_of
 from forebay.passes.shard.divided import Cuts, Divided
+from forebay.passes.shard.gathered import GatheredStep
 from forebay.passes.shard.sequences import Apart
 from forebay.passes.shard.split import ShardError, Split, shape_of
 from forebay.rewriter.ir.graph import META, CacheInput, WeightInput, weight_name
 from forebay.rewriter.ir.share import RankShare, ranges
 
 
-def shard(gm: fx.GraphModule, share: RankShare, units: Mapping[str, int]) -> None:
+def shard(gm: fx.GraphModule, share: RankShare, units: Mapping[str, int], stored: Mapping[Any, Cuts] | None = None
+          ) -> None:
     """Make a captured step graph, and the blocks that it calls, those of one rank: weights, heads and caches are parts,
     and collectives add up what ranks have of a layer's sums; hidden states are whole on every rank, or divided along
     the wide axis. `units`: of weights stored in groups, by name, how many input features belong together. What was cut
-    stands in `gm.meta["cuts"]`, by block ("": the step). ShardError names what cannot be divided so, and what would do.
+    stands in `gm.meta["cuts"]`, by block ("": the step). Where that is given as `stored`, it is a prefill's step that
+    gathers weights. ShardError names what cannot be divided so, and what would do.
     """
+    layer = share if stored is None else share.prefilling
     found: dict[Any, Cuts] = {}
     blocks: dict[Any, fx.GraphModule] = dict(block_graphs(gm))
     for name, block in blocks.items():
         grouped = {n: units[weight_name(n)] for n in block.graph.find_nodes(op="placeholder")  # type: ignore[index]
                    if weight_name(n) in units}
-        apart = Apart(block if share.sharers > 1 else None)
+        apart = Apart(block if layer.sharers > 1 else None)
         wants = {}
-        for each in share.peers if share.attention == "heads" else share.all:
+        for each in layer.peers if layer.attention == "heads" else layer.all:
             demand = Demand(each)
             demand.of_layer(block, grouped, apart.entering)
             wants[each.rank] = demand.wanted
-        found[name] = Divided(block, share, wants, None, True, apart).run()
+        found[name] = Divided(block, layer, wants, None, True, apart, None if stored is None else stored[name]).run()
     head = _head(gm)
     wanted = {} if head is None else {head: _head_rows(head, share)}
-    divided = Divided(gm, share, {each.rank: wanted for each in share.peers}, head, False, Apart())
+    divided = GatheredStep(gm, share, wanted, head) if stored is not None else (
+        Divided(gm, share, {each.rank: wanted for each in share.peers}, head, False, Apart()))
     for call in gm.graph.find_nodes(op="call_module"):
         heads, cuts, block = found[call.target].heads, found[call.target].weights, blocks[call.target]
         for given, inner in zip(call.args, block.graph.find_nodes(op="placeholder"), strict=True):

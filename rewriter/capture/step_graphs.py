@@ -49,6 +49,7 @@ class StepGraphs:
     block: Block = ALONE
     cache_format: str = "native"
     activations: str = "native"
+    gathers: bool = False  # steps over several tokens exchange weights, others do not
     # by tokens of a block of K and V, and format, those of a block of checkpoints; 0: there are none
     checkpoint_tokens: Callable[[int, str], int] = lambda cache_tokens, kept: 0
     speculative: tuple[int, ...] = ()
@@ -92,6 +93,8 @@ def step_graphs(
     def graph_of(tokens: int) -> fx.GraphModule:
         if tokens == 1:
             return sparse.step
+        if captured.prefill is not None:
+            return captured.prefill.step
         return every.step if every is not None and tokens in speculative else captured.step
 
     def step(tokens: int, cached: int | None = None) -> fx.GraphModule:
@@ -113,6 +116,7 @@ def step_graphs(
                           lambda tokens: step(tokens, workload.prompt)),
                       cache_format=captured.cache[0].format if captured.cache else "native", block=block,
                       activations=captured.rounded_to, dtype=str(captured.dtype)[6:],
+                      gathers=captured.prefill is not None,
                       speculative=speculative, speculate=speculate if gives_every_position(captured) else None,
                       checkpoint_tokens=lambda tokens, kept: checkpoint_tokens(_checkpointed(plain, kept), tokens))
 

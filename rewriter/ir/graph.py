@@ -192,6 +192,7 @@ class CapturedModel:
     embeds: int = 0  # width of the embeddings that a step takes too; 0: it takes ids alone
     renewed_at: int = 0  # a cache begun within so many tokens is computed anew beyond them; 0: never
     choices: Choices | None = None  # of graphs that are rewritten
+    prefill: CapturedModel | None = None  # whose steps over several tokens take the place of this one's
     activations: str = "native"  # that packed weights meet: as they are, or rounded to bf16 or int8
 
     @property

@@ -39,17 +39,21 @@ def even_part(size: int, parts: int, index: int, unit: int = 1) -> Ranges:
 
 @dataclass(frozen=True)
 class RankShare:
-    """Rank `rank` of `stages` meshes of `shape`, of whose axes the last varies fastest. Each stage computes some of the
-    layers, one after the other. Its mesh divides the features between two products of a layer, and attention's heads,
-    over all axes (Pope et al., section 3.2.1); in the layout 2d the last axis divides the hidden size too, and what is
-    between two products is whole along it while they compute (section 3.2.2). With `attention` over the batch each rank
-    attends with all heads for as many sequences of its own, whose cache it has (section 3.3)."""
+    """Rank `rank` of `stages` meshes of `shape`, of whose axes the last varies fastest. Each stage computes some of
+    the layers, one after the other. Its mesh divides the features between two products of a layer, and attention's
+    heads, over all axes (Pope et al., section 3.2.1); in the layout 2d the last axis divides the hidden size too, and
+    what is between two products is whole along it while they compute (section 3.2.2). With `attention` over the batch
+    each rank attends with all heads for as many sequences of its own, whose cache it has (section 3.3). Along the
+    `gathered` axes prefills gather weights in place of activations (section 3.2.3): their ranks compute other
+    sequences, as `prefilling` says, along the axes that are not `beyond` it."""
 
     shape: tuple[int, ...]
     rank: int
     stages: int = 1
     layout: Dimensions = "1d"
     attention: Attended = "heads"
+    gathered: tuple[int, ...] = ()
+    beyond: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -67,8 +71,8 @@ class RankShare:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Those along which there is more than one rank."""
-        return tuple(i for i, size in enumerate(self.shape) if size > 1)
+        """Those along which there is more than one rank that computes with this one."""
+        return tuple(i for i, size in enumerate(self.shape) if size > 1 and i not in self.beyond)
 
     @property
     def wide(self) -> tuple[int, ...]:
@@ -126,7 +130,12 @@ class RankShare:
     @property
     def sharers(self) -> int:
         """Ranks among which the sequences of a step are divided: in equal parts, by their numbers in the stage."""
-        return self.beside if self.attention == "batch" else 1
+        return self.size(self.axes) if self.attention == "batch" else 1
+
+    @property
+    def prefilling(self) -> RankShare:
+        """What a rank is in the layers of a prefill for which weights are gathered."""
+        return replace(self, layout="1d", gathered=(), beyond=self.gathered)
 
     @property
     def name(self) -> str:
@@ -137,8 +146,9 @@ class RankShare:
     def mesh(self) -> str:
         """The mesh and its layout as they are asked for."""
         tensor = "x".join(map(str, self.shape))
-        said = {"stages": self.stages, "tensor": tensor, "layout": self.layout,
-                "attention": self.attention}
+        layout = self.layout if not self.gathered else "xyz" if len(self.gathered) == len(self.axes) else (
+            "x" if len(self.gathered) == 1 else "xy")
+        said = {"stages": self.stages, "tensor": tensor, "layout": layout, "attention": self.attention}
         usual = {"stages": 1, "layout": "1d", "attention": "heads"}
         told = [f"{name}={value}" for name, value in said.items() if value != usual.get(name)]
         return tensor if len(told) == 1 else ",".join(told)

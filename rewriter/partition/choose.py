@@ -182,8 +182,11 @@ def best_run(problem: PartitionProblem) -> RunLayouts | None:
 
 
 def run_together(prefill: ChipLayout, decode: ChipLayout) -> bool:
-    """Whether ranks here run a prefill and decode steps in these layouts."""
-    return prefill == decode and not prefill.gathered
+    """Whether ranks here run a prefill and decode steps in these layouts: one stationary layout, or prompts in one that
+    gathers the same shards, attention being over the batch in both, so that the cache of one is the other's."""
+    return (prefill == decode and not prefill.gathered) or (
+        decode.feedforward == "2d" and bool(prefill.gathered) and prefill.wide == decode.wide
+        and prefill.attention == decode.attention == "batch")
 
 
 def _outside(problem: PartitionProblem) -> dict[str, LayerCost]:

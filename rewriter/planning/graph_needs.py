@@ -71,6 +71,12 @@ def weight_uses(step: fx.GraphModule, constants: set[str]) -> list[WeightUse]:
     return [use for _, use in sorted(found, key=lambda pair: pair[0])]
 
 
+def read_by_both(uses: Sequence[WeightUse], others: Sequence[WeightUse]) -> list[WeightUse]:
+    """The weights of a step as another one reads them too: in tiles where both can."""
+    tiled = {use.name for use in others if use.tileable}
+    return [replace(use, tileable=use.tileable and use.name in tiled) for use in uses]
+
+
 def weight_products(uses: Sequence[WeightUse]) -> list[StepProduct]:
     """The products that a step makes with weights of two dimensions. Packed rows hold, per group, a scale and a low of
     16 bits."""

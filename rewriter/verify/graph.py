@@ -216,7 +216,8 @@ def _same_shapes(gm: fx.GraphModule, small: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="placeholder"):
         for symbol, size in zip(node.meta["val"].shape, found[node.name].meta["val"].shape, strict=True):
             if isinstance(symbol, torch.SymInt):
-                sizes[symbol.node.expr] = size
+                many, (one,) = symbol.node.expr.as_coeff_Mul()[0], symbol.node.expr.free_symbols
+                sizes[one] = size // int(many)
     known: dict[Any, int] = {}
     for node in gm.graph.nodes:
         if node.op != "call_function" or node.name not in found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from forebay.rewriter.ir.plan import PlanError
@@ -12,6 +13,7 @@ from forebay.rewriter.ir.share import Attended, Dimensions, RankShare
 if TYPE_CHECKING:
     from forebay.api import LanguageModel
 
+GATHERED = {"x": 1, "xy": 2, "xyz": 0}  # layouts whose prefills gather weights, and over how many axes; 0: all
 MeshShape = str | int | Sequence[int] | Mapping[str, int | str | Sequence[int]]
 
 
@@ -52,8 +54,11 @@ def read_mesh(mesh: MeshShape) -> RankShare:
     attention = str(parts.get("attention", "heads")).lower()
     if set(parts) - known or len(stages) != 1 or not shape or min(*stages, *shape) < 1:
         raise PlanError(f"mesh: {mesh!r} must be {wanted}")
-    if layout not in get_args(Dimensions):
-        raise PlanError(f"mesh: layout {layout} is none of those that run, {', '.join(get_args(Dimensions))}")
+    if layout not in (*get_args(Dimensions), *GATHERED):
+        raise PlanError(f"mesh: layout {layout} is none of those that run, "
+                        f"{', '.join((*get_args(Dimensions), *GATHERED))}")
+    if layout in GATHERED:
+        return _gathered(mesh, RankShare(shape, 0, stages[0]), layout, parts.get("attention", "batch"))
     if attention not in get_args(Attended):
         raise PlanError(f"mesh: attention {attention} is divided by none of those that run, "
                         f"{', '.join(get_args(Attended))}")
@@ -61,6 +66,15 @@ def read_mesh(mesh: MeshShape) -> RankShare:
     if layout == "2d" and (len(found.axes) < 2 or found.stages > 1):
         raise PlanError(f"mesh: {mesh!r}: the layout 2d needs a mesh of two axes, as 2x2, and no stages")
     return found
+
+
+def _gathered(mesh: MeshShape, share: RankShare, layout: str, attention: object) -> RankShare:
+    """The ranks whose prefills gather weights along the last axis, the last two, or all."""
+    axes = share.axes[-GATHERED[layout]:] if GATHERED[layout] else share.axes
+    if len(axes) < max(1, GATHERED[layout]) or share.stages > 1 or attention != "batch":
+        raise PlanError(f"mesh: {mesh!r}: weights are gathered over 1 axis with layout=x, 2 with xy and all with xyz, "
+                        "where the mesh has as many, without stages and with attention=batch")
+    return replace(share, layout="2d" if len(share.axes) > 1 else "1d", attention="batch", gathered=axes)
 
 
 def _numbers(given: Any) -> tuple[int, ...]:

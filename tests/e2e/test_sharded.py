@@ -147,6 +147,10 @@ TWO += [Case("gpt_neox", OWN | {"micro_batches": 2}, share=500_000)]
 FOUR += [Case("bigcode", {"mesh": {"tensor": 4, "attention": "batch"}}, share=500_000)]
 FOUR += [Case(kind, WIDE_OWN, share=500_000) for kind in ("llama", "bigcode", "gpt_neox", "uneven")]
 FOUR += [Case("opt", {"mesh": "stages=2,tensor=2,attention=batch"})]
+X, XYZ = {"mesh": "tensor=2x2,layout=x"}, {"mesh": "tensor=2x2,layout=xyz"}
+TWO += [Case(kind, {"mesh": "tensor=2,layout=xyz"}, share=700_000) for kind in ("llama", "bigcode")]
+FOUR += [Case(kind, XYZ, share=700_000) for kind in ("llama", "gpt_neox", "gpt2")]
+FOUR += [Case(kind, X, share=700_000) for kind in ("llama", "bigcode")] + [Case("opt", X | {"micro_batches": 2})]
 MORE = [Case(kind, share=500_000) for kind in (
     "qwen2", "qwen3", "mistral", "opt_projected", "llama4", "gemma2")] if os.environ.get("FOREBAY_TEST_ALL") else []
 if MORE:
@@ -182,6 +186,11 @@ def test_packed_weights_and_draws_are_those_of_one_device(folder: Path, nursery:
                      for c in wide], None)
     for found in answers_of_ranks(nursery, 4, wide):
         assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in alone]
+    gathered = _placed(folder, [Case("gpt2+w8g16", XYZ, share=900_000), Case("opt", {"cache": "kv8"} | X)])
+    alone = answers([Case(c.kind, {n: v for n, v in c.wrapped.items() if n != "mesh"}, c.asked, c.folder, 1_100_000)
+                     for c in gathered], None)
+    for found in answers_of_ranks(nursery, 4, gathered):
+        assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in alone]
     drawn = _placed(folder, [Case("llama", asked={"do_sample": True, "temperature": 1.5})])
     one, other = answers_of_ranks(nursery, 2, drawn)
     assert one[0][0] == other[0][0]
@@ -193,6 +202,13 @@ def test_each_rank_streams_its_part_alone(folder: Path, nursery: Nursery) -> Non
     assert alone[1] > 0
     for (half,) in halves:
         assert 0 < half[1] < 0.5 * alone[1]  # half of the weights, of which more stay
+
+
+def test_weights_that_are_gathered_stream_as_well(folder: Path, nursery: Nursery) -> None:
+    """Whole, for both kinds of steps read the same pieces, and only one multiplies by them as they lie."""
+    (case,) = _placed(folder, [Case("llama", {"mesh": "tensor=2,layout=xyz"}, share=370_000)])
+    for (found,) in answers_of_ranks(nursery, 2, [case]):
+        assert found[0] == _expected(case) and found[1] > 0
 
 
 def programs(case: Case, mesh: str) -> list[Any]:
@@ -289,7 +305,8 @@ def refusals(folder: str) -> list[str]:
     enough = 420_000 + beside_nbytes("llama")
     for budget, options in ((30_000, {}), (enough, {"mesh": "4"}), (enough, {"draft": "w4"}), (enough, {"mesh": "x"}),
                             (40_000 if rank else enough, {}), (enough, {"mesh": "tensor=2,attention=rows"}),
-                            (enough, OWN | {"cache_tier": "disk"}), (enough, OWN | {"places": 2})):
+                            (enough, OWN | {"cache_tier": "disk"}), (enough, OWN | {"places": 2}),
+                            (enough, {"mesh": "tensor=2,layout=xy"}), (enough, {"mesh": "stages=2,tensor=2,layout=x"})):
         try:
             forebay.wrap(folder, budget, batch=3, prompt=8, new_tokens=NEW, **({"mesh": "2"} | options))
             found.append("")
@@ -312,7 +329,8 @@ def test_what_cannot_be_is_said_alike_on_all_ranks(folder: Path, nursery: Nurser
     (case,) = _placed(folder, [Case("llama")])
     one, other = nursery.on_ranks(2, refusals, case.folder)  # each traces for itself
     assert one == other
-    small, ranks, draft, shape, unequal, divided, moved, entered, given, beams = one
+    small, ranks, draft, shape, unequal, divided, moved, entered, axes, staged, given, beams = one
+    assert "1 axis with layout=x, 2 with xy" in axes and "without stages" in staged
     assert "heads, batch" in divided and "leave cache_tier out" in moved and "leave places out" in entered
     assert "take attention=heads" in beams
     assert small.startswith("PlanError: rank 0: ") and "start as many with torchrun --nproc-per-node=4" in ranks

@@ -36,8 +36,9 @@ DequantizeOption = Annotated[bool, typer.Option(
     "--dequantize", help="Run a GGUF file's weights as float32; by default what is quantised stays packed.")]
 MeshOption = Annotated[str | None, typer.Option(
     "--mesh", metavar="RANKS", help="Processes that share every layer, e.g. 4, or the layers, stages=2, or both, "
-    "stages=2,tensor=2, or in two dimensions, tensor=2x2,layout=2d; with attention=batch each attends for some of the "
-    "sequences, else with some of the heads; by default all that torchrun started share every layer in one.")]
+    "stages=2,tensor=2, or in two dimensions, tensor=2x2,layout=2d (x, xy or xyz: prompts gather weights); with "
+    "attention=batch each attends for some of the sequences, else with some of the heads; by default all that torchrun "
+    "started share every layer in one.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 

@@ -140,11 +140,13 @@ def _data(problem: PartitionProblem, found: Choice) -> dict[str, Any]:
 
 
 def _mesh(problem: PartitionProblem, runs: RunLayouts) -> str:
-    """What `--mesh` is given for the layouts that run."""
-    way, chips = runs.decode, problem.mesh.chips
-    wide = problem.mesh.size(way.wide)
-    parts = [f"tensor={chips // wide}x{wide},layout=2d" if way.wide else f"tensor={chips}"]
-    return ",".join(parts + ["attention=batch"] * (way.attention == "batch"))
+    """What `--mesh` is given for the layouts that run: the last axis divides the hidden size, and weights are gathered
+    over the last ones."""
+    way, chips, layout = runs.decode, problem.mesh.chips, runs.prefill.feedforward
+    wide, gathered = problem.mesh.size(way.wide), problem.mesh.size(runs.prefill.gathered)
+    shape = [chips // wide, wide] if layout != "xy" else [chips // gathered, gathered // wide, wide]
+    parts = [f"tensor={'x'.join(map(str, shape if way.wide else [chips]))}"]
+    return ",".join(parts + [f"layout={layout}"] * bool(way.wide) + ["attention=batch"] * (way.attention == "batch"))
 
 
 def _write_plans(model: str, problem: PartitionProblem, runs: RunLayouts | None, machine: str, folder: Path) -> Path:

@@ -155,6 +155,12 @@ def test_attention_over_the_batch_has_every_row_once_and_all_heads(family: str, 
                 assert (seen[name] == 1).all(), name
 
 
+def test_weights_that_ranks_have_unequal_parts_of_are_not_gathered() -> None:
+    """Of 64 features 9 ranks have 7 or 8 each."""
+    with pytest.raises(ShardError, match="64 cannot be divided evenly"):
+        shard_captured(families.captured("llama"), RankShare((3, 3), 0, 1, "2d", "batch", (0, 1)), Switches())
+
+
 def test_what_attention_shares_with_others_is_not_computed_for_some_sequences_alone() -> None:
     step = with_blocks(families.captured("opt"))
     block = step.get_submodule("block_0")

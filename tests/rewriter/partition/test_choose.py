@@ -20,7 +20,7 @@ from forebay.rewriter.partition.choose import (
     options_of,
 )
 from forebay.rewriter.partition.collectives import mesh_of
-from forebay.rewriter.partition.layouts import outside_cost
+from forebay.rewriter.partition.layouts import ChipLayout, outside_cost
 from forebay.rewriter.partition.published_models import PUBLISHED_SHAPES
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.model_shapes import ModelError, ModelShape, decoder_shape
@@ -55,20 +55,29 @@ def tried(problem: PartitionProblem) -> float:
     return best + fixed[0].time_s * (1 + problem.new_tokens)
 
 
-def test_what_runs_is_the_best_of_the_layouts_that_both_phases_have() -> None:
-    """A chip's memory counts as for the choice: with less, the best is one with attention over the batch."""
+def test_what_runs_is_the_best_of_the_layouts_that_go_together() -> None:
+    """One stationary layout in both phases, or prompts that gather what decode steps have in two dimensions. A chip's
+    memory counts as for the choice: where heads that chips share take too much of it, sequences are divided."""
     shared = decoder_shape("shared", layers=8, hidden=1024, intermediate=4096, heads=8, kv_heads=1, vocab=32000,
                            gated=True, dtype="bfloat16")
-    for model in (TWO_KINDS, shared):
-        problem = problem_of(model, batch=64)
+
+    def together(first: ChipLayout, then: ChipLayout) -> bool:
+        if first.gathered:
+            return then.feedforward == "2d" and then.wide == first.wide and first.attention == then.attention == "batch"
+        return first == then
+
+    for model, batch in ((TWO_KINDS, 64), (shared, 64), (shared, 4)):
+        problem = problem_of(model, batch=batch)
         free, runs = choose(problem), best_run(problem)
-        assert runs is not None and runs.prefill == runs.decode and runs.total_s >= free.total_s * (1 - 1e-9)
-        options = [o for o in options_of(problem) if not o.layout.gathered]
-        alike = {o.layout: sum(p.time_s for p in options if p.layout == o.layout) for o in options}
-        assert min(alike, key=lambda way: alike[way]) == runs.decode
-    over_heads = [o for o in options if o.layout.attention == "heads" and o.layout.feedforward == "1d"]
-    needed = free.weights_nbytes + over_heads[1].cache_nbytes + over_heads[0].cost.working_nbytes
-    assert best_run(problem_of(shared, capacity=needed, batch=64)) == best_run(problem_of(shared, batch=64))
+        assert runs is not None and runs.total_s >= free.total_s * (1 - 1e-9) and together(runs.prefill, runs.decode)
+        options = options_of(problem)
+        ways = {(first, then) for first in {o.layout for o in options} for then in {o.layout for o in options}
+                if together(first, then)}
+        taken = {way: sum(o.time_s for o in options if (o.phase, o.layout) in zip((PREFILL, DECODE), way, strict=True))
+                 for way in ways}
+        assert taken[runs.prefill, runs.decode] == pytest.approx(min(taken.values()))
+    begin, then = (o for o in options_of(problem_of(shared, batch=64)) if o.layout == ChipLayout("1d", (), (), "heads"))
+    needed = choose(problem_of(shared, batch=64)).weights_nbytes + then.cache_nbytes + begin.cost.working_nbytes
     tight = best_run(problem_of(shared, capacity=0.999 * needed, batch=64))
     assert tight is not None and tight.decode.attention == "batch"
     assert best_run(problem_of(shared, capacity=free.weights_nbytes, batch=64)) is None

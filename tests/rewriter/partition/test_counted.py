@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import families
 import pytest
 import torch
 from torch import fx
 
+from forebay.model_kinds import read_mesh
 from forebay.rewriter.capture.concretise import concretise, inline_blocks
 from forebay.rewriter.capture.language_model import capture_model
 from forebay.rewriter.capture.step_graphs import step_inputs
@@ -39,6 +41,7 @@ def exchanged(captured: CapturedModel, share: RankShare, tokens: int, work: Work
               ) -> list[tuple[int, str, tuple[int, ...], int]]:
     """(layer, operator, ranks, elements that a rank gives) of each collective of a step over so many tokens."""
     part, _ = shard_captured(captured, share, Switches())
+    part = part.prefill if tokens > 1 and part.prefill is not None else part
     flat = inline_blocks(concretise(part.step, step_inputs(part, work, tokens)))
     return [(node.meta.get("layer", -1), str(node.target).split(".")[1], ranks_of(str(node.args[-1])),
              math.prod(given_to(node).shape)) for node in flat.graph.nodes if is_collective(node)]
@@ -114,6 +117,33 @@ def test_attention_over_the_batch_exchanges_what_the_model_counts(family: str, t
             assert all(len(ranks) == share.beside for _, op, ranks, _ in found if op == "all_to_all_single")
             assert sorted(item for _, *each in found if each[-1] > 2 * EIGHT.batch * tokens
                           for item in as_counted(*each)) == counted(family, way, shape, tokens, EIGHT)
+
+
+@pytest.mark.parametrize("family", EVEN)
+@pytest.mark.parametrize(("shape", "layout"), [((2, 2), "x"), ((2, 2), "xyz"), ((2, 2, 2), "xy")])
+def test_gathered_weights_are_those_that_the_model_counts(family: str, shape: tuple[int, ...], layout: str) -> None:
+    """A gather for each matrix, where the model has one for all of a layer, with the vectors in it that ranks have
+    whole, or gather along fewer axes. Else the layer exchanges what it is counted for, and decode steps as they would.
+    """
+    mesh, chips = ChipMesh(shape, (1e9,) * len(shape), one_way(0.0)), math.prod(shape)
+    share = read_mesh(f"tensor={'x'.join(map(str, shape))},layout={layout}")
+    over = mesh.size(share.gathered)
+    way = ChipLayout(layout, (len(shape) - 1,), share.gathered, "batch")  # type: ignore[arg-type]
+    specs = [model(family).weights[name] for name in set(model(family).layer_weights[0].values())]
+    matrices, vectors = (sum(math.prod(spec.shape) for spec in specs if len(spec.shape) == dims) for dims in (2, 1))
+    for rank in (0, chips - 1):
+        mine = replace(share, rank=rank)
+        found = [each for each in exchanged(model(family), mine, 7, EIGHT) if each[0] == 0]
+        gathers = [(len(ranks), n) for _, op, ranks, n in found if op == "all_gather_into_tensor" and n > 192]
+        assert sum(ranks * n for ranks, n in gathers) == matrices * over / chips
+        assert {ranks for ranks, _ in gathers} == {over}
+        others = sorted(item for _, op, ranks, n in found if op != "all_gather_into_tensor"
+                        for item in as_counted(op, ranks, n))
+        expected = counted(family, way, shape, 7, EIGHT)
+        expected.remove(("all-gather", over, (matrices + vectors) * over / chips))
+        assert others == expected
+        decode = RankShare(shape, rank, 1, "2d", "batch")
+        assert exchanged(model(family), mine, 1, EIGHT) == exchanged(model(family), decode, 1, EIGHT)
 
 
 def test_sequences_that_ranks_cannot_share_evenly_or_whose_caches_move_are_refused() -> None:
