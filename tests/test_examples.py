@@ -72,6 +72,32 @@ def test_a_batch_job(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[
     assert all(re.search(rf"^p{i}: ", said, re.MULTILINE) for i in range(3))
 
 
+def test_a_job_on_workers_of_ray(folder: Path, llama_checkpoint: Checkpointed, tmp_path: Path,
+                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers, each with a budget; of answers that are there none is made again, and a torn line is."""
+    ray = pytest.importorskip("ray", reason="ray is not installed")
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    spoken = [[5 + i, 7, 11 + 3 * i][: 2 + i % 2] for i in range(5)]
+    lines = [{"id": f"p{i}", "prompt": " ".join(WORDS[n] for n in words)} for i, words in enumerate(spoken)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "out.jsonl"
+    out.write_text(json.dumps({"id": "p3", "text": "kept"}) + "\n" + '{"id": "p1", "te')
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        job = example("ray_batch")
+        for _ in range(2):  # there is nothing left the second time
+            job.main(str(folder), str(tmp_path / "in.jsonl"), str(out), 2, "60MB", 2, 6)
+    finally:
+        ray.shutdown()
+    found = {answer["id"]: answer["text"] for answer in map(json.loads, out.read_text().splitlines())}
+    assert len(out.read_text().splitlines()) == 5 and found.pop("p3") == "kept"
+    for i, words in enumerate(spoken):
+        made = llama_checkpoint.model.generate(_ids(words), max_new_tokens=6, do_sample=False, pad_token_id=0)
+        if i != 3:
+            ids = made[0, len(words) :].tolist()
+            assert found[f"p{i}"].split() == [WORDS[n - 4] for n in ids if n > 3]
+
+
 @pytest.mark.parametrize(("name", "given", "advice"), [
     ("run_onnx", ("{no}", "w1"), "write one with forebay export MODEL OUT --format onnx"),
     ("run_onnx", ("{model}", "w1"), "write one with forebay export MODEL OUT --format onnx"),
