@@ -233,6 +233,11 @@ class Divided:
         args: list[Any] = list(given[0])
         kwargs: dict[str, Any] = dict(given[1])
         target = node.target
+        if split is not None and target is aten.empty.memory_format:  # fresh memory, of no value that could be run
+            new = self.env[node] = self._copied(node, self.env)
+            new.args = ([*args[0][:-1], split.count],)
+            new.meta["val"] = self._part(new.meta["val"], _cut_of(split))
+            return
         if split is not None and (target in VIEWS or target is aten.expand.default):
             sizes = list(args[1])
             if isinstance(sizes[split.dim], int) and sizes[split.dim] > 0:

@@ -21,6 +21,7 @@ from forebay.passes.shard.demand import (
 )
 from forebay.passes.shard.split import SPLITS, ShardError, Split, moved, moves, shape_of, sizes_of, split_dim
 from forebay.passes.shard.statistics import MEANS, NORMS, over_last
+from forebay.rewriter.ir.graph import hands_on
 from forebay.rewriter.ir.share import RankShare, even_part
 
 aten = torch.ops.aten
@@ -59,15 +60,20 @@ class RankSplits:
             return None
         if node in self.apart:
             return self.wanted.get(node)
+        if hands_on(node):
+            return self.split[node.all_input_nodes[0]]
+        if node.target is aten.empty.memory_format:  # what another stage hands on; logits are whole
+            given = next(iter(node.users))
+            return self.hidden(node) if any(user.op != "output" for user in given.users) else None
         product = product_of(node)
         if product is not None:
             into = self.split[product[0]]
             if not self.in_layer or node is self.head:
                 return None  # the head's parts are gathered at once
             return self.hidden(node) if into is not None and not self.is_hidden(into) else self.wanted.get(node)
-        given = over_cache(node)
-        if given:
-            split = self.split[given[0]]
+        attended = over_cache(node)
+        if attended:
+            split = self.split[attended[0]]
             return None if split is None or node.meta["val"] is None else replace(split, dim=HEADS_BEHIND)
         source = node.all_input_nodes[0] if node.all_input_nodes else None
         split = None if source is None else self.split[source]

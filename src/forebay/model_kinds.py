@@ -63,8 +63,8 @@ def read_mesh(mesh: MeshShape) -> RankShare:
         raise PlanError(f"mesh: attention {attention} is divided by none of those that run, "
                         f"{', '.join(get_args(Attended))}")
     found = RankShare(shape, 0, stages[0], cast("Dimensions", layout), cast("Attended", attention))
-    if layout == "2d" and (len(found.axes) < 2 or found.stages > 1):
-        raise PlanError(f"mesh: {mesh!r}: the layout 2d needs a mesh of two axes, as 2x2, and no stages")
+    if layout == "2d" and len(found.axes) < 2:
+        raise PlanError(f"mesh: {mesh!r}: the layout 2d needs a mesh of two axes, as 2x2")
     return found
 
 

@@ -146,7 +146,7 @@ def test_what_cannot_be_is_one_line(folder: Path, tmp_path: Path) -> None:
             (("plan", str(folder), "--mesh", "2", "--picture", str(tmp_path / "a.png"), *budget), "of one device"),
             (("plan", str(folder), "--mesh", "2", "--draft", "w4", *budget), "leave it or --draft out"),
             (("plan", str(folder), "--mesh", "8", *budget), "8 ranks cannot share 4 heads"),
-            (("plan", str(folder), "--mesh", "stages=2,tensor=2x2,layout=2d", *budget), "and no stages"),
+            (("plan", str(folder), "--mesh", "stages=2,tensor=2x2,layout=xyz", *budget), "without stages"),
             (("plan", str(folder), "--mesh", "2", "--budget", "device=9kB", "--machine", machine), "rank 0: "),
             (("partition", "palm-8b", "--mesh", "2", "--plans", str(plans)), "is no folder with a model's weights")):
         code, out, error = typed(*arguments)

@@ -151,9 +151,11 @@ X, XYZ = {"mesh": "tensor=2x2,layout=x"}, {"mesh": "tensor=2x2,layout=xyz"}
 TWO += [Case(kind, {"mesh": "tensor=2,layout=xyz"}, share=700_000) for kind in ("llama", "bigcode")]
 FOUR += [Case(kind, XYZ, share=700_000) for kind in ("llama", "gpt_neox", "gpt2")]
 FOUR += [Case(kind, X, share=700_000) for kind in ("llama", "bigcode")] + [Case("opt", X | {"micro_batches": 2})]
+EIGHT = [Case("bigcode", {"mesh": "stages=2,tensor=2x2,layout=2d,attention=batch"})]
 MORE = [Case(kind, share=500_000) for kind in (
     "qwen2", "qwen3", "mistral", "opt_projected", "llama4", "gemma2")] if os.environ.get("FOREBAY_TEST_ALL") else []
 if MORE:
+    EIGHT += [Case(kind, {"mesh": "stages=2,tensor=2x2,layout=2d"}) for kind in DEEP]
     FOUR += [Case(kind, wide, share=500_000) for wide in (WIDE, WIDE_OWN) for kind in (
         "qwen2", "qwen3", "mistral", "opt_projected", "llama4", "gemma2", "phi3")]
     WAYS: list[dict[str, Any]] = [{}, {"micro_batches": 3}, {"micro_batches": 3, "order": "row"}, {"places": 2},
@@ -163,7 +165,7 @@ if MORE:
              for mesh in ("stages=4", "stages=2,tensor=2")]
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, [*TWO, *MORE]), (4, [*FOUR, *MORE])])
+@pytest.mark.parametrize(("ranks", "cases"), [(2, [*TWO, *MORE]), (4, [*FOUR, *MORE]), (8, EIGHT)])
 def test_tokens_are_those_of_transformers(folder: Path, nursery: Nursery, ranks: int, cases: list[Case]) -> None:
     placed = _placed(folder, cases)
     by_rank = answers_of_ranks(nursery, ranks, placed)

@@ -163,3 +163,7 @@ def test_stages_exchange_a_hidden_state_at_each_border_and_the_logits() -> None:
         handed = [each for each in exchanged(captured, RankShare((2,), rank, 2), 7) if each[1] == "broadcast_"]
         assert [(*at, len(ranks), n) for *at, ranks, n in handed] == [
             (-1, "broadcast_", 2, 3 * 7 * hidden), (-1, "broadcast_", 2, 3 * vocabulary)]
+    for rank in range(8):  # in two dimensions each its part of it
+        handed = [each for each in exchanged(captured, RankShare((2, 2), rank, 2, "2d"), 7) if each[1] == "broadcast_"]
+        assert [each[2:] for each in handed] == [((rank % 4, rank % 4 + 4), 3 * 7 * hidden // 2),
+                                                 ((rank % 4, rank % 4 + 4), 3 * vocabulary)]
