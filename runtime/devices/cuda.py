@@ -167,7 +167,7 @@ class CudaDevice:
         if not self.graphs:
             return [call for _, call in run]
         self.graph_pool = self.graph_pool or torch.cuda.graph_pool_handle()
-        return graphed(run, self.graph_pool)
+        return graphed(run, self.graph_pool, lambda: 0 if self.scratch is None else self.scratch.version)
 
     def _in_order(self, call: Call) -> Call:
         def run() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -19,18 +19,22 @@ LEAST = 4  # launches; fewer take the host no longer one by one (1 to 2 us each)
 class LaunchGraph:
     """Launches as one call: the first makes them one by one, which compiles kernels and takes what memory they keep;
     the second captures them; it and all later calls replay the capture. What cannot be captured (an operator that
-    waits for the GPU) is launched one by one for good.
+    waits for the GPU) is launched one by one for good. A capture holds addresses: where `version` is another than it
+    was then (the stream's scratch is elsewhere), all begins again.
 
     All captures share `pool`, the memory of their temporaries: nothing in it outlives its run, and the runs of a device
     follow one another on one stream.
     """
 
-    def __init__(self, label: str, launches: Sequence[Call], pool: object) -> None:
-        self.label, self.launches, self.pool = label, tuple(launches), pool
+    def __init__(self, label: str, launches: Sequence[Call], pool: object, version: Callable[[], int]) -> None:
+        self.label, self.launches, self.pool, self.version = label, tuple(launches), pool, version
         self.ran = self.refused = False
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.seen = version()
 
     def __call__(self) -> None:
+        if self.seen != self.version():
+            self.graph, self.ran, self.seen = None, False, self.version()
         if self.graph is None and self.ran and not self.refused:
             self.graph = self._captured()
             self.refused = self.graph is None
@@ -39,7 +43,7 @@ class LaunchGraph:
             return
         for launch in self.launches:
             launch()
-        self.ran = True
+        self.ran, self.seen = True, self.version()
 
     def _captured(self) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()
@@ -66,15 +70,15 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: object) -> Iterator[None]:
     graph.capture_end()
 
 
-def graphed(run: Sequence[tuple[Launch, Call]], pool: object) -> list[Call]:
-    """The launches of a run with those that may be captured together made graphs. A launch that touches host memory is
-    not captured: where it computes on the host, a replay would leave it out."""
+def graphed(run: Sequence[tuple[Launch, Call]], pool: object, version: Callable[[], int]) -> list[Call]:
+    """The launches of a run with those that may be captured together made graphs, each anew where `version` changes. A
+    launch that touches host memory is not captured: where it computes on the host, a replay would leave it out."""
     calls: list[Call] = []
     for captured, group in groupby(run, key=lambda pair: _on_device(pair[0])):
         pairs = tuple(group)
         launches = [call for _, call in pairs]
         if captured and len(launches) >= LEAST:
-            calls.append(LaunchGraph(pairs[0][0].label, launches, pool))
+            calls.append(LaunchGraph(pairs[0][0].label, launches, pool, version))
         else:
             calls += launches
     return calls

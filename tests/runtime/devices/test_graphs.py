@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from forebay.kernels.gpu_support.scratch import Scratch
 from forebay.rewriter.ir.program import COMPUTE, Launch, Program, Record, Span, TensorRef, Wait
 from forebay.runtime.devices.cuda import CudaDevice
 from forebay.runtime.devices.graphs import LEAST
@@ -124,6 +125,22 @@ def test_a_run_is_made_once_captured_once_and_replayed_on_what_memory_holds_then
         assert (len(Graph.made), sum(g.replays for g in Graph.made)) == (graphs, replays)
     assert len(Graph.made[0].kept) == LEAST  # each launch of the Program, and nothing else
     assert Graph.made[0].options == {"pool": "pool", "capture_error_mode": "thread_local"}
+
+
+def test_where_the_scratch_moves_graphs_are_captured_anew() -> None:
+    """A program that is bound later may need more of it: what was captured before would write where it was."""
+    bound, memory = bind(*fibonacci(2, 2 + LEAST))
+    device = bound.device
+    assert isinstance(device, CudaDevice)
+    device.scratch = Scratch(torch.device("cpu"))
+    made = []
+    for needed in (64, 64, 64, 4096, 4096, 4096):
+        device.scratch.hold(needed, 0)
+        memory[2:] = 0.0
+        bound.run()
+        assert memory[2 + LEAST - 1] > 0
+        made.append((len(Graph.made), sum(g.replays for g in Graph.made)))
+    assert made == [(0, 0), (1, 1), (1, 2), (1, 2), (2, 3), (2, 4)]
 
 
 def test_graphs_end_where_copies_are_ordered() -> None:
