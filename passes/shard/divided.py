@@ -27,6 +27,7 @@ from forebay.passes.shard.split import SPLITS, VIEWS, ShardError, Split, shape_o
 from forebay.passes.shard.statistics import MEANS, NORMS, epsilon_of, normed, weighted, whole_mean
 from forebay.rewriter.ir.graph import META, WeightInput, copy_node, weight_name
 from forebay.rewriter.ir.share import Ranges, RankShare, WeightCut, count, ranges
+from forebay.rewriter.ir.symbolic_values import symbolic_value
 
 aten = torch.ops.aten
 ROWS = ".rows"  # ends the name of a weight that is rows of another, which is read whole as well
@@ -198,7 +199,8 @@ class Divided:
         given, named = map_aggregate((args, kwargs or {}),  # type: ignore[arg-type, misc]
                                      lambda v: v.meta["val"] if isinstance(v, fx.Node) else v)
         new = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
-        new.meta.update({key: value for key, value in like.meta.items() if key != META}, val=target(*given, **named))
+        new.meta.update({key: value for key, value in like.meta.items() if key != META},
+                        val=symbolic_value(target, given, named))
         return new
 
     def _copied(self, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:

@@ -158,10 +158,16 @@ _ORIGINS = {
 def _regrouped(node: fx.Node, split: Split, before: list[Any], after: list[Any]) -> Split:
     """The split through a change of shape: dimensions that stay map one to one, from the left and then from the right;
     those between are one group, whose outermost may be divided, or whose only one becomes several."""
-    own = sum(size != 1 for size in before[: split.dim])
-    places = [i for i, size in enumerate(after) if size != 1]  # dimensions of one index come and go
-    found = _regrouped_wide(node, replace(split, dim=own), [n for n in before if n != 1], [n for n in after if n != 1])
+    own = len(_wide(before[: split.dim]))
+    places = _wide(after)  # dimensions of one index come and go
+    found = _regrouped_wide(node, replace(split, dim=own), [before[i] for i in _wide(before)],
+                            [after[i] for i in places])
     return replace(found, dim=places[found.dim])
+
+
+def _wide(sizes: Sequence[Any]) -> list[int]:
+    """Dimensions of more than one index; no symbol stands for one."""
+    return [i for i, size in enumerate(sizes) if not (isinstance(size, int) and size == 1)]
 
 
 def _regrouped_wide(node: fx.Node, split: Split, before: list[Any], after: list[Any]) -> Split:

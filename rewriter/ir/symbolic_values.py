@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,15 @@ SIZES = {"B": 3, "S": 7, "L": 19, "R": 3 * 19 + 3 * 7}
 InputLayout = tuple[torch.dtype, tuple[int | str, ...]]  # dtype and shape, with names of `SIZES` for what is not fixed
 
 
+def symbolic_value(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What `target` gives for values of symbolic sizes. Composite operators are Python's: torch 2.11's own `linear`
+    asks for sizes that are no numbers."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    with enable_python_dispatcher():
+        return target(*args, **kwargs)
+
+
 def fill_graphs(graphs: Iterable[fx.GraphModule], layout_of: Callable[[fx.Node], InputLayout]) -> None:
     """Give every node the `meta["val"]` that capture gives, where placeholders are as `layout_of` says; a call of a
     block gives what its first argument is: a hidden state. Raises what an operation raises that does not run.
@@ -22,7 +31,6 @@ def fill_graphs(graphs: Iterable[fx.GraphModule], layout_of: Callable[[fx.Node],
     Inputs share the symbols of their sizes: with one for each dimension of each input, most of the time (1.8 s for a
     Llama) went into finding them equal.
     """
-    from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo.source import ConstantSource
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -41,7 +49,7 @@ def fill_graphs(graphs: Iterable[fx.GraphModule], layout_of: Callable[[fx.Node],
         with mode:
             return torch.empty([symbol(n) if isinstance(n, str) else n for n in shape], dtype=dtype)
 
-    with torch.no_grad(), enable_python_dispatcher():  # torch 2.11's own `linear` asks for sizes that are no numbers
+    with torch.no_grad():
         for graph in graphs:
             values: dict[fx.Node, Any] = {}
             for node in graph.graph.nodes:
@@ -52,7 +60,7 @@ def fill_graphs(graphs: Iterable[fx.GraphModule], layout_of: Callable[[fx.Node],
                 elif node.op == "call_function":
                     with mode:
                         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[arg-type]
-                        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                        values[node] = symbolic_value(node.target, args, kwargs)  # type: ignore[arg-type]
                 else:
                     break
                 node.meta["val"] = values[node]
