@@ -36,6 +36,11 @@ LEAST_S = 20.0  # with less than this left none is begun
 SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
          "intermediate_size": 704, "vocab_size": 2048}  # fmt: skip
 FORMATS = SMALL | {"num_hidden_layers": 16}  # whose weights in 4 bits are larger than what products take beside them
+WINDOWED = SMALL | {"sliding_window": 16}  # a Mistral
+WAYS: tuple[dict[str, Any], ...] = (  # in which caches and steps differ
+    {"cache_tier": "host"}, {"cache_tier": "disk"}, {"cache_tier": "host", "cpu_attention": True},
+    {"cache_tier": "disk", "micro_batches": 3, "order": "row"}, {"cache_tier": "host", "checkpoints": (1, 2)},
+    {"places": 2}, {"places": 2, "cache_tier": "disk"}, {"prompt_lookup_num_tokens": 4}, {"draft": "w8"})
 LARGE = {"hidden_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 8,
          "intermediate_size": 14336, "vocab_size": 32000}  # fmt: skip
 OPT = {"hidden_size": 4096, "num_hidden_layers": 10, "num_attention_heads": 32, "ffn_dim": 16384,
@@ -56,13 +61,15 @@ def jobs() -> list[Row]:
     formats = [{"part": "formats", "weights": weights, "cache": cache}
                for weights, cache in (("native", "native"), ("w4g64", "native"), ("w8", "native"), ("native", "kv8"),
                                       ("native", "kv4"), ("w4g32", "kv4"))]  # fmt: skip
+    ways = [{"part": "ways", "way": way, "windowed": windowed}
+            for way in range(len(WAYS)) for windowed in (False, True)]
     speed = [{"part": "throughput", "source": source, "batch": batch, "weights": weights}
              for source, weights in (("host", "native"), ("host", "w4g64"), ("disk", "native")) for batch in (1, 8, 32)]
     peers = [{"part": "peer", "batch": batch} for batch in (1, 8, 32)]
     opt = [job for batch in (1, 32) for job in (
         {"part": "throughput", "source": "host", "batch": batch, "weights": "native", "shape": "opt"},
         {"part": "flexgen", "batch": batch})]  # fmt: skip
-    return tokens + formats + speed[:3] + peers + opt + speed[3:]
+    return tokens + ways + formats + speed[:3] + peers + opt + speed[3:]
 
 
 def say(text: str) -> None:
@@ -70,16 +77,17 @@ def say(text: str) -> None:
 
 
 def saved_model(scratch: Path, shape: dict[str, int], dtype: torch.dtype, weights: str = "native") -> Path:
-    """A random-weight Llama (or OPT) of this shape as a safetensors checkpoint, made once; quantised, where weights say
-    so."""
-    opt = "ffn_dim" in shape
-    name = f"{'opt' if opt else 'llama'}-{shape['hidden_size']}-{shape['num_hidden_layers']}-{str(dtype)[6:]}"
+    """A random-weight Llama (or OPT, or Mistral) of this shape as a safetensors checkpoint, made once; quantised, where
+    weights say so."""
+    kind_of = "opt" if "ffn_dim" in shape else "mistral" if "sliding_window" in shape else "llama"
+    name = f"{kind_of}-{shape['hidden_size']}-{shape['num_hidden_layers']}-{str(dtype)[6:]}"
     folder = scratch / name
     if not (folder / "config.json").exists():
-        from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+        import transformers as of
 
         torch.manual_seed(0)
-        kind: Any = (OPTConfig, OPTForCausalLM) if opt else (LlamaConfig, LlamaForCausalLM)
+        kind: Any = {"opt": (of.OPTConfig, of.OPTForCausalLM), "llama": (of.LlamaConfig, of.LlamaForCausalLM),
+                     "mistral": (of.MistralConfig, of.MistralForCausalLM)}[kind_of]
         config = kind[0](**shape, tie_word_embeddings=False, max_position_embeddings=2048)
         config.dtype = dtype
         before = torch.get_default_dtype()
@@ -106,9 +114,9 @@ def weights_nbytes(folder: Path) -> int:
 @functools.cache
 def reference_tokens(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompts [3, 12] and transformers' greedy answers to them on the GPU, [3, 36]."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(GPU).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(GPU).eval()
     ids = torch.randint(3, SMALL["vocab_size"], (3, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         return ids, model.generate(ids.to(GPU), max_new_tokens=24, do_sample=False, pad_token_id=0,
@@ -135,6 +143,26 @@ def check_tokens(scratch: Path, machine: Any, job: Row) -> Row:
     if job["share"] < 1 and not row["streamed_nbytes"]:
         return row | {"failed": "nothing streamed"}
     return row if row["same"] else row | {"failed": "other tokens than transformers'"}
+
+
+def check_ways(scratch: Path, machine: Any, job: Row) -> Row:
+    """Greedy tokens by every way of keeping caches and of making steps, what is let go poisoned, against transformers
+    on the GPU; twice, as the second answer finds what the first left."""
+    from forebay.api import wrap
+
+    folder = saved_model(scratch, WINDOWED if job["windowed"] else SMALL, torch.float32)
+    ids, expected = reference_tokens(folder)
+    nbytes = weights_nbytes(folder)
+    budget = {"device": 4 * nbytes + (64 << 20), "host": 4 * nbytes + (64 << 20)}
+    before, os.environ["FOREBAY_POISON"] = begin_peak(), "1"
+    try:
+        with wrap(folder, budget, batch=3, prompt=12, new_tokens=24, machine=machine, **WAYS[job["way"]]) as lm:
+            same = all(torch.equal(lm.generate(ids, max_new_tokens=24, eos_token_id=None), expected) for _ in range(2))
+            row: Row = {"streamed_nbytes": lm.plan.prediction.streamed_nbytes, "same": same, "asked": WAYS[job["way"]]}
+    finally:
+        del os.environ["FOREBAY_POISON"]
+    row |= peak_within(budget["device"], before)
+    return row if same else row | {"failed": f"other tokens than transformers' with {WAYS[job['way']]}"}
 
 
 def check_formats(scratch: Path, machine: Any, job: Row) -> Row:
@@ -262,8 +290,8 @@ def _steps(times: list[float]) -> tuple[float, list[float]]:
 
 
 PARTS: dict[str, Callable[[Path, Any, Row], Row]] = {
-    "tokens": check_tokens, "formats": check_formats, "throughput": measure_throughput, "peer": measure_peer,
-    "flexgen": measure_flexgen,
+    "tokens": check_tokens, "ways": check_ways, "formats": check_formats, "throughput": measure_throughput,
+    "peer": measure_peer, "flexgen": measure_flexgen,
 }
 
 

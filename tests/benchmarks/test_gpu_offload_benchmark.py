@@ -25,7 +25,8 @@ Machine.link = lambda self, src, dst, find=Machine.link: find(self, "disk", "dev
 jobs = bench.jobs()
 assert {job["part"] for job in jobs} == set(bench.PARTS)
 formats = [job for job in jobs if job["part"] == "formats"]
-few = [jobs[3], *formats[1:4:2], next(j for j in jobs if j.get("cache") == "kv4" != j["weights"] != "native"),
+ways = [job for job in jobs if job["part"] == "ways" and job["windowed"] and job["way"] in (3, 4, 6, 8)]
+few = [jobs[3], *ways, *formats[1:4:2], next(j for j in jobs if j.get("cache") == "kv4" != j["weights"] != "native"),
        next(j for j in jobs if j.get("shape") == "opt"),
        next(j for j in jobs if j["part"] == "throughput" and j["source"] == "disk")]
 for job in few:
@@ -47,4 +48,4 @@ def test_the_checks_and_measurements_of_every_kind(tmp_path: Path) -> None:
     done = run_code(CODE, str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     parts = [line.split(",")[0] for line in done.stdout.splitlines()]
-    assert parts == ["tokens", *["formats"] * 3, *["throughput"] * 2]
+    assert parts == ["tokens", *["ways"] * 4, *["formats"] * 3, *["throughput"] * 2]
