@@ -9,7 +9,8 @@ from itertools import pairwise
 
 from torch import fx
 
-from forebay.passes.shard.divided import ROWS, Cuts
+from forebay.passes.shard.cuts import Cuts
+from forebay.passes.shard.divided import ROWS
 from forebay.passes.shard.shard import shard
 from forebay.passes.shard.split import ShardError
 from forebay.passes.shard.take_stage import take_stage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from forebay.passes.shard.collectives import Collectives
+from forebay.passes.shard.cuts import Cuts
 from forebay.passes.shard.demand import (
     aligned_operands,
     caches_of,
@@ -31,18 +32,6 @@ from forebay.rewriter.ir.symbolic_values import symbolic_value
 
 aten = torch.ops.aten
 ROWS = ".rows"  # ends the name of a weight that is rows of another, which is read whole as well
-
-
-@dataclass
-class Cuts:
-    """What a graph's weights and caches are on a rank: cuts by the weight's name in the graph, heads by the cache's
-    placeholder; `rows` are further placeholders, which are rows of another one's weight; `along` are the mesh's axes
-    that each cut dimension of a weight is divided by."""
-
-    weights: dict[str, WeightCut] = field(default_factory=dict)
-    along: dict[str, dict[int, tuple[int, ...]]] = field(default_factory=dict)
-    heads: dict[str, int] = field(default_factory=dict)
-    rows: dict[str, str] = field(default_factory=dict)
 
 
 class Divided:

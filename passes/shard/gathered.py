@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from forebay.passes.shard.divided import Cuts, Divided
+from forebay.passes.shard.cuts import Cuts
+from forebay.passes.shard.divided import Divided
 from forebay.passes.shard.sequences import AllSequences, Apart
 from forebay.passes.shard.split import ShardError, Split
 from forebay.rewriter.ir.graph import META

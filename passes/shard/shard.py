@@ -8,8 +8,9 @@ from typing import Any
 from torch import fx
 
 from forebay.passes.place.specialise_blocks import block_graphs
+from forebay.passes.shard.cuts import Cuts
 from forebay.passes.shard.demand import Demand, product_of
-from forebay.passes.shard.divided import Cuts, Divided
+from forebay.passes.shard.divided import Divided
 from forebay.passes.shard.gathered import GatheredStep
 from forebay.passes.shard.sequences import Apart
 from forebay.passes.shard.split import ShardError, Split, shape_of
