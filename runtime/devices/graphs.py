@@ -34,6 +34,8 @@ class LaunchGraph:
 
     def __call__(self) -> None:
         if self.seen != self.version():
+            if self.graph is not None:
+                torch.cuda.current_stream().synchronize()  # it may run still
             self.graph, self.ran, self.seen = None, False, self.version()
         if self.graph is None and self.ran and not self.refused:
             self.graph = self._captured()
