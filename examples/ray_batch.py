@@ -24,7 +24,8 @@ class Answering:
 
         import forebay
 
-        self.tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left", local_files_only=True)
+        self.tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left", local_files_only=True,
+                                                       trust_remote_code=False)
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.model = forebay.wrap(model, budget, batch=batch, new_tokens=new_tokens)

@@ -274,7 +274,7 @@ def test_compiled_search_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path
     built = compile.build(native.LIBRARY, cxx)
     monkeypatch.setattr(compile, "_make", pytest.fail)
     assert compile.build(native.LIBRARY, cxx) == built
-    assert sorted(path.suffix for path in built.parent.iterdir()) == [".o", ".o", ".so"]
+    assert sorted(path.suffix for path in built.parent.iterdir()) == [".lock", ".o", ".o", ".so"]
 
 
 @pytest.mark.parametrize("alignment", [1, 256])
