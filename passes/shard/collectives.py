@@ -55,17 +55,23 @@ class Collectives:
         gathered = self.call(functional.all_gather_into_tensor.default, (value, ranks, group), like)
         return self.call(aten.view.default, (gathered, [ranks, *self.sizes(value, like)]), like)
 
-    def whole(self, part: fx.Node, along: Mapping[int, tuple[int, ...]], like: fx.Node) -> fx.Node:
-        """All of a weight, of whose dimensions in `along` ranks along some axes have equal parts, in one exchange."""
-        axes = tuple(sorted({axis for each in along.values() for axis in each}))
-        sizes, shape = shape_of(part), self.share.shape
-        apart = self.call(aten.view.default, (self.every(part, axes, like), [*(shape[i] for i in axes), *sizes]), like)
-        order = [place for dim in range(len(sizes))
-                 for place in (*(axes.index(axis) for axis in along.get(dim, ())), len(axes) + dim)]
+    def whole(self, part: fx.Node, along: Mapping[int, tuple[tuple[int, ...], int]], like: fx.Node) -> fx.Node:
+        """All of a weight, in one exchange: along each dimension in `along` the ranks of some axes have equal parts of
+        so many equal stretches of it."""
+        axes = tuple(sorted({axis for over, _ in along.values() for axis in over}))
+        shape, (apart, order, made) = self.share.shape, [list[int]() for _ in range(3)]
+        for dim, size in enumerate(shape_of(part)):
+            over, stretches = along.get(dim, ((), 1))
+            if stretches > 1:
+                order.append(len(axes) + len(apart))
+                apart.append(stretches)
+            order += [*map(axes.index, over), len(axes) + len(apart)]
+            apart.append(size // stretches)
+            made.append(size * self.share.size(over))
+        every = self.call(aten.view.default, (self.every(part, axes, like), [*(shape[i] for i in axes), *apart]), like)
         if order != sorted(order):
-            apart = self.call(aten.permute.default, (apart, order), like)
-        made = [size * self.share.size(along.get(dim, ())) for dim, size in enumerate(sizes)]
-        return self.call(aten.reshape.default, (apart, made), like)
+            every = self.call(aten.permute.default, (every, order), like)
+        return self.call(aten.reshape.default, (every, made), like)
 
     def scattered(self, values: Sequence[fx.Node], parts: ByRank, axes: tuple[int, ...], like: fx.Node
                   ) -> list[fx.Node]:
@@ -183,3 +189,14 @@ def positions(held: Ranges, part: Ranges) -> Ranges:
         inside = next(a for a, b in held if a <= first and end <= b)
         found.append((before + first - inside, before + end - inside))
     return tuple(found)
+
+
+def stretches_of(wanted: Ranges, part: Ranges, parts: int, index: int) -> int:
+    """Into how many equal stretches `wanted` falls of which `part` is number `index` of `parts` equal parts each; 0
+    where it is nothing of the kind."""
+    if parts == 1:
+        return int(part == wanted)
+    inside = all(any(a <= first and end <= b for a, b in wanted) for first, end in part)
+    each = count(part) // len(part)
+    even = tuple((each * at, each * (at + 1)) for at in range(index, parts * len(part), parts))
+    return len(part) if inside and parts * count(part) == count(wanted) and positions(wanted, part) == even else 0

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from forebay.passes.shard.collectives import Collectives
+from forebay.passes.shard.collectives import Collectives, stretches_of
 from forebay.passes.shard.cuts import Cuts
 from forebay.passes.shard.demand import (
     aligned_operands,
@@ -115,14 +115,15 @@ class Divided:
         if self.stored is None or name is None or node in self.whole:
             return self.whole.get(node, self.env[node])
         read, sizes = dict(self.read.get(name, ())), shape_of(node)
-        along: dict[int, tuple[int, ...]] = {}
+        along: dict[int, tuple[tuple[int, ...], int]] = {}
         for dim, part in self.stored.weights.get(name, ()):
             axes = tuple(i for i in self.stored.along[name][dim] if i in self.share.beyond)
-            wanted = count(read[dim]) if dim in read else sizes[dim]
-            if count(part) * self.share.size(axes) != wanted:
+            wanted = read.get(dim, ((0, sizes[dim]),))
+            stretches = stretches_of(wanted, part, self.share.size(axes), self.share.index(axes))
+            if not stretches:
                 raise ShardError(f"{name}: {sizes[dim]} cannot be divided evenly among the ranks that gather it; take "
                                  "layout=2d")
-            along |= {dim: axes} if axes else {}
+            along |= {dim: (axes, stretches)} if axes else {}
         self.whole[node] = self.exchange.whole(self.env[node], along, like) if along else self.env[node]
         return self.whole[node]
 

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from forebay.api import LOG, LanguageModel
+from forebay.passes.shard.split import ShardError
 from forebay.rewriter.capture.step_graphs import StepGraphs
+from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.plan import Plan, PlanError, Workload
@@ -19,12 +21,13 @@ from forebay.rewriter.ir.share import RankShare
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan_block import PlanChoice, plan_block
-from forebay.rewriter.plan_ranks import RankPlanner, Steps, plan_together, rank_wishes, require_alike
+from forebay.rewriter.plan_ranks import RankPlanner, Steps, plan_together, rank_wishes, require_alike, require_all
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.shard_captured import rank_files, shard_captured
 from forebay.rewriter.switches import read_switches
 from forebay.runtime.comm.ranks import from_all, join_ranks, require_same_exchanges, tell_others
 from forebay.runtime.run.places import Asked
+from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.session import Session
 
 
@@ -32,18 +35,27 @@ class ShardedModel(LanguageModel):
     """One rank's part of a model. All ranks call the same methods with the same arguments, as under torchrun; each gets
     the whole answer."""
 
+    _awaited = False  # whether other ranks may wait for this one's steps
+
     def __init__(
         self, share: RankShare, captured: CapturedModel, checkpoint: Any, files: Any, budget: Any,
         workload: Workload, wishes: Wishes, machine: Machine | None = None, plan: Plan | None = None,
         choose: PlanChoice = plan_block,
     ) -> None:
         rank, ranks = join_ranks("cpu" if machine is None else machine.device_kind)
+        if len(set(from_all((share.mesh, checkpoint.fingerprint, wishes.cache_format, wishes.activations)))) > 1:
+            raise PlanError("mesh: ranks were given different models, meshes or formats; give all the same")
         self.share = replace(share, rank=rank)
         if self.share.ranks != ranks:
             raise PlanError(f"mesh: {share.mesh} has {self.share.ranks} ranks, and {ranks} processes "
                             f"run; start as many with torchrun --nproc-per-node={self.share.ranks}")
         wishes = rank_wishes(share, wishes)
-        sharded, parts = shard_captured(captured, self.share, read_switches())
+        refused = None
+        try:
+            sharded, parts = shard_captured(captured, self.share, read_switches())
+        except ShardError as error:
+            refused = str(error)
+        require_all(from_all(refused))
         super().__init__(sharded, checkpoint, rank_files(captured, parts, files), budget, workload, wishes, machine,
                          plan, choose)
 
@@ -100,7 +112,8 @@ class ShardedModel(LanguageModel):
 
     def generate(self, inputs: Any = None, generation_config: Any = None, **options: Any) -> Any:
         """As `LanguageModel.generate`, called alike on every rank: draws are those of rank 0's random state."""
-        self._alike("generate", inputs, {k: v for k, v in options.items() if isinstance(v, int | float | str | bool)})
+        listening = ("on_token", "streamer")  # not all ranks need to
+        self._alike("generate", inputs, generation_config, {k: v for k, v in options.items() if k not in listening})
         state = from_all(torch.random.get_rng_state() if self.share.rank == 0 else None)[0]
         if options.get("generator") is None and state is not None:
             torch.random.set_rng_state(state)
@@ -108,31 +121,48 @@ class ShardedModel(LanguageModel):
 
     def answer_all(self, asked: Sequence[Asked], *args: Any, **kwargs: Any) -> Any:
         """As `LanguageModel.answer_all`, with the same prompts on every rank."""
-        self._alike("answer_all", [(each.ids, each.new_tokens) for each in asked], {})
+        self._alike("answer_all", [(each.ids, each.new_tokens, each.sampling) for each in asked], args)
         return self._told(lambda: super(ShardedModel, self).answer_all(asked, *args, **kwargs))
 
+    def reserve(self, batch: int, prompt: int, new_tokens: int, in_places: bool = False) -> None:
+        """As `LanguageModel.reserve`; behind it others wait for a rank that fails."""
+        super().reserve(batch, prompt, new_tokens, in_places)
+        self._awaited = True
+
     def _told(self, run: Callable[[], Any]) -> Any:
-        """What `run` gives; where it fails, the other ranks are told by what."""
+        """What `run` gives; where it fails, the other ranks are told by what. Not of arguments that are wrong, or for
+        which there is no plan: all refuse those alike, before any step, and can go on."""
+        self._awaited = False
         try:
             return run()
         except BaseException as error:
-            tell_others(error)
+            if self._awaited or not isinstance(error, ValueError) or isinstance(error, CheckpointError):
+                tell_others(error)
             raise
 
     def _alike(self, what: str, *given: Any) -> None:
-        """ValueError, on all ranks, unless all are given the same."""
+        """ValueError, on all ranks, unless all are given the same. Where one has closed its session, all do: they make
+        the next one together."""
         digest = hashlib.sha256(_plain(given).encode()).hexdigest()
-        if len(set(from_all(digest))) > 1:
+        said = from_all((digest, self._session is None))
+        if len({each for each, _ in said}) > 1:
             raise ValueError(f"{what}: ranks were given different arguments; give all the same, as torchrun does")
+        if any(closed for _, closed in said):
+            self.close()
         LOG.debug("rank %d of %s: %s", self.share.rank, self.share.name, what)
 
 
 def _plain(value: Any) -> str:
-    """Arguments as text, tensors by their numbers."""
-    if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)} {value.flatten().tolist()}"
+    """Arguments as text, tensors and states of generators by their numbers; of other objects what they are."""
+    if isinstance(value, torch.Generator):
+        value = value.get_state()
+    if hasattr(value, "tolist"):  # of torch or numpy
+        return f"{tuple(value.shape)} {value.tolist()}"
     if isinstance(value, list | tuple):
         return "[" + " ".join(map(_plain, value)) + "]"
+    if isinstance(value, set | frozenset):
+        return _plain(sorted(map(_plain, value)))
+    value = value.to_dict() if hasattr(value, "to_dict") else value
     if hasattr(value, "items"):
         return " ".join(f"{key}={_plain(v)}" for key, v in sorted(value.items()))
-    return repr(value)
+    return repr(value) if isinstance(value, int | float | str | Sampling | None) else type(value).__qualname__

@@ -112,7 +112,8 @@ def answers(cases: list[Case], mesh: str | None) -> list[Any]:
             mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS])
             out = lm.generate(ids, attention_mask=mask, max_new_tokens=NEW,
                               **({"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | case.asked))
-            found.append((out.tolist(), lm.plan.prediction.streamed_nbytes, lm.plan.prediction.peak_nbytes["device"]))
+            found.append((out.tolist(), lm.plan.prediction.streamed_nbytes, lm.plan.prediction.peak_nbytes["device"],
+                          lm.plan.schedule.step_sizes))
     return found
 
 
@@ -148,7 +149,7 @@ FOUR += [Case("bigcode", {"mesh": {"tensor": 4, "attention": "batch"}}, share=50
 FOUR += [Case(kind, WIDE_OWN, share=500_000) for kind in ("llama", "bigcode", "gpt_neox", "uneven")]
 FOUR += [Case("opt", {"mesh": "stages=2,tensor=2,attention=batch"})]
 X, XYZ = {"mesh": "tensor=2x2,layout=x"}, {"mesh": "tensor=2x2,layout=xyz"}
-TWO += [Case(kind, {"mesh": "tensor=2,layout=xyz"}, share=700_000) for kind in ("llama", "bigcode")]
+TWO += [Case(kind, {"mesh": "tensor=2,layout=xyz"}, share=700_000) for kind in ("llama", "bigcode", "phi3")]
 FOUR += [Case(kind, XYZ, share=700_000) for kind in ("llama", "gpt_neox", "gpt2")]
 FOUR += [Case(kind, X, share=700_000) for kind in ("llama", "bigcode")] + [Case("opt", X | {"micro_batches": 2})]
 EIGHT = [Case("bigcode", {"mesh": "stages=2,tensor=2x2,layout=2d,attention=batch"})]
@@ -208,9 +209,9 @@ def test_each_rank_streams_its_part_alone(folder: Path, nursery: Nursery) -> Non
 
 def test_weights_that_are_gathered_stream_as_well(folder: Path, nursery: Nursery) -> None:
     """Whole, for both kinds of steps read the same pieces, and only one multiplies by them as they lie."""
-    (case,) = _placed(folder, [Case("llama", {"mesh": "tensor=2,layout=xyz"}, share=370_000)])
+    (case,) = _placed(folder, [Case("llama", {"mesh": "tensor=2,layout=xyz", "prefill_chunk": 8}, share=455_000)])
     for (found,) in answers_of_ranks(nursery, 2, [case]):
-        assert found[0] == _expected(case) and found[1] > 0
+        assert found[0] == _expected(case) and found[1] > 0 and found[3] == (1, 8)
 
 
 def programs(case: Case, mesh: str) -> list[Any]:
@@ -338,3 +339,39 @@ def test_what_cannot_be_is_said_alike_on_all_ranks(folder: Path, nursery: Nurser
     assert small.startswith("PlanError: rank 0: ") and "start as many with torchrun --nproc-per-node=4" in ranks
     assert "leave draft or mesh out" in draft and "as 4, 2x2 or stages=2,tensor=2" in shape
     assert unequal.startswith("PlanError: rank 1: ") and "different arguments" in given
+
+
+def unlike(folder: str) -> list[Any]:
+    """What is said of calls and models that are not alike, and what calls behind them give."""
+    from forebay.runtime.comm.faults import rank_fault
+
+    rank, ids = int(os.environ["RANK"]), torch.tensor([PROMPTS[0][:5], PROMPTS[2]])
+    plain = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with forebay.wrap(folder, 2_000_000, batch=2, prompt=8, new_tokens=NEW, mesh="2") as lm:
+        found, expected = [], lm.generate(ids, **plain).tolist()
+        for call in ({"input_ids": ids + rank}, {"attention_mask": torch.ones_like(ids) - (ids == 5) * rank},
+                     {"eos_token_id": [2, 3 + rank]}, {"generation_config": T.GenerationConfig(top_k=5 + rank)},
+                     {"generator": torch.Generator().manual_seed(rank)}, {"max_new_tokens": 1000}):
+            try:
+                lm.generate(**({} if "input_ids" in call else {"inputs": ids}), **plain | call)
+            except ValueError as error:
+                found.append(str(error))
+        assert rank_fault() is None
+        if rank:
+            lm.close()
+        found.append(lm.generate(ids, **plain).tolist() == expected)
+    for options in ({"cache": "kv8" if rank else "native"}, {"mesh": "stages=2" if rank else "2"}):
+        try:
+            forebay.wrap(folder, 2_000_000, batch=2, prompt=8, new_tokens=NEW, **({"mesh": "2"} | options))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_calls_that_are_not_alike_are_refused_and_harm_none_behind_them(folder: Path, nursery: Nursery) -> None:
+    (case,) = _placed(folder, [Case("llama")])
+    one, other = nursery.on_ranks(2, unlike, case.folder)
+    assert one == other and len(one) == 9
+    assert all("ranks were given different arguments" in said for said in one[:5])
+    assert "exceed the model's 128 positions" in one[5] and one[6] is True
+    assert all("different models, meshes or formats" in said for said in one[7:])

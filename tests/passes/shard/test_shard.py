@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
+from forebay.passes.shard.collectives import stretches_of
 from forebay.passes.shard.demand import heads_of
 from forebay.passes.shard.shard import shard
 from forebay.passes.shard.split import ShardError
 from forebay.rewriter.ir.graph import CapturedModel, is_collective
-from forebay.rewriter.ir.share import RankShare, count, even_part, ranges, ranks_of
+from forebay.rewriter.ir.share import Ranges, RankShare, count, even_part, ranges, ranks_of
 from forebay.rewriter.rewrite_captured import with_blocks
 from forebay.rewriter.shard_captured import rank_files, shard_captured
 from forebay.rewriter.switches import SwitchError, Switches
@@ -159,6 +160,15 @@ def test_weights_that_ranks_have_unequal_parts_of_are_not_gathered() -> None:
     """Of 64 features 9 ranks have 7 or 8 each."""
     with pytest.raises(ShardError, match="64 cannot be divided evenly"):
         shard_captured(families.captured("llama"), RankShare((3, 3), 0, 1, "2d", "batch", (0, 1)), Switches())
+
+
+@pytest.mark.parametrize(("wanted", "part", "stretches"), [
+    (((10, 18),), ((12, 14),), 1), (((10, 18),), ((11, 12), (15, 16)), 2), (((0, 4), (10, 14)), ((1, 2), (11, 12)), 2),
+    (((10, 18),), ((10, 12),), 0), (((10, 18),), ((11, 12), (16, 17)), 0), (((10, 18),), ((11, 12),), 0),
+    (((0, 4), (10, 14)), ((3, 5),), 0)])
+def test_gathered_parts_are_equal_parts_of_equal_stretches(wanted: Ranges, part: Ranges, stretches: int) -> None:
+    """As of gate and up in one matrix, of each of which the second of four ranks has the second part."""
+    assert stretches_of(wanted, part, 4, 1) == stretches
 
 
 def test_what_attention_shares_with_others_is_not_computed_for_some_sequences_alone() -> None:
