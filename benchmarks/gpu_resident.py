@@ -158,6 +158,8 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for the whole run")
     parser.add_argument("--answer", metavar="FOLDER", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if not options.tiny and (unknown := set(options.shapes.split(";")) - set(SHAPES)):
+        parser.error(f"--shapes: {'; '.join(sorted(unknown))} is none of {'; '.join(SHAPES)}")
     on_gpu = torch.cuda.is_available()
     if not on_gpu and not options.tiny:
         raise SystemExit("benchmarks.gpu_resident: torch finds no GPU here; --tiny runs without one")

@@ -94,4 +94,9 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=16)
     told = parser.parse_args()
-    main(told.model, told.prompts, told.answers, told.workers, told.budget, told.batch, told.max_new_tokens)
+    try:
+        main(told.model, told.prompts, told.answers, told.workers, told.budget, told.batch, told.max_new_tokens)
+    except ImportError as error:
+        parser.exit(2, f"error: {error}; pip install 'forebay[ray]'\n")
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"error: {error}\n")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -19,3 +22,13 @@ def make_cache_folder() -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
+
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Hold the lock `name` of the cache folder; the kernel lets go of it when this process dies."""
+    descriptor = os.open(make_cache_folder() / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

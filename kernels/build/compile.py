@@ -4,10 +4,8 @@ from files that nobody else can write."""
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import ctypes
 import errno
-import fcntl
 import functools
 import hashlib
 import os
@@ -17,11 +15,11 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forebay.kernels.build.cache_folder import make_cache_folder
+from forebay.kernels.build.cache_folder import locked, make_cache_folder
 
 LINK_FLAGS = ("-shared",)
 COMPILE_LIMIT_S = 300
@@ -89,21 +87,10 @@ def build(library: Library, cxx: str) -> Path:
         return trust(made)
     longest_first = sorted(texts, key=lambda path: -len(texts[path]))
     command = [cxx, *library.flags, *(f"-I{path}" for path in library.include)]
-    with _alone(folder / f"{library.name}.lock"), concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with locked(f"{library.name}.lock"), concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         list(pool.map(lambda path: _make(objects[path], [*command, "-c", str(path)]), longest_first))
         _make(made, [cxx, *library.flags, *LINK_FLAGS, *(str(trust(path)) for path in objects.values())])
     return trust(made)
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold a lock; the kernel lets go of it when this process dies."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def trust(path: Path) -> Path:

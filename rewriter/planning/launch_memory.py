@@ -33,8 +33,8 @@ def with_memory(launch: Launch, device: str) -> Launch:
     """The launch with what it takes on a device ("cpu", "cuda") beside what it says already.
 
     On a GPU Forebay's kernels share one scratch and torch's products one workspace of cuBLAS, which are kept; a run
-    whose plan named no product of torch's was seen to hold that too (H100, torch 2.11). What
-    torch's operators take in passing is taken twice: a launch runs once by itself, and its graph has memory of its own.
+    whose plan named no product of torch's was seen to hold that too (H100, torch 2.11). What torch's operators take in
+    passing is taken twice: a launch runs once by itself, and its graph has memory of its own.
     """
     operator = operators.find(launch.op)
     own = 0 if operator is None else operator.workspace_nbytes(launch, device)
@@ -42,9 +42,9 @@ def with_memory(launch: Launch, device: str) -> Launch:
         return replace(launch, workspace_nbytes=launch.workspace_nbytes + own) if own else launch
     back = 0 if operator is None else operator.passing(launch)
     passing = reserved_nbytes(launch.workspace_nbytes + back)
-    held = {"rounding of the arena": ROUND, "graphs": passing, SCRATCH: own - back}
-    held["rounding of the scratch"] = reserved_nbytes(own - back) - (own - back)
-    held["cuBLAS"] = reserved_nbytes(choices.cublas_nbytes())
+    held = {"rounding of the arena": ROUND, "graphs": passing, SCRATCH: own - back,
+            "rounding of the scratch": reserved_nbytes(own - back) - (own - back),
+            "cuBLAS": reserved_nbytes(choices.cublas_nbytes())}
     return replace(launch, workspace_nbytes=passing, held=tuple((name, n) for name, n in held.items() if n))
 
 

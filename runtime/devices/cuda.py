@@ -83,7 +83,10 @@ class CudaDevice:
         self.scratch: Scratch | None = None
         self.host: Arena | None = None
         self.landing: Arena | None = None
-        self.compute, *others = IDLE.pop() if IDLE else [torch.cuda.Stream() for _ in (COMPUTE, *MOVES, COLLECT)]
+        try:  # other threads may open devices too
+            self.compute, *others = IDLE.pop()
+        except IndexError:
+            self.compute, *others = (torch.cuda.Stream() for _ in (COMPUTE, *MOVES, COLLECT))
         self.streams = dict(zip((*MOVES, COLLECT), others, strict=True))
         self.workers = {stream: Worker(stream) for stream in (*MOVES, COLLECT, *UNORDERED, ATTEND)}
         self.ledgers = {stream: CopyLedger(self._fault) for stream in UNORDERED}

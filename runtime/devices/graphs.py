@@ -30,13 +30,13 @@ class LaunchGraph:
         self.label, self.launches, self.pool, self.version = label, tuple(launches), pool, version
         self.ran = self.refused = False
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.seen = version()
+        self.seen = 0
 
     def __call__(self) -> None:
         if self.seen != self.version():
             if self.graph is not None:
                 torch.cuda.current_stream().synchronize()  # it may run still
-            self.graph, self.ran, self.seen = None, False, self.version()
+            self.graph, self.ran = None, False
         if self.graph is None and self.ran and not self.refused:
             self.graph = self._captured()
             self.refused = self.graph is None

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import platform
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from forebay.kernels.build.cache_folder import cache_folder, make_cache_folder
+from forebay.kernels.build.cache_folder import cache_folder, locked
 from forebay.rewriter.machine.profile import Machine, load_machine, save_machine
 from forebay.rewriter.machine.quality import BUSY
 from forebay.runtime.measure import machine as measuring
@@ -59,7 +57,7 @@ def cached_machine(
     kept = None if anew else kept_machine(folder)
     if kept is not None and not (_poor(kept) and _is_old(folder) and _quiet(kept)):
         return kept
-    with _alone() if keep else contextlib.nullcontext():
+    with locked("machine.lock") if keep else contextlib.nullcontext():
         other = None if anew else kept_machine(folder)
         if other is not None and other != kept:
             return other
@@ -98,17 +96,6 @@ def _quiet(kept: Machine) -> bool:
                     "a cautious guess stands for: " + "; ".join(kept.guessed) if kept.guessed else
                     f"they took {kept.others_share:.0%} when it was measured")
     return share <= BUSY
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Hold the cache's lock of measuring; the kernel lets go of it when this process dies."""
-    descriptor = os.open(make_cache_folder() / "machine.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _processor() -> str:

@@ -45,15 +45,15 @@ def cublas_nbytes() -> int:
 # Packed weights are dequantised for torch's product by row tiles of so many bytes at most: Llama-3-8B's in one or two.
 DEQUANTISED_NBYTES = 128 << 20
 HALF_NBYTES = 2  # of an element of x
-ROWS = 64
+ALIGNED_ROWS = 64  # of which tiles of many rows are multiples
 
 
 def dequantised_rows(n: int, k: int, itemsize: int = HALF_NBYTES) -> int:
     """Rows of packed weights [n, k] that are dequantised at a time, to elements of `itemsize` bytes, for torch's
-    product: whole ROWS of them where they are many, as columns of a result that begin elsewhere take cuBLAS 2 to 3
-    times as long."""
+    product: multiples of ALIGNED_ROWS where they are many, as columns of a result that begin elsewhere take cuBLAS 2 to
+    3 times as long."""
     most = max(1, min(n, DEQUANTISED_NBYTES // (itemsize * max(1, k))))
-    return most if most == n or most < ROWS else most // ROWS * ROWS
+    return most if most == n or most < ALIGNED_ROWS else most // ALIGNED_ROWS * ALIGNED_ROWS
 
 
 def passing_nbytes(impl: str, product: Product, itemsize: int = HALF_NBYTES) -> int:

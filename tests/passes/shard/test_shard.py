@@ -16,7 +16,7 @@ from forebay.passes.shard.demand import heads_of
 from forebay.passes.shard.shard import shard
 from forebay.passes.shard.split import ShardError
 from forebay.rewriter.ir.graph import CapturedModel, is_collective
-from forebay.rewriter.ir.share import Ranges, RankShare, count, even_part, ranges, ranks_of
+from forebay.rewriter.ir.share import Ranges, RankShare, WeightCut, count, even_part, ranges, ranks_of
 from forebay.rewriter.rewrite_captured import with_blocks
 from forebay.rewriter.shard_captured import rank_files, shard_captured
 from forebay.rewriter.switches import SwitchError, Switches
@@ -105,6 +105,17 @@ def test_graphs_of_a_rank_are_not_divided_again_and_an_unknown_operator_is_named
         shard(step, RankShare((2,), 0), {})
 
 
+def elements(shape: tuple[int, ...], cut: WeightCut) -> torch.Tensor:
+    """1 where a rank has an element of a weight, 0 elsewhere."""
+    held = torch.ones(shape)
+    for dim, pieces in cut:
+        mask = torch.zeros(shape[dim])
+        for first, end in pieces:
+            mask[first:end] = 1
+        held *= mask.reshape([-1 if i == dim else 1 for i in range(len(shape))])
+    return held
+
+
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_two_dimensions_have_every_element_of_a_matrix_once(family: str) -> None:
     """Heads of keys and values that ranks share are theirs together."""
@@ -114,12 +125,7 @@ def test_two_dimensions_have_every_element_of_a_matrix_once(family: str) -> None
         model, parts = shard_captured(whole, RankShare((2, 2), rank, 1, "2d"), Switches())
         check_captured(model.step, "shard")
         for name, (source, cut) in parts.items():
-            held = torch.ones(whole.weights[source].shape)
-            for dim, pieces in cut:
-                mask = torch.zeros(held.shape[dim])
-                for first, end in pieces:
-                    mask[first:end] = 1
-                held *= mask.reshape([-1 if i == dim else 1 for i in range(held.dim())])
+            held = elements(whole.weights[source].shape, cut)
             own = {dim: count(pieces) for dim, pieces in cut}
             assert model.weights[name].shape == tuple(own.get(dim, size) for dim, size in enumerate(held.shape))
             seen[source] += held
@@ -143,12 +149,7 @@ def test_attention_over_the_batch_has_every_row_once_and_all_heads(family: str, 
         for block in model.blocks().values():
             assert collectives(block).count("all_to_all_single") == 2
         for source, cut in parts.values():
-            held = torch.ones(whole.weights[source].shape)
-            for dim, pieces in cut:
-                mask = torch.zeros(held.shape[dim])
-                for first, end in pieces:
-                    mask[first:end] = 1
-                held *= mask.reshape([-1 if i == dim else 1 for i in range(held.dim())])
+            held = elements(whole.weights[source].shape, cut)
             seen[source] += held
     for names in whole.layer_weights:
         for name in names.values():

@@ -124,8 +124,8 @@ def test_without_keeping_the_cache_stays_untouched(measured: list[Machine], tmp_
 
 HOLD = """
 import fcntl, sys
-from forebay.runtime.measure.kept import _alone
-with _alone():
+from forebay.kernels.build.cache_folder import locked
+with locked("machine.lock"):
     print("held", flush=True)
     sys.stdin.read()
 """
