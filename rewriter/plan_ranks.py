@@ -27,8 +27,8 @@ FromAll = Callable[[list[Any]], list[Any]]  # of what some ranks say, what all s
 
 @dataclass(frozen=True)
 class Steps:
-    """What ranks must have alike of their plans: which steps there are, and in which order each computes what. Where a
-    rank's weights and caches lie, and in what pieces they come, is its own affair."""
+    """What ranks must have alike of their plans: which steps there are, in which order each computes what, and in what
+    format caches keep it. Where a rank's weights and caches lie, and in what pieces they come, is its own affair."""
 
     workload: Workload
     micro_batches: int
@@ -36,12 +36,13 @@ class Steps:
     entering: int
     joined: bool
     prefill_chunk: int
+    cache_format: str
 
     @staticmethod
     def of(plan: Plan) -> Steps:
         block = plan.schedule.block
         return Steps(plan.workload, block.micro_batches, block.order, block.entering, block.joined,
-                     plan.schedule.prefill_chunk)
+                     plan.schedule.prefill_chunk, plan.cache_format)
 
     @property
     def size(self) -> tuple[int, int, int]:

@@ -22,8 +22,9 @@ from typer.testing import CliRunner
 
 from forebay.commands.app import app
 from forebay.model_kinds import read_mesh
-from forebay.rewriter.ir.plan import load_plan
+from forebay.rewriter.ir.plan import PlanError, load_plan
 from forebay.rewriter.machine.profile import Machine, save_machine
+from forebay.rewriter.plan_ranks import Steps, require_alike
 
 COMMAND = "import sys; from forebay.commands.cli import main; main()"
 PROMPTS = ["w5 w17 w80 w33", "w7 w150", "w60 w61 w12", "w9 w9 w9 w9 w9"]
@@ -129,6 +130,9 @@ def test_plan_shows_a_rank_and_writes_all_and_ranks_of_a_job_write_theirs(
         assert own.weights == saved.weights and own.buffers == saved.buffers and own.gemm == saved.gemm
         assert own.fingerprint == saved.fingerprint
     other = load_plan(plans / "rank1.json")
+    require_alike([Steps.of(load_plan(plans / "rank0.json")), Steps.of(other)])
+    with pytest.raises(PlanError, match="the plan of rank 1 has other steps than that of rank 0"):
+        require_alike([Steps.of(other), Steps.of(replace(other, cache_format="kv8"))])
     replace(other, schedule=replace(other.schedule, prefill_chunks=(4,)), gemm=(), buffers=tuple(
         b for b in other.buffers if b.kind not in ("activation", "io"))).save(plans / "rank1.json")
     job[job.index("--output") + 1] = str(tmp_path / "other.jsonl")
