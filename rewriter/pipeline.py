@@ -148,7 +148,7 @@ class Pipeline:
             rates_of(MachineEstimator(machine), weight_products(uses), workload.batch, graphs.weight_tier,
                      cache_launches(decode), graphs.block, launch_count(decode), workload),
             graphs.block, weights_of_layers(decode), graphs.cache_format,
-            staged_places(decode, graphs.block, workload.prompt), graphs.speculative).moving_hidden()
+            staged_places(decode, graphs.block, workload.prompt)).moving_hidden()
         if graphs.block.staged:
             self.needs = self.needs.staging(staged_layers(decode, graphs.block), graphs.block, workload)
 

@@ -135,7 +135,7 @@ class _Lowering:
             self.cut = block.attends_on_host(tokens)
             if block.staged:
                 self.staging = CacheStaging(draft, self.plan, staged_layers(self.gm, block), tokens)
-            elif tokens > 1:
+            elif block.is_prefill(tokens):
                 self.staging = PlaceStaging(draft, self.plan, self.gm)
         outer = self.whole = self._instance(-1, ((self.outer.symbols[n], n) for n in placeholders))
         recorder = Recorder(self.outer, self.workspace)

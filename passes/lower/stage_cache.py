@@ -142,7 +142,8 @@ class CacheStaging:
         self.count = plan.schedule.block.micro_batches
         self.homes = dict(zip(layers, plan.schedule.block.cache_homes(len(layers)), strict=True))
         self.fetched = 0
-        self.places = name_places(draft, plan) if plan.schedule.block.entering and tokens > 1 else None
+        self.places = name_places(draft, plan) if plan.schedule.block.entering and (
+            plan.schedule.block.is_prefill(tokens)) else None
         self.block, self.tokens = plan.schedule.block, tokens
         self.alike = self.places is None and not self.block.checkpoints  # a slot has the rows of its table, in order
         self.sizes = input_sizes(layers, self.block)

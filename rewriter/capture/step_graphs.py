@@ -33,8 +33,8 @@ class StepGraphs:
     `sample(tokens)`, if it has block calls, a flat one of a few of its layers, and for each layer the one there that it
     is like. `files` tells where the weights lie on disk; `constants` are small tensors that always stay in memory.
     `prefill(tokens)`, if the cache may grow, is `step(tokens)` with a cache of the workload's prompt alone. All graphs
-    are those of one micro-batch of `block`, as a step over so many tokens sees it. Steps over `speculative` numbers of
-    tokens give logits of every token, all others of one; `speculate`, if the model's can, gives the step graphs of
+    are those of one micro-batch of `block`, as a step over so many tokens sees it. Its speculative steps give logits of
+    every token, all others of one; `speculate`, if the model's can, gives the step graphs of
     which other steps do. `dtype` is that of hidden states, where weights are packed.
     """
 
@@ -52,41 +52,41 @@ class StepGraphs:
     gathers: bool = False  # steps over several tokens exchange weights, others do not
     # by tokens of a block of K and V, and format, those of a block of checkpoints; 0: there are none
     checkpoint_tokens: Callable[[int, str], int] = lambda cache_tokens, kept: 0
-    speculative: tuple[int, ...] = ()
     speculate: Callable[[tuple[int, ...]], StepGraphs] | None = None
     dtype: str = "bfloat16"
 
     def speculating(self, sizes: tuple[int, ...]) -> StepGraphs:
         """The step graphs with steps of these sizes, if any, that give logits of every token. PlanError where the model
         has no such steps."""
-        if sizes == self.speculative:
+        if sizes == self.block.speculative_steps:
             return self
         if self.speculate is None:
-            raise PlanError("plan.schedule.speculative_steps: this model's step gives logits of one token only, so "
-                            "none can check drafted tokens; leave them out")
+            raise PlanError("plan.schedule.block.speculative_steps: this model's step gives logits of one token only, "
+                            "so none can check drafted tokens; leave them out")
         return self.speculate(sizes)
 
 
 @no_collection()
 def step_graphs(
     captured: CapturedModel, files: Mapping[str, FileSlice], workload: Workload, fingerprint: str, *,
-    host_hop: bool = False, block: Block = ALONE, speculative: tuple[int, ...] = ()
+    host_hop: bool = False, block: Block = ALONE
 ) -> StepGraphs:
     """The step graphs of `captured` for the batch and context of `workload`, whose batch `block` divides; those over
-    `speculative` numbers of tokens give logits of every token. ValueError where the model's cannot, PlanError for
-    checkpoints of a model that cannot have any."""
+    its `speculative_steps` give logits of every token. PlanError for such steps, and for checkpoints, of a model that
+    cannot have any."""
     plain = captured
     if block.checkpoints:
         captured = _checkpointed(captured, block.checkpoint_format)
     sparse = _sparse(captured, block.sparse_values)
     weights = _weight_inputs(captured)
-    every = every_position(captured) if speculative else None
-    if speculative and every is None:
-        raise ValueError("this model has no steps that give logits of every token; see `every_position`")
+    every = every_position(captured) if block.speculative_steps else None
+    if block.speculative_steps and every is None:
+        raise PlanError("plan.schedule.block.speculative_steps: this model's step gives logits of one token only, so "
+                        "none can check drafted tokens; leave them out")
 
     def inputs_of(tokens: int, cached: int | None = None) -> dict[str, torch.Tensor]:
         each = replace(workload, batch=block.sequences(workload.batch, tokens))
-        if block.entering and tokens > 1 and block.cache == "device":
+        if block.entering and block.is_prefill(tokens) and block.cache == "device":
             cached = workload.prompt  # of the rows that are staged
         return step_inputs(captured, each, tokens, cached, weights, block)
 
@@ -95,7 +95,7 @@ def step_graphs(
             return sparse.step
         if captured.prefill is not None:
             return captured.prefill.step
-        return every.step if every is not None and tokens in speculative else captured.step
+        return every.step if every is not None and tokens in block.speculative_steps else captured.step
 
     def step(tokens: int, cached: int | None = None) -> fx.GraphModule:
         return concretise(graph_of(tokens), inputs_of(tokens, cached))
@@ -109,7 +109,8 @@ def step_graphs(
         return inline_blocks(concretise(short, {name: inputs[name] for name in few & inputs.keys()})), likes
 
     def speculate(sizes: tuple[int, ...]) -> StepGraphs:
-        return step_graphs(plain, files, workload, fingerprint, host_hop=host_hop, block=block, speculative=sizes)
+        return step_graphs(plain, files, workload, fingerprint, host_hop=host_hop,
+                           block=replace(block, speculative_steps=sizes))
 
     return StepGraphs(fingerprint, step, files, captured.constants, host_hop, sample=sample,
                       prefill=None if block.staged or block.entering else (
@@ -117,7 +118,7 @@ def step_graphs(
                       cache_format=captured.cache[0].format if captured.cache else "native", block=block,
                       activations=captured.rounded_to, dtype=str(captured.dtype)[6:],
                       gathers=captured.prefill is not None,
-                      speculative=speculative, speculate=speculate if gives_every_position(captured) else None,
+                      speculate=speculate if gives_every_position(captured) else None,
                       checkpoint_tokens=lambda tokens, kept: checkpoint_tokens(_checkpointed(plain, kept), tokens))
 
 

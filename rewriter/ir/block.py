@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -61,6 +61,10 @@ class Block:
     caches of a layer lie on one tier, and `cache_device` and `cache_host` are whole layers of them. Where it is
     `joined`, such a step decodes a token of every place as well: each piece computes those that enter, and then, over
     the same weights, all the others.
+
+    `speculative_steps` are the tokens per sequence of every step that checks drafted tokens, with logits at each, the
+    largest first. Like decode steps they compute all places; no chunk of a prompt has one of these sizes, and their
+    memory is that of decoding, behind the growth of the cache.
     """
 
     micro_batches: int = 1
@@ -82,6 +86,12 @@ class Block:
     hidden_slots: int = 0
     hidden_device: int = 0
     hidden_host: int = 0
+    speculative_steps: tuple[int, ...] = ()
+
+    def is_prefill(self, tokens: int) -> bool:
+        """Whether steps over `tokens` tokens per sequence compute prompts; others compute answers. Where nothing enters
+        places, a step over one token may be either."""
+        return tokens > 1 and tokens not in self.speculative_steps
 
     def attends_on_host(self, tokens: int) -> bool:
         """Whether a step over `tokens` tokens per sequence attends where caches in host memory lie."""
@@ -89,7 +99,7 @@ class Block:
 
     def decodes(self, tokens: int) -> bool:
         """Whether a step over `tokens` tokens per sequence also computes one of every place."""
-        return self.joined and tokens > 1
+        return self.joined and self.is_prefill(tokens)
 
     @property
     def takes_turns(self) -> bool:
@@ -102,7 +112,7 @@ class Block:
 
     def of_step(self, tokens: int) -> Block:
         """The block as a step over `tokens` tokens per sequence sees it."""
-        if tokens == 1:
+        if not self.is_prefill(tokens):
             return replace(self, hidden="device", hidden_slots=0, hidden_device=0, hidden_host=0)
         if not self.entering:
             return self
@@ -111,7 +121,7 @@ class Block:
 
     def sequences(self, batch: int, tokens: int) -> int:
         """Sequences of a micro-batch in a step over `tokens` tokens, of `batch` in all."""
-        return self.entering if self.entering and tokens > 1 else batch // self.micro_batches
+        return self.entering if self.entering and self.is_prefill(tokens) else batch // self.micro_batches
 
     def prefills(self, batch: int) -> int:
         """How many times prefill steps run until they have computed `batch` sequences."""
@@ -193,9 +203,9 @@ class Block:
         kept, slots = self.hidden_homes().count("device"), max(1, self.hidden_slots)
         return [next(staying) if home == "device" else kept + next(away) % slots for home in self.hidden_homes()]
 
-    def fault(self, speculative: Collection[int]) -> str:
+    def fault(self) -> str:
         """What contradicts itself in the shares of checkpoints, and in where hidden states are to lie, as the field and
-        why; "" for nothing. `speculative` are the sizes of steps that check drafted tokens."""
+        why; "" for nothing."""
         if self.checkpoints and not (self.checkpoints <= self.checkpoint_period and self.checkpoint_tokens > 0):
             return (f"checkpoints: {self.checkpoints} of checkpoint_period {self.checkpoint_period}, in blocks of "
                     f"checkpoint_tokens {self.checkpoint_tokens}, are no share of the cache")
@@ -203,7 +213,7 @@ class Block:
         if self.hidden == "device":
             return next((f"{name}: {given} is for hidden states that leave the device (hidden)"
                          for name, given in told.items() if given), "")
-        if self.order == "row" or self.micro_batches < 2 or self.entering or speculative:
+        if self.order == "row" or self.micro_batches < 2 or self.entering or self.speculative_steps:
             return (f"hidden: {self.hidden} is for micro_batches that take turns in zigzag order, without entering and "
                     "speculative_steps")
         if self.hidden_slots < 1 or min(told.values()) < 0 or (self.hidden == "host" and self.hidden_host):

@@ -17,7 +17,7 @@ from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.from_json import from_json
 from forebay.rewriter.ir.score_range import ScoreRange, check_ranges
 
-VERSION = 2
+VERSION = 3
 TIERS = ("device", "host", "disk")
 ARENAS = ("device", "host")  # one for each tier but the disk
 KEPT = ("weight", "constant", "slot", "cache")  # kinds of buffers that live as long as their phase
@@ -86,9 +86,9 @@ class Workload:
         return self.usual if block.entering or self.batch == 1 else (self.prompt, self.new_tokens)
 
     def before(self, tokens: int, block: Block) -> float:
-        """Tokens before a step over `tokens`, on average: within the answer for one, else within the prompt."""
+        """Tokens before a step over `tokens`, on average: within the answer, or in a prefill within the prompt."""
         prompt, answer = self.usual
-        return prompt + answer / 2 if tokens == 1 else max(0, self.paced(block)[0] - tokens) / 2
+        return max(0, self.paced(block)[0] - tokens) / 2 if block.is_prefill(tokens) else prompt + answer / 2
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,10 @@ class Schedule:
     prefill_chunks: tuple[int, ...] = (64,)  # tokens per sequence of every prefill step that may run, largest first
     host_hop: bool = False  # disk reads land in pinned host slots first (a GPU cannot read the disk)
     block: Block = ALONE
-    # tokens per sequence of every step that checks drafted tokens, with logits at each, largest first; no chunk has
-    # one of these sizes, and their memory is that of decoding, behind the growth of the cache
-    speculative_steps: tuple[int, ...] = ()
+
+    @property
+    def speculative_steps(self) -> tuple[int, ...]:
+        return self.block.speculative_steps
 
     @property
     def prefill_chunk(self) -> int:
@@ -140,7 +141,7 @@ class Schedule:
 
     def phase_of(self, tokens: int) -> str:
         """The phase of a step over `tokens` tokens per sequence."""
-        return "decode" if tokens == 1 else "speculative" if tokens in self.speculative_steps else "prefill"
+        return "prefill" if self.block.is_prefill(tokens) else "decode" if tokens == 1 else "speculative"
 
     def chunk_for(self, tokens: int) -> int:
         """Tokens per sequence of the steps in which a prompt of `tokens` runs: the fewest that hold it, else the
@@ -285,7 +286,7 @@ def _validate_block(plan: Plan) -> None:
         if given < 0 or (given and not s.block.staged) or (given and name == "cache_host" and s.block.cache == "host"):
             raise PlanError(f"plan.schedule.block.{name}: {given} is for a cache on a tier further off than "
                             f"{s.block.cache}, and never below 0")
-    if fault := s.block.fault(s.speculative_steps):
+    if fault := s.block.fault():
         raise PlanError(f"plan.schedule.block.{fault}")
     if plan.workload.batch % s.block.micro_batches:
         raise PlanError(f"plan.schedule.block.micro_batches: {s.block.micro_batches} do not divide a batch of "
@@ -293,7 +294,7 @@ def _validate_block(plan: Plan) -> None:
     share, alone = s.block.sparse_values, s.prefill_chunks[-1] == 1 < plan.workload.prompt
     if not 0 < share <= 1 or (share < 1 and (plan.score_ranges or s.speculative_steps or alone)):
         raise PlanError(f"plan.schedule.block.sparse_values: {share} must be a share above 0; below 1 with no "
-                        "plan.score_ranges, plan.schedule.speculative_steps or plan.schedule.prefill_chunks of 1")
+                        "plan.score_ranges, plan.schedule.block.speculative_steps or plan.schedule.prefill_chunks of 1")
     try:
         checkpoint_format(s.block.checkpoint_format)
     except ValueError as error:
@@ -326,14 +327,13 @@ def _validate_cache(plan: Plan) -> None:
 def _validate_speculative(plan: Plan) -> None:
     s, sizes = plan.schedule, list(plan.schedule.speculative_steps)
     if sizes != sorted(set(sizes) - {*s.prefill_chunks}, reverse=True) or min(sizes, default=2) < 2:
-        raise PlanError(f"plan.schedule.speculative_steps: {sizes} must be different, the largest first, none below 2, "
-                        f"and none a prefill's {list(s.prefill_chunks)} (plan.schedule.prefill_chunks)")
-    if sizes and (s.block.staged or s.block.entering):
-        raise PlanError("plan.schedule.speculative_steps: there are none where caches come to the device for their "
-                        "turns (plan.schedule.block.cache) or sequences enter places (plan.schedule.block.entering)")
+        raise PlanError(f"plan.schedule.block.speculative_steps: {sizes} must be different, the largest first, none "
+                        f"below 2, and none a prefill's {list(s.prefill_chunks)} (plan.schedule.prefill_chunks)")
+    if sizes and s.block.staged:
+        raise PlanError("plan.schedule.block.speculative_steps: none where plan.schedule.block.cache is staged")
     if sizes and sizes[0] > plan.workload.context:
-        raise PlanError(f"plan.schedule.speculative_steps: {sizes[0]} tokens exceed the {plan.workload.context} that "
-                        "the cache has room for (plan.workload)")
+        raise PlanError(f"plan.schedule.block.speculative_steps: {sizes[0]} tokens exceed the "
+                        f"{plan.workload.context} that the cache has room for (plan.workload)")
 
 
 def _validate_usual(work: Workload) -> None:

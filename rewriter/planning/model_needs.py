@@ -64,7 +64,11 @@ class ModelNeeds:
     layers: Mapping[int, tuple[str | None, ...]] = field(default_factory=dict)  # the weights that each layer is given
     cache_format: str = "native"
     staged: StagedCache | None = None  # of caches off the device, whose tails stand in `cache`
-    speculative: tuple[int, ...] = ()  # `Schedule.speculative_steps` of the plans
+
+    @property
+    def speculative(self) -> tuple[int, ...]:
+        """Tokens per sequence of steps that check drafted tokens, largest first."""
+        return self.block.speculative_steps
 
     def hidden(self, chunk: int) -> list[tuple[str, str, str, int, int]]:
         """The buffers on slower tiers of hidden states that leave the device in prefill steps over `chunk` tokens."""

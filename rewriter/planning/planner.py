@@ -208,9 +208,9 @@ def _upper(needs: ModelNeeds, chunk: int) -> tuple[int, bool]:
     """Bytes that cache, from below, and activations, from above, take together, and whether a prefill's activations
     may lie where decoding has cache, as its own ends with the prompt (FlashDecoding++Next, section V)."""
     need = needs.need(chunk).activations
-    decode = max(needs.need(1).activations, needs.speculative_activations)
+    decode = max(one := needs.need(1).activations, needs.speculative_activations)
     if needs.block.decodes(chunk):  # at the same time, one below the other
-        need += aligned(decode)
+        need += aligned(one)
     whole, prompt = _aligned(needs.cache), _aligned(needs.cache_prompt)
     grows = needs.cache_prompt and (whole - prompt) * GROWTH_PARTS >= whole
     if grows and chunk > 1 and need > decode:  # a chunk of one token is a decode step, which has the whole cache
@@ -266,8 +266,7 @@ def _planned(
     piece = max((w.nbytes // rows[w.name] * (w.tile_rows or rows[w.name])
                  for w in weights if w.tier != "device" and w.name in rows), default=0)
     chunks = chunk_sizes(fit.chunk, needs.speculative)
-    schedule = Schedule(fit.slots, piece, min(wishes.lead or fit.slots, fit.slots), chunks, needs.host_hop, needs.block,
-                        needs.speculative)
+    schedule = Schedule(fit.slots, piece, min(wishes.lead or fit.slots, fit.slots), chunks, needs.host_hop, needs.block)
     plan = Plan(needs.fingerprint, machine, budget.limits, workload, schedule, tuple(weights),
                 cache_format=needs.cache_format, score_ranges=wishes.score_ranges)
     upper, lends = _upper(needs, fit.chunk)

@@ -80,7 +80,7 @@ class StagedCache:
         """What a step over `tokens` tokens usually moves."""
         block, nbytes, copies = self.block, dict[tuple[str, str], float](), 0
         on_host, whole = 0.0, sum(len(self.tiers[i]) * layer.nbytes for i, layer in self.layers.items())
-        some = block.sequences(work.batch, tokens) / work.batch if block.entering and tokens > 1 else 1.0
+        some = block.sequences(work.batch, tokens) / work.batch if block.entering and block.is_prefill(tokens) else 1.0
         for i, tiers in self.tiers.items():
             layer = self.layers[i]
             attended = tiers.count("host") if block.attends_on_host(tokens) else 0

@@ -15,8 +15,7 @@ from forebay.rewriter.predict.simulate import STEPS, simulate
 
 def usually_seen(plan: Plan, tokens: int) -> float:
     """Tokens that the last of a step over so many attends to, on average."""
-    prompt = plan.schedule.phase_of(tokens) == "prefill"
-    return plan.workload.before(tokens if prompt else 1, plan.schedule.block) + tokens
+    return plan.workload.before(tokens, plan.schedule.block) + tokens
 
 
 def predict(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,15 +26,20 @@ class Drafted:
 
 
 class Drafter(Protocol):
-    """Drafts for the sequences of a call; a further drafted token takes `token_time_s`, for all of them at once, and
-    stands with `chance` where all before it do, as far as is known before the call."""
+    """Drafts for sequences in rows of a batch; a further drafted token takes `token_time_s`, for all of them at once,
+    and stands with `chance` where all before it do, as far as is known before a sequence's first draft."""
 
-    token_time_s: float
-    chance: float
+    @property
+    def token_time_s(self) -> float: ...
 
-    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int], least: float = 0.0) -> list[Drafted]:
-        """For each sequence of tokens int64 [T], prompt and answer so far, a draft of at most so many (0: none), none
-        of which is known to stand with less than the chance `least`."""
+    @property
+    def chance(self) -> float: ...
+
+    def draft(
+        self, held: Mapping[int, torch.Tensor], most: Mapping[int, int], least: float = 0.0
+    ) -> dict[int, Drafted]:
+        """By row, for each sequence of tokens int64 [T], prompt and answer so far, a draft of at most so many (0:
+        none), none of which is known to stand with less than the chance `least`. A row may have a new sequence."""
         ...
 
     def note(self, draft: Drafted, offered: int, right: int) -> None:
@@ -51,8 +56,10 @@ class PromptLookup:
     def note(self, draft: Drafted, offered: int, right: int) -> None:
         """Nothing: each text has its own share of them."""
 
-    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int], least: float = 0.0) -> list[Drafted]:
-        return [_looked_up(tokens, count) for tokens, count in zip(held, most, strict=True)]
+    def draft(
+        self, held: Mapping[int, torch.Tensor], most: Mapping[int, int], least: float = 0.0
+    ) -> dict[int, Drafted]:
+        return {row: _looked_up(tokens, most[row]) for row, tokens in held.items()}
 
 
 def _looked_up(tokens: torch.Tensor, most: int) -> Drafted:

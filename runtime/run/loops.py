@@ -9,7 +9,7 @@ import torch
 from forebay.runtime.run.balance import balanced_places
 from forebay.runtime.run.drafts import Drafter, PromptLookup
 from forebay.runtime.run.generation import Stop, generate_tokens
-from forebay.runtime.run.places import entering, generate_in_places
+from forebay.runtime.run.places import Asked, answer_all, entering
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.session import Session
 from forebay.runtime.run.speculation import Tally, generate_speculatively, speculates
@@ -28,11 +28,40 @@ def generate_as_planned(
     """`generate_tokens` by the loop that the session's plan is for; what drafts, those of `drafter` or else what is
     looked up in the prompt, brought is added to `tally`."""
     if entering(session.plan):
-        return generate_in_places(session, prompts, sampling, stop, generator, on_token)
+        return _generate_in_places(session, prompts, sampling, stop, generator, on_token, drafter)
     if speculates(session.plan, sampling, len(prompts), generator):
         return generate_speculatively(session, prompts, sampling, stop, generator, on_token, drafter or PromptLookup(),
                                       tally)
     return _generate_balanced(session, prompts, sampling, stop, generator, on_token)
+
+
+def _generate_in_places(
+    session: Session, prompts: Sequence[torch.Tensor], sampling: Sampling, stop: Stop,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    on_token: Callable[[torch.Tensor], None] | None = None, drafter: Drafter | None = None,
+) -> torch.Tensor:
+    """As `generate_tokens`, for any number of prompts: they enter the places of the session's plan as others end.
+
+    One `generator` for all gives each prompt the seed of its own. `on_token` sees the columns when all have ended.
+    """
+    if sampling.do_sample and (generator is None or isinstance(generator, torch.Generator)):
+        seeds = torch.randint(1 << 62, (len(prompts),), generator=generator).tolist()
+        generator = [torch.Generator().manual_seed(seed) for seed in seeds]
+    drawn = [lambda g=g: g for g in generator] if isinstance(generator, Sequence) else [None] * len(prompts)
+    found = torch.full((len(prompts), stop.max_new_tokens), stop.pad, dtype=torch.int64)
+    longest = 0
+
+    def on_end(number: int, new: list[int]) -> None:
+        nonlocal longest
+        found[number, : len(new)] = torch.tensor(new)
+        longest = max(longest, len(new))
+
+    answer_all(session, [Asked(ids, stop.max_new_tokens, g) for ids, g in zip(prompts, drawn, strict=True)], sampling,
+               stop.eos, on_end=on_end, drafter=drafter)
+    if on_token is not None:
+        for column in found[:, :longest].T:
+            on_token(column)
+    return found[:, :longest]
 
 
 def _generate_balanced(

@@ -3,103 +3,142 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 import torch
 
 from forebay.runtime.run.acceptance import Draws, Sureness
 from forebay.runtime.run.drafts import MODEL, Drafted
-from forebay.runtime.run.generation import prefill
+from forebay.runtime.run.generation import Prefill, prefill
 from forebay.runtime.run.sampling import Sampling, probabilities
 from forebay.runtime.run.session import Session
 
+KNOWN = 64  # checked tokens that weigh as much as what was expected of them
+
 
 class ModelDrafter:
-    """What the model of `session` says comes next, most likely or drawn by `sampling` from each sequence's own `draws`,
-    with the distributions that tokens were drawn from. It stops where a further token would seldom stand, by what it
-    gave those before (`Sureness`); these are offered whatever they were given, else draws would not be fair. Its cache
-    holds prompts and answers so far; of drafts that were refused it takes the tokens back by not counting them.
-    Sequences beyond the plan's room get no drafts. `right` and `wrong` count the tokens that stood and those that were
-    refused, which makes the next one's `chance`.
+    """What the model of `session` says comes next, most likely or drawn by `sampling` from each row's own `draws`, with
+    the distributions that tokens were drawn from. It stops where a further token would seldom stand, by what it gave
+    those before (`Sureness`); these are offered whatever they were given, else draws would not be fair. Its cache holds
+    prompts and answers so far, in the rows that they have in the larger model's batch; of drafts that were refused, and
+    of sequences that have left their rows, it takes the tokens back by not counting them. What it lacks is fed token by
+    token, or computed as a prompt where that is expected to be faster: in its row alone where sequences of the plan
+    enter places, else all rows anew. Sequences beyond the plan's room get no drafts. `right` and `wrong` count the
+    tokens that stood and those that were refused, which makes the next one's `chance`.
 
-    ValueError for a plan whose cache comes to the device for its turns, or whose sequences enter places: what is
-    stored there cannot be taken back.
+    ValueError for a plan whose cache comes to the device for its turns: what is stored there cannot be taken back.
     """
 
     def __init__(
-        self, session: Session, sampling: Sampling, draws: Sequence[Draws], chance: float = 0.5
+        self, session: Session, sampling: Sampling, draws: Sequence[Draws] = (), chance: float = 0.5
     ) -> None:
-        block = session.plan.schedule.block
-        if block.staged or block.entering:
+        if session.plan.schedule.block.staged:
             raise ValueError("assistant_model: drafts that were refused are taken back from its cache, which must stay "
-                             "on the device; wrap it with a larger budget and without places")
+                             "on the device; wrap it with a larger budget")
         self.session, self.sampling, self.draws = session, sampling, draws
-        self.token_time_s, self.chance = session.plan.prediction.decode_time_s, chance
+        said = session.plan.prediction
+        self.token_time_s, self.expected = said.decode_time_s, chance
+        parts = session.plan.schedule.block.prefills(session.plan.workload.batch)
+        self.begin_steps = said.prefill_time_s / parts / said.decode_time_s if said.decode_time_s > 0 else 4.0
         self.right = self.wrong = 0
         self.sureness = Sureness(chance)
-        self._held: list[list[int]] = []  # the tokens of each sequence that the cache holds
+        self._held: dict[int, list[int]] = {}  # the tokens of each row that the cache holds
 
-    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int], least: float = 0.0) -> list[Drafted]:
+    @property
+    def chance(self) -> float:
+        """That a drafted token stands where all before it do."""
+        return (KNOWN * self.expected + self.right) / (KNOWN + self.right + self.wrong)
+
+    def draft(
+        self, held: Mapping[int, torch.Tensor], most: Mapping[int, int], least: float = 0.0
+    ) -> dict[int, Drafted]:
         work = self.session.plan.workload
-        rows = [tokens.tolist() for tokens in held]
-        most = [max(0, min(count, work.context + 1 - len(row))) for row, count in zip(rows, most, strict=True)]
-        if not any(most):
-            return [Drafted()] * len(rows)
-        known = [len(row) for row in rows]
-        at, logits = self._resume(rows) if self._held else (
-            [min(count, work.prompt) for count in known], self._begin([tokens[: work.prompt] for tokens in held]))
-        chances: list[list[torch.Tensor]] = [[] for _ in rows]
-        given: list[list[float]] = [[] for _ in rows]
-        stands: list[list[float]] = [[] for _ in rows]
+        rows = {row: tokens.tolist() for row, tokens in held.items()}
+        most = {row: max(0, min(most[row], work.context + 1 - len(tokens))) for row, tokens in rows.items()}
+        if not any(most.values()):
+            return dict.fromkeys(rows, Drafted())
+        known = {row: len(tokens) for row, tokens in rows.items()}
+        at, logits = self._resume(held, rows, [row for row in rows if most[row]])
+        chances: dict[int, list[torch.Tensor]] = {row: [] for row in rows}
+        given: dict[int, list[float]] = {row: [] for row in rows}
+        stands: dict[int, list[float]] = {row: [] for row in rows}
         while True:
-            for i, row in enumerate(rows):
-                if at[i] == len(row) < known[i] + most[i]:
-                    row.append(self._next(logits[i], i, chances[i], given[i]))
-                    stands[i].append(self.sureness.chance(given[i][-1]))
-                    if math.prod(stands[i]) * self.chance < least:
-                        most[i] = len(stands[i])
-            going = [i for i, row in enumerate(rows) if len(row) < known[i] + most[i]]
+            for row, tokens in rows.items():
+                if at[row] == len(tokens) < known[row] + most[row]:
+                    tokens.append(self._next(logits[row], row, chances[row], given[row]))
+                    stands[row].append(self.sureness.chance(given[row][-1]))
+                    if math.prod(stands[row]) * self.chance < least:
+                        most[row] = len(stands[row])
+            going = [row for row, tokens in rows.items() if len(tokens) < known[row] + most[row]]
             if not going:
                 break
             logits = self._feed(rows, at, going)
-        self._held = [row[: at[i]] for i, row in enumerate(rows)]
-        return [Drafted(tuple(row[known[i] :]), MODEL, torch.stack(chances[i]) if chances[i] else None,
-                        tuple(given[i]), tuple(stands[i])) for i, row in enumerate(rows)]
+        self._held |= {row: tokens[: at[row]] for row, tokens in rows.items()}
+        return {row: Drafted(tuple(tokens[known[row] :]), MODEL, torch.stack(chances[row]) if chances[row] else None,
+                             tuple(given[row]), tuple(stands[row])) for row, tokens in rows.items()}
 
     def note(self, draft: Drafted, offered: int, right: int) -> None:
         self.right, self.wrong = self.right + right, self.wrong + (right < offered)
         self.sureness.note(draft.given[:offered], right)
 
-    def _begin(self, held: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Run the prompts; the logits [B, V] behind them."""
-        lengths = torch.ones(self.session.plan.workload.batch, dtype=torch.int64)  # idle rows count one
-        lengths[: len(held)] = torch.tensor([len(tokens) for tokens in held])
-        logits = prefill(self.session, held, lengths)[: len(held)].clone()  # growing may move what lies behind them
+    def _resume(
+        self, held: Mapping[int, torch.Tensor], rows: Mapping[int, list[int]], wanted: Sequence[int]
+    ) -> tuple[dict[int, int], Mapping[int, torch.Tensor] | torch.Tensor]:
+        """How many tokens of each row the cache holds by now, and the logits [V] behind those that are none to feed."""
+        work, entering = self.session.plan.workload, self.session.plan.schedule.block.entering
+        at = {row: min(_alike(self._held.get(row, []), tokens), len(tokens) - 1) for row, tokens in rows.items()}
+        begun = [row for row in wanted if len(rows[row]) - at[row] > self.begin_steps + max(
+            0, len(rows[row]) - work.prompt)]
+        if not entering and (begun or not self._held):
+            begun = [*rows]  # such a prefill computes all rows
+            self._held.clear()
+        logits: dict[int, torch.Tensor] = {}
+        for first in range(0, len(begun), entering or len(begun) or 1):
+            part = {row: held[row][: work.prompt] for row in begun[first : first + (entering or len(begun))]}
+            logits |= self._enter(part) if entering else self._begin(part)
+        return at | {row: min(len(rows[row]), work.prompt) for row in begun}, logits
+
+    def _begin(self, prompts: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Compute prompts, and all other rows as if they had one token; the logits [V] behind each."""
+        idle = torch.zeros(1, dtype=torch.int64)
+        every = [prompts.get(row, idle) for row in range(max(prompts) + 1)]
+        lengths = torch.ones(self.session.plan.workload.batch, dtype=torch.int64)
+        lengths[: len(every)] = torch.tensor([tokens.numel() for tokens in every])
+        logits = prefill(self.session, every, lengths)
+        found = {row: logits[row].clone() for row in prompts}  # growing may move what lies behind them
         self.session.grow()
-        return logits
+        return found
 
-    def _resume(self, rows: Sequence[list[int]]) -> tuple[list[int], torch.Tensor]:
-        """How many tokens of each sequence the cache still holds, and need not be fed; at least one must."""
-        at = []
-        for row, had in zip(rows, self._held, strict=True):
-            most = min(len(had), len(row) - 1)
-            at.append(next((i for i in range(most) if had[i] != row[i]), most))
-        return at, torch.empty(0)
+    def _enter(self, prompts: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Compute prompts in their places, at most as many as a prefill step does; the logits [V] behind each."""
+        entering = self.session.plan.schedule.block.entering
+        first, *_ = prompts
+        places = torch.tensor([*prompts, *[first] * (entering - len(prompts))])
+        lengths = torch.tensor([prompts[place].numel() for place in places.tolist()])
+        under_way = Prefill(self.session, [*prompts.values()], lengths, lengths, places)
+        while not under_way.step():
+            pass
+        return {row: under_way.logits[i].clone() for i, row in enumerate(prompts)}
 
-    def _feed(self, rows: Sequence[list[int]], at: list[int], going: Sequence[int]) -> torch.Tensor:
-        """Run one step over the next token of sequences that go on, and count it in `at`; the logits [B, V]. What the
-        others write stands where they end."""
+    def _feed(self, rows: Mapping[int, list[int]], at: dict[int, int], going: Sequence[int]) -> torch.Tensor:
+        """Run one step over the next token of rows that go on, and count it in `at`; the logits [B, V]. What the others
+        write stands where they end."""
         work = self.session.plan.workload
-        at[:] = [min(count, work.context - 1) for count in at]  # a full one loses its last token to what is written
+        for row, count in at.items():
+            at[row] = min(count, work.context - 1)  # a full one loses its last token to what is written
+        for row in self._held.keys() - at.keys():
+            del self._held[row][work.context - 1 :]
         ids, start = torch.zeros(work.batch, 1, dtype=torch.int64), torch.zeros(work.batch, dtype=torch.int64)
-        start[: len(at)] = torch.tensor(at)
-        for i in going:
-            ids[i, 0] = rows[i][at[i]]
+        for row, count in ({row: len(tokens) for row, tokens in self._held.items()} | at).items():
+            start[row] = count
+        for row in going:
+            ids[row, 0] = rows[row][at[row]]
         longest = int(start.max()) + 1
         logits = self.session.step({"input_ids": ids, "start": start, "last": torch.zeros_like(start),
                                     "length": torch.full_like(start, longest)})
-        for i in going:
-            at[i] += 1
+        for row in going:
+            at[row] += 1
         return logits
 
     def _next(self, logits: torch.Tensor, row: int, chances: list[torch.Tensor], given: list[float]) -> int:
@@ -115,3 +154,8 @@ class ModelDrafter:
         token = int(torch.multinomial(chances[-1], 1, generator=own))
         given.append(float(chances[-1][token]))
         return token
+
+
+def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -12,9 +12,9 @@ from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.acceptance import accepted
 from forebay.runtime.run.balance import balanced_places
-from forebay.runtime.run.drafts import Drafted
-from forebay.runtime.run.generation import Prefill, Stop, with_renewal
-from forebay.runtime.run.place_drafts import PlaceDrafts, Running
+from forebay.runtime.run.draft_choice import DraftChoice
+from forebay.runtime.run.drafts import Drafted, Drafter, PromptLookup
+from forebay.runtime.run.generation import Prefill, with_renewal
 from forebay.runtime.run.sampling import Sampling, choose, most_likely
 from forebay.runtime.run.session import Session
 
@@ -67,7 +67,7 @@ def entering(plan: Plan) -> int:
 
 def answer_all(
     session: Session, asked: Sequence[Asked], sampling: Sampling, eos: frozenset[int] = frozenset(), *,
-    on_end: OnEnd, on_step: OnStep = lambda work: None,
+    on_end: OnEnd, on_step: OnStep = lambda work: None, drafter: Drafter | None = None,
 ) -> WorkDone:
     """Continue every sequence until a token of `eos` or its most tokens; `on_end` is told of each when it ends,
     `on_step` of every step.
@@ -75,12 +75,13 @@ def answer_all(
     Prompts of like length enter together, the longest first. Their prefill takes `StepTurns` with the decoding of the
     others. In a joined plan each of its chunks is computed with a token of the others; then the longest and the
     shortest enter in turns, so that chunks suffice for places at any time. Where the plan computes all sequences of a
-    prefill at once, they begin together, as many as there are places, when the last ones have ended; steps that check
-    drafts, if it has any, check what is looked up (`PlaceDrafts`).
+    prefill at once, they begin together, as many as there are places, when the last ones have ended. Steps that check
+    drafts, if the plan has any, check those of `drafter`, whose rows are the places, else what is looked up; they must
+    not be drawn, so that each sequence's draws are its own.
     RuntimeFault, before anything runs, for a sequence that no place has room for. If `on_end` or `on_step` raises, the
     session is to be closed.
     """
-    loop = _Loop(session, sampling, eos, on_end)
+    loop = _Loop(session, sampling, eos, on_end, drafter=drafter)
     loop.line_up(dict(enumerate(asked)))
     while loop.busy:
         loop.turn()
@@ -90,7 +91,7 @@ def answer_all(
 
 def answer_arriving(
     session: Session, arriving: Arriving, eos: frozenset[int] = frozenset(), *, on_next: OnNext, on_end: OnEnd,
-    on_step: OnStep = lambda work: None, turns: StepTurns = USUAL_TURNS,
+    on_step: OnStep = lambda work: None, turns: StepTurns = USUAL_TURNS, drafter: Drafter | None = None,
 ) -> WorkDone:
     """As `answer_all`, for sequences that arrive while others run; they enter in the order in which they come.
 
@@ -102,7 +103,7 @@ def answer_arriving(
     """
     if not entering(session.plan) and session.plan.workload.batch > 1:
         raise RuntimeFault("sequences of this plan begin together; plan for places that they enter (wrap(places=…))")
-    loop = _Loop(session, Sampling(), eos, on_end, on_next, turns)
+    loop = _Loop(session, Sampling(), eos, on_end, on_next, turns, drafter)
     open_ = True
     while open_ or loop.busy:
         came = arriving(max(0, len(loop.free) - len(loop.waiting)), not loop.busy) if open_ else {}
@@ -123,42 +124,13 @@ def from_both_ends(numbers: Sequence[int], together: int) -> list[int]:
     return [*numbers[:rest], *(number for group in reversed(order) for number in group)]
 
 
-def generate_in_places(
-    session: Session, prompts: Sequence[torch.Tensor], sampling: Sampling, stop: Stop,
-    generator: torch.Generator | Sequence[torch.Generator] | None = None,
-    on_token: Callable[[torch.Tensor], None] | None = None,
-) -> torch.Tensor:
-    """As `generate_tokens`, for any number of prompts: they enter the places of the session's plan as others end.
-
-    One `generator` for all gives each prompt the seed of its own. `on_token` sees the columns when all have ended.
-    """
-    if sampling.do_sample and (generator is None or isinstance(generator, torch.Generator)):
-        seeds = torch.randint(1 << 62, (len(prompts),), generator=generator).tolist()
-        generator = [torch.Generator().manual_seed(seed) for seed in seeds]
-    drawn = [lambda g=g: g for g in generator] if isinstance(generator, Sequence) else [None] * len(prompts)
-    found = torch.full((len(prompts), stop.max_new_tokens), stop.pad, dtype=torch.int64)
-    longest = 0
-
-    def on_end(number: int, new: list[int]) -> None:
-        nonlocal longest
-        found[number, : len(new)] = torch.tensor(new)
-        longest = max(longest, len(new))
-
-    answer_all(session, [Asked(ids, stop.max_new_tokens, g) for ids, g in zip(prompts, drawn, strict=True)], sampling,
-               stop.eos, on_end=on_end)
-    if on_token is not None:
-        for column in found[:, :longest].T:
-            on_token(column)
-    return found[:, :longest]
-
-
 class _Loop:
     """Who stands in which place: `waiting` sequences by number, the next last; `entered` the places and numbers of
     those whose `prefill` is under way; `running` the number by place; `asked` all of these by number."""
 
     def __init__(
         self, session: Session, sampling: Sampling, eos: frozenset[int], on_end: OnEnd,
-        on_next: OnNext = lambda number, token: True, turns: StepTurns = USUAL_TURNS,
+        on_next: OnNext = lambda number, token: True, turns: StepTurns = USUAL_TURNS, drafter: Drafter | None = None,
     ) -> None:
         self.turns = turns
         self.session, self.sampling, self.eos, self.on_end, self.on_next = session, sampling, eos, on_end, on_next
@@ -175,7 +147,7 @@ class _Loop:
         self.generators: dict[int, torch.Generator] = {}
         self.first: dict[int, int] = {}  # tokens of those whose prompts ended before those that they entered with
         self.last = torch.zeros(self.batch, dtype=torch.int64)
-        self.drafts = PlaceDrafts(session.plan)
+        self.choice = DraftChoice(session.plan, drafter or PromptLookup())
         self.work = WorkDone()
 
     @property
@@ -271,13 +243,22 @@ class _Loop:
     def decode(self) -> None:
         """A step of one token for every sequence that runs, or of several, all but the first of which were drafted."""
         inputs = self._next_inputs(self.prefill.done if self.prefill is not None else 0)
-        size, drafts = self.drafts.choose({
-            number: Running(self._tokens(number), self.asked[number].new_tokens - len(self.new[number]))
-            for number in self.running.values()} if self.session.plan.schedule.speculative_steps else {})
-        if size == 1:
-            self._decoded(sorted(self.running.items()), self.session.step(inputs))
-        else:
+        size, drafts = self._drafts(inputs["start"]) if self.session.plan.schedule.speculative_steps else (1, {})
+        if size > 1:
             self._check(inputs, size, drafts)
+            return
+        logits = self.session.step(inputs)
+        if drafts:
+            self.choice.count(1, drafts, dict.fromkeys(self.running, 1))
+        self._decoded(sorted(self.running.items()), logits)
+
+    def _drafts(self, start: torch.Tensor) -> tuple[int, dict[int, Drafted]]:
+        """Tokens per sequence of the next step, and the draft of each place, where places hold as many as `start` [B].
+        """
+        return self.choice.choose(
+            {place: self._tokens(number) for place, number in self.running.items()},
+            {place: self.asked[number].new_tokens - len(self.new[number]) for place, number in self.running.items()},
+            self.session.plan.workload.context - int(start.max()))
 
     def _next_inputs(self, done: int) -> dict[str, torch.Tensor]:
         """The inputs of a step of one token, where chunks have computed `done` tokens of those that enter: what it
@@ -302,22 +283,23 @@ class _Loop:
         more. What is refused, and what free places write, is written anew before it is seen."""
         rows, ids = sorted(self.running.items()), torch.zeros(self.batch, size, dtype=torch.int64)
         ids[:, 0] = inputs["input_ids"][:, 0]
-        for place, number in rows:
-            drafted = drafts[number].tokens[: size - 1]
+        for place, _ in rows:
+            drafted = drafts[place].tokens[: size - 1]
             ids[place, 1 : 1 + len(drafted)] = torch.tensor(drafted, dtype=torch.int64)
         start = inputs["start"]
         logits = self.session.step({**inputs, "input_ids": ids, "length": start + size}).view(self.batch, size, -1)
-        given = []
+        given: dict[int, list[int]] = {}
         for place, number in rows:
-            draft, sampling = drafts[number], self.asked[number].sampling or self.sampling
+            draft, sampling = drafts[place], self.asked[number].sampling or self.sampling
             offered = min(size - 1, len(draft.tokens))
             draws = [self._generator(number)] if sampling.do_sample else None
-            given.append(accepted(logits[place, : offered + 1], draft, sampling, draws))
-            right = len(given[-1]) - 1
-            self.drafts.note(number, draft, offered, right)
+            given[place] = accepted(logits[place, : offered + 1], draft, sampling, draws)
+            right = len(given[place]) - 1
+            self.choice.note(place, draft, offered, right)
             self.work.offered, self.work.accepted = self.work.offered + offered, self.work.accepted + right
         self.work.decodes += 1
-        self._take(rows, given)
+        self.choice.count(size, drafts, {place: len(found) for place, found in given.items()})
+        self._take(rows, [*given.values()])
 
     def _begun(self, ends: Sequence[int], logits: torch.Tensor) -> None:
         """Choose the first tokens of those that entered and whose prompts have ended."""
@@ -368,17 +350,21 @@ class _Loop:
                 if token in self.eos or not left or not more:
                     self.work.left -= left
                     self.work.stopped += left > 0
-                    del self.running[place]
-                    self.free.append(place)
+                    self._leave(place)
                     ended.append(number)
                     break
         for number in ended:
             self.work.ended += 1
             self.generators.pop(number, None)
-            self.drafts.end(number)
             del self.asked[number]
             self.on_end(number, self.new.pop(number))
         self._renew()
+
+    def _leave(self, place: int) -> None:
+        """A place is free."""
+        del self.running[place]
+        self.free.append(place)
+        self.choice.forget(place)
 
     def _renew(self) -> None:
         """Let sequences whose cache is no use to their next token leave, and enter anew with all their tokens."""
@@ -387,6 +373,5 @@ class _Loop:
         for place, number in list(self.running.items()):
             length = self._length(number)
             if self.session.renews(length - 1, length):
-                del self.running[place]
-                self.free.append(place)
+                self._leave(place)
                 self.waiting.append(number)

@@ -3,14 +3,15 @@ decoding one by one would have given."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from forebay.rewriter.ir.plan import Plan
-from forebay.runtime.run.acceptance import Acceptance, Draws, Stakes, accepted, best_rate, best_size
-from forebay.runtime.run.drafts import LONGEST_MATCH, MODEL, Drafted, Drafter, PromptLookup
+from forebay.runtime.run.acceptance import Draws, accepted
+from forebay.runtime.run.draft_choice import DraftChoice
+from forebay.runtime.run.drafts import Drafted, Drafter
 from forebay.runtime.run.generation import Stop, prefill, refuse_crossing
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.session import Session
@@ -60,8 +61,7 @@ def generate_speculatively(
 ) -> torch.Tensor:
     """`generate_tokens`, with drafts of `drafter` checked by the plan's speculative steps: the same tokens where they
     are not drawn, else the same distribution, each sequence from its own generator (ValueError where several share
-    one). Sequences go on by as many tokens as were right of their own drafts; how many a step checks follows from its
-    predicted time and from how many were right so far; `Stakes` bounds what drafts that take time may lose. `on_token`
+    one). Sequences go on by as many tokens as were right of their own drafts, which `DraftChoice` chooses. `on_token`
     sees a column once all sequences have it."""
     if not speculates(session.plan, sampling, len(prompts), generator):
         raise ValueError("drafts are checked by a plan with speculative steps, and where tokens are drawn, with a "
@@ -95,10 +95,7 @@ class _DraftedCall:
         self.prompt = [p.numel() for p in prompts]
         self.new: list[list[int]] = [[] for _ in prompts]
         self.shown = 0  # columns that were handed out
-        self.seen = {row: Acceptance(drafter.chance) for row in range(count)}
-        self.times_s, self.drafter = step_times_s(session.plan), drafter
-        self.stakes, self.tried = Stakes(self.times_s[1]), False
-        self.behind = [0] * count  # tokens that the drafter has not been shown
+        self.choice = DraftChoice(session.plan, drafter)
 
     def begin(self, prompts: Sequence[torch.Tensor]) -> None:
         """Run the prompts; the first token of each."""
@@ -120,16 +117,10 @@ class _DraftedCall:
         """One pass: draft, check, keep what stands."""
         context = self.session.plan.workload.context
         going = [row for row in range(len(self.new)) if not self.ended(row)]
-        room = context - max(int(self.lengths[row]) for row in going)
-        times_s = {size: time_s for size, time_s in self.times_s.items() if size <= room}
-        most = [0 if self.ended(row) else min(max(times_s), self.stop.max_new_tokens - len(new)) - 1
-                for row, new in enumerate(self.new)]
-        rows = [tokens[: self.prompt[i] + len(self.new[i])] for i, tokens in enumerate(self.held)]
-        drafts = self._drafts(rows, most, going, times_s)
-        # what was drawn is checked whatever it is: leaving out by its value what is unlikely would favour it
-        drawn = max((len(drafts[row].tokens) for row in going if drafts[row].chances is not None), default=0)
-        size = best_size({row: drafts[row] for row in going}, self.seen,
-                         {size: time_s for size, time_s in times_s.items() if size > drawn})
+        size, drafts = self.choice.choose(
+            {row: self.held[row, : self.prompt[row] + len(self.new[row])] for row in going},
+            {row: self.stop.max_new_tokens - len(self.new[row]) for row in going},
+            context - max(int(self.lengths[row]) for row in going))
         ids = torch.zeros(len(self.lengths), size, dtype=torch.int64)
         for row in going:
             known = [self.new[row][-1], *drafts[row].tokens[: size - 1]]
@@ -138,68 +129,22 @@ class _DraftedCall:
         logits = self.session.step({"input_ids": ids, "start": start, "last": torch.zeros_like(start)})
         logits = logits.view(len(start), size, -1)
         given = {row: self._check(row, logits[row], drafts[row]) for row in going}
-        self._count(times_s[size], drafts, given)
+        self.choice.count(size, drafts, given)
         self.tally.steps[size] = self.tally.steps.get(size, 0) + 1
         self._show()
-
-    def _drafts(
-        self, rows: Sequence[torch.Tensor], most: Sequence[int], going: Sequence[int], times_s: Mapping[int, float]
-    ) -> list[Drafted]:
-        """What may follow: where each drafted token takes time, what followed the last tokens before is taken instead
-        if that is expected to give as many tokens per second."""
-        if not self.drafter.token_time_s:
-            return self.drafter.draft(rows, most)
-        found = PromptLookup().draft(rows, most)
-        each_s = self.drafter.token_time_s
-        slow = [row for row in going if found[row].kind < LONGEST_MATCH or best_rate(
-            self.seen[row].chance(found[row].kind), times_s) < best_rate(self.seen[row].chance(MODEL), times_s, each_s)]
-        worth, least = self._worth(each_s, slow, times_s) if slow else (0, 0.0)
-        made = self.drafter.draft(rows, [min(most[i], worth) if i in slow else 0 for i in range(len(rows))], least)
-        return [made[i] if i in slow else draft for i, draft in enumerate(found)]
-
-    def _count(self, step_s: float, drafts: Sequence[Drafted], given: Mapping[int, int]) -> None:
-        """Note what a pass and its drafts took and gave."""
-        made = {row: len(drafts[row].tokens) for row in given if drafts[row].kind == MODEL and drafts[row].tokens}
-        fed = max((self.behind[row] + count for row, count in made.items()), default=0)
-        self.stakes.note(step_s + fed * self.drafter.token_time_s, sum(given.values()) / len(given),
-                         self.tried and bool(made))
-        for row, count in given.items():
-            self.behind[row] = int(count > made[row]) if row in made else self.behind[row] + count
 
     def _check(self, row: int, logits: torch.Tensor, draft: Drafted) -> int:
         """Keep what stands of a draft by the logits [size, V]; how many tokens that gives."""
         offered = min(len(logits) - 1, len(draft.tokens))
         found = accepted(logits[: offered + 1], draft, self.sampling, self.draws[row])
         right = len(found) - 1
-        self.seen[row].note(draft, offered, right)
-        if draft.kind == MODEL:
-            self.drafter.note(draft, offered, right)
+        self.choice.note(row, draft, offered, right)
         self.tally.offered += offered
         self.tally.accepted += right
         self.tally.refused += right < offered
         self.lengths[row] += len(found)
         self.tally.tokens += self._append(row, found)
         return len(found)
-
-    def _worth(self, token_time_s: float, going: Sequence[int], times_s: Mapping[int, float]) -> tuple[int, float]:
-        """How many tokens to draft at most where each takes its time too, and the least chance to stand of a further
-        one: what it takes, and adds to a step, in tokens of the pace so far. At most twice as many as pay where all
-        have one chance; where none does and that may be lost, a few, to see whether they do by now."""
-        longest = max(times_s)
-        if self.session.plan.prediction.decode_time_s <= 0 or len(times_s) == 1:
-            return longest - 1, 0.0
-        drafts = dict.fromkeys(going, Drafted((0,) * (longest - 1)))
-        both_s = {size: time_s + (size - 1) * token_time_s for size, time_s in times_s.items()}
-        size = best_size(drafts, self.seen, both_s)
-        self.tried = size == 1
-        cost_s = max(self.behind[row] for row in going) * token_time_s
-        if self.tried:
-            size = sorted(times_s)[1]
-            cost_s += both_s[size] - times_s[1]
-            return (size - 1 if self.stakes.allow(cost_s, True) else 0), 0.0
-        tokens = sum(self.seen[row].expected(draft, size - 1) for row, draft in drafts.items()) / len(going)
-        least = tokens / both_s[size] * (token_time_s + (times_s[longest] - times_s[1]) / (longest - 1))
-        return (min(2 * size, longest) - 1 if self.stakes.allow(cost_s, False) else 0), least
 
     def _append(self, row: int, tokens: Sequence[int]) -> int:
         """Add tokens to a sequence up to the one that ends it; how many."""
@@ -221,12 +166,3 @@ class _DraftedCall:
             for column in self.columns(known)[:, self.shown :].T:
                 self.on_token(column)
         self.shown = max(self.shown, known)
-
-
-def step_times_s(plan: Plan) -> dict[int, float]:
-    """Predicted seconds of decode steps and of those that check drafts, by their tokens per sequence; alike where the
-    plan predicts nothing."""
-    said = plan.prediction
-    sizes = (1, *plan.schedule.speculative_steps)
-    times = (said.decode_time_s, *said.speculative_times_s)
-    return dict(zip(sizes, times, strict=True)) if said.decode_time_s > 0 else dict.fromkeys(sizes, 1.0)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from forebay.calibration import ranges_for
+from forebay.drafting import drafting_in_places
 from forebay.huggingface.emptied import empty_module
 from forebay.huggingface.module_habits import ModuleHabits, refuse_options
 from forebay.model_kinds import MeshShape, made
@@ -171,8 +172,7 @@ class LanguageModel(ScoringCalls, ModuleHabits):
             workload = workload.of(workload.batch, *asked)
             pipeline, plan = self._plan_anew(workload, wishes, choose)
         else:
-            graphs = self._graphs(workload, plan.schedule.block).speculating(plan.schedule.speculative_steps)
-            pipeline = Pipeline(graphs, workload, self.machine, self.switches)
+            pipeline = Pipeline(self._graphs(workload, plan.schedule.block), workload, self.machine, self.switches)
             plan = pipeline.replay(plan)
         self._adopt(pipeline, plan)
 
@@ -351,8 +351,9 @@ class LanguageModel(ScoringCalls, ModuleHabits):
     ) -> WorkDone:
         """`runtime.run.places.answer_all` on the plan there is, however many are asked."""
         longest, most = max(each.ids.numel() for each in asked), max(each.new_tokens for each in asked)
-        with self.running(min(len(asked), self.plan.workload.batch), longest, most, in_places=True) as session:
-            return answer_all(session, asked, sampling, eos, on_end=on_end, on_step=on_step)
+        with (self.running(min(len(asked), self.plan.workload.batch), longest, most, in_places=True) as session,
+              drafting_in_places(self.helper, session) as drafter):
+            return answer_all(session, asked, sampling, eos, on_end=on_end, on_step=on_step, drafter=drafter)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Logits at every position, and the loss of `labels`: see `StreamedCausalLM.forward`."""

@@ -32,6 +32,7 @@ class DraftedModel(LanguageModel):
     def __init__(
         self, draft: str | os.PathLike[str], captured: Any, checkpoint: Any, files: Any, budget: Budget,
         workload: Workload, wishes: Wishes, machine: Any = None, plan: Plan | None = None,
+        choose: PlanChoice = plan_block,
     ) -> None:
         if plan is not None:
             raise PlanError("draft: a plan that is replayed was made without one; leave one of both out, or wrap the "
@@ -49,7 +50,7 @@ class DraftedModel(LanguageModel):
         self._helper = LanguageModel(*opened, whole, Workload(1, 1, 1), _draft_wishes(wishes), machine)
         self._seen = DraftsSeen(checkpoint.fingerprint, opened[1].fingerprint, _assumed(draft))
         self._helper.drafts_seen = self._seen
-        super().__init__(captured, checkpoint, files, budget, workload, wishes, machine)
+        super().__init__(captured, checkpoint, files, budget, workload, wishes, machine, choose=choose)
 
     @property
     def helper(self) -> LanguageModel | None:  # type: ignore[override]
@@ -89,7 +90,7 @@ class DraftedModel(LanguageModel):
 
     def _plan_anew(self, workload: Workload, wishes: Wishes, choose: PlanChoice) -> tuple[Pipeline, Plan]:
         pipeline, plain = super()._plan_anew(workload, wishes, choose)
-        helper, asked = self._helper, _draft_wishes(wishes)
+        helper, asked = self._helper, _draft_wishes(wishes, plain.schedule.block.entering)
         limit = helper.captured.max_positions or NO_LIMIT
         prompt = min(plain.workload.prompt + 1, limit - 1)  # the answer's first token is known when drafts begin
         work = plain.workload.of(plain.workload.batch, prompt, min(plain.workload.new_tokens, limit - prompt))
@@ -130,6 +131,7 @@ def _assumed(draft: str | os.PathLike[str]) -> float:
     return ASSUMED if format is None else COPIES[format.bits]
 
 
-def _draft_wishes(wishes: Wishes) -> Wishes:
-    """Tokens that were refused are taken back from a cache on the device alone."""
-    return Wishes(cache_format=wishes.cache_format, cache_tier="device")
+def _draft_wishes(wishes: Wishes, entering: int = 0) -> Wishes:
+    """Tokens that were refused are taken back from a cache on the device alone; sequences enter its places as they do
+    the model's, so many at once."""
+    return Wishes(cache_format=wishes.cache_format, cache_tier="device", entering=entering or None)

@@ -1,4 +1,4 @@
-"""Drafts for one call of `generate`: by a wrapped model whose steps run between those of the one that checks them."""
+"""Drafts by a wrapped model whose steps run between those of the one that checks them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from forebay.runtime.run.acceptance import Draws
 from forebay.runtime.run.model_drafts import ModelDrafter
+from forebay.runtime.run.places import entering
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.session import Session
 from forebay.runtime.run.speculation import speculates
@@ -24,6 +26,10 @@ def drafting(
 ) -> Iterator[ModelDrafter | None]:
     """What drafts by `helper` for answers of `new_tokens` to `rows` on `session`, with the helper's session for as
     long; None where the plan's steps check no drafts of such a call, and where the helper has no positions for it."""
+    if entering(session.plan):
+        with drafting_in_places(helper, session) as drafter:
+            yield drafter
+        return
     limit, longest = helper.captured.max_positions if helper else 0, max(row.numel() for row in rows)
     room = min(new_tokens, limit - longest - 1) if limit else new_tokens
     if helper is None or room < 1 or not speculates(session.plan, sampling, len(rows), generator):
@@ -31,11 +37,33 @@ def drafting(
         return
     each = isinstance(generator, Sequence)
     draws = [[g] for g in generator] if each else [generator] * len(rows)  # type: ignore[union-attr]
-    with helper.running(len(rows), longest + 1, room) as other:  # the first token is known when drafts begin
-        seen = helper.drafts_seen
-        drafter = ModelDrafter(other, sampling, draws, *([] if seen is None else [seen.chance]))
-        try:
-            yield drafter
-        finally:
-            if seen is not None:
-                seen.add(drafter.right, drafter.wrong)
+    with (helper.running(len(rows), longest + 1, room) as other,  # the first token is known when drafts begin
+          _recording(helper, other, sampling, draws) as drafter):
+        yield drafter
+
+
+@contextmanager
+def drafting_in_places(helper: LanguageModel | None, session: Session) -> Iterator[ModelDrafter | None]:
+    """What drafts by `helper` for sequences in the places of `session`, the most likely tokens, with the helper's
+    session as it is planned for as long; None where the plan's steps check no drafts, and for a helper with fewer
+    places."""
+    if helper is None or not session.plan.schedule.speculative_steps or (
+            helper.plan.workload.batch < session.plan.workload.batch):
+        yield None
+        return
+    with helper.running(1, 1, 1, in_places=True) as other, _recording(helper, other, Sampling(), ()) as drafter:
+        yield drafter
+
+
+@contextmanager
+def _recording(
+    helper: LanguageModel, session: Session, sampling: Sampling, draws: Sequence[Draws]
+) -> Iterator[ModelDrafter]:
+    """What drafts on the helper's session; the tokens that stood are counted in the end."""
+    seen = helper.drafts_seen
+    drafter = ModelDrafter(session, sampling, draws, *([] if seen is None else [seen.chance]))
+    try:
+        yield drafter
+    finally:
+        if seen is not None:
+            seen.add(drafter.right, drafter.wrong)

@@ -24,7 +24,10 @@ from forebay.rewriter.checkpoints.resolve import packed_copy
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.plan_draft import PAYS
-from forebay.runtime.run.speculation import _DraftedCall
+from forebay.runtime.run.draft_choice import DraftChoice
+from forebay.runtime.run.generation import Stop, generate_tokens
+from forebay.runtime.run.places import Asked
+from forebay.runtime.run.sampling import Sampling
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 def test_tokens_are_those_of_the_model_alone(
     llama_checkpoint: Any, smaller: Path, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_DraftedCall, "_worth", lambda *_: (3, 0.0))  # whatever is predicted, draft
+    monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (3, 0.0))  # whatever is predicted, draft
     ids, options = llama_checkpoint.ids, dict(max_new_tokens=16, pad_token_id=0, eos_token_id=None, do_sample=False)
     with torch.no_grad():
         expected = llama_checkpoint.model.generate(ids, **options)
@@ -60,6 +63,35 @@ def test_tokens_are_those_of_the_model_alone(
             assert lm.plan.arenas["device"] + lm.helper.plan.arenas["device"] <= nbytes
             assert lm.helper.budget.limits == parts[1] and lm.plan.workload.new_tokens == 16
         assert "The plan of the draft" in lm.explain() and "of drafted tokens right" in lm.explain()
+        lm.close()
+        assert lm._session is None and lm.helper._session is None
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_enters_places_has_drafts_too(
+    llama_checkpoint: Any, smaller: Path, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More prompts than places, drawn or not: the tokens of each alone, with drafts in a part of the budget."""
+    monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (3, 0.0))  # whatever is predicted, draft
+    rows = [row[row != 0] for row in llama_checkpoint.ids]
+    nbytes = llama_checkpoint.share(4.5)
+    with wrap(llama_checkpoint.folder, nbytes, places=2, prompt=10, new_tokens=12, prompt_lookup_num_tokens=3,
+              draft=llama_checkpoint.folder if own else smaller) as lm, wrap(
+            llama_checkpoint.folder, nbytes, prompt=10, new_tokens=12) as plain:
+        assert lm.plan.schedule.block.entering and lm.plan.schedule.speculative_steps and lm.helper is not None
+        assert lm.helper.plan.workload.batch == 2 and lm.helper.plan.schedule.block.entering
+        assert lm.plan.arenas["device"] + lm.helper.plan.arenas["device"] <= nbytes
+        for sampling in (Sampling(), Sampling(True, 0.8, 5, 0.9)):
+            asked = [Asked(ids, 12 - i, lambda i=i: torch.Generator().manual_seed(i)) for i, ids in enumerate(
+                [*rows, *rows])]
+            found: dict[int, list[int]] = {}
+            work = lm.answer_all(asked, sampling, frozenset(), on_end=found.__setitem__, on_step=lambda work: None)
+            with plain.running(1, 10, 12) as session:
+                for i, each in enumerate(asked):
+                    draws = [torch.Generator().manual_seed(i)]
+                    alone = generate_tokens(session, [each.ids], sampling, Stop(each.new_tokens), draws)
+                    assert found[i] == alone[0].tolist()
+            assert work.offered and (work.accepted == work.offered) >= (own and not sampling.do_sample)
         lm.close()
         assert lm._session is None and lm.helper._session is None
 
@@ -90,7 +122,7 @@ def test_a_copy_in_fewer_bits_drafts_and_is_made_once_of_these_weights(
     llama_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(_DraftedCall, "_worth", lambda *_: (3, 0.0))
+    monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (3, 0.0))
     folder = Path(shutil.copytree(llama_checkpoint.folder, tmp_path / "model"))
     ids, options = llama_checkpoint.ids[:1], dict(max_new_tokens=8, eos_token_id=None, do_sample=False)
     with torch.no_grad():
@@ -175,6 +207,7 @@ def test_the_commands_say_what_drafts(llama_checkpoint: Any) -> None:
     assert found.exit_code == 0 and "draft       none, for it would not pay" in found.stdout
     for asked, says in (([*plan, model, "--json"], "--json is for"), ([*plan, "/nowhere"], "no model at /nowhere"),
                         (["run", model, "a prompt", "--draft", model, "--no-speculate"], "nothing is drafted"),
-                        (["run", model, "--prompts", "x", "--output", "y", "--draft", model], "is for one prompt")):
+                        (["run", "--save-plan", "p", model, "--prompts", "x", "--output", "y", "--draft", model],
+                         "a plan is of one model"), (["serve", model, "--draft", model, "--no-speculate"], "--budget")):
         found = CliRunner().invoke(app, asked)
         assert found.exit_code == 2 and says in " ".join(found.stderr.split())

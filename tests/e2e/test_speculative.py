@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,20 +105,33 @@ def test_a_models_drafts_change_no_token(folders: dict[str, Path], weights: str,
 @pytest.mark.parametrize(("folders", "weights", "cache"), [
     (family, *kind) for family in (FAMILIES if ALL else ("llama",)) for kind in (KINDS if ALL else KINDS[3:])],
     indirect=["folders"])
-def test_sequences_in_places_check_what_is_looked_up(folders: dict[str, Path], weights: str, cache: str) -> None:
-    """More of them than places, of unequal lengths; some are drawn, and some end in the middle of a pass. All families
-    under FOREBAY_TEST_ALL=1."""
-    wishes = Wishes(drafted_tokens=7, cache_format=cache, cache_tier="device", prefill_chunk=5)
+@pytest.mark.parametrize(("entering", "drafts"), [(0, False), (0, True), (2, False), (2, True)])
+def test_sequences_in_places_check_drafts(
+    folders: dict[str, Path], weights: str, cache: str, entering: int, drafts: bool
+) -> None:
+    """What was looked up or what the model's weights in fewer bits say. More of them than places, which they enter
+    together or one after the other, of unequal lengths; some are drawn, and some end in the middle of a pass. All
+    families under FOREBAY_TEST_ALL=1."""
+    wishes = Wishes(drafted_tokens=7, cache_format=cache, cache_tier="device", prefill_chunk=5,
+                    entering=entering or None, joined=entering > 0 and drafts)
     samplings = [Sampling(), Sampling(True, 1.2, 5, 0.9)]
-    with language_model(folders[weights], wishes) as lm, lm.running(4, 20, NEW) as session:
+    with (language_model(folders[weights], wishes) as lm, lm.running(4, 20, NEW, in_places=True) as session,
+          language_model(folders["w4"], Wishes(cache_tier="device", entering=entering or None)) as helper,
+          helper.running(4, 21, NEW, in_places=True) as other):
+        assert lm.plan.schedule.block.entering == helper.plan.schedule.block.entering == entering
         asked = [Asked(ids, NEW - 3 * i, lambda i=i: torch.Generator().manual_seed(i), samplings[i % 3 == 2])
                  for i, ids in enumerate([*PROMPTS, *PROMPTS[:2]])]
-        free = generate_tokens(session, [asked[0].ids], Sampling(), Stop(NEW))
-        eos = frozenset(free[:, NEW // 2].tolist())
-        alone = [generate_tokens(session, [each.ids], each.sampling or Sampling(), Stop(each.new_tokens, eos),
-                                 [torch.Generator().manual_seed(i)])[0].tolist() for i, each in enumerate(asked)]
+        with language_model(folders[weights], replace(wishes, entering=None, joined=False)) as plain, plain.running(
+                4, 20, NEW) as apart:
+            free = generate_tokens(apart, [asked[0].ids], Sampling(), Stop(NEW))
+            eos = frozenset(free[:, NEW // 2].tolist())
+            alone = [generate_tokens(apart, [each.ids], each.sampling or Sampling(), Stop(each.new_tokens, eos),
+                                     [torch.Generator().manual_seed(i)])[0].tolist() for i, each in enumerate(asked)]
         found: dict[int, list[int]] = {}
-        work = answer_all(session, asked, Sampling(), eos, on_end=found.__setitem__)
+        drafter = ModelDrafter(other, Sampling())
+        drafter.token_time_s = 0.0  # whatever is predicted, draft
+        work = answer_all(session, asked, Sampling(), eos, on_end=found.__setitem__,
+                          drafter=drafter if drafts else None)
         assert [found[i] for i in range(len(asked))] == alone
         assert work.offered and work.tokens == sum(map(len, alone))
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from families import rewritten
 
 from forebay.rewriter.capture.step_graphs import step_graphs
@@ -92,13 +91,27 @@ def test_a_budget_without_room_for_them_has_no_such_steps() -> None:
         plan_speculation(made, plain, budget, replace(wishes, drafted_tokens=40))
 
 
-def test_caches_off_the_device_and_places_have_no_such_steps() -> None:
-    for block in (Block(2, entering=1), Block(2, "zigzag", "disk", 16, 3)):
-        wishes = Wishes(drafted_tokens="auto")
-        plain, plan, _ = planned(200_000, wishes, Workload(2, 40, 24), block)
-        assert plan is plain
-        with pytest.raises(PlanError, match="prompt_lookup_num_tokens: no step checks"):
-            planned(200_000, Wishes(drafted_tokens=3), Workload(2, 40, 24), block)
+def test_caches_off_the_device_have_no_such_steps() -> None:
+    block, work = Block(2, "zigzag", "disk", 16, 3), Workload(2, 40, 24)
+    plain, plan, _ = planned(200_000, Wishes(drafted_tokens="auto"), work, block)
+    assert plan is plain
+    with pytest.raises(PlanError, match="prompt_lookup_num_tokens: no step checks"):
+        planned(200_000, Wishes(drafted_tokens=3), work, block)
+
+
+@pytest.mark.parametrize("block", [Block(1, entering=1), Block(2, entering=2), Block(2, entering=1, joined=True)])
+def test_steps_over_all_places_check_drafts_where_sequences_enter(block: Block) -> None:
+    """They are decode steps, of all places; a prompt's are of those that enter, whose rows alone are staged."""
+    work = Workload(4, 40, 24)
+    _, plan, made = planned(300_000, Wishes(drafted_tokens=3, prefill_chunk=16), work, block)
+    assert plan.schedule.speculative_steps == (4, 2)
+    each = work.batch // block.micro_batches
+    for tokens, rows in ((1, each), (4, each), (2, each), (16, block.entering)):
+        step = made.graphs.step(tokens)
+        ids = next(n for n in step.graph.find_nodes(op="placeholder") if n.target == "input_ids").meta["val"]
+        assert ids.shape == (rows, tokens)
+        taken = [launch.label for launch in made.program(plan, tokens).launches() if "_take_" in (launch.label or "")]
+        assert bool(taken) == (tokens == 16)
 
 
 def test_one_token_leaves_nothing_to_draft() -> None:
@@ -120,8 +133,9 @@ def test_chunks_have_other_sizes(prompt: int) -> None:
     ((4, 8), "the largest first"), ((8, 1), "none below 2"), ((40, 4), "none a prefill's"), ((100,), "has room for")])
 def test_contradictions_are_refused_by_name(steps: tuple[int, ...], message: str) -> None:
     _, plan, _ = planned(150_000, Wishes(drafted_tokens=7))
-    with pytest.raises(PlanError, match=f"plan.schedule.speculative_steps.*{message}"):
-        validate(replace(plan, schedule=replace(plan.schedule, speculative_steps=steps)))
+    with pytest.raises(PlanError, match=f"plan.schedule.block.speculative_steps.*{message}"):
+        block = replace(plan.schedule.block, speculative_steps=steps)
+        validate(replace(plan, schedule=replace(plan.schedule, block=block)))
 
 
 def test_a_model_that_cannot_says_so() -> None:
@@ -129,4 +143,4 @@ def test_a_model_that_cannot_says_so() -> None:
     assert graphs.speculating(()) is graphs
     with pytest.raises(PlanError, match="logits of one token only"):
         replace(graphs, speculate=None).speculating((4,))
-    assert torch.equal(torch.tensor(graphs.speculating((4,)).speculative), torch.tensor([4]))
+    assert graphs.speculating((4,)).block.speculative_steps == (4,)

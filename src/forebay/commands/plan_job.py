@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 def fit_job(
     opened: tuple[Any, Any, Any], encoded: list[Prompt], sizes: Any, new_tokens: int, batch: int | None,
     wishes: Wishes, saved: Plan | None, machine: Machine, first: int | None = None, mesh: str | None = None,
+    draft: str | None = None,
 ) -> tuple[LanguageModel, list[Prompt]]:
     """The model planned once for the whole job, and the prompts that the budget holds.
 
@@ -36,7 +37,7 @@ def fit_job(
     if saved is not None:
         if batch is not None and batch != saved.workload.batch:
             raise PlanError(f"the plan is for batches of {saved.workload.batch}, not of {batch}; leave --batch out")
-        return made(None, mesh, *opened, sizes, saved.workload, wishes, machine, saved), encoded
+        return made(draft, mesh, *opened, sizes, saved.workload, wishes, machine, saved), encoded
     needs = sorted({_tokens(p, new_tokens) for p in encoded})
 
     def up_to(most: int) -> list[Prompt]:
@@ -47,7 +48,7 @@ def fit_job(
         prompts, answers = [len(p.ids) for p in kept], [_new_tokens(p, new_tokens) for p in kept]
         work = Workload(len(kept), max(prompts), max(answers), round(fmean(prompts)), round(fmean(answers)))
         with console().status("planning the job"):
-            return made(None, mesh, *opened, sizes, work, wishes, machine, None, partial(plan_places, places=places))
+            return made(draft, mesh, *opened, sizes, work, wishes, machine, None, partial(plan_places, places=places))
 
     def chosen(most: int) -> LanguageModel:
         if first is not None and batch is None:

@@ -30,7 +30,8 @@ class ServingWanted:
     places: int | None = None
     cache: str = "native"
     machine: Path | None = None
-    speculate: bool = True  # whether steps of a single place may check what was looked up
+    speculate: bool = True  # whether steps may check what was looked up
+    draft: str | None = None  # what drafts in the same budget, where that pays
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ def plan_serving(folder: Path, wanted: ServingWanted, goals: ServingGoals | None
     """Plan once. Without goals for the number of places with which a sequence is predicted to take least time, with
     them for the number and the turns that keep them at the greatest rate, by simulation. Where weights stream, prefill
     steps that decode as well are compared too. PlanError where no plan fits, or none keeps the goals at any rate."""
-    from forebay.api import LanguageModel
     from forebay.commands.machine import machine_profile
+    from forebay.model_kinds import made
     from forebay.open_model import open_model
     from forebay.rewriter.ir.byte_sizes import parse_budget
     from forebay.rewriter.ir.plan import Workload
@@ -87,9 +88,9 @@ def plan_serving(folder: Path, wanted: ServingWanted, goals: ServingGoals | None
     wishes = Wishes(cache_format=wanted.cache, entering=entering_at_once(wanted.places or 1),
                     drafted_tokens="auto" if wanted.speculate else None)
     usual = (min(goals.prompt, wanted.prompt), min(goals.output, wanted.new_tokens)) if goals is not None else (0, 0)
-    lm = LanguageModel(*open_model(folder), sizes,
-                       Workload(wanted.places or 1, wanted.prompt, wanted.new_tokens, *usual), wishes,
-                       machine_profile(wanted.machine, folder), choose=choose)
+    work = Workload(wanted.places or 1, wanted.prompt, wanted.new_tokens, *usual)
+    lm = made(wanted.draft, None, *open_model(folder), sizes, work, wishes, machine_profile(wanted.machine, folder),
+              None, choose)
     return ServingChoice(lm, chosen[-1].turns, chosen[-1].rate)
 
 

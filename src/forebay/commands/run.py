@@ -26,6 +26,7 @@ from forebay.commands.options import (
     SlotsOption,
     SpeculateOption,
     model_folder,
+    prepare_draft,
     require_writable,
 )
 from forebay.commands.ranks import among_ranks, as_first_rank, of_this_rank
@@ -94,6 +95,7 @@ def run(
         from forebay.commands.chat import answer_one, refuse_idle_draft
         from forebay.commands.plan_job import fit_job, prompt_room, unfit
         from forebay.commands.prompts import JobError, encode, load_tokenizer, read_requests, stop_ids
+        from forebay.drafted import told
         from forebay.rewriter.ir.byte_sizes import parse_budget
         from forebay.rewriter.ir.plan import Budget, PlanError, load_plan
         from forebay.rewriter.planning.wishes import Wishes, activations_of, told_activations
@@ -106,6 +108,7 @@ def run(
                                 50 if top_k is None else top_k, 1.0 if top_p is None else top_p)
         except ValueError as error:
             raise JobError(str(error)) from error
+        refuse_idle_draft(draft, speculate)
         if prompt is not None:
             only = {"--prompts": prompts, "--output": output, "--plan": plan, "--save-plan": save_plan,
                     "--trace": trace, "--batch": batch, "--slots": slots, "--json": as_json or None,
@@ -113,12 +116,11 @@ def run(
             for name, given in only.items():
                 if given is not None:
                     raise JobError(f"{name} is for the prompts of a file; leave it or the prompt out")
-            refuse_idle_draft(draft, speculate)
             answer_one(model, prompt, budget, max_new_tokens, sampling, seed, chat=chat, cache=cache, machine=machine,
                        speculate=speculate is not False, dequantize=dequantize, draft=draft, activations=activations)
             return
-        if draft is not None:
-            raise JobError("--draft is for one prompt: the places of a job check only what is looked up")
+        if draft is not None and save_plan is not None:
+            raise JobError("--save-plan: a plan is of one model; leave it or --draft out")
         if prompts is None or output is None:
             raise JobError('name a "PROMPT" to answer here, or a file of --prompts and an --output for the answers')
         plan, save_plan = of_this_rank(mesh, plan, "--plan"), of_this_rank(mesh, save_plan, "--save-plan")
@@ -170,11 +172,14 @@ def run(
             if left:
                 profile = machine_profile(machine, folder)
                 answers.check_batch(batch if saved is None else saved.workload.batch)
+                prepare_draft(draft, folder, sizes.device)
                 lm, fitting = fit_job((captured, checkpoint, files), encoded, sizes, max_new_tokens, batch,
                                        Wishes(slots, cache_format=cache, score_ranges=ranges,
                                               activations=activations,  # type: ignore[arg-type]
                                               drafted_tokens=None if speculate is False else "auto"), saved, profile,
-                                       first=answers.batch, mesh=mesh)
+                                       first=answers.batch, mesh=mesh, draft=draft)
+                if draft is not None:
+                    say(f"draft: {told(lm)}")
                 if answers.batch not in (None, lm.plan.workload.batch):
                     say(f"{output}: going on with {lm.plan.workload.batch} prompts at once, not with {answers.batch}, "
                         "which do not fit: what is computed may differ by rounding")
@@ -308,7 +313,7 @@ def _measured_text(found: dict[str, Any]) -> str:
         f"from disk in all, {format_nbytes(found['read_nbytes'] // max(1, found['steps']))} per step",
         f"speed       {found['answers']} answers, {found['tokens']} tokens in {found['time_s']:.1f} s: "
         f"{found['tokens_per_s']:.2f} tokens/s, {found['steps_per_s']:.2f} steps/s",
-        *([f"drafts      {found['accepted_tokens']} of {found['drafted_tokens']} tokens that were looked up stood; "
+        *([f"drafts      {found['accepted_tokens']} of {found['drafted_tokens']} drafted tokens stood; "
            f"{found['tokens'] / found['steps']:.2f} tokens per pass over the weights"] * (found["drafted_tokens"] > 0)),
         f"time        {found['load_s']:.1f} s to load, {found['prefill_s']:.1f} s of prefill, "
         f"{found['decode_s']:.1f} s of decode",

@@ -13,10 +13,12 @@ from forebay.commands.options import (
     CacheOption,
     DebugOption,
     DequantizeOption,
+    DraftOption,
     MachineOption,
     ModelArgument,
     SpeculateOption,
     model_folder,
+    prepare_draft,
 )
 from forebay.commands.terminal import FAILED, clean_errors, console, message_of, one_line, say
 
@@ -48,6 +50,7 @@ def serve(
     grace: Annotated[float, typer.Option(min=0, help="Seconds to finish what runs when told to stop.")] = 300.0,
     cache: CacheOption = "native",
     speculate: SpeculateOption = None,
+    draft: DraftOption = None,
     dequantize: DequantizeOption = False,
     machine: MachineOption = None,
     debug: DebugOption = False,
@@ -59,8 +62,11 @@ def serve(
     Long: a third of it is the options, one by one.
     """
     with clean_errors(debug):
+        from forebay.commands.chat import refuse_idle_draft
         from forebay.commands.plan_serving import ServingWanted, plan_serving
         from forebay.commands.prompts import JobError, load_tokenizer, stop_ids
+        from forebay.drafted import told
+        from forebay.rewriter.ir.byte_sizes import parse_budget
         from forebay.rewriter.ir.plan import PlanError
         from forebay.serving.run_server import LOOPBACK, ServerRun, Service, ServingOptions, bound_socket
 
@@ -69,6 +75,7 @@ def serve(
         if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key
                                         and api_key):
             raise JobError("--api-key must be printable ASCII without spaces at its ends")
+        refuse_idle_draft(draft, speculate)
         goals = _goals(prompt, max_new_tokens, (ttft, tpot, isl, osl))
         try:
             socket = bound_socket(host, port)
@@ -78,10 +85,14 @@ def serve(
         with socket:
             folder = model_folder(model, dequantize)
             tokenizer = load_tokenizer(folder)
+            prepare_draft(draft, folder, parse_budget(budget).device)
             with console().status("capturing and planning"):
-                wanted = ServingWanted(budget, prompt, max_new_tokens, places, cache, machine, speculate is not False)
+                wanted = ServingWanted(budget, prompt, max_new_tokens, places, cache, machine, speculate is not False,
+                                       draft)
                 choice = plan_serving(folder, wanted, goals)
             lm, limit = choice.lm, choice.lm.captured.max_positions
+            if draft is not None:
+                say(f"draft: {told(lm)}")
             alone = host in ("localhost", "127.0.0.1", "::1") and api_key is None
             named = name or Path(model).expanduser().resolve().name
             options = ServingOptions(named, api_key, frozenset(LOOPBACK) if alone else None)

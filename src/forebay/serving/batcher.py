@@ -14,6 +14,7 @@ import torch
 
 from forebay.api import LanguageModel
 from forebay.commands.terminal import message_of, one_line
+from forebay.drafting import drafting_in_places
 from forebay.rewriter.ir.turns import USUAL_TURNS, StepTurns
 from forebay.runtime.run.places import Asked, WorkDone, answer_arriving, fits
 from forebay.runtime.run.sampling import Sampling
@@ -137,10 +138,11 @@ class Batcher:
         ended = False
         while not ended and self.broken is None:
             try:
-                with self.lm.running(1, self.prompt, self.new_tokens, in_places=True) as session:
+                with (self.lm.running(1, self.prompt, self.new_tokens, in_places=True) as session,
+                      drafting_in_places(self.lm.helper, session) as drafter):
                     self._work, self._since_s = WorkDone(), time.monotonic()
                     answer_arriving(session, self._arriving, self.eos, on_next=self._next, on_end=self._end,
-                                    on_step=self._stepped, turns=self.turns)
+                                    on_step=self._stepped, turns=self.turns, drafter=drafter)
                 ended = True
             except BaseException as error:
                 self._fail(error)

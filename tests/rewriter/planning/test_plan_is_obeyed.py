@@ -36,27 +36,27 @@ LENDING = Workload(batch=2, prompt=40, new_tokens=4)
 RECORDS = ("plan.machine", "plan.prediction")
 BLOCKS = {"row": Block(2, "row"), "cache on disk": Block(2, "zigzag", "disk", 16, 3),
           "cache in shares": Block(2, "zigzag", "disk", 16, 3, 1, 1), "entering": Block(2, entering=1),
-          "joined": Block(2, entering=1, joined=True), "hidden on disk": Block(2, hidden="disk", hidden_slots=1)}
+          "joined": Block(2, entering=1, joined=True), "hidden on disk": Block(2, hidden="disk", hidden_slots=1),
+          "speculative": Block(speculative_steps=(6, 3)),
+          "speculative in places": Block(2, entering=1, joined=True, speculative_steps=(6, 3))}
 EVERY = os.environ.get("FOREBAY_TEST_ALL") == "1"
 LIMITS = ("plan.budget.",)  # may be more than is taken; less is refused
 
 
-def pipeline(work: Workload, host_hop: bool, block: Block = ALONE, speculative: tuple[int, ...] = ()) -> Pipeline:
+def pipeline(work: Workload, host_hop: bool, block: Block = ALONE) -> Pipeline:
     lm = rewritten("llama")
     files = {spec.name: FileSlice("weights", i << 24, spec.nbytes) for i, spec in enumerate(lm.weights.values())}
-    graphs = step_graphs(lm, files, work, "llama", host_hop=host_hop, block=block,
-                         speculative=speculative)
+    graphs = step_graphs(lm, files, work, "llama", host_hop=host_hop, block=block)
     return Pipeline(graphs, work, Machine.default(), Switches())
 
 
 def planned(kind: str) -> tuple[Pipeline, Plan]:
     lending = kind in ("lending", "speculative")
-    made = pipeline(LENDING if lending else WORK, kind == "by way of the host", BLOCKS.get(kind, ALONE),
-                    (6, 3) if kind == "speculative" else ())
+    made = pipeline(LENDING if lending else WORK, kind == "by way of the host", BLOCKS.get(kind, ALONE))
     wishes = Wishes(prefill_chunk=36)
     weights = sum(u.nbytes for u in made.needs.uses)
     device = made.smallest_budget(wishes) + (
-        4 * weights if kind == "resident" else 0 if kind in BLOCKS else weights // 2)
+        4 * weights if kind == "resident" else 0 if kind in BLOCKS and not lending else weights // 2)
     cached = made.needs.staged.host_nbytes if made.needs.staged is not None else 0
     plan = made.plan(Budget(device, weights // 4 if "host" in kind else cached),
                      replace(wishes, score_ranges=(ScoreRange(1, 3.0, -40.0, 50.0), ScoreRange(0, -2.0, -9.0, 11.0))))
@@ -175,7 +175,7 @@ def leaves(kind: Any, path: str) -> Iterator[str]:
         yield path
 
 
-@pytest.mark.parametrize("kind", ["lending", "speculative", "resident", "by way of the host", *BLOCKS])
+@pytest.mark.parametrize("kind", ["lending", "resident", "by way of the host", *BLOCKS])
 def test_every_field_is_obeyed_or_refused_by_name(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made, plan = planned(kind)
     monkeypatch.setattr(run_passes, "ALWAYS_CHECK", False)  # graphs of changed plans differ in addresses and tiles

@@ -10,7 +10,7 @@ from forebay.runtime.run.drafts import LONGEST_MATCH, Drafted, PromptLookup
 
 
 def looked_up(tokens: list[int], most: int) -> Drafted:
-    return PromptLookup().draft([torch.tensor(tokens, dtype=torch.int64)], [most])[0]
+    return PromptLookup().draft({0: torch.tensor(tokens, dtype=torch.int64)}, {0: most})[0]
 
 
 def by_hand(tokens: list[int], most: int) -> Drafted:
@@ -31,6 +31,6 @@ def test_the_longest_and_latest_match_goes_on(tokens: list[int], most: int) -> N
 
 
 def test_each_sequence_has_its_own() -> None:
-    drafts = PromptLookup().draft([torch.tensor([1, 2, 3, 1, 2]), torch.tensor([4, 5]), torch.tensor([7, 7, 7])],
-                                  [2, 3, 4])
-    assert drafts == [Drafted((3, 1), 2), Drafted(), Drafted((7, 7, 7, 7), 2)]
+    held = {5: torch.tensor([1, 2, 3, 1, 2]), 0: torch.tensor([4, 5]), 2: torch.tensor([7, 7, 7])}
+    drafts = PromptLookup().draft(held, {5: 2, 0: 3, 2: 4})
+    assert drafts == {5: Drafted((3, 1), 2), 0: Drafted(), 2: Drafted((7, 7, 7, 7), 2)}

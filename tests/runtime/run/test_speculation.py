@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -15,14 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
+from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Limits, Plan, Prediction, Schedule, Workload
-from forebay.runtime.run import speculation
+from forebay.runtime.run import draft_choice
+from forebay.runtime.run.draft_choice import DraftChoice, step_times_s
 from forebay.runtime.run.drafts import Drafted, PromptLookup
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.model_drafts import ModelDrafter
 from forebay.runtime.run.places import Asked, answer_all, answer_arriving
 from forebay.runtime.run.sampling import Sampling, probabilities
-from forebay.runtime.run.speculation import Tally, generate_speculatively, step_times_s
+from forebay.runtime.run.speculation import Tally, generate_speculatively
 
 VOCAB = 5
 
@@ -46,15 +48,16 @@ class Recalling:
 
     def step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         ids, start = inputs["input_ids"], inputs["start"]
-        size = ids.shape[1]
-        assert size in self.plan.schedule.step_sizes and ids.shape[0] == start.shape[0] == self.plan.workload.batch
+        size, batch, block = ids.shape[1], self.plan.workload.batch, self.plan.schedule.block
+        assert size in self.plan.schedule.step_sizes and ids.shape[0] == start.shape[0] == block.sequences(batch, size)
+        rows = inputs["places"].tolist() if block.entering and block.is_prefill(size) else range(batch)
         self.sizes.append(size)
         logits = torch.zeros(len(ids), size, VOCAB)
-        for row, at in enumerate(start.tolist()):
+        for i, (row, at) in enumerate(zip(rows, start.tolist(), strict=True)):
             assert 0 <= at <= self.cache.shape[1] - size, "a position beyond the cache is written"
-            self.cache[row, at : at + size] = ids[row]
-            for i in range(size):
-                logits[row, i] = scores(self.cache[row, : at + i + 1].tolist())
+            self.cache[row, at : at + size] = ids[i]
+            for j in range(size):
+                logits[i, j] = scores(self.cache[row, : at + j + 1].tolist())
         if size in self.plan.schedule.speculative_steps:
             return logits
         return logits[torch.arange(len(ids)), inputs["last"]]
@@ -77,23 +80,29 @@ class Guessing:
     def __init__(self, guesses: Sequence[int], right: Sequence[bool]) -> None:
         self.guesses, self.right, self.calls = guesses, right, 0
 
-    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int], least: float = 0.0) -> list[Drafted]:
-        found = []
-        for tokens, count in zip(held, most, strict=True):
+    def draft(
+        self, held: Mapping[int, torch.Tensor], most: Mapping[int, int], least: float = 0.0
+    ) -> dict[int, Drafted]:
+        found = {}
+        for row, tokens in held.items():
             seen, drafted = tokens.tolist(), []
-            for _ in range(max(0, count)):
+            for _ in range(max(0, most[row])):
                 self.calls += 1
                 token = int(scores(seen).argmax()) if self.right[self.calls % len(self.right)] else (
                     self.guesses[self.calls % len(self.guesses)])
                 drafted.append(token)
                 seen.append(token)
-            found.append(Drafted(tuple(drafted)))
+            found[row] = Drafted(tuple(drafted))
         return found
 
 
-def session(batch: int, prompt: int, new_tokens: int, sizes: Sequence[int], chunk: int) -> Any:
-    schedule = Schedule(prefill_chunks=(chunk,), speculative_steps=tuple(sorted(sizes, reverse=True)))
-    return Recalling(Plan("f", "m", Limits(1), Workload(batch, prompt, new_tokens), schedule, ()))
+def session(
+    batch: int, prompt: int, new_tokens: int, sizes: Collection[int], chunk: int, entering: int = 0,
+    kind: type[Recalling] | None = None,
+) -> Any:
+    block = Block(speculative_steps=tuple(sorted(sizes, reverse=True)), entering=entering)
+    schedule = Schedule(prefill_chunks=(chunk,), block=block)
+    return (kind or Recalling)(Plan("f", "m", Limits(1), Workload(batch, prompt, new_tokens), schedule, ()))
 
 
 @settings(deadline=None, max_examples=60)
@@ -131,7 +140,18 @@ def test_sequences_in_places_get_the_tokens_of_each_alone(data: st.DataObject) -
     """More of them than places, of unequal lengths and wishes, some of which are heard no more in the middle of a pass;
     no position is written beyond the cache, and no token told behind the last."""
     planned, new, batch = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 14)), data.draw(st.integers(1, 3))
+    entering = data.draw(st.integers(0, batch)) if planned >= 4 else 0
+    chunk = 4 if entering else 1  # a step over one token decodes where sequences enter
     sizes = data.draw(st.sets(st.sampled_from([n for n in (2, 3, 5, 8) if n <= planned + new]), min_size=1))
+    # a smaller model, which may have less room than the prompts take and, by what is predicted, computes any anew
+    room, steps = data.draw(st.integers(4, 12)), data.draw(st.sampled_from([0.0, 3.0, 50.0]))
+
+    def drafter(places: int) -> ModelDrafter:
+        other = session(places, room, new, (), chunk, min(entering, places), Other)
+        found = ModelDrafter(other, Sampling())
+        found.begin_steps, found.token_time_s = steps, data.draw(st.sampled_from([0.0, 0.01]))
+        return found
+
     samplings = [Sampling(), Sampling(True, 1.0, 0, 1.0), Sampling(True, 0.5, 3, 0.9)]
     asked = [Asked(torch.tensor(ids), wanted, lambda i=i: torch.Generator().manual_seed(i), sampling)
              for i, (ids, wanted, sampling) in enumerate(data.draw(st.lists(st.tuples(
@@ -143,7 +163,8 @@ def test_sequences_in_places_get_the_tokens_of_each_alone(data: st.DataObject) -
                              Stop(each.new_tokens, eos), [torch.Generator().manual_seed(i)])[0].tolist()
              for i, each in enumerate(asked)]
     found: dict[int, list[int]] = {}
-    work = answer_all(session(batch, planned, new, sizes, 1), asked, Sampling(), eos, on_end=found.__setitem__)
+    work = answer_all(session(batch, planned, new, sizes, chunk, entering), asked, Sampling(), eos,
+                      on_end=found.__setitem__, drafter=drafter(batch) if data.draw(st.booleans()) else None)
     assert [found[i] for i in range(len(asked))] == alone and work.left == 0 == work.tokens - sum(map(len, alone))
     assert work.decodes <= sum(map(len, alone)) and 0 <= work.accepted <= work.offered
     told: dict[int, list[int]] = {i: [] for i in range(len(asked))}
@@ -153,9 +174,10 @@ def test_sequences_in_places_get_the_tokens_of_each_alone(data: st.DataObject) -
         return len(told[number]) < heard[number]
 
     found, waiting = {}, dict(enumerate(asked))
-    work = answer_arriving(session(1, planned, new, sizes, 1),
+    work = answer_arriving(session(1, planned, new, sizes, chunk, min(entering, 1)),
                            lambda free, idle: None if not waiting else {(i := min(waiting)): waiting.pop(i)} if free
-                           else {}, eos, on_next=on_next, on_end=found.__setitem__)
+                           else {}, eos, on_next=on_next, on_end=found.__setitem__,
+                           drafter=drafter(1) if data.draw(st.booleans()) else None)
     assert found == told == {i: tokens[: heard[i]] for i, tokens in enumerate(alone)} and work.left == 0
 
 
@@ -167,6 +189,22 @@ def test_what_repeats_in_places_takes_few_passes() -> None:
     work = answer_all(target, asked, Sampling(), on_end=found.__setitem__)
     assert found == {0: [i % VOCAB for i in range(60)], 1: [(2 + i) % VOCAB for i in range(30)]}
     assert work.accepted == work.offered > 60 and work.decodes <= 10, "steps that check were not taken"
+
+
+@pytest.mark.parametrize("entering", [0, 1])
+def test_a_models_right_drafts_in_places_take_few_passes(entering: int) -> None:
+    """What a place's next sequence has is not taken for what the last one had, whose beginning it may share; a prompt
+    is computed anew where feeding it takes longer."""
+    target, other = session(2, 12, 40, (8, 4), 6, entering), session(2, 13, 40, (), 6, entering)
+    drafter = ModelDrafter(other, Sampling())
+    drafter.begin_steps = 3.0
+    asked = [Asked(torch.tensor([i % 2, 1, 2, 3, i % VOCAB, 2, 3, 1]), 36) for i in range(6)]
+    plain: dict[int, list[int]] = {}
+    answer_all(session(2, 12, 40, (), 6, entering), asked, Sampling(), on_end=plain.__setitem__)
+    found: dict[int, list[int]] = {}
+    work = answer_all(target, asked, Sampling(), on_end=found.__setitem__, drafter=drafter)
+    assert found == plain and work.accepted == work.offered > 6 * 28 and work.decodes <= 3 * 8
+    assert other.sizes.count(6) == (12 if entering else 6), "each prompt of two chunks, alone or two at a time"
 
 
 def test_right_drafts_take_few_passes_and_wrong_ones_no_more_than_none() -> None:
@@ -224,24 +262,24 @@ def test_a_model_stops_behind_a_token_that_seldom_stands() -> None:
     """That token is in the draft; how often tokens stand that were given as much is learnt."""
     other: Any = Other(session(1, 3, 30, (), 1).plan)  # gives its most likely token half of what there is
     drafter = ModelDrafter(other, Sampling(), [None], 1.0)
-    prompt, whole = torch.tensor([1, 2]), drafter.draft([torch.tensor([1, 2])], [6])[0]
+    prompt, whole = torch.tensor([1, 2]), drafter.draft({0: torch.tensor([1, 2])}, {0: 6})[0]
     assert len(whole.tokens) == 6 and all(0.2 < given < 0.65 for given in whole.given)
     stands = list(accumulate(whole.stands, mul))
     for i, least in enumerate(stands):
-        assert drafter.draft([prompt], [6], least * 1.001)[0].tokens == whole.tokens[: i + 1]
+        assert drafter.draft({0: prompt}, {0: 6}, least * 1.001)[0].tokens == whole.tokens[: i + 1]
     for _ in range(40):
         drafter.note(whole, 6, 6)
-    assert drafter.draft([prompt], [6], stands[0])[0].tokens == whole.tokens
+    assert drafter.draft({0: prompt}, {0: 6}, stands[0])[0].tokens == whole.tokens
     for _ in range(80):
         drafter.note(whole, 6, 0)
-    assert drafter.draft([prompt], [6], stands[0])[0].tokens == whole.tokens[:1]
+    assert drafter.draft({0: prompt}, {0: 6}, stands[0])[0].tokens == whole.tokens[:1]
 
 
 @pytest.mark.parametrize("least", [0.0, 0.6])
 def test_drawn_drafts_of_another_model_leave_the_distribution(least: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chi-square over all answers of three tokens, beside their exact chances; drafts alone would fail it. What
     was drawn is checked, though a step without it would pay."""
-    monkeypatch.setattr(speculation._DraftedCall, "_worth", lambda *_: (2, least))
+    monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (2, least))
     sampling, prompt = Sampling(True, 0.9, 4, 0.97), [1, 2]
     count = 100_000 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 1000
     expected: dict[tuple[int, ...], float] = {(): 1.0}
@@ -285,7 +323,9 @@ class Timed(Guessing):
         self.token_time_s, self.fed = token_time_s, 0
         self.cache: list[int] = []
 
-    def draft(self, held: Sequence[torch.Tensor], most: Sequence[int], least: float = 0.0) -> list[Drafted]:
+    def draft(
+        self, held: Mapping[int, torch.Tensor], most: Mapping[int, int], least: float = 0.0
+    ) -> dict[int, Drafted]:
         found = super().draft(held, most)
         if found[0].tokens:
             row = held[0].tolist()
@@ -305,7 +345,7 @@ def test_drafts_lose_little_whatever_they_are_and_are_tried_again(right: list[bo
     target.plan = Plan(**{**vars(target.plan), "prediction": said})
     drafter, tally = Timed(right, token_time_s), Tally()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculation, "LONGEST_MATCH", 99)  # nothing is looked up
+        patch.setattr(draft_choice, "LONGEST_MATCH", 99)  # nothing is looked up
         generate_speculatively(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(new), None, None, drafter, tally)
     taken_s = sum(times[size] * count for size, count in tally.steps.items()) + drafter.fed * token_time_s
     wasted = (8 * token_time_s + 0.05) + 1.0
@@ -316,7 +356,7 @@ def test_drafts_lose_little_whatever_they_are_and_are_tried_again(right: list[bo
 
 def test_a_draft_that_turns_good_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong for a while, then right: a cheap one is drafted from again within the answer."""
-    monkeypatch.setattr(speculation, "LONGEST_MATCH", 99)
+    monkeypatch.setattr(draft_choice, "LONGEST_MATCH", 99)
     target = session(1, 3, 200, (8, 4, 2), 3)
     target.plan = Plan(**{**vars(target.plan), "prediction": Prediction(1.0, 1.0, speculative_times_s=(1.0,) * 3)})
     drafter, tally = Timed([False] * 60 + [True] * 10_000, 0.028), Tally()
@@ -356,6 +396,6 @@ def test_a_draft_that_begins_late_is_shown_what_was_said() -> None:
     """More than its plan's prompt: the rest by steps."""
     other: Any = Lasting(session(1, 3, 20, (), 3).plan)
     drafter = ModelDrafter(other, Sampling(), [None])
-    assert drafter.draft([torch.arange(9) % VOCAB], [0])[0].tokens == ()
-    assert drafter.draft([torch.arange(11) % VOCAB], [4])[0].tokens == (1, 2, 3, 4)
+    assert drafter.draft({0: torch.arange(9) % VOCAB}, {0: 0})[0].tokens == ()
+    assert drafter.draft({0: torch.arange(11) % VOCAB}, {0: 4})[0].tokens == (1, 2, 3, 4)
     assert other.cache[0, :11].tolist() == [i % VOCAB for i in range(11)]
