@@ -26,10 +26,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from forebay.commands.app import app
+from forebay.rewriter import plan_draft
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import PlanError, load_plan, plan_from_dict
 from forebay.rewriter.machine.profile import Machine, save_machine
 from forebay.runtime.measure.kept import machine_cache_path
+from forebay.runtime.run.draft_choice import DraftChoice
 
 WORDS = [f"w{i}" for i in range(196)]
 TEMPLATE = ("{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
@@ -272,6 +274,24 @@ def test_empty_prompts_file_is_said(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "in").write_text("\n", encoding="utf-8")
     result = _forebay(*_run_arguments(folder, tmp_path / "out", prompts=tmp_path / "in"))
     assert result.exit_code == 0 and "holds no prompts" in result.stderr
+
+
+def test_a_draft_changes_no_answer_of_a_job(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model drafts for itself, so much stands; it says what drafts, and what was checked."""
+    monkeypatch.setattr(plan_draft, "PAYS", 0.0)  # whatever is predicted
+    monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (3, 0.0))
+    told = {}
+    for name, drafts in (("plain", {}), ("drafted", {"draft": folder})):
+        arguments = _run_arguments(folder, tmp_path / name, budget="device=9MB", **drafts)
+        told[name] = _forebay(*arguments, *(["--no-speculate"] if name == "plain" else []), "--json")
+        assert told[name].exit_code == 0, told[name].output
+    plain, drafted = (_answers(tmp_path / name) for name in ("plain", "drafted"))
+    assert {i: each["text"] for i, each in drafted.items()} == {i: each["text"] for i, each in plain.items()}
+    found, alone = (json.loads(told[name].stdout) for name in ("drafted", "plain"))
+    assert found["accepted_tokens"] > 0 == alone["drafted_tokens"] and found["steps"] < alone["steps"]
+    assert "draft: " in told["drafted"].stderr and "of drafted tokens right" in told["drafted"].stderr
 
 
 def test_slots_beside_a_plan_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 import forebay
 from forebay.commands.plan_serving import ServingWanted, plan_serving
+from forebay.rewriter import plan_draft
 from forebay.rewriter.machine.profile import Machine, save_machine
+from forebay.runtime.run.draft_choice import DraftChoice
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +209,38 @@ def test_a_single_place_checks_what_is_looked_up(
     checked = sum(int(counts[f'forebay_drafted_tokens_total{{kind="{kind}"}}']) for kind in ("stood", "refused"))
     assert checked and int(counts['forebay_steps_total{kind="decode"}']) < sum(
         each.usage.completion_tokens for each in (*drawn, *found) if each.usage is not None)
+
+
+def test_a_draft_serves_requests_in_all_places(
+    folder: Path, prompts: list[str], expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that come and go, drawn or not, and their seeds give what they give without it."""
+    monkeypatch.setattr(plan_draft, "PAYS", 0.0)  # whatever is predicted
+    monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (3, 0.0))
+    save_machine(Machine.default(), tmp_path / "machine.json")
+    lm, plain = (plan_serving(folder, ServingWanted(
+        "9MB", PROMPT, NEW, PLACES, machine=tmp_path / "machine.json", speculate=draft is not None, draft=draft)).lm
+        for draft in (str(folder), None))
+    assert lm.helper is not None and lm.plan.schedule.speculative_steps and lm.plan.schedule.block.entering
+    texts = []
+    for each in (lm, plain):
+        with serving(folder, planned=each) as server:
+            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+            def ask(i: int, client: openai.OpenAI = client) -> str:
+                drawn = {"seed": i, "temperature": 0.8} if i % 3 == 2 else {"temperature": 0}
+                return client.completions.create(  # type: ignore[call-overload, no-any-return]
+                    model="tiny", prompt=prompts[i % len(prompts)], max_tokens=NEW, **drawn).choices[0].text
+
+            with ThreadPoolExecutor(5) as asking:
+                texts.append(list(asking.map(ask, range(12))))
+            stood = 'forebay_drafted_tokens_total{kind="stood"} '
+            counts = [int(line.removeprefix(stood)) for line in server.send("GET", "/metrics")[1].decode().splitlines()
+                      if line.startswith(stood)]
+            assert bool(counts and counts[0]) is (each is lm)
+    assert lm.helper.drafts_seen is not None and lm.helper.drafts_seen.known, "nothing was a model's draft"
+    assert texts[0] == texts[1] and all(
+        text == expected[i % len(prompts)] for i, text in enumerate(texts[0]) if i % 3 != 2)
 
 
 def test_a_key_is_asked_for_and_a_full_queue_says_so(folder: Path) -> None:
