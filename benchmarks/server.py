@@ -8,10 +8,12 @@ this machine's profile: nothing of the run is fitted. What is compared: P50 and 
 (TTFT) and of the time per token after it (TPOT), and of the largest rate the requests that end a second between a fifth
 and four fifths of the run.
 
-A machine with neighbours changes its pace from minute to minute. So a second prediction takes, of the run, how long its
-steps were (the server's own counters: mean seconds of steps that prefill and of those that decode, each over what is
-predicted of them): what is left of its error is that of the queue, of whose turn it is, and of what stands between the
-steps and the client. `alone` is what a few requests took one by one before the load, over what is predicted of them.
+A machine with neighbours changes its pace from minute to minute. So plain reads and products are timed before and
+behind each load, while the server is idle, and a second prediction is of a machine of this pace; it is the one that
+counts. A third takes, of the run, how long its steps were (the server's own counters: mean seconds of steps that
+prefill and of those that decode, each over what is predicted of them): what is left of its error is that of the queue,
+of whose turn it is, and of what stands between the steps and the client. `alone` is what a few requests took one by one
+before the load, over what is predicted of them.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,11 +39,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import numpy as np
 
+from benchmarks.prediction import Probe, at_pace
 from benchmarks.server_load import LoadAnswer, LoadRequest, open_loop, poisson
+from forebay.api import LanguageModel
 from forebay.commands.options import model_folder
 from forebay.commands.plan_serving import ServingWanted, plan_serving, step_times_of
 from forebay.commands.prompts import load_tokenizer
-from forebay.rewriter.predict.of_programs import StepTimes
+from forebay.rewriter.predict.of_programs import StepTimes, step_times
 from forebay.rewriter.serving.in_places import in_places
 from forebay.rewriter.serving.served import Served, percentile_s
 from forebay.rewriter.serving.traffic import Arrival
@@ -54,11 +59,16 @@ ALONE = 6  # requests one by one
 Row = dict[str, Any]
 
 
-def planned(budget: str, machine: Path | None) -> tuple[StepTimes, int]:
-    """Step times of the plan that `forebay serve` makes of the same options, and what it takes of the device."""
-    wanted = ServingWanted(f"device={budget}", PROMPTS[1], ANSWERS[1], machine=machine)
-    with plan_serving(model_folder("demo"), wanted).lm as lm:
-        return step_times_of(lm), lm.plan.arenas["device"]
+def planned(budget: str, machine: Path | None) -> LanguageModel:
+    """The model as `forebay serve` plans it with the same options."""
+    return plan_serving(model_folder("demo"), ServingWanted(
+        f"device={budget}", PROMPTS[1], ANSWERS[1], machine=machine)).lm
+
+
+def times_at(lm: LanguageModel, bytes_per_s: float, pace: float) -> StepTimes:
+    """What its steps are predicted to take on a machine that reads so fast and whose products take `pace` times what
+    the profile says."""
+    return step_times(lm.plan, partial(lm._pipeline.program, lm.plan), at_pace(lm.machine, bytes_per_s, pace))
 
 
 @contextlib.contextmanager
@@ -185,33 +195,39 @@ def used_s(process: int) -> float:
 
 
 def measure_budget(name: str, budget: str, options: argparse.Namespace, words: Sequence[int]) -> list[Row]:
-    times, nbytes = planned(budget, options.machine)
+    lm = planned(budget, options.machine)
+    times, nbytes = step_times_of(lm), lm.plan.arenas["device"]
+    probe = Probe(lm.checkpoint.folder, lm.machine, "float32", 1)
     full = saturation(times, words, options.requests)  # until it is measured
     rows: list[Row] = []
     with serving(budget, options.machine) as (port, places, server):
         assert places == times.places, "the server runs another plan"
         for share in SHARES:
-            pace = alone_pace(port, times, words)
+            alone = alone_pace(port, times, words)
+            pace, rate = probe.pace(), probe.bytes_per_s()
             seen, before, began, counted = Neighbours(), used_s(server), time.monotonic(), counters(port)
             answers = open_loop(port, requests(options.requests, share * full, 1, words))
             own = (used_s(server) - before) / ((time.monotonic() - began) * len(seen.cores))
             failed = [a.error for a in answers if a.error]
             good = [a for a in answers if not a.error]
             load, measured_steps = arrivals_of(good), counters(port)
-            at_pace, paces = paced(times, load, counted, measured_steps)
+            pace, rate = (pace + probe.pace()) / 2, (rate + probe.bytes_per_s()) / 2
+            at_steps, paces = paced(times, load, counted, measured_steps)
             row: Row = {
                 "budget": name, "device_nbytes": nbytes, "places": places, "share": share, "rate": share * full,
                 "requests": len(answers), "failed": len(failed), "first_failure": failed[0] if failed else "",
-                "alone": pace, "others": max(0.0, seen.share() - own), "measured": of_run(good),
-                "predicted": of_simulation(in_places(load, times)), "steps_over_predicted": paces,
-                "at_measured_steps": of_simulation(in_places(load, at_pace))}
+                "alone": alone, "pace": pace, "bytes_per_s": rate, "others": max(0.0, seen.share() - own),
+                "measured": of_run(good), "steps_over_predicted": paces,
+                "predicted": of_simulation(in_places(load, times)),
+                "at_probed_pace": of_simulation(in_places(load, times_at(lm, rate, pace))),
+                "at_measured_steps": of_simulation(in_places(load, at_steps))}
             rows.append(row)
             show(row)
             full = row["measured"]["ended_per_s"] if share > 1 else full
     return rows
 
 
-def errors(row: Row, key: str = "predicted") -> dict[str, float]:
+def errors(row: Row, key: str = "at_probed_pace") -> dict[str, float]:
     return {name: value / row["measured"][name] - 1 for name, value in row[key].items()}
 
 
@@ -220,8 +236,9 @@ def show(row: Row) -> None:
           f"{row['rate']:.2f} requests/s: {row['requests']} requests, {row['failed']} failed; alone "
           f"{row['alone']:.2f} of what is predicted; others took {row['others']:.0%} of the cores", flush=True)
     paces = ", ".join(f"{kind} {pace:.2f}" for kind, pace in row["steps_over_predicted"].items())
-    print(f"  steps over what is predicted: {paces}")
-    for key in ("measured", "predicted", "at_measured_steps"):
+    print(f"  steps over what is predicted: {paces}; products {row['pace']:.2f} of the profile's, reads "
+          f"{row['bytes_per_s'] / 1e9:.2f} GB/s")
+    for key in ("measured", "predicted", "at_probed_pace", "at_measured_steps"):
         parts = [f"{name} {1e3 * value:7.0f} ms" if name != "ended_per_s" else f"{value:6.2f} ended/s"
                  for name, value in row[key].items()]
         off = "" if key == "measured" else "  off " + " ".join(f"{e:+.0%}" for e in errors(row, key).values())
@@ -245,7 +262,7 @@ def main() -> None:
     options = parser.parse_args()
     words, rows = text_tokens(), []
     for name in options.budgets.split(","):
-        budget = FULL if name == "full" else f"{planned(FULL, options.machine)[1] // 2}"
+        budget = FULL if name == "full" else f"{planned(FULL, options.machine).plan.arenas['device'] // 2}"
         began = time.monotonic()
         rows += measure_budget(name, budget, options, words)
         print(f"  {time.monotonic() - began:.0f} s", flush=True)

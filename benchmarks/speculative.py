@@ -1,15 +1,15 @@
 """Tokens per pass and per second of SmolLM2 with drafts that are checked: `python -m benchmarks.speculative`.
 
-Real weights in float32 within 15, 30, 50 and 75 % of their bytes beside what the smallest plan takes, batch 1, greedy,
-texts that repeat themselves (copy, summarise, edit code) and texts that do not. Contestants take turns over the same
-text: `plain`, one token a step; `lookup`, drafts of prompt lookup by the planner's own choice; `w4`, drafts of the same
-weights in 4 bits (w4g64, whose groups are not those that the weights were published on) within the same budget, where
-that is predicted to pay; `w8`, the same in 8 bits; with --peer `transformers`, weights offloaded to disk, in memory for
-as many bytes, with its prompt lookup or assisted by the same copy, which is expanded to float32 beside those bytes. The
-share of tokens before the first in which drafts differ from `plain` is printed. The bound is a pass of `plain` over the
-tokens per pass, so a pass, drafts and all, over a plain one says how far from it a run is. Predicted is what the plans
-say for the share of drafted tokens that stood. Reads go past the page cache; the peer's files are dropped from it
-before each answer.
+Real weights in float32 (or --dtype) within 15, 30, 50 and 75 % of their bytes beside what the smallest plan takes,
+greedy, texts that repeat themselves (copy, summarise, edit code) and texts that do not. Contestants take turns over the
+same text: `plain`, one token a step; `lookup`, drafts of prompt lookup by the planner's own choice; `w4`, drafts of the
+same weights in 4 bits (w4g64, whose groups are not those that the weights were published on) within the same budget,
+where that is predicted to pay; `w8`, the same in 8 bits; with --peer `transformers`, weights offloaded to disk, in
+memory for as many bytes, with its prompt lookup or assisted by the same copy, which is expanded to float32 beside those
+bytes. The share of tokens before the first in which drafts differ from `plain` is printed. The bound is a pass of
+`plain` over the tokens per pass, so a pass, drafts and all, over a plain one says how far from it a run is. Predicted
+is what the plans say for the share of drafted tokens that stood. Reads go past the page cache; the peer's files are
+dropped from it before each answer.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class Peer:
 
         self.folder = Path(shutil.copytree(folder, scratch / "peer", dirs_exist_ok=True))
         self.model = AutoModelForCausalLM.from_pretrained(
-            self.folder, dtype=torch.float32, device_map="auto", max_memory={"cpu": nbytes},
+            self.folder, dtype="auto", device_map="auto", max_memory={"cpu": nbytes},
             offload_folder=str(scratch / "offload"))
-        self.assistant = expanded(packed_copy(folder, "w4g64"))
+        self.assistant = expanded(packed_copy(folder, "w4g64")).to(self.model.dtype)
 
     def answer(self, ids: list[int], new: int, **drafts: Any) -> Row:
         for path in self.folder.glob("*.safetensors"):
@@ -120,13 +120,26 @@ def expanded(folder: Path) -> Any:
     return model
 
 
+def in_dtype(folder: Path, dtype: str, scratch: Path) -> Path:
+    """The float32 checkpoint in `folder`, or one of its weights rounded."""
+    if dtype == "float32":
+        return folder
+    from transformers import AutoModelForCausalLM
+
+    found = Path(shutil.copytree(folder, scratch / dtype))
+    for path in found.glob("*.safetensors*"):
+        path.unlink()
+    AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).save_pretrained(found)
+    return found
+
+
 def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> Iterator[list[Row]]:
     """All answers of all contestants, in turns, by budget."""
     tokenizer = load_tokenizer(folder)
     prompts = {name: tokenizer(TEXTS[name])["input_ids"] for name in args.texts}
     longest = max(map(len, prompts.values()))
     machine = load_machine(args.machine) if args.machine else known_machine(folder)
-    probe = Probe(folder, machine, "float32", 1)
+    probe = Probe(folder, machine, args.dtype, 1)
     for share in args.shares:
         fixed = dict(prompt=longest, new_tokens=args.new, machine=machine)
         with forebay.wrap(folder, 1 << 40, **fixed) as whole:  # type: ignore[arg-type]
@@ -242,6 +255,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shares", type=lambda text: [float(x) for x in text.split(",")], default=list(SHARES))
     parser.add_argument("--texts", type=lambda text: text.split(","), default=list(TEXTS))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     parser.add_argument("--quick", action="store_true", help="one round at 30 %%, a text of each kind, 48 tokens")
     parser.add_argument("--peer", action="store_true", help="transformers beside")
     parser.add_argument("--machine", type=Path, help="a saved machine profile")
@@ -251,7 +265,7 @@ def main() -> None:
         args.new, args.rounds, args.shares, args.texts = 48, 1, [0.3], ["copy", "story"]
     with tempfile.TemporaryDirectory(prefix="forebay-speculative-") as scratch:
         rows: list[Row] = []
-        for found in measure(args, demo_checkpoint(), Path(scratch)):
+        for found in measure(args, in_dtype(demo_checkpoint(), args.dtype, Path(scratch)), Path(scratch)):
             rows += found
             if args.json:
                 args.json.write_text(json.dumps({"processor": processor(), "rows": rows, "table": table(rows)}) + "\n")

@@ -7,7 +7,7 @@ from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.planning.wishes import Wishes
 
 SIZES = (16, 8, 4, 2)  # tokens per sequence of steps that check drafts
-FREE = 1.05  # times a decode step: a step that takes no more may check drafts however few of them are right
+DEAR = 2.0  # times a decode step: what takes longer has to check much that is right, and seldom does
 LOSS = 1.02  # times the decode step of a plan without such steps: what their memory may cost at most
 
 
@@ -15,10 +15,10 @@ def plan_speculation(pipeline: Pipeline, plan: Plan, budget: Budget, wishes: Wis
     """The plan of `pipeline` for `budget`, or one whose steps check drafted tokens beside, with the pipeline of its
     Programs.
 
-    Of the steps that `wishes` allow the planner takes ("auto") those that are predicted to take hardly longer than a
-    decode step, as they do where the weights that stream bind it, and none where the memory for them would have made
-    decoding slower. With a number of drafted tokens they are taken whatever they cost; PlanError where there can be
-    none.
+    Of the steps that `wishes` allow the planner takes ("auto") those that are predicted to take at most `DEAR` times as
+    long as a decode step, as they do where reading weights binds it, and none where the memory for them would have made
+    decoding slower. Which of them a pass takes, if any, is decided when it runs (`DraftChoice`). With a number of
+    drafted tokens they are taken whatever they cost; PlanError where there can be none.
     """
     if wishes.drafted_tokens is None or wishes.sparse_values < 1:
         return pipeline, plan
@@ -43,7 +43,7 @@ def plan_speculation(pipeline: Pipeline, plan: Plan, budget: Budget, wishes: Wis
             sizes = sizes[1:]
             continue
         kept = tuple(size for size, time_s in zip(sizes, drafting.prediction.speculative_times_s, strict=True)
-                     if time_s <= FREE * plan.prediction.decode_time_s)
+                     if time_s <= DEAR * plan.prediction.decode_time_s)
         pays = drafting.prediction.decode_time_s <= LOSS * plan.prediction.decode_time_s
         if forced or (kept == sizes and pays):
             return found, drafting

@@ -307,8 +307,13 @@ def _prefill_steps(needs: ModelNeeds, workload: Workload, sizes: Sequence[int]) 
 def _shortest(needs: ModelNeeds, prompt: int) -> int:
     """Tokens of the shortest prefill step. Where sequences enter alone it computes few of them, at the price of its
     launches, of which candidates count what issuing them takes, and not the memory that the small ones touch. A step
-    that reads a share of the values is no prefill's."""
-    return min(prompt, SHORTEST_CHUNK) if needs.block.entering or needs.block.sparse_values < 1 else 1
+    that reads a share of the values is no prefill's, nor one that checks drafts. PlanError where none is left."""
+    if not (needs.block.entering or needs.block.sparse_values < 1):
+        return 1
+    sizes = {*range(2, prompt + 1)}.difference(needs.speculative)
+    if prompt > 1 and not sizes:
+        raise PlanError(f"steps over {needs.speculative} tokens leave none for a prompt of {prompt}; check fewer")
+    return min(sizes, key=lambda n: (n < SHORTEST_CHUNK, abs(n - SHORTEST_CHUNK)), default=1)
 
 
 def _pinned(u: WeightUse) -> bool:

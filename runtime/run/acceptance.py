@@ -122,10 +122,10 @@ def _between(given: float) -> int:
 
 
 class Stakes:
-    """What the drafts of a call cost beside decoding one by one, by predicted times, so that a seed's draws repeat; and
-    so whether a further one may be made. Drafts are made where they are expected to pay until a step's time and TRIED
-    of the time so far are lost beyond what others have gained. Where they are not, a few are tried for no more than
-    TRIED of the time so far."""
+    """What drafts and the steps that check them cost beside decoding one by one, by predicted times, so that a seed's
+    draws repeat; and so whether a further one may be made or checked. They are where they are expected to pay until a
+    step's time and TRIED of the time so far are lost beyond what others have gained. Where they are not, a few are
+    tried for no more than TRIED of the time so far."""
 
     def __init__(self, step_s: float) -> None:
         self.step_s, self.spent_s, self.lost_s, self.tried_s = step_s, 0.0, 0.0, 0.0

@@ -13,8 +13,8 @@ from forebay.runtime.run.drafts import LONGEST_MATCH, MODEL, Drafted, Drafter, P
 
 class DraftChoice:
     """Drafts of `drafter` for sequences in rows of a plan's batch, as far as its speculative steps check them. How many
-    tokens a step checks follows from its predicted time and from how many were right so far; `Stakes` bounds what
-    drafts that take time may lose. A row's record begins with its first draft and ends with `forget`."""
+    tokens a step checks follows from its predicted time and from how many were right so far; `Stakes` bounds what may
+    be lost by it. A row's record begins with its first draft and ends with `forget`."""
 
     def __init__(self, plan: Plan, drafter: Drafter) -> None:
         self.times_s, self.drafter = step_times_s(plan), drafter
@@ -35,7 +35,11 @@ class DraftChoice:
         drafts = self._drafts(held, {row: min(max(times_s), count) - 1 for row, count in left.items()}, times_s)
         # what was drawn is checked whatever it is: leaving out by its value what is unlikely would favour it
         drawn = max((len(draft.tokens) for draft in drafts.values() if draft.chances is not None), default=0)
-        return best_size(drafts, self.seen, {n: time_s for n, time_s in times_s.items() if n > drawn}), drafts
+        size = best_size(drafts, self.seen, {n: time_s for n, time_s in times_s.items() if n > drawn})
+        made = any(draft.kind == MODEL and draft.tokens for draft in drafts.values())  # which `_worth` has weighed
+        if size > 1 and not made and not self.stakes.allow(times_s[size] - times_s[1], False):
+            size = 1
+        return size, drafts
 
     def note(self, row: int, draft: Drafted, offered: int, right: int) -> None:
         """Of the first `offered` tokens of a row's draft the first `right` stood."""

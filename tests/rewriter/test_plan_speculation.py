@@ -44,7 +44,7 @@ def test_steps_that_cost_little_check_drafts_by_themselves(
     """Beside weights as few as a tiny model's the memory of drafts is much; with these bounds some pay."""
     import forebay.rewriter.plan_speculation as module
 
-    monkeypatch.setattr(module, "FREE", free)
+    monkeypatch.setattr(module, "DEAR", free)
     monkeypatch.setattr(module, "LOSS", loss)
     plain, plan, found = planned(150_000, Wishes(drafted_tokens="auto"))
     assert set(plan.schedule.speculative_steps) <= set(SIZES)
@@ -66,7 +66,7 @@ def test_where_nothing_is_asked_for_the_plan_stays() -> None:
 def test_dearer_steps_are_taken_where_they_are_forced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     import forebay.rewriter.plan_speculation as module
 
-    monkeypatch.setattr(module, "FREE", 0.5)
+    monkeypatch.setattr(module, "DEAR", 0.5)
     plain, plan, _ = planned(100_000, Wishes(drafted_tokens="auto"))
     assert plan is plain
     _, plan, _ = planned(100_000, Wishes(drafted_tokens=6))
@@ -112,6 +112,27 @@ def test_steps_over_all_places_check_drafts_where_sequences_enter(block: Block) 
         assert ids.shape == (rows, tokens)
         taken = [launch.label for launch in made.program(plan, tokens).launches() if "_take_" in (launch.label or "")]
         assert bool(taken) == (tokens == 16)
+
+
+@pytest.mark.parametrize(("prompt", "drafted"), [
+    (prompt, drafted) for prompt in (3, 4, 16, 17, 40) for drafted in ("auto", 1, 3, 15)] + [(2, "auto")])
+def test_the_shortest_chunk_is_no_step_that_checks(prompt: int, drafted: Any) -> None:
+    """Where sequences enter it is over 16 tokens, or as many as the prompt has; a budget without room says so."""
+    work, wishes = Workload(2, prompt, 24), Wishes(drafted_tokens=drafted)
+    made = pipeline(work, Block(entering=1))
+    budget = Budget(made.smallest_budget(wishes))
+    plain = made.plan(budget, wishes)
+    try:
+        _, plan = plan_speculation(made, plain, budget, wishes)
+    except PlanError as error:
+        assert drafted != "auto" and ("cannot work" in str(error) or "leave none for a prompt" in str(error))
+    else:
+        assert plan is plain or not set(plan.schedule.speculative_steps) & set(plan.schedule.prefill_chunks)
+        assert plan is plain or drafted != "auto" or plan.prediction.decode_time_s <= 1.02 * (
+            plain.prediction.decode_time_s)
+    wide = Budget(budget.device + 1_000_000)
+    _, plan = plan_speculation(made, made.plan(wide, wishes), wide, wishes)
+    assert plan.schedule.speculative_steps or drafted == "auto"
 
 
 def test_one_token_leaves_nothing_to_draft() -> None:

@@ -24,8 +24,8 @@ ActivationsOption = Annotated[str, typer.Option(
     "--activations", metavar="FORMAT", help="That packed weights meet: native, bf16 or int8: rounded, faster on a CPU "
     "whose instructions take them and a little less accurate (`forebay eval` says how much).")]
 SpeculateOption = Annotated[bool | None, typer.Option(
-    "--speculate/--no-speculate", help="Where a step over several tokens takes hardly longer than one over one, check "
-    "tokens that followed the last ones before (prompt lookup); answers are the same.")]
+    "--speculate/--no-speculate", help="Where it is expected to pay, check tokens that followed the last ones before "
+    "(prompt lookup) in steps over several; answers are the same.")]
 DraftOption = Annotated[str | None, typer.Option(
     "--draft", metavar="MODEL|FORMAT|auto", help="A smaller model of the same tokenizer, or a format such as w4, for "
     "this model in fewer bits (auto: w8 where it fits, else w4): it drafts within the same budget where that is "

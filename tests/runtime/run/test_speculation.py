@@ -235,6 +235,23 @@ def test_one_generator_for_several_prompts_is_refused() -> None:
         generate_speculatively(target, prompts, Sampling(True), Stop(4), torch.Generator(), None, PromptLookup())
 
 
+class Erring(Recalling):
+    """Says what nobody guesses: its tokens are a hash of all before."""
+
+    def step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = super().step(inputs)
+        rows, start = range(len(self.cache)), inputs["start"].tolist()
+        wide = logits if logits.dim() == 3 else logits[:, None]
+        for row in rows:
+            ends = range(start[row], start[row] + wide.shape[1]) if wide.shape[1] > 1 else [
+                start[row] + int(inputs["last"][row])]
+            for j, at in enumerate(ends):
+                held = self.cache[row, : at + 1].tolist()
+                mixed = sum(31**i * token for i, token in enumerate(held)) * 7919 % 104729
+                wide[row, j] = torch.eye(VOCAB)[mixed % VOCAB]
+        return logits
+
+
 class Other(Recalling):
     """A smaller model: its logits are others, but go the same way."""
 
@@ -312,6 +329,21 @@ def test_a_draft_whose_time_does_not_pay_is_not_made() -> None:
         drafter.token_time_s = token_time_s
         generate_speculatively(target, [torch.tensor([1, 2, 3])], Sampling(), Stop(20), None, None, drafter, tally)
         assert bool(drafter.calls) is drafts and tally.passes < 19, "what is looked up takes no time"
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10_000), st.sampled_from([(1.3, 1.6, 1.9), (1.05, 1.6, 2.0), (1.9, 1.95, 2.0)]),
+       st.integers(1, 3))
+def test_what_is_looked_up_in_vain_loses_little(seed: int, dear: tuple[float, ...], batch: int) -> None:
+    """By predicted times an answer takes at most a step and 3 % longer than one by one, whatever repeats in it."""
+    new, times = 150, {1: 1.0, **dict(zip((2, 4, 8), dear, strict=True))}
+    target = session(batch, 6, new, (8, 4, 2), 6, kind=Erring)
+    target.plan = Plan(**{**vars(target.plan), "prediction": Prediction(1.0, 1.0, speculative_times_s=dear[::-1])})
+    tally = Tally()
+    prompts = [torch.tensor([seed % VOCAB, 1, 2, row, 4, 1]) for row in range(batch)]
+    generate_speculatively(target, prompts, Sampling(), Stop(new), None, None, PromptLookup(), tally)
+    taken_s = sum(times[size] * count for size, count in tally.steps.items())
+    assert taken_s <= 1.03 * (new - 1) + 2 and (tally.offered > tally.accepted or dear[0] > 1.5)
 
 
 class Timed(Guessing):
