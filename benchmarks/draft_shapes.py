@@ -4,8 +4,9 @@ SmolLM2 continues texts greedily, in float32; copies of it in fewer bits, whose 
 they think comes next behind each prefix of these answers. Where the model's own token stands among theirs is recorded.
 From that follows what a pass would give, walking the answers: with a chain of the most likely tokens, and with the
 best tree of as many tokens (each node's chance is the product of the shares of its ranks; the likeliest nodes are
-taken, as by Sequoia's dynamic program where ranks are alike at every node), no deeper than a chain may be. No time is
-measured.
+taken, as by Sequoia's dynamic program where ranks are alike at every node), no deeper than a chain may be. The same of
+what is looked up: a chain behind the longest and latest match, or a shorter one and others, still shorter, behind all
+other matches. No time is measured.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from benchmarks.speculative import REPEATING, TEXTS
 from forebay.commands.prompts import load_tokenizer
 from forebay.kernels.quantization.quantize import reference
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint
+from forebay.runtime.run.drafts import LONGEST_MATCH
 
 MORE = {
     "letter": "Dear Professor Lindqvist,\n\nI am writing to ask whether",
@@ -33,6 +35,7 @@ COPIES = ((4, 64, "minmax"), (4, 64, "mse"), (3, 64, "minmax"), (3, 32, "minmax"
           (2, 16, "mse"))  # bits, group, rounding
 RANKS = 4  # most likely tokens of a draft that a tree may branch into
 NODES = (3, 7, 15)  # tokens that a step checks beside the one that is known
+LOOKUPS = ((7, 7, 0), (7, 5, 1), (7, 3, 2), (15, 15, 0), (15, 10, 2), (15, 6, 3))  # nodes, the chain's, each other's
 
 Ranks = tuple[int, ...]
 
@@ -90,6 +93,33 @@ def shapes(answers: Sequence[Sequence[int]]) -> dict[str, Any]:
     return {"shares": shares, "shapes": lines, "wide": wide}
 
 
+def continuations(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    """What followed the last tokens where they stood before, repeated to the length of the longest chain: behind the
+    longest matches first, of those as long behind the latest."""
+    at: dict[int, None] = {}
+    for length in range(LONGEST_MATCH, 0, -1):
+        ends = (i for i in range(len(tokens) - 1, length - 1, -1)
+                if tokens[i - length : i] == tokens[len(tokens) - length :])
+        at |= dict.fromkeys(ends)
+    return [tuple(tokens[i + j % (len(tokens) - i)] for j in range(NODES[-1])) for i in at]
+
+
+def lookup_pace(answers: Sequence[tuple[list[int], int]], nodes: int, chain: int, other: int) -> float:
+    """Tokens a pass of answers, each behind a prompt of so many tokens, by such a tree of what is looked up."""
+    tokens = passes = 0
+    for said, prompt in answers:
+        at = prompt + 1
+        while at < len(said):
+            tree = dict.fromkeys(path[:n] for i, path in enumerate(continuations(said[:at]))
+                                 for n in range(1, (other if i else chain) + 1))
+            kept, n = {*[*tree][:nodes]}, 0
+            while at + n < len(said) and tuple(said[at : at + n + 1]) in kept:
+                n += 1
+            at, passes = at + n + 1, passes + 1
+        tokens += len(said) - prompt - 1
+    return tokens / passes
+
+
 @torch.no_grad()
 def measure(new: int) -> list[dict[str, Any]]:
     from transformers import AutoModelForCausalLM
@@ -102,8 +132,15 @@ def measure(new: int) -> list[dict[str, Any]]:
         ids = torch.tensor([tokenizer(text)["input_ids"]])
         said = model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)[0]
         answers[name] = said, ids.shape[1]
+    kinds = {"repeats": REPEATING, "plain text": tuple(set(texts) - set(REPEATING))}
+    lines: list[dict[str, Any]] = []
+    for kind, names in kinds.items():
+        told = [(answers[name][0].tolist(), answers[name][1]) for name in names]
+        lines.append({"text": kind, "looked_up": {str(shape): lookup_pace(told, *shape) for shape in LOOKUPS}})
+        print(f"looked up, {kind}: " + ", ".join(
+            f"{nodes} tokens, {chain} behind the best match and {other} behind others "
+            f"{lines[-1]['looked_up'][str((nodes, chain, other))]:.2f}" for nodes, chain, other in LOOKUPS), flush=True)
     whole = {name: p.clone() for name, p in model.named_parameters() if p.dim() == 2}
-    lines = []
     for bits, group, rounding in COPIES:
         for name, p in model.named_parameters():
             if name in whole:
@@ -114,7 +151,7 @@ def measure(new: int) -> list[dict[str, Any]]:
         for name, (said, prompt) in answers.items():
             logits = model(said[None, :-1]).logits[0, prompt - 1 :]
             ranks[name] = (logits > logits.gather(1, said[prompt:, None])).sum(1).tolist()
-        for kind, names in (("repeats", REPEATING), ("plain text", tuple(set(texts) - set(REPEATING)))):
+        for kind, names in kinds.items():
             lines.append({"bits": bits, "group": group, "rounding": rounding, "text": kind}
                          | shapes([ranks[name] for name in names]))
             report(lines[-1:])

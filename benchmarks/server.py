@@ -2,11 +2,11 @@
 
 `forebay serve demo` (SmolLM2-135M) is planned once with all the memory it wants and once with half of that. Each gets
 requests in an open loop, Poisson: first far more than it can serve, which gives the rate at which it is full, then at
-shares of that; prompts and answers of uniformly drawn lengths, prompts of English. `rewriter/serving/in_places.py` is
-given the same arrivals and lengths (of the answers those that came), and steps as the plan's Programs are predicted on
-this machine's profile: nothing of the run is fitted. What is compared: P50 and P90 of the time to the first token
-(TTFT) and of the time per token after it (TPOT), and of the largest rate the requests that end a second between a fifth
-and four fifths of the run.
+shares of that; prompts and answers of uniformly drawn lengths, prompts of English, and no step checks drafts, of which
+a simulation knows no share that stands. `rewriter/serving/in_places.py` is given the same arrivals and lengths (of the
+answers those that came), and steps as the plan's Programs are predicted on this machine's profile: nothing of the run
+is fitted. What is compared: P50 and P90 of the time to the first token (TTFT) and of the time per token after it
+(TPOT), and of the largest rate the requests that end a second between a fifth and four fifths of the run.
 
 A machine with neighbours changes its pace from minute to minute. So plain reads and products are timed before and
 behind each load, while the server is idle, and a second prediction is of a machine of this pace; it is the one that
@@ -62,7 +62,7 @@ Row = dict[str, Any]
 def planned(budget: str, machine: Path | None) -> LanguageModel:
     """The model as `forebay serve` plans it with the same options."""
     return plan_serving(model_folder("demo"), ServingWanted(
-        f"device={budget}", PROMPTS[1], ANSWERS[1], machine=machine)).lm
+        f"device={budget}", PROMPTS[1], ANSWERS[1], machine=machine, speculate=False)).lm
 
 
 def times_at(lm: LanguageModel, bytes_per_s: float, pace: float) -> StepTimes:
@@ -75,7 +75,8 @@ def times_at(lm: LanguageModel, bytes_per_s: float, pace: float) -> StepTimes:
 def serving(budget: str, machine: Path | None, *options: str) -> Iterator[tuple[int, int, int]]:
     """`forebay serve demo` in a process of its own: its port, its places and its process."""
     command = [sys.executable, "-m", "forebay", "serve", "demo", "--budget", f"device={budget}", "--port", "0",
-               "--queue", "100000", "--prompt", str(PROMPTS[1]), "--max-new-tokens", str(ANSWERS[1]), *options]
+               "--queue", "100000", "--prompt", str(PROMPTS[1]), "--max-new-tokens", str(ANSWERS[1]),
+               "--no-speculate", *options]
     command += ["--machine", str(machine)] if machine else []
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
