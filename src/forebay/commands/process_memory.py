@@ -44,9 +44,11 @@ def beside_nbytes(calls: int, prompts: int = 0, tokens: int = 0, drawn_from: int
 
 def calls_of(pipeline: Pipeline, plan: Plan) -> int:
     """About how many launches, copies and waits all Programs of `plan` have: those of a chunk of the prompts as many as
-    of the largest."""
-    prefill, growth = pipeline.program(plan, plan.schedule.prefill_chunk), pipeline.growth(plan)
-    programs = [pipeline.program(plan, 1), *[prefill] * len(plan.schedule.prefill_chunks), *filter(None, [growth])]
+    of the largest, and those of steps that check drafts as many as of a decode step."""
+    s, growth = plan.schedule, pipeline.growth(plan)
+    prefill, decode = pipeline.program(plan, s.prefill_chunk), pipeline.program(plan, 1)
+    programs = [*[decode] * (1 + len(s.speculative_steps)), *[prefill] * len(s.prefill_chunks),
+                *filter(None, [growth])]
     return sum(len(program.prologue) + len(program.step) for program in programs)
 
 

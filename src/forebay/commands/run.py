@@ -227,7 +227,8 @@ def _answer(
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
-    files = {f.path for f in lm.files.values()}
+    parts = [lm, *([lm.helper] if lm.helper else [])]  # what drafts has a part of the budget
+    files = {f.path for part in parts for f in part.files.values()}
     for path in files:
         drop_file(path)  # what others left in the page cache would be memory beyond the budget
     with stopping() as stopped, MemoryWatch(files) as memory, JobProgress(total) as shown:
@@ -252,9 +253,11 @@ def _answer(
             if trace and (gone := lm.save_trace(trace)):
                 say(f"{trace}: the first {gone} launches, waits and copies are left out")
             lm.close()
-    beside = beside_nbytes(calls_of(lm._pipeline, lm.plan), total, sum(len(p.ids) for p in encoded),
-                           lm.captured.vocab_size if ask.sampling.do_sample else 0, traced=trace is not None)
-    found = _measured(lm.plan, done, spent, elapsed_s, memory, disk_read_nbytes() - read_before, beside)
+    calls, tokens = sum(calls_of(part._pipeline, part.plan) for part in parts), sum(len(p.ids) for p in encoded)
+    beside = beside_nbytes(calls, total, tokens, lm.captured.vocab_size if ask.sampling.do_sample else 0,
+                           traced=trace is not None)
+    found = _measured([part.plan for part in parts], done, spent, elapsed_s, memory, disk_read_nbytes() - read_before,
+                      beside)
     if as_json:
         print(json.dumps(found, indent=1))
         return
@@ -277,18 +280,21 @@ class Spent:
         return now
 
 
-def _measured(plan: Plan, done: WorkDone, spent: Spent, elapsed_s: float, memory: MemoryWatch, read_nbytes: int,
+def _measured(plans: list[Plan], done: WorkDone, spent: Spent, elapsed_s: float, memory: MemoryWatch, read_nbytes: int,
               beside: int) -> dict[str, Any]:
-    """What a job took, in bytes and seconds, and the constant of the budget's promise, of which `beside` is a part."""
+    """What a job took by the plan of its model, and of what drafts for it, in bytes and seconds, and the constant of
+    the budget's promise, of which `beside` is a part."""
+    plan, *_ = plans
     grown, steps = memory.peak - memory.before, done.prefills + done.decodes
     return {
         "answers": done.ended, "tokens": done.tokens, "steps": steps, "time_s": elapsed_s, **asdict(spent),
         "drafted_tokens": done.offered, "accepted_tokens": done.accepted,
         "places": plan.workload.batch, "tokens_per_s": done.tokens / elapsed_s, "steps_per_s": steps / elapsed_s,
-        "budget_nbytes": plan.budget.device, "planned_peak_nbytes": sum(plan.prediction.peak_nbytes.values()),
+        "budget_nbytes": sum(each.budget.device for each in plans),
+        "planned_peak_nbytes": sum(sum(each.prediction.peak_nbytes.values()) for each in plans),
         "measured_peak_nbytes": grown + memory.cached_peak, "anonymous_nbytes": grown,
         "python_nbytes": memory.before, "page_cache_nbytes": memory.cached_peak, "process_peak_nbytes": memory.peak,
-        "constant_nbytes": memory.before + beside, "promised_nbytes": _given(plan) + memory.before + beside,
+        "constant_nbytes": memory.before + beside, "promised_nbytes": sum(map(_given, plans)) + memory.before + beside,
         "streamed_nbytes_per_step": plan.prediction.streamed_nbytes, "read_nbytes": read_nbytes}
 
 
