@@ -31,8 +31,10 @@ def plan_draft(
     model: tuple[Pipeline, Plan, Wishes], draft: tuple[Pipeline, Wishes], budget: Budget, chance: float
 ) -> DraftedPlan:
     """Split `budget` between `model`, with its plan without a draft, and the model of `draft`, where an answer is
-    predicted to take less time so; a drafted token is taken to stand with `chance` where all before it do. With a
-    number of drafted tokens in the model's wishes a split is taken whatever it costs; PlanError where there is none."""
+    predicted to take less time so; a drafted token is taken to stand with `chance` where all before it do. As texts
+    differ, and what the draft has of the budget slows every step, it must pay with the square of that chance too. With
+    a number of drafted tokens in the model's wishes a split is taken whatever it costs; PlanError where there is none.
+    """
     (pipeline, plain, wishes), (drafter, asked) = model, draft
     forced, plain_token_s = isinstance(wishes.drafted_tokens, int), plain.prediction.decode_time_s
     tokens = wishes.drafted_tokens if isinstance(wishes.drafted_tokens, int) else DRAFTED
@@ -48,12 +50,13 @@ def plan_draft(
         if forced:
             raise PlanError(f"draft: {error}") from error
         return DraftedPlan(pipeline, plain, None, f"none: {error}", plain_token_s)
-    time_s = drafted_time_s(plan, drafting, chance)
     plain_s = _answer_s(plain, plain_token_s)
     told = _told(plain, plan, drafting, chance)
-    if forced or time_s * PAYS <= plain_s:
+    if forced or drafted_time_s(plan, drafting, chance**2) * PAYS <= plain_s:
         return DraftedPlan(checking, plan, drafting, told, plain_token_s)
-    return DraftedPlan(pipeline, plain, None, f"none, for it would not pay: {told}", plain_token_s)
+    where = f" on texts where {100 * chance**2:.0f} % are right" if (
+        drafted_time_s(plan, drafting, chance) * PAYS <= plain_s) else ""
+    return DraftedPlan(pipeline, plain, None, f"none, for it would not pay{where}: {told}", plain_token_s)
 
 
 def drafted_time_s(plan: Plan, draft: Plan, chance: float) -> float:

@@ -22,6 +22,7 @@ class DraftChoice:
         self.seen: dict[int, Acceptance] = {}
         self.behind: dict[int, int] = {}  # tokens that the drafter has not been shown
         self.stakes, self.tried = Stakes(self.times_s[1]), False
+        self.steps: dict[int, int] = {}  # by their tokens per sequence
 
     def choose(
         self, held: Mapping[int, torch.Tensor], left: Mapping[int, int], room: int
@@ -49,6 +50,7 @@ class DraftChoice:
 
     def count(self, size: int, drafts: Mapping[int, Drafted], given: Mapping[int, int]) -> None:
         """Note what a step over `size` tokens and its drafts took, which gave each row so many."""
+        self.steps[size] = self.steps.get(size, 0) + 1
         made = {row: len(drafts[row].tokens) for row in given if drafts[row].kind == MODEL and drafts[row].tokens}
         fed = max((self.behind[row] + count for row, count in made.items()), default=0)
         self.stakes.note(self.times_s[size] + fed * self.drafter.token_time_s, sum(given.values()) / len(given),

@@ -28,7 +28,7 @@ def generate_as_planned(
     """`generate_tokens` by the loop that the session's plan is for; what drafts, those of `drafter` or else what is
     looked up in the prompt, brought is added to `tally`."""
     if entering(session.plan):
-        return _generate_in_places(session, prompts, sampling, stop, generator, on_token, drafter)
+        return _generate_in_places(session, prompts, sampling, stop, generator, on_token, drafter, tally)
     if speculates(session.plan, sampling, len(prompts), generator):
         return generate_speculatively(session, prompts, sampling, stop, generator, on_token, drafter or PromptLookup(),
                                       tally)
@@ -38,7 +38,7 @@ def generate_as_planned(
 def _generate_in_places(
     session: Session, prompts: Sequence[torch.Tensor], sampling: Sampling, stop: Stop,
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
-    on_token: Callable[[torch.Tensor], None] | None = None, drafter: Drafter | None = None,
+    on_token: Callable[[torch.Tensor], None] | None = None, drafter: Drafter | None = None, tally: Tally | None = None,
 ) -> torch.Tensor:
     """As `generate_tokens`, for any number of prompts: they enter the places of the session's plan as others end.
 
@@ -56,8 +56,10 @@ def _generate_in_places(
         found[number, : len(new)] = torch.tensor(new)
         longest = max(longest, len(new))
 
-    answer_all(session, [Asked(ids, stop.max_new_tokens, g) for ids, g in zip(prompts, drawn, strict=True)], sampling,
-               stop.eos, on_end=on_end, drafter=drafter)
+    asked = [Asked(ids, stop.max_new_tokens, g) for ids, g in zip(prompts, drawn, strict=True)]
+    work = answer_all(session, asked, sampling, stop.eos, on_end=on_end, drafter=drafter)
+    if tally is not None:
+        tally.add(work)
     if on_token is not None:
         for column in found[:, :longest].T:
             on_token(column)

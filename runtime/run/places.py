@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -34,8 +34,9 @@ class Asked:
 @dataclass
 class WorkDone:
     """What was done so far: steps that computed prompts, steps that decoded, tokens chosen, sequences that ended, and
-    those of them that stopped before they had their most tokens; how many tokens the others may still take; and how
-    many drafted tokens were checked, and of them stood."""
+    those of them that stopped before they had their most tokens; how many tokens the others may still take; how many
+    drafted tokens were checked, and of them stood, and of the others were refused where all before them stood; and
+    steps that checked drafts, or might have, by their tokens per sequence."""
 
     prefills: int = 0
     decodes: int = 0
@@ -45,6 +46,8 @@ class WorkDone:
     left: int = 0
     offered: int = 0
     accepted: int = 0
+    refused: int = 0
+    sizes: dict[int, int] = field(default_factory=dict)
 
 
 OnEnd = Callable[[int, list[int]], None]  # number of a sequence, and its new tokens
@@ -148,7 +151,7 @@ class _Loop:
         self.first: dict[int, int] = {}  # tokens of those whose prompts ended before those that they entered with
         self.last = torch.zeros(self.batch, dtype=torch.int64)
         self.choice = DraftChoice(session.plan, drafter or PromptLookup())
-        self.work = WorkDone()
+        self.work = WorkDone(sizes=self.choice.steps)
 
     @property
     def busy(self) -> bool:
@@ -297,6 +300,7 @@ class _Loop:
             right = len(given[place]) - 1
             self.choice.note(place, draft, offered, right)
             self.work.offered, self.work.accepted = self.work.offered + offered, self.work.accepted + right
+            self.work.refused += right < offered
         self.work.decodes += 1
         self.choice.count(size, drafts, {place: len(found) for place, found in given.items()})
         self._take(rows, [*given.values()])

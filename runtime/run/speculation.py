@@ -13,6 +13,7 @@ from forebay.runtime.run.acceptance import Draws, accepted
 from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.drafts import Drafted, Drafter
 from forebay.runtime.run.generation import Stop, prefill, refuse_crossing
+from forebay.runtime.run.places import WorkDone
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.session import Session
 
@@ -27,6 +28,15 @@ class Tally:
     offered: int = 0
     accepted: int = 0
     refused: int = 0
+
+    def add(self, work: WorkDone) -> None:
+        """Count what was done in places."""
+        others = work.decodes - sum(work.sizes.values())
+        for size, count in {**work.sizes, 1: work.sizes.get(1, 0) + others}.items():
+            self.steps[size] = self.steps.get(size, 0) + count
+        self.tokens += work.tokens - work.ended  # the first of each is its prompt's
+        self.offered, self.accepted = self.offered + work.offered, self.accepted + work.accepted
+        self.refused += work.refused
 
     @property
     def passes(self) -> int:
@@ -96,6 +106,7 @@ class _DraftedCall:
         self.new: list[list[int]] = [[] for _ in prompts]
         self.shown = 0  # columns that were handed out
         self.choice = DraftChoice(session.plan, drafter)
+        self.choice.steps = tally.steps
 
     def begin(self, prompts: Sequence[torch.Tensor]) -> None:
         """Run the prompts; the first token of each."""
@@ -130,7 +141,6 @@ class _DraftedCall:
         logits = logits.view(len(start), size, -1)
         given = {row: self._check(row, logits[row], drafts[row]) for row in going}
         self.choice.count(size, drafts, given)
-        self.tally.steps[size] = self.tally.steps.get(size, 0) + 1
         self._show()
 
     def _check(self, row: int, logits: torch.Tensor, draft: Drafted) -> int:

@@ -92,6 +92,11 @@ def test_what_enters_places_has_drafts_too(
                     alone = generate_tokens(session, [each.ids], sampling, Stop(each.new_tokens), draws)
                     assert found[i] == alone[0].tolist()
             assert work.offered and (work.accepted == work.offered) >= (own and not sampling.do_sample)
+        assert torch.equal(lm.generate(llama_checkpoint.ids, max_new_tokens=12, pad_token_id=0, eos_token_id=None,
+                                       do_sample=False), llama_checkpoint.model.generate(
+            llama_checkpoint.ids, max_new_tokens=12, pad_token_id=0, eos_token_id=None, do_sample=False))
+        assert lm.tally.tokens == len(rows) * 11 and lm.tally.offered >= lm.tally.accepted + lm.tally.refused
+        assert lm.tally.passes >= max(lm.tally.steps) > 1 and "drafted tokens stood" in str(lm.tally)
         lm.close()
         assert lm._session is None and lm.helper._session is None
 
@@ -161,12 +166,14 @@ def test_a_draft_whose_tokens_seldom_stand_is_given_up(tmp_path: Path, monkeypat
         llama(6, hidden_size=128, intermediate_size=384, vocab_size=997)).eval()
     model.save_pretrained(tmp_path / "model")
     nbytes = int(0.6 * sum(p.nbytes for p in model.parameters())) + 300_000
-    options: Any = dict(prompt=10, new_tokens=16, machine=Machine.default(), draft="w4")
+    options: Any = dict(prompt=10, new_tokens=16, machine=Machine.default(), draft="w8")
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     with torch.no_grad():
         expected = model.generate(ids, max_new_tokens=16, do_sample=False, pad_token_id=0, eos_token_id=None)
+    with wrap(tmp_path / "model", nbytes, **options | {"draft": "w4"}) as lm:
+        assert lm.helper is None and "would not pay on texts where 56 % are right" in lm.explain()
     with wrap(tmp_path / "model", nbytes, **options) as lm:
-        assert lm.helper is not None and "75 % are assumed" in lm.explain()
+        assert lm.helper is not None and "95 % are assumed" in lm.explain()
         for seldom in (False, True) if ALL else (True,):
             if seldom:
                 lm.helper.drafts_seen.add(2, 500)
