@@ -10,7 +10,8 @@ from itertools import pairwise
 from torch import fx
 
 from forebay.passes.shard.cuts import Cuts
-from forebay.passes.shard.divided import ROWS
+from forebay.passes.shard.looped import piece_name, whole_name
+from forebay.passes.shard.rank_inputs import ROWS
 from forebay.passes.shard.shard import shard
 from forebay.passes.shard.split import ShardError
 from forebay.passes.shard.take_stage import take_stage
@@ -39,25 +40,43 @@ def shard_captured(captured: CapturedModel, share: RankShare, switches: Switches
         captured = _staged(captured, share, switches)
     if share.beside == 1:
         return replace(captured, choices=None), {}
-    step = with_blocks(captured)
-    stage = Stage(step, replace(switches, bisect=False), "sharded", {})  # a rank alone computes nothing to compare
-    stage.run(next(each for each in PASSES if each.run is shard), lambda _: (share, _units(captured)))
-    cuts = step.meta.pop("cuts")
-    parts = _parts(captured, cuts)
-    weights = dict(captured.weights)
+    several, one = share.chunks
+    step, cuts = _sharded(captured, share, switches, "sharded", None, one)
+    names = tuple(_in_pieces(layer, own) for layer, own in zip(
+        (cuts[layer] for layer in captured.layers), captured.layer_weights, strict=True))
+    parts = _parts(captured, names, cuts)
+    apart = {source for name, (source, _) in parts.items() if name == piece_name(source, 0)}
+    weights = {name: spec for name, spec in captured.weights.items() if name not in apart}
     for name, (source, cut) in parts.items():
         weights[name] = cut_spec(captured.weights[source], cut, name)
     shapes = {node.name: node.meta["val"].shape for node in step.graph.find_nodes(op="placeholder")}
     cache = tuple(replace(spec, kv_heads=shapes[f"cache_k_{i}"][1], parts=share.sharers)
                   for i, spec in enumerate(captured.cache))
-    found = replace(captured, step=step, weights=weights, cache=cache, choices=None)
-    if share.gathered:
-        prefill = with_blocks(captured)
-        stage = Stage(prefill, replace(switches, bisect=False), "sharded_prefill", {})
-        stage.run(next(each for each in PASSES if each.run is shard), lambda _: (share, _units(captured), cuts))
-        prefill.meta.pop("cuts")
+    found = replace(captured, step=step, layer_weights=names, weights=weights, cache=cache, choices=None)
+    if share.gathered or several != one:
+        prefill, _ = _sharded(captured, share, switches, "sharded_prefill", cuts if share.gathered else None, several)
         found = replace(found, prefill=replace(found, step=prefill))
     return found, parts
+
+
+def _sharded(
+    captured: CapturedModel, share: RankShare, switches: Switches, name: str, stored: Mapping[str, Cuts] | None,
+    chunks: int
+) -> tuple[fx.GraphModule, dict[str, Cuts]]:
+    """The step graph of a rank, and what was cut."""
+    step = with_blocks(captured)
+    stage = Stage(step, replace(switches, bisect=False), name, {})  # a rank alone computes nothing to compare
+    stage.run(next(each for each in PASSES if each.run is shard), lambda _: (share, _units(captured), stored, chunks))
+    return step, step.meta.pop("cuts")
+
+
+def _in_pieces(made: Cuts, names: Mapping[str, str]) -> dict[str, str]:
+    """A layer's names of weights, those of pieces in the place of what a rank has in pieces."""
+    found: dict[str, str] = {}
+    for inner, name in names.items():
+        pieces = {piece_name(inner, i): piece_name(name, i) for i in range(made.in_pieces.get(inner, 0))}
+        found |= pieces or {inner: name}
+    return found
 
 
 def _staged(captured: CapturedModel, share: RankShare, switches: Switches) -> CapturedModel:
@@ -129,10 +148,10 @@ def _units(captured: CapturedModel) -> dict[str, int]:
     return found
 
 
-def _parts(captured: CapturedModel, made: Mapping[str, Cuts]) -> WeightParts:
+def _parts(captured: CapturedModel, names: Sequence[Mapping[str, str]], made: Mapping[str, Cuts]) -> WeightParts:
     found: WeightParts = {}
-    for layer, names in zip(captured.layers, captured.layer_weights, strict=True):
-        found |= {names[inner]: (names[inner], cut) for inner, cut in made[layer].weights.items()}
+    for layer, own in zip(captured.layers, names, strict=True):
+        found |= {own[inner]: (whole_name(own[inner]), cut) for inner, cut in made[layer].weights.items()}
     for name, cut in made[""].weights.items():
         found.setdefault(name, (name.removesuffix(ROWS) if name not in captured.weights else name, cut))
     return found

@@ -125,6 +125,7 @@ class Recorder:
         self.entries: list[Entry] = []
         self.landing: dict[fx.Node, Arrive | Found | Exchanged] = {}  # storage node -> the mark before its first reader
         self.found = 0
+        self.exchanges: list[str] = []  # labels, in the order in which they are made
 
     def record(self, nodes: list[fx.Node]) -> list[Recording]:
         """What these nodes do, which follow those recorded before, in one piece or several."""
@@ -177,10 +178,10 @@ class Recorder:
         self.found += 1
 
     def _arrive(self, *nodes: fx.Node) -> None:
-        for node in nodes:
-            mark = self.landing.pop(storage_of(node)[0], None)
-            if mark is not None:
-                self.entries.append(mark)
+        marks = [mark for node in nodes if (mark := self.landing.pop(storage_of(node)[0], None)) is not None]
+        exchanged = [mark for mark in marks if isinstance(mark, Exchanged)]  # of which the last is behind the others
+        last = max(exchanged, key=lambda mark: self.exchanges.index(mark.label), default=None)
+        self.entries += [mark for mark in marks if mark not in exchanged or mark is last]
 
     def _launch(self, node: fx.Node) -> None:
         self._arrive(*node.all_input_nodes)
@@ -188,6 +189,7 @@ class Recorder:
             parts = (launch.args, launch.kwargs, launch.out, launch.reads, launch.writes)
             self.entries.append(Recorded(launch, tuple(map(has_symbols, parts))))
             if launch.stream == COLLECT:
+                self.exchanges.append(launch.label)
                 self.landing[storage_of(node)[0]] = Exchanged(launch.label)
 
 

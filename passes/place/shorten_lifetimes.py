@@ -10,12 +10,14 @@ from torch import fx
 
 from forebay.passes.lower.out_variants import is_view, mutated_arguments
 from forebay.passes.place.allocate_buffers import overwritable
+from forebay.rewriter.ir.graph import is_collective
 
 
 def shorten_lifetimes(gm: fx.GraphModule) -> None:
     """Move every operator of a block down to where its first reader needs it, if the peak of live bytes then sinks.
 
-    Operators that write an argument, and those that read what one of them writes, keep their order. With a key for
+    Operators that write an argument, those that read what one of them writes, and exchanges of ranks, which all have in
+    one order, keep theirs. With a key for
     every query head, keys and values then lie in the cache before the queries take memory, and attention needs less
     than the feed-forward part. Graphs that call blocks are left alone.
     """
@@ -51,7 +53,8 @@ def _as_late_as_possible(nodes: Sequence[fx.Node]) -> list[fx.Node]:
         placed[node] = None
 
     for node in nodes:
-        fixed = not node.users or bool(_writes(node)) or any(_base(n) in written for n in node.all_input_nodes)
+        fixed = (not node.users or bool(_writes(node)) or is_collective(node)
+                 or any(_base(n) in written for n in node.all_input_nodes))
         if fixed and node not in placed:
             place(node)
     return list(placed)

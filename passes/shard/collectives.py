@@ -144,7 +144,7 @@ class Collectives:
                 for first, end in theirs[i]:
                     pieces.append((first, rank, at, at + end - first))
                     at += end - first
-            found.append(self._beside([self.call(aten.slice.Tensor, (ranks[rank], -1, a, b), like)
+            found.append(self.beside([self.call(aten.slice.Tensor, (ranks[rank], -1, a, b), like)
                                        for _, rank, a, b in sorted(pieces)], like))
         return found
 
@@ -157,10 +157,11 @@ class Collectives:
             value, first, end = wanted[0]
             wanted.append((value, first, min(end, first + short)))
             short -= wanted[-1][2] - first
-        return self._beside([value if shape_of(value)[-1] == end - first else self.call(
+        return self.beside([value if shape_of(value)[-1] == end - first else self.call(
             aten.slice.Tensor, (value, -1, first, end), like) for value, first, end in wanted], like, dense)
 
-    def _beside(self, pieces: Sequence[fx.Node], like: fx.Node, dense: bool = True) -> fx.Node:
+    def beside(self, pieces: Sequence[fx.Node], like: fx.Node, dense: bool = True) -> fx.Node:
+        """Pieces of a value's last dimension as one."""
         if len(pieces) == 1:
             return self.dense(pieces[0], like) if dense else pieces[0]
         return self.call(aten.cat.default, (list(pieces), -1), like)

@@ -11,9 +11,10 @@ from forebay.rewriter.ir.share import WeightCut
 class Cuts:
     """What a graph's weights and caches are on a rank: cuts by the weight's name in the graph, heads by the cache's
     placeholder; `rows` are further placeholders, which are rows of another one's weight; `along` are the mesh's axes
-    that each cut dimension of a weight is divided by."""
+    that each cut dimension of a weight is divided by; of weights `in_pieces` there are so many, in their place."""
 
     weights: dict[str, WeightCut] = field(default_factory=dict)
     along: dict[str, dict[int, tuple[int, ...]]] = field(default_factory=dict)
     heads: dict[str, int] = field(default_factory=dict)
     rows: dict[str, str] = field(default_factory=dict)
+    in_pieces: dict[str, int] = field(default_factory=dict)

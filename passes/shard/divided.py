@@ -2,64 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from forebay.passes.shard.collectives import Collectives, stretches_of
+from forebay.passes.shard.collectives import positions
 from forebay.passes.shard.cuts import Cuts
 from forebay.passes.shard.demand import (
     aligned_operands,
-    caches_of,
     is_pointwise,
-    over_cache,
-    product_of,
     slice_of,
     sliced_dim,
 )
-from forebay.passes.shard.placed import RankSplits
-from forebay.passes.shard.sequences import AllSequences, Apart, OwnSequences
-from forebay.passes.shard.split import SPLITS, VIEWS, ShardError, Split, shape_of, sizes_of, split_dim
+from forebay.passes.shard.looped import ONCE
+from forebay.passes.shard.rank_inputs import RankInputs, cut_of
+from forebay.passes.shard.split import SPLITS, VIEWS, ShardError, Split, sizes_of, split_dim
 from forebay.passes.shard.statistics import MEANS, NORMS, epsilon_of, normed, weighted, whole_mean
-from forebay.rewriter.ir.graph import META, WeightInput, copy_node, weight_name
-from forebay.rewriter.ir.share import Ranges, RankShare, WeightCut, count, ranges
-from forebay.rewriter.ir.symbolic_values import symbolic_value
+from forebay.rewriter.ir.graph import copy_node
+from forebay.rewriter.ir.share import ranges
 
 aten = torch.ops.aten
 ROWS = ".rows"  # ends the name of a weight that is rows of another, which is read whole as well
 
 
-class Divided:
-    """One graph on its way to a rank's: `peers` say how the ranks along the wide axis have each value, `split` how this
-    one does, `run` makes the new graph. Products that are as far from a layer's input exchange together. Where weights
-    are `stored` in other parts than products read, these are gathered."""
-
-    def __init__(self, gm: fx.GraphModule, share: RankShare, wanted: Mapping[int, Mapping[fx.Node, Split]],
-                 head: fx.Node | None, in_layer: bool, apart: Apart, stored: Cuts | None = None) -> None:
-        self.gm, self.share, self.head, self.in_layer, self.apart = gm, share, head, in_layer, apart
-        self.wanted = wanted
-        self.peers = [RankSplits(gm, each, wanted[each.rank], head, in_layer, apart.nodes) for each in share.peers]
-        self.own = self.peers[share.index(share.wide)]
-        self.split = self.own.split
-        self.products = {node: found for node in gm.graph.nodes if (found := product_of(node)) is not None}
-        self.levels = levels(gm, self.products)
-        self.added = self._added() if in_layer else {}
-        self.appends = [node for node in gm.graph.nodes if over_cache(node)]
-        self.graph = fx.Graph()
-        self.env: dict[fx.Node, fx.Node] = {}
-        self.normed: dict[Any, fx.Node] = {}  # norms of one value, which differ in what follows, exchange once
-        self.cuts = Cuts()
-        self.stored = stored
-        self.read: dict[str, WeightCut] = {}  # cuts of what products read, where more of it is gathered
-        self.whole: dict[fx.Node, fx.Node] = {}
-        self.exchange = Collectives(self.call, share)
-        self.all_sequences = AllSequences(gm, share.sharers)
-        self.sequences = OwnSequences(apart, self.all_sequences, share, self.exchange, self.graph, self.env)
+class Divided(RankInputs):
+    """One graph on its way to a rank's; `run` makes the new graph."""
 
     def run(self) -> Cuts:
         self._cut_inputs()
@@ -81,117 +52,15 @@ class Divided:
             self._input(node)
         elif node.op in ("output", "call_module"):
             handed = {each: self._handed(node, each) for each in node.all_input_nodes}
-            self.env[node] = self._copied(node, handed)
+            new = self.env[node] = self._copied(node, handed)
             if node.op == "call_module":
-                self.env[node].meta["val"] = self._part(self.env[node].meta["val"], _cut_of(self.split[node]))
+                new.args = tuple(each for old, given in zip(node.args, new.args, strict=True)
+                                 for each in self.pieces.get(old, [given]))  # type: ignore[arg-type, call-overload, list-item]
+                self.env[node].meta["val"] = self._part(self.env[node].meta["val"], cut_of(self.split[node]))
         else:
             self._operator(node)
 
-    # -- weights and caches
-
-    def _cut_inputs(self) -> None:
-        """What of weights and caches a rank has, before any node is made: placeholders come first."""
-        for node, (x, weight, bias, transposed) in self.products.items():
-            rows, columns = self._sides(node, x)
-            out, into = (1, 0) if transposed else (0, 1)
-            cut = tuple(sorted((dim, split) for dim, split in ((out, rows), (into, columns)) if split is not None))
-            inward = self.split[x] is None or self.own.is_hidden(self.split[x])
-            sides = (self.share.deep, self.share.wide) if inward else (self.share.wide, self.share.deep)
-            if cut:
-                self._cut(weight, cut, {out: sides[0], into: sides[1]})
-            if rows is not None and bias is not None and weight_name(bias) is not None:
-                self._cut(bias, ((0, rows),), {0: sides[0]})
-        for node in self.gm.graph.nodes:
-            for cache in caches_of(node):
-                for operand in over_cache(node) if node.meta["val"] is None else ():
-                    placed = self.split[operand]
-                    self.cuts.heads[cache.name] = shape_of(cache)[1] if placed is None else placed.count
-        if self.stored is not None:
-            self.read, self.cuts.weights = self.cuts.weights, dict(self.stored.weights)
-
-    def _weight(self, node: fx.Node, like: fx.Node) -> fx.Node:
-        """A weight as products read it: gathered, where ranks have less of it."""
-        name = weight_name(node)
-        if self.stored is None or name is None or node in self.whole:
-            return self.whole.get(node, self.env[node])
-        read, sizes = dict(self.read.get(name, ())), shape_of(node)
-        along: dict[int, tuple[tuple[int, ...], int]] = {}
-        for dim, part in self.stored.weights.get(name, ()):
-            axes = tuple(i for i in self.stored.along[name][dim] if i in self.share.beyond)
-            wanted = read.get(dim, ((0, sizes[dim]),))
-            stretches = stretches_of(wanted, part, self.share.size(axes), self.share.index(axes))
-            if not stretches:
-                raise ShardError(f"{name}: {sizes[dim]} cannot be divided evenly among the ranks that gather it; take "
-                                 "layout=2d")
-            along |= {dim: (axes, stretches)} if axes else {}
-        self.whole[node] = self.exchange.whole(self.env[node], along, like) if along else self.env[node]
-        return self.whole[node]
-
-    def _sides(self, node: fx.Node, x: fx.Node) -> tuple[Ranges | None, Ranges | None]:
-        """The rows and the columns of a product's weight that a rank has; None for all."""
-        into, rows = self.split[x], self.own.wanted.get(node)
-        if into is None:
-            return None if rows is None else rows.held, None
-        if self.own.is_hidden(into):
-            if not self.in_layer:
-                return None if rows is None else rows.held, None
-            return None if rows is None else self._of_peers([peer.wanted[node] for peer in self.peers]), into.held
-        made = self.own.hidden(node)
-        return None if made is None else made.held, self._of_peers([peer.split[x] for peer in self.peers])
-
-    @staticmethod
-    def _of_peers(splits: Sequence[Split | None]) -> Ranges:
-        """What ranks along the wide axis have together."""
-        return ranges(piece for split in splits if split is not None for piece in split.held)
-
-    def _cut(self, weight: fx.Node, cut: WeightCut, along: dict[int, tuple[int, ...]]) -> None:
-        name = weight_name(weight)
-        assert name is not None
-        others = [user for user in weight.users if product_of(user) is None and user.op != "call_module"]
-        if others:  # a table of tokens that is the head too: the head reads rows of its own
-            self.cuts.rows[f"{weight.name}_rows"] = weight.name
-            name += ROWS
-        self.cuts.along[name] = along
-        if self.cuts.weights.setdefault(name, cut) != cut:
-            raise ShardError(f"{name} is read by two products that divide it in two ways")
-
-    def _input(self, node: fx.Node) -> None:
-        new = self.env[node] = copy_node(self.graph, node, {})
-        mark, value = node.meta.get(META), node.meta["val"]
-        if node.name in self.cuts.heads:
-            new.meta["val"] = value.new_empty((value.shape[0], self.cuts.heads[node.name], *value.shape[2:]))
-        elif isinstance(mark, WeightInput):
-            if f"{node.name}_rows" in self.cuts.rows:
-                self._rows_of(node, mark)
-            new.meta["val"] = self._part(value, self.cuts.weights.get(mark.name, ()))
-        else:
-            new.meta["val"] = self._part(self.all_sequences.of(value), _cut_of(self.split[node]))
-
-    def _rows_of(self, node: fx.Node, mark: WeightInput) -> None:
-        name = mark.name + ROWS
-        rows = self.graph.create_node("placeholder", f"{node.name}_rows", name=f"{node.name}_rows")
-        rows.meta.update(node.meta, val=self._part(node.meta["val"], self.cuts.weights[name]),
-                         **{META: replace(mark, name=name)})
-        self.head_rows = rows
-
-    @staticmethod
-    def _part(value: torch.Tensor, cut: WeightCut) -> torch.Tensor:
-        shape = list(value.shape)
-        for dim, held in cut:
-            shape[dim] = count(held)
-        return value.new_empty(shape) if cut else value
-
     # -- the new graph
-
-    def call(self, target: Callable, args: tuple, like: fx.Node, kwargs: dict[str, Any] | None = None,
-             name: str | None = None) -> fx.Node:
-        """A node with the value that it gives, in the place of `like`."""
-        given, named = map_aggregate((args, kwargs or {}),  # type: ignore[arg-type, misc]
-                                     lambda v: v.meta["val"] if isinstance(v, fx.Node) else v)
-        new = self.graph.create_node("call_function", target, args, kwargs or {}, name=name)
-        new.meta.update({key: value for key, value in like.meta.items() if key != META},
-                        val=symbolic_value(target, given, named))
-        return new
 
     def _copied(self, node: fx.Node, env: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """A node that is computed for all sequences."""
@@ -214,8 +83,7 @@ class Divided:
             self._over_hidden(node, self.env[source], parted)  # type: ignore[index]
             return
         if node in self.added.values():
-            made = self.call(node.target, tuple(self.env[n] for n in node.args), node, name=node.name)  # type: ignore[arg-type, index, misc]
-            self.env[node] = self.exchange.summed(made, self.share.deep, node)
+            self.env[node] = self._summed(node, [(n, self.env[n]) for n in node.args])  # type: ignore[index, misc]
             return
         if split is None and all(self.split[operand] is None for operand in node.all_input_nodes):
             self.env[node] = self._copied(node, self.env)
@@ -228,7 +96,7 @@ class Divided:
         if split is not None and target is aten.empty.memory_format:  # fresh memory, of no value that could be run
             new = self.env[node] = self._copied(node, self.env)
             new.args = ([*args[0][:-1], split.count],)
-            new.meta["val"] = self._part(new.meta["val"], _cut_of(split))
+            new.meta["val"] = self._part(new.meta["val"], cut_of(split))
             return
         if split is not None and (target in VIEWS or target is aten.expand.default):
             sizes = list(args[1])
@@ -237,7 +105,7 @@ class Divided:
             args[1] = sizes
         elif target in SPLITS and split is not None and split_dim(node) == split.dim:
             begins = sizes_of(node)
-            lengths = [split.among(a, b - a).count for a, b in pairwise(begins)]
+            lengths = [split.among(a, b - a).count for a, b in itertools.pairwise(begins)]
             target, args, kwargs = aten.split_with_sizes.default, [args[0], lengths, split.dim], {}
         elif target is aten.slice.Tensor and isinstance(source, fx.Node):
             args = self._sliced(node, args, self.split[source])
@@ -282,10 +150,6 @@ class Divided:
         dim = dict(aligned_operands(node, split.dim)).get(operand)
         return self.env[operand] if dim is None else self._narrow(self.env[operand], dim, split.held, node)
 
-    def _narrow(self, value: fx.Node, dim: int, held: Ranges, like: fx.Node) -> fx.Node:
-        pieces = [self.call(aten.slice.Tensor, (value, dim, first, end), like) for first, end in held]
-        return pieces[0] if len(pieces) == 1 else self.call(aten.cat.default, (pieces, dim), like)
-
     def _handed(self, node: fx.Node, value: fx.Node) -> fx.Node:
         """A value as a layer takes it or gives it: a part of a hidden state, all of others."""
         if self.own.is_hidden(split := self.split[value]):
@@ -323,9 +187,6 @@ class Divided:
         rows = self.own.wanted.get(node)
         return self.exchange.gathered(made, rows, node) if rows is not None and node is self.head else made
 
-    def _reads_hidden(self, node: fx.Node) -> bool:
-        return self.own.is_hidden(self.split[self.products[node][0]])
-
     def _beside(self, node: fx.Node, takes: Callable[[fx.Node], bool]) -> list[fx.Node]:
         """The products that exchange together with this one, once there is what they read."""
         found = [n for n in self.products if self.levels[n] == self.levels[node] and
@@ -336,10 +197,16 @@ class Divided:
 
     def _scattered(self, products: Sequence[fx.Node]) -> None:
         """Products of parts of a hidden state, whose sums all peers add up, each those of its own features."""
-        wide = self.share.wide
-        made = [self._made(n, self.env[self.products[n][0]], wide) for n in products]
-        parts = [[peer.wanted[n].held for n in products] for peer in self.peers]
-        self.env.update(zip(products, self.exchange.scattered(made, parts, wide, products[0]), strict=True))
+        wide, like = self.share.wide, products[0]
+        own: dict[fx.Node, list[fx.Node]] = {node: [] for node in products}
+        for turn in self.loop.turns:
+            pieces = list(itertools.product(products, turn))
+            made = [self._made(n, self.env[self.products[n][0]], wide, piece) for n, piece in pieces]
+            parts = list(zip(*(self._portions(n, piece) for n, piece in pieces), strict=True))
+            for (n, _), value in zip(pieces, self.exchange.scattered(made, parts, wide, like), strict=True):
+                own[n].append(value)
+        for node, values in own.items():
+            self.env[node] = self.exchange.beside(values, node)
 
     def _joined(self, products: Sequence[fx.Node]) -> None:
         """Products that sum over features, those of all peers."""
@@ -350,42 +217,39 @@ class Divided:
             parts = [[peer.split[x].held for x in inputs] for peer in self.peers]  # type: ignore[union-attr]
             given = self.exchange.joined(given, parts, self.share.wide, products[0])
         for node, x in zip(products, given, strict=True):
-            made = self._made(node, x, self.share.deep)
-            self.env[node] = made if node in self.added else self.exchange.summed(made, self.share.deep, node)
+            self.env[node] = x if node in self.added else self._summed(node, [(node, x)])  # the addition makes those
 
-    def _made(self, node: fx.Node, x: fx.Node, summed: tuple[int, ...]) -> fx.Node:
-        """A product on this rank. Of what is summed over several ranks each adds the bias in equal parts, which for
-        two, four, … ranks are exact."""
+    def _summed(self, node: fx.Node, terms: Sequence[tuple[fx.Node, fx.Node]]) -> fx.Node:
+        """A product of a value, or two added, whose sums all ranks along the deep axes are to have."""
+        done = []
+        for turn in self.loop.turns if self._in_pieces(terms[0][0]) else ONCE.turns:
+            parts = []
+            for piece in turn:
+                made = tuple(self._made(n, x, self.share.deep, piece) for n, x in terms)
+                parts.append(made[0] if len(made) == 1 else self.call(node.target, made, node, name=node.name))  # type: ignore[arg-type]
+            done.append(self.exchange.summed(self.exchange.beside(parts, node), self.share.deep, node))
+        return self.exchange.beside(done, node)
+
+    def _made(self, node: fx.Node, x: fx.Node, summed: tuple[int, ...], piece: int = 0) -> fx.Node:
+        """A product on this rank, or a piece of it. Of what is summed over several ranks each adds the bias in equal
+        parts, which for two, four, … ranks are exact."""
         given, weight, bias, _ = self.products[node]
         env = {**self.env, given: x, weight: self._weight(weight, node)}
+        if weight in self.pieces:
+            env[weight] = self.pieces[weight][piece]
         if f"{weight.name}_rows" in self.cuts.rows:
             env[weight] = self.head_rows
         if bias is not None:
             env[bias] = self._weight(bias, node)
+        if bias is not None and weight in self.pieces:
+            env[bias] = self._of_piece(env[bias], node, piece)
         if bias is not None and self.share.size(summed) > 1:
             env[bias] = self.call(aten.mul.Tensor, (env[bias], 1 / self.share.size(summed)), node)
         return self.call(node.target, map_aggregate(node.args, lambda n: env.get(n, n)), node, name=node.name)  # type: ignore[arg-type, call-overload]
 
-    def _added(self) -> dict[fx.Node, fx.Node]:
-        """Products that sum over features and are read by one addition of two of them alone, with it: of attention and
-        feed-forward side by side. Ranks add those up at once."""
-        found: dict[fx.Node, fx.Node] = {}
-        for node in self.gm.graph.nodes:
-            both = node.all_input_nodes
-            if node.target is aten.add.Tensor and len(both) == len(node.args) == 2 and not node.kwargs and all(
-                    n in self.products and len(n.users) == 1 and (into := self.split[self.products[n][0]]) is not None
-                    and not self.own.is_hidden(into) for n in both):
-                found |= dict.fromkeys(both, node)
-        return found
-
-
-def levels(gm: fx.GraphModule, products: Mapping[fx.Node, Any]) -> dict[fx.Node, int]:
-    """How many products a value has been through."""
-    found: dict[fx.Node, int] = {}
-    for node in gm.graph.nodes:
-        found[node] = max((found[n] for n in node.all_input_nodes), default=0) + (node in products)
-    return found
-
-
-def _cut_of(split: Split | None) -> WeightCut:
-    return () if split is None else ((split.dim, split.held),)
+    def _of_piece(self, bias: fx.Node, node: fx.Node, piece: int) -> fx.Node:
+        """What a piece of a product adds, of what the whole does."""
+        every = range(self.loop.pieces)
+        whole, part = (ranges(part for i in pieces for theirs in self._portions(node, i) for part in theirs)
+                       for pieces in (every, (piece,)))
+        return self._narrow(bias, 0, positions(whole, part), node)

@@ -12,23 +12,26 @@ from forebay.passes.shard.cuts import Cuts
 from forebay.passes.shard.demand import Demand, product_of
 from forebay.passes.shard.divided import Divided
 from forebay.passes.shard.gathered import GatheredStep
+from forebay.passes.shard.looped import Loop, piece_name
 from forebay.passes.shard.sequences import Apart
 from forebay.passes.shard.split import ShardError, Split, shape_of
 from forebay.rewriter.ir.graph import META, CacheInput, WeightInput, weight_name
 from forebay.rewriter.ir.share import RankShare, ranges
 
 
-def shard(gm: fx.GraphModule, share: RankShare, units: Mapping[str, int], stored: Mapping[Any, Cuts] | None = None
-          ) -> None:
+def shard(gm: fx.GraphModule, share: RankShare, units: Mapping[str, int], stored: Mapping[Any, Cuts] | None = None,
+          chunks: int = 1) -> None:
     """Make a captured step graph, and the blocks that it calls, those of one rank: weights, heads and caches are parts,
     and collectives add up what ranks have of a layer's sums; hidden states are whole on every rank, or divided along
     the wide axis. `units`: of weights stored in groups, by name, how many input features belong together. What was cut
     stands in `gm.meta["cuts"]`, by block ("": the step). Where that is given as `stored`, it is a prefill's step that
-    gathers weights. ShardError names what cannot be divided so, and what would do.
+    gathers weights. `chunks`: in how many parts sums of products are exchanged. ShardError names what cannot
+    be divided so, and what would do.
     """
     layer = share if stored is None else share.prefilling
     found: dict[Any, Cuts] = {}
     blocks: dict[Any, fx.GraphModule] = dict(block_graphs(gm))
+    given = {name: block.graph.find_nodes(op="placeholder") for name, block in blocks.items()}
     for name, block in blocks.items():
         grouped = {n: units[weight_name(n)] for n in block.graph.find_nodes(op="placeholder")  # type: ignore[index]
                    if weight_name(n) in units}
@@ -38,21 +41,30 @@ def shard(gm: fx.GraphModule, share: RankShare, units: Mapping[str, int], stored
             demand = Demand(each)
             demand.of_layer(block, grouped, apart.entering)
             wants[each.rank] = demand.wanted
-        found[name] = Divided(block, layer, wants, None, True, apart, None if stored is None else stored[name]).run()
+        found[name] = Divided(block, layer, wants, None, True, apart, None if stored is None else stored[name],
+                              Loop(share.pieces, chunks)).run()
     head = _head(gm)
     wanted = {} if head is None else {head: _head_rows(head, share)}
     divided = GatheredStep(gm, share, wanted, head) if stored is not None else (
         Divided(gm, share, {each.rank: wanted for each in share.peers}, head, False, Apart()))
     for call in gm.graph.find_nodes(op="call_module"):
-        heads, cuts, block = found[call.target].heads, found[call.target].weights, blocks[call.target]
-        for given, inner in zip(call.args, block.graph.find_nodes(op="placeholder"), strict=True):
-            mark = given.meta.get(META)
-            if isinstance(mark, CacheInput) and inner.name in heads:
-                divided.cuts.heads[given.name] = heads[inner.name]
-            elif isinstance(mark, WeightInput) and weight_name(inner) in cuts:
-                divided.cuts.weights[mark.name] = cuts[weight_name(inner)]  # type: ignore[index]
+        for outer, inner in zip(call.args, given[call.target], strict=True):
+            _note(divided.cuts, outer, inner, found[call.target])
     found[""] = divided.run()
     gm.meta["cuts"] = found
+
+
+def _note(cuts: Cuts, outer: fx.Node, inner: fx.Node, found: Cuts) -> None:
+    """Note of a step's placeholder, which a layer is given as `inner`, what the layer has of it."""
+    mark, name = outer.meta.get(META), weight_name(inner)
+    if isinstance(mark, CacheInput) and inner.name in found.heads:
+        cuts.heads[outer.name] = found.heads[inner.name]
+    elif isinstance(mark, WeightInput) and name in found.in_pieces:
+        cuts.in_pieces[mark.name] = found.in_pieces[name]
+        for i in range(found.in_pieces[name]):
+            cuts.weights[piece_name(mark.name, i)] = found.weights[piece_name(name, i)]
+    elif isinstance(mark, WeightInput) and name in found.weights:
+        cuts.weights[mark.name] = found.weights[name]
 
 
 def _head(gm: fx.GraphModule) -> fx.Node | None:

@@ -45,7 +45,10 @@ class RankShare:
     what is between two products is whole along it while they compute (section 3.2.2). With `attention` over the batch
     each rank attends with all heads for as many sequences of its own, whose cache it has (section 3.3). Along the
     `gathered` axes prefills gather weights in place of activations (section 3.2.3): their ranks compute other
-    sequences, as `prefilling` says, along the axes that are not `beyond` it."""
+    sequences, as `prefilling` says, along the axes that are not `beyond` it. `chunks`: in how many parts products are
+    made whose sums ranks add up, in steps over several tokens and over one, so that one part is exchanged beside the
+    product of the next (section 3.5); one divides the other, and both have the weights in as many `pieces` as the
+    larger says."""
 
     shape: tuple[int, ...]
     rank: int
@@ -54,6 +57,12 @@ class RankShare:
     attention: Attended = "heads"
     gathered: tuple[int, ...] = ()
     beyond: tuple[int, ...] = ()
+    chunks: tuple[int, int] = (1, 1)
+
+    @property
+    def pieces(self) -> int:
+        """Those of each weight whose product is exchanged in parts."""
+        return max(self.chunks)
 
     @property
     def ranks(self) -> int:
@@ -148,8 +157,10 @@ class RankShare:
         tensor = "x".join(map(str, self.shape))
         layout = self.layout if not self.gathered else "xyz" if len(self.gathered) == len(self.axes) else (
             "x" if len(self.gathered) == 1 else "xy")
-        said = {"stages": self.stages, "tensor": tensor, "layout": layout, "attention": self.attention}
-        usual = {"stages": 1, "layout": "1d", "attention": "heads"}
+        chunks = "/".join(map(str, dict.fromkeys(self.chunks)))
+        said = {"stages": self.stages, "tensor": tensor, "layout": layout, "attention": self.attention,
+                "chunks": chunks}
+        usual = {"stages": 1, "layout": "1d", "attention": "heads", "chunks": "1"}
         told = [f"{name}={value}" for name, value in said.items() if value != usual.get(name)]
         return tensor if len(told) == 1 else ",".join(told)
 

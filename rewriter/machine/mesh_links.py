@@ -35,7 +35,8 @@ class MeshLinks:
     """What was measured on `ranks` ranks over `backend`; nothing was where there are no exchanges.
 
     memory_slowed, flops_slowed: how many times as long products that read memory as fast as it goes, and products that
-    only calculate, take while all ranks compute; reads_slowed the same of reads while all ranks read the disk.
+    only calculate, take while all ranks compute; reads_slowed the same of reads while all ranks read the disk. held_up:
+    share (0..1) of an exchange's time by which products beside it take longer.
     """
 
     ranks: int = 1
@@ -45,6 +46,7 @@ class MeshLinks:
     memory_slowed: float = 1.0
     flops_slowed: float = 1.0
     reads_slowed: float = 1.0
+    held_up: float = 1.0
 
     def validate(self) -> None:
         """Raise ValueError naming the first field that cannot be true."""
@@ -61,6 +63,9 @@ class MeshLinks:
         for name in ("memory_slowed", "flops_slowed", "reads_slowed"):
             if not (math.isfinite(value := getattr(self, name)) and value >= 1):
                 raise ValueError(f"machine profile: mesh.{name} must be at least 1, is {value!r}")
+
+        if not 0 <= self.held_up <= 1:
+            raise ValueError(f"machine profile: mesh.held_up must lie between 0 and 1, is {self.held_up!r}")
 
     def exchange_s(self, kind: str, ranks: int, nbytes: float, gpu: bool) -> float:
         """Seconds of an exchange that leaves `nbytes` on each of so many ranks, from when the last of them is there. Of

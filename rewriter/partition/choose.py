@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -12,6 +12,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.partition.collectives import ChipMesh
 from forebay.rewriter.partition.layouts import (
+    CHUNKS,
     BlockWidths,
     ChipLayout,
     LayerCost,
@@ -21,7 +22,7 @@ from forebay.rewriter.partition.layouts import (
     outside_cost,
 )
 from forebay.rewriter.predict.estimator import Estimator
-from forebay.rewriter.predict.model_shapes import ModelError, ModelShape
+from forebay.rewriter.predict.model_shapes import LayerShape, ModelError, ModelShape
 
 PREFILL, DECODE = "prefill", "decode"
 
@@ -106,20 +107,33 @@ class Option:
 
 
 def options_of(problem: PartitionProblem) -> list[Option]:
-    """Every layout of every kind of layer in every phase. The cache lies as decode wants it."""
+    """Every layout of every kind of layer in every phase, with sums exchanged at once, and in the chunks that take
+    least. The cache lies as decode wants it."""
     found = []
     full = problem.prompt + problem.new_tokens
     for work in problem.phases:
         steps = 1 if work.name == PREFILL else problem.new_tokens
-        for i, kind in enumerate(problem.model.layers):
-            for layout in layouts(problem.mesh, work):
-                cost = layer_cost(kind, layout, problem.mesh, work, problem.times, parallel=problem.parallel,
-                                  weights=problem.weights)
+        for layout in layouts(problem.mesh, work):
+            for way, i, kind, cost in _in_best_chunks(problem, layout, work):
                 seen = min(work.context, kind.window) if kind.window else work.context
                 kept = min(full, kind.window) if kind.window else full
                 held = 0.0 if work.name == PREFILL else kind.count * cost.cache_nbytes * kept / seen
-                found.append(Option(i, work.name, layout, cost, steps * kind.count * cost.time_s, held))
+                found.append(Option(i, work.name, way, cost, steps * kind.count * cost.time_s, held))
     return found
+
+
+def _in_best_chunks(problem: PartitionProblem, layout: ChipLayout, work: PhaseWork
+                    ) -> Iterator[tuple[ChipLayout, int, LayerShape, LayerCost]]:
+    """The costs of all kinds of layers in a layout, and again in the chunks of the sums that take all layers least, if
+    those are several. Where weights are gathered ranks exchange sums at once."""
+    ways = [replace(layout, chunks=chunks) for chunks in (CHUNKS if not layout.gathered else CHUNKS[:1])]
+    costs = {way: [layer_cost(kind, way, problem.mesh, work, problem.times, parallel=problem.parallel,
+                              weights=problem.weights) for kind in problem.model.layers] for way in ways}
+    best = min(ways, key=lambda way: sum(kind.count * cost.time_s for kind, cost in zip(
+        problem.model.layers, costs[way], strict=True)))
+    for way in dict.fromkeys((layout, best)):
+        for i, (kind, cost) in enumerate(zip(problem.model.layers, costs[way], strict=True)):
+            yield way, i, kind, cost
 
 
 def choose(problem: PartitionProblem) -> Choice:
@@ -182,10 +196,11 @@ def best_run(problem: PartitionProblem) -> RunLayouts | None:
 
 
 def run_together(prefill: ChipLayout, decode: ChipLayout) -> bool:
-    """Whether ranks here run a prefill and decode steps in these layouts: one stationary layout, or prompts in one that
-    gathers the same shards, attention being over the batch in both, so that the cache of one is the other's."""
-    return (prefill == decode and not prefill.gathered) or (
-        decode.feedforward == "2d" and bool(prefill.gathered) and prefill.wide == decode.wide
+    """Whether ranks here run a prefill and decode steps in these layouts: one stationary layout, in whatever chunks, or
+    prompts in one that gathers the same shards, attention being over the batch in both, so that the cache of one is the
+    other's."""
+    return (replace(prefill, chunks=decode.chunks) == decode and not prefill.gathered) or (
+        decode.feedforward == "2d" and bool(prefill.gathered) and prefill.wide == decode.wide and decode.chunks == 1
         and prefill.attention == decode.attention == "batch")
 
 

@@ -6,9 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from forebay.rewriter.machine.mesh_links import MeshLinks
 from forebay.rewriter.machine.profile import Machine
 
 CollectiveKind = Literal["all-gather", "reduce-scatter", "all-to-all"]
+TORCHS: dict[CollectiveKind, str] = {"all-gather": "all_gather_into_tensor", "reduce-scatter": "reduce_scatter_tensor",
+                                     "all-to-all": "all_to_all_single"}
+INPUT, OUTPUT = "input", "output partial sums"  # of a layer's products: what most collectives exchange
 # Of a TPU v4: six links a chip, two along each axis. Slices of whole cubes of 4x4x4 are joined into rings along all
 # axes; smaller ones are cut from a cube and end at its faces (Jouppi et al. 2023, section 2).
 TORUS_AXES, CUBE = 3, 4
@@ -44,13 +48,17 @@ class ChipMesh:
 
     `bytes_per_s`: what a chip sends and receives along that axis, both directions of a ring together. `protocols`: the
     ways to make a collective. `torus`: bytes to chips further along a ring pass those between; else a switch
-    joins the chips of an axis. Raises MeshError for sizes below 1 and rates not above 0.
+    joins the chips of an axis. `held_up`: share of a collective's time by which a product beside it takes longer (0:
+    it is hidden; 1: the chip's cores make it). `measured` collectives take what they took among ranks. Raises MeshError
+    for sizes below 1 and rates not above 0.
     """
 
     shape: tuple[int, ...]
     bytes_per_s: tuple[float, ...]
     protocols: tuple[RingProtocol, ...]
     torus: bool = True
+    held_up: float = 0.0
+    measured: MeshLinks | None = None
 
     def __post_init__(self) -> None:
         if not self.shape or any(size < 1 for size in self.shape):
@@ -98,9 +106,14 @@ def mesh_of(machine: Machine, shape: tuple[int, ...], links: tuple[float, ...] =
     """Chips of `machine` in a grid; `links` are bytes per second by axis, by default the machine's interconnect.
 
     An axis of a TPU's torus has a third of that, and half as much where its ends are not joined: all that a chip at the
-    end receives passes one link. `step_s` stands in the place of what is known of steps. MeshError where the machine
-    has no figure and none is given.
+    end receives passes one link. Collectives among ranks that were measured on the machine take what they took then,
+    unless `links` are given. `step_s` stands in the place of what is known of steps. MeshError where the machine has no
+    figure and none is given.
     """
+    measured = machine.mesh if machine.mesh.exchanges else None
+    if measured is not None and not links:
+        links = (_rate(measured),) * len(shape)
+        return ChipMesh(shape, links, one_way(0.0), False, measured.held_up, measured)
     torus = machine.device_kind.startswith("TPU")
     if torus and len([size for size in shape if size > 1]) > TORUS_AXES:
         raise MeshError(f"mesh {'x'.join(map(str, shape))}: {machine.name} has links along {TORUS_AXES} axes")
@@ -114,7 +127,8 @@ def mesh_of(machine: Machine, shape: tuple[int, ...], links: tuple[float, ...] =
     rates = links or tuple(share or 1.0 for _ in shape)
     if step_s is not None or torus:
         return ChipMesh(shape, rates, one_way(TPU_STEP_S if step_s is None else step_s), torus)
-    return ChipMesh(shape, rates, NVLINK if min(rates) > NVLINK_BYTES_PER_S else PCIE, torus)
+    held_up = machine.mesh.held_up if measured is not None or machine.device_kind == "cpu" else 0.0
+    return ChipMesh(shape, rates, NVLINK if min(rates) > NVLINK_BYTES_PER_S else PCIE, torus, held_up)
 
 
 def one_way(step_s: float) -> tuple[RingProtocol, ...]:
@@ -130,6 +144,8 @@ def collective_s(item: Collective, mesh: ChipMesh) -> float:
     one after the other, each of which leaves K times as much as it found. Of an all-to-all all of D goes along each
     axis; on a torus a byte passes K / 4 chips on average and K / 2 at most, and through a switch it goes at once.
     """
+    if mesh.measured is not None:
+        return _measured_s(item, mesh, mesh.measured)
     seconds, at = 0.0, item.nbytes
     for i in sorted((i for i in item.axes if mesh.shape[i] > 1), key=lambda i: -mesh.bytes_per_s[i]):
         size = mesh.shape[i]
@@ -141,3 +157,20 @@ def collective_s(item: Collective, mesh: ChipMesh) -> float:
         seconds += min(each.begin_s + steps * each.step_s + passed / (each.rate_share * mesh.bytes_per_s[i])
                        for each in mesh.protocols)
     return seconds
+
+
+def _measured_s(item: Collective, mesh: ChipMesh, links: MeshLinks) -> float:
+    """As ranks make it, over all its axes at once: partial sums of a layer and the next one's input in one all-reduce,
+    of which each has half."""
+    ranks = mesh.size(item.axes)
+    if ranks == 1:
+        return 0.0
+    if item.what in (INPUT, OUTPUT):
+        return links.exchange_s("all_reduce", ranks, item.nbytes, gpu=False) / 2
+    behind = item.nbytes / ranks if item.kind == "reduce-scatter" else item.nbytes
+    return links.exchange_s(TORCHS[item.kind], ranks, behind, gpu=False)
+
+
+def _rate(links: MeshLinks) -> float:
+    """Bytes per second of the fastest kind of exchange."""
+    return max(link.bandwidth_bytes_per_s for link in links.exchanges)

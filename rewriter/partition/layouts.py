@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
 from typing import Literal
 
 from forebay.rewriter.ir.program import dtype_itemsize
-from forebay.rewriter.partition.collectives import ChipMesh, Collective, collective_s
+from forebay.rewriter.partition.collectives import INPUT, OUTPUT, ChipMesh, Collective, collective_s
 from forebay.rewriter.predict.estimator import Estimator
 from forebay.rewriter.predict.model_shapes import ATTENTION, DTYPES, MLP, LayerShape, ModelShape
 
@@ -19,6 +19,7 @@ Attention = Literal["heads", "batch"]
 NAMES: dict[Feedforward, str] = {"1d": "1D weight-stationary", "2d": "2D weight-stationary", "x": "X-weight-gathered",
                                  "xy": "XY-weight-gathered", "xyz": "XYZ-weight-gathered"}
 WEIGHTS = "weights"  # what weight-gathered layouts exchange
+CHUNKS = (1, 2, 4, 8)  # parts in which a product's sums may be exchanged
 INT8 = "int8"
 STORED = (*DTYPES, INT8)  # what weights may be
 
@@ -58,21 +59,23 @@ class PhaseWork:
 class ChipLayout:
     """How a layer lies on the mesh. `wide`: axes that split the hidden size of weights (none in 1D), the others split
     the feed-forward size; `gathered`: axes over which weights are gathered and sequences split; `copied`: chips that
-    share a head of keys and values each compute it, as ranks do here, where the paper's gather it."""
+    share a head of keys and values each compute it, as ranks do here, where the paper's gather it. `chunks`: parts of
+    a product, of which one is exchanged beside the product of the next (section 3.5)."""
 
     feedforward: Feedforward
     wide: tuple[int, ...]
     gathered: tuple[int, ...]
     attention: Attention
     copied: bool = False
+    chunks: int = 1
 
 
 @dataclass(frozen=True)
 class LayerCost:
     """Of one layer on one chip. `compute_s` and `memory_s` are what operations and bytes alone would take; `time_s`
     has the slower of the two of every product, and all collectives but those of weights, which run beside the products
-    of the layer before: they need nothing of it. Collectives of activations are hidden by nothing. `working_nbytes`:
-    activations, and weights while they are gathered, of this layer and the next."""
+    of the layer before: they need nothing of it. Of those of activations `hidden_s` run beside products too.
+    `working_nbytes`: activations, and weights while they are gathered, of this layer and the next."""
 
     time_s: float
     compute_s: float
@@ -82,6 +85,7 @@ class LayerCost:
     weights_nbytes: float
     cache_nbytes: float
     working_nbytes: float
+    hidden_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,8 @@ def layouts(mesh: ChipMesh, work: PhaseWork) -> Iterator[ChipLayout]:
 
 @dataclass(frozen=True)
 class ProductCost:
-    """Of a layer's products on one chip, for so many rows: `fetched_s` of `communication_s` is that of weights."""
+    """Of a layer's products on one chip, for so many rows: `fetched_s` of `communication_s` is that of weights, and
+    `hidden_s` of it runs beside products."""
 
     time_s: float
     compute_s: float
@@ -149,6 +154,7 @@ class ProductCost:
     collectives: tuple[Collective, ...]
     weights_nbytes: float
     working_nbytes: float
+    hidden_s: float
 
 
 @dataclass(frozen=True)
@@ -171,10 +177,11 @@ def layer_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, work: Phas
     products = product_cost(layer, layout, mesh, rows, times, parallel=parallel, weights=weights)
     attended = attention_cost(layer, layout, mesh, work, times, weights)
     communication_s = products.communication_s + attended.communication_s
-    done_s = max(products.time_s + attended.time_s, products.fetched_s) + communication_s - products.fetched_s
+    done_s = max(products.time_s + attended.time_s - products.hidden_s, products.fetched_s) + (
+        communication_s - products.fetched_s)
     return LayerCost(done_s, products.compute_s + attended.compute_s, products.memory_s + attended.memory_s,
                      communication_s, (*products.collectives, *attended.collectives), products.weights_nbytes,
-                     attended.cache_nbytes, products.working_nbytes)
+                     attended.cache_nbytes, products.working_nbytes, products.hidden_s)
 
 
 def product_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, rows: float, times: Estimator,
@@ -190,24 +197,29 @@ def product_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, rows: fl
     stationary = not layout.gathered
     k_parts, n_parts = (mesh.size(layout.wide), mesh.size(deep)) if stationary else (1, mesh.size(rest))
     exchanged = list(_gathers(block, layout, mesh, sizes))
-    time_s = compute_s = memory_s = 0.0
+    time_s = compute_s = memory_s = hidden_s = 0.0
     for ways, split in ((into, "in"), (out, "out")):
         for width, share in ways:
             n, k = (width, block.hidden) if split == "in" else (block.hidden, width)
             parts = (n_parts, k_parts) if split == "in" else (k_parts, n_parts)
-            n_local, k_local, many = math.ceil(n / parts[0]), math.ceil(k / parts[1]), share * rows
+            moved = list(_activations(block.hidden, width, layout, deep if stationary else rest, mesh,
+                                      rows * sizes.activation, split))
+            beside_s = sum(collective_s(item, mesh) for item in _added_up(moved))
+            chunks = layout.chunks if beside_s else 1
+            n_local, k_local, many = math.ceil(n / parts[0] / chunks), math.ceil(k / parts[1]), share * rows
             nbytes = n_local * k_local * sizes.weight + many * (n_local + k_local) * sizes.activation
-            time_s += times.product_s(sizes.dtype, many, n_local, k_local, nbytes=nbytes)
-            compute_s += times.work_s(2.0 * many * n_local * k_local, 0.0)
-            memory_s += times.work_s(0.0, nbytes)
-            exchanged += _activations(block.hidden, width, layout, deep if stationary else rest, mesh,
-                                      rows * sizes.activation, split)
+            product_s = times.product_s(sizes.dtype, many, n_local, k_local, nbytes=nbytes)
+            time_s += chunks * product_s
+            hidden_s += (chunks - 1) * (1 - mesh.held_up) * min(product_s, beside_s)
+            compute_s += times.work_s(2.0 * many * chunks * n_local * k_local, 0.0)
+            memory_s += times.work_s(0.0, chunks * nbytes)
+            exchanged += moved
     own = BlockWidths.of(layer).elements * sizes.weight / mesh.chips
     gathered = 0.0 if stationary else 2 * block.elements * sizes.weight / mesh.size(rest)
     widths = block.hidden / k_parts + (block.query + block.key_value + block.active * block.up) / n_parts
     return ProductCost(time_s, compute_s, memory_s, sum(collective_s(item, mesh) for item in exchanged),
                        sum(collective_s(item, mesh) for item in exchanged if item.what == WEIGHTS), tuple(exchanged),
-                       own, gathered + rows * widths * sizes.activation)
+                       own, gathered + rows * widths * sizes.activation, hidden_s)
 
 
 def _with_shared_heads(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh) -> BlockWidths:
@@ -230,16 +242,31 @@ def _activations(hidden: int, width: int, layout: ChipLayout, deep: tuple[int, .
                  split: str) -> Iterator[Collective]:
     """Stationary: the hidden size is gathered over the axes that split the other one, and the other way round; partial
     sums of a product are scattered over the axes that split what it sums over. `column`: bytes of one element of all
-    rows."""
+    rows. What leaves a product leaves it in `chunks`, and is gathered for the next in as many."""
     wide = layout.wide if not layout.gathered else ()
     along = column * hidden / mesh.size(wide)
     across = column * width / mesh.size(deep)
     if split == "in":
-        yield Collective("all-gather", deep, along, "input")
-        yield Collective("reduce-scatter", wide, across, "inner partial sums")
+        yield from _in_chunks(Collective("all-gather", deep, along, INPUT), layout)
+        yield from _in_chunks(Collective("reduce-scatter", wide, across, "inner partial sums"), layout)
     else:
         yield Collective("all-gather", wide, across, "inner")
-        yield Collective("reduce-scatter", deep, along, "output partial sums")
+        yield from _in_chunks(Collective("reduce-scatter", deep, along, OUTPUT), layout)
+
+
+def _in_chunks(item: Collective, layout: ChipLayout) -> list[Collective]:
+    return [replace(item, nbytes=item.nbytes / layout.chunks)] * layout.chunks
+
+
+def _added_up(moved: Sequence[Collective]) -> Iterator[Collective]:
+    """What a chunk of a product's sums is exchanged by: the scatter, and of what the next product is given the gather
+    too, which needs nothing else."""
+    for item in moved:
+        if item.kind == "reduce-scatter":
+            yield item
+            if item.what == OUTPUT:
+                yield replace(item, kind="all-gather", what=INPUT)
+            return
 
 
 def attention_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, work: PhaseWork, times: Estimator,

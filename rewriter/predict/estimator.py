@@ -71,6 +71,10 @@ class Estimator(Protocol):
     def reads_beside_ranks(self) -> float:
         """How many times as long reads from disk take while all ranks read."""
 
+    @property
+    def held_up(self) -> float:
+        """Share (0..1) of an exchange's time by which what is computed beside it takes longer."""
+
     def choice_s(self, elements: int) -> float:
         """Choosing tokens from so many logits."""
 
@@ -161,6 +165,10 @@ class MachineEstimator:
     @property
     def reads_beside_ranks(self) -> float:
         return self.machine.mesh.reads_slowed
+
+    @property
+    def held_up(self) -> float:
+        return self.machine.mesh.held_up
 
     def choice_s(self, elements: int) -> float:
         rate = self.machine.choice_elements_per_s

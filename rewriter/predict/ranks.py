@@ -33,7 +33,8 @@ def simulate_ranks(
     each has them alone."""
     times = times or MachineEstimator(machine)
     costs = [_costs(program, times, at_once) for program in programs]
-    ran = run_ranks(programs, costs, steps, [choice_time_s(program, times) for program in programs])
+    ran = run_ranks(programs, costs, steps, [choice_time_s(program, times) for program in programs],
+                    times.held_up if at_once else 0.0)
     found = []
     for program, cost, (ends, spans) in zip(programs, costs, ran, strict=True):
         start, end = ends[-2:]

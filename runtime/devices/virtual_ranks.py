@@ -19,13 +19,14 @@ from forebay.runtime.devices.virtual_threads import (
 
 
 def run_ranks(
-    programs: Sequence[Program], costs: Sequence[CostOf], steps: int, between_s: Sequence[float]
+    programs: Sequence[Program], costs: Sequence[CostOf], steps: int, between_s: Sequence[float], held_up: float = 0.0
 ) -> list[tuple[list[float], list[TimedSpan]]]:
     """As `run_on_threads`, of each rank: when its first step began and each ended, and its spans. An exchange begins
     once all that take part have posted it and are done with those that they posted before, and ends for all at once;
-    who waits for it goes on reading. ValueError where ranks would wait for each other for ever."""
+    who waits for it goes on reading, and who computes meanwhile takes `held_up` of the time longer. ValueError where
+    ranks would wait for each other for ever."""
     board = _Board([_exchanges(program) for program in programs])
-    clocks = [_RankClock(rank, board) for rank in range(len(programs))]
+    clocks = [_RankClock(rank, board, held_up) for rank in range(len(programs))]
     running = [clock.all_steps(program, cost, steps, rest)
                for clock, program, cost, rest in zip(clocks, programs, costs, between_s, strict=True)]
     ended = [False] * len(running)
@@ -50,6 +51,7 @@ class _Board:
     def __init__(self, groups: Sequence[Sequence[tuple[int, ...]]]) -> None:
         self.groups = groups
         self.posted: list[list[tuple[float, float]]] = [[] for _ in groups]  # when, and what it takes
+        self.begun: list[list[float]] = [[] for _ in groups]
         self.ended: list[list[float]] = [[] for _ in groups]
 
     def end_of(self, rank: int, count: int) -> float | None:
@@ -68,6 +70,7 @@ class _Board:
                 begin = max(max(at, self.ended[other][-1] if self.ended[other] else 0.0)
                             for other, (at, _) in zip(group, posts, strict=True))
                 for other in group:
+                    self.begun[other].append(begin)
                     self.ended[other].append(begin + max(time_s for _, time_s in posts))
                 found = True
         return found
@@ -85,9 +88,10 @@ class _Board:
 class _RankClock(_StreamClock):
     """The time of a rank. Exchanges stand on the board, not in a queue."""
 
-    def __init__(self, rank: int, board: _Board) -> None:
+    def __init__(self, rank: int, board: _Board, held_up: float) -> None:
         super().__init__()
-        self.rank, self.board, self.ends = rank, board, list[float]()
+        self.rank, self.board, self.held_up, self.ends = rank, board, held_up, list[float]()
+        self.met = 0  # exchanges that were waited for
         self.behind: dict[int, int] = {}  # by events: exchanges that were posted before their latest record
 
     @property
@@ -123,6 +127,10 @@ class _RankClock(_StreamClock):
         """Let time pass until the exchanges before the event's record have ended."""
         while (end := self.board.end_of(self.rank, self.behind[event])) is None:
             yield
+        spans = [board[self.rank][self.met : self.behind[event]] for board in (self.board.begun, self.board.ended)]
+        beside_s = sum(max(0.0, min(self.now, ended) - begun) for begun, ended in zip(*spans, strict=True))
+        self.met = max(self.met, self.behind[event])
+        self.now += self.held_up * beside_s
         self.spans.append((COLLECT, f"until event {event}", self.now, max(self.now, end)))
         while self.now < end:
             if not self.elapse(end - self.now, 1.0):

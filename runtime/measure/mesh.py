@@ -35,6 +35,7 @@ TURNS, ROUNDS = 5, 9  # of exchanges, and of products
 FILE_NBYTES = 64 << 20  # read by each rank
 TURN_S = 0.05  # of products alone, and beside those of other ranks
 ROWS = (1, 64)  # products bound by memory, and by arithmetic
+BESIDE_NBYTES, BESIDE = 1 << 20, 16  # all-reduces beside products, as of a prompt's hidden states
 SHAPE = (2048, 2048)
 
 
@@ -55,11 +56,14 @@ def measure_mesh(
             turn = ExchangeTurns(kind, mine, worker, "cuda" if torch.cuda.is_available() else "cpu")
             bandwidth, latency, r2 = steady_link(NBYTES, TURNS, turn.time_s)
             links.append(ExchangeLink(kind, size, bandwidth, latency, r2))
+        say("products beside exchanges", 0.88)
+        held_up = 0.0 if torch.cuda.is_available() else _held_up(tuple(range(ranks)), worker)
     say("products at once", 0.9)
     memory, flops = (1.0, 1.0) if torch.cuda.is_available() else (_products_slowed(m) for m in ROWS)
     say("reads at once", 0.95)
     reads = _reads_slowed(machine, folder)
-    return MeshLinks(ranks, dist.get_backend(), datetime.date.today().isoformat(), tuple(links), memory, flops, reads)
+    return MeshLinks(ranks, dist.get_backend(), datetime.date.today().isoformat(), tuple(links), memory, flops, reads,
+                     held_up)
 
 
 def _neighbours(ranks: int, size: int) -> list[tuple[int, ...]]:
@@ -129,6 +133,32 @@ def _products_slowed(m: int) -> float:
     turn = itertools.cycle(cold_products(m, *SHAPE, torch.float32))
     count = max(1, int(TURN_S / burst_s(turn, 2)))
     return _slowed(lambda: burst_s(turn, count))
+
+
+def _held_up(group: tuple[int, ...], worker: Worker) -> float:
+    """Share of exchanges' time by which products beside them take longer, of the rank that is held up most: where cores
+    make exchanges, they are not computing. Products, exchanges and both at once take turns; medians."""
+    turn = itertools.cycle(cold_products(ROWS[1], *SHAPE, torch.float32))
+    count = max(from_all(max(1, int(TURN_S / burst_s(turn, 2)))))
+    values = torch.ones(2, BESIDE_NBYTES // 4)
+    exchange, process_group = EXCHANGES[functional.all_reduce.default], group_of(group)
+
+    def took_s(exchanges: int, products: int) -> float:
+        from_all(None)
+        start, ticket = time.perf_counter(), Ticket(watch=worker.fault)
+        for _ in range(exchanges):
+            worker.submit(lambda: exchange(values[1], values[0], process_group, "sum"))
+        worker.submit(lambda: ticket.done(worker.error))
+        if products:
+            burst_s(turn, products)
+        ticket.wait()
+        return time.perf_counter() - start
+
+    found = []
+    for _ in range(ROUNDS):
+        products, exchanges, both = took_s(0, count), took_s(BESIDE, 0), took_s(BESIDE, count)
+        found.append(1 - (products + exchanges - both) / min(products, exchanges))
+    return min(1.0, max(0.0, *from_all(median(found))))
 
 
 def _reads_slowed(machine: Machine, folder: str | os.PathLike[str]) -> float:

@@ -36,10 +36,12 @@ def made(draft: str | os.PathLike[str] | None, mesh: MeshShape | None, *given: A
 
 def read_mesh(mesh: MeshShape) -> RankShare:
     """Ranks along each axis of a stage, how many stages there are, the layout of a stage and what ranks divide of
-    attention, as rank 0 has it: of 4, (2, 2), "2x2", {"stages": 2, "tensor": 2}, "stages=2,tensor=2" or
-    "tensor=2x2,layout=2d,attention=batch". PlanError where it is none of these."""
-    wanted = "numbers of ranks of at least 1, as 4, 2x2 or stages=2,tensor=2, and layout=2d, attention=batch"
-    known = {"stages", "tensor", "layout", "attention"}
+    attention, and in how many parts sums are exchanged, as rank 0 has it: of 4, (2, 2), "2x2", {"stages": 2, "tensor":
+    2}, "stages=2,tensor=2", "tensor=2x2,layout=2d,attention=batch" or "tensor=4,chunks=4/2" (4 in steps over several
+    tokens, 2 over one). PlanError where it is none of these."""
+    wanted = ("numbers of ranks of at least 1, as 4, 2x2 or stages=2,tensor=2, and layout=2d, attention=batch, "
+              "chunks=4")
+    known = {"stages", "tensor", "layout", "attention", "chunks"}
     parts: Mapping[str, Any] = {"tensor": mesh}
     if isinstance(mesh, Mapping):
         parts = mesh
@@ -57,12 +59,17 @@ def read_mesh(mesh: MeshShape) -> RankShare:
     if layout not in (*get_args(Dimensions), *GATHERED):
         raise PlanError(f"mesh: layout {layout} is none of those that run, "
                         f"{', '.join((*get_args(Dimensions), *GATHERED))}")
+    chunks = _chunks(parts.get("chunks", 1))
     if layout in GATHERED:
+        if chunks != (1, 1):
+            raise PlanError(f"mesh: {mesh!r}: sums are exchanged at once where prompts gather weights; leave chunks "
+                            "out")
         return _gathered(mesh, RankShare(shape, 0, stages[0]), layout, parts.get("attention", "batch"))
     if attention not in get_args(Attended):
         raise PlanError(f"mesh: attention {attention} is divided by none of those that run, "
                         f"{', '.join(get_args(Attended))}")
-    found = RankShare(shape, 0, stages[0], cast("Dimensions", layout), cast("Attended", attention))
+    found = RankShare(shape, 0, stages[0], cast("Dimensions", layout), cast("Attended", attention),
+                      chunks=chunks)
     if layout == "2d" and len(found.axes) < 2:
         raise PlanError(f"mesh: {mesh!r}: the layout 2d needs a mesh of two axes, as 2x2")
     return found
@@ -75,6 +82,16 @@ def _gathered(mesh: MeshShape, share: RankShare, layout: str, attention: object)
         raise PlanError(f"mesh: {mesh!r}: weights are gathered over 1 axis with layout=x, 2 with xy and all with xyz, "
                         "where the mesh has as many, without stages and with attention=batch")
     return replace(share, layout="2d" if len(share.axes) > 1 else "1d", attention="batch", gathered=axes)
+
+
+def _chunks(given: Any) -> tuple[int, int]:
+    """Parts of exchanges in steps over several tokens and over one: of 4, "4", "4/1" or (4, 1)."""
+    found = _numbers(given.replace("/", "x") if isinstance(given, str) else given)
+    both = found * 2 if len(found) == 1 else found
+    if len(both) != 2 or min(both) < 1 or max(both) % min(both):
+        raise PlanError(f"mesh: chunks {given} must be a number of at least 1, or two, of which one divides the other, "
+                        "as 4/1: in steps over several tokens, and over one")
+    return both[0], both[1]
 
 
 def _numbers(given: Any) -> tuple[int, ...]:

@@ -152,6 +152,12 @@ X, XYZ = {"mesh": "tensor=2x2,layout=x"}, {"mesh": "tensor=2x2,layout=xyz"}
 TWO += [Case(kind, {"mesh": "tensor=2,layout=xyz"}, share=700_000) for kind in ("llama", "bigcode", "phi3")]
 FOUR += [Case(kind, XYZ, share=700_000) for kind in ("llama", "gpt_neox", "gpt2")]
 FOUR += [Case(kind, X, share=700_000) for kind in ("llama", "bigcode")] + [Case("opt", X | {"micro_batches": 2})]
+LOOPED, ONE = {"mesh": "tensor=2,chunks=4/2"}, {"mesh": "tensor=2,chunks=3/1"}
+TWO += [Case(kind, LOOPED) for kind in ("llama", "gpt_neox", "uneven", "gpt2")]
+TWO += [Case("opt", ONE | {"places": 2}), Case("bigcode", ONE | {"cache_tier": "disk", "micro_batches": 3})]
+FOUR += [Case(kind, {"mesh": f"{WIDE['mesh']},chunks=2"}, share=500_000) for kind in ("llama", "gpt_neox", "uneven")]
+FOUR += [Case("gpt2", {"mesh": f"{WIDE_OWN['mesh']},chunks=4/1"}, share=500_000),
+         Case("opt", {"mesh": "stages=2,tensor=2,chunks=2"})]
 EIGHT = [Case("bigcode", {"mesh": "stages=2,tensor=2x2,layout=2d,attention=batch"})]
 MORE = [Case(kind, share=500_000) for kind in (
     "qwen2", "qwen3", "mistral", "opt_projected", "llama4", "gemma2")] if os.environ.get("FOREBAY_TEST_ALL") else []
@@ -179,11 +185,12 @@ def test_tokens_are_those_of_transformers(folder: Path, nursery: Nursery, ranks:
 
 def test_packed_weights_and_draws_are_those_of_one_device(folder: Path, nursery: Nursery) -> None:
     cases = _placed(folder, [Case("opt+w4g32"), Case("llama+w8g32"),
-                             Case("llama", {"cache": "kv8"}), Case("opt+w4g32", STAGES)])
+                             Case("llama", {"cache": "kv8"}), Case("opt+w4g32", STAGES),
+                             Case("opt+w4g32", LOOPED), Case("llama+w8g32", ONE)])
     alone, *both = [answers(cases, None), *answers_of_ranks(nursery, 2, cases)]
     for found in both:
         assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in alone]
-    wide = _placed(folder, [Case("llama+w4g16", WIDE), Case("gpt_neox+w8g16", WIDE),
+    wide = _placed(folder, [Case("llama+w4g16", WIDE), Case("gpt_neox+w8g16", {"mesh": f"{WIDE['mesh']},chunks=2/1"}),
                             Case("opt", {"cache": "kv8"} | WIDE)])
     alone = answers([Case(c.kind, {n: v for n, v in c.wrapped.items() if n != "mesh"}, c.asked, c.folder, 900_000)
                      for c in wide], None)
@@ -259,6 +266,17 @@ def test_attention_over_the_batch_waits_for_what_it_reads(folder: Path, nursery:
             assert [op for op, *_ in exchanged] == ["all_to_all_single", "all_to_all_single", "all_reduce",
                                                     "all_reduce"] * 2 + ["all_gather_into_tensor"]
             assert exchanged[0][2][:2] == (2, 2)  # of four sequences, three of which are asked for
+            assert not proved, f"without {proved[:2]} a step is proved all the same"
+
+
+def test_of_sums_in_chunks_the_last_is_waited_for(folder: Path, nursery: Nursery) -> None:
+    """Which are exchanged in order, so that no other wait is there; beside the product of the next, which comes before
+    any wait."""
+    (case,) = _placed(folder, [Case("opt", share=500_000)])
+    for found in nursery.on_ranks(2, programs, case, LOOPED["mesh"], traced=[case.folder]):
+        for (exchanged, proved), chunks in zip(found, (2, 4), strict=True):
+            assert [op for op, *_ in exchanged] == ["all_reduce"] * chunks * 4 + ["all_gather_into_tensor"]
+            assert {shape[-1] for op, _, shape, _ in exchanged if op == "all_reduce"} == {64 // chunks}
             assert not proved, f"without {proved[:2]} a step is proved all the same"
 
 

@@ -64,4 +64,5 @@ def say_mesh(machine: Machine) -> None:
               f"{link.bandwidth_bytes_per_s / 1e9:.2f} GB/s  (R2 {link.r2:.3f})")
     print(f"{mesh.ranks} ranks over {mesh.backend}, measured {mesh.date}; while all compute, products take "
           f"{mesh.flops_slowed:.2f}x (bound by memory: {mesh.memory_slowed:.2f}x) as long, and reads "
-          f"{mesh.reads_slowed:.2f}x while all read")
+          f"{mesh.reads_slowed:.2f}x while all read; exchanges beside products hold these up for "
+          f"{100 * mesh.held_up:.0f} % of their time")

@@ -114,7 +114,7 @@ def _layout_data(layout: ChipLayout) -> dict[str, Any]:
     from forebay.rewriter.partition.layouts import NAMES
 
     return {"feedforward": NAMES[layout.feedforward], "attention": f"sharded over {layout.attention}",
-            "hidden_axes": list(layout.wide), "gathered_axes": list(layout.gathered)}
+            "hidden_axes": list(layout.wide), "gathered_axes": list(layout.gathered), "chunks": layout.chunks}
 
 
 def _data(problem: PartitionProblem, found: Choice) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _data(problem: PartitionProblem, found: Choice) -> dict[str, Any]:
     for name, seconds in found.phase_s.items():
         tokens = problem.batch * (problem.prompt if name == "prefill" else 1)
         kinds = [{"layers": kind.count, **_layout_data(layout), "time_s": cost.time_s, "compute_s": cost.compute_s,
-                  "memory_s": cost.memory_s, "communication_s": cost.communication_s,
+                  "memory_s": cost.memory_s, "communication_s": cost.communication_s, "hidden_s": cost.hidden_s,
                   "collectives": [{"kind": c.kind, "axes": list(c.axes), "nbytes": c.nbytes, "what": c.what}
                                   for c in cost.collectives if problem.mesh.size(c.axes) > 1]}
                  for kind, layout, cost in zip(problem.model.layers, found.layouts[name], found.costs[name],
@@ -146,7 +146,9 @@ def _mesh(problem: PartitionProblem, runs: RunLayouts) -> str:
     wide, gathered = problem.mesh.size(way.wide), problem.mesh.size(runs.prefill.gathered)
     shape = [chips // wide, wide] if layout != "xy" else [chips // gathered, gathered // wide, wide]
     parts = [f"tensor={'x'.join(map(str, shape if way.wide else [chips]))}"]
-    return ",".join(parts + [f"layout={layout}"] * bool(way.wide) + ["attention=batch"] * (way.attention == "batch"))
+    chunks = list(dict.fromkeys((runs.prefill.chunks, way.chunks)))
+    parts += [f"layout={layout}"] * bool(way.wide) + ["attention=batch"] * (way.attention == "batch")
+    return ",".join(parts + [f"chunks={'/'.join(map(str, chunks))}"] * (chunks != [1]))
 
 
 def _write_plans(model: str, problem: PartitionProblem, runs: RunLayouts | None, machine: str, folder: Path) -> Path:
@@ -187,6 +189,12 @@ def _launch(model: str, problem: PartitionProblem, runs: RunLayouts | None, plan
                          "total_s": runs.total_s}}
 
 
+def _said(way: dict[str, Any]) -> str:
+    """A layout in words."""
+    looped = f", sums exchanged in {way['chunks']} chunks beside products" if way["chunks"] > 1 else ""
+    return f"{way['feedforward']}, attention {way['attention']}{looped}"
+
+
 def _text(data: dict[str, Any]) -> str:
     from forebay.rewriter.ir.byte_sizes import format_nbytes
 
@@ -199,12 +207,12 @@ def _text(data: dict[str, Any]) -> str:
         for kind in phase["layers"]:
             parts = {"compute": kind["compute_s"], "memory": kind["memory_s"], "communication": kind["communication_s"]}
             longest = max(parts, key=lambda part: parts[part])
-            lines.append(f"  {kind['layers']} layers: {kind['feedforward']}, attention {kind['attention']}; a layer "
+            lines.append(f"  {kind['layers']} layers: {_said(kind)}; a layer "
                          + ", ".join(f"{part} {1e3 * time_s:.3g} ms" for part, time_s in parts.items())
-                         + f": {longest} weighs most")
+                         + f": {longest} weighs most"
+                         + f"; {1e3 * kind['hidden_s']:.3g} ms of communication beside products" * (kind["chunks"] > 1))
         ways = phase["alternatives"]
-        lines += [f"    {1e3 * way['layer_s']:9.4g} ms a layer  {way['feedforward']}, attention {way['attention']}"
-                  for way in ways]
+        lines += [f"    {1e3 * way['layer_s']:9.4g} ms a layer  {_said(way)}" for way in ways]
     held = {name: format_nbytes(int(nbytes)) for name, nbytes in data["memory_nbytes"].items()}
     lines.append(f"memory   of a chip: weights {held['weights']}, cache {held['cache']}, working {held['working']}; "
                  f"{held['margin']} of {held['capacity']} left")
@@ -213,8 +221,7 @@ def _text(data: dict[str, Any]) -> str:
     else:
         launched = data["launched"]
         lines.append(f"launch   {data['launch']}")
-        ways = list(dict.fromkeys(f"{way['feedforward']}, attention {way['attention']}"
-                                  for way in (launched["prefill"], launched["decode"])))
+        ways = list(dict.fromkeys(map(_said, (launched["prefill"], launched["decode"]))))
         lines.append(f"         {'; then '.join(ways)}: of what runs here the best, "
                      f"{100 * (launched['total_s'] / data['total_s'] - 1):.1f} % above the choice")
     lines.append(f"solved   {data['total_s']:.4g} s for all tokens, gap {100 * data['gap']:.2g} %")

@@ -105,6 +105,21 @@ def test_layers_exchange_what_the_model_of_two_dimensions_counts(family: str, to
 
 @pytest.mark.parametrize("family", EVEN)
 @pytest.mark.parametrize("tokens", [1, 7])
+def test_chunks_of_sums_are_exchanged_as_often_as_the_model_counts(family: str, tokens: int) -> None:
+    """In four chunks over several tokens and in two over one, in one dimension and in two; beside it the norms'."""
+    chunks = 4 if tokens > 1 else 2
+    for shape, layout in (((2,), "1d"), ((4,), "1d"), ((2, 2), "2d")):
+        way = ChipLayout("1d" if layout == "1d" else "2d", () if layout == "1d" else (1,), (), "heads", True, chunks)
+        for rank in range(math.prod(shape)):
+            share = RankShare(shape, rank, 1, "1d" if layout == "1d" else "2d", chunks=(4, 2))
+            found = [each for each in exchanged(model(family), share, tokens) if each[0] == 0]
+            assert [op for _, op, *_ in found].count("all_reduce") >= chunks * (1 if family == "gpt_neox" else 2)
+            assert sorted(item for _, *each in found if each[-1] > 2 * WORK.batch * tokens
+                          for item in as_counted(*each)) == counted(family, way, shape, tokens)
+
+
+@pytest.mark.parametrize("family", EVEN)
+@pytest.mark.parametrize("tokens", [1, 7])
 def test_attention_over_the_batch_exchanges_what_the_model_counts(family: str, tokens: int) -> None:
     """On two and four ranks in one dimension, and on four in two: heads and features for sequences before attention,
     and back behind it. Nobody computes heads of keys and values that others compute."""

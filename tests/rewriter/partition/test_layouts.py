@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -136,3 +137,45 @@ def test_phases_share_products() -> None:
     both, apart = product_cost(layer, way, mesh, 16 + 512, times), [
         product_cost(layer, way, mesh, rows, times) for rows in (16, 512)]
     assert both.time_s < sum(p.time_s for p in apart) and both.communication_s < sum(p.communication_s for p in apart)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("layout", [ChipLayout("1d", (), (), "heads"), ChipLayout("2d", (0,), (), "batch")])
+def test_sums_in_chunks_are_exchanged_beside_products(layout: ChipLayout, parallel: bool) -> None:
+    """As many bytes in more collectives; where cores make exchanges they take as long as one after the other, and each
+    has a latency of its own."""
+    mesh, work = mesh_of(TPU, (4, 4, 4)), PREFILL
+    free = replace(mesh, protocols=one_way(0.0))
+    whole = layer_cost(PALM, layout, free, work, TIMES, parallel=parallel)
+    for chunks in (2, 4):
+        looped = layer_cost(PALM, replace(layout, chunks=chunks), free, work, TIMES, parallel=parallel)
+        moved = [[sum(c.nbytes for c in cost.collectives if c.what == what) for what in
+                  dict.fromkeys(c.what for c in whole.collectives)] for cost in (whole, looped)]
+        assert moved[0] == pytest.approx(moved[1])
+        assert looped.communication_s == pytest.approx(whole.communication_s)
+        assert looped.time_s == pytest.approx(whole.time_s - looped.hidden_s, rel=1e-6)
+        assert 0 < looped.hidden_s <= (1 - 1 / chunks) * whole.communication_s
+        made = layer_cost(PALM, replace(layout, chunks=chunks), replace(free, held_up=1.0), work, TIMES,
+                          parallel=parallel)
+        assert made.time_s == pytest.approx(whole.time_s, rel=1e-6) and made.hidden_s == 0
+        slow = layer_cost(PALM, replace(layout, chunks=chunks), replace(mesh, protocols=one_way(1.0)), work, TIMES,
+                          parallel=parallel)
+        assert slow.communication_s > chunks / 2 * layer_cost(
+            PALM, layout, replace(mesh, protocols=one_way(1.0)), work, TIMES, parallel=parallel).communication_s
+
+
+def test_a_product_and_its_sums_take_the_longer_of_both_for_each_chunk() -> None:
+    """Worked by hand: one product of 8 rows, 64 by 64 over two chips, whose sums cross a link of 64 bytes a second."""
+    class Seconds(MachineEstimator):
+        def product_s(self, dtype: str, m: float, n: int, k: int, *, nbytes: float, impl: str = "") -> float:
+            return m * n * k / 4096
+
+    square = [TensorShape(name, 64 * 64, 64) for name in ("q", "k", "v", "o", "up", "down")]
+    layer = LayerShape(1, tuple(square[:4]), tuple(square[4:]), 0, 4 * 64 * 64, 64, 4, 4, 16, 0, 64)
+    mesh, times = ChipMesh((2,), (64.0,), one_way(0.0), False), Seconds(TPU)
+    product_s, exchange_s = 8 * 64 * 32 / 4096, 2 * 8 * 64 * 2 / 2 / 64  # 4 s, and 16 of an all-reduce
+    for chunks in (1, 2, 4):
+        cost = product_cost(layer, ChipLayout("1d", (), (), "heads", chunks=chunks), mesh, 8, times)
+        assert cost.time_s == pytest.approx((3 + 1) * product_s + 2 * product_s)  # q, k, v and up, and o and down
+        assert cost.communication_s == pytest.approx(2 * exchange_s)
+        assert cost.hidden_s == pytest.approx(2 * (chunks - 1) * min(product_s, exchange_s) / chunks)
