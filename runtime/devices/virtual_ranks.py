@@ -130,8 +130,8 @@ class _RankClock(_StreamClock):
         spans = [board[self.rank][self.met : self.behind[event]] for board in (self.board.begun, self.board.ended)]
         beside_s = sum(max(0.0, min(self.now, ended) - begun) for begun, ended in zip(*spans, strict=True))
         self.met = max(self.met, self.behind[event])
-        self.now += self.held_up * beside_s
-        self.spans.append((COLLECT, f"until event {event}", self.now, max(self.now, end)))
+        end = max(self.now, end) + self.held_up * beside_s
+        self.spans.append((COLLECT, f"until event {event}", self.now, end))
         while self.now < end:
             if not self.elapse(end - self.now, 1.0):
                 self.now = end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from forebay.commands.partition import partition
+from forebay.rewriter.machine.mesh_links import RING_STEPS, ExchangeLink, MeshLinks
+from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.predict.preset_models import PRESET_CONFIGS
 
 app = typer.Typer()
@@ -66,6 +69,25 @@ def test_prompts_that_gather_weights_are_launched(tmp_path: Path) -> None:
         found = json.loads(out)
         assert code == 0 and "gathered" in found["launched"]["prefill"]["feedforward"], found["launched"]
         assert found["launch"].split("--mesh ")[1].endswith(",attention=batch") and mesh in found["launch"]
+
+
+def test_sums_are_exchanged_in_chunks_where_that_pays(tmp_path: Path) -> None:
+    """Of prompts, whose products take as long as exchanges, not of a token's; nowhere, where cores make them."""
+    asked = ("llama-3-70b", "--mesh", "8", "--machine", "h100", "--batch", "32")
+    code, out, _ = typed(*asked, "--json")
+    found = json.loads(out)
+    (prefill,), (decode,) = (found["phases"][phase]["layers"] for phase in ("prefill", "decode"))
+    assert code == 0 and found["launch"].endswith(f"--mesh tensor=8,chunks={prefill['chunks']}/1")
+    assert prefill["chunks"] > 1 == decode["chunks"] and 0 < prefill["hidden_s"] < prefill["communication_s"]
+    assert sum(c["what"] == "output partial sums" for c in prefill["collectives"]) == 2 * prefill["chunks"]
+    assert f"sums exchanged in {prefill['chunks']} chunks beside products" in typed(*asked)[1]
+    links = tuple(ExchangeLink(kind, 2, 1e9, 1e-4) for kind in RING_STEPS)
+    for held_up in (1.0, 0.1):
+        machine = replace(Machine.default(), mesh=MeshLinks(2, "gloo", "", links, held_up=held_up))
+        (profile := tmp_path / f"{held_up}.json").write_text(machine.to_json())
+        code, out, _ = typed("qwen2.5-0.5b", "--mesh", "2", "--machine", str(profile), "--batch", "2", "--weights",
+                             "float32", "--json")
+        assert code == 0 and ("chunks=" in json.loads(out)["launch"]) == (held_up < 1)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

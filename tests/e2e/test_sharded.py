@@ -327,7 +327,9 @@ def refusals(folder: str) -> list[str]:
     for budget, options in ((30_000, {}), (enough, {"mesh": "4"}), (enough, {"draft": "w4"}), (enough, {"mesh": "x"}),
                             (40_000 if rank else enough, {}), (enough, {"mesh": "tensor=2,attention=rows"}),
                             (enough, OWN | {"cache_tier": "disk"}), (enough, OWN | {"places": 2}),
-                            (enough, {"mesh": "tensor=2,layout=xy"}), (enough, {"mesh": "stages=2,tensor=2,layout=x"})):
+                            (enough, {"mesh": "tensor=2,layout=xy"}), (enough, {"mesh": "stages=2,tensor=2,layout=x"}),
+                            (enough, {"mesh": "tensor=2,chunks=3/2"}), (enough, {"mesh": "tensor=2,chunks=128"}),
+                            (enough, {"mesh": "tensor=2,layout=xyz,chunks=2"})):
         try:
             forebay.wrap(folder, budget, batch=3, prompt=8, new_tokens=NEW, **({"mesh": "2"} | options))
             found.append("")
@@ -350,7 +352,9 @@ def test_what_cannot_be_is_said_alike_on_all_ranks(folder: Path, nursery: Nurser
     (case,) = _placed(folder, [Case("llama")])
     one, other = nursery.on_ranks(2, refusals, case.folder)  # each traces for itself
     assert one == other
-    small, ranks, draft, shape, unequal, divided, moved, entered, axes, staged, given, beams = one
+    small, ranks, draft, shape, unequal, divided, moved, entered, axes, staged, uneven, *more = one
+    many, gathers, given, beams = more
+    assert "of which one divides the other" in uneven and "take fewer chunks" in many and "leave chunks out" in gathers
     assert "1 axis with layout=x, 2 with xy" in axes and "without stages" in staged
     assert "heads, batch" in divided and "leave cache_tier out" in moved and "leave places out" in entered
     assert "take attention=heads" in beams

@@ -11,7 +11,7 @@ import pytest
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Budget, Workload
-from forebay.rewriter.ir.program import COLLECT, FileSlice, Launch, Program
+from forebay.rewriter.ir.program import COLLECT, COMPUTE, FileSlice, Launch, Program, Record, Wait
 from forebay.rewriter.ir.share import RankShare
 from forebay.rewriter.machine.mesh_links import RING_STEPS, ExchangeLink, MeshLinks
 from forebay.rewriter.machine.profile import Machine
@@ -21,6 +21,8 @@ from forebay.rewriter.predict.simulate import simulate
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.shard_captured import shard_captured
 from forebay.rewriter.switches import Switches
+from forebay.runtime.devices.virtual import ItemCost
+from forebay.runtime.devices.virtual_ranks import run_ranks
 
 WORK = Workload(batch=6, prompt=8, new_tokens=4)
 FREE = 1e18  # bytes per second
@@ -104,3 +106,19 @@ def test_ranks_that_never_meet_are_refused() -> None:
         i for i in other.step if not (isinstance(i, Launch) and i.stream == COLLECT and i.layer == 1))})
     with pytest.raises(ValueError, match="do not exchange alike"):
         simulate_ranks((one, less), machine(1e-3), at_once=False)
+
+
+def test_what_is_computed_beside_an_exchange_is_held_up_by_it() -> None:
+    """One of 2 ms between two launches, of which nobody waits for it until both are done."""
+    def launch(stream: str, label: str) -> Launch:
+        return Launch(stream, "all_reduce", ("ranks:0,1",), {}, (), (), (), label, 0)
+
+    step = (launch(COMPUTE, "before"), Record(COMPUTE, 1), Wait(COLLECT, 1), launch(COLLECT, "sums"),
+            Record(COLLECT, 2), launch(COMPUTE, "beside"), Wait(COMPUTE, 2), launch(COMPUTE, "behind"))
+    program = Program("step", step, (), {}, {}, {}, {})
+    seconds = {"before": 1e-3, "sums": 2e-3, "beside": 3e-3, "behind": 1e-3}
+    for held_up, beside_s, expected in ((0.0, 3e-3, 5e-3), (0.5, 3e-3, 6e-3), (1.0, 3e-3, 7e-3), (1.0, 5e-4, 4.5e-3),
+                                        (0.0, 5e-4, 4e-3)):
+        took = seconds | {"beside": beside_s}
+        ran = run_ranks([program] * 2, [lambda item, took=took: ItemCost(took[item.label])] * 2, 1, [0.0] * 2, held_up)
+        assert [ends[-1] for ends, _ in ran] == [pytest.approx(expected)] * 2, (held_up, beside_s)
