@@ -70,7 +70,8 @@ class RanksCell:
 
 CELLS = (RanksCell("tensor=2"), RanksCell("stages=2"), RanksCell("tensor=2", 8), RanksCell("stages=2", 8),
          RanksCell("tensor=2", share=0.3), RanksCell("stages=2", share=0.3), RanksCell("tensor=2", packed="w4g64"),
-         RanksCell("stages=2", 6, micro_batches=3))
+         RanksCell("stages=2", 6, micro_batches=3), RanksCell("tensor=2,attention=batch", 8),
+         RanksCell("tensor=2,layout=xyz", 8), RanksCell("tensor=2,chunks=2", 8), RanksCell("tensor=2,chunks=4/1", 8))
 
 
 class RankSteps:
@@ -163,14 +164,13 @@ def predicted(cell: RanksCell, lm: LanguageModel, programs: dict[str, list[Progr
               seen: Row) -> Row:
     """A visit's steps for all ranks together, and with exchanges that take nothing."""
     found: Row = {}
-    at_once = "tensor" in cell.mesh or bool(cell.micro_batches)
     for phase, all_ranks in programs.items():
         machine = at_present(lm.machine, seen, phase)
         free = replace(machine, mesh=replace(machine.mesh, exchanges=tuple(
             replace(x, latency_s=0.0, bandwidth_bytes_per_s=1e18) for x in machine.mesh.exchanges)))
         steps, times = (STEPS, 1) if phase == "decode" else (min(STEPS, passes[0]), math.prod(passes))
         for name, on in (("", machine), ("_free", free)):
-            lines = simulate_ranks(all_ranks, on, at_once=at_once, steps=steps)
+            lines = simulate_ranks(all_ranks, on, steps=steps)
             found[f"{phase}{name}_predicted_s"] = times * max(line.time_s for line in lines)
     return found
 

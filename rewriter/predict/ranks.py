@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from forebay.rewriter.ir.program import COLLECT, COMPUTE, READS, Item, Launch, Program
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.predict.estimator import Estimator, MachineEstimator
 from forebay.rewriter.predict.item_costs import touched_nbytes
 from forebay.rewriter.predict.simulate import STEPS, choice_time_s, item_cost
-from forebay.runtime.devices.virtual import ItemCost
+from forebay.runtime.devices.virtual import ItemCost, TimedSpan
 from forebay.runtime.devices.virtual_ranks import run_ranks
+
+ROUNDS = 4  # of finding out how long ranks are busy beside each other, which depends on how much slower they are then
+SETTLED = 0.01
 
 
 @dataclass(frozen=True)
@@ -25,16 +29,29 @@ class RankLine:
     waiting_s: float
 
 
+@dataclass(frozen=True)
+class BusyBeside:
+    """Of the time in which a rank computes, the share (0..1) in which others do; and of that in which it reads."""
+
+    computing: float = 0.0
+    reading: float = 0.0
+
+
 def simulate_ranks(
-    programs: Sequence[Program], machine: Machine, *, at_once: bool, steps: int = STEPS, times: Estimator | None = None
+    programs: Sequence[Program], machine: Machine, *, steps: int = STEPS, times: Estimator | None = None
 ) -> tuple[RankLine, ...]:
-    """The last of so many steps of each rank, all on machines like `machine`. `at_once`: whether ranks of one machine
-    compute and read at the same time and share its memory and disk, as those of one stage do; one after the other,
-    each has them alone."""
+    """The last of so many steps of each rank, all of one machine like `machine`, whose memory and disk they share while
+    they compute and read at the same time."""
     times = times or MachineEstimator(machine)
-    costs = [_costs(program, times, at_once) for program in programs]
-    ran = run_ranks(programs, costs, steps, [choice_time_s(program, times) for program in programs],
-                    times.held_up if at_once else 0.0)
+    between = [choice_time_s(program, times) for program in programs]
+    beside = [BusyBeside() for _ in programs]
+    for _ in range(ROUNDS):
+        costs = [_costs(program, times, own) for program, own in zip(programs, beside, strict=True)]
+        ran = run_ranks(programs, costs, steps, between, times.held_up)
+        before, beside = beside, _busy_beside(ran)
+        if all(abs(a.computing - b.computing) < SETTLED and abs(a.reading - b.reading) < SETTLED
+               for a, b in zip(before, beside, strict=True)):
+            break
     found = []
     for program, cost, (ends, spans) in zip(programs, costs, ran, strict=True):
         start, end = ends[-2:]
@@ -45,19 +62,54 @@ def simulate_ranks(
     return tuple(found)
 
 
-def _costs(program: Program, times: Estimator, at_once: bool) -> Callable[[Item], ItemCost]:
+def _busy_beside(ran: Sequence[tuple[list[float], list[TimedSpan]]]) -> list[BusyBeside]:
+    """How much of the last step's time ranks were busy beside each other."""
+    shares: list[list[float]] = []
+    for streams in ((COMPUTE,), READS):
+        busy = [_joined([(max(a, ends[-2]), b) for s, _, a, b in spans if s in streams and b > ends[-2]])
+                for ends, spans in ran]
+        shares.append([fmean([_both_s(own, other) for other in busy if other is not own] or [0.0])
+                       / (sum(b - a for a, b in own) or 1.0) for own in busy])
+    return [BusyBeside(*pair) for pair in zip(*shares, strict=True)]
+
+
+def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans in order, those that meet put together."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _both_s(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
+    """Seconds in spans of both."""
+    found, i, j = 0.0, 0, 0
+    while i < len(one) and j < len(other):
+        found += max(0.0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def _costs(program: Program, times: Estimator, beside: BusyBeside) -> Callable[[Item], ItemCost]:
     known: dict[int, ItemCost] = {}
 
     def cost(item: Item) -> ItemCost:
         found = known.get(id(item))
         if found is None:
             found = item_cost(item, times, program.seen)
-            if at_once and type(item) is Launch and item.stream == COMPUTE:
-                share = times.memory_share(touched_nbytes(item), found.time_s)
-                found = found._replace(time_s=found.time_s * times.beside_ranks(share))
-            elif at_once and item.stream in READS:
-                found = found._replace(time_s=found.time_s * times.reads_beside_ranks)
-            known[id(item)] = found
+            slowed, share = 1.0, 0.0
+            if type(item) is Launch and item.stream == COMPUTE:
+                slowed = times.beside_ranks(times.memory_share(touched_nbytes(item), found.time_s))
+                share = beside.computing
+            elif item.stream in READS:
+                slowed, share = times.reads_beside_ranks, beside.reading
+            found = known[id(item)] = found._replace(time_s=found.time_s * (1 + share * (slowed - 1)))
         return found
 
     return cost

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,10 +15,12 @@ from forebay.rewriter.ir.program import COLLECT, Launch, Program
 from forebay.rewriter.ir.share import ranks_of
 from forebay.runtime.comm.faults import look_out
 from forebay.runtime.comm.launched import has_launcher, local_rank
+from forebay.runtime.comm.loops import yield_loops
 from forebay.runtime.comm.watch import RankFault, RankWatch
 from forebay.runtime.devices.device import RuntimeFault
 
 T = TypeVar("T")
+WATCH_S = 1.0
 PATIENCE = timedelta(hours=4)  # of a collective; who hangs is found out by the watch, long before
 _watch: RankWatch | None = None
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -50,12 +53,29 @@ def tell_others(error: BaseException) -> None:
 
 
 def from_all(value: T) -> list[T]:
-    """What each rank gives, by rank. RankFault names a rank that fails meanwhile."""
+    """What each rank gives, by rank. RankFault names a rank that fails meanwhile, or is out of reach."""
     found: list[Any] = [None] * dist.get_world_size()
-    try:
-        dist.all_gather_object(found, value)
-    except Exception as error:
-        raise named(error) from error
+    failed: list[Exception] = []
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # each thread has one of its own
+
+    def gather() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)
+            dist.all_gather_object(found, value)
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=gather, name="forebay-from-all", daemon=True)  # who hangs cannot be ended
+    thread.start()
+    thread.join(WATCH_S)
+    while thread.is_alive():
+        fault = _watch.fault() if _watch is not None else None
+        thread.join(WATCH_S)
+        if fault is not None and thread.is_alive():
+            raise fault
+    if failed:
+        raise named(failed[0]) from failed[0]
     return found
 
 
@@ -124,6 +144,7 @@ def make_groups(wanted: Collection[tuple[int, ...]]) -> None:
         found = dist.group.WORLD if everybody else dist.new_group(list(ranks))
         assert found is not None
         _groups[ranks] = found
+    yield_loops()
 
 
 def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:

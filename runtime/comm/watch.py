@@ -7,6 +7,7 @@ its time that tells a rank that hangs or is gone, but that nothing is heard of i
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from datetime import timedelta
@@ -33,6 +34,8 @@ class RankWatch:
         self._others = [other for other in range(ranks) if other != rank]
         self._seen = dict.fromkeys(self._others, ("", time.monotonic()))
         self._fault: RankFault | None = None
+        self._heard = time.monotonic()  # when the store answered last
+        self._doubted: float | None = None  # since when that is too long ago
         self._closed = threading.Event()
         with contextlib.suppress(Exception):
             self._store.set_timeout(timedelta(seconds=ANSWER_S))
@@ -41,7 +44,15 @@ class RankWatch:
         self._thread.start()
 
     def fault(self) -> RankFault | None:
-        """What is wrong with another rank; None while all are heard of."""
+        """What is wrong with another rank, or with the link to all; None while all are heard of."""
+        now = time.monotonic()
+        if now - self._heard <= SILENT_S:
+            self._doubted = None
+        elif self._doubted is None:  # a process that was stopped for long has only to be heard once more
+            self._doubted = now
+        elif self._fault is None and now - self._doubted > 3 * BEAT_S:
+            self._fault = RankFault(f"the ranks' store{_where()} has not been heard of for {SILENT_S:g} s: who keeps "
+                                    "it hangs or is gone, or this rank has lost its link")
         return self._fault
 
     def tell(self, error: BaseException) -> None:
@@ -53,13 +64,13 @@ class RankWatch:
         """The fault of another rank, once it is known or `wait_s` have passed: an exchange that broke off knows its
         peer's address alone."""
         end = time.monotonic() + wait_s
-        while self._fault is None and time.monotonic() < end and not self._closed.wait(BEAT_S / 4):
+        while self.fault() is None and time.monotonic() < end and not self._closed.wait(BEAT_S / 4):
             pass
         return self._fault
 
     def close(self) -> None:
         self._closed.set()
-        self._thread.join()
+        self._thread.join(SILENT_S)  # it may wait for a store that is out of reach
 
     def _run(self) -> None:
         count = 0
@@ -67,10 +78,13 @@ class RankWatch:
             count += 1
             try:
                 self._beat(count)
+                if time.monotonic() - self._heard > SILENT_S / 2:  # this rank was stopped: so were others, perhaps
+                    self._seen = {other: (beat, time.monotonic()) for other, (beat, _) in self._seen.items()}
                 self._look()
+                self._heard = time.monotonic()
             except Exception as error:  # whoever keeps the store is gone
                 self._fault = self._fault or RankFault(
-                    f"the ranks' store does not answer: who keeps it is gone ({str(error).splitlines()[0]})")
+                    f"the ranks' store{_where()} does not answer: who keeps it is gone ({str(error).splitlines()[0]})")
             if self._fault is not None:
                 return
 
@@ -93,3 +107,9 @@ class RankWatch:
             elif now - since > SILENT_S:
                 self._fault = RankFault(f"rank {other} has not been heard of for {SILENT_S:g} s: it hangs or is gone")
                 return
+
+
+def _where() -> str:
+    """Where the store of all ranks is kept, as far as that is said."""
+    host = os.environ.get("MASTER_ADDR")
+    return f" at {host}" if host else ""

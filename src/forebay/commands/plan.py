@@ -235,7 +235,7 @@ def _plan_mesh(
         print(plan.to_json())
         return
     show_plan(plan, captured)
-    print(*step_lines(made, mesh, profile), sep="\n")
+    print(*step_lines(made, profile), sep="\n")
 
 
 def _plan_drafted(

@@ -60,13 +60,12 @@ def make_folder(folder: Path) -> None:
         raise PlanError(f"{folder}: {error.strerror}; plans of ranks are files of a folder") from error
 
 
-def step_lines(ranks: Ranks, mesh: str, machine: Machine) -> list[str]:
+def step_lines(ranks: Ranks, machine: Machine) -> list[str]:
     """What a decode step of all ranks takes together, a line for each."""
-    from forebay.model_kinds import read_mesh
     from forebay.rewriter.predict.ranks import simulate_ranks
 
     programs = [pipeline.program(plan, 1) for _, pipeline, plan in ranks]
-    lines = simulate_ranks(programs, machine, at_once=read_mesh(mesh).stages == 1)
+    lines = simulate_ranks(programs, machine)
     return [f"rank {rank:<7}decode step {1e3 * line.time_s:.4g} ms beside the others: computes for "
             f"{1e3 * line.compute_s:.4g} ms, exchanges for {1e3 * line.exchange_s:.4g} ms, waits for "
             f"{1e3 * line.waiting_s:.4g} ms" for rank, line in enumerate(lines)]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import families
@@ -18,6 +19,7 @@ from budgets import attention_nbytes
 from forked import Started, start_code
 
 ENDS_S = 60.0  # 30 on a machine with nothing else to do
+ADDRESS = "10.213.77.{}"  # of a rank in a network of its own
 BUDGET = 420_000 + max(0, attention_nbytes(1, 4, 124, 16))
 
 RANK = """
@@ -27,8 +29,12 @@ import forebay
 from forebay.runtime.comm import watch
 from forebay.commands.ranks import among_ranks
 watch.SILENT_S = 4.0
-folder, marks, mesh, budget = sys.argv[1:]
+folder, marks, mesh, budget, networks = sys.argv[1:]
 rank = int(os.environ["RANK"])
+if networks:
+    import ctypes
+    with open(f"/run/netns/{networks}{rank}") as network:
+        assert ctypes.CDLL(None, use_errno=True).setns(network.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
 with among_ranks(mesh, None):
     lm = forebay.wrap(folder, int(budget), batch=1, prompt=4, new_tokens=120, mesh=mesh)
 
@@ -53,7 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def started(folder: Path, marks: Path, fails: bool, mesh: str) -> list[Started]:
+def started(folder: Path, marks: Path, fails: bool, mesh: str, networks: str = "") -> list[Started]:
+    """Two ranks; with `networks` each in the one of this name and its number, which are joined by a link."""
     import socket
 
     with socket.socket() as free:
@@ -61,8 +68,35 @@ def started(folder: Path, marks: Path, fails: bool, mesh: str) -> list[Started]:
         port = free.getsockname()[1]
     code = RANK.replace("{fails}", str(fails))
     return [start_code(marks.parent / f"told{rank}", code, str(folder), str(marks), mesh, str(BUDGET),
-                       RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                       networks, RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=str(port),
+                       **({"MASTER_ADDR": ADDRESS.format(1), "GLOO_SOCKET_IFNAME": f"v{rank}"} if networks else {
+                           "MASTER_ADDR": "127.0.0.1"}))
             for rank in range(2)]
+
+
+def ip(*arguments: str) -> bool:
+    """Whether a command of `ip` does what it is told."""
+    try:
+        return subprocess.run(["ip", *arguments], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def networks() -> Iterator[str]:
+    """Two networks of their own, joined by a link; skipped where the machine does not allow them."""
+    name = f"forebay{os.getpid()}_"
+    try:
+        if not all(ip("netns", "add", f"{name}{rank}") for rank in range(2)) or not ip(
+                "link", "add", "v0", "netns", f"{name}0", "type", "veth", "peer", "name", "v1", "netns", f"{name}1"):
+            pytest.skip("no network namespaces here")
+        for rank in range(2):
+            assert ip("-n", f"{name}{rank}", "addr", "add", f"{ADDRESS.format(rank + 1)}/24", "dev", f"v{rank}")
+            assert all(ip("-n", f"{name}{rank}", "link", "set", device, "up") for device in ("lo", f"v{rank}"))
+        yield name
+    finally:
+        for rank in range(2):
+            ip("netns", "del", f"{name}{rank}")
 
 
 @pytest.mark.parametrize(("how", "said", "mesh"), [
@@ -88,6 +122,30 @@ def test_a_rank_that_is_lost_is_named_and_nobody_waits_for_it(
         assert first.returncode == 2 and "done" not in first.stdout
         last = [line for line in first.stderr.splitlines() if line.startswith("error: ")]
         assert len(last) == 1 and said in last[0], first.stderr
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.join()
+
+
+def test_ranks_whose_link_is_lost_end_on_both_sides(folder: Path, tmp_path: Path, networks: str) -> None:
+    """Rank 0 keeps the store by which ranks hear of each other: the other one hears no more of that."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    ranks = started(folder, marks, False, "2", networks)
+    try:
+        limit = time.monotonic() + 120
+        while len(list(marks.iterdir())) < 2:
+            assert time.monotonic() < limit and all(rank.process.is_alive() for rank in ranks), ranks[0].ended(0)
+            time.sleep(0.05)
+        assert ip("-n", f"{networks}1", "link", "set", "v1", "down")
+        began = time.monotonic()
+        silent = "has not been heard of"
+        for rank, said in zip(ranks, (f"rank 1 {silent}", f"store at {ADDRESS.format(1)} {silent}"), strict=True):
+            ended = rank.ended(120)
+            assert time.monotonic() - began < ENDS_S and ended.returncode == 2 and "done" not in ended.stdout
+            last = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+            assert len(last) == 1 and said in last[0], ended.stderr
     finally:
         for rank in ranks:
             rank.process.kill()
