@@ -17,7 +17,7 @@ PIECE = ".piece"  # and a number end the name of a weight that is a piece of ano
 
 
 @dataclass(frozen=True)
-class Loop:
+class SumChunks:
     """Weights in `pieces`, whose products are exchanged in so many `chunks` of as many neighbours each."""
 
     pieces: int = 1
@@ -30,7 +30,7 @@ class Loop:
         return [range(first, first + each) for first in range(0, self.pieces, each)]
 
 
-ONCE = Loop()
+ONCE = SumChunks()
 
 
 def piece_name(name: str, piece: int) -> str:

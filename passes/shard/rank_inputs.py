@@ -17,7 +17,7 @@ from forebay.passes.shard.demand import (
     over_cache,
     product_of,
 )
-from forebay.passes.shard.looped import ONCE, Loop, added_up, levels, piece_name, portion
+from forebay.passes.shard.looped import ONCE, SumChunks, added_up, levels, piece_name, portion
 from forebay.passes.shard.placed import RankSplits
 from forebay.passes.shard.sequences import AllSequences, Apart, OwnSequences
 from forebay.passes.shard.split import ShardError, Split, shape_of
@@ -36,7 +36,7 @@ class RankInputs:
     products read, these are gathered."""
 
     def __init__(self, gm: fx.GraphModule, share: RankShare, wanted: Mapping[int, Mapping[fx.Node, Split]],
-                 head: fx.Node | None, in_layer: bool, apart: Apart, stored: Cuts | None = None, loop: Loop = ONCE
+                 head: fx.Node | None, in_layer: bool, apart: Apart, stored: Cuts | None = None, loop: SumChunks = ONCE
                  ) -> None:
         self.gm, self.share, self.head, self.in_layer, self.apart = gm, share, head, in_layer, apart
         self.wanted = wanted

@@ -12,7 +12,7 @@ from forebay.passes.shard.cuts import Cuts
 from forebay.passes.shard.demand import Demand, product_of
 from forebay.passes.shard.divided import Divided
 from forebay.passes.shard.gathered import GatheredStep
-from forebay.passes.shard.looped import Loop, piece_name
+from forebay.passes.shard.looped import SumChunks, piece_name
 from forebay.passes.shard.sequences import Apart
 from forebay.passes.shard.split import ShardError, Split, shape_of
 from forebay.rewriter.ir.graph import META, CacheInput, WeightInput, weight_name
@@ -42,7 +42,7 @@ def shard(gm: fx.GraphModule, share: RankShare, units: Mapping[str, int], stored
             demand.of_layer(block, grouped, apart.entering)
             wants[each.rank] = demand.wanted
         found[name] = Divided(block, layer, wants, None, True, apart, None if stored is None else stored[name],
-                              Loop(share.pieces, chunks)).run()
+                              SumChunks(share.pieces, chunks)).run()
     head = _head(gm)
     wanted = {} if head is None else {head: _head_rows(head, share)}
     divided = GatheredStep(gm, share, wanted, head) if stored is not None else (

@@ -18,3 +18,9 @@ def has_launcher() -> bool:
 def local_rank(rank: int) -> int:
     """This process among those of its machine; `rank` where nobody says."""
     return int(os.environ.get("LOCAL_RANK", rank))
+
+
+def store_place() -> str:
+    """Where the store is by which ranks find each other, as far as that is said."""
+    host = os.environ.get("MASTER_ADDR")
+    return f" at {host}" if host else ""

@@ -7,13 +7,13 @@ its time that tells a rank that hangs or is gone, but that nothing is heard of i
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from forebay.runtime.comm.launched import store_place
 from forebay.runtime.devices.device import RuntimeFault
 
 BEAT_S = 1.0
@@ -51,8 +51,8 @@ class RankWatch:
         elif self._doubted is None:  # a process that was stopped for long has only to be heard once more
             self._doubted = now
         elif self._fault is None and now - self._doubted > 3 * BEAT_S:
-            self._fault = RankFault(f"the ranks' store{_where()} has not been heard of for {SILENT_S:g} s: who keeps "
-                                    "it hangs or is gone, or this rank has lost its link")
+            self._fault = RankFault(f"the ranks' store{store_place()} has not been heard of for {SILENT_S:g} s: who "
+                                    "keeps it hangs or is gone, or this rank has lost its link")
         return self._fault
 
     def tell(self, error: BaseException) -> None:
@@ -83,8 +83,9 @@ class RankWatch:
                 self._look()
                 self._heard = time.monotonic()
             except Exception as error:  # whoever keeps the store is gone
+                said = str(error).splitlines()[0]
                 self._fault = self._fault or RankFault(
-                    f"the ranks' store{_where()} does not answer: who keeps it is gone ({str(error).splitlines()[0]})")
+                    f"the ranks' store{store_place()} does not answer: who keeps it is gone ({said})")
             if self._fault is not None:
                 return
 
@@ -107,9 +108,3 @@ class RankWatch:
             elif now - since > SILENT_S:
                 self._fault = RankFault(f"rank {other} has not been heard of for {SILENT_S:g} s: it hangs or is gone")
                 return
-
-
-def _where() -> str:
-    """Where the store of all ranks is kept, as far as that is said."""
-    host = os.environ.get("MASTER_ADDR")
-    return f" at {host}" if host else ""

@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from forebay.passes.place.shorten_lifetimes import shorten_lifetimes
-from forebay.passes.shard.looped import PIECE, Loop, piece_name, portion, whole_name
+from forebay.passes.shard.looped import PIECE, SumChunks, piece_name, portion, whole_name
 from forebay.passes.shard.split import ShardError
 from forebay.rewriter.ir.graph import CapturedModel, is_collective, weight_name
 from forebay.rewriter.ir.share import RankShare, count, ranges
@@ -107,7 +107,7 @@ def test_portions_are_all_indices_in_order(sizes: list[int], parts: int) -> None
 def test_names_of_pieces_are_told_from_others() -> None:
     assert whole_name(piece_name("layers.0.weight", 12)) == "layers.0.weight"
     assert whole_name("odd.pieces.weight") == "odd.pieces.weight" and whole_name("odd.piece") == "odd.piece"
-    assert [list(turn) for turn in Loop(4, 2).turns] == [[0, 1], [2, 3]]
+    assert [list(turn) for turn in SumChunks(4, 2).turns] == [[0, 1], [2, 3]]
 
 
 def test_exchanges_keep_their_order_where_lifetimes_are_shortened() -> None:
