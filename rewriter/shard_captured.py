@@ -25,6 +25,7 @@ from forebay.rewriter.rewrite_captured import with_blocks
 from forebay.rewriter.run_passes import Stage
 from forebay.rewriter.switches import Switches
 
+LEAST_FEATURES = 32  # of which products of packed rows take whole numbers
 # weights of a rank, each with the model's weight that it is a part of, and which
 WeightParts = dict[str, tuple[str, WeightCut]]
 
@@ -66,7 +67,8 @@ def _sharded(
     """The step graph of a rank, and what was cut."""
     step = with_blocks(captured)
     stage = Stage(step, replace(switches, bisect=False), name, {})  # a rank alone computes nothing to compare
-    stage.run(next(each for each in PASSES if each.run is shard), lambda _: (share, _units(captured), stored, chunks))
+    given = share, _units(captured, share), stored, chunks
+    stage.run(next(each for each in PASSES if each.run is shard), lambda _: given)
     return step, step.meta.pop("cuts")
 
 
@@ -137,14 +139,16 @@ def rank_files(captured: CapturedModel, parts: WeightParts, files: Mapping[str, 
     return {**files, **cut}
 
 
-def _units(captured: CapturedModel) -> dict[str, int]:
-    """Input features that share a scale, of weights stored in groups, by their names within a layer."""
+def _units(captured: CapturedModel, share: RankShare) -> dict[str, int]:
+    """Input features that share a scale, of weights stored in groups, by their names within a layer, and products take
+    at once."""
     found: dict[str, int] = {}
+    least = 1 if share.wide else LEAST_FEATURES  # along the wide axis ranks put theirs together
     for names in captured.layer_weights:
         for inner, name in names.items():
             stored = captured.weights[name].stored
             if stored is not None:
-                found[inner] = math.lcm(found.get(inner, 1), stored.group_size)
+                found[inner] = math.lcm(found.get(inner, 1), stored.group_size, least)
     return found
 
 

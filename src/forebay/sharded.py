@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from forebay.api import LOG, LanguageModel
-from forebay.passes.shard.split import ShardError
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.ir.block import Block
@@ -53,11 +52,11 @@ class ShardedModel(LanguageModel):
         refused = None
         try:
             sharded, parts = shard_captured(captured, self.share, read_switches())
-        except ShardError as error:
+            own = rank_files(captured, parts, files)
+        except ValueError as error:  # ShardError, or packed groups that would be cut
             refused = str(error)
         require_all(from_all(refused))
-        super().__init__(sharded, checkpoint, rank_files(captured, parts, files), budget, workload, wishes, machine,
-                         plan, choose)
+        super().__init__(sharded, checkpoint, own, budget, workload, wishes, machine, plan, choose)
 
     def _graphs(self, workload: Workload, block: Block) -> StepGraphs:
         """Graphs of this part of the model, which no other part's plan suits."""

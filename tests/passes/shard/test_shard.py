@@ -15,6 +15,7 @@ from forebay.passes.shard.collectives import stretches_of
 from forebay.passes.shard.demand import heads_of
 from forebay.passes.shard.shard import shard
 from forebay.passes.shard.split import ShardError
+from forebay.rewriter.checkpoints.cut_weights import cut_file
 from forebay.rewriter.ir.graph import CapturedModel, is_collective
 from forebay.rewriter.ir.share import Ranges, RankShare, WeightCut, count, even_part, ranges, ranks_of
 from forebay.rewriter.rewrite_captured import with_blocks
@@ -193,6 +194,21 @@ def test_packed_groups_are_not_cut() -> None:
     _, parts = shard_captured(small, RankShare((2,), 0), Switches())
     with pytest.raises(ValueError, match=r"o_proj.*cut a group of 64"):
         rank_files(small, parts, {name: _slice(spec.nbytes) for name, spec in small.weights.items()})
+
+
+def test_packed_groups_of_16_are_cut_in_pairs_as_products_take_them() -> None:
+    """Of 96 features 64 and 32, not 48 each; three heads of 16 on a rank are refused before anything runs."""
+    packed = families.packed(families.captured("llama"))
+    small = replace(packed, weights={name: replace(spec, stored=None if spec.stored is None else replace(
+        spec.stored, group_size=16, row_nbytes=spec.stored.packing(spec.stored.in_features).row_nbytes))
+        for name, spec in packed.weights.items()})
+    model, parts = shard_captured(small, RankShare((2,), 1), Switches())
+    down = next(name for name in parts if "down_proj" in name)
+    assert model.weights[down].stored.in_features == 32
+    o_proj = next(name for name in parts if "o_proj" in name)
+    spec = small.weights[o_proj]
+    with pytest.raises(ValueError, match=r"o_proj.*48 of 64 columns.*in pairs"):
+        cut_file(spec, ((1, ((0, 48),)),), _slice(spec.nbytes))
 
 
 def _slice(nbytes: int):  # type: ignore[no-untyped-def]
