@@ -42,8 +42,10 @@ class ShardedModel(LanguageModel):
         choose: PlanChoice = plan_block,
     ) -> None:
         rank, ranks = join_ranks("cpu" if machine is None else machine.device_kind)
-        if len(set(from_all((share.mesh, checkpoint.fingerprint, wishes.cache_format, wishes.activations)))) > 1:
-            raise PlanError("mesh: ranks were given different models, meshes or formats; give all the same")
+        alike = share.mesh, checkpoint.fingerprint, wishes.cache_format, wishes.activations, plan is None
+        if len(set(from_all(alike))) > 1:
+            raise PlanError("mesh: ranks were given different models, meshes or formats, or some a plan and others "
+                            "none; give all the same")
         self.share = replace(share, rank=rank)
         if self.share.ranks != ranks:
             raise PlanError(f"mesh: {share.mesh} has {self.share.ranks} ranks, and {ranks} processes "

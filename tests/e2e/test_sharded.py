@@ -379,10 +379,11 @@ def unlike(folder: str) -> list[Any]:
             except ValueError as error:
                 found.append(str(error))
         assert rank_fault() is None
+        plan = None if rank else lm.plan
         if rank:
             lm.close()
         found.append(lm.generate(ids, **plain).tolist() == expected)
-    for options in ({"cache": "kv8" if rank else "native"}, {"mesh": "stages=2" if rank else "2"}):
+    for options in ({"cache": "kv8" if rank else "native"}, {"mesh": "stages=2" if rank else "2"}, {"plan": plan}):
         try:
             forebay.wrap(folder, 2_000_000, batch=2, prompt=8, new_tokens=NEW, **({"mesh": "2"} | options))
         except ValueError as error:
@@ -393,7 +394,7 @@ def unlike(folder: str) -> list[Any]:
 def test_calls_that_are_not_alike_are_refused_and_harm_none_behind_them(folder: Path, nursery: Nursery) -> None:
     (case,) = _placed(folder, [Case("llama")])
     one, other = nursery.on_ranks(2, unlike, case.folder)
-    assert one == other and len(one) == 9
+    assert one == other and len(one) == 10
     assert all("ranks were given different arguments" in said for said in one[:5])
     assert "exceed the model's 128 positions" in one[5] and one[6] is True
     assert all("different models, meshes or formats" in said for said in one[7:])
