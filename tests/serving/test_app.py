@@ -238,6 +238,9 @@ def test_a_draft_serves_requests_in_all_places(
             counts = [int(line.removeprefix(stood)) for line in server.send("GET", "/metrics")[1].decode().splitlines()
                       if line.startswith(stood)]
             assert bool(counts and counts[0]) is (each is lm)
+            memory = json.loads(server.send("GET", "/state")[1])["memory"]
+            assert memory["budget_nbytes"] == 9_000_000 >= sum(memory["kinds"].values()) > (
+                4_800_000 if each is lm else 2_400_000), "the copy's weights are of the budget too"
     assert lm.helper.drafts_seen is not None and lm.helper.drafts_seen.known, "nothing was a model's draft"
     assert texts[0] == texts[1] and all(
         text == expected[i % len(prompts)] for i, text in enumerate(texts[0]) if i % 3 != 2)

@@ -142,5 +142,5 @@ def _drop_cached(lm: LanguageModel) -> None:
     """Take the model's files out of the page cache, where they would be memory beyond the budget."""
     from forebay.runtime.disk.page_cache import drop_file
 
-    for path in {f.path for f in lm.files.values()}:
+    for path in {f.path for part in (lm, lm.helper) if part for f in part.files.values()}:
         drop_file(path)

@@ -13,12 +13,15 @@ from forebay.serving.batcher import Batcher, Pending
 
 
 def memory(batcher: Batcher) -> dict[str, Any]:
-    """Bytes: the budget of the device, what the plan has there by kind, and this process's anonymous memory."""
-    plan = batcher.lm.plan
-    held = [b for b in plan.buffers_of("decode") if b.arena == "device"]
+    """Bytes: the budget of the device, what the plan and that of what drafts have there by kind, and this process's
+    anonymous memory."""
+    lm = batcher.lm
+    plans = [lm.plan, *([lm.helper.plan] if lm.helper else [])]
+    held = [b for plan in plans for b in plan.buffers_of("decode") if b.arena == "device"]
     kinds = {kind: sum(b.nbytes for b in held if b.kind == kind) for kind in KEPT}
-    return {"budget_nbytes": plan.budget.device, "arenas": dict(plan.arenas), "kinds": kinds,
-            "streamed_nbytes_per_step": plan.prediction.streamed_nbytes, "process_nbytes": anonymous_nbytes()}
+    return {"budget_nbytes": sum(plan.budget.device for plan in plans), "kinds": kinds,
+            "arenas": {tier: sum(plan.arenas.get(tier, 0) for plan in plans) for tier in lm.plan.arenas},
+            "streamed_nbytes_per_step": lm.plan.prediction.streamed_nbytes, "process_nbytes": anonymous_nbytes()}
 
 
 def state(batcher: Batcher) -> dict[str, Any]:
