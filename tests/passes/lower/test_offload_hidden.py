@@ -126,10 +126,11 @@ def test_what_ends_where_it_waits_is_not_released_on_the_device() -> None:
 
 def test_shares_are_spread_and_contradictions_are_named() -> None:
     spread = Block(6, hidden="disk", hidden_slots=2, hidden_device=2, hidden_host=2)
-    assert sorted(spread.hidden_homes()) == ["device"] * 2 + ["disk"] * 2 + ["host"] * 2 and not spread.fault(())
+    assert sorted(spread.hidden_homes()) == ["device"] * 2 + ["disk"] * 2 + ["host"] * 2 and not spread.fault()
     assert spread.hidden_homes()[:3] != ["device"] * 3
-    assert replace(spread, hidden_host=5).fault(()).startswith("hidden_device, hidden_host")
-    assert replace(spread, hidden_slots=0).fault(()).startswith("hidden_slots")
-    assert replace(spread, order="row").fault(()).startswith("hidden: ")
-    assert replace(spread, entering=2).fault(()) and spread.fault((4,)) and Block(6, hidden_device=1).fault(())
+    assert replace(spread, hidden_host=5).fault().startswith("hidden_device, hidden_host")
+    assert replace(spread, hidden_slots=0).fault().startswith("hidden_slots")
+    assert replace(spread, order="row").fault().startswith("hidden: ")
+    assert replace(spread, entering=2).fault() and replace(spread, speculative_steps=(4,)).fault()
+    assert Block(6, hidden_device=1).fault()
     assert Block(3).of_step(8) == Block(3) and spread.of_step(1) == Block(6) and spread.of_step(8) == spread

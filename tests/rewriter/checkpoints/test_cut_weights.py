@@ -64,7 +64,7 @@ def test_parts_of_a_plain_weight(data: st.DataObject) -> None:
 def test_parts_of_packed_rows_mean_the_same_values(
     data: st.DataObject, bits: int, turned: bool, symmetric: bool
 ) -> None:
-    group, outs, ins = 8, data.draw(st.integers(1, 5)), data.draw(st.integers(9, 50))
+    group, outs, ins = 32, data.draw(st.integers(1, 5)), data.draw(st.integers(33, 200))
     groups = -(-ins // group)
     codes = torch.randint(0, 2**bits, (outs, groups * group), dtype=torch.uint8)
     scale = torch.randn(outs, groups).half()
