@@ -35,14 +35,14 @@ from forebay.rewriter.checkpoints.resolve import demo_checkpoint
 from forebay.rewriter.machine.profile import load_machine
 from forebay.rewriter.plan_places import entering_at_once
 from forebay.rewriter.planning.wishes import Wishes
-from forebay.runtime.run.places import Asked, WorkDone
+from forebay.runtime.run.places import Asked
 from forebay.runtime.run.sampling import Sampling
 
 
 def answers(lm: LanguageModel, asked: list[Asked]) -> Row:
     """All answers, and what they took."""
     found: dict[int, list[int]] = {}
-    work, began = WorkDone(), time.perf_counter()
+    began = time.perf_counter()
     work = lm.answer_all(asked, Sampling(), frozenset(), on_end=found.__setitem__, on_step=lambda _: None)
     return {"time_s": time.perf_counter() - began, "answers": [found[i] for i in range(len(asked))],
             "decodes": work.decodes, "offered": work.offered, "accepted": work.accepted}

@@ -22,6 +22,8 @@ from forebay.rewriter.ir.program import FileSlice
 StepGraph = Callable[[int], fx.GraphModule]  # tokens per sequence in one step -> a fresh graph of concrete sizes
 
 _META = torch.device("meta")
+ONE_TOKEN = ("plan.schedule.block.speculative_steps: this model's step gives logits of one token only, so none can "
+             "check drafted tokens; leave them out")
 MOST_PADDED = 1.125  # times the bytes of K and V, for checkpoints of twice as many tokens in their room
 
 
@@ -61,8 +63,7 @@ class StepGraphs:
         if sizes == self.block.speculative_steps:
             return self
         if self.speculate is None:
-            raise PlanError("plan.schedule.block.speculative_steps: this model's step gives logits of one token only, "
-                            "so none can check drafted tokens; leave them out")
+            raise PlanError(ONE_TOKEN)
         return self.speculate(sizes)
 
 
@@ -81,8 +82,7 @@ def step_graphs(
     weights = _weight_inputs(captured)
     every = every_position(captured) if block.speculative_steps else None
     if block.speculative_steps and every is None:
-        raise PlanError("plan.schedule.block.speculative_steps: this model's step gives logits of one token only, so "
-                        "none can check drafted tokens; leave them out")
+        raise PlanError(ONE_TOKEN)
 
     def inputs_of(tokens: int, cached: int | None = None) -> dict[str, torch.Tensor]:
         each = replace(workload, batch=block.sequences(workload.batch, tokens))

@@ -94,9 +94,9 @@ class ModelDrafter:
             begun = [*rows]  # such a prefill computes all rows
             self._held.clear()
         logits: dict[int, torch.Tensor] = {}
-        for first in range(0, len(begun), entering or len(begun) or 1):
-            part = {row: held[row][: work.prompt] for row in begun[first : first + (entering or len(begun))]}
-            logits |= self._enter(part) if entering else self._begin(part)
+        together, compute = (entering, self._enter) if entering else (work.batch, self._begin)
+        for first in range(0, len(begun), together):
+            logits |= compute({row: held[row][: work.prompt] for row in begun[first : first + together]})
         return at | {row: min(len(rows[row]), work.prompt) for row in begun}, logits
 
     def _begin(self, prompts: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from forebay.api import LanguageModel
 
 
+def in_one_budget(lm: LanguageModel) -> list[LanguageModel]:
+    """A model, and the one that drafts for it in a part of its budget, if any."""
+    return [lm, *([lm.helper] if lm.helper else [])]
+
+
 @contextmanager
 def drafting(
     helper: LanguageModel | None, session: Session, rows: Sequence[torch.Tensor], new_tokens: int, sampling: Sampling,

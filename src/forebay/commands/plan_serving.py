@@ -135,8 +135,7 @@ def _order(way: _ServingWay) -> tuple[float, float]:
 def _planned(
     given: tuple[Any, ...], count: int, *, joined: bool = False, alone: bool = False
 ) -> tuple[Pipeline, Any]:
-    """So many places; one that is `alone` is entered by none beside it, and only then can steps check what is looked
-    up."""
+    """So many places; one that is `alone` is entered by none beside it, and takes no memory for who enters."""
     from forebay.rewriter.plan_block import plan_block
     from forebay.rewriter.plan_places import entering_at_once, joining_at_once
 

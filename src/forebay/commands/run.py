@@ -215,6 +215,7 @@ def _answer(
     from forebay.commands import jobs
     from forebay.commands.job_progress import JobProgress
     from forebay.commands.process_memory import MemoryWatch, beside_nbytes, calls_of, disk_read_nbytes
+    from forebay.drafting import in_one_budget
     from forebay.rewriter.report.explain import summarise_plan
     from forebay.runtime.disk.page_cache import drop_file
     from forebay.runtime.run.places import WorkDone
@@ -227,7 +228,7 @@ def _answer(
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
-    parts = [lm, *([lm.helper] if lm.helper else [])]  # what drafts has a part of the budget
+    parts = in_one_budget(lm)
     files = {f.path for part in parts for f in part.files.values()}
     for path in files:
         drop_file(path)  # what others left in the page cache would be memory beyond the budget

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import families
 import pytest
@@ -74,6 +75,27 @@ def started(folder: Path, marks: Path, fails: bool, mesh: str, networks: str = "
             for rank in range(2)]
 
 
+def wait_for_steps(ranks: Sequence[Started], marks: Path) -> None:
+    """Until both ranks have begun their steps; neither may have ended."""
+    limit = time.monotonic() + 120
+    while len(list(marks.iterdir())) < 2:
+        assert time.monotonic() < limit and all(rank.process.is_alive() for rank in ranks), ranks[0].ended(0)
+        time.sleep(0.05)
+
+
+def end(ranks: Sequence[Started]) -> None:
+    for rank in ranks:
+        rank.process.kill()
+        rank.process.join()
+
+
+def require_named(ended: Any, said: str) -> None:
+    """A rank that ended by itself, with no answer and one line that says who was lost."""
+    assert ended.returncode == 2 and "done" not in ended.stdout
+    last = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert len(last) == 1 and said in last[0], ended.stderr
+
+
 def ip(*arguments: str) -> bool:
     """Whether a command of `ip` does what it is told."""
     try:
@@ -109,23 +131,16 @@ def test_a_rank_that_is_lost_is_named_and_nobody_waits_for_it(
     marks.mkdir()
     ranks = started(folder, marks, how == "fail", mesh)
     try:
-        limit = time.monotonic() + 120
-        while how != "fail" and len(list(marks.iterdir())) < 2:
-            assert time.monotonic() < limit and ranks[0].process.is_alive(), ranks[0].ended(0)
-            time.sleep(0.05)
         if how != "fail":
+            wait_for_steps(ranks, marks)
             assert ranks[1].process.pid
             os.kill(ranks[1].process.pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         began = time.monotonic()
         first = ranks[0].ended(120)
         assert how == "fail" or time.monotonic() - began < ENDS_S
-        assert first.returncode == 2 and "done" not in first.stdout
-        last = [line for line in first.stderr.splitlines() if line.startswith("error: ")]
-        assert len(last) == 1 and said in last[0], first.stderr
+        require_named(first, said)
     finally:
-        for rank in ranks:
-            rank.process.kill()
-            rank.process.join()
+        end(ranks)
 
 
 def test_ranks_whose_link_is_lost_end_on_both_sides(folder: Path, tmp_path: Path, networks: str) -> None:
@@ -134,22 +149,16 @@ def test_ranks_whose_link_is_lost_end_on_both_sides(folder: Path, tmp_path: Path
     marks.mkdir()
     ranks = started(folder, marks, False, "2", networks)
     try:
-        limit = time.monotonic() + 120
-        while len(list(marks.iterdir())) < 2:
-            assert time.monotonic() < limit and all(rank.process.is_alive() for rank in ranks), ranks[0].ended(0)
-            time.sleep(0.05)
+        wait_for_steps(ranks, marks)
         assert ip("-n", f"{networks}1", "link", "set", "v1", "down")
         began = time.monotonic()
         silent = "has not been heard of"
         for rank, said in zip(ranks, (f"rank 1 {silent}", f"store at {ADDRESS.format(1)} {silent}"), strict=True):
             ended = rank.ended(120)
-            assert time.monotonic() - began < ENDS_S and ended.returncode == 2 and "done" not in ended.stdout
-            last = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-            assert len(last) == 1 and said in last[0], ended.stderr
+            assert time.monotonic() - began < ENDS_S
+            require_named(ended, said)
     finally:
-        for rank in ranks:
-            rank.process.kill()
-            rank.process.join()
+        end(ranks)
 
 
 @pytest.mark.skipif(not os.environ.get("FOREBAY_TEST_ALL"), reason="a job of the command line on two ranks")
