@@ -75,6 +75,12 @@ def layer_cuts(step: fx.GraphModule) -> dict[object, Cut]:
         if len(cut.kept) != 1 or not 2 <= _value(cut.kept[0]).dim() <= 3:
             raise CannotCheckpoint(f"K and V are made of {', '.join(n.name for n in cut.kept) or 'nothing'} in {name}; "
                                    "checkpoints are of one value for each token")
+        for node in cut.made:
+            for source in node.all_input_nodes:
+                if source.op != "placeholder" and values_of(source) and source not in {*cut.kept, *cut.made} and (
+                        _follows_call(source)):
+                    raise CannotCheckpoint(f"K and V are made of {source.name} in {name}, which follows from where new "
+                                           "tokens stand")
         found[name] = cut
     if not found:
         raise CannotCheckpoint("the model has no layers that are captured by themselves")
@@ -101,6 +107,13 @@ def follows_positions(node: fx.Node) -> bool:
             return False
         waiting += here.all_input_nodes
     return starts and _value(node).dim() > 1
+
+
+def _follows_call(node: fx.Node) -> bool:
+    """Whether a value of a block follows from more than weights: from positions, say, as ALiBi's do."""
+    sources = [node] if node.op == "placeholder" else node.all_input_nodes
+    return any(source.meta.get(META) is None if source.op == "placeholder" else _follows_call(source)
+               for source in sources)
 
 
 def _layout(node: fx.Node) -> InputLayout:
@@ -250,6 +263,7 @@ def _rewrite_block(block: fx.GraphModule, cut: Cut, tables: list[str], stored: F
     batch, length = _value(token).shape[:2]
     made = set(cut.made) | {user for node in cut.made for user in node.users if len(values_of(node)) > 1}
     slice_ = [node for node in graph.nodes if node in made]
+    _bring_forward(slice_, made)
     with graph.inserting_before(slice_[0]):
         count = write(aten.sym_size.int, token, 0)
         number = write(aten.unsqueeze.default, write(aten.arange.default, count, device=torch.device("cpu"),
@@ -291,6 +305,17 @@ def _rewrite_block(block: fx.GraphModule, cut: Cut, tables: list[str], stored: F
     for node in reversed(slice_):
         if not node.users:
             graph.erase_node(node)
+
+
+def _bring_forward(slice_: list[fx.Node], made: set[fx.Node]) -> None:
+    """Let what of weights alone is read by nodes of a block that are made again stand before the first of them."""
+    read: set[fx.Node] = set()
+    for node in reversed([*slice_[0].graph.nodes]):
+        if node.op == "call_function" and node not in made and values_of(node) and any(
+                user in made or user in read for user in node.users) and not _follows_call(node):
+            read.add(node)
+    for node in [node for node in slice_[0].graph.nodes if node in read]:
+        slice_[0].prepend(node)
 
 
 def _rewrite_step(

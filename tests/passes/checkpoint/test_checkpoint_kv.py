@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import gpt2, llama, opt
+from families import gpt2, llama, llama4, opt
+from transformers import BloomConfig, Gemma3TextConfig
 
 from forebay.kernels.operators import KV_APPEND_Q
 from forebay.passes.checkpoint.checkpoint_kv import follows_positions
@@ -23,7 +24,17 @@ def captured(config: Any, cache_format: str = "native") -> CapturedModel:
     return rewrite_captured(capture_model(config, dtype=torch.float32), Switches(), cache_format)
 
 
-@pytest.mark.parametrize("make", [opt, gpt2, lambda: llama(2)])
+def gemma3() -> Gemma3TextConfig:
+    """Its norms add 1 to their weights, that of keys behind the first product of the layer."""
+    return Gemma3TextConfig(vocab_size=199, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+                            intermediate_size=96, num_key_value_heads=2, sliding_window=6, max_position_embeddings=128)
+
+
+def bloom() -> BloomConfig:
+    return BloomConfig(vocab_size=199, hidden_size=64, n_layer=2, n_head=4)
+
+
+@pytest.mark.parametrize("make", [opt, gpt2, lambda: llama(2), gemma3])
 def test_weights_are_read_as_often_as_before(make: Any) -> None:
     """New tokens and checkpoints share a product, so a weight that streams is brought once."""
     plain = captured(make())
@@ -56,6 +67,15 @@ def test_packed_keys_and_values_are_made_again() -> None:
         assert len(appends) == 2 and appends[0].args[5:] == appends[1].args[5:]
         assert [node.args[4].meta["val"].dim() for node in appends] == [2, 1]
     assert str(packed.step.graph) == before
+
+
+@pytest.mark.parametrize("make", [bloom, llama4])
+def test_layers_that_count_positions_themselves_are_refused(make: Any) -> None:
+    """Keys of ALiBi hold positions, those of Llama 4 are turned by tables made in the layer: of new tokens alone."""
+    made = captured(make()).choices
+    assert made is not None
+    with pytest.raises(PlanError, match=r"checkpoints: K and V are made of .* which follows from where new tokens"):
+        made.checkpointed("native")
 
 
 def test_a_format_that_is_none_is_refused() -> None:
