@@ -45,7 +45,6 @@ from forebay.rewriter.checkpoints.resolve import demo_checkpoint, packed_copy
 from forebay.rewriter.ir.plan import Plan
 from forebay.rewriter.machine.profile import Machine, load_machine
 from forebay.rewriter.plan_draft import token_time_s
-from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.simulate import simulate
 from forebay.runtime.disk.page_cache import drop_file
 
@@ -136,7 +135,7 @@ def in_dtype(folder: Path, dtype: str, scratch: Path) -> Path:
 def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> Iterator[list[Row]]:
     """All answers of all contestants, in turns, by budget."""
     tokenizer = load_tokenizer(folder)
-    prompts = {name: tokenizer(TEXTS[name])["input_ids"] for name in args.texts}
+    prompts = {name: behind_notes(tokenizer, TEXTS[name], args.context) for name in args.texts}
     longest = max(map(len, prompts.values()))
     machine = load_machine(args.machine) if args.machine else known_machine(folder)
     probe = Probe(folder, machine, args.dtype, 1)
@@ -144,12 +143,14 @@ def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> Iterator[l
         fixed = dict(prompt=longest, new_tokens=args.new, machine=machine)
         with forebay.wrap(folder, 1 << 40, **fixed) as whole:  # type: ignore[arg-type]
             nbytes = whole.captured.weight_nbytes
-            budget = whole._pipeline.smallest_budget(Wishes()) + int(share * nbytes)
+        with forebay.wrap(folder, 1 << 40, cache_tier="disk" if args.context else None, **fixed) as least:
+            budget = least._pipeline.smallest_budget(least.wishes) + int(share * nbytes)
         lms = {who: forebay.wrap(folder, budget, **fixed, **drafts)  # type: ignore[arg-type]
                for who, drafts in OURS.items()}
-        note(f"{100 * share:.0f} %, {budget} bytes: {lms['lookup'].plan.schedule.speculative_steps} tokens are "
-             f"checked, in {lms['lookup'].plan.prediction.speculative_times_s} s; one takes "
-             f"{lms['plain'].plan.prediction.decode_time_s:.3f} s" + "".join(
+        plain, checking = lms["plain"].plan, lms["lookup"].plan
+        note(f"{100 * share:.0f} %, {budget} bytes, cache on {plain.schedule.block.cache}: "
+             f"{checking.schedule.speculative_steps} tokens are checked, in {checking.prediction.speculative_times_s} "
+             f"s; one takes {plain.prediction.decode_time_s:.3f} s" + "".join(
                  f"\n  {copy}: {told(lms[copy])}" for copy in COPIES))
         peer, rows = Peer(folder, int(share * nbytes), scratch) if args.peer else None, []
         for turn in range(args.rounds + 1):  # the first binds programs, and does not count
@@ -168,6 +169,13 @@ def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> Iterator[l
         for lm in lms.values():
             lm.close()
         yield rows
+
+
+def behind_notes(tokenizer: Any, text: str, tokens: int) -> list[int]:
+    """A prompt of so many tokens, or of as many as the text has: behind as many notes as go in front of it."""
+    ids = tokenizer(text)["input_ids"]
+    notes = tokenizer("".join(f"Note {i}: {PARAGRAPH}\n\n" for i in range(tokens // 16)))["input_ids"]
+    return notes[: max(0, tokens - len(ids))] + ids
 
 
 def probed(lm: LanguageModel, ids: list[int], new: int, probe: Probe, machine: Machine) -> Row:
@@ -254,6 +262,8 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=96, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shares", type=lambda text: [float(x) for x in text.split(",")], default=list(SHARES))
+    parser.add_argument("--context", type=int, default=0,
+                        help="tokens of prompts, behind notes; budgets are then above the least with caches on disk")
     parser.add_argument("--texts", type=lambda text: text.split(","), default=list(TEXTS))
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     parser.add_argument("--quick", action="store_true", help="one round at 30 %%, a text of each kind, 48 tokens")

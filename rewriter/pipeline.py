@@ -150,7 +150,7 @@ class Pipeline:
             graphs.block, weights_of_layers(decode), graphs.cache_format,
             staged_places(decode, graphs.block, workload.prompt)).moving_hidden()
         if graphs.block.staged:
-            self.needs = self.needs.staging(staged_layers(decode, graphs.block), graphs.block, workload)
+            self.needs = self.needs.staging(staged_layers(decode, graphs.block, graphs.step), graphs.block, workload)
 
     def with_speculative(self, sizes: tuple[int, ...]) -> Pipeline:
         """The pipeline with steps of these sizes too, which check drafted tokens. PlanError where there are none."""
@@ -265,7 +265,7 @@ class Pipeline:
             self._takers[tokens] = self._launches(flat, uses := product_uses(flat))
             if tokens > 1:
                 self.need(1)
-            taken, *parts = phase_workspace(self._takers, tokens)
+            taken, *parts = phase_workspace(self._takers, tokens, self.graphs.block.is_prefill(tokens))
             found = self._needs[tokens] = PhaseNeed(layout.height, taken, layout, uses, *parts)
         return found
 

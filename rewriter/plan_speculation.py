@@ -23,11 +23,10 @@ def plan_speculation(pipeline: Pipeline, plan: Plan, budget: Budget, wishes: Wis
     if wishes.drafted_tokens is None or wishes.sparse_values < 1:
         return pipeline, plan
     forced = wishes.drafted_tokens != "auto"
-    if plan.schedule.block.staged or pipeline.graphs.speculate is None:
+    if pipeline.graphs.speculate is None:
         if forced:
-            raise PlanError("prompt_lookup_num_tokens: no step checks drafts where caches come to the device for their "
-                            "turns, and in models whose rotary follows the length of the call; leave it out, or keep "
-                            "the cache on the device with a larger budget")
+            raise PlanError("prompt_lookup_num_tokens: no step checks drafts in models whose rotary follows the length "
+                            "of the call; leave it out")
         return pipeline, plan
     sizes = _sizes(pipeline, plan, wishes)
     if forced and not sizes:

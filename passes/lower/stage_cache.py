@@ -11,8 +11,8 @@ pass through the buffer `entering`. So do their whole caches in layers whose cac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -78,8 +78,16 @@ class StagedLayer:
         return self.sequences * self.blocks * self.block_nbytes
 
 
-def staged_layers(step: fx.GraphModule, block: Block) -> dict[int, StagedLayer]:
-    """How each layer's cache is staged, from the token-major layout that the step graph of a micro-batch gives it."""
+def staged_layers(
+    step: fx.GraphModule, block: Block, larger: Callable[[int], fx.GraphModule] | None = None
+) -> dict[int, StagedLayer]:
+    """How each layer's cache is staged, from the token-major layout that the step graph of a micro-batch gives it. With
+    room for operands in the largest step in which the host attends, of those over so many tokens that `larger` gives.
+    """
+    if larger is not None and block.cpu_attention and block.speculative_steps:
+        most = staged_layers(larger(block.speculative_steps[0]), block)
+        return {i: replace(layer, operands=layer.operands._replace(room_nbytes=most[i].operands.room_nbytes))
+                for i, layer in staged_layers(step, block).items()}
     found = {}
     for node in step.graph.find_nodes(op="placeholder"):
         mark = node.meta.get(META)

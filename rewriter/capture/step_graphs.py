@@ -64,7 +64,7 @@ class StepGraphs:
             return self
         if self.speculate is None:
             raise PlanError(ONE_TOKEN)
-        return self.speculate(sizes)
+        return replace(self.speculate(sizes), block=replace(self.block, speculative_steps=sizes))
 
 
 @no_collection()

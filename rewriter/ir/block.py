@@ -41,8 +41,9 @@ class Block:
     turn into one of `cache_slots` staging slots, in blocks of `cache_tokens` tokens; the block that is not full yet
     stays on the device.
 
-    With `cpu_attention` decode steps attend over caches in host memory there: only queries, new keys and values, and
-    results cross the link, while the device computes for other micro-batches. Those caches have no tails.
+    With `cpu_attention` decode steps, and those that check drafts, attend over caches in host memory there: only
+    queries, new keys and values, and results cross the link, while the device computes for other micro-batches. Those
+    caches have no tails.
 
     With `checkpoints` a staged cache holds what K and V are made of for so many of every `checkpoint_period` stretches
     of tokens, in blocks of `checkpoint_tokens` tokens as large as the others (HybridServe, section 4.1); K and V of
@@ -54,7 +55,7 @@ class Block:
 
     Between the turns of a prefill step hidden states of `hidden_device` micro-batches stay on the device and those of
     `hidden_host` wait in host memory, spread evenly, and all others on the tier `hidden`: these come back for their
-    turns into one of `hidden_slots` regions (FlexGen, section 4.2). Those of decode steps are a token's, and stay.
+    turns into one of `hidden_slots` regions (FlexGen, section 4.2). Those of other steps are of few tokens, and stay.
 
     With `entering`, a prefill step computes so many sequences alone, for the places that its input names; the others
     keep their cache. Else it computes all of them. The sequences that enter stand in any micro-batches, so then all
@@ -95,7 +96,7 @@ class Block:
 
     def attends_on_host(self, tokens: int) -> bool:
         """Whether a step over `tokens` tokens per sequence attends where caches in host memory lie."""
-        return self.cpu_attention and tokens == 1
+        return self.cpu_attention and tokens in (1, *self.speculative_steps)
 
     def decodes(self, tokens: int) -> bool:
         """Whether a step over `tokens` tokens per sequence also computes one of every place."""
@@ -213,9 +214,8 @@ class Block:
         if self.hidden == "device":
             return next((f"{name}: {given} is for hidden states that leave the device (hidden)"
                          for name, given in told.items() if given), "")
-        if self.order == "row" or self.micro_batches < 2 or self.entering or self.speculative_steps:
-            return (f"hidden: {self.hidden} is for micro_batches that take turns in zigzag order, without entering and "
-                    "speculative_steps")
+        if self.order == "row" or self.micro_batches < 2 or self.entering:
+            return f"hidden: {self.hidden} is for micro_batches that take turns in zigzag order, without entering"
         if self.hidden_slots < 1 or min(told.values()) < 0 or (self.hidden == "host" and self.hidden_host):
             return (f"hidden_slots, hidden_device, hidden_host: {', '.join(map(str, told.values()))} must be at least "
                     "1, 0 and 0, and hidden_host is for a tier further off")

@@ -329,8 +329,6 @@ def _validate_speculative(plan: Plan) -> None:
     if sizes != sorted(set(sizes) - {*s.prefill_chunks}, reverse=True) or min(sizes, default=2) < 2:
         raise PlanError(f"plan.schedule.block.speculative_steps: {sizes} must be different, the largest first, none "
                         f"below 2, and none a prefill's {list(s.prefill_chunks)} (plan.schedule.prefill_chunks)")
-    if sizes and s.block.staged:
-        raise PlanError("plan.schedule.block.speculative_steps: none where plan.schedule.block.cache is staged")
     if sizes and sizes[0] > plan.workload.context:
         raise PlanError(f"plan.schedule.block.speculative_steps: {sizes[0]} tokens exceed the "
                         f"{plan.workload.context} that the cache has room for (plan.workload)")

@@ -54,17 +54,19 @@ def unplaced(node: fx.Node, result: int = 0) -> TensorRef:
     return TensorRef("device", 0, str(value.dtype)[6:], tuple(value.shape), tuple(value.stride()), "")
 
 
-def phase_workspace(launches: Mapping[int, Sequence[Launch]], tokens: int) -> tuple[int, int, int]:
+def phase_workspace(
+    launches: Mapping[int, Sequence[Launch]], tokens: int, prefill: bool
+) -> tuple[int, int, int]:
     """Bytes of workspace of steps over `tokens` tokens and over one, from their `launches`: of all of them, of those
-    that remain where the host attends for decode steps, and of what it then takes."""
-    staying, there = [launch for launch in launches[tokens] if tokens > 1], 0
-    for launch in launches[1]:
+    that remain where the host attends for all but a `prefill`, and of what it then takes."""
+    every = [launch for n in {1, tokens} for launch in launches[n]]
+    staying, there = [launch for launch in launches[tokens] if prefill], 0
+    for launch in launches[1] if prefill else every:
         operator = operators.find(launch.op)
         if operator is not None and operator.caches:
             there = max(there, operator.workspace_nbytes(launch, "cpu"))
         else:
             staying.append(launch)
-    every = (launch for n in {1, tokens} for launch in launches[n])
     return workspace_nbytes(every), workspace_nbytes(staying), there
 
 

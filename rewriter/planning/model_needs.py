@@ -35,8 +35,8 @@ class WeightUse:
 @dataclass(frozen=True)
 class PhaseNeed:
     """What a step over chunks of this many tokens takes beside weights and cache, in bytes; for the activations also
-    their `layout`, with addresses from 0 on, and the matrix products that it makes. Where the host attends for decode
-    steps, only `computing` of the workspace is the device's, and `attending` the host's."""
+    their `layout`, with addresses from 0 on, and the matrix products that it makes. Where the host attends for all
+    but a prefill, only `computing` of the workspace is the device's, and `attending` the host's."""
 
     activations: int
     workspace: int
@@ -95,7 +95,8 @@ class ModelNeeds:
         """Bytes of host memory for caches, and for what attends over them there."""
         if self.staged is None:
             return 0
-        return self.staged.host_nbytes + (self.need(1).attending if self._host_attends else 0)
+        attending = max(self.need(tokens).attending for tokens in (1, *self.speculative[:1]))
+        return self.staged.host_nbytes + (attending if self._host_attends else 0)
 
     @property
     def _host_attends(self) -> bool:

@@ -86,7 +86,7 @@ class StagedCache:
             attended = tiers.count("host") if block.attends_on_host(tokens) else 0
             for link, moved in ((("device", "host"), layer.operands.given_nbytes),
                                 (("host", "device"), layer.operands.made_nbytes)):
-                nbytes[link] = nbytes.get(link, 0.0) + attended * moved
+                nbytes[link] = nbytes.get(link, 0.0) + attended * tokens * moved
             copies += attended * layer.operands.copies
             on_host += attended * layer.nbytes
             for tier in ("disk",) if attended else ("host", "disk"):

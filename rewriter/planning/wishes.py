@@ -184,8 +184,7 @@ def _check_hidden(wishes: Wishes) -> None:
         raise PlanError(f"hidden_shares: {wishes.hidden_shares} must be shares of one whole")
     if wishes.hidden_tier in (None, "device"):
         return
-    for name, forced in (("order='row'", wishes.order == "row"), ("places", wishes.entering),
-                         ("prompt_lookup_num_tokens", wishes.drafted_tokens not in (None, "auto"))):
+    for name, forced in (("order='row'", wishes.order == "row"), ("places", wishes.entering)):
         if forced:
             raise PlanError(f"hidden_tier {wishes.hidden_tier}: with {name} nothing waits between the turns of "
                             "micro-batches in a layer; leave one of both out")

@@ -25,17 +25,11 @@ class ModelDrafter:
     of sequences that have left their rows, it takes the tokens back by not counting them. What it lacks is fed token by
     token, or computed as a prompt where that is expected to be faster: in its row alone where sequences of the plan
     enter places, else all rows anew. Sequences beyond the plan's room get no drafts. `right` and `wrong` count the
-    tokens that stood and those that were refused, which makes the next one's `chance`.
-
-    ValueError for a plan whose cache comes to the device for its turns: what is stored there cannot be taken back.
-    """
+    tokens that stood and those that were refused, which makes the next one's `chance`."""
 
     def __init__(
         self, session: Session, sampling: Sampling, draws: Sequence[Draws] = (), chance: float = 0.5
     ) -> None:
-        if session.plan.schedule.block.staged:
-            raise ValueError("assistant_model: drafts that were refused are taken back from its cache, which must stay "
-                             "on the device; wrap it with a larger budget")
         self.session, self.sampling, self.draws = session, sampling, draws
         said = session.plan.prediction
         self.token_time_s, self.expected = said.decode_time_s, chance

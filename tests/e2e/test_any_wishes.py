@@ -28,7 +28,8 @@ CHOICES: dict[str, tuple[float, tuple[Any, ...]]] = {  # how often each is wishe
     "order": (0.5, ("row", "zigzag")), "cpu_attention": (0.5, (True, False)), "entering": (0.5, (1, 2, 3, 5, 9)),
     "cache_shares": (0.5, ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (0.5, 0.5), (0.34, 0.3), (0.1, 0.9), (0.7, 0.0))),
     "cache_slots": (0.4, (1, 2, 3, 6)), "cache_tokens": (0.5, (1, 3, 4, 16, 64, 100)), "slots": (0.3, (2, 3, 9)),
-    "hidden_tier": (0.3, ("device", "host", "disk", "disk")), "prefill_chunk": (0.3, (1, 2, 5, 6, PROMPT, 40))}
+    "hidden_tier": (0.3, ("device", "host", "disk", "disk")), "prefill_chunk": (0.3, (1, 2, 5, 6, PROMPT, 40)),
+    "drafted_tokens": (0.3, (1, 2, 3, "auto"))}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_any_wishes_are_met_or_refused_in_a_line(cases: Callable[[str], Case], p
             assert "\n" not in str(error), told
             continue
         with lm:
-            for tokens in {1, *lm.plan.schedule.prefill_chunks}:
+            for tokens in lm.plan.schedule.step_sizes:
                 verify_program(lm._pipeline.program(lm.plan, tokens), {"device": budget.device, "host": budget.host})
             ids = case.ids[: workload.batch, -workload.prompt :]
             options = dict(max_new_tokens=workload.new_tokens, pad_token_id=0, eos_token_id=None)

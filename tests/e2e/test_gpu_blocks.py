@@ -13,13 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from e2e.block_case import ATTENDED, DISK, HOST, SHARED, Case
+from e2e.block_case import ATTENDED, COUNT, DISK, HOST, SHARED, Case
+from e2e.prompter import Prompter, answers_of
 
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.program import ATTEND, DOWNLOAD, LOAD, RETURN, WRITE, Copy, Launch, Rows, tier_of
 from forebay.rewriter.machine.profile import Machine
 from forebay.runtime.devices import cuda, pinned
 from forebay.runtime.run import bind, executor
+from forebay.runtime.run.generation import Stop
+from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.speculation import Tally, generate_speculatively
 
 GPU = replace(Machine.default(), device_kind="NVIDIA H200", host_attention_bytes_per_s=9e9)
 
@@ -125,6 +129,24 @@ def test_tokens(
             return
         case.check(lm)
         case.check(lm)
+
+
+@pytest.mark.parametrize(("name", "more"), [
+    ("llama", DISK), ("llama", SHARED | {"cpu_attention": True}), ("gemma2", ATTENDED),
+    ("llama", DISK | {"hidden_tier": "disk", "micro_batches": 5})])
+def test_drafts(tmp_path: Path, driver: None, name: str, more: dict[str, Any]) -> None:
+    """They are checked by steps that attend where decode steps do."""
+    case = Case(name, tmp_path, new=23)
+    answers = answers_of(case)
+    more = {"cpu_attention": False, "micro_batches": 3, "drafted_tokens": 7} | more
+    with case.language_model(400.0, GPU, **more) as lm, lm.running(COUNT, case.prompt, 23) as session:
+        assert isinstance(session.device, Pretended)
+        step = lm._pipeline.program(lm.plan, 8).step
+        assert any(isinstance(i, Launch) and i.stream == ATTEND for i in step) == more["cpu_attention"]
+        tally = Tally()
+        found = generate_speculatively(session, [torch.tensor(p) for p in answers], Sampling(), Stop(23), None, None,
+                                       Prompter(answers), tally)
+        assert found.tolist() == [*answers.values()] and tally.refused and tally.passes < 22
 
 
 @pytest.mark.parametrize(("name", "more"), [

@@ -11,7 +11,7 @@ from families import rewritten
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.block import ALONE, Block
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload, validate
-from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.ir.program import Copy, FileSlice
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan_speculation import SIZES, plan_speculation
@@ -91,12 +91,26 @@ def test_a_budget_without_room_for_them_has_no_such_steps() -> None:
         plan_speculation(made, plain, budget, replace(wishes, drafted_tokens=40))
 
 
-def test_caches_off_the_device_have_no_such_steps() -> None:
-    block, work = Block(2, "zigzag", "disk", 16, 3), Workload(2, 40, 24)
-    plain, plan, _ = planned(200_000, Wishes(drafted_tokens="auto"), work, block)
-    assert plan is plain
-    with pytest.raises(PlanError, match="prompt_lookup_num_tokens: no step checks"):
-        planned(200_000, Wishes(drafted_tokens=3), work, block)
+def test_caches_off_the_device_keep_their_shares_in_such_steps() -> None:
+    """Caches of layers that lie on the device, and of those that come to it; both in host memory, which has room for
+    what the largest step has the host attend to."""
+    work, wishes = Workload(2, 40, 24), Wishes(drafted_tokens=3)
+    shared = Block(2, "zigzag", "disk", 16, 3, cache_device=1, cache_host=2)
+    for block in (shared, Block(2, "zigzag", "host", 16, 3), Block(2, "zigzag", "host", 16, 3, cpu_attention=True)):
+        made = pipeline(work, replace(block, cache_device=0, cache_host=0)).with_block(block)
+        budget = Budget(made.smallest_budget(wishes) + 200_000, 1 << 22)
+        plain = made.plan(budget, wishes)
+        found, plan = plan_speculation(made, plain, budget, wishes)
+        assert plan.schedule.block == replace(block, speculative_steps=(4, 2))
+        assert found.needs.staged is not None
+        rooms = [{b.name: b.nbytes for b in p.buffers if b.name.startswith("operands")} for p in (plain, plan)]
+        assert bool(rooms[0]) == block.cpu_attention and rooms[0].keys() == rooms[1].keys()
+        assert all(rooms[1][name] > 2 * nbytes for name, nbytes in rooms[0].items())
+        loads = [item for item in found.program(plan, 4).step
+                 if isinstance(item, Copy) and item.label.startswith("load cache")]
+        tiers = [tier for homes in block.cache_homes(len(found.needs.staged.layers)) for tier in homes]
+        staged = sum(tier == "disk" or (tier == "host" and not block.cpu_attention) for tier in tiers)
+        assert len(loads) == staged
 
 
 @pytest.mark.parametrize("block", [Block(1, entering=1), Block(2, entering=2), Block(2, entering=1, joined=True)])

@@ -131,6 +131,6 @@ def test_shares_are_spread_and_contradictions_are_named() -> None:
     assert replace(spread, hidden_host=5).fault().startswith("hidden_device, hidden_host")
     assert replace(spread, hidden_slots=0).fault().startswith("hidden_slots")
     assert replace(spread, order="row").fault().startswith("hidden: ")
-    assert replace(spread, entering=2).fault() and replace(spread, speculative_steps=(4,)).fault()
+    assert replace(spread, entering=2).fault()
     assert Block(6, hidden_device=1).fault()
     assert Block(3).of_step(8) == Block(3) and spread.of_step(1) == Block(6) and spread.of_step(8) == spread

@@ -1,0 +1,138 @@
+"""Drafts are checked, and taken back, where caches come to the device for their turns or the host attends over them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from e2e.block_case import ATTENDED, COUNT, DISK, HOST, SHARED, Case
+from e2e.prompter import Prompter, answers_of
+from late import make_late
+
+from forebay.api import LanguageModel
+from forebay.rewriter.ir.program import ATTEND, UNORDERED, Launch, Program, Wait
+from forebay.rewriter.verify.program import ProgramError, verify_program
+from forebay.runtime.run.generation import Stop
+from forebay.runtime.run.model_drafts import ModelDrafter
+from forebay.runtime.run.places import Asked, answer_all
+from forebay.runtime.run.sampling import Sampling
+from forebay.runtime.run.session import Session
+from forebay.runtime.run.speculation import Tally, generate_speculatively
+
+NEW, DRAFTED = 23, {"drafted_tokens": 7}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    return functools.cache(lambda name: Case(name, tmp_path_factory.mktemp(name), new=NEW))
+
+
+def steps_that_check(lm: LanguageModel) -> list[Program]:
+    return [lm._pipeline.program(lm.plan, tokens) for tokens in lm.plan.schedule.speculative_steps]
+
+
+WAYS: list[tuple[str, int, dict[str, Any]]] = [
+    ("llama", 1, DISK), ("llama", 3, DISK), ("llama", 2, DISK | {"order": "row"}), ("llama", 2, HOST),
+    ("llama", 3, SHARED), ("llama", 3, ATTENDED), ("opt", 2, SHARED | {"cpu_attention": True}),
+    ("gemma2", 3, DISK | {"cache_tokens": 3}), ("gemma2", 2, ATTENDED), ("opt", 2, DISK | {"checkpoints": (1, 2)}),
+    ("llama", 5, {"cache_tier": "device", "hidden_tier": "disk", "prefill_chunk": 6}),
+    ("gpt2", 5, DISK | {"hidden_tier": "host"})]
+
+
+@pytest.mark.parametrize(("name", "micro_batches", "wishes"), WAYS)
+def test_tokens_equal_transformers(
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, micro_batches: int, wishes: dict[str, Any]
+) -> None:
+    """Drafts reach across blocks of four tokens, so that blocks with refused ones were stored and are written again.
+    Copies overtake each other, and memory is poisoned where its contents end."""
+    make_late(monkeypatch)
+    monkeypatch.setenv("FOREBAY_POISON", "1")
+    case = cases(name)
+    answers = answers_of(case)
+    with case.language_model(1.2 if name == "llama" else 6.0, micro_batches=micro_batches,
+                             **DRAFTED | wishes) as lm:
+        assert lm.plan.schedule.speculative_steps == (8, 4, 2)
+        assert lm.plan.schedule.block.staged or "hidden_tier" in wishes
+        attends = any(isinstance(i, Launch) and i.stream == ATTEND for i in steps_that_check(lm)[0].step)
+        assert attends == wishes.get("cpu_attention", False)
+        with lm.running(COUNT, case.prompt, NEW) as session:
+            for _ in range(2):  # the second finds the first one's blocks
+                tally, prompter = Tally(), Prompter(answers)
+                found = generate_speculatively(session, [torch.tensor(p) for p in answers], Sampling(), Stop(NEW), None,
+                                               None, prompter, tally)
+                assert found.tolist() == [*answers.values()]
+                assert max(prompter.taken_back) == 7 and 0 in prompter.taken_back and tally.passes < NEW - 1
+
+
+@pytest.mark.parametrize(("entering", "wishes"), [
+    (0, DISK), (2, DISK), (1, SHARED), (2, ATTENDED), (2, DISK | {"micro_batches": 2})])
+def test_sequences_in_places(cases: Callable[[str], Case], entering: int, wishes: dict[str, Any]) -> None:
+    """More of them than places, of unequal lengths; one is drawn, as its seed has it without drafts."""
+    case = cases("llama")
+    answers = answers_of(case)
+    asked = [Asked(torch.tensor(p), NEW - 4 * (i % 3)) for i, p in enumerate([*answers] * 2)]
+    asked[1] = replace(asked[1], generator=lambda: torch.Generator().manual_seed(3), sampling=Sampling(True, 0.9, 20))
+    drawn: list[list[int]] = []
+    for drafter in (Prompter(answers), None):
+        with case.language_model(2.5, entering=entering or None, **DRAFTED | wishes) as lm, lm.running(
+                COUNT, case.prompt, NEW, in_places=True) as session:
+            found: dict[int, list[int]] = {}
+            assert lm.plan.schedule.block.staged and lm.plan.schedule.block.entering == entering
+            work = answer_all(session, asked, Sampling(), frozenset(), on_end=found.__setitem__, drafter=drafter)
+            assert bool(work.accepted) == (drafter is not None) or work.offered
+            drawn.append(found.pop(1))
+            for i, tokens in found.items():
+                assert tokens == [*answers.values()][i % COUNT][: NEW - 4 * (i % 3)]
+    assert drawn[0] == drawn[1]
+
+
+def test_a_models_own_cache_may_be_staged(cases: Callable[[str], Case]) -> None:
+    """Of the model that drafts: its tokens are taken back as well, here from the disk."""
+    case = cases("llama")
+    answers = answers_of(case)
+    with (case.language_model(2.5, **DRAFTED | DISK) as lm, case.language_model(2.5, micro_batches=2, **DISK) as other,
+          lm.running(COUNT, case.prompt, NEW) as session, other.running(COUNT, case.prompt + 1, NEW) as drafting):
+        tally = Tally()
+        drafter = ModelDrafter(Wrong(drafting), Sampling(), [None] * COUNT)  # type: ignore[arg-type]
+        drafter.token_time_s = 0.0
+        found = generate_speculatively(session, [torch.tensor(p) for p in answers], Sampling(), Stop(NEW), None, None,
+                                       drafter, tally)
+        assert found.tolist() == [*answers.values()] and tally.refused and tally.accepted > tally.offered / 4
+
+
+class Wrong:
+    """A session whose sixth step says something else."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.steps = session, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.session, name)
+
+    def step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        self.steps += 1
+        logits = self.session.step(inputs)
+        return -logits if self.steps % 6 == 0 else logits
+
+
+@pytest.mark.parametrize(("order", "more"), [
+    ("zigzag", DISK), ("row", DISK), ("zigzag", HOST), ("zigzag", SHARED), ("zigzag", ATTENDED)])
+def test_without_any_one_wait_the_program_is_refused(
+    cases: Callable[[str], Case], order: str, more: dict[str, Any]
+) -> None:
+    with cases("llama").language_model(2.5, micro_batches=2, order=order, **DRAFTED | more) as lm:
+        program = steps_that_check(lm)[0]
+        waits = [i for i, item in enumerate(program.step) if isinstance(item, Wait)]
+        refused = 0
+        for i in waits:
+            try:
+                verify_program(replace(program, step=(*program.step[:i], *program.step[i + 1 :])))
+            except ProgramError:
+                refused += 1
+            else:
+                assert program.step[i].stream in UNORDERED, "a launch waits for what it does not need"
+        assert len(waits) > 10 and refused >= 0.8 * len(waits)
