@@ -132,6 +132,6 @@ def _assumed(draft: str | os.PathLike[str]) -> float:
 
 
 def _draft_wishes(wishes: Wishes, entering: int = 0) -> Wishes:
-    """Tokens that were refused are taken back from a cache on the device alone; sequences enter its places as they do
-    the model's, so many at once."""
+    """Its cache stays on the device, for what comes from elsewhere would come for each drafted token; sequences enter
+    its places as they do the model's, so many at once."""
     return Wishes(cache_format=wishes.cache_format, cache_tier="device", entering=entering or None)
