@@ -225,11 +225,6 @@ class LanguageModel(ScoringCalls, ModuleHabits):
         return self.captured.dtype
 
     @property
-    def device(self) -> torch.device:
-        """Where token ids are expected and results lie, whatever computes."""
-        return torch.device("cpu")
-
-    @property
     def session(self) -> Session:
         """The running session; made, and its resident weights loaded, when first asked for."""
         if self._session is None:
@@ -313,7 +308,8 @@ class LanguageModel(ScoringCalls, ModuleHabits):
 
     def reserve(self, batch: int, prompt: int, new_tokens: int, in_places: bool = False) -> None:
         """Plan for (at least) this many sequences, prompt tokens and new tokens; nothing happens if the present plan
-        serves them. With `in_places`, a plan serves whose places they enter one after the other."""
+        serves them. With `in_places`, a plan serves whose places they enter one after the other. Where none of them
+        checks as many drafted tokens as were wished for when it was wrapped, one that checks none does."""
         have, (prompt, new_tokens) = self.plan.workload, with_renewal(prompt, new_tokens, self.captured.renewed_at)
         held = in_places if entering(self.plan) else batch <= have.batch
         fits = held and prompt <= have.prompt and prompt + new_tokens <= have.context
@@ -322,8 +318,14 @@ class LanguageModel(ScoringCalls, ModuleHabits):
                      new_tokens, have.batch, have.prompt, have.new_tokens)
             batch = have.batch if in_places and self.wishes.entering else max(1, batch)
             wishes = self.wishes if in_places else replace(self.wishes, entering=None)
-            work = have.of(batch, prompt, new_tokens)
-            self._prepare(work, wishes, plan_answers if in_places else plan_block)
+            work, choose = have.of(batch, prompt, new_tokens), plan_answers if in_places else plan_block
+            try:
+                self._prepare(work, wishes, choose)
+            except PlanError as error:
+                if not isinstance(wishes.drafted_tokens, int):
+                    raise
+                LOG.info("no step checks drafts of this call: %s", error)
+                self._prepare(work, replace(wishes, drafted_tokens=None), choose)
 
     def generate(
         self,

@@ -173,6 +173,19 @@ def test_generate_checks_drafts_where_the_plan_does(llama_checkpoint: Any) -> No
     assert torch.equal(drawn[0], drawn[2]) and torch.equal(drawn[1], drawn[3])
 
 
+def test_calls_too_short_for_drafts_are_answered(llama_checkpoint: Any) -> None:
+    """And plans made for them leave longer ones their drafts, of several prompts too."""
+    ids, model = llama_checkpoint.ids, llama_checkpoint.model
+    with wrap(llama_checkpoint.folder, llama_checkpoint.share(0.8), prompt=4, new_tokens=8,
+              prompt_lookup_num_tokens=7) as lm:
+        for count, new, drafts in ((3, 1, False), (1, 1, False), (3, 24, True)):
+            options = dict(max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None)
+            with torch.no_grad():
+                expected = model.generate(ids[:count], **options)
+            assert torch.equal(lm.generate(ids[:count], prompt_lookup_num_tokens=3, **options), expected)
+            assert bool(lm.plan.schedule.speculative_steps) is drafts is (lm.tally.passes > 0)
+
+
 def test_a_saved_plan_checks_drafts_again(llama_checkpoint: Any, tmp_path: Path) -> None:
     with wrap(llama_checkpoint.folder, llama_checkpoint.share(0.8), prompt=10, new_tokens=24,
               prompt_lookup_num_tokens=7) as lm:

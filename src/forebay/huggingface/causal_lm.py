@@ -116,7 +116,7 @@ class StreamedCausalLM(GenerationMixin):
         ValueError where its tokenizer is another."""
         helper = rest.get("assistant_model")
         if not (set(rest) == {"assistant_model"} and isinstance(helper, ModuleHabits) and helper is not self.lm
-                and self.lm.plan.schedule.speculative_steps):
+                and self._checks_drafts):
             return None
         other = cast("LanguageModel", helper)
         if other.captured.vocab_size != self.lm.captured.vocab_size:
@@ -124,10 +124,15 @@ class StreamedCausalLM(GenerationMixin):
         refuse_other_tokenizer(self.lm.checkpoint.folder, other.checkpoint.folder)
         return other
 
+    @property
+    def _checks_drafts(self) -> bool:
+        """Whether steps check drafts, of this plan or, where it is of calls too short for them, of others."""
+        return bool(self.lm.plan.schedule.speculative_steps) or isinstance(self.lm.wishes.drafted_tokens, int)
+
     def _plain(self, config: GenerationConfig) -> bool:
         """Whether the runtime's loop gives what `config` asks for."""
         plain = GenerationConfig().to_dict() | self.generation_config._get_default_generation_params()
-        drafts = {"prompt_lookup_num_tokens"} if self.lm.plan.schedule.speculative_steps else set()
+        drafts = {"prompt_lookup_num_tokens"} if self._checks_drafts else set()
         return all(name in SERVED | drafts or name.startswith("_") or value is None or value == plain.get(name)
                    or (value is False and plain.get(name) is None) for name, value in config.to_dict().items())
 

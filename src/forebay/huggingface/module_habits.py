@@ -66,7 +66,7 @@ class ModuleHabits:
     @property
     def device(self) -> torch.device:
         """Where token ids are expected and results lie, whatever computes."""
-        raise NotImplementedError
+        return torch.device("cpu")
 
     def eval(self) -> Self:
         """The model itself: it only ever predicts."""
