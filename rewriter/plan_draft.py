@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError
 from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.plan_speculation import plan_speculation
+from forebay.rewriter.plan_speculation import plan_speculation, smallest_checking
 from forebay.rewriter.planning.wishes import Wishes
 
 DRAFTED = 15  # tokens that a step checks at most, unless a wish says how many: steps over 16, 8, 4 and 2 are planned
@@ -38,18 +38,19 @@ def plan_draft(
     (pipeline, plain, wishes), (drafter, asked) = model, draft
     forced, plain_token_s = isinstance(wishes.drafted_tokens, int), plain.prediction.decode_time_s
     tokens = wishes.drafted_tokens if isinstance(wishes.drafted_tokens, int) else DRAFTED
+    checked, part = replace(wishes, drafted_tokens=tokens), Budget(0)
     try:
         part = _size_of_draft(drafter, budget, asked)
         rest = Budget(budget.device - part.device, _without(budget.host, part.host), budget.disk)
         if rest.device <= 0:
-            raise PlanError(f"its weights, cache and activations take {format_nbytes(part.device)} of the device "
-                            f"budget of {format_nbytes(budget.device)}; give a smaller draft or a larger budget")
+            raise PlanError("it leaves the model nothing; give a smaller draft")
         drafting = drafter.plan(part, asked)
-        checking, plan = plan_speculation(pipeline, plain, rest, replace(wishes, drafted_tokens=tokens))
+        checking, plan = plan_speculation(pipeline, plain, rest, checked)
     except PlanError as error:
+        why = _lacking(part, (pipeline, plain, checked), budget) or str(error)
         if forced:
-            raise PlanError(f"draft: {error}") from error
-        return DraftedPlan(pipeline, plain, None, f"none: {error}", plain_token_s)
+            raise PlanError(f"draft: {why}") from error
+        return DraftedPlan(pipeline, plain, None, f"none: {why}", plain_token_s)
     plain_s = _answer_s(plain, plain_token_s)
     told = _told(plain, plan, drafting, chance)
     if forced or drafted_time_s(plan, drafting, chance**2) * PAYS <= plain_s:
@@ -88,6 +89,23 @@ def _size_of_draft(draft: Pipeline, budget: Budget, wishes: Wishes) -> Budget:
     its bytes lost 22 % to plain steps on plain text where a gain was predicted: both models' reads share the disk."""
     whole = draft.plan(Budget(1 << 50, budget.host, budget.disk), wishes).prediction.peak_nbytes
     return Budget(whole["device"], None if budget.host is None else whole.get("host", 0), budget.disk)
+
+
+def _lacking(part: Budget, model: tuple[Pipeline, Plan, Wishes], budget: Budget) -> str:
+    """What a device budget is short of beside the `part` of a draft; "" where it is not that."""
+    pipeline, plain, wishes = model
+    if pipeline.graphs.speculate is None:
+        return ""
+    try:
+        least = smallest_checking(pipeline, plain, wishes)
+    except PlanError:
+        return ""
+    if part.device + least <= budget.device:
+        return ""
+    return (f"a device budget of {format_nbytes(budget.device)} cannot work for both; the smallest that can is "
+            f"{format_nbytes(part.device + least)} ({part.device + least} bytes: {format_nbytes(part.device)} of the "
+            f"draft's weights, cache and activations, {format_nbytes(least)} of the model's). A smaller draft needs "
+            "less")
 
 
 def _without(host: int | None, taken: int | None) -> int | None:

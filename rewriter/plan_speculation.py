@@ -30,8 +30,7 @@ def plan_speculation(pipeline: Pipeline, plan: Plan, budget: Budget, wishes: Wis
         return pipeline, plan
     sizes = _sizes(pipeline, plan, wishes)
     if forced and not sizes:
-        raise PlanError(f"prompt_lookup_num_tokens: an answer of {plan.workload.new_tokens} tokens leaves nothing to "
-                        "draft; leave it out")
+        raise PlanError(f"prompt_lookup_num_tokens: {_no_size(plan, wishes)}")
     while sizes:
         found = pipeline.with_speculative(sizes)
         try:
@@ -50,14 +49,36 @@ def plan_speculation(pipeline: Pipeline, plan: Plan, budget: Budget, wishes: Wis
     return pipeline, plan
 
 
+def smallest_checking(pipeline: Pipeline, plan: Plan, wishes: Wishes) -> int:
+    """The least device budget in bytes of a plan whose steps check as many drafted tokens as `wishes` name, where
+    `plan` checks none. PlanError where none does whatever it has."""
+    sizes = _sizes(pipeline, plan, wishes)
+    if not sizes:
+        raise PlanError(_no_size(plan, wishes))
+    return pipeline.with_speculative(sizes).smallest_budget(wishes)
+
+
+def _no_size(plan: Plan, wishes: Wishes) -> str:
+    least = _wished_sizes(wishes)[-1]
+    if least > plan.workload.new_tokens:
+        return f"an answer of {plan.workload.new_tokens} tokens leaves nothing to draft; leave it out"
+    return (f"steps over {least} tokens compute the prompt, in chunks of as many; name another number, or another "
+            "prefill_chunk")
+
+
+def _wished_sizes(wishes: Wishes) -> list[int]:
+    """The sizes that steps are to have, the largest first."""
+    if not isinstance(wishes.drafted_tokens, int):
+        return [*SIZES]
+    sizes = [wishes.drafted_tokens + 1]
+    while sizes[-1] > 3:
+        sizes.append(-(-sizes[-1] // 2))
+    return sizes
+
+
 def _sizes(pipeline: Pipeline, plan: Plan, wishes: Wishes) -> tuple[int, ...]:
     """The sizes that steps may have, the largest first: none that a chunk of the prompt must have, and none longer than
     an answer."""
-    if isinstance(wishes.drafted_tokens, int):
-        sizes = [wishes.drafted_tokens + 1]
-        while sizes[-1] > 3:
-            sizes.append(-(-sizes[-1] // 2))
-    else:
-        sizes = [*SIZES]
+    sizes = _wished_sizes(wishes)
     taken = {wishes.prefill_chunk, min(plan.schedule.prefill_chunk, pipeline.workload.prompt)}
     return tuple(size for size in sizes if 1 < size <= pipeline.workload.new_tokens and size not in taken)

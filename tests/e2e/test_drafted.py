@@ -117,8 +117,14 @@ def test_a_budget_without_room_for_both_says_what_is_lacking(llama_checkpoint: A
     nbytes = llama_checkpoint.share(0.3)
     with wrap(llama_checkpoint.folder, nbytes, **options) as lm:
         assert lm.helper is None and lm.split.told.startswith("none: ") and lm.plan.budget.device == nbytes  # type: ignore[attr-defined]
-    with pytest.raises(PlanError, match="draft: "):
-        wrap(llama_checkpoint.folder, nbytes, prompt_lookup_num_tokens=3, **options)
+    for short in (nbytes, llama_checkpoint.share(1.0)):  # of the draft's part, and of the model's beside it
+        with pytest.raises(PlanError, match=r"draft: .* both; the smallest that can is .* \(\d+ bytes: ") as refused:
+            wrap(llama_checkpoint.folder, short, prompt_lookup_num_tokens=3, **options)
+    least = int(str(refused.value).partition(" bytes: ")[0].rpartition("(")[2])
+    with wrap(llama_checkpoint.folder, least, prompt_lookup_num_tokens=3, **options) as lm:
+        assert lm.helper is not None and lm.plan.schedule.speculative_steps
+    with pytest.raises(PlanError, match=rf"the smallest that can is .* \({least} bytes: "):
+        wrap(llama_checkpoint.folder, least - 1, prompt_lookup_num_tokens=3, **options)
     with pytest.raises(PlanError, match="draft: a plan that is replayed"):
         wrap(llama_checkpoint.folder, nbytes, plan=lm.plan, **options)
 

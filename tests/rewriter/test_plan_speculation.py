@@ -150,6 +150,8 @@ def test_the_shortest_chunk_is_no_step_that_checks(prompt: int, drafted: Any) ->
 
 
 def test_one_token_leaves_nothing_to_draft() -> None:
+    with pytest.raises(PlanError, match="steps over 2 tokens compute the prompt, in chunks of as many"):
+        planned(100_000, Wishes(drafted_tokens=1, prefill_chunk=2), Workload(1, 40, 24))
     with pytest.raises(PlanError, match="leaves nothing to draft"):
         planned(100_000, Wishes(drafted_tokens=3), Workload(1, 40, 1))
     with pytest.raises(PlanError, match="prompt_lookup_num_tokens must be at least 1"):
