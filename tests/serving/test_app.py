@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -21,6 +22,7 @@ from forebay.commands.plan_serving import ServingWanted, plan_serving
 from forebay.rewriter import plan_draft
 from forebay.rewriter.machine.profile import Machine, save_machine
 from forebay.runtime.run.draft_choice import DraftChoice
+from forebay.serving.requests import read_inquiry
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +146,30 @@ def test_curl_reads_a_stream(server: Running, prompts: list[str], expected: list
     assert status == "415"
 
 
+def test_an_answer_is_a_message_of_the_next_chat(client: openai.OpenAI) -> None:
+    """As the client gives it back, whole with all that it lacks; a name is the template's to use."""
+    said: list[Any] = [{"role": "w3", "content": "w4", "name": "w5"}]
+    asked: dict[str, Any] = dict(model="tiny", max_tokens=4, temperature=0)
+    answer = client.chat.completions.create(messages=said, **asked).choices[0].message
+    told = [answer, answer.model_dump(), {"role": "assistant", "content": answer.content}]
+    whole = [client.chat.completions.create(messages=[*said, each, said[0]], **asked) for each in told]
+    assert whole[0].choices == whole[1].choices == whole[2].choices and "tool_calls" in told[1]
+    for message, says in (({"tool_calls": [{"id": "a"}], "content": None}, "tool_calls of messages[0] is not served"),
+                          ({"name": 5}, "name of messages[0]"), ({"content": None}, "content of messages[0]")):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(messages=[{"role": "w3", "content": "w4", **message}], **asked)
+        assert says in refused.value.message
+
+
+def test_a_name_reaches_the_template() -> None:
+    body = {"messages": [{"role": "user", "content": "hi", "name": "bob"}, {"role": "user", "content": "hi"}]}
+    found = read_inquiry(json.dumps(body).encode(), "tiny", chat=True).messages
+    assert found == ({"role": "user", "content": "hi", "name": "bob"}, {"role": "user", "content": "hi"})
+
+
 @pytest.mark.parametrize(("fields", "status", "says"), [
     ({}, 400, "prompt must be"), ({"prompt": ""}, 400, "prompt must be"), ({"prompt": ["w1", "w2"]}, 400, "several"),
-    ({"prompt": [1, -1]}, 400, "prompt must be"), ({"prompt": [500]}, 400, "vocabulary"),
+    ({"prompt": [1, -1]}, 400, "prompt must be"), ({"prompt": [500]}, 400, "token 500 is none"),
     ({"prompt": "w1 " * 99}, 400, "at most 24"), ({"prompt": "w1", "max_tokens": NEW + 1}, 400, "--max-new-tokens"),
     ({"prompt": "w1", "max_tokens": 0}, 400, "max_tokens"), ({"prompt": "w1", "max_tokens": True}, 400, "max_tokens"),
     ({"prompt": "w1", "temperature": 3}, 400, "0 to 2"), ({"prompt": "w1", "temperature": "1"}, 400, "temperature"),
@@ -164,7 +187,7 @@ def test_what_is_not_served_is_refused_by_name(server: Running, fields: dict, st
 
 def test_neutral_fields_are_accepted(server: Running) -> None:
     status, body = server.complete(prompt="w1", max_tokens=1, n=1, presence_penalty=0.0, logprobs=None, user="me",
-                                   best_of=1, echo=False, logit_bias={})
+                                   best_of=1, echo=False, logit_bias={}, prediction=None)
     assert status == 200 and body["usage"]["completion_tokens"] == 1
 
 

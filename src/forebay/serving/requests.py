@@ -52,8 +52,8 @@ def read_inquiry(body: bytes, name: str, *, chat: bool) -> Inquiry:
     """The inquiry in a body, for the model of that name; Refusal (400 or 404) where it is none that is served."""
     given = _object(body)
     text = "messages" if chat else "prompt"
-    for field in given:
-        if field not in SERVED and field not in IDLE and field not in NEUTRAL and field != text:
+    for field, value in given.items():  # null asks for nothing, whatever it is of
+        if value is not None and field not in SERVED and field not in IDLE and field not in NEUTRAL and field != text:
             raise Refusal(400, f"{field} is not known here; leave it out", field)
     for field, values in NEUTRAL.items():
         value = given.get(field)
@@ -148,16 +148,20 @@ def _messages(value: Any) -> tuple[dict[str, str], ...]:
 
 def _message(number: int, value: Any) -> dict[str, str]:
     where = f"messages[{number}]"
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str) or set(value) - {
-            "role", "content", "name", "refusal"}:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         raise Refusal(400, f'{where} must be {{"role": "…", "content": "…"}}', "messages")
-    content = value.get("content")
+    for field in sorted(value.keys() - {"role", "content", "name", "refusal"}):
+        if value[field] not in (None, []):  # as of an answer of OpenAI's that called no tools
+            raise Refusal(400, f"{field} of {where} is not served; leave it out", "messages")
+    content, name = value.get("content"), value.get("name")
     if isinstance(content, list):
         joined = _joined(content)
         content = joined
     if not isinstance(content, str):
         raise Refusal(400, f'content of {where} must be text, or a list of {{"type": "text", "text": "…"}}', "messages")
-    return {"role": value["role"], "content": content}
+    if name is not None and not isinstance(name, str):
+        raise Refusal(400, f"name of {where} must be text", "messages")
+    return {"role": value["role"], "content": content, **({} if name is None else {"name": name})}
 
 
 def _joined(parts: list[Any]) -> str | None:

@@ -122,6 +122,8 @@ def _tokenized(inquiry: Inquiry, tokenizer: Any, template: ChatTemplate, vocab_s
     try:
         if isinstance(inquiry.prompt, tuple):
             ids = list(inquiry.prompt)
+            if max(ids) >= vocab_size:
+                raise BadPrompt(f"token {max(ids)} is none of the model's vocabulary, which has {vocab_size}")
         else:
             messages: Any = None if inquiry.messages is None else list(inquiry.messages)
             ids = prompt_ids(Request(0, 0, inquiry.prompt, messages), tokenizer, template)
