@@ -16,6 +16,7 @@ from forebay.rewriter.ir.share import RankShare
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan_block import GraphsOf, PlanChoice, plan_block
+from forebay.rewriter.plan_speculation import plan_speculation
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.shard_captured import rank_files, shard_captured
@@ -37,12 +38,13 @@ class Steps:
     joined: bool
     prefill_chunk: int
     cache_format: str
+    speculative_steps: tuple[int, ...]
 
     @staticmethod
     def of(plan: Plan) -> Steps:
         block = plan.schedule.block
         return Steps(plan.workload, block.micro_batches, block.order, block.entering, block.joined,
-                     plan.schedule.prefill_chunk, plan.cache_format)
+                     plan.schedule.prefill_chunk, plan.cache_format, plan.schedule.speculative_steps)
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -97,8 +99,38 @@ def plan_together(
         answers = gather([each if isinstance(each, str) else "" for each in found])
         refused = next((f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer), "")
         if not refused:
-            return _common([each for each in found if not isinstance(each, str)], gather)
+            planned = [each for each in found if not isinstance(each, str)]
+            return _common(_checking_drafts(ranks, planned, asked, gather), gather)
     raise PlanError(f"no plan of one rank suits all: {refused}")
+
+
+def _checking_drafts(
+    ranks: Sequence[RankPlanner], planned: Sequence[Planned], asked: Steps, gather: FromAll
+) -> Sequence[Planned]:
+    """The plans, or such with the steps that check drafts which every rank would take for itself. PlanError, the same
+    on all ranks, where a number of drafted tokens is wished and one has no room."""
+    wished = [asked.wished(rank.wishes) for rank in ranks]
+    if wished[0].drafted_tokens is None:
+        return planned
+    forced = wished[0].drafted_tokens != "auto"
+    own = [_tried(partial(plan_speculation, *mine, rank.budget, wishes))
+           for mine, rank, wishes in zip(planned, ranks, wished, strict=True)]
+    said = gather([each if isinstance(each, str) else each[1].schedule.speculative_steps for each in own])
+    if forced:
+        require_all(said)
+    sizes = tuple(size for size in said[0] if all(size in steps for steps in said))
+    found = [mine if isinstance(mine, str) or mine[1].schedule.speculative_steps == sizes else _tried(
+        partial(_with_sizes, before[0], sizes, rank.budget, wishes))
+        for mine, before, rank, wishes in zip(own, planned, ranks, wished, strict=True)] if sizes else planned
+    refused = gather([each if isinstance(each, str) else "" for each in found])
+    if forced:
+        require_all([text or None for text in refused])
+    return planned if any(refused) else [each for each in found if not isinstance(each, str)]
+
+
+def _with_sizes(pipeline: Pipeline, sizes: tuple[int, ...], budget: Budget, wishes: Wishes) -> Planned:
+    checking = pipeline.with_speculative(sizes)
+    return checking, checking.plan(budget, wishes)
 
 
 def require_all(said: Sequence[Any]) -> None:
@@ -143,11 +175,9 @@ def _with_chunks(pipeline: Pipeline, plan: Plan, chunks: tuple[int, ...]) -> Pla
 
 
 def rank_wishes(share: RankShare, wishes: Wishes) -> Wishes:
-    """What is wished of a rank. PlanError for what ranks cannot do: steps that check drafts; hidden states of a stage
-    that leave the device, which the next stage may still read; where each attends for sequences of its own, what moves
-    these or their caches."""
-    if wishes.drafted_tokens not in (None, "auto"):
-        raise PlanError("prompt_lookup_num_tokens: steps that check drafts are for one device; leave one out")
+    """What is wished of a rank. PlanError for what ranks cannot do: hidden states of a stage that leave the device,
+    which the next stage may still read; where each attends for sequences of its own, what moves these or their caches.
+    """
     if share.stages > 1:
         if wishes.hidden_tier not in (None, "device"):
             raise PlanError(f"hidden_tier {wishes.hidden_tier}: the next stage may still read them; leave stages out")
@@ -162,7 +192,7 @@ def rank_wishes(share: RankShare, wishes: Wishes) -> Wishes:
             raise PlanError("places: with attention=batch each rank has sequences of its own, which begin together; "
                             "leave places out, or take attention=heads")
         wishes = replace(wishes, cache_tier="device", rounds=True)
-    return replace(wishes, drafted_tokens=None)
+    return wishes
 
 
 def rank_planners(
@@ -184,5 +214,5 @@ def rank_planners(
 
 def _graphs(fused: CapturedModel, files: Mapping[str, FileSlice], fingerprint: str, host_hop: bool, workload: Workload,
             block: Block) -> StepGraphs:
-    """As a rank has them (`ShardedModel`): no step of them checks drafts."""
-    return replace(step_graphs(fused, files, workload, fingerprint, host_hop=host_hop, block=block), speculate=None)
+    """As a rank has them (`ShardedModel`)."""
+    return step_graphs(fused, files, workload, fingerprint, host_hop=host_hop, block=block)

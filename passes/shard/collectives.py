@@ -172,9 +172,11 @@ class Collectives:
         return self.call(aten.clone.default, (value,), like, {"memory_format": torch.contiguous_format})
 
     def sizes(self, value: fx.Node, like: fx.Node) -> list[Any]:
-        """The sizes of a value, numbers or nodes that give them."""
-        return [n if isinstance(n, int) else self.call(aten.sym_size.int, (value, i), like)
-                for i, n in enumerate(shape_of(value))]
+        """The sizes of a value, numbers or nodes that give them; where one token of each sequence is chosen -1, which
+        stands for what is left: steps that check drafts have all there (`every_position`)."""
+        found = [n if isinstance(n, int) else self.call(aten.sym_size.int, (value, i), like)
+                 for i, n in enumerate(shape_of(value))]
+        return [found[0], -1, *found[2:]] if len(found) == 3 and found[1] == 1 else found
 
 
 def widest(parts: ByRank) -> int:

@@ -64,7 +64,8 @@ class StepGraphs:
             return self
         if self.speculate is None:
             raise PlanError(ONE_TOKEN)
-        return replace(self.speculate(sizes), block=replace(self.block, speculative_steps=sizes))
+        return replace(self.speculate(sizes), block=replace(self.block, speculative_steps=sizes),
+                       fingerprint=self.fingerprint)
 
 
 @no_collection()
@@ -93,9 +94,9 @@ def step_graphs(
     def graph_of(tokens: int) -> fx.GraphModule:
         if tokens == 1:
             return sparse.step
-        if captured.prefill is not None:
-            return captured.prefill.step
-        return every.step if every is not None and tokens in block.speculative_steps else captured.step
+        if every is not None and tokens in block.speculative_steps:
+            return every.step
+        return captured.step if captured.prefill is None else captured.prefill.step
 
     def step(tokens: int, cached: int | None = None) -> fx.GraphModule:
         return concretise(graph_of(tokens), inputs_of(tokens, cached))

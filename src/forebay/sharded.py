@@ -42,7 +42,8 @@ class ShardedModel(LanguageModel):
         choose: PlanChoice = plan_block,
     ) -> None:
         rank, ranks = join_ranks("cpu" if machine is None else machine.device_kind)
-        alike = share.mesh, checkpoint.fingerprint, wishes.cache_format, wishes.activations, plan is None
+        alike = (share.mesh, checkpoint.fingerprint, wishes.cache_format, wishes.activations, wishes.drafted_tokens,
+                 plan is None)
         if len(set(from_all(alike))) > 1:
             raise PlanError("mesh: ranks were given different models, meshes or formats, or some a plan and others "
                             "none; give all the same")
@@ -62,7 +63,7 @@ class ShardedModel(LanguageModel):
 
     def _graphs(self, workload: Workload, block: Block) -> StepGraphs:
         """Graphs of this part of the model, which no other part's plan suits."""
-        return replace(super()._graphs(workload, block), speculate=None,
+        return replace(super()._graphs(workload, block),
                        fingerprint=f"{self.checkpoint.fingerprint} {self.share.name}")
 
     def giving(self, gives: Gives, embeds: bool = False) -> LanguageModel:
@@ -101,12 +102,17 @@ class ShardedModel(LanguageModel):
 
     @property
     def session(self) -> Session:
-        """The running session, once it is known that all ranks' Programs exchange alike."""
+        """The running session, once it is known that all ranks' Programs exchange alike. How many tokens a step checks
+        follows from predicted times: those of the slowest rank's steps, lest ranks take different ones."""
         if self._session is None:
             plan = self.plan
             require_same_exchanges(
                 (f"step over {tokens} tokens", self._pipeline.program(plan, tokens))
                  for tokens in plan.schedule.step_sizes)
+            said = plan.prediction
+            one, *more = map(max, zip(*from_all((said.decode_time_s, *said.speculative_times_s)), strict=True))
+            super().session.plan = replace(plan, prediction=replace(
+                said, decode_time_s=one, speculative_times_s=tuple(more)))
         return super().session
 
     # -- all ranks do the same

@@ -11,12 +11,14 @@ from e2e.block_case import Case
 
 from forebay.runtime.run.drafts import MODEL, Drafted
 
+Answers = Mapping[tuple[int, ...], list[int]]  # by prompt
+
 
 @dataclass
 class Prompter:
     """Knows the answers, by prompt, and drafts seven tokens of them, of which each time another one is wrong."""
 
-    answers: Mapping[tuple[int, ...], list[int]]
+    answers: Answers
     wrong: itertools.cycle = field(default_factory=lambda: itertools.cycle((0, 5, 7, 3, 6, 1, 7, 2, 4)))
     taken_back: list[int] = field(default_factory=list)
     token_time_s, chance = 0.0, 1.0
@@ -29,7 +31,7 @@ class Prompter:
             known = tokens.tolist()
             prompt, answer = next((p, a) for p, a in self.answers.items() if known[: len(p)] == [*p])
             said, at = answer[len(known) - len(prompt) :][: min(7, most[row])], next(self.wrong)
-            said = [token + (n == at) for n, token in enumerate(said)]
+            said = [abs(token - (n == at)) for n, token in enumerate(said)]
             found[row] = Drafted(tuple(said), MODEL, None, (), (1.0,) * len(said))
         return found
 
