@@ -76,7 +76,9 @@ def test_offloading_on_a_cheaper_device_is_ranked_by_its_price() -> None:
     (("--price", "0"), "--price"), (("--price", "1", "--offload-price", "0"), "--offload-price"),
     (("--offload-price", "1"), "--price"), (("--tp", "1,x"), "--tp"), (("--tp", ""), "--tp"), (("--tp", "8"), "--gpus"),
     (("--machine", "nosuch"), "presets are"), (("--model", "nosuch"), "presets are"), (("--budget", "x"), "--budget"),
-    (("--chunk", "8"), "chunk"), (("--workload", "/nosuch.yaml"), "No such file"), (("--isl", "9999999"), "--tp")])
+    (("--paper", "--chunk", "64"), "--chunk"), (("--paper", "--budget", "8GiB"), "--budget"),
+    (("--paper", "--offload-machine", "rtx4090"), "--offload-machine"), (("--chunk", "8"), "chunk"),
+    (("--workload", "/nosuch.yaml"), "No such file"), (("--isl", "9999999"), "--tp")])
 def test_what_cannot_be_meant_is_one_line(arguments: tuple[str, ...], said: str) -> None:
     result = call(*QUICK, *arguments, exit_code=2)
     assert said in result.stderr and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
@@ -91,3 +93,9 @@ def test_a_wrong_workload_is_one_line(text: str, said: str, tmp_path: Path) -> N
     path.write_text(text)
     result = call(*QUICK, "--workload", str(path), exit_code=2)
     assert said in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_prefix_has_no_place_in_paper_mode(tmp_path: Path) -> None:
+    path = tmp_path / "load.yaml"
+    path.write_text("shared_prefix: 64\n")
+    assert "shared_prefix: --paper" in call(*QUICK, "--paper", "--workload", str(path), exit_code=2).stderr

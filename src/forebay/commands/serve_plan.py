@@ -95,6 +95,9 @@ def serve_plan(
             service = _service(model, machine, load, requests, budget)
             service = replace(service, batch=batch, prefill_batch=prefill_batch, chunk=chunk, paper=paper,
                               offload_machine=_machine(offload_machine) if offload_machine else None)
+            if paper:
+                _refuse_with_paper({"--chunk": chunk, "--budget": budget, "--offload-machine": offload_machine,
+                                    "shared_prefix": load.shared_prefix})
             prices = _prices(price, offload_price)
             level = _level(load, runs)
             if save_dir is not None:
@@ -197,6 +200,16 @@ def _sizes(text: str) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdigit() and 1 <= int(part) <= 1024 for part in parts):
         raise JobError(f"--tp: {text!r} is not a list of numbers of devices such as 1,2,4,8")
     return tuple(sorted({int(part) for part in parts}))
+
+
+def _refuse_with_paper(given: dict[str, Any]) -> None:
+    """JobError for what BestServe's simulators have no place for: it would change nothing."""
+    from forebay.commands.prompts import JobError
+
+    for name, value in given.items():
+        if value:
+            raise JobError(f"{name}: --paper computes whole prompts where all weights are held; leave one of both "
+                           "out")
 
 
 def _search(
