@@ -19,12 +19,16 @@ from typing import Any
 
 import pytest
 from serving.served import NEW, Running, connected, made, save_model, serving, wait_until
+from typer.testing import CliRunner
 
+from forebay.commands import plan_serving
+from forebay.commands.app import app
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.session import Session
 from forebay.serving.app import make_app
 from forebay.serving.batcher import TRIES
 from forebay.serving.metrics import Metrics
+from forebay.serving.run_server import bound_socket
 
 FUZZED = 10_000 if os.environ.get("FOREBAY_TEST_ALL") == "1" else 300
 ASK = {"prompt": "w1 w2 w3", "max_tokens": NEW, "temperature": 0}
@@ -190,6 +194,21 @@ def test_spoilt_requests_are_answered_or_refused(server: Running) -> None:
         statuses = [status for some in pool.map(send_some, range(4)) for status in some]
     assert {200, 400} < set(statuses) and statuses.count(200) > len(statuses) // 20
     assert server.complete(**ASK)[1]["choices"][0]["text"] == whole
+
+
+def test_a_port_that_another_took_meanwhile_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both were bound while neither listened, as servers that are started together plan for a while."""
+    with bound_socket("127.0.0.1", 0) as other:
+        port, plan = other.getsockname()[1], plan_serving.plan_serving
+
+        def planned(*given: Any) -> Any:
+            other.listen()
+            return plan(*given)
+
+        monkeypatch.setattr(plan_serving, "plan_serving", planned)
+        found = CliRunner().invoke(app, ["serve", str(folder), "--port", str(port), "--budget", "9MB", "--prompt", "24",
+                                         "--max-new-tokens", "8", "--places", "1"])
+    assert found.exit_code == 2 and f"cannot listen at 127.0.0.1 port {port}: " in " ".join(found.stderr.split())
 
 
 def test_what_is_no_http_ends_its_connection_alone(server: Running) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -80,8 +81,7 @@ def serve(
         try:
             socket = bound_socket(host, port)
         except OSError as error:
-            raise JobError(f"cannot listen at {host} port {port}: {error.strerror}; name another --port or --host"
-                           ) from error
+            raise _cannot_listen(host, port, error) from error
         with socket:
             folder = model_folder(model, dequantize)
             tokenizer = load_tokenizer(folder)
@@ -112,12 +112,23 @@ def serve(
                     say(f"predicted to keep its goals up to {choice.rate:.3g} requests/s of {goals.prompt} + "
                         f"{goals.output} tokens")
 
-            failure = run.run(socket, started)
+            try:
+                failure = run.run(socket, started)
+            except OSError as error:  # another that was bound there as well listens by now
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                raise _cannot_listen(host, port, error) from error
         if failure is not None:
             why = (message_of(failure) if isinstance(failure, Exception) else None) or one_line(repr(failure))
             say(f"error: the model failed: {why}")
             raise typer.Exit(FAILED)
         say("stopped")
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> Exception:
+    from forebay.commands.prompts import JobError
+
+    return JobError(f"cannot listen at {host} port {port}: {error.strerror}; name another --port or --host")
 
 
 def _goals(prompt: int, new_tokens: int, given: tuple[float | None, float | None, int | None, int | None]) -> Any:
