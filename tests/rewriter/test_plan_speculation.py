@@ -149,6 +149,22 @@ def test_the_shortest_chunk_is_no_step_that_checks(prompt: int, drafted: Any) ->
     assert plan.schedule.speculative_steps or drafted == "auto"
 
 
+def test_pieces_as_large_as_without_such_steps_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a little less memory the planner may take others, with which a decode step takes more than is allowed."""
+    made, wishes, larger = pipeline(), Wishes(drafted_tokens="auto"), 0
+    for room in range(130_000, 260_000, 40_000):
+        budget = Budget(made.smallest_budget(wishes) + room)
+        plain = made.plan(budget, wishes)
+        with monkeypatch.context() as patch:
+            patch.setattr("forebay.rewriter.plan_speculation._in_slots_of", lambda *_: None)
+            without = plan_speculation(made, plain, budget, wishes)[1].schedule.speculative_steps
+        plan = plan_speculation(made, plain, budget, wishes)[1]
+        assert set(plan.schedule.speculative_steps) >= set(without)
+        assert plan.prediction.decode_time_s <= 1.02 * plain.prediction.decode_time_s
+        larger += plan.schedule.speculative_steps != without
+    assert larger >= 2
+
+
 def test_one_token_leaves_nothing_to_draft() -> None:
     with pytest.raises(PlanError, match="steps over 2 tokens compute the prompt, in chunks of as many"):
         planned(100_000, Wishes(drafted_tokens=1, prefill_chunk=2), Workload(1, 40, 24))
