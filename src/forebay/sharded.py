@@ -118,9 +118,12 @@ class ShardedModel(LanguageModel):
     # -- all ranks do the same
 
     def generate(self, inputs: Any = None, generation_config: Any = None, **options: Any) -> Any:
-        """As `LanguageModel.generate`, called alike on every rank: draws are those of rank 0's random state."""
+        """As `LanguageModel.generate`, called alike on every rank: draws are those of rank 0's random state. PlanError
+        for a model that is to draft, which each rank would run by itself."""
         listening = ("on_token", "streamer")  # not all ranks need to
         self._alike("generate", inputs, generation_config, {k: v for k, v in options.items() if k not in listening})
+        if options.get("assistant_model") is not None:
+            raise PlanError("assistant_model: a model on several ranks has none; leave assistant_model or mesh out")
         state = from_all(torch.random.get_rng_state() if self.share.rank == 0 else None)[0]
         if options.get("generator") is None and state is not None:
             torch.random.set_rng_state(state)

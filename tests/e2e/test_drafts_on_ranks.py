@@ -116,3 +116,22 @@ def test_ranks_take_what_all_have_room_for(folder: Path, nursery: Nursery) -> No
     assert one == other and isinstance(one, tuple)
     one, other = nursery.on_ranks(2, sizes, path, least, 15, traced=[path])
     assert one == other and (isinstance(one, tuple) or one.startswith("rank 1: "))
+
+
+def helped(folder: str) -> Any:
+    """What a rank says to a model that is to draft for it, and whether a call behind that gives what one before did."""
+    plain = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with (forebay.wrap(folder, 4 * BUDGET) as helper, forebay.wrap(
+            folder, BUDGET, prompt=10, new_tokens=NEW, mesh="2", prompt_lookup_num_tokens=7) as lm):
+        expected = lm.generate([PROMPTS[0]], **plain)
+        with pytest.raises(PlanError) as refused:
+            lm.generate([PROMPTS[0]], **plain, assistant_model=helper)
+        return str(refused.value), lm.generate([PROMPTS[0]], **plain).tolist() == expected.tolist()
+
+
+def test_a_model_that_drafts_is_refused_alike(folder: Path, nursery: Nursery) -> None:
+    """Each rank would make drafts of its own, and by times of its own: steps would not be the same."""
+    path = str(folder / "llama")
+    one, other = nursery.on_ranks(2, helped, path, traced=[path])
+    assert one == other == ("assistant_model: a model on several ranks has none; leave assistant_model or mesh out",
+                            True)
