@@ -206,8 +206,9 @@ def _wished_shares(pipeline: Pipeline, block: Block, wishes: Wishes) -> Block:
 
 
 def _in_whole_layers(block: Block, device: int, host: int) -> Block:
-    """The block with at most so many of its caches on the device and in host memory: as many as lie together."""
-    unit = block.together
+    """The block with at most so many of its caches on the device and in host memory, if not all others are there: as
+    many as lie together."""
+    unit, host = block.together, 0 if block.cache == "host" else host
     return replace(block, cache_device=device // unit * unit, cache_host=host // unit * unit)
 
 

@@ -21,7 +21,7 @@ from late import make_late
 
 import forebay.runtime.disk.spill as spill_module
 from forebay.api import LanguageModel
-from forebay.rewriter.ir.plan import Budget, PlanError, Prediction, Workload, load_plan, plan_from_dict
+from forebay.rewriter.ir.plan import Budget, PlanError, Prediction, Workload, load_plan, plan_from_dict, validate
 from forebay.rewriter.ir.program import ATTEND, LOAD, UNORDERED, Copy, FileSlice, Launch, Wait
 from forebay.rewriter.planning.search import latency_s
 from forebay.rewriter.planning.wishes import Wishes
@@ -144,16 +144,19 @@ def test_tokens_with_the_cache_on_disk(
     ("llama", 3, "zigzag", "host", (0.0, 0.0), 3), ("llama", 5, "row", "host", (0.5, 0.0), 2),
     ("llama", 3, "zigzag", "disk", (0.3, 0.3), 3), ("opt", 2, "zigzag", "disk", (0.0, 0.5), 1),
     ("opt", 5, "row", "disk", (0.4, 0.3), 4), ("gpt2", 2, "zigzag", "disk", (1.0, 0.0), 2),
-    ("gpt2", 3, "row", "disk", (0.0, 1.0), 3), ("gemma2", 3, "zigzag", "disk", (0.4, 0.4), 3)])
+    ("gpt2", 3, "row", "disk", (0.0, 1.0), 3), ("gemma2", 3, "zigzag", "disk", (0.4, 0.4), 3),
+    ("llama", 3, "zigzag", "host", (0.3, 0.4), 3)])
 def test_tokens_with_caches_in_shares(
     cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, micro_batches: int, order: str,
     tier: str, shares: tuple[float, float], slots: int,
 ) -> None:
-    """As many caches on each tier as was asked for, whole ones of a layer and micro-batch; answers twice."""
+    """As many caches on each tier as was asked for, whole ones of a layer and micro-batch; answers twice. The plan is
+    one that could be replayed."""
     monkeypatch.setenv("FOREBAY_POISON", "1")
     case = cases(name)
     with case.language_model(3.0, micro_batches=micro_batches, order=order, cache_tier=tier, cache_tokens=4,
                              cache_slots=slots, cache_shares=shares, prefill_chunk=6) as lm:
+        validate(lm.plan)
         layers = len(case.opened[0].cache)
         homes = [home for of_layer in lm.plan.schedule.block.cache_homes(layers) for home in of_layer]
         wanted = {"device": int(shares[0] * len(homes)), "host": int(shares[1] * len(homes))}
