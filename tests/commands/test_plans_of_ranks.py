@@ -121,7 +121,7 @@ def test_plan_shows_a_rank_and_writes_all_and_ranks_of_a_job_write_theirs(
     assert "rank 1 of tensor=2,attention=batch" in text and "decode step" in text.splitlines()[-1]
     job = ["run", str(folder), "--prompts", str(folder / "in.jsonl"), "--output", str(out), "--budget", "device=700kB",
            "--max-new-tokens", "6", "--batch", "4", "--machine", machine, "--mesh", "tensor=2,attention=batch"]
-    ended = launched(["torchrun", "--nproc-per-node=2", "--no-python", "forebay", *job, "--save-plan",
+    ended = launched(["torchrun", "--nproc-per-node=2", "--no-python", "forebay", *job, "--no-speculate", "--save-plan",
                       str(tmp_path / "saved")], tmp_path)
     assert [each.returncode for each in ended] == [0] * len(ended), ended[0].stderr
     assert answers(out) == expected
