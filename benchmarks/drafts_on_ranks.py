@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,9 +21,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 import torch
 
 import forebay
-from benchmarks.speculative import TEXTS
+from benchmarks.speculative import TEXTS, Row, answer
 from benchmarks.throughput import processor
-from forebay.api import LanguageModel
 from forebay.commands.prompts import load_tokenizer
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint
 from forebay.rewriter.machine.profile import load_machine
@@ -32,16 +30,6 @@ from forebay.runtime.comm.ranks import leave_ranks
 
 CELLS = (("2", 2000), ("2", 200), ("stages=2", 2000), ("stages=2", 200))  # meshes, and MB of each rank's budget
 OURS: dict[str, dict[str, Any]] = {"plain": {}, "lookup": {"prompt_lookup_num_tokens": "auto"}}
-Row = dict[str, Any]
-
-
-def answer(lm: LanguageModel, ids: list[int], new: int) -> Row:
-    """One answer: its tokens, tokens per second behind the first, and passes."""
-    at: list[float] = []
-    out = lm.generate([ids], max_new_tokens=new, eos_token_id=None, do_sample=False,
-                      on_token=lambda _: at.append(time.perf_counter()))
-    return {"tokens": out[0, len(ids) :].tolist(), "tokens_per_s": (new - 1) / (at[-1] - at[0]),
-            "passes": lm.tally.passes or new - 1}
 
 
 def measure(args: argparse.Namespace, mesh: str, megabytes: int) -> list[Row]:
@@ -57,8 +45,9 @@ def measure(args: argparse.Namespace, mesh: str, megabytes: int) -> list[Row]:
             found, plain = [turn[who] for turn in turns], [turn["plain"] for turn in turns]
             lines.append({
                 "mesh": mesh, "budget_mb": megabytes, "text": text, "who": who,
-                "sizes": lm.plan.schedule.speculative_steps, "tokens_per_s": median(r["tokens_per_s"] for r in found),
-                "gain": median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(found, plain, strict=True)),
+                "sizes": lm.plan.schedule.speculative_steps,
+                "tokens_per_s": median((args.new - 1) / r["time_s"] for r in found),
+                "gain": median(b["time_s"] / a["time_s"] for a, b in zip(found, plain, strict=True)),
                 "tokens_per_pass": median((args.new - 1) / r["passes"] for r in found),
                 "same": all(a["tokens"] == b["tokens"] for a, b in zip(found, plain, strict=True))})
     for lm in lms.values():

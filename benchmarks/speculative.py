@@ -141,10 +141,9 @@ def measure(args: argparse.Namespace, folder: Path, scratch: Path) -> Iterator[l
     probe = Probe(folder, machine, args.dtype, 1)
     for share in args.shares:
         fixed = dict(prompt=longest, new_tokens=args.new, machine=machine)
-        with forebay.wrap(folder, 1 << 40, **fixed) as whole:  # type: ignore[arg-type]
+        with forebay.wrap(folder, 1 << 40, cache_tier="disk" if args.context else None, **fixed) as whole:
             nbytes = whole.captured.weight_nbytes
-        with forebay.wrap(folder, 1 << 40, cache_tier="disk" if args.context else None, **fixed) as least:
-            budget = least._pipeline.smallest_budget(least.wishes) + int(share * nbytes)
+            budget = whole._pipeline.smallest_budget(whole.wishes) + int(share * nbytes)
         lms = {who: forebay.wrap(folder, budget, **fixed, **drafts)  # type: ignore[arg-type]
                for who, drafts in OURS.items()}
         plain, checking = lms["plain"].plan, lms["lookup"].plan

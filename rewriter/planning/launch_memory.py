@@ -54,9 +54,7 @@ def unplaced(node: fx.Node, result: int = 0) -> TensorRef:
     return TensorRef("device", 0, str(value.dtype)[6:], tuple(value.shape), tuple(value.stride()), "")
 
 
-def phase_workspace(
-    launches: Mapping[int, Sequence[Launch]], tokens: int, prefill: bool
-) -> tuple[int, int, int]:
+def phase_workspace(launches: Mapping[int, Sequence[Launch]], tokens: int, prefill: bool) -> tuple[int, int, int]:
     """Bytes of workspace of steps over `tokens` tokens and over one, from their `launches`: of all of them, of those
     that remain where the host attends for all but a `prefill`, and of what it then takes."""
     every = [launch for n in {1, tokens} for launch in launches[n]]

@@ -95,8 +95,8 @@ class ModelNeeds:
         """Bytes of host memory for caches, and for what attends over them there."""
         if self.staged is None:
             return 0
-        attending = max(self.need(tokens).attending for tokens in (1, *self.speculative[:1]))
-        return self.staged.host_nbytes + (attending if self._host_attends else 0)
+        attending = (self.need(tokens).attending for tokens in (1, *self.speculative[:1]))
+        return self.staged.host_nbytes + (max(attending) if self._host_attends else 0)
 
     @property
     def _host_attends(self) -> bool:

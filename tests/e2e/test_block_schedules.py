@@ -17,15 +17,15 @@ import torch
 from budgets import operators_nbytes
 from e2e.agreement import assert_same_tokens
 from e2e.block_case import ATTENDED, CHUNKS, COUNT, DISK, HOST, HOST_NBYTES, NEW, PROMPT, SHARED, Case
+from e2e.waits import assert_waits_are_needed
 from late import make_late
 
 import forebay.runtime.disk.spill as spill_module
 from forebay.api import LanguageModel
 from forebay.rewriter.ir.plan import Budget, PlanError, Prediction, Workload, load_plan, plan_from_dict, validate
-from forebay.rewriter.ir.program import ATTEND, LOAD, UNORDERED, Copy, FileSlice, Launch, Wait
+from forebay.rewriter.ir.program import ATTEND, LOAD, Copy, FileSlice, Launch
 from forebay.rewriter.planning.search import latency_s
 from forebay.rewriter.planning.wishes import Wishes
-from forebay.rewriter.verify.program import ProgramError, verify_program
 from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.run.rows import SequenceRows
 
@@ -87,24 +87,7 @@ def test_without_any_one_wait_the_program_is_refused(
 ) -> None:
     """Every wait of the compute stream, and those for slots that nothing else orders."""
     with cases("llama").language_model(1.0, micro_batches=2, order=order, **more) as lm:
-        program = lm._pipeline.program(lm.plan, 1)
-        waits = [i for i, item in enumerate(program.step) if isinstance(item, Wait)]
-        assert len(waits) > 10
-        refused = 0
-        for i in waits:
-            try:
-                verify_program(replace(program, step=(*program.step[:i], *program.step[i + 1 :])))
-            except ProgramError:
-                refused += 1
-            else:
-                assert program.step[i].stream in UNORDERED, "a launch waits for what it does not need"
-                rest = (*program.step[:i], *program.step[i + 1 :])
-                earlier = [k for k in waits if k < i and program.step[k].stream == program.step[i].stream]
-                assert earlier, "only a later wait can be implied by one before it"
-                with pytest.raises(ProgramError):  # together with the one that implies it
-                    verify_program(replace(program, step=tuple(
-                        item for k, item in enumerate(rest) if k not in earlier)))
-        assert refused >= 0.8 * len(waits)
+        assert_waits_are_needed(lm._pipeline.program(lm.plan, 1))
 
 
 @pytest.mark.parametrize(("order", "more"), [
