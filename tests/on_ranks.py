@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
@@ -99,8 +100,8 @@ def _on_ranks(ranks: int, run: Callable[..., Any], given: Sequence[Any]) -> list
                     assert ended is None or own.poll(), f"rank {rank} gave no answer and ended with {ended}"
     finally:
         for process in processes:
-            process.join(20)
             process.kill()
+            process.join()
     return found
 
 
@@ -110,5 +111,4 @@ def _rank(rank: int, ranks: int, port: int, answer: Connection, run: Callable[..
         answer.send((run(*given), ""))
     except BaseException:
         answer.send((None, traceback.format_exc()))
-    finally:
-        os._exit(0)  # whoever waits for others that failed is not waited for
+    time.sleep(LIMIT_S)  # others may still read what this one sent, or look something up in its store

@@ -183,7 +183,8 @@ def test_a_checkpoint_is_half_of_keys_and_values(cases: Callable[[str], Case]) -
 
 @pytest.mark.parametrize("kept", ["native", "act8"] if ALL else ["act8"])
 def test_nothing_stays_of_sequences_that_left(cases: Callable[[str], Case], kept: str) -> None:
-    """Over thousands of them that enter places and leave: memory and open files as behind the first third."""
+    """Over thousands of them that enter places and leave: no more memory or open files at each look. What grows once,
+    as what the allocator keeps for the tests before, does not stay of sequences."""
     case, count = cases("opt"), 10_000 if ALL else 450
     chance = random.Random(0)
     asked = [Asked(torch.randint(3, 97, (chance.randint(1, 37),)), chance.randint(1, 9)) for _ in range(count)]
@@ -191,7 +192,7 @@ def test_nothing_stays_of_sequences_that_left(cases: Callable[[str], Case], kept
 
     def on_end(number: int, new: list[int]) -> None:
         ended.append(number)
-        if len(ended) in (count // 3, count):
+        if len(ended) % (count // 5) == 0:
             gc.collect()  # what waits for the collector does not stay
             held.append(anonymous_nbytes())
             files.append(len(os.listdir("/proc/self/fd")))
@@ -200,7 +201,8 @@ def test_nothing_stays_of_sequences_that_left(cases: Callable[[str], Case], kept
     with case.language_model(12.0, **wishes) as lm:
         answer_all(lm.session, asked, Sampling(), on_end=on_end)
     assert sorted(ended) == list(range(count))
-    assert held[1] - held[0] < 1 << 20 and files[1] == files[0]
+    assert len(held) == 5 and min(b - a for a, b in itertools.pairwise(held)) < 256 << 10
+    assert len(set(files)) == 1
 
 
 def test_what_cannot_be_is_refused(cases: Callable[[str], Case]) -> None:
