@@ -43,6 +43,7 @@ from forebay.rewriter.checkpoints.checkpoint import open_checkpoint
 from forebay.rewriter.checkpoints.packed import read_dequantized
 from forebay.rewriter.checkpoints.resolve import demo_checkpoint, packed_copy
 from forebay.rewriter.ir.plan import Plan
+from forebay.rewriter.ir.program import COMPUTE
 from forebay.rewriter.machine.profile import Machine, load_machine
 from forebay.rewriter.plan_draft import token_time_s
 from forebay.rewriter.predict.simulate import simulate
@@ -193,9 +194,11 @@ def probed(lm: LanguageModel, ids: list[int], new: int, probe: Probe, machine: M
 
 def plan_at(lm: LanguageModel, machine: Machine) -> Plan:
     """The plan with the times of its decode steps as predicted on another machine."""
-    one, *more = (simulate(lm._pipeline.program(lm.plan, size), machine).time_s
+    one, *more = (simulate(lm._pipeline.program(lm.plan, size), machine)
                   for size in (1, *lm.plan.schedule.speculative_steps))
-    return replace(lm.plan, prediction=replace(lm.plan.prediction, decode_time_s=one, speculative_times_s=tuple(more)))
+    return replace(lm.plan, prediction=replace(
+        lm.plan.prediction, decode_time_s=one.time_s, speculative_times_s=tuple(each.time_s for each in more),
+        speculative_busy_s=tuple(each.busy_time_s[COMPUTE] for each in more)))
 
 
 def table(rows: list[Row]) -> list[Row]:

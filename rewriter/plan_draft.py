@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from forebay.rewriter.ir.byte_sizes import format_nbytes
+from forebay.rewriter.ir.drafts_beside import beside_s, pays_beside
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan_speculation import plan_speculation, smallest_checking
@@ -68,10 +69,19 @@ def drafted_time_s(plan: Plan, draft: Plan, chance: float) -> float:
 def token_time_s(plan: Plan, draft: Plan, chance: float) -> float:
     """Predicted seconds per token of each sequence with the best of the plan's steps: a step over K tokens gives
     (1 - chance^K) / (1 - chance) of them behind K - 1 steps of the draft, and one more where all stood, whose last
-    token the draft's cache then lacks (Leviathan et al. 2023, equation 1 and theorem 3.8)."""
-    each_s = draft.prediction.decode_time_s
-    return min((time_s + (size - 1 + (chance ** (size - 1) if size > 1 else 0)) * each_s) / sum(
-        chance**i for i in range(size)) for size, time_s in _times_s(plan).items())
+    token the draft's cache then lacks (Leviathan et al. 2023, equation 1 and theorem 3.8). Where that pays the draft's
+    steps run beside it, for nothing unless all stand and the token behind them is guessed."""
+    each_s, s = draft.prediction.decode_time_s, plan.schedule
+    busy_s = dict(zip(s.speculative_steps, plan.prediction.speculative_busy_s, strict=False))
+
+    def pass_s(size: int, time_s: float) -> float:
+        behind_s = (size - 1 + (chance ** (size - 1) if size > 1 else 0)) * each_s
+        times = time_s, busy_s.get(size, time_s), size * each_s
+        if size > 1 and size in busy_s and pays_beside(*times, chance**size):
+            return beside_s(*times) + (1 - chance**size) * behind_s
+        return time_s + behind_s
+
+    return min(pass_s(size, time_s) / sum(chance**i for i in range(size)) for size, time_s in _times_s(plan).items())
 
 
 def _times_s(plan: Plan) -> Mapping[int, float]:

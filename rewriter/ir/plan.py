@@ -189,6 +189,7 @@ class Prediction:
     peak_nbytes: dict[str, int] = field(default_factory=dict)
     bottleneck: str = ""
     speculative_times_s: tuple[float, ...] = ()  # of `Schedule.speculative_steps`, in their order
+    speculative_busy_s: tuple[float, ...] = ()  # of them what the processors that compute are busy; none on a GPU
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from forebay.rewriter.ir.plan import Plan, Prediction
 from forebay.rewriter.ir.prefill_chunks import chunk_steps
-from forebay.rewriter.ir.program import Program, workspace_nbytes
+from forebay.rewriter.ir.program import COMPUTE, Program, workspace_nbytes
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.predict.simulate import STEPS, simulate
@@ -37,7 +37,9 @@ def predict(
         prefill_time_s=s.block.prefills(work.batch) * prompt_s + grown_s,
         decode_time_s=lines[1].time_s, busy_time_s=lines[1].busy_time_s, streamed_nbytes=programs[1].moved_nbytes(),
         peak_nbytes=peak, bottleneck=lines[1].bottleneck,
-        speculative_times_s=tuple(lines[tokens].time_s for tokens in s.speculative_steps))
+        speculative_times_s=tuple(lines[tokens].time_s for tokens in s.speculative_steps),
+        speculative_busy_s=tuple(lines[tokens].busy_time_s.get(COMPUTE, 0.0) for tokens in s.speculative_steps)
+        if MachineEstimator(machine).serial else ())
 
 
 @dataclass(frozen=True)

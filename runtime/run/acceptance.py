@@ -10,11 +10,12 @@ from operator import mul
 
 import torch
 
-from forebay.runtime.run.drafts import Drafted
+from forebay.runtime.run.drafts import MODEL, Drafted
 from forebay.runtime.run.sampling import Sampling, choose, most_likely, probabilities
 
 FORGETS = 0.9  # of what was seen of drafts of a kind remains with each further one
 BEGINS = 2.0  # tokens, accepted and refused, that a kind of drafts begins with
+EVEN = BEGINS / 2, BEGINS / 2
 GIVEN = (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)  # bounds of the chances that a model gives its drafted tokens
 SURE = 4.0  # tokens, accepted and refused, that those between two bounds begin with
 TRIED = 0.03  # of an answer's time may go to drafts of which it is not known that they pay
@@ -67,21 +68,21 @@ def without_refused(
 
 
 class Acceptance:
-    """How often drafted tokens of one sequence were right of late, by the kind of draft; each begins with `chance`."""
+    """How often drafted tokens of one sequence were right of late, by the kind of draft; a model's begin with `chance`,
+    what is looked up with even odds."""
 
     def __init__(self, chance: float = 0.5) -> None:
-        self._seen: dict[int, tuple[float, float]] = {}
-        self._begins = BEGINS * chance, BEGINS * (1 - chance)
+        self._seen = {MODEL: (BEGINS * chance, BEGINS * (1 - chance))}
 
     def note(self, draft: Drafted, offered: int, right: int) -> None:
         """Of the draft's first `offered` tokens the first `right` stood."""
         if offered:
-            good, bad = self._seen.get(draft.kind, self._begins)
+            good, bad = self._seen.get(draft.kind, EVEN)
             self._seen[draft.kind] = FORGETS * good + right, FORGETS * bad + (right < offered)
 
     def chance(self, kind: int) -> float:
         """That a token of such a draft stands where all before it do."""
-        good, bad = self._seen.get(kind, self._begins)
+        good, bad = self._seen.get(kind, EVEN)
         return good / (good + bad)
 
     def expected(self, draft: Drafted, offered: int) -> float:

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 
+from forebay.rewriter.ir.drafts_beside import beside_s, pays_beside
 from forebay.rewriter.ir.plan import Plan
 from forebay.runtime.run.acceptance import Acceptance, Stakes, best_rate, best_size
 from forebay.runtime.run.drafts import LONGEST_MATCH, MODEL, Drafted, Drafter, PromptLookup
+from forebay.runtime.run.drafts_ahead import DraftsAhead
 
 
 class DraftChoice:
     """Drafts of `drafter` for sequences in rows of a plan's batch, as far as its speculative steps check them. How many
     tokens a step checks follows from its predicted time and from how many were right so far; `Stakes` bounds what may
-    be lost by it. A row's record begins with its first draft and ends with `forget`."""
+    be lost by it. A row's record begins with its first draft and ends with `forget`. A drafter that can is asked for
+    the drafts of the next pass before this one runs, where that is expected to pay."""
 
     def __init__(self, plan: Plan, drafter: Drafter) -> None:
         self.times_s, self.drafter = step_times_s(plan), drafter
+        self.busy_s = dict(zip(plan.schedule.speculative_steps, plan.prediction.speculative_busy_s, strict=False))
         self.paces = plan.prediction.decode_time_s > 0 and len(self.times_s) > 1
         self.seen: dict[int, Acceptance] = {}
         self.behind: dict[int, int] = {}  # tokens that the drafter has not been shown
         self.stakes, self.tried = Stakes(self.times_s[1]), False
         self.steps: dict[int, int] = {}  # by their tokens per sequence
+        self.looked: dict[int, tuple[int, Drafted]] = {}  # what was not checked, by the tokens that it was behind
+        self.wanted = 0, 0.0  # tokens of a draft at most, and the least chance of the last, as last weighed
+        self.longer_s = 0.0  # by what is drafted beside it the pass that runs takes longer
 
     def choose(
         self, held: Mapping[int, torch.Tensor], left: Mapping[int, int], room: int
@@ -40,6 +48,7 @@ class DraftChoice:
         made = any(draft.kind == MODEL and draft.tokens for draft in drafts.values())  # which `_worth` has weighed
         if size > 1 and not made and not self.stakes.allow(times_s[size] - times_s[1], False):
             size = 1
+        self._begin_next(held, left, size, drafts)
         return size, drafts
 
     def note(self, row: int, draft: Drafted, offered: int, right: int) -> None:
@@ -52,9 +61,9 @@ class DraftChoice:
         """Note what a step over `size` tokens and its drafts took, which gave each row so many."""
         self.steps[size] = self.steps.get(size, 0) + 1
         made = {row: len(drafts[row].tokens) for row in given if drafts[row].kind == MODEL and drafts[row].tokens}
-        fed = max((self.behind[row] + count for row, count in made.items()), default=0)
-        self.stakes.note(self.times_s[size] + fed * self.drafter.token_time_s, sum(given.values()) / len(given),
-                         self.tried and bool(made))
+        fed = max((self.behind[row] + count for row, count in made.items() if not drafts[row].ahead), default=0)
+        self.stakes.note(self.times_s[size] + self.longer_s + fed * self.drafter.token_time_s,
+                         sum(given.values()) / len(given), self.tried and bool(made))
         for row, count in given.items():
             self.behind[row] = int(count > made[row]) if row in made else self.behind[row] + count
 
@@ -62,6 +71,7 @@ class DraftChoice:
         """A row's sequence is done; another may follow there."""
         self.seen.pop(row, None)
         self.behind.pop(row, None)
+        self.looked.pop(row, None)
 
     def _drafts(
         self, held: Mapping[int, torch.Tensor], most: Mapping[int, int], times_s: Mapping[int, float]
@@ -70,12 +80,43 @@ class DraftChoice:
         if that is expected to give as many tokens per second."""
         if not self.drafter.token_time_s:
             return self.drafter.draft(held, most)
+        self._learn(held)
         found, each_s = PromptLookup().draft(held, most), self.drafter.token_time_s
+        ready = self.drafter.ready(held, most) if isinstance(self.drafter, DraftsAhead) else {}
         slow = [row for row, draft in found.items() if draft.kind < LONGEST_MATCH or best_rate(
-            self.seen[row].chance(draft.kind), times_s) < best_rate(self.seen[row].chance(MODEL), times_s, each_s)]
-        worth, least = self._worth(each_s, slow, times_s) if slow else (0, 0.0)
-        made = self.drafter.draft(held, {row: min(most[row], worth) if row in slow else 0 for row in held}, least)
-        return found | {row: made[row] for row in slow}
+            self.seen[row].chance(draft.kind), times_s) < best_rate(
+            self.seen[row].chance(MODEL), times_s, 0.0 if row in ready else each_s)]
+        self.wanted = worth, least = self._worth(each_s, slow, times_s) if slow else (0, 0.0)
+        made = self.drafter.draft(held, {
+            row: min(most[row], worth) if row in slow and row not in ready else 0 for row in held}, least) | ready
+        taken = {row: made[row] for row in slow if made[row].tokens}
+        self.looked = {row: (len(held[row]), found[row]) for row in taken}
+        return found | taken
+
+    def _learn(self, held: Mapping[int, torch.Tensor]) -> None:
+        """Note how far what was looked up for rows, and not checked, agrees with what came."""
+        for row, (length, draft) in self.looked.items():
+            if row in held and len(held[row]) > length:
+                pairs = [*zip(draft.tokens, held[row][length:].tolist(), strict=False)]
+                right = next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
+                self.seen[row].note(draft, min(right + 1, len(pairs)), right)
+
+    def _begin_next(
+        self, held: Mapping[int, torch.Tensor], left: Mapping[int, int], size: int, drafts: Mapping[int, Drafted]
+    ) -> None:
+        """Have the next drafts made while the step over `size` tokens runs, of the rows of which it checks a model's
+        draft, should it all stand, as long as it is expected to pay."""
+        self.longer_s, (most, least) = 0.0, self.wanted
+        rows = [row for row, draft in drafts.items() if draft.kind == MODEL and 0 < len(draft.tokens) < size]
+        more = {row: min(most, left[row] - len(drafts[row].tokens) - 2) for row in rows}
+        drafter, tokens = self.drafter, max(more.values(), default=0)
+        if not isinstance(drafter, DraftsAhead) or not drafter.able or size not in self.busy_s or tokens < 1:
+            return
+        stand = math.prod(chance for row in rows for chance in (*drafts[row].stands, drafter.chance))
+        times = self.times_s[size], self.busy_s[size], (tokens + 1) * drafter.token_time_s
+        if pays_beside(*times, stand):
+            self.longer_s = beside_s(*times) - self.times_s[size]
+            drafter.begin({row: torch.cat((held[row], torch.tensor(drafts[row].tokens))) for row in rows}, more, least)
 
     def _worth(self, token_time_s: float, slow: list[int], times_s: Mapping[int, float]) -> tuple[int, float]:
         """How many tokens to draft at most where each takes its time too, and the least chance to stand of a further

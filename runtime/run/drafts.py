@@ -16,13 +16,15 @@ MODEL = 0  # the kind of drafts that a model made
 class Drafted:
     """Tokens that may come next in a sequence. `kind` groups drafts that are as likely to be right; `chances` [N, V],
     float64, are the distributions that they were drawn from, where they were drawn; `given` what a model that drafted
-    them gave each, and `stands` the chance that each stands where all before it do, as far as that is known."""
+    them gave each, and `stands` the chance that each stands where all before it do, as far as that is known; `ahead`:
+    they were made while the pass before them ran."""
 
     tokens: tuple[int, ...] = ()
     kind: int = MODEL
     chances: torch.Tensor | None = None
     given: tuple[float, ...] = ()
     stands: tuple[float, ...] = ()
+    ahead: bool = False
 
 
 class Drafter(Protocol):

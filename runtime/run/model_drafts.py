@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 
 import torch
@@ -45,8 +45,10 @@ class ModelDrafter:
         return (KNOWN * self.expected + self.right) / (KNOWN + self.right + self.wrong)
 
     def draft(
-        self, held: Mapping[int, torch.Tensor], most: Mapping[int, int], least: float = 0.0
+        self, held: Mapping[int, torch.Tensor], most: Mapping[int, int], least: float = 0.0,
+        in_vain: Callable[[Mapping[int, list[int]]], bool] = lambda rows: False,
     ) -> dict[int, Drafted]:
+        """As `Drafter.draft`; `in_vain` is shown all rows with their drafts so far before each step, and may end it."""
         work = self.session.plan.workload
         rows = {row: tokens.tolist() for row, tokens in held.items()}
         most = {row: max(0, min(most[row], work.context + 1 - len(tokens))) for row, tokens in rows.items()}
@@ -65,7 +67,7 @@ class ModelDrafter:
                     if math.prod(stands[row]) * self.chance < least:
                         most[row] = len(stands[row])
             going = [row for row, tokens in rows.items() if len(tokens) < known[row] + most[row]]
-            if not going:
+            if not going or in_vain(rows):
                 break
             logits = self._feed(rows, at, going)
         self._held |= {row: tokens[: at[row]] for row, tokens in rows.items()}

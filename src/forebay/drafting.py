@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from forebay.runtime.run.acceptance import Draws
+from forebay.runtime.run.drafts_ahead import DraftsAhead
 from forebay.runtime.run.model_drafts import ModelDrafter
 from forebay.runtime.run.places import entering
 from forebay.runtime.run.sampling import Sampling
@@ -28,7 +29,7 @@ def in_one_budget(lm: LanguageModel) -> list[LanguageModel]:
 def drafting(
     helper: LanguageModel | None, session: Session, rows: Sequence[torch.Tensor], new_tokens: int, sampling: Sampling,
     generator: torch.Generator | Sequence[torch.Generator] | None,
-) -> Iterator[ModelDrafter | None]:
+) -> Iterator[DraftsAhead | None]:
     """What drafts by `helper` for answers of `new_tokens` to `rows` on `session`, with the helper's session for as
     long; None where the plan's steps check no drafts of such a call, and where the helper has no positions for it."""
     if entering(session.plan):
@@ -48,7 +49,7 @@ def drafting(
 
 
 @contextmanager
-def drafting_in_places(helper: LanguageModel | None, session: Session) -> Iterator[ModelDrafter | None]:
+def drafting_in_places(helper: LanguageModel | None, session: Session) -> Iterator[DraftsAhead | None]:
     """What drafts by `helper` for sequences in the places of `session`, the most likely tokens, with the helper's
     session as it is planned for as long; None where the plan's steps check no drafts, and for a helper with fewer
     places."""
@@ -63,12 +64,14 @@ def drafting_in_places(helper: LanguageModel | None, session: Session) -> Iterat
 @contextmanager
 def _recording(
     helper: LanguageModel, session: Session, sampling: Sampling, draws: Sequence[Draws]
-) -> Iterator[ModelDrafter]:
+) -> Iterator[DraftsAhead]:
     """What drafts on the helper's session; the tokens that stood are counted in the end."""
     seen = helper.drafts_seen
     drafter = ModelDrafter(session, sampling, draws, *([] if seen is None else [seen.chance]))
+    ahead = DraftsAhead(drafter)
     try:
-        yield drafter
+        yield ahead
     finally:
+        ahead.close()
         if seen is not None:
             seen.add(drafter.right, drafter.wrong)

@@ -24,7 +24,9 @@ from forebay.rewriter.checkpoints.resolve import packed_copy
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.plan_draft import PAYS
+from forebay.runtime.run import draft_choice
 from forebay.runtime.run.draft_choice import DraftChoice
+from forebay.runtime.run.drafts_ahead import DraftsAhead
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.places import Asked
 from forebay.runtime.run.sampling import Sampling
@@ -43,11 +45,28 @@ def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ALL = os.environ.get("FOREBAY_TEST_ALL") == "1"
 
 
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whatever is predicted, three tokens are drafted, the next ones beside each pass; whether those were of use."""
+    found: list[bool] = []
+    ready = DraftsAhead.ready
+
+    def note(self: DraftsAhead, *asked: Any) -> Any:
+        under_way = self._future is not None
+        drafts = ready(self, *asked)
+        found.extend([bool(drafts)] * under_way)
+        return drafts
+
+    monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (3, 0.0))
+    monkeypatch.setattr(draft_choice, "pays_beside", lambda *_: True)
+    monkeypatch.setattr(DraftsAhead, "ready", note)
+    return found
+
+
 @pytest.mark.parametrize("own", [False, True] if ALL else [False])
 def test_tokens_are_those_of_the_model_alone(
-    llama_checkpoint: Any, smaller: Path, own: bool, monkeypatch: pytest.MonkeyPatch
+    llama_checkpoint: Any, smaller: Path, own: bool, begun: list[bool]
 ) -> None:
-    monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (3, 0.0))  # whatever is predicted, draft
     ids, options = llama_checkpoint.ids, dict(max_new_tokens=16, pad_token_id=0, eos_token_id=None, do_sample=False)
     with torch.no_grad():
         expected = llama_checkpoint.model.generate(ids, **options)
@@ -57,6 +76,8 @@ def test_tokens_are_those_of_the_model_alone(
         for _ in range(2 if ALL else 1):
             assert torch.equal(lm.generate(ids, **options), expected)
             assert lm.tally.offered and (lm.tally.accepted == lm.tally.offered) is own
+            assert any(begun) and all(begun[:-1]) if own else not any(begun)  # the last was for an answer that ended
+            begun.clear()
             assert lm.helper is not None and lm.helper._session is not None
             parts = lm.plan.budget, lm.helper.plan.budget
             assert sum(part.device for part in parts) <= nbytes, "planned anew for more, and still in one budget"
@@ -69,10 +90,9 @@ def test_tokens_are_those_of_the_model_alone(
 
 @pytest.mark.parametrize("own", [False, True])
 def test_what_enters_places_has_drafts_too(
-    llama_checkpoint: Any, smaller: Path, own: bool, monkeypatch: pytest.MonkeyPatch
+    llama_checkpoint: Any, smaller: Path, own: bool, begun: list[bool]
 ) -> None:
     """More prompts than places, drawn or not: the tokens of each alone, with drafts in a part of the budget."""
-    monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (3, 0.0))  # whatever is predicted, draft
     rows = [row[row != 0] for row in llama_checkpoint.ids]
     nbytes = llama_checkpoint.share(4.5)
     with wrap(llama_checkpoint.folder, nbytes, places=2, prompt=10, new_tokens=12, prompt_lookup_num_tokens=3,
@@ -92,6 +112,7 @@ def test_what_enters_places_has_drafts_too(
                     alone = generate_tokens(session, [each.ids], sampling, Stop(each.new_tokens), draws)
                     assert found[i] == alone[0].tolist()
             assert work.offered and (work.accepted == work.offered) >= (own and not sampling.do_sample)
+            assert begun and any(begun) >= own
         assert torch.equal(lm.generate(llama_checkpoint.ids, max_new_tokens=12, pad_token_id=0, eos_token_id=None,
                                        do_sample=False), llama_checkpoint.model.generate(
             llama_checkpoint.ids, max_new_tokens=12, pad_token_id=0, eos_token_id=None, do_sample=False))

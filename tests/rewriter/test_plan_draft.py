@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from forebay.rewriter.ir.block import Block
+from forebay.rewriter.ir.drafts_beside import HELD_UP
 from forebay.rewriter.ir.plan import Limits, Plan, Prediction, Schedule, Workload
 from forebay.rewriter.plan_draft import drafted_time_s, token_time_s
 
@@ -28,3 +29,14 @@ def test_a_token_takes_its_share_of_a_pass_and_of_the_drafts(chance: float, expe
 def test_dear_drafts_are_left() -> None:
     dear = replace(DRAFT, prediction=Prediction(0.5, 1.0))
     assert token_time_s(PLAN, dear, 0.9) == 1.0
+
+
+@pytest.mark.parametrize(("busy_s", "chance", "expected"), [
+    (0.2, 1.0, (1.2 + HELD_UP * 0.4) / 4),  # the drafts of the next pass are made beside this one
+    (0.2, 0.9, (1.2 + HELD_UP * 0.4 + (1 - 0.9**4) * 0.1 * (3 + 0.9**3)) / (1 + 0.9 + 0.81 + 0.729)),
+    (0.2, 0.5, (1.2 + 3.125 * 0.1) / 1.875),  # too seldom are they of use
+    (1.2, 1.0, (1.2 + 4 * 0.1) / 4),  # processors that have no time to spare
+])
+def test_drafts_beside_a_pass_take_what_it_is_longer(busy_s: float, chance: float, expected: float) -> None:
+    plan = replace(PLAN, prediction=replace(PLAN.prediction, speculative_busy_s=(busy_s, busy_s)))
+    assert token_time_s(plan, DRAFT, chance) == pytest.approx(expected)

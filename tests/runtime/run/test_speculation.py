@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -19,7 +20,8 @@ from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.plan import Limits, Plan, Prediction, Schedule, Workload
 from forebay.runtime.run import draft_choice
 from forebay.runtime.run.draft_choice import DraftChoice, step_times_s
-from forebay.runtime.run.drafts import Drafted, PromptLookup
+from forebay.runtime.run.drafts import MODEL, Drafted, PromptLookup
+from forebay.runtime.run.drafts_ahead import DraftsAhead
 from forebay.runtime.run.generation import Stop, generate_tokens
 from forebay.runtime.run.model_drafts import ModelDrafter
 from forebay.runtime.run.places import Asked, answer_all, answer_arriving
@@ -102,7 +104,17 @@ def session(
 ) -> Any:
     block = Block(speculative_steps=tuple(sorted(sizes, reverse=True)), entering=entering)
     schedule = Schedule(prefill_chunks=(chunk,), block=block)
-    return (kind or Recalling)(Plan("f", "m", Limits(1), Workload(batch, prompt, new_tokens), schedule, ()))
+    said = Prediction(speculative_busy_s=(0.1,) * len(sizes))
+    return (kind or Recalling)(Plan("f", "m", Limits(1), Workload(batch, prompt, new_tokens), schedule, (),
+                                    prediction=said))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def always_ahead() -> Iterator[None]:
+    """Whatever is predicted, the next drafts are begun before a pass, by whoever can."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft_choice, "pays_beside", lambda *_: True)
+        yield
 
 
 @settings(deadline=None, max_examples=60)
@@ -146,11 +158,11 @@ def test_sequences_in_places_get_the_tokens_of_each_alone(data: st.DataObject) -
     # a smaller model, which may have less room than the prompts take and, by what is predicted, computes any anew
     room, steps = data.draw(st.integers(4, 12)), data.draw(st.sampled_from([0.0, 3.0, 50.0]))
 
-    def drafter(places: int) -> ModelDrafter:
+    def drafter(places: int) -> DraftsAhead:
         other = session(places, room, new, (), chunk, min(entering, places), Other)
         found = ModelDrafter(other, Sampling())
         found.begin_steps, found.token_time_s = steps, data.draw(st.sampled_from([0.0, 0.01]))
-        return found
+        return DraftsAhead(found)
 
     samplings = [Sampling(), Sampling(True, 1.0, 0, 1.0), Sampling(True, 0.5, 3, 0.9)]
     asked = [Asked(torch.tensor(ids), wanted, lambda i=i: torch.Generator().manual_seed(i), sampling)
@@ -271,6 +283,9 @@ def test_another_models_greedy_drafts_change_no_token(data: st.DataObject) -> No
     target, plain = session(3, 4, new, sizes, 1), session(3, 4, new, sizes, 1)
     other = Other(session(3, 5, max(1, new - less), (), 1).plan)
     drafter: Any = ModelDrafter(other, Sampling(), [None] * len(prompts))  # type: ignore[arg-type]
+    drafter.token_time_s = 1e-9
+    if data.draw(st.booleans()):
+        drafter = DraftsAhead(drafter)
     found = generate_speculatively(target, prompts, Sampling(), stop, None, None, drafter)
     assert found.tolist() == generate_tokens(plain, prompts, Sampling(), stop).tolist()
 
@@ -409,8 +424,8 @@ class Lasting(Recalling):
 
 @pytest.mark.parametrize("repeats", [True, False])
 def test_what_stood_before_is_drafted_rather_than_what_takes_time(repeats: bool) -> None:
-    """A prompt that the answer repeats leaves a model's drafts to the beginning; one that begins late has the whole
-    prompt and answer shown first."""
+    """What is looked up and agrees with what came behind one pass of a model's drafts takes over, whether the prompt
+    has it or the answer before; a model that begins late has the whole prompt and answer shown first."""
     said = Prediction(1.0, 1.0, speculative_times_s=(1.0,) * 3)
     plan = session(1, 12, 60, (8, 4, 2), 12).plan
     target: Any = Lasting(Plan(**{**vars(plan), "prediction": said}))
@@ -421,7 +436,7 @@ def test_what_stood_before_is_drafted_rather_than_what_takes_time(repeats: bool)
     found = generate_speculatively(target, [prompt], Sampling(), Stop(60), None, None, drafter, tally)
     assert found.tolist() == [[(int(prompt[-1]) + 1 + i) % VOCAB for i in range(60)]]
     assert tally.accepted == tally.offered and tally.passes <= 9
-    assert (drafter.right == 0) if repeats else (0 < drafter.right < tally.accepted), "then what repeats takes over"
+    assert 0 < drafter.right < tally.accepted and (drafter.right <= 7 or not repeats), "then what repeats takes over"
 
 
 def test_a_draft_that_begins_late_is_shown_what_was_said() -> None:
@@ -431,3 +446,118 @@ def test_a_draft_that_begins_late_is_shown_what_was_said() -> None:
     assert drafter.draft({0: torch.arange(9) % VOCAB}, {0: 0})[0].tokens == ()
     assert drafter.draft({0: torch.arange(11) % VOCAB}, {0: 4})[0].tokens == (1, 2, 3, 4)
     assert other.cache[0, :11].tolist() == [i % VOCAB for i in range(11)]
+
+
+class Waited(Recalling):
+    """Waits in each step until it may go on; says how it goes."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.may, self.began = threading.Semaphore(0), threading.Event()
+        self.fault: Exception | None = None
+
+    def step(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.began.set()
+        assert self.may.acquire(timeout=60)
+        if self.fault is not None:
+            raise self.fault
+        return super().step(inputs)
+
+
+def waited() -> tuple[Any, ModelDrafter]:
+    other: Any = Waited(session(1, 3, 60, (), 3).plan)
+    drafter = ModelDrafter(other, Sampling(), [None])
+    other.may.release(100)
+    drafter.draft({0: torch.tensor([1, 2, 3])}, {0: 1})
+    while other.may.acquire(blocking=False):
+        pass
+    other.began.clear()
+    return other, drafter
+
+
+def goes_on(tokens: list[int], count: int) -> list[int]:
+    """The tokens that `Recalling` gives most behind those."""
+    seen = list(tokens)
+    for _ in range(count):
+        seen.append(int(scores(seen).argmax()))
+    return seen[len(tokens) :]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_drafts_made_ahead_are_those_made_behind(right: bool) -> None:
+    """Where the pass gives what was guessed, without another step; else anew, and as if nothing had been begun. What
+    stood is told when nothing runs."""
+    for tell in (lambda other: other.may.release(100), lambda other: None):  # ready before it is asked for, or not
+        other, drafter = waited()
+        ahead, checked = DraftsAhead(drafter), [1, 2, 3, *goes_on([1, 2, 3], 4)]
+        ahead.begin({0: torch.tensor(checked)}, {0: 5}, 0.0)
+        assert other.began.wait(60)
+        tell(other)
+        ahead.note(Drafted(tuple(checked[3:]), MODEL, None, (0.5,) * 4, (0.5,) * 4), 4, 4)
+        token = goes_on(checked, 1)[0] if right else (goes_on(checked, 1)[0] + 1) % VOCAB
+        other.may.release(100)
+        held, steps = torch.tensor([*checked, token]), len(other.sizes)
+        found = ahead.draft({0: held}, {0: 4})[0]
+        assert found.tokens == tuple(goes_on(held.tolist(), 4)) and found.ahead is right
+        assert len(found.given) == len(found.stands) == 4
+        assert drafter.right == 4 and (not right or len(other.sizes) - steps <= 10)
+        again = ahead.draft({0: held}, {0: 4})[0]
+        assert again.tokens == found.tokens and not again.ahead
+        ahead.close()
+
+
+def test_what_was_begun_in_vain_ends_within_a_token() -> None:
+    """When the pass gave something else, and when nobody asks any more: then whatever it met."""
+    for end in ("other", "closed", "failed"):
+        other, drafter = waited()
+        ahead = DraftsAhead(drafter)
+        ahead.begin({0: torch.tensor([1, 2, 3, 4])}, {0: 50}, 0.0)
+        assert other.began.wait(60)
+        if end == "failed":
+            other.fault = RuntimeError("no more")
+        asked: Callable[[], object] = ahead.close if end != "other" else (
+            lambda: ahead.draft({0: torch.tensor([1, 2, 3])}, {0: 0}))  # noqa: B023
+        threading.Timer(0.05, lambda: other.may.release(100)).start()  # noqa: B023
+        asked()
+        assert len(other.sizes) < 20 and ahead._future is None
+        ahead.close()
+    other, drafter = waited()
+    ahead = DraftsAhead(drafter)
+    other.fault = RuntimeError("no more")
+    other.may.release(100)
+    ahead.begin({0: torch.tensor([1, 2, 3, 4])}, {0: 5}, 0.0)
+    with pytest.raises(RuntimeError, match="no more"):
+        ahead.draft({0: torch.tensor([1, 2, 3, 4, 0])}, {0: 5})
+    ahead.close()
+
+
+def test_drawn_drafts_are_never_begun_ahead() -> None:
+    """They would take their turns at the generator in any order."""
+    assert DraftsAhead(ModelDrafter(session(1, 3, 9, (), 3), Sampling())).able
+    assert not DraftsAhead(ModelDrafter(session(1, 3, 9, (), 3), Sampling(True), [[torch.Generator()]])).able
+
+
+@pytest.mark.parametrize("entering", [0, 1])
+def test_a_right_model_drafts_once_behind_and_then_ahead(entering: int) -> None:
+    """All passes but the first find their drafts made."""
+    target, other = session(1, 3, 80, (8, 4), 3, entering), session(1, 4, 80, (), 3, entering)
+    drafter = ModelDrafter(other, Sampling())
+    drafter.token_time_s = 1e-9
+    ahead, begun = DraftsAhead(drafter), []
+    make, drafted = ahead.draft, Counter[bool]()
+
+    def draft(held: Mapping[int, torch.Tensor], most: Mapping[int, int], least: float = 0.0) -> dict[int, Drafted]:
+        found = make(held, most, least)
+        begun.append(len(other.sizes))
+        drafted.update(each.ahead for each in found.values() if each.tokens)
+        return found
+
+    ahead.draft = draft  # type: ignore[method-assign]
+    found: dict[int, list[int]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft_choice, "LONGEST_MATCH", 99)
+        work = answer_all(target, [Asked(torch.tensor([1, 2, 3]), 80)], Sampling(), on_end=found.__setitem__,
+                          drafter=ahead)
+    ahead.close()
+    assert found[0] == goes_on([1, 2, 3], 80) and work.accepted == work.offered
+    assert drafted[False] <= 1 and drafted[True] >= 8
