@@ -77,7 +77,7 @@ def token_time_s(plan: Plan, draft: Plan, chance: float) -> float:
     def pass_s(size: int, time_s: float) -> float:
         behind_s = (size - 1 + (chance ** (size - 1) if size > 1 else 0)) * each_s
         times = time_s, busy_s.get(size, time_s), size * each_s
-        if size > 1 and size in busy_s and pays_beside(*times, chance**size):
+        if size in busy_s and not draft.prediction.streamed_nbytes and pays_beside(*times, chance**size):
             return beside_s(*times) + (1 - chance**size) * behind_s
         return time_s + behind_s
 

@@ -91,11 +91,12 @@ def check_prediction(said: Prediction, found: Prediction, same_machine: bool) ->
     if len(said.speculative_times_s) != len(found.speculative_times_s):
         raise PlanError(f"plan.prediction.speculative_times_s: the plan has {len(said.speculative_times_s)}, its "
                         f"schedule {len(found.speculative_times_s)} such steps; {again}")
-    for i, pair in enumerate(zip(said.speculative_times_s, found.speculative_times_s, strict=True)):
-        times[f"speculative_times_s[{i}]"] = pair
-    if said.speculative_busy_s:
-        for i, pair in enumerate(zip(said.speculative_busy_s, found.speculative_busy_s, strict=False)):
-            times[f"speculative_busy_s[{i}]"] = pair
+    if len(said.speculative_busy_s) not in (0, len(found.speculative_busy_s)):  # none: an earlier release made it
+        raise PlanError(f"plan.prediction.speculative_busy_s: the plan has {len(said.speculative_busy_s)}, its "
+                        f"schedule {len(found.speculative_busy_s)} such steps; {again}")
+    for name in ("speculative_times_s", "speculative_busy_s"):
+        for i, pair in enumerate(zip(getattr(said, name), getattr(found, name), strict=False)):
+            times[f"{name}[{i}]"] = pair
     for lane in (*found.busy_time_s, *said.busy_time_s):
         times[f"busy_time_s.{lane}"] = said.busy_time_s.get(lane, -1.0), found.busy_time_s.get(lane, -1.0)
     for name, (a, b) in times.items():

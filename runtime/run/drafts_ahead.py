@@ -38,8 +38,10 @@ class DraftsAhead:
 
     @property
     def able(self) -> bool:
-        """Whether drafts may be begun: those that are drawn take their turns at the generators of what checks them."""
-        return not self.drafter.sampling.do_sample
+        """Whether drafts may be begun: those that are drawn take their turns at the generators of what checks them, and
+        weights that stream would take the pass's links."""
+        said = self.drafter.session.plan.prediction
+        return not self.drafter.sampling.do_sample and not said.streamed_nbytes
 
     def note(self, draft: Drafted, offered: int, right: int) -> None:
         self._notes.append((draft, offered, right))

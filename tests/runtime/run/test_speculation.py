@@ -6,6 +6,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -532,8 +533,11 @@ def test_what_was_begun_in_vain_ends_within_a_token() -> None:
 
 
 def test_drawn_drafts_are_never_begun_ahead() -> None:
-    """They would take their turns at the generator in any order."""
-    assert DraftsAhead(ModelDrafter(session(1, 3, 9, (), 3), Sampling())).able
+    """They would take their turns at the generator in any order; nor those of weights that stream."""
+    other = session(1, 3, 9, (), 3)
+    assert DraftsAhead(ModelDrafter(other, Sampling())).able
+    streams = Prediction(streamed_nbytes=1)
+    assert not DraftsAhead(ModelDrafter(Recalling(replace(other.plan, prediction=streams)), Sampling())).able  # type: ignore[arg-type]
     assert not DraftsAhead(ModelDrafter(session(1, 3, 9, (), 3), Sampling(True), [[torch.Generator()]])).able
 
 
@@ -543,21 +547,19 @@ def test_a_right_model_drafts_once_behind_and_then_ahead(entering: int) -> None:
     target, other = session(1, 3, 80, (8, 4), 3, entering), session(1, 4, 80, (), 3, entering)
     drafter = ModelDrafter(other, Sampling())
     drafter.token_time_s = 1e-9
-    ahead, begun = DraftsAhead(drafter), []
-    make, drafted = ahead.draft, Counter[bool]()
+    ahead, drafted, choose = DraftsAhead(drafter), list[bool](), DraftChoice.choose
 
-    def draft(held: Mapping[int, torch.Tensor], most: Mapping[int, int], least: float = 0.0) -> dict[int, Drafted]:
-        found = make(held, most, least)
-        begun.append(len(other.sizes))
-        drafted.update(each.ahead for each in found.values() if each.tokens)
-        return found
+    def note(self: DraftChoice, *asked: Any) -> Any:
+        size, drafts = choose(self, *asked)
+        drafted.extend(draft.ahead for draft in drafts.values() if draft.tokens)
+        return size, drafts
 
-    ahead.draft = draft  # type: ignore[method-assign]
     found: dict[int, list[int]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draft_choice, "LONGEST_MATCH", 99)
+        patch.setattr(DraftChoice, "choose", note)
         work = answer_all(target, [Asked(torch.tensor([1, 2, 3]), 80)], Sampling(), on_end=found.__setitem__,
                           drafter=ahead)
     ahead.close()
     assert found[0] == goes_on([1, 2, 3], 80) and work.accepted == work.offered
-    assert drafted[False] <= 1 and drafted[True] >= 8
+    assert len(drafted) > 8 and not drafted[0] and all(drafted[1:])
