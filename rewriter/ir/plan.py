@@ -190,6 +190,7 @@ class Prediction:
     bottleneck: str = ""
     speculative_times_s: tuple[float, ...] = ()  # of `Schedule.speculative_steps`, in their order
     speculative_busy_s: tuple[float, ...] = ()  # of them what the processors that compute are busy; none on a GPU
+    prefill_busy_s: float = 0.0  # of the prefill, where that is told
 
 
 @dataclass(frozen=True)

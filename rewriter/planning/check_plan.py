@@ -91,6 +91,8 @@ def check_prediction(said: Prediction, found: Prediction, same_machine: bool) ->
     if len(said.speculative_times_s) != len(found.speculative_times_s):
         raise PlanError(f"plan.prediction.speculative_times_s: the plan has {len(said.speculative_times_s)}, its "
                         f"schedule {len(found.speculative_times_s)} such steps; {again}")
+    if said.prefill_busy_s:
+        times["prefill_busy_s"] = said.prefill_busy_s, found.prefill_busy_s
     if len(said.speculative_busy_s) not in (0, len(found.speculative_busy_s)):  # none: an earlier release made it
         raise PlanError(f"plan.prediction.speculative_busy_s: the plan has {len(said.speculative_busy_s)}, its "
                         f"schedule {len(found.speculative_busy_s)} such steps; {again}")

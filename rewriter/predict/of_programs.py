@@ -23,7 +23,7 @@ def predict(
 ) -> Prediction:
     """Seconds, streamed bytes and peak bytes of `plan`, whose step over so many tokens is `program`, on `machine`. What
     runs between prompt and answer, `growth`, counts as the prompt's."""
-    s, work = plan.schedule, plan.workload
+    s, work, serial = plan.schedule, plan.workload, MachineEstimator(machine).serial
     chunks = chunk_steps(work.paced(s.block)[0], s.prefill_chunks)
     passes = sum(chunks.values())  # of a prefill, which need not reach its steady state
     programs = {tokens: program(tokens) for tokens in sorted({1, s.prefill_chunk, *chunks, *s.speculative_steps})}
@@ -39,7 +39,9 @@ def predict(
         peak_nbytes=peak, bottleneck=lines[1].bottleneck,
         speculative_times_s=tuple(lines[tokens].time_s for tokens in s.speculative_steps),
         speculative_busy_s=tuple(lines[tokens].busy_time_s.get(COMPUTE, 0.0) for tokens in s.speculative_steps)
-        if MachineEstimator(machine).serial else ())
+        if serial else (),
+        prefill_busy_s=s.block.prefills(work.batch) * sum(
+            count * lines[tokens].busy_time_s.get(COMPUTE, 0.0) for tokens, count in chunks.items()) if serial else 0.0)
 
 
 @dataclass(frozen=True)

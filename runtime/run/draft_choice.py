@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -21,9 +21,11 @@ class DraftChoice:
     the drafts of the next pass before this one runs, where that is expected to pay."""
 
     def __init__(self, plan: Plan, drafter: Drafter) -> None:
-        self.times_s, self.drafter = step_times_s(plan), drafter
-        self.busy_s = dict(zip(plan.schedule.speculative_steps, plan.prediction.speculative_busy_s, strict=False))
-        self.paces = plan.prediction.decode_time_s > 0 and len(self.times_s) > 1
+        self.times_s, self.drafter, said = step_times_s(plan), drafter, plan.prediction
+        self.busy_s = dict(zip(plan.schedule.speculative_steps, said.speculative_busy_s, strict=False))
+        self.ahead = drafter if isinstance(drafter, DraftsAhead) and drafter.able and self.busy_s else None
+        self.prefill_s = said.prefill_time_s, said.prefill_busy_s
+        self.paces = said.decode_time_s > 0 and len(self.times_s) > 1
         self.seen: dict[int, Acceptance] = {}
         self.behind: dict[int, int] = {}  # tokens that the drafter has not been shown
         self.stakes, self.tried = Stakes(self.times_s[1]), False
@@ -32,15 +34,25 @@ class DraftChoice:
         self.wanted = 0, 0.0  # tokens of a draft at most, and the least chance of the last, as last weighed
         self.longer_s = 0.0  # by what is drafted beside it the pass that runs takes longer
 
+    def begin(self, prompts: Mapping[int, torch.Tensor], new_tokens: int) -> None:
+        """Have the first drafts made while the prompts int64 [T] of rows are computed, for answers of so many tokens,
+        where that is expected to pay: if the tokens that come first are guessed."""
+        if (drafter := self.ahead) is None or not drafter.token_time_s:
+            return
+        self._meet(prompts)
+        worth, least = self._worth(drafter.token_time_s, [*prompts], self.times_s)
+        most = min(worth, max(self.times_s) - 1, new_tokens - 2)
+        drafting_s = drafter.prefill_s + (most + 1) * drafter.token_time_s
+        if most > 0 and pays_beside(*self.prefill_s, drafting_s, drafter.chance ** len(prompts)):
+            drafter.begin(prompts, dict.fromkeys(prompts, most), least)
+
     def choose(
         self, held: Mapping[int, torch.Tensor], left: Mapping[int, int], room: int
     ) -> tuple[int, dict[int, Drafted]]:
         """Tokens per sequence of the next step, which may be over at most `room`, and each row's draft. `held` are its
         tokens int64 [T] so far, `left` how many it may still get, at least 1."""
         times_s = {size: time_s for size, time_s in self.times_s.items() if size <= max(1, room)}
-        for row in held:
-            self.seen.setdefault(row, Acceptance(self.drafter.chance))
-            self.behind.setdefault(row, 0)
+        self._meet(held)
         drafts = self._drafts(held, {row: min(max(times_s), count) - 1 for row, count in left.items()}, times_s)
         # what was drawn is checked whatever it is: leaving out by its value what is unlikely would favour it
         drawn = max((len(draft.tokens) for draft in drafts.values() if draft.chances is not None), default=0)
@@ -67,6 +79,12 @@ class DraftChoice:
         for row, count in given.items():
             self.behind[row] = int(count > made[row]) if row in made else self.behind[row] + count
 
+    def _meet(self, rows: Iterable[int]) -> None:
+        """Begin records of rows that have none."""
+        for row in rows:
+            self.seen.setdefault(row, Acceptance(self.drafter.chance))
+            self.behind.setdefault(row, 0)
+
     def forget(self, row: int) -> None:
         """A row's sequence is done; another may follow there."""
         self.seen.pop(row, None)
@@ -82,7 +100,7 @@ class DraftChoice:
             return self.drafter.draft(held, most)
         self._learn(held)
         found, each_s = PromptLookup().draft(held, most), self.drafter.token_time_s
-        ready = self.drafter.ready(held, most) if isinstance(self.drafter, DraftsAhead) else {}
+        ready = {} if self.ahead is None else self.ahead.ready(held, most)
         slow = [row for row, draft in found.items() if draft.kind < LONGEST_MATCH or best_rate(
             self.seen[row].chance(draft.kind), times_s) < best_rate(
             self.seen[row].chance(MODEL), times_s, 0.0 if row in ready else each_s)]
@@ -109,8 +127,8 @@ class DraftChoice:
         self.longer_s, (most, least) = 0.0, self.wanted
         rows = [row for row, draft in drafts.items() if draft.kind == MODEL and 0 < len(draft.tokens) < size]
         more = {row: min(most, left[row] - len(drafts[row].tokens) - 2) for row in rows}
-        drafter, tokens = self.drafter, max(more.values(), default=0)
-        if not isinstance(drafter, DraftsAhead) or not drafter.able or size not in self.busy_s or tokens < 1:
+        drafter, tokens = self.ahead, max(more.values(), default=0)
+        if drafter is None or size == 1 or tokens < 1:
             return
         stand = math.prod(chance for row in rows for chance in (*drafts[row].stands, drafter.chance))
         times = self.times_s[size], self.busy_s[size], (tokens + 1) * drafter.token_time_s

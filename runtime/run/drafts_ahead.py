@@ -33,6 +33,11 @@ class DraftsAhead:
         return self.drafter.token_time_s
 
     @property
+    def prefill_s(self) -> float:
+        """Predicted seconds of what it computes of prompts."""
+        return self.drafter.session.plan.prediction.prefill_time_s
+
+    @property
     def chance(self) -> float:
         return self.drafter.chance
 

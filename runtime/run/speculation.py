@@ -110,6 +110,8 @@ class _DraftedCall:
 
     def begin(self, prompts: Sequence[torch.Tensor]) -> None:
         """Run the prompts; the first token of each."""
+        if self.stop.max_new_tokens > 1:
+            self.choice.begin(dict(enumerate(prompts)), self.stop.max_new_tokens)
         logits = prefill(self.session, prompts, self.lengths)
         for row in range(len(prompts)):
             self._append(row, accepted(logits[row : row + 1], Drafted(), self.sampling, self.draws[row]))

@@ -541,10 +541,10 @@ def test_drawn_drafts_are_never_begun_ahead() -> None:
     assert not DraftsAhead(ModelDrafter(session(1, 3, 9, (), 3), Sampling(True), [[torch.Generator()]])).able
 
 
-@pytest.mark.parametrize("entering", [0, 1])
-def test_a_right_model_drafts_once_behind_and_then_ahead(entering: int) -> None:
-    """All passes but the first find their drafts made."""
-    target, other = session(1, 3, 80, (8, 4), 3, entering), session(1, 4, 80, (), 3, entering)
+@pytest.mark.parametrize("entering", [None, 0, 1])
+def test_a_right_model_drafts_ahead(entering: int | None) -> None:
+    """All passes find their drafts made, in places but the first: a call's are begun beside its prompts."""
+    target, other = session(1, 3, 80, (8, 4), 3, entering or 0), session(1, 4, 80, (), 3, entering or 0)
     drafter = ModelDrafter(other, Sampling())
     drafter.token_time_s = 1e-9
     ahead, drafted, choose = DraftsAhead(drafter), list[bool](), DraftChoice.choose
@@ -555,11 +555,15 @@ def test_a_right_model_drafts_once_behind_and_then_ahead(entering: int) -> None:
         return size, drafts
 
     found: dict[int, list[int]] = {}
+    prompt, tally = torch.tensor([1, 2, 3]), Tally()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draft_choice, "LONGEST_MATCH", 99)
         patch.setattr(DraftChoice, "choose", note)
-        work = answer_all(target, [Asked(torch.tensor([1, 2, 3]), 80)], Sampling(), on_end=found.__setitem__,
-                          drafter=ahead)
+        if entering is None:
+            found[0] = generate_speculatively(target, [prompt], Sampling(), Stop(80), None, None, ahead, tally)[
+                0].tolist()
+        else:
+            tally.add(answer_all(target, [Asked(prompt, 80)], Sampling(), on_end=found.__setitem__, drafter=ahead))
     ahead.close()
-    assert found[0] == goes_on([1, 2, 3], 80) and work.accepted == work.offered
-    assert len(drafted) > 8 and not drafted[0] and all(drafted[1:])
+    assert found[0] == goes_on([1, 2, 3], 80) and tally.accepted == tally.offered
+    assert len(drafted) > 8 and drafted[0] is (entering is None) and all(drafted[1:])
