@@ -49,7 +49,7 @@ def assert_close(
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("conv1d", (False, True))
-@pytest.mark.parametrize("m", (1, 2, 3, 4, 7, 9, 67))
+@pytest.mark.parametrize("m", (1, 2, 3, 4, 7, 9, 16, 31, 67))
 def test_matches_float64(impl: str, dtype: torch.dtype, conv1d: bool, m: int) -> None:
     torch.manual_seed(m)
     for n, k, accumulate in ((1, 1, False), (29, 83, True), (33, 40, False), (130, 9, True)):
@@ -80,6 +80,22 @@ def test_long_sums_and_many_columns(impl: str, conv1d: bool, m: int, n: int, k: 
     out = torch.full((m, n), torch.nan)
     linear_cpu.run(impl, x, weight, None, out, conv1d=conv1d)
     assert_close(out, x, weight, None, None, conv1d)
+
+
+@needs_compiler
+@pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="rows in groups are of AVX-512")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_gives_the_same_bits_beside_others(dtype: torch.dtype) -> None:
+    """Up to 32 rows of fp32: tokens that a step checks several at once are rounded as those of a decode step."""
+    torch.manual_seed(0)
+    for n, k in ((50, 64), (131, 576), (64, 2048), (37, 4112)):
+        x, weight, bias = torch.randn(32, k), torch.randn(n, k).to(dtype), torch.randn(n)
+        alone, out = torch.empty(32, n), torch.empty(32, n)
+        for i in range(32):
+            linear_cpu.run("flat", x[i : i + 1], weight, bias, alone[i : i + 1])
+        for m in range(1, 33):
+            linear_cpu.run("flat", x[:m], weight, bias, out[:m])
+            assert torch.equal(out[:m], alone[:m]), (n, k, m)
 
 
 @pytest.mark.parametrize("impl", IMPLS[1:])
