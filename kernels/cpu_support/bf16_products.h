@@ -4,6 +4,7 @@
 
 #include "ahead.h"
 #include "panels.h"
+#include "row_groups.h"
 #include "wide.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
@@ -12,13 +13,33 @@
 namespace forebay {
 namespace bf16_products {
 
-constexpr int64_t FEW_ROWS = 6;         // rows of x up to which no panels are made
+constexpr int64_t FEW_ROWS = 4;         // rows of x up to which they are in no groups, and no panels are made
 constexpr int64_t WORDS = 128;          // pairs of elements in a panel of 16 KiB, half of L1
 
 // In assembly, since gcc 12 moves sums to memory and back around the intrinsic.
 FB_INLINE void add_products(__m512& sum, __m512i w, __m512i x) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
 }
+
+// Rows in groups, as Fp32Rows.
+struct GroupRows {
+  using Weight = bf16;
+  static constexpr int64_t STEP = 32, BLOCK = std::numeric_limits<int64_t>::max();
+
+  FB_INLINE __m512i of_x(const bf16* x) { return _mm512_loadu_si512(x); }
+  FB_INLINE __m512i of_x(const bf16* x, int64_t left) { return load_bytes(x, 2 * left); }
+  FB_INLINE __m512i of_w(const bf16* w) { return _mm512_loadu_si512(w); }
+  FB_INLINE __m512i of_w(const bf16* w, int64_t left) { return load_bytes(w, 2 * left); }
+  FB_INLINE void add(__m512& sum, __m512i x, __m512i w) { add_products(sum, w, x); }
+
+  template <int MB, int NB> FB_INLINE void end(const __m512 (&acc)[TOGETHER][GROUP], float* sums) {
+    FB_UNROLL for (int n = 0; n < NB; ++n)
+      FB_UNROLL for (int m = 0; m < MB; m += 4) {
+        float* to = sums + n * GROUP + m;
+        _mm_storeu_ps(to, _mm_add_ps(_mm_loadu_ps(to), sum16(acc[n][m], acc[n][m + 1], acc[n][m + 2], acc[n][m + 3])));
+      }
+  }
+};
 
 // c[m, n] += MB rows of x times NB weight rows of k elements; STREAM: that are read once, in order (ahead.h).
 template <int MB, int NB, bool STREAM>

@@ -31,6 +31,7 @@ class LinearArgs(ctypes.Structure):
 # Most scratch that one thread's calls of flat and upcast hold between them, kept from call to call.
 SCRATCH_NBYTES = 8 << 20
 ROW_PADDING_NBYTES = 256  # of rows of bf16 that meet panels, in so much apart that they do not share a set of the cache
+GROUPS = range(3, 49)  # rows of x that meet weights in groups, on processors with AVX-512
 NAMES = ("aten", "flat", "upcast")
 # Rows of x up to which flat beats torch's sgemm; bf16 and fp16 weights have no fast matmul to compare with.
 FLAT_MAX_ROWS_FP32 = 32
@@ -39,13 +40,16 @@ FLAT_MAX_ROWS_FP32 = 32
 def scratch_nbytes(impl: str, dtype: torch.dtype, m: int, n: int, k: int) -> int:
     """Upper bound, in bytes, of the scratch that run(impl) holds for x [m, k] of dtype and n outputs."""
     if impl == "flat":
-        return 0 if dtype == torch.float32 else _flat_scratch_nbytes(m, k)
+        return _flat_scratch_nbytes(dtype, m, k)
     if impl == "upcast":
         return SCRATCH_NBYTES
     return m * n * dtype.itemsize  # aten may make its result apart from a strided out
 
 
-def _flat_scratch_nbytes(m: int, k: int) -> int:
+def _flat_scratch_nbytes(dtype: torch.dtype, m: int, k: int) -> int:
+    """Rows of x as panels take them, or groups, those of fp32 too."""
+    if dtype == torch.float32 and m not in GROUPS:
+        return 0
     each = 4 * k + ROW_PADDING_NBYTES
     return each * max(1, min(m, 64, SCRATCH_NBYTES // each))
 
@@ -166,7 +170,7 @@ def _bind_flat(
         native.DTYPES[x.dtype], native.DTYPES[weight.dtype], native.DTYPES[(weight if bias is None else bias).dtype],
         native.DTYPES[out.dtype], conv1d, accumulate, ACTIVATIONS.index(after.activation),
     )  # fmt: skip
-    floats = 0 if x.dtype == torch.float32 else _flat_scratch_nbytes(*x.shape) // 4
+    floats = _flat_scratch_nbytes(x.dtype, *x.shape) // 4
     return native.NativeCall("linear", args, given, floats)
 
 

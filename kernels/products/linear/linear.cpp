@@ -21,8 +21,8 @@ constexpr int64_t COLUMN_CHUNK = 768;
 constexpr int64_t OUTER_K_BLOCK = 8;  // rows a power of two apart share one L1 set: 8 ways hold 8 rows
 constexpr int64_t BF16_CHUNK_NBYTES = 1 << 18;  // of weights per task, of few rows of bf16 with bf16
 // Rows of x that meet weights in groups, and weight rows of such a task, at most. On two cores of Zen 4 groups take 0.5
-// to 0.7 of the time otherwise taken for 3 to 16 rows of fp32, and as long for 2.
-constexpr int64_t FEWEST_ROWS = 3, GROUP_ROWS = 32, GROUPS_CHUNK = 192;
+// to 0.7 of the time otherwise taken for 3 to 16 rows of fp32, and as long for 2; 0.5 to 0.9 for 5 to 32 of bf16.
+constexpr int64_t FEWEST_ROWS = 3, GROUP_ROWS = 48, GROUPS_CHUNK = 192;
 constexpr int64_t PANELS_CHUNK = 64;  // weight rows per task in panels: 64 KiB of results
 // Rows of x from which panels take less time, on one core of Zen 3: at 64 rows 88 GFLOP/s for 60 in fp32, 90 for 84 in
 // bf16, which the other way reads at half the bytes.
@@ -95,19 +95,50 @@ void run_chunk(const LinearArgs& a, const float* x, int64_t xs, int64_t m0, int6
   end_rows(a, c, cs, m0, m1, n0, n1);
 }
 
-bool in_groups(const LinearArgs& a) { return FB_ROW_GROUPS && !a.conv1d && a.m >= FEWEST_ROWS && a.m <= GROUP_ROWS; }
+#if FB_ROW_GROUPS
+bool in_groups(const LinearArgs& a) { return !a.conv1d && a.m >= FEWEST_ROWS && a.m <= GROUP_ROWS; }
 
-// The same, of rows of x in groups.
-template <class W>
-void run_groups(const LinearArgs& a, const float* x, int64_t xs, int64_t m0, int64_t m1, int64_t n0, int64_t n1) {
-  alignas(64) float c[GROUP_ROWS * GROUPS_CHUNK], sums[GROUP_ROWS * GROUPS_CHUNK], packed[GROUP_ROWS * K_BLOCK];
-  const int64_t m = m1 - m0, n = n1 - n0, cs = round_up(n, VL);
-  begin_rows(a, c, cs, m, n0, n);
-  const W* w = static_cast<const W*>(a.w) + n0 * a.w_stride;
-  for (int64_t k0 = 0; k0 < a.k; k0 += K_BLOCK)
-    multiply_groups(x + k0, xs, w + k0, a.w_stride, m, n, std::min(K_BLOCK, a.k - k0), c, cs, packed, sums);
-  end_rows(a, c, cs, m0, m1, n0, n1);
+// m rows of x from m0 on in groups, which are packed, against weight rows [n0, n1).
+template <class Kind>
+void run_groups(const LinearArgs& a, const __m512i* packed, int64_t m0, int64_t m, int64_t n0, int64_t n1) {
+  alignas(64) float c[(GROUP_ROWS + GROUP) * GROUPS_CHUNK], sums[sums_of_groups(GROUP_ROWS, GROUPS_CHUNK)];
+  const int64_t n = n1 - n0, cs = round_up(n, VL), one = (n + GROUP) * GROUP;
+  for (int64_t j = 0; j < n + GROUP; ++j) std::fill_n(sums + j * GROUP, GROUP, j < n ? bias_at(a, n0 + j) : 0.0f);
+  for (int64_t g = 1; g < (m + GROUP - 1) / GROUP; ++g) std::memcpy(sums + g * one, sums, size_t(one) * 4);
+  const auto* w = static_cast<const typename Kind::Weight*>(a.w) + n0 * a.w_stride;
+  for (int64_t k0 = 0; k0 < a.k; k0 += std::min(a.k, Kind::BLOCK))
+    multiply_groups<Kind>(packed + k0 / Kind::STEP * m, w + k0, a.w_stride, m, n, std::min(Kind::BLOCK, a.k - k0), sums);
+  write_groups(sums, m, n, c, cs);
+  end_rows(a, c, cs, m0, m0 + m, n0, n1);
 }
+
+template <class Kind, class X>
+void run_in_groups(const LinearArgs& a, const X* x, float* scratch, int64_t scratch_floats, int threads) {
+  const int64_t row = std::max<int64_t>(1, vectors_of<Kind>(a.k)), share = (a.n + 4 * threads - 1) / (4 * threads);
+  // Whole lines: vectors that lie in two of them are loaded at half the rate.
+  auto* packed = reinterpret_cast<__m512i*>((reinterpret_cast<uintptr_t>(scratch) + 63) / 64 * 64);
+  const int64_t most = std::clamp<int64_t>((scratch_floats - VL) / VL / row, 1, GROUP_ROWS);
+  const int64_t chunk = std::min(GROUPS_CHUNK, round_up(share, TOGETHER));
+  for (int64_t m0 = 0; m0 < a.m; m0 += most) {
+    const int64_t m = std::min(most, a.m - m0);
+    for (int64_t k0 = 0; k0 < a.k; k0 += std::min(a.k, Kind::BLOCK))
+      pack_groups<Kind>(x + m0 * a.x_stride + k0, a.x_stride, m, std::min(Kind::BLOCK, a.k - k0),
+                        packed + k0 / Kind::STEP * m);
+    // 64 products a ns, or 16 GB/s of weights.
+    parallel_for((a.n + chunk - 1) / chunk, threads, m * a.n * a.k / 64 + a.n * a.k / 8, [&](int64_t i) {
+      run_groups<Kind>(a, packed, m0, m, i * chunk, std::min(a.n, (i + 1) * chunk));
+    });
+  }
+}
+
+template <class Kind> bool run_as_groups(const LinearArgs& a, float* scratch, int64_t scratch_floats, int threads) {
+  if (!in_groups(a)) return false;
+  if (a.x_dtype == F32) run_in_groups<Kind>(a, static_cast<const float*>(a.x), scratch, scratch_floats, threads);
+  else if (a.x_dtype == BF16) run_in_groups<Kind>(a, static_cast<const bf16*>(a.x), scratch, scratch_floats, threads);
+  else run_in_groups<Kind>(a, static_cast<const f16*>(a.x), scratch, scratch_floats, threads);
+  return true;
+}
+#endif
 
 // The same in panels.
 template <class W>
@@ -179,16 +210,17 @@ void run_bf16(const LinearArgs& a, float* scratch, int64_t scratch_floats, int t
 #endif
 
 template <class W> void run(const LinearArgs& a, float* scratch, int64_t scratch_floats, int threads) {
-  const bool direct = a.x_dtype == F32, groups = in_groups(a), panels = !groups && a.m >= PANEL_ROWS<W>;
+#if FB_ROW_GROUPS
+  if (run_as_groups<Fp32Rows<W>>(a, scratch, scratch_floats, threads)) return;
+#endif
+  const bool direct = a.x_dtype == F32, panels = a.m >= PANEL_ROWS<W>;
   const int64_t fitting = a.k ? std::max<int64_t>(1, scratch_floats / a.k) : M_BLOCK;
   const int64_t m_block = direct ? (panels ? M_BLOCK_DIRECT : M_BLOCK) : std::min(M_BLOCK, fitting);
   const int64_t unit = a.conv1d ? 8 * VL : 12, most = a.conv1d ? COLUMN_CHUNK : N_CHUNK;
   // Four tasks a thread even out a busy core; a task is never smaller than one register block.
   const int64_t share = (a.n + 4 * threads - 1) / (4 * threads);
   const int64_t chunk =
-      groups ? std::min(GROUPS_CHUNK, round_up(share, TOGETHER))
-      : panels ? panel_chunk(a.n, PANELS_CHUNK, threads)
-               : std::min(most, (share + unit - 1) / unit * unit);
+      panels ? panel_chunk(a.n, PANELS_CHUNK, threads) : std::min(most, (share + unit - 1) / unit * unit);
   const int64_t chunks = (a.n + chunk - 1) / chunk;
   for (int64_t m0 = 0; m0 < a.m; m0 += m_block) {
     const int64_t m1 = std::min(a.m, m0 + m_block);
@@ -204,7 +236,7 @@ template <class W> void run(const LinearArgs& a, float* scratch, int64_t scratch
     }
     // 32 products a ns, or 16 GB/s of weights.
     parallel_for(chunks, threads, (m1 - m0) * a.n * a.k / 32 + a.n * a.k / 8, [&](int64_t i) {
-      const auto task = groups ? run_groups<W> : panels ? run_panels<W> : run_chunk<W>;
+      const auto task = panels ? run_panels<W> : run_chunk<W>;
       task(a, x, xs, m0, m1, i * chunk, std::min(a.n, (i + 1) * chunk));
     });
   }
@@ -212,12 +244,15 @@ template <class W> void run(const LinearArgs& a, float* scratch, int64_t scratch
 
 }  // namespace
 
-// `scratch` holds scratch_floats >= k + 64 floats unless x is fp32. Writes out[m, n] only.
+// `scratch` holds scratch_floats >= k + 64 floats, unless x is fp32 and its rows are in no groups. Writes out[m, n] only.
 extern "C" int forebay_linear(const LinearArgs* a, float* scratch, int64_t scratch_floats, int threads) {
   if (a->m == 0 || a->n == 0) return 0;
 #if FB_BF16
   if (takes_bf16(*a)) {
-    run_bf16(*a, scratch, scratch_floats, threads);
+    if (in_groups(*a) && a->m > bf16_products::FEW_ROWS)
+      run_in_groups<bf16_products::GroupRows>(*a, static_cast<const bf16*>(a->x), scratch, scratch_floats, threads);
+    else
+      run_bf16(*a, scratch, scratch_floats, threads);
     return 0;
   }
 #endif

@@ -95,6 +95,8 @@ void upcast_row(const QuantizedLinearArgs& a, int64_t m, float* to) {
   else upcast(static_cast<const f16*>(a.x) + m * a.x_stride, to, a.k);
 }
 
+constexpr int64_t INT16_ROWS = 6;  // rows of x up to which integers are faster than bf16
+
 // How a block's rows of x are held: as fp32, as bf16, or as integers for the kernels of one of two kinds of processor.
 enum class Route { FLOAT, BF16, INTEGER, VNNI };
 
@@ -118,7 +120,7 @@ struct Work {
 
 Route route_of(const QuantizedLinearArgs& a) {
 #if FB_BF16_UNPACKED
-  if (a.bf16_panels && a.m > bf16_products::FEW_ROWS) return Route::BF16;
+  if (a.bf16_panels && a.m > INT16_ROWS) return Route::BF16;
 #endif
   if (!a.integer_nbytes) return Route::FLOAT;
 #if FB_VNNI

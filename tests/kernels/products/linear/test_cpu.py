@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Iterator
@@ -83,19 +84,36 @@ def test_long_sums_and_many_columns(impl: str, conv1d: bool, m: int, n: int, k: 
 
 
 @needs_compiler
-@pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="rows in groups are of AVX-512")
+@pytest.mark.parametrize(("x_dtype", "dtype"), ((torch.float32, torch.float32), (torch.float16, torch.float32),
+                                                (torch.bfloat16, torch.float16), (torch.bfloat16, torch.bfloat16)))
+def test_rows_that_scratch_holds_no_more_of(
+    x_dtype: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several turns, of which the last is of a row; the scratch is as stated."""
+    monkeypatch.setattr(linear_cpu, "SCRATCH_NBYTES", 1 << 14)
+    monkeypatch.setattr(native, "_held", threading.local())
+    for m, n, k in ((9, 30, 333), (48, 7, 70), (4, 200, 1000)):
+        x, weight, out = torch.randn(m, k).to(x_dtype), torch.randn(n, k).to(dtype), torch.empty(m, n)
+        linear_cpu.run("flat", x, weight, None, out)
+        assert_close(out, x, weight, None, None, False)
+        assert native._held.floats.nbytes <= max(1 << 14, 4 * k + linear_cpu.ROW_PADDING_NBYTES)
+
+
+@needs_compiler
+@pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability() or os.environ.get(
+    "FOREBAY_TEST_PROCESSOR") in ("x86-64", "haswell"), reason="rows in groups are of AVX-512")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_gives_the_same_bits_beside_others(dtype: torch.dtype) -> None:
-    """Up to 32 rows of fp32: tokens that a step checks several at once are rounded as those of a decode step."""
+    """3 to 48 rows of fp32: what is rounded for one sequence does not hang on how many others there are."""
     torch.manual_seed(0)
+    most = linear_cpu.GROUPS[-1]
     for n, k in ((50, 64), (131, 576), (64, 2048), (37, 4112)):
-        x, weight, bias = torch.randn(32, k), torch.randn(n, k).to(dtype), torch.randn(n)
-        alone, out = torch.empty(32, n), torch.empty(32, n)
-        for i in range(32):
-            linear_cpu.run("flat", x[i : i + 1], weight, bias, alone[i : i + 1])
-        for m in range(1, 33):
-            linear_cpu.run("flat", x[:m], weight, bias, out[:m])
-            assert torch.equal(out[:m], alone[:m]), (n, k, m)
+        x, weight, bias = torch.randn(most, k), torch.randn(n, k).to(dtype), torch.randn(n)
+        every, out = torch.empty(most, n), torch.empty(most, n)
+        linear_cpu.run("flat", x, weight, bias, every)
+        for m in linear_cpu.GROUPS:
+            linear_cpu.run("flat", x[-m:], weight, bias, out[:m])
+            assert torch.equal(out[:m], every[-m:]), (n, k, m)
 
 
 @pytest.mark.parametrize("impl", IMPLS[1:])
