@@ -26,17 +26,21 @@ struct GroupRows {
   using Weight = bf16;
   static constexpr int64_t STEP = 32, BLOCK = std::numeric_limits<int64_t>::max();
 
-  FB_INLINE __m512i of_x(const bf16* x) { return _mm512_loadu_si512(x); }
-  FB_INLINE __m512i of_x(const bf16* x, int64_t left) { return load_bytes(x, 2 * left); }
-  FB_INLINE __m512i of_w(const bf16* w) { return _mm512_loadu_si512(w); }
-  FB_INLINE __m512i of_w(const bf16* w, int64_t left) { return load_bytes(w, 2 * left); }
-  FB_INLINE void add(__m512& sum, __m512i x, __m512i w) { add_products(sum, w, x); }
+  FB_INLINE vf of_x(const bf16* x) { return (vf)_mm512_loadu_si512(x); }
+  FB_INLINE vf of_x(const bf16* x, int64_t left) { return (vf)load_bytes(x, 2 * left); }
+  FB_INLINE vf of_w(const bf16* w) { return (vf)_mm512_loadu_si512(w); }
+  FB_INLINE vf of_w(const bf16* w, int64_t left) { return (vf)load_bytes(w, 2 * left); }
+  FB_INLINE void add(vf& sum, vf x, vf w) {
+    add_products(reinterpret_cast<__m512&>(sum), (__m512i)w, (__m512i)x);
+  }
 
-  template <int MB, int NB> FB_INLINE void end(const __m512 (&acc)[TOGETHER][GROUP], float* sums) {
+  template <int MB, int NB> FB_INLINE void end(const vf (&acc)[TOGETHER][GROUP], float* sums) {
     FB_UNROLL for (int n = 0; n < NB; ++n)
       FB_UNROLL for (int m = 0; m < MB; m += 4) {
         float* to = sums + n * GROUP + m;
-        _mm_storeu_ps(to, _mm_add_ps(_mm_loadu_ps(to), sum16(acc[n][m], acc[n][m + 1], acc[n][m + 2], acc[n][m + 3])));
+        const __m128 four = sum16((__m512)acc[n][m], (__m512)acc[n][m + 1], (__m512)acc[n][m + 2],
+                                  (__m512)acc[n][m + 3]);
+        _mm_storeu_ps(to, _mm_add_ps(_mm_loadu_ps(to), four));
       }
   }
 };

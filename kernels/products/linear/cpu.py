@@ -31,7 +31,7 @@ class LinearArgs(ctypes.Structure):
 # Most scratch that one thread's calls of flat and upcast hold between them, kept from call to call.
 SCRATCH_NBYTES = 8 << 20
 ROW_PADDING_NBYTES = 256  # of rows of bf16 that meet panels, in so much apart that they do not share a set of the cache
-GROUPS = range(3, 49)  # rows of x that meet weights in groups, on processors with AVX-512
+GROUPS = range(3, 49)  # rows of x that meet weights in groups, on processors with AVX2
 NAMES = ("aten", "flat", "upcast")
 # Rows of x up to which flat beats torch's sgemm; bf16 and fp16 weights have no fast matmul to compare with.
 FLAT_MAX_ROWS_FP32 = 32

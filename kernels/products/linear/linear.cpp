@@ -21,7 +21,8 @@ constexpr int64_t COLUMN_CHUNK = 768;
 constexpr int64_t OUTER_K_BLOCK = 8;  // rows a power of two apart share one L1 set: 8 ways hold 8 rows
 constexpr int64_t BF16_CHUNK_NBYTES = 1 << 18;  // of weights per task, of few rows of bf16 with bf16
 // Rows of x that meet weights in groups, and weight rows of such a task, at most. On two cores of Zen 4 groups take 0.5
-// to 0.7 of the time otherwise taken for 3 to 16 rows of fp32, and as long for 2; 0.5 to 0.9 for 5 to 32 of bf16.
+// to 0.7 of the time otherwise taken for 3 to 32 rows of fp32, with AVX2 too, and as long for 2; 0.5 to 0.9 for 5 to 32
+// of bf16.
 constexpr int64_t FEWEST_ROWS = 3, GROUP_ROWS = 48, GROUPS_CHUNK = 192;
 constexpr int64_t PANELS_CHUNK = 64;  // weight rows per task in panels: 64 KiB of results
 // Rows of x from which panels take less time, on one core of Zen 3: at 64 rows 88 GFLOP/s for 60 in fp32, 90 for 84 in
@@ -100,14 +101,15 @@ bool in_groups(const LinearArgs& a) { return !a.conv1d && a.m >= FEWEST_ROWS && 
 
 // m rows of x from m0 on in groups, which are packed, against weight rows [n0, n1).
 template <class Kind>
-void run_groups(const LinearArgs& a, const __m512i* packed, int64_t m0, int64_t m, int64_t n0, int64_t n1) {
+void run_groups(const LinearArgs& a, const vf* packed, int64_t m0, int64_t m, int64_t n0, int64_t n1) {
   alignas(64) float c[(GROUP_ROWS + GROUP) * GROUPS_CHUNK], sums[sums_of_groups(GROUP_ROWS, GROUPS_CHUNK)];
   const int64_t n = n1 - n0, cs = round_up(n, VL), one = (n + GROUP) * GROUP;
   for (int64_t j = 0; j < n + GROUP; ++j) std::fill_n(sums + j * GROUP, GROUP, j < n ? bias_at(a, n0 + j) : 0.0f);
   for (int64_t g = 1; g < (m + GROUP - 1) / GROUP; ++g) std::memcpy(sums + g * one, sums, size_t(one) * 4);
   const auto* w = static_cast<const typename Kind::Weight*>(a.w) + n0 * a.w_stride;
   for (int64_t k0 = 0; k0 < a.k; k0 += std::min(a.k, Kind::BLOCK))
-    multiply_groups<Kind>(packed + k0 / Kind::STEP * m, w + k0, a.w_stride, m, n, std::min(Kind::BLOCK, a.k - k0), sums);
+    multiply_groups<Kind>(packed + k0 / Kind::STEP * m, w + k0, a.w_stride, m, n, std::min(Kind::BLOCK, a.k - k0),
+                          sums);
   write_groups(sums, m, n, c, cs);
   end_rows(a, c, cs, m0, m0 + m, n0, n1);
 }
@@ -116,7 +118,7 @@ template <class Kind, class X>
 void run_in_groups(const LinearArgs& a, const X* x, float* scratch, int64_t scratch_floats, int threads) {
   const int64_t row = std::max<int64_t>(1, vectors_of<Kind>(a.k)), share = (a.n + 4 * threads - 1) / (4 * threads);
   // Whole lines: vectors that lie in two of them are loaded at half the rate.
-  auto* packed = reinterpret_cast<__m512i*>((reinterpret_cast<uintptr_t>(scratch) + 63) / 64 * 64);
+  auto* packed = reinterpret_cast<vf*>((reinterpret_cast<uintptr_t>(scratch) + 63) / 64 * 64);
   const int64_t most = std::clamp<int64_t>((scratch_floats - VL) / VL / row, 1, GROUP_ROWS);
   const int64_t chunk = std::min(GROUPS_CHUNK, round_up(share, TOGETHER));
   for (int64_t m0 = 0; m0 < a.m; m0 += most) {

@@ -18,6 +18,7 @@ from forebay.kernels.cpu_support import native
 from forebay.kernels.products.linear import cpu as linear_cpu
 from forebay.kernels.products.linear import reference as linear_reference
 from forebay.kernels.products.linear.reference import PLAIN, After
+from tests.kernels import emulated
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Relative to the sum of magnitudes: half a unit of the output's last place, and fp32 sums.
@@ -100,8 +101,8 @@ def test_rows_that_scratch_holds_no_more_of(
 
 
 @needs_compiler
-@pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability() or os.environ.get(
-    "FOREBAY_TEST_PROCESSOR") in ("x86-64", "haswell"), reason="rows in groups are of AVX-512")
+@pytest.mark.skipif("AVX" not in torch.backends.cpu.get_cpu_capability() or os.environ.get(
+    "FOREBAY_TEST_PROCESSOR", "haswell") in ("x86-64", *emulated.PROCESSORS), reason="rows in groups are of AVX2")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_gives_the_same_bits_beside_others(dtype: torch.dtype) -> None:
     """3 to 48 rows of fp32: what is rounded for one sequence does not hang on how many others there are."""
