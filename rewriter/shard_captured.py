@@ -41,7 +41,7 @@ def shard_captured(captured: CapturedModel, share: RankShare, switches: Switches
         captured = _staged(captured, share, switches)
     if share.beside == 1:
         return replace(captured, choices=None), {}
-    several, one = share.chunks
+    several, one = zip(share.chunks, share.gather_chunks, strict=True)
     step, cuts = _sharded(captured, share, switches, "sharded", None, one)
     names = tuple(_in_pieces(layer, own) for layer, own in zip(
         (cuts[layer] for layer in captured.layers), captured.layer_weights, strict=True))
@@ -62,7 +62,7 @@ def shard_captured(captured: CapturedModel, share: RankShare, switches: Switches
 
 def _sharded(
     captured: CapturedModel, share: RankShare, switches: Switches, name: str, stored: Mapping[str, Cuts] | None,
-    chunks: int
+    chunks: tuple[int, int]
 ) -> tuple[fx.GraphModule, dict[str, Cuts]]:
     """The step graph of a rank, and what was cut."""
     step = with_blocks(captured)

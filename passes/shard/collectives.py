@@ -91,11 +91,14 @@ class Collectives:
         return [self.dense(self.call(aten.slice.Tensor, (made, -1, a, a + n), like), like)
                 for a, n in zip(begins, own, strict=True)]
 
-    def joined(self, values: Sequence[fx.Node], parts: ByRank, axes: tuple[int, ...], like: fx.Node) -> list[fx.Node]:
-        """Of values of which each rank along `axes` has some indices those that any of them has, in one exchange."""
+    def joined(self, values: Sequence[fx.Node], held: Sequence[Ranges], parts: ByRank, axes: tuple[int, ...],
+               like: fx.Node) -> fx.Node:
+        """Of values of which this rank has the indices `held` those that are in any `parts` of the ranks along `axes`,
+        in one exchange, as each has them, [ranks, ...]: `beside_each_other` puts them together."""
         each = widest(parts)
-        own = [(value, ((0, count(part)),)) for value, part in zip(values, parts[self.share.index(axes)], strict=True)]
-        return self._beside_each_other(self.every(self._filled(own, each, like), axes, like), parts, like)
+        own = [(value, ranges(positions(mine, part))) for value, mine, part in zip(
+            values, held, parts[self.share.index(axes)], strict=True)]
+        return self.every(self._filled(own, each, like), axes, like)
 
     def of_sequences(self, values: Sequence[fx.Node], parts: ByRank, like: fx.Node) -> list[fx.Node]:
         """Of values [sequences, ..., features] of which each rank has some features of all sequences, all features of
@@ -103,7 +106,7 @@ class Collectives:
         each = widest(parts)
         own = [(value, ((0, count(part)),)) for value, part in zip(values, parts[self.share.index(self.share.axes)],
                                                                    strict=True)]
-        return self._beside_each_other(self._passed(self._filled(own, each, like), like), parts, like)
+        return self.beside_each_other(self._passed(self._filled(own, each, like), like), parts, like)
 
     def of_features(self, value: fx.Node, parts: Sequence[Ranges], like: fx.Node) -> fx.Node:
         """Of a value [sequences, ..., features] of this rank's sequences that have all features, the other way round:
@@ -133,7 +136,7 @@ class Collectives:
         """A size times a number."""
         return self.call(operator.mul, (size, ranks), like) if isinstance(size, fx.Node) else size * ranks
 
-    def _beside_each_other(self, every: fx.Node, parts: ByRank, like: fx.Node) -> list[fx.Node]:
+    def beside_each_other(self, every: fx.Node, parts: ByRank, like: fx.Node) -> list[fx.Node]:
         """Values whose parts, as each rank has them, stand in [ranks, ...]."""
         ranks = [self.call(aten.select.int, (every, 0, rank), like) for rank in range(len(parts))]
         found = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -83,7 +84,7 @@ class Divided(RankInputs):
             self._over_hidden(node, self.env[source], parted)  # type: ignore[index]
             return
         if node in self.added.values():
-            self.env[node] = self._summed(node, [(n, self.env[n]) for n in node.args])  # type: ignore[index, misc]
+            self.env[node] = self._summed(node, node.args)  # type: ignore[arg-type]
             return
         if split is None and all(self.split[operand] is None for operand in node.all_input_nodes):
             self.env[node] = self._copied(node, self.env)
@@ -214,25 +215,52 @@ class Divided(RankInputs):
         given = [self.sequences.left(x, [wants[x].held for wants in self.wanted.values()])
                  if x in self.apart.nodes else self.env[x] for x in inputs]
         if self.share.wide:
-            parts = [[peer.split[x].held for x in inputs] for peer in self.peers]  # type: ignore[union-attr]
-            given = self.exchange.joined(given, parts, self.share.wide, products[0])
-        for node, x in zip(products, given, strict=True):
-            self.env[node] = x if node in self.added else self._summed(node, [(node, x)])  # the addition makes those
+            for turn in self.gathers.turns:
+                self._gathered(products, given, turn)
+        else:
+            self.entered |= {(node, 0): x for node, x in zip(products, given, strict=True)}
+        for node in products:
+            self.env[node] = self._entered(node, 0) if node in self.added else self._summed(node, [node])
 
-    def _summed(self, node: fx.Node, terms: Sequence[tuple[fx.Node, fx.Node]]) -> fx.Node:
-        """A product of a value, or two added, whose sums all ranks along the deep axes are to have."""
+    def _gathered(self, products: Sequence[fx.Node], given: Sequence[fx.Node], turn: range) -> None:
+        """Exchange what these pieces of products read, of which this rank has parts `given`."""
+        pieces = list(itertools.product(products, turn))
+        values = [x for x in given for _ in turn]
+        held = [self.split[self.products[n][0]].held for n, _ in pieces]  # type: ignore[union-attr]
+        parts = list(zip(*(self._columns(*piece) for piece in pieces), strict=True))
+        every = self.exchange.joined(values, held, parts, self.share.wide, products[0])
+        self.arriving |= dict.fromkeys(pieces, (every, pieces, parts))
+
+    def _entered(self, node: fx.Node, piece: int) -> fx.Node:
+        """What a piece of a product reads. It is put together here, so that exchanges behind its own are on their
+        way."""
+        if (node, piece) not in self.entered:
+            every, pieces, parts = self.arriving[node, piece]
+            made = self.exchange.beside_each_other(every, parts, node)
+            self.entered |= dict(zip(pieces, made, strict=True))
+        return self.entered[node, piece]
+
+    def _summed(self, node: fx.Node, products: Sequence[fx.Node]) -> fx.Node:
+        """A product, or two added, whose sums all ranks along the deep axes are to have."""
+        if self._gathers(products[0]):
+            every = (self._piece(node, products, i) for i in range(self.gathers.pieces))
+            added = functools.reduce(lambda a, b: self.call(aten.add.Tensor, (a, b), node), every)
+            return self.exchange.summed(added, self.share.deep, node)
         done = []
-        for turn in self.loop.turns if self._in_pieces(terms[0][0]) else ONCE.turns:
-            parts = []
-            for piece in turn:
-                made = tuple(self._made(n, x, self.share.deep, piece) for n, x in terms)
-                parts.append(made[0] if len(made) == 1 else self.call(node.target, made, node, name=node.name))  # type: ignore[arg-type]
+        for turn in self.loop.turns if self._in_pieces(products[0]) else ONCE.turns:
+            parts = [self._piece(node, products, i) for i in turn]
             done.append(self.exchange.summed(self.exchange.beside(parts, node), self.share.deep, node))
         return self.exchange.beside(done, node)
 
+    def _piece(self, node: fx.Node, products: Sequence[fx.Node], piece: int) -> fx.Node:
+        """A piece of a product, or of two added."""
+        made = tuple(self._made(n, self._entered(n, piece if self._gathers(n) else 0), self.share.deep, piece)
+                     for n in products)
+        return made[0] if len(made) == 1 else self.call(node.target, made, node, name=node.name)  # type: ignore[arg-type]
+
     def _made(self, node: fx.Node, x: fx.Node, summed: tuple[int, ...], piece: int = 0) -> fx.Node:
-        """A product on this rank, or a piece of it. Of what is summed over several ranks each adds the bias in equal
-        parts, which for two, four, … ranks are exact."""
+        """A product on this rank, or a piece of it. Of what is summed over several ranks, or pieces, each adds the bias
+        in equal parts, which for two, four, … are exact."""
         given, weight, bias, _ = self.products[node]
         env = {**self.env, given: x, weight: self._weight(weight, node)}
         if weight in self.pieces:
@@ -241,10 +269,11 @@ class Divided(RankInputs):
             env[weight] = self.head_rows
         if bias is not None:
             env[bias] = self._weight(bias, node)
-        if bias is not None and weight in self.pieces:
+        if bias is not None and self._in_pieces(node):
             env[bias] = self._of_piece(env[bias], node, piece)
-        if bias is not None and self.share.size(summed) > 1:
-            env[bias] = self.call(aten.mul.Tensor, (env[bias], 1 / self.share.size(summed)), node)
+        terms = self.share.size(summed) * (self.gathers.pieces if self._gathers(node) else 1)
+        if bias is not None and terms > 1:
+            env[bias] = self.call(aten.mul.Tensor, (env[bias], 1 / terms), node)
         return self.call(node.target, map_aggregate(node.args, lambda n: env.get(n, n)), node, name=node.name)  # type: ignore[arg-type, call-overload]
 
     def _of_piece(self, bias: fx.Node, node: fx.Node, piece: int) -> fx.Node:

@@ -1,5 +1,5 @@
-"""Products in pieces, so that the sums of one are exchanged beside the product of the next (Pope et al., section 3.5),
-and which products exchange together."""
+"""Products in pieces, so that the sums of one are exchanged beside the product of the next, or what the next one reads
+is gathered beside that of the one before (Pope et al., section 3.5), and which products exchange together."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PIECE = ".piece"  # and a number end the name of a weight that is a piece of ano
 
 
 @dataclass(frozen=True)
-class SumChunks:
-    """Weights in `pieces`, whose products are exchanged in so many `chunks` of as many neighbours each."""
+class InChunks:
+    """Weights in `pieces`, of which what is exchanged is exchanged in so many `chunks` of as many neighbours each."""
 
     pieces: int = 1
     chunks: int = 1
@@ -30,7 +30,7 @@ class SumChunks:
         return [range(first, first + each) for first in range(0, self.pieces, each)]
 
 
-ONCE = SumChunks()
+ONCE = InChunks()
 
 
 def piece_name(name: str, piece: int) -> str:
@@ -43,10 +43,10 @@ def whole_name(name: str) -> str:
     return whole if found and number.isdigit() else name
 
 
-def portion(held: Ranges, parts: int, index: int) -> Ranges:
-    """Part `index` of indices, in order, of as equal parts as can be."""
-    size = sum(end - first for first, end in held)
-    begin, end = (at * size // parts for at in (index, index + 1))
+def portion(held: Ranges, parts: int, index: int, unit: int = 1) -> Ranges:
+    """Part `index` of indices, in order, of as equal parts of whole units as can be; the last has what is no unit."""
+    units, size = sum(end - first for first, end in held) // unit, sum(end - first for first, end in held)
+    begin, end = (size if at == parts else unit * (at * units // parts) for at in (index, index + 1))
     found, before = [], 0
     for first, last in held:
         found.append((max(first, first + begin - before), min(last, first + end - before)))

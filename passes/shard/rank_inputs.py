@@ -10,14 +10,14 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from forebay.passes.shard.collectives import Collectives, stretches_of
+from forebay.passes.shard.collectives import ByRank, Collectives, stretches_of
 from forebay.passes.shard.cuts import Cuts
 from forebay.passes.shard.demand import (
     caches_of,
     over_cache,
     product_of,
 )
-from forebay.passes.shard.looped import ONCE, SumChunks, added_up, levels, piece_name, portion
+from forebay.passes.shard.looped import ONCE, InChunks, added_up, levels, piece_name, portion
 from forebay.passes.shard.placed import RankSplits
 from forebay.passes.shard.sequences import AllSequences, Apart, OwnSequences
 from forebay.passes.shard.split import ShardError, Split, shape_of
@@ -26,18 +26,20 @@ from forebay.rewriter.ir.share import Ranges, RankShare, WeightCut, count, range
 from forebay.rewriter.ir.symbolic_values import symbolic_value
 
 aten = torch.ops.aten
+Piece = tuple[fx.Node, int]  # of a product
 ROWS = ".rows"  # ends the name of a weight that is rows of another, which is read whole as well
 
 
 class RankInputs:
     """What a rank has of one graph's weights and caches, and what of them products read: `peers` say how the ranks
     along the wide axis have each value, `split` how this one does. Products that are as far from a layer's input
-    exchange together, those whose sums are added up as `loop` says. Where weights are `stored` in other parts than
-    products read, these are gathered."""
+    exchange together, those whose sums are added up as `loop` says; what ranks along the wide axis have of a product's
+    input is gathered as `gathers` says, in whole `units` of a weight's input features. Where weights are `stored` in
+    other parts than products read, these are gathered."""
 
     def __init__(self, gm: fx.GraphModule, share: RankShare, wanted: Mapping[int, Mapping[fx.Node, Split]],
-                 head: fx.Node | None, in_layer: bool, apart: Apart, stored: Cuts | None = None, loop: SumChunks = ONCE
-                 ) -> None:
+                 head: fx.Node | None, in_layer: bool, apart: Apart, stored: Cuts | None = None, loop: InChunks = ONCE,
+                 gathers: InChunks = ONCE, units: Mapping[fx.Node, int] | None = None) -> None:
         self.gm, self.share, self.head, self.in_layer, self.apart = gm, share, head, in_layer, apart
         self.wanted = wanted
         self.peers = [RankSplits(gm, each, wanted[each.rank], head, in_layer, apart.nodes) for each in share.peers]
@@ -50,8 +52,10 @@ class RankInputs:
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.normed: dict[Any, fx.Node] = {}  # norms of one value, which differ in what follows, exchange once
-        self.cuts, self.loop = Cuts(), loop
+        self.cuts, self.loop, self.gathers, self.units = Cuts(), loop, gathers, units or {}
         self.pieces: dict[fx.Node, list[fx.Node]] = {}
+        self.arriving: dict[Piece, tuple[fx.Node, list[Piece], ByRank]] = {}  # exchanges, and whose inputs they bring
+        self.entered: dict[Piece, fx.Node] = {}  # inputs of products that sum over features
         self.stored = stored
         self.read: dict[str, WeightCut] = {}  # cuts of what products read, where more of it is gathered
         self.whole: dict[fx.Node, fx.Node] = {}
@@ -67,8 +71,10 @@ class RankInputs:
             cut = tuple(sorted((dim, split) for dim, split in ((out, rows), (into, columns)) if split is not None))
             inward = self.split[x] is None or self.own.is_hidden(self.split[x])
             sides = (self.share.deep, self.share.wide) if inward else (self.share.wide, self.share.deep)
-            if self._in_pieces(node):
-                self._cut_pieces(node, weight, out, cut)
+            if self._gathers(node):
+                self._cut_pieces(weight, into, cut, [self._columns(node, i) for i in range(self.gathers.pieces)])
+            elif self._in_pieces(node):
+                self._cut_pieces(weight, out, cut, [self._portions(node, i) for i in range(self.loop.pieces)])
             elif cut:
                 self._cut(weight, cut, {out: sides[0], into: sides[1]})
             if rows is not None and bias is not None and weight_name(bias) is not None:
@@ -87,21 +93,35 @@ class RankInputs:
         return into is not None and not self.own.is_hidden(into)
 
     def _in_pieces(self, node: fx.Node) -> bool:
-        """Whether a product is made in pieces: ranks add its results up."""
+        """Whether a product's results are made in pieces: ranks add them up."""
         scattered = self.in_layer and self._reads_hidden(node) and node in self.own.wanted
         added = self.in_layer and self._sums(node) and self.share.size(self.share.deep) > 1
-        return self.loop.pieces > 1 and (scattered or added)
+        return self.loop.pieces > 1 and (scattered or added) and not self._gathers(node)
 
-    def _cut_pieces(self, node: fx.Node, weight: fx.Node, out: int, cut: WeightCut) -> None:
-        """Cut the features of a product's weight, dimension `out` of it, into pieces too."""
-        name, others = weight_name(weight), tuple(each for each in cut if each[0] != out)
+    def _gathers(self, node: fx.Node) -> bool:
+        """Whether what a product reads is gathered in pieces, and its sums at once: it falls in one way."""
+        return self.gathers.pieces > 1 and self.in_layer and self._sums(node) and bool(self.share.wide)
+
+    def _cut_pieces(self, weight: fx.Node, dim: int, cut: WeightCut, pieces: Sequence[Sequence[Ranges]]) -> None:
+        """Cut dimension `dim` of a product's weight into pieces too, of each of which peers have these parts."""
+        name, others = weight_name(weight), tuple(each for each in cut if each[0] != dim)
         assert name is not None
         if len(weight.users) > 1:
             raise ShardError(f"{name} is read by several, so its product cannot fall into pieces; leave chunks out")
-        self.cuts.in_pieces[name] = self.loop.pieces
-        for piece in range(self.loop.pieces):
-            rows = ranges(part for theirs in self._portions(node, piece) for part in theirs)
-            self.cuts.weights[piece_name(name, piece)] = tuple(sorted((*others, (out, rows))))
+        self.cuts.in_pieces[name] = len(pieces)
+        for i, parts in enumerate(pieces):
+            held = ranges(part for theirs in parts for part in theirs)
+            self.cuts.weights[piece_name(name, i)] = tuple(sorted((*others, (dim, held))))
+
+    def _columns(self, node: fx.Node, piece: int) -> list[Ranges]:
+        """The input features in a piece of a product, those that each peer has."""
+        x, weight, *_ = self.products[node]
+        theirs = [peer.split[x].held for peer in self.peers]  # type: ignore[union-attr]
+        found = [portion(held, self.gathers.pieces, piece, self.units.get(weight, 1)) for held in theirs]
+        if not all(found):
+            raise ShardError(f"{node.name}: {count(min(theirs, key=count))} features of its input do not fall into "
+                             f"{self.gathers.pieces} pieces; take fewer gather_chunks")
+        return found
 
     def _portions(self, node: fx.Node, piece: int) -> list[Ranges]:
         """The features in a piece of a product: of sums that are scattered those that each peer is to have."""

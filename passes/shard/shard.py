@@ -12,7 +12,7 @@ from forebay.passes.shard.cuts import Cuts
 from forebay.passes.shard.demand import Demand, product_of
 from forebay.passes.shard.divided import Divided
 from forebay.passes.shard.gathered import GatheredStep
-from forebay.passes.shard.looped import SumChunks, piece_name
+from forebay.passes.shard.looped import InChunks, piece_name
 from forebay.passes.shard.sequences import Apart
 from forebay.passes.shard.split import ShardError, Split, shape_of
 from forebay.rewriter.ir.graph import META, CacheInput, WeightInput, weight_name
@@ -20,13 +20,13 @@ from forebay.rewriter.ir.share import RankShare, ranges
 
 
 def shard(gm: fx.GraphModule, share: RankShare, units: Mapping[str, int], stored: Mapping[Any, Cuts] | None = None,
-          chunks: int = 1) -> None:
+          chunks: tuple[int, int] = (1, 1)) -> None:
     """Make a captured step graph, and the blocks that it calls, those of one rank: weights, heads and caches are parts,
     and collectives add up what ranks have of a layer's sums; hidden states are whole on every rank, or divided along
     the wide axis. `units`: of weights stored in groups, by name, how many input features belong together. What was cut
     stands in `gm.meta["cuts"]`, by block ("": the step). Where that is given as `stored`, it is a prefill's step that
-    gathers weights. `chunks`: in how many parts sums of products are exchanged. ShardError names what cannot
-    be divided so, and what would do.
+    gathers weights. `chunks`: in how many parts sums of products are exchanged, and inputs gathered. ShardError
+    names what cannot be divided so, and what would do.
     """
     layer = share if stored is None else share.prefilling
     found: dict[Any, Cuts] = {}
@@ -42,7 +42,8 @@ def shard(gm: fx.GraphModule, share: RankShare, units: Mapping[str, int], stored
             demand.of_layer(block, grouped, apart.entering)
             wants[each.rank] = demand.wanted
         found[name] = Divided(block, layer, wants, None, True, apart, None if stored is None else stored[name],
-                              SumChunks(share.pieces, chunks)).run()
+                              InChunks(share.pieces, chunks[0]), InChunks(share.gather_pieces, chunks[1]),
+                              grouped).run()
     head = _head(gm)
     wanted = {} if head is None else {head: _head_rows(head, share)}
     divided = GatheredStep(gm, share, wanted, head) if stored is not None else (

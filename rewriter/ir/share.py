@@ -48,7 +48,8 @@ class RankShare:
     sequences, as `prefilling` says, along the axes that are not `beyond` it. `chunks`: in how many parts products are
     made whose sums ranks add up, in steps over several tokens and over one, so that one part is exchanged beside the
     product of the next (section 3.5); one divides the other, and both have the weights in as many `pieces` as the
-    larger says."""
+    larger says. `gather_chunks`: in how many parts, likewise, what is between two products is gathered along the wide
+    axis, so that one comes beside the product of the one before; sums of these products are then exchanged at once."""
 
     shape: tuple[int, ...]
     rank: int
@@ -58,11 +59,17 @@ class RankShare:
     gathered: tuple[int, ...] = ()
     beyond: tuple[int, ...] = ()
     chunks: tuple[int, int] = (1, 1)
+    gather_chunks: tuple[int, int] = (1, 1)
 
     @property
     def pieces(self) -> int:
         """Those of each weight whose product is exchanged in parts."""
         return max(self.chunks)
+
+    @property
+    def gather_pieces(self) -> int:
+        """Those of each weight whose product's input is gathered in parts."""
+        return max(self.gather_chunks)
 
     @property
     def ranks(self) -> int:
@@ -157,10 +164,10 @@ class RankShare:
         tensor = "x".join(map(str, self.shape))
         layout = self.layout if not self.gathered else "xyz" if len(self.gathered) == len(self.axes) else (
             "x" if len(self.gathered) == 1 else "xy")
-        chunks = "/".join(map(str, dict.fromkeys(self.chunks)))
+        chunks, gathers = ("/".join(map(str, dict.fromkeys(each))) for each in (self.chunks, self.gather_chunks))
         said = {"stages": self.stages, "tensor": tensor, "layout": layout, "attention": self.attention,
-                "chunks": chunks}
-        usual = {"stages": 1, "layout": "1d", "attention": "heads", "chunks": "1"}
+                "chunks": chunks, "gather_chunks": gathers}
+        usual = {"stages": 1, "layout": "1d", "attention": "heads", "chunks": "1", "gather_chunks": "1"}
         told = [f"{name}={value}" for name, value in said.items() if value != usual.get(name)]
         return tensor if len(told) == 1 else ",".join(told)
 

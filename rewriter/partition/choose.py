@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -107,7 +108,7 @@ class Option:
 
 
 def options_of(problem: PartitionProblem) -> list[Option]:
-    """Every layout of every kind of layer in every phase, with sums exchanged at once, and in the chunks that take
+    """Every layout of every kind of layer in every phase, with all exchanged at once, and in the chunks that take
     least. The cache lies as decode wants it."""
     found = []
     full = problem.prompt + problem.new_tokens
@@ -124,14 +125,17 @@ def options_of(problem: PartitionProblem) -> list[Option]:
 
 def _in_best_chunks(problem: PartitionProblem, layout: ChipLayout, work: PhaseWork
                     ) -> Iterator[tuple[ChipLayout, int, LayerShape, LayerCost]]:
-    """The costs of all kinds of layers in a layout, and again in the chunks of the sums that take all layers least, if
-    those are several. Where weights are gathered ranks exchange sums at once."""
-    ways = [replace(layout, chunks=chunks) for chunks in (CHUNKS if not layout.gathered else CHUNKS[:1])]
+    """The costs of all kinds of layers in a layout, in the chunks of the sums that take all layers least, if those are
+    several, and in those of the sums and of what is gathered between products. Where weights are gathered ranks
+    exchange all at once."""
+    ways = [replace(layout, chunks=chunks, gather_chunks=gathers) for chunks, gathers in product(
+        CHUNKS if not layout.gathered else CHUNKS[:1], CHUNKS if layout.feedforward == "2d" else CHUNKS[:1])]
     costs = {way: [layer_cost(kind, way, problem.mesh, work, problem.times, parallel=problem.parallel,
                               weights=problem.weights) for kind in problem.model.layers] for way in ways}
-    best = min(ways, key=lambda way: sum(kind.count * cost.time_s for kind, cost in zip(
-        problem.model.layers, costs[way], strict=True)))
-    for way in dict.fromkeys((layout, best)):
+    best = [min(among, key=lambda way: sum(kind.count * cost.time_s for kind, cost in zip(
+        problem.model.layers, costs[way], strict=True))) for among in (
+        [way for way in ways if way.gather_chunks == 1], ways)]
+    for way in dict.fromkeys((layout, *best)):
         for i, (kind, cost) in enumerate(zip(problem.model.layers, costs[way], strict=True)):
             yield way, i, kind, cost
 
@@ -196,12 +200,15 @@ def best_run(problem: PartitionProblem) -> RunLayouts | None:
 
 
 def run_together(prefill: ChipLayout, decode: ChipLayout) -> bool:
-    """Whether ranks here run a prefill and decode steps in these layouts: one stationary layout, in whatever chunks, or
-    prompts in one that gathers the same shards, attention being over the batch in both, so that the cache of one is the
-    other's."""
-    return (replace(prefill, chunks=decode.chunks) == decode and not prefill.gathered) or (
-        decode.feedforward == "2d" and bool(prefill.gathered) and prefill.wide == decode.wide and decode.chunks == 1
-        and prefill.attention == decode.attention == "batch")
+    """Whether ranks here run a prefill and decode steps in these layouts: one stationary layout, in whatever chunks
+    want weights in the same pieces, or prompts in one that gathers the same shards, attention being over the batch in
+    both, so that the cache of one is the other's."""
+    at_once = replace(decode, chunks=1, gather_chunks=1)
+    if prefill.gathered:
+        return (decode == at_once and decode.feedforward == "2d" and prefill.wide == decode.wide
+                and prefill.attention == decode.attention == "batch")
+    falls = {way.gather_chunks > 1 for way in (prefill, decode) if way.gather_chunks > 1 or way.chunks > 1}
+    return replace(prefill, chunks=1, gather_chunks=1) == at_once and len(falls) <= 1
 
 
 def _outside(problem: PartitionProblem) -> dict[str, LayerCost]:

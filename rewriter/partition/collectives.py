@@ -13,6 +13,7 @@ CollectiveKind = Literal["all-gather", "reduce-scatter", "all-to-all"]
 TORCHS: dict[CollectiveKind, str] = {"all-gather": "all_gather_into_tensor", "reduce-scatter": "reduce_scatter_tensor",
                                      "all-to-all": "all_to_all_single"}
 INPUT, OUTPUT = "input", "output partial sums"  # of a layer's products: what most collectives exchange
+INNER = "inner"  # what is between two products
 # Of a TPU v4: six links a chip, two along each axis. Slices of whole cubes of 4x4x4 are joined into rings along all
 # axes; smaller ones are cut from a cube and end at its faces (Jouppi et al. 2023, section 2).
 TORUS_AXES, CUBE = 3, 4

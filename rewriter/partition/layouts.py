@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import Literal
 
 from forebay.rewriter.ir.program import dtype_itemsize
-from forebay.rewriter.partition.collectives import INPUT, OUTPUT, ChipMesh, Collective, collective_s
+from forebay.rewriter.partition.collectives import INNER, INPUT, OUTPUT, ChipMesh, Collective, collective_s
 from forebay.rewriter.predict.estimator import Estimator
 from forebay.rewriter.predict.model_shapes import ATTENTION, DTYPES, MLP, LayerShape, ModelShape
 
@@ -19,7 +19,7 @@ Attention = Literal["heads", "batch"]
 NAMES: dict[Feedforward, str] = {"1d": "1D weight-stationary", "2d": "2D weight-stationary", "x": "X-weight-gathered",
                                  "xy": "XY-weight-gathered", "xyz": "XYZ-weight-gathered"}
 WEIGHTS = "weights"  # what weight-gathered layouts exchange
-CHUNKS = (1, 2, 4, 8)  # parts in which a product's sums may be exchanged
+CHUNKS = (1, 2, 4, 8)  # parts in which a product's sums may be exchanged, or its input gathered
 INT8 = "int8"
 STORED = (*DTYPES, INT8)  # what weights may be
 
@@ -60,7 +60,9 @@ class ChipLayout:
     """How a layer lies on the mesh. `wide`: axes that split the hidden size of weights (none in 1D), the others split
     the feed-forward size; `gathered`: axes over which weights are gathered and sequences split; `copied`: chips that
     share a head of keys and values each compute it, as ranks do here, where the paper's gather it. `chunks`: parts of
-    a product, of which one is exchanged beside the product of the next (section 3.5)."""
+    a product, of which one is exchanged beside the product of the next (section 3.5); `gather_chunks`: parts in which
+    what is between two products is gathered, one beside the product of the one before, whose sums are exchanged at
+    once."""
 
     feedforward: Feedforward
     wide: tuple[int, ...]
@@ -68,6 +70,12 @@ class ChipLayout:
     attention: Attention
     copied: bool = False
     chunks: int = 1
+    gather_chunks: int = 1
+
+    @property
+    def output_chunks(self) -> int:
+        """Parts of a layer's output: its products fall in one way."""
+        return self.chunks if self.gather_chunks == 1 else 1
 
 
 @dataclass(frozen=True)
@@ -204,10 +212,14 @@ def product_cost(layer: LayerShape, layout: ChipLayout, mesh: ChipMesh, rows: fl
             parts = (n_parts, k_parts) if split == "in" else (k_parts, n_parts)
             moved = list(_activations(block.hidden, width, layout, deep if stationary else rest, mesh,
                                       rows * sizes.activation, split))
-            beside_s = sum(collective_s(item, mesh) for item in _added_up(moved))
-            chunks = layout.chunks if beside_s else 1
-            n_local, k_local, many = math.ceil(n / parts[0] / chunks), math.ceil(k / parts[1]), share * rows
-            nbytes = n_local * k_local * sizes.weight + many * (n_local + k_local) * sizes.activation
+            looped = split == "out" and layout.gather_chunks > 1
+            beside_s = sum(collective_s(item, mesh) for item in (moved[:1] if looped else _added_up(moved)))
+            chunks = (layout.gather_chunks if looped else layout.chunks) if beside_s else 1
+            n_local, k_local, many = math.ceil(n / parts[0]), math.ceil(k / parts[1]), share * rows
+            again = n_local * (chunks - 1) / chunks if looped else 0  # what pieces before it have added up
+            n_local, k_local = ((n_local, math.ceil(k_local / chunks)) if looped else
+                                (math.ceil(n_local / chunks), k_local))
+            nbytes = n_local * k_local * sizes.weight + many * (n_local + k_local + again) * sizes.activation
             product_s = times.product_s(sizes.dtype, many, n_local, k_local, nbytes=nbytes)
             time_s += chunks * product_s
             hidden_s += (chunks - 1) * (1 - mesh.held_up) * min(product_s, beside_s)
@@ -242,20 +254,21 @@ def _activations(hidden: int, width: int, layout: ChipLayout, deep: tuple[int, .
                  split: str) -> Iterator[Collective]:
     """Stationary: the hidden size is gathered over the axes that split the other one, and the other way round; partial
     sums of a product are scattered over the axes that split what it sums over. `column`: bytes of one element of all
-    rows. What leaves a product leaves it in `chunks`, and is gathered for the next in as many."""
+    rows. What leaves a product leaves it in `chunks`, and is gathered for the next in as many; what is between two in
+    `gather_chunks`."""
     wide = layout.wide if not layout.gathered else ()
     along = column * hidden / mesh.size(wide)
     across = column * width / mesh.size(deep)
     if split == "in":
-        yield from _in_chunks(Collective("all-gather", deep, along, INPUT), layout)
-        yield from _in_chunks(Collective("reduce-scatter", wide, across, "inner partial sums"), layout)
+        yield from _in_chunks(Collective("all-gather", deep, along, INPUT), layout.output_chunks)
+        yield from _in_chunks(Collective("reduce-scatter", wide, across, "inner partial sums"), layout.chunks)
     else:
-        yield Collective("all-gather", wide, across, "inner")
-        yield from _in_chunks(Collective("reduce-scatter", deep, along, OUTPUT), layout)
+        yield from _in_chunks(Collective("all-gather", wide, across, INNER), layout.gather_chunks)
+        yield from _in_chunks(Collective("reduce-scatter", deep, along, OUTPUT), layout.output_chunks)
 
 
-def _in_chunks(item: Collective, layout: ChipLayout) -> list[Collective]:
-    return [replace(item, nbytes=item.nbytes / layout.chunks)] * layout.chunks
+def _in_chunks(item: Collective, chunks: int) -> list[Collective]:
+    return [replace(item, nbytes=item.nbytes / chunks)] * chunks
 
 
 def _added_up(moved: Sequence[Collective]) -> Iterator[Collective]:

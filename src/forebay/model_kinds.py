@@ -13,6 +13,7 @@ from forebay.rewriter.ir.share import Attended, Dimensions, RankShare
 if TYPE_CHECKING:
     from forebay.api import LanguageModel
 
+CHUNKED = ("chunks", "gather_chunks")
 GATHERED = {"x": 1, "xy": 2, "xyz": 0}  # layouts whose prefills gather weights, and over how many axes; 0: all
 MeshShape = str | int | Sequence[int] | Mapping[str, int | str | Sequence[int]]
 
@@ -36,12 +37,13 @@ def made(draft: str | os.PathLike[str] | None, mesh: MeshShape | None, *given: A
 
 def read_mesh(mesh: MeshShape) -> RankShare:
     """Ranks along each axis of a stage, how many stages there are, the layout of a stage and what ranks divide of
-    attention, and in how many parts sums are exchanged, as rank 0 has it: of 4, (2, 2), "2x2", {"stages": 2, "tensor":
-    2}, "stages=2,tensor=2", "tensor=2x2,layout=2d,attention=batch" or "tensor=4,chunks=4/2" (4 in steps over several
-    tokens, 2 over one). PlanError where it is none of these."""
+    attention, and in how many parts sums are exchanged and inputs gathered, as rank 0 has it: of 4, (2, 2), "2x2",
+    {"stages": 2, "tensor": 2}, "stages=2,tensor=2", "tensor=2x2,layout=2d,attention=batch", "tensor=4,chunks=4/2" (4 in
+    steps over several tokens, 2 over one) or "tensor=2x2,layout=2d,gather_chunks=4". PlanError where it is none of
+    these."""
     wanted = ("numbers of ranks of at least 1, as 4, 2x2 or stages=2,tensor=2, and layout=2d, attention=batch, "
               "chunks=4")
-    known = {"stages", "tensor", "layout", "attention", "chunks"}
+    known = {"stages", "tensor", "layout", "attention", *CHUNKED}
     parts: Mapping[str, Any] = {"tensor": mesh}
     if isinstance(mesh, Mapping):
         parts = mesh
@@ -59,19 +61,21 @@ def read_mesh(mesh: MeshShape) -> RankShare:
     if layout not in (*get_args(Dimensions), *GATHERED):
         raise PlanError(f"mesh: layout {layout} is none of those that run, "
                         f"{', '.join((*get_args(Dimensions), *GATHERED))}")
-    chunks = _chunks(parts.get("chunks", 1))
+    chunks, gathers = (_chunks(name, parts.get(name, 1)) for name in CHUNKED)
     if layout in GATHERED:
-        if chunks != (1, 1):
-            raise PlanError(f"mesh: {mesh!r}: sums are exchanged at once where prompts gather weights; leave chunks "
-                            "out")
+        if (chunks, gathers) != ((1, 1), (1, 1)):
+            raise PlanError(f"mesh: {mesh!r}: sums are exchanged at once where prompts gather weights, and so is what "
+                            "is gathered; leave chunks and gather_chunks out")
         return _gathered(mesh, RankShare(shape, 0, stages[0]), layout, parts.get("attention", "batch"))
     if attention not in get_args(Attended):
         raise PlanError(f"mesh: attention {attention} is divided by none of those that run, "
                         f"{', '.join(get_args(Attended))}")
     found = RankShare(shape, 0, stages[0], cast("Dimensions", layout), cast("Attended", attention),
-                      chunks=chunks)
+                      chunks=chunks, gather_chunks=gathers)
     if layout == "2d" and len(found.axes) < 2:
         raise PlanError(f"mesh: {mesh!r}: the layout 2d needs a mesh of two axes, as 2x2")
+    if gathers != (1, 1) and layout != "2d":
+        raise PlanError(f"mesh: {mesh!r}: inputs of products are gathered with layout=2d; leave gather_chunks out")
     return found
 
 
@@ -84,12 +88,12 @@ def _gathered(mesh: MeshShape, share: RankShare, layout: str, attention: object)
     return replace(share, layout="2d" if len(share.axes) > 1 else "1d", attention="batch", gathered=axes)
 
 
-def _chunks(given: Any) -> tuple[int, int]:
+def _chunks(name: str, given: Any) -> tuple[int, int]:
     """Parts of exchanges in steps over several tokens and over one: of 4, "4", "4/1" or (4, 1)."""
     found = _numbers(given.replace("/", "x") if isinstance(given, str) else given)
     both = found * 2 if len(found) == 1 else found
     if len(both) != 2 or min(both) < 1 or max(both) % min(both):
-        raise PlanError(f"mesh: chunks {given} must be a number of at least 1, or two, of which one divides the other, "
+        raise PlanError(f"mesh: {name} {given} must be a number of at least 1, or two, of which one divides the other, "
                         "as 4/1: in steps over several tokens, and over one")
     return both[0], both[1]
 

@@ -158,6 +158,11 @@ TWO += [Case("opt", ONE | {"places": 2}), Case("bigcode", ONE | {"cache_tier": "
 FOUR += [Case(kind, {"mesh": f"{WIDE['mesh']},chunks=2"}, share=500_000) for kind in ("llama", "gpt_neox", "uneven")]
 FOUR += [Case("gpt2", {"mesh": f"{WIDE_OWN['mesh']},chunks=4/1"}, share=500_000),
          Case("opt", {"mesh": "stages=2,tensor=2,chunks=2"})]
+AHEAD = {"mesh": f"{WIDE['mesh']},gather_chunks=4/2"}
+FOUR += [Case(kind, AHEAD, share=500_000) for kind in ("llama", "gpt_neox", "gpt2", "bigcode")]
+FOUR += [Case("opt", {"mesh": f"{WIDE_OWN['mesh']},chunks=2/1,gather_chunks=2/1"}, share=500_000),
+         Case("uneven", {"mesh": f"{WIDE['mesh']},gather_chunks=3/1"}, share=500_000),
+         Case("opt", {"mesh": f"{WIDE['mesh']},gather_chunks=2"})]
 EIGHT = [Case("bigcode", {"mesh": "stages=2,tensor=2x2,layout=2d,attention=batch"})]
 MORE = [Case(kind, share=500_000) for kind in (
     "qwen2", "qwen3", "mistral", "opt_projected", "llama4", "gemma2")] if os.environ.get("FOREBAY_TEST_ALL") else []
@@ -191,7 +196,7 @@ def test_packed_weights_and_draws_are_those_of_one_device(folder: Path, nursery:
     for found in both:
         assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in alone]
     wide = _placed(folder, [Case("llama+w4g16", WIDE), Case("gpt_neox+w8g16", {"mesh": f"{WIDE['mesh']},chunks=2/1"}),
-                            Case("opt", {"cache": "kv8"} | WIDE)])
+                            Case("opt", {"cache": "kv8"} | WIDE), Case("llama+w4g16", AHEAD)])
     alone = answers([Case(c.kind, {n: v for n, v in c.wrapped.items() if n != "mesh"}, c.asked, c.folder, 900_000)
                      for c in wide], None)
     for found in answers_of_ranks(nursery, 4, wide):
@@ -280,6 +285,17 @@ def test_of_sums_in_chunks_the_last_is_waited_for(folder: Path, nursery: Nursery
             assert not proved, f"without {proved[:2]} a step is proved all the same"
 
 
+def test_of_inputs_in_chunks_each_is_waited_for(folder: Path, nursery: Nursery) -> None:
+    """By its own product, not by those before it: their exchanges are all under way then."""
+    (case,) = _placed(folder, [Case("opt", share=500_000)])
+    for found in nursery.on_ranks(4, programs, case, AHEAD["mesh"], traced=[case.folder]):
+        for (exchanged, proved), gathers in zip(found, (2, 4), strict=True):
+            layer = ["all_gather_into_tensor", "reduce_scatter_tensor", *["all_gather_into_tensor"] * gathers,
+                     "all_reduce"] * 2
+            assert [op for op, *_ in exchanged] == layer * 2 + ["all_gather_into_tensor"] * 3
+            assert not proved, f"without {proved[:2]} a step is proved all the same"
+
+
 def job_answers(folder: str, budget: int, mesh: str, places: int) -> tuple[int, int, list[list[int]]]:
     """Prompts at once, those that enter while others run, and the answers to five, as a job has them."""
     from functools import partial
@@ -329,7 +345,8 @@ def refusals(folder: str) -> list[str]:
                             (enough, OWN | {"cache_tier": "disk"}), (enough, OWN | {"places": 2}),
                             (enough, {"mesh": "tensor=2,layout=xy"}), (enough, {"mesh": "stages=2,tensor=2,layout=x"}),
                             (enough, {"mesh": "tensor=2,chunks=3/2"}), (enough, {"mesh": "tensor=2,chunks=128"}),
-                            (enough, {"mesh": "tensor=2,layout=xyz,chunks=2"})):
+                            (enough, {"mesh": "tensor=2,layout=xyz,chunks=2"}),
+                            (enough, {"mesh": "tensor=2,gather_chunks=2"})):
         try:
             forebay.wrap(folder, budget, batch=3, prompt=8, new_tokens=NEW, **({"mesh": "2"} | options))
             found.append("")
@@ -353,7 +370,8 @@ def test_what_cannot_be_is_said_alike_on_all_ranks(folder: Path, nursery: Nurser
     one, other = nursery.on_ranks(2, refusals, case.folder)  # each traces for itself
     assert one == other
     small, ranks, draft, shape, unequal, divided, moved, entered, axes, staged, uneven, *more = one
-    many, gathers, given, beams = more
+    many, gathers, inputs, given, beams = more
+    assert "leave gather_chunks out" in inputs
     assert "of which one divides the other" in uneven and "take fewer chunks" in many and "leave chunks out" in gathers
     assert "1 axis with layout=x, 2 with xy" in axes and "without stages" in staged
     assert "heads, batch" in divided and "leave cache_tier out" in moved and "leave places out" in entered

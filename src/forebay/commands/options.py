@@ -38,7 +38,8 @@ MeshOption = Annotated[str | None, typer.Option(
     "--mesh", metavar="RANKS", help="Processes that share every layer, e.g. 4, or the layers, stages=2, or both, "
     "stages=2,tensor=2, or in two dimensions, tensor=2x2,layout=2d (x, xy or xyz: prompts gather weights); with "
     "attention=batch each attends for some of the sequences, else with some of the heads; with chunks=4 sums "
-    "are exchanged in so many parts, one beside the product of the next (4/1: not in steps over one token); by default "
+    "are exchanged in so many parts, one beside the product of the next (4/1: not in steps over one token), with "
+    "layout=2d,gather_chunks=4 inputs of products gathered, one beside the product of the one before; by default "
     "all that torchrun started share every layer in one.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 

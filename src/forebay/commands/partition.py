@@ -114,7 +114,8 @@ def _layout_data(layout: ChipLayout) -> dict[str, Any]:
     from forebay.rewriter.partition.layouts import NAMES
 
     return {"feedforward": NAMES[layout.feedforward], "attention": f"sharded over {layout.attention}",
-            "hidden_axes": list(layout.wide), "gathered_axes": list(layout.gathered), "chunks": layout.chunks}
+            "hidden_axes": list(layout.wide), "gathered_axes": list(layout.gathered), "chunks": layout.chunks,
+            "gather_chunks": layout.gather_chunks}
 
 
 def _data(problem: PartitionProblem, found: Choice) -> dict[str, Any]:
@@ -146,9 +147,11 @@ def _mesh(problem: PartitionProblem, runs: RunLayouts) -> str:
     wide, gathered = problem.mesh.size(way.wide), problem.mesh.size(runs.prefill.gathered)
     shape = [chips // wide, wide] if layout != "xy" else [chips // gathered, gathered // wide, wide]
     parts = [f"tensor={'x'.join(map(str, shape if way.wide else [chips]))}"]
-    chunks = list(dict.fromkeys((runs.prefill.chunks, way.chunks)))
+    looped = {"chunks": dict.fromkeys((runs.prefill.chunks, way.chunks)),
+              "gather_chunks": dict.fromkeys((runs.prefill.gather_chunks, way.gather_chunks))}
     parts += [f"layout={layout}"] * bool(way.wide) + ["attention=batch"] * (way.attention == "batch")
-    return ",".join(parts + [f"chunks={'/'.join(map(str, chunks))}"] * (chunks != [1]))
+    parts += [f"{name}={'/'.join(map(str, each))}" for name, each in looped.items() if list(each) != [1]]
+    return ",".join(parts)
 
 
 def _write_plans(model: str, problem: PartitionProblem, runs: RunLayouts | None, machine: str, folder: Path) -> Path:
@@ -192,7 +195,8 @@ def _launch(model: str, problem: PartitionProblem, runs: RunLayouts | None, plan
 def _said(way: dict[str, Any]) -> str:
     """A layout in words."""
     looped = f", sums exchanged in {way['chunks']} chunks beside products" if way["chunks"] > 1 else ""
-    return f"{way['feedforward']}, attention {way['attention']}{looped}"
+    gathers = f", inputs gathered in {way['gather_chunks']} chunks beside products" if way["gather_chunks"] > 1 else ""
+    return f"{way['feedforward']}, attention {way['attention']}{looped}{gathers}"
 
 
 def _text(data: dict[str, Any]) -> str:
@@ -210,7 +214,8 @@ def _text(data: dict[str, Any]) -> str:
             lines.append(f"  {kind['layers']} layers: {_said(kind)}; a layer "
                          + ", ".join(f"{part} {1e3 * time_s:.3g} ms" for part, time_s in parts.items())
                          + f": {longest} weighs most"
-                         + f"; {1e3 * kind['hidden_s']:.3g} ms of communication beside products" * (kind["chunks"] > 1))
+                         + f"; {1e3 * kind['hidden_s']:.3g} ms of communication beside products"
+                         * (kind["hidden_s"] > 0))
         ways = phase["alternatives"]
         lines += [f"    {1e3 * way['layer_s']:9.4g} ms a layer  {_said(way)}" for way in ways]
     held = {name: format_nbytes(int(nbytes)) for name, nbytes in data["memory_nbytes"].items()}

@@ -1,4 +1,5 @@
-"""Products in pieces whose sums are exchanged one beside the product of the next: what is cut, and in which order."""
+"""Products in pieces whose sums are exchanged one beside the product of the next, or whose inputs are gathered so: what
+is cut, and in which order."""
 
 from __future__ import annotations
 
@@ -14,15 +15,16 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from forebay.passes.place.shorten_lifetimes import shorten_lifetimes
-from forebay.passes.shard.looped import PIECE, SumChunks, piece_name, portion, whole_name
+from forebay.passes.shard.looped import PIECE, InChunks, piece_name, portion, whole_name
 from forebay.passes.shard.split import ShardError
-from forebay.rewriter.ir.graph import CapturedModel, is_collective, weight_name
+from forebay.rewriter.ir.graph import CapturedModel, is_collective, storage_of, weight_name
 from forebay.rewriter.ir.share import RankShare, count, ranges
 from forebay.rewriter.shard_captured import WeightParts, shard_captured
 from forebay.rewriter.switches import Switches
 from forebay.rewriter.verify.graph import check_captured
 
 LINE, GRID = RankShare((2,), 0, chunks=(4, 2)), RankShare((2, 2), 0, 1, "2d", chunks=(2, 2))
+GATHERING = RankShare((2, 2), 0, 1, "2d", gather_chunks=(4, 2))
 
 
 def sharded(family: str, share: RankShare) -> tuple[CapturedModel, WeightParts]:
@@ -62,11 +64,38 @@ def test_of_parallel_blocks_both_products_of_a_chunk_are_added_up_at_once() -> N
     assert model.prefill is None
 
 
+def test_inputs_in_chunks_are_on_their_way_before_the_first_is_multiplied() -> None:
+    """And each product comes before what puts together the next one's input, which waits for it."""
+    model, _ = sharded("llama", GATHERING)
+    assert model.prefill is not None and model.prefill.weights == model.weights
+    (prefill,), (decode,) = (each.blocks().values() for each in (model.prefill, model))
+    first, sums, gather = ["all_reduce", "reduce_scatter_tensor"], "all_reduce", "all_gather_into_tensor"
+    for block, exchanges in ((prefill, 4), (decode, 2)):
+        assert products_and_exchanges(block) == [
+            x for name in ("o_proj", "down_proj") for x in (
+                *first, *[gather] * exchanges, *(f"{name}{i}" for i in range(4)), sums)]
+    waits = [i for i, node in enumerate(prefill.graph.nodes) if node.target is torch.ops.aten.cat.default and any(
+        "all_gather" in str(storage_of(n)[0].target) for n in node.all_input_nodes)]
+    products = [i for i, node in enumerate(prefill.graph.nodes)
+                if any(PIECE in (weight_name(n) or "") for n in node.all_input_nodes)]
+    assert len(waits) == 8 and sorted((*waits, *products)) == [i for both in zip(waits, products, strict=True)
+                                                               for i in both]
+
+
+def test_of_parallel_blocks_both_inputs_of_a_chunk_are_gathered_at_once() -> None:
+    model, _ = sharded("gpt_neox", replace(GATHERING, chunks=(2, 1), gather_chunks=(2, 2)))
+    block, = (model.prefill or model).blocks().values()
+    assert products_and_exchanges(block)[-7:] == [
+        "all_gather_into_tensor", "all_gather_into_tensor", "dense_4h_to_h0", "dense0", "dense_4h_to_h1", "dense1",
+        "all_reduce"]
+
+
 @pytest.mark.parametrize("family", families.FAMILIES)
-@pytest.mark.parametrize("share", [LINE, GRID, replace(GRID, attention="batch", chunks=(3, 1))])
+@pytest.mark.parametrize("share", [LINE, GRID, replace(GRID, attention="batch", chunks=(3, 1)), GATHERING,
+                                   replace(GRID, attention="batch", gather_chunks=(3, 1))])
 def test_pieces_have_every_element_of_a_rank_once(family: str, share: RankShare) -> None:
     for each in share.all:
-        whole, _ = sharded(family, replace(each, chunks=(1, 1)))
+        whole, _ = sharded(family, replace(each, chunks=(1, 1), gather_chunks=(1, 1)))
         model, parts = sharded(family, each)
         for graphs in (model, model.prefill or model):
             check_captured(graphs.step, "shard")
@@ -81,7 +110,7 @@ def test_pieces_have_every_element_of_a_rank_once(family: str, share: RankShare)
                 pieces.setdefault(source, []).append(dict(cut))
         assert pieces
         for cuts in pieces.values():
-            assert len(cuts) == share.pieces
+            assert len(cuts) in (share.pieces, share.gather_pieces)
             along = [dim for dim in cuts[0] if len({cut[dim] for cut in cuts}) > 1]
             assert len(along) == 1, "pieces differ in one dimension"
             held = [piece for cut in cuts for piece in cut[along[0]]]
@@ -91,23 +120,26 @@ def test_pieces_have_every_element_of_a_rank_once(family: str, share: RankShare)
 def test_more_chunks_than_features_and_a_weight_of_two_products_are_refused() -> None:
     with pytest.raises(ShardError, match="do not fall into 128 pieces; take fewer chunks"):
         sharded("llama", replace(LINE, chunks=(128, 1)))
+    with pytest.raises(ShardError, match="do not fall into 64 pieces; take fewer gather_chunks"):
+        sharded("llama", replace(GATHERING, gather_chunks=(64, 1)))
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 8))
-def test_portions_are_all_indices_in_order(sizes: list[int], parts: int) -> None:
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 8), st.integers(1, 4))
+def test_portions_are_all_indices_in_order(sizes: list[int], parts: int, unit: int) -> None:
     at, held = 0, []
     for size in sizes:
         held.append((at + 1, at + 1 + size))
         at += size + 2
-    found = [portion(tuple(held), parts, i) for i in range(parts)]
+    found = [portion(tuple(held), parts, i, unit) for i in range(parts)]
     assert [i for part in found for a, b in part for i in range(a, b)] == [i for a, b in held for i in range(a, b)]
-    assert max(map(count, found)) - min(map(count, found)) <= 1
+    assert max(map(count, found)) - min(map(count, found)) < 2 * unit
+    assert all(count(part) % unit == 0 for part in found[:-1])
 
 
 def test_names_of_pieces_are_told_from_others() -> None:
     assert whole_name(piece_name("layers.0.weight", 12)) == "layers.0.weight"
     assert whole_name("odd.pieces.weight") == "odd.pieces.weight" and whole_name("odd.piece") == "odd.piece"
-    assert [list(turn) for turn in SumChunks(4, 2).turns] == [[0, 1], [2, 3]]
+    assert [list(turn) for turn in InChunks(4, 2).turns] == [[0, 1], [2, 3]]
 
 
 def test_exchanges_keep_their_order_where_lifetimes_are_shortened() -> None:

@@ -63,9 +63,11 @@ def test_what_runs_is_the_best_of_the_layouts_that_go_together() -> None:
 
     def together(first: ChipLayout, then: ChipLayout) -> bool:
         if first.gathered:
-            return then.feedforward == "2d" and then.wide == first.wide and then.chunks == 1 and (
+            return then.feedforward == "2d" and then.wide == first.wide and then.chunks == then.gather_chunks == 1 and (
                 first.attention == then.attention == "batch")
-        return replace(first, chunks=then.chunks) == then
+        pieces = {"rows" if way.gather_chunks == 1 else "columns" for way in (first, then)
+                  if (way.chunks, way.gather_chunks) != (1, 1)}
+        return replace(first, chunks=then.chunks, gather_chunks=then.gather_chunks) == then and len(pieces) < 2
 
     for model, batch in ((TWO_KINDS, 64), (shared, 64), (shared, 4)):
         problem = problem_of(model, batch=batch)

@@ -120,6 +120,26 @@ def test_chunks_of_sums_are_exchanged_as_often_as_the_model_counts(family: str, 
 
 @pytest.mark.parametrize("family", EVEN)
 @pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize(("attention", "chunks"), [("heads", 1), ("heads", 2), ("batch", 1)])
+def test_chunks_of_inputs_are_gathered_as_often_as_the_model_counts(family: str, tokens: int, attention: str,
+                                                                    chunks: int) -> None:
+    """In four chunks over several tokens and in two over one, whatever sums of the products before are exchanged in:
+    those behind are at once. Beside it the norms'."""
+    gathers, work = (4 if tokens > 1 else 2), WORK if attention == "heads" else EIGHT
+    way = ChipLayout("2d", (1,), (), attention, attention == "heads", chunks, gathers)  # type: ignore[arg-type]
+    for rank in range(4):
+        share = RankShare((2, 2), rank, 1, "2d", attention, chunks=(chunks, chunks), gather_chunks=(4, 2))  # type: ignore[arg-type]
+        found = [each for each in exchanged(model(family), share, tokens, work) if each[0] == 0]
+        large = [each for each in found if each[-1] > 2 * work.batch * tokens]
+        levels = 1 if family == "gpt_neox" else 2
+        assert [op for _, op, *_ in large].count("all_gather_into_tensor") == gathers * levels
+        assert [op for _, op, *_ in large].count("all_reduce") == levels
+        assert sorted(item for _, *each in large for item in as_counted(*each)) == counted(
+            family, way, (2, 2), tokens, work)
+
+
+@pytest.mark.parametrize("family", EVEN)
+@pytest.mark.parametrize("tokens", [1, 7])
 def test_attention_over_the_batch_exchanges_what_the_model_counts(family: str, tokens: int) -> None:
     """On two and four ranks in one dimension, and on four in two: heads and features for sequences before attention,
     and back behind it. Nobody computes heads of keys and values that others compute."""

@@ -139,6 +139,44 @@ def test_phases_share_products() -> None:
     assert both.time_s < sum(p.time_s for p in apart) and both.communication_s < sum(p.communication_s for p in apart)
 
 
+def test_inputs_in_chunks_are_gathered_beside_products() -> None:
+    """As many bytes; a piece takes the longer of its gather and its product, and sums behind are exchanged at once.
+    Worked by hand: one product of 8 rows, 64 by 64, over two chips along the wide axis, a link of 64 bytes a second."""
+    class Seconds(MachineEstimator):
+        def product_s(self, dtype: str, m: float, n: int, k: int, *, nbytes: float, impl: str = "") -> float:
+            return m * n * k / 4096
+
+    square = [TensorShape(name, 64 * 64, 64) for name in ("q", "k", "v", "o", "up", "down")]
+    layer = LayerShape(1, tuple(square[:4]), tuple(square[4:]), 0, 4 * 64 * 64, 64, 4, 4, 16, 0, 64)
+    mesh, times = ChipMesh((2,), (64.0,), one_way(0.0), False), Seconds(TPU)
+    product_s, gather_s = 8 * 32 * 64 / 4096, 8 * 64 * 2 / 2 / 64  # 4 s, and 8 of a gather
+    whole = product_cost(layer, ChipLayout("2d", (0,), (), "heads"), mesh, 8, times)
+    for gathers in (1, 2, 4):
+        for chunks in (1, 2):
+            way = ChipLayout("2d", (0,), (), "heads", chunks=chunks, gather_chunks=gathers)
+            cost = product_cost(layer, way, mesh, 8, times)
+            scattered = [each * gather_s for each in (3, 1)]  # of q, k, v and of up, whose products take 12 and 4
+            beside = sum((chunks - 1) * min(made, sent) / chunks for made, sent in zip((12, 4), scattered, strict=True))
+            assert cost.hidden_s == pytest.approx(2 * (gathers - 1) * min(product_s, gather_s) / gathers + beside)
+            assert cost.time_s == pytest.approx(whole.time_s)
+            assert cost.communication_s == pytest.approx(whole.communication_s)
+            assert sum(c.what == "inner" for c in cost.collectives) == 2 * gathers
+            held_up = product_cost(layer, way, replace(mesh, held_up=1.0), 8, times)
+            assert held_up.hidden_s == 0
+            late = product_cost(layer, way, replace(mesh, protocols=one_way(1.0)), 8, times)
+            assert late.communication_s >= whole.communication_s + 2 * gathers  # each piece waits for itself
+
+
+def test_sums_behind_a_gather_in_chunks_are_exchanged_at_once() -> None:
+    mesh = mesh_of(TPU, (4, 4, 4))
+    for gathers, outputs in ((1, 4), (2, 1)):
+        cost = layer_cost(PALM, ChipLayout("2d", (0,), (), "batch", chunks=4, gather_chunks=gathers), mesh, PREFILL,
+                          TIMES)
+        found = [c.what for c in cost.collectives]
+        assert found.count("output partial sums") == found.count("input") == 2 * outputs
+        assert found.count("inner partial sums") == 8 and found.count("inner") == 2 * gathers
+
+
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("layout", [ChipLayout("1d", (), (), "heads"), ChipLayout("2d", (0,), (), "batch")])
 def test_sums_in_chunks_are_exchanged_beside_products(layout: ChipLayout, parallel: bool) -> None:
