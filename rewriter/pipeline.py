@@ -22,6 +22,7 @@ from forebay.passes.fuse.fuse_swiglu import fuse_swiglu
 from forebay.passes.lower.delegate_attention import delegate_attention
 from forebay.passes.lower.draft import Draft
 from forebay.passes.lower.grow_cache import grow_cache
+from forebay.passes.lower.hoist_gathers import hoist_gathers
 from forebay.passes.lower.hoist_prefetch import hoist_prefetch
 from forebay.passes.lower.launches import Launches
 from forebay.passes.lower.lower import lower
@@ -31,6 +32,7 @@ from forebay.passes.lower.share_maximum import share_maximum
 from forebay.passes.lower.stage_cache import staged_layers
 from forebay.passes.place.allocate_buffers import allocate_buffers, place_activations, plan_activations
 from forebay.passes.place.insert_transfers import insert_transfers
+from forebay.passes.place.order_gathers import order_gathers
 from forebay.passes.place.repeat_layout import repeats
 from forebay.passes.place.select_gemm import Shape, product_shape, select_gemm
 from forebay.passes.place.shorten_lifetimes import shorten_lifetimes
@@ -100,6 +102,7 @@ PASSES: tuple[Pass, ...] = (
          "first: the rest see a weight's placement, which layers of one kind need not share"),
     Pass(insert_transfers, "planned", "each graph",
          "it splits matrix products into tiles, and every later pass must see the tiles"),
+    Pass(order_gathers, "planned", "each graph", "behind insert_transfers: fetches of what is gathered go with it"),
     Pass(select_gemm, "planned", "each graph", "after tiling, because the choice depends on the tile's shape"),
     Pass(allocate_buffers, "planned", "whole step",
          "last: addresses depend on the plan's arena alone, lifetimes on the order, which is final"),
@@ -108,6 +111,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(share_maximum, "lowered", "draft", "blocks are recorded for many layers: only launches are a layer's own"),
     Pass(delegate_attention, "lowered", "draft",
          "launches stand in the order of turns: those over caches in host memory leave the device's stream"),
+    Pass(hoist_gathers, "lowered", "draft", "gathers cross the borders of layers, and what is fetched for them too"),
     Pass(hoist_prefetch, "lowered", "draft", "copies cross the borders of layers", optional=True),
     Pass(offload_hidden, "lowered", "draft", "the other copies stand where they stay: a turn's items are together"),
     Pass(place_copies, "lowered", "draft", "the order of copies is final: they get their streams and events"),

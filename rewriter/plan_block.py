@@ -22,6 +22,7 @@ from forebay.rewriter.planning.graph_needs import cache_buffers
 from forebay.rewriter.planning.planner import make_plan, plan_fits
 from forebay.rewriter.planning.search import latency_s
 from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.switches import Switches
 
 SIZES = (1, 4, 8, 12, 16, 24, 32, 64)  # of micro-batches; those near the best take a plan and its Programs
@@ -29,6 +30,8 @@ TOKENS = (8, 16, 32, 64)  # of a cache block
 PADDING = 1 / 8  # of a token's bytes
 BATCHES = (1, 4, 16, 64, 256)  # between latency and throughput
 BROUGHT = 0.5  # of a prefill's time: where weights take less, fewer passes over them save little
+GATHER_BUFFERS = 2  # one that is read, one that is gathered; more keep activations waiting behind what comes early
+WORTH = 0.01  # of the time of prompt and answer, that this must save
 NEAR = 1.5  # times the least of the closed form: what it finds slower is not simulated
 
 GraphsOf = Callable[[Workload, Block], StepGraphs]
@@ -64,9 +67,11 @@ def plan_block(
     if wishes.cache_tier in (None, "device"):
         pipeline = pipeline_of(wishes.block(workload.batch))
         try:
-            return pipeline, pipeline.plan(budget, wishes)
+            planned = pipeline, pipeline.plan(budget, wishes)
         except PlanError as error:
             refused.append((pipeline, error))
+        else:
+            return planned if wishes.gather_buffers is not None else _ahead(*planned, budget, wishes, pipeline_of)
     ways: list[_Way] = []
     for block in staged_blocks(graphs_of, workload, wishes):
         pipeline = pipeline_of(block)
@@ -105,6 +110,21 @@ def plan_block(
     if len(refused) == 1:
         raise refused[0][1]
     raise min(refused, key=lambda pair: pair[0].smallest_budget(wishes))[1]
+
+
+def _ahead(
+    pipeline: Pipeline, plain: Plan, budget: Budget, wishes: Wishes, pipeline_of: Callable[[Block], Pipeline]
+) -> tuple[Pipeline, Plan]:
+    """The plan with memory for weights that ranks gather ahead, where there are such and prompt and answer are then
+    predicted to take less time: by what gathers take from the products beside them less than their Programs say."""
+    shown = 1 - MachineEstimator(pipeline.machine).held_up
+    if pipeline.graphs.gathers and shown > 0:
+        with contextlib.suppress(PlanError):
+            other = pipeline_of(replace(plain.schedule.block, gather_buffers=GATHER_BUFFERS))
+            ahead = other.plan(budget, wishes)
+            if shown * (latency_s(plain) - latency_s(ahead)) > WORTH * latency_s(plain):
+                return other, ahead
+    return pipeline, plain
 
 
 def _answer_time_s(pair: tuple[Pipeline, Plan]) -> float:

@@ -38,13 +38,15 @@ class Steps:
     joined: bool
     prefill_chunk: int
     cache_format: str
+    gather_buffers: int
     speculative_steps: tuple[int, ...]
 
     @staticmethod
     def of(plan: Plan) -> Steps:
         block = plan.schedule.block
         return Steps(plan.workload, block.micro_batches, block.order, block.entering, block.joined,
-                     plan.schedule.prefill_chunk, plan.cache_format, plan.schedule.speculative_steps)
+                     plan.schedule.prefill_chunk, plan.cache_format, block.gather_buffers,
+                     plan.schedule.speculative_steps)
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -54,7 +56,7 @@ class Steps:
     def wished(self, wishes: Wishes) -> Wishes:
         """What is wished, with these steps."""
         return replace(wishes, micro_batches=self.micro_batches, order=self.order, entering=self.entering or None,
-                       joined=self.joined, prefill_chunk=self.prefill_chunk)
+                       joined=self.joined, prefill_chunk=self.prefill_chunk, gather_buffers=self.gather_buffers)
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,8 @@ def rank_wishes(share: RankShare, wishes: Wishes) -> Wishes:
     """What is wished of a rank. PlanError for what ranks cannot do: hidden states of a stage that leave the device,
     which the next stage may still read; where each attends for sequences of its own, what moves these or their caches.
     """
+    if share.gather_buffers is not None:
+        wishes = replace(wishes, gather_buffers=share.gather_buffers)
     if share.stages > 1:
         if wishes.hidden_tier not in (None, "device"):
             raise PlanError(f"hidden_tier {wishes.hidden_tier}: the next stage may still read them; leave stages out")

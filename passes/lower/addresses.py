@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from forebay.passes.place.order_gathers import RING, gathers_weight
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.graph import META, STREAMED, CacheInput, Layout, WeightInput, storage_of, values_of
@@ -15,8 +16,8 @@ from forebay.rewriter.ir.program import Span, TensorRef
 
 # A symbol stands in place of an arena where the address is known only when a layer is stamped: "?w3" is the memory that
 # the graph's placeholder 3 stands for, "?t2" the tile that its fetch number 2 brings, "?ax" the planned buffer x of the
-# micro-batch whose turn it is.
-WEIGHT, TILE, ACTIVATION = "?w", "?t", "?a"
+# micro-batch whose turn it is, "?g1" the weight that its gather number 1 brings ahead.
+WEIGHT, TILE, ACTIVATION, GATHERED = "?w", "?t", "?a", "?g"
 Address = tuple[str, int, str]  # arena, byte address, buffer name
 Symbols = Mapping[str, Address]
 
@@ -34,6 +35,8 @@ class Addresses:
         nodes = list(gm.graph.nodes)
         self.symbols = {n: f"{WEIGHT}{i}" for i, n in enumerate(n for n in nodes if n.op == "placeholder")}
         self.tiles = {n: i for i, n in enumerate(n for n in nodes if n.target is ops.fetch)}
+        early = [n for n in nodes if gathers_weight(n)] if RING in layout.buffers else []
+        self.ahead = {n: i for i, n in enumerate(early)}
         self._refs: dict[tuple[fx.Node, int], TensorRef] = {}
 
     def ref(self, node: fx.Node, result: int = 0) -> TensorRef:
@@ -51,6 +54,9 @@ class Addresses:
     def _place(self, base: fx.Node, element: int) -> Address:
         if base.target is ops.fetch:
             symbol = f"{TILE}{self.tiles[base]}"
+            return symbol, 0, symbol
+        if base in self.ahead:
+            symbol = f"{GATHERED}{self.ahead[base]}"
             return symbol, 0, symbol
         if base.op == "placeholder":
             if isinstance(base.meta.get(META), WeightInput | CacheInput):
@@ -70,6 +76,11 @@ class Addresses:
         if found is None:
             raise KeyError(f"lower: allocate_buffers planned no memory for {name}")
         return found
+
+    def gathered(self, node: fx.Node) -> Span:
+        """Where a weight is gathered ahead."""
+        symbol = f"{GATHERED}{self.ahead[node]}"
+        return Span(symbol, 0, values_of(node)[0].untyped_storage().nbytes(), symbol)
 
     def ends(self, node: fx.Node) -> list[Span]:
         """The buffers whose contents die with `node`; those that die with a product computed in tiles die with its

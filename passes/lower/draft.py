@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from forebay.rewriter.ir.program import FileSlice, Item, Rows, Span, TensorRef, record
+from forebay.rewriter.ir.program import COMPUTE, FileSlice, Item, Rows, Span, TensorRef, record
 
 
 @record
@@ -52,16 +52,18 @@ class Fetch:
 
 @record
 class Arrive:
-    """From here on launches read what move `index` brought."""
+    """From here on launches of `stream` read what move `index` brought."""
 
     index: int
+    stream: str = COMPUTE
 
 
 @record
 class Free:
-    """The last launch that reads move `index` stands before this point."""
+    """The last launch that reads move `index`, of `stream`, stands before this point."""
 
     index: int
+    stream: str = COMPUTE
 
 
 @record

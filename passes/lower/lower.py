@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from forebay.passes.lower.addresses import TILE, Address, Addresses, Symbols, micro_batch_symbols, settled
+from forebay.passes.lower.addresses import GATHERED, TILE, Address, Addresses, Symbols, micro_batch_symbols, settled
 from forebay.passes.lower.draft import Arrive, Draft, Exchanged, Fetch, Found, Free, Lookup, Move
 from forebay.passes.lower.enter_places import PlaceStaging
 from forebay.passes.lower.launches import LoweringError, Workspace
 from forebay.passes.lower.place_copies import landing_of
 from forebay.passes.lower.recording import (
+    Ahead,
     Fetched,
     Gather,
     Recorded,
@@ -34,6 +35,8 @@ from forebay.passes.lower.recording import (
 )
 from forebay.passes.lower.stage_cache import CacheStaging, staged_layers
 from forebay.passes.lower.take_turns import PieceTurn, turns
+from forebay.passes.place.order_gathers import RING
+from forebay.rewriter.ir.alignment import aligned
 from forebay.rewriter.ir.block import DECODING
 from forebay.rewriter.ir.graph import META, CacheInput, Layout, WeightInput, hands_on, values_of
 from forebay.rewriter.ir.plan import BufferPlacement, Plan
@@ -121,6 +124,7 @@ class _Lowering:
             {symbol: (arena, offset, prefix + buffer) for symbol, (arena, offset, buffer) in micro_batch_symbols(
                 layout, k, plan.schedule.block).items()} for k in range(self.count)]
         self.fetched = 0
+        self.gathered = self.ring_at = 0  # weights gathered ahead, and where in their memory the next one lies
 
     def record(self) -> None:
         draft = self.draft
@@ -252,7 +256,9 @@ class _Lowering:
                            layer if layer >= 0 else launch.layer, launch.flops, launch.workspace_nbytes, launch.impl,
                            launch.held))
             elif isinstance(entry, Release):
-                add(entry)
+                add(entry if entry.span.arena not in symbols else Release(entry.stream, settled(entry.span, symbols)))
+            elif isinstance(entry, Ahead):
+                symbols[f"{GATHERED}{entry.number}"] = self._ring_place(entry.nbytes)
             elif isinstance(entry, Fetched):
                 if turn.opens:
                     self._fetch(entry, instance)
@@ -266,16 +272,25 @@ class _Lowering:
                 symbols |= {symbol: (place[0], place[1] + at, place[2]) for symbol, at in instance.staged.items()}
             elif isinstance(entry, Arrive):
                 if turn.opens:
-                    add(Arrive(instance.moves[entry.index]))
+                    add(Arrive(instance.moves[entry.index], entry.stream))
             elif isinstance(entry, Free):
                 if turn.closes:
-                    add(Free(instance.moves[entry.index]))
+                    add(Free(instance.moves[entry.index], entry.stream))
             elif isinstance(entry, Found):
                 add(Found(instance.lookups[k, entry.index]))
             elif isinstance(entry, Exchanged):
                 add(Exchanged(f"{before}{entry.label}{after}"))
             else:
                 self._gather(entry, instance, symbols, k)
+
+    def _ring_place(self, nbytes: int) -> Address:
+        """Where a weight is gathered that may come before it is read: behind the one before it, as all take turns."""
+        ring = self.layout.buffers[RING]
+        if self.ring_at + nbytes > ring.nbytes:
+            self.ring_at = 0
+        at, number = self.ring_at, self.gathered
+        self.ring_at, self.gathered = aligned(at + nbytes), number + 1
+        return ring.arena, ring.offset + at, f"{self.prefix}{RING}:{number}"
 
     def _landing(self, move: int) -> Address:
         span = self.draft.moves[move].span

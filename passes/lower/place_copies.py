@@ -72,6 +72,9 @@ class _Placing:
         self.leaving: dict[str, tuple[Span, int]] = {}  # host slot -> what is on its way out of it, and the event then
         self.order = Order()
         self.orders = bool(draft.stores)  # without any, slots order all there is
+        self.sent: dict[str, int] = {}  # collectives of the step by their labels, in order
+        self.waited = -1  # the last of them that launches waited for
+        self.behind = True  # launches computed since one was told to wait for them
 
     def run(self) -> Program:
         draft = self.draft
@@ -85,16 +88,21 @@ class _Placing:
                        draft.inputs, draft.outputs, files=draft.files)
 
     def _step(self) -> None:
-        self.items = []
+        self.items, self.sent, self.waited, self.behind = [], {}, -1, True
         self._open_free_slots()
+        exchanged: list[str] = []
         for item in self.draft.items:
             kind = type(item)
+            if kind is Exchanged:
+                exchanged.append(item.label)  # type: ignore[union-attr]
+                continue
+            self._exchanged(exchanged)
             if kind is Fetch:
                 self._fetch(item.index, self.items)  # type: ignore[union-attr]
             elif kind is Arrive:
-                self._wait(COMPUTE, self._event("landed", item.index))  # type: ignore[union-attr]
+                self._wait(item.stream, self._event("landed", item.index))  # type: ignore[union-attr]
             elif kind is Free:
-                self._free(item.index)  # type: ignore[union-attr]
+                self._free(item)  # type: ignore[arg-type]
             elif kind is Store:
                 self._store(item.index)  # type: ignore[union-attr]
             elif kind is Evict:
@@ -109,10 +117,9 @@ class _Placing:
                 self._attend(item)  # type: ignore[arg-type]
             elif kind is Launch and item.stream == COLLECT:  # type: ignore[union-attr]
                 self._exchange(item)  # type: ignore[arg-type]
-            elif kind is Exchanged:
-                self._wait(COMPUTE, self._event("exchanged", item.label))  # type: ignore[union-attr]
             else:
                 self._add(item)  # type: ignore[arg-type]
+        self._exchanged(exchanged)
         for slot in tuple(self.leaving):
             self._vacate(slot)
 
@@ -132,6 +139,7 @@ class _Placing:
 
     def _add(self, item: Item, into: list[Item] | None = None) -> None:
         (self.items if into is None else into).append(item)
+        self.behind |= item.stream == COMPUTE and type(item) in (Launch, Copy, Wait)
         if self.orders:
             self.order.follow(item)
 
@@ -219,18 +227,30 @@ class _Placing:
             self.order.touch(ATTEND, span, done, writes)
 
     def _exchange(self, launch: Launch) -> None:
-        """Place a collective behind what computes its operand, and before whoever reads what it gives."""
-        ready, done = self._event("ready to exchange", launch.label), self._event("exchanged", launch.label)
-        self._add(Record(COMPUTE, ready))
-        self._wait(COLLECT, ready)
+        """Place a collective behind what computes its operand, or used its memory before, unless one is there already,
+        and before whoever reads what it gives."""
+        if self.behind:
+            ready = self._event("ready to exchange", launch.label)
+            self._add(Record(COMPUTE, ready))
+            self._wait(COLLECT, ready)
+            self.behind = False
+        self.sent[launch.label] = len(self.sent)
         self._add(launch)
-        self._add(Record(COLLECT, done))
+        self._add(Record(COLLECT, self._event("exchanged", launch.label)))
 
-    def _free(self, index: int) -> None:
-        move = self.draft.moves[index]
-        event = self.freed[f"{move.ring}{move.slot}"] = self._event("freed", index)
-        self._add(Release(COMPUTE, _widen(move.span, move.room)))
-        self._add(Record(COMPUTE, event))
+    def _exchanged(self, labels: list[str]) -> None:
+        """Wait for the last of some collectives, unless that was done for a later one: they are made in order."""
+        last = max(labels, key=self.sent.__getitem__, default=None)
+        if last is not None and self.sent[last] > self.waited:
+            self.waited = self.sent[last]
+            self._wait(COMPUTE, self._event("exchanged", last))
+        labels.clear()
+
+    def _free(self, left: Free) -> None:
+        move = self.draft.moves[left.index]
+        event = self.freed[f"{move.ring}{move.slot}"] = self._event("freed", left.index)
+        self._add(Release(left.stream, _widen(move.span, move.room)))
+        self._add(Record(left.stream, event))
 
     def _vacant(self, left: Vacant) -> None:
         event = self.freed[f"{left.ring}{left.slot}"] = self._event("vacant", left.ring, left.slot, left.number)

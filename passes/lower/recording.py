@@ -14,8 +14,10 @@ from forebay.passes.lower.draft import Arrive, Exchanged, Found, Free
 from forebay.passes.lower.launches import Launches, Workspace
 from forebay.passes.lower.out_variants import mutated_arguments
 from forebay.passes.place.arrange_block import reads_matrix, touches_cache
+from forebay.passes.place.insert_transfers import tile_readers
+from forebay.passes.place.order_gathers import last_reader
 from forebay.rewriter.ir import ops
-from forebay.rewriter.ir.graph import META, Transfer, hands_on, storage_of, values_of
+from forebay.rewriter.ir.graph import META, Transfer, hands_on, is_collective, storage_of, values_of
 from forebay.rewriter.ir.program import COLLECT, COMPUTE, Launch, Release, TensorRef
 
 
@@ -58,8 +60,16 @@ class Staging:
     ends: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """The next launch gathers a weight of so many bytes, which may come before it is read; symbol `number` of those."""
+
+    number: int
+    nbytes: int
+
+
 # numbers and labels in marks are the graph's own
-Entry = Recorded | Gather | Fetched | Staging | Release | Arrive | Free | Found | Exchanged
+Entry = Recorded | Gather | Fetched | Staging | Ahead | Release | Arrive | Free | Found | Exchanged
 
 
 @dataclass
@@ -125,7 +135,9 @@ class Recorder:
         self.entries: list[Entry] = []
         self.landing: dict[fx.Node, Arrive | Found | Exchanged] = {}  # storage node -> the mark before its first reader
         self.found = 0
-        self.exchanges: list[str] = []  # labels, in the order in which they are made
+        self.ends: dict[fx.Node, list[fx.Node]] = {}  # weights gathered ahead that nobody reads behind a node
+        for node in addresses.ahead:
+            self.ends.setdefault(last_reader(node), []).append(node)
 
     def record(self, nodes: list[fx.Node]) -> list[Recording]:
         """What these nodes do, which follow those recorded before, in one piece or several."""
@@ -146,7 +158,8 @@ class Recorder:
             elif node.target is ops.fetch:
                 self._fetch(node)
             elif node.target is ops.release:
-                self.entries.append(Free(self.addresses.tiles[node.args[0]]))  # type: ignore[index]
+                tile = node.args[0]
+                self.entries.append(Free(self.addresses.tiles[tile], _reader(tile)))  # type: ignore[index, arg-type]
             elif node.target is ops.gather_rows:
                 self._gather(node)
             elif node.op == "call_function" and node.target is not operator.getitem and (
@@ -155,6 +168,7 @@ class Recorder:
             if touching and node is touching[-1]:
                 self.entries.append(Staging(True))
             self.entries += [Release(COMPUTE, span) for span in self.addresses.ends(node)]
+            self.entries += [Release(COMPUTE, self.addresses.gathered(n)) for n in self.ends.get(node, ())]
             if (self.cut and touching and node is touching[-1]) or (not self.whole and _ends_turn(node)):
                 pieces.append(Recording(tuple(self.entries)))
                 self.entries = []
@@ -164,7 +178,7 @@ class Recorder:
         source, transfer, number = node.args[0], node.meta[META], self.addresses.tiles[node]
         assert isinstance(source, fx.Node) and isinstance(transfer, Transfer)
         value = source.meta["val"]
-        self.landing[node] = Arrive(number)
+        self.landing[node] = Arrive(number, _reader(node))
         self.entries.append(Fetched(number, self.addresses.symbols[source], _rows(value), value.element_size(),
                                      transfer.lower, transfer.upper))
 
@@ -179,18 +193,22 @@ class Recorder:
 
     def _arrive(self, *nodes: fx.Node) -> None:
         marks = [mark for node in nodes if (mark := self.landing.pop(storage_of(node)[0], None)) is not None]
-        exchanged = [mark for mark in marks if isinstance(mark, Exchanged)]  # of which the last is behind the others
-        last = max(exchanged, key=lambda mark: self.exchanges.index(mark.label), default=None)
-        self.entries += [mark for mark in marks if mark not in exchanged or mark is last]
+        self.entries += marks
 
     def _launch(self, node: fx.Node) -> None:
         self._arrive(*node.all_input_nodes)
+        if node in self.addresses.ahead:
+            self.entries.append(Ahead(self.addresses.ahead[node], self.addresses.gathered(node).nbytes))
         for launch in self.launches.of(node):
             parts = (launch.args, launch.kwargs, launch.out, launch.reads, launch.writes)
             self.entries.append(Recorded(launch, tuple(map(has_symbols, parts))))
             if launch.stream == COLLECT:
-                self.exchanges.append(launch.label)
                 self.landing[storage_of(node)[0]] = Exchanged(launch.label)
+
+
+def _reader(tile: fx.Node) -> str:
+    """The stream that reads a tile."""
+    return COLLECT if all(map(is_collective, tile_readers(tile))) else COMPUTE
 
 
 def _ends_turn(node: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from forebay.kernels.operators import of_target
 from forebay.passes.allocators import Buffer
 from forebay.passes.lower.out_variants import mutated_arguments, named_arguments
 from forebay.passes.place.arrange_block import arrange, outlive_turns
+from forebay.passes.place.order_gathers import RING, gathers_weight, ring_nbytes
 from forebay.rewriter.ir import ops
 from forebay.rewriter.ir.alignment import ALIGNMENT, aligned
 from forebay.rewriter.ir.block import ALONE, Block
@@ -76,7 +77,7 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True, block: Block = ALON
     until = {n: min((position[u] for u in _waiting(n)), default=end - 1) if n.target in lookups or is_collective(n)
              else i for n, i in position.items()}
     for i, node in enumerate(nodes):
-        if _owns_memory(node):
+        if _owns_memory(node) and not (block.gather_buffers and gathers_weight(node)):
             for element in range(len(values_of(node))):
                 first[node, element] = last[node, element] = i
         elif node.op == "placeholder" and node.meta.get(META) is None and values_of(node):
@@ -103,6 +104,9 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True, block: Block = ALON
         requests.append(Buffer(name, lower, upper + 1, aligned(nbytes)))
         boundary = any(n.op == "placeholder" for n, _ in keys) or live[name][1] == end
         kinds[name] = "io" if boundary else "activation"
+    if block.gather_buffers and (ring := ring_nbytes(nodes, block.gather_buffers)):
+        requests.append(Buffer(RING, 0, end, ring))
+        kinds[RING], exact[RING], live[RING] = "activation", ring, (0, end)
     boundary_names = {name for name, kind in kinds.items() if kind == "io"}
     placed = arrange(requests, boundary_names, outlive_turns(nodes, live, block), exact, block)
     ends: dict[str, list[str]] = {}

@@ -150,16 +150,17 @@ def _fetch_whole(graph: fx.Graph, weight: fx.Node, users: list[fx.Node], order: 
                      value.new_empty(value.shape))
     for user in users:
         user.replace_input_with(weight, tile)
-    for view in [n for n in _readers(tile) if n.meta.get("alias_of") is weight]:
+    for view in [n for n in tile_readers(tile) if n.meta.get("alias_of") is weight]:
         view.meta["alias_of"] = tile
-    last = max(_readers(tile), key=order.__getitem__)
+    last = max(tile_readers(tile), key=order.__getitem__)
     with graph.inserting_after(last):
         _call(graph, last, ops.release, (tile,), None)
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Users of a value, and users of every view of it."""
-    for user in node.users:
-        yield user
+def tile_readers(tile: fx.Node) -> Iterator[fx.Node]:
+    """Users of a value, and users of every view of it; not who gives it back."""
+    for user in tile.users:
+        if user.target is not ops.release:
+            yield user
         if user.meta.get("alias_of") is not None:
-            yield from _readers(user)
+            yield from tile_readers(user)

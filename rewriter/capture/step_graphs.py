@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
+from forebay.passes.place.order_gathers import gathers_weight
 from forebay.rewriter.capture.concretise import concretise, few_layers, inline_blocks
 from forebay.rewriter.capture.every_position import every_position, gives_every_position
 from forebay.rewriter.garbage import no_collection
@@ -77,6 +78,8 @@ def step_graphs(
     its `speculative_steps` give logits of every token. PlanError for such steps, and for checkpoints, of a model that
     cannot have any."""
     plain = captured
+    if block.gather_buffers and not _gathers(captured):
+        raise PlanError("plan.schedule.block.gather_buffers: no step of this model gathers weights as they are kept")
     if block.checkpoints:
         captured = _checkpointed(captured, block.checkpoint_format)
     sparse = _sparse(captured, block.sparse_values)
@@ -121,6 +124,12 @@ def step_graphs(
                       gathers=captured.prefill is not None,
                       speculate=speculate if gives_every_position(captured) else None,
                       checkpoint_tokens=lambda tokens, kept: checkpoint_tokens(_checkpointed(plain, kept), tokens))
+
+
+def _gathers(captured: CapturedModel) -> bool:
+    """Whether a rank gathers weights, as they are kept, for steps over several tokens."""
+    blocks = captured.prefill.blocks().values() if captured.prefill is not None else ()
+    return any(gathers_weight(node) for block in blocks for node in block.graph.nodes)
 
 
 def _checkpointed(captured: CapturedModel, kept: str) -> CapturedModel:

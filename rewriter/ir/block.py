@@ -66,6 +66,9 @@ class Block:
     `speculative_steps` are the tokens per sequence of every step that checks drafted tokens, with logits at each, the
     largest first. Like decode steps they compute all places; no chunk of a prompt has one of these sizes, and their
     memory is that of decoding, behind the growth of the cache.
+
+    Of weights that prefill steps gather among ranks, as many `gather_buffers` as read at once have memory, so that they
+    are gathered while others are read; 0: each is gathered right before it is read.
     """
 
     micro_batches: int = 1
@@ -88,6 +91,7 @@ class Block:
     hidden_device: int = 0
     hidden_host: int = 0
     speculative_steps: tuple[int, ...] = ()
+    gather_buffers: int = 0
 
     def is_prefill(self, tokens: int) -> bool:
         """Whether steps over `tokens` tokens per sequence compute prompts; others compute answers. Where nothing enters
@@ -114,7 +118,7 @@ class Block:
     def of_step(self, tokens: int) -> Block:
         """The block as a step over `tokens` tokens per sequence sees it."""
         if not self.is_prefill(tokens):
-            return replace(self, hidden="device", hidden_slots=0, hidden_device=0, hidden_host=0)
+            return replace(self, hidden="device", hidden_slots=0, hidden_device=0, hidden_host=0, gather_buffers=0)
         if not self.entering:
             return self
         shares = self.cache_device // self.together, self.cache_host // self.together

@@ -49,7 +49,8 @@ class RankShare:
     made whose sums ranks add up, in steps over several tokens and over one, so that one part is exchanged beside the
     product of the next (section 3.5); one divides the other, and both have the weights in as many `pieces` as the
     larger says. `gather_chunks`: in how many parts, likewise, what is between two products is gathered along the wide
-    axis, so that one comes beside the product of the one before; sums of these products are then exchanged at once."""
+    axis, so that one comes beside the product of the one before; sums of these products are then exchanged at once.
+    `gather_buffers`: memory for weights that are gathered ahead, in times of those read at once; None: as it pays."""
 
     shape: tuple[int, ...]
     rank: int
@@ -60,6 +61,7 @@ class RankShare:
     beyond: tuple[int, ...] = ()
     chunks: tuple[int, int] = (1, 1)
     gather_chunks: tuple[int, int] = (1, 1)
+    gather_buffers: int | None = None
 
     @property
     def pieces(self) -> int:
@@ -166,8 +168,9 @@ class RankShare:
             "x" if len(self.gathered) == 1 else "xy")
         chunks, gathers = ("/".join(map(str, dict.fromkeys(each))) for each in (self.chunks, self.gather_chunks))
         said = {"stages": self.stages, "tensor": tensor, "layout": layout, "attention": self.attention,
-                "chunks": chunks, "gather_chunks": gathers}
-        usual = {"stages": 1, "layout": "1d", "attention": "heads", "chunks": "1", "gather_chunks": "1"}
+                "chunks": chunks, "gather_chunks": gathers, "gather_buffers": self.gather_buffers}
+        usual = {"stages": 1, "layout": "1d", "attention": "heads", "chunks": "1", "gather_chunks": "1",
+                 "gather_buffers": None}
         told = [f"{name}={value}" for name, value in said.items() if value != usual.get(name)]
         return tensor if len(told) == 1 else ",".join(told)
 

@@ -44,6 +44,7 @@ class Wishes:
     joined: bool = False  # prefill steps decode as well, where sequences enter
     drafted_tokens: int | Literal["auto"] | None = None  # that a step checks at most; None: no step checks any
     sparse_values: float = 1.0  # share of a sequence's tokens whose values decode steps read
+    gather_buffers: int | None = None  # memory for weights that ranks gather ahead, in times of those read at once
     score_ranges: tuple[ScoreRange, ...] = ()  # what `forebay calibrate` measured
     activations: Activations = "native"
 
@@ -61,7 +62,8 @@ class Wishes:
         """The block for `batch` sequences with their cache on the device; no micro-batch is empty."""
         return self.with_hidden(Block(
             min(self.micro_batches or 1, batch), self.order, entering=min(self.entering or 0, batch),
-            joined=self.joined and bool(self.entering), sparse_values=self.sparse_values))
+            joined=self.joined and bool(self.entering), sparse_values=self.sparse_values,
+            gather_buffers=self.gather_buffers or 0))
 
     def with_hidden(self, block: Block) -> Block:
         """The block with hidden states of its micro-batches on the tiers that are wished; of one they stay."""
@@ -145,6 +147,7 @@ def _check_replayed(wishes: Wishes, plan: Plan) -> None:
         "checkpoints": (wishes.checkpoints and (wishes.checkpoints if wishes.checkpoints[0] else (0, 0)),
                         (block.checkpoints, block.checkpoint_period)),
         "hidden_tier": (wishes.hidden_tier, block.hidden),
+        "gather_buffers": (wishes.gather_buffers, block.gather_buffers),
         "activations": (None if wishes.activations == "native" or not plan.gemm else wishes.activations,
                         activations_of(plan)),
         "sparse_values": (None if wishes.sparse_values == 1 else wishes.sparse_values, block.sparse_values)}

@@ -168,7 +168,8 @@ class MachineEstimator:
 
     @property
     def held_up(self) -> float:
-        return self.machine.mesh.held_up
+        mesh = self.machine.mesh  # a GPU's links work by themselves, unless they were seen not to
+        return mesh.held_up if mesh.exchanges or self.machine.device_kind == "cpu" else 0.0
 
     def choice_s(self, elements: int) -> float:
         rate = self.machine.choice_elements_per_s

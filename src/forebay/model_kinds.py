@@ -43,7 +43,7 @@ def read_mesh(mesh: MeshShape) -> RankShare:
     these."""
     wanted = ("numbers of ranks of at least 1, as 4, 2x2 or stages=2,tensor=2, and layout=2d, attention=batch, "
               "chunks=4")
-    known = {"stages", "tensor", "layout", "attention", *CHUNKED}
+    known = {"stages", "tensor", "layout", "attention", "gather_buffers", *CHUNKED}
     parts: Mapping[str, Any] = {"tensor": mesh}
     if isinstance(mesh, Mapping):
         parts = mesh
@@ -66,7 +66,10 @@ def read_mesh(mesh: MeshShape) -> RankShare:
         if (chunks, gathers) != ((1, 1), (1, 1)):
             raise PlanError(f"mesh: {mesh!r}: sums are exchanged at once where prompts gather weights, and so is what "
                             "is gathered; leave chunks and gather_chunks out")
-        return _gathered(mesh, RankShare(shape, 0, stages[0]), layout, parts.get("attention", "batch"))
+        found = _gathered(mesh, RankShare(shape, 0, stages[0]), layout, parts.get("attention", "batch"))
+        return replace(found, gather_buffers=_buffers(parts.get("gather_buffers")))
+    if "gather_buffers" in parts:
+        raise PlanError(f"mesh: {mesh!r}: weights are gathered with layout=x, xy or xyz; leave gather_buffers out")
     if attention not in get_args(Attended):
         raise PlanError(f"mesh: attention {attention} is divided by none of those that run, "
                         f"{', '.join(get_args(Attended))}")
@@ -86,6 +89,14 @@ def _gathered(mesh: MeshShape, share: RankShare, layout: str, attention: object)
         raise PlanError(f"mesh: {mesh!r}: weights are gathered over 1 axis with layout=x, 2 with xy and all with xyz, "
                         "where the mesh has as many, without stages and with attention=batch")
     return replace(share, layout="2d" if len(share.axes) > 1 else "1d", attention="batch", gathered=axes)
+
+
+def _buffers(given: Any) -> int | None:
+    """Times the weights read at once that those gathered ahead have memory for; None where nothing is said."""
+    found = () if given is None else _numbers(given)
+    if given is not None and (len(found) != 1 or found[0] < 0):
+        raise PlanError(f"mesh: gather_buffers {given} must be a number of at least 0")
+    return found[0] if found else None
 
 
 def _chunks(name: str, given: Any) -> tuple[int, int]:

@@ -152,6 +152,11 @@ X, XYZ = {"mesh": "tensor=2x2,layout=x"}, {"mesh": "tensor=2x2,layout=xyz"}
 TWO += [Case(kind, {"mesh": "tensor=2,layout=xyz"}, share=700_000) for kind in ("llama", "bigcode", "phi3")]
 FOUR += [Case(kind, XYZ, share=700_000) for kind in ("llama", "gpt_neox", "gpt2")]
 FOUR += [Case(kind, X, share=700_000) for kind in ("llama", "bigcode")] + [Case("opt", X | {"micro_batches": 2})]
+AHEAD_XYZ, AHEAD_X = ({"mesh": f"{each['mesh']},gather_buffers=2", "prefill_chunk": 8} for each in (XYZ, X))
+TWO += [Case(kind, {"mesh": "tensor=2,layout=xyz,gather_buffers=2"}, share=700_000) for kind in ("llama", "gpt2")]
+TWO += [Case("gpt_neox", {"mesh": "tensor=2,layout=xyz,gather_buffers=1", "micro_batches": 2}, share=700_000)]
+FOUR += [Case("opt", AHEAD_XYZ, share=700_000), Case("bigcode", AHEAD_X, share=700_000),
+         Case("llama", AHEAD_X, share=700_000)]
 LOOPED, ONE = {"mesh": "tensor=2,chunks=4/2"}, {"mesh": "tensor=2,chunks=3/1"}
 TWO += [Case(kind, LOOPED) for kind in ("llama", "gpt_neox", "uneven", "gpt2")]
 TWO += [Case("opt", ONE | {"places": 2}), Case("bigcode", ONE | {"cache_tier": "disk", "micro_batches": 3})]

@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 from forebay.passes.place.shorten_lifetimes import shorten_lifetimes
 from forebay.passes.shard.looped import PIECE, InChunks, piece_name, portion, whole_name
 from forebay.passes.shard.split import ShardError
-from forebay.rewriter.ir.graph import CapturedModel, is_collective, storage_of, weight_name
+from forebay.rewriter.ir.graph import CapturedModel, is_collective, weight_name
 from forebay.rewriter.ir.share import RankShare, count, ranges
 from forebay.rewriter.shard_captured import WeightParts, shard_captured
 from forebay.rewriter.switches import Switches
@@ -74,8 +74,9 @@ def test_inputs_in_chunks_are_on_their_way_before_the_first_is_multiplied() -> N
         assert products_and_exchanges(block) == [
             x for name in ("o_proj", "down_proj") for x in (
                 *first, *[gather] * exchanges, *(f"{name}{i}" for i in range(4)), sums)]
-    waits = [i for i, node in enumerate(prefill.graph.nodes) if node.target is torch.ops.aten.cat.default and any(
-        "all_gather" in str(storage_of(n)[0].target) for n in node.all_input_nodes)]
+    aten = torch.ops.aten
+    waits = [i for i, node in enumerate(prefill.graph.nodes) if node.target is aten.cat.default and any(
+        n.target is aten.slice.Tensor and n.args[0].target is aten.select.int for n in node.all_input_nodes)]
     products = [i for i, node in enumerate(prefill.graph.nodes)
                 if any(PIECE in (weight_name(n) or "") for n in node.all_input_nodes)]
     assert len(waits) == 8 and sorted((*waits, *products)) == [i for both in zip(waits, products, strict=True)
