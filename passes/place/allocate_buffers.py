@@ -104,11 +104,12 @@ def plan_activations(gm: fx.GraphModule, reuse: bool = True, block: Block = ALON
         requests.append(Buffer(name, lower, upper + 1, aligned(nbytes)))
         boundary = any(n.op == "placeholder" for n, _ in keys) or live[name][1] == end
         kinds[name] = "io" if boundary else "activation"
+    outlive = outlive_turns(nodes, live, block)
     if block.gather_buffers and (ring := ring_nbytes(nodes, block.gather_buffers)):
         requests.append(Buffer(RING, 0, end, ring))
         kinds[RING], exact[RING], live[RING] = "activation", ring, (0, end)
     boundary_names = {name for name, kind in kinds.items() if kind == "io"}
-    placed = arrange(requests, boundary_names, outlive_turns(nodes, live, block), exact, block)
+    placed = arrange(requests, boundary_names, outlive, exact, block)
     ends: dict[str, list[str]] = {}
     for name, (_, stop) in live.items():
         if stop < end:

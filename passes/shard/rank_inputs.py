@@ -26,7 +26,7 @@ from forebay.rewriter.ir.share import Ranges, RankShare, WeightCut, count, range
 from forebay.rewriter.ir.symbolic_values import symbolic_value
 
 aten = torch.ops.aten
-Piece = tuple[fx.Node, int]  # of a product
+ProductPiece = tuple[fx.Node, int]  # of a product
 ROWS = ".rows"  # ends the name of a weight that is rows of another, which is read whole as well
 
 
@@ -54,8 +54,9 @@ class RankInputs:
         self.normed: dict[Any, fx.Node] = {}  # norms of one value, which differ in what follows, exchange once
         self.cuts, self.loop, self.gathers, self.units = Cuts(), loop, gathers, units or {}
         self.pieces: dict[fx.Node, list[fx.Node]] = {}
-        self.arriving: dict[Piece, tuple[fx.Node, list[Piece], ByRank]] = {}  # exchanges, and whose inputs they bring
-        self.entered: dict[Piece, fx.Node] = {}  # inputs of products that sum over features
+        # exchanges, and whose inputs they bring; and these, of products that sum over features
+        self.arriving: dict[ProductPiece, tuple[fx.Node, list[ProductPiece], ByRank]] = {}
+        self.entered: dict[ProductPiece, fx.Node] = {}
         self.stored = stored
         self.read: dict[str, WeightCut] = {}  # cuts of what products read, where more of it is gathered
         self.whole: dict[fx.Node, fx.Node] = {}

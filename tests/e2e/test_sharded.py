@@ -35,7 +35,8 @@ def deep_bigcode() -> T.GPTBigCodeConfig:
 
 DEEP = {"deep llama": lambda: families.llama(4), "deep opt": lambda: families.opt(4),
         "deep gpt_neox": lambda: families.gpt_neox(4), "deep bigcode": deep_bigcode}
-KINDS = {**families.FAMILIES, "bigcode": families.bigcode, "uneven": wide_llama, **DEEP}
+KINDS = {**families.FAMILIES, "bigcode": families.bigcode, "uneven": wide_llama, **DEEP,
+         "broad": lambda: families.llama(2, hidden_size=128, head_dim=32, intermediate_size=128)}
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,8 @@ def test_packed_weights_and_draws_are_those_of_one_device(folder: Path, nursery:
     for found in both:
         assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in alone]
     wide = _placed(folder, [Case("llama+w4g16", WIDE), Case("gpt_neox+w8g16", {"mesh": f"{WIDE['mesh']},chunks=2/1"}),
-                            Case("opt", {"cache": "kv8"} | WIDE), Case("llama+w4g16", AHEAD)])
+                            Case("opt", {"cache": "kv8"} | WIDE),
+                            Case("broad+w4g16", {"mesh": f"{WIDE['mesh']},gather_chunks=2"})])
     alone = answers([Case(c.kind, {n: v for n, v in c.wrapped.items() if n != "mesh"}, c.asked, c.folder, 900_000)
                      for c in wide], None)
     for found in answers_of_ranks(nursery, 4, wide):
@@ -377,7 +379,8 @@ def test_what_cannot_be_is_said_alike_on_all_ranks(folder: Path, nursery: Nurser
     small, ranks, draft, shape, unequal, divided, moved, entered, axes, staged, uneven, *more = one
     many, gathers, inputs, given, beams = more
     assert "leave gather_chunks out" in inputs
-    assert "of which one divides the other" in uneven and "take fewer chunks" in many and "leave chunks out" in gathers
+    assert "of which one divides the other" in uneven and "take fewer chunks" in many and (
+        "leave chunks and gather_chunks out" in gathers)
     assert "1 axis with layout=x, 2 with xy" in axes and "without stages" in staged
     assert "heads, batch" in divided and "leave cache_tier out" in moved and "leave places out" in entered
     assert "take attention=heads" in beams

@@ -1,0 +1,76 @@
+"""Simulated prompts of ranks that gather weights ahead, or inputs in chunks: `python -m benchmarks.gathered_ahead`.
+
+Plans all ranks of a Llama of 6 layers (hidden 4096, feed-forward 11008, bfloat16) without its weights, for GPUs of a
+preset joined by links that work by themselves, and simulates the step over all prompts of all ranks together: weights
+gathered right before they are read and ahead (`gather_buffers`), inputs in 1, 2 and 4 chunks (`gather_chunks`). Beside
+it the seconds of products and of exchanges alone; no step is faster than the longer of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+
+import torch
+import transformers as T
+
+from forebay.model_kinds import read_mesh
+from forebay.rewriter.capture.language_model import capture_model
+from forebay.rewriter.ir.graph import CapturedModel
+from forebay.rewriter.ir.plan import Budget, Workload
+from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.machine.mesh_links import RING_STEPS, ExchangeLink, MeshLinks
+from forebay.rewriter.machine.presets import PRESETS
+from forebay.rewriter.machine.profile import Machine
+from forebay.rewriter.plan_ranks import plan_together, rank_planners
+from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.predict.ranks import RankLine, simulate_ranks
+from forebay.rewriter.switches import Switches
+
+WAYS = [f"{mesh},gather_buffers={n}" for mesh in ("tensor=2,layout=xyz", "tensor=2x2,layout=x", "tensor=2x2,layout=xyz")
+        for n in (0, 2, 4)] + [f"tensor=2x2,layout=2d,gather_chunks={n}" for n in (1, 2, 4)]
+
+
+def llama() -> CapturedModel:
+    config = T.LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=6, num_attention_heads=32,
+                           num_key_value_heads=8, vocab_size=32000, dtype=torch.bfloat16)
+    found: CapturedModel = capture_model(config)
+    return found
+
+
+def simulated(captured: CapturedModel, mesh: str, work: Workload, machine: Machine) -> RankLine:
+    """The step over all prompts, of rank 0 beside the others."""
+    files = {name: FileSlice(name, 0, spec.nbytes) for name, spec in captured.weights.items()}
+    budget = Budget(int(machine.tiers["device"].capacity_nbytes), 0)
+    planners = rank_planners(captured, "", files, read_mesh(mesh), budget, Wishes(prefill_chunk=work.prompt), machine,
+                             Switches())
+    planned = plan_together([planner for _, planner in planners], work)
+    return simulate_ranks([pipeline.program(plan, work.prompt) for pipeline, plan in planned], machine)[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--machine", default="h100", choices=sorted(PRESETS))
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--gb-per-s", type=float, default=200.0, help="of a link")
+    parser.add_argument("--latency-us", type=float, default=10.0, help="of a collective")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    links = tuple(ExchangeLink(kind, 2, 1e9 * asked.gb_per_s, 1e-6 * asked.latency_us) for kind in RING_STEPS)
+    machine = replace(PRESETS[asked.machine], mesh=MeshLinks(2, "nccl", "", links, held_up=0.0))
+    captured, work, rows = llama(), Workload(asked.batch, asked.prompt, 2), []
+    for mesh in WAYS:
+        line = simulated(captured, mesh, work, machine)
+        rows.append({"mesh": mesh, "step_ms": 1e3 * line.time_s, "products_ms": 1e3 * line.compute_s,
+                     "exchanges_ms": 1e3 * line.exchange_s})
+        if not asked.json:
+            print(f"| `{mesh}` | {1e3 * line.time_s:.2f} | {1e3 * line.compute_s:.2f} | {1e3 * line.exchange_s:.2f} |",
+                  flush=True)
+    if asked.json:
+        print(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
