@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from forebay.commands.partition import partition
 from forebay.rewriter.machine.mesh_links import RING_STEPS, ExchangeLink, MeshLinks
+from forebay.rewriter.machine.presets import PRESETS
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.predict.preset_models import PRESET_CONFIGS
 
@@ -88,6 +89,28 @@ def test_sums_are_exchanged_in_chunks_where_that_pays(tmp_path: Path) -> None:
         code, out, _ = typed("qwen2.5-0.5b", "--mesh", "2", "--machine", str(profile), "--batch", "2", "--weights",
                              "float32", "--json")
         assert code == 0 and ("chunks=" in json.loads(out)["launch"]) == (held_up < 1)
+
+
+def test_inputs_are_gathered_in_chunks_where_that_pays(tmp_path: Path) -> None:
+    """Beside products of prompts, in two dimensions; nowhere, where cores make exchanges."""
+    asked = ("llama-3-70b", "--mesh", "2x4", "--batch", "2")
+    code, out, _ = typed(*asked, "--machine", "h100", "--links", "100,300", "--json")
+    found = json.loads(out)
+    (prefill,), (decode,) = (found["phases"][phase]["layers"] for phase in ("prefill", "decode"))
+    chunks, gathers = prefill["chunks"], prefill["gather_chunks"]
+    assert code == 0 and found["launch"].endswith(f"layout=2d,chunks={chunks}/1,gather_chunks={gathers}/1")
+    assert gathers > 1 == decode["gather_chunks"] and 0 < prefill["hidden_s"] < prefill["communication_s"]
+    whats = [c["what"] for c in prefill["collectives"]]
+    assert whats.count("inner") == 2 * gathers and whats.count("output partial sums") == 2
+    assert f"inputs gathered in {gathers} chunks beside products" in typed(*asked, "--machine", "h100", "--links",
+                                                                            "100,300")[1]
+    machine = replace(PRESETS["h100"], mesh=MeshLinks(
+        2, "nccl", "", tuple(ExchangeLink(kind, 2, 1e11, 1e-5) for kind in RING_STEPS), held_up=1.0))
+    (profile := tmp_path / "held_up.json").write_text(machine.to_json())
+    code, out, _ = typed(*asked, "--machine", str(profile), "--json")
+    layers = [kind for phase in json.loads(out)["phases"].values() for kind in phase["layers"]]
+    assert code == 0 and "chunks" not in json.loads(out)["launch"]
+    assert all(kind["chunks"] == kind["gather_chunks"] == 1 and kind["hidden_s"] == 0 for kind in layers)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
