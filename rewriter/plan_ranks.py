@@ -18,6 +18,7 @@ from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan_block import GraphsOf, PlanChoice, plan_block
 from forebay.rewriter.plan_speculation import plan_speculation
 from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.predict.ranks import beside_readers
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.shard_captured import rank_files, shard_captured
 from forebay.rewriter.switches import Switches
@@ -203,16 +204,17 @@ def rank_planners(
     captured: CapturedModel, fingerprint: str, files: Mapping[str, FileSlice], mesh: RankShare, budget: Budget,
     wishes: Wishes, machine: Machine, switches: Switches
 ) -> list[tuple[CapturedModel, RankPlanner]]:
-    """Every rank's part of a model and its planner, in one process, of which none exchanges anything."""
+    """Every rank's part of a model and its planner, in one process, of which none exchanges anything; all ranks are to
+    run on this machine."""
     found = []
-    wishes = rank_wishes(mesh, wishes)
+    wishes, own = rank_wishes(mesh, wishes), beside_readers(machine, mesh.ranks)
     for rank in range(mesh.ranks):
         share = replace(mesh, rank=rank)
         sharded, parts = shard_captured(captured, share, switches)
         fused = rewrite_captured(sharded, switches, wishes.cache_format, wishes.activations)
         graphs_of = partial(_graphs, fused, rank_files(captured, parts, files), f"{fingerprint} {share.name}",
                             machine.device_kind != "cpu")
-        found.append((sharded, RankPlanner(share, graphs_of, budget, wishes, machine, switches)))
+        found.append((sharded, RankPlanner(share, graphs_of, budget, wishes, own, switches)))
     return found
 
 

@@ -79,6 +79,11 @@ class MeshLinks:
         nearest = min(known, key=lambda link: (abs(link.ranks - ranks), link.ranks))
         return nearest.time_s(nbytes) * steps / RING_STEPS[kind](nearest.ranks)
 
+    def reads_slowed_among(self, ranks: int) -> float:
+        """How many times as long reads take while so many ranks read: as measured, and in proportion of other numbers,
+        which share what the disk gives."""
+        return 1 + (self.reads_slowed - 1) * (ranks - 1) / max(1, self.ranks - 1)
+
     def slowed(self, share: float) -> float:
         """Slowdown of a launch that takes `share` (0..1) of the memory's rate, while other ranks compute."""
         return self.flops_slowed + min(1.0, share) * (self.memory_slowed - self.flops_slowed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from forebay.rewriter.ir.program import COLLECT, COMPUTE, READS, Item, Launch, Program
@@ -35,6 +35,15 @@ class BusyBeside:
 
     computing: float = 0.0
     reading: float = 0.0
+
+
+def beside_readers(machine: Machine, ranks: int) -> Machine:
+    """`machine` as one of so many ranks of it finds it, all of which read its disk: what a rank by itself is planned
+    and predicted for. Where nothing was measured of that, as it is."""
+    slowed = machine.mesh.reads_slowed_among(ranks)
+    links = tuple(replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / slowed) if link.src == "disk"
+                  else link for link in machine.links)
+    return replace(machine, links=links, mesh=replace(machine.mesh, reads_slowed=1.0))
 
 
 def simulate_ranks(

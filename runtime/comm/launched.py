@@ -20,6 +20,11 @@ def local_rank(rank: int) -> int:
     return int(os.environ.get("LOCAL_RANK", rank))
 
 
+def ranks_here(ranks: int) -> int:
+    """Of so many ranks those that run on this machine; all where nobody says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+
+
 def store_place() -> str:
     """Where the store is by which ranks find each other, as far as that is said."""
     host = os.environ.get("MASTER_ADDR")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from forebay.api import LOG, LanguageModel
+from forebay.open_model import known_machine
 from forebay.rewriter.capture.step_graphs import StepGraphs
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.ir.block import Block
@@ -22,8 +23,10 @@ from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan_block import PlanChoice, plan_block
 from forebay.rewriter.plan_ranks import RankPlanner, Steps, plan_together, rank_wishes, require_alike, require_all
 from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.predict.ranks import beside_readers
 from forebay.rewriter.shard_captured import rank_files, shard_captured
 from forebay.rewriter.switches import read_switches
+from forebay.runtime.comm.launched import ranks_here
 from forebay.runtime.comm.ranks import from_all, join_ranks, require_same_exchanges, tell_others
 from forebay.runtime.run.places import Asked
 from forebay.runtime.run.sampling import Sampling
@@ -59,6 +62,7 @@ class ShardedModel(LanguageModel):
         except ValueError as error:  # ShardError, or packed groups that would be cut
             refused = str(error)
         require_all(from_all(refused))
+        machine = beside_readers(machine or known_machine(checkpoint.folder), ranks_here(ranks))
         super().__init__(sharded, checkpoint, own, budget, workload, wishes, machine, plan, choose)
 
     def _graphs(self, workload: Workload, block: Block) -> StepGraphs:

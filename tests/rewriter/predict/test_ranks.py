@@ -10,13 +10,15 @@ import pytest
 
 from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.ir.block import Block
-from forebay.rewriter.ir.plan import Budget, Workload
+from forebay.rewriter.ir.plan import Budget, Plan, Workload
 from forebay.rewriter.ir.program import COLLECT, COMPUTE, FileSlice, Launch, Program, Record, Wait
 from forebay.rewriter.ir.share import RankShare
 from forebay.rewriter.machine.mesh_links import RING_STEPS, ExchangeLink, MeshLinks
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
-from forebay.rewriter.predict.ranks import simulate_ranks
+from forebay.rewriter.plan_ranks import plan_together, rank_planners
+from forebay.rewriter.planning.wishes import Wishes
+from forebay.rewriter.predict.ranks import beside_readers, simulate_ranks
 from forebay.rewriter.predict.simulate import simulate
 from forebay.rewriter.rewrite_captured import rewrite_captured
 from forebay.rewriter.shard_captured import shard_captured
@@ -80,6 +82,35 @@ def test_ranks_slow_each_other_as_far_as_they_compute_at_the_same_time() -> None
         free, slowed = (simulate_ranks(ranks, machine(0.0, slowed=by)) for by in (1.0, 3.0))
         for one, other in zip(free, slowed, strict=True):
             assert least <= other.compute_s / one.compute_s <= most
+
+
+@pytest.mark.parametrize(("ranks", "measured", "slowed"), [(2, 2, 2.0), (4, 2, 4.0), (2, 4, 2.0)])
+def test_plans_of_ranks_know_that_all_read_one_disk(ranks: int, measured: int, slowed: float) -> None:
+    """A rank by itself is predicted to take as long as all of them together, where reads bind them; those of a
+    disk that gives a constant rate, as ranks measured it."""
+    disk = 2e6  # bytes per second
+    alone = machine(0.0)
+    alone = replace(alone, links=tuple(replace(link, bandwidth_bytes_per_s=disk) if link.src == "disk" else link
+                                       for link in alone.links))
+    known = replace(alone, mesh=replace(alone.mesh, ranks=measured, reads_slowed=float(measured)))
+    assert beside_readers(known, ranks).link("disk", "device").bandwidth_bytes_per_s == pytest.approx(disk / slowed)
+    assert beside_readers(alone, ranks) == alone == beside_readers(alone, 1)
+    whole = families.captured("opt")
+    files = {spec.name: FileSlice("/nothing", i << 24, spec.nbytes) for i, spec in enumerate(whole.weights.values())}
+
+
+    def plans(nbytes: int) -> list[tuple[Pipeline, Plan]]:
+        planners = rank_planners(whole, "", files, RankShare((ranks,), 0), Budget(nbytes, 0), Wishes(), known,
+                                 Switches())
+        return plan_together([planner for _, planner in planners], WORK)
+
+    planned = plans(max(pipeline.smallest_budget() for pipeline, _ in plans(1 << 24)))
+    prediction = planned[0][1].prediction
+    assert prediction.streamed_nbytes > 0
+    found = simulate_ranks([pipeline.program(plan, 1) for pipeline, plan in planned], replace(
+        known, mesh=replace(known.mesh, reads_slowed=slowed)))
+    assert prediction.decode_time_s == pytest.approx(found[0].time_s, rel=0.15)
+    assert prediction.decode_time_s > 0.9 * slowed * prediction.streamed_nbytes / disk
 
 
 def test_the_slower_rank_is_waited_for() -> None:
