@@ -36,6 +36,7 @@ def deep_bigcode() -> T.GPTBigCodeConfig:
 DEEP = {"deep llama": lambda: families.llama(4), "deep opt": lambda: families.opt(4),
         "deep gpt_neox": lambda: families.gpt_neox(4), "deep bigcode": deep_bigcode}
 KINDS = {**families.FAMILIES, "bigcode": families.bigcode, "uneven": wide_llama, **DEEP,
+         "large": lambda: families.llama(2, hidden_size=256, head_dim=64, intermediate_size=512),
          "broad": lambda: families.llama(2, hidden_size=128, head_dim=32, intermediate_size=128)}
 
 
@@ -231,6 +232,12 @@ def test_weights_that_are_gathered_stream_as_well(folder: Path, nursery: Nursery
     (case,) = _placed(folder, [Case("llama", {"mesh": "tensor=2,layout=xyz", "prefill_chunk": 8}, share=455_000)])
     for (found,) in answers_of_ranks(nursery, 2, [case]):
         assert found[0] == _expected(case) and found[1] > 0 and found[3] == (1, 8)
+    xyz = "tensor=2,layout=xyz"
+    large = _placed(folder, [Case("large", {"mesh": f"{xyz},gather_buffers={n}", "prefill_chunk": 8}, share=share)
+                             for n, share in ((0, 2_900_000), (2, 4_000_000))])
+    for found in answers_of_ranks(nursery, 2, large):
+        for tokens, streamed, *_ in found:
+            assert tokens == _expected(large[0]) and streamed > 500_000, "parts of what is gathered stream too"
 
 
 def programs(case: Case, mesh: str) -> list[Any]:
