@@ -209,8 +209,10 @@ class Block:
         return [next(staying) if home == "device" else kept + next(away) % slots for home in self.hidden_homes()]
 
     def fault(self) -> str:
-        """What contradicts itself in the shares of checkpoints, and in where hidden states are to lie, as the field and
-        why; "" for nothing."""
+        """What contradicts itself in the shares of checkpoints, in where hidden states are to lie, and in memory for
+        what is gathered, as the field and why; "" for nothing."""
+        if self.gather_buffers < 0:
+            return f"gather_buffers: {self.gather_buffers} must not be below 0"
         if self.checkpoints and not (self.checkpoints <= self.checkpoint_period and self.checkpoint_tokens > 0):
             return (f"checkpoints: {self.checkpoints} of checkpoint_period {self.checkpoint_period}, in blocks of "
                     f"checkpoint_tokens {self.checkpoint_tokens}, are no share of the cache")

@@ -288,8 +288,6 @@ def _validate_block(plan: Plan) -> None:
         if given < 0 or (given and not s.block.staged) or (given and name == "cache_host" and s.block.cache == "host"):
             raise PlanError(f"plan.schedule.block.{name}: {given} is for a cache on a tier further off than "
                             f"{s.block.cache}, and never below 0")
-    if s.block.gather_buffers < 0:
-        raise PlanError(f"plan.schedule.block.gather_buffers: {s.block.gather_buffers} must not be below 0")
     if fault := s.block.fault():
         raise PlanError(f"plan.schedule.block.{fault}")
     if plan.workload.batch % s.block.micro_batches:
