@@ -6,9 +6,10 @@ same text: `plain`, one token a step; `lookup`, drafts of prompt lookup by the p
 same weights in 4 bits (w4g64, whose groups are not those that the weights were published on) within the same budget,
 where that is predicted to pay; `w8`, the same in 8 bits; with --peer `transformers`, weights offloaded to disk, in
 memory for as many bytes, with its prompt lookup or assisted by the same copy, which is expanded to float32 beside those
-bytes. The share of tokens before the first in which drafts differ from `plain` is printed. The bound is a pass of
-`plain` over the tokens per pass, so a pass, drafts and all, over a plain one says how far from it a run is. Predicted
-is what the plans say for the share of drafted tokens that stood. Reads go past the page cache; the peer's files are
+bytes. The share of tokens before the first in which drafts differ from `plain` is printed. The bound is a pass over the
+tokens per pass, and two columns say how far from it a run is: a pass, drafts and all, over a plain one, which has the
+whole budget, and all of its time over what its own passes take as its plan predicts them, without drafts. Predicted is
+what the plans say for the share of drafted tokens that stood. Reads go past the page cache; the peer's files are
 dropped from it before each answer.
 """
 
@@ -48,6 +49,7 @@ from forebay.rewriter.machine.profile import Machine, load_machine
 from forebay.rewriter.plan_draft import token_time_s
 from forebay.rewriter.predict.simulate import simulate
 from forebay.runtime.disk.page_cache import drop_file
+from forebay.runtime.run.draft_choice import step_times_s
 
 SHARES = (0.15, 0.3, 0.5, 0.75)
 PARAGRAPH = ("The forebay is the pool in front of a mill's wheel. It keeps the wheel turning evenly while the stream "
@@ -79,7 +81,7 @@ def answer(lm: LanguageModel, ids: list[int], new: int) -> Row:
     tally, (begin, before), (end, behind) = lm.tally, at[0], at[-1]
     return {"tokens": out[0, len(ids) :].tolist(), "time_s": end - begin, "read_nbytes": behind - before,
             "passes": tally.passes or new - 1, "offered": tally.offered, "accepted": tally.accepted,
-            "refused": tally.refused}
+            "refused": tally.refused, "steps": dict(tally.steps)}
 
 
 class Peer:
@@ -184,11 +186,14 @@ def probed(lm: LanguageModel, ids: list[int], new: int, probe: Probe, machine: M
     paces, rates = [probe.pace()], [probe.bytes_per_s()]
     row = answer(lm, ids, new)
     now = at_pace(machine, (rates[0] + probe.bytes_per_s()) / 2, (paces[0] + probe.pace()) / 2)
+    plan = plan_at(lm, now)
+    if row["offered"]:
+        row["passes_s"] = sum(step_times_s(plan)[size] * count for size, count in row["steps"].items())
     if lm.helper is not None:
         stands = row["accepted"] / max(1, row["accepted"] + row["refused"])
-        row["predicted_s"] = token_time_s(plan_at(lm, now), plan_at(lm.helper, now), stands)
+        row["predicted_s"] = token_time_s(plan, plan_at(lm.helper, now), stands)
     elif not row["offered"]:
-        row["predicted_s"] = plan_at(lm, now).prediction.decode_time_s
+        row["predicted_s"] = plan.prediction.decode_time_s
     return row
 
 
@@ -225,12 +230,14 @@ def summary(plain: list[Row], found: list[Row]) -> Row:
         return line
     right, offered = sum(row["accepted"] for row in found), sum(row["offered"] for row in found)
     checked = right + sum(row["refused"] for row in found)
+    passes = [row["time_s"] / row["passes_s"] for row in found if "passes_s" in row]
     predicted = [row["time_s"] / (new - 1) / row["predicted_s"] for row in found if row.get("predicted_s")]
     return line | {
         "tokens_per_pass": median((new - 1) / row["passes"] for row in found),
         "pass_over_plain": median(b["time_s"] / b["passes"] / (a["time_s"] / a["passes"]) for a, b in pairs),
         "accepted": right / max(1, offered), "stands": right / max(1, checked),
         "read_per_token": median(row["read_nbytes"] / (new - 1) for row in found),
+        "over_own_passes": median(passes) if passes else None,
         "measured_over_predicted": median(predicted) if predicted else None}
 
 
@@ -243,19 +250,23 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else format(value, ".2f")
+
+
 def report(lines: list[Row]) -> None:
     print(f"{'budget':>6} {'text':<11}{'contestant':<20}{'tokens/s':>9}{'gain':>7} {'tokens/pass':>12} "
-          f"{'pass/plain pass':>16} {'accepted':>9} {'each stands':>12} {'MB/token':>9} {'of predicted':>13}   same")
+          f"{'pass/plain pass':>16} {'/own passes':>11} {'accepted':>9} {'each stands':>12} {'MB/token':>9} "
+          f"{'of predicted':>13}   same")
     for x in lines:
         print(f"{100 * x['share']:>5.0f}% {x['text']:<11}{x['who']:<20}{x['tokens_per_s']:>9.2f}{x['gain']:>6.2f}x ",
               end="")
         if "tokens_per_pass" in x:
-            of_plan = x["measured_over_predicted"]
-            print(f"{x['tokens_per_pass']:>12.2f} {x['pass_over_plain']:>16.2f} {100 * x['accepted']:>7.0f} % "
-                  f"{100 * x['stands']:>10.0f} % {x['read_per_token'] / 1e6:>9.0f} "
-                  f"{'-' if of_plan is None else format(of_plan, '.2f'):>13}", end="")
+            print(f"{x['tokens_per_pass']:>12.2f} {x['pass_over_plain']:>16.2f} {_ratio(x['over_own_passes']):>11} "
+                  f"{100 * x['accepted']:>7.0f} % {100 * x['stands']:>10.0f} % {x['read_per_token'] / 1e6:>9.0f} "
+                  f"{_ratio(x['measured_over_predicted']):>13}", end="")
         else:
-            print(" " * 76, end="")
+            print(" " * 88, end="")
         print(f" {100 * x['same_tokens']:>4.0f} %")
 
 
