@@ -103,6 +103,7 @@ from forebay.kernels.cpu_support import native
 from tests.kernels.cpu_support.test_team import calls
 torch.set_num_threads(4)
 shim, (steps, made) = ctypes.CDLL(None), calls(2)
+native.scratch(1 << 14)  # torch's own
 failing, asked = (ctypes.c_long.in_dll(shim, name) for name in ("failing", "asked"))
 chain = native.chained(steps)
 

@@ -37,18 +37,18 @@ NAMES = ("aten", "flat", "upcast")
 FLAT_MAX_ROWS_FP32 = 32
 
 
-def scratch_nbytes(impl: str, dtype: torch.dtype, m: int, n: int, k: int) -> int:
+def scratch_nbytes(impl: str, dtype: torch.dtype, m: int, n: int, k: int, conv1d: bool = False) -> int:
     """Upper bound, in bytes, of the scratch that run(impl) holds for x [m, k] of dtype and n outputs."""
     if impl == "flat":
-        return _flat_scratch_nbytes(dtype, m, k)
+        return _flat_scratch_nbytes(dtype, m, k, conv1d)
     if impl == "upcast":
         return SCRATCH_NBYTES
     return m * n * dtype.itemsize  # aten may make its result apart from a strided out
 
 
-def _flat_scratch_nbytes(dtype: torch.dtype, m: int, k: int) -> int:
+def _flat_scratch_nbytes(dtype: torch.dtype, m: int, k: int, conv1d: bool) -> int:
     """Rows of x as panels take them, or groups, those of fp32 too."""
-    if dtype == torch.float32 and m not in GROUPS:
+    if dtype == torch.float32 and (conv1d or m not in GROUPS):
         return 0
     each = 4 * k + ROW_PADDING_NBYTES
     return each * max(1, min(m, 64, SCRATCH_NBYTES // each))
@@ -170,7 +170,7 @@ def _bind_flat(
         native.DTYPES[x.dtype], native.DTYPES[weight.dtype], native.DTYPES[(weight if bias is None else bias).dtype],
         native.DTYPES[out.dtype], conv1d, accumulate, ACTIVATIONS.index(after.activation),
     )  # fmt: skip
-    floats = _flat_scratch_nbytes(x.dtype, *x.shape) // 4
+    floats = _flat_scratch_nbytes(x.dtype, x.shape[0], x.shape[1], conv1d) // 4
     return native.NativeCall("linear", args, given, floats)
 
 

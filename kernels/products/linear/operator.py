@@ -101,7 +101,7 @@ def _bind_cuda(use: Use) -> Call:
 
 def _cpu_workspace(use: Use) -> int:
     weight, m, n, k = _shape(use)
-    return cpu.scratch_nbytes(use.impl, getattr(torch, weight), m, n, k)
+    return cpu.scratch_nbytes(use.impl, getattr(torch, weight), m, n, k, use.kwargs["form"] == "kn")
 
 
 LINEAR = Operator(
