@@ -29,6 +29,7 @@ def predict(
     programs = {tokens: program(tokens) for tokens in sorted({1, s.prefill_chunk, *chunks, *s.speculative_steps})}
     lines = {tokens: simulate(each, machine, min(STEPS, passes) if s.phase_of(tokens) == "prefill" else STEPS)
              for tokens, each in programs.items()}
+    busy = {tokens: line.busy_time_s.get(COMPUTE, 0.0) for tokens, line in lines.items()}
     prompt_s = sum(count * lines[tokens].time_s for tokens, count in chunks.items())
     grown_s = 0.0 if growth is None else simulate(growth, machine, 1).time_s
     launches = [launch for each in programs.values() for launch in each.launches()]
@@ -38,10 +39,9 @@ def predict(
         decode_time_s=lines[1].time_s, busy_time_s=lines[1].busy_time_s, streamed_nbytes=programs[1].moved_nbytes(),
         peak_nbytes=peak, bottleneck=lines[1].bottleneck,
         speculative_times_s=tuple(lines[tokens].time_s for tokens in s.speculative_steps),
-        speculative_busy_s=tuple(lines[tokens].busy_time_s.get(COMPUTE, 0.0) for tokens in s.speculative_steps)
-        if serial else (),
+        speculative_busy_s=tuple(busy[tokens] for tokens in s.speculative_steps if serial),
         prefill_busy_s=s.block.prefills(work.batch) * sum(
-            count * lines[tokens].busy_time_s.get(COMPUTE, 0.0) for tokens, count in chunks.items()) if serial else 0.0)
+            count * busy[tokens] for tokens, count in chunks.items() if serial))
 
 
 @dataclass(frozen=True)

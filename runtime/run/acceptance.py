@@ -10,7 +10,7 @@ from operator import mul
 
 import torch
 
-from forebay.runtime.run.drafts import MODEL, Drafted
+from forebay.runtime.run.drafts import MODEL, Drafted, alike
 from forebay.runtime.run.sampling import Sampling, choose, most_likely, probabilities
 
 FORGETS = 0.9  # of what was seen of drafts of a kind remains with each further one
@@ -35,8 +35,7 @@ def accepted(logits: torch.Tensor, draft: Drafted, sampling: Sampling, draws: Dr
     tokens = draft.tokens[: len(logits) - 1]
     if not sampling.do_sample:
         best = most_likely(logits).tolist()
-        count = next((i for i, token in enumerate(tokens) if token != best[i]), len(tokens))
-        return best[: count + 1]
+        return best[: alike(tokens, best) + 1]
     own = draws[0] if isinstance(draws, Sequence) else draws
     if draft.chances is not None:
         where = "cpu" if own is None else own.device

@@ -10,7 +10,7 @@ import torch
 from forebay.rewriter.ir.drafts_beside import beside_s, pays_beside
 from forebay.rewriter.ir.plan import Plan
 from forebay.runtime.run.acceptance import Acceptance, Stakes, best_rate, best_size
-from forebay.runtime.run.drafts import LONGEST_MATCH, MODEL, Drafted, Drafter, PromptLookup
+from forebay.runtime.run.drafts import LONGEST_MATCH, MODEL, Drafted, Drafter, PromptLookup, alike
 from forebay.runtime.run.drafts_ahead import DraftsAhead
 
 
@@ -115,9 +115,9 @@ class DraftChoice:
         """Note how far what was looked up for rows, and not checked, agrees with what came."""
         for row, (length, draft) in self.looked.items():
             if row in held and len(held[row]) > length:
-                pairs = [*zip(draft.tokens, held[row][length:].tolist(), strict=False)]
-                right = next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
-                self.seen[row].note(draft, min(right + 1, len(pairs)), right)
+                came = held[row][length:].tolist()
+                right = alike(draft.tokens, came)
+                self.seen[row].note(draft, min(right + 1, len(draft.tokens), len(came)), right)
 
     def _begin_next(
         self, held: Mapping[int, torch.Tensor], left: Mapping[int, int], size: int, drafts: Mapping[int, Drafted]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 import torch
@@ -46,6 +47,11 @@ class Drafter(Protocol):
 
     def note(self, draft: Drafted, offered: int, right: int) -> None:
         """Of a draft's first `offered` tokens, which were checked, the first `right` stood."""
+
+
+def alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 class PromptLookup:

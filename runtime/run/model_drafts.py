@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
 
 import torch
 
 from forebay.runtime.run.acceptance import Draws, Sureness
-from forebay.runtime.run.drafts import MODEL, Drafted
+from forebay.runtime.run.drafts import MODEL, Drafted, alike
 from forebay.runtime.run.generation import Prefill, prefill
 from forebay.runtime.run.sampling import Sampling, probabilities
 from forebay.runtime.run.session import Session
@@ -83,7 +82,7 @@ class ModelDrafter:
     ) -> tuple[dict[int, int], Mapping[int, torch.Tensor] | torch.Tensor]:
         """How many tokens of each row the cache holds by now, and the logits [V] behind those that are none to feed."""
         work, entering = self.session.plan.workload, self.session.plan.schedule.block.entering
-        at = {row: min(_alike(self._held.get(row, []), tokens), len(tokens) - 1) for row, tokens in rows.items()}
+        at = {row: min(alike(self._held.get(row, []), tokens), len(tokens) - 1) for row, tokens in rows.items()}
         begun = [row for row in wanted if len(rows[row]) - at[row] > self.begin_steps + max(
             0, len(rows[row]) - work.prompt)]
         if not entering and (begun or not self._held):
@@ -150,8 +149,3 @@ class ModelDrafter:
         token = int(torch.multinomial(chances[-1], 1, generator=own))
         given.append(float(chances[-1][token]))
         return token
-
-
-def _alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

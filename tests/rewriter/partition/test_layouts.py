@@ -139,16 +139,21 @@ def test_phases_share_products() -> None:
     assert both.time_s < sum(p.time_s for p in apart) and both.communication_s < sum(p.communication_s for p in apart)
 
 
+class Seconds(MachineEstimator):
+    """Products of 4096 multiplications a second, whatever they read."""
+
+    def product_s(self, dtype: str, m: float, n: int, k: int, *, nbytes: float, impl: str = "") -> float:
+        return m * n * k / 4096
+
+
+_MATRICES = tuple(TensorShape(name, 64 * 64, 64) for name in ("q", "k", "v", "o", "up", "down"))
+SQUARE = LayerShape(1, _MATRICES[:4], _MATRICES[4:], 0, 4 * 64 * 64, 64, 4, 4, 16, 0, 64)
+
+
 def test_inputs_in_chunks_are_gathered_beside_products() -> None:
     """As many bytes; a piece takes the longer of its gather and its product, and sums behind are exchanged at once.
     Worked by hand: one product of 8 rows, 64 by 64, over two chips along the wide axis, a link of 64 bytes a second."""
-    class Seconds(MachineEstimator):
-        def product_s(self, dtype: str, m: float, n: int, k: int, *, nbytes: float, impl: str = "") -> float:
-            return m * n * k / 4096
-
-    square = [TensorShape(name, 64 * 64, 64) for name in ("q", "k", "v", "o", "up", "down")]
-    layer = LayerShape(1, tuple(square[:4]), tuple(square[4:]), 0, 4 * 64 * 64, 64, 4, 4, 16, 0, 64)
-    mesh, times = ChipMesh((2,), (64.0,), one_way(0.0), False), Seconds(TPU)
+    layer, mesh, times = SQUARE, ChipMesh((2,), (64.0,), one_way(0.0), False), Seconds(TPU)
     product_s, gather_s = 8 * 32 * 64 / 4096, 8 * 64 * 2 / 2 / 64  # 4 s, and 8 of a gather
     whole = product_cost(layer, ChipLayout("2d", (0,), (), "heads"), mesh, 8, times)
     for gathers in (1, 2, 4):
@@ -204,13 +209,7 @@ def test_sums_in_chunks_are_exchanged_beside_products(layout: ChipLayout, parall
 
 def test_a_product_and_its_sums_take_the_longer_of_both_for_each_chunk() -> None:
     """Worked by hand: one product of 8 rows, 64 by 64 over two chips, whose sums cross a link of 64 bytes a second."""
-    class Seconds(MachineEstimator):
-        def product_s(self, dtype: str, m: float, n: int, k: int, *, nbytes: float, impl: str = "") -> float:
-            return m * n * k / 4096
-
-    square = [TensorShape(name, 64 * 64, 64) for name in ("q", "k", "v", "o", "up", "down")]
-    layer = LayerShape(1, tuple(square[:4]), tuple(square[4:]), 0, 4 * 64 * 64, 64, 4, 4, 16, 0, 64)
-    mesh, times = ChipMesh((2,), (64.0,), one_way(0.0), False), Seconds(TPU)
+    layer, mesh, times = SQUARE, ChipMesh((2,), (64.0,), one_way(0.0), False), Seconds(TPU)
     product_s, exchange_s = 8 * 64 * 32 / 4096, 2 * 8 * 64 * 2 / 2 / 64  # 4 s, and 16 of an all-reduce
     for chunks in (1, 2, 4):
         cost = product_cost(layer, ChipLayout("1d", (), (), "heads", chunks=chunks), mesh, 8, times)
