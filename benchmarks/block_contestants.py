@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.contestants import PageCache, PeakWatch, StepClock, TransformersPeer
+from benchmarks.planned_bytes import moved_nbytes
 from benchmarks.throughput_cells import PEERS
 from forebay.commands.process_memory import anonymous_nbytes
 from forebay.runtime.run.arena import return_freed_memory
@@ -287,19 +288,6 @@ def moved_so_far() -> tuple[int, int]:
     """Bytes that this process has read from and written to storage."""
     found = dict(line.split(":") for line in Path("/proc/self/io").read_text().splitlines())
     return int(found["read_bytes"]), int(found["write_bytes"])
-
-
-def moved_nbytes(lm: Any, tokens: int) -> tuple[float, float]:
-    """Bytes that a step in the middle of its phase reads from the disk and writes to it, as planned."""
-    from forebay.rewriter.ir.program import Copy, Rows, copy_nbytes, tier_of
-
-    read = written = 0.0
-    for item in lm._pipeline.program(lm.plan, tokens).step:
-        if isinstance(item, Copy):
-            usual = min((end.usual for end in (item.src, item.dst) if isinstance(end, Rows)), default=1.0)
-            read += usual * copy_nbytes(item) * (tier_of(item.src) == "disk")
-            written += usual * copy_nbytes(item) * (tier_of(item.dst) == "disk")
-    return read, written
 
 
 def fill_cache(lm: Any) -> None:

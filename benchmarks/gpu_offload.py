@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
-import itertools
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -26,8 +24,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_cases import flexgen
+from benchmarks.gpu_cases import offloaded
 from benchmarks.gpu_cases.isolated import IsolatedWorker, check_gpu, serve
+from benchmarks.gpu_cases.large_steps import (
+    SPECULATIVE,
+    measure_blocks,
+    measure_flexgen,
+    measure_peer,
+    measure_speculative,
+    measure_throughput,
+)
+from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_model, weights_nbytes
 
 STARTED = time.monotonic()
 LIMIT_S = 520.0  # of the whole run: a job that is begun late gets what is left of it
@@ -41,17 +48,8 @@ WAYS: tuple[dict[str, Any], ...] = (  # in which caches and steps differ
     {"cache_tier": "host"}, {"cache_tier": "disk"}, {"cache_tier": "host", "cpu_attention": True},
     {"cache_tier": "disk", "micro_batches": 3, "order": "row"}, {"cache_tier": "host", "checkpoints": (1, 2)},
     {"places": 2}, {"places": 2, "cache_tier": "disk"}, {"prompt_lookup_num_tokens": 4}, {"draft": "w8"})
-LARGE = {"hidden_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 8,
-         "intermediate_size": 14336, "vocab_size": 32000}  # fmt: skip
-OPT = {"hidden_size": 4096, "num_hidden_layers": 10, "num_attention_heads": 32, "ffn_dim": 16384,
-       "vocab_size": 50272, "word_embed_proj_dim": 4096}  # fmt: skip
-GPU = "cuda"
-# What generating takes on the caller's stream beside what is planned: logits and chosen tokens, one small segment.
-CALLER_NBYTES = 2 << 20
-DEVICE_SHARE = 0.375  # of the large model's bytes (4 GB in bf16), for Forebay and the peer
 LOGITS_LIMIT = 3e-2  # relative, between the GPU's and the CPU's kernels over equal bits, in bf16
 FORMATS_WORK: dict[str, Any] = {"batch": 3, "prompt": 40, "new_tokens": 8}
-Row = dict[str, Any]
 
 
 def jobs() -> list[Row]:
@@ -69,46 +67,16 @@ def jobs() -> list[Row]:
     opt = [job for batch in (1, 32) for job in (
         {"part": "throughput", "source": "host", "batch": batch, "weights": "native", "shape": "opt"},
         {"part": "flexgen", "batch": batch})]  # fmt: skip
-    return tokens + ways + formats + speed[:3] + peers + opt + speed[3:]
+    blocks: list[Row] = [job for attention in ("planned", "host") for job in (
+        {"part": "blocks", "shape": "opt", "attention": attention},
+        {"part": "flexgen", "attention": "GPU" if attention == "planned" else "host"},
+        {"part": "blocks", "shape": "llama", "attention": attention})]  # fmt: skip
+    speculative = [{"part": "speculative", "way": way} for way in range(len(SPECULATIVE))]
+    return tokens + ways + formats + speed[:3] + peers + opt + speed[3:] + blocks + speculative
 
 
 def say(text: str) -> None:
     print(f"[{time.monotonic() - STARTED:6.1f} s] {text}", flush=True)
-
-
-def saved_model(scratch: Path, shape: dict[str, int], dtype: torch.dtype, weights: str = "native") -> Path:
-    """A random-weight Llama (or OPT, or Mistral) of this shape as a safetensors checkpoint, made once; quantised, where
-    weights say so."""
-    kind_of = "opt" if "ffn_dim" in shape else "mistral" if "sliding_window" in shape else "llama"
-    name = f"{kind_of}-{shape['hidden_size']}-{shape['num_hidden_layers']}-{str(dtype)[6:]}"
-    folder = scratch / name
-    if not (folder / "config.json").exists():
-        import transformers as of
-
-        torch.manual_seed(0)
-        kind: Any = {"opt": (of.OPTConfig, of.OPTForCausalLM), "llama": (of.LlamaConfig, of.LlamaForCausalLM),
-                     "mistral": (of.MistralConfig, of.MistralForCausalLM)}[kind_of]
-        config = kind[0](**shape, tie_word_embeddings=False, max_position_embeddings=2048)
-        config.dtype = dtype
-        before = torch.get_default_dtype()
-        with torch.device(GPU):
-            torch.set_default_dtype(dtype)
-            model = kind[1](config)
-            torch.set_default_dtype(before)
-        model.save_pretrained(folder)
-        del model
-        torch.cuda.empty_cache()
-    if weights == "native":
-        return folder
-    from forebay.rewriter.checkpoints.quantize import Wish, quantize_model
-
-    packed = scratch / f"{name}-{weights}"
-    quantize_model(folder, packed, Wish(weights))  # goes on, or finds that it is done
-    return packed
-
-
-def weights_nbytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 @functools.cache
@@ -116,10 +84,10 @@ def reference_tokens(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompts [3, 12] and transformers' greedy answers to them on the GPU, [3, 36]."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(GPU).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(offloaded.GPU).eval()
     ids = torch.randint(3, SMALL["vocab_size"], (3, 12), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        return ids, model.generate(ids.to(GPU), max_new_tokens=24, do_sample=False, pad_token_id=0,
+        return ids, model.generate(ids.to(offloaded.GPU), max_new_tokens=24, do_sample=False, pad_token_id=0,
                                    eos_token_id=None).cpu()  # fmt: skip
 
 
@@ -132,7 +100,7 @@ def check_tokens(scratch: Path, machine: Any, job: Row) -> Row:
     nbytes = weights_nbytes(folder)
     from forebay.rewriter.planning.launch_memory import least_gpu_nbytes
 
-    budget = {"device": int(nbytes * job["share"]) + (least_gpu_nbytes() if GPU == "cuda" else 0)}
+    budget = {"device": int(nbytes * job["share"]) + (least_gpu_nbytes() if offloaded.GPU == "cuda" else 0)}
     if job["host"]:
         budget["host"] = int(nbytes * job["host"]) + (8 << 20)
     before = begin_peak()
@@ -206,92 +174,9 @@ def half_resident(folder: Path, machine: Any, cache: str) -> int:
     return device
 
 
-def measure_throughput(scratch: Path, machine: Any, job: Row) -> Row:
-    """Decode tokens/s of the large model under the device budget, from host memory or from disk."""
-    from forebay.api import wrap
-
-    shape, dtype = (OPT, torch.float16) if job.get("shape") == "opt" else (LARGE, torch.bfloat16)
-    folder, batch = saved_model(scratch, shape, dtype, job["weights"]), job["batch"]
-    budget = {"device": int(DEVICE_SHARE * weights_nbytes(folder))}
-    if job["source"] == "host":
-        budget["host"] = weights_nbytes(folder) + (1 << 30)
-    before = begin_peak()
-    with wrap(folder, budget, batch=batch, prompt=64, new_tokens=12, machine=machine) as lm:
-        ids = torch.randint(3, shape["vocab_size"], (batch, 64), generator=torch.Generator().manual_seed(3))
-        lm.generate(ids, max_new_tokens=3, eos_token_id=None)
-        times: list[float] = []
-        lm.generate(ids, max_new_tokens=12, eos_token_id=None, on_token=lambda _: times.append(time.perf_counter()))
-        moved = lm.plan.prediction.streamed_nbytes
-        planned, predicted = lm.plan.prediction.peak_nbytes, lm.plan.prediction.decode_time_s
-    peak = peak_within(budget["device"], before)
-    step_s, spread_s = _steps(times)
-    link = machine.link("host", "device") if job["source"] == "host" else machine.link("disk", "host")
-    row = {"step_s": step_s, "spread_s": spread_s, "tokens_per_s": batch / step_s, "moved_nbytes": moved,
-           "bytes_per_s": moved / step_s, "link_bytes_per_s": link.bandwidth_bytes_per_s,
-           "predicted_step_s": predicted, "plan_nbytes": planned} | peak  # fmt: skip
-    return row if moved else row | {"failed": "nothing streamed"}
-
-
-def measure_peer(scratch: Path, machine: Any, job: Row) -> Row:
-    """The same by transformers with Accelerate's hooks: as much on the GPU as the budget holds, the rest in host
-    memory."""
-    from transformers import LlamaForCausalLM
-
-    folder, batch = saved_model(scratch, LARGE, torch.bfloat16), job["batch"]
-    _, held = begin_peak()
-    limits = {0: int(DEVICE_SHARE * weights_nbytes(folder)), "cpu": "100GB"}
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="auto", max_memory=limits).eval()
-    ids = torch.randint(3, LARGE["vocab_size"], (batch, 64), generator=torch.Generator().manual_seed(3)).to(GPU)
-    times, cache = [], None
-    with torch.inference_mode():
-        for _ in range(12):
-            result = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            ids, cache = result.logits[:, -1:].argmax(-1).to(GPU), result.past_key_values
-            torch.cuda.synchronize()
-            times.append(time.perf_counter())
-    step_s, spread_s = _steps(times[1:])
-    return {"step_s": step_s, "spread_s": spread_s, "tokens_per_s": batch / step_s,
-            "peak_nbytes": torch.cuda.max_memory_reserved() - held}  # fmt: skip
-
-
-def measure_flexgen(scratch: Path, machine: Any, job: Row) -> Row:
-    """FlexGen on the OPT shape, with 5 % of it less on the GPU than the budget holds, for its buffers."""
-    if not flexgen.installed():
-        return {"skipped": flexgen.MISSING}
-    _, held = begin_peak()
-    steps = flexgen.step_times(OPT, job["batch"], 64, 11, int(100 * DEVICE_SHARE) - 5)[1:]
-    step_s = statistics.median(steps)
-    return {"step_s": step_s, "spread_s": [min(steps), max(steps)], "tokens_per_s": job["batch"] / step_s,
-            "peak_nbytes": torch.cuda.max_memory_reserved() - held}  # fmt: skip
-
-
-def begin_peak() -> tuple[int, int]:
-    """Begin to count what the allocator reserves; returns what else is taken of the GPU (contexts of processes), and
-    what this process holds already: torch keeps a workspace of cuBLAS for each stream that ever multiplied."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    free, total = torch.cuda.mem_get_info()
-    held = torch.cuda.memory_reserved()
-    return total - free - held, held
-
-
-def peak_within(budget: int, before: tuple[int, int]) -> Row:
-    """What was reserved at most since `begin_peak`; a failure where the budget, and what generating takes, is less."""
-    context_nbytes, held = before
-    peak = torch.cuda.max_memory_reserved() - held
-    row: Row = {"peak_nbytes": peak, "budget_nbytes": budget, "context_nbytes": context_nbytes}
-    over = peak > budget + CALLER_NBYTES
-    return row | ({"failed": f"took {peak} bytes of the device, the budget is {budget}"} if over else {})
-
-
-def _steps(times: list[float]) -> tuple[float, list[float]]:
-    steps = [b - a for a, b in itertools.pairwise(times)]
-    return statistics.median(steps), [min(steps), max(steps)]
-
-
 PARTS: dict[str, Callable[[Path, Any, Row], Row]] = {
     "tokens": check_tokens, "ways": check_ways, "formats": check_formats, "throughput": measure_throughput,
-    "peer": measure_peer, "flexgen": measure_flexgen,
+    "peer": measure_peer, "flexgen": measure_flexgen, "blocks": measure_blocks, "speculative": measure_speculative,
 }
 
 
@@ -305,7 +190,7 @@ def answer(scratch: Path) -> None:
 
 def line(job: Row, row: Row) -> str:
     """A job and what came of it."""
-    head = ", ".join(str(value) if key in ("part", "source", "weights", "shape") else f"{key} {value}"
+    head = ", ".join(str(value) if key in ("part", "source", "weights", "shape", "attention") else f"{key} {value}"
                      for key, value in job.items())  # fmt: skip
     if "failed" in row or "skipped" in row:
         return f"{head}: {row.get('skipped') or 'FAILED: ' + row['failed']}"
@@ -313,9 +198,16 @@ def line(job: Row, row: Row) -> str:
         return f"{head}: transformers' tokens; {row['streamed_nbytes'] >> 10} KiB streamed a step"
     if "error" in row:
         return f"{head}: logits differ by {row['error']:.1e}; {row['streamed_nbytes'] >> 10} KiB streamed a step"
-    link = "" if "bytes_per_s" not in row else (
-        f", {row['bytes_per_s'] / 1e9:.1f} GB/s of the link's {row['link_bytes_per_s'] / 1e9:.1f}, predicted "
-        f"{1e3 * row['predicted_step_s']:.1f} ms")
+    if "bound_s" in row:
+        link = f", the links' bound {1e3 * row['bound_s']:.1f}, predicted {1e3 * row['predicted_step_s']:.1f} ms"
+    elif "tally" in row:
+        link = f", {row['tally']}, predicted {', '.join(f'{1e3 * s:.1f}' for s in row['predicted_s'])} ms"
+    else:
+        link = "" if "bytes_per_s" not in row else (
+            f", {row['bytes_per_s'] / 1e9:.1f} GB/s of the link's {row['link_bytes_per_s'] / 1e9:.1f}, predicted "
+            f"{1e3 * row['predicted_step_s']:.1f} ms")
+    if "prefill_s" in row:
+        link += f", prefill {1e3 * row['prefill_s']:.1f} ms"
     return (f"{head}: {row['tokens_per_s']:.1f} tokens/s, step {1e3 * row['step_s']:.1f} ms{link}, peak "
             f"{row['peak_nbytes'] >> 20} MiB")  # fmt: skip
 

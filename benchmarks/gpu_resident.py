@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_cases.isolated import IsolatedWorker, check_gpu, serve
-from benchmarks.gpu_offload import saved_model, weights_nbytes
+from benchmarks.gpu_cases.offloaded import saved_model, weights_nbytes
 
 STARTED = time.monotonic()
 LIMIT_S = 500.0  # of the whole run: a job that is begun late gets what is left of it
@@ -166,9 +166,9 @@ def main() -> int:
     GPU = "cuda" if on_gpu else "cpu"
     shapes = "tiny" if options.tiny else options.shapes
     if options.answer:
-        import benchmarks.gpu_offload as offload
+        from benchmarks.gpu_cases import offloaded
 
-        offload.GPU = GPU
+        offloaded.GPU = GPU
         answer(options.answer, shapes)
         return 0
     from forebay.rewriter.machine.profile import Machine, save_machine

@@ -17,9 +17,12 @@ def installed() -> bool:
     return True
 
 
-def step_times(shape: Mapping[str, int], batch: int, prompt: int, steps: int, gpu_percent: int) -> list[float]:
+def step_times(shape: Mapping[str, int], batch: int, prompt: int, steps: int, gpu_percent: int,
+               micro_batches: int = 1, cache_on_host: bool = False, cpu_attention: bool = False) -> list[float]:
     """Seconds of a prefill of `prompt` tokens and of each decode step after it, of an OPT of this shape in fp16 with
-    `gpu_percent` of each weight on the GPU and the rest in pinned memory, cache and activations on the GPU."""
+    `gpu_percent` of each weight on the GPU and the rest in pinned memory, activations on the GPU; the cache there too,
+    or all of it in host memory, where with `cpu_attention` the host attends. `micro_batches` share each pass over the
+    weights."""
     import numpy as np
     from flexgen.compression import CompressionConfig
     from flexgen.flex_opt import OptLM, Policy
@@ -31,9 +34,11 @@ def step_times(shape: Mapping[str, int], batch: int, prompt: int, steps: int, gp
     config = OptConfig(name="opt-6.7b", num_hidden_layers=shape["num_hidden_layers"], n_head=heads, hidden_size=hidden,
                        input_dim=hidden, ffn_embed_dim=shape["ffn_dim"], vocab_size=shape["vocab_size"])
     packing: Any = CompressionConfig(num_bits=4, group_size=64, group_dim=0, symmetric=False)
-    policy = Policy(batch, 1, gpu_percent, 100 - gpu_percent, 100, 0, 100, 0, overlap=True, sep_layer=True,
-                    pin_weight=True, cpu_cache_compute=False, attn_sparsity=1.0, compress_weight=False,
-                    comp_weight_config=packing, compress_cache=False, comp_cache_config=packing)  # fmt: skip
+    cached = 0 if cache_on_host else 100  # percent on the GPU
+    policy = Policy(batch // micro_batches, micro_batches, gpu_percent, 100 - gpu_percent, cached, 100 - cached, 100, 0,
+                    overlap=True, sep_layer=True, pin_weight=True, cpu_cache_compute=cpu_attention, attn_sparsity=1.0,
+                    compress_weight=False, comp_weight_config=packing, compress_cache=False,
+                    comp_cache_config=packing)  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         env = ExecutionEnv.create(folder)
         try:

@@ -9,14 +9,16 @@ from forked import run_code
 
 CODE = """
 import sys, pytest, torch, benchmarks.gpu_offload as bench
+from benchmarks.gpu_cases import large_steps, offloaded
 from captured_once import share_graphs
 from pathlib import Path
 from forebay.rewriter.machine.profile import Machine
 
 share_graphs(pytest.MonkeyPatch())  # budgets are looked for by planning the same models ten times
-bench.GPU, bench.LARGE, bench.DEVICE_SHARE = "cpu", bench.SMALL, 0.8
-bench.OPT = bench.OPT | {"hidden_size": 64, "word_embed_proj_dim": 64, "num_hidden_layers": 4, "ffn_dim": 192,
-                         "num_attention_heads": 4, "vocab_size": 512}
+offloaded.GPU, offloaded.LARGE, offloaded.DEVICE_SHARE = "cpu", bench.SMALL, 0.8
+large_steps.BLOCK, large_steps.SPEAKS = {"batch": 6, "prompt": 24, "new_tokens": 5}, 12
+offloaded.OPT |= {"hidden_size": 64, "word_embed_proj_dim": 64, "num_hidden_layers": 4, "ffn_dim": 192,
+                  "num_attention_heads": 4, "vocab_size": 512}
 torch.cuda.reset_peak_memory_stats = torch.cuda.synchronize = torch.cuda.empty_cache = lambda: None
 torch.cuda.max_memory_reserved = torch.cuda.memory_reserved = lambda: 0
 torch.cuda.mem_get_info = lambda: (1 << 30, 3 << 30)
@@ -28,6 +30,8 @@ formats = [job for job in jobs if job["part"] == "formats"]
 ways = [job for job in jobs if job["part"] == "ways" and job["windowed"] and job["way"] in (3, 4, 6, 8)]
 few = [jobs[3], *ways, *formats[1:4:2], next(j for j in jobs if j.get("cache") == "kv4" != j["weights"] != "native"),
        next(j for j in jobs if j.get("shape") == "opt"),
+       *(j for j in jobs if j["part"] == "blocks" and j["attention"] == "planned"),
+       *(j for j in jobs if j["part"] == "speculative" and j["way"]),
        next(j for j in jobs if j["part"] == "throughput" and j["source"] == "disk")]
 for job in few:
     row = bench.PARTS[job["part"]](Path(sys.argv[1]), machine, job)
@@ -38,7 +42,7 @@ for job in few:
 torch.cuda.max_memory_reserved = lambda: 1 << 40
 for job in few[-1:]:
     assert "the budget is" in bench.PARTS[job["part"]](Path(sys.argv[1]), machine, job)["failed"]
-if not bench.flexgen.installed():
+if not large_steps.flexgen.installed():
     assert "pip install" in bench.line({"part": "flexgen"}, bench.PARTS["flexgen"](Path(), machine, {"batch": 1}))
 """
 
@@ -48,4 +52,5 @@ def test_the_checks_and_measurements_of_every_kind(tmp_path: Path) -> None:
     done = run_code(CODE, str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     parts = [line.split(",")[0] for line in done.stdout.splitlines()]
-    assert parts == ["tokens", *["ways"] * 4, *["formats"] * 3, *["throughput"] * 2]
+    assert parts == ["tokens", *["ways"] * 4, *["formats"] * 3, "throughput", *["blocks"] * 2, *["speculative"] * 2,
+                     "throughput"]  # fmt: skip

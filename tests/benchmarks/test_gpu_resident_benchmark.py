@@ -14,11 +14,11 @@ from forked import run_code
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
 CODE = """
-import sys, torch, benchmarks.gpu_offload as offload, benchmarks.gpu_resident as bench
+import sys, torch, benchmarks.gpu_cases.offloaded as offloaded, benchmarks.gpu_resident as bench
 from pathlib import Path
 from forebay.rewriter.machine.profile import Machine
 
-bench.GPU = offload.GPU = "cpu"
+bench.GPU = offloaded.GPU = "cpu"
 bench.STEPS = 3
 for job in bench.jobs("tiny"):
     row = bench.measure(Path(sys.argv[1]), Machine.default(), job)

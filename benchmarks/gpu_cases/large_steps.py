@@ -1,0 +1,134 @@
+"""Steps of the large models of `benchmarks.gpu_offload`: Forebay's, and its peers'."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_cases import flexgen, offloaded
+from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_model, step_times, weights_nbytes
+from benchmarks.planned_bytes import crossing_nbytes
+
+BLOCK: dict[str, Any] = {"batch": 128, "prompt": 512, "new_tokens": 8}  # whose cache is beyond the device
+SPECULATIVE: tuple[dict[str, Any], ...] = ({}, {"prompt_lookup_num_tokens": 8}, {"draft": "w4"})
+SPEAKS = 96  # tokens of an answer with drafts
+
+
+def measure_throughput(scratch: Path, machine: Any, job: Row) -> Row:
+    """Decode tokens/s of the large model under the device budget, from host memory or from disk."""
+    from forebay.api import wrap
+
+    shape, dtype = (offloaded.OPT, torch.float16) if job.get("shape") == "opt" else (offloaded.LARGE, torch.bfloat16)
+    folder, batch = saved_model(scratch, shape, dtype, job["weights"]), job["batch"]
+    budget = {"device": int(offloaded.DEVICE_SHARE * weights_nbytes(folder))}
+    if job["source"] == "host":
+        budget["host"] = weights_nbytes(folder) + (1 << 30)
+    before = begin_peak()
+    with wrap(folder, budget, batch=batch, prompt=64, new_tokens=12, machine=machine) as lm:
+        ids = torch.randint(3, shape["vocab_size"], (batch, 64), generator=torch.Generator().manual_seed(3))
+        lm.generate(ids, max_new_tokens=3, eos_token_id=None)
+        times: list[float] = []
+        lm.generate(ids, max_new_tokens=12, eos_token_id=None, on_token=lambda _: times.append(time.perf_counter()))
+        moved = lm.plan.prediction.streamed_nbytes
+        planned, predicted = lm.plan.prediction.peak_nbytes, lm.plan.prediction.decode_time_s
+    peak = peak_within(budget["device"], before)
+    step_s, spread_s = step_times(times)
+    link = machine.link("host", "device") if job["source"] == "host" else machine.link("disk", "host")
+    row = {"step_s": step_s, "spread_s": spread_s, "tokens_per_s": batch / step_s, "moved_nbytes": moved,
+           "bytes_per_s": moved / step_s, "link_bytes_per_s": link.bandwidth_bytes_per_s,
+           "predicted_step_s": predicted, "plan_nbytes": planned} | peak  # fmt: skip
+    return row if moved else row | {"failed": "nothing streamed"}
+
+
+def measure_peer(scratch: Path, machine: Any, job: Row) -> Row:
+    """The same by transformers with Accelerate's hooks: as much on the GPU as the budget holds, the rest in host
+    memory."""
+    from transformers import LlamaForCausalLM
+
+    folder, batch = saved_model(scratch, offloaded.LARGE, torch.bfloat16), job["batch"]
+    _, held = begin_peak()
+    limits = {0: int(offloaded.DEVICE_SHARE * weights_nbytes(folder)), "cpu": "100GB"}
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="auto", max_memory=limits).eval()
+    ids = torch.randint(3, offloaded.LARGE["vocab_size"], (batch, 64), generator=torch.Generator().manual_seed(3))
+    ids = ids.to(offloaded.GPU)
+    times, cache = [], None
+    with torch.inference_mode():
+        for _ in range(12):
+            result = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            ids, cache = result.logits[:, -1:].argmax(-1).to(offloaded.GPU), result.past_key_values
+            torch.cuda.synchronize()
+            times.append(time.perf_counter())
+    step_s, spread_s = step_times(times[1:])
+    return {"step_s": step_s, "spread_s": spread_s, "tokens_per_s": batch / step_s,
+            "peak_nbytes": torch.cuda.max_memory_reserved() - held}  # fmt: skip
+
+
+def measure_flexgen(scratch: Path, machine: Any, job: Row) -> Row:
+    """FlexGen on the OPT shape, with 5 % of it less on the GPU than the budget holds, for its buffers; or a block of
+    eight batches of it with its cache in host memory."""
+    if not flexgen.installed():
+        return {"skipped": flexgen.MISSING}
+    _, held = begin_peak()
+    percent = int(100 * offloaded.DEVICE_SHARE) - 5
+    batch, prompt, new = BLOCK.values() if "attention" in job else (job["batch"], 64, 12)
+    block = {"micro_batches": 8, "cache_on_host": True, "cpu_attention": job["attention"] == "host"} \
+        if "attention" in job else {}
+    prefill_s, *steps = flexgen.step_times(offloaded.OPT, batch, prompt, new - 1, percent, **block)
+    step_s = statistics.median(steps)
+    return {"step_s": step_s, "spread_s": [min(steps), max(steps)], "tokens_per_s": batch / step_s,
+            "prefill_s": prefill_s, "peak_nbytes": torch.cuda.max_memory_reserved() - held}  # fmt: skip
+
+
+def measure_blocks(scratch: Path, machine: Any, job: Row) -> Row:
+    """Prefill and decode of a batch whose weights and cache are beyond the device budget, as the planner blocks it."""
+    from forebay.api import wrap
+
+    shape, dtype = (offloaded.OPT, torch.float16) if job["shape"] == "opt" else (offloaded.LARGE, torch.bfloat16)
+    folder = saved_model(scratch, shape, dtype)
+    budget = {"device": int(offloaded.DEVICE_SHARE * weights_nbytes(folder)), "host": 80 << 30}
+    before, began = begin_peak(), time.perf_counter()
+    with wrap(folder, budget, **BLOCK, machine=machine, cpu_attention=job["attention"] == "host" or None) as lm:
+        planned_s = time.perf_counter() - began
+        p, s = lm.plan.prediction, lm.plan.schedule
+        ids = torch.randint(3, shape["vocab_size"], (BLOCK["batch"], BLOCK["prompt"]),
+                            generator=torch.Generator().manual_seed(3))  # fmt: skip
+        lm.generate(ids, max_new_tokens=2, eos_token_id=None)
+        began, times = time.perf_counter(), []
+        lm.generate(ids, max_new_tokens=BLOCK["new_tokens"], eos_token_id=None,
+                    on_token=lambda _: times.append(time.perf_counter()))  # fmt: skip
+        moved = crossing_nbytes(lm, 1)
+    step_s, spread_s = step_times(times)
+    bound_s = max(nbytes / machine.link(*way.split("->")).bandwidth_bytes_per_s for way, nbytes in moved.items())
+    row = {"step_s": step_s, "spread_s": spread_s, "tokens_per_s": BLOCK["batch"] / step_s,
+           "prefill_s": times[0] - began, "moved_nbytes": moved, "bound_s": bound_s, "planned_s": planned_s,
+           "predicted_step_s": p.decode_time_s, "predicted_prefill_s": p.prefill_time_s, "busy_s": p.busy_time_s,
+           "block": str(s.block), "prefill_chunk": s.prefill_chunk, "plan_nbytes": p.peak_nbytes}  # fmt: skip
+    return row | peak_within(budget["device"], before)
+
+
+def measure_speculative(scratch: Path, machine: Any, job: Row) -> Row:
+    """An answer of the large model at batch 1 with drafts that passes over the streamed weights check, or without."""
+    from forebay.api import wrap
+
+    folder, asked = saved_model(scratch, offloaded.LARGE, torch.bfloat16), SPECULATIVE[job["way"]]
+    nbytes = weights_nbytes(folder)
+    budget = {"device": int(offloaded.DEVICE_SHARE * nbytes), "host": nbytes + (4 << 30)}
+    before = begin_peak()
+    with wrap(folder, budget, prompt=64, new_tokens=SPEAKS, machine=machine, **asked) as lm:
+        ids = torch.randint(3, offloaded.LARGE["vocab_size"], (1, 64), generator=torch.Generator().manual_seed(3))
+        lm.generate(ids, max_new_tokens=16, eos_token_id=None)
+        began, times = time.perf_counter(), []
+        tokens = lm.generate(ids, max_new_tokens=SPEAKS, eos_token_id=None,
+                             on_token=lambda _: times.append(time.perf_counter()))[0, 64:]  # fmt: skip
+        tally, steps = lm.tally, lm.plan.schedule.speculative_steps
+        moved = lm.plan.prediction.streamed_nbytes
+        predicted = [lm.plan.prediction.decode_time_s, *lm.plan.prediction.speculative_times_s]
+    spent_s = times[-1] - times[0]
+    row = {"asked": asked, "tokens_per_s": (SPEAKS - 1) / spent_s, "step_s": spent_s / (tally.passes or SPEAKS - 1),
+           "prefill_s": times[0] - began, "moved_nbytes": moved, "speculative_steps": list(steps), "tally": str(tally),
+           "sizes": tally.steps, "predicted_s": predicted, "tokens": tokens.tolist()}  # fmt: skip
+    return row | peak_within(budget["device"], before)
