@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -33,6 +33,9 @@ BROUGHT = 0.5  # of a prefill's time: where weights take less, fewer passes over
 GATHER_BUFFERS = 2  # one that is read, one that is gathered; more keep activations waiting behind what comes early
 WORTH = 0.01  # of the time of prompt and answer, that this must save
 NEAR = 1.5  # times the least of the closed form: what it finds slower is not simulated
+SAVES = 0.02  # of the closed form's time, that more micro-batches must save to be simulated
+STAMPS = 512  # layers times micro-batches that are simulated where fewer may do as well
+BESIDE = 4  # other shares of a number of micro-batches that are simulated
 
 GraphsOf = Callable[[Workload, Block], StepGraphs]
 PlanChoice = Callable[[GraphsOf, Budget, Workload, Wishes, Machine, Switches], tuple[Pipeline, Plan]]
@@ -97,9 +100,10 @@ def plan_block(
             return None
         return fitting[-1][1]
 
-    for way in ways:  # where the host attends, the closed form says less of what waits for what: near their own best
-        if way.time_s <= NEAR * min(w.time_s for w in ways if w.block.cpu_attention == way.block.cpu_attention):
-            simulate(way.pipeline.with_block(way.block))
+    for attends in (False, True):  # where the host attends, the closed form says less of what waits for what
+        _try_near([way for way in ways if way.block.cpu_attention == attends],
+                  min(map(_answer_time_s, fitting), default=math.inf),
+                  lambda way: simulate(way.pipeline.with_block(way.block)))
     if fitting:
         if wishes.hidden_tier is None:
             _try_hidden(*min(fitting, key=_answer_time_s), wishes, lambda block: simulate(pipeline_of(block)))
@@ -178,6 +182,37 @@ class _Way:
     time_s: float
     pipeline: Pipeline
     block: Block
+
+    @property
+    def stamps(self) -> int:
+        """Block graphs that a step stamps."""
+        staged = self.pipeline.needs.staged
+        return self.block.micro_batches * (1 if staged is None else len(staged.layers))
+
+
+def _try_near(ways: Sequence[_Way], known_s: float, simulate: Callable[[_Way], Plan | None]) -> None:
+    """Simulate the ways that may be best: of those near the least of the closed form, which leaves waits out, the best
+    of each number of micro-batches that saves `SAVES` over all smaller ones, as more of them take longer to plan; then
+    other shares of the number that came out best. None that the closed form finds slower than what was simulated, which
+    took `known_s` so far; nor one of more than `STAMPS` blocks to lower, where others may be best."""
+    near = sorted((w for w in ways if w.time_s <= NEAR * min(w.time_s for w in ways)), key=lambda way: way.time_s)
+    near = [way for way in near if way.stamps <= STAMPS] or near
+    front: list[_Way] = []
+    for way in sorted(near, key=lambda way: way.block.micro_batches):
+        if not front or way.time_s < (1 - SAVES) * min(w.time_s for w in front):
+            front = [w for w in front if w.block.micro_batches < way.block.micro_batches] + [way]
+    found: list[tuple[float, int]] = []
+
+    def try_each(some: Sequence[_Way]) -> None:
+        for way in some:
+            if way.time_s < min([known_s, *(s for s, _ in found)]) and (plan := simulate(way)) is not None:
+                found.append((latency_s(plan), way.block.micro_batches))
+
+    try_each(sorted(front, key=lambda way: way.time_s))
+    rest = [way for way in near if way not in front]
+    if found:
+        rest = [way for way in rest if way.block.micro_batches == min(found)[1]][:BESIDE]
+    try_each(rest)
 
 
 def _in_shares(pipeline: Pipeline, block: Block, budget: Budget, wishes: Wishes) -> list[_Way]:

@@ -170,8 +170,10 @@ def _given(step: fx.GraphModule, call: fx.Node, name: str) -> fx.Node:
 
 
 def _cone(positions: fx.Node | None, table: fx.Node) -> list[fx.Node]:
-    """The nodes that make a table of positions. CannotCheckpoint where it follows from anything else of the call."""
+    """The nodes that make a table of positions [B, S], and those that have a line for each sequence beside it (angles'
+    rates expanded to B). CannotCheckpoint where it follows from anything else of the call."""
     depends: dict[fx.Node, bool] = {}
+    batch = None if positions is None else str(_value(positions).shape[0])
 
     def through(node: fx.Node) -> bool:
         if node not in depends:
@@ -182,7 +184,8 @@ def _cone(positions: fx.Node | None, table: fx.Node) -> list[fx.Node]:
                     raise CannotCheckpoint(f"{table.name} follows from {node.name}, not from positions alone")
                 depends[node] = False
             else:
-                depends[node] = any([through(source) for source in node.all_input_nodes if values_of(source)])
+                follows = any([through(source) for source in node.all_input_nodes if values_of(source)])
+                depends[node] = follows or any(str(size) == batch for size in _value(node).shape)
         return depends[node]
 
     if positions is None or not through(table):

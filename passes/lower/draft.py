@@ -82,12 +82,13 @@ class Evict:
 
 @record
 class Vacant:
-    """From here on slot `slot` of a ring holds nothing: the launches before this point were the last to touch it.
-    `number` counts the times."""
+    """From here on slot `slot` of a ring holds nothing: the launches before this point were the last to touch it,
+    and the `stores` (by number) that ended before. `number` counts the times."""
 
     ring: str
     slot: int
     number: int
+    stores: tuple[int, ...] = ()
 
 
 @record

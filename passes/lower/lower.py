@@ -302,17 +302,9 @@ class _Lowering:
         placement = self.plan.weight(weight)
         row_nbytes = placement.nbytes // entry.rows
         lower, nbytes = entry.lower * row_nbytes, (entry.upper - entry.lower) * row_nbytes
-        source: FileSlice | Span
-        direct: FileSlice | None = None  # where the bytes come from, if they are read into the slot itself
-        if placement.tier == "disk":
-            spec = self.files.get(weight)
-            if spec is None:
-                raise KeyError(f"lower: {weight} is on the disk tier, but no file holds it")
-            source = spec.part(lower, nbytes)
-            direct = None if self.plan.schedule.host_hop or source.bands else source
-        else:
-            b = self.buffers[weight]
-            source = Span(b.arena, b.offset + lower, nbytes, weight)
+        source = self._away(weight, lower, nbytes)
+        in_file = isinstance(source, FileSlice) and not self.plan.schedule.host_hop and not source.bands
+        direct = source if in_file else None  # where the bytes come from, if they are read into the slot itself
         number = self.fetched % self.plan.schedule.slots
         slot, buffer = self.slots[number], f"slot{number}:{self.fetched}"  # alike in all steps: they hand copies on
         self.fetched += 1
@@ -322,12 +314,22 @@ class _Lowering:
         self.draft.moves.append(Move(label, source, number, span, room))
         self.draft.items.append(Fetch(index))
 
+    def _away(self, weight: str, lower: int, nbytes: int) -> FileSlice | Span:
+        """Where bytes of a weight lie that is not on the device."""
+        if self.plan.weight(weight).tier == "disk":
+            spec = self.files.get(weight)
+            if spec is None:
+                raise KeyError(f"lower: {weight} is on the disk tier, but no file holds it")
+            return spec.part(lower, nbytes)
+        b = self.buffers[weight]
+        return Span(b.arena, b.offset + lower, nbytes, weight)
+
     def _gather(self, entry: Gather, instance: _Stamp, symbols: Symbols, micro_batch: int) -> None:
         number = instance.lookups[micro_batch, entry.number] = next(self.lookups)
         name = instance.names[entry.table]
-        spec, row_nbytes = self.files[name], self.plan.weight(name).nbytes // entry.rows
+        row_nbytes = self.plan.weight(name).nbytes // entry.rows
         index, out = settled(entry.index, symbols), settled(entry.out, symbols)
-        source = Rows(FileSlice(spec.path, spec.offset, entry.rows * row_nbytes), row_nbytes, index)
+        source = Rows(self._away(name, 0, entry.rows * row_nbytes), row_nbytes, index)
         self.draft.items.append(Lookup(number, f"gather {name}", instance.layer, source, span_of(out)))
 
 

@@ -111,7 +111,8 @@ class _Offloading:
             while waiting and (at_once or n == len(turns) - 1 or waiting[0][0] <= n - delay):
                 number, earlier, marks = waiting.pop(0)
                 given = self.behind.setdefault(turn.last, [])
-                given += [*marks, Vacant(RING, earlier.region, number)]
+                stored = tuple(mark.index for mark in marks if isinstance(mark, Evict))
+                given += [*marks, Vacant(RING, earlier.region, number, stored)]
                 if (later := following.get(id(earlier))) is not None:
                     given += self._load(later)
         self.draft.items = list(self._placed())

@@ -31,6 +31,7 @@ class Order:
     _events: dict[int, _VectorClock] = field(default_factory=dict)
     _recorded: dict[int, str] = field(default_factory=dict)  # by event, the stream that recorded it last
     _groups: dict[tuple[str, int, int], list[_Touch]] = field(default_factory=dict)
+    _stands: dict[int, list[tuple[str, int]]] = field(default_factory=dict)  # by event, copies of other streams
 
     def watch(self, spans: Iterable[Span]) -> None:
         """Say which spans will be touched. Those that overlap share one list, so that only likes are compared."""
@@ -67,7 +68,7 @@ class Order:
         for event in events:
             if event in self._events:
                 issuer = self._recorded[event]
-                needs.setdefault(event, []).append((issuer, self._events[event][issuer]))
+                needs[event] = [(issuer, self._events[event][issuer]), *self._stands.get(event, ())]
             else:
                 needs[event] = [("", 0)]  # recorded behind this point alone: the proof will say
         for touch in self._groups[span.arena, span.offset, span.nbytes] if span is not None else ():
@@ -79,6 +80,11 @@ class Order:
             if all(any(_covered(need, known) for known in others) for need in needs[event]):
                 del needs[event]
         return list(needs)
+
+    def stand_for(self, event: int, others: Iterable[int]) -> None:
+        """Say that who waits for `event`, whose stream waited for `others`, does so for what these stand for too."""
+        issuers = [(other, self._recorded[other]) for other in others]
+        self._stands[event] = [(issuer, self._events[other][issuer]) for other, issuer in issuers]
 
     def touch(self, stream: str, span: Span, event: int, writes: bool) -> None:
         """Note the copy placed last on `stream`, which `event` follows. Behind a write, who waits for it has waited for

@@ -255,6 +255,8 @@ class _Placing:
     def _vacant(self, left: Vacant) -> None:
         event = self.freed[f"{left.ring}{left.slot}"] = self._event("vacant", left.ring, left.slot, left.number)
         self._add(Record(COMPUTE, event))
+        if self.orders:
+            self.order.stand_for(event, [self._stored(index) for index in left.stores])
 
     def _store(self, index: int) -> None:
         out = self.draft.stores[index]
@@ -292,12 +294,16 @@ class _Placing:
             self._wait(DOWNLOAD, stored)
             self._add(Release(DOWNLOAD, landing))
 
+    def _stored(self, index: int) -> int:
+        """The event of a store's source having been read, and what says which rows of the target."""
+        target = self.draft.stores[index].target
+        told = isinstance(target, Rows) and target.told_by
+        return self._event("downloaded" if ("downloaded", index) in self.events and not told else "stored", index)
+
     def _evict(self, index: int) -> None:
         """Wait until the source has been read, and what says which rows of the target."""
         out = self.draft.stores[index]
-        told = isinstance(out.target, Rows) and out.target.told_by
-        hopped = ("downloaded", index) in self.events and not told
-        self._wait(COMPUTE, self._event("downloaded" if hopped else "stored", index))
+        self._wait(COMPUTE, self._stored(index))
         if not out.keeps:
             source = place_of(out.source)
             assert isinstance(source, Span)

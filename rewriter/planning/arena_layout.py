@@ -51,7 +51,7 @@ def lay_out(
         ends["device"] = bottom
         for name, nbytes in cache.items():
             put(name, "cache", "device", nbytes, phase=phase)
-    if plan.schedule.host_hop and any(w.gather and w.tier == "disk" for w in plan.weights):
+    if plan.schedule.host_hop and any(w.gather for w in plan.weights):
         put("host_rows", "io", "host", height, PAGE_NBYTES)
     arenas = {"device": bottom + upper}
     if ends["host"]:

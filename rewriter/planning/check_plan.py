@@ -183,7 +183,7 @@ def _expected(plan: Plan, needs: ModelNeeds) -> dict[tuple[str, str], _Expected]
     for phase, sizes in {"prefill": needs.cache_prompt, "decode": needs.cache}.items() if lends else (
             ("all", needs.cache),):
         found |= {(name, phase): _Expected("cache", "device", nbytes) for name, nbytes in sizes.items()}
-    if plan.schedule.host_hop and any(w.gather and w.tier == "disk" for w in plan.weights):
+    if plan.schedule.host_hop and any(w.gather for w in plan.weights):
         found["host_rows", "all"] = _Expected("io", "host", host_rows_nbytes(needs, plan.schedule.prefill_chunk))
     for phase, tokens in plan.schedule.largest_steps.items():
         layout = needs.need(tokens).layout

@@ -390,11 +390,10 @@ def _place(u: WeightUse, resident: bool, slot: int, tier: str) -> WeightPlacemen
 
 
 def _fill_host(weights: list[WeightPlacement], room: int) -> list[WeightPlacement]:
-    """Move streamed weights from disk to host memory while it lasts; what is only looked up stays on disk."""
-    moved = []
-    for w in weights:
-        if w.tier == "disk" and not w.gather and aligned(w.nbytes) <= room:
+    """Move weights from disk to host memory while it lasts, last those of which few rows are read at a time."""
+    away = set()
+    for w in sorted(weights, key=lambda w: w.gather):
+        if w.tier == "disk" and aligned(w.nbytes) <= room:
             room -= aligned(w.nbytes)
-            w = replace(w, tier="host")
-        moved.append(w)
-    return moved
+            away.add(w.name)
+    return [replace(w, tier="host") if w.name in away else w for w in weights]

@@ -50,12 +50,16 @@ def item_time_s(item: Item, times: Estimator, seen: Mapping[int, float] | None =
 
 def copy_time_s(item: Copy, times: Estimator) -> float:
     """bytes / bandwidth of the link; a lookup, which the step waits for, takes its latency too. That of other copies
-    (`copy_latency_s`) is hidden while others are in flight."""
+    (`copy_latency_s`) is hidden while others are in flight. Rows of a table in host memory are brought together there,
+    at the rate at which it reads K and V."""
     src, tiers = item.src, (tier_of(item.src), tier_of(item.dst))
     if isinstance(src, Rows) and isinstance(src.table, FileSlice):
         requests, nbytes = lookup_reads(src.nbytes // src.row_nbytes, src.row_nbytes, src.table.nbytes)
         return (times.latency_s(*tiers) + max(0.0, requests - 1) * times.row_request_s
                 + nbytes * times.byte_s(*tiers))
+    if tiers == ("host", "host"):
+        seconds = times.host_attention_s(src.nbytes)
+        return seconds if math.isfinite(seconds) else src.nbytes / GUESSED_BYTES_PER_S
     usual = min((end.usual for end in (src, item.dst) if isinstance(end, Rows)), default=1.0)
     return usual * taken_nbytes(item) * times.byte_s(*tiers)
 
@@ -86,7 +90,8 @@ def copy_latency_s(item: Copy, times: Estimator) -> float:
     """Seconds that a copy takes longer when nothing was in flight before it; a lookup's stand in its time."""
     if isinstance(item.src, Rows) and isinstance(item.src.table, FileSlice):
         return 0.0
-    return times.latency_s(tier_of(item.src), tier_of(item.dst))
+    tiers = tier_of(item.src), tier_of(item.dst)
+    return 0.0 if tiers == ("host", "host") else times.latency_s(*tiers)
 
 
 def launch_time_s(item: Launch, times: Estimator, seen: Mapping[int, float]) -> float:

@@ -19,6 +19,7 @@ from forebay.rewriter.ir.program import (
     COMPUTE,
     DOWNLOAD,
     HOST,
+    LOOKUP,
     READS,
     RETURN,
     UPLOAD,
@@ -103,10 +104,13 @@ def _check_stream(copy: Copy, files: Collection[str]) -> None:
     reads, writes = type(src) is FileSlice or src.arena in files, dst.arena in files  # type: ignore[union-attr]
     if reads and writes:
         raise ItemFault(f"{copy.label} goes from file to file: take it through memory")
-    right = READS if reads else (WRITE,) if writes else (DOWNLOAD,) if dst.arena == HOST else (UPLOAD, RETURN)
+    right = READS if reads else (WRITE,) if writes else (UPLOAD, RETURN)
+    if not reads and not writes and dst.arena == HOST:
+        right = (LOOKUP,) if type(src) is Span and src.arena == HOST else (DOWNLOAD,)
     if copy.stream not in right:
         raise ItemFault(f"{copy.label} is on the stream {copy.stream}: files are read on {' or '.join(READS)} and "
-                        f"written on {WRITE}, copies between arenas run on {UPLOAD}, or to the host on {DOWNLOAD}")
+                        f"written on {WRITE}, copies between arenas run on {UPLOAD}, to the host on {DOWNLOAD}, within "
+                        f"it on {LOOKUP}")
     if not writes:
         return
     (before, after), scattered = copy.room, type(copy.dst) is Rows

@@ -30,7 +30,6 @@ from forebay.rewriter.ir.program import (
     Launch,
     Record,
     Release,
-    Rows,
     Span,
     TensorRef,
     Wait,
@@ -38,6 +37,7 @@ from forebay.rewriter.ir.program import (
 )
 from forebay.runtime.devices.device import Call, RuntimeFault
 from forebay.runtime.devices.graphs import graphed
+from forebay.runtime.devices.lookups import is_lookup, look_up
 from forebay.runtime.devices.outward import FindRuns, NamedRows, copy_runs, read_rows, runs_nbytes, write_rows
 from forebay.runtime.devices.pinned import pinned_arena
 from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, first_fault, told
@@ -226,13 +226,8 @@ class CudaDevice:
 
         def gather() -> None:
             # What names rows waits for the device; the Wait before it made that valid.
-            if isinstance(src, Rows) and isinstance(src.table, FileSlice) and not src.skips and src.count is None:
-                assert src.index is not None
-                rows = self.tensor(src.index).flatten().tolist()
-                if rows and not 0 <= min(rows) <= max(rows) < src.rows:
-                    raise RuntimeFault(f"{item.label}: row {max(rows)} (lowest {min(rows)}) of a table of {src.rows}")
-                with told(self._begin(item, len(rows) * src.row_nbytes)) as done:
-                    reader.read_rows(src.table.path, src.table.offset, src.row_nbytes, rows, address, done)
+            if is_lookup(item):
+                look_up(item, self.tensor, self._bytes, reader, address, self._begin)
                 return
             moved = find()
             read_rows(item, self.spill, reader, address, moved, self._begin(item, runs_nbytes(moved)))

@@ -36,6 +36,7 @@ from forebay.rewriter.ir.program import (
 )
 from forebay.runtime.comm.faults import rank_fault
 from forebay.runtime.devices.device import Call, RuntimeFault
+from forebay.runtime.devices.lookups import is_lookup, look_up
 from forebay.runtime.devices.outward import NamedRows, copy_runs, faults_named, read_rows, runs_nbytes, write_rows
 from forebay.runtime.devices.streams import CopyLedger, Ticket, Worker, first_fault, told
 from forebay.runtime.disk.chunks import OnDone, Read, Write
@@ -161,20 +162,9 @@ class ThreadDevice:
 
     def _bind_rows(self, item: Copy, address: int) -> Call:
         """Rows that are named when the copy is issued."""
-        src, label, reader = item.src, item.label, self.readers[item.stream]
-        if isinstance(src, Rows) and isinstance(src.table, FileSlice) and not src.skips and src.count is None:
-            table, row_nbytes, count = src.table, src.row_nbytes, src.rows
-            assert src.index is not None
-            index = self.tensor(src.index)
-
-            def gather() -> None:
-                rows = index.flatten().tolist()
-                if rows and not 0 <= min(rows) <= max(rows) < count:
-                    raise RuntimeFault(f"{label}: row {max(rows)} (lowest {min(rows)}) of a table of {count}")
-                with told(self._begin(item, len(rows) * row_nbytes)) as done:
-                    reader.read_rows(table.path, table.offset, row_nbytes, rows, address, done)
-
-            return gather
+        reader = self.readers[item.stream]
+        if is_lookup(item):
+            return lambda: look_up(item, self.tensor, self._bytes, reader, address, self._begin)
 
         find = self.named.moved(item)
 

@@ -1,0 +1,43 @@
+"""Rows of a weight that a step names, brought together from its file or from host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from forebay.rewriter.ir.program import LOOKUP, Copy, FileSlice, Rows, Span, TensorRef
+from forebay.runtime.devices.device import RuntimeFault
+from forebay.runtime.devices.streams import told
+from forebay.runtime.disk.chunks import OnDone
+from forebay.runtime.disk.reader import DiskReader
+
+_UNITS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+def is_lookup(item: Copy) -> bool:
+    """Whether a copy brings the rows of a weight that tokens name."""
+    src = item.src
+    return item.stream == LOOKUP and isinstance(src, Rows) and src.index is not None
+
+
+def look_up(
+    item: Copy, tensor: Callable[[TensorRef], torch.Tensor], memory: Callable[[Span], torch.Tensor],
+    reader: DiskReader, address: int, begin: Callable[[Copy, int], OnDone],
+) -> None:
+    """Begin a lookup, to `address`, of the rows that its index names now; `memory` gives the bytes of a span.
+    RuntimeFault where one is named that the table lacks."""
+    src, dst = item.src, item.dst
+    assert isinstance(src, Rows) and src.index is not None and isinstance(dst, Span)
+    table = src.table
+    rows = tensor(src.index).flatten().tolist()
+    if rows and not 0 <= min(rows) <= max(rows) < src.rows:
+        raise RuntimeFault(f"{item.label}: row {max(rows)} (lowest {min(rows)}) of a table of {src.rows}")
+    with told(begin(item, len(rows) * src.row_nbytes)) as done:
+        if isinstance(table, FileSlice):
+            reader.read_rows(table.path, table.offset, src.row_nbytes, rows, address, done)
+            return
+        unit = next(dtype for dtype in _UNITS if src.row_nbytes % dtype.itemsize == 0)
+        whole, found = (memory(span).view(unit).view(-1, src.row_nbytes // unit.itemsize) for span in (table, dst))
+        torch.index_select(whole, 0, torch.tensor(rows, dtype=torch.int64), out=found)
+        done(None)
