@@ -15,6 +15,7 @@ import datetime
 import functools
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -72,7 +73,7 @@ def jobs() -> list[Row]:
         {"part": "flexgen", "attention": "GPU" if attention == "planned" else "host"},
         {"part": "blocks", "shape": "llama", "attention": attention})]  # fmt: skip
     speculative = [{"part": "speculative", "way": way} for way in range(len(SPECULATIVE))]
-    return tokens + ways + formats + speed[:3] + peers + opt + speed[3:] + blocks + speculative
+    return tokens + ways + formats + speed[:3] + peers + opt + speed[3:] + speculative + blocks
 
 
 def say(text: str) -> None:
@@ -188,10 +189,15 @@ def answer(scratch: Path) -> None:
     serve(lambda number: PARTS[known[number]["part"]](scratch, machine, known[number]), check_gpu)
 
 
+def name_of(job: Row) -> str:
+    """A job in words."""
+    return ", ".join(str(value) if key in ("part", "source", "weights", "shape", "attention") else f"{key} {value}"
+                     for key, value in job.items())  # fmt: skip
+
+
 def line(job: Row, row: Row) -> str:
     """A job and what came of it."""
-    head = ", ".join(str(value) if key in ("part", "source", "weights", "shape", "attention") else f"{key} {value}"
-                     for key, value in job.items())  # fmt: skip
+    head = name_of(job)
     if "failed" in row or "skipped" in row:
         return f"{head}: {row.get('skipped') or 'FAILED: ' + row['failed']}"
     if "same" in row:
@@ -215,6 +221,7 @@ def line(job: Row, row: Row) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help="only these, by comma; default: %(default)s")
+    parser.add_argument("--match", default="", help="only jobs in whose line this regular expression is found")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for the whole run")
     parser.add_argument("--answer", metavar="FOLDER", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -243,7 +250,7 @@ def main() -> int:
         worker = IsolatedWorker([sys.executable, "-m", "benchmarks.gpu_offload", "--answer", scratch])
         try:
             for number, job in enumerate(jobs()):
-                if job["part"] not in parts:
+                if job["part"] not in parts or not re.search(options.match, name_of(job)):
                     continue
                 left = STARTED + options.limit - time.monotonic()
                 row = worker.ask(number, JOB_S, left) if left > LEAST_S else {"skipped": "left out, no time left"}

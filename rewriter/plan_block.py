@@ -34,6 +34,7 @@ GATHER_BUFFERS = 2  # one that is read, one that is gathered; more keep activati
 WORTH = 0.01  # of the time of prompt and answer, that this must save
 NEAR = 1.5  # times the least of the closed form: what it finds slower is not simulated
 SAVES = 0.02  # of the closed form's time, that more micro-batches must save to be simulated
+SLOWER, OTHER = 1.25, 2.0
 STAMPS = 512  # layers times micro-batches that are simulated where fewer may do as well
 BESIDE = 4  # other shares of a number of micro-batches that are simulated
 
@@ -100,10 +101,10 @@ def plan_block(
             return None
         return fitting[-1][1]
 
+    known: list[tuple[float, float]] = []  # seconds as simulated, and by the closed form
     for attends in (False, True):  # where the host attends, the closed form says less of what waits for what
-        _try_near([way for way in ways if way.block.cpu_attention == attends],
-                  min(map(_answer_time_s, fitting), default=math.inf),
-                  lambda way: simulate(way.pipeline.with_block(way.block)))
+        some = [way for way in ways if way.block.cpu_attention == attends]
+        known += _try_near(some, known, lambda way: simulate(way.pipeline.with_block(way.block)))
     if fitting:
         if wishes.hidden_tier is None:
             _try_hidden(*min(fitting, key=_answer_time_s), wishes, lambda block: simulate(pipeline_of(block)))
@@ -190,29 +191,38 @@ class _Way:
         return self.block.micro_batches * (1 if staged is None else len(staged.layers))
 
 
-def _try_near(ways: Sequence[_Way], known_s: float, simulate: Callable[[_Way], Plan | None]) -> None:
+def _try_near(
+    ways: Sequence[_Way], known: Sequence[tuple[float, float]], simulate: Callable[[_Way], Plan | None]
+) -> list[tuple[float, float]]:
     """Simulate the ways that may be best: of those near the least of the closed form, which leaves waits out, the best
     of each number of micro-batches that saves `SAVES` over all smaller ones, as more of them take longer to plan; then
-    other shares of the number that came out best. None that the closed form finds slower than what was simulated, which
-    took `known_s` so far; nor one of more than `STAMPS` blocks to lower, where others may be best."""
+    other shares of the number that came out best. None that would be `SLOWER` times as slow as the best if the closed
+    form erred by as little as it did of any, or `OTHER` times as slow as the best of other ways, `known`; nor one of
+    more than `STAMPS` blocks to lower, where others may be best. Seconds as simulated, and by the closed form."""
     near = sorted((w for w in ways if w.time_s <= NEAR * min(w.time_s for w in ways)), key=lambda way: way.time_s)
     near = [way for way in near if way.stamps <= STAMPS] or near
     front: list[_Way] = []
     for way in sorted(near, key=lambda way: way.block.micro_batches):
         if not front or way.time_s < (1 - SAVES) * min(w.time_s for w in front):
             front = [w for w in front if w.block.micro_batches < way.block.micro_batches] + [way]
-    found: list[tuple[float, int]] = []
+    found: list[tuple[float, float]] = []
+    count = 0
 
     def try_each(some: Sequence[_Way]) -> None:
+        nonlocal count
         for way in some:
-            if way.time_s < min([known_s, *(s for s, _ in found)]) and (plan := simulate(way)) is not None:
-                found.append((latency_s(plan), way.block.micro_batches))
+            if any(way.time_s * min(s / closed for s, closed in others) > slower * min(others)[0]
+                   for others, slower in ((found, SLOWER), (known, OTHER)) if others):
+                continue
+            if (plan := simulate(way)) is not None:
+                found.append((latency_s(plan), way.time_s))
+                if found[-1] == min(found):
+                    count = way.block.micro_batches
 
     try_each(sorted(front, key=lambda way: way.time_s))
     rest = [way for way in near if way not in front]
-    if found:
-        rest = [way for way in rest if way.block.micro_batches == min(found)[1]][:BESIDE]
-    try_each(rest)
+    try_each([way for way in rest if way.block.micro_batches == count][:BESIDE] if found else rest)
+    return found
 
 
 def _in_shares(pipeline: Pipeline, block: Block, budget: Budget, wishes: Wishes) -> list[_Way]:

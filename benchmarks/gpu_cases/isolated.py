@@ -6,6 +6,7 @@ stopped from within.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from typing import IO, Any
 
+STALLED_S = 60.0
 START_S = 90.0  # for the imports and the GPU's context, before the first answer
 
 
@@ -72,11 +74,13 @@ def serve(run: Callable[[int], dict[str, Any]], check: Callable[[], object] = la
     answers: IO[str] = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     for line in sys.stdin:
+        faulthandler.dump_traceback_later(STALLED_S, repeat=True)  # where a job hangs, standard error says
         try:
             row = run(int(line))
         except Exception as error:
             traceback.print_exc()
             row = {"failed": _text_of(error)}
+        faulthandler.cancel_dump_traceback_later()
         try:
             check()
         except Exception as error:
