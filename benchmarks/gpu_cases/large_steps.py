@@ -102,7 +102,8 @@ def measure_blocks(scratch: Path, machine: Any, job: Row) -> Row:
                     on_token=lambda _: times.append(time.perf_counter()))  # fmt: skip
         moved = crossing_nbytes(lm, 1)
     step_s, spread_s = step_times(times)
-    bound_s = max(nbytes / machine.link(*way.split("->")).bandwidth_bytes_per_s for way, nbytes in moved.items())
+    bound_s = max(nbytes / machine.link(*way.split("->")).bandwidth_bytes_per_s for way, nbytes in moved.items()
+                  if way != "host->host")
     row = {"step_s": step_s, "spread_s": spread_s, "tokens_per_s": BLOCK["batch"] / step_s,
            "prefill_s": times[0] - began, "moved_nbytes": moved, "bound_s": bound_s, "planned_s": planned_s,
            "predicted_step_s": p.decode_time_s, "predicted_prefill_s": p.prefill_time_s, "busy_s": p.busy_time_s,

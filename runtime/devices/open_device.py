@@ -26,7 +26,8 @@ def open_device(
     link, back = machine.link("disk", near), machine.link(near, "disk")
     opened: list[DiskReader] = []
     try:
-        opened.append(open_reader(link.method or "auto", depth=link.depth, chunk_nbytes=link.chunk_nbytes))
+        how = {"depth": link.depth or None, "chunk_nbytes": link.chunk_nbytes or None}  # a data sheet says neither
+        opened.append(open_reader(link.method or "auto", **how))
         for kind, depth in readers_beside():
             opened.append(open_reader(kind, depth=depth))
     except BaseException:

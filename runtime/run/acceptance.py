@@ -145,11 +145,15 @@ class Stakes:
 
 def best_size(drafts: Mapping[int, Drafted], seen: Mapping[int, Acceptance], times_s: Mapping[int, float]) -> int:
     """Tokens per sequence of the step that is expected to give the most tokens per second, by the drafts of the
-    sequences that go on; `times_s` are of the steps that may run, of which one is over a single token."""
+    sequences that go on; `times_s` are of the steps that may run, of which one is over a single token. None that holds
+    more than the longest draft where a smaller one holds that, whatever their times."""
+    longest = 1 + max((len(draft.tokens) for draft in drafts.values()), default=0)
+    enough = min((size for size in times_s if size >= longest), default=max(times_s))
+
     def rate(size: int) -> float:
         return sum(seen[row].expected(draft, size - 1) for row, draft in drafts.items()) / times_s[size]
 
-    return max(sorted(times_s), key=rate)
+    return max(sorted(size for size in times_s if size <= enough), key=rate)
 
 
 def best_rate(chance: float, times_s: Mapping[int, float], token_time_s: float = 0.0) -> float:

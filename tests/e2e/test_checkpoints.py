@@ -57,6 +57,23 @@ def test_tokens_equal_transformers(
         case.check(lm)
 
 
+def test_tables_whose_rates_are_expanded_to_all_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 5.17 makes Llama's: what has a line for each sequence has one for all rows of the checkpoints."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    def tables(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rates = self.inv_freq[None, :, None].float().expand(position_ids.shape[0], -1, 1)
+        angles = (rates @ position_ids[:, None, :].float()).transpose(1, 2)
+        both = torch.cat((angles, angles), -1)
+        return both.cos().to(x.dtype), both.sin().to(x.dtype)
+
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", tables)
+    case = Case("llama", tmp_path, 37, 9)
+    with case.language_model(12.0, **DISK | {"checkpoints": (1, 2)}) as lm:
+        assert lm.plan.schedule.block.checkpoints
+        case.check(lm)
+
+
 @pytest.mark.skipif(not ALL, reason="a minute each; make test-all")
 @pytest.mark.parametrize("way", [0, 1, 2, 4])
 @pytest.mark.parametrize("share", SHARES)

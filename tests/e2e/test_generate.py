@@ -20,9 +20,10 @@ import forebay.api as model_module
 from forebay.api import LanguageModel, wrap
 from forebay.rewriter.checkpoints.checkpoint import CheckpointError
 from forebay.rewriter.ir.plan import PlanError, load_plan
-from forebay.rewriter.ir.program import UNORDERED, UPLOAD, Copy, Rows
+from forebay.rewriter.ir.program import LOOKUP, UNORDERED, UPLOAD, Copy, Rows, Span
 from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.verify.program import verify_program
+from forebay.runtime.devices.device import RuntimeFault
 from forebay.runtime.disk.reader import TruncatedFileError
 
 
@@ -184,6 +185,28 @@ def test_the_program_of_a_gpu_computes_the_same_here(
             assert from_disk and all(i.dst.arena == "host" for i in from_disk)
             assert any(isinstance(i.src, Rows) for i in from_disk)
         check(lm, llama_checkpoint)
+
+
+@pytest.mark.parametrize("hop", [True, False])
+def test_rows_of_a_lookup_come_from_host_memory_that_has_room(
+    llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, hop: bool
+) -> None:
+    """No byte is read from the disk then; a row that the table lacks is refused by name."""
+    source = model_module.step_graphs
+    monkeypatch.setattr(model_module, "step_graphs", lambda *a, **k: source(*a, **k | {"host_hop": hop}))
+    with llama_checkpoint.language_model(0.4, host=4 * llama_checkpoint.nbytes, slots=2) as lm:
+        assert lm.plan.nbytes_on("disk") == 0 and any(w.gather and w.tier == "host" for w in lm.plan.weights)
+        for tokens in (1, 10):
+            program = lm._pipeline.program(lm.plan, tokens)
+            verify_program(program, {"device": lm.plan.budget.device, "host": lm.plan.budget.host})
+            looked_up = [i for i in program.step if isinstance(i, Copy) and i.stream == LOOKUP]
+            assert looked_up and all(isinstance(i.src, Rows) and isinstance(i.src.table, Span) for i in looked_up)
+            assert {i.dst.arena for i in looked_up} == {"host" if hop else "device"}
+        check(lm, llama_checkpoint)
+        inputs = {"input_ids": torch.full((3, 1), 10**6), "start": torch.zeros(3, dtype=torch.int64),
+                  "last": torch.zeros(3, dtype=torch.int64)}  # fmt: skip
+        with pytest.raises(RuntimeFault, match=r"embed_tokens.*row 1000000 \(lowest 1000000\) of a table of"):
+            lm.session.step(inputs)
 
 
 # -- generate's arguments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,12 @@ from families import rewritten
 from hypothesis import given
 from hypothesis import strategies as st
 
+import forebay.rewriter.plan_block as module
 from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.ir.alignment import PAGE_NBYTES
 from forebay.rewriter.ir.block import Block
-from forebay.rewriter.ir.plan import Budget, PlanError, Workload
-from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
+from forebay.rewriter.ir.program import RETURN, Copy, FileSlice, Wait
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
@@ -25,6 +27,7 @@ from forebay.rewriter.planning.wishes import Wishes
 from forebay.rewriter.predict.closed_form import rates_of
 from forebay.rewriter.predict.estimator import MachineEstimator
 from forebay.rewriter.switches import Switches
+from forebay.rewriter.verify.program import ProgramError, verify_program
 
 pytestmark = pytest.mark.usefixtures("planned_with_our_kernels")
 WORK = Workload(9, 60, 20)
@@ -154,6 +157,44 @@ def test_on_a_gpu_the_host_attends_where_that_is_faster() -> None:
         assert latency_s(ways[None]) == min(map(latency_s, ways.values()))
         found[rate] = taken
     assert list(found.values()) == [True, False]
+
+
+@pytest.mark.parametrize("count", [4, 16])
+def test_beside_a_gpu_a_region_is_loaded_into_behind_what_was_stored_of_it(count: int) -> None:
+    """Also where the next of its micro-batches takes its turn at once: without that wait it is refused."""
+    work, budget = Workload(32, 32, 8), Budget(80 << 20, 1 << 28)
+    wishes = Wishes(cache_tier="host", micro_batches=count, hidden_tier="host", prefill_chunk=16)
+    pipeline, plan = plan_block(on_gpu, budget, work, wishes, load_machine_or_preset("t4"), Switches())
+    program = pipeline.program(plan, 16)
+    loads = [i for i, item in enumerate(program.step) if isinstance(item, Copy) and item.stream == RETURN
+             and item.label.startswith("load") and item.label.endswith("@0") and "cache" not in item.label]
+    waits = [i - 1 for i in loads if isinstance(program.step[i - 1], Wait)]
+    assert plan.schedule.block.hidden_slots == 3 and waits
+    for i in waits:
+        with pytest.raises(ProgramError):
+            verify_program(replace(program, step=program.step[:i] + program.step[i + 1 :]), {})
+
+
+def test_few_ways_are_simulated_and_the_best_of_all_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a GPU, where shares on three tiers and the host's attention make hundreds of ways."""
+    work, budget, t4 = Workload(48, 64, 32), Budget(80 << 20, 1 << 28), load_machine_or_preset("t4")
+
+    def every(ways: list, known: list, simulate: Callable) -> list:
+        tried.extend(ways)
+        return [(latency_s(plan), way.time_s) for way in ways if (plan := simulate(way)) is not None]
+
+    few, tried = module._try_near, list[object]()
+    taken = []
+    for found in (few, every):
+        plans = list[Plan]()
+        monkeypatch.setattr(module, "_try_near", found)
+        plan = Pipeline.plan
+        monkeypatch.setattr(Pipeline, "plan", lambda *a, plan=plan, plans=plans: plans.append(p := plan(*a)) or p)
+        _, best = plan_block(on_gpu, budget, work, Wishes(cache_tier="host"), t4, Switches())
+        monkeypatch.setattr(Pipeline, "plan", plan)
+        taken.append((len(plans), latency_s(best)))
+    assert taken[0][0] <= 12 < len(tried)
+    assert taken[0][1] <= 1.05 * taken[1][1]
 
 
 def test_without_a_gpu_it_attends_only_where_that_is_wished() -> None:

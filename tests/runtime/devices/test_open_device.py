@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,16 @@ def test_weights_rows_and_caches_do_not_queue_behind_each_other(tmp_path: Path) 
     assert isinstance(device, ThreadDevice)
     try:
         assert len({id(device.readers[stream]) for stream in READS}) == len(READS) == 3
+    finally:
+        device.close()
+
+
+def test_a_data_sheet_that_names_no_depth_opens_as_well(tmp_path: Path) -> None:
+    machine = Machine.default()
+    links = tuple(replace(link, depth=0, chunk_nbytes=0) for link in machine.links)
+    device = open_device(replace(machine, links=links), Switches(), folder=str(tmp_path))
+    try:
+        assert all(reader.fault() is None for reader in device.readers.values())
     finally:
         device.close()
 

@@ -126,3 +126,5 @@ def test_the_step_is_chosen_that_gives_most_tokens_per_second() -> None:
         seen[0].note(drafts[0], 15, 15)
     assert best_size(drafts, seen, {1: 1.0, 4: 1.9, 16: 4.0}) == 16
     assert best_size({0: Drafted()}, seen, {1: 1.0, 4: 1.0, 16: 1.0}) == 1, "of equals the shortest"
+    assert best_size({0: Drafted()}, seen, {1: 1.0, 4: 0.99, 16: 0.98}) == 1, "nothing is drafted"
+    assert best_size({0: Drafted((1, 2))}, seen, {1: 1.0, 4: 0.99, 16: 0.98}) == 4, "more than it holds"
