@@ -49,8 +49,8 @@ def plan_block(
 
     A cache that fits the device stays there. For one that does not, micro-batches of several sizes are compared, each
     with several shares of its caches on faster tiers, by the closed form, and with a GPU each with attention to what
-    lies in host memory on either side. Of those near the best, one for each size, share of host memory and side, the
-    one whose Programs are predicted to take prompt and answer the least time is taken. Where the links bind it, and
+    lies in host memory on either side. Of a few near the best (`_try_near`) the one whose Programs are predicted to
+    take prompt and answer the least time is taken. Where the links bind it, and
     what K and V are made of is smaller, its caches may keep that of a share of the tokens; where a prompt comes in
     chunks for want of memory, hidden states may leave the device for larger ones.
     PlanError, if none fits, for the way that fits the smallest budget.
@@ -63,10 +63,7 @@ def plan_block(
     refused: list[tuple[Pipeline, PlanError]] = []
 
     def pipeline_of(block: Block) -> Pipeline:
-        count = block.micro_batches
-        prompt = max(workload.prompt, 2) if block.entering else workload.prompt  # a step over one token decodes
-        whole = replace(workload, batch=-(-workload.batch // count) * count, prompt=prompt)
-        return Pipeline(graphs_of(whole, block), whole, machine, switches)
+        return _pipeline_of(graphs_of, workload, machine, switches, block)
 
     if wishes.cache_tier in (None, "device"):
         pipeline = pipeline_of(wishes.block(workload.batch))
@@ -76,11 +73,11 @@ def plan_block(
             refused.append((pipeline, error))
         else:
             return planned if wishes.gather_buffers is not None else _ahead(*planned, budget, wishes, pipeline_of)
-    ways: list[_Way] = []
+    ways: list[Way] = []
     for block in staged_blocks(graphs_of, workload, wishes):
         pipeline = pipeline_of(block)
         found = _in_shares(pipeline, block, budget, wishes)
-        best: dict[tuple[int, bool], _Way] = {}
+        best: dict[tuple[int, bool], Way] = {}
         for way in found:
             at = way.block.cache_host, way.block.cpu_attention
             best[at] = min(best.get(at, way), way, key=lambda way: way.time_s)
@@ -115,6 +112,28 @@ def plan_block(
     if len(refused) == 1:
         raise refused[0][1]
     raise min(refused, key=lambda pair: pair[0].smallest_budget(wishes))[1]
+
+
+def closed_form_way(
+    graphs_of: GraphsOf, budget: Budget, workload: Workload, wishes: Wishes, machine: Machine, switches: Switches,
+    spill_nbytes: int,
+) -> Way | None:
+    """The way with its cache off the device that the closed form finds fastest, of few shares of each, and with at most
+    so many bytes of it on the disk; None where none fits. For a model too large to lower each way that may be best."""
+    ways: list[Way] = []
+    for block in staged_blocks(graphs_of, workload, wishes):
+        with contextlib.suppress(PlanError):
+            ways += _in_shares(_pipeline_of(graphs_of, workload, machine, switches, block), block, budget, wishes, 1, 1)
+    return min((way for way in ways if way.spilled_nbytes <= spill_nbytes), key=lambda way: way.time_s, default=None)
+
+
+def _pipeline_of(
+    graphs_of: GraphsOf, workload: Workload, machine: Machine, switches: Switches, block: Block
+) -> Pipeline:
+    count = block.micro_batches
+    prompt = max(workload.prompt, 2) if block.entering else workload.prompt  # a step over one token decodes
+    whole = replace(workload, batch=-(-workload.batch // count) * count, prompt=prompt)
+    return Pipeline(graphs_of(whole, block), whole, machine, switches)
 
 
 def _ahead(
@@ -177,12 +196,25 @@ def _try_checkpoints(
 
 
 @dataclass(frozen=True)
-class _Way:
-    """A block to lower, the pipeline of one with as many micro-batches, and the seconds of the closed form."""
+class Way:
+    """A block to lower, the pipeline of one with as many micro-batches, and the closed form's plan."""
 
-    time_s: float
+    plan: Plan
     pipeline: Pipeline
     block: Block
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of prompt and answer by the closed form."""
+        return latency_s(self.plan)
+
+    @property
+    def spilled_nbytes(self) -> int:
+        """Bytes of caches on the disk."""
+        needs = self.pipeline.needs
+        assert needs.staged is not None
+        staged = needs.staging(needs.staged.layers, self.block, self.pipeline.workload).staged
+        return 0 if staged is None else sum(staged.homes.get("disk", {}).values())
 
     @property
     def stamps(self) -> int:
@@ -192,7 +224,7 @@ class _Way:
 
 
 def _try_near(
-    ways: Sequence[_Way], known: Sequence[tuple[float, float]], simulate: Callable[[_Way], Plan | None]
+    ways: Sequence[Way], known: Sequence[tuple[float, float]], simulate: Callable[[Way], Plan | None]
 ) -> list[tuple[float, float]]:
     """Simulate the ways that may be best: of those near the least of the closed form, which leaves waits out, the best
     of each number of micro-batches that saves `SAVES` over all smaller ones, as more of them take longer to plan; then
@@ -201,14 +233,14 @@ def _try_near(
     more than `STAMPS` blocks to lower, where others may be best. Seconds as simulated, and by the closed form."""
     near = sorted((w for w in ways if w.time_s <= NEAR * min(w.time_s for w in ways)), key=lambda way: way.time_s)
     near = [way for way in near if way.stamps <= STAMPS] or near
-    front: list[_Way] = []
+    front: list[Way] = []
     for way in sorted(near, key=lambda way: way.block.micro_batches):
         if not front or way.time_s < (1 - SAVES) * min(w.time_s for w in front):
             front = [w for w in front if w.block.micro_batches < way.block.micro_batches] + [way]
     found: list[tuple[float, float]] = []
     count = 0
 
-    def try_each(some: Sequence[_Way]) -> None:
+    def try_each(some: Sequence[Way]) -> None:
         nonlocal count
         for way in some:
             if any(way.time_s * min(s / closed for s, closed in others) > slower * min(others)[0]
@@ -225,8 +257,11 @@ def _try_near(
     return found
 
 
-def _in_shares(pipeline: Pipeline, block: Block, budget: Budget, wishes: Wishes) -> list[_Way]:
-    """The block with shares of its caches on faster tiers: as wished, or from none to all that fit."""
+def _in_shares(
+    pipeline: Pipeline, block: Block, budget: Budget, wishes: Wishes, on_device: int = 4, on_host: int = 2
+) -> list[Way]:
+    """The block with shares of its caches on faster tiers: as wished, or from none to all that fit, in so many parts of
+    each tier."""
     workload, needs = pipeline.workload, pipeline.needs
     assert needs.staged is not None
     layers = needs.staged.layers
@@ -246,15 +281,15 @@ def _in_shares(pipeline: Pipeline, block: Block, budget: Budget, wishes: Wishes)
         ways = [_wished_shares(pipeline, block, wishes)]
     else:
         host = most(lambda n: _in_whole_layers(block, 0, n)) if block.cache == "disk" and budget.host else 0
-        on_device = most(lambda n: _in_whole_layers(block, n, min(host, total - n)))
+        device = most(lambda n: _in_whole_layers(block, n, min(host, total - n)))
         ways = [_in_whole_layers(block, d, min(h, total - d))
-                for d in parts_of(on_device, 4) for h in parts_of(host, 2)]
+                for d in parts_of(device, on_device) for h in parts_of(host, on_host)]
     if wishes.cpu_attention is None and host_attends(pipeline.machine):
         ways += [replace(way, cpu_attention=True) for way in ways if way.cache_host or way.cache == "host"]
     found = []
     for way in filter(fits, dict.fromkeys(ways)):
-        plan = make_plan(needs.staging(layers, way, workload), budget, workload, wishes, "")
-        found.append(_Way(latency_s(plan), pipeline, way))
+        plan = make_plan(needs.staging(layers, way, workload), budget, workload, wishes, pipeline.machine.name)
+        found.append(Way(plan, pipeline, way))
     return found
 
 

@@ -98,6 +98,26 @@ def test_objectives(folder: Path) -> None:
             plan_config(request(folder, **asked))
 
 
+@pytest.mark.parametrize("complete", [False, True])
+def test_caches_beyond_the_device_lie_on_slower_tiers(monkeypatch: pytest.MonkeyPatch, complete: bool) -> None:
+    """As a block of micro-batches that are planned as they would run, and where larger batches pay."""
+    monkeypatch.setattr("forebay.commands.plan_config.COMPLETED_COPIES", 10**6 if complete else 0)
+    asked = PlanRequest("opt-125m", "t4", 256, 16, capacity=(("device", 15 * 10**7), ("host", 3 * 10**9)))
+    found = plan_config(asked)
+    block = found.plan.schedule.block
+    assert found.complete is complete and block.staged and block.micro_batches > 1
+    assert found.plan.prediction.peak_nbytes["device"] <= 15 * 10**7
+    assert found.plan.arenas["host"] > found.plan.workload.batch * 272 * 2 * 768 * 12 * 2 / 2  # most of the cache
+    alone = [size for _, _, size in found.frontier if size < found.plan.workload.batch]
+    assert alone, "smaller batches are quicker"
+    least = plan_config(replace(asked, objective="budget", tokens_per_s=1.0))
+    assert not least.plan.schedule.block.staged
+    little = (("device", 10**8), ("host", 4 * 10**8), ("disk", 4 * 10**8))
+    with pytest.raises(PlanError, match=r"a device budget of [^;]* cannot work"):
+        plan_config(replace(asked, batch=64, capacity=little))
+    assert plan_config(replace(asked, batch=64, capacity=(*little[:2], ("disk", 4 * 10**9)))).plan.workload.batch >= 64
+
+
 def test_a_machine_elsewhere_and_a_step_of_many_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies in host memory is uploaded; a plan of many copies is made and not lowered."""
     request = PlanRequest("opt-125m", "t4", 32, 4, batch=1, capacity=(("device", 11 * 10**7),))
@@ -143,7 +163,7 @@ def test_a_preset_model_gives_a_whole_policy_that_is_no_plan(tmp_path: Path) -> 
     for tier, nbytes in policy["peak_nbytes"].items():
         assert nbytes <= policy["capacity_nbytes"][tier]
     text = explore_text(found)
-    assert "tokens/s" in text and "bound by" in text and "a policy, which nothing runs yet" in text
+    assert "tokens/s" in text and "bound by" in text and "a policy by closed forms alone" in text
     with pytest.raises(PlanError, match="version"):
         plan_from_dict(found)
 

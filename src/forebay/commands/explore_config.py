@@ -1,5 +1,5 @@
-"""`forebay plan --config --explore`: a policy that nothing runs yet, from a config alone: several micro-batches, cache
-and activations on slower tiers, checkpoints, attention on the host. It is no Plan."""
+"""`forebay plan --config --explore`: a policy by closed forms alone, from a config: any share of every tensor on every
+tier, formats, checkpoints, attention on the host, diagonal blocks. It is no Plan."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def explore_text(found: dict[str, Any]) -> str:
     """What `explore_config` found, for reading: the block, where things lie, the prediction and the advice."""
     policy, lines = found["policy"], []
     block, work = policy["block"], found["workload"]
-    lines.append("a policy, which nothing runs yet: cache and activations off the device are not planned as such")
+    lines.append("a policy by closed forms alone, which nothing runs as such: without --explore there is a plan")
     lines.append(f"{found['model']} on {found['machine']}, prompt {work['prompt']}, {work['new_tokens']} new tokens")
     lines.append(f"  block      {block['micro_batch']} x {block['micro_batches']} sequences, {block['order']}, weights "
                  f"{block['weight_format']}, cache {block['cache_format']}"

@@ -69,8 +69,8 @@ def plan(
     tokens_per_s: Annotated[float | None, typer.Option(help="With --objective budget: the throughput to reach.")]
     = None,
     explore: Annotated[bool, typer.Option(
-        "--explore", help="With --config: search policies that do not run yet: several micro-batches, cache on slower "
-        "tiers, checkpoints, attention on the host.")] = False,
+        "--explore", help="With --config: search policies by closed forms alone, wider than what is planned as it "
+        "would run: any share of every tensor on every tier, formats, checkpoints, diagonal blocks.")] = False,
     quantise: Annotated[bool, typer.Option("--quantise", help="With --explore: try 4-bit weights and cache too.")]
     = False,
     checkpoints: Annotated[bool, typer.Option(
@@ -110,7 +110,7 @@ def plan(
                                usual=lengths)
             if explore:
                 if slots is not None or cache != "native" or save is not None:
-                    raise PlanError("--slots, --cache and --save are for plans that run; --explore finds what does not")
+                    raise PlanError("--slots, --cache and --save are for plans that run; --explore finds none")
                 _explore(request, as_json, quantise=quantise, checkpoints=checkpoints, diagonal=diagonal, pareto=pareto)
                 return
         only = {"--quantise": quantise, "--no-checkpoints": not checkpoints, "--diagonal": diagonal}

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from forebay.rewriter.capture.step_graphs import step_graphs
+from forebay.rewriter.capture.step_graphs import StepGraphs, step_graphs
 from forebay.rewriter.ir.alignment import whole_pages
+from forebay.rewriter.ir.block import Block
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.graph import CapturedModel
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
@@ -24,6 +25,7 @@ from forebay.rewriter.ir.program import FileSlice
 from forebay.rewriter.machine.presets import load_machine_or_preset
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.plan_block import Way, closed_form_way
 from forebay.rewriter.planning.planner import make_plan
 from forebay.rewriter.planning.policy_search import Objective
 from forebay.rewriter.planning.search import (
@@ -101,7 +103,9 @@ class ConfigPlan:
 
 def plan_config(request: PlanRequest, wishes: Wishes | None = None, *, complete: bool = False) -> ConfigPlan:
     """The best plan that runs, as the model itself would be planned on that machine; lowered and simulated, with
-    `complete` also where that takes long.
+    `complete` also where that takes long. Where weights or cache of a batch are beyond the device, it may be a block
+    of micro-batches whose caches lie on slower tiers: the fastest of a few by the closed form. (For the least device
+    memory, objective "budget", the cache stays on the device.)
 
     Raises PlanError, BudgetError, ModelError or PresetError (all ValueErrors) that name the field, or the smallest
     budget that works.
@@ -113,20 +117,39 @@ def plan_config(request: PlanRequest, wishes: Wishes | None = None, *, complete:
     if limit and request.prompt + request.output > limit:
         raise PlanError(f"prompt: {request.prompt} and {request.output} new tokens exceed the model's {limit} "
                         "positions")
-    switches, budget = read_switches(), _budget(machine, dict(request.capacity), captured)
+    switches, (budget, spill_nbytes) = read_switches(), _budget(machine, dict(request.capacity), captured)
     graphs, files = rewrite_captured(captured, switches, wishes.cache_format), _one_file(captured)
     fingerprint = f"config:{name}:{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]}"
 
+    def graphs_of(workload: Workload, block: Block) -> StepGraphs:
+        return step_graphs(graphs, files, workload, fingerprint, host_hop=machine.near_disk == "host", block=block)
+
+    def work_of(batch: int) -> Workload:
+        return Workload(batch, request.prompt, request.output, *(request.usual or ()))
+
     @functools.cache
     def pipeline_of(batch: int) -> Pipeline:
-        workload = Workload(batch, request.prompt, request.output, *(request.usual or ()))
-        source = step_graphs(graphs, files, workload, fingerprint, host_hop=machine.near_disk == "host",
-                             block=wishes.block(batch))
-        return Pipeline(source, workload, machine, switches)
+        return Pipeline(graphs_of(work_of(batch), wishes.block(batch)), work_of(batch), machine, switches)
+
+    ways: list[Way] = []
+
+    def way_of(batch: int) -> Way | None:
+        way = closed_form_way(graphs_of, budget, work_of(batch), wishes, machine, switches, spill_nbytes)
+        ways.extend([way] if way else [])
+        return way
 
     def plan_for(block: BlockShape, budget: Budget) -> Plan:
         pipeline = pipeline_of(block.size)
-        return make_plan(pipeline.needs, budget, pipeline.workload, wishes, machine.name)
+        try:
+            plan = make_plan(pipeline.needs, budget, pipeline.workload, wishes, machine.name)
+        except PlanError:
+            if objective.kind == "budget" or (way := way_of(block.size)) is None:
+                raise
+            return way.plan
+        if objective.kind == "budget" or not plan.prediction.streamed_nbytes or block.size == 1:
+            return plan
+        way = way_of(block.size)
+        return plan if way is None else min(plan, way.plan, key=latency_s)
 
     batch = request.batch or (1 if objective.kind == "latency" else 0)
     plans = search_plans(plan_for, budget, objective, blocks(batch))
@@ -134,14 +157,17 @@ def plan_config(request: PlanRequest, wishes: Wishes | None = None, *, complete:
     frontier = tuple((latency_s(p), tokens_per_s(p), p.workload.batch) for p in plan_frontier(plans))
     complete = complete or step_copies(best) <= COMPLETED_COPIES
     if complete:
-        best = pipeline_of(best.workload.batch).plan(Budget(best.budget.device, best.budget.host), wishes)
+        way = next((way for way in ways if way.plan is best), None)
+        pipeline = way.pipeline.with_block(way.block) if way else pipeline_of(best.workload.batch)
+        best = pipeline.plan(Budget(best.budget.device, best.budget.host), wishes)
     return ConfigPlan(name, best, complete, captured, frontier)
 
 
 def step_copies(plan: Plan) -> int:
-    """Copies of a step: tiles of the weights that stream."""
-    size = plan.schedule.slot_nbytes
-    return sum(-(-w.nbytes // size) for w in plan.weights if w.tier != "device" and (w.tile_rows or not w.gather))
+    """Copies of a step, of which it launches what reads them for each micro-batch: tiles of the weights that stream."""
+    size, block = plan.schedule.slot_nbytes, plan.schedule.block
+    return block.micro_batches * sum(
+        -(-w.nbytes // size) for w in plan.weights if w.tier != "device" and (w.tile_rows or not w.gather))
 
 
 def plan_data(found: ConfigPlan, request: PlanRequest) -> dict[str, Any]:
@@ -201,14 +227,15 @@ def draw_frontier(curves: dict[str, Sequence[Point]], path: Path) -> None:
     path.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
-def _budget(machine: Machine, given: dict[str, int], captured: CapturedModel) -> Budget:
-    """What is given, or what the machine has; where the device is a part of the host's memory, nothing beside it."""
+def _budget(machine: Machine, given: dict[str, int], captured: CapturedModel) -> tuple[Budget, int]:
+    """What is given, or what the machine has; where the device is a part of the host's memory, nothing beside it. And
+    what the disk holds beside the weights' files."""
     room = {tier: held.capacity_nbytes for tier, held in machine.tiers.items()} | given
     if room["disk"] < captured.weight_nbytes:
         raise PlanError(f"budget.disk: the weights' files take {format_nbytes(captured.weight_nbytes)} "
                         f"({captured.weight_nbytes} bytes), {format_nbytes(room['disk'])} are given")
     beside = room.get("host", 0) if machine.near_disk == "host" else given.get("host", 0)
-    return Budget(room["device"], beside)
+    return Budget(room["device"], beside), room["disk"] - captured.weight_nbytes
 
 
 def _one_file(captured: CapturedModel) -> dict[str, FileSlice]:
