@@ -207,7 +207,9 @@ def line(job: Row, row: Row) -> str:
     if "bound_s" in row:
         link = f", the links' bound {1e3 * row['bound_s']:.1f}, predicted {1e3 * row['predicted_step_s']:.1f} ms"
     elif "tally" in row:
-        link = f", {row['tally']}, predicted {', '.join(f'{1e3 * s:.1f}' for s in row['predicted_s'])} ms"
+        steps = ", ".join(f"{1e3 * a:.1f} of {1e3 * b:.1f}"
+                          for a, b in zip(row["sizes_s"], row["predicted_s"], strict=True))  # fmt: skip
+        link = f", {row['tally']}, steps by their tokens, of what was predicted: {steps} ms"
     else:
         link = "" if "bytes_per_s" not in row else (
             f", {row['bytes_per_s'] / 1e9:.1f} GB/s of the link's {row['link_bytes_per_s'] / 1e9:.1f}, predicted "

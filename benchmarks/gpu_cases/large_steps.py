@@ -14,7 +14,7 @@ from benchmarks.gpu_cases.offloaded import Row, begin_peak, peak_within, saved_m
 from benchmarks.planned_bytes import crossing_nbytes
 
 BLOCK: dict[str, Any] = {"batch": 128, "prompt": 512, "new_tokens": 8}  # whose cache is beyond the device
-SPECULATIVE: tuple[dict[str, Any], ...] = ({}, {"prompt_lookup_num_tokens": 8}, {"draft": "w4"})
+SPECULATIVE: tuple[dict[str, Any], ...] = ({}, {"prompt_lookup_num_tokens": 7}, {"draft": "w4"})
 SPEAKS = 96  # tokens of an answer with drafts
 
 
@@ -42,6 +42,17 @@ def measure_throughput(scratch: Path, machine: Any, job: Row) -> Row:
            "bytes_per_s": moved / step_s, "link_bytes_per_s": link.bandwidth_bytes_per_s,
            "predicted_step_s": predicted, "plan_nbytes": planned} | peak  # fmt: skip
     return row if moved else row | {"failed": "nothing streamed"}
+
+
+def size_s(lm: Any, size: int, turns: int = 8) -> float:
+    """Median seconds of a step over `size` tokens behind the prompt, again and again."""
+    times, start = [], torch.tensor([64])
+    for turn in range(turns):
+        began = time.perf_counter()
+        lm.session.step({"input_ids": torch.full((1, size), 3 + turn), "start": start, "last": torch.zeros_like(start)}
+                        ).argmax(-1).tolist()  # fmt: skip
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[2:])
 
 
 def measure_peer(scratch: Path, machine: Any, job: Row) -> Row:
@@ -128,8 +139,9 @@ def measure_speculative(scratch: Path, machine: Any, job: Row) -> Row:
         tally, steps = lm.tally, lm.plan.schedule.speculative_steps
         moved = lm.plan.prediction.streamed_nbytes
         predicted = [lm.plan.prediction.decode_time_s, *lm.plan.prediction.speculative_times_s]
+        sizes_s = [size_s(lm, size) for size in (1, *steps)]
     spent_s = times[-1] - times[0]
     row = {"asked": asked, "tokens_per_s": (SPEAKS - 1) / spent_s, "step_s": spent_s / (tally.passes or SPEAKS - 1),
            "prefill_s": times[0] - began, "moved_nbytes": moved, "speculative_steps": list(steps), "tally": str(tally),
-           "sizes": tally.steps, "predicted_s": predicted, "tokens": tokens.tolist()}  # fmt: skip
+           "sizes": tally.steps, "predicted_s": predicted, "sizes_s": sizes_s, "tokens": tokens.tolist()}  # fmt: skip
     return row | peak_within(budget["device"], before)
