@@ -13,7 +13,7 @@ from typing import Any, TypeVar, dataclass_transform
 
 T = TypeVar("T")
 COMPUTE, DISK, UPLOAD = "compute", "disk", "upload"  # streams: kernels; file reads; host -> device copies
-LOOKUP = "lookup"  # file reads of single rows, which must not queue behind the long reads of weights
+LOOKUP = "lookup"  # reads of single rows, which must not queue behind the long reads of weights
 LOAD = "load"  # reads of spill files, which must not queue behind them either
 DOWNLOAD, WRITE = "download", "write"  # the outward streams: device -> host copies; writes of spill files
 ATTEND = "attend"  # kernels of the host beside the device, over caches in its memory
