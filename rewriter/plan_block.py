@@ -34,7 +34,7 @@ GATHER_BUFFERS = 2  # one that is read, one that is gathered; more keep activati
 WORTH = 0.01  # of the time of prompt and answer, that this must save
 NEAR = 1.5  # times the least of the closed form: what it finds slower is not simulated
 SAVES = 0.02  # of the closed form's time, that more micro-batches must save to be simulated
-SLOWER, OTHER = 1.25, 2.0
+SLOWER, OTHER = 1.25, 2.0  # times the best of such ways, and of other kinds, by what the closed form errs at least
 STAMPS = 512  # layers times micro-batches that are simulated where fewer may do as well
 BESIDE = 4  # other shares of a number of micro-batches that are simulated
 
@@ -50,9 +50,9 @@ def plan_block(
     A cache that fits the device stays there. For one that does not, micro-batches of several sizes are compared, each
     with several shares of its caches on faster tiers, by the closed form, and with a GPU each with attention to what
     lies in host memory on either side. Of a few near the best (`_try_near`) the one whose Programs are predicted to
-    take prompt and answer the least time is taken. Where the links bind it, and
-    what K and V are made of is smaller, its caches may keep that of a share of the tokens; where a prompt comes in
-    chunks for want of memory, hidden states may leave the device for larger ones.
+    take prompt and answer the least time is taken. Where the links bind it, and what K and V are made of is smaller,
+    its caches may keep that of a share of the tokens; where a prompt comes in chunks for want of memory, hidden states
+    may leave the device for larger ones.
     PlanError, if none fits, for the way that fits the smallest budget.
 
     Long: what fits, and what was refused and why, is one search.
