@@ -13,7 +13,7 @@ import pytest
 from e2e.block_case import ATTENDED, COUNT, DISK, HOST, SHARED, Case
 
 from forebay.api import LanguageModel
-from forebay.rewriter.ir.program import Copy, FileSlice, Program, Rows, copy_nbytes, tier_of
+from forebay.rewriter.ir.program import LOOKUP, Copy, Program, Rows, copy_nbytes, tier_of
 from forebay.runtime.run.balance import balanced_places
 
 Links = Counter[tuple[str, str]]
@@ -32,8 +32,8 @@ def of_weights(lm: LanguageModel, program: Program) -> Links:
             found[w.tier, "device"] += w.nbytes * lm.plan.schedule.block.fetches
     assert sum(found.values()) == lm.plan.prediction.streamed_nbytes > 0
     for item in program.step:
-        if isinstance(item, Copy) and isinstance(item.src, Rows) and isinstance(item.src.table, FileSlice):
-            found["disk", "device"] += lm.plan.workload.batch // lm.plan.schedule.block.micro_batches * (
+        if isinstance(item, Copy) and isinstance(item.src, Rows) and item.stream == LOOKUP:
+            found[tier_of(item.src), "device"] += lm.plan.workload.batch // lm.plan.schedule.block.micro_batches * (
                 item.src.row_nbytes)
     return found
 
