@@ -18,18 +18,28 @@ SPECULATIVE: tuple[dict[str, Any], ...] = ({}, {"prompt_lookup_num_tokens": 7}, 
 SPEAKS = 96  # tokens of an answer with drafts
 
 
+def kind_of(job: Row) -> tuple[dict[str, int], torch.dtype]:
+    """The shape and dtype of a job's large model."""
+    return (offloaded.OPT, torch.float16) if job.get("shape") == "opt" else (offloaded.LARGE, torch.bfloat16)
+
+
+def prompts(shape: dict[str, int], batch: int, length: int) -> torch.Tensor:
+    """Random prompts [batch, length], the same each time."""
+    return torch.randint(3, shape["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(3))
+
+
 def measure_throughput(scratch: Path, machine: Any, job: Row) -> Row:
     """Decode tokens/s of the large model under the device budget, from host memory or from disk."""
     from forebay.api import wrap
 
-    shape, dtype = (offloaded.OPT, torch.float16) if job.get("shape") == "opt" else (offloaded.LARGE, torch.bfloat16)
+    shape, dtype = kind_of(job)
     folder, batch = saved_model(scratch, shape, dtype, job["weights"]), job["batch"]
     budget = {"device": int(offloaded.DEVICE_SHARE * weights_nbytes(folder))}
     if job["source"] == "host":
         budget["host"] = weights_nbytes(folder) + (1 << 30)
     before = begin_peak()
     with wrap(folder, budget, batch=batch, prompt=64, new_tokens=12, machine=machine) as lm:
-        ids = torch.randint(3, shape["vocab_size"], (batch, 64), generator=torch.Generator().manual_seed(3))
+        ids = prompts(shape, batch, 64)
         lm.generate(ids, max_new_tokens=3, eos_token_id=None)
         times: list[float] = []
         lm.generate(ids, max_new_tokens=12, eos_token_id=None, on_token=lambda _: times.append(time.perf_counter()))
@@ -64,8 +74,7 @@ def measure_peer(scratch: Path, machine: Any, job: Row) -> Row:
     _, held = begin_peak()
     limits = {0: int(offloaded.DEVICE_SHARE * weights_nbytes(folder)), "cpu": "100GB"}
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="auto", max_memory=limits).eval()
-    ids = torch.randint(3, offloaded.LARGE["vocab_size"], (batch, 64), generator=torch.Generator().manual_seed(3))
-    ids = ids.to(offloaded.GPU)
+    ids = prompts(offloaded.LARGE, batch, 64).to(offloaded.GPU)
     times, cache = [], None
     with torch.inference_mode():
         for _ in range(12):
@@ -98,15 +107,14 @@ def measure_blocks(scratch: Path, machine: Any, job: Row) -> Row:
     """Prefill and decode of a batch whose weights and cache are beyond the device budget, as the planner blocks it."""
     from forebay.api import wrap
 
-    shape, dtype = (offloaded.OPT, torch.float16) if job["shape"] == "opt" else (offloaded.LARGE, torch.bfloat16)
+    shape, dtype = kind_of(job)
     folder = saved_model(scratch, shape, dtype)
     budget = {"device": int(offloaded.DEVICE_SHARE * weights_nbytes(folder)), "host": 80 << 30}
     before, began = begin_peak(), time.perf_counter()
     with wrap(folder, budget, **BLOCK, machine=machine, cpu_attention=job["attention"] == "host" or None) as lm:
         planned_s = time.perf_counter() - began
         p, s = lm.plan.prediction, lm.plan.schedule
-        ids = torch.randint(3, shape["vocab_size"], (BLOCK["batch"], BLOCK["prompt"]),
-                            generator=torch.Generator().manual_seed(3))  # fmt: skip
+        ids = prompts(shape, BLOCK["batch"], BLOCK["prompt"])
         lm.generate(ids, max_new_tokens=2, eos_token_id=None)
         began, times = time.perf_counter(), []
         lm.generate(ids, max_new_tokens=BLOCK["new_tokens"], eos_token_id=None,
@@ -131,7 +139,7 @@ def measure_speculative(scratch: Path, machine: Any, job: Row) -> Row:
     budget = {"device": int(offloaded.DEVICE_SHARE * nbytes), "host": nbytes + (4 << 30)}
     before = begin_peak()
     with wrap(folder, budget, prompt=64, new_tokens=SPEAKS, machine=machine, **asked) as lm:
-        ids = torch.randint(3, offloaded.LARGE["vocab_size"], (1, 64), generator=torch.Generator().manual_seed(3))
+        ids = prompts(offloaded.LARGE, 1, 64)
         lm.generate(ids, max_new_tokens=16, eos_token_id=None)
         began, times = time.perf_counter(), []
         tokens = lm.generate(ids, max_new_tokens=SPEAKS, eos_token_id=None,

@@ -62,11 +62,12 @@ def test_rounded_is_feasible_and_near_the_bound(
         assert float(costs.memory[tier] @ rounded.x) <= costs.capacity[tier]
     assert bound.time_s <= rounded.time_s * (1 + 1e-4)
     # A tensor of 2 % of the budget may be a tenth of all that streams, and what streams is the step: no whole
-    # placement is within 5 % there (next test). Where whatever streams is many tensors, rounding costs less than 5 %.
+    # placement is within 5 % there (next test). Where whatever streams is many tensors, rounding costs less than 5 %,
+    # or than two of them where these are more (of 22 that streamed, the best whole placement was 6.7 % over the bound).
     streamed = 2 * sum(k.count * k.elements(s) for k in model.layers for s in (ATTENTION, MLP)) * (
         1 - min(float(bound.x[INDEX[s, "device"]]) for s in (ATTENTION, MLP)))
-    if largest <= min(0.02 * min(costs.capacity.values()), 0.02 * streamed):  # of 22 that streamed, 6.7 % were seen
-        assert rounded.time_s <= 1.05 * bound.time_s
+    if largest <= min(0.02 * min(costs.capacity.values()), 0.05 * streamed):
+        assert rounded.time_s <= max(1.05, 1 + 2 * largest / streamed) * bound.time_s
 
 
 def test_the_best_whole_placement_may_be_a_twelfth_over_the_bound() -> None:
