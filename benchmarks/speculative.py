@@ -189,9 +189,10 @@ def probed(lm: LanguageModel, ids: list[int], new: int, probe: Probe, machine: M
     plan = plan_at(lm, now)
     if row["offered"]:
         row["passes_s"] = sum(step_times_s(plan)[size] * count for size, count in row["steps"].items())
-    if lm.helper is not None:
+    if (lm.helper or lm.shared_draft) is not None:
         stands = row["accepted"] / max(1, row["accepted"] + row["refused"])
-        row["predicted_s"] = token_time_s(plan, plan_at(lm.helper, now), stands)
+        row["predicted_s"] = token_time_s(plan, draft_at(lm, now), stands, lm.shared_draft is None)
+        row["shared"] = lm.shared_draft is not None
     elif not row["offered"]:
         row["predicted_s"] = plan.prediction.decode_time_s
     return row
@@ -204,6 +205,15 @@ def plan_at(lm: LanguageModel, machine: Machine) -> Plan:
     return replace(lm.plan, prediction=replace(
         lm.plan.prediction, decode_time_s=one.time_s, speculative_times_s=tuple(each.time_s for each in more),
         speculative_busy_s=tuple(each.busy_time_s[COMPUTE] for each in more)))
+
+
+def draft_at(lm: LanguageModel, machine: Machine) -> Plan:
+    """The plan of what drafts, with its time as predicted on another machine."""
+    shared = lm.shared_draft
+    if shared is None:
+        return plan_at(lm.helper, machine)  # type: ignore[arg-type]
+    time_s = simulate(shared.program, machine).time_s
+    return replace(shared.plan, prediction=replace(shared.plan.prediction, decode_time_s=time_s))
 
 
 def table(rows: list[Row]) -> list[Row]:

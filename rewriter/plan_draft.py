@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from forebay.rewriter.ir.byte_sizes import format_nbytes
 from forebay.rewriter.ir.drafts_beside import beside_s, pays_beside
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError
 from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.plan_shared_draft import PackedCopy, SharedPlan, plan_shared_draft
 from forebay.rewriter.plan_speculation import plan_speculation, smallest_checking
 from forebay.rewriter.planning.wishes import Wishes
 
@@ -19,13 +20,22 @@ PAYS = 1.05  # times as fast as without a draft: what is predicted to gain less 
 @dataclass(frozen=True)
 class DraftedPlan:
     """What was chosen: the model's plan, the pipeline of its Programs, and the plan of the model that drafts, None
-    where none does. Both plans' budgets together are within the one that was given; `told` says what was compared."""
+    where none does. Both plans' budgets together are within the one that was given; `told` says what was compared.
+    Where steps of the model itself draft, in its own memory, `shared` has them, and no other model does. `time_s` are
+    the predicted seconds of an answer, and `plain_time_s` those of a token without a draft."""
 
     pipeline: Pipeline
     plan: Plan
     draft: Plan | None
     told: str
     plain_time_s: float
+    time_s: float
+    shared: SharedPlan | None = None
+
+    @property
+    def drafting(self) -> Plan | None:
+        """The plan of what drafts, if anything does."""
+        return self.draft if self.shared is None else self.shared.draft
 
 
 def plan_draft(
@@ -38,8 +48,8 @@ def plan_draft(
     """
     (pipeline, plain, wishes), (drafter, asked) = model, draft
     forced, plain_token_s = isinstance(wishes.drafted_tokens, int), plain.prediction.decode_time_s
-    tokens = wishes.drafted_tokens if isinstance(wishes.drafted_tokens, int) else DRAFTED
-    checked, part = replace(wishes, drafted_tokens=tokens), Budget(0)
+    checked, part = replace(wishes, drafted_tokens=_tokens(wishes)), Budget(0)
+    plain_s = _answer_s(plain, plain_token_s)
     try:
         part = _size_of_draft(drafter, budget, asked)
         rest = Budget(budget.device - part.device, _without(budget.host, part.host), budget.disk)
@@ -51,14 +61,42 @@ def plan_draft(
         why = _lacking(part, (pipeline, plain, checked), budget) or str(error)
         if forced:
             raise PlanError(f"draft: {why}") from error
-        return DraftedPlan(pipeline, plain, None, f"none: {why}", plain_token_s)
-    plain_s = _answer_s(plain, plain_token_s)
+        return DraftedPlan(pipeline, plain, None, f"none: {why}", plain_token_s, plain_s)
     told = _told(plain, plan, drafting, chance)
     if forced or drafted_time_s(plan, drafting, chance**2) * PAYS <= plain_s:
-        return DraftedPlan(checking, plan, drafting, told, plain_token_s)
+        return DraftedPlan(checking, plan, drafting, told, plain_token_s, drafted_time_s(plan, drafting, chance))
     where = f" on texts where {100 * chance**2:.0f} % are right" if (
         drafted_time_s(plan, drafting, chance) * PAYS <= plain_s) else ""
-    return DraftedPlan(pipeline, plain, None, f"none, for it would not pay{where}: {told}", plain_token_s)
+    return DraftedPlan(pipeline, plain, None, f"none, for it would not pay{where}: {told}", plain_token_s, plain_s)
+
+
+def plan_own_draft(
+    model: tuple[Pipeline, Plan, Wishes], copy: PackedCopy, budget: Budget, chance_of: Callable[[float], float]
+) -> DraftedPlan:
+    """As `plan_draft`, with steps of the model itself that draft in its own memory by weights of `copy`; `chance_of`
+    gives the chance of their tokens by the share of weights that are packed."""
+    pipeline, plain, wishes = model
+    forced, plain_token_s = isinstance(wishes.drafted_tokens, int), plain.prediction.decode_time_s
+    plain_s = _answer_s(plain, plain_token_s)
+    try:
+        found = plan_shared_draft(pipeline, plain, wishes, copy, budget, _tokens(wishes))
+    except PlanError as error:
+        if forced:
+            raise PlanError(f"draft: {error}") from error
+        return DraftedPlan(pipeline, plain, None, f"none: {error}", plain_token_s, plain_s)
+    chance = chance_of(found.packed)
+    token_s = token_time_s(found.plan, found.draft, chance, False)
+    told = "steps of its own, which share its cache and what is resident: " + _told(
+        plain, found.plan, found.draft, chance, budget.device - found.plan.budget.device, token_s)
+    sure_s = _answer_s(found.plan, token_time_s(found.plan, found.draft, chance**2, False))
+    if not forced and sure_s * PAYS > plain_s:
+        return DraftedPlan(pipeline, plain, None, f"none, for it would not pay: {told}", plain_token_s, plain_s)
+    return DraftedPlan(found.pipeline, found.plan, None, told, plain_token_s, _answer_s(found.plan, token_s), found)
+
+
+def _tokens(wishes: Wishes) -> int:
+    """Drafted tokens that a step checks at most."""
+    return wishes.drafted_tokens if isinstance(wishes.drafted_tokens, int) else DRAFTED
 
 
 def drafted_time_s(plan: Plan, draft: Plan, chance: float) -> float:
@@ -66,18 +104,18 @@ def drafted_time_s(plan: Plan, draft: Plan, chance: float) -> float:
     return draft.prediction.prefill_time_s + _answer_s(plan, token_time_s(plan, draft, chance))
 
 
-def token_time_s(plan: Plan, draft: Plan, chance: float) -> float:
+def token_time_s(plan: Plan, draft: Plan, chance: float, ahead: bool = True) -> float:
     """Predicted seconds per token of each sequence with the best of the plan's steps: a step over K tokens gives
     (1 - chance^K) / (1 - chance) of them behind K - 1 steps of the draft, and one more where all stood, whose last
     token the draft's cache then lacks (Leviathan et al. 2023, equation 1 and theorem 3.8). Where that pays the draft's
-    steps run beside it, for nothing unless all stand and the token behind them is guessed."""
+    steps run beside it (`ahead`: they may), for nothing unless all stand and the token behind them is guessed."""
     each_s, s = draft.prediction.decode_time_s, plan.schedule
     busy_s = dict(zip(s.speculative_steps, plan.prediction.speculative_busy_s, strict=False))
 
     def pass_s(size: int, time_s: float) -> float:
         behind_s = (size - 1 + (chance ** (size - 1) if size > 1 else 0)) * each_s
         times = time_s, busy_s.get(size, time_s), size * each_s
-        if size in busy_s and not draft.prediction.streamed_nbytes and pays_beside(*times, chance**size):
+        if ahead and size in busy_s and not draft.prediction.streamed_nbytes and pays_beside(*times, chance**size):
             return beside_s(*times) + (1 - chance**size) * behind_s
         return time_s + behind_s
 
@@ -122,12 +160,15 @@ def _without(host: int | None, taken: int | None) -> int | None:
     return None if host is None else max(0, host - (taken or 0))
 
 
-def _told(plain: Plan, plan: Plan, draft: Plan, chance: float) -> str:
+def _told(
+    plain: Plan, plan: Plan, draft: Plan, chance: float, nbytes: int | None = None, token_s: float | None = None
+) -> str:
     """What both take, and what is expected of it, in a line or two."""
-    p, d = plan.prediction, draft.prediction
+    p, d, nbytes = plan.prediction, draft.prediction, draft.budget.device if nbytes is None else nbytes
     streams = f", of which {format_nbytes(d.streamed_nbytes)} stream for each token" if d.streamed_nbytes else ""
-    with_s, without_s = token_time_s(plan, draft, chance), plain.prediction.decode_time_s
-    return (f"{format_nbytes(draft.budget.device)} of the device budget{streams}, {1000 * d.decode_time_s:.3g} ms a "
+    with_s = token_time_s(plan, draft, chance) if token_s is None else token_s
+    without_s = plain.prediction.decode_time_s
+    return (f"{format_nbytes(nbytes)} of the device budget{streams}, {1000 * d.decode_time_s:.3g} ms a "
             f"drafted token; the model's step takes {1000 * p.decode_time_s:.3g} ms in the "
             f"{format_nbytes(plan.budget.device)} left, for {1000 * without_s:.3g} ms in all of it; with "
             f"{100 * chance:.0f} % of drafted tokens right {_rate(with_s)} tokens/s per sequence, without a draft "

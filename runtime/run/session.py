@@ -12,6 +12,7 @@ import torch
 from forebay.rewriter.ir.block import DECODING
 from forebay.rewriter.ir.plan import Plan, PlanError
 from forebay.rewriter.ir.program import DISK, Copy, FileSlice, Item, Program, Span, TensorRef
+from forebay.rewriter.ir.shared_draft import SharedDraft
 from forebay.runtime.devices.device import Device, RuntimeFault
 from forebay.runtime.run.cache_blocks import CacheBlocks
 from forebay.runtime.run.executor import BoundProgram, load_resident
@@ -40,7 +41,7 @@ class Session:
     """Holds the arenas of `plan` until `close`. `program` gives the Program for a number of tokens per sequence,
     `growth` the one between prefill and decoding where the cache then gets more room. With `every_position` the
     Programs give logits of every token of a step. A cache that was begun within `renewed_at` tokens is no use beyond
-    them: whoever runs steps then begins again (0: never)."""
+    them: whoever runs steps then begins again (0: never). A step that drafts in the plan's memory may be `shared`."""
 
     def __init__(
         self,
@@ -53,13 +54,15 @@ class Session:
         growth: Program | None = None,
         every_position: bool = False,
         renewed_at: int = 0,
+        shared: SharedDraft | None = None,
     ) -> None:
         if plan.lends and growth is None:
             raise RuntimeFault("this plan's cache grows after the prefill; give the session the program that does it")
         self.plan, self.device, self.trace = plan, device, trace
         self.every_position, self.renewed_at = every_position, renewed_at
-        self._program, self._growth = program, growth
+        self._program, self._growth, self.shared = program, growth, shared
         self._grow: BoundProgram | None = None
+        self._drafting: BoundProgram | None = None
         self._blocks = CacheBlocks(plan) if plan.schedule.block.staged else None
         self._bound: dict[int, BoundProgram] = {}
         self._started = False
@@ -68,9 +71,9 @@ class Session:
         self._end = weakref.finalize(self, _end, device)  # memory must outlast the reads that land in it
         self._end.atexit = False
         try:
-            device.allocate(plan.arenas)
+            device.allocate(plan.arenas if shared is None else shared.beside(plan).arenas)
             self._write_constants(constants)
-            load_resident(load, device)
+            load_resident([*load, *(() if shared is None else shared.load)], device)
         except BaseException:
             self._end()
             raise
@@ -123,6 +126,17 @@ class Session:
         self._run(bound)
         return bound
 
+    def draft(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Run the step that drafts over one token of each sequence, inputs and result as of `step`. What it writes to
+        the cache, at `start`, the model's own steps write anew before they read it."""
+        assert self.shared is not None
+        bound = self._drafting = self._drafting or BoundProgram(self.shared.program, self.device, self.trace)
+        for name, value in inputs.items():
+            if name in bound.inputs:
+                bound.inputs[name].copy_(value)
+        self._run(bound)
+        return bound.outputs["out0"]
+
     def renews(self, held: int, length: int) -> bool:
         """Whether a cache of calls of `held` tokens is no use to one that comes to count `length`."""
         return (held <= self.renewed_at) != (length <= self.renewed_at)
@@ -145,7 +159,7 @@ class Session:
         """Wait for copies under way and give the memory back; a session that is dropped does so by itself. What those
         copies meet no longer matters: no step waits for them."""
         self._bound.clear()
-        self._grow = self._ran = None
+        self._grow = self._ran = self._drafting = None
         self._end()
 
 

@@ -35,6 +35,7 @@ from forebay.rewriter.ir.byte_sizes import format_nbytes, parse_budget
 from forebay.rewriter.ir.graph import CapturedModel, Gives
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
 from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.ir.shared_draft import DraftRecord, SharedDraft
 from forebay.rewriter.machine.profile import Machine
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan_block import PlanChoice, plan_block
@@ -59,7 +60,6 @@ from forebay.scoring_calls import ScoringCalls
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
 
-    from forebay.drafts_seen import DraftsSeen
     from forebay.huggingface.causal_lm import StreamedCausalLM
 
 LOG = logging.getLogger("forebay")  # quiet unless the program that uses it, or `forebay -v`, listens
@@ -132,7 +132,8 @@ class LanguageModel(ScoringCalls, ModuleHabits):
     """A captured model, its plan, and the session that runs it. Close it (or use `with`) to give memory back."""
 
     helper: LanguageModel | None = None  # drafts within the same budget (`DraftedModel`)
-    drafts_seen: DraftsSeen | None = None  # of what it drafts for the model that has it as its helper
+    shared_draft: SharedDraft | None = None  # or a step of its own does, in its memory
+    drafts_seen: DraftRecord | None = None  # of what it drafts for the model that has it as its helper
 
     def __init__(
         self, captured: CapturedModel, checkpoint: Checkpoint, files: dict[str, FileSlice], budget: Budget,
@@ -228,15 +229,14 @@ class LanguageModel(ScoringCalls, ModuleHabits):
     def session(self) -> Session:
         """The running session; made, and its resident weights loaded, when first asked for."""
         if self._session is None:
-            began = time.monotonic()
+            began, plan, captured = time.monotonic(), self.plan, self.captured
             folder = self.budget.disk if isinstance(self.budget, Budget) else None  # limits alone name none
             device = open_device(self.machine, self.switches, self.trace, folder)
             self._session = Session(
-                self.plan, partial(self._pipeline.program, self.plan),  # without `self`: no cycle keeps the memory
-                resident_copies(self.plan, self.files), self.captured.constants, device, self.trace,
-                self._pipeline.growth(self.plan), self.captured.gives == "all", self.captured.renewed_at)
-            LOG.info("loaded %s of weights in %.1f s", format_nbytes(self.plan.nbytes_on("device")),
-                     time.monotonic() - began)
+                plan, partial(self._pipeline.program, plan),  # without `self`: no cycle keeps the memory
+                resident_copies(plan, self.files), captured.constants, device, self.trace,
+                self._pipeline.growth(plan), captured.gives == "all", captured.renewed_at, self.shared_draft)
+            LOG.info("loaded %d bytes of weights in %.1f s", plan.nbytes_on("device"), time.monotonic() - began)
         return self._session
 
     def giving(self, gives: Gives, embeds: bool = False) -> LanguageModel:

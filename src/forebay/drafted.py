@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +11,20 @@ from forebay.api import LOG, LanguageModel
 from forebay.drafts_seen import KNOWN, DraftsSeen
 from forebay.huggingface.same_tokenizer import refuse_other_tokenizer
 from forebay.open_model import open_model
+from forebay.rewriter.capture.step_graphs import step_graphs
 from forebay.rewriter.checkpoints.resolve import draft_copies, draft_format, resolve_draft
 from forebay.rewriter.ir.plan import Budget, Plan, PlanError, Workload
+from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.ir.shared_draft import SharedDraft
 from forebay.rewriter.pipeline import Pipeline
 from forebay.rewriter.plan_block import PlanChoice, plan_block
-from forebay.rewriter.plan_draft import DraftedPlan, plan_draft, token_time_s
+from forebay.rewriter.plan_draft import DraftedPlan, plan_draft, plan_own_draft, token_time_s
+from forebay.rewriter.plan_shared_draft import PackedCopy
 from forebay.rewriter.planning.check_plan import require_within
 from forebay.rewriter.planning.wishes import Wishes
-from forebay.runtime.run.session import Session
+from forebay.rewriter.report.explain import explain_plan
+from forebay.rewriter.rewrite_captured import rewrite_captured
+from forebay.runtime.run.session import Session, resident_copies
 
 ASSUMED = 0.6  # of a smaller model's tokens stand, until some were checked; Leviathan et al. 2023, table 3: 0.5 to 0.9
 COPIES = {4: 0.75, 8: 0.95}  # of a copy's by its bits: SmolLM2's, greedy, ten texts: 0.79 (0.68 to 0.96), 0.98
@@ -46,6 +53,7 @@ class DraftedModel(LanguageModel):
         except ValueError as error:
             raise PlanError(str(error)) from error
         self.split: DraftedPlan | None = None
+        self._copied = draft_format(draft) is not None
         whole = replace(budget, device=NO_LIMIT)  # until its part is known; no memory is taken before
         self._helper = LanguageModel(*opened, whole, Workload(1, 1, 1), _draft_wishes(wishes), machine)
         self._seen = DraftsSeen(checkpoint.fingerprint, opened[1].fingerprint, _assumed(draft))
@@ -54,8 +62,17 @@ class DraftedModel(LanguageModel):
 
     @property
     def helper(self) -> LanguageModel | None:  # type: ignore[override]
-        """The model that drafts; None where none is predicted to pay."""
+        """The model that drafts; None where none is predicted to pay, and where steps of this one draft."""
         return self._helper if self.split is not None and self.split.draft is not None else None
+
+    @property
+    def shared_draft(self) -> SharedDraft | None:  # type: ignore[override]
+        """The step of this model that drafts in its memory, with the copies that fill what is its own."""
+        if self.split is None or (shared := self.split.shared) is None:
+            return None
+        own = replace(shared.draft, weights=tuple(w for w in shared.draft.weights if w.name in shared.own))
+        return SharedDraft(shared.draft, shared.program, tuple(resident_copies(own, self._files_of(shared.own))),
+                           self.seen)
 
     @property
     def session(self) -> Session:
@@ -65,17 +82,23 @@ class DraftedModel(LanguageModel):
         return super().session
 
     @property
+    def seen(self) -> DraftsSeen:
+        """How many tokens of what drafts stood."""
+        shared = None if self.split is None else self.split.shared
+        return self._seen if shared is None else self._seen_with(shared.packed)
+
+    @property
     def chance(self) -> float:
         """The share of drafted tokens that is expected to stand where all before them do."""
-        return self._seen.chance
+        return self.seen.chance
 
     def reserve(self, batch: int, prompt: int, new_tokens: int, in_places: bool = False) -> None:
         """As of every model; and where a draft was taken whose tokens stand so seldom that the whole budget without it
         is predicted to do better, plan without it."""
         split = self.split
-        if split is not None and split.draft is not None and self._seen.known >= KNOWN and not (
+        if split is not None and split.drafting is not None and self.seen.known >= KNOWN and not (
                 isinstance(self.wishes.drafted_tokens, int)):
-            with_s = token_time_s(split.plan, split.draft, self.chance)
+            with_s = token_time_s(split.plan, split.drafting, self.chance, split.shared is None)
             if with_s > split.plain_time_s > 0 and self.chance < self._expected - FEWER:
                 LOG.info("of drafted tokens %.0f %% stood, which is too few: planning without a draft",
                          100 * self.chance)
@@ -85,8 +108,9 @@ class DraftedModel(LanguageModel):
     def explain(self) -> str:
         """The plan as text, what drafts and why, and the plan of what drafts."""
         assert self.split is not None
-        return "\n\n".join([super().explain(), f"draft       {self.split.told}; {self._seen}", *(
-            [f"The plan of the draft:\n\n{self._helper.explain()}"] if self.helper else [])])
+        draft = [] if self.split.drafting is None else [
+            f"The plan of the draft:\n\n{explain_plan(self.split.drafting, self._helper.captured)}"]
+        return "\n\n".join([super().explain(), f"draft       {self.split.told}; {self.seen}", *draft])
 
     def _plan_anew(self, workload: Workload, wishes: Wishes, choose: PlanChoice) -> tuple[Pipeline, Plan]:
         pipeline, plain = super()._plan_anew(workload, wishes, choose)
@@ -95,14 +119,68 @@ class DraftedModel(LanguageModel):
         prompt = min(plain.workload.prompt + 1, limit - 1)  # the answer's first token is known when drafts begin
         work = plain.workload.of(plain.workload.batch, prompt, min(plain.workload.new_tokens, limit - prompt))
         draft = Pipeline(helper._graphs(work, asked.block(work.batch)), work, self.machine, self.switches)
+        found = self._best((pipeline, plain, wishes), (draft, asked))
+        self.split = found
         self._expected = self.chance
-        self.split = found = plan_draft((pipeline, plain, wishes), (draft, asked), self.budget, self.chance)
+        if found.shared is not None:
+            require_within(found.shared.draft, self.budget)
         if found.draft is not None:
             part = found.draft.budget
             require_within(found.plan, replace(self.budget, device=self.budget.device - part.device))
             helper._adopt(draft, found.draft)
             helper.budget = replace(self.budget, device=part.device, host=part.host)
         return found.pipeline, found.plan
+
+    def _best(self, model: tuple[Pipeline, Plan, Wishes], draft: tuple[Pipeline, Wishes]) -> DraftedPlan:
+        """By a copy of the model, in memory of its own or in the model's, whichever is predicted to answer sooner; any
+        other draft has its own. PlanError where drafts are forced and there is room for neither."""
+        found, refused = [], []
+        for way in (self._apart, self._beside)[: 1 + self._copied]:
+            try:
+                found.append(way(model, draft))
+            except PlanError as error:
+                refused.append(error)
+        if not found:
+            raise PlanError("; by steps of its own, ".join(str(error) for error in refused).replace(", draft: ", ", "))
+        return min(found, key=lambda split: (split.drafting is None, split.time_s))
+
+    def _apart(self, model: tuple[Pipeline, Plan, Wishes], draft: tuple[Pipeline, Wishes]) -> DraftedPlan:
+        return plan_draft(model, draft, self.budget, self._seen.chance)
+
+    def _beside(self, model: tuple[Pipeline, Plan, Wishes], draft: tuple[Pipeline, Wishes]) -> DraftedPlan:
+        return plan_own_draft(model, self._copy(model[1]), self.budget, lambda packed: self._seen_with(packed).chance)
+
+    def _seen_with(self, packed: float) -> DraftsSeen:
+        """How many tokens stood of those that steps of the model gave with about such a share of its weights packed;
+        they are assumed to be refused as seldom as that is small."""
+        name = f"{self._helper.checkpoint.fingerprint} sharing {round(10 * packed)}"
+        return DraftsSeen(self.checkpoint.fingerprint, name, 1 - packed * (1 - self._seen.assumed))
+
+    def _copy(self, plan: Plan) -> PackedCopy:
+        """The weights of the copy, for steps of this model as long as those of `plan`."""
+        weights = self._helper.captured.weights
+        nbytes = {name: self._helper.files[name].nbytes for name, spec in weights.items() if spec.stored is not None}
+
+        def pipeline(own: Collection[str]) -> Pipeline:
+            packed = {name: weights[name] if name in own and name in nbytes else spec
+                      for name, spec in self.captured.weights.items()}
+            captured = rewrite_captured(replace(self.captured, weights=packed), self.switches, plan.cache_format)
+            name, gpu = f"{self.checkpoint.fingerprint} drafting", self.machine.device_kind != "cpu"
+            graphs = step_graphs(captured, self._files_of(own), plan.workload, name, host_hop=gpu)
+            return Pipeline(replace(graphs, prefill=None), plan.workload, self.machine, self.switches)
+
+        return PackedCopy(nbytes, pipeline)
+
+    def _files_of(self, own: Collection[str]) -> dict[str, FileSlice]:
+        """Where the weights of a step that drafts lie, of which those `own` are the copy's where it has them packed."""
+        weights = self._helper.captured.weights
+        return {name: self._helper.files[name] if name in own and weights[name].stored is not None else file
+                for name, file in self.files.items()}
+
+    def check_files(self) -> None:
+        super().check_files()
+        if self.split is not None and self.split.shared is not None:
+            self._helper.check_files()
 
     def _end_session(self) -> None:
         super()._end_session()
@@ -115,14 +193,14 @@ def best_drafted(captured: Any, checkpoint: Any, files: Any, budget: Budget, *mo
     *better, last = draft_copies(checkpoint.folder, budget.device)
     for name in better:
         lm = DraftedModel(name, captured, checkpoint, files, budget, *more)
-        if lm.helper is not None:
+        if lm.split is not None and lm.split.drafting is not None:
             return lm
     return DraftedModel(last, captured, checkpoint, files, budget, *more)
 
 
 def told(lm: LanguageModel) -> str:
     """What drafts for a model, and why."""
-    return f"{lm.split.told}; {lm._seen}" if isinstance(lm, DraftedModel) and lm.split is not None else "none was given"
+    return f"{lm.split.told}; {lm.seen}" if isinstance(lm, DraftedModel) and lm.split is not None else "none was given"
 
 
 def _assumed(draft: str | os.PathLike[str]) -> float:

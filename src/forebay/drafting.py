@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from forebay.rewriter.ir.plan import Plan
+from forebay.rewriter.ir.program import FileSlice
+from forebay.rewriter.ir.shared_draft import DraftRecord
 from forebay.runtime.run.acceptance import Draws
+from forebay.runtime.run.drafts import Drafter
 from forebay.runtime.run.drafts_ahead import DraftsAhead
 from forebay.runtime.run.model_drafts import ModelDrafter
 from forebay.runtime.run.places import entering
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.session import Session
+from forebay.runtime.run.shared_drafts import SharedDrafter
 from forebay.runtime.run.speculation import speculates
 
 if TYPE_CHECKING:
@@ -25,34 +30,57 @@ def in_one_budget(lm: LanguageModel) -> list[LanguageModel]:
     return [lm, *([lm.helper] if lm.helper else [])]
 
 
+def plans_in_budget(lm: LanguageModel) -> list[Plan]:
+    """The plans that share a model's budget, its own first; that has what steps of its own take that draft."""
+    own, *more = [part.plan for part in in_one_budget(lm)]
+    return [own if lm.shared_draft is None else lm.shared_draft.beside(own), *more]
+
+
+def files_in_budget(lm: LanguageModel) -> set[str]:
+    """The files of all weights that are read within a model's budget."""
+    own = () if lm.shared_draft is None else lm.shared_draft.load
+    return {f.path for part in in_one_budget(lm) for f in part.files.values()} | {
+        copy.src.path for copy in own if isinstance(copy.src, FileSlice)}
+
+
 @contextmanager
 def drafting(
     helper: LanguageModel | None, session: Session, rows: Sequence[torch.Tensor], new_tokens: int, sampling: Sampling,
     generator: torch.Generator | Sequence[torch.Generator] | None,
-) -> Iterator[DraftsAhead | None]:
+) -> Iterator[Drafter | None]:
     """What drafts by `helper` for answers of `new_tokens` to `rows` on `session`, with the helper's session for as
-    long; None where the plan's steps check no drafts of such a call, and where the helper has no positions for it."""
+    long; None where the plan's steps check no drafts of such a call, and where the helper has no positions for it.
+    Without a helper steps of the session itself draft, if it has such."""
     if entering(session.plan):
         with drafting_in_places(helper, session) as drafter:
             yield drafter
         return
     limit, longest = helper.captured.max_positions if helper else 0, max(row.numel() for row in rows)
     room = min(new_tokens, limit - longest - 1) if limit else new_tokens
-    if helper is None or room < 1 or not speculates(session.plan, sampling, len(rows), generator):
+    own = helper is None and session.shared is not None
+    if not (own or (helper and room >= 1)) or not speculates(session.plan, sampling, len(rows), generator):
         yield None
         return
     each = isinstance(generator, Sequence)
     draws = [[g] for g in generator] if each else [generator] * len(rows)  # type: ignore[union-attr]
+    if helper is None:
+        with _sharing(session, sampling, draws) as drafter:
+            yield drafter
+        return
     with (helper.running(len(rows), longest + 1, room) as other,  # the first token is known when drafts begin
           _recording(helper, other, sampling, draws) as drafter):
         yield drafter
 
 
 @contextmanager
-def drafting_in_places(helper: LanguageModel | None, session: Session) -> Iterator[DraftsAhead | None]:
+def drafting_in_places(helper: LanguageModel | None, session: Session) -> Iterator[Drafter | None]:
     """What drafts by `helper` for sequences in the places of `session`, the most likely tokens, with the helper's
     session as it is planned for as long; None where the plan's steps check no drafts, and for a helper with fewer
     places."""
+    if helper is None and session.shared is not None and session.plan.schedule.speculative_steps:
+        with _sharing(session, Sampling(), ()) as drafter:
+            yield drafter
+        return
     if helper is None or not session.plan.schedule.speculative_steps or (
             helper.plan.workload.batch < session.plan.workload.batch):
         yield None
@@ -73,5 +101,20 @@ def _recording(
         yield ahead
     finally:
         ahead.close()
-        if seen is not None:
-            seen.add(drafter.right, drafter.wrong)
+        _count(drafter, seen)
+
+
+@contextmanager
+def _sharing(session: Session, sampling: Sampling, draws: Sequence[Draws]) -> Iterator[SharedDrafter]:
+    """What drafts by steps of the session itself; the tokens that stood are counted in the end."""
+    assert session.shared is not None
+    drafter = SharedDrafter(session, sampling, draws, session.shared.record.chance)
+    try:
+        yield drafter
+    finally:
+        _count(drafter, session.shared.record)
+
+
+def _count(drafter: ModelDrafter, record: DraftRecord | None) -> None:
+    if record is not None:
+        record.add(drafter.right, drafter.wrong)

@@ -215,7 +215,7 @@ def _answer(
     from forebay.commands import jobs
     from forebay.commands.job_progress import JobProgress
     from forebay.commands.process_memory import MemoryWatch, beside_nbytes, calls_of, disk_read_nbytes
-    from forebay.drafting import in_one_budget
+    from forebay.drafting import files_in_budget, in_one_budget, plans_in_budget
     from forebay.rewriter.report.explain import summarise_plan
     from forebay.runtime.disk.page_cache import drop_file
     from forebay.runtime.run.places import WorkDone
@@ -228,8 +228,7 @@ def _answer(
     def decode(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
-    parts = in_one_budget(lm)
-    files = {f.path for part in parts for f in part.files.values()}
+    parts, files = in_one_budget(lm), files_in_budget(lm)
     for path in files:
         drop_file(path)  # what others left in the page cache would be memory beyond the budget
     with stopping() as stopped, MemoryWatch(files) as memory, JobProgress(total) as shown:
@@ -255,9 +254,10 @@ def _answer(
                 say(f"{trace}: the first {gone} launches, waits and copies are left out")
             lm.close()
     calls, tokens = sum(calls_of(part._pipeline, part.plan) for part in parts), sum(len(p.ids) for p in encoded)
+    calls += 0 if lm.shared_draft is None else len(lm.shared_draft.program.step)
     beside = beside_nbytes(calls, total, tokens, lm.captured.vocab_size if ask.sampling.do_sample else 0,
                            traced=trace is not None)
-    found = _measured([part.plan for part in parts], done, spent, elapsed_s, memory, disk_read_nbytes() - read_before,
+    found = _measured(plans_in_budget(lm), done, spent, elapsed_s, memory, disk_read_nbytes() - read_before,
                       beside)
     if as_json:
         print(json.dumps(found, indent=1))

@@ -151,8 +151,8 @@ def _goals(prompt: int, new_tokens: int, given: tuple[float | None, float | None
 
 def _drop_cached(lm: LanguageModel) -> None:
     """Take the model's files out of the page cache, where they would be memory beyond the budget."""
-    from forebay.drafting import in_one_budget
+    from forebay.drafting import files_in_budget
     from forebay.runtime.disk.page_cache import drop_file
 
-    for path in {f.path for part in in_one_budget(lm) for f in part.files.values()}:
+    for path in files_in_budget(lm):
         drop_file(path)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from forebay.commands.process_memory import anonymous_nbytes
-from forebay.drafting import in_one_budget
+from forebay.drafting import plans_in_budget
 from forebay.rewriter.ir.plan import KEPT
 from forebay.serving.batcher import Batcher, Pending
 
@@ -17,7 +17,7 @@ def memory(batcher: Batcher) -> dict[str, Any]:
     """Bytes: the budget of the device, what the plan and that of what drafts have there by kind, and this process's
     anonymous memory."""
     lm = batcher.lm
-    plans = [part.plan for part in in_one_budget(lm)]
+    plans = plans_in_budget(lm)
     held = [b for plan in plans for b in plan.buffers_of("decode") if b.arena == "device"]
     kinds = {kind: sum(b.nbytes for b in held if b.kind == kind) for kind in KEPT}
     return {"budget_nbytes": sum(plan.budget.device for plan in plans), "kinds": kinds,

@@ -1,0 +1,41 @@
+"""A step of a model that drafts for it, by some of its weights in fewer bits, in the memory of its plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from forebay.rewriter.ir.plan import Plan
+from forebay.rewriter.ir.program import Copy, Program
+
+
+class DraftRecord(Protocol):
+    """How many drafted tokens stood: the share that is expected to, and what counts those of a call."""
+
+    @property
+    def chance(self) -> float: ...
+
+    def add(self, right: int, wrong: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class SharedDraft:
+    """A decode step with resident weights alone, of which those that stream in the model's own steps are packed rows
+    beside them. It shares with these steps the cache, all weights that are resident anyway, and the lookups of
+    embeddings. What is its own, which `load` fills, lies above their memory in the arena of `plan`. The program's
+    events are none of theirs, so copies that they have under way stay what they are."""
+
+    plan: Plan
+    program: Program
+    load: tuple[Copy, ...]
+    record: DraftRecord
+
+    def beside(self, model: Plan) -> Plan:
+        """The model's plan with all memory that it and this step take together: arenas, buffers, peak and budget."""
+        arenas, peak = (
+            {tier: max(each.get(tier, 0) for each in both) for tier in {**both[0], **both[1]}}
+            for both in ((model.arenas, self.plan.arenas), (model.prediction.peak_nbytes,
+                                                            self.plan.prediction.peak_nbytes)))
+        above = [b for b in self.plan.buffers if b.offset >= model.arenas.get(b.arena, 0)]
+        return replace(model, budget=self.plan.budget, arenas=arenas, buffers=(*model.buffers, *above),
+                       prediction=replace(model.prediction, peak_nbytes=peak))

@@ -1,0 +1,111 @@
+"""Choose how much of a budget steps that draft for their own model may have, whose memory they share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+
+from forebay.rewriter.ir.alignment import aligned, whole_pages
+from forebay.rewriter.ir.byte_sizes import format_nbytes
+from forebay.rewriter.ir.plan import Budget, Plan, PlanError
+from forebay.rewriter.ir.program import DEVICE, Program
+from forebay.rewriter.lay_beside import apart, check_beside, laid_beside
+from forebay.rewriter.pipeline import Pipeline
+from forebay.rewriter.plan_speculation import plan_speculation
+from forebay.rewriter.planning.planner import host_rows_nbytes
+from forebay.rewriter.planning.wishes import Wishes
+
+LOG = logging.getLogger("forebay")
+TRIES = 8  # plans of the model, each with more room beside it than the one before
+SPARE = 1.5  # times what was lacking: what a larger part takes of resident weights needs a copy too
+WHOLE = Budget(1 << 50)  # of a plan that is laid into another's memory
+
+
+@dataclass(frozen=True)
+class PackedCopy:
+    """The weights of a model in fewer bits: nbytes of each by name, and what makes the pipeline of its decode steps in
+    which those named are packed, all others as the model has them."""
+
+    nbytes: Mapping[str, int]
+    pipeline: Callable[[Collection[str]], Pipeline]
+
+
+@dataclass(frozen=True)
+class SharedPlan:
+    """The model's plan in what is left of the budget with its pipeline, and the draft's step beside it: its plan, the
+    Program, which weights are its own, and what share of the bytes that its products read in the model is `packed`."""
+
+    pipeline: Pipeline
+    plan: Plan
+    draft: Plan
+    program: Program
+    own: tuple[str, ...]
+    packed: float
+
+
+def plan_shared_draft(
+    pipeline: Pipeline, plain: Plan, wishes: Wishes, copy: PackedCopy, budget: Budget, tokens: int
+) -> SharedPlan:
+    """Plan steps of the model that check `tokens` drafted tokens within `budget`, and beside them the step that drafts:
+    what streams there is resident here, packed. The more room that takes, the more streams, so parts are tried until
+    one holds what it leads to. PlanError where none does, and for plans whose cache such a step does not find in one
+    piece on the device."""
+    plan, checking, part = plain, pipeline, 0
+    checked = replace(wishes, drafted_tokens=tokens)
+    for _ in range(TRIES):
+        _refuse_scattered(plan)
+        own = _own(plan, pipeline)
+        if not own:
+            raise PlanError("no weight streams, so steps of its own would gain nothing")
+        needed = _nbytes(own, plan, copy) + whole_pages(pipeline.need(1).activations)
+        if needed <= part:
+            found = _beside(copy.pipeline(own), plan, budget)
+            over = found[0].arenas[DEVICE] + found[1].workspace_nbytes() - budget.device
+            if over <= 0:
+                draft = replace(found[0], budget=budget.limits)
+                return SharedPlan(checking, plan, draft, found[1], own, _share(own, pipeline, copy))
+            needed = part + over
+        part += int(SPARE * (needed - part))
+        rest = Budget(budget.device - part, budget.host, budget.disk)
+        try:
+            checking, plan = plan_speculation(pipeline, plain, rest, checked)
+        except PlanError as error:
+            LOG.debug("with %d bytes for a draft's step: %s", part, error)
+            break
+    raise PlanError(f"a device budget of {format_nbytes(budget.device)} has no room for packed rows of what streams "
+                    "beside what does not stream")
+
+
+def _refuse_scattered(plan: Plan) -> None:
+    block = plan.schedule.block
+    if block.staged or block.micro_batches > 1 or block.sparse_values < 1:
+        raise PlanError("its own steps draft where the whole cache lies on the device, of one micro-batch, and all "
+                        "values are read")
+
+
+def _own(plan: Plan, pipeline: Pipeline) -> tuple[str, ...]:
+    """The weights that a step without streams needs beside those that `plan` keeps on the device."""
+    read = {use.name for use in pipeline.needs.uses if use.product or not use.lookup}
+    return tuple(w.name for w in plan.weights if w.tier != DEVICE and w.name in read)
+
+
+def _nbytes(own: Collection[str], plan: Plan, copy: PackedCopy) -> int:
+    return sum(aligned(copy.nbytes.get(name, plan.weight(name).nbytes)) for name in own)
+
+
+def _share(own: Collection[str], pipeline: Pipeline, copy: PackedCopy) -> float:
+    read = {use.name: use.nbytes for use in pipeline.needs.uses if use.product}
+    return sum(n for name, n in read.items() if name in own and name in copy.nbytes) / sum(read.values())
+
+
+def _beside(pipeline: Pipeline, plan: Plan, budget: Budget) -> tuple[Plan, Program]:
+    """The draft's step in the memory of `plan`, and its Program, proved by itself and beside the model's plan."""
+    alone = pipeline.plan(Budget(WHOLE.device, budget.host), Wishes(
+        cache_format=plan.cache_format, cache_tier="device", prefill_chunk=1))
+    looked_up = {use.name for use in pipeline.needs.uses if use.lookup and not use.product}
+    limits = Budget(WHOLE.device, budget.host).limits
+    draft = pipeline.replay(laid_beside(alone, plan, looked_up, host_rows_nbytes(pipeline.needs, 1), limits))
+    program = pipeline.program(draft, 1)
+    check_beside(program, draft, plan)
+    return draft, apart(program)
