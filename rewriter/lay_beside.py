@@ -22,15 +22,15 @@ def laid_beside(
     host memory do so where the model's do, in `rows_nbytes` of it."""
     there = {b.name: b for b in model.buffers if b.phase in ("all", "decode") and b.kind != "activation"}
     weights = tuple(_placed(w, model, looked_up) for w in draft.weights)
-    gone = {w.name for w in weights if w.tier != DEVICE}
-    shared = {w.name for w in weights if model.weight(w.name).tier == DEVICE}
+    gone = {w.name for w in weights if w.gather}
+    shared = gone | {w.name for w in weights if model.weight(w.name).tier == DEVICE}
     top = whole_pages(model.arenas[DEVICE])
     moving = [b for b in draft.buffers if b.kind in ("activation", "io")]
     lowest = min((b.offset for b in moving), default=0) // PAGE_NBYTES * PAGE_NBYTES
     buffers = [replace(b, offset=top + b.offset - lowest) for b in moving]
     top = aligned(max((b.offset + b.nbytes for b in buffers), default=top))
     for b in draft.buffers:
-        if b.kind in ("activation", "io") or b.name in gone:
+        if b.kind in ("activation", "io") or (b.name in gone and b.name not in there):  # then it is on the disk
             continue
         if b.kind in ("cache", "constant") or b.name in shared:
             at = there[b.name]

@@ -19,7 +19,7 @@ from forebay.api import LanguageModel, wrap
 from forebay.drafted import DraftedModel
 from forebay.drafting import drafting, files_in_budget, plans_in_budget
 from forebay.rewriter.ir.plan import PlanError
-from forebay.rewriter.ir.program import Copy, Launch, Record, Span, Wait
+from forebay.rewriter.ir.program import Copy, Launch, Record, Rows, Span, Wait
 from forebay.rewriter.lay_beside import EVENTS, check_beside
 from forebay.rewriter.machine.profile import Machine
 from forebay.runtime.run.acceptance import Stakes
@@ -173,21 +173,25 @@ def test_longer_answers_are_planned_anew_and_closed_ones_loaded_again(llama_chec
             lm.close()
 
 
-def test_through_host_slots_as_a_gpu_would(llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What passes through host memory lands where the model's does, and the host's budget is one too."""
+@pytest.mark.parametrize("host", ["800KiB", "4MiB"])
+def test_through_host_slots_as_a_gpu_would(
+    llama_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """What passes through host memory lands where the model's does, and rows of a lookup that are there come from
+    there; the host's budget is one too."""
     for module in (model_module, drafted):
         source = module.step_graphs
         monkeypatch.setattr(module, "step_graphs", lambda *a, _of=source, **k: _of(*a, **k | {"host_hop": True}))
     ids, options = llama_checkpoint.ids[:1], dict(max_new_tokens=NEW, pad_token_id=0, eos_token_id=None)
     with torch.no_grad():
         expected = llama_checkpoint.model.generate(ids, do_sample=False, **options)
-    with wrap(llama_checkpoint.folder, "device=1200KiB,host=800KiB", prompt=20, new_tokens=NEW, draft="w8",
+    with wrap(llama_checkpoint.folder, f"device=1200KiB,host={host}", prompt=20, new_tokens=NEW, draft="w8",
               prompt_lookup_num_tokens=3) as lm:
         shared = lm.split.shared  # type: ignore[attr-defined]
         assert shared is not None and lm.plan.schedule.host_hop
         assert torch.equal(lm.generate(ids, do_sample=False, **options), expected) and lm.tally.offered
-        copies = [i for i in shared.program.step if isinstance(i, Copy)]
-        assert any(isinstance(i.dst, Span) and i.dst.arena == "host" for i in copies) or not copies
+        looked_up = next(i for i in shared.program.step if isinstance(i, Copy) and isinstance(i.src, Rows))
+        assert isinstance(looked_up.src.table, Span) is (host == "4MiB") and looked_up.dst.arena == "host"  # type: ignore[union-attr]
 
 
 def test_where_it_cannot_be_it_says_why(llama_checkpoint: Any) -> None:
