@@ -73,7 +73,8 @@ def jobs() -> list[Row]:
         {"part": "flexgen", "attention": "GPU" if attention == "planned" else "host"},
         {"part": "blocks", "shape": "llama", "attention": attention})]  # fmt: skip
     speculative = [{"part": "speculative", "way": way} for way in range(len(SPECULATIVE))]
-    return tokens + ways + formats + speed[:3] + peers + opt + speed[3:] + speculative + blocks
+    shared = [{"part": "shared"}]
+    return tokens + ways + shared + formats + speed[:3] + peers + opt + speed[3:] + speculative + blocks
 
 
 def say(text: str) -> None:
@@ -161,6 +162,34 @@ def check_formats(scratch: Path, machine: Any, job: Row) -> Row:
     return row if error <= LOGITS_LIMIT else row | {"failed": f"logits differ by {error:.1e}"}
 
 
+def check_shared(scratch: Path, machine: Any, job: Row) -> Row:
+    """Greedy tokens where steps of the model itself draft in its memory, in 8 bits, against transformers on the GPU."""
+    from unittest.mock import patch
+
+    from forebay import drafted
+    from forebay.api import wrap
+    from forebay.rewriter.ir.plan import PlanError
+    from forebay.runtime.run.draft_choice import DraftChoice
+
+    folder = saved_model(scratch, FORMATS, torch.float32)
+    ids, expected = reference_tokens(folder)
+    nbytes = weights_nbytes(folder)
+    budget = {"device": half_resident(folder, machine, "native") + nbytes // 3, "host": nbytes + (8 << 20)}
+    before = begin_peak()
+    with (patch.object(drafted, "plan_draft", side_effect=PlanError("no copy has memory of its own")),
+          patch.object(DraftChoice, "_worth", lambda *_: (3, 0.0)),
+          wrap(folder, budget, batch=3, prompt=12, new_tokens=24, machine=machine, draft="w8",
+               prompt_lookup_num_tokens=3) as lm):  # fmt: skip
+        same = all(torch.equal(lm.generate(ids, max_new_tokens=24, eos_token_id=None), expected) for _ in range(2))
+        tally, streamed, told = lm.tally, lm.plan.prediction.streamed_nbytes, lm.split.told
+    row: Row = {"streamed_nbytes": streamed, "same": same, "offered": tally.offered, "accepted": tally.accepted,
+                "told": told}  # fmt: skip
+    row |= peak_within(budget["device"], before)
+    if not (streamed and tally.accepted):
+        return row | {"failed": f"{streamed} bytes streamed, {tally}"}
+    return row if same else row | {"failed": "other tokens than transformers'"}
+
+
 def half_resident(folder: Path, machine: Any, cache: str) -> int:
     """A device budget under which about half of what a step reads of the weights streams; found by planning alone."""
     from forebay.api import wrap
@@ -176,8 +205,9 @@ def half_resident(folder: Path, machine: Any, cache: str) -> int:
 
 
 PARTS: dict[str, Callable[[Path, Any, Row], Row]] = {
-    "tokens": check_tokens, "ways": check_ways, "formats": check_formats, "throughput": measure_throughput,
-    "peer": measure_peer, "flexgen": measure_flexgen, "blocks": measure_blocks, "speculative": measure_speculative,
+    "tokens": check_tokens, "ways": check_ways, "shared": check_shared, "formats": check_formats,
+    "throughput": measure_throughput, "peer": measure_peer, "flexgen": measure_flexgen, "blocks": measure_blocks,
+    "speculative": measure_speculative,
 }
 
 

@@ -15,7 +15,7 @@ from forebay.runtime.run.session import Session
 class SharedDrafter(ModelDrafter):
     """What the step that drafts in the memory of `session` (`SharedDraft`) says comes next. Its cache is the model's:
     of prompts and answers it lacks only the last token, and what it writes behind is checked, and written anew, by the
-    step that comes (Wang et al. 2025, SubSpec, section 3.2)."""
+    step that comes (as in SubSpec, arXiv 2509.18344)."""
 
     def __init__(
         self, session: Session, sampling: Sampling, draws: Sequence[Draws] = (), chance: float = 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from forebay.api import LOG, LanguageModel
@@ -156,25 +157,28 @@ class DraftedModel(LanguageModel):
         name = f"{self._helper.checkpoint.fingerprint} sharing {round(10 * packed)}"
         return DraftsSeen(self.checkpoint.fingerprint, name, 1 - packed * (1 - self._seen.assumed))
 
+    @cached_property
+    def _packed(self) -> dict[str, int]:
+        """Bytes of the weights that the copy has in fewer than the model."""
+        weights = self._helper.captured.weights
+        return {name: file.nbytes for name, file in self._helper.files.items()
+                if weights[name].stored is not None and file.nbytes < self.files[name].nbytes}
+
     def _copy(self, plan: Plan) -> PackedCopy:
         """The weights of the copy, for steps of this model as long as those of `plan`."""
-        weights = self._helper.captured.weights
-        nbytes = {name: self._helper.files[name].nbytes for name, spec in weights.items() if spec.stored is not None}
-
         def pipeline(own: Collection[str]) -> Pipeline:
-            packed = {name: weights[name] if name in own and name in nbytes else spec
+            packed = {name: self._helper.captured.weights[name] if name in own and name in self._packed else spec
                       for name, spec in self.captured.weights.items()}
             captured = rewrite_captured(replace(self.captured, weights=packed), self.switches, plan.cache_format)
             name, gpu = f"{self.checkpoint.fingerprint} drafting", self.machine.device_kind != "cpu"
             graphs = step_graphs(captured, self._files_of(own), plan.workload, name, host_hop=gpu)
             return Pipeline(replace(graphs, prefill=None), plan.workload, self.machine, self.switches)
 
-        return PackedCopy(nbytes, pipeline)
+        return PackedCopy(self._packed, pipeline)
 
     def _files_of(self, own: Collection[str]) -> dict[str, FileSlice]:
         """Where the weights of a step that drafts lie, of which those `own` are the copy's where it has them packed."""
-        weights = self._helper.captured.weights
-        return {name: self._helper.files[name] if name in own and weights[name].stored is not None else file
+        return {name: self._helper.files[name] if name in own and name in self._packed else file
                 for name, file in self.files.items()}
 
     def check_files(self) -> None:

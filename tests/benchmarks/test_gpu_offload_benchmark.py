@@ -28,7 +28,8 @@ jobs = bench.jobs()
 assert {job["part"] for job in jobs} == set(bench.PARTS)
 formats = [job for job in jobs if job["part"] == "formats"]
 ways = [job for job in jobs if job["part"] == "ways" and job["windowed"] and job["way"] in (3, 4, 6, 8)]
-few = [jobs[3], *ways, *formats[1:4:2], next(j for j in jobs if j.get("cache") == "kv4" != j["weights"] != "native"),
+few = [jobs[3], *ways, {"part": "shared"}, *formats[1:4:2],
+       next(j for j in jobs if j.get("cache") == "kv4" != j["weights"] != "native"),
        next(j for j in jobs if j.get("shape") == "opt"),
        *(j for j in jobs if j["part"] == "blocks" and j["attention"] == "planned"),
        *(j for j in jobs if j["part"] == "speculative" and j["way"]),
@@ -52,5 +53,5 @@ def test_the_checks_and_measurements_of_every_kind(tmp_path: Path) -> None:
     done = run_code(CODE, str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     parts = [line.split(",")[0] for line in done.stdout.splitlines()]
-    assert parts == ["tokens", *["ways"] * 4, *["formats"] * 3, "throughput", *["blocks"] * 2, *["speculative"] * 2,
-                     "throughput"]  # fmt: skip
+    assert parts == ["tokens", *["ways"] * 4, "shared", *["formats"] * 3, "throughput", *["blocks"] * 2,
+                     *["speculative"] * 2, "throughput"]  # fmt: skip
