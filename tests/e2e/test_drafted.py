@@ -14,6 +14,7 @@ from budgets import WITH_KERNELS
 from families import llama
 from typer.testing import CliRunner
 
+from forebay import drafted
 from forebay.api import wrap
 from forebay.commands.app import app
 from forebay.rewriter.checkpoints import resolve
@@ -188,6 +189,7 @@ def test_a_copy_in_fewer_bits_drafts_and_is_made_once_of_these_weights(
 def test_a_draft_whose_tokens_seldom_stand_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What answers have shown counts for the next one, and for the next process; predicted times are a guess's."""
     monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(drafted, "plan_own_draft", lambda *_: (_ for _ in ()).throw(PlanError("none of its own")))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
         llama(6, hidden_size=128, intermediate_size=384, vocab_size=997)).eval()

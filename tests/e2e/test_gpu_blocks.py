@@ -16,11 +16,14 @@ import torch
 from e2e.block_case import ATTENDED, COUNT, DISK, HOST, SHARED, Case
 from e2e.prompter import Prompter, answers_of
 
+from forebay import drafted
+from forebay.api import wrap
 from forebay.rewriter.ir.plan import PlanError
 from forebay.rewriter.ir.program import ATTEND, DOWNLOAD, LOAD, RETURN, WRITE, Copy, Launch, Rows, tier_of
 from forebay.rewriter.machine.profile import Machine
 from forebay.runtime.devices import cuda, pinned
 from forebay.runtime.run import bind, executor
+from forebay.runtime.run.draft_choice import DraftChoice
 from forebay.runtime.run.generation import Stop
 from forebay.runtime.run.sampling import Sampling
 from forebay.runtime.run.speculation import Tally, generate_speculatively
@@ -147,6 +150,29 @@ def test_drafts(tmp_path: Path, driver: None, name: str, more: dict[str, Any]) -
         found = generate_speculatively(session, [torch.tensor(p) for p in answers], Sampling(), Stop(23), None, None,
                                        Prompter(answers), tally)
         assert found.tolist() == [*answers.values()] and tally.refused and tally.passes < 22
+
+
+@pytest.mark.parametrize("host", [1 << 20, 1 << 23])
+def test_its_own_steps_draft(tmp_path: Path, driver: None, monkeypatch: pytest.MonkeyPatch, host: int) -> None:
+    """By packed rows of what streams, beside the model's weights, cache and lookups."""
+    def none(*_: object) -> None:
+        raise PlanError("none by itself")
+
+    case, fixed = Case("llama", tmp_path, 12, 10), dict(batch=COUNT, prompt=12, new_tokens=10, machine=GPU)
+    monkeypatch.setenv("FOREBAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(drafted, "plan_draft", none)
+    monkeypatch.setattr(DraftChoice, "_worth", lambda *_: (3, 0.0))
+    asked: dict[str, Any] = fixed | {"prompt_lookup_num_tokens": 3}
+    with wrap(tmp_path, {"device": 1 << 40, "host": host}, **asked) as whole:
+        least = whole._pipeline.smallest_budget(whole.wishes)
+    with wrap(tmp_path, {"device": least + 7 * case.nbytes // 10, "host": host}, draft="w8", **asked) as lm:
+        shared = lm.split.shared  # type: ignore[attr-defined]
+        assert isinstance(lm.session.device, Pretended) and lm.plan.prediction.streamed_nbytes
+        assert {w.tier for w in shared.draft.weights} == {"device", "host" if host > 1 << 20 else "disk"}
+        for _ in range(2):
+            case.check(lm)
+            assert lm.tally.accepted > lm.tally.offered / 2
+            assert bool(lm.plan.arenas["host"]) and shared.draft.arenas["host"] == lm.plan.arenas["host"]
 
 
 @pytest.mark.parametrize(("name", "more"), [
