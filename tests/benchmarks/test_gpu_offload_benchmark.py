@@ -28,7 +28,7 @@ jobs = bench.jobs()
 assert {job["part"] for job in jobs} == set(bench.PARTS)
 formats = [job for job in jobs if job["part"] == "formats"]
 ways = [job for job in jobs if job["part"] == "ways" and job["windowed"] and job["way"] in (3, 4, 6, 8)]
-few = [jobs[3], *ways, {"part": "shared"}, *formats[1:4:2],
+few = [jobs[3], *ways, {"part": "shared", "weights": "w8"}, *formats[1:4:2],
        next(j for j in jobs if j.get("cache") == "kv4" != j["weights"] != "native"),
        next(j for j in jobs if j.get("shape") == "opt"),
        *(j for j in jobs if j["part"] == "blocks" and j["attention"] == "planned"),

@@ -93,7 +93,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "CudaDevice", Pretended)
     monkeypatch.setattr(cuda, "IDLE", [])
     monkeypatch.setattr(executor, "bind_launch", lambda launch, tensor: bind.bind_launch(
-        replace(launch, impl="aten") if launch.impl else launch, tensor))
+        replace(launch, impl="flat" if "linear_q" in launch.op else "aten") if launch.impl else launch, tensor))
     monkeypatch.setenv("FOREBAY_POISON", "1")
 
 
